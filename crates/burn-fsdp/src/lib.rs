@@ -91,10 +91,11 @@ pub use checkpointer::Checkpointer;
 pub use device_name::{DeviceName, DeviceNameError};
 pub use error::Error;
 
-/// The smaller parts of a [`ShardPolicy`], sharding of values that each rank reads, and the error of the eager engine.
+/// The smaller parts of a [`ShardPolicy`], sharding of values that each rank reads, evaluation by any route, and the error of the
+/// eager engine.
 pub mod sharding {
     pub use burn_fsdp_shard::{
-        Audit, Cut, DivideFactors, Error, InitialPart, ReduceGroup, fully_shard_from,
+        Audit, Cut, DivideFactors, Error, InitialPart, ReduceGroup, evaluate, fully_shard_from,
     };
 }
 

@@ -20,8 +20,12 @@ use crate::gradient_hook::GradientHook;
 #[must_use]
 pub struct ShardPolicy {
     pub(crate) patterns: Vec<Pattern>,
+    /// Each the modules of one unit.
+    pub(crate) joint_units: Vec<Vec<Pattern>>,
     pub(crate) strategy: Strategy,
     pub(crate) cut: Cut,
+    /// Of the last pattern that matches, in place of `cut`.
+    pub(crate) cuts: Vec<(Pattern, Cut)>,
     pub(crate) whole_below: usize,
     pub(crate) one_owner: Vec<Pattern>,
     pub(crate) prefetch: Option<usize>,
@@ -86,8 +90,10 @@ impl ShardPolicy {
     pub fn new() -> Self {
         Self {
             patterns: Vec::new(),
+            joint_units: Vec::new(),
             strategy: Strategy::FullShard,
             cut: Cut::Elements,
+            cuts: Vec::new(),
             whole_below: 0,
             one_owner: Vec::new(),
             prefetch: None,
@@ -115,6 +121,24 @@ impl ShardPolicy {
         self
     }
 
+    /// Makes one unit of all modules whose paths match any of `patterns`: the last norm and the head, say, as
+    /// `fully_shard([norm, head])` of PyTorch does. Each call makes a unit; the patterns are those of [`units`](Self::units),
+    /// and an inner module wins as there. The unit's name is its patterns, with `+` in between.
+    ///
+    /// What is gathered together is held together: join modules that are used one after the other.
+    ///
+    /// ```
+    /// use burn_fsdp_shard::ShardPolicy;
+    ///
+    /// let policy = ShardPolicy::new().units(["blocks.*"]).unit_of(["norm", "head"]);
+    /// # let _ = policy;
+    /// ```
+    pub fn unit_of<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
+        let patterns = patterns.into_iter().map(Pattern::new).collect();
+        self.joint_units.push(patterns);
+        self
+    }
+
     /// Sets what ranks divide, and until when full parameters stay.
     pub fn strategy(mut self, strategy: Strategy) -> Self {
         self.strategy = strategy;
@@ -124,6 +148,20 @@ impl ShardPolicy {
     /// Sets where parameters may be cut.
     pub fn cut(mut self, cut: Cut) -> Self {
         self.cut = cut;
+        self
+    }
+
+    /// Sets where the parameters that match may be cut, in place of [`cut`](Self::cut): a pattern names a parameter, or a module
+    /// with all that is in it. Of two calls whose patterns match a parameter the later one counts.
+    pub fn cut_of<P: Into<String>>(
+        mut self,
+        patterns: impl IntoIterator<Item = P>,
+        cut: Cut,
+    ) -> Self {
+        let patterns = patterns
+            .into_iter()
+            .map(|pattern| (Pattern::new(pattern), cut));
+        self.cuts.extend(patterns);
         self
     }
 
@@ -196,8 +234,8 @@ impl ShardPolicy {
         self
     }
 
-    /// Leaves the parameters of modules alone, by pattern as in [`units`](Self::units): they are
-    /// neither sharded nor reduced, and each rank's own.
+    /// Leaves parameters alone, and modules with all that is in them, by pattern as in [`units`](Self::units): `"head"`,
+    /// `"**.bias"`. They are neither sharded nor reduced, and each rank's own.
     pub fn ignore<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.ignored = patterns.into_iter().map(Pattern::new).collect();
         self

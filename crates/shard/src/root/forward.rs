@@ -124,6 +124,9 @@ impl Root {
             progress.uses.reading = Arc::downgrade(generation);
             if unit.is_gathered_for(slot) {
                 if generation.life.is_sharded() {
+                    if let Some(routes) = self.routes.get() {
+                        routes.meet(generation)?;
+                    }
                     let operation = Operation::UnshardForward(unit.position());
                     self.start_gather(generation, operation)?;
                 }

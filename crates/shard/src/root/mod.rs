@@ -6,6 +6,7 @@
 //! - `gather` and `reduce`: one of each; `arrival`: what goes into a reduction and comes out.
 //! - `audited` and `audit`: what is known of a step, and whether each gradient was summed and divided once.
 //! - `advance`: operations in the order that all ranks have.
+//! - `evaluation`: one in which ranks use different units; `routes`: what a root asks it before a gather.
 //! - `forward` and `backward`: the two parts of a step. `access`: the calls of the autodiff nodes to them.
 
 mod access;
@@ -15,13 +16,16 @@ mod arrival;
 mod audit;
 mod audited;
 mod backward;
+mod evaluation;
 mod forward;
 mod gather;
 mod order;
 mod pass;
 mod reduce;
 mod reductions;
+mod routes;
 mod ruler;
 mod state;
 
+pub(crate) use evaluation::Evaluation;
 pub(crate) use state::Root;

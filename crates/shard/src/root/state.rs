@@ -12,6 +12,7 @@ use super::audited::Audited;
 use super::order::Order;
 use super::pass::Uses;
 use super::reductions::Reductions;
+use super::routes::UnderWay;
 use super::ruler::Rulers;
 use crate::audit::Audit;
 use crate::copies::{Copied, Copies, Generation, WeakCopies};
@@ -46,6 +47,8 @@ pub(crate) struct Root {
     progress: Mutex<Progress>,
     /// The trial of the optimizer.
     pub(crate) trial: Trial,
+    /// The routes of an evaluation under way.
+    pub(super) routes: UnderWay,
     /// Path and id of the parameters that the policy ignored.
     left_alone: Vec<(String, ParamId)>,
 }
@@ -126,6 +129,7 @@ impl Root {
             stepping: AtomicBool::new(false),
             progress: Mutex::new(progress),
             trial: Trial::default(),
+            routes: UnderWay::default(),
             left_alone,
         })
     }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
-use burn_fsdp_mesh::Partition;
+use burn_fsdp_mesh::{Partition, Pattern};
 
 use super::{factors, owners};
 use crate::error::Error;
@@ -33,7 +33,7 @@ impl Ignored {
     pub(crate) fn new(survey: &Survey, policy: &ShardPolicy) -> Result<Self, Error> {
         let pattern_of = |path: &str| {
             let mut patterns = policy.ignored.iter();
-            patterns.find(|pattern| pattern.is_around(path))
+            patterns.find(|pattern| pattern.prefix_of(path).is_some())
         };
         if let Some(path) = survey
             .sharded
@@ -48,7 +48,7 @@ impl Ignored {
             .cloned()
             .collect();
         for pattern in &policy.ignored {
-            if !ignored.iter().any(|path| pattern.is_around(path)) {
+            if !ignored.iter().any(|path| pattern.prefix_of(path).is_some()) {
                 return Err(unmatched(
                     pattern.as_str(),
                     survey.parameters.iter().map(|found| found.path.as_str()),
@@ -81,6 +81,19 @@ pub(crate) fn unmatched<'a>(pattern: &str, paths: impl Iterator<Item = &'a str>)
     }
 }
 
+/// Returns the patterns of units; of a unit of several modules each with the unit's name, and before those that would divide it.
+fn named_units(policy: &ShardPolicy) -> Vec<(&Pattern, Option<String>)> {
+    let joint = policy.joint_units.iter().flat_map(|patterns| {
+        let names: Vec<_> = patterns.iter().map(Pattern::as_str).collect();
+        let name = names.join("+");
+        patterns
+            .iter()
+            .map(move |pattern| (pattern, Some(name.clone())))
+    });
+    let single = policy.patterns.iter().map(|pattern| (pattern, None));
+    joint.chain(single).collect()
+}
+
 /// The parameters of each unit: the unit of a parameter is the innermost module that a pattern matches.
 pub(crate) struct Grouping {
     /// The parameters by unit path: the root's first, with the empty path, then those of units in
@@ -95,18 +108,20 @@ impl Grouping {
     ///
     /// [`Error::UnmatchedPattern`].
     pub(crate) fn new(parameters: &[Found], policy: &ShardPolicy) -> Result<Self, Error> {
-        let mut matched = vec![false; policy.patterns.len()];
+        let named = named_units(policy);
+        let mut matched = vec![false; named.len()];
         let mut by_unit: Vec<(String, Vec<Found>)> = vec![(String::new(), Vec::new())];
         for found in parameters {
-            let mut unit = "";
+            let (mut innermost, mut unit) = ("", "");
             // A factor belongs to the unit of the weight that it adapts.
             let path = found.factor_of.as_ref().unwrap_or(&found.path);
-            for (pattern, matched) in policy.patterns.iter().zip(&mut matched) {
+            for ((pattern, joint), matched) in named.iter().zip(&mut matched) {
                 if let Some(module) = pattern.module_of(path) {
                     *matched = true;
                     // All of them contain the parameter, so the longest path is the innermost.
-                    if module.len() > unit.len() {
-                        unit = module;
+                    if module.len() > innermost.len() {
+                        innermost = module;
+                        unit = joint.as_deref().unwrap_or(module);
                     }
                 }
             }
@@ -117,7 +132,14 @@ impl Grouping {
         }
         if let Some(index) = matched.iter().position(|matched| !matched) {
             let paths = parameters.iter().map(|found| found.path.as_str());
-            return Err(unmatched(policy.patterns[index].as_str(), paths));
+            return Err(unmatched(named[index].0.as_str(), paths));
+        }
+        for (pattern, _) in &policy.cuts {
+            let mut paths = parameters.iter().map(|found| found.path.as_str());
+            if !paths.any(|path| pattern.prefix_of(path).is_some()) {
+                let paths = parameters.iter().map(|found| found.path.as_str());
+                return Err(unmatched(pattern.as_str(), paths));
+            }
         }
         by_unit.retain(|(_, members)| !members.is_empty());
         Ok(Self { by_unit })
@@ -232,7 +254,10 @@ fn slot(
     };
     let stored = element_of(found.dtype)?;
     let holding = holding(found, policy);
-    let partition = match (holding, policy.cut) {
+    let mut cuts = policy.cuts.iter().rev();
+    let of_pattern = cuts.find(|(pattern, _)| pattern.prefix_of(&found.path).is_some());
+    let cut = of_pattern.map_or(policy.cut, |(_, cut)| *cut);
+    let partition = match (holding, cut) {
         (Holding::Shard, Cut::Elements) => Partition::flat(num_elements, num_shards)?,
         (Holding::Shard, Cut::Dims) => Partition::rows(&found.shape, num_shards)?,
         (Holding::Whole | Holding::Replica, _) => Partition::flat(num_elements, 1)?,

@@ -229,6 +229,98 @@ fn ignored_modules_are_left_alone() {
     );
 }
 
+/// As `fully_shard([norm, head])`.
+#[test]
+fn several_modules_are_one_unit() {
+    let joint = || {
+        ShardPolicy::new()
+            .units(["blocks.*", "*"])
+            .unit_of(["norm", "head"])
+    };
+    for ranks in 1..=4 {
+        let got = sharded(MLP, ranks, 6, joint());
+        assert_close(&got, &plainly(MLP, ranks, 6), 1e-5);
+        // One that is needed first and last.
+        let around = ShardPolicy::new()
+            .units(["blocks.*"])
+            .unit_of(["embed", "head"]);
+        let got = sharded(MLP, ranks, 6, around);
+        assert_close(&got, &plainly(MLP, ranks, 6), 1e-5);
+    }
+    on_ranks(2, move |world| {
+        let model = build(MLP, &world, &device(), joint())?;
+        let handles = units(&model)?;
+        let names: Vec<_> = handles.iter().map(|unit| unit.name()).collect();
+        assert_eq!(
+            names,
+            ["embed", "blocks.0", "blocks.1", "blocks.2", "norm+head"]
+        );
+        let of_last: Vec<_> = handles[4].parameters().collect();
+        assert_eq!(of_last, ["norm.gamma", "head.weight", "head.bias"]);
+        let before = world.counts();
+        backward((MLP.loss)(&model, world.rank(), 0, &device()), &model)?;
+        let since = world.counts().since(&before);
+        // In forward and in backward, which begins with the last: it is still there.
+        assert_eq!(since.of(OperationKind::AllGather).operations, 2 * 5 - 1);
+        assert_eq!(memory(&model)?.unsharded_live, 0);
+        let policy = ShardPolicy::new().unit_of(["norm", "tail"]);
+        let error = build(MLP, &world, &device(), policy).expect_err("no tail");
+        assert!(error.to_string().contains("`tail`"), "{error}");
+        Ok(())
+    });
+}
+
+/// Of modules whose other parameters are sharded.
+#[test]
+fn single_parameters_are_left_alone() {
+    let policy = || {
+        let policy = ShardPolicy::new().units(["blocks.*"]);
+        policy.ignore(["head.weight", "blocks.*.up.weight", "**.bias"])
+    };
+    let is_ignored = |path: &str| {
+        path.ends_with(".bias") || path.ends_with(".up.weight") || path == "head.weight"
+    };
+    let seen = with_mesh(2, move |mesh, model| {
+        let whole = params(&model);
+        let model = fully_shard(model, &mesh, policy())?;
+        let managed: Vec<String> = units(&model)?
+            .iter()
+            .flat_map(|unit| unit.parameters().map(str::to_owned).collect::<Vec<_>>())
+            .collect();
+        for (path, _) in whole {
+            assert_eq!(managed.contains(&path), !is_ignored(&path), "{path}");
+        }
+        let world = mesh.world();
+        let loss = (MLP.loss)(&model, world.rank(), 0, &device());
+        let gradients = backward(loss, &model)?;
+        let model = optimizer().step(1e-2, model, gradients);
+        Ok(whole_params((MLP.build)(&device()), &model))
+    });
+    // What is ignored has seen the rank's own gradients, everything else the mean.
+    type Loss = fn(&Mlp, usize, usize, &Device) -> Tensor<1>;
+    let own: [Loss; 2] = [
+        |model, _, step, device| model.loss(0, step, device),
+        |model, _, step, device| model.loss(1, step, device),
+    ];
+    let mean = plainly(MLP, 2, 1).params;
+    for (got, loss) in seen.into_iter().zip(own) {
+        let own = plainly(Case { loss, ..MLP }, 1, 1).params;
+        let want = mean.iter().zip(own);
+        let want = want.map(|(mean, own)| {
+            if is_ignored(&own.0) {
+                own
+            } else {
+                mean.clone()
+            }
+        });
+        let [got, want] = [got, want.collect()].map(|params| Outcome {
+            losses: Vec::new(),
+            params,
+        });
+        assert_close(&got, &want, 1e-5);
+    }
+}
+
 #[test]
 fn verbs_refuse_a_second_time() {
     let messages = with_mesh(1, |mesh, model| {

@@ -8,7 +8,9 @@ use burn::optim::{AdamW, AdamWConfig, AdamWState, ModuleOptimizer, Optimizer};
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_shard::{Cut, LocalPart, LocalTensor, ShardPolicy, backward, local_state};
 
-use super::bench::{Case, SEED, build, device, on_ranks, params, seeded};
+use super::bench::{
+    Case, SEED, assert_close, build, device, on_ranks, params, plainly, seeded, sharded,
+};
 use super::nets::{CONV_NET, MLP, RECURRENT};
 
 fn floats(tensor: &LocalTensor) -> Vec<f32> {
@@ -46,6 +48,49 @@ fn assert_rows<M: Module + 'static>(case: Case<M>, units: &'static str, num_cut:
                 cut += 1;
             }
             assert_eq!(cut, num_cut);
+            Ok(())
+        });
+    }
+}
+
+/// As a function of the parameter says: rows of some, elements of others.
+#[test]
+fn the_cut_is_chosen_by_path() {
+    let policy = || {
+        let policy = ShardPolicy::new().units(["blocks.*"]).cut(Cut::Dims);
+        policy
+            .cut_of(["blocks.*", "embed.weight"], Cut::Elements)
+            .cut_of(["**.up.weight"], Cut::Dims)
+    };
+    let is_flat = |path: &str| {
+        path == "embed.weight" || path.starts_with("blocks.") && !path.ends_with(".up.weight")
+    };
+    for ranks in 1..=4 {
+        let got = sharded(MLP, ranks, 5, policy());
+        assert_close(&got, &plainly(MLP, ranks, 5), 1e-5);
+        on_ranks(ranks, move |world| {
+            let model = build(MLP, &world, &device(), policy())?;
+            let mut flat = 0;
+            for part in local_state(&model)? {
+                let LocalPart::Shard { range, .. } = &part.part else {
+                    continue;
+                };
+                let rows = rows_of(part.shape[0], ranks, world.rank());
+                let len: usize = part.shape.iter().product();
+                let want = match is_flat(&part.path) {
+                    true => rows_of(len, ranks, world.rank()),
+                    false => {
+                        let row: usize = part.shape[1..].iter().product();
+                        rows.start * row..rows.end * row
+                    }
+                };
+                flat += usize::from(is_flat(&part.path));
+                assert_eq!(*range, want, "{}", part.path);
+            }
+            assert_eq!(flat, 1 + 3 * 2);
+            let nowhere = ShardPolicy::new().cut_of(["tail"], Cut::Dims);
+            let error = build(MLP, &world, &device(), nowhere).expect_err("no tail");
+            assert!(error.to_string().contains("`tail`"), "{error}");
             Ok(())
         });
     }

@@ -5,7 +5,9 @@ use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{OperationCounts, OperationKind, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
-use burn_fsdp_shard::{ShardPolicy, backward, catch, fully_shard, params_with_gradient};
+use burn_fsdp_shard::{
+    ShardPolicy, backward, catch, evaluate, fully_shard, memory, params_with_gradient,
+};
 
 use super::bench::{
     Case, Outcome, SEED, assert_close, build, device, joined, on_ranks, optimizer, panic_of,
@@ -85,6 +87,82 @@ fn ranks_may_use_different_units() {
             assert_close(&got, &plainly(BARE, ranks, 6), 1e-5);
         }
     }
+}
+
+/// Ranks that use other units, one of them twice, none at all, or evaluate more often than others.
+#[test]
+fn evaluation_takes_any_route() {
+    for ranks in 1..=4 {
+        for policy in [
+            layers(),
+            layers().reshard_root(true),
+            layers().whole_below(20),
+        ] {
+            on_ranks(ranks, move |world| {
+                let device = device();
+                let inner = device.clone().without_autodiff();
+                let plain = seeded(Routed::new(&inner), SEED);
+                let model = build(UNEVEN, &world, &device, policy.clone())?;
+                let rank = world.rank();
+                let of = |model: &Routed, step: usize| -> Vec<f32> {
+                    let unevenly = model.unevenly(rank, step, &inner).into_scalar::<f32>();
+                    let barely = model.barely(rank, step, &inner).into_scalar::<f32>();
+                    vec![unevenly, barely]
+                };
+                // As many batches as the rank's number: rank 0 has none.
+                let all = |model: &Routed| (0..rank).flat_map(|step| of(model, step)).collect();
+                let got: Vec<f32> = evaluate(&model, all)?;
+                let want: Vec<f32> = all(&plain);
+                assert_eq!(got, want, "rank {rank} of {ranks}");
+                assert_eq!(memory(&model)?.unsharded_live, 0);
+                // The module trains on.
+                let gradients = backward(model.unevenly(rank, 0, &device), &model)?;
+                assert!(!params_with_gradient(&model, &gradients).is_empty());
+                Ok(())
+            });
+        }
+    }
+}
+
+/// One exchange before each gather and one at the end; ranks on one route gather each unit once.
+#[test]
+fn ranks_on_one_route_gather_together() {
+    on_ranks(3, |world| {
+        let device = device();
+        let inner = device.clone().without_autodiff();
+        let model = build(UNEVEN, &world, &device, layers())?;
+        let before = world.counts();
+        evaluate(&model, |model| {
+            model
+                .through(&[0, 1, 2, 3], 0, 0, &inner)
+                .into_scalar::<f32>()
+        })?;
+        let since = world.counts().since(&before);
+        assert_eq!(since.of(OperationKind::AllGather).operations, 5);
+        assert_eq!(since.of(OperationKind::Exchange).operations, 5 + 1);
+        Ok(())
+    });
+}
+
+#[test]
+fn an_evaluation_is_of_the_module_that_it_gives_and_by_itself() {
+    on_ranks(2, |world| {
+        let device = device();
+        let inner = device.clone().without_autodiff();
+        let model = build(UNEVEN, &world, &device, layers())?;
+        let nested = evaluate(&model, |outer| {
+            evaluate(outer, |_| ()).map_err(|e| e.to_string())
+        })?;
+        assert!(nested.expect_err("nested").contains("in no evaluation"));
+        let other = build(UNEVEN, &world, &device, layers())?;
+        // A module of its own is none of this evaluation's business.
+        let apart = other.valid();
+        let loss = |model: &Routed| model.through(&[0], 0, 0, &inner).into_scalar::<f32>();
+        assert_eq!(evaluate(&model, |_| loss(&apart))?, loss(&apart));
+        let plain = Routed::new(&device);
+        assert!(evaluate(&plain, |_| ()).is_err(), "not sharded");
+        Ok(())
+    });
 }
 
 /// There is no backward in which ranks would do what the others did.

@@ -64,6 +64,44 @@ fn doubled<M: Module>(module: M) -> M {
     module.map(&mut Double)
 }
 
+/// The rest is neither gathered nor changed.
+#[test]
+fn a_part_is_summoned_alone() {
+    on_ranks(3, |world| {
+        let device = device();
+        let mut model = build(MLP, &world, &device, blocks())?;
+        let before = whole_params((MLP.build)(&device), &model);
+        let counts = world.counts();
+        let block = model.blocks.remove(1);
+        let block = summon_full_params(block, WriteBack::Keep, doubled)?;
+        model.blocks.insert(1, block);
+        let since = world.counts().since(&counts);
+        assert_eq!(
+            since.of(OperationKind::AllGather).operations,
+            3,
+            "up, gate and down"
+        );
+        let after = whole_params((MLP.build)(&device), &model);
+        for ((path, before), (_, after)) in before.iter().zip(&after) {
+            let factor = if path.starts_with("blocks.1.") {
+                2.0
+            } else {
+                1.0
+            };
+            let want: Vec<f32> = before.iter().map(|x| factor * x).collect();
+            assert_eq!(*after, want, "{path}");
+        }
+        // It trains on, with its siblings.
+        let mut plain = (MLP.build)(&device);
+        plain = plain.load_record(model.clone().into_record());
+        let want = loss(MLP, &plain, 0);
+        assert_eq!(loss(MLP, &model, 0), want);
+        let gradients = backward((MLP.loss)(&model, 0, 0, &device), &model)?;
+        assert!(!params_with_gradient(&model, &gradients).is_empty());
+        Ok(())
+    });
+}
+
 #[test]
 fn changes_are_written_back_or_forgotten() {
     for ranks in 1..=4 {

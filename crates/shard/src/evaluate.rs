@@ -1,0 +1,63 @@
+//! Evaluation in which ranks may use different units.
+
+use std::sync::Arc;
+
+use burn::module::Module;
+
+use crate::error::Error;
+use crate::inspect;
+use crate::root::Evaluation;
+use crate::thrown::catch;
+
+/// Evaluates a sharded module: gives `body` the module's [`valid`](Module::valid) copy, without autodiff, and lets ranks take
+/// different routes through it, as in training: experts that a router chooses, layers that are left out, another number of
+/// batches. (The copy of [`Module::valid`] itself wants the same units in the same order on all ranks.)
+///
+/// Before each gather ranks tell each other which unit they need; those that need another one, or are done, lend their shards.
+/// So no rank leaves before all are done.
+///
+/// Collective: all ranks of the module call it, between steps, and none returns before all have. One exchange of 4 bytes
+/// before each gather, and one at the end.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`]; [`Error::State`] inside of another evaluation, and for another copy of the module than the one that
+/// `body` gets; a failed collective.
+///
+/// ```
+/// use burn::module::Module;
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fsdp_shard::{Error, ShardPolicy, evaluate, fully_shard};
+/// # use burn_fsdp_collectives::{LaunchConfig, launch};
+///
+/// #[derive(Module, Debug)]
+/// struct Experts { experts: Vec<Linear> }
+///
+/// # launch(LaunchConfig::new(2), |world| {
+/// let device = Device::flex().autodiff().gradient_checkpointing();
+/// let linear = LinearConfig::new(8, 8);
+/// let model = Experts { experts: (0..4).map(|_| linear.init(&device)).collect() };
+/// let model = fully_shard(model, &world, ShardPolicy::new().units(["experts.*"]))?;
+/// let batch = Tensor::<2>::ones([2, 8], &Device::flex());
+/// let out = evaluate(&model, |model| model.experts[world.rank()].forward(batch))?;
+/// # let _ = out;
+/// # Ok::<_, Error>(())
+/// # }).unwrap();
+/// ```
+pub fn evaluate<M: Module, T>(module: &M, body: impl FnOnce(&M) -> T) -> Result<T, Error> {
+    let group = inspect::root_of(module)?.group.clone();
+    let copy = catch(|| module.valid())?;
+    let mut units = Vec::new();
+    for member in inspect::members(&copy) {
+        let root = member.root_link().root().ok_or(Error::NotSharded)?;
+        let is_known = |(_, known): &(_, Arc<_>)| Arc::ptr_eq(known, &member.generation);
+        if !units.iter().any(is_known) {
+            units.push((root, member.generation));
+        }
+    }
+    let under_way = Evaluation::begin(group, units)?;
+    let evaluated = catch(|| body(&copy))?;
+    under_way.finish()?;
+    Ok(evaluated)
+}
