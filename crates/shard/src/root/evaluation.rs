@@ -29,7 +29,7 @@ impl Drop for Evaluation {
         self.0
             .units
             .iter()
-            .for_each(|(root, _)| root.routes.set(None));
+            .for_each(|(root, _)| root.progress().routes = None);
     }
 }
 
@@ -43,7 +43,9 @@ impl Evaluation {
         group: ProcessGroup,
         units: Vec<(Arc<Root>, Arc<Generation>)>,
     ) -> Result<Self, Error> {
-        let mut inside = units.iter().filter(|(root, _)| root.routes.get().is_some());
+        let mut inside = units
+            .iter()
+            .filter(|(root, _)| root.progress().routes.is_some());
         if let Some((_, generation)) = inside.next() {
             return Err(Error::State {
                 unit: generation.unit.label(),
@@ -54,7 +56,7 @@ impl Evaluation {
         }
         let evaluated = Arc::new(Evaluated { group, units });
         for (root, _) in &evaluated.units {
-            root.routes.set(Some(evaluated.clone()));
+            root.progress().routes = Some(evaluated.clone());
         }
         Ok(Self(evaluated))
     }

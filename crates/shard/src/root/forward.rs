@@ -124,7 +124,7 @@ impl Root {
             progress.uses.reading = Arc::downgrade(generation);
             if unit.is_gathered_for(slot) {
                 if generation.life.is_sharded() {
-                    if let Some(routes) = self.routes.get() {
+                    if let Some(routes) = progress.routes.clone() {
                         routes.meet(generation)?;
                     }
                     let operation = Operation::UnshardForward(unit.position());

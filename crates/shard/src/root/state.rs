@@ -12,7 +12,7 @@ use super::audited::Audited;
 use super::order::Order;
 use super::pass::Uses;
 use super::reductions::Reductions;
-use super::routes::UnderWay;
+use super::routes::Routes;
 use super::ruler::Rulers;
 use crate::audit::Audit;
 use crate::copies::{Copied, Copies, Generation, WeakCopies};
@@ -47,8 +47,6 @@ pub(crate) struct Root {
     progress: Mutex<Progress>,
     /// The trial of the optimizer.
     pub(crate) trial: Trial,
-    /// The routes of an evaluation under way.
-    pub(super) routes: UnderWay,
     /// Path and id of the parameters that the policy ignored.
     left_alone: Vec<(String, ParamId)>,
 }
@@ -80,6 +78,8 @@ pub(super) struct Progress {
     pub(super) watch: Watch,
     /// What waits for the optimizer, with its seals.
     pub(super) waiting: Waiting,
+    /// The evaluation under way in which ranks tell each other what they need, if there is one.
+    pub(super) routes: Option<Arc<dyn Routes>>,
 }
 
 /// Numbers of passes, uses and finished backwards, which an error does not begin anew.
@@ -129,7 +129,6 @@ impl Root {
             stepping: AtomicBool::new(false),
             progress: Mutex::new(progress),
             trial: Trial::default(),
-            routes: UnderWay::default(),
             left_alone,
         })
     }
@@ -341,6 +340,7 @@ impl Root {
             counts: progress.counts,
             audited: std::mem::take(&mut progress.audited).after_error(),
             watch,
+            routes: progress.routes.take(),
             ..Progress::default()
         };
         for copies in self.live() {
