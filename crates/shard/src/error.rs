@@ -8,7 +8,7 @@ use thiserror::Error as ThisError;
 pub enum Error {
     /// A pattern of the policy that matches nothing that is sharded.
     #[error(
-        "pattern `{pattern}` matches no module with a parameter that is sharded; the modules are: {modules}; \
+        "pattern `{pattern}` matches no module with a parameter that is sharded, nor, where it may, such a parameter; the modules are: {modules}; \
          correct the pattern (`*` stands for any characters of one path segment, `**` for any segments)"
     )]
     UnmatchedPattern {

@@ -1,12 +1,10 @@
 //! Evaluation in which ranks may use different units.
 
-use std::sync::Arc;
-
 use burn::module::Module;
 
 use crate::error::Error;
 use crate::inspect;
-use crate::root::Evaluation;
+use crate::root::{Evaluable, Evaluation, are_equal};
 use crate::thrown::catch;
 
 /// Evaluates a sharded module: gives `body` the module's [`valid`](Module::valid) copy, without autodiff, and lets ranks take
@@ -14,15 +12,16 @@ use crate::thrown::catch;
 /// batches. (The copy of [`Module::valid`] itself wants the same units in the same order on all ranks.)
 ///
 /// Before each gather ranks tell each other which unit they need; those that need another one, or are done, lend their shards.
-/// So no rank leaves before all are done.
+/// So a rank that is done waits for the others, no longer than the group's deadline without a gather. `body` may call no other
+/// collective, on some ranks or all: what it would sum up over ranks it returns.
 ///
-/// Collective: all ranks of the module call it, between steps, and none returns before all have. One exchange of 4 bytes
-/// before each gather, and one at the end.
+/// Collective: all ranks of the module call it, between steps. One exchange of 4 bytes before each gather, and one at the end.
 ///
 /// # Errors
 ///
-/// [`Error::NotSharded`]; [`Error::State`] inside of another evaluation, and for another copy of the module than the one that
-/// `body` gets; a failed collective.
+/// [`Error::NotSharded`]; [`Error::State`] inside of another evaluation, for another copy of the module than the one that
+/// `body` gets, and on all ranks if one leaves with an error; [`Error::Option`] for a module whose units are sharded over several
+/// groups; a failed collective.
 ///
 /// ```
 /// use burn::module::Module;
@@ -46,18 +45,24 @@ use crate::thrown::catch;
 /// # }).unwrap();
 /// ```
 pub fn evaluate<M: Module, T>(module: &M, body: impl FnOnce(&M) -> T) -> Result<T, Error> {
-    let group = inspect::root_of(module)?.group.clone();
+    let root = inspect::root_of(module)?;
     let copy = catch(|| module.valid())?;
-    let mut units = Vec::new();
+    let mut units: Vec<Evaluable> = Vec::new();
     for member in inspect::members(&copy) {
-        let root = member.root_link().root().ok_or(Error::NotSharded)?;
-        let is_known = |(_, known): &(_, Arc<_>)| Arc::ptr_eq(known, &member.generation);
-        if !units.iter().any(is_known) {
-            units.push((root, member.generation));
+        // A unit may have several, where a part of it was cloned or changed alone.
+        let values = member.values();
+        let is_known = |(_, known): &Evaluable| are_equal(known, &values);
+        if values.unit.is_gathered() && !units.iter().any(is_known) {
+            let root = member.root_link().root().ok_or(Error::NotSharded)?;
+            units.push((root, values));
         }
     }
-    let under_way = Evaluation::begin(group, units)?;
-    let evaluated = catch(|| body(&copy))?;
-    under_way.finish()?;
-    Ok(evaluated)
+    let evaluation = Evaluation::begin(&root, units)?;
+    match catch(|| body(&copy)) {
+        Ok(evaluated) => evaluation.finish().map(|()| evaluated),
+        Err(error) => {
+            evaluation.fail();
+            Err(error)
+        }
+    }
 }

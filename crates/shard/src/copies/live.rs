@@ -123,6 +123,13 @@ impl Copies {
         }
     }
 
+    /// Drops the full parameters of all copies of this version, and cancels their gathers.
+    pub(crate) fn drop_full_of(&self, version: u64) {
+        let copies = self.live().into_iter();
+        let equal = copies.filter(|generation| generation.version() == version);
+        equal.for_each(|generation| generation.life.drop_full());
+    }
+
     /// Drops all full parameters and cancels pending gathers.
     pub(crate) fn drop_full(&self) {
         for generation in self.live() {

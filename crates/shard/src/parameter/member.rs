@@ -39,6 +39,11 @@ impl Member {
         self.owned.full(self.parent.clone())
     }
 
+    /// Returns all values of its unit in this copy of the module, as the model's own code gets them.
+    pub(crate) fn values(&self) -> Arc<Generation> {
+        self.owned.values()
+    }
+
     /// Returns the link to the root of its unit.
     pub(crate) fn root_link(&self) -> &Arc<RootLink> {
         self.owned.root_link()

@@ -121,7 +121,7 @@ impl Owned {
     }
 
     /// Returns all values of the unit in this copy of the module.
-    fn values(&self) -> Arc<Generation> {
+    pub(crate) fn values(&self) -> Arc<Generation> {
         if self.generation.holders.is_all_of(self.copy.number) {
             return self.generation.clone();
         }

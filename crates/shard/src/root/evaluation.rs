@@ -1,23 +1,39 @@
 //! Evaluation in which ranks take different routes through a module: before each gather they tell each other what they need.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use burn_fsdp_collectives::ProcessGroup;
 
 use super::routes::Routes;
 use super::state::Root;
-use crate::copies::Generation;
+use crate::copies::{Copies, Generation};
 use crate::error::Error;
 use crate::schedule::Operation;
 
 /// The note of a rank that needs nothing more.
 const DONE: u32 = u32::MAX;
 
+/// The note of a rank that leaves with an error.
+const FAILED: u32 = u32::MAX - 1;
+
+/// A unit of the module that is evaluated, with the root that it is below.
+pub(crate) type Evaluable = (Arc<Root>, Arc<Generation>);
+
+/// Returns true if both are values of one unit, and equal: those from several generations are put together anew for each who asks.
+pub(crate) fn are_equal(one: &Generation, other: &Generation) -> bool {
+    Arc::ptr_eq(&one.unit, &other.unit) && one.version() == other.version()
+}
+
 /// An evaluation by the ranks of a group.
 struct Evaluated {
+    /// The outermost root, whose module it is.
+    root: Arc<Root>,
     group: ProcessGroup,
-    /// The units of the copy of the module that all ranks evaluate, in the module's order, with their roots.
-    units: Vec<(Arc<Root>, Arc<Generation>)>,
+    /// The units of the copy of the module that all ranks evaluate, in the module's order.
+    units: Vec<Evaluable>,
+    /// True once a rank has left with an error: the others have left, too.
+    is_broken: AtomicBool,
 }
 
 /// An evaluation under way. It ends when this is dropped, by unwinding or otherwise.
@@ -25,36 +41,57 @@ pub(crate) struct Evaluation(Arc<Evaluated>);
 
 impl Drop for Evaluation {
     fn drop(&mut self) {
-        // They hold each other until then.
-        self.0
-            .units
-            .iter()
-            .for_each(|(root, _)| root.progress().routes = None);
+        for (root, generation) in &self.0.units {
+            // They hold each other until then; and what some ranks have gathered last, and others not, goes.
+            root.progress().routes = None;
+            Copies::of(generation).drop_full_of(generation.version());
+        }
     }
 }
 
 impl Evaluation {
-    /// Begins an evaluation of `units`, each with the root that it is below, by the ranks of `group`.
+    /// Begins an evaluation of `units`, of a module whose outermost root is `root`.
     ///
     /// # Errors
     ///
-    /// [`Error::State`] inside another one.
-    pub(crate) fn begin(
-        group: ProcessGroup,
-        units: Vec<(Arc<Root>, Arc<Generation>)>,
-    ) -> Result<Self, Error> {
-        let mut inside = units
-            .iter()
-            .filter(|(root, _)| root.progress().routes.is_some());
-        if let Some((_, generation)) = inside.next() {
-            return Err(Error::State {
-                unit: generation.unit.label(),
-                expected: "in no evaluation".to_owned(),
-                got: "in one".to_owned(),
-                advice: "let one `evaluate` end before the next begins",
+    /// [`Error::State`] inside another one; [`Error::Option`] for units of several groups; [`Error::Collective`] if full
+    /// parameters have changed by themselves, where ranks compare bytes.
+    pub(crate) fn begin(root: &Arc<Root>, units: Vec<Evaluable>) -> Result<Self, Error> {
+        let group = units.first().map_or(&root.group, |(root, _)| &root.group);
+        if let Some((other, generation)) = units.iter().find(|(root, _)| root.group != *group) {
+            return Err(Error::Option {
+                option: "the module to evaluate",
+                expected: "sharded over one group",
+                got: format!(
+                    "sharded over `{}`, and `{}` over `{}`",
+                    group.name(),
+                    generation.unit.label(),
+                    other.group.name()
+                ),
             });
         }
-        let evaluated = Arc::new(Evaluated { group, units });
+        for (root, generation) in &units {
+            let mut progress = root.progress();
+            if progress.routes.is_some() {
+                return Err(Error::State {
+                    unit: generation.unit.label(),
+                    expected: "in no evaluation".to_owned(),
+                    got: "in one".to_owned(),
+                    advice: "let one `evaluate` end before the next begins",
+                });
+            }
+            // Of a copy that was evaluated before: a rank that reads nothing would keep it, and others not.
+            let last = std::mem::take(&mut progress.uses.reading).upgrade();
+            if let Some(last) = last.filter(|last| !last.unit.keeps()) {
+                last.let_go()?;
+            }
+        }
+        let evaluated = Arc::new(Evaluated {
+            root: root.clone(),
+            group: group.clone(),
+            units,
+            is_broken: AtomicBool::new(false),
+        });
         for (root, _) in &evaluated.units {
             root.progress().routes = Some(evaluated.clone());
         }
@@ -65,31 +102,65 @@ impl Evaluation {
     ///
     /// # Errors
     ///
-    /// A failed collective.
+    /// [`Error::State`] if another rank leaves with an error; a failed collective.
     pub(crate) fn finish(self) -> Result<(), Error> {
         self.0.join_until(DONE)
+    }
+
+    /// Tells the other ranks that this one leaves with an error.
+    pub(crate) fn fail(self) {
+        if !self.0.is_broken.load(Ordering::Relaxed) {
+            // It has an error already; and of a failed collective all know.
+            drop(self.0.told(FAILED));
+        }
     }
 }
 
 impl Evaluated {
+    /// Tells the others what this rank needs, and returns what each does.
+    fn told(&self, own: u32) -> Result<Vec<u32>, Error> {
+        let label = self.root.label(format_args!("routes of an evaluation"));
+        let notes = self.group.exchange(label, own.to_le_bytes().to_vec())?;
+        let read = |note: &Vec<u8>| <[u8; 4]>::try_from(&note[..]).map_or(DONE, u32::from_le_bytes);
+        Ok(notes.iter().map(read).collect())
+    }
+
     /// Takes part in the gathers of the other ranks until the unit at `own` is next, or until all are done.
     ///
     /// In each round every rank says what it needs, and all gather the first of these in the module's order: whoever is
     /// behind comes up to the others, so that ranks on one route gather each unit together.
     fn join_until(&self, own: u32) -> Result<(), Error> {
         loop {
-            let note = own.to_le_bytes().to_vec();
-            let notes = self.group.exchange("routes of an evaluation", note)?;
-            let wanted = notes
-                .iter()
-                .map(|note| <[u8; 4]>::try_from(&note[..]).map_or(DONE, u32::from_le_bytes));
-            let next = wanted.min().unwrap_or(DONE);
+            let wanted = self.told(own)?;
+            if let Some(rank) = wanted.iter().position(|note| *note == FAILED) {
+                self.is_broken.store(true, Ordering::Relaxed);
+                return Err(self.state(
+                    "evaluated by all ranks",
+                    format!("left by rank {rank} with an error"),
+                ));
+            }
+            let next = wanted.into_iter().min().unwrap_or(DONE);
             if next == own {
                 return Ok(());
             }
-            let (root, generation) = &self.units[next as usize];
+            let Some((root, generation)) = self.units.get(next as usize) else {
+                return Err(self.state(
+                    "one of the same units on all ranks",
+                    format!("asked for unit {next}"),
+                ));
+            };
             let operation = Operation::UnshardForward(generation.unit.position());
             root.join_gather(generation, operation)?;
+        }
+    }
+
+    fn state(&self, expected: &str, got: String) -> Error {
+        let unit = self.units.first();
+        Error::State {
+            unit: unit.map_or_else(String::new, |(_, generation)| generation.unit.label()),
+            expected: expected.to_owned(),
+            got,
+            advice: "let all ranks evaluate one module, and see to the error of that rank",
         }
     }
 }
@@ -97,7 +168,7 @@ impl Evaluated {
 impl Routes for Evaluated {
     fn meet(&self, generation: &Arc<Generation>) -> Result<(), Error> {
         let mut units = self.units.iter();
-        match units.position(|(_, unit)| Arc::ptr_eq(unit, generation)) {
+        match units.position(|(_, unit)| are_equal(unit, generation)) {
             Some(place) => self.join_until(u32::try_from(place).unwrap_or(DONE)),
             None => Err(Error::State {
                 unit: generation.unit.label(),

@@ -63,6 +63,7 @@ impl Root {
             return self.access_again(generation, slot);
         }
         self.step(|progress| {
+            progress.expect_no_evaluation(generation)?;
             if progress.phase == Phase::Backward {
                 // That backward never came to its end: an unwinding that was not ours.
                 self.clear(progress);
@@ -124,9 +125,7 @@ impl Root {
             progress.uses.reading = Arc::downgrade(generation);
             if unit.is_gathered_for(slot) {
                 if generation.life.is_sharded() {
-                    if let Some(routes) = progress.routes.clone() {
-                        routes.meet(generation)?;
-                    }
+                    progress.meet_others(generation)?;
                     let operation = Operation::UnshardForward(unit.position());
                     self.start_gather(generation, operation)?;
                 }
@@ -145,6 +144,25 @@ impl Recomputed for Root {
 }
 
 impl Progress {
+    /// Waits until the unit of `generation` is the one that all ranks gather next, if they evaluate by routes of their own.
+    pub(super) fn meet_others(&self, generation: &Arc<Generation>) -> Result<(), Error> {
+        let routes = self.routes.clone();
+        routes.map_or(Ok(()), |routes| routes.meet(generation))
+    }
+
+    /// Refuses to train while ranks evaluate by routes of their own: what they gather has no order.
+    fn expect_no_evaluation(&self, generation: &Generation) -> Result<(), Error> {
+        match &self.routes {
+            None => Ok(()),
+            Some(_) => Err(Error::State {
+                unit: generation.unit.label(),
+                expected: "of the module that `evaluate` gives".to_owned(),
+                got: "of the module that is trained".to_owned(),
+                advice: "run the module that the closure gets",
+            }),
+        }
+    }
+
     /// Begins a pass, unless one is under way that goes on with this parameter.
     fn begin_pass(
         &mut self,

@@ -15,12 +15,13 @@ use crate::seal;
 impl Root {
     /// Starts a gather that the program asks for itself, outside of the order.
     pub(crate) fn unshard_by_hand(&self, generation: &Arc<Generation>) -> Result<(), Error> {
-        self.step(|_| match generation.life.is_sharded() {
-            true => self.start_gather(
-                generation,
-                Operation::UnshardForward(generation.unit.position()),
-            ),
-            false => Ok(()),
+        self.step(|progress| {
+            if !generation.life.is_sharded() {
+                return Ok(());
+            }
+            progress.meet_others(generation)?;
+            let operation = Operation::UnshardForward(generation.unit.position());
+            self.start_gather(generation, operation)
         })
     }
 

@@ -27,5 +27,5 @@ mod routes;
 mod ruler;
 mod state;
 
-pub(crate) use evaluation::Evaluation;
+pub(crate) use evaluation::{Evaluable, Evaluation, are_equal};
 pub(crate) use state::Root;

@@ -138,7 +138,9 @@ impl Root {
     pub(crate) fn leaves_alone(&self, path: &str, id: ParamId) -> bool {
         self.left_alone.iter().any(|(ignored, of)| {
             let prefix = path.strip_suffix(ignored.as_str());
-            *of == id || prefix.is_some_and(|prefix| prefix.is_empty() || prefix.ends_with('.'))
+            // One name alone is that of many parameters.
+            let is_below = |prefix: &str| ignored.contains('.') && prefix.ends_with('.');
+            *of == id || prefix.is_some_and(|prefix| prefix.is_empty() || is_below(prefix))
         })
     }
 

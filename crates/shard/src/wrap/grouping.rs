@@ -119,9 +119,15 @@ impl Grouping {
                 if let Some(module) = pattern.module_of(path) {
                     *matched = true;
                     // All of them contain the parameter, so the longest path is the innermost.
+                    let name = joint.as_deref().unwrap_or(module);
                     if module.len() > innermost.len() {
-                        innermost = module;
-                        unit = joint.as_deref().unwrap_or(module);
+                        (innermost, unit) = (module, name);
+                    } else if module == innermost && joint.is_some() && name != unit {
+                        return Err(Error::Option {
+                            option: "unit_of",
+                            expected: "of each module once",
+                            got: format!("`{unit}` and `{name}`, both with `{module}`"),
+                        });
                     }
                 }
             }

@@ -263,6 +263,11 @@ fn several_modules_are_one_unit() {
         // In forward and in backward, which begins with the last: it is still there.
         assert_eq!(since.of(OperationKind::AllGather).operations, 2 * 5 - 1);
         assert_eq!(memory(&model)?.unsharded_live, 0);
+        let twice = ShardPolicy::new()
+            .unit_of(["norm", "head"])
+            .unit_of(["embed", "head"]);
+        let error = build(MLP, &world, &device(), twice).expect_err("the head twice");
+        assert!(error.to_string().contains("both with `head`"), "{error}");
         let policy = ShardPolicy::new().unit_of(["norm", "tail"]);
         let error = build(MLP, &world, &device(), policy).expect_err("no tail");
         assert!(error.to_string().contains("`tail`"), "{error}");

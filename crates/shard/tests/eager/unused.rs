@@ -6,7 +6,8 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{OperationCounts, OperationKind, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
-    ShardPolicy, backward, catch, evaluate, fully_shard, memory, params_with_gradient,
+    Error, ShardPolicy, Strategy, backward, catch, evaluate, fully_shard, memory,
+    params_with_gradient, units,
 };
 
 use super::bench::{
@@ -92,12 +93,18 @@ fn ranks_may_use_different_units() {
 /// Ranks that use other units, one of them twice, none at all, or evaluate more often than others.
 #[test]
 fn evaluation_takes_any_route() {
-    for ranks in 1..=4 {
-        for policy in [
+    let policies = || {
+        [
             layers(),
             layers().reshard_root(true),
             layers().whole_below(20),
-        ] {
+            layers().strategy(Strategy::ShardGradOp),
+            ShardPolicy::new().unit_of(["layers.0", "head"]),
+            layers().one_owner(["layers.1"]),
+        ]
+    };
+    for ranks in 1..=4 {
+        for policy in policies() {
             on_ranks(ranks, move |world| {
                 let device = device();
                 let inner = device.clone().without_autodiff();
@@ -115,6 +122,12 @@ fn evaluation_takes_any_route() {
                 let want: Vec<f32> = all(&plain);
                 assert_eq!(got, want, "rank {rank} of {ranks}");
                 assert_eq!(memory(&model)?.unsharded_live, 0);
+                // With values of several generations in one unit.
+                let mut model = model;
+                let kept = model.head.clone();
+                model.head = model.head.no_grad();
+                assert_eq!(evaluate(&model, all)?, want, "rank {rank} of {ranks}");
+                drop(kept);
                 // The module trains on.
                 let gradients = backward(model.unevenly(rank, 0, &device), &model)?;
                 assert!(!params_with_gradient(&model, &gradients).is_empty());
@@ -150,17 +163,91 @@ fn an_evaluation_is_of_the_module_that_it_gives_and_by_itself() {
         let device = device();
         let inner = device.clone().without_autodiff();
         let model = build(UNEVEN, &world, &device, layers())?;
-        let nested = evaluate(&model, |outer| {
-            evaluate(outer, |_| ()).map_err(|e| e.to_string())
-        })?;
-        assert!(nested.expect_err("nested").contains("in no evaluation"));
-        let other = build(UNEVEN, &world, &device, layers())?;
-        // A module of its own is none of this evaluation's business.
-        let apart = other.valid();
-        let loss = |model: &Routed| model.through(&[0], 0, 0, &inner).into_scalar::<f32>();
-        assert_eq!(evaluate(&model, |_| loss(&apart))?, loss(&apart));
-        let plain = Routed::new(&device);
-        assert!(evaluate(&plain, |_| ()).is_err(), "not sharded");
+        let loss = |model: &Routed, device: &Device| {
+            let layer = world.rank();
+            model.through(&[layer], 0, 0, device).into_scalar::<f32>()
+        };
+        let inside = |what: &dyn Fn(&Routed) -> Result<(), Error>| {
+            let nested = evaluate(&model, what);
+            nested.and_then(|got| got).expect_err("refused").to_string()
+        };
+        let nested = inside(&|outer| evaluate(outer, |_| ()));
+        assert!(nested.contains("in no evaluation"), "{nested}");
+        let trained = inside(&|_| catch(|| loss(&model, &device)).map(drop));
+        assert!(
+            trained.contains("of the module that is trained"),
+            "{trained}"
+        );
+        let other = model.clone().no_grad().valid();
+        let other = inside(&|_| catch(|| loss(&other, &inner)).map(drop));
+        assert!(other.contains("of another copy"), "{other}");
+        // A copy with the values of the module is as good.
+        let copy = model.valid();
+        let got = evaluate(&model, |_| loss(&copy, &inner))?;
+        assert_eq!(evaluate(&model, |model| loss(model, &inner))?, got);
+        copy.through(&[0, 1], 0, 0, &inner);
+        // By hand, too, ranks ask for what they like.
+        evaluate(&model, |model| {
+            let handles = units(model)?;
+            handles[1 + world.rank()].unshard()?.wait()?;
+            loss(model, &inner);
+            Ok::<_, Error>(())
+        })??;
+        assert!(
+            evaluate(&Routed::new(&device), |_| ()).is_err(),
+            "not sharded"
+        );
+        Ok(())
+    });
+}
+
+#[test]
+fn a_rank_that_leaves_an_evaluation_with_an_error_takes_the_others_along() {
+    on_ranks(3, |world| {
+        let device = device();
+        let inner = device.clone().without_autodiff();
+        let model = build(UNEVEN, &world, &device, layers())?;
+        let evaluated = evaluate(&model, |evaluated| {
+            let loss = evaluated
+                .unevenly(world.rank(), 0, &inner)
+                .into_scalar::<f32>();
+            if world.rank() == 1 {
+                // Unwinds with the error of this crate.
+                drop(model.through(&[0], 0, 0, &device));
+            }
+            loss
+        });
+        let error = evaluated.expect_err("left").to_string();
+        let words = match world.rank() {
+            1 => "of the module that is trained",
+            _ => "left by rank 1 with an error",
+        };
+        assert!(error.contains(words), "{error}");
+        // All may go on.
+        let loss = evaluate(&model, |model| {
+            model.unevenly(world.rank(), 0, &inner).into_scalar::<f32>()
+        });
+        loss.map(drop)
+    });
+}
+
+#[test]
+fn replicas_of_shards_are_evaluated_by_any_route() {
+    on_ranks(4, |world| {
+        let device = device();
+        let inner = device.clone().without_autodiff();
+        let mesh = Mesh::new([("replicate", 2), ("shard", 2)])?;
+        let mesh = ProcessMesh::new(&world, mesh)?;
+        let model = seeded_by_rank(Routed::new(&device), world.rank());
+        let model = fully_shard(model, &mesh, layers().replicate_axis("replicate"))?;
+        let plain = seeded(Routed::new(&inner), SEED);
+        let route = &[0, 1, 2, 3][world.rank()..];
+        let of = |model: &Routed| {
+            model
+                .through(route, world.rank(), 0, &inner)
+                .into_scalar::<f32>()
+        };
+        assert_eq!(evaluate(&model, of)?, of(&plain));
         Ok(())
     });
 }
