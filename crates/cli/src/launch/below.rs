@@ -139,6 +139,11 @@ impl Below {
         awaited.len() + own.iter().filter(|own| !awaited.contains(own)).count()
     }
 
+    /// Returns true if there are processes of other programs.
+    pub(super) fn has_others(&self) -> bool {
+        !self.look().others.is_empty()
+    }
+
     fn look(&self) -> Seen {
         let all = Process::all();
         let parent = |of: &Process| all.iter().find(|process| process.id == of.parent);

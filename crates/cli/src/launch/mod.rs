@@ -57,6 +57,10 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// The time between two looks at what is below it, while that ends.
 const LOOK_BELOW_EVERY: Duration = Duration::from_millis(100);
 
+/// The time for which what a command leaves behind may still become a training: `setsid` and `nohup` leave a process that runs
+/// the next program only when they have ended.
+const SETTLING: Duration = Duration::from_secs(1);
+
 /// The maximum of the pause before a restart.
 const MOST_PAUSE: Duration = Duration::from_secs(30);
 
@@ -166,11 +170,13 @@ fn cannot_run(args: &LaunchArgs, error: &std::io::Error) -> InputError {
 fn wait(child: &mut Child, below: &mut Below, signals: &Signals) -> std::io::Result<ExitStatus> {
     let mut ended = None;
     let mut look_at = Instant::now();
+    let mut settled_at = look_at;
     loop {
         if ended.is_none() {
             ended = child.try_wait()?;
             if ended.is_some() {
                 look_at = Instant::now();
+                settled_at = look_at + SETTLING;
             }
         }
         if let Some(order) = signals.take() {
@@ -181,10 +187,12 @@ fn wait(child: &mut Child, below: &mut Below, signals: &Signals) -> std::io::Res
             below.tell_late();
             if let Some(status) = ended {
                 let left = below.num_left();
-                if left == 0 {
+                let may_train =
+                    Instant::now() < settled_at && !below.has_order() && below.has_others();
+                if left == 0 && !may_train {
                     return Ok(status);
                 }
-                if !status.success() && !below.has_order() {
+                if left > 0 && !status.success() && !below.has_order() {
                     console::tell(format_args!(
                         "warning: the command ended with {status}, and left {left} processes behind, which are told to end"
                     ));

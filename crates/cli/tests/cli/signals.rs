@@ -404,6 +404,17 @@ fn a_training_saves_and_ends_when_launch_is_killed() {
     }
 }
 
+/// `setsid` leaves behind what is not yet the training.
+#[test]
+fn a_training_that_begins_behind_the_command_is_waited_for() {
+    let late = "(sleep 0.3; exec $TRAIN) & exit 0";
+    let launched = Launched::start(late);
+    send("-TERM", launched.child.id());
+    let (folder, ended) = launched.end();
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    assert_eq!(folder.names_in("steps").len(), 1);
+}
+
 #[test]
 fn a_launch_below_a_launch_that_is_killed_ends_its_training() {
     let mut launched =
