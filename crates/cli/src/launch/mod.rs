@@ -171,6 +171,7 @@ fn wait(child: &mut Child, below: &mut Below, signals: &Signals) -> std::io::Res
     let mut ended = None;
     let mut look_at = Instant::now();
     let mut settled_at = look_at;
+    let mut was_empty = false;
     loop {
         if ended.is_none() {
             ended = child.try_wait()?;
@@ -189,9 +190,12 @@ fn wait(child: &mut Child, below: &mut Below, signals: &Signals) -> std::io::Res
                 let left = below.num_left();
                 let may_train =
                     Instant::now() < settled_at && !below.has_order() && below.has_others();
-                if left == 0 && !may_train {
+                let is_empty = left == 0 && !may_train;
+                // A process that begins a program has no environment for a moment, and is not seen.
+                if is_empty && was_empty {
                     return Ok(status);
                 }
+                was_empty = is_empty;
                 if left > 0 && !status.success() && !below.has_order() {
                     console::tell(format_args!(
                         "warning: the command ended with {status}, and left {left} processes behind, which are told to end"
