@@ -61,6 +61,14 @@ struct Seen {
     others: Vec<Process>,
 }
 
+/// What is left behind a command.
+pub(super) struct Left {
+    /// The number of processes that are waited for: those of this program, and those that were told to end.
+    pub(super) num_awaited: usize,
+    /// True if there are processes of other programs.
+    pub(super) has_others: bool,
+}
+
 impl Below {
     /// Takes the first process of a command, whose environment has this variable.
     pub(super) fn new(first: u32, (name, value): (&str, String)) -> Self {
@@ -131,17 +139,15 @@ impl Below {
         self.order.is_some()
     }
 
-    /// Returns the number of processes that are waited for: those of this program, and those that were told to end.
-    pub(super) fn num_left(&mut self) -> usize {
+    /// Returns what is left behind the command.
+    pub(super) fn left(&mut self) -> Left {
         self.awaited.retain(Process::is_alive);
         let awaited = &self.awaited;
-        let own = self.look().own;
-        awaited.len() + own.iter().filter(|own| !awaited.contains(own)).count()
-    }
-
-    /// Returns true if there are processes of other programs.
-    pub(super) fn has_others(&self) -> bool {
-        !self.look().others.is_empty()
+        let Seen { own, others } = self.look();
+        Left {
+            num_awaited: awaited.len() + own.iter().filter(|own| !awaited.contains(own)).count(),
+            has_others: !others.is_empty(),
+        }
     }
 
     fn look(&self) -> Seen {

@@ -14,7 +14,7 @@ use signal_hook::consts::SIGTERM;
 use crate::console;
 use crate::error::{Failure, InputError};
 use crate::tether::Tether;
-use below::Below;
+use below::{Below, Left};
 use signals::{Order, Signals};
 
 pub(crate) use signals::ONE_REQUEST;
@@ -187,18 +187,20 @@ fn wait(child: &mut Child, below: &mut Below, signals: &Signals) -> std::io::Res
             look_at = Instant::now() + LOOK_BELOW_EVERY;
             below.tell_late();
             if let Some(status) = ended {
-                let left = below.num_left();
-                let may_train =
-                    Instant::now() < settled_at && !below.has_order() && below.has_others();
-                let is_empty = left == 0 && !may_train;
+                let Left {
+                    num_awaited,
+                    has_others,
+                } = below.left();
+                let may_train = Instant::now() < settled_at && !below.has_order() && has_others;
+                let is_empty = num_awaited == 0 && !may_train;
                 // A process that begins a program has no environment for a moment, and is not seen.
                 if is_empty && was_empty {
                     return Ok(status);
                 }
                 was_empty = is_empty;
-                if left > 0 && !status.success() && !below.has_order() {
+                if num_awaited > 0 && !status.success() && !below.has_order() {
                     console::tell(format_args!(
-                        "warning: the command ended with {status}, and left {left} processes behind, which are told to end"
+                        "warning: the command ended with {status}, and left {num_awaited} processes behind, which are told to end"
                     ));
                     below.obey(Order::End(SIGTERM));
                 }

@@ -171,6 +171,33 @@ fn names_are_kept() {
     });
 }
 
+/// The loss of each of two ranks, by itself.
+const OWN: [fn(&Mlp, usize, usize, &Device) -> Tensor<1>; 2] = [
+    |model, _, step, device| model.loss(0, step, device),
+    |model, _, step, device| model.loss(1, step, device),
+];
+
+/// Asserts that after a step of two ranks what is ignored has seen the rank's own gradients, and everything else the mean.
+fn assert_own_or_mean(seen: Vec<Vec<(String, Vec<f32>)>>, is_ignored: impl Fn(&str) -> bool) {
+    let mean = plainly(MLP, 2, 1).params;
+    for (got, loss) in seen.into_iter().zip(OWN) {
+        let own = plainly(Case { loss, ..MLP }, 1, 1).params;
+        let want = mean.iter().zip(own);
+        let want = want.map(|(mean, own)| {
+            if is_ignored(&own.0) {
+                own
+            } else {
+                mean.clone()
+            }
+        });
+        let [got, want] = [got, want.collect()].map(|params| Outcome {
+            losses: Vec::new(),
+            params,
+        });
+        assert_close(&got, &want, 1e-5);
+    }
+}
+
 #[test]
 fn ignored_modules_are_left_alone() {
     let seen = with_mesh(2, |mesh, model| {
@@ -189,26 +216,8 @@ fn ignored_modules_are_left_alone() {
         model = optim.step(1e-2, model, gradients);
         Ok(whole_params((MLP.build)(&device()), &model))
     });
-    // The head of each rank has seen the rank's own gradients, everything else the mean.
-    type Loss = fn(&Mlp, usize, usize, &Device) -> Tensor<1>;
-    let own: [Loss; 2] = [
-        |model, _, step, device| model.loss(0, step, device),
-        |model, _, step, device| model.loss(1, step, device),
-    ];
-    let mean = plainly(MLP, 2, 1).params;
-    for (got, loss) in seen.into_iter().zip(own) {
-        let own = plainly(Case { loss, ..MLP }, 1, 1).params;
-        let want = mean.iter().zip(own).map(|(mean, own)| {
-            let is_ignored = own.0.starts_with("head.");
-            if is_ignored { own } else { mean.clone() }
-        });
-        let [got, want] = [got, want.collect()].map(|params| Outcome {
-            losses: Vec::new(),
-            params,
-        });
-        assert_close(&got, &want, 1e-5);
-    }
-    let heads = own.map(|loss| plainly(Case { loss, ..MLP }, 1, 1).params.pop());
+    assert_own_or_mean(seen, |path| path.starts_with("head."));
+    let heads = OWN.map(|loss| plainly(Case { loss, ..MLP }, 1, 1).params.pop());
     assert_ne!(heads[0], heads[1], "the ranks' own gradients differ");
     let message = with_mesh(1, |mesh, model| {
         let nothing = fully_shard(model.clone(), &mesh, ShardPolicy::new().ignore(["tail"]));
@@ -301,29 +310,7 @@ fn single_parameters_are_left_alone() {
         let model = optimizer().step(1e-2, model, gradients);
         Ok(whole_params((MLP.build)(&device()), &model))
     });
-    // What is ignored has seen the rank's own gradients, everything else the mean.
-    type Loss = fn(&Mlp, usize, usize, &Device) -> Tensor<1>;
-    let own: [Loss; 2] = [
-        |model, _, step, device| model.loss(0, step, device),
-        |model, _, step, device| model.loss(1, step, device),
-    ];
-    let mean = plainly(MLP, 2, 1).params;
-    for (got, loss) in seen.into_iter().zip(own) {
-        let own = plainly(Case { loss, ..MLP }, 1, 1).params;
-        let want = mean.iter().zip(own);
-        let want = want.map(|(mean, own)| {
-            if is_ignored(&own.0) {
-                own
-            } else {
-                mean.clone()
-            }
-        });
-        let [got, want] = [got, want.collect()].map(|params| Outcome {
-            losses: Vec::new(),
-            params,
-        });
-        assert_close(&got, &want, 1e-5);
-    }
+    assert_own_or_mean(seen, is_ignored);
 }
 
 #[test]
