@@ -48,12 +48,7 @@ impl Ignored {
             .cloned()
             .collect();
         for pattern in &policy.ignored {
-            if !ignored.iter().any(|path| pattern.prefix_of(path).is_some()) {
-                return Err(unmatched(
-                    pattern.as_str(),
-                    survey.parameters.iter().map(|found| found.path.as_str()),
-                ));
-            }
+            expect_match(pattern, survey.parameters.iter())?;
         }
         Ok(Self(ignored))
     }
@@ -61,6 +56,18 @@ impl Ignored {
     /// Returns true if the parameter at `path` is ignored.
     pub(crate) fn contains(&self, path: &str) -> bool {
         self.0.contains(path)
+    }
+}
+
+/// Refuses a pattern that stands for none of the parameters, nor for a module around one.
+fn expect_match<'a>(
+    pattern: &Pattern,
+    parameters: impl Iterator<Item = &'a Found> + Clone,
+) -> Result<(), Error> {
+    let paths = parameters.map(|found| found.path.as_str());
+    match paths.clone().any(|path| pattern.prefix_of(path).is_some()) {
+        true => Ok(()),
+        false => Err(unmatched(pattern.as_str(), paths)),
     }
 }
 
@@ -141,11 +148,7 @@ impl Grouping {
             return Err(unmatched(named[index].0.as_str(), paths));
         }
         for (pattern, _) in &policy.cuts {
-            let mut paths = parameters.iter().map(|found| found.path.as_str());
-            if !paths.any(|path| pattern.prefix_of(path).is_some()) {
-                let paths = parameters.iter().map(|found| found.path.as_str());
-                return Err(unmatched(pattern.as_str(), paths));
-            }
+            expect_match(pattern, parameters.iter())?;
         }
         by_unit.retain(|(_, members)| !members.is_empty());
         Ok(Self { by_unit })
@@ -163,11 +166,7 @@ impl Grouping {
     ) -> Result<HashMap<String, usize>, Error> {
         let parameters = self.by_unit.iter().flat_map(|(_, members)| members);
         for pattern in &policy.one_owner {
-            let mut paths = parameters.clone().map(|found| found.path.as_str());
-            if !paths.any(|path| pattern.prefix_of(path).is_some()) {
-                let paths = parameters.map(|found| found.path.as_str());
-                return Err(unmatched(pattern.as_str(), paths));
-            }
+            expect_match(pattern, parameters.clone())?;
         }
         let is_owned = |found: &&Found| {
             let mut patterns = policy.one_owner.iter();

@@ -171,14 +171,20 @@ fn names_are_kept() {
     });
 }
 
-/// The loss of each of two ranks, by itself.
-const OWN: [fn(&Mlp, usize, usize, &Device) -> Tensor<1>; 2] = [
+/// The loss of a rank by itself.
+type Loss = fn(&Mlp, usize, usize, &Device) -> Tensor<1>;
+
+/// The losses of two ranks.
+const OWN: [Loss; 2] = [
     |model, _, step, device| model.loss(0, step, device),
     |model, _, step, device| model.loss(1, step, device),
 ];
 
 /// Asserts that after a step of two ranks what is ignored has seen the rank's own gradients, and everything else the mean.
-fn assert_own_or_mean(seen: Vec<Vec<(String, Vec<f32>)>>, is_ignored: impl Fn(&str) -> bool) {
+fn assert_own_or_mean(
+    seen: impl IntoIterator<Item = Vec<(String, Vec<f32>)>>,
+    is_ignored: impl Fn(&str) -> bool,
+) {
     let mean = plainly(MLP, 2, 1).params;
     for (got, loss) in seen.into_iter().zip(OWN) {
         let own = plainly(Case { loss, ..MLP }, 1, 1).params;
