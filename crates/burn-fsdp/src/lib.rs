@@ -69,8 +69,10 @@ mod device_name;
 mod dtype;
 mod error;
 mod file_backed;
+mod optimizer_cut;
 mod optimizer_record;
 mod optimizer_state;
+mod optimizer_whole;
 mod piecewise;
 mod rendezvous;
 mod restore;
@@ -95,7 +97,8 @@ pub use error::Error;
 /// eager engine.
 pub mod sharding {
     pub use burn_fsdp_shard::{
-        Audit, Cut, DivideFactors, Error, InitialPart, ReduceGroup, evaluate, fully_shard_from,
+        Audit, Cut, DivideFactors, Error, FullGradient, InitialPart, ReduceGroup, UnitReduction,
+        evaluate, fully_shard_from,
     };
 }
 
@@ -111,6 +114,7 @@ pub mod inspect {
 
 /// Access to what a sharded module holds: whole parameters, records, one rank's parts, running states, ids.
 pub mod state {
+    pub use crate::optimizer_whole::{shard_optimizer, unsharded_optimizer};
     pub use burn_fsdp_shard::{
         Agreement, BufferSync, FullTensor, LocalId, LocalPart, LocalTensor, RecordedTensor,
         WriteBack, check_agreement, full_state, into_record, load_local_state, local_ids,

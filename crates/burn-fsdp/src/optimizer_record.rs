@@ -18,7 +18,6 @@ use crate::error::{CheckpointError, optimizer_error};
 pub(crate) const RANK_KEY: &str = "__rank";
 
 /// Returns an optimizer as it is configured, without state.
-#[cfg(feature = "train")]
 pub(crate) fn emptied(optimizer: &ModuleOptimizer) -> ModuleOptimizer {
     optimizer.clone().load_record(OptimizerRecord::default())
 }

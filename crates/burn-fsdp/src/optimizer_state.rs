@@ -134,16 +134,7 @@ pub(crate) fn states<M: Module>(
 
 fn state_of(parts: &OptimizerParts, id: &LocalId) -> Result<ParameterState, CheckpointError> {
     let number = id.id.val();
-    // The number of dims in which a tensor is shown is the reader's own.
-    let scalars = parts
-        .scalars_of(number)
-        .filter(|(field, _)| field != RANK_KEY);
-    let kept = Kept {
-        scalars: scalars
-            .map(|(field, scalar)| (field, scalar.into()))
-            .collect(),
-        group_path: parts.paths.get(&number.to_string()).cloned(),
-    };
+    let kept = kept_of(parts, number);
     let tensors = tensors_of(parts, number)
         .into_iter()
         .map(|(field, tensor)| {
@@ -159,8 +150,20 @@ fn state_of(parts: &OptimizerParts, id: &LocalId) -> Result<ParameterState, Chec
     })
 }
 
+/// Returns what an optimizer keeps of a parameter beside tensors.
+pub(crate) fn kept_of(parts: &OptimizerParts, id: u64) -> Kept {
+    // The number of dims in which a tensor is shown is the reader's own.
+    let scalars = parts.scalars_of(id).filter(|(field, _)| field != RANK_KEY);
+    Kept {
+        scalars: scalars
+            .map(|(field, scalar)| (field, scalar.into()))
+            .collect(),
+        group_path: parts.paths.get(&id.to_string()).cloned(),
+    }
+}
+
 /// Returns the tensors that an optimizer keeps of a parameter, in the order of their fields.
-fn tensors_of(parts: &OptimizerParts, id: u64) -> Vec<(String, &PackedTensor)> {
+pub(crate) fn tensors_of(parts: &OptimizerParts, id: u64) -> Vec<(String, &PackedTensor)> {
     let mut tensors: Vec<_> = parts.tensors_of(id).collect();
     tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
     tensors

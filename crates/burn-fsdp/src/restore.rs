@@ -1,21 +1,17 @@
 //! A sharded model and its optimizer as they were when a step was saved.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Range;
 
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
-use burn::tensor::{Bytes, Shape};
 use burn_fsdp_checkpoint::{ExpectedTensor, Extra, Region, Step, TensorEntry, TensorKind};
-use burn_fsdp_shard::{
-    LocalTensor, check_elementwise_once, load_local_state, local_ids, local_state,
-};
-use burn_pack::{Scalar, Tensor as PackedTensor};
+use burn_fsdp_shard::{LocalTensor, check_elementwise_once, load_local_state, local_state};
 use serde_json::Value;
 
 use crate::dtype::{burn_dtype, dtype_of};
-use crate::error::{CheckpointError, optimizer_error};
-use crate::optimizer_record::{RANK_KEY, kept_in, owner_of, packed, with_state};
-use crate::optimizer_state::{Holders, is_elsewhere};
+use crate::error::CheckpointError;
+use crate::optimizer_cut::{WholeState, cut_optimizer};
+use crate::optimizer_record::{kept_in, owner_of};
 use crate::snapshot::ADAPTER_SCALE;
 
 /// Gives a sharded model, and the optimizer that trains it, the state of `step`, whatever the ranks
@@ -129,68 +125,24 @@ fn restore_optimizer<M: Module>(
     optimizer: ModuleOptimizer,
     step: &Step,
 ) -> Result<ModuleOptimizer, CheckpointError> {
-    let ids: HashMap<_, _> = local_ids(model)?
-        .into_iter()
-        .map(|local| (local.path, local.id.val()))
-        .collect();
-    let held: HashMap<_, _> = state.iter().map(|tensor| (&tensor.path, tensor)).collect();
-    let mut tensors = Vec::new();
-    let mut with_state_of = BTreeSet::new();
+    let mut states = Vec::new();
     let entries = step.index().tensors.iter();
     for entry in entries.filter(|entry| entry.kind == TensorKind::OptimizerState) {
         let (path, field) = owner_of(entry)?;
-        let found = ids.get(path).zip(held.get(&path.to_owned()));
-        let Some((id, local)) = found else {
-            return Err(optimizer_error(format!(
-                "`{}` of shape {:?} belongs to `{path}`, which the model has not",
-                entry.name, entry.shape
-            )));
-        };
-        if is_elsewhere(local) {
-            continue;
-        }
-        let (region, shape) = match (local.shape == entry.shape, Holders::of(local)) {
-            (true, _) => (region_of(local), local.shown_shape()),
-            (false, Holders::All | Holders::Owner(_)) => {
-                (Region::whole(&entry.shape), entry.shape.clone())
-            }
-            (false, Holders::Parts) => {
-                return Err(optimizer_error(format!(
-                    "`{}` has the shape {:?}, and `{path}`, to which it belongs, {:?}: it cannot be divided; \
-                     give the parameter to one rank by `ShardPolicy::one_owner`",
-                    entry.name, entry.shape, local.shape
-                )));
-            }
-        };
-        let bytes = Bytes::from_bytes_vec(step.read(&entry.name, &region)?);
-        let dtype = burn_dtype(&entry.name, entry.dtype)?;
-        let shape = Shape::from(shape);
-        let name = format!("{id}.{field}");
-        with_state_of.insert(path.to_owned());
-        tensors.push(PackedTensor::new(name, dtype, shape, Some(*id), bytes));
+        states.push(WholeState {
+            name: entry.name.clone(),
+            path: path.to_owned(),
+            field: field.to_owned(),
+            shape: entry.shape.clone(),
+            dtype: burn_dtype(&entry.name, entry.dtype)?,
+        });
     }
-    let (mut scalars, mut paths) = (BTreeMap::new(), BTreeMap::new());
-    for (path, kept) in kept_in(step)? {
-        let Some(id) = ids.get(&path) else {
-            let reason = format!("the step has state of `{path}`, which the model has not");
-            return Err(optimizer_error(reason));
+    let read = |state: &WholeState, range: Range<usize>| {
+        let region = match range.len() == state.shape.iter().product::<usize>() {
+            true => Region::whole(&state.shape),
+            false => Region::Flat(range),
         };
-        if held.get(&path).is_none_or(|local| is_elsewhere(local)) {
-            continue;
-        }
-        if !kept.scalars.is_empty() {
-            with_state_of.insert(path.clone());
-        }
-        for (field, number) in kept.scalars {
-            scalars.insert(format!("{id}.{field}"), number.into());
-        }
-        if let Some(group) = kept.group_path {
-            paths.insert(id.to_string(), group);
-        }
-    }
-    for path in with_state_of {
-        let dims = Scalar::from(held[&path].shown_shape().len());
-        scalars.insert(format!("{}.{RANK_KEY}", ids[&path]), dims);
-    }
-    with_state(optimizer, packed(tensors, scalars, &paths)?)
+        Ok(step.read(&state.name, &region)?)
+    };
+    cut_optimizer(model, state, optimizer, states, kept_in(step)?, read)
 }

@@ -7,12 +7,13 @@ use burn::grad_clipping::GradientClipping;
 use burn::module::{Module, ModuleMapper, Param, ParamGroup};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{
-    AdafactorConfig, AdamWConfig, LambConfig, ModuleOptimizer, MuonConfig, SgdConfig,
+    AdafactorConfig, AdamWConfig, GradientsParams, LambConfig, ModuleOptimizer, MuonConfig,
+    SgdConfig,
 };
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_fsdp::checkpoint::{Checkpoints, Region};
 use burn_fsdp::optim::FileBackedOptimizer;
-use burn_fsdp::state::{into_record, local_state};
+use burn_fsdp::state::{into_record, local_state, shard_optimizer, unsharded, unsharded_optimizer};
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, backward,
     fully_shard, launch, replicate, resume, save,
@@ -104,9 +105,12 @@ fn mesh(world: &ProcessGroup, placed: Placed) -> Result<ProcessMesh, Error> {
 
 fn model(mesh: &ProcessMesh, placed: Placed) -> Result<Net, Error> {
     let device = Device::flex().autodiff().gradient_checkpointing();
-    let policy = ShardPolicy::new().units(["layers.*"]);
     // Burn's generator is one for all tests of this process.
-    let net = Net::new(&device).map(&mut Fixed(0));
+    sharded(Net::new(&device).map(&mut Fixed(0)), mesh, placed)
+}
+
+fn sharded(net: Net, mesh: &ProcessMesh, placed: Placed) -> Result<Net, Error> {
+    let policy = ShardPolicy::new().units(["layers.*"]);
     Ok(match placed {
         Placed::Owned => fully_shard(net, mesh, policy.one_owner(["**"]))?,
         Placed::Hybrid => {
@@ -291,5 +295,148 @@ fn shards_are_not_replicated_along_their_own_axis() {
     });
     for message in refused.expect("no rank failed") {
         assert!(message.contains("replicate_axis"), "{message}");
+    }
+}
+
+fn plain_device() -> Device {
+    Device::flex().autodiff().gradient_checkpointing()
+}
+
+/// Burn alone, from a model and an optimizer that may have been trained: the steps from `from` to 6.
+fn plainly(
+    mut net: Net,
+    mut optimizer: ModuleOptimizer,
+    from: u64,
+    until: u64,
+) -> (Net, ModuleOptimizer) {
+    let device = net.head.weight.val().device();
+    for step in from..until {
+        let gradients = net.loss(step, &device).backward();
+        let gradients = GradientsParams::from_grads(gradients, &net);
+        net = optimizer.step(1e-2, net, gradients);
+    }
+    (net, optimizer)
+}
+
+fn plain_net() -> Net {
+    Net::new(&plain_device()).map(&mut Fixed(0))
+}
+
+/// The values of a plain model.
+fn values(net: &Net) -> Vec<Vec<f32>> {
+    let floats = |data: TensorData| data.try_to_vec::<f32>().expect("floats");
+    let layers = net.layers.iter().chain([&net.head]);
+    let of = |layer: &Linear| {
+        let mut values = floats(layer.weight.val().into_data());
+        let bias = layer.bias.as_ref();
+        values.extend(
+            bias.map(|bias| floats(bias.val().into_data()))
+                .unwrap_or_default(),
+        );
+        values
+    };
+    layers.map(of).collect()
+}
+
+/// Where an optimizer may be: what needs whole tensors nowhere but on owners.
+fn places_of(name: &str) -> Vec<(usize, Placed)> {
+    let mut places = vec![
+        (1, Placed::Owned),
+        (4, Placed::Owned),
+        (4, Placed::Hybrid),
+        (2, Placed::Everywhere),
+    ];
+    if matches!(name, "adamw" | "sgd") {
+        places.extend([(1, Placed::Cut), (2, Placed::Cut), (4, Placed::Cut)]);
+    }
+    places
+}
+
+fn with_adamw() -> impl Iterator<Item = (&'static str, Make)> {
+    let adamw: (_, Make) = ("adamw", || AdamWConfig::new().init());
+    OPTIMIZERS.into_iter().chain([adamw])
+}
+
+/// The ranks train for three steps; the rank that keeps the whole model and the whole state goes on with Burn alone, to the
+/// bits of a training that was never sharded.
+#[test]
+fn whole_states_train_on_without_shards() {
+    for (name, make) in with_adamw() {
+        let want = values(&plainly(plain_net(), make(), 0, 6).0);
+        for (ranks, placed) in places_of(name) {
+            let keeper = ranks - 1;
+            let got = launch(LaunchConfig::new(ranks), move |world| {
+                let device = Device::flex().autodiff().gradient_checkpointing();
+                let mesh = mesh(&world, placed)?;
+                let (mut net, mut optimizer) = (model(&mesh, placed)?, make());
+                for step in 0..3 {
+                    let gradients = backward(net.loss(step, &device), &net)?;
+                    net = optimizer.step(1e-2, net, gradients);
+                }
+                let keep = world.rank() == keeper;
+                let plain = unsharded(&net, keep)?;
+                let optimizer = unsharded_optimizer(&net, &optimizer, keep)?;
+                Ok::<_, Error>(plain.zip(optimizer).map(|(plain, optimizer)| {
+                    let plain = plain.train();
+                    values(&plainly(plain, optimizer, 3, 6).0)
+                }))
+            });
+            let got = got.unwrap_or_else(|error| panic!("{name}: {error}"));
+            for (rank, got) in got.into_iter().enumerate() {
+                let want = (rank == keeper).then_some(&want);
+                assert_eq!(got.as_ref(), want, "{name}: {placed:?} on {ranks}");
+            }
+        }
+    }
+}
+
+/// Trained for three steps by Burn alone, then sharded with its optimizer.
+#[test]
+fn whole_states_are_cut_with_the_model() {
+    for (name, make) in with_adamw() {
+        let want = plainly(plain_net(), make(), 0, 6).0;
+        for (ranks, placed) in places_of(name) {
+            let got = launch(LaunchConfig::new(ranks), move |world| {
+                let device = Device::flex().autodiff().gradient_checkpointing();
+                let mesh = mesh(&world, placed)?;
+                let (plain, trained) = plainly(plain_net(), make(), 0, 3);
+                let mut net = sharded(plain, &mesh, placed)?;
+                let mut optimizer = shard_optimizer(&net, &trained)?;
+                for step in 3..6 {
+                    let gradients = backward(net.loss(step, &device), &net)?;
+                    net = optimizer.step(1e-2, net, gradients);
+                }
+                Ok::<_, Error>(unsharded(&net, true)?.map(|net| values(&net)))
+            });
+            for got in got.unwrap_or_else(|error| panic!("{name}: {error}")) {
+                assert_eq!(
+                    got.as_ref(),
+                    Some(&values(&want)),
+                    "{name}: {placed:?} on {ranks}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn states_of_another_model_are_refused() {
+    let refused = launch(LaunchConfig::new(2), |world| {
+        let mesh = mesh(&world, Placed::Cut)?;
+        let (_, other) = plainly(plain_net(), AdamWConfig::new().init(), 0, 1);
+        let (plain, whole) = plainly(plain_net(), AdafactorConfig::new().init(), 0, 1);
+        let net = sharded(plain, &mesh, Placed::Cut)?;
+        let refused = |optimizer: &ModuleOptimizer| match shard_optimizer(&net, optimizer) {
+            Ok(_) => String::new(),
+            Err(error) => error.to_string(),
+        };
+        Ok::<_, Error>([refused(&other), refused(&whole)])
+    });
+    for [other, whole] in refused.expect("an error is a value here") {
+        assert!(
+            other.contains("belong to no parameter of the model by id"),
+            "{other}"
+        );
+        assert!(whole.contains("it cannot be divided"), "{whole}");
     }
 }

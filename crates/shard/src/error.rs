@@ -287,6 +287,21 @@ pub enum Error {
         /// Bytes read.
         got: usize,
     },
+    /// A hook that reduces gradients and took or returned something else than it should.
+    #[error(
+        "unit `{unit}`, rank {rank}: the policy's reduction hook {got}, expected {expected}; return a flat tensor without \
+         autodiff of `FullGradient::held` elements for each of `UnitReduction::gradients`"
+    )]
+    ReductionHook {
+        /// Name of the unit.
+        unit: String,
+        /// The rank in the world.
+        rank: usize,
+        /// A description of what is right.
+        expected: String,
+        /// A description of what the hook did.
+        got: String,
+    },
     /// A gradient hook that returned something else than a gradient.
     #[error(
         "gradient of `{path}`: the policy's hook returned {got}, expected {expected} elements; \

@@ -8,7 +8,7 @@
 //!
 //! The foundation, which knows nothing of units:
 //!
-//! - `policy`, `gradient_hook`: what the user asks for.
+//! - `policy`, `gradient_hook`, `reduction_hook`: what the user asks for.
 //! - `error`, `thrown` (errors on their way out of Burn), `report` (warnings), `device`, `path` (walks that know
 //!   where they are), `pins` (buffers by their life), `transport` (tensors as bytes; which bytes go where is the collectives' business).
 //! - `probes`: the trial of the optimizer that makes a first step: may it work on shards?
@@ -64,6 +64,7 @@ mod pins;
 mod policy;
 mod probes;
 mod recompute;
+mod reduction_hook;
 mod region;
 mod report;
 mod root;
@@ -96,6 +97,7 @@ pub use pins::Pinned;
 pub use policy::{DivideFactors, ReduceGroup, ShardPolicy};
 pub use probes::is_probe;
 pub use recompute::recompute;
+pub use reduction_hook::{FullGradient, UnitReduction};
 pub use state::local::{LocalId, LocalPart, LocalTensor, load_local_state, local_ids, local_state};
 pub use step::{backward, cast_input, reset};
 pub use thrown::catch;
@@ -108,7 +110,9 @@ pub use optim::clip::{Clipped, clip_grad_norm, grad_norm};
 pub use optim::elementwise::{
     Probe, check_elementwise, check_elementwise_once, check_same_optimizer,
 };
-pub use optim::gradients::{UnitGradients, gradients_by_unit, owner_groups, params_with_gradient};
+pub use optim::gradients::{
+    UnitGradients, gradients_by_unit, owner_groups, params_with_gradient, shard_groups,
+};
 pub use optim::scaler::LossScaler;
 pub use optim::sealed::{SealedOptimizer, SealedState};
 pub use parameter::param_id;

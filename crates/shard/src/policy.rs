@@ -6,7 +6,9 @@ use burn_fsdp_mesh::{Cut, Pattern, Strategy};
 
 use crate::Precision;
 use crate::audit::Audit;
+use crate::error::Error;
 use crate::gradient_hook::GradientHook;
+use crate::reduction_hook::{ReductionHook, UnitReduction};
 
 /// The policy by which [`fully_shard`](crate::fully_shard) shards a module.
 ///
@@ -38,6 +40,7 @@ pub struct ShardPolicy {
     pub(crate) reshard_to: Option<usize>,
     pub(crate) reduce_group: ReduceGroup,
     pub(crate) hook: Option<GradientHook>,
+    pub(crate) reduction: Option<ReductionHook>,
     pub(crate) offload: Option<Device>,
     pub(crate) lora: Option<Lora>,
     pub(crate) audit: Audit,
@@ -106,6 +109,7 @@ impl ShardPolicy {
             reshard_to: None,
             reduce_group: ReduceGroup::Shared,
             hook: None,
+            reduction: None,
             offload: None,
             lora: None,
             audit: Audit::default(),
@@ -323,6 +327,35 @@ impl ShardPolicy {
             Some(first) => first.then(hook),
             None => hook,
         });
+        self
+    }
+
+    /// Sets a function that reduces the gradients of a unit in place of the engine: for compression, which the engine cannot
+    /// know. It gets the full gradients and returns, for each, the elements of the mean over all ranks that this rank holds
+    /// ([`FullGradient::held`](crate::FullGradient::held)); [`UnitReduction`] has the collectives for it.
+    ///
+    /// Called inside backward, in the same order on all ranks of the shard axis, also on those that have no gradient: all
+    /// communicate alike in it. It must not use sharded modules. It comes after [`gradient_hook`](Self::gradient_hook).
+    /// Parameters that every rank keeps whole under another strategy than [`Strategy::NoShard`] (vectors, those below
+    /// [`whole_below`](Self::whole_below)) are reduced by the engine as ever.
+    ///
+    /// Gradients that travel in 16 bits, with sums in 32:
+    ///
+    /// ```
+    /// use burn::tensor::DType;
+    /// use burn_fsdp_shard::ShardPolicy;
+    ///
+    /// let policy = ShardPolicy::new().reduction_hook(|unit| {
+    ///     let gradients = unit.gradients().iter();
+    ///     unit.reduce_scatter(gradients.map(|gradient| gradient.tensor().cast(DType::BF16)).collect())
+    /// });
+    /// # let _ = policy;
+    /// ```
+    pub fn reduction_hook(
+        mut self,
+        hook: impl Fn(&UnitReduction) -> Result<Vec<Tensor<1>>, Error> + Send + Sync + 'static,
+    ) -> Self {
+        self.reduction = Some(ReductionHook::new(hook));
         self
     }
 }

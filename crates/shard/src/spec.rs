@@ -7,6 +7,7 @@ use crate::device;
 use crate::gradient_hook::GradientHook;
 use crate::offload::Offload;
 use crate::policy::DivideFactors;
+use crate::reduction_hook::ReductionHook;
 use crate::slot::{Slot, Slots};
 
 /// The groups that a unit's operations go through.
@@ -26,8 +27,8 @@ pub(crate) struct Groups {
 /// The options for a unit's gradients.
 #[derive(Clone, Default)]
 pub(crate) struct GradientOptions {
-    pub(crate) factors: Option<DivideFactors>,
     pub(crate) hook: Option<GradientHook>,
+    pub(crate) reduction: Option<ReductionHook>,
 }
 
 /// The description of a unit.
@@ -51,13 +52,6 @@ impl UnitSpec {
     /// Returns a table with nothing for each slot.
     pub(crate) fn empty_slots<T>(&self) -> Slots<T> {
         Slots::empty(self.slots.len())
-    }
-
-    /// Returns the reduction that makes one gradient of those of the ranks: their mean, or by the
-    /// policy's factors.
-    pub(crate) fn averaging(&self) -> Reduction {
-        let replicas = self.groups.replicas.as_ref().map_or(1, ProcessGroup::size);
-        averaging(self.groups.shard.size() * replicas, self.gradients.factors)
     }
 
     /// Returns the bytes of the full parameters that a gather makes.

@@ -3,9 +3,11 @@
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use burn_fsdp_collectives::{ProcessGroup, Reduction};
 use parking_lot::Mutex;
 
-use crate::spec::UnitSpec;
+use crate::policy::DivideFactors;
+use crate::spec::{UnitSpec, averaging};
 use crate::staging::Staging;
 
 /// The depth of a unit's gathers beyond the use before it, at first: more than the depth of a
@@ -35,6 +37,8 @@ pub(crate) struct Switches {
     pub(crate) all_reduce: AtomicBool,
     /// True if full parameters are dropped when backward is through with them.
     pub(crate) reshard_after_backward: AtomicBool,
+    /// The divisors of gradients; `None` for the number of ranks.
+    pub(crate) factors: Mutex<Option<DivideFactors>>,
 }
 
 /// A unit of a sharded module, on one rank: its fixed properties, and those that may change.
@@ -72,7 +76,12 @@ impl std::fmt::Debug for Unit {
 
 impl Unit {
     /// Returns a unit that belongs to no root yet.
-    pub(crate) fn new(name: String, keep: Keep, spec: UnitSpec) -> Self {
+    pub(crate) fn new(
+        name: String,
+        keep: Keep,
+        factors: Option<DivideFactors>,
+        spec: UnitSpec,
+    ) -> Self {
         Self {
             name: Mutex::new(name),
             keep: Mutex::new(keep),
@@ -80,6 +89,7 @@ impl Unit {
                 sync: AtomicBool::new(true),
                 all_reduce: AtomicBool::new(true),
                 reshard_after_backward: AtomicBool::new(true),
+                factors: Mutex::new(factors),
             },
             index: AtomicUsize::new(0),
             stride: AtomicUsize::new(FIRST_STRIDE),
@@ -114,6 +124,17 @@ impl Unit {
     /// Returns true if gradients are reduced after backward.
     pub(crate) fn syncs(&self) -> bool {
         self.switches.sync.load(Ordering::Relaxed)
+    }
+
+    /// Returns the divisors of its gradients, in place of the number of ranks.
+    pub(crate) fn factors(&self) -> Option<DivideFactors> {
+        *self.switches.factors.lock()
+    }
+
+    /// Returns the reduction that makes one gradient of those of the ranks: their mean, or by its factors.
+    pub(crate) fn averaging(&self) -> Reduction {
+        let replicas = self.groups.replicas.as_ref().map_or(1, ProcessGroup::size);
+        averaging(self.groups.shard.size() * replicas, self.factors())
     }
 
     /// Puts the unit, until now of a module of its own, below a root, at `prefix`.

@@ -10,6 +10,7 @@ use burn::module::Module;
 use crate::copies::{Copies, Generation, UnitState};
 use crate::error::Error;
 use crate::inspect;
+use crate::policy::DivideFactors;
 use crate::root::Root;
 use crate::unit::Unit;
 
@@ -140,6 +141,22 @@ impl UnitHandle {
     pub fn reshard(&self) -> Result<(), Error> {
         self.root.expect_outside_backward(ADVICE)?;
         self.generation.let_go()
+    }
+
+    /// Sets what its gradients are divided by from the next reduction on, in place of
+    /// [`ShardPolicy::divide_factors`](crate::ShardPolicy::divide_factors): `None` for the number of ranks. The gradients of
+    /// steps without a reduction that still wait are divided by these factors, too.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::State`] inside a backward.
+    pub fn set_divide_factors(
+        &self,
+        factors: impl Into<Option<DivideFactors>>,
+    ) -> Result<(), Error> {
+        self.root.expect_outside_backward(ADVICE)?;
+        *self.unit.switches.factors.lock() = factors.into();
+        Ok(())
     }
 
     fn switch(&self, switch: &AtomicBool, on: bool) -> Result<(), Error> {

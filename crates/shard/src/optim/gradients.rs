@@ -108,6 +108,15 @@ pub fn owner_groups<M: Module>(module: &M) -> Vec<ProcessGroup> {
     groups
 }
 
+/// Returns, for each sharded parameter of `module` by its path, the group of the ranks that hold its parts.
+///
+/// Not collective.
+pub fn shard_groups<M: Module>(module: &M) -> Vec<(String, ProcessGroup)> {
+    let places = inspect::places(module).into_iter();
+    let groups = places.map(|(path, member)| (path, member.generation.unit.groups.shard.clone()));
+    groups.collect()
+}
+
 /// Returns true if both are this rank's end of one group.
 pub(crate) fn is_same(one: &ProcessGroup, other: &ProcessGroup) -> bool {
     one == other

@@ -133,27 +133,8 @@ pub(super) fn gradients_of<'a>(
 ) -> Vec<Reduced> {
     leaves
         .zip(arrived)
-        .filter(|(_, arrived)| arrived.is_used)
         .filter_map(|((generation, index), arrived)| {
-            let slot = &generation.unit.slots[index];
-            let rank = generation.unit.groups.shard.rank();
-            if slot.is_elsewhere(rank) {
-                return None;
-            }
-            let device = generation.home(index);
-            let gradient = arrival.tensor(&generation.unit, slot, arrived.buffer, &device);
-            let group = &generation.unit.groups.shard;
-            let seal = arrival.seal_of(slot, group, arrived.seal, &gradient);
-            Some(Reduced {
-                node: generation.node(index)?,
-                shape: Shape::from(slot.shown_shape(rank)),
-                seal: seal.map(|seal| {
-                    let what = generation.named_as("the reduced gradient", index);
-                    (seal, Label::from(what))
-                }),
-                gradient,
-                tag: arrived.tag,
-            })
+            reduced(generation, index, sum(generation, index, arrived, arrival)?)
         })
         .collect()
 }
@@ -165,41 +146,66 @@ pub(super) fn sums(
     arrived: Vec<Arrived>,
     arrival: Arrival,
 ) -> Vec<Option<Sum>> {
-    let sum = |(&index, arrived): (&usize, Arrived)| {
-        let device = generation.home(index);
-        let unit = &generation.unit;
-        let slot = &unit.slots[index];
-        arrived.is_used.then(|| {
-            let tensor = arrival.tensor(unit, slot, arrived.buffer, &device);
-            let seal = arrival.seal_of(slot, &unit.groups.shard, arrived.seal, &tensor);
-            Sum {
-                tensor,
-                tag: arrived.tag,
-                seal,
-            }
-        })
-    };
+    let sum = |(&index, arrived): (&usize, Arrived)| sum(generation, index, arrived, arrival);
     slots.iter().zip(arrived).map(sum).collect()
+}
+
+fn sum(generation: &Generation, index: usize, arrived: Arrived, arrival: Arrival) -> Option<Sum> {
+    if !arrived.is_used {
+        return None;
+    }
+    let (unit, device) = (&generation.unit, generation.home(index));
+    let slot = &unit.slots[index];
+    let tensor = arrival.tensor(unit, slot, arrived.buffer, &device);
+    let seal = arrival.seal_of(slot, &unit.groups.shard, arrived.seal, &tensor);
+    Some(Sum {
+        tensor,
+        tag: arrived.tag,
+        seal,
+    })
+}
+
+/// Returns a reduced gradient as it goes to Burn; `None` if its parameter has no node or another rank owns it.
+pub(super) fn reduced(generation: &Generation, index: usize, sum: Sum) -> Option<Reduced> {
+    let slot = &generation.unit.slots[index];
+    let rank = generation.unit.groups.shard.rank();
+    if slot.is_elsewhere(rank) {
+        return None;
+    }
+    Some(Reduced {
+        node: generation.node(index)?,
+        shape: Shape::from(slot.shown_shape(rank)),
+        seal: sum.seal.map(|seal| {
+            let what = generation.named_as("the reduced gradient", index);
+            (seal, Label::from(what))
+        }),
+        gradient: sum.tensor,
+        tag: sum.tag,
+    })
 }
 
 /// Returns a gradient as a reduction takes it in, as the policy's hook wants it; zeros if this rank has none.
 pub(super) fn given(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Result<Given, Error> {
-    let elements = slot.partition.num_elements();
-    let Some(Gradient {
-        tensor,
-        account,
-        tag,
-        ..
-    }) = gradient
-    else {
+    let Some(gradient) = gradient else {
+        let bytes = slot.partition.num_elements() * slot.elements.reduce.size();
         return Ok(Given {
-            source: Source::new(vec![0; elements * slot.elements.reduce.size()]),
+            source: Source::new(vec![0; bytes]),
             tag: None,
         });
     };
+    let gradient = hooked(gradient, slot, unit)?;
+    Ok(Given {
+        source: unit.staging.source(gradient.tensor, Some(gradient.account)),
+        tag: Some(gradient.tag),
+    })
+}
+
+/// Returns a gradient as the policy's hook wants it, in the type in which it is reduced.
+pub(super) fn hooked(gradient: Gradient, slot: &Slot, unit: &Unit) -> Result<Gradient, Error> {
+    let elements = slot.partition.num_elements();
     let tensor = match &unit.gradients.hook {
-        Some(hook) => hook.call(&slot.path, tensor),
-        None => tensor,
+        Some(hook) => hook.call(&slot.path, gradient.tensor),
+        None => gradient.tensor,
     };
     let [len] = tensor.dims();
     if len != elements || tensor.is_autodiff() {
@@ -212,9 +218,8 @@ pub(super) fn given(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Res
             },
         });
     }
-    let tensor = cast(tensor, slot.elements.reduce.dtype);
-    Ok(Given {
-        source: unit.staging.source(tensor, Some(account)),
-        tag: Some(tag),
+    Ok(Gradient {
+        tensor: cast(tensor, slot.elements.reduce.dtype),
+        ..gradient
     })
 }

@@ -14,7 +14,7 @@ use crate::copies::Copies;
 use crate::error::Error;
 use crate::policy::DivideFactors;
 use crate::schedule::Operation;
-use crate::slot::{Holding, Slot};
+use crate::slot::Holding;
 use crate::unit::Unit;
 
 /// The most operations of the order that an error names.
@@ -76,17 +76,7 @@ impl AtEnd<'_> {
                 true => self.due(unit, index),
                 false => Due::No,
             },
-            scale: scale(
-                self.factors(unit, &unit.slots[index]),
-                self.root.group.size(),
-            ),
-        }
-    }
-
-    fn factors(&self, unit: &Unit, slot: &Slot) -> Option<DivideFactors> {
-        match slot.holding {
-            Holding::Whole => self.root.factors,
-            Holding::Shard | Holding::Replica => unit.gradients.factors,
+            scale: scale(unit.factors(), self.root.group.size()),
         }
     }
 
@@ -161,7 +151,7 @@ impl AtEnd<'_> {
         let label = self.slot(fault.parameter).map(|(unit, _)| unit.label());
         let factors = self
             .slot(fault.parameter)
-            .and_then(|(unit, slot)| self.factors(unit, &unit.slots[slot]));
+            .and_then(|(unit, _)| unit.factors());
         let divided = match factors {
             None => format!("divided by {}", self.root.group.size()),
             Some(DivideFactors { pre, post }) => format!("divided by {pre} and {post}"),

@@ -3,7 +3,8 @@
 //!
 //! - `state`: the root, and the state of its step; in parts: `pass` (the units that forward has used), `order`
 //!   (what comes next), `accumulate` (gradients that wait), `reductions` (those on their way).
-//! - `gather` and `reduce`: one of each; `arrival`: what goes into a reduction and comes out.
+//! - `gather` and `reduce`: one of each; `arrival`: what goes into a reduction and comes out; `hooked`: those that
+//!   the policy's hook makes.
 //! - `audited` and `audit`: what is known of a step, and whether each gradient was summed and divided once.
 //! - `advance`: operations in the order that all ranks have.
 //! - `evaluation`: one in which ranks use different units; `routes`: what a root asks it before a gather.
@@ -19,6 +20,7 @@ mod backward;
 mod evaluation;
 mod forward;
 mod gather;
+mod hooked;
 mod order;
 mod pass;
 mod reduce;

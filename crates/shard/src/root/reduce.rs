@@ -8,12 +8,13 @@ use burn_fsdp_collectives::{
 };
 
 use super::accumulate::{Gradient, Sum};
-use super::arrival::{Arrival, Arrived, Given, arrived, given, gradients_of, sums};
+use super::arrival::{Arrival, Arrived, Given, arrived, given, gradients_of, reduced, sums};
 use super::reductions::Reduction;
 use super::state::{Progress, Root};
 use crate::copies::{Copies, Generation};
 use crate::error::Error;
 use crate::op::Reduced;
+use crate::policy::DivideFactors;
 use crate::schedule::{Note, Operation};
 use crate::seal;
 use crate::slot::{Slot, Slots};
@@ -41,6 +42,12 @@ impl Progress {
             return Ok(());
         }
         tell_replicas(root, generation, &slots);
+        if let Some(hook) = &unit.gradients.reduction {
+            // What is under way comes first: the hook communicates among the same ranks.
+            self.complete(root, 0)?;
+            let sums = self.reduce_by(root, hook, generation, &slots, &mut gradients)?;
+            return self.cross_over(root, generation, &slots, sums);
+        }
         let mut sources = Vec::with_capacity(slots.len());
         for &index in &slots {
             let slot = &unit.slots[index];
@@ -101,21 +108,35 @@ impl Progress {
             let received = pending.wait_released()?;
             let groups = &generation.unit.groups;
             let arrived = arrived(received, &mean, groups.reduce.size());
-            let (arrived, arrival) = match &groups.replicas {
-                None => (arrived, arrival),
-                Some(replicas) => {
-                    let sums = sums(&generation, &slots, arrived, arrival);
-                    match self.cross(root, replicas, &generation, &slots, sums)? {
-                        Some(crossed) => (crossed, Arrival::AsHeld),
-                        None => continue,
-                    }
-                }
-            };
-            let leaves = slots.iter().map(|&slot| (&generation, slot));
-            let gradients = gradients_of(leaves, arrived, arrival);
-            self.arrive(root, gradients)?;
+            let sums = sums(&generation, &slots, arrived, arrival);
+            self.cross_over(root, &generation, &slots, sums)?;
         }
         Ok(())
+    }
+
+    /// Lets what the shards' ranks have reduced arrive: at once, or by way of the replicas.
+    fn cross_over(
+        &mut self,
+        root: &Root,
+        generation: &Arc<Generation>,
+        slots: &[usize],
+        sums: Vec<Option<Sum>>,
+    ) -> Result<(), Error> {
+        let gradients = match &generation.unit.groups.replicas {
+            None => {
+                let places = slots.iter().zip(sums);
+                let arrived = places.filter_map(|(&slot, sum)| reduced(generation, slot, sum?));
+                arrived.collect()
+            }
+            Some(replicas) => {
+                let Some(crossed) = self.cross(root, replicas, generation, slots, sums)? else {
+                    return Ok(());
+                };
+                let leaves = slots.iter().map(|&slot| (generation, slot));
+                gradients_of(leaves, crossed, Arrival::AsHeld)
+            }
+        };
+        self.arrive(root, gradients)
     }
 
     /// Adds up the shards' gradients of all replicas; or puts them aside, where that is switched
@@ -196,7 +217,8 @@ impl Progress {
         wanted: Operation,
     ) -> Result<Vec<Note>, Error> {
         self.complete(root, 0)?;
-        let whole = self.take_whole(root)?;
+        let mut by_factors = self.take_whole(root)?.into_iter();
+        let whole = by_factors.next().unwrap_or_default();
         let order = self.order.current();
         let (wish, marks) = (order.wish(wanted), order.marks().to_vec());
         let note = self
@@ -208,16 +230,27 @@ impl Progress {
                 let label = root.label(format_args!("end of backward"));
                 root.group.exchange(label, note.join())?
             }
-            false => self.average_whole(root, note, whole)?,
+            false => {
+                let of_reduction = |notes: &[Vec<u8>]| {
+                    let notes = Note::split_all(notes.to_vec(), lengths);
+                    notes.iter().map(Note::of_reduction).collect()
+                };
+                self.average_whole(root, note.join(), whole, of_reduction)?
+            }
         };
+        for whole in by_factors {
+            let note = self.audited.note(whole.iter().map(|whole| whole.given.tag));
+            self.average_whole(root, note, whole, <[_]>::to_vec)?;
+        }
         let notes = Note::split_all(notes, lengths);
         self.audited.hear(&notes);
         Ok(notes)
     }
 
-    /// Takes the gradients of the parameters kept whole that have come and whose units reduce.
-    fn take_whole(&mut self, root: &Root) -> Result<Vec<Whole>, Error> {
-        let mut taken = Vec::new();
+    /// Takes the gradients of the parameters kept whole that have come and whose units reduce, in lists of those that the same
+    /// factors divide: one list, unless units were told otherwise.
+    fn take_whole(&mut self, root: &Root) -> Result<Vec<Vec<Whole>>, Error> {
+        let mut taken: Vec<Vec<Whole>> = Vec::new();
         for mut ended in std::mem::take(&mut self.gradients.ended) {
             let unit = &ended.generation.unit;
             if !unit.syncs() {
@@ -230,23 +263,34 @@ impl Progress {
                     tag: whole.tag,
                     seal: None,
                 });
-                taken.push(Whole {
+                let whole = Whole {
                     generation: ended.generation.clone(),
                     slot,
                     given: given(gradient, &unit.slots[slot], unit)?,
-                });
+                };
+                let alike = |list: &&mut Vec<Whole>| {
+                    let first = list.first();
+                    first.is_some_and(|first| first.factors() == whole.factors())
+                };
+                match taken.iter_mut().find(alike) {
+                    Some(list) => list.push(whole),
+                    None => taken.push(vec![whole]),
+                }
             }
         }
         Ok(taken)
     }
 
-    /// Averages gradients of parameters kept whole over all ranks, and returns the ranks' notes.
+    /// Averages gradients of parameters kept whole over all ranks, by the factors that they share, and returns the ranks'
+    /// notes. `of_reduction` takes the notes of the reduction itself out of them.
     fn average_whole(
         &mut self,
         root: &Root,
-        note: Note,
+        note: Vec<u8>,
         whole: Vec<Whole>,
+        of_reduction: impl FnOnce(&[Vec<u8>]) -> Vec<Vec<u8>>,
     ) -> Result<Vec<Vec<u8>>, Error> {
+        let factors = whole.first().and_then(Whole::factors);
         let mut leaves = Vec::with_capacity(whole.len());
         let mut sources = Vec::with_capacity(whole.len());
         for whole in whole {
@@ -257,8 +301,7 @@ impl Progress {
             .iter()
             .map(|(generation, slot)| &generation.unit.slots[*slot]);
         tell_whole(root, &leaves);
-        let lengths = note.lengths();
-        let mean = averaging(root.group.size(), root.factors);
+        let mean = averaging(root.group.size(), factors);
         let (mean, arrival) = Arrival::of(mean, slots.clone());
         let into = slots.clone().map(|slot| {
             let bytes = slot.partition.num_elements() * arrival.element(slot).size();
@@ -268,14 +311,13 @@ impl Progress {
         let parts = slots.zip(sources);
         let parts = parts.map(|(slot, source)| slot.full_part(source, slot.elements.reduce));
         let label = root.label(format_args!("parameters kept whole, reduction"));
-        let pending =
-            root.group
-                .start_all_reduce(label, note.join(), mean, parts.collect(), into)?;
+        let pending = root
+            .group
+            .start_all_reduce(label, note, mean, parts.collect(), into)?;
         self.audited.carries(None, pending.operation());
         let mut received = pending.wait_released()?;
         let notes = std::mem::take(&mut received.notes);
-        let of_reduction = Note::split_all(notes.clone(), lengths);
-        received.notes = of_reduction.iter().map(Note::of_reduction).collect();
+        received.notes = of_reduction(&notes);
         let arrived = arrived(received, &mean, root.group.size());
         let leaves = leaves.iter().map(|(generation, slot)| (generation, *slot));
         let gradients = gradients_of(leaves, arrived, arrival);
@@ -331,4 +373,10 @@ struct Whole {
     generation: Arc<Generation>,
     slot: usize,
     given: Given,
+}
+
+impl Whole {
+    fn factors(&self) -> Option<DivideFactors> {
+        self.generation.unit.factors()
+    }
 }

@@ -19,7 +19,7 @@ use crate::copies::{Copied, Copies, Generation, WeakCopies};
 use crate::error::Error;
 use crate::gradient_hook::GradientHook;
 use crate::pins::Watch;
-use crate::policy::{DivideFactors, ShardPolicy};
+use crate::policy::ShardPolicy;
 use crate::probes::Trial;
 use crate::schedule::Operation;
 use crate::seal::Waiting;
@@ -36,7 +36,6 @@ pub(crate) struct Root {
     /// Memory of reduced gradients, which belong to the shards.
     pub(super) reduced: BufferPool,
     pub(super) prefetch: usize,
-    pub(super) factors: Option<DivideFactors>,
     /// A number that is equal on all ranks for one module and different for two: it tells their
     /// operations apart.
     pub(super) number: u64,
@@ -123,7 +122,6 @@ impl Root {
             number,
             pool: BufferPool::new(),
             reduced: BufferPool::new(),
-            factors: policy.factors,
             units: Mutex::default(),
             rulers: Mutex::default(),
             stepping: AtomicBool::new(false),

@@ -219,13 +219,18 @@ impl Grouping {
                 groups: groups.clone(),
                 offload: Offload::new(policy, &members[0].device)?,
                 gradients: GradientOptions {
-                    factors: policy.factors,
                     hook: policy.hook.clone(),
+                    reduction: policy.reduction.clone(),
                 },
                 strategy: members[0].device.gradient_checkpointing_strategy(),
                 is_replica,
             };
-            Ok(Arc::new(Unit::new(path.clone(), keep, spec)))
+            Ok(Arc::new(Unit::new(
+                path.clone(),
+                keep,
+                policy.factors,
+                spec,
+            )))
         });
         units.collect()
     }

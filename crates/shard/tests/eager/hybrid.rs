@@ -26,7 +26,7 @@ fn build<M: Module + 'static>(
     )
 }
 
-fn trained<M: Module + 'static>(
+pub(crate) fn trained<M: Module + 'static>(
     case: Case<M>,
     layout: [usize; 2],
     policy: ShardPolicy,

@@ -16,6 +16,7 @@ mod precision;
 mod prefetch;
 mod recompute;
 mod records;
+mod reduction_hook;
 mod refusals;
 mod routes;
 mod shares;

@@ -1,0 +1,220 @@
+//! The state of an optimizer as the unsharded model has it: gathered, and cut again.
+
+use std::collections::{BTreeMap, HashMap};
+
+use burn::module::Module;
+use burn::optim::ModuleOptimizer;
+use burn::tensor::{Bytes, DType, Shape};
+use burn_fsdp_collectives::{BufferPool, ElementType, Part, Source};
+use burn_fsdp_mesh::Partition;
+use burn_fsdp_shard::{
+    LocalPart, LocalTensor, check_elementwise_once, local_ids, local_state, shard_groups,
+};
+use burn_pack::{Scalar, Tensor as PackedTensor};
+
+use crate::dtype::burn_dtype;
+use crate::error::{CheckpointError, optimizer_error};
+use crate::optimizer_cut::{WholeState, cut_optimizer};
+use crate::optimizer_record::{
+    OptimizerParts, RANK_KEY, check_taken, emptied, packed, state_name, with_state,
+};
+use crate::optimizer_state::{Holders, StateTensor, kept_of, not_elementwise, states, tensors_of};
+use crate::piecewise::taken_in_pieces;
+
+/// Returns, on the ranks that `keep` it, the optimizer of a sharded model with whole states, for the plain copy of the model that
+/// [`unsharded`](crate::state::unsharded) gives: its ids are those of the copy, so that it goes on training there, and its record
+/// is that of a training without shards. The other ranks send their parts, and hold one whole state at a time. What groups of
+/// the optimizer select by id is selected by the ids of the sharded model.
+///
+/// Collective over all ranks of the model, between steps: one all-gather for each state of a sharded parameter. All ranks
+/// have an optimizer that has made the same steps.
+///
+/// # Errors
+///
+/// An optimizer that computes with whole tensors where it has shards; a state that is not of the model's parameters; a failed
+/// collective.
+pub fn unsharded_optimizer<M: Module>(
+    model: &M,
+    optimizer: &ModuleOptimizer,
+    keep: bool,
+) -> Result<Option<ModuleOptimizer>, CheckpointError> {
+    check_elementwise_once(model, optimizer)?;
+    let ids = local_ids(model)?;
+    let locals: BTreeMap<_, _> = local_state(model)?
+        .into_iter()
+        .map(|local| (local.path.clone(), local))
+        .collect();
+    let numbers: Vec<u64> = ids.iter().map(|id| id.id.val()).collect();
+    let parts = taken_in_pieces(optimizer, &numbers)?;
+    let mut states = states(model, &parts, &ids, &locals)?;
+    check_taken(optimizer, &parts)?;
+    let groups: HashMap<_, _> = shard_groups(model).into_iter().collect();
+    let (mut tensors, mut scalars, mut paths) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
+    for id in ids {
+        let (local, state) = (
+            &locals[&id.path],
+            states.remove(&id.path).unwrap_or_default(),
+        );
+        let number = id.recorded.val();
+        if keep && !state.is_empty() {
+            let dims = Scalar::from(local.shape.len());
+            scalars.insert(format!("{number}.{RANK_KEY}"), dims);
+        }
+        for tensor in &state.tensors {
+            let own = match parts.tensor(id.id.val(), &tensor.field) {
+                Some(own) => own.to_bytes().map_err(optimizer_error)?,
+                None => Bytes::from_bytes_vec(Vec::new()),
+            };
+            let whole = Whole::of(local, tensor)?;
+            let bytes = match whole.partition {
+                None => own,
+                Some(partition) => {
+                    let label = format!("{} whole state", whole.name);
+                    let part = Part::new(Source::new(own.to_vec()), partition, whole.element);
+                    let len = partition.num_elements() * whole.element.size();
+                    let into = BufferPool::new().take(len);
+                    let group = &groups[&id.path];
+                    let received = group.all_gather(label, Vec::new(), vec![part], vec![into])?;
+                    let buffer = received.buffers.first();
+                    let buffer = buffer.map(|buffer| buffer.as_ref().to_vec());
+                    Bytes::from_bytes_vec(buffer.unwrap_or_default())
+                }
+            };
+            if keep {
+                let name = format!("{number}.{}", tensor.field);
+                let shape = Shape::from(whole.shape);
+                tensors.push(PackedTensor::new(
+                    name,
+                    whole.dtype,
+                    shape,
+                    Some(number),
+                    bytes,
+                ));
+            }
+        }
+        if keep {
+            for (field, value) in state.kept.scalars {
+                scalars.insert(format!("{number}.{field}"), value.into());
+            }
+            if let Some(group) = state.kept.group_path {
+                paths.insert(number.to_string(), group);
+            }
+        }
+    }
+    if !keep {
+        return Ok(None);
+    }
+    let record = packed(tensors, scalars, &paths)?;
+    Ok(Some(with_state(emptied(optimizer), record)?))
+}
+
+/// A whole state, and how ranks divide it.
+struct Whole {
+    name: String,
+    shape: Vec<usize>,
+    dtype: DType,
+    element: ElementType,
+    /// `None` if every rank has all of it.
+    partition: Option<Partition>,
+}
+
+impl Whole {
+    fn of(local: &LocalTensor, tensor: &StateTensor) -> Result<Self, CheckpointError> {
+        let name = state_name(&local.path, &tensor.field);
+        let dtype = burn_dtype(&name, tensor.dtype)?;
+        let divided = match &local.part {
+            LocalPart::Shard { partition, .. } => Some(*partition),
+            LocalPart::Whole | LocalPart::Own => None,
+        };
+        let (shape, partition) = match Holders::of(local) {
+            Holders::Parts => {
+                let elements = local.elements.len() / local.dtype.size();
+                if tensor.num_elements() != elements {
+                    return Err(not_elementwise(&name, &tensor.shape, elements));
+                }
+                (local.shape.clone(), divided)
+            }
+            Holders::All => (tensor.shape.clone(), None),
+            Holders::Owner(owner) => {
+                let shards = divided.map_or(1, |partition| partition.num_shards());
+                let elements = tensor.num_elements();
+                let partition = Partition::one_owner(elements, shards, owner);
+                (
+                    tensor.shape.clone(),
+                    Some(partition.map_err(optimizer_error)?),
+                )
+            }
+        };
+        Ok(Self {
+            element: match dtype {
+                DType::F64 => ElementType::F64,
+                DType::F16 => ElementType::F16,
+                DType::BF16 => ElementType::BF16,
+                _ => ElementType::F32,
+            },
+            name,
+            shape,
+            dtype,
+            partition,
+        })
+    }
+}
+
+/// Returns the optimizer of a model that was sharded, with what this rank holds of the states that `whole` has: the optimizer
+/// of the model before it was sharded, or that of a plain copy, as [`unsharded_optimizer`] returns it. What `whole` is
+/// configured with stays.
+///
+/// Not collective: every rank that holds parameters has the whole states once. For states that fit nowhere there are
+/// [steps](crate::checkpoint).
+///
+/// # Errors
+///
+/// An optimizer that computes with whole tensors where it gets shards; a state that is not of the model's parameters, or that
+/// cannot be divided.
+pub fn shard_optimizer<M: Module>(
+    model: &M,
+    whole: &ModuleOptimizer,
+) -> Result<ModuleOptimizer, CheckpointError> {
+    let empty = emptied(whole);
+    check_elementwise_once(model, &empty)?;
+    let parts = OptimizerParts::take(whole)?;
+    let mut kept = BTreeMap::new();
+    let mut states = Vec::new();
+    let mut bytes = HashMap::new();
+    for id in local_ids(model)? {
+        for number in [id.id.val(), id.recorded.val()] {
+            let own = kept_of(&parts, number);
+            if !own.scalars.is_empty() || own.group_path.is_some() {
+                kept.insert(id.path.clone(), own);
+            }
+            for (field, tensor) in tensors_of(&parts, number) {
+                let name = state_name(&id.path, &field);
+                bytes.insert(name.clone(), tensor);
+                states.push(WholeState {
+                    name,
+                    path: id.path.clone(),
+                    field,
+                    shape: tensor.shape.to_vec(),
+                    dtype: tensor.dtype,
+                });
+            }
+        }
+    }
+    if let Some(other) = parts
+        .tensors
+        .len()
+        .checked_sub(states.len())
+        .filter(|&n| n > 0)
+    {
+        return Err(optimizer_error(format!(
+            "{other} of its tensors belong to no parameter of the model by id: give the optimizer of the module that was \
+             sharded, or that of the copy which `unsharded` returned"
+        )));
+    }
+    let read = |state: &WholeState, range: std::ops::Range<usize>| {
+        let all = bytes[&state.name].to_bytes().map_err(optimizer_error)?;
+        let size = state.dtype.size();
+        Ok(all[range.start * size..range.end * size].to_vec())
+    };
+    cut_optimizer(model, &local_state(model)?, empty, states, kept, read)
+}

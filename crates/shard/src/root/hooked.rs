@@ -1,0 +1,115 @@
+//! Reductions by the policy's hook, in place of the engine's own.
+
+use std::sync::Arc;
+
+use burn::tensor::Tensor;
+
+use super::accumulate::{Gradient, Sum};
+use super::arrival::hooked;
+use super::state::{Progress, Root};
+use crate::audit::{is_flagged, scale_of, tag_of_sum};
+use crate::copies::Generation;
+use crate::device::is_host;
+use crate::error::Error;
+use crate::reduction_hook::{FullGradient, ReductionHook, UnitReduction};
+use crate::seal;
+use crate::slot::Slots;
+use crate::transport::cast;
+
+impl Progress {
+    /// Lets the hook reduce the gradients of a unit, and returns what this rank holds of each; `None` for those that no
+    /// rank has. The ranks first tell each other which they have: all give the hook the same gradients.
+    pub(super) fn reduce_by(
+        &mut self,
+        root: &Root,
+        hook: &ReductionHook,
+        generation: &Arc<Generation>,
+        slots: &[usize],
+        gradients: &mut Slots<Gradient>,
+    ) -> Result<Vec<Option<Sum>>, Error> {
+        let unit = &generation.unit;
+        let group = &unit.groups.reduce;
+        let mean = unit.averaging();
+        let mut own = Vec::with_capacity(slots.len());
+        for &index in slots {
+            let gradient = gradients[index].take();
+            own.push(match gradient {
+                Some(gradient) => Some(hooked(gradient, &unit.slots[index], unit)?),
+                None => None,
+            });
+        }
+        let tags = own.iter().map(|own| own.as_ref().map(|own| own.tag));
+        let note = self.audited.note(tags);
+        let label = root.label(format_args!(
+            "{} gradients of ranks, values {:08x},",
+            unit.label(),
+            generation.fingerprint()
+        ));
+        let pending = group.start_exchange(label, note)?;
+        self.audited.carries(Some(unit), pending.operation());
+        let notes = pending.wait()?;
+        let used: Vec<_> = (0..slots.len())
+            .map(|place| is_flagged(&notes, place))
+            .collect();
+        let places = slots.iter().zip(own).zip(&used);
+        let gradients = places
+            .filter(|(_, is_used)| **is_used)
+            .map(|((&index, own), _)| full_gradient(generation, index, own));
+        let reduction = UnitReduction {
+            unit: unit.label(),
+            label: root.label(format_args!("{} reduction by the hook", unit.label())),
+            group: group.clone(),
+            pool: root.reduced.clone(),
+            mean,
+            gradients: gradients.collect(),
+        };
+        let mut parts = hook.call(&reduction)?.into_iter();
+        let scale = scale_of(&mean, group.size());
+        let places = slots.iter().zip(used).enumerate();
+        let sums = places.map(|(place, (&index, is_used))| {
+            let part = is_used.then(|| parts.next()).flatten()?;
+            let tensor = as_held(generation, index, part);
+            Some(Sum {
+                seal: match is_host(&tensor.device()) {
+                    true => seal::seal(&unit.groups.shard, &tensor),
+                    false => None,
+                },
+                tensor,
+                tag: tag_of_sum(&notes, place, slots.len()).times(scale),
+            })
+        });
+        Ok(sums.collect())
+    }
+}
+
+/// Returns this rank's full gradient for the hook: zeros if it has none.
+fn full_gradient(generation: &Generation, index: usize, own: Option<Gradient>) -> FullGradient {
+    let unit = &generation.unit;
+    let slot = &unit.slots[index];
+    let tensor = match own {
+        Some(own) => own.tensor,
+        None => {
+            let device = generation.device(index).without_autodiff();
+            let elements = slot.partition.num_elements();
+            Tensor::zeros([elements], (&device, slot.elements.reduce.dtype))
+        }
+    };
+    FullGradient {
+        path: slot.path.clone(),
+        shape: slot.shape.clone(),
+        tensor,
+        partition: slot.is_gathered().then_some(slot.partition),
+        held: slot.held_range(unit.groups.shard.rank()),
+    }
+}
+
+/// Returns what a hook has made, as the shard is held.
+fn as_held(generation: &Generation, index: usize, part: Tensor<1>) -> Tensor<1> {
+    let unit = &generation.unit;
+    let part = cast(part, unit.slots[index].elements.stored.dtype);
+    let home = generation.home(index);
+    if part.device() == home {
+        return part;
+    }
+    unit.staging.moved(part, &home)
+}
