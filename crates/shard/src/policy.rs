@@ -29,6 +29,7 @@ pub struct ShardPolicy {
     /// Of the last pattern that matches, in place of `cut`.
     pub(crate) cuts: Vec<(Pattern, Cut)>,
     pub(crate) whole_below: usize,
+    pub(crate) shard_vectors: bool,
     pub(crate) one_owner: Vec<Pattern>,
     pub(crate) prefetch: Option<usize>,
     pub(crate) keep_root: bool,
@@ -98,6 +99,7 @@ impl ShardPolicy {
             cut: Cut::Elements,
             cuts: Vec::new(),
             whole_below: 0,
+            shard_vectors: false,
             one_owner: Vec::new(),
             prefetch: None,
             keep_root: true,
@@ -170,9 +172,16 @@ impl ShardPolicy {
     }
 
     /// Keeps parameters of fewer than `elements` elements whole on every rank, as parameters of one
-    /// dimension always are; their gradients share one all-reduce a step. Default 0.
+    /// dimension are by [default](Self::shard_vectors); their gradients share one all-reduce a step. Default 0.
     pub fn whole_below(mut self, elements: usize) -> Self {
         self.whole_below = elements;
+        self
+    }
+
+    /// Sets whether parameters of one dimension are sharded as others are, so that a rank holds its share of everything:
+    /// weights, gradients and states. Default: they stay whole on every rank, since they are small.
+    pub fn shard_vectors(mut self, shard: bool) -> Self {
+        self.shard_vectors = shard;
         self
     }
 

@@ -19,6 +19,7 @@ use crate::inspect::plan::{self, wrap_plan};
 use crate::optim::clip::{self, Clipped};
 use crate::optim::elementwise;
 use crate::policy::ShardPolicy;
+use crate::slot::{Element, Elements};
 use crate::state::agreement::{self, Agreement};
 use crate::state::buffers::{self, BufferSync};
 use crate::state::full::{self, WriteBack};
@@ -240,12 +241,15 @@ impl<M: Module> fmt::Display for FullyShardedDataParallel<M> {
         let (Ok(root), Ok(plan)) = (inspect::root_of(&self.module), wrap_plan(&self.module)) else {
             return f.write_str("FullyShardedDataParallel, not sharded any more");
         };
-        let mut dtypes: Vec<String> = members
-            .iter()
-            .map(|member| format!("{:?}", member.slot().elements.stored.dtype).to_lowercase())
-            .collect();
-        dtypes.sort();
-        dtypes.dedup();
+        let types = |of: fn(&Elements) -> Element| {
+            let all = members.iter().map(|member| of(&member.slot().elements));
+            let mut all: Vec<String> = all
+                .map(|element| format!("{:?}", element.dtype).to_lowercase())
+                .collect();
+            all.sort();
+            all.dedup();
+            all.join(" and ")
+        };
         let ShardPolicy {
             strategy,
             cut,
@@ -256,10 +260,13 @@ impl<M: Module> fmt::Display for FullyShardedDataParallel<M> {
         writeln!(
             f,
             "FullyShardedDataParallel: rank {} of {} on axis \"{axis}\", {strategy:?}, {cut} \
-             shards of {}, whole below {whole_below} elements, {} units prefetched",
+             shards of {}, which compute in {} and are reduced in {}, whole below {whole_below} elements, {} units \
+             prefetched",
             root.group.rank(),
             root.group.size(),
-            dtypes.join(" and "),
+            types(|elements| elements.stored),
+            types(|elements| elements.compute),
+            types(|elements| elements.reduce),
             root.prefetch(),
         )?;
         write!(f, "{plan}")

@@ -9,7 +9,7 @@ use burn_fsdp::checkpoint::{
     Checkpoints, LossScale, TrainingSnapshot, loss_scale, restore, restore_scaler, snapshot,
 };
 use burn_fsdp::optim::check_elementwise;
-use burn_fsdp::sharding::Audit;
+use burn_fsdp::sharding::{Audit, FullGradient};
 use burn_fsdp::state::{BufferSync, into_record, sync_buffers};
 use burn_fsdp::{
     Error, LossScaler, ProcessMesh, ShardPolicy, backward, catch, clip_grad_norm, fully_shard,
@@ -224,12 +224,19 @@ impl Case {
             .strategy(eager.strategy)
             .cut(eager.cut)
             .whole_below(eager.whole_below)
+            .shard_vectors(eager.shards_vectors)
             .prefetch(eager.prefetch)
             .reshard_root(eager.reshards_root)
             .audit(Audit::EveryStep)
             .precision(eager.halves.precision(&self.plan));
         if eager.has_owners {
             policy = policy.one_owner(["**"]);
+        }
+        if eager.has_hook {
+            policy = policy.reduction_hook(|unit| {
+                let gradients = unit.gradients().iter();
+                unit.reduce_scatter(gradients.map(FullGradient::tensor).collect())
+            });
         }
         if let Ranks::Copies(_) = ranks {
             policy = policy.replicate_axis("replicate");

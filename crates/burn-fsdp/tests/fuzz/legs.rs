@@ -88,6 +88,10 @@ pub(crate) struct Eager {
     pub(crate) is_uneven: bool,
     /// Model and optimizer move to a new module in memory, by Burn's records, after the first step.
     pub(crate) moves: bool,
+    /// Vectors are sharded, too.
+    pub(crate) shards_vectors: bool,
+    /// A hook reduces gradients in place of the engine.
+    pub(crate) has_hook: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -277,7 +281,7 @@ fn eager() -> impl Strategy<Value = Engine> {
         select(&[Cut::Elements, Cut::Dims][..]),
         select(&[0, 7, 40, 1000][..]),
         0..3_usize,
-        any::<[bool; 7]>(),
+        any::<[bool; 9]>(),
         select(&Accumulation::ALL[..]),
         halves(&[FloatDType::BF16, FloatDType::F16]),
     )
@@ -291,6 +295,8 @@ fn eager() -> impl Strategy<Value = Engine> {
                     keeps_by_pairs,
                     is_uneven,
                     moves,
+                    shards_vectors,
+                    has_hook,
                 ] = flags;
                 Engine::Eager(Eager {
                     strategy,
@@ -307,6 +313,8 @@ fn eager() -> impl Strategy<Value = Engine> {
                     halves,
                     is_uneven,
                     moves,
+                    shards_vectors,
+                    has_hook,
                 })
             },
         )

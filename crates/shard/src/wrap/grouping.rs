@@ -238,7 +238,8 @@ impl Grouping {
 
 /// Returns how ranks hold a parameter.
 fn holding(found: &Found, policy: &ShardPolicy) -> Holding {
-    let stays_whole = found.shape.len() < 2 || found.num_elements() < policy.whole_below;
+    let is_kept_vector = found.shape.len() < 2 && !policy.shard_vectors;
+    let stays_whole = is_kept_vector || found.num_elements() < policy.whole_below;
     match policy.strategy {
         Strategy::NoShard => Holding::Replica,
         _ if stays_whole => Holding::Whole,

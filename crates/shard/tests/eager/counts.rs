@@ -43,6 +43,27 @@ fn blocks() -> ShardPolicy {
     ShardPolicy::new().units(["blocks.*"])
 }
 
+/// With vectors sharded, too, a rank holds its share of everything, and nothing is reduced whole.
+#[test]
+fn vectors_may_be_shared_like_matrices() {
+    let policy = || blocks().shard_vectors(true);
+    for ranks in 1..=4 {
+        let held = on_ranks(ranks, move |world| {
+            let model = build(MLP, &world, &device(), policy())?;
+            Ok(memory(&model)?.parameters)
+        });
+        let all: usize = 4 * (11 * 15 + 15 * 7 + 9 * 15 * 7 + 3 * (15 + 15 + 7 + 15) + 15 + 7);
+        assert_eq!(held.iter().sum::<usize>(), all, "{ranks} ranks");
+        for bytes in held {
+            // Rounded up by at most one element for every parameter.
+            assert!(bytes <= all / ranks + 4 * 26, "{bytes} on {ranks} ranks");
+        }
+        for counts in of_one_step(ranks, policy()) {
+            assert_counts(&counts, 2 * UNITS - 1, UNITS, 0);
+        }
+    }
+}
+
 #[test]
 fn full_shard_gathers_twice_but_for_the_root() {
     for ranks in 1..=4 {

@@ -86,6 +86,7 @@ fn every_strategy_and_layout(ranks: &impl Ranks) {
     ranks.agree(MLP, &policy.clone().cut(Cut::Dims));
     // The embedding alone is large enough to be cut.
     ranks.agree(MLP, &policy.clone().whole_below(106));
+    ranks.agree(MLP, &policy.clone().shard_vectors(true));
     // One of the first two is the default, of threads or of processes.
     ranks.agree(MLP, &policy.clone().prefetch(0));
     ranks.agree(MLP, &policy.clone().prefetch(1));

@@ -3,12 +3,12 @@
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::MuonConfig;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, FloatDType, Tensor};
 use burn_fsdp_collectives::{CommCounter, OperationKind, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
-    Agreement, BufferSync, Clip, FullyShardedDataParallel, ShardPolicy, WriteBack, num_params,
-    order, parameter_paths, params_with_gradient,
+    Agreement, BufferSync, Clip, FullyShardedDataParallel, Precision, ShardPolicy, WriteBack,
+    num_params, order, parameter_paths, params_with_gradient,
 };
 
 use super::bench::{
@@ -104,7 +104,7 @@ fn it_prints_its_configuration() {
     for part in [
         "rank 1 of 2 on axis \"shard\"",
         "FullShard",
-        "flat shards of f32",
+        "flat shards of f32, which compute in f32 and are reduced in f32",
         "0 units prefetched",
         "blocks.2",
         "kept",
@@ -112,6 +112,15 @@ fn it_prints_its_configuration() {
     ] {
         assert!(text.contains(part), "{part} in {text}");
     }
+    let texts = on_ranks(2, |world| {
+        let mesh = ProcessMesh::new(&world, Mesh::line("shard", 2)?)?;
+        let precision = Precision::new(FloatDType::BF16).reduce(FloatDType::F32);
+        let policy = ShardPolicy::new().precision(precision);
+        let net = (MLP.build)(&device());
+        Ok(FullyShardedDataParallel::new(net, &mesh, policy)?.to_string())
+    });
+    let types = "flat shards of f32, which compute in bf16 and are reduced in f32";
+    assert!(texts[0].contains(types), "{}", texts[0]);
 }
 
 #[test]
