@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -24,8 +25,8 @@ use crate::optimizer_record::{OptimizerParts, check_taken};
 /// large batches help. Values are the same bits as with the plain optimizer.
 ///
 /// State belongs to the run: the files are removed when this is dropped, and a folder that another run uses is refused. The files of
-/// a run that was killed are removed; a folder with any other file is refused, and left as it is. A file that is not what was written, to the bit, ends the step. For a
-/// checkpoint, go through [`records`](Self::records) and [`restore`](Self::restore).
+/// a run that was killed are removed; a folder with any other file is refused, and left as it is. A file that is not what was written, to the bit, ends the step.
+/// [`snapshot`](Self::snapshot) and [`restore_step`](Self::restore_step) are for [checkpoints](crate::checkpoint).
 ///
 /// ```no_run
 /// # use burn::{nn::Linear, optim::AdamWConfig, tensor::Tensor};
@@ -162,6 +163,25 @@ impl FileBackedOptimizer {
             .sum()
     }
 
+    /// Returns the optimizer without any state.
+    pub(crate) fn configured(&self) -> &ModuleOptimizer {
+        &self.optimizer
+    }
+
+    /// Removes all state.
+    pub(crate) fn clear(&mut self) {
+        for (_, file) in std::mem::take(&mut self.files) {
+            // It is written over if it is wanted again.
+            let _ = fs::remove_file(file.path);
+        }
+    }
+
+    /// Returns the state of each unit under a second name of its file, where it stays as it is while steps go on.
+    pub(crate) fn kept(&self) -> Result<Vec<KeptFile>, Error> {
+        let files = self.files.iter();
+        files.map(|(unit, file)| file.kept(unit)).collect()
+    }
+
     fn load(&self, unit: &str) -> Result<ModuleOptimizer, Error> {
         let optimizer = self.optimizer.clone();
         match self.files.get(unit) {
@@ -171,7 +191,7 @@ impl FileBackedOptimizer {
     }
 
     /// Replaces the file as a whole: a reader sees the old state or the new.
-    fn store(&mut self, unit: String, optimizer: &ModuleOptimizer) -> Result<(), Error> {
+    pub(crate) fn store(&mut self, unit: String, optimizer: &ModuleOptimizer) -> Result<(), Error> {
         let number = self.files.len();
         let known = self.files.get(&unit).map(|file| file.path.clone());
         let path = known.unwrap_or_else(|| self.folder.join(file_name(number, &unit)));
@@ -203,6 +223,36 @@ impl StateFile {
             return Err(damaged(&"its bytes are not those that were written"));
         }
         OptimizerRecord::load(&self.path).map_err(|error| damaged(&error))
+    }
+
+    /// Returns the file under a second name, if it is what was written. A step puts another file in its place, and leaves
+    /// this one.
+    fn kept(&self, unit: &str) -> Result<KeptFile, Error> {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let path = self.path.with_extension(format!("bpk.kept-{number}.tmp"));
+        // Not every file system has links.
+        let linked =
+            fs::hard_link(&self.path, &path).or_else(|_| fs::copy(&self.path, &path).map(|_| ()));
+        linked.map_err(|error| failure(unit, &path, &error, WRITABLE))?;
+        let kept = KeptFile { path };
+        let damaged = |reason: &dyn std::fmt::Display| failure(unit, &self.path, reason, DAMAGED);
+        match checksum(&kept.path).map_err(|error| damaged(&error))? == self.checksum {
+            true => Ok(kept),
+            false => Err(damaged(&"its bytes are not those that were written")),
+        }
+    }
+}
+
+/// A state file under a second name, which goes with this.
+#[derive(Debug)]
+pub(crate) struct KeptFile {
+    pub(crate) path: PathBuf,
+}
+
+impl Drop for KeptFile {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
     }
 }
 
@@ -356,6 +406,7 @@ mod tests {
             let name = file_name(7, unit);
             assert!(is_state(&name), "{name}");
             assert!(is_state(&format!("{name}.4711-0.tmp")), "{name}");
+            assert!(is_state(&format!("{name}.kept-3.tmp")), "{name}");
             assert!(!is_state(&format!("{name}.zip")), "{name}");
         }
         for name in [

@@ -69,6 +69,7 @@ mod device_name;
 mod dtype;
 mod error;
 mod file_backed;
+mod file_backed_steps;
 mod optimizer_cut;
 mod optimizer_record;
 mod optimizer_state;

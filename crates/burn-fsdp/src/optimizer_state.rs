@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use burn::module::Module;
 use burn_fsdp_checkpoint::Dtype;
-use burn_fsdp_shard::{LocalId, LocalPart, LocalTensor, owner_groups};
+use burn_fsdp_collectives::ProcessGroup;
+use burn_fsdp_shard::{LocalId, LocalPart, LocalTensor, owner_groups, shard_groups};
 use burn_pack::Tensor as PackedTensor;
 use serde::{Deserialize, Serialize};
 
@@ -130,6 +131,56 @@ pub(crate) fn states<M: Module>(
         }
     }
     Ok(states)
+}
+
+/// Adds the states of this rank's shards without elements, of which it keeps none: what a rank that has elements of the parameter
+/// keeps, without the elements.
+///
+/// Collective over the ranks that hold parts of a parameter, if any rank has a shard without elements.
+pub(crate) fn add_empty<M: Module>(
+    model: &M,
+    states: &mut BTreeMap<String, ParameterState>,
+    locals: &BTreeMap<String, LocalTensor>,
+) -> Result<(), CheckpointError> {
+    let has_empty = |local: &LocalTensor| match &local.part {
+        LocalPart::Shard { partition, .. } if partition.sole_owner().is_none() => {
+            partition.ranges().any(|range| range.is_empty())
+        }
+        _ => false,
+    };
+    let mut groups: Vec<(ProcessGroup, Vec<String>)> = Vec::new();
+    for (path, group) in shard_groups(model) {
+        if !has_empty(&locals[&path]) {
+            continue;
+        }
+        match groups.iter_mut().find(|(known, _)| *known == group) {
+            Some((_, paths)) => paths.push(path),
+            None => groups.push((group, vec![path])),
+        }
+    }
+    for (group, paths) in groups {
+        let is_told = |path: &&String| !locals[*path].elements.is_empty();
+        let own = paths.iter().filter(is_told);
+        let own: BTreeMap<&String, &ParameterState> = own
+            .filter_map(|path| Some((path, states.get(path)?)))
+            .collect();
+        let own = serde_json::to_value(own).map_err(optimizer_error)?;
+        let told = exchange(&group, "optimizer, states of shards without elements", &own)?;
+        for told in told {
+            let told = BTreeMap::<String, ParameterState>::deserialize(told);
+            for (path, mut state) in told.map_err(optimizer_error)? {
+                let local = &locals[&path];
+                if !local.elements.is_empty() || !paths.contains(&path) {
+                    continue;
+                }
+                for tensor in &mut state.tensors {
+                    tensor.shape = local.shown_shape();
+                }
+                states.insert(path, state);
+            }
+        }
+    }
+    Ok(())
 }
 
 fn state_of(parts: &OptimizerParts, id: &LocalId) -> Result<ParameterState, CheckpointError> {

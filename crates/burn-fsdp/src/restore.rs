@@ -50,7 +50,7 @@ pub fn restore_training<M: Module>(
 ) -> Result<(M, ModuleOptimizer), CheckpointError> {
     check_elementwise_once(&model, &optimizer)?;
     let state = local_state(&model)?;
-    let optimizer = restore_optimizer(&model, &state, optimizer, step)?;
+    let optimizer = restore_optimizer(&model, &state, optimizer, step, |_| true)?;
     Ok((restore_matching(model, step, is_wanted)?, optimizer))
 }
 
@@ -119,16 +119,21 @@ pub(crate) fn region_of(tensor: &LocalTensor) -> Region {
     Region::Flat(tensor.range())
 }
 
-fn restore_optimizer<M: Module>(
+/// Gives an optimizer what this rank holds of the states of a step, of the parameters whose path `is_wanted`.
+pub(crate) fn restore_optimizer<M: Module>(
     model: &M,
     state: &[LocalTensor],
     optimizer: ModuleOptimizer,
     step: &Step,
+    is_wanted: impl Fn(&str) -> bool,
 ) -> Result<ModuleOptimizer, CheckpointError> {
     let mut states = Vec::new();
     let entries = step.index().tensors.iter();
     for entry in entries.filter(|entry| entry.kind == TensorKind::OptimizerState) {
         let (path, field) = owner_of(entry)?;
+        if !is_wanted(path) {
+            continue;
+        }
         states.push(WholeState {
             name: entry.name.clone(),
             path: path.to_owned(),
@@ -144,5 +149,7 @@ fn restore_optimizer<M: Module>(
         };
         Ok(step.read(&state.name, &region)?)
     };
-    cut_optimizer(model, state, optimizer, states, kept_in(step)?, read)
+    let mut kept = kept_in(step)?;
+    kept.retain(|path, _| is_wanted(path));
+    cut_optimizer(model, state, optimizer, states, kept, read)
 }

@@ -18,8 +18,8 @@ use serde_json::Value;
 
 use crate::dtype::dtype_of;
 use crate::error::{CheckpointError, optimizer_error};
-use crate::optimizer_record::{Kept, check_taken, state_name};
-use crate::optimizer_state::{Holders, StateTensor, not_elementwise, states};
+use crate::optimizer_record::{Kept, OptimizerParts, check_taken, state_name};
+use crate::optimizer_state::{Holders, StateTensor, add_empty, not_elementwise, states};
 use crate::piecewise::taken_in_pieces;
 
 /// The metadata of a factor of an adapter that says what the product of the factors is multiplied by.
@@ -80,6 +80,39 @@ pub fn snapshot_matching<M: Module>(
     is_wanted: impl Fn(&str) -> bool,
 ) -> Result<TrainingSnapshot, CheckpointError> {
     check_elementwise_once(model, optimizer)?;
+    let numbers = local_ids(model)?.into_iter().map(|id| id.id.val());
+    let numbers: Vec<u64> = numbers.collect();
+    let parts = taken_in_pieces(optimizer, &numbers)?;
+    let held = States {
+        parts,
+        are_in: Place::Memory,
+    };
+    of_states(model, optimizer, &held, (mesh, axis), is_wanted)
+}
+
+/// The states of an optimizer, apart.
+pub(crate) struct States {
+    pub(crate) parts: OptimizerParts,
+    pub(crate) are_in: Place,
+}
+
+/// The place of the elements of states until a step has them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Place {
+    Memory,
+    /// Files: they are read when a step is written. Of a shard without elements there is no state.
+    Files,
+}
+
+/// Takes a snapshot of a model and of the states of its optimizer.
+pub(crate) fn of_states<M: Module>(
+    model: &M,
+    optimizer: &ModuleOptimizer,
+    held: &States,
+    (mesh, axis): (&Mesh, &str),
+    is_wanted: impl Fn(&str) -> bool,
+) -> Result<TrainingSnapshot, CheckpointError> {
+    let parts = &held.parts;
     let ids = local_ids(model)?;
     let locals = local_state(model)?;
     let order: Vec<_> = locals.iter().map(|local| local.path.clone()).collect();
@@ -87,13 +120,15 @@ pub fn snapshot_matching<M: Module>(
         .into_iter()
         .map(|local| (local.path.clone(), local))
         .collect();
-    let numbers: Vec<u64> = ids.iter().map(|id| id.id.val()).collect();
-    let parts = taken_in_pieces(optimizer, &numbers)?;
-    let mut states = states(model, &parts, &ids, &locals)?;
+    let mut states = states(model, parts, &ids, &locals)?;
+    if held.are_in == Place::Files {
+        add_empty(model, &mut states, &locals)?;
+    }
     // Behind what all ranks do together: an owner's state is on its owner alone.
-    check_taken(optimizer, &parts)?;
+    check_taken(optimizer, parts)?;
     let mut taken = Tensors {
-        place: Place { mesh, axis },
+        place: Ranks { mesh, axis },
+        are_in: held.are_in,
         specs: Vec::new(),
         regions: Vec::new(),
         snapshot: Snapshot::new(),
@@ -147,7 +182,8 @@ impl AsRef<[u8]> for Elements<TensorData> {
 
 /// The tensors of a snapshot, on all ranks and on this one.
 struct Tensors<'a> {
-    place: Place<'a>,
+    place: Ranks<'a>,
+    are_in: Place,
     specs: Vec<TensorSpec>,
     /// By tensor and rank.
     regions: Vec<Vec<Region>>,
@@ -200,8 +236,17 @@ impl Tensors<'_> {
         let spec = spec.with("path", local.path.clone());
         self.add(spec.with("field", tensor.field.clone()), holders)?;
         if let Some(own) = own {
-            let bytes = own.to_bytes().map_err(optimizer_error)?;
-            self.snapshot.insert(name, Elements(bytes));
+            match self.are_in {
+                Place::Memory => {
+                    let bytes = own.to_bytes().map_err(optimizer_error)?;
+                    self.snapshot.insert(name, Elements(bytes));
+                }
+                Place::Files => {
+                    let (own, len) = (own.clone(), own.byte_len());
+                    let read = move || Ok(own.to_bytes()?.to_vec());
+                    self.snapshot.insert_read(name, len, read);
+                }
+            }
         }
         Ok(())
     }
@@ -216,12 +261,12 @@ impl Tensors<'_> {
 }
 
 /// The ranks that save, and the axis of the shards.
-struct Place<'a> {
+struct Ranks<'a> {
     mesh: &'a Mesh,
     axis: &'a str,
 }
 
-impl Place<'_> {
+impl Ranks<'_> {
     /// Returns the elements of a tensor that `rank` holds.
     fn region(
         &self,

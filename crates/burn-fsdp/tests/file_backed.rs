@@ -8,10 +8,11 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::{Device, Tensor};
+use burn_fsdp::checkpoint::{Checkpoints, GroupRendezvous, SaveRequest, TrainingState, save_step};
 use burn_fsdp::optim::FileBackedOptimizer;
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard,
-    launch,
+    launch, resume, save,
 };
 use peak_alloc::PeakAlloc;
 
@@ -193,6 +194,139 @@ fn state_goes_through_records_into_another_run() {
         assert_eq!(shards(&went_on), shards(&resumed));
         Ok(())
     });
+}
+
+/// This rank's shards.
+fn shards(net: &Net) -> Vec<u32> {
+    let mut bits = Bits::default();
+    net.visit(&mut bits);
+    bits.0
+}
+
+/// Steps `from..until` with the optimizer in memory, or in files of `scratch`, on from the newest step in `folder` and saved there
+/// again. In files, a step is made between the snapshot and the save of it, which must not show.
+fn saved_and_gone_on(
+    (ranks, side): (usize, usize),
+    folder: &Path,
+    scratch: Option<&Path>,
+    until: u64,
+) -> Vec<Vec<u32>> {
+    let (folder, scratch) = (folder.to_owned(), scratch.map(Path::to_owned));
+    on_ranks(ranks, move |world| {
+        let device = device();
+        let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
+        let mut net = build(&world, 3, side, &device)?.map(&mut Ramp::default());
+        let Some(scratch) = &scratch else {
+            let resumed = resume(&folder, net, optimizer(), &mesh)?;
+            let (mut net, mut optimizer) = (resumed.model, resumed.optimizer);
+            for step in resumed.step..until {
+                let gradients = backward(net.loss(0, step as usize, &device), &net)?;
+                net = optimizer.step(1e-2, net, gradients);
+            }
+            save(&folder, until, &net, &optimizer, &mesh)?;
+            return Ok(shards(&net));
+        };
+        let checkpoints = Checkpoints::new(&folder);
+        let mut optimizer = FileBackedOptimizer::new(optimizer(), scratch, world.rank())?;
+        let newest = checkpoints.steps().expect("reads").last().copied();
+        let mut first = 0;
+        if let Some(newest) = newest {
+            let step = checkpoints.open(newest).expect("opens");
+            net = optimizer.restore_step(net, &step, |_| true)?;
+            first = newest;
+        }
+        world.barrier("all have read")?;
+        for step in first..until {
+            let gradients = backward(net.loss(0, step as usize, &device), &net)?;
+            net = optimizer.step(1e-2, net, gradients)?;
+        }
+        let mut taken = optimizer.snapshot(&net, mesh.mesh(), "shard", |_| true)?;
+        assert_eq!(taken.snapshot.not_finite(&taken.plan, world.rank()), None);
+        let gradients = backward(net.loss(0, 99, &device), &net)?;
+        drop(optimizer.step(1e-2, net.clone(), gradients)?);
+        let training = TrainingState {
+            step: until,
+            optimizer: taken.optimizer,
+            ..TrainingState::default()
+        };
+        let request = SaveRequest::new(taken.plan, training);
+        let mut rendezvous = GroupRendezvous::new(world.clone());
+        save_step(&checkpoints, &request, &mut taken.snapshot, &mut rendezvous)
+            .expect("it is saved");
+        Ok(shards(&net))
+    })
+}
+
+/// From files to files, to memory and back, on other ranks, some of which hold nothing: the bits of a training in memory that
+/// never stopped. Nothing is left in the folders of the files.
+#[test]
+fn steps_are_saved_from_files_and_read_into_them() {
+    let _turn = alone();
+    for side in [7, 1] {
+        let whole = tempfile::tempdir().expect("a folder");
+        let want = saved_and_gone_on((2, side), whole.path(), None, 9);
+        for legs in [
+            [true, true, true],
+            [true, false, true],
+            [false, true, false],
+        ] {
+            let folder = tempfile::tempdir().expect("a folder");
+            let scratch = tempfile::tempdir().expect("a folder");
+            let mut got = Vec::new();
+            for (leg, (ranks, in_files)) in [2, 4, 2].into_iter().zip(legs).enumerate() {
+                let scratch = in_files.then_some(scratch.path());
+                let until = 3 * (leg as u64 + 1);
+                got = saved_and_gone_on((ranks, side), folder.path(), scratch, until);
+            }
+            assert_eq!(got, want, "{legs:?} of {side} rows");
+            let left = std::fs::read_dir(scratch.path()).expect("there").count();
+            assert_eq!(left, 0, "nothing is left behind");
+        }
+    }
+}
+
+/// In memory are one tensor of the state at a time while it is saved, and one unit's while it is read.
+#[test]
+fn the_state_is_not_in_memory_while_it_is_saved_and_read() {
+    let _turn = alone();
+    let scratch = tempfile::tempdir().expect("a folder");
+    let path = scratch.path().to_owned();
+    let grown = on_ranks(1, move |world| {
+        let device = device();
+        let mut net = build(&world, NUM_LAYERS, SIDE, &device)?;
+        let mesh = Mesh::line("shard", 1)?;
+        let mut optimizer = FileBackedOptimizer::new(optimizer(), path.join("files"), 0)?;
+        let gradients = backward(net.loss(0, 0, &device), &net)?;
+        net = optimizer.step(1e-2, net, gradients)?;
+        let before = HEAP.current_usage();
+        HEAP.reset_peak_usage();
+        let mut taken = optimizer.snapshot(&net, &mesh, "shard", |_| true)?;
+        assert_eq!(taken.snapshot.not_finite(&taken.plan, 0), None);
+        let training = TrainingState {
+            step: 1,
+            optimizer: taken.optimizer,
+            ..TrainingState::default()
+        };
+        let checkpoints = Checkpoints::new(path.join("steps"));
+        let request = SaveRequest::new(taken.plan, training);
+        let mut rendezvous = GroupRendezvous::new(world.clone());
+        save_step(&checkpoints, &request, &mut taken.snapshot, &mut rendezvous)
+            .expect("it is saved");
+        let saving = HEAP.peak_usage() - before;
+        let step = checkpoints.open(1).expect("opens");
+        drop(taken.snapshot);
+        let before = HEAP.current_usage();
+        HEAP.reset_peak_usage();
+        // The parameters come, too: those of before are there until then.
+        drop(optimizer.restore_step(net, &step, |_| true)?);
+        Ok((saving, HEAP.peak_usage() - before))
+    });
+    let (saving, reading) = grown[0];
+    println!(
+        "state {STATE}, parameters {PARAMETERS}, while saving {saving}, while reading {reading}"
+    );
+    assert!(saving < STATE / 8, "{saving} of {STATE}");
+    assert!(reading < PARAMETERS + STATE / 8, "{reading} of {STATE}");
 }
 
 #[test]

@@ -36,7 +36,35 @@ impl<F: FnMut(&TensorSpec, &Region) -> Result<Vec<u8>, BoxError>> Source for F {
 /// is freed as soon as it is written. Tensors that the plan does not ask this rank for are ignored.
 #[derive(Default)]
 pub struct Snapshot {
-    parts: HashMap<String, PartBytes<'static>>,
+    parts: HashMap<String, Part>,
+}
+
+/// A part of a snapshot.
+enum Part {
+    /// In memory.
+    Held(PartBytes<'static>),
+    /// Elsewhere, to be read when it is wanted.
+    Read { num_bytes: usize, read: Box<Read> },
+}
+
+/// The function that reads a part.
+type Read = dyn Fn() -> Result<Vec<u8>, BoxError> + Send + Sync;
+
+impl Part {
+    fn num_bytes(&self) -> usize {
+        match self {
+            Self::Held(bytes) => (**bytes).as_ref().len(),
+            Self::Read { num_bytes, .. } => *num_bytes,
+        }
+    }
+
+    /// Returns true if all of these little-endian elements are finite. What cannot be read is found when it is written.
+    fn is_finite(&self, dtype: Dtype) -> bool {
+        match self {
+            Self::Held(bytes) => is_finite((**bytes).as_ref(), dtype),
+            Self::Read { read, .. } => read().map_or(true, |bytes| is_finite(&bytes, dtype)),
+        }
+    }
 }
 
 impl Snapshot {
@@ -51,13 +79,27 @@ impl Snapshot {
         tensor: impl Into<String>,
         bytes: impl AsRef<[u8]> + Send + Sync + 'static,
     ) {
-        self.parts.insert(tensor.into(), Box::new(bytes));
+        self.parts
+            .insert(tensor.into(), Part::Held(Box::new(bytes)));
+    }
+
+    /// Adds the part that this rank holds of a tensor, of `num_bytes` bytes that are in memory only while they are looked at or
+    /// written. `read` returns the same bytes each time.
+    pub fn insert_read(
+        &mut self,
+        tensor: impl Into<String>,
+        num_bytes: usize,
+        read: impl Fn() -> Result<Vec<u8>, BoxError> + Send + Sync + 'static,
+    ) {
+        let read = Box::new(read);
+        self.parts
+            .insert(tensor.into(), Part::Read { num_bytes, read });
     }
 
     /// Returns the bytes of all parts.
     pub fn num_bytes(&self) -> usize {
         let parts = self.parts.values();
-        parts.map(|part| part.as_ref().as_ref().len()).sum()
+        parts.map(Part::num_bytes).sum()
     }
 }
 
@@ -74,7 +116,7 @@ impl Snapshot {
             .iter()
             .map(|part| &plan.tensors()[part.tensor]);
         let mut held = tensors.filter_map(|spec| Some((spec, self.parts.get(&spec.name)?)));
-        let found = held.find(|(spec, part)| !is_finite((***part).as_ref(), spec.dtype));
+        let found = held.find(|(spec, part)| !part.is_finite(spec.dtype));
         found.map(|(spec, _)| spec.name.clone())
     }
 }
@@ -109,8 +151,11 @@ fn is_finite(bytes: &[u8], dtype: Dtype) -> bool {
 
 impl Source for Snapshot {
     fn part(&mut self, tensor: &TensorSpec, _: &Region) -> Result<PartBytes<'_>, BoxError> {
-        let part = self.parts.remove(&tensor.name);
-        part.ok_or_else(|| "it is not in the snapshot; insert what this rank holds of it".into())
+        match self.parts.remove(&tensor.name) {
+            Some(Part::Held(bytes)) => Ok(bytes),
+            Some(Part::Read { read, .. }) => Ok(Box::new(read()?)),
+            None => Err("it is not in the snapshot; insert what this rank holds of it".into()),
+        }
     }
 }
 

@@ -214,7 +214,7 @@ pub(crate) struct ShardingArgs {
     pub(crate) unit_size: Option<usize>,
     /// Keep the optimizer's state in files of this folder, a unit at a time in memory; they are removed at the end, also when
     /// SIGTERM, SIGINT, SIGHUP or SIGUSR1 ends the run after a step
-    #[arg(long, value_name = "FOLDER", conflicts_with = "checkpoint_dir")]
+    #[arg(long, value_name = "FOLDER")]
     pub(crate) offload: Option<PathBuf>,
     /// What ranks compare of each other in each operation
     #[arg(long, value_enum, value_name = "WHAT", default_value_t = CheckArg::Calls)]

@@ -112,6 +112,7 @@ pub use optim::elementwise::{
 };
 pub use optim::gradients::{
     UnitGradients, gradients_by_unit, owner_groups, params_with_gradient, shard_groups,
+    units_of_params,
 };
 pub use optim::scaler::LossScaler;
 pub use optim::sealed::{SealedOptimizer, SealedState};

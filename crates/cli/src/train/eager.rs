@@ -5,9 +5,7 @@ use std::time::Instant;
 use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::Device;
-use burn_fsdp::checkpoint::{
-    Step, TrainingSnapshot, restore_scaler, restore_training, snapshot_matching,
-};
+use burn_fsdp::checkpoint::{Step, TrainingSnapshot, restore_scaler};
 use burn_fsdp::inspect::{LiveBytes, WrapPlan, memory, reset_peak, wrap_plan};
 use burn_fsdp::state::local_state;
 use burn_fsdp::testing::At;
@@ -22,7 +20,7 @@ use crate::args::NotFinite;
 use crate::console;
 use crate::error::RankError;
 use crate::train::config::TrainConfig;
-use crate::train::optimizer::{self, Optimizer};
+use crate::train::optimizer::Optimizer;
 use crate::train::trace::{Phases, eager_events};
 use crate::train::trainer::Trainer;
 use crate::train::{evaluation, model, sample};
@@ -225,15 +223,9 @@ impl<A: Architecture> Trainer for Eager<'_, A> {
     }
 
     fn snapshot(&mut self) -> Result<TrainingSnapshot, RankError> {
-        let Optimizer::InMemory(optimizer) = &self.optimizer else {
-            unreachable!("the command line keeps --offload and --checkpoint-dir apart");
-        };
-        let layout = self.mesh.mesh();
         let is_saved = is_saved(self.adapters.as_ref());
-        let model = self.model()?;
-        Ok(snapshot_matching(
-            model, optimizer, layout, "shard", is_saved,
-        )?)
+        let mesh = self.mesh.mesh();
+        self.optimizer.snapshot(self.model()?, mesh, is_saved)
     }
 
     fn norm_not_finite(&self) -> Option<f64> {
@@ -253,13 +245,10 @@ impl<A: Architecture> Trainer for Eager<'_, A> {
             adapters.check(&saved.index().training)?;
         }
         let model = self.model.take().ok_or(RankError::Ended)?;
-        let fresh = optimizer::fresh(self.config);
         let is_saved = is_saved(self.adapters.as_ref());
-        let (model, restored) = restore_training(model, fresh, saved, is_saved)?;
-        let Optimizer::InMemory(optimizer) = &mut self.optimizer else {
-            unreachable!("the command line keeps --offload and --checkpoint-dir apart");
-        };
-        **optimizer = restored;
+        let model = self
+            .optimizer
+            .restore(self.config, model, saved, is_saved)?;
         let scaler = self.scaler.take();
         self.scaler = scaler.map(|scaler| restore_scaler(scaler, saved));
         self.model = Some(model);

@@ -2,8 +2,9 @@
 
 use burn::module::Module;
 use burn::optim::{GradientsParams, ModuleOptimizer};
-use burn_fsdp::catch;
+use burn_fsdp::checkpoint::{Step, TrainingSnapshot, restore_training, snapshot_matching};
 use burn_fsdp::optim::{FileBackedOptimizer, SealedOptimizer, check_elementwise};
+use burn_fsdp::{Mesh, catch};
 
 use crate::error::RankError;
 use crate::train::config::TrainConfig;
@@ -41,6 +42,39 @@ impl Optimizer {
         match self {
             Self::InMemory(_) => 2,
             Self::InFiles(_) => 0,
+        }
+    }
+
+    /// Takes a snapshot of the model and of its state.
+    pub(crate) fn snapshot<M: Module>(
+        &self,
+        model: &M,
+        mesh: &Mesh,
+        is_saved: impl Fn(&str) -> bool,
+    ) -> Result<TrainingSnapshot, RankError> {
+        Ok(match self {
+            Self::InMemory(optimizer) => {
+                snapshot_matching(model, optimizer, mesh, "shard", is_saved)?
+            }
+            Self::InFiles(optimizer) => optimizer.snapshot(model, mesh, "shard", is_saved)?,
+        })
+    }
+
+    /// Takes the state of a step, and returns the model with that of the step.
+    pub(crate) fn restore<M: Module>(
+        &mut self,
+        config: &TrainConfig,
+        model: M,
+        step: &Step,
+        is_saved: impl Fn(&str) -> bool,
+    ) -> Result<M, RankError> {
+        match self {
+            Self::InMemory(optimizer) => {
+                let (model, restored) = restore_training(model, fresh(config), step, is_saved)?;
+                **optimizer = restored;
+                Ok(model)
+            }
+            Self::InFiles(optimizer) => Ok(optimizer.restore_step(model, step, is_saved)?),
         }
     }
 

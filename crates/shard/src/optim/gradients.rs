@@ -108,6 +108,15 @@ pub fn owner_groups<M: Module>(module: &M) -> Vec<ProcessGroup> {
     groups
 }
 
+/// Returns, for each sharded parameter of `module` in its order, the path and the unit, by the name that [`UnitGradients`] has.
+///
+/// Not collective.
+pub fn units_of_params<M: Module>(module: &M) -> Vec<(String, String)> {
+    let places = inspect::places(module).into_iter();
+    let units = places.map(|(path, member)| (path, member.generation.unit.label()));
+    units.collect()
+}
+
 /// Returns, for each sharded parameter of `module` by its path, the group of the ranks that hold its parts.
 ///
 /// Not collective.

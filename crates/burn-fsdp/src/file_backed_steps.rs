@@ -1,0 +1,109 @@
+//! Steps of trainings whose optimizer has its state in files.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use burn::module::Module;
+use burn::tensor::Bytes;
+use burn_fsdp_checkpoint::Step;
+use burn_fsdp_mesh::Mesh;
+use burn_fsdp_shard::{check_elementwise_once, local_state, units_of_params};
+use burn_pack::{Error as PackError, Reader, Tensor as PackedTensor};
+
+use crate::error::{CheckpointError, optimizer_error};
+use crate::file_backed::{FileBackedOptimizer, KeptFile};
+use crate::optimizer_record::OptimizerParts;
+use crate::restore::{restore_matching, restore_optimizer};
+use crate::snapshot::{Place, States, TrainingSnapshot, of_states};
+
+impl FileBackedOptimizer {
+    /// Takes a snapshot of a sharded model and of this optimizer's state, as
+    /// [`snapshot_matching`](crate::checkpoint::snapshot_matching) does of an optimizer in memory. The state stays in files until
+    /// the step is written, a tensor at a time in memory: the training may go on meanwhile.
+    ///
+    /// Collective where the policy gives parameters to one owner, or a rank has a shard without elements.
+    ///
+    /// # Errors
+    ///
+    /// As [`snapshot_matching`](crate::checkpoint::snapshot_matching); a file that is not what was written.
+    pub fn snapshot<M: Module>(
+        &self,
+        model: &M,
+        mesh: &Mesh,
+        axis: &str,
+        is_wanted: impl Fn(&str) -> bool,
+    ) -> Result<TrainingSnapshot, CheckpointError> {
+        check_elementwise_once(model, self.configured())?;
+        let mut parts = OptimizerParts::default();
+        for file in self.kept()? {
+            let reader = Reader::from_file_exact(&file.path).map_err(optimizer_error)?;
+            let mut own = OptimizerParts::of(reader)?;
+            let file = Arc::new(file);
+            let tensors = own.tensors.iter().map(|tensor| read_from(&file, tensor));
+            own.tensors = tensors.collect();
+            parts.extend(own);
+        }
+        let states = States {
+            parts,
+            are_in: Place::Files,
+        };
+        of_states(model, self.configured(), &states, (mesh, axis), is_wanted)
+    }
+
+    /// Gives a sharded model those parameters and running states of `step` whose path `is_wanted`, and this optimizer all its
+    /// state, a unit at a time in memory: as [`restore_training`](crate::checkpoint::restore_training) does. The step may be
+    /// of a training with its state in memory, and the other way round.
+    ///
+    /// Not collective.
+    ///
+    /// # Errors
+    ///
+    /// As [`restore_training`](crate::checkpoint::restore_training); a file that cannot be written. The optimizer has no state
+    /// then, or that of some units: do not go on with it.
+    pub fn restore_step<M: Module>(
+        &mut self,
+        model: M,
+        step: &Step,
+        is_wanted: impl Fn(&str) -> bool,
+    ) -> Result<M, CheckpointError> {
+        check_elementwise_once(&model, self.configured())?;
+        self.clear();
+        let state = local_state(&model)?;
+        let held = state.iter().filter(|local| !local.elements.is_empty());
+        let held: BTreeSet<_> = held.map(|local| local.path.as_str()).collect();
+        let mut units: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+        for (path, unit) in units_of_params(&model) {
+            units.entry(unit).or_default().insert(path);
+        }
+        let of_none = |path: &str| !units.values().any(|paths| paths.contains(path));
+        // Refuses what belongs to no parameter of the model.
+        restore_optimizer(&model, &state, self.configured().clone(), step, of_none)?;
+        for (unit, paths) in &units {
+            let is_of_unit = |path: &str| paths.contains(path) && held.contains(path);
+            let empty = self.configured().clone();
+            let optimizer = restore_optimizer(&model, &state, empty, step, is_of_unit)?;
+            let parts = OptimizerParts::take(&optimizer)?;
+            if !parts.tensors.is_empty() || !parts.scalars.is_empty() {
+                self.store(unit.clone(), &optimizer)?;
+            }
+        }
+        restore_matching(model, step, is_wanted)
+    }
+}
+
+/// Returns a tensor that is read from a file whenever it is asked for.
+fn read_from(file: &Arc<KeptFile>, tensor: &PackedTensor) -> PackedTensor {
+    let (file, name) = (file.clone(), tensor.name.clone());
+    let read = move || -> Result<Bytes, PackError> {
+        let bytes = Reader::from_file_exact(&file.path)?.tensor_data(&name)?;
+        Ok(Bytes::from_bytes_vec(bytes))
+    };
+    PackedTensor::deferred(
+        tensor.name.clone(),
+        tensor.dtype,
+        tensor.shape.clone(),
+        tensor.param_id,
+        tensor.byte_len(),
+        read,
+    )
+}
