@@ -2,6 +2,7 @@
 
 mod constructors;
 mod dump;
+mod moves;
 mod proof;
 mod scale;
 mod text;
@@ -12,6 +13,7 @@ use burn::tensor::DType;
 
 use crate::pass_id::PassId;
 pub use dump::DumpError;
+pub use moves::MoveError;
 pub use proof::ProofError;
 pub use scale::ScaleError;
 use text::{After, At, Known, Pass, Produced, advice};
@@ -489,6 +491,10 @@ pub enum Error {
     /// A plan that was not proved.
     #[error(transparent)]
     Proof(#[from] ProofError),
+
+    /// Nodes that cannot run in the next step.
+    #[error(transparent)]
+    Move(#[from] MoveError),
 
     /// Graphs that were not written.
     #[error(transparent)]

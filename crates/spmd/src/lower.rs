@@ -153,7 +153,8 @@ pub(crate) fn lower_forward(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
     let options = options.optimizer(OptimizerPlace::AtEnd);
     mode.dumped("an evaluation", |watch| {
         let see = &mut |graph: &Graph| watch("", graph);
-        let plan = mode.pipeline(&options)?.run_seen(graph, see)?;
+        let passes = mode.pipeline(&options)?.and(mode.last(&options));
+        let plan = passes.run_seen(graph, see)?;
         verify_types(&plan)?;
         Ok(plan)
     })

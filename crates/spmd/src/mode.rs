@@ -4,6 +4,7 @@ mod certify;
 mod division;
 mod draws;
 mod dumps;
+mod pipelines;
 mod proofs;
 
 use std::collections::BTreeSet;
@@ -15,10 +16,10 @@ use burn_fsdp_mesh::{Layout, Pattern, Strategy};
 
 use crate::Precision;
 use crate::dump::GraphDump;
-use crate::error::{Error, ScaleError};
+use crate::error::{Error, MoveError, ScaleError};
 use crate::graph::{Graph, Role};
 use crate::passes::schedule;
-use crate::passes::{Pipeline, Replicate};
+use crate::passes::{IterationMove, Replicate};
 use crate::place::{DataParallel, Expand, cut_inputs, least_communication_with};
 use crate::ranks::{DATA_AXIS, Ranks};
 use crate::trace::{Defaults, InputSpec, LOSS_FACTOR, ParameterSpec, TraceOptions};
@@ -44,8 +45,16 @@ pub struct Mode {
     planted: Option<certify::Planted>,
     /// The seed of random numbers; without one the backend draws them.
     seed: Option<u64>,
-    pub(crate) transforms: Vec<Arc<dyn GraphTransform>>,
+    user: UserPasses,
     dump: Option<GraphDump>,
+}
+
+/// The passes of the user.
+#[derive(Debug, Clone, Default)]
+struct UserPasses {
+    transforms: Vec<Arc<dyn GraphTransform>>,
+    /// Those that move nodes into the next step.
+    moves: Vec<Arc<dyn IterationMove>>,
 }
 
 /// What a graph is made for.
@@ -135,7 +144,7 @@ impl Mode {
             #[cfg(test)]
             planted: None,
             seed: None,
-            transforms: Vec::new(),
+            user: UserPasses::default(),
             dump: None,
         }
     }
@@ -216,13 +225,6 @@ impl Mode {
     #[must_use]
     pub fn verified(mut self) -> Self {
         self.verify = true;
-        self
-    }
-
-    /// Adds a pass of the user, after the insertion of collectives and before scheduling.
-    #[must_use]
-    pub fn transform(mut self, transform: impl GraphTransform + 'static) -> Self {
-        self.transforms.push(Arc::new(transform));
         self
     }
 
@@ -324,6 +326,9 @@ impl Mode {
             if self.division.is_placed() {
                 return Err(ScaleError::Placed.into());
             }
+            if self.moves_nodes() {
+                return Err(MoveError::Scaled.into());
+            }
         }
         if *precision == Precision::default() {
             return Ok(());
@@ -418,29 +423,6 @@ impl Mode {
                 Ok(())
             }
         }
-    }
-
-    /// Returns the passes of the mode, with these options.
-    pub(crate) fn pipeline(&self, options: &schedule::Options) -> Result<Pipeline, Error> {
-        let prefetch = options.prefetch.unwrap_or(self.ranks.overlaps());
-        let options = options.clone().prefetch(prefetch);
-        let pipeline = self
-            .division
-            .pipeline(&self.ranks, &options, &self.transforms)?;
-        #[cfg(test)]
-        let pipeline = self.planted(pipeline);
-        Ok(match self.verify {
-            true => pipeline.verified(),
-            false => pipeline,
-        })
-    }
-
-    /// Returns the passes that come last, of each graph of a step that has several.
-    pub(crate) fn last(&self, options: &schedule::Options) -> Pipeline {
-        let pipeline = schedule::last(options);
-        #[cfg(test)]
-        let pipeline = self.planted(pipeline);
-        pipeline
     }
 }
 

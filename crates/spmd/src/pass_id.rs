@@ -42,6 +42,8 @@ pub enum PassId {
     EarlyOptimizer,
     /// [`DeferOptimizer`](crate::passes::DeferOptimizer).
     DeferOptimizer,
+    /// [`MoveReductions`](crate::passes::MoveReductions).
+    MoveReductions,
     /// [`Accumulate`](crate::passes::Accumulate).
     Accumulate,
     /// [`FusePointwise`](crate::passes::FusePointwise).
@@ -75,6 +77,7 @@ impl fmt::Display for PassId {
             Self::SinkWaits => "sink waits",
             Self::EarlyOptimizer => "early optimizer",
             Self::DeferOptimizer => "deferred optimizer",
+            Self::MoveReductions => "move reductions",
             Self::Accumulate => "accumulate",
             Self::FusePointwise => "fuse pointwise",
             Self::SelectKernels => "select kernels",

@@ -1,5 +1,7 @@
 //! The graphs of a step, from its trace to the plan.
 
+use std::num::NonZeroU64;
+
 use burn_fsdp_collectives::Fingerprint;
 
 use crate::certificate::{Certificate, Parts, Scale};
@@ -8,7 +10,7 @@ use crate::error::Error;
 use crate::graph::Graph;
 use crate::mode::{Mode, Purpose};
 use crate::passes::schedule::OptimizerPlace;
-use crate::passes::{Accumulate, ClipGradients, DeferOptimizer, Iteration, MicroSteps, Pipeline};
+use crate::passes::{Accumulate, ClipGradients, Iteration, MicroSteps, Pipeline};
 
 /// The graphs of a step.
 #[derive(Debug)]
@@ -54,6 +56,8 @@ pub(crate) struct Stages {
     whole: Vec<Graph>,
     /// Of a step that has three graphs, those of each, from where the step was split.
     parts: Vec<Vec<Graph>>,
+    /// Of a step of which nodes run in the next one, what [`Iteration`] says beside its graphs.
+    moved: (Option<NonZeroU64>, bool),
     purpose: Purpose,
 }
 
@@ -78,38 +82,46 @@ impl Stages {
                 options.optimizer(OptimizerPlace::InNextForward)
             }
         };
-        let pipeline = mode.pipeline(&options)?;
+        let last = mode.last(&options);
+        let is_split = purpose != Purpose::Step || mode.splits_steps();
+        let pipeline = match is_split {
+            true => mode.pipeline(&options)?,
+            false => mode.pipeline(&options)?.and(mode.last(&options)),
+        };
         let see = &mut |graph: &Graph| watch("", graph);
-        let whole = keep.applied(&pipeline, graph, |of| &of.whole, see)?;
         let mut stages = Self {
-            whole,
+            whole: keep.applied(&pipeline, graph, |of| &of.whole, see)?,
             parts: Vec::new(),
+            moved: (None, false),
             purpose,
         };
+        if !is_split {
+            return Ok(stages);
+        }
         // What comes last is applied to each graph of a step that has several.
         let none = Pipeline::new();
+        let plan = stages.plan()?;
         let split = match purpose {
             Purpose::Micro(num_batches) => {
                 let axes = mode.ranks().mesh()?.axes().to_vec();
                 let clip = mode.options.clip.map(|clip| ClipGradients { clip, axes });
-                let steps = Accumulate { num_batches, clip }.split(stages.plan()?, &none)?;
+                let steps = Accumulate { num_batches, clip }.split(plan, &none)?;
                 [
                     ("first", steps.first),
                     ("next", steps.next),
                     ("update", steps.update),
                 ]
             }
-            Purpose::Step if options.optimizer == OptimizerPlace::InNextForward => {
-                let steps = DeferOptimizer.split(stages.plan()?, &none)?;
+            Purpose::Step => {
+                let steps = mode.moved(plan)?.split(&none)?;
+                stages.moved = (steps.max_iterations, steps.is_optimizer);
                 [
                     ("setup", steps.setup),
                     ("main", steps.main),
                     ("cleanup", steps.cleanup),
                 ]
             }
-            Purpose::Step => return Ok(stages),
         };
-        let last = mode.last(&options);
         for (part, (name, graph)) in split.into_iter().enumerate() {
             let see = &mut |graph: &Graph| watch(name, graph);
             let part = keep.applied(&last, graph, |of| Self::part(of, part), see)?;
@@ -178,6 +190,8 @@ impl Stages {
                     setup,
                     main,
                     cleanup,
+                    max_iterations: self.moved.0,
+                    is_optimizer: self.moved.1,
                 }))
             }
             _ => StepGraphs::Whole(Box::new(self.whole.pop().ok_or_else(no_plan)?)),

@@ -1,6 +1,6 @@
 //! What comes out of a step on all ranks, in a form that does not depend on how it is cut.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use burn_fsdp_mesh::Layout;
 
@@ -74,6 +74,22 @@ impl Outcome {
             }
         }
         Ok(outcome)
+    }
+
+    /// Returns what replaces the values that a graph replaces, and everything else.
+    pub(super) fn divided(self, graph: &Graph) -> (Self, Self) {
+        let replaced = graph.updates().iter().map(|update| update.into);
+        let values = replaced.filter_map(|id| graph.value(id));
+        let names: BTreeSet<String> = values.map(|value| value.role.to_string()).collect();
+        let divide = |of: Named| of.into_iter().partition(|(name, _)| names.contains(name));
+        let ((seen, other_seen), (stepped, other_stepped)) =
+            (divide(self.seen), divide(self.stepped));
+        let replaced = Self { seen, stepped };
+        let others = Self {
+            seen: other_seen,
+            stepped: other_stepped,
+        };
+        (replaced, others)
     }
 
     /// Returns the tensors with their names.

@@ -90,7 +90,7 @@ pub(crate) struct Parts<'a> {
     /// Those of [`Iteration`](crate::passes::Iteration) or of [`MicroSteps`](crate::passes::MicroSteps), in the order of their
     /// fields.
     pub(crate) graphs: [&'a Graph; 3],
-    /// Micro-batches of a step; `None` where the optimizer runs in the next forward.
+    /// Micro-batches of a step; `None` where nodes of it run in the next one.
     pub(crate) num_batches: Option<usize>,
 }
 
@@ -252,7 +252,7 @@ impl Proof<'_> {
         }
     }
 
-    /// Runs steps whose optimizer runs in the next forward, and returns what comes out of each.
+    /// Runs steps of which nodes run in the next one, and returns what comes out of each.
     fn iterated<'g>(
         &self,
         machine: &mut Machine,
@@ -269,15 +269,14 @@ impl Proof<'_> {
             };
             let given = self.given(machine, bounds, step);
             let outcome = run(machine, graph, &given).map_err(|fault| (graph, fault))?;
-            // The optimizer's part of a graph is of the step before.
+            // What moved is of the step before.
+            let (moved, own) = outcome.divided(cleanup);
             if let Some(before) = outcomes.last_mut() {
-                before.stepped = outcome.stepped;
+                before.seen.extend(moved.seen);
+                before.stepped.extend(moved.stepped);
             }
             if step < num_steps {
-                outcomes.push(Outcome {
-                    seen: outcome.seen,
-                    ..Outcome::default()
-                });
+                outcomes.push(own);
             }
         }
         Ok(outcomes)

@@ -1,6 +1,7 @@
 //! The graphs that a step has, one for each set of shapes and operations of the optimizer.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -50,13 +51,24 @@ pub(super) enum Compiled {
     Iteration {
         setup: Arc<Graph>,
         main: Arc<Graph>,
-        cleanup: Arc<Graph>,
+        cleanup: Arc<Cleanup>,
     },
     Micro {
         first: Arc<Graph>,
         next: Arc<Graph>,
         update: Arc<Graph>,
     },
+}
+
+/// The graph that does alone what was moved into the next step.
+#[derive(Debug)]
+pub(super) struct Cleanup {
+    pub(super) graph: Arc<Graph>,
+    pub(super) fingerprint: u64,
+    /// The number of steps after which it runs at the end of the step.
+    pub(super) max_iterations: Option<NonZeroU64>,
+    /// True if it is the optimizer, which depends on no batch.
+    pub(super) is_optimizer: bool,
 }
 
 /// The graphs of a key, as they are kept.
@@ -194,7 +206,12 @@ impl<B: Batch> Graphs<B> {
             StepGraphs::Iteration(iteration) => Compiled::Iteration {
                 setup: Arc::new(iteration.setup),
                 main: Arc::new(iteration.main),
-                cleanup: Arc::new(iteration.cleanup),
+                cleanup: Arc::new(Cleanup {
+                    fingerprint: iteration.cleanup.fingerprint(),
+                    graph: Arc::new(iteration.cleanup),
+                    max_iterations: iteration.max_iterations,
+                    is_optimizer: iteration.is_optimizer,
+                }),
             },
             StepGraphs::Micro(steps) => Compiled::Micro {
                 first: Arc::new(steps.first),

@@ -63,6 +63,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         match batches {
             [] => {
                 // The others are told, and do not wait.
+                self.flush()?;
                 let group = self.mode.ranks().group();
                 let _ = agree::<B>(group, None, learning_rate, None);
                 return Err(Error::NoBatch);

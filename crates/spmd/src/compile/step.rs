@@ -7,45 +7,23 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::backend::Flex;
 use burn::tensor::TensorData;
-use burn_fsdp_collectives::Fingerprint;
 use burn_ir::BackendIr;
 
 use super::agree::agree;
-use super::cache::{Compiled, Graphs, Made, Setting, Stepped, Tracer};
+use super::cache::{Graphs, Made, Setting, Tracer};
 use super::idle::IdleState;
+use super::pending::{Pending, Prepared};
 use super::restored::Restored;
 use super::scaler::Scaler;
 use crate::certificate::Certificate;
 use crate::custom::CustomOperations;
 use crate::error::Error;
-use crate::graph::{Graph, Role};
+use crate::graph::Graph;
 use crate::initial::InitialValues;
 use crate::mode::{Mode, Purpose};
 use crate::norm::GRAD_NORM;
 use crate::run::{Executor, MemoryTable, Results, Timeline};
 use crate::trace::{Batch, HostScalars, ParameterSpec, StepScalars, fill};
-
-/// An optimizer's step that has been put off, with gradients that wait for it.
-pub(super) struct Pending {
-    scalars: StepScalars,
-    stepped: Arc<Stepped>,
-    /// The graph that does the pending optimizer's step alone.
-    cleanup: Arc<Graph>,
-}
-
-/// The graph that the next call runs, with its scalars.
-struct Prepared {
-    graph: Arc<Graph>,
-    /// Fingerprint of the graph, equal on all ranks that run the same.
-    fingerprint: u64,
-    /// Scalars that the graph runs with: those of the step before, if its optimizer has been put off.
-    scalars: StepScalars,
-    /// Scalars of this step.
-    own: StepScalars,
-    stepped: Arc<Stepped>,
-    /// The optimizer's step that the graph puts off.
-    pending: Option<Pending>,
-}
 
 /// A compiled train step with its parameters and optimizer states, of one rank.
 pub struct CompiledStep<B, Be: BackendIr = Flex, O = ()> {
@@ -58,7 +36,7 @@ pub struct CompiledStep<B, Be: BackendIr = Flex, O = ()> {
     pub(super) initial: Option<InitialValues>,
     /// States that were set since the last step, by path and slot; the next step begins with them.
     pub(super) restored: BTreeMap<(String, String), Restored>,
-    /// The last step's optimizer, if it has been put off.
+    /// What is left of the last step, if nodes of it run in the next one.
     pub(super) pending: Option<Pending>,
     /// The graph whose constants are loaded.
     pub(super) loaded: Option<Arc<Graph>>,
@@ -175,6 +153,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         let Prepared {
             graph,
             scalars,
+            before,
             own,
             stepped,
             pending,
@@ -186,6 +165,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
         self.feed(&graph, batch);
         self.executor.draw_for(self.done.steps, 0);
+        self.executor.moved_scalars(before);
         let results = self.executor.run(&graph, &scalars, timeline);
         let results = results.inspect_err(|error| self.poison(error))?;
         self.scalars
@@ -196,57 +176,10 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.pending = pending;
         self.done.grad_norm = grad_norm(&results);
         self.done.outputs = vec![(template, results.outputs)];
+        self.flush_in_time()?;
         let loss = results.loss.as_ref();
         loss.and_then(|loss| loss.iter::<f64>().next())
             .ok_or_else(|| Error::Internal("the loss is empty".to_owned()))
-    }
-
-    /// Runs [`step`](Self::step) and leaves no optimizer's step pending: with
-    /// [`OptimizerPlace::InNextForward`](crate::passes::schedule::OptimizerPlace::InNextForward) it does the
-    /// optimizer's step that the next call would do. Everything that reads or sets parameters and states does that,
-    /// too.
-    ///
-    /// # Errors
-    ///
-    /// As [`step`](Self::step).
-    pub fn last_step(&mut self, learning_rate: f64, batch: &B) -> Result<f64, Error> {
-        let loss = self.step(learning_rate, batch)?;
-        self.flush()?;
-        Ok(loss)
-    }
-
-    /// Does the optimizer's step that has been put off, if there is one. Nothing moves between ranks.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Execution`].
-    pub fn flush(&mut self) -> Result<(), Error> {
-        self.expect_defined()?;
-        let Some(pending) = self.pending.take() else {
-            return Ok(());
-        };
-        let graph = pending.cleanup.clone();
-        self.load(&graph);
-        let done = self.executor.run(&graph, &pending.scalars, None);
-        if let Err(error) = done {
-            self.poison(&error);
-            // Nothing has run: the step is still to do.
-            self.pending = self.poisoned.is_none().then_some(pending);
-            return Err(error);
-        }
-        self.forget_pending(&graph);
-        Ok(())
-    }
-
-    /// Frees the pending gradients that the optimizer has taken.
-    pub(super) fn forget_pending(&mut self, graph: &Graph) {
-        let gradients = graph.values().filter_map(|value| match value.role {
-            Role::Pending(_) => Some(value.id),
-            _ => None,
-        });
-        for id in gradients {
-            self.executor.remove(id);
-        }
     }
 
     /// Notes that values are in no defined state, unless the error was found before anything changed.
@@ -267,22 +200,6 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             }),
             None => Ok(()),
         }
-    }
-
-    /// Returns the graph for such a batch, made if there is none, and the scalars that it runs with. All ranks must
-    /// call it; they agree on what they run before anything changes, which takes one exchange of 8 bytes.
-    fn prepare(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
-        let was_open = self.mode.is_open();
-        let prepared = self.prepare_own(learning_rate, batch);
-        // The scalars, too: the optimizers' settings may differ.
-        let given = self.given();
-        let said =
-            |own: &Prepared| Fingerprint::of(&(own.fingerprint, own.own.fingerprint(), given));
-        let prepared = self.agreed(prepared, said, learning_rate, (batch, 1));
-        let prepared = prepared.inspect_err(|_| self.reopen(was_open))?;
-        self.begin(&prepared.graph)?;
-        self.load(&prepared.graph);
-        Ok(prepared)
     }
 
     /// Agrees with the other ranks on what this one would run, if it has something to run, on one of so many
@@ -306,64 +223,6 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             self.mode.reopen();
             self.graphs.clear();
         }
-    }
-
-    /// Returns the graph and scalars that this rank would run. Nothing moves between ranks, and the parameters and
-    /// states change only by an optimizer's step that was due anyway.
-    fn prepare_own(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
-        self.expect_defined()?;
-        let own = self.scalars.peek(learning_rate)?;
-        let Made {
-            compiled,
-            fingerprint,
-            stepped,
-            ..
-        } = self.compiled(Purpose::Step, batch, &own)?;
-        // A graph does the optimizer's step before for the parameters that it has gradients of.
-        if let Some(pending) = &self.pending
-            && pending.stepped != stepped
-        {
-            self.flush()?;
-        }
-        Ok(match (compiled, &self.pending) {
-            (Compiled::Whole(graph), _) => Prepared {
-                graph,
-                fingerprint,
-                scalars: own.clone(),
-                own,
-                stepped,
-                pending: None,
-            },
-            (Compiled::Micro { .. }, _) => return Err(not_whole()),
-            (Compiled::Iteration { setup, cleanup, .. }, before) => {
-                let before = before.as_ref().map(|before| before.scalars.clone());
-                let (graph, fingerprint, scalars) = match before {
-                    None => (setup, fingerprint, own.clone()),
-                    // The optimizer's part of this graph is the step before's.
-                    Some(with) => {
-                        let made = self.compiled(Purpose::Step, batch, &with)?;
-                        match made.compiled {
-                            // Another graph of the same key than the one without a step before.
-                            Compiled::Iteration { main, .. } => (main, !made.fingerprint, with),
-                            Compiled::Whole(graph) => (graph, made.fingerprint, with),
-                            Compiled::Micro { .. } => return Err(not_whole()),
-                        }
-                    }
-                };
-                Prepared {
-                    graph,
-                    fingerprint,
-                    scalars,
-                    pending: Some(Pending {
-                        scalars: own.clone(),
-                        stepped: stepped.clone(),
-                        cleanup,
-                    }),
-                    own,
-                    stepped,
-                }
-            }
-        })
     }
 
     /// Returns the graphs for such a batch and step of the optimizer.
@@ -481,8 +340,4 @@ impl<B, Be: BackendIr, O> fmt::Debug for CompiledStep<B, Be, O> {
 /// Returns the norm of the gradients, if the graph has measured it.
 pub(super) fn grad_norm(results: &Results) -> Option<f64> {
     results.outputs.get(GRAD_NORM)?.iter::<f64>().next()
-}
-
-fn not_whole() -> Error {
-    Error::Internal("a step of one batch has the graphs of micro-batches".to_owned())
 }

@@ -105,6 +105,8 @@ struct OnRanks {
     mesh: Option<Mesh>,
     /// The placements of values, one per axis of the mesh, as far as they were chosen by value.
     placements: BTreeMap<TensorId, Vec<Placement>>,
+    /// What the ranks of each axis hold of values that wait for the next step.
+    carried: BTreeMap<TensorId, Vec<Option<Placement>>>,
 }
 
 /// What comes out of a step and is gone afterwards, and what the user has named on the way.
@@ -402,6 +404,16 @@ impl Graph {
     /// Declares the placements of values.
     pub(crate) fn set_placements(&mut self, placements: BTreeMap<TensorId, Vec<Placement>>) {
         self.ranks.placements = placements;
+    }
+
+    /// Declares what the ranks of each axis hold of a value that waits for the next step: none for values of their own.
+    pub(crate) fn carry(&mut self, id: TensorId, on: Vec<Option<Placement>>) {
+        self.ranks.carried.insert(id, on);
+    }
+
+    /// Returns what the ranks of each axis hold of a value that waits for the next step.
+    pub(crate) fn carried(&self, id: TensorId) -> Option<&[Option<Placement>]> {
+        self.ranks.carried.get(&id).map(Vec::as_slice)
     }
 
     /// Returns the passes that made this graph, in order.

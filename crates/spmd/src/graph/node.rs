@@ -102,6 +102,8 @@ pub struct ScalarSlot {
     pub first: usize,
     /// Number of its scalars.
     pub len: usize,
+    /// True if they are those of the step before: the node was moved here from there.
+    pub is_of_before: bool,
 }
 
 impl Node {

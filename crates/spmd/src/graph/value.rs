@@ -36,7 +36,8 @@ pub enum Role {
         /// Name of the tensor in the optimizer's state, such as `momentum.moment_1`.
         slot: Arc<str>,
     },
-    /// The gradient of a parameter from the step before, for an optimizer that has been put off. Given.
+    /// A value of the step before, for nodes that run in the next one: the gradient of the parameter of that path, for an
+    /// optimizer that has been put off, or any other by its number. Given.
     Pending(Arc<str>),
     /// A tensor that is the same in every step. Given, see [`Graph::constants`](super::Graph::constants).
     Constant,
@@ -73,7 +74,10 @@ impl fmt::Display for Role {
             Self::Buffer(path) => write!(f, "buffer {path}"),
             Self::Input(name) => write!(f, "input {name}"),
             Self::State { path, slot } => write!(f, "state {path} {slot}"),
-            Self::Pending(path) => write!(f, "pending gradient {path}"),
+            Self::Pending(path) => match path.starts_with('%') {
+                true => write!(f, "pending value {path}"),
+                false => write!(f, "pending gradient {path}"),
+            },
             Self::Constant => f.write_str("constant"),
             Self::Gradient(path) => write!(f, "gradient {path}"),
             Self::Temporary => f.write_str("temporary"),

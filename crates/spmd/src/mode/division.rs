@@ -62,7 +62,7 @@ impl Division {
         }
     }
 
-    /// Returns the passes that divide a step among the ranks and schedule it.
+    /// Returns the passes that divide a step among the ranks and schedule it, without those that come last.
     pub(super) fn pipeline(
         &self,
         ranks: &Ranks,
@@ -71,7 +71,15 @@ impl Division {
     ) -> Result<Pipeline, Error> {
         Ok(match self {
             Self::DataParallel(style) => {
-                schedule::pipeline(ranks.size(), *style, options, transforms)
+                let insert = InsertCollectives {
+                    num_ranks: ranks.size(),
+                    style: *style,
+                    axis: DATA_AXIS.into(),
+                    replicate: None,
+                    precision: options.precision.clone(),
+                };
+                let axes = ranks.mesh()?.axes().to_vec();
+                schedule::divided(insert, options, axes, transforms)
             }
             Self::Hybrid {
                 strategy,

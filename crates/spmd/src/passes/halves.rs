@@ -22,8 +22,6 @@ pub(super) struct Halves {
     pub(super) optimizer: BTreeMap<Arc<str>, Vec<Node>>,
     /// The pending value of each gradient.
     pub(super) pending: BTreeMap<TensorId, TensorId>,
-    /// The new value of each parameter.
-    pub(super) new_values: BTreeMap<TensorId, TensorId>,
 }
 
 impl Halves {
@@ -77,20 +75,12 @@ impl Halves {
         {
             update.from = pending.get(&update.from).copied().unwrap_or(update.from);
         }
-        let trained = graph.parameters().iter().filter(|p| !p.is_buffer);
-        let values: Vec<TensorId> = trained.map(|p| p.value).collect();
-        let new_values = updates
-            .iter()
-            .filter(|update| values.contains(&update.into))
-            .map(|update| (update.into, update.from))
-            .collect();
         *graph.updates_mut() = updates;
         Ok(Self {
             graph,
             rest,
             optimizer,
             pending,
-            new_values,
         })
     }
 

@@ -223,10 +223,14 @@ pub fn pipeline(
         name: DATA_AXIS.to_owned(),
         size: num_ranks,
     };
-    divided(insert, options, vec![axis], transforms)
+    let scheduled = divided(insert, options, vec![axis], transforms);
+    match options.optimizer {
+        OptimizerPlace::InNextForward => scheduled,
+        OptimizerPlace::AtEnd | OptimizerPlace::InBackward => scheduled.and(last(options)),
+    }
 }
 
-/// Returns the pipeline of data parallelism, on a mesh of these axes.
+/// Returns the pipeline of data parallelism, on a mesh of these axes, without the passes that come last.
 pub(crate) fn divided(
     insert: InsertCollectives,
     options: &Options,
@@ -251,7 +255,8 @@ pub(crate) fn divided(
 }
 
 /// Returns the pipeline around a pass that places every value. What places them knows Burn's operations, and cuts them where
-/// a kernel needs the whole: kernels take the place of what is left in one piece, and what is cheap is known after that.
+/// a kernel needs the whole: kernels take the place of what is left in one piece, and what is cheap is known after that. Without the
+/// passes that come last.
 pub(crate) fn placed(
     place: impl GraphTransform + 'static,
     options: &Options,
@@ -300,7 +305,7 @@ fn cheap_again(options: &Options) -> Pipeline {
     }
 }
 
-/// Returns the passes that come when collectives are inserted.
+/// Returns the passes that come when collectives are inserted, up to those that come last.
 fn scheduled(
     options: &Options,
     axes: Vec<Axis>,
@@ -323,10 +328,9 @@ fn scheduled(
         pipeline = pipeline.then(Split).then(Prefetch).then(SinkWaits);
     }
     match options.optimizer {
-        OptimizerPlace::AtEnd => pipeline.and(last(options)),
-        OptimizerPlace::InBackward => pipeline.then(EarlyOptimizer).and(last(options)),
-        // There are three graphs after that, see `DeferOptimizer::split`.
-        OptimizerPlace::InNextForward => pipeline,
+        OptimizerPlace::InBackward => pipeline.then(EarlyOptimizer),
+        // In the next forward, it is moved when the step is split.
+        OptimizerPlace::AtEnd | OptimizerPlace::InNextForward => pipeline,
     }
 }
 

@@ -49,7 +49,7 @@ pub use search::least_communication;
 pub use burn_fsdp_mesh::{AxisPlacement, Strategy, local_shape};
 
 pub(crate) use search::{cut_inputs, least_communication_with};
-pub(crate) use typing::check as check_types;
+pub(crate) use typing::{check as check_types, types_of};
 
 /// The layout of the parameters of a step whose batch the ranks divide.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

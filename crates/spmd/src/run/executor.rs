@@ -16,8 +16,8 @@ use burn_ir::{
 use burn_router::TensorInterpreter;
 
 use super::collective::{self, Failure, Started};
+use super::failed::failed;
 use super::memory::{Address, MemoryTable};
-use super::patched::{failed, patched};
 use super::random::{Drawing, Moment};
 use super::sealed::Seals;
 use super::timeline::Timeline;
@@ -58,6 +58,8 @@ pub struct Executor<B: BackendIr> {
     pub(super) seals: Seals,
     /// The run of which random numbers are drawn, where they are of a seed.
     moment: Moment,
+    /// The scalars of the step before, if nodes were moved here from there.
+    pub(super) before: Option<StepScalars>,
 }
 
 impl<B: BackendIr> Executor<B> {
@@ -74,6 +76,7 @@ impl<B: BackendIr> Executor<B> {
             operations: with_norms(kernels_of()),
             seals: Seals::default(),
             moment: Moment::default(),
+            before: None,
         }
     }
 
@@ -283,7 +286,7 @@ impl<B: BackendIr> Executor<B> {
                 true => self.run_custom(index, node, call)?,
                 false => {
                     let operation = node.operation.clone();
-                    if let OperationIr::Custom(call) = patched(index, node, operation, scalars)? {
+                    if let OperationIr::Custom(call) = self.patched(index, node, operation, scalars)? {
                         self.run_custom(index, node, &call)?;
                     }
                 }
@@ -299,7 +302,7 @@ impl<B: BackendIr> Executor<B> {
                     .map_err(|reason| failed(index, node, reason))?;
             }
             if !node.scalars.is_empty() {
-                operation = patched(index, node, operation, scalars)?;
+                operation = self.patched(index, node, operation, scalars)?;
             }
             let run = catch_unwind(AssertUnwindSafe(|| self.interpreter.register_op(operation)));
             run.map_err(|payload| failed(index, node, message(payload.as_ref())))?;

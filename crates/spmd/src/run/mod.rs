@@ -7,6 +7,7 @@
 
 mod collective;
 mod executor;
+mod failed;
 mod memory;
 mod patched;
 mod random;

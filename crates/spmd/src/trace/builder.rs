@@ -353,6 +353,7 @@ impl Builder {
                 position,
                 first,
                 len,
+                is_of_before: false,
             });
             node.scalars.extend(slot);
             self.graph.push(node);

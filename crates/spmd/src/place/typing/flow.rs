@@ -28,9 +28,21 @@ type Types = Vec<SpmdType>;
 /// Finds the first node of a graph of several ranks whose operands have types that it cannot take, or a result that lies
 /// otherwise than it is said to. A graph of one rank alone has no types.
 pub(crate) fn check(graph: &Graph) -> Result<(), IllTyped> {
-    let Some(mesh) = graph.mesh() else {
+    let Some((flow, ill)) = flow_of(graph) else {
         return Ok(());
     };
+    if let Some(ill) = ill {
+        return Err(ill);
+    }
+    flow.end().map_err(|reason| IllTyped {
+        node: graph.nodes().len(),
+        reason,
+    })
+}
+
+/// Follows the types through a graph of several ranks, up to the first node that takes none.
+pub(super) fn flow_of(graph: &Graph) -> Option<(Flow<'_>, Option<IllTyped>)> {
+    let mesh = graph.mesh()?;
     let mut flow = Flow {
         graph,
         axes: mesh
@@ -48,22 +60,19 @@ pub(crate) fn check(graph: &Graph) -> Result<(), IllTyped> {
             true => continue,
             false => flow.run(node),
         };
-        reason.map_err(|reason| IllTyped {
-            node: index,
-            reason,
-        })?;
+        if let Err(reason) = reason {
+            let node = index;
+            return Some((flow, Some(IllTyped { node, reason })));
+        }
     }
-    flow.end().map_err(|reason| IllTyped {
-        node: graph.nodes().len(),
-        reason,
-    })
+    Some((flow, None))
 }
 
-struct Flow<'a> {
+pub(super) struct Flow<'a> {
     graph: &'a Graph,
     /// Name and size of each axis.
     axes: Vec<(&'a str, usize)>,
-    types: BTreeMap<TensorId, Types>,
+    pub(super) types: BTreeMap<TensorId, Types>,
 }
 
 impl Flow<'_> {
@@ -79,6 +88,10 @@ impl Flow<'_> {
 
     /// Returns the types of a given value.
     fn given(&self, value: &Value) -> Types {
+        if let Some(carried) = self.graph.carried(value.id) {
+            let types = carried.iter();
+            return types.map(|on| on.map_or(SpmdType::Varying, SpmdType::from)).collect();
+        }
         if let Some(placed) = self.placed(value.id) {
             return placed;
         }

@@ -8,5 +8,23 @@ mod flow;
 mod program;
 mod spmd_type;
 
+use std::collections::BTreeMap;
+
+use burn_fsdp_mesh::Placement;
+use burn_ir::TensorId;
+
+use crate::graph::Graph;
 pub(crate) use flow::check;
+use flow::flow_of;
 use spmd_type::SpmdType;
+
+/// Returns what the ranks of each axis hold of the values of a graph of several ranks, as far as it is known: a placement, without
+/// its dim, or none for values of their own.
+pub(crate) fn types_of(graph: &Graph) -> BTreeMap<TensorId, Vec<Option<Placement>>> {
+    let types = flow_of(graph).map_or_else(BTreeMap::new, |(flow, _)| flow.types);
+    let placed = types.into_iter().map(|(id, types)| {
+        let on = types.into_iter().map(SpmdType::to_placement);
+        (id, on.collect())
+    });
+    placed.collect()
+}

@@ -50,6 +50,16 @@ impl fmt::Display for SpmdType {
 }
 
 impl SpmdType {
+    /// Returns a placement of this type, if it is one.
+    pub(super) fn to_placement(self) -> Option<Placement> {
+        match self {
+            Self::Replicate => Some(Placement::Replicate),
+            Self::Shard => Some(Placement::Shard(0)),
+            Self::Partial(op) => Some(Placement::Partial(op)),
+            Self::Varying => None,
+        }
+    }
+
     /// Returns the type of the complete gradient of a value of this type: that of the value, or for addends that of
     /// their sum.
     pub(crate) fn of_gradient(self) -> Self {

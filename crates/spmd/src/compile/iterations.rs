@@ -1,0 +1,181 @@
+//! Steps of which nodes run in the next one: which graph goes on from the last step, and what is done between two.
+
+use std::num::NonZeroU64;
+
+use burn_fsdp_collectives::Fingerprint;
+use burn_ir::BackendIr;
+
+use super::cache::{Compiled, Made};
+use super::pending::{Pending, Prepared};
+use super::step::CompiledStep;
+use crate::error::Error;
+use crate::graph::{Graph, Role};
+#[cfg(doc)]
+use crate::mode::Mode;
+use crate::mode::Purpose;
+use crate::trace::Batch;
+
+impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
+    /// Runs [`step`](Self::step) and leaves nothing of it to the next: with
+    /// [`OptimizerPlace::InNextForward`](crate::passes::schedule::OptimizerPlace::InNextForward), or where passes
+    /// [move nodes](Mode::move_to_next_iteration), it does what the next call would do of this step. Everything that reads or
+    /// sets parameters and states does that, too.
+    ///
+    /// # Errors
+    ///
+    /// As [`step`](Self::step).
+    pub fn last_step(&mut self, learning_rate: f64, batch: &B) -> Result<f64, Error> {
+        let loss = self.step(learning_rate, batch)?;
+        self.flush()?;
+        Ok(loss)
+    }
+
+    /// Does what is left of the last step, if nodes of it were to run in the next one. Of a deferred optimizer nothing moves
+    /// between ranks; where collectives were [moved](Mode::move_to_next_iteration), all ranks must call it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Execution`], [`Error::Collective`].
+    pub fn flush(&mut self) -> Result<(), Error> {
+        self.expect_defined()?;
+        let Some(pending) = self.pending.take() else {
+            return Ok(());
+        };
+        let graph = pending.cleanup.graph.clone();
+        self.load(&graph);
+        self.executor.moved_scalars(None);
+        let done = self.executor.run(&graph, &pending.scalars, None);
+        if let Err(error) = done {
+            self.poison(&error);
+            // Nothing has run: the step is still to do.
+            self.pending = self.poisoned.is_none().then_some(pending);
+            return Err(error);
+        }
+        self.forget_pending(&graph);
+        Ok(())
+    }
+
+    /// Frees the pending gradients that the optimizer has taken.
+    pub(super) fn forget_pending(&mut self, graph: &Graph) {
+        let gradients = graph.values().filter_map(|value| match value.role {
+            Role::Pending(_) => Some(value.id),
+            _ => None,
+        });
+        for id in gradients {
+            self.executor.remove(id);
+        }
+    }
+
+    /// Does what is left of the last step, if it has been left for as many steps as it may.
+    pub(super) fn flush_in_time(&mut self) -> Result<(), Error> {
+        let is_due = |pending: &Pending| {
+            let limit = pending.cleanup.max_iterations;
+            limit.is_some_and(|limit: NonZeroU64| pending.age >= limit.get())
+        };
+        match self.pending.as_ref().is_some_and(is_due) {
+            true => self.flush(),
+            false => Ok(()),
+        }
+    }
+
+    /// Returns the graph for such a batch, made if there is none, and the scalars that it runs with. All ranks must
+    /// call it; they agree on what they run before anything changes, which takes one exchange of 8 bytes.
+    pub(super) fn prepare(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
+        let was_open = self.mode.is_open();
+        let prepared = self.prepare_own(learning_rate, batch);
+        // The scalars, too: the optimizers' settings may differ.
+        let given = self.given();
+        let said =
+            |own: &Prepared| Fingerprint::of(&(own.fingerprint, own.own.fingerprint(), given));
+        let prepared = self.agreed(prepared, said, learning_rate, (batch, 1));
+        let prepared = prepared.inspect_err(|_| self.reopen(was_open))?;
+        if prepared.flushes {
+            self.flush()?;
+        }
+        self.begin(&prepared.graph)?;
+        self.load(&prepared.graph);
+        Ok(prepared)
+    }
+
+    /// Returns the graph and scalars that this rank would run. Nothing moves between ranks, and nothing changes.
+    fn prepare_own(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
+        self.expect_defined()?;
+        let own = self.scalars.peek(learning_rate)?;
+        let made = self.compiled(Purpose::Step, batch, &own)?;
+        let whole = |graph, fingerprint, stepped| Prepared {
+            graph,
+            fingerprint,
+            scalars: own.clone(),
+            before: None,
+            own: own.clone(),
+            stepped,
+            flushes: false,
+            pending: None,
+        };
+        let (setup, main, cleanup) = match made.compiled {
+            Compiled::Whole(graph) => {
+                return Ok(Prepared {
+                    flushes: self.pending.is_some(),
+                    ..whole(graph, made.fingerprint, made.stepped)
+                });
+            }
+            Compiled::Micro { .. } => return Err(not_whole()),
+            Compiled::Iteration {
+                setup,
+                main,
+                cleanup,
+            } => (setup, main, cleanup),
+        };
+        let left = |age| {
+            Some(Pending {
+                scalars: own.clone(),
+                stepped: made.stepped.clone(),
+                cleanup: cleanup.clone(),
+                age,
+            })
+        };
+        let stepped = made.stepped.clone();
+        let Some(before) = &self.pending else {
+            return Ok(Prepared {
+                pending: left(1),
+                ..whole(setup, made.fingerprint, stepped)
+            });
+        };
+        let (age, scalars) = (before.age + 1, before.scalars.clone());
+        // What is left is what the graph does of the step before.
+        if before.cleanup.fingerprint == cleanup.fingerprint {
+            return Ok(Prepared {
+                before: Some(scalars),
+                pending: left(age),
+                // Another graph of the same key than the one without a step before.
+                ..whole(main, !made.fingerprint, stepped)
+            });
+        }
+        // An optimizer takes the same gradients of any batch that gives them to the same parameters.
+        if before.cleanup.is_optimizer && cleanup.is_optimizer && before.stepped == stepped {
+            let Made {
+                compiled,
+                fingerprint,
+                ..
+            } = self.compiled(Purpose::Step, batch, &scalars)?;
+            let Compiled::Iteration { main, .. } = compiled else {
+                return Err(not_whole());
+            };
+            return Ok(Prepared {
+                scalars: scalars.clone(),
+                before: Some(scalars),
+                pending: left(age),
+                ..whole(main, !fingerprint, stepped)
+            });
+        }
+        Ok(Prepared {
+            flushes: true,
+            pending: left(1),
+            ..whole(setup, made.fingerprint, stepped)
+        })
+    }
+}
+
+fn not_whole() -> Error {
+    Error::Internal("a step of one batch has the graphs of another kind of step".to_owned())
+}

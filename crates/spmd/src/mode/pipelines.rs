@@ -1,0 +1,88 @@
+//! The passes of a mode: its own, and those of the user.
+
+use std::sync::Arc;
+
+use super::Mode;
+use crate::error::Error;
+use crate::graph::Graph;
+use crate::passes::schedule::{self, OptimizerPlace, Options};
+use crate::passes::{DeferOptimizer, IterationGraph, IterationMove, Pipeline};
+use crate::transform::GraphTransform;
+
+impl Mode {
+    /// Adds a pass of the user, after the insertion of collectives and before scheduling.
+    #[must_use]
+    pub fn transform(mut self, transform: impl GraphTransform + 'static) -> Self {
+        self.user.transforms.push(Arc::new(transform));
+        self
+    }
+
+    /// Adds a pass that moves nodes into the next step: a subgraph of its choice, see
+    /// [`IterationGraph`](crate::passes::IterationGraph), or the reductions of some parameters with their part of the optimizer,
+    /// see [`MoveReductions`](crate::passes::MoveReductions).
+    ///
+    /// Steps are then of three graphs ([`Iteration`](crate::passes::Iteration)). Whatever reads or sets parameters and states
+    /// between two steps, an evaluation among it, first does what is left of the last one
+    /// ([`CompiledStep::flush`](crate::CompiledStep::flush)), and so does a step whose moved nodes are others than those that
+    /// wait, as with a batch of another shape. If collectives were moved, all ranks must therefore make these calls together.
+    /// Steps of several micro-batches keep their nodes, and a step whose loss is scaled is refused
+    /// ([`MoveError::Scaled`](crate::MoveError::Scaled)).
+    #[must_use]
+    pub fn move_to_next_iteration(mut self, pass: impl IterationMove + 'static) -> Self {
+        self.user.moves.push(Arc::new(pass));
+        self
+    }
+
+    /// Returns true if passes of the user move nodes into the next step.
+    pub(super) fn moves_nodes(&self) -> bool {
+        !self.user.moves.is_empty()
+    }
+
+    /// Returns the passes of the mode, with these options, up to those that come last.
+    pub(crate) fn pipeline(&self, options: &Options) -> Result<Pipeline, Error> {
+        let prefetch = options.prefetch.unwrap_or(self.ranks.overlaps());
+        let options = options.clone().prefetch(prefetch);
+        let transforms = &self.user.transforms;
+        let pipeline = self.division.pipeline(&self.ranks, &options, transforms)?;
+        #[cfg(test)]
+        let pipeline = self.planted(pipeline);
+        Ok(self.checked(pipeline))
+    }
+
+    /// Lets the graph be verified after each pass, where that is asked for.
+    fn checked(&self, pipeline: Pipeline) -> Pipeline {
+        match self.verify {
+            true => pipeline.verified(),
+            false => pipeline,
+        }
+    }
+
+    /// Returns the passes that come last, of each graph of a step.
+    pub(crate) fn last(&self, options: &Options) -> Pipeline {
+        let pipeline = schedule::last(options);
+        #[cfg(test)]
+        let pipeline = self.planted(pipeline);
+        self.checked(pipeline)
+    }
+
+    /// Returns true if a step of one batch has nodes that run in the next one.
+    pub(crate) fn splits_steps(&self) -> bool {
+        self.moves_nodes() || self.options.optimizer == OptimizerPlace::InNextForward
+    }
+
+    /// Moves what the mode and its user want to run in the next step.
+    ///
+    /// # Errors
+    ///
+    /// Those of the passes.
+    pub(crate) fn moved(&self, graph: Graph) -> Result<IterationGraph, Error> {
+        let mut moves = self.user.moves.iter();
+        let step = moves.try_fold(IterationGraph::new(graph), |step, pass| {
+            step.then(pass.as_ref())
+        })?;
+        match self.options.optimizer {
+            OptimizerPlace::InNextForward => step.then(&DeferOptimizer),
+            OptimizerPlace::AtEnd | OptimizerPlace::InBackward => Ok(step),
+        }
+    }
+}

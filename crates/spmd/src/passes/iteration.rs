@@ -1,0 +1,307 @@
+//! The choice of nodes of a step that run in the next one.
+//!
+//! It takes a graph with collectives, without the passes that come last.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::num::NonZeroU64;
+
+use burn_ir::TensorId;
+
+use super::iteration_parts::{Iteration, Parts};
+use super::pipeline::Pipeline;
+use crate::error::{Error, MoveError};
+use crate::graph::{Graph, Node, Stage};
+use crate::pass_id::PassId;
+use crate::transform::check_order;
+
+/// A pass that moves nodes into the next step. It is called when collectives are joined, split and scheduled, of each graph of
+/// one batch; a step over several micro-batches keeps all its nodes.
+///
+/// It must be a function of the graph, so that all ranks move the same.
+pub trait IterationMove: fmt::Debug + Send + Sync {
+    /// Returns the name of the pass in errors and in [`Graph::applied`].
+    fn id(&self) -> PassId;
+
+    /// Returns the passes that must not have been applied before it.
+    fn before(&self) -> &'static [PassId] {
+        &[PassId::Liveness]
+    }
+
+    /// Moves nodes of the step, see [`IterationGraph::move_to_next_iteration`].
+    ///
+    /// # Errors
+    ///
+    /// If the graph is not what it expects.
+    fn moves(&self, step: &mut IterationGraph) -> Result<(), Error>;
+}
+
+/// A step of which nodes are chosen that run in the next one.
+///
+/// ```
+/// use burn_fsdp_spmd::Error;
+/// use burn_fsdp_spmd::passes::{IterationGraph, IterationMove, PassId};
+///
+/// /// Moves what the optimizer does for the head alone.
+/// #[derive(Debug)]
+/// struct MoveHead;
+///
+/// impl IterationMove for MoveHead {
+///     fn id(&self) -> PassId {
+///         PassId::User("move the head")
+///     }
+///
+///     fn moves(&self, step: &mut IterationGraph) -> Result<(), Error> {
+///         let nodes = step.graph().nodes().iter().enumerate();
+///         let head = nodes.filter(|(_, node)| node.path.as_deref() == Some("head.weight"));
+///         let head: Vec<usize> = head.map(|(index, _)| index).collect();
+///         let before = step.first_read(&head);
+///         step.move_to_next_iteration(head, before)
+///     }
+/// }
+/// ```
+#[derive(Debug, Clone)]
+pub struct IterationGraph {
+    graph: Graph,
+    /// The moved nodes, each with the node before which it runs.
+    moved: BTreeMap<usize, usize>,
+    max_iterations: Option<NonZeroU64>,
+    passes: Vec<PassId>,
+}
+
+impl IterationGraph {
+    /// Begins with a step of which nothing is moved.
+    pub fn new(graph: Graph) -> Self {
+        Self {
+            graph,
+            moved: BTreeMap::new(),
+            max_iterations: None,
+            passes: Vec::new(),
+        }
+    }
+
+    /// Applies a pass.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::PassTwice`]; [`Error::PassOrder`] where collectives are not inserted, or after a pass that it must come before;
+    /// those of the pass.
+    pub fn then(mut self, pass: &dyn IterationMove) -> Result<Self, Error> {
+        let id = pass.id();
+        if self.passes.contains(&id) {
+            return Err(Error::PassTwice { pass: id });
+        }
+        check_order(
+            &self.graph,
+            id,
+            &[PassId::InsertCollectives],
+            pass.before(),
+        )?;
+        pass.moves(&mut self)?;
+        self.passes.push(id);
+        Ok(self)
+    }
+
+    /// Returns the step. Nothing is taken out of it until it is [split](Self::split).
+    pub fn graph(&self) -> &Graph {
+        &self.graph
+    }
+
+    /// Returns true if that node has been moved.
+    pub fn is_moved(&self, node: usize) -> bool {
+        self.moved.contains_key(&node)
+    }
+
+    /// Lets what was moved run at the end of every step of that number, counted from the last at which it did: so often it is
+    /// no step behind. Of several numbers the smallest counts.
+    pub fn max_iterations(&mut self, steps: NonZeroU64) {
+        let known = self.max_iterations.unwrap_or(steps);
+        self.max_iterations = Some(known.min(steps));
+    }
+
+    /// Returns the first node that stays and reads what these nodes replace (parameters, states, buffers): they must run
+    /// before it. `None` if there is none.
+    pub fn first_read(&self, nodes: &[usize]) -> Option<usize> {
+        let moving: BTreeSet<usize> = nodes.iter().copied().collect();
+        let outputs: BTreeSet<TensorId> = self.outputs(nodes.iter());
+        let replaced: BTreeSet<TensorId> = self
+            .graph
+            .updates()
+            .iter()
+            .filter(|update| outputs.contains(&update.from))
+            .map(|update| update.into)
+            .collect();
+        let mut stays = self.graph.nodes().iter().enumerate();
+        let found = stays.find(|(index, node)| {
+            let is_moved = moving.contains(index) || self.is_moved(*index);
+            !is_moved && node.inputs().any(|input| replaced.contains(&input))
+        });
+        found.map(|(index, _)| index)
+    }
+
+    /// Returns these nodes, and all that read what they write, directly or not.
+    pub fn with_readers(&self, nodes: impl IntoIterator<Item = usize>) -> BTreeSet<usize> {
+        let mut found: BTreeSet<usize> = nodes.into_iter().collect();
+        let mut written = self.outputs(found.iter());
+        // Readers come after what they read.
+        for (index, node) in self.graph.nodes().iter().enumerate() {
+            if !found.contains(&index) && node.inputs().any(|input| written.contains(&input)) {
+                found.insert(index);
+                written.extend(node.outputs());
+            }
+        }
+        found
+    }
+
+    fn outputs<'a>(&self, nodes: impl Iterator<Item = &'a usize>) -> BTreeSet<TensorId> {
+        let nodes = nodes.filter_map(|index| self.graph.nodes().get(*index));
+        nodes.flat_map(Node::outputs).collect()
+    }
+
+    /// Moves a subgraph into the next step, where it runs before that node; after all others if that is `None`. What it reads of
+    /// this step waits until then. In the next step, nodes that read what it replaces get the new value.
+    ///
+    /// The subgraph must be a leaf: what it writes is read by nodes that move alone, and replaces parameters, states or buffers
+    /// behind the last node.
+    ///
+    /// # Errors
+    ///
+    /// [`MoveError`] with the first node that cannot move; nothing has moved then.
+    pub fn move_to_next_iteration(
+        &mut self,
+        nodes: impl IntoIterator<Item = usize>,
+        before: Option<usize>,
+    ) -> Result<(), Error> {
+        let nodes: BTreeSet<usize> = nodes.into_iter().collect();
+        let end = self.graph.nodes().len();
+        let before = before.unwrap_or(end);
+        let first = nodes.first().copied().ok_or(MoveError::Nothing)?;
+        let is_out = |node: usize| node >= end || self.is_moved(node);
+        let refused = |node: usize, reason: &'static str| self.refused(node, reason);
+        if let Some(node) = nodes.iter().find(|node| is_out(**node)) {
+            return Err(refused(*node, "it has been moved, or is not there"));
+        }
+        if before > end || nodes.contains(&before) || self.is_moved(before) {
+            return Err(refused(first, "the node that it is to run before moves, or is not there"));
+        }
+        for node in &nodes {
+            if let Some(reason) = self.fault(*node, &nodes) {
+                return Err(refused(*node, reason));
+            }
+        }
+        let chosen: Vec<usize> = nodes.iter().copied().collect();
+        if let Some(read) = self.first_read(&chosen).filter(|read| *read < before) {
+            let replaced = self.graph.nodes()[read].name();
+            return Err(MoveError::Late {
+                node: first,
+                operation: self.name(first),
+                before,
+                reader: read,
+                reads: replaced,
+            }
+            .into());
+        }
+        self.moved.extend(nodes.into_iter().map(|node| (node, before)));
+        Ok(())
+    }
+
+    fn name(&self, node: usize) -> String {
+        let node = self.graph.nodes().get(node);
+        node.map_or_else(String::new, Node::name)
+    }
+
+    fn refused(&self, node: usize, reason: &'static str) -> Error {
+        let operation = self.name(node);
+        MoveError::Node {
+            node,
+            operation,
+            reason,
+        }
+        .into()
+    }
+
+    /// Returns the reason why a node cannot move together with these.
+    fn fault(&self, index: usize, moving: &BTreeSet<usize>) -> Option<&'static str> {
+        let node = &self.graph.nodes()[index];
+        let moves = |index: &usize| moving.contains(index) || self.is_moved(*index);
+        if node.draw.is_some() || (node.is_opaque() && node.collective.is_none()) {
+            return Some("what it computes may depend on the step that it runs in, as random numbers do");
+        }
+        let is_wait = node.collective.as_ref().map(|of| of.stage) == Some(Stage::Wait);
+        let mut writers = self.graph.nodes().iter().enumerate();
+        if is_wait
+            && let Some(input) = node.inputs().next()
+            && !writers.any(|(at, other)| moves(&at) && other.outputs().any(|out| out == input))
+        {
+            return Some("it waits for a collective whose start stays");
+        }
+        let outputs: BTreeSet<TensorId> = node.outputs().collect();
+        if self.graph.results().any(|id| outputs.contains(&id)) {
+            return Some(match node.collective.is_some() {
+                true => "it brings what comes out of the step, too (join no collectives: Options::bucket)",
+                false => "its result comes out of the step",
+            });
+        }
+        let mut readers = self.graph.nodes().iter().enumerate();
+        let stays = readers.any(|(at, other)| {
+            !moves(&at) && other.inputs().any(|input| outputs.contains(&input))
+        });
+        stays.then_some("a node that stays reads what it writes")
+    }
+
+    /// Returns the three graphs, each after the passes that come last, which the step has not had:
+    /// [`Liveness`](super::Liveness) is among them.
+    ///
+    /// # Errors
+    ///
+    /// [`MoveError`] if nothing was moved, or nodes whose result is read by one that runs earlier in the next step; those of the passes.
+    pub fn split(self, last: &Pipeline) -> Result<Iteration, Error> {
+        if self.moved.is_empty() {
+            return Err(MoveError::Nothing.into());
+        }
+        let max_iterations = self.max_iterations;
+        let passes = self.passes.clone();
+        self.check_order_of_moved()?;
+        let parts = Parts::of(self.graph, &self.moved)?;
+        let finish = |mut graph: Graph| {
+            for pass in &passes {
+                graph.mark_applied(*pass);
+            }
+            graph.sync_nodes();
+            graph.prune();
+            last.run(graph)
+        };
+        Ok(Iteration {
+            setup: finish(parts.setup())?,
+            main: finish(parts.main())?,
+            cleanup: finish(parts.cleanup())?,
+            max_iterations,
+            is_optimizer: parts.is_optimizer(),
+        })
+    }
+
+    /// Refuses moved nodes that run, in the next step, before another one whose result they read.
+    fn check_order_of_moved(&self) -> Result<(), Error> {
+        let nodes = self.graph.nodes();
+        let moved = self.moved.iter();
+        let written: BTreeMap<TensorId, (usize, usize)> = moved
+            .flat_map(|(index, before)| {
+                nodes[*index].outputs().map(|id| (id, (*index, *before)))
+            })
+            .collect();
+        for (index, before) in &self.moved {
+            let mut inputs = nodes[*index].inputs().filter_map(|id| written.get(&id));
+            if let Some((writer, at)) = inputs.find(|(_, at)| at > before) {
+                return Err(MoveError::Late {
+                    node: *writer,
+                    operation: self.name(*writer),
+                    before: *at,
+                    reader: *index,
+                    reads: self.name(*index),
+                }
+                .into());
+            }
+        }
+        Ok(())
+    }
+}

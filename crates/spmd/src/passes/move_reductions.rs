@@ -1,0 +1,105 @@
+//! The move of chosen reductions of gradients, with their part of the optimizer, into the next step.
+
+use std::num::NonZeroU64;
+
+use burn_fsdp_mesh::Pattern;
+
+use super::iteration::{IterationGraph, IterationMove};
+use crate::error::{Error, MoveError};
+use crate::graph::{Node, Payload, Stage};
+use crate::pass_id::PassId;
+
+/// The move of the collectives that reduce the gradients of chosen parameters, each with the part of the optimizer that reads
+/// what it brings, to before the first read of these parameters in the next step: forward of the units before them hides it. The
+/// gradients of this rank wait until then as they were computed, whole.
+///
+/// A collective that several parameters share moves with all of them. Where gradients are clipped, the norm of all of them is a
+/// result of the step, and no reduction can move ([`MoveError::Node`]).
+///
+/// ```
+/// use burn_fsdp_collectives::ProcessGroup;
+/// use burn_fsdp_spmd::passes::MoveReductions;
+/// use burn_fsdp_spmd::{Mode, Strategy};
+///
+/// let world = ProcessGroup::solo();
+/// let mode = Mode::data_parallel(world, Strategy::FullShard);
+/// // What forward reads last has most to hide behind.
+/// let mode = mode.move_to_next_iteration(MoveReductions::of(["head.**"]));
+/// ```
+#[derive(Debug, Clone)]
+pub struct MoveReductions {
+    patterns: Vec<Pattern>,
+    max_iterations: Option<NonZeroU64>,
+}
+
+impl MoveReductions {
+    /// Creates the move of the reductions for parameters whose path matches one of these patterns.
+    pub fn of<P: Into<Pattern>>(patterns: impl IntoIterator<Item = P>) -> Self {
+        Self {
+            patterns: patterns.into_iter().map(Into::into).collect(),
+            max_iterations: None,
+        }
+    }
+
+    /// Lets what was moved run at the end of every step of that number, see [`IterationGraph::max_iterations`].
+    #[must_use]
+    pub fn max_iterations(mut self, steps: NonZeroU64) -> Self {
+        self.max_iterations = Some(steps);
+        self
+    }
+
+    /// Returns true if a node begins a reduction of a gradient that is meant.
+    fn begins(&self, node: &Node) -> bool {
+        node.collective.as_ref().is_some_and(|of| {
+            let is_reduction = of.kind.contract().reduces && of.payload == Payload::Gradient;
+            let mut parts = of.parts.iter();
+            is_reduction && of.stage != Stage::Wait && parts.any(|part| self.means(&part.path))
+        })
+    }
+
+    fn means(&self, path: &str) -> bool {
+        self.patterns.iter().any(|pattern| pattern.matches(path))
+    }
+}
+
+impl IterationMove for MoveReductions {
+    fn id(&self) -> PassId {
+        PassId::MoveReductions
+    }
+
+    fn moves(&self, step: &mut IterationGraph) -> Result<(), Error> {
+        let parameters = step.graph().parameters();
+        let mut unmatched = self.patterns.iter().filter(|pattern| {
+            let mut trained = parameters.iter().filter(|of| of.gradient.is_some());
+            !trained.any(|of| pattern.matches(&of.path))
+        });
+        if let Some(pattern) = unmatched.next() {
+            let trained = parameters.iter().filter(|of| of.gradient.is_some());
+            let known: Vec<&str> = trained.map(|of| &*of.path).take(8).collect();
+            return Err(Error::UnknownName {
+                what: "trained parameter",
+                name: pattern.to_string(),
+                known: known.join(", "),
+            });
+        }
+        let nodes = step.graph().nodes().iter().enumerate();
+        let starts = nodes.filter(|(_, node)| self.begins(node));
+        let starts: Vec<usize> = starts.map(|(index, _)| index).collect();
+        if starts.is_empty() {
+            return Err(MoveError::NoReduction.into());
+        }
+        for start in starts {
+            if step.is_moved(start) {
+                continue;
+            }
+            let nodes = step.with_readers([start]);
+            let moving: Vec<usize> = nodes.into_iter().filter(|of| !step.is_moved(*of)).collect();
+            let before = step.first_read(&moving);
+            step.move_to_next_iteration(moving, before)?;
+        }
+        if let Some(steps) = self.max_iterations {
+            step.max_iterations(steps);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,13 @@
+//! The error of a node that did not run.
+
+use crate::error::Error;
+use crate::graph::Node;
+
+/// Returns the error of a node that did not run.
+pub(super) fn failed(index: usize, node: &Node, reason: String) -> Error {
+    Error::Execution {
+        node: index,
+        operation: node.name(),
+        reason,
+    }
+}
