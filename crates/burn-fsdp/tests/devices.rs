@@ -60,12 +60,12 @@ fn compiled(world: &ProcessGroup, strategy: Strategy) -> Result<Vec<f64>, Error>
     let DispatchDevice::Cube(on) = device.as_dispatch().clone() else {
         panic!("a device of CubeCL");
     };
-    let mut step = compile_on::<Cube, Gpt, Tokens, _, _>(
+    let mut step = compile_on::<Cube, Gpt, Tokens, _, _, _>(
         |device: &Device| CONFIG.init(device, 4).expect("valid"),
         |model: &Gpt, (tokens, targets): Tokens| model.loss(tokens, targets),
         adamw().build(),
         Mode::data_parallel(world.clone(), strategy).verified(),
-        Vec::new(),
+        (),
         &device,
         on,
     )?;

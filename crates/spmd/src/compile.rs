@@ -8,6 +8,7 @@ mod inputs;
 mod iterations;
 mod loss_scale;
 mod micro;
+mod overrides;
 mod pending;
 mod repeat;
 mod restored;
@@ -24,7 +25,6 @@ use burn::tensor::{Device, TensorData};
 use burn_ir::BackendIr;
 
 use crate::error::Error;
-use crate::graph::Graph;
 use crate::initial::{InitialValues, ShardSpec};
 use crate::kernels::has_kernels;
 use crate::mode::Mode;
@@ -35,6 +35,7 @@ use crate::trace::{
 
 pub use evaluation::Evaluation;
 pub use idle::{IdleState, IdleTensor};
+pub use overrides::Override;
 pub use state::OptimizerState;
 pub use step::CompiledStep;
 
@@ -114,7 +115,7 @@ where
     L: Loss,
     O: Optimizer,
 {
-    compile_with(init, loss, optimizer, mode, Vec::new())
+    compile_with(init, loss, optimizer, mode, ())
 }
 
 /// Compiles as [`compile`] does, from values that each rank reads for itself: those of a file, of which it takes the bytes of
@@ -167,61 +168,45 @@ where
     E: From<Error>,
 {
     let on = (&Device::flex(), Default::default());
-    compiled::<Flex, M, B, L, O, E>((init, read), loss, optimizer, mode, Vec::new(), on)
+    compiled::<Flex, M, B, L, O, (), E>((init, read), loss, optimizer, mode, (), on)
 }
 
-/// Compiles as [`compile`] does, with overrides for parts of the module that cannot be traced as they are.
+/// Compiles as [`compile`] does, with an [`Override`] for what cannot be traced as it is: `loss` is of the module that stands for
+/// that of `init`.
 ///
 /// # Errors
 ///
-/// As [`compile`]; [`Error::OverrideChangedParameters`] if an override does.
-pub fn compile_with<M, B, L, O>(
+/// As [`compile`]; [`OverrideError`](crate::OverrideError).
+pub fn compile_with<M, B, L, O, V>(
     init: impl Fn(&Device) -> M + Send + 'static,
-    loss: impl Fn(&M, B) -> L + Send + 'static,
+    loss: impl Fn(&V::Traced, B) -> L + Send + 'static,
     optimizer: O,
     mode: Mode,
-    overrides: Vec<Box<dyn Override<M>>>,
+    over: V,
 ) -> Result<CompiledStep<B, Flex, L::Outputs>, Error>
 where
     M: Module + 'static,
     B: Batch,
     L: Loss,
     O: Optimizer,
+    V: Override<M> + 'static,
 {
     let on = Default::default();
-    compile_on::<Flex, M, B, L, O>(init, loss, optimizer, mode, overrides, &Device::flex(), on)
+    compile_on::<Flex, M, B, L, O, V>(init, loss, optimizer, mode, over, &Device::flex(), on)
 }
 
-/// A replacement of parts of a module while it is traced, and a rewrite of the graph that was traced.
-///
-/// Training starts from the values of the module that `init` makes; what replaces a part must have the
-/// same parameters under the same paths.
-pub trait Override<M>: Send {
-    /// Returns the module to trace instead.
-    fn replace(&self, module: M) -> M;
-
-    /// Rewrites the graph of the trace, before any pass. By default nothing changes.
-    ///
-    /// # Errors
-    ///
-    /// If the graph is not what it expects.
-    fn rewrite(&self, graph: Graph) -> Result<Graph, Error> {
-        Ok(graph)
-    }
-}
-
-/// Compiles as [`compile_with`] does, for another backend: parameters are initialised on `device`, and steps run on
-/// `backend_device`.
+/// Compiles as [`compile_with`] does (with `()` for no override), for another backend: parameters are initialised on `device`, and
+/// steps run on `backend_device`.
 ///
 /// # Errors
 ///
 /// As [`compile`].
-pub fn compile_on<Be, M, B, L, O>(
+pub fn compile_on<Be, M, B, L, O, V>(
     init: impl Fn(&Device) -> M + Send + 'static,
-    loss: impl Fn(&M, B) -> L + Send + 'static,
+    loss: impl Fn(&V::Traced, B) -> L + Send + 'static,
     optimizer: O,
     mode: Mode,
-    overrides: Vec<Box<dyn Override<M>>>,
+    over: V,
     device: &Device,
     backend_device: Be::Device,
 ) -> Result<CompiledStep<B, Be, L::Outputs>, Error>
@@ -231,21 +216,22 @@ where
     B: Batch,
     L: Loss,
     O: Optimizer,
+    V: Override<M> + 'static,
 {
     let values = (init, |_: &ShardSpec<'_>| Ok::<_, Error>(None));
     let on = (device, backend_device);
-    compiled::<Be, M, B, L, O, Error>(values, loss, optimizer, mode, overrides, on)
+    compiled::<Be, M, B, L, O, V, Error>(values, loss, optimizer, mode, over, on)
 }
 
-fn compiled<Be, M, B, L, O, E>(
+fn compiled<Be, M, B, L, O, V, E>(
     (init, read): (
         impl Fn(&Device) -> M + Send + 'static,
         impl FnMut(&ShardSpec<'_>) -> Result<Option<TensorData>, E>,
     ),
-    loss: impl Fn(&M, B) -> L + Send + 'static,
+    loss: impl Fn(&V::Traced, B) -> L + Send + 'static,
     optimizer: O,
     mode: Mode,
-    overrides: Vec<Box<dyn Override<M>>>,
+    over: V,
     (device, backend_device): (&Device, Be::Device),
 ) -> Result<CompiledStep<B, Be, L::Outputs>, E>
 where
@@ -254,6 +240,7 @@ where
     B: Batch,
     L: Loss,
     O: Optimizer,
+    V: Override<M> + 'static,
     E: From<Error>,
 {
     let mode = match has_kernels::<Be>() {
@@ -261,47 +248,49 @@ where
         false => mode.without_kernels(),
     };
     let defaults = Some(Defaults::of(device));
-    let specs = parameters_with(defaults, &init)?;
+    let own = parameters_with(defaults, &init)?;
+    let traced = parameters_with(defaults, |device| over.replace(init(device)))?;
+    let added = overrides::added(&own, traced)?;
+    let specs = [own.as_slice(), added.as_slice()].concat();
     mode.check_precision(&specs)?;
-    let replaced = |device: &Device| {
-        let module = init(device);
-        overrides
-            .iter()
-            .fold(module, |module, part| part.replace(module))
-    };
-    let traced = parameters_with(defaults, replaced)?;
-    if let Some(path) = first_difference(&specs, &traced) {
-        return Err(Error::OverrideChangedParameters { path }.into());
-    }
     let trained = specs.iter().filter(|spec| spec.is_trained);
     let trained = trained.map(|spec| (spec.path.clone(), spec.shape.clone(), spec.dtype));
     // At a rate that is not zero, so that nothing is left out.
     let scalars = HostScalars::new(&optimizer, 1.0, trained)?;
     let initial = {
         let layout = |spec: &ParameterSpec| mode.initial_layout(spec);
-        InitialValues::new((&init, read), &specs, &layout, mode.ranks(), device)?
+        let initial = InitialValues::new((&init, read), &own, &layout, mode.ranks(), device)?;
+        let replaced = |device: &Device| over.replace(init(device));
+        let none = |_: &ShardSpec<'_>| Ok::<_, E>(None);
+        match added.is_empty() {
+            true => initial,
+            false => initial.and(InitialValues::new(
+                (replaced, none),
+                &added,
+                &layout,
+                mode.ranks(),
+                device,
+            )?),
+        }
     };
     let executor = Executor::new(backend_device, mode.ranks().group().clone());
     let executor = executor.axes(mode.ranks().axes()?);
     let options = mode.trace_options(defaults);
     let templates = Arc::new(Mutex::new(Vec::new()));
     let kept = templates.clone();
+    let paths: Vec<Arc<str>> = specs.iter().map(|spec| spec.path.clone()).collect();
     let tracer = move |batch: &B, step: &StepScalars, mode: &Mode| {
-        let init = |device: &Device| {
-            let parts = overrides.iter();
-            parts.fold(init(device), |module, part| part.replace(module))
-        };
-        let loss = |model: &M, batch: B| loss(model, batch);
+        let init = |device: &Device| over.replace(init(device));
+        let loss = |model: &V::Traced, batch: B| loss(model, batch);
         let joined = |name: &str, shape: &[usize]| mode.joined_shape(name, shape);
         let traced = trace_joined(init, loss, (batch, &joined), &options, |_| Ok(step.clone()));
         let (mut graph, outputs) = traced?;
+        graph.order_parameters(&paths);
         let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
         graph.set_template(kept.len());
         kept.push(outputs);
         drop(kept);
-        overrides
-            .iter()
-            .try_fold(graph, |graph, part| part.rewrite(graph))
+        over.rewrite(graph)
     };
     Ok(CompiledStep::new(
         (Box::new(tracer), templates),
@@ -311,12 +300,4 @@ where
         executor,
         initial,
     ))
-}
-
-/// Returns the first path at which two modules differ.
-fn first_difference(a: &[ParameterSpec], b: &[ParameterSpec]) -> Option<String> {
-    let longest = a.len().max(b.len());
-    let index = (0..longest).find(|index| a.get(*index) != b.get(*index))?;
-    let spec = a.get(index).or(b.get(index))?;
-    Some(spec.path.to_string())
 }

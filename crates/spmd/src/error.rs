@@ -3,6 +3,7 @@
 mod constructors;
 mod dump;
 mod moves;
+mod overrides;
 mod proof;
 mod scale;
 mod text;
@@ -14,6 +15,7 @@ use burn::tensor::DType;
 use crate::pass_id::PassId;
 pub use dump::DumpError;
 pub use moves::MoveError;
+pub use overrides::OverrideError;
 pub use proof::ProofError;
 pub use scale::ScaleError;
 use text::{After, At, Known, Pass, Produced, advice};
@@ -22,8 +24,7 @@ use text::{After, At, Known, Pass, Produced, advice};
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The model or the loss does something that a graph cannot hold: it reads the value of a tensor
-    /// that is only computed when the step runs, say.
+    /// Model or loss do what a graph cannot hold: they read the value of a tensor that is computed when the step runs, say.
     #[error(
         "cannot capture {stage}: {reason}{}; {}",
         Produced(produced_by),
@@ -106,8 +107,7 @@ pub enum Error {
         rank: usize,
     },
 
-    /// The model captured an operation that is not Burn's, and the step has no
-    /// [`CustomOperation`](crate::CustomOperation) of that name.
+    /// The model captured an operation of its own, and the step has no [`CustomOperation`](crate::CustomOperation) of that name.
     #[error(
         "the model uses the operation \"{name}\", which is not Burn's; give the step a CustomOperation \
          of that name (CompiledStep::operations)"
@@ -322,15 +322,9 @@ pub enum Error {
         reason: String,
     },
 
-    /// An override whose module has other parameters.
-    #[error(
-        "an override changes parameter \"{path}\"; replace parts by ones with the same parameters \
-         under the same paths"
-    )]
-    OverrideChangedParameters {
-        /// The first path at which the modules differ.
-        path: String,
-    },
+    /// An override whose module does not stand for that of the step.
+    #[error(transparent)]
+    Override(#[from] OverrideError),
 
     /// A value that must be set when a step begins, and is not.
     #[error("{what} has no value; set it before the step")]

@@ -88,6 +88,12 @@ impl InitialValues {
         }
     }
 
+    /// Returns these values and others.
+    pub(crate) fn and(mut self, others: Self) -> Self {
+        self.values.extend(others.values);
+        self
+    }
+
     /// Returns the whole parameter, on all ranks.
     pub(crate) fn whole(&self, path: &str, ranks: &Ranks) -> Result<TensorData, Error> {
         let held = self.held(path)?;

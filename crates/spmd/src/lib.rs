@@ -96,7 +96,7 @@ pub use compile::{
 };
 pub use custom::{CustomOperation, CustomOperations};
 pub use dump::GraphDump;
-pub use error::{DumpError, Error, MoveError, ProofError, ScaleError};
+pub use error::{DumpError, Error, MoveError, OverrideError, ProofError, ScaleError};
 pub use initial::ShardSpec;
 pub use kernels::{copied_columns, kernels, plain};
 pub use lazy_lora::LazyLora;

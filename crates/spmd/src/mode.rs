@@ -249,6 +249,7 @@ impl Mode {
             Division::Least(_) => {
                 let mut shape = shape.to_vec();
                 let is_shared = self.shared.iter().any(|pattern| pattern.matches(name));
+                let is_shared = is_shared || name == LOSS_FACTOR;
                 if let Some(rows) = shape.first_mut().filter(|_| !is_shared) {
                     *rows *= self.ranks.size();
                 }
@@ -323,9 +324,6 @@ impl Mode {
             if let Some(fault) = scaling.fault() {
                 return Err(ScaleError::from(fault).into());
             }
-            if self.division.is_placed() {
-                return Err(ScaleError::Placed.into());
-            }
             if self.moves_nodes() {
                 return Err(MoveError::Scaled.into());
             }
@@ -350,22 +348,18 @@ impl Mode {
         let types: Vec<[DType; 3]> = types.collect();
         let has_halves = |of: &[DType; 3]| of[0] != DType::F16 && of[1..].contains(&DType::F16);
         let is_double = |of: &[DType; 3]| of.contains(&DType::F64) && *of != [DType::F64; 3];
-        match &self.division {
-            Division::Expand(..) | Division::Least(_) => Err(Error::Precision {
-                what: "by placements",
-                way_out: "cast in the model, or use Mode::data_parallel or Mode::hybrid",
-            }),
-            _ if types.iter().any(is_double) => Err(Error::Precision {
+        if types.iter().any(is_double) {
+            return Err(Error::Precision {
                 what: "from or to f64, which is not reduced to other types",
                 way_out: "build the model in f32",
+            });
+        }
+        match types.iter().any(has_halves) && self.options.loss_scaling.is_none() {
+            true => Err(Error::Precision {
+                what: "in f16 with a loss that is not scaled",
+                way_out: "scale it (Options::scale_loss), or use bf16",
             }),
-            _ if types.iter().any(has_halves) && self.options.loss_scaling.is_none() => {
-                Err(Error::Precision {
-                    what: "in f16 with a loss that is not scaled",
-                    way_out: "scale it (Options::scale_loss), or use bf16",
-                })
-            }
-            _ => Ok(()),
+            false => Ok(()),
         }
     }
 

@@ -121,14 +121,16 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
             }
             None => {
                 mode.check_evaluation(&key.0)?;
-                let (traced, template) = (self.tracer)(batch, mode)?;
+                let (mut traced, template) = (self.tracer)(batch, mode)?;
+                let before = traced.clone();
+                traced.order_parameters(specs.iter().map(|spec| &spec.path));
                 check_module(&traced, specs)?;
                 let graph = operations.describe(traced.clone())?;
                 mode.decide(&graph)?;
                 Entry {
                     graph: Arc::new(lower_forward(graph, mode)?),
                     template,
-                    traced: Some(Box::new(traced)),
+                    traced: Some(Box::new(before)),
                 }
             }
         };
@@ -176,9 +178,18 @@ fn check_module(graph: &Graph, specs: &[ParameterSpec]) -> Result<(), Error> {
                 && (parameter.dtype, parameter.is_buffer) == (spec.dtype, spec.is_buffer)
         })
     };
-    let other = specs.iter().enumerate().find(|spec| !is_alike(*spec));
+    // The step's own module has nothing of what an override adds.
+    let is_own = !specs
+        .iter()
+        .all(|spec| parameters.iter().any(|of| of.path == spec.path));
+    let mut asked = specs.iter().enumerate();
+    let other = asked.find(|spec| !(is_alike(*spec) || is_own && spec.1.is_added));
     let path = other.map(|(_, spec)| spec.path.clone());
-    let extra = parameters.get(specs.len()).map(|extra| extra.path.clone());
+    let expected = specs
+        .iter()
+        .filter(|spec| !(is_own && spec.is_added))
+        .count();
+    let extra = parameters.get(expected).map(|extra| extra.path.clone());
     match path.or(extra) {
         None => Ok(()),
         Some(path) => Err(Error::Evaluation {

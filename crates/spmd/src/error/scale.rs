@@ -20,12 +20,6 @@ pub enum ScaleError {
         scale: f64,
     },
 
-    /// A loss is to be scaled by placements.
-    #[error(
-        "by placements no loss is scaled; use Mode::data_parallel or Mode::hybrid, or compute in bf16 by casts in the model"
-    )]
-    Placed,
-
     /// A loss is to be scaled within a budget of memory.
     #[error(
         "a step whose loss is scaled is several graphs, of which no budget of memory is kept; use bf16, or choose units by \

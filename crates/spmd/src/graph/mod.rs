@@ -41,6 +41,7 @@ mod held;
 mod ir;
 mod node;
 mod operation;
+mod order;
 mod print;
 mod shift;
 mod sizes;
@@ -158,7 +159,7 @@ impl Graph {
         self.nodes.push(node);
     }
 
-    /// Returns all values that nodes read or write.
+    /// Returns all values.
     pub fn values(&self) -> impl ExactSizeIterator<Item = &Value> {
         self.values.values()
     }

@@ -102,10 +102,8 @@ impl Division {
             Self::Expand(_, expand) | Self::Least(Some(expand)) => {
                 let mesh = ranks.mesh()?;
                 let axes = mesh.axes().to_vec();
-                let insert = ExpandPlacements {
-                    expand: expand.clone(),
-                    mesh,
-                };
+                let insert = ExpandPlacements::new(expand.clone(), mesh);
+                let insert = insert.precision(options.precision.clone());
                 schedule::placed(insert, options, axes, transforms)
             }
         })

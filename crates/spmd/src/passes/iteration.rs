@@ -91,12 +91,7 @@ impl IterationGraph {
         if self.passes.contains(&id) {
             return Err(Error::PassTwice { pass: id });
         }
-        check_order(
-            &self.graph,
-            id,
-            &[PassId::InsertCollectives],
-            pass.before(),
-        )?;
+        check_order(&self.graph, id, &[PassId::InsertCollectives], pass.before())?;
         pass.moves(&mut self)?;
         self.passes.push(id);
         Ok(self)
@@ -119,24 +114,23 @@ impl IterationGraph {
         self.max_iterations = Some(known.min(steps));
     }
 
-    /// Returns the first node that stays and reads what these nodes replace (parameters, states, buffers): they must run
-    /// before it. `None` if there is none.
+    /// Returns the node before which these must run in the next step, at the latest: the first that stays and reads what they
+    /// replace (parameters, states, buffers), or the place of a moved node that reads what they write. `None` if there is none.
     pub fn first_read(&self, nodes: &[usize]) -> Option<usize> {
         let moving: BTreeSet<usize> = nodes.iter().copied().collect();
         let outputs: BTreeSet<TensorId> = self.outputs(nodes.iter());
-        let replaced: BTreeSet<TensorId> = self
-            .graph
-            .updates()
-            .iter()
-            .filter(|update| outputs.contains(&update.from))
-            .map(|update| update.into)
-            .collect();
-        let mut stays = self.graph.nodes().iter().enumerate();
-        let found = stays.find(|(index, node)| {
-            let is_moved = moving.contains(index) || self.is_moved(*index);
-            !is_moved && node.inputs().any(|input| replaced.contains(&input))
+        let updates = self.graph.updates().iter();
+        let replaced = updates.filter(|update| outputs.contains(&update.from));
+        let replaced: BTreeSet<TensorId> = replaced.map(|update| update.into).collect();
+        let all = self.graph.nodes().iter().enumerate();
+        let read = all.filter_map(|(index, node)| {
+            let reads = |of: &BTreeSet<TensorId>| node.inputs().any(|input| of.contains(&input));
+            match self.moved.get(&index) {
+                Some(before) => reads(&outputs).then_some(*before),
+                None => (!moving.contains(&index) && reads(&replaced)).then_some(index),
+            }
         });
-        found.map(|(index, _)| index)
+        read.min()
     }
 
     /// Returns these nodes, and all that read what they write, directly or not.
@@ -182,7 +176,10 @@ impl IterationGraph {
             return Err(refused(*node, "it has been moved, or is not there"));
         }
         if before > end || nodes.contains(&before) || self.is_moved(before) {
-            return Err(refused(first, "the node that it is to run before moves, or is not there"));
+            return Err(refused(
+                first,
+                "the node that it is to run before moves, or is not there",
+            ));
         }
         for node in &nodes {
             if let Some(reason) = self.fault(*node, &nodes) {
@@ -201,7 +198,8 @@ impl IterationGraph {
             }
             .into());
         }
-        self.moved.extend(nodes.into_iter().map(|node| (node, before)));
+        self.moved
+            .extend(nodes.into_iter().map(|node| (node, before)));
         Ok(())
     }
 
@@ -225,7 +223,9 @@ impl IterationGraph {
         let node = &self.graph.nodes()[index];
         let moves = |index: &usize| moving.contains(index) || self.is_moved(*index);
         if node.draw.is_some() || (node.is_opaque() && node.collective.is_none()) {
-            return Some("what it computes may depend on the step that it runs in, as random numbers do");
+            return Some(
+                "what it computes may depend on the step that it runs in, as random numbers do",
+            );
         }
         let is_wait = node.collective.as_ref().map(|of| of.stage) == Some(Stage::Wait);
         let mut writers = self.graph.nodes().iter().enumerate();
@@ -238,14 +238,15 @@ impl IterationGraph {
         let outputs: BTreeSet<TensorId> = node.outputs().collect();
         if self.graph.results().any(|id| outputs.contains(&id)) {
             return Some(match node.collective.is_some() {
-                true => "it brings what comes out of the step, too (join no collectives: Options::bucket)",
+                true => {
+                    "it brings what comes out of the step, too (join no collectives: Options::bucket)"
+                }
                 false => "its result comes out of the step",
             });
         }
         let mut readers = self.graph.nodes().iter().enumerate();
-        let stays = readers.any(|(at, other)| {
-            !moves(&at) && other.inputs().any(|input| outputs.contains(&input))
-        });
+        let stays = readers
+            .any(|(at, other)| !moves(&at) && other.inputs().any(|input| outputs.contains(&input)));
         stays.then_some("a node that stays reads what it writes")
     }
 
@@ -285,9 +286,7 @@ impl IterationGraph {
         let nodes = self.graph.nodes();
         let moved = self.moved.iter();
         let written: BTreeMap<TensorId, (usize, usize)> = moved
-            .flat_map(|(index, before)| {
-                nodes[*index].outputs().map(|id| (id, (*index, *before)))
-            })
+            .flat_map(|(index, before)| nodes[*index].outputs().map(|id| (id, (*index, *before))))
             .collect();
         for (index, before) in &self.moved {
             let mut inputs = nodes[*index].inputs().filter_map(|id| written.get(&id));

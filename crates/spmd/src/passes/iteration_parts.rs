@@ -85,7 +85,9 @@ impl Parts {
         for (_, node) in &mut moving {
             rename(&mut node.operation, &pending);
             node.phase = Phase::Optimizer;
-            node.scalars.iter_mut().for_each(|slot| slot.is_of_before = true);
+            node.scalars
+                .iter_mut()
+                .for_each(|slot| slot.is_of_before = true);
         }
         for update in &mut updates {
             update.from = pending.get(&update.from).copied().unwrap_or(update.from);
@@ -107,9 +109,15 @@ impl Parts {
         let is_step = |node: &Node| node.phase == Phase::Optimizer && node.path.is_some();
         let gradients: BTreeSet<TensorId> = self.gradients().collect();
         !self.stays.iter().any(|(_, node)| is_step(node))
-            && self.moved.iter().all(|(_, node)| node.path.is_some() && node.collective.is_none())
+            && self
+                .moved
+                .iter()
+                .all(|(_, node)| node.path.is_some() && node.collective.is_none())
             && self.pending.keys().all(|id| gradients.contains(id))
-            && !self.others.iter().any(|update| self.graph.is_of_optimizer(update))
+            && !self
+                .others
+                .iter()
+                .any(|update| self.graph.is_of_optimizer(update))
     }
 
     fn gradients(&self) -> impl Iterator<Item = TensorId> + '_ {
@@ -190,7 +198,9 @@ fn divided_updates(
     moving: &[(usize, Node)],
     written: &BTreeSet<TensorId>,
 ) -> (Vec<Update>, Vec<Update>) {
-    let steps = moving.iter().filter(|(_, node)| node.phase == Phase::Optimizer);
+    let steps = moving
+        .iter()
+        .filter(|(_, node)| node.phase == Phase::Optimizer);
     let paths: BTreeSet<&Arc<str>> = steps.filter_map(|(_, node)| node.path.as_ref()).collect();
     let moves = |update: &Update| {
         let role = graph.value(update.into).map(|value| &value.role);
@@ -209,7 +219,10 @@ fn add_pending(graph: &mut Graph, id: TensorId) -> Result<TensorId, Error> {
     let owner = owners.find(|parameter| parameter.gradient == Some(id));
     let (pending, name) = match owner {
         Some(owner) => (FIRST_PENDING + owner.value.value(), owner.path.clone()),
-        None => (FIRST_CARRIED + id.value(), format!("%{}", id.value()).into()),
+        None => (
+            FIRST_CARRIED + id.value(),
+            format!("%{}", id.value()).into(),
+        ),
     };
     let pending = TensorId::new(pending);
     let known = graph.value(id).cloned();

@@ -1,12 +1,14 @@
 //! The move of chosen reductions of gradients, with their part of the optimizer, into the next step.
 
+use std::collections::BTreeSet;
 use std::num::NonZeroU64;
+use std::sync::Arc;
 
 use burn_fsdp_mesh::Pattern;
 
 use super::iteration::{IterationGraph, IterationMove};
 use crate::error::{Error, MoveError};
-use crate::graph::{Node, Payload, Stage};
+use crate::graph::{Graph, Node, Payload, Phase, Stage};
 use crate::pass_id::PassId;
 
 /// The move of the collectives that reduce the gradients of chosen parameters, each with the part of the optimizer that reads
@@ -92,7 +94,8 @@ impl IterationMove for MoveReductions {
             if step.is_moved(start) {
                 continue;
             }
-            let nodes = step.with_readers([start]);
+            let mut nodes = step.with_readers([start]);
+            nodes.extend(rest_of_steps(step.graph(), &nodes));
             let moving: Vec<usize> = nodes.into_iter().filter(|of| !step.is_moved(*of)).collect();
             let before = step.first_read(&moving);
             step.move_to_next_iteration(moving, before)?;
@@ -102,4 +105,15 @@ impl IterationMove for MoveReductions {
         }
         Ok(())
     }
+}
+
+/// Returns the nodes of the optimizer for parameters that it steps by some of these: what it does of the parameter alone, such as
+/// the decay of a weight, is a part of the same step.
+fn rest_of_steps(graph: &Graph, nodes: &BTreeSet<usize>) -> Vec<usize> {
+    let steps = |node: &Node| node.path.clone().filter(|_| node.phase == Phase::Optimizer);
+    let chosen = nodes.iter().filter_map(|index| graph.nodes().get(*index));
+    let paths: BTreeSet<Arc<str>> = chosen.filter_map(steps).collect();
+    let all = graph.nodes().iter().enumerate();
+    let of_paths = all.filter(|(_, node)| steps(node).is_some_and(|path| paths.contains(&path)));
+    of_paths.map(|(index, _)| index).collect()
 }

@@ -84,7 +84,8 @@ impl GraphTransform for InsertCollectives {
         if self.style == DataParallel::Automatic {
             let mesh = Mesh::line(self.axis.as_ref(), self.num_ranks)?;
             let expand = least_communication(&graph, &mesh, &self.axis)?;
-            return ExpandPlacements { expand, mesh }.transform(graph);
+            let pass = ExpandPlacements::new(expand, mesh).precision(self.precision.clone());
+            return pass.transform(graph);
         }
         let mut insertion = Insertion {
             pass: self,

@@ -7,6 +7,7 @@ use burn_fsdp_mesh::{Mesh, Pattern, Placement};
 
 use crate::error::Error;
 use crate::graph::AxisPlacement;
+use crate::trace::LOSS_FACTOR;
 
 /// The user's own placements: of parameters by path, of the batch's tensors by name, on each axis of a
 /// mesh. What is not named is replicated.
@@ -160,14 +161,22 @@ impl Expand {
         name: &str,
         shape: &[usize],
     ) -> Result<Vec<AxisPlacement>, Error> {
-        let found = placements(&self.inputs, mesh, name);
+        let found = self.of_input(mesh, name);
         check("input", name, shape, &found)?;
         Ok(cut(found))
     }
 
     /// Returns the shape of the joined tensor of the batch of which a rank has `shape`.
     pub(crate) fn joined_shape(&self, mesh: &Mesh, name: &str, shape: &[usize]) -> Vec<usize> {
-        joined(shape, &placements(&self.inputs, mesh, name))
+        joined(shape, &self.of_input(mesh, name))
+    }
+
+    /// Returns the placements that are asked of an input. The factor of the loss is no tensor of the batch.
+    fn of_input(&self, mesh: &Mesh, name: &str) -> Vec<AxisPlacement> {
+        match name == LOSS_FACTOR {
+            true => placements(&[], mesh, name),
+            false => placements(&self.inputs, mesh, name),
+        }
     }
 
     /// Refuses patterns that match nothing, and axes that are not there.

@@ -40,6 +40,7 @@ mod redistribute;
 mod rules;
 mod search;
 mod signature;
+mod travelling;
 mod typing;
 
 pub use expand::Expand;

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use burn::tensor::DType;
 use burn_fsdp_mesh::Placement;
 use burn_ir::TensorId;
 
@@ -13,6 +14,7 @@ use super::padding::{Padding, padded_dim};
 use super::redistribute::{Redistribution, cost};
 use super::rules;
 use super::signature::Signature;
+use crate::Precision;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Payload, Phase, Role, local_shape, rename};
 
@@ -34,6 +36,8 @@ pub(super) struct Destination {
 pub(super) struct Placer {
     /// The user's own placements.
     pub(super) expand: Expand,
+    /// Types in which gradients travel.
+    pub(super) precision: Precision,
     pub(super) values: Values,
     pub(super) scheduled: Vec<Node>,
     pub(super) destinations: HashMap<TensorId, Destination>,
@@ -144,8 +148,9 @@ impl Placer {
             self.values.described(&nearest.on),
             self.values.described(to),
         );
+        let travels = self.travels(id);
         let mut redistribution = self.redistribution(id, reader)?;
-        let new = redistribution.run(nearest.id, &from, &target)?;
+        let new = redistribution.run_in(travels, nearest.id, &from, &target)?;
         if let Some(Located::Placed(versions)) = self.values.located.get_mut(&id) {
             versions.push(Version {
                 id: new,
@@ -153,6 +158,18 @@ impl Placer {
             });
         }
         Ok(new)
+    }
+
+    /// Returns the type in which the addends of a gradient travel, if another than their own was asked for.
+    fn travels(&self, id: TensorId) -> Option<DType> {
+        if self.precision == Precision::default() {
+            return None;
+        }
+        let owner = *self.destinations.get(&id)?.gradients.first()?;
+        let parameter = self.values.graph.parameters().get(owner)?;
+        let compute = self.precision.compute_of(&parameter.path, parameter.dtype);
+        let travels = self.precision.reduce_of(compute);
+        (travels != parameter.dtype).then_some(travels)
     }
 
     /// Returns the redistribution of a value for a node.
@@ -174,6 +191,7 @@ impl Placer {
             moved: &mut self.moved,
             whole,
             padding: &mut self.padding,
+            result: None,
         })
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use burn::tensor::DType;
 use burn_fsdp_mesh::{Cut, Layout, Mesh, Placement};
-use burn_ir::{OperationIr, TensorId};
+use burn_ir::{BaseOperationIr, OperationIr, TensorId};
 
 use super::expand::Expand;
 use super::located::{Located, Reader, Values, Version, on};
@@ -13,6 +13,7 @@ use super::padding::{Padding, padded_dim};
 use super::placer::{Destination, Placer};
 use super::rules;
 use super::signature::Signature;
+use crate::Precision;
 use crate::error::Error;
 use crate::graph::{AxisPlacement, Graph, NamedActivation, Node, Phase, Role, local_shape};
 use crate::pass_id::PassId;
@@ -37,6 +38,27 @@ pub struct ExpandPlacements {
     pub expand: Expand,
     /// The mesh of the ranks.
     pub mesh: Mesh,
+    /// Types in which gradients travel. The casts of parameters are in the graph already.
+    pub precision: Precision,
+}
+
+impl ExpandPlacements {
+    /// Creates the pass for gradients that travel as they were computed.
+    pub fn new(expand: Expand, mesh: Mesh) -> Self {
+        let precision = Precision::default();
+        Self {
+            expand,
+            mesh,
+            precision,
+        }
+    }
+
+    /// Sets the types in which gradients travel.
+    #[must_use]
+    pub fn precision(mut self, precision: Precision) -> Self {
+        self.precision = precision;
+        self
+    }
 }
 
 impl GraphTransform for ExpandPlacements {
@@ -159,6 +181,7 @@ impl ExpandPlacements {
         };
         let mut placer = Placer {
             expand: self.expand.clone(),
+            precision: self.precision.clone(),
             values,
             scheduled: Vec::new(),
             destinations,
@@ -346,6 +369,12 @@ impl Placer {
                 axis: axis.axis.to_string(),
             });
         }
+        if self.makes_gradient(node) {
+            // Addends are widened, and then added up, in the type in which gradients travel.
+            let linear = signature.clone().linear_in(node.operation.inputs());
+            let strategy = self.values.choose(node, &linear)?;
+            return self.emit(node, &linear, strategy);
+        }
         let strategy = self.values.choose(node, signature)?;
         self.emit(node, signature, strategy)
     }
@@ -360,6 +389,15 @@ impl Placer {
         let floats = |id| matches!(self.values.located.get(&id), Some(Located::Floating(_)));
         // Few are, and the other answer takes longer.
         node.inputs().all(floats) && rules::may_wait(&node.operation)
+    }
+
+    /// Returns true if the node is the cast that makes a gradient as wide as its parameter.
+    fn makes_gradient(&self, node: &Node) -> bool {
+        let OperationIr::BaseFloat(BaseOperationIr::Cast(cast)) = &node.operation else {
+            return false;
+        };
+        let destination = self.destinations.get(&cast.out.id);
+        destination.is_some_and(|destination| !destination.gradients.is_empty())
     }
 
     /// Returns true if the node is a linear layer whose weight is cut along the dim that it sums over.

@@ -96,6 +96,8 @@ pub(super) struct Redistribution<'a> {
     pub(super) whole: &'a [usize],
     /// What was made of padding so far.
     pub(super) padding: &'a mut Padding,
+    /// Type of the results of reductions, if it is another than that of their addends.
+    pub(super) result: Option<DType>,
 }
 
 impl Redistribution<'_> {
@@ -179,7 +181,7 @@ impl Redistribution<'_> {
         }
     }
 
-    fn dtype(&self, id: TensorId) -> Result<DType, Error> {
+    pub(super) fn dtype(&self, id: TensorId) -> Result<DType, Error> {
         Ok(self.graph.read(id)?.dtype)
     }
 
@@ -195,7 +197,7 @@ impl Redistribution<'_> {
         op: ReduceOp,
         is_last: bool,
     ) -> Result<TensorId, Error> {
-        let out = self.temporary(self.shape(id)?, id)?;
+        let out = self.sum(self.shape(id)?, id)?;
         let (kind, cut) = (CollectiveKind::AllReduce, self.flat(id, axis)?);
         self.collective(kind, axis, Some(op), cut, (id, out), is_last)?;
         Ok(out)
@@ -237,7 +239,7 @@ impl Redistribution<'_> {
         let mut local = self.shape(id)?;
         local[dim] /= axis.num_ranks;
         let pieces = self.one_after_the_other(id, &local, dim, axis.num_ranks)?;
-        let out = self.temporary(local, id)?;
+        let out = self.sum(local, id)?;
         let (kind, cut) = (CollectiveKind::ReduceScatter, self.flat(pieces, axis)?);
         self.collective(kind, axis, Some(op), cut, (pieces, out), is_last)?;
         Ok(out)
@@ -443,7 +445,7 @@ impl Redistribution<'_> {
             partition: cut.partition,
             across: cut.across,
             dtype,
-            result: dtype,
+            result: self.dtype(output)?,
         };
         let num_bytes = kind.circulating_bytes(part.num_bytes() as u64, axis.num_ranks);
         let share = (axis.num_ranks as f64 - 1.0) / axis.num_ranks as f64;

@@ -8,6 +8,7 @@ use super::expand::Expand;
 use super::propagate::{ExpandPlacements, Signed};
 use crate::error::Error;
 use crate::graph::{Graph, Node, Phase, Role, Trait, is};
+use crate::trace::LOSS_FACTOR;
 
 /// Greatest number of rounds in which every group of parameters is tried.
 const MAX_SWEEPS: usize = 3;
@@ -96,6 +97,7 @@ pub(crate) fn cut_inputs(graph: &Graph, axis: &str, shared: &[Pattern]) -> Expan
         if let Some(value) = graph.value(*input)
             && let Role::Input(name) = &value.role
             && !value.shape.is_empty()
+            && **name != *LOSS_FACTOR
             && !shared.iter().any(|pattern| pattern.matches(name))
         {
             expand = expand.input(name, axis, Placement::Shard(0));
@@ -114,10 +116,7 @@ fn placed(inputs: &Expand, axis: &str, chosen: &BTreeMap<String, Placement>) -> 
 
 /// Returns the bytes that a rank receives in a step; `None` if they are more than `limit`.
 fn moved(graph: &Signed, mesh: &Mesh, expand: &Expand, limit: f64) -> Result<Option<f64>, Error> {
-    let pass = ExpandPlacements {
-        expand: expand.clone(),
-        mesh: mesh.clone(),
-    };
+    let pass = ExpandPlacements::new(expand.clone(), mesh.clone());
     pass.received(graph, limit)
 }
 

@@ -286,7 +286,9 @@ impl<B: BackendIr> Executor<B> {
                 true => self.run_custom(index, node, call)?,
                 false => {
                     let operation = node.operation.clone();
-                    if let OperationIr::Custom(call) = self.patched(index, node, operation, scalars)? {
+                    if let OperationIr::Custom(call) =
+                        self.patched(index, node, operation, scalars)?
+                    {
                         self.run_custom(index, node, &call)?;
                     }
                 }

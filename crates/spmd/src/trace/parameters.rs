@@ -24,6 +24,8 @@ pub struct ParameterSpec {
     /// True for a tensor that is no parameter: a running statistic, or not of a float type. Such a tensor is never
     /// divided.
     pub is_buffer: bool,
+    /// True for a tensor that the module of an [override](crate::Override) has added to those of the step's.
+    pub is_added: bool,
 }
 
 /// Returns the tensors of the module that `init` makes, in the order in which it is visited. A running statistic that
@@ -72,6 +74,7 @@ pub(crate) fn parameters_with<M: Module>(
                 dtype: leaf.dtype,
                 is_trained,
                 is_buffer: is_running || !leaf.is_float,
+                is_added: false,
             });
         }
         Ok(specs)

@@ -8,6 +8,7 @@ use burn_fsdp_mesh::Placement::Shard;
 use burn_fsdp_mesh::{Clip, Mesh, NonFinite, Norm};
 use burn_fsdp_spmd::graph::Role;
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
+use burn_fsdp_spmd::passes::{IterationGraph, IterationMove, PassId};
 use burn_fsdp_spmd::{DataParallel, Error, Expand, Mode, Strategy, compile};
 
 use crate::compiled::seeded;
@@ -59,6 +60,47 @@ pub(crate) fn trained(
         assert_eq!(other, &results[0], "the ranks differ");
     }
     results.swap_remove(0)
+}
+
+/// Moves the optimizer's step for the parameter of the largest gradients, which reads the norm, into the next step.
+#[derive(Debug)]
+struct MoveHead;
+
+impl IterationMove for MoveHead {
+    fn id(&self) -> PassId {
+        PassId::User("move the head")
+    }
+
+    fn moves(&self, step: &mut IterationGraph) -> Result<(), Error> {
+        let nodes = step.graph().nodes().iter().enumerate();
+        let head = nodes.filter(|(_, node)| node.path.as_deref() == Some("head.weight"));
+        let head: Vec<usize> = head.map(|(index, _)| index).collect();
+        let before = step.first_read(&head);
+        step.move_to_next_iteration(head, before)
+    }
+}
+
+#[test]
+fn a_part_of_the_optimizer_in_the_next_step_takes_clipped_gradients() {
+    let _guard = seeded();
+    let one = expected(1, 0.5, Norm::default());
+    for style in [Strategy::FullShard, Strategy::NoShard] {
+        for num_ranks in 1..=4 {
+            let options = Options::default().clip_grad_norm(Clip::to(0.5));
+            let mode = data_parallel(style.into(), options);
+            let mode = move |world| {
+                let (mode, parts, own) = mode(world)?;
+                Ok((
+                    mode.move_to_next_iteration(MoveHead).certified(),
+                    parts,
+                    own,
+                ))
+            };
+            let got = trained(num_ranks, 1, mode);
+            assert!(got.1.iter().all(Option::is_some));
+            assert_close(&format!("{style:?} on {num_ranks}"), &got, &one);
+        }
+    }
 }
 
 fn data_parallel(

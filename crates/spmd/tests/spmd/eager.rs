@@ -113,7 +113,7 @@ pub(crate) fn train_clipped<M: Module, B>(
 }
 
 /// All elements of all gradients.
-fn elements<M: Module>(model: &M, gradients: &GradientsParams) -> Vec<f64> {
+pub(crate) fn elements<M: Module>(model: &M, gradients: &GradientsParams) -> Vec<f64> {
     struct Elements<'a>(&'a GradientsParams, Vec<f64>);
     impl ModuleVisitor for Elements<'_> {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
@@ -127,7 +127,7 @@ fn elements<M: Module>(model: &M, gradients: &GradientsParams) -> Vec<f64> {
     visitor.1
 }
 
-fn scale<M: Module>(model: &M, gradients: &mut GradientsParams, by: f64) {
+pub(crate) fn scale<M: Module>(model: &M, gradients: &mut GradientsParams, by: f64) {
     struct Scale<'a>(&'a mut GradientsParams, f64);
     impl ModuleVisitor for Scale<'_> {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {

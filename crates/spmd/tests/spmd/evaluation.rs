@@ -40,7 +40,7 @@ impl<B: burn_fsdp_spmd::Batch, O> ModuleMapper for Values<'_, B, O> {
 }
 
 /// A model as Burn has it for inference, with the values of a step.
-fn inferring<M: Module, B: burn_fsdp_spmd::Batch, O>(
+pub(crate) fn inferring<M: Module, B: burn_fsdp_spmd::Batch, O>(
     init: fn(&Device) -> M,
     step: &mut CompiledStep<B, burn::backend::Flex, O>,
 ) -> M {

@@ -111,6 +111,8 @@ impl Curious {
 struct DoNotLook;
 
 impl Override<Curious> for DoNotLook {
+    type Traced = Curious;
+
     fn replace(&self, module: Curious) -> Curious {
         Curious {
             looks: false,
@@ -145,9 +147,8 @@ fn an_override_makes_a_module_traceable_and_rewrites_its_graph() {
     let mut plain = compile(Curious::new, Curious::loss, optimizer(), Mode::single()).unwrap();
     let error = plain.step(1e-3, &batch).unwrap_err();
     assert!(matches!(error, Error::Uncapturable { .. }), "{error}");
-    let overrides: Vec<Box<dyn Override<Curious>>> = vec![Box::new(DoNotLook)];
     let mode = Mode::single();
-    let mut step = compile_with(Curious::new, Curious::loss, optimizer(), mode, overrides).unwrap();
+    let mut step = compile_with(Curious::new, Curious::loss, optimizer(), mode, DoNotLook).unwrap();
     // The same without the mark, from the same values.
     let init = |device: &Device| Curious {
         looks: false,
@@ -170,18 +171,19 @@ fn an_override_that_changes_parameters_is_refused() {
     let _guard = seeded();
     struct Wider;
     impl Override<Linear> for Wider {
+        type Traced = Linear;
+
         fn replace(&self, _: Linear) -> Linear {
             LinearConfig::new(3, 4).init(&Device::flex())
         }
     }
     let loss = |model: &Linear, x: Tensor<2>| model.forward(x).mean();
-    let overrides: Vec<Box<dyn Override<Linear>>> = vec![Box::new(Wider)];
     let error = compile_with(
         linear,
         loss,
         AdamWConfig::new().build(),
         Mode::single(),
-        overrides,
+        Wider,
     );
     let error = error.unwrap_err();
     assert!(error.to_string().contains("\"weight\""), "{error}");

@@ -14,6 +14,7 @@ mod frozen;
 mod host_values;
 mod hybrid;
 mod initial;
+mod iterations;
 mod kernels;
 #[path = "../../../collectives/tests/launcher/mod.rs"]
 mod launcher;
@@ -22,8 +23,10 @@ mod models;
 mod modules;
 mod optimizers;
 mod outputs;
+mod overrides;
 mod parallel;
 mod passes;
+mod placed_halves;
 mod placement;
 mod pointwise;
 mod precision;

@@ -16,7 +16,7 @@ use burn_fsdp_spmd::{Error, Strategy};
 
 use crate::models::{Gpt, tokens};
 
-fn gpt() -> Graph {
+pub(crate) fn gpt() -> Graph {
     gpt_of(2)
 }
 

@@ -67,7 +67,7 @@ fn placed(shape: &[usize], axes: &[Axis], is_split: bool) -> (Graph, TensorId, T
     let mesh = Mesh::new(axes.iter().map(|axis| (axis.name, axis.num_ranks))).unwrap();
     let mut pipeline = Pipeline::new()
         .verified()
-        .then(ExpandPlacements { expand, mesh });
+        .then(ExpandPlacements::new(expand, mesh));
     if is_split {
         pipeline = pipeline.then(Split);
     }

@@ -9,9 +9,7 @@ use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};
 use burn_fsdp_mesh::{Clip, Mesh};
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
-use burn_fsdp_spmd::{
-    Error, Expand, LossScalerState, LossScaling, Mode, ScaleError, Strategy, compile,
-};
+use burn_fsdp_spmd::{Error, LossScalerState, LossScaling, Mode, ScaleError, Strategy, compile};
 
 use crate::clipping::sgd;
 use crate::compiled::seeded;
@@ -362,11 +360,6 @@ fn what_cannot_be_scaled_is_refused() {
         said.contains("backoff_factor 2") && said.contains("between 0 and 1"),
         "{said}"
     );
-    let mesh = Mesh::new([("data", 1)]).unwrap();
-    let mesh = ProcessMesh::new(&ProcessGroup::solo(), mesh).unwrap();
-    let options = Options::default().scale_loss(SCALING);
-    let said = compiled(Mode::expand(mesh, Expand::new()).options(options));
-    assert!(said.contains("by placements no loss is scaled"), "{said}");
 
     // Infinities at every scale.
     let scaling = LossScaling {

@@ -192,10 +192,7 @@ fn placements(graph: &Graph, ranks: usize, rng: &mut StdRng) -> Expand {
 }
 
 fn pipeline(expand: &Expand, mesh: &Mesh) -> Pipeline {
-    let insert = ExpandPlacements {
-        expand: expand.clone(),
-        mesh: mesh.clone(),
-    };
+    let insert = ExpandPlacements::new(expand.clone(), mesh.clone());
     let options = Options::default().kernels(false);
     schedule::placed(insert, &options, mesh.axes().to_vec(), &[]).verified()
 }

@@ -56,11 +56,9 @@ pub(super) fn flow_of(graph: &Graph) -> Option<(Flow<'_>, Option<IllTyped>)> {
         flow.types.insert(value.id, flow.given(value));
     }
     for (index, node) in graph.nodes().iter().enumerate() {
-        let reason = match node.is_drop() {
-            true => continue,
-            false => flow.run(node),
-        };
-        if let Err(reason) = reason {
+        if !node.is_drop()
+            && let Err(reason) = flow.run(node)
+        {
             let node = index;
             return Some((flow, Some(IllTyped { node, reason })));
         }
@@ -90,7 +88,9 @@ impl Flow<'_> {
     fn given(&self, value: &Value) -> Types {
         if let Some(carried) = self.graph.carried(value.id) {
             let types = carried.iter();
-            return types.map(|on| on.map_or(SpmdType::Varying, SpmdType::from)).collect();
+            return types
+                .map(|on| on.map_or(SpmdType::Varying, SpmdType::from))
+                .collect();
         }
         if let Some(placed) = self.placed(value.id) {
             return placed;
@@ -478,15 +478,18 @@ fn addends(node: &Node, inputs: &[(TensorId, SpmdType)]) -> Result<SpmdType, &'s
         set.iter().copied().collect::<BTreeSet<_>>() == partial.keys().copied().collect()
     };
     let is_linear = signature.linear.iter().any(is_set)
-        || cleared(&node.operation).is_some_and(|id| is_set(&vec![id]));
+        || cast_or_cleared(&node.operation).is_some_and(|id| is_set(&vec![id]));
     match is_linear && ops.all(|op| *op == first) {
         true => Ok(first),
         false => Err(NOT_LINEAR),
     }
 }
 
-/// Returns the tensor of whose elements a node sets some to zero, as of padding: it is linear in it.
-fn cleared(operation: &OperationIr) -> Option<TensorId> {
+/// Returns the float that a node casts, or of which it sets elements to zero, as of padding: it is linear in it.
+fn cast_or_cleared(operation: &OperationIr) -> Option<TensorId> {
+    if let OperationIr::BaseFloat(BaseOperationIr::Cast(op)) = operation {
+        return Some(op.input.id);
+    }
     let (OperationIr::BaseFloat(BaseOperationIr::MaskFill(op))
     | OperationIr::BaseInt(BaseOperationIr::MaskFill(op))) = operation
     else {

@@ -1,0 +1,140 @@
+//! Modules that stand for others while a step is traced.
+
+use burn::module::Module;
+
+use crate::error::{Error, OverrideError};
+use crate::graph::Graph;
+use crate::trace::ParameterSpec;
+
+/// A module that is traced in place of that of the step, and a rewrite of the graph that was traced.
+///
+/// The two may be of different types: the same generic model with another part, say, where a part reads values on the host and
+/// cannot be traced. Their parameters and buffers meet by path. Those of the step's module are all there, with their shapes and
+/// types, and begin with the values that its `init` makes; checkpoints, [`CompiledStep::parameter`](crate::CompiledStep::parameter)
+/// and evaluations by either module know them by their paths. What the other module adds becomes a part of the step, behind
+/// the module's own: it begins with the value that the other module gives it on rank 0, is trained where that says so, and is
+/// among [`CompiledStep::parameters`](crate::CompiledStep::parameters) and in checkpoints under its own path.
+///
+/// `()` is no override, and a pair is one after the other. A part of a type that nothing is generic over has no stand-in of
+/// another type: there the model needs a switch.
+///
+/// ```
+/// use burn::module::Module;
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::optim::SgdConfig;
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fsdp_spmd::{Mode, Override, compile_with};
+///
+/// #[derive(Module, Debug)]
+/// struct Model<P: Module> {
+///     fc: Linear,
+///     part: P,
+/// }
+///
+/// /// Reads a value on the host.
+/// #[derive(Module, Debug)]
+/// struct Checks;
+///
+/// /// Does not.
+/// #[derive(Module, Debug)]
+/// struct Trusts;
+///
+/// struct DoNotCheck;
+///
+/// impl Override<Model<Checks>> for DoNotCheck {
+///     type Traced = Model<Trusts>;
+///
+///     fn replace(&self, module: Model<Checks>) -> Model<Trusts> {
+///         Model { fc: module.fc, part: Trusts }
+///     }
+/// }
+///
+/// let mut step = compile_with(
+///     |device: &Device| Model { fc: LinearConfig::new(3, 1).init(device), part: Checks },
+///     |model: &Model<Trusts>, x: Tensor<2>| model.fc.forward(x).square().mean(),
+///     SgdConfig::new().build(),
+///     Mode::single(),
+///     DoNotCheck,
+/// )?;
+/// step.step(1e-2, &Tensor::ones([8, 3], &Device::flex()))?;
+/// # Ok::<(), burn_fsdp_spmd::Error>(())
+/// ```
+pub trait Override<M: Module>: Send {
+    /// The module that is traced.
+    type Traced: Module + 'static;
+
+    /// Returns the module to trace instead. It is called on devices on which nothing is computed and, if it adds parameters, once
+    /// more on rank 0 for their values.
+    fn replace(&self, module: M) -> Self::Traced;
+
+    /// Rewrites the graph of the trace, before any pass. By default nothing changes. What comes after the insertion of collectives is
+    /// a [transform](crate::Mode::transform) of the mode.
+    ///
+    /// # Errors
+    ///
+    /// If the graph is not what it expects.
+    fn rewrite(&self, graph: Graph) -> Result<Graph, Error> {
+        Ok(graph)
+    }
+}
+
+impl<M: Module + 'static> Override<M> for () {
+    type Traced = M;
+
+    fn replace(&self, module: M) -> M {
+        module
+    }
+}
+
+impl<M: Module, A: Override<M>, B: Override<A::Traced>> Override<M> for (A, B) {
+    type Traced = B::Traced;
+
+    fn replace(&self, module: M) -> B::Traced {
+        self.1.replace(self.0.replace(module))
+    }
+
+    fn rewrite(&self, graph: Graph) -> Result<Graph, Error> {
+        self.1.rewrite(self.0.rewrite(graph)?)
+    }
+}
+
+/// Returns the tensors that the traced module adds to those of the step's.
+///
+/// # Errors
+///
+/// [`OverrideError`] if it lacks one, or has another.
+pub(super) fn added(
+    own: &[ParameterSpec],
+    traced: Vec<ParameterSpec>,
+) -> Result<Vec<ParameterSpec>, Error> {
+    for spec in own {
+        let path = spec.path.to_string();
+        let Some(other) = traced.iter().find(|other| other.path == spec.path) else {
+            return Err(OverrideError::Lacks { path }.into());
+        };
+        if other != spec {
+            return Err(OverrideError::Differs {
+                path,
+                expected: described(spec),
+                got: described(other),
+            }
+            .into());
+        }
+    }
+    let is_own = |other: &ParameterSpec| own.iter().any(|spec| spec.path == other.path);
+    let added = traced.into_iter().filter(|other| !is_own(other));
+    let added = added.map(|other| ParameterSpec {
+        is_added: true,
+        ..other
+    });
+    Ok(added.collect())
+}
+
+fn described(spec: &ParameterSpec) -> String {
+    let kind = match (spec.is_buffer, spec.is_trained) {
+        (true, _) => "buffer",
+        (false, true) => "trained parameter",
+        (false, false) => "frozen parameter",
+    };
+    format!("a {kind} {:?} {:?}", spec.dtype, spec.shape)
+}

@@ -1,0 +1,30 @@
+//! Errors of modules that stand for others while a step is traced.
+
+/// The reason why a module cannot be traced in place of that of the step.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum OverrideError {
+    /// The module lacks a parameter or buffer.
+    #[error(
+        "the module of an override has no \"{path}\", which the step's has; a module that stands for another keeps all of its \
+         parameters under the same paths: keep the part that has it, or compile another model"
+    )]
+    Lacks {
+        /// The path.
+        path: String,
+    },
+
+    /// A parameter or buffer is another one.
+    #[error(
+        "an override changes parameter \"{path}\" from {expected} to {got}; replace parts by ones with the same parameters \
+         under the same paths"
+    )]
+    Differs {
+        /// The path.
+        path: String,
+        /// Type, shape and kind in the step's module.
+        expected: String,
+        /// The same in the override's.
+        got: String,
+    },
+}

@@ -1,0 +1,390 @@
+//! Nodes that run in the next step, against Burn's loop on one rank.
+
+use std::num::NonZeroU64;
+
+use burn::tensor::{Device, Int, Tensor};
+use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
+use burn_fsdp_mesh::Clip;
+use burn_fsdp_spmd::graph::{CollectiveKind, Graph, Node};
+use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
+use burn_fsdp_spmd::passes::{
+    self, IterationGraph, IterationMove, MoveReductions, PassId, Pipeline, schedule,
+};
+use burn_fsdp_spmd::{Error, Evaluation, Mode, MoveError, Strategy, compile};
+
+use crate::clipping::sgd;
+use crate::compiled::seeded;
+use crate::eager::{self, adamw};
+use crate::models::{Gpt, tokens};
+
+const STEPS: usize = 7;
+
+/// Losses, and parameters by path.
+type Trained = (Vec<f64>, Vec<(String, Vec<f32>)>);
+
+/// Moves what the optimizer does for parameters of some paths, or that and the product that makes their gradient.
+#[derive(Debug, Clone)]
+struct MovePart {
+    of: &'static str,
+    steps: Option<u64>,
+}
+
+impl IterationMove for MovePart {
+    fn id(&self) -> PassId {
+        PassId::User("move a part")
+    }
+
+    fn moves(&self, step: &mut IterationGraph) -> Result<(), Error> {
+        let nodes = step.graph().nodes().iter().enumerate();
+        let is_part = |node: &Node| {
+            node.path
+                .as_deref()
+                .is_some_and(|of| of.starts_with(self.of))
+        };
+        let part: Vec<usize> = nodes
+            .filter(|(_, n)| is_part(n))
+            .map(|(at, _)| at)
+            .collect();
+        let before = step.first_read(&part);
+        step.move_to_next_iteration(part, before)?;
+        if let Some(steps) = self.steps.and_then(NonZeroU64::new) {
+            step.max_iterations(steps);
+        }
+        Ok(())
+    }
+}
+
+/// What of a step moves.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Moves {
+    Part,
+    Reductions,
+    ReductionsForTwoSteps,
+    ReductionsAndOptimizer,
+}
+
+fn reductions() -> MoveReductions {
+    MoveReductions::of(["head.*", "blocks.1.**"])
+}
+
+impl Moves {
+    fn of(self, mode: Mode, options: Options) -> Mode {
+        let two = NonZeroU64::new(2).expect("two");
+        match self {
+            Self::Part => {
+                let (of, steps) = ("blocks.0.fc", None);
+                mode.options(options)
+                    .move_to_next_iteration(MovePart { of, steps })
+            }
+            Self::Reductions => mode.options(options).move_to_next_iteration(reductions()),
+            Self::ReductionsForTwoSteps => {
+                let two = reductions().max_iterations(two);
+                mode.options(options).move_to_next_iteration(two)
+            }
+            Self::ReductionsAndOptimizer => {
+                let options = options.optimizer(OptimizerPlace::InNextForward);
+                mode.options(options).move_to_next_iteration(reductions())
+            }
+        }
+    }
+}
+
+/// The fourth step has fewer rows.
+fn rows_of(step: usize, ranks: usize) -> usize {
+    match step {
+        3 => 1,
+        _ => 12 / ranks,
+    }
+}
+
+fn expected(ranks: usize, is_adam: bool) -> eager::Trained {
+    let batch = |step, device: &Device| tokens(step, 0, ranks * rows_of(step, ranks), device);
+    let optimizer = match is_adam {
+        true => adamw().init(),
+        false => sgd().init(),
+    };
+    let rate = |step| 1e-2 / (step + 1) as f64;
+    eager::train(Gpt::new, Gpt::loss, batch, STEPS, rate, optimizer)
+}
+
+/// Trains, and looks at what is left in between: by an evaluation after the second step, by reading after the fifth.
+fn train(world: &ProcessGroup, mode: Mode, is_adam: bool) -> Result<Trained, Error> {
+    let device = Device::flex();
+    let mode = mode.verified();
+    let mut step = match is_adam {
+        true => compile(Gpt::new, Gpt::loss, adamw().build(), mode)?,
+        false => compile(Gpt::new, Gpt::loss, sgd().build(), mode)?,
+    };
+    let mut evaluation = Evaluation::new(Gpt::new, |model: &Gpt, tokens: Tensor<2, Int>| {
+        model.logits(tokens)
+    });
+    let mut losses = Vec::new();
+    for index in 0..STEPS {
+        let rows = rows_of(index, world.size());
+        let batch = tokens(index, world.rank() * rows, rows, &device);
+        losses.push(step.step(1e-2 / (index + 1) as f64, &batch)?);
+        match index {
+            1 => {
+                let logits = step.evaluate(&mut evaluation, &batch.0)?;
+                let model = crate::evaluation::inferring(Gpt::new, &mut step);
+                let want = model.logits(batch.0).into_data();
+                let largest = want.iter::<f32>().fold(0f32, |most, x| most.max(x.abs()));
+                for (got, want) in logits.into_data().iter::<f32>().zip(want.iter::<f32>()) {
+                    assert!((got - want).abs() <= 1e-5 * largest, "{got}, not {want}");
+                }
+            }
+            4 => {
+                step.parameter("head.weight")?;
+                step.state_shards("blocks.1.fc.weight")?;
+            }
+            _ => {}
+        }
+    }
+    let paths: Vec<_> = step
+        .parameters()
+        .iter()
+        .map(|spec| spec.path.clone())
+        .collect();
+    let mut parameters = Vec::new();
+    for path in paths {
+        let values = step.parameter(&path)?.try_to_vec::<f32>().expect("floats");
+        parameters.push((path.to_string(), values));
+    }
+    Ok((losses, parameters))
+}
+
+fn assert_close(what: &str, (losses, parameters): &Trained, one: &eager::Trained) {
+    for (step, (loss, want)) in losses.iter().zip(&one.losses).enumerate() {
+        let want = f64::from(*want);
+        assert!(
+            (loss - want).abs() <= 1e-5 * want,
+            "{what}, step {step}: {loss}, not {want}"
+        );
+    }
+    for (path, values) in parameters {
+        let want = one.parameters[path].try_to_vec::<f32>().expect("floats");
+        let largest = want.iter().fold(1e-2f32, |most, x| most.max(x.abs()));
+        for (value, want) in values.iter().zip(&want) {
+            let differs = (value - want).abs() > 1e-5 * largest;
+            assert!(!differs, "{what}, {path}: {value}, not {want}");
+        }
+    }
+}
+
+#[test]
+fn what_was_moved_trains_like_one_rank() {
+    let _guard = seeded();
+    for ranks in 1..=4 {
+        for is_adam in [true, false] {
+            let one = expected(ranks, is_adam);
+            let of_options = [
+                (Strategy::FullShard, Options::default()),
+                (
+                    Strategy::FullShard,
+                    Options::default()
+                        .prefetch(true)
+                        .optimizer(OptimizerPlace::AtEnd),
+                ),
+                (Strategy::ShardGradOp, Options::default().bucket(None)),
+                // A bucket would have the loss among gradients.
+                (Strategy::NoShard, Options::default().bucket(None)),
+            ];
+            for (number, (strategy, options)) in of_options.into_iter().enumerate() {
+                for moves in [
+                    Moves::Part,
+                    Moves::Reductions,
+                    Moves::ReductionsForTwoSteps,
+                    Moves::ReductionsAndOptimizer,
+                ] {
+                    // Nobody to reduce with.
+                    if ranks == 1 && strategy == Strategy::NoShard && moves != Moves::Part {
+                        continue;
+                    }
+                    let what = format!("{moves:?} of {strategy:?} {number} on {ranks} ranks");
+                    let options = options.clone();
+                    let body = move |world: ProcessGroup| {
+                        let mode = Mode::data_parallel(world.clone(), strategy);
+                        let mode = moves.of(mode, options.clone());
+                        let mode = if ranks == 2 { mode.certified() } else { mode };
+                        train(&world, mode, is_adam)
+                    };
+                    Device::flex().seed(1);
+                    let got = launch(LaunchConfig::new(ranks), body);
+                    let got = got.unwrap_or_else(|error| panic!("{what}: {error}"));
+                    for other in &got[1..] {
+                        assert_eq!(other, &got[0], "{what}: the ranks differ");
+                    }
+                    assert_close(&what, &got[0], &one);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn nothing_is_left_after_so_many_steps() {
+    let _guard = seeded();
+    for limit in [None, Some(1), Some(3)] {
+        let mode = Mode::single().move_to_next_iteration(MovePart {
+            of: "head",
+            steps: limit,
+        });
+        let mut step = compile(Gpt::new, Gpt::loss, sgd().build(), mode).unwrap();
+        let device = Device::flex();
+        for index in 0..7_u64 {
+            step.step(1e-2, &tokens(index as usize, 0, 2, &device))
+                .unwrap();
+            // The second step has other operations than the first, of which nothing waits any more then.
+            let held = step.memory().live_bytes();
+            step.flush().unwrap();
+            let was_left = step.memory().live_bytes() < held;
+            assert_eq!(was_left, limit != Some(1), "{limit:?}, step {index}");
+        }
+    }
+    // Three steps in a row, of which the last leaves nothing.
+    let of = "head";
+    let mode = Mode::single().move_to_next_iteration(MovePart { of, steps: Some(3) });
+    let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode).unwrap();
+    let device = Device::flex();
+    step.step(1e-2, &tokens(0, 0, 2, &device)).unwrap();
+    step.flush().unwrap();
+    let mut held = Vec::new();
+    for index in 1..7 {
+        step.step(1e-2, &tokens(index, 0, 2, &device)).unwrap();
+        held.push(step.memory().live_bytes());
+    }
+    let (left, none) = (held[0], held[2]);
+    assert!(none < left);
+    assert_eq!(held, [left, left, none, left, left, none]);
+}
+
+/// A step on two ranks, its collectives inserted.
+fn divided(clip: Option<Clip>) -> Graph {
+    let graph = crate::passes::gpt();
+    let options = Options::default()
+        .clip_grad_norm(clip)
+        .optimizer(OptimizerPlace::InNextForward);
+    let passes = schedule::pipeline(2, Strategy::FullShard, &options, &[]);
+    passes.run(graph).unwrap()
+}
+
+#[test]
+fn what_cannot_move_is_refused_by_name() {
+    let _guard = seeded();
+    let graph = divided(None);
+    let at = |of: &dyn Fn(&Node) -> bool| graph.nodes().iter().position(of).unwrap();
+    let refused = |nodes: &[usize], before: Option<usize>| {
+        let mut step = IterationGraph::new(graph.clone());
+        let error = step.move_to_next_iteration(nodes.iter().copied(), before);
+        error.unwrap_err().to_string()
+    };
+    // A leaf it is not: forward reads it.
+    let gather = at(&|node| node.name() == "all_gather");
+    let error = refused(&[gather], None);
+    assert!(
+        error.contains(&format!("node {gather} (all_gather)")) && error.contains("stays reads"),
+        "{error}"
+    );
+    // Part of an optimizer's step.
+    let head: Vec<usize> = (0..graph.nodes().len())
+        .filter(|at| graph.nodes()[*at].path.as_deref() == Some("head.weight"))
+        .collect();
+    let error = refused(&head[..head.len() - 1], None);
+    assert!(error.contains("stays reads"), "{error}");
+    // Behind the first read of what it replaces.
+    let error = refused(&head, None);
+    assert!(
+        error.contains("cannot run before node") && error.contains("first_read"),
+        "{error}"
+    );
+    let step = IterationGraph::new(graph.clone());
+    let before = step.first_read(&head);
+    assert!(before.is_some());
+    // Twice, and nothing.
+    let mut step = step;
+    step.move_to_next_iteration(head.clone(), before).unwrap();
+    let error = step
+        .move_to_next_iteration(head, before)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("has been moved"), "{error}");
+    let error = refused(&[], None);
+    assert!(error.contains("nothing was chosen"), "{error}");
+    // The loss comes out of the step.
+    let loss = graph.loss().unwrap();
+    let made = at(&|node| node.outputs().any(|id| id == loss));
+    let error = refused(&[made], None);
+    assert!(error.contains("comes out of the step"), "{error}");
+    // A wait without its start.
+    let split = Pipeline::new()
+        .then(passes::Split)
+        .run(graph.clone())
+        .unwrap();
+    let mut step = IterationGraph::new(split);
+    let reduces = |node: &Node| {
+        node.collective
+            .as_ref()
+            .is_some_and(|of| of.kind == CollectiveKind::ReduceScatter)
+    };
+    let mut waits = step.graph().nodes().iter();
+    let wait = waits
+        .position(|node| reduces(node) && node.name().starts_with("wait"))
+        .unwrap();
+    let nodes = step.with_readers([wait]);
+    let before = step.first_read(&nodes.iter().copied().collect::<Vec<_>>());
+    let error = step
+        .move_to_next_iteration(nodes, before)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("whose start stays"), "{error}");
+    // The norm of clipped gradients comes out of the step.
+    let step = IterationGraph::new(divided(Some(Clip::to(1.0))));
+    let error = step.then(&reductions()).unwrap_err().to_string();
+    assert!(error.contains("comes out of the step"), "{error}");
+    let step = IterationGraph::new(divided(None));
+    let error = step.then(&MoveReductions::of(["heads.*"])).unwrap_err();
+    assert!(error.to_string().contains("heads.*"), "{error}");
+}
+
+#[test]
+fn a_step_whose_loss_is_scaled_moves_nothing() {
+    let _guard = seeded();
+    let options = Options::default().scale_loss(burn_fsdp_spmd::LossScaling::default());
+    let mode = Mode::single().options(options);
+    let mode = mode.move_to_next_iteration(MovePart {
+        of: "head",
+        steps: None,
+    });
+    let error = compile(Gpt::new, Gpt::loss, adamw().build(), mode).unwrap_err();
+    assert!(matches!(error, Error::Move(MoveError::Scaled)), "{error}");
+}
+
+#[test]
+fn the_reduction_of_a_gradient_is_in_the_forward_of_the_next_step() {
+    let _guard = seeded();
+    let step = IterationGraph::new(divided(None))
+        .then(&reductions())
+        .unwrap();
+    let parts = step.split(&Pipeline::new().then(passes::Liveness)).unwrap();
+    let reduced = |graph: &Graph| {
+        let nodes = graph.nodes().iter().enumerate();
+        let reduced = nodes.filter(|(_, node)| node.name() == "reduce_scatter");
+        reduced.map(|(at, _)| at).collect::<Vec<_>>()
+    };
+    let backward = parts.main.nodes().iter();
+    let backward = backward
+        .map(|node| node.phase)
+        .position(|of| of == burn_fsdp_spmd::graph::Phase::Backward);
+    let (setup, main, cleanup) = (
+        reduced(&parts.setup),
+        reduced(&parts.main),
+        reduced(&parts.cleanup),
+    );
+    assert!(!setup.is_empty() && !cleanup.is_empty());
+    assert_eq!(main.len(), setup.len() + cleanup.len());
+    let early = main.iter().filter(|at| Some(**at) < backward);
+    assert_eq!(early.count(), cleanup.len());
+    for graph in [&parts.setup, &parts.main, &parts.cleanup] {
+        passes::verify(graph).unwrap();
+    }
+}
