@@ -98,7 +98,9 @@ pub fn snapshot_compiled_matching<B: Batch, O>(
             for state in idle.filter(|state| state.path == path) {
                 let numbers = state.counters.iter();
                 let numbers = numbers.map(|(name, scalar)| (name.clone(), (*scalar).into()));
-                kept.entry(path.clone()).or_default().scalars = numbers.collect();
+                let kept = kept.entry(path.clone()).or_default();
+                kept.scalars = numbers.collect();
+                kept.group_path = Some(path.clone());
                 for tensor in &state.tensors {
                     let layout = layout_of(step, &tensor.layout, (mesh, axis))?;
                     regions.push(regions_of(mesh, &layout, &tensor.shape, false)?);
@@ -112,6 +114,7 @@ pub fn snapshot_compiled_matching<B: Batch, O>(
         }
         let states = step.state_shards(&path)?;
         let of_parameter = kept.entry(path.clone()).or_default();
+        of_parameter.group_path = Some(path.clone());
         if let Some(counters) = step.counters(&path) {
             let scalars = counters.iter();
             let scalars = scalars.map(|(name, scalar)| (name.clone(), (*scalar).into()));

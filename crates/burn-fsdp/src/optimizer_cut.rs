@@ -98,9 +98,9 @@ pub(crate) fn cut_optimizer<M: Module>(
         for (field, number) in kept.scalars {
             scalars.insert(format!("{id}.{field}"), number.into());
         }
-        if let Some(group) = kept.group_path {
-            paths.insert(id.to_string(), group);
-        }
+        // Without a path Burn would take the optimizer of no group, for all steps that follow.
+        let group = kept.group_path.unwrap_or_else(|| path.clone());
+        paths.insert(id.to_string(), group);
     }
     for path in with_state_of {
         let dims = Scalar::from(held[&path].shown_shape().len());

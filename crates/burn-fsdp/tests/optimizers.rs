@@ -6,16 +6,18 @@ mod every;
 use std::path::Path;
 use std::sync::Arc;
 
-use burn::module::{Module, Param};
+use burn::module::{Module, Param, ParamGroup};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer, RmsPropConfig, SgdConfig};
+use burn::optim::{
+    AdamWConfig, GradientsParams, ModuleOptimizer, Optimizer, RmsPropConfig, SgdConfig,
+};
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_fsdp::checkpoint::{
     Checkpoints, GroupRendezvous, Region, SaveRequest, TrainingState, restore, save_step, snapshot,
 };
 use burn_fsdp::compile::{
-    CompiledStep, Mode, Strategy, compile, restore_compiled, snapshot_compiled,
+    CompiledStep, Mode, OptimizerGroups, Strategy, compile, restore_compiled, snapshot_compiled,
 };
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard,
@@ -96,7 +98,7 @@ fn rate(base: f64, step: usize) -> f64 {
 }
 
 /// Losses of a part, from a checkpoint and into one.
-fn train<O: Optimizer>(optimizer: O, base: f64, part: Part) -> Result<Vec<f32>, String> {
+fn train(optimizer: OptimizerGroups, base: f64, part: Part) -> Result<Vec<f32>, String> {
     let ranks = part.ranks;
     let body = move |world: ProcessGroup| -> Result<Vec<f32>, Error> {
         let mesh = mesh(&world)?;
@@ -164,7 +166,7 @@ fn train<O: Optimizer>(optimizer: O, base: f64, part: Part) -> Result<Vec<f32>, 
 }
 
 /// Burn's own loop on one rank.
-fn burns<O: Optimizer>(optimizer: O, base: f64, bias: bool) -> Vec<f32> {
+fn burns(optimizer: OptimizerGroups, base: f64, bias: bool) -> Vec<f32> {
     let device = Device::flex().autodiff();
     let mut net = Net::of(&device, bias);
     let mut optimizer = ModuleOptimizer::from(optimizer);
@@ -178,8 +180,8 @@ fn burns<O: Optimizer>(optimizer: O, base: f64, bias: bool) -> Vec<f32> {
 }
 
 /// A run that moves from one engine to another, on other numbers of ranks.
-fn moved<O: Optimizer>(
-    optimizer: &O,
+fn moved(
+    optimizer: &OptimizerGroups,
     base: f64,
     bias: bool,
     [first, second]: [(Engine, usize); 2],
@@ -219,6 +221,7 @@ struct Moves(Vec<String>);
 impl ForEach for Moves {
     fn case<O: Optimizer>(&mut self, name: &'static str, optimizer: O, base: f64, needs: Needs) {
         let bias = needs != Needs::Matrix;
+        let optimizer = OptimizerGroups::from(optimizer);
         let expected = burns(optimizer.clone(), base, bias);
         let whole = [
             [(REPLICATED, 2), (REPLICATED, 1)],
@@ -263,8 +266,63 @@ fn every_optimizer_moves_between_engines_and_numbers_of_ranks() {
     assert!(moves.0.is_empty(), "{:#?}", moves.0);
 }
 
+/// Groups whose states have one form: only the path tells which optimizer goes on with each, and Burn asks it once.
+fn groups() -> Vec<(&'static str, OptimizerGroups)> {
+    let adamw = |decay: f32| {
+        let config = AdamWConfig::new().with_weight_decay(decay);
+        config.with_epsilon(1e-3).build()
+    };
+    let bias = || ParamGroup::from_predicate("bias");
+    let momentum = SgdConfig::new().with_momentum(Some(MomentumConfig::new()));
+    vec![
+        (
+            "decays",
+            OptimizerGroups::from(adamw(5.0))
+                .with_group(bias(), adamw(0.0))
+                .with_group(ParamGroup::from_path("b.weight"), adamw(1.0)),
+        ),
+        (
+            "optimizers",
+            OptimizerGroups::from(momentum.build()).with_group(bias(), adamw(3.0)),
+        ),
+        (
+            "none of one",
+            OptimizerGroups::from(adamw(3.0)).with_group(bias(), SgdConfig::new().build()),
+        ),
+    ]
+}
+
+#[test]
+fn groups_move_between_engines_and_numbers_of_ranks() {
+    let mut failed = Vec::new();
+    for (name, groups) in groups() {
+        let expected = burns(groups.clone(), 0.05, true);
+        for engines in [
+            [(Engine::Eager, 2), (SHARDED, 3)],
+            [(SHARDED, 3), (Engine::Eager, 2)],
+            [(SHARDED, 4), (Engine::Eager, 1)],
+            [(REPLICATED, 2), (Engine::Eager, 3)],
+            [(Engine::Eager, 1), (REPLICATED, 2)],
+            [(SHARDED, 2), (SHARDED, 3)],
+            [(Engine::Eager, 4), (Engine::Eager, 2)],
+        ] {
+            match moved(&groups, 0.05, true, engines) {
+                Ok(losses) => {
+                    let far = |(a, b): (&f32, &f32)| (a - b).abs() > 2e-5 * b.abs();
+                    let at = losses.iter().zip(&expected).position(far);
+                    failed.extend(
+                        at.map(|at| format!("{name}, {engines:?}: another loss at step {at}")),
+                    );
+                }
+                Err(error) => failed.push(format!("{name}, {engines:?}: {error}")),
+            }
+        }
+    }
+    assert!(failed.is_empty(), "{failed:#?}");
+}
+
 /// The first part of a run, saved.
-fn saved<O: Optimizer>(optimizer: O, engine: Engine) -> (tempfile::TempDir, Arc<Path>) {
+fn saved(optimizer: impl Optimizer, engine: Engine) -> (tempfile::TempDir, Arc<Path>) {
     let folder = tempfile::tempdir().unwrap();
     let path: Arc<Path> = folder.path().into();
     let part = Part {
@@ -275,7 +333,7 @@ fn saved<O: Optimizer>(optimizer: O, engine: Engine) -> (tempfile::TempDir, Arc<
         steps: 0..CUT,
         to: Some(path.clone()),
     };
-    train(optimizer, 0.01, part).unwrap();
+    train(optimizer.into(), 0.01, part).unwrap();
     (folder, path)
 }
 
@@ -292,7 +350,7 @@ fn the_states_of_another_optimizer_are_refused_by_both_engines() {
             steps: CUT..STEPS,
             to: None,
         };
-        let error = train(RmsPropConfig::new().build(), 0.01, part).unwrap_err();
+        let error = train(RmsPropConfig::new().build().into(), 0.01, part).unwrap_err();
         assert!(error.contains("velocity"), "{engine:?}: {error}");
     }
 }

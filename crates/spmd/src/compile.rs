@@ -20,7 +20,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::backend::Flex;
 use burn::module::Module;
-use burn::optim::Optimizer;
 use burn::tensor::{Device, TensorData};
 use burn_ir::BackendIr;
 
@@ -30,7 +29,8 @@ use crate::kernels::has_kernels;
 use crate::mode::Mode;
 use crate::run::Executor;
 use crate::trace::{
-    Batch, Defaults, HostScalars, Loss, ParameterSpec, StepScalars, parameters_with, trace_joined,
+    Batch, Defaults, HostScalars, Loss, OptimizerGroups, ParameterSpec, StepScalars, Trained,
+    parameters_with, trace_joined,
 };
 
 pub use evaluation::Evaluation;
@@ -50,7 +50,8 @@ pub use step::CompiledStep;
 /// [`DataParallel::Automatic`](crate::DataParallel::Automatic) has decided the parts, they are flat shards. Values of
 /// a file are better read by [`compile_from`].
 ///
-/// The optimizer is followed step by step: what it computes on the host may depend on the learning rate, its
+/// The optimizer is one of Burn's for all parameters, or [`OptimizerGroups`], with others for groups of them. It is followed
+/// step by step: what it computes on the host may depend on the learning rate, its
 /// step number, its own state, and the shapes and types of parameters. It steps a parameter when the batch gives
 /// that one a gradient, as Burn does. Gradient clipping is not part of Burn's `Optimizer`:
 /// `with_grad_clipping(..).build()` leaves it out. A compiled step clips by the norm of all gradients, where
@@ -101,7 +102,8 @@ pub use step::CompiledStep;
 /// # Errors
 ///
 /// [`Error::Uncapturable`] if `init` reads the value of a tensor; [`Error::UntraceableOptimizer`] if the
-/// optimizer refuses a parameter, or reads tensors; [`Error::Tied`]; [`Error::ElementType`];
+/// optimizer refuses a parameter, or reads tensors; [`Error::UnknownName`] for a group without any parameter;
+/// [`Error::Tied`]; [`Error::ElementType`];
 /// [`Error::Initialization`]; [`Error::Collective`].
 pub fn compile<M, B, L, O>(
     init: impl Fn(&Device) -> M + Send + 'static,
@@ -113,7 +115,7 @@ where
     M: Module + 'static,
     B: Batch,
     L: Loss,
-    O: Optimizer,
+    O: Into<OptimizerGroups>,
 {
     compile_with(init, loss, optimizer, mode, ())
 }
@@ -164,7 +166,7 @@ where
     M: Module + 'static,
     B: Batch,
     L: Loss,
-    O: Optimizer,
+    O: Into<OptimizerGroups>,
     E: From<Error>,
 {
     let on = (&Device::flex(), Default::default());
@@ -188,7 +190,7 @@ where
     M: Module + 'static,
     B: Batch,
     L: Loss,
-    O: Optimizer,
+    O: Into<OptimizerGroups>,
     V: Override<M> + 'static,
 {
     let on = Default::default();
@@ -215,7 +217,7 @@ where
     M: Module + 'static,
     B: Batch,
     L: Loss,
-    O: Optimizer,
+    O: Into<OptimizerGroups>,
     V: Override<M> + 'static,
 {
     let values = (init, |_: &ShardSpec<'_>| Ok::<_, Error>(None));
@@ -239,7 +241,7 @@ where
     M: Module + 'static,
     B: Batch,
     L: Loss,
-    O: Optimizer,
+    O: Into<OptimizerGroups>,
     V: Override<M> + 'static,
     E: From<Error>,
 {
@@ -251,12 +253,24 @@ where
     let own = parameters_with(defaults, &init)?;
     let traced = parameters_with(defaults, |device| over.replace(init(device)))?;
     let added = overrides::added(&own, traced)?;
-    let specs = [own.as_slice(), added.as_slice()].concat();
+    let named = [own.as_slice(), added.as_slice()].concat();
+    let specs: Vec<_> = named.iter().map(|(_, spec)| spec.clone()).collect();
     mode.check_precision(&specs)?;
-    let trained = specs.iter().filter(|spec| spec.is_trained);
-    let trained = trained.map(|spec| (spec.path.clone(), spec.shape.clone(), spec.dtype));
+    let optimizers: OptimizerGroups = optimizer.into();
+    optimizers.check_members(named.iter().map(|(id, spec)| (*id, &*spec.path)))?;
+    let trained = named.iter().filter(|(_, spec)| spec.is_trained);
+    let trained = trained.map(|(id, spec)| Trained {
+        id: *id,
+        path: spec.path.clone(),
+        shape: spec.shape.clone(),
+        dtype: spec.dtype,
+    });
+    let [own, added] = [own, added].map(|named| {
+        let specs = named.into_iter().map(|(_, spec)| spec);
+        specs.collect::<Vec<_>>()
+    });
     // At a rate that is not zero, so that nothing is left out.
-    let scalars = HostScalars::new(&optimizer, 1.0, trained)?;
+    let scalars = HostScalars::new(optimizers, 1.0, trained)?;
     let initial = {
         let layout = |spec: &ParameterSpec| mode.initial_layout(spec);
         let initial = InitialValues::new((&init, read), &own, &layout, mode.ranks(), device)?;

@@ -1,9 +1,10 @@
 //! Agreement of the ranks on the graph that they run.
 
+use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn_fsdp_collectives::{Fingerprint, ProcessGroup};
 
 use crate::error::Error;
-use crate::trace::{Batch, fixed_of, specs_of};
+use crate::trace::{Batch, base_rate, fixed_of, specs_of};
 
 /// Message of a rank that has no graph to run.
 const NOT_READY: [u8; 8] = [0; 8];
@@ -17,9 +18,11 @@ const NOT_READY: [u8; 8] = [0; 8];
 pub(super) fn agree<B: Batch>(
     group: &ProcessGroup,
     fingerprint: Option<u64>,
-    learning_rate: f64,
+    rates: &ModuleLearningRate,
     batch: Option<(&B, usize)>,
 ) -> Result<(), Error> {
+    // Those of groups are in the fingerprint. A rank without a rate is not ready.
+    let learning_rate = base_rate(rates).unwrap_or_default();
     let said = fingerprint.map_or(NOT_READY, |fingerprint| {
         let said = Fingerprint::of(&(fingerprint, learning_rate.to_bits()));
         said.max(1).to_le_bytes()
@@ -45,7 +48,7 @@ pub(super) fn agree<B: Batch>(
     let (first, other) = (text(0), text(rank));
     let difference = match first == other {
         true => format!(
-            "both have {first}, but the model, the loss, the mode (options, seed), the number of steps or the scale of the loss differ"
+            "both have {first}, but the model, the loss, the mode (options, seed), the optimizers or rates of groups, the number of steps or the scale of the loss differ"
         ),
         false => format!("rank 0 has {first}, rank {rank} has {other}"),
     };

@@ -238,7 +238,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ) -> Result<P, Error> {
         let prepared = self.prepare_evaluation(evaluation, batch);
         let fingerprint = |(graph, ..): &(Arc<Graph>, P)| graph.fingerprint();
-        let (graph, template) = self.agreed(prepared, fingerprint, 0.0, (batch, 1))?;
+        let (graph, template) = self.agreed(prepared, fingerprint, &0.0.into(), (batch, 1))?;
         let lent = self.lend_initial(&graph);
         lent.inspect_err(|error| self.poison(error))?;
         self.load(&graph);

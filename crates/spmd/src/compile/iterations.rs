@@ -2,6 +2,7 @@
 
 use std::num::NonZeroU64;
 
+use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn_fsdp_collectives::Fingerprint;
 use burn_ir::BackendIr;
 
@@ -24,8 +25,12 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// # Errors
     ///
     /// As [`step`](Self::step).
-    pub fn last_step(&mut self, learning_rate: f64, batch: &B) -> Result<f64, Error> {
-        let loss = self.step(learning_rate, batch)?;
+    pub fn last_step(
+        &mut self,
+        rates: impl Into<ModuleLearningRate>,
+        batch: &B,
+    ) -> Result<f64, Error> {
+        let loss = self.step(rates, batch)?;
         self.flush()?;
         Ok(loss)
     }
@@ -80,14 +85,14 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 
     /// Returns the graph for such a batch, made if there is none, and the scalars that it runs with. All ranks must
     /// call it; they agree on what they run before anything changes, which takes one exchange of 8 bytes.
-    pub(super) fn prepare(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
+    pub(super) fn prepare(&mut self, rates: &ModuleLearningRate, batch: &B) -> Result<Prepared, Error> {
         let was_open = self.mode.is_open();
-        let prepared = self.prepare_own(learning_rate, batch);
+        let prepared = self.prepare_own(rates, batch);
         // The scalars, too: the optimizers' settings may differ.
         let given = self.given();
         let said =
             |own: &Prepared| Fingerprint::of(&(own.fingerprint, own.own.fingerprint(), given));
-        let prepared = self.agreed(prepared, said, learning_rate, (batch, 1));
+        let prepared = self.agreed(prepared, said, rates, (batch, 1));
         let prepared = prepared.inspect_err(|_| self.reopen(was_open))?;
         if prepared.flushes {
             self.flush()?;
@@ -98,9 +103,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 
     /// Returns the graph and scalars that this rank would run. Nothing moves between ranks, and nothing changes.
-    fn prepare_own(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
+    fn prepare_own(&mut self, rates: &ModuleLearningRate, batch: &B) -> Result<Prepared, Error> {
         self.expect_defined()?;
-        let own = self.scalars.peek(learning_rate)?;
+        let own = self.scalars.peek(rates)?;
         let made = self.compiled(Purpose::Step, batch, &own)?;
         let whole = |graph, fingerprint, stepped| Prepared {
             graph,

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn_fsdp_collectives::Fingerprint;
 use burn_ir::BackendIr;
 
@@ -35,8 +36,12 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// [`Error::NoBatch`] without any; [`Error::MicroBatches`] if they give gradients to different parameters; as
     /// [`step`](Self::step).
-    pub fn step_accumulated(&mut self, learning_rate: f64, batches: &[B]) -> Result<f64, Error> {
-        self.run_micro(learning_rate, batches, None)
+    pub fn step_accumulated(
+        &mut self,
+        rates: impl Into<ModuleLearningRate>,
+        batches: &[B],
+    ) -> Result<f64, Error> {
+        self.run_micro(&rates.into(), batches, None)
     }
 
     /// Runs [`step_accumulated`](Self::step_accumulated) and records its timeline.
@@ -46,17 +51,17 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// As [`step_accumulated`](Self::step_accumulated).
     pub fn step_accumulated_with_timeline(
         &mut self,
-        learning_rate: f64,
+        rates: impl Into<ModuleLearningRate>,
         batches: &[B],
     ) -> Result<(f64, Timeline), Error> {
         let mut timeline = Timeline::new();
-        let loss = self.run_micro(learning_rate, batches, Some(&mut timeline))?;
+        let loss = self.run_micro(&rates.into(), batches, Some(&mut timeline))?;
         Ok((loss, timeline))
     }
 
     pub(super) fn run_micro(
         &mut self,
-        learning_rate: f64,
+        rates: &ModuleLearningRate,
         batches: &[B],
         mut timeline: Option<&mut Timeline>,
     ) -> Result<f64, Error> {
@@ -65,15 +70,15 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
                 // The others are told, and do not wait.
                 self.flush()?;
                 let group = self.mode.ranks().group();
-                let _ = agree::<B>(group, None, learning_rate, None);
+                let _ = agree::<B>(group, None, rates, None);
                 return Err(Error::NoBatch);
             }
             [batch] if self.done.scaler.is_none() => {
-                return self.run(learning_rate, batch, timeline);
+                return self.run(rates, batch, timeline);
             }
             _ => {}
         }
-        let prepared = self.prepare_micro(learning_rate, batches)?;
+        let prepared = self.prepare_micro(rates, batches)?;
         if let Some(timeline) = timeline.as_deref_mut() {
             *timeline = Timeline::new();
         }
@@ -130,21 +135,25 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Returns the graph of the first of such micro-batches, without the optimizer.
     pub(super) fn micro_graph(
         &mut self,
-        learning_rate: f64,
+        rates: &ModuleLearningRate,
         batches: &[B],
     ) -> Result<Arc<Graph>, Error> {
-        let graphs = self.prepare_micro(learning_rate, batches)?.graphs;
+        let graphs = self.prepare_micro(rates, batches)?.graphs;
         graphs.into_iter().next().ok_or(Error::NoBatch)
     }
 
     /// Returns the graphs for such micro-batches. All ranks must call it; they agree on all of them before anything
     /// changes, which takes one exchange of 8 bytes for each.
-    fn prepare_micro(&mut self, learning_rate: f64, batches: &[B]) -> Result<Prepared, Error> {
+    fn prepare_micro(
+        &mut self,
+        rates: &ModuleLearningRate,
+        batches: &[B],
+    ) -> Result<Prepared, Error> {
         let purpose = Purpose::Micro(batches.len());
         let was_open = self.mode.is_open();
         // The step before, if it has been put off: its gradients are pending under the same numbers.
         let flushed = self.flush();
-        let scalars = flushed.and_then(|()| self.scalars.peek(learning_rate));
+        let scalars = flushed.and_then(|()| self.scalars.peek(rates));
         // Zero where there are none: then there is nothing to say.
         let of_scalars = scalars.as_ref().map_or(0, StepScalars::fingerprint);
         let given = self.given();
@@ -157,7 +166,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
                 Ok(own)
             });
             let one_of = (batch, batches.len());
-            let own = self.agreed(own, said, learning_rate, one_of);
+            let own = self.agreed(own, said, rates, one_of);
             made.push(own.inspect_err(|_| self.reopen(was_open))?);
         }
         let mut graphs = Vec::new();

@@ -1,6 +1,6 @@
 //! Modules that stand for others while a step is traced.
 
-use burn::module::Module;
+use burn::module::{Module, ParamId};
 
 use crate::error::{Error, OverrideError};
 use crate::graph::Graph;
@@ -104,12 +104,12 @@ impl<M: Module, A: Override<M>, B: Override<A::Traced>> Override<M> for (A, B) {
 ///
 /// [`OverrideError`] if it lacks one, or has another.
 pub(super) fn added(
-    own: &[ParameterSpec],
-    traced: Vec<ParameterSpec>,
-) -> Result<Vec<ParameterSpec>, Error> {
-    for spec in own {
+    own: &[(ParamId, ParameterSpec)],
+    traced: Vec<(ParamId, ParameterSpec)>,
+) -> Result<Vec<(ParamId, ParameterSpec)>, Error> {
+    for (_, spec) in own {
         let path = spec.path.to_string();
-        let Some(other) = traced.iter().find(|other| other.path == spec.path) else {
+        let Some((_, other)) = traced.iter().find(|(_, other)| other.path == spec.path) else {
             return Err(OverrideError::Lacks { path }.into());
         };
         if other != spec {
@@ -121,11 +121,14 @@ pub(super) fn added(
             .into());
         }
     }
-    let is_own = |other: &ParameterSpec| own.iter().any(|spec| spec.path == other.path);
-    let added = traced.into_iter().filter(|other| !is_own(other));
-    let added = added.map(|other| ParameterSpec {
-        is_added: true,
-        ..other
+    let is_own = |other: &ParameterSpec| own.iter().any(|(_, spec)| spec.path == other.path);
+    let added = traced.into_iter().filter(|(_, other)| !is_own(other));
+    let added = added.map(|(id, other)| {
+        let spec = ParameterSpec {
+            is_added: true,
+            ..other
+        };
+        (id, spec)
     });
     Ok(added.collect())
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::tensor::TensorData;
 use burn_fsdp_mesh::{Layout, Mesh};
 use burn_ir::{BackendIr, TensorId};
@@ -131,13 +132,18 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// # Errors
     ///
     /// [`Error::Backwards`] if more steps are done; [`Error::UntraceableOptimizer`].
-    pub fn resume(&mut self, steps: u64, learning_rate: f64) -> Result<(), Error> {
+    pub fn resume(
+        &mut self,
+        steps: u64,
+        rates: impl Into<ModuleLearningRate>,
+    ) -> Result<(), Error> {
+        let rates = rates.into();
         let done = self.done.steps;
         if steps < done {
             return Err(Error::Backwards { done, steps });
         }
         for _ in self.done.steps..steps {
-            let step = self.scalars.peek(learning_rate)?;
+            let step = self.scalars.peek(&rates)?;
             self.scalars.advance(&step, |_| true);
         }
         self.done.steps = steps;

@@ -6,6 +6,7 @@ use std::slice::from_ref;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::backend::Flex;
+use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::tensor::TensorData;
 use burn_ir::BackendIr;
 
@@ -111,7 +112,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 
     /// Runs one train step and returns the loss: the mean over the ranks in data parallelism, that of the
     /// joined batch by placements. All ranks must call it, each with its part of the batch, all parts of
-    /// the same shapes.
+    /// the same shapes. The learning rate is a number, or Burn's of several groups.
     ///
     /// # Errors
     ///
@@ -122,8 +123,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// [`Error::LossScale`] if gradients overflow at every scale: the step was skipped.
     /// [`Error::Execution`] and [`Error::Collective`] from the step itself; after those,
     /// every call returns [`Error::Poisoned`].
-    pub fn step(&mut self, learning_rate: f64, batch: &B) -> Result<f64, Error> {
-        self.run(learning_rate, batch, None)
+    pub fn step(&mut self, rates: impl Into<ModuleLearningRate>, batch: &B) -> Result<f64, Error> {
+        self.run(&rates.into(), batch, None)
     }
 
     /// Runs [`step`](Self::step) and records its timeline.
@@ -133,22 +134,22 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// As [`step`](Self::step).
     pub fn step_with_timeline(
         &mut self,
-        learning_rate: f64,
+        rates: impl Into<ModuleLearningRate>,
         batch: &B,
     ) -> Result<(f64, Timeline), Error> {
         let mut timeline = Timeline::new();
-        let loss = self.run(learning_rate, batch, Some(&mut timeline))?;
+        let loss = self.run(&rates.into(), batch, Some(&mut timeline))?;
         Ok((loss, timeline))
     }
 
     pub(super) fn run(
         &mut self,
-        learning_rate: f64,
+        rates: &ModuleLearningRate,
         batch: &B,
         mut timeline: Option<&mut Timeline>,
     ) -> Result<f64, Error> {
         if self.done.scaler.is_some() {
-            return self.run_micro(learning_rate, from_ref(batch), timeline);
+            return self.run_micro(rates, from_ref(batch), timeline);
         }
         let Prepared {
             graph,
@@ -158,7 +159,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             stepped,
             pending,
             ..
-        } = self.prepare(learning_rate, batch)?;
+        } = self.prepare(rates, batch)?;
         // Tracing, and the agreement of the ranks, are not of the step.
         if let Some(timeline) = timeline.as_deref_mut() {
             *timeline = Timeline::new();
@@ -208,11 +209,11 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         &self,
         prepared: Result<T, Error>,
         fingerprint: impl Fn(&T) -> u64,
-        learning_rate: f64,
+        rates: &ModuleLearningRate,
         batch: (&E, usize),
     ) -> Result<T, Error> {
         let said = prepared.as_ref().ok().map(fingerprint);
-        let agreed = agree(self.mode.ranks().group(), said, learning_rate, Some(batch));
+        let agreed = agree(self.mode.ranks().group(), said, rates, Some(batch));
         prepared.and_then(|prepared| agreed.map(|()| prepared))
     }
 
@@ -267,10 +268,15 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// # Errors
     ///
     /// Those of tracing.
-    pub fn compile_for(&mut self, learning_rate: f64, batch: &B) -> Result<Arc<Graph>, Error> {
+    pub fn compile_for(
+        &mut self,
+        rates: impl Into<ModuleLearningRate>,
+        batch: &B,
+    ) -> Result<Arc<Graph>, Error> {
+        let rates = rates.into();
         match self.done.scaler {
-            Some(_) => self.micro_graph(learning_rate, from_ref(batch)),
-            None => Ok(self.prepare(learning_rate, batch)?.graph),
+            Some(_) => self.micro_graph(&rates, from_ref(batch)),
+            None => Ok(self.prepare(&rates, batch)?.graph),
         }
     }
 

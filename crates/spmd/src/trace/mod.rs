@@ -16,19 +16,19 @@ mod outputs;
 mod parameters;
 
 use burn::module::Module;
-use burn::optim::Optimizer;
 use burn::tensor::{DType, Device, Tensor};
 use burn_fsdp_mesh::Pattern;
 
 pub use activation::named_activation;
 pub use batch::{Batch, BatchMapper, InputSpec, data_of, specs_of};
-pub use optimizer::{HostScalars, OptimizerStep, StepScalars};
+pub use optimizer::{OptimizerGroups, OptimizerStep, StepScalars};
 pub use outputs::Loss;
 pub use parameters::{ParameterSpec, parameters};
 
 pub(crate) use batch::{JoinedShape, fixed_of};
 pub(crate) use capture::Defaults;
 pub(crate) use forward::trace_forward;
+pub(crate) use optimizer::{HostScalars, Trained, base_rate};
 pub(crate) use outputs::fill;
 pub(crate) use parameters::parameters_with;
 
@@ -70,7 +70,7 @@ impl Default for TraceConfig {
 }
 
 /// Traces a whole train step: `loss` of the module that `init` makes, its gradients, and a step of
-/// `optimizer` for every parameter that has one.
+/// `optimizer` for every parameter that has one: one of Burn's, or [`OptimizerGroups`].
 ///
 /// `init` is called with a device on which nothing is computed. Lazy parameters (all of Burn's) are
 /// never initialised. Of `batch` only shapes and types are used. Integers and booleans that the loss makes are of the CPU's default
@@ -94,7 +94,7 @@ pub fn trace<M, B, O>(
 where
     M: Module,
     B: Batch,
-    O: Optimizer,
+    O: Clone + Into<OptimizerGroups>,
 {
     let joined = |_: &str, shape: &[usize]| shape.to_vec();
     let options = TraceOptions {
@@ -105,17 +105,25 @@ where
     };
     trace_joined(init, loss, (batch, &joined), &options, |leaves| {
         let trained = leaves.iter().filter(|leaf| leaf.is_trained);
-        let trained = trained.map(|leaf| (leaf.path.clone(), leaf.shape.clone(), leaf.dtype));
-        let mut scalars = HostScalars::new(optimizer, config.learning_rate, trained)?;
+        let trained = trained.map(|leaf| Trained {
+            id: leaf.id,
+            path: leaf.path.clone(),
+            shape: leaf.shape.clone(),
+            dtype: leaf.dtype,
+        });
+        let optimizers: OptimizerGroups = optimizer.clone().into();
+        optimizers.check_members(leaves.iter().map(|leaf| (leaf.id, &*leaf.path)))?;
+        let mut scalars = HostScalars::new(optimizers, config.learning_rate, trained)?;
+        let rates = config.learning_rate.into();
         let steps_before = match config.step {
             OptimizerStep::First => 0,
             OptimizerStep::Next => 2,
         };
         for _ in 0..steps_before {
-            let step = scalars.peek(config.learning_rate)?;
+            let step = scalars.peek(&rates)?;
             scalars.advance(&step, |_| true);
         }
-        scalars.peek(config.learning_rate)
+        scalars.peek(&rates)
     })
     .map(|(graph, ())| graph)
 }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use burn::module::Module;
+use burn::module::{Module, ParamId};
 use burn::tensor::{DType, Device};
 
 use super::capture::{Defaults, record_with};
@@ -36,14 +36,16 @@ pub struct ParameterSpec {
 /// [`Error::Uncapturable`] if `init` reads the value of a tensor; [`Error::Tied`] if two trained parameters
 /// are one.
 pub fn parameters<M: Module>(init: impl FnOnce(&Device) -> M) -> Result<Vec<ParameterSpec>, Error> {
-    parameters_with(None, init)
+    let found = parameters_with(None, init)?.into_iter();
+    Ok(found.map(|(_, spec)| spec).collect())
 }
 
-/// Returns the tensors as [`parameters`] does, with the default types of a device.
+/// Returns the tensors as [`parameters`] does, with their ids in the module that `init` makes, and the default types of a
+/// device.
 pub(crate) fn parameters_with<M: Module>(
     defaults: Option<Defaults>,
     init: impl FnOnce(&Device) -> M,
-) -> Result<Vec<ParameterSpec>, Error> {
+) -> Result<Vec<(ParamId, ParameterSpec)>, Error> {
     let recording = record_with("the module", defaults, |device, _| {
         let tracked = device.clone().autodiff();
         let model = with_fakes(init(&tracked), device, &tracked);
@@ -68,14 +70,15 @@ pub(crate) fn parameters_with<M: Module>(
                     second: leaf.path.to_string(),
                 });
             }
-            specs.push(ParameterSpec {
+            let spec = ParameterSpec {
                 path: leaf.path,
                 shape: leaf.shape,
                 dtype: leaf.dtype,
                 is_trained,
                 is_buffer: is_running || !leaf.is_float,
                 is_added: false,
-            });
+            };
+            specs.push((leaf.id, spec));
         }
         Ok(specs)
     })?;

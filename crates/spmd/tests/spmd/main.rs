@@ -11,6 +11,7 @@ mod eager;
 mod every;
 mod evaluation;
 mod frozen;
+mod groups;
 mod host_values;
 mod hybrid;
 mod initial;

@@ -4,9 +4,11 @@
 //! take branches. So it runs beside the graph, step by step, once for all parameters of one shape, type
 //! and past, on tensors that are recorded and not computed. What comes out is compared with what the graph
 //! was made of. Equal operations: the graph runs with the scalars of this step. Others: there is another graph
-//! for them. What cannot be followed is an error that says what it was.
+//! for them. What cannot be followed is an error that says what it was. Parameters of several groups have optimizers and
+//! rates of their own.
 
 mod form;
+mod groups;
 mod structure;
 mod twin;
 
@@ -15,15 +17,18 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-use burn::optim::Optimizer;
+use burn::module::ParamId;
+use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::tensor::DType;
 use burn_fsdp_collectives::Fingerprint;
 use burn_ir::{OperationIr, ScalarIr};
 use burn_pack::Scalar;
 
+pub use groups::OptimizerGroups;
+pub(crate) use groups::base_rate;
 pub(crate) use structure::{Slot, gradient_id, parameter_id, state_id};
 use structure::{Structure, with_scalars};
-use twin::{Twin, TwinOf, TwinState, TwinStep};
+use twin::{Twin, TwinState, TwinStep};
 
 use crate::error::Error;
 
@@ -40,48 +45,25 @@ pub enum OptimizerStep {
     Next,
 }
 
-/// Calls `$body` with the const generic `$d` equal to `$rank`.
-macro_rules! with_rank {
-    ($rank:expr, $d:ident => $body:expr, $otherwise:expr) => {
-        match $rank {
-            1 => {
-                const $d: usize = 1;
-                $body
-            }
-            2 => {
-                const $d: usize = 2;
-                $body
-            }
-            3 => {
-                const $d: usize = 3;
-                $body
-            }
-            4 => {
-                const $d: usize = 4;
-                $body
-            }
-            5 => {
-                const $d: usize = 5;
-                $body
-            }
-            6 => {
-                const $d: usize = 6;
-                $body
-            }
-            _ => $otherwise,
-        }
-    };
-}
-
 /// The host side of an optimizer: its state for every trained parameter, without elements.
-pub struct HostScalars {
-    optimizer: &'static str,
+pub(crate) struct HostScalars {
+    optimizers: OptimizerGroups,
     kinds: Vec<Kind>,
     parameters: BTreeMap<Arc<str>, Held>,
 }
 
-/// The parameters of one shape and type.
+/// A trained parameter.
+pub(crate) struct Trained {
+    pub(crate) id: ParamId,
+    pub(crate) path: Arc<str>,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) dtype: DType,
+}
+
+/// The parameters of one group, shape and type.
 struct Kind {
+    /// The number of their optimizer.
+    group: usize,
     shape: Vec<usize>,
     dtype: DType,
     /// Path of one of them, for messages.
@@ -92,6 +74,7 @@ struct Kind {
 }
 
 struct Held {
+    id: ParamId,
     kind: usize,
     /// The state, `None` before the parameter's first step. Parameters of one past share it.
     state: Option<Arc<TwinState>>,
@@ -103,9 +86,10 @@ pub struct StepScalars {
     parameters: BTreeMap<Arc<str>, Arc<ParameterStep>>,
 }
 
-/// The operations and scalars of one step of the optimizer, for the parameters of one shape, type and past.
+/// The operations and scalars of one step of the optimizer, for the parameters of one kind, rate and past.
 #[derive(Debug)]
 pub(crate) struct ParameterStep {
+    rate: f64,
     structure: Arc<Structure>,
     /// Index of the kind, and of the structure in it.
     number: (usize, usize),
@@ -133,11 +117,11 @@ impl StepScalars {
         Some(scalars)
     }
 
-    /// Returns a number that is equal for equal scalars, whatever the process or rank.
+    /// Returns a number that is equal for equal rates and scalars, whatever the process or rank.
     pub(crate) fn fingerprint(&self) -> u64 {
         let mut hasher = Fingerprint::new();
         for (path, step) in &self.parameters {
-            (path, &step.scalars).hash(&mut hasher);
+            (path, step.rate.to_bits(), &step.scalars).hash(&mut hasher);
         }
         hasher.finish()
     }
@@ -155,31 +139,41 @@ impl StepScalars {
 }
 
 impl HostScalars {
-    /// Creates the host side before the first step, for trained parameters of these paths, shapes and types. Steps at
-    /// `learning_rate` are recorded to find the tensors of its state.
+    /// Creates the host side before the first step, for trained parameters. Steps at `learning_rate` are recorded to find
+    /// the tensors of the states.
     ///
     /// # Errors
     ///
-    /// [`Error::UntraceableOptimizer`] if the optimizer reads tensors, or refuses a parameter.
-    pub fn new<O: Optimizer>(
-        optimizer: &O,
+    /// [`Error::UntraceableOptimizer`] if an optimizer reads tensors, or refuses a parameter.
+    pub(crate) fn new(
+        optimizers: OptimizerGroups,
         learning_rate: f64,
-        parameters: impl IntoIterator<Item = (Arc<str>, Vec<usize>, DType)>,
+        parameters: impl IntoIterator<Item = Trained>,
     ) -> Result<Self, Error> {
         let mut new = Self {
-            optimizer: std::any::type_name::<O>(),
+            optimizers,
             kinds: Vec::new(),
             parameters: BTreeMap::new(),
         };
-        for (path, shape, dtype) in parameters {
+        for parameter in parameters {
+            let Trained {
+                id,
+                path,
+                shape,
+                dtype,
+            } = parameter;
+            let group = new.optimizers.of(id, &path);
             let mut kinds = new.kinds.iter();
-            let known = kinds.position(|kind| kind.shape == shape && kind.dtype == dtype);
+            let known = kinds
+                .position(|kind| (kind.group, &kind.shape, kind.dtype) == (group, &shape, dtype));
             let kind = match known {
                 Some(kind) => kind,
                 None => {
-                    let twin = twin(optimizer, learning_rate, &shape, dtype);
-                    let twin = twin.map_err(|reason| new.untraceable(&path, reason))?;
+                    let twin = new.optimizers.twin(group, learning_rate, (&shape, dtype));
+                    let optimizer = new.optimizers.name(group);
+                    let twin = twin.map_err(|reason| untraceable(optimizer, &path, reason))?;
                     new.kinds.push(Kind {
+                        group,
                         shape,
                         dtype,
                         path: path.clone(),
@@ -189,41 +183,44 @@ impl HostScalars {
                     new.kinds.len() - 1
                 }
             };
-            new.parameters.insert(path, Held { kind, state: None });
+            let state = None;
+            new.parameters.insert(path, Held { id, kind, state });
         }
         Ok(new)
     }
 
-    /// Returns the error that names this optimizer.
+    /// Returns the error that names the optimizer of a parameter.
     pub(crate) fn untraceable(&self, path: &str, reason: String) -> Error {
-        Error::UntraceableOptimizer {
-            optimizer: self.optimizer,
-            path: path.to_owned(),
-            reason,
-        }
+        let held = self.parameters.get(path);
+        let group = held.map_or(0, |held| self.kinds[held.kind].group);
+        untraceable(self.optimizers.name(group), path, reason)
     }
 
-    /// Returns the operations and scalars of the next step at that learning rate.
+    /// Returns the operations and scalars of the next step at these learning rates.
     ///
     /// # Errors
     ///
-    /// [`Error::UntraceableOptimizer`] if the optimizer does something that cannot be followed.
-    pub fn peek(&mut self, learning_rate: f64) -> Result<StepScalars, Error> {
-        type Past = (usize, Option<*const TwinState>);
+    /// [`Error::UntraceableOptimizer`] if an optimizer does something that cannot be followed; [`Error::Missing`] without a
+    /// rate.
+    pub(crate) fn peek(&mut self, rates: &ModuleLearningRate) -> Result<StepScalars, Error> {
+        type Past = (usize, u64, Option<*const TwinState>);
+        if base_rate(rates).is_none() {
+            let what = "the learning rate".to_owned();
+            return Err(Error::Missing { what });
+        }
         let mut done: BTreeMap<Past, Arc<ParameterStep>> = BTreeMap::new();
         let mut step = StepScalars::default();
         for (path, held) in &self.parameters {
-            let past = (held.kind, held.state.as_ref().map(Arc::as_ptr));
+            let rate = rates.lr_from_param(held.id, Some(path));
+            let state = held.state.as_ref().map(Arc::as_ptr);
+            let past = (held.kind, rate.to_bits(), state);
             let of_past = match done.get(&past) {
                 Some(known) => known.clone(),
                 None => {
                     let kind = &mut self.kinds[held.kind];
-                    let made = kind.step(held.kind, learning_rate, held.state.as_deref());
-                    let made = made.map_err(|reason| Error::UntraceableOptimizer {
-                        optimizer: self.optimizer,
-                        path: path.to_string(),
-                        reason,
-                    })?;
+                    let made = kind.step(held.kind, rate, held.state.as_deref());
+                    let optimizer = self.optimizers.name(kind.group);
+                    let made = made.map_err(|reason| untraceable(optimizer, path, reason))?;
                     done.entry(past).or_insert(Arc::new(made)).clone()
                 }
             };
@@ -233,7 +230,7 @@ impl HostScalars {
     }
 
     /// Counts a step as done for the parameters that `is_trained` by it.
-    pub fn advance(&mut self, step: &StepScalars, is_trained: impl Fn(&str) -> bool) {
+    pub(crate) fn advance(&mut self, step: &StepScalars, is_trained: impl Fn(&str) -> bool) {
         for (path, held) in &mut self.parameters {
             if let Some(step) = step.parameters.get(path).filter(|_| is_trained(path)) {
                 held.state = step.next.clone();
@@ -243,7 +240,7 @@ impl HostScalars {
 
     /// Returns the host values of the optimizer's state of a parameter, such as its step counter, as named numbers;
     /// `None` before its first step.
-    pub fn counters(&self, path: &str) -> Option<&[(String, Scalar)]> {
+    pub(crate) fn counters(&self, path: &str) -> Option<&[(String, Scalar)]> {
         Some(&self.parameters.get(path)?.state.as_ref()?.scalars)
     }
 
@@ -359,6 +356,7 @@ impl Kind {
             }
         };
         Ok(ParameterStep {
+            rate: learning_rate,
             structure: self.structures[number].clone(),
             number: (own, number),
             slots: self.twin.slots().clone(),
@@ -368,23 +366,18 @@ impl Kind {
     }
 }
 
-fn twin<O: Optimizer>(
-    optimizer: &O,
-    learning_rate: f64,
-    shape: &[usize],
-    dtype: DType,
-) -> Result<Box<dyn Twin>, String> {
-    with_rank!(
-        shape.len(),
-        D => Ok(Box::new(TwinOf::<O, D>::new(optimizer, learning_rate, shape, dtype)?)),
-        Err(format!("its tensor has {} dims, and 1 to 6 are supported", shape.len()))
-    )
+fn untraceable(optimizer: &'static str, path: &str, reason: String) -> Error {
+    Error::UntraceableOptimizer {
+        optimizer,
+        path: path.to_owned(),
+        reason,
+    }
 }
 
 impl fmt::Debug for HostScalars {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("HostScalars")
-            .field("optimizer", &self.optimizer)
+            .field("optimizers", &self.optimizers)
             .field("parameters", &self.parameters.keys())
             .finish_non_exhaustive()
     }
