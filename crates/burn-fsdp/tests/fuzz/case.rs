@@ -79,7 +79,7 @@ pub(crate) fn cases(engines: Engines) -> impl Strategy<Value = Case> {
                 plan,
                 optimizer: match engines {
                     Engines::Eager => optimizer,
-                    _ => optimizer.of_all(),
+                    _ => optimizer.compiled(),
                 },
                 micro_batches,
                 clip,

@@ -9,7 +9,7 @@ use burn::optim::{
     ModuleOptimizer, MuonConfig, RmsPropConfig, SgdConfig,
 };
 use burn_fsdp::Error;
-use burn_fsdp::compile::{CompiledStep, Mode, compile};
+use burn_fsdp::compile::{CompiledStep, Mode, OptimizerGroups, compile};
 
 use super::model::{Batch, Net, Plan};
 use super::wild::{Rows, Turns};
@@ -28,7 +28,7 @@ pub(crate) enum Optimizer {
     Centered,
     Adan,
     Lion,
-    /// AdamW, and SGD for the weights of layers.
+    /// AdamW, without decay of the embedding, and SGD for layers.
     Groups,
     Turns,
     Lamb,
@@ -38,6 +38,8 @@ pub(crate) enum Optimizer {
     Rows,
     /// Muon for matrices, and AdamW for the rest.
     Muon,
+    /// Muon for all, whatever their dims. It is not drawn.
+    Matrices,
     /// AdamW that clips the gradient of each parameter by its norm.
     Clipped,
 }
@@ -72,7 +74,13 @@ impl Optimizer {
     pub(crate) fn needs_whole_tensors(self) -> bool {
         matches!(
             self,
-            Self::Lamb | Self::Adafactor | Self::Absolute | Self::Rows | Self::Muon | Self::Clipped
+            Self::Lamb
+                | Self::Adafactor
+                | Self::Absolute
+                | Self::Rows
+                | Self::Muon
+                | Self::Matrices
+                | Self::Clipped
         )
     }
 
@@ -80,15 +88,19 @@ impl Optimizer {
     pub(crate) fn ignores_size(self) -> bool {
         matches!(
             self,
-            Self::Lamb | Self::Adafactor | Self::Absolute | Self::Lion | Self::Muon
+            Self::Lamb
+                | Self::Adafactor
+                | Self::Absolute
+                | Self::Lion
+                | Self::Muon
+                | Self::Matrices
         )
     }
 
-    /// Returns one in its place that is the same for all parameters, as a compiled step has it.
-    pub(crate) fn of_all(self) -> Self {
+    /// Returns one in its place that a compiled step can have: it clips by no norm of one gradient.
+    pub(crate) fn compiled(self) -> Self {
         match self {
-            Self::Groups | Self::Clipped => Self::AdamW,
-            Self::Muon => Self::Rows,
+            Self::Clipped => Self::AdamW,
             optimizer => optimizer,
         }
     }
@@ -119,73 +131,64 @@ impl Optimizer {
     }
 
     pub(crate) fn init(self, plan: &Plan) -> ModuleOptimizer {
+        let optimizer = ModuleOptimizer::from(self.groups(plan));
         match self {
-            Self::Sgd => SgdConfig::new().init(),
-            Self::Momentum => Self::momentum().init(),
-            Self::Decayed => Self::decayed().init(),
-            Self::Adam => AdamConfig::new().with_epsilon(EPSILON).init(),
-            Self::AdamW => Self::adamw().init(),
-            Self::AmsGrad => Self::adamw().with_amsgrad(true).init(),
-            Self::Cautious => Self::adamw().with_cautious_weight_decay(true).init(),
-            Self::AdaGrad => AdaGradConfig::new().with_epsilon(EPSILON).init(),
-            Self::RmsProp => Self::rms_prop().init(),
-            Self::Centered => Self::rms_prop().with_centered(true).init(),
-            Self::Adan => AdanConfig::new().with_epsilon(EPSILON).init(),
-            Self::Lion => LionConfig::new().init(),
-            Self::Groups => Self::adamw().init().with_group(
-                ParamGroup::from_predicate("layers"),
-                Self::momentum().build(),
-                None,
-            ),
-            Self::Turns => ModuleOptimizer::from(Turns),
-            Self::Lamb => LambConfig::new().with_epsilon(EPSILON).init(),
-            Self::Adafactor => AdafactorConfig::new().init(),
-            Self::Absolute => Self::absolute().init(),
-            Self::Rows => ModuleOptimizer::from(Rows),
-            Self::Muon => Self::adamw().init().with_group(
-                ParamGroup::from_paths(plan.matrices()),
-                MuonConfig::new().build(),
-                None,
-            ),
-            Self::Clipped => Self::adamw()
-                .init()
-                .with_grad_clipping(GradientClipping::Norm(1e-2)),
+            Self::Clipped => optimizer.with_grad_clipping(GradientClipping::Norm(1e-2)),
+            _ => optimizer,
         }
     }
 
     /// Returns the step by this optimizer of `plan`.
     pub(crate) fn compile(self, plan: &Plan, mode: Mode) -> Result<CompiledStep<Batch>, Error> {
-        macro_rules! compiled {
-            ($optimizer:expr) => {{
-                let (built, run) = (plan.clone(), plan.clone());
-                compile(
-                    move |device| built.init(device),
-                    move |net: &Net, batch: Batch| run.loss(net, batch, || {}),
-                    $optimizer,
-                    mode,
-                )
-            }};
-        }
-        let step = match self {
-            Self::Sgd => compiled!(SgdConfig::new().build()),
-            Self::Momentum => compiled!(Self::momentum().build()),
-            Self::Decayed => compiled!(Self::decayed().build()),
-            Self::Adam => compiled!(AdamConfig::new().with_epsilon(EPSILON).build()),
-            Self::AdamW | Self::Groups | Self::Clipped => compiled!(Self::adamw().build()),
-            Self::AmsGrad => compiled!(Self::adamw().with_amsgrad(true).build()),
-            Self::Cautious => compiled!(Self::adamw().with_cautious_weight_decay(true).build()),
-            Self::AdaGrad => compiled!(AdaGradConfig::new().with_epsilon(EPSILON).build()),
-            Self::RmsProp => compiled!(Self::rms_prop().build()),
-            Self::Centered => compiled!(Self::rms_prop().with_centered(true).build()),
-            Self::Adan => compiled!(AdanConfig::new().with_epsilon(EPSILON).build()),
-            Self::Lion => compiled!(LionConfig::new().build()),
-            Self::Turns => compiled!(Turns),
-            Self::Lamb => compiled!(LambConfig::new().with_epsilon(EPSILON).build()),
-            Self::Adafactor => compiled!(AdafactorConfig::new().build()),
-            Self::Absolute => compiled!(Self::absolute().build()),
-            Self::Rows => compiled!(Rows),
-            Self::Muon => compiled!(MuonConfig::new().build()),
-        };
+        let (built, run) = (plan.clone(), plan.clone());
+        let step = compile(
+            move |device| built.init(device),
+            move |net: &Net, batch: Batch| run.loss(net, batch, || {}),
+            self.groups(plan),
+            mode,
+        );
         Ok(step?)
+    }
+
+    fn groups(self, plan: &Plan) -> OptimizerGroups {
+        match self {
+            Self::Sgd => SgdConfig::new().build().into(),
+            Self::Momentum => Self::momentum().build().into(),
+            Self::Decayed => Self::decayed().build().into(),
+            Self::Adam => AdamConfig::new().with_epsilon(EPSILON).build().into(),
+            Self::AdamW | Self::Clipped => Self::adamw().build().into(),
+            Self::AmsGrad => Self::adamw().with_amsgrad(true).build().into(),
+            Self::Cautious => Self::adamw()
+                .with_cautious_weight_decay(true)
+                .build()
+                .into(),
+            Self::AdaGrad => AdaGradConfig::new().with_epsilon(EPSILON).build().into(),
+            Self::RmsProp => Self::rms_prop().build().into(),
+            Self::Centered => Self::rms_prop().with_centered(true).build().into(),
+            Self::Adan => AdanConfig::new().with_epsilon(EPSILON).build().into(),
+            Self::Lion => LionConfig::new().build().into(),
+            Self::Groups => {
+                let undecayed = Self::adamw().with_weight_decay(0.0).build();
+                let groups = OptimizerGroups::from(Self::adamw().build());
+                let groups = groups.with_group(ParamGroup::from_predicate("embed"), undecayed);
+                match plan.has_units("layers.*") {
+                    true => groups.with_group(
+                        ParamGroup::from_predicate("layers"),
+                        Self::momentum().build(),
+                    ),
+                    false => groups,
+                }
+            }
+            Self::Turns => Turns.into(),
+            Self::Lamb => LambConfig::new().with_epsilon(EPSILON).build().into(),
+            Self::Adafactor => AdafactorConfig::new().build().into(),
+            Self::Absolute => Self::absolute().build().into(),
+            Self::Rows => Rows.into(),
+            Self::Muon => OptimizerGroups::from(Self::adamw().build()).with_group(
+                ParamGroup::from_paths(plan.matrices()),
+                MuonConfig::new().build(),
+            ),
+            Self::Matrices => MuonConfig::new().build().into(),
+        }
     }
 }

@@ -14,7 +14,7 @@ use super::precision::Halves;
 pub(crate) fn refused(engines: Engines) -> impl Strategy<Value = Case> {
     let optimizers: Vec<_> = OPTIMIZERS.into_iter().collect();
     let whole = optimizers.into_iter().filter(|of| of.needs_whole_tensors());
-    let whole = whole.filter(move |of| engines == Engines::Eager || of.of_all() == *of);
+    let whole = whole.filter(move |of| engines == Engines::Eager || of.compiled() == *of);
     (
         cases(engines),
         select(whole.collect::<Vec<_>>()),
@@ -59,7 +59,7 @@ pub(crate) fn is_refused(case: &Case) -> TestCaseResult {
 /// Trainings by compiled steps with an optimizer that takes matrices alone, as nothing is cut.
 pub(crate) fn matrices_alone() -> impl Strategy<Value = Case> {
     refused(Engines::Compiled).prop_map(|mut case| {
-        case.optimizer = Optimizer::Muon;
+        case.optimizer = Optimizer::Matrices;
         case.clip = None;
         for leg in &mut case.legs {
             if let Engine::Compiled(compiled) = &mut leg.engine {
