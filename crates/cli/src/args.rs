@@ -2,6 +2,7 @@
 
 mod check;
 mod model;
+mod optimizer;
 mod steps;
 
 use std::path::PathBuf;
@@ -16,6 +17,7 @@ use crate::launch::LaunchArgs;
 use crate::operations::diff::DiffArgs;
 pub(crate) use check::CheckArg;
 pub(crate) use model::{DataArgs, ModelArgs, TrainedModelArg};
+pub(crate) use optimizer::{OptimizerArgs, OptimizerName};
 pub(crate) use steps::{ConsolidateArgs, FormatArg, GenerateArgs, InspectArgs, NamesArg};
 
 /// Train models fully sharded: parameters, gradients and optimizer state are divided over the ranks.
@@ -128,18 +130,8 @@ pub(crate) struct TrainingArgs {
     /// Steps in which the learning rate rises to its highest
     #[arg(long, value_name = "STEPS", default_value_t = 0)]
     pub(crate) lr_warmup: usize,
-    /// AdamW: decay of the mean of gradients
-    #[arg(long, default_value_t = 0.9, allow_negative_numbers = true)]
-    pub(crate) beta1: f32,
-    /// AdamW: decay of the mean of squared gradients
-    #[arg(long, default_value_t = 0.999, allow_negative_numbers = true)]
-    pub(crate) beta2: f32,
-    /// AdamW: added to the denominator
-    #[arg(long, default_value_t = 1e-8, allow_negative_numbers = true)]
-    pub(crate) eps: f32,
-    /// AdamW: decoupled weight decay, applied to every parameter
-    #[arg(long, default_value_t = 0.01, allow_negative_numbers = true)]
-    pub(crate) weight_decay: f32,
+    #[command(flatten)]
+    pub(crate) optimizer: OptimizerArgs,
     /// Micro-batches of a step; with the ranks, they divide the batch
     #[arg(long, value_name = "MICRO_BATCHES", default_value_t = 1)]
     pub(crate) accumulate: usize,

@@ -194,6 +194,16 @@ pub(crate) enum InputError {
     },
 
     #[error(
+        "step {step} was trained by --optimizer {found}, whose states {expected} has not; give --optimizer {found}, or train \
+         from --init without --resume"
+    )]
+    OtherOptimizer {
+        step: u64,
+        found: String,
+        expected: String,
+    },
+
+    #[error(
         "--model {model} has the sizes of config.json in the folder of --init; give --init FOLDER, as it lies on the hub"
     )]
     NeedsFolder { model: &'static str },

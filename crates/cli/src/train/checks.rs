@@ -3,19 +3,25 @@
 use burn_fsdp::Strategy;
 use burn_fsdp_models::ModelConfig;
 
-use crate::args::{Float, TrainArgs};
+use crate::args::{Float, StrategyArg, TrainArgs};
 use crate::error::InputError;
 use crate::host;
 use crate::train::ranks::Ranks;
+use crate::train::recipe::Recipe;
 
 /// Refuses flags that a compiled step does not support.
-pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
+pub(super) fn check_compiled(args: &TrainArgs, has_owners: bool) -> Result<(), InputError> {
     let (training, sharding) = (&args.training, &args.sharding);
     let refusals = [
         (
             sharding.offload.is_some(),
             "--offload",
             "all their tensors are on the device",
+        ),
+        (
+            has_owners && sharding.strategy != StrategyArg::NoShard,
+            training.optimizer.optimizer.flag(),
+            "it steps whole matrices, which compiled steps have with --strategy no-shard alone",
         ),
         (
             !training.device.is_host(),
@@ -80,12 +86,12 @@ pub(super) fn check_size(args: &TrainArgs) -> Result<(), InputError> {
 
 /// Refuses a run that cannot fit, as the allocator would end the process without a message.
 ///
-/// The ranks of this process hold parameters, gradients and two moments, divided or not,
+/// The ranks of this process hold parameters, gradients and the optimizer's state, divided or not,
 /// and the logits with their gradient. That is a lower bound; a run that passes may still be too
 /// large.
 pub(super) fn check_memory(
     args: &TrainArgs,
-    model: &ModelConfig,
+    (model, optimizer): (&ModelConfig, &Recipe),
     ranks: &Ranks,
     (strategy, replicas): (Strategy, usize),
 ) -> Result<(), InputError> {
@@ -101,12 +107,12 @@ pub(super) fn check_memory(
     };
     let values = match (args.model.lora, &args.sharding.offload) {
         // What is frozen has neither a gradient nor moments.
-        (Some(_), _) => 1,
-        (None, Some(_)) => 2,
-        (None, None) => 4,
+        (Some(_), _) => params as u128,
+        (None, Some(_)) => 2 * params as u128,
+        (None, None) => 2 * params as u128 + optimizer.num_values() as u128,
     };
     let (batch, seq) = (args.training.batch as u128, args.model.seq as u128);
-    let state = 4 * values * params as u128 * copies * own / number;
+    let state = 4 * values * copies * own / number;
     let logits = 8 * batch * seq * (model.vocab() as u128) * own / number;
     // A rank has a thread and an entry for each other rank; each of its parameters is an object, however
     // few elements it has.

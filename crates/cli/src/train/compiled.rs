@@ -120,7 +120,7 @@ fn traced<A: Architecture>(
     let one = || Tensor::<2, Int>::from_data(TensorData::new(vec![0i64], [1, 1]), &Device::flex());
     let tokens = || one().expand(shape);
     let init = move |device: &Device| lazy(sizes, adapters, device, seed);
-    let optimizer = config.optimizer.build();
+    let optimizer = config.optimizer.groups();
     let config = TraceConfig {
         step,
         learning_rate,
@@ -254,7 +254,7 @@ impl<'a, A: Architecture> Compiled<'a, A> {
             .map(|path| WeightsFile::open(path, sizes))
             .transpose()?;
         let read = |shard: &ShardSpec<'_>| weights::read_part(file.as_ref(), shard);
-        let optimizer = config.optimizer.build();
+        let optimizer = config.optimizer.groups();
         let mut step = compile_from(init, read, loss::<A::Model>, optimizer, mode)?;
         let adapters = config.adapters;
         let adapters = adapters.map(|adapters| Adapters::of_compiled(adapters, &mut step, mesh));

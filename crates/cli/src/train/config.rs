@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use burn::optim::AdamWConfig;
 use burn::tensor::{Device, FloatDType};
 use burn_fsdp::checkpoint::Checkpoints;
 use burn_fsdp::collectives::Check;
@@ -25,6 +24,7 @@ use crate::train::checks::{check_compiled, check_memory, check_reduction, check_
 use crate::train::data::Data;
 use crate::train::fault;
 use crate::train::ranks::Ranks;
+use crate::train::recipe::Recipe;
 use crate::train::resumed::Resumed;
 use crate::train::run_folder::CheckpointConfig;
 use crate::train::schedule::Schedule;
@@ -60,7 +60,7 @@ pub(crate) struct TrainConfig {
     /// Settings that are saved with a step, and compared when a run goes on from it.
     pub(crate) settings: Settings,
     pub(crate) not_finite: NotFinite,
-    pub(crate) optimizer: AdamWConfig,
+    pub(crate) optimizer: Recipe,
     pub(crate) ranks: Ranks,
     /// Threads that compute for each rank.
     pub(crate) threads: usize,
@@ -136,7 +136,8 @@ impl TrainConfig {
         let codec = codec(&args)?;
         let model = sizes::model(&args.model, &codec.codec)?;
         let adapters = sizes::adapters(&args, &model)?;
-        let optimizer = optimizer(&args.training)?;
+        check_rate(args.training.lr)?;
+        let optimizer = Recipe::new(&args, &model)?;
         let all_ranks = Ranks::find(args.sharding.ranks)?;
         let threads = all_ranks.threads_of_each(args.sharding.threads)?;
         let (batch, ranks) = (args.training.batch, all_ranks.number());
@@ -144,14 +145,14 @@ impl TrainConfig {
         let sharding = sharding(&args, &all_ranks)?;
         let step = step(&args.training)?;
         if args.training.compile {
-            check_compiled(&args)?;
+            check_compiled(&args, !optimizer.owned().is_empty())?;
         }
         let (steps, warmup) = (args.training.steps, args.training.warmup);
         check_size(&args)?;
         let fault = asked_fault(&args.training, &sharding, ranks)?;
         if args.training.device.is_host() {
             let held = (sharding.strategy, sharding.replicas);
-            check_memory(&args, &model, &all_ranks, held)?;
+            check_memory(&args, (&model, &optimizer), &all_ranks, held)?;
         }
         let data = Data::read(&args, codec, &model)?;
         let init = args.model.init.as_ref();
@@ -164,7 +165,7 @@ impl TrainConfig {
         if is_first {
             output::check(&args)?;
         }
-        let settings = Settings::new(&args, &data, sharding.division(ranks));
+        let settings = Settings::new(&args, &optimizer, &data, sharding.division(ranks));
         let is_init_idle = is_init_idle(&args, adapters);
         let state = (&model, adapters, &settings);
         let checkpoints = CheckpointConfig::new(args.checkpoint, &all_ranks, state)?;
@@ -251,6 +252,15 @@ impl TrainConfig {
         }
     }
 
+    /// Returns the number of values that the optimizer keeps of these.
+    pub(crate) fn num_optimizer_values(&self) -> usize {
+        match self.adapters {
+            None => self.optimizer.num_values(),
+            // Every factor is of one kind.
+            Some(_) => self.num_trained_params() * self.optimizer.values_of(""),
+        }
+    }
+
     /// Returns the sequences and the tokens of each in a batch, over all ranks.
     pub(crate) fn batch_shape(&self) -> [usize; 2] {
         [self.batch, self.seq]
@@ -319,41 +329,16 @@ fn goes_on_in_bytes(args: &CheckpointArgs) -> bool {
     newest.is_some_and(|step| tokenizer_of(&step.index().training).is_none())
 }
 
-/// Configures AdamW as PyTorch has it: weight decay decoupled and scaled by the learning rate,
-/// every parameter decayed, gradients not clipped.
-fn optimizer(args: &TrainingArgs) -> Result<AdamWConfig, InputError> {
-    let check = |flag, value: f64, is_valid: bool, expected| match is_valid {
+/// Checks the learning rate.
+fn check_rate(rate: f64) -> Result<(), InputError> {
+    match rate.is_finite() && rate >= 0.0 {
         true => Ok(()),
         false => Err(InputError::OutOfRange {
-            flag,
-            value,
-            expected,
+            flag: "--lr",
+            value: rate,
+            expected: "a number from 0 on",
         }),
-    };
-    let not_negative = |value: f64| value.is_finite() && value >= 0.0;
-    check("--lr", args.lr, not_negative(args.lr), "a number from 0 on")?;
-    for (flag, value) in [("--beta1", args.beta1), ("--beta2", args.beta2)] {
-        let is_valid = (0.0..1.0).contains(&value);
-        // As it was typed, and not as the nearest number of 32 bits.
-        let typed = value.to_string().parse().unwrap_or(f64::from(value));
-        check(flag, typed, is_valid, "from 0 to below 1")?;
     }
-    let is_positive = args.eps.is_finite() && args.eps > 0.0;
-    check("--eps", args.eps.into(), is_positive, "a number above 0")?;
-    let decay = f64::from(args.weight_decay);
-    check(
-        "--weight-decay",
-        decay,
-        not_negative(decay),
-        "a number from 0 on",
-    )?;
-    Ok(AdamWConfig::new()
-        .with_beta_1(args.beta1)
-        .with_beta_2(args.beta2)
-        .with_epsilon(args.eps)
-        .with_weight_decay(args.weight_decay)
-        .with_cautious_weight_decay(false)
-        .with_amsgrad(false))
 }
 
 /// Reads the fault that the environment asks for.

@@ -256,18 +256,17 @@ impl<A: Architecture> Trainer for Eager<'_, A> {
     }
 
     fn state_bytes(&self) -> Result<usize, RankError> {
-        // The parameters themselves, and what AdamW keeps for each that is trained.
+        // The parameters themselves, and what the optimizer keeps for each that is trained.
         let model = self.model()?;
         let held = memory(model)?.parameters;
-        let trained = match self.adapters {
-            None => held,
-            Some(_) => {
-                let tensors = local_state(model)?.into_iter();
-                let factors = tensors.filter(|tensor| is_factor(&tensor.path));
-                factors.map(|factor| factor.elements.len()).sum()
-            }
-        };
-        Ok(held + self.optimizer.values_in_memory() * trained)
+        if !self.optimizer.is_in_memory() {
+            return Ok(held);
+        }
+        let tensors = local_state(model)?.into_iter();
+        let trained = tensors.filter(|tensor| self.adapters.is_none() || is_factor(&tensor.path));
+        let kept = trained
+            .map(|tensor| tensor.elements.len() * self.config.optimizer.values_of(&tensor.path));
+        Ok(held + kept.sum::<usize>())
     }
 
     fn warnings(&self) -> Result<Vec<String>, RankError> {

@@ -1,6 +1,6 @@
 //! The `burn-fsdp train` command, in the order of a run:
 //!
-//! - `config`: the configuration, complete and valid (`sizes`, `checks`, `ranks`, `data`, `own_files`, `schedule`, `settings`, `fault`,
+//! - `config`: the configuration, complete and valid (`sizes`, `recipe`, `checks`, `ranks`, `data`, `own_files`, `schedule`, `settings`, `fault`,
 //!   `run_folder`, `resumed`).
 //! - `run`: the whole run, from the initial weights to the report.
 //! - `rank`: the loop of one rank around its `trainer`: `eager` or `compiled`, of which neither knows
@@ -27,6 +27,7 @@ mod own_files;
 mod progress;
 mod rank;
 mod ranks;
+mod recipe;
 mod report;
 mod resumed;
 mod run;

@@ -4,7 +4,7 @@
 use burn::module::Module;
 use burn::tensor::Device;
 use burn_fsdp::inspect::auto_units;
-use burn_fsdp::{Mesh, ProcessGroup, ProcessMesh, ShardPolicy, fully_shard};
+use burn_fsdp::{Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, fully_shard};
 use burn_fsdp_models::{Architecture, ModelConfig, ModelError, write_initial_weights};
 
 use crate::error::RankError;
@@ -71,6 +71,11 @@ pub(crate) fn shard<A: Architecture>(
         .strategy(sharding.strategy)
         .prefetch(sharding.prefetch)
         .precision(sharding.precision.clone());
+    // Where every rank has all parameters whole there is nothing to own.
+    let owned = config.optimizer.owned();
+    if sharding.strategy != Strategy::NoShard && !owned.is_empty() {
+        policy = policy.one_owner(owned);
+    }
     if sharding.replicas > 1 {
         policy = policy.replicate_axis("replicate");
     }

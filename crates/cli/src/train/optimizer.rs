@@ -3,18 +3,18 @@
 use burn::module::Module;
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn_fsdp::checkpoint::{Step, TrainingSnapshot, restore_training, snapshot_matching};
-use burn_fsdp::optim::{FileBackedOptimizer, SealedOptimizer, check_elementwise};
+use burn_fsdp::optim::{FileBackedOptimizer, check_elementwise};
 use burn_fsdp::{Mesh, catch};
 
 use crate::error::RankError;
 use crate::train::config::TrainConfig;
 
-/// Returns an AdamW optimizer without states, which seals those that it will have.
+/// Returns the optimizer without states, which seals those that it will have.
 pub(crate) fn fresh(config: &TrainConfig) -> ModuleOptimizer {
-    SealedOptimizer::new(config.optimizer.build()).into()
+    config.optimizer.sealed().into()
 }
 
-/// An AdamW optimizer.
+/// The optimizer.
 pub(crate) enum Optimizer {
     /// An optimizer whose state is in memory.
     InMemory(Box<ModuleOptimizer>),
@@ -37,12 +37,9 @@ impl Optimizer {
         })
     }
 
-    /// Returns the number of values that it keeps in memory for each parameter.
-    pub(crate) fn values_in_memory(&self) -> usize {
-        match self {
-            Self::InMemory(_) => 2,
-            Self::InFiles(_) => 0,
-        }
+    /// Returns true if its state is in memory.
+    pub(crate) fn is_in_memory(&self) -> bool {
+        matches!(self, Self::InMemory(_))
     }
 
     /// Takes a snapshot of the model and of its state.

@@ -23,6 +23,9 @@ pub(crate) struct Report {
     pub(crate) params: usize,
     /// Number of parameters that are trained: all, or those of adapters.
     pub(crate) trained_params: usize,
+    /// Number of values that the optimizer keeps of these.
+    #[serde(skip)]
+    pub(crate) optimizer_values: usize,
     pub(crate) model: &'static str,
     pub(crate) layers: usize,
     pub(crate) dim: usize,
@@ -125,6 +128,7 @@ impl Report {
             threads: config.threads,
             params: config.model.num_params(),
             trained_params: config.num_trained_params(),
+            optimizer_values: config.num_optimizer_values(),
             model: config.model.name(),
             layers: config.model.num_layers(),
             dim: config.model.dim(),

@@ -71,6 +71,7 @@ impl Resumed {
         };
         check_model(&step, model)?;
         adapters::check_sizes(&step.index().training, adapters)?;
+        settings.check_optimizer(&step.index().training)?;
         warnings.extend(settings.differences(&step.index().training));
         // At once: the report comes when it is too late to stop.
         warnings

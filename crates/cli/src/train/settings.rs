@@ -5,10 +5,12 @@ use burn_fsdp::checkpoint::TrainingState;
 use serde_json::{Map, Value, json};
 
 use crate::args::{
-    CheckpointArgs, DataArgs, Float, LrSchedule, ModelArgs, OutputArgs, ShardingArgs, TrainArgs,
-    TrainingArgs,
+    CheckpointArgs, DataArgs, Float, LrSchedule, ModelArgs, OptimizerName, OutputArgs,
+    ShardingArgs, TrainArgs, TrainingArgs,
 };
+use crate::error::InputError;
 use crate::train::data::Data;
+use crate::train::recipe::{NO_DECAY, OPTIMIZER, Recipe};
 
 /// Name of the section of a saved step.
 const SECTION: &str = "settings";
@@ -44,7 +46,12 @@ pub(crate) struct Settings(Map<String, Value>, Value);
 impl Settings {
     /// Every flag has its word here: a new one does not compile before somebody has said whether batches or numbers depend
     /// on it. Steps that were written before a setting was compared do not have it, and are silent about it.
-    pub(crate) fn new(args: &TrainArgs, data: &Data, division: Division) -> Self {
+    pub(crate) fn new(
+        args: &TrainArgs,
+        optimizer: &Recipe,
+        data: &Data,
+        division: Division,
+    ) -> Self {
         let TrainArgs {
             model,
             data: of_data,
@@ -56,6 +63,7 @@ impl Settings {
         let mut all = Map::new();
         all.extend(of_model(model));
         all.extend(of_training(training));
+        all.extend(optimizer.settings());
         all.extend(of_sums(sharding, division));
         all.insert(DATA.to_owned(), json!(data.identity()));
         all.insert(TOKENIZER.to_owned(), json!(data.tokenizer()));
@@ -69,6 +77,20 @@ impl Settings {
         training.sections.insert(SECTION.to_owned(), settings);
     }
 
+    /// Refuses a step of another optimizer, whose states are not those of this run's.
+    pub(crate) fn check_optimizer(&self, saved: &TrainingState) -> Result<(), InputError> {
+        let was = saved.sections.get(SECTION).and_then(Value::as_object);
+        let was = with_former_optimizer(was.cloned().unwrap_or_default());
+        match (&was[OPTIMIZER], &self.0[OPTIMIZER]) {
+            (was, own) if was == own => Ok(()),
+            (was, own) => Err(InputError::OtherOptimizer {
+                step: saved.step,
+                found: shortened(was),
+                expected: shortened(own),
+            }),
+        }
+    }
+
     /// Returns one sentence for each setting that is not as it was when a step was saved.
     pub(crate) fn differences(&self, saved: &TrainingState) -> Vec<String> {
         let step = saved.step;
@@ -77,6 +99,8 @@ impl Settings {
             // A step from before there was such a section, or of another program.
             _ => older(saved),
         };
+        // Before there was a choice.
+        let was = with_former_optimizer(was);
         let rounds = is_rounded(&self.0) || is_rounded(&was);
         let own = self.0.iter();
         let own = own.filter(|(name, _)| rounds || !OF_SUMS.contains(&name.as_str()));
@@ -106,6 +130,18 @@ impl Settings {
     }
 }
 
+/// Returns the settings of a step, with the optimizer that every step had which names none.
+fn with_former_optimizer(mut was: Map<String, Value>) -> Map<String, Value> {
+    let former = [
+        (OPTIMIZER, json!(OptimizerName::Adamw)),
+        (NO_DECAY, json!([])),
+    ];
+    for (name, value) in former {
+        was.entry(name).or_insert(value);
+    }
+    was
+}
+
 fn of_model(args: &ModelArgs) -> Map<String, Value> {
     let ModelArgs {
         seq,
@@ -127,8 +163,6 @@ fn of_model(args: &ModelArgs) -> Map<String, Value> {
 }
 
 fn of_training(args: &TrainingArgs) -> Map<String, Value> {
-    // As it was typed, and not the nearest of 32 bits written with 64.
-    let decimal = |value: &f32| value.to_string().parse().unwrap_or(f64::from(*value));
     let TrainingArgs {
         batch,
         // Where a cosine falls to depends on how many there are, below; otherwise a run may go on for longer.
@@ -137,10 +171,8 @@ fn of_training(args: &TrainingArgs) -> Map<String, Value> {
         lr,
         lr_schedule,
         lr_warmup,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
+        // As they come out, from the recipe.
+        optimizer: _,
         accumulate,
         no_sync,
         clip_grad_norm,
@@ -162,10 +194,6 @@ fn of_training(args: &TrainingArgs) -> Map<String, Value> {
         "--lr": lr,
         "--lr-schedule": lr_schedule,
         "--lr-warmup": lr_warmup,
-        "--beta1": decimal(beta1),
-        "--beta2": decimal(beta2),
-        "--eps": decimal(eps),
-        "--weight-decay": decimal(weight_decay),
         "--accumulate": accumulate,
         "--no-sync": no_sync,
         "--clip-grad-norm": clip_grad_norm,
@@ -278,6 +306,11 @@ fn shortened(value: &Value) -> String {
     let text = match value {
         Value::Null => "none".to_owned(),
         Value::String(text) => text.clone(),
+        Value::Array(all) if all.is_empty() => "none".to_owned(),
+        Value::Array(all) => {
+            let all = all.iter().map(|one| one.as_str().unwrap_or_default());
+            all.collect::<Vec<_>>().join(", ")
+        }
         value => value.to_string(),
     };
     // The file may be from anyone.

@@ -6,8 +6,6 @@ use crate::train::report::Report;
 
 /// Bytes of a parameter in 32 bits.
 const PARAMETER_BYTES: usize = 4;
-/// Bytes of AdamW's two values for a parameter that is trained.
-const MOMENTS_BYTES: usize = 2 * 4;
 const MIB: f64 = (1 << 20) as f64;
 
 impl fmt::Display for Report {
@@ -82,7 +80,7 @@ impl Report {
             list(&self.state_bytes),
             list(&self.unsharded_peak_bytes)
         )?;
-        let mut whole = PARAMETER_BYTES * self.params + MOMENTS_BYTES * self.trained_params;
+        let mut whole = PARAMETER_BYTES * (self.params + self.optimizer_values);
         if self.trained_params != self.params {
             // Adapters are parameters beside those of the model.
             whole += PARAMETER_BYTES * self.trained_params;

@@ -3,7 +3,7 @@
 use crate::command::{Folder, Random, is_long};
 
 /// Flags of a training that take a number. Each run is of one step at most.
-const NUMBERS: [&str; 29] = [
+const NUMBERS: [&str; 30] = [
     "--layers",
     "--dim",
     "--heads",
@@ -20,6 +20,7 @@ const NUMBERS: [&str; 29] = [
     "--beta1",
     "--beta2",
     "--eps",
+    "--momentum",
     "--weight-decay",
     "--accumulate",
     "--clip-grad-norm",

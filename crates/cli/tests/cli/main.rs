@@ -27,6 +27,7 @@ mod links;
 mod numbers;
 mod old_steps;
 mod operations;
+mod optimizers;
 mod outputs;
 mod plan;
 #[cfg(feature = "mpi")]

@@ -20,6 +20,7 @@ fn settings_that_differ_are_named() {
         ("--beta2 0.9", "--beta2 is 0.9"),
         ("--eps 0.5", "--eps is 0.5"),
         ("--weight-decay 0.5", "--weight-decay is 0.5, but was 0.01"),
+        ("--no-decay vectors", "--no-decay is vectors, but was none"),
         (
             "--lr-schedule cosine",
             "--lr-schedule is cosine, but was constant",

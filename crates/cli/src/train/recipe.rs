@@ -1,0 +1,442 @@
+//! The optimizers of a run: which there are, for which parameters, and with which numbers.
+
+use burn::module::ParamGroup;
+use burn::optim::decay::WeightDecayConfig;
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{
+    AdaGradConfig, AdamConfig, AdamWConfig, AdanConfig, LionConfig, MuonConfig, Optimizer,
+    RmsPropConfig, SgdConfig,
+};
+use burn_fsdp::compile::OptimizerGroups;
+use burn_fsdp::mesh::Pattern;
+use burn_fsdp::optim::SealedOptimizer;
+use burn_fsdp_models::{Architecture, ModelConfig, ParameterSpec};
+use serde_json::{Map, Value, json};
+
+use crate::args::{OptimizerArgs, OptimizerName, TrainArgs};
+use crate::error::InputError;
+
+/// Name of the setting that says which optimizer a step was trained by.
+pub(crate) const OPTIMIZER: &str = "--optimizer";
+/// Name of the setting that says which parameters do not decay.
+pub(crate) const NO_DECAY: &str = "--no-decay";
+/// The pattern of all parameters of one dim.
+const VECTORS: &str = "vectors";
+
+/// The optimizers of a run.
+#[derive(Debug, Clone)]
+pub(crate) struct Recipe {
+    name: OptimizerName,
+    numbers: Numbers,
+    /// The parameters that do not decay, as they were named.
+    no_decay: Vec<String>,
+    /// Paths of all parameters that are trained.
+    members: Vec<Member>,
+}
+
+/// The numbers of an optimizer; those that it has not are not used.
+#[derive(Debug, Clone, Copy)]
+struct Numbers {
+    beta1: f32,
+    beta2: f32,
+    eps: f32,
+    momentum: f32,
+    weight_decay: f32,
+}
+
+/// A trained parameter.
+#[derive(Debug, Clone)]
+struct Member {
+    path: String,
+    elements: usize,
+    /// True for a matrix of a block, which Muon steps.
+    is_matrix: bool,
+    decays: bool,
+}
+
+impl Numbers {
+    /// Returns those of an optimizer where nothing else is said.
+    fn of(name: OptimizerName) -> Self {
+        use OptimizerName::{Adam, Adamw, Adan, Lion, Muon, Rmsprop, Sgd};
+        Self {
+            beta1: if name == Adan { 0.98 } else { 0.9 },
+            beta2: match name {
+                Lion | Rmsprop => 0.99,
+                Adan => 0.92,
+                _ => 0.999,
+            },
+            eps: 1e-8,
+            momentum: match name {
+                Sgd => 0.9,
+                Muon => 0.95,
+                _ => 0.0,
+            },
+            weight_decay: match name {
+                Adamw | Muon => 0.01,
+                Adam | Sgd | Rmsprop | OptimizerName::Adagrad | Adan | Lion => 0.0,
+            },
+        }
+    }
+}
+
+/// Returns true if an optimizer has that number.
+fn has(name: OptimizerName, flag: &str) -> bool {
+    use OptimizerName::{Adam, Adamw, Adan, Lion, Muon, Rmsprop, Sgd};
+    match flag {
+        "--beta1" => matches!(name, Adamw | Adam | Adan | Lion | Muon),
+        "--beta2" => matches!(name, Adamw | Adam | Adan | Lion | Muon | Rmsprop),
+        "--eps" => !matches!(name, Sgd | Lion),
+        "--momentum" => matches!(name, Sgd | Rmsprop | Muon),
+        _ => true,
+    }
+}
+
+impl Recipe {
+    /// Resolves and checks the flags, for a model.
+    pub(crate) fn new(args: &TrainArgs, model: &ModelConfig) -> Result<Self, InputError> {
+        let given = &args.training.optimizer;
+        let name = given.optimizer;
+        let numbers = numbers(given)?;
+        let table = match model {
+            ModelConfig::Gpt(sizes) => table(*sizes),
+            ModelConfig::Llama(sizes) => table(*sizes),
+            ModelConfig::Gpt2(sizes) => table(*sizes),
+        };
+        let excludes = |first, second, reason| {
+            Err(InputError::Excludes {
+                first,
+                second,
+                reason,
+            })
+        };
+        if !given.no_decay.is_empty() && numbers.weight_decay == 0.0 {
+            return excludes(NO_DECAY, "a --weight-decay of 0", "nothing decays");
+        }
+        if args.model.lora.is_some() {
+            if !given.no_decay.is_empty() {
+                let reason = "adapters alone are trained, and they are matrices";
+                return excludes(NO_DECAY, "--lora", reason);
+            }
+            if name == OptimizerName::Muon {
+                let reason = "it steps the matrices of blocks, and these are frozen";
+                return excludes(name.flag(), "--lora", reason);
+            }
+        }
+        let undecayed = undecayed(&given.no_decay, &table)?;
+        let members = table.into_iter().map(|(spec, is_in_block)| Member {
+            elements: spec.shape.iter().product(),
+            is_matrix: is_in_block && spec.shape.len() == 2,
+            decays: !undecayed.contains(&spec.path),
+            path: spec.path,
+        });
+        Ok(Self {
+            name,
+            numbers,
+            no_decay: given.no_decay.clone(),
+            members: members.collect(),
+        })
+    }
+
+    /// Returns the optimizers.
+    pub(crate) fn groups(&self) -> OptimizerGroups {
+        self.joined(false)
+    }
+
+    /// Returns the optimizers, which seal the states that they keep.
+    pub(crate) fn sealed(&self) -> OptimizerGroups {
+        self.joined(true)
+    }
+
+    fn joined(&self, seals: bool) -> OptimizerGroups {
+        use OptimizerName::{Adamw, Muon};
+        let rest = match self.name {
+            Muon => Adamw,
+            name => name,
+        };
+        let decay = self.numbers.weight_decay;
+        let mut groups = self.with(None, ParamGroup::all(), (rest, decay), seals);
+        for (name, decays) in [(Muon, true), (Muon, false), (rest, false)] {
+            let members = self.members.iter().filter(|member| {
+                let is_muons = self.name == Muon && member.is_matrix;
+                is_muons == (name == Muon) && member.decays == decays
+            });
+            let paths: Vec<&str> = members.map(|member| member.path.as_str()).collect();
+            if !paths.is_empty() {
+                let decay = if decays { decay } else { 0.0 };
+                let members = ParamGroup::from_paths(paths);
+                groups = self.with(Some(groups), members, (name, decay), seals);
+            }
+        }
+        groups
+    }
+
+    /// Adds one of the optimizers for a group, or begins with it.
+    fn with(
+        &self,
+        groups: Option<OptimizerGroups>,
+        members: ParamGroup,
+        (name, weight_decay): (OptimizerName, f32),
+        seals: bool,
+    ) -> OptimizerGroups {
+        let Numbers {
+            beta1,
+            beta2,
+            eps,
+            momentum,
+            ..
+        } = self.numbers;
+        let added = (weight_decay > 0.0).then(|| WeightDecayConfig::new(weight_decay));
+        let to = (groups, members, seals);
+        match name {
+            // As PyTorch has it: weight decay decoupled and scaled by the learning rate.
+            OptimizerName::Adamw => put(
+                AdamWConfig::new()
+                    .with_beta_1(beta1)
+                    .with_beta_2(beta2)
+                    .with_epsilon(eps)
+                    .with_weight_decay(weight_decay)
+                    .with_cautious_weight_decay(false)
+                    .with_amsgrad(false)
+                    .build(),
+                to,
+            ),
+            OptimizerName::Adam => put(
+                AdamConfig::new()
+                    .with_beta_1(beta1)
+                    .with_beta_2(beta2)
+                    .with_epsilon(eps)
+                    .with_weight_decay(added)
+                    .build(),
+                to,
+            ),
+            OptimizerName::Sgd => {
+                let of = MomentumConfig::new().with_momentum(f64::from(momentum));
+                let of = of.with_dampening(0.0);
+                let sgd = SgdConfig::new().with_weight_decay(added);
+                put(
+                    sgd.with_momentum((momentum > 0.0).then_some(of)).build(),
+                    to,
+                )
+            }
+            OptimizerName::Rmsprop => put(
+                RmsPropConfig::new()
+                    .with_alpha(beta2)
+                    .with_momentum(momentum)
+                    .with_epsilon(eps)
+                    .with_weight_decay(added)
+                    .build(),
+                to,
+            ),
+            OptimizerName::Adagrad => put(
+                AdaGradConfig::new()
+                    .with_epsilon(eps)
+                    .with_weight_decay(added)
+                    .build(),
+                to,
+            ),
+            OptimizerName::Adan => put(
+                AdanConfig::new()
+                    .with_beta_1(beta1)
+                    .with_beta_2(beta2)
+                    .with_epsilon(eps)
+                    .with_weight_decay(weight_decay)
+                    .build(),
+                to,
+            ),
+            OptimizerName::Lion => put(
+                LionConfig::new()
+                    .with_beta_1(beta1)
+                    .with_beta_2(beta2)
+                    .with_weight_decay(weight_decay)
+                    .build(),
+                to,
+            ),
+            OptimizerName::Muon => {
+                let of = MomentumConfig::new().with_momentum(f64::from(momentum));
+                let of = of.with_dampening(0.0).with_nesterov(true);
+                put(
+                    MuonConfig::new()
+                        .with_momentum(of)
+                        .with_weight_decay(added)
+                        .build(),
+                    to,
+                )
+            }
+        }
+    }
+
+    /// Returns the paths of the parameters that a rank has to own: those that are stepped as whole matrices.
+    pub(crate) fn owned(&self) -> Vec<&str> {
+        let is_muon = self.name == OptimizerName::Muon;
+        let owned = self
+            .members
+            .iter()
+            .filter(|member| is_muon && member.is_matrix);
+        owned.map(|member| member.path.as_str()).collect()
+    }
+
+    /// Returns the number of values that are kept for each element of a parameter.
+    pub(crate) fn values_of(&self, path: &str) -> usize {
+        match self.name {
+            OptimizerName::Muon => match self.owned().contains(&path) {
+                true => 1,
+                false => 2,
+            },
+            OptimizerName::Adamw | OptimizerName::Adam => 2,
+            OptimizerName::Sgd => usize::from(self.numbers.momentum > 0.0),
+            OptimizerName::Rmsprop => 1 + usize::from(self.numbers.momentum > 0.0),
+            OptimizerName::Adagrad | OptimizerName::Lion => 1,
+            OptimizerName::Adan => 4,
+        }
+    }
+
+    /// Returns the number of values that are kept for all parameters of the model.
+    pub(crate) fn num_values(&self) -> usize {
+        let members = self.members.iter();
+        members
+            .map(|member| member.elements * self.values_of(&member.path))
+            .sum()
+    }
+
+    /// Returns the settings that are compared when a run goes on.
+    pub(crate) fn settings(&self) -> Map<String, Value> {
+        // As it was typed, and not the nearest of 32 bits written with 64.
+        let decimal = |value: f32| value.to_string().parse().unwrap_or(f64::from(value));
+        let Numbers {
+            beta1,
+            beta2,
+            eps,
+            momentum,
+            weight_decay,
+        } = self.numbers;
+        let mut all = Map::new();
+        all.insert(OPTIMIZER.to_owned(), json!(self.name));
+        all.insert(NO_DECAY.to_owned(), json!(self.no_decay));
+        for (flag, value) in [
+            ("--beta1", beta1),
+            ("--beta2", beta2),
+            ("--eps", eps),
+            ("--momentum", momentum),
+            ("--weight-decay", weight_decay),
+        ] {
+            if has(self.name, flag) {
+                all.insert(flag.to_owned(), json!(decimal(value)));
+            }
+        }
+        all
+    }
+}
+
+/// Returns an optimizer of a group, with the others, and with seals of its states if that is asked for.
+fn put(
+    optimizer: impl Optimizer,
+    (groups, members, seals): (Option<OptimizerGroups>, ParamGroup, bool),
+) -> OptimizerGroups {
+    fn joined(
+        groups: Option<OptimizerGroups>,
+        members: ParamGroup,
+        optimizer: impl Optimizer,
+    ) -> OptimizerGroups {
+        match groups {
+            None => optimizer.into(),
+            Some(groups) => groups.with_group(members, optimizer),
+        }
+    }
+    match seals {
+        true => joined(groups, members, SealedOptimizer::new(optimizer)),
+        false => joined(groups, members, optimizer),
+    }
+}
+
+/// Returns the parameters of a model, and whether each is in a block.
+fn table<A: Architecture>(sizes: A) -> Vec<(ParameterSpec, bool)> {
+    let blocks = Pattern::new(A::BLOCKS);
+    let table = sizes.parameters().into_iter();
+    let table = table.map(|spec| {
+        let is_in_block = blocks.is_around(&spec.path);
+        (spec, is_in_block)
+    });
+    table.collect()
+}
+
+/// Returns the paths that these patterns stand for.
+fn undecayed(
+    patterns: &[String],
+    table: &[(ParameterSpec, bool)],
+) -> Result<Vec<String>, InputError> {
+    let mut all = Vec::new();
+    for text in patterns {
+        let pattern = Pattern::new(text.as_str());
+        let found = table.iter().filter(|(spec, _)| match text.as_str() {
+            VECTORS => spec.shape.len() == 1,
+            _ => pattern.prefix_of(&spec.path).is_some(),
+        });
+        let before = all.len();
+        all.extend(found.map(|(spec, _)| spec.path.clone()));
+        if all.len() == before {
+            let known = table.iter().take(8).map(|(spec, _)| spec.path.as_str());
+            return Err(InputError::UnknownName {
+                what: "parameter or module of --no-decay",
+                name: text.clone(),
+                known: format!("{VECTORS}, {}", known.collect::<Vec<_>>().join(", ")),
+            });
+        }
+    }
+    Ok(all)
+}
+
+/// Checks the numbers, and that the optimizer has those that were given.
+fn numbers(args: &OptimizerArgs) -> Result<Numbers, InputError> {
+    let name = args.optimizer;
+    let fraction = |value: f32| (0.0..1.0).contains(&value);
+    let positive = |value: f32| value.is_finite() && value > 0.0;
+    let not_negative = |value: f32| value.is_finite() && value >= 0.0;
+    let below_one = "from 0 to below 1";
+    type Check<'a> = (
+        &'static str,
+        Option<f32>,
+        &'a dyn Fn(f32) -> bool,
+        &'static str,
+    );
+    let checks: [Check<'_>; 5] = [
+        ("--beta1", args.beta1, &fraction, below_one),
+        ("--beta2", args.beta2, &fraction, below_one),
+        ("--eps", args.eps, &positive, "a number above 0"),
+        ("--momentum", args.momentum, &fraction, below_one),
+        (
+            "--weight-decay",
+            args.weight_decay,
+            &not_negative,
+            "a number from 0 on",
+        ),
+    ];
+    for (flag, value, is_valid, expected) in checks {
+        let Some(value) = value else {
+            continue;
+        };
+        if !is_valid(value) {
+            // As it was typed, and not as the nearest number of 32 bits.
+            let value = value.to_string().parse().unwrap_or(f64::from(value));
+            return Err(InputError::OutOfRange {
+                flag,
+                value,
+                expected,
+            });
+        }
+        if !has(name, flag) {
+            return Err(InputError::Excludes {
+                first: flag,
+                second: name.flag(),
+                reason: "it has no such number",
+            });
+        }
+    }
+    let usual = Numbers::of(name);
+    Ok(Numbers {
+        beta1: args.beta1.unwrap_or(usual.beta1),
+        beta2: args.beta2.unwrap_or(usual.beta2),
+        eps: args.eps.unwrap_or(usual.eps),
+        momentum: args.momentum.unwrap_or(usual.momentum),
+        weight_decay: args.weight_decay.unwrap_or(usual.weight_decay),
+    })
+}
