@@ -70,11 +70,13 @@ mod dtype;
 mod error;
 mod file_backed;
 mod file_backed_steps;
+mod inputs;
 mod optimizer_cut;
 mod optimizer_record;
 mod optimizer_state;
 mod optimizer_whole;
 mod piecewise;
+mod recompute;
 mod rendezvous;
 mod restore;
 mod scaler;
@@ -87,12 +89,15 @@ pub use blocking::{resume, save};
 pub use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};
 pub use burn_fsdp_mesh::{Mesh, Placement};
 pub use burn_fsdp_shard::{
-    Clip, FullyShardedDataParallel, LossScaler, Precision, ShardPolicy, Strategy, backward,
-    cast_input, catch, clip_grad_norm, fully_shard, no_sync, recompute, replicate,
+    Clip, FullyShardedDataParallel, LossScaler, Precision, ShardPolicy, Strategy, backward, catch,
+    clip_grad_norm, fully_shard, no_sync, replicate,
 };
+pub use burn_fsdp_spmd::cast_floats;
 pub use checkpointer::Checkpointer;
 pub use device_name::{DeviceName, DeviceNameError};
 pub use error::Error;
+pub use inputs::cast_input;
+pub use recompute::recompute;
 
 /// The smaller parts of a [`ShardPolicy`], sharding of values that each rank reads, evaluation by any route, and the error of the
 /// eager engine.

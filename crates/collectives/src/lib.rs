@@ -101,7 +101,7 @@ pub use group::ProcessGroup;
 pub use identity::GroupId;
 pub use label::Label;
 pub use launch::{
-    LaunchConfig, LaunchError, Processes, Unwound, launch, launcher_ranks, processes,
+    LaunchConfig, LaunchError, Processes, Unwound, launch, launcher_ranks, processes, thread_ranks,
 };
 pub use ledger::{EntryState, Ledger, LedgerEntry, LedgerReport};
 pub use operation::{Operation, OperationKind};

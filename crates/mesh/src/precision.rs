@@ -73,6 +73,12 @@ impl<T: Copy> Precision<T> {
         self
     }
 
+    /// Returns the type in which parameters compute that are in no pattern of [`full_in`](Self::full_in), if it is another than
+    /// that in which they are stored.
+    pub fn compute(&self) -> Option<T> {
+        self.compute
+    }
+
     /// Returns the first pattern of [`full_in`](Self::full_in) that matches no module around `paths`.
     pub fn unmatched(&self, paths: &[&str]) -> Option<&str> {
         let mut patterns = self.full_in.iter();

@@ -109,8 +109,7 @@ pub enum Error {
     },
     /// A number of ranks to which full weights cannot be resharded.
     #[error(
-        "cannot reshard to groups of {got} ranks: expected a divisor of the {ranks} ranks of the \
-         shard axis"
+        "cannot reshard to groups of {got} ranks: expected a divisor of the {ranks} ranks of the shard axis"
     )]
     ReshardTo {
         /// Ranks of a group, as given.
@@ -133,8 +132,7 @@ pub enum Error {
     },
     /// A parameter that is reachable under two paths.
     #[error(
-        "parameters `{first}` and `{second}` are one parameter (same id); \
-         a parameter has one place in a module: keep it in one of them and pass its value to the other"
+        "parameters `{first}` and `{second}` are one parameter (same id); keep it in one place of a module and pass its value to the other"
     )]
     Tied {
         /// The path seen first.
@@ -157,8 +155,7 @@ pub enum Error {
     },
     /// Parameters of one module on different backends.
     #[error(
-        "parameter `{first}` is on {expected}, but `{second}` on {got}; build the whole module on one \
-         backend, and use `ShardPolicy::offload_to` to keep shards on the host"
+        "parameter `{first}` is on {expected}, but `{second}` on {got}; build all on one backend, and use `ShardPolicy::offload_to` for the host"
     )]
     Backends {
         /// The path seen first.
@@ -180,6 +177,35 @@ pub enum Error {
         path: String,
         /// The element type found.
         got: String,
+    },
+    /// A layer of Burn's that does not compute in the type in which its parameters do.
+    #[error(
+        "layer {layer} computes in {expected} alone, the type of its states, and its `{param}` in {got}: keep it in full by \
+         `Precision::full_in`, and cast around it in the model, what goes in by `x.cast(DType::{expected})` and what comes \
+         out by `x.cast(DType::{got})`; or compile the step, where it needs neither"
+    )]
+    LayerType {
+        /// Path and name of the layer.
+        layer: String,
+        /// Path of the parameter.
+        param: String,
+        /// The type in which the layer computes.
+        expected: String,
+        /// The type in which the parameter computes.
+        got: String,
+    },
+    /// Two types that met in an operation of Burn's.
+    #[error(
+        "tensors of two types met, after the model had read `{param}`, which computes in {dtype} ({reason}): cast what goes \
+         into that layer by `x.cast(DType::{dtype})`, and what comes out by the type of what it meets"
+    )]
+    TwoTypes {
+        /// Path of the sharded parameter that this rank has read last.
+        param: String,
+        /// The type in which it computes.
+        dtype: String,
+        /// Burn's words.
+        reason: String,
     },
     /// A tensor of a record that does not fit the parameter.
     #[error(
@@ -269,7 +295,7 @@ pub enum Error {
     /// A recomputed region that computed something else the second time.
     #[error(
         "a recomputed region computed {second} where it had computed {first}; regions must be \
-         deterministic: leave dropout and other random numbers outside"
+         deterministic: leave dropout and other random numbers outside, or let each rank be a process"
     )]
     Recomputed {
         /// An element of the first output.

@@ -9,7 +9,7 @@
 //! The foundation, which knows nothing of units:
 //!
 //! - `policy`, `gradient_hook`, `reduction_hook`: what the user asks for.
-//! - `error`, `thrown` (errors on their way out of Burn), `report` (warnings), `device`, `path` (walks that know
+//! - `error`, `thrown` (errors on their way out of Burn), `read` (the parameter that was read last, for them), `report` (warnings), `device`, `path` (walks that know
 //!   where they are), `pins` (buffers by their life), `transport` (tensors as bytes; which bytes go where is the collectives' business).
 //! - `probes`: the trial of the optimizer that makes a first step: may it work on shards?
 //! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region it is in.
@@ -28,7 +28,7 @@
 //!   reduces them when the unit's last one has come.
 //! - `parameter`: the form in which Burn sees a sharded parameter, a reparameterization that is
 //!   called at every `Param::val`.
-//! - `survey`: the float tensors of a module by kind, before it is sharded.
+//! - `survey`: the float tensors of a module by kind, before it is sharded. `layer`: layers of one type alone.
 //!
 //! Around it:
 //!
@@ -38,7 +38,7 @@
 //! - `wrap`: [`fully_shard`] groups parameters into units by path, cuts rank 0's values and puts a
 //!   `ShardedParam` beside each parameter.
 //! - `unmanaged`: parameters that nobody would reduce.
-//! - `recompute` (activations computed again), `leaves` and `step` ([`backward`] and what surrounds it).
+//! - `recompute` (activations computed again), `numbers` (random ones, drawn again), `leaves` and `step` ([`backward`] and what surrounds it).
 //! - `wrapper` offers all of it as methods.
 //!
 //! Files import nothing of a part after their own, and never each other in a circle.
@@ -54,7 +54,9 @@ mod error;
 mod evaluate;
 mod gradient_hook;
 mod inspect;
+mod layer;
 mod leaves;
+mod numbers;
 mod offload;
 mod op;
 mod optim;
@@ -63,6 +65,7 @@ mod path;
 mod pins;
 mod policy;
 mod probes;
+mod read;
 mod recompute;
 mod reduction_hook;
 mod region;
@@ -99,7 +102,7 @@ pub use probes::is_probe;
 pub use recompute::recompute;
 pub use reduction_hook::{FullGradient, UnitReduction};
 pub use state::local::{LocalId, LocalPart, LocalTensor, load_local_state, local_ids, local_state};
-pub use step::{backward, cast_input, reset};
+pub use step::{backward, input_type, reset};
 pub use thrown::catch;
 pub use wrap::{InitialPart, fully_shard, fully_shard_from, replicate};
 

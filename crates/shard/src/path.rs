@@ -31,6 +31,11 @@ impl Location {
         self.names.join(".")
     }
 
+    /// Returns the path of the module that is `depth` names deep.
+    pub(crate) fn path_to(&self, depth: usize) -> String {
+        self.names[..depth].join(".")
+    }
+
     /// Returns true if this is a part of a reparameterization and not of the module itself.
     pub(crate) fn is_nested(&self) -> bool {
         self.reparameterizations > 0

@@ -19,9 +19,14 @@ use burn::tensor::{Device, Gradients, Int, Tensor};
 use crate::ambient::{self, Purpose};
 use crate::device::tracked;
 use crate::error::Error;
+use crate::inspect;
+use crate::numbers::Numbers;
 use crate::op::{self, HandedOn, Region};
+use crate::parameter::ShardedParam;
+use crate::path::{self, Location};
 use crate::region::{self, RegionState, within};
 use crate::thrown::throw;
+use crate::wrap::own_states;
 
 /// Returns a copy of `module` with its plain parameters as `mapper` makes them.
 fn prepared<M: Module>(module: &M, mapper: &mut impl ModuleMapper) -> M {
@@ -43,9 +48,13 @@ fn copy<M: Module>(module: &M) -> M {
 /// around each block.
 ///
 /// `module` may be sharded, hold sharded modules, or be plain. `forward` must compute the same
-/// both times: no dropout (its random numbers differ), and nothing tracked may be captured, since
-/// its gradient would be lost; both are errors. Running statistics, such as BatchNorm's, are
-/// updated twice a step. Outside of training, or inside another region, `forward` is just called.
+/// both times, and nothing tracked may be captured, since its gradient would be lost; both are errors.
+/// Running statistics, such as BatchNorm's, are updated by the first forward alone. Outside of training, or
+/// inside another region, `forward` is just called.
+///
+/// Dropout draws the same numbers twice where a process is one rank: a region draws a seed from Burn's generator, begins
+/// the generator there, and in backward once more, after which others follow. Data that other threads draw from it meanwhile
+/// would come in between. Where ranks are threads, which share that one generator, dropout in a region is an error.
 ///
 /// All ranks must do so alike.
 ///
@@ -78,6 +87,7 @@ where
         return forward(module, input);
     }
     let device = input.device();
+    let numbers = Numbers::begin(&device);
     let (output, touched) = within(Purpose::Region, || {
         let plain = prepared(module, &mut Detach);
         forward(&plain, tracked(input.clone().inner(), &device))
@@ -91,11 +101,33 @@ where
         module: copy(module),
         input: input.clone().inner(),
         device,
+        numbers,
         sample: Sample::of(&output),
         forward,
     };
     let region: Arc<dyn Region> = Arc::new(region);
     op::recomputed(output, input, token, region)
+}
+
+/// Returns the module with running states of its own, which a second forward may update and nobody sees.
+fn with_own_states<M: Module>(module: M) -> M {
+    let mut untrained = Untrained(false);
+    inspect::visit(&module, &mut untrained);
+    match untrained.0 {
+        true => ambient::within(Purpose::CopyForGraph, || own_states(module))
+            .unwrap_or_else(|error| throw(error)),
+        false => module,
+    }
+}
+
+/// A visitor that looks for a float tensor without gradients that is not sharded: a running state may be one.
+struct Untrained(bool);
+
+impl path::Visitor for Untrained {
+    fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
+        let is_plain = !place.is_nested() && param.reparameterization::<ShardedParam>().is_none();
+        self.0 |= is_plain && !param.base().is_require_grad();
+    }
 }
 
 /// A visitor that initializes lazy parameters.
@@ -136,6 +168,7 @@ struct Checkpointed<M, F, const D: usize, const E: usize> {
     module: M,
     input: Tensor<D>,
     device: Device,
+    numbers: Option<Numbers>,
     sample: Sample,
     forward: F,
 }
@@ -153,11 +186,18 @@ where
 {
     fn backward(&self, gradient: Tensor<1>) -> Vec<HandedOn> {
         let input = tracked(self.input.clone(), &self.device).require_grad();
-        let module = prepared(&self.module, &mut OwnLeaves);
+        let module = with_own_states(copy(&self.module));
+        let module = prepared(&module, &mut OwnLeaves);
         let (mut gradients, _) = within(Purpose::RegionAgain, || {
-            let (output, touched) = within(Purpose::RegionAgain, || {
-                (self.forward)(&module, input.clone())
-            });
+            let forward = || {
+                within(Purpose::RegionAgain, || {
+                    (self.forward)(&module, input.clone())
+                })
+            };
+            let (output, touched) = match &self.numbers {
+                Some(numbers) => numbers.again(forward),
+                None => forward(),
+            };
             for touched in touched {
                 touched.by.end_recomputation();
             }

@@ -2,12 +2,14 @@
 //! value for each slot.
 
 use std::ops::{Deref, DerefMut, Range};
+use std::sync::Arc;
 
 use burn::tensor::DType;
 use burn_fsdp_collectives::{ElementType, FullPart, Part, Source};
 use burn_fsdp_mesh::Partition;
 
 use crate::adapter::Adapter;
+use crate::layer::Layer;
 
 /// The part of a parameter that a rank holds between steps, and the way in which its gradient is reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,6 +68,8 @@ pub(crate) struct Slot {
     pub(crate) holding: Holding,
     /// What adapts it.
     pub(crate) adapter: Option<Adapter>,
+    /// The layer around it, if that does not compute in the type in which the parameter does.
+    pub(crate) unfit: Option<Arc<Layer>>,
 }
 
 impl Slot {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
-use burn::tensor::{Gradients, Tensor};
+use burn::tensor::{DType, Gradients, Tensor};
 
 use crate::error::Error;
 use crate::inspect;
@@ -15,7 +15,6 @@ use crate::probes::Subject;
 use crate::root::Root;
 use crate::state::buffers::seal_running_states;
 use crate::thrown::catch;
-use crate::transport::cast;
 use crate::unmanaged;
 
 /// Differentiates `loss` and returns the gradients of this rank's shards, averaged over the
@@ -176,17 +175,13 @@ pub fn reset<M: Module>(module: &M) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns `input` in the type in which the parameters of the sharded `module` compute: that of its first
-/// sharded parameter. Burn has no forward hooks, so programs cast what they feed to a module by this.
+/// Returns the type in which a sharded `module` wants its inputs: that in which its first sharded parameter computes.
 ///
 /// # Errors
 ///
 /// [`Error::NotSharded`].
-pub fn cast_input<M: Module, const D: usize>(
-    module: &M,
-    input: Tensor<D>,
-) -> Result<Tensor<D>, Error> {
+pub fn input_type<M: Module>(module: &M) -> Result<DType, Error> {
     let members = inspect::members(module);
     let first = members.first().ok_or(Error::NotSharded)?;
-    Ok(cast(input, first.slot().elements.compute.dtype))
+    Ok(first.slot().elements.compute.dtype)
 }

@@ -1,12 +1,14 @@
 //! A walk over a module before it is sharded: its float parameters, and its other float tensors.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 use burn::module::{Module, Param, ParamId, ParamMapper, Reparameterization, Reparameterizer};
 use burn::tensor::{DType, Device, Tensor};
 
 use crate::device;
 use crate::error::Error;
+use crate::layer::{self, Layer};
 use crate::parameter::member::visit;
 use crate::path::{self, CONTAINER, Location, NAME};
 
@@ -21,6 +23,8 @@ pub(crate) struct Found {
     pub(crate) device: Device,
     /// Path of the parameter that it adapts, if it is a factor of an adapter that is about to be made.
     pub(crate) factor_of: Option<String>,
+    /// The layer around it, if that computes in one type alone.
+    pub(crate) layer: Option<Arc<Layer>>,
 }
 
 impl Found {
@@ -90,10 +94,18 @@ pub(crate) fn survey<M: Module>(module: &M) -> Result<Survey, Error> {
     }
     let mut details = Details {
         kinds: kinds.found.into_iter().collect(),
+        containers: Vec::new(),
+        states: HashMap::new(),
         survey: Survey::default(),
     };
     visit(module, &mut details);
-    Ok(details.survey)
+    let Details {
+        mut survey, states, ..
+    } = details;
+    for found in &mut survey.parameters {
+        found.layer = found.layer.take().and_then(|layer| layer.settled(&states));
+    }
+    Ok(survey)
 }
 
 /// The properties that a parameter declares without being initialized.
@@ -215,10 +227,22 @@ impl path::Visitor for Kinds {
 /// A visitor that reads what is known of each kind.
 struct Details {
     kinds: HashMap<String, Kind>,
+    /// Burn's names for the kinds of the modules that the walk is in.
+    containers: Vec<String>,
+    /// The types of running states, by path.
+    states: HashMap<String, DType>,
     survey: Survey,
 }
 
 impl path::Visitor for Details {
+    fn enter(&mut self, _place: &Location, _name: &str, container: &str) {
+        self.containers.push(container.to_owned());
+    }
+
+    fn exit(&mut self, _place: &Location) {
+        self.containers.pop();
+    }
+
     fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
         let path = place.path();
         let Some(kind) = self.kinds.get(&path).filter(|_| !place.is_nested()) else {
@@ -229,6 +253,7 @@ impl path::Visitor for Details {
         match kind {
             Kind::Sharded => self.survey.sharded.push(path),
             Kind::Buffer => {
+                self.states.insert(path.clone(), param.base().dtype());
                 self.survey.buffers.push(path);
                 self.survey.buffer_ids.push(param.id);
             }
@@ -241,6 +266,7 @@ impl path::Visitor for Details {
                     true => param.base().dtype(),
                     false => device.settings().float_dtype.into(),
                 },
+                layer: layer::around(place, &self.containers, &device),
                 device,
                 factor_of: None,
             }),

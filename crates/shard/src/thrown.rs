@@ -9,6 +9,7 @@ use burn_fsdp_collectives::Unwound;
 
 use crate::ambient::{Purpose, is_within, within};
 use crate::error::Error;
+use crate::read::two_types;
 
 /// Leaves Burn's forward or backward with `error`.
 pub(crate) fn throw(error: Error) -> ! {
@@ -26,7 +27,8 @@ fn is_rank() -> bool {
     thread.name().is_some_and(|name| name.starts_with("rank "))
 }
 
-/// Runs `body` and turns an error raised inside Burn's forward or backward into a value.
+/// Runs `body` and turns an error raised inside Burn's forward or backward into a value. A panic of Burn's because tensors of
+/// two types met in an operation is one, too: [`Error::TwoTypes`] names the layer.
 ///
 /// Other panics go on unwinding.
 ///
@@ -40,6 +42,9 @@ pub fn catch<T>(body: impl FnOnce() -> T) -> Result<T, Error> {
             Ok(error) => Err(*error),
             Err(other) => resume_unwind(Box::new(Unwound(other))),
         },
-        Err(panic) => resume_unwind(panic),
+        Err(panic) => match two_types(&*panic) {
+            Some(error) => Err(error),
+            None => resume_unwind(panic),
+        },
     })
 }

@@ -3,10 +3,12 @@
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use burn::tensor::DType;
 use burn_fsdp_collectives::{ProcessGroup, Reduction};
 use parking_lot::Mutex;
 
 use crate::policy::DivideFactors;
+use crate::read::Named;
 use crate::spec::{UnitSpec, averaging};
 use crate::staging::Staging;
 
@@ -54,6 +56,13 @@ pub(crate) struct Unit {
     pub(crate) staging: Staging,
     /// True for each slot with which a module begins whose optimizer has been tried.
     tried: Vec<AtomicBool>,
+}
+
+impl Named for Unit {
+    fn named(&self, slot: usize) -> (String, DType) {
+        let slot = &self.slots[slot];
+        (slot.path.clone(), slot.elements.compute.dtype)
+    }
 }
 
 /// Gives the fixed properties of the unit.

@@ -104,7 +104,7 @@ pub use lower::{certify, certify_at, lower};
 pub use mode::Mode;
 pub use norm::GRAD_NORM;
 pub use place::{DataParallel, Expand};
-pub use trace::{Batch, BatchMapper, Loss, OptimizerGroups, named_activation};
+pub use trace::{Batch, BatchMapper, Loss, OptimizerGroups, cast_floats, named_activation};
 
 /// Burn's types of a custom operation's call and tensors, for [`CustomOperation`].
 pub use burn_ir::{CustomOpIr, HandleKind};

@@ -268,6 +268,7 @@ impl Mode {
                 Division::Expand(_, expand) => expand.asked_activations(),
                 _ => Vec::new(),
             },
+            ..TraceOptions::default()
         }
     }
 

@@ -192,8 +192,8 @@ fn traced_graph(preset: &Preset, job: &Job) -> Result<Graph, InputError> {
 }
 
 fn step<M: Module>(
-    init: impl FnOnce(&Device) -> M,
-    loss: impl FnOnce(&M, Tokens) -> Tensor<1>,
+    init: impl Fn(&Device) -> M,
+    loss: impl Fn(&M, Tokens) -> Tensor<1>,
     job: &Job,
 ) -> Result<Graph, InputError> {
     // One element, seen as many: only the shape is used.

@@ -14,6 +14,7 @@ pub use body::Unwound;
 pub use config::LaunchConfig;
 pub use environment::Processes;
 pub use error::LaunchError;
+pub use threads::thread_ranks;
 
 use crate::ProcessGroup;
 

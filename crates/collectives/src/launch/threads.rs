@@ -1,6 +1,7 @@
 //! Ranks as threads of this process.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::Instant;
@@ -13,6 +14,31 @@ use crate::{ProcessGroup, local};
 
 /// The end of a rank: its result, or the cause of its failure.
 type End<T> = Result<T, Cause>;
+
+/// Ranks that are threads of this process and have not ended.
+static HERE: AtomicUsize = AtomicUsize::new(0);
+
+/// Returns the number of ranks that are threads of this process and run now: 0 where a process is a rank, or trains without
+/// [`launch()`](crate::launch()).
+pub fn thread_ranks() -> usize {
+    HERE.load(Ordering::SeqCst)
+}
+
+/// A rank that runs, until it is dropped.
+struct Here;
+
+impl Here {
+    fn begin() -> Self {
+        HERE.fetch_add(1, Ordering::SeqCst);
+        Self
+    }
+}
+
+impl Drop for Here {
+    fn drop(&mut self) {
+        HERE.fetch_sub(1, Ordering::SeqCst);
+    }
+}
 
 /// Runs the body on all ranks, and returns their results in rank order.
 pub(super) fn launch<T, E, F>(config: &LaunchConfig, body: F) -> Result<Vec<T>, LaunchError>
@@ -30,9 +56,12 @@ where
     let control = groups[0].control().clone();
     let body = Arc::new(body);
     let (sender, receiver) = channel();
-    for (rank, group) in groups.into_iter().enumerate() {
+    // All of them, before the first begins.
+    let here: Vec<Here> = groups.iter().map(|_| Here::begin()).collect();
+    for ((rank, group), here) in groups.into_iter().enumerate().zip(here) {
         let (shared, body, sender) = (control.clone(), body.clone(), sender.clone());
         let run = move || {
+            let _here = here;
             let end = run_rank(threads, || body(group));
             match &end {
                 Ok(_) => shared.world.depart(rank),

@@ -11,6 +11,7 @@ use crate::copies::{Copied, Generation};
 use crate::device;
 use crate::error::Error;
 use crate::op::{self, Announce};
+use crate::read;
 use crate::region::{self, Recomputed, RegionState};
 use crate::schedule::Operation;
 
@@ -56,6 +57,11 @@ impl Root {
         copy: Copied,
         value: Tensor<1>,
     ) -> Result<Tensor<D>, Error> {
+        read::note(&generation.unit, slot);
+        let of = &generation.unit.slots[slot];
+        if let Some(layer) = &of.unfit {
+            return Err(layer.refuses(&of.path, of.elements.compute.dtype));
+        }
         if !value.is_autodiff() {
             return self.read(generation, slot);
         }

@@ -47,6 +47,7 @@ pub(super) fn with_factors(parameters: Vec<Found>, lora: &Lora) -> Result<Vec<Fo
             dtype: base.dtype,
             device: base.device.clone(),
             factor_of: Some(base.path.clone()),
+            layer: base.layer.clone(),
         };
         let a = factor(FACTOR_A, [base.shape[0], lora.rank]);
         let b = factor(FACTOR_B, [lora.rank, base.shape[1]]);

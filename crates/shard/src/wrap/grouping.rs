@@ -288,5 +288,6 @@ fn slot(
         partition,
         holding,
         adapter: None,
+        unfit: found.layer.clone().filter(|layer| layer.dtype != compute),
     })
 }

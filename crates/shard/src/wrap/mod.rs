@@ -37,6 +37,7 @@ use crate::thrown::catch;
 use burn_fsdp_mesh::Strategy;
 
 use grouping::{Grouping, Ignored};
+pub(crate) use own_states::own as own_states;
 use placed::{Placed, check_groups, earlier_units, split_off_replicas};
 use ranks::Ranks;
 pub use read::InitialPart;

@@ -15,7 +15,7 @@ use crate::device;
 use crate::error::Error;
 use crate::inspect;
 use crate::path::{self, Location};
-use crate::survey::Survey;
+use crate::survey::{Survey, survey};
 
 /// Returns the module with running states of this rank's own. A module whose states are that
 /// already is left as it is.
@@ -43,6 +43,15 @@ pub(crate) fn separate<M: Module>(
     match is_clone {
         true => Ok(cloned(module, survey)),
         false => Ok(module),
+    }
+}
+
+/// Returns a module with running states of its own, if it has some.
+pub(crate) fn own<M: Module>(module: M) -> Result<M, Error> {
+    let survey = survey(&module)?;
+    match survey.buffers.is_empty() {
+        true => Ok(module),
+        false => Ok(cloned(module, &survey)),
     }
 }
 

@@ -5,7 +5,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::activation::{gelu, relu};
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use burn_fsdp_collectives::OperationKind;
-use burn_fsdp_shard::{DivideFactors, Precision, ShardPolicy, backward, cast_input, local_state};
+use burn_fsdp_shard::{DivideFactors, Precision, ShardPolicy, backward, input_type, local_state};
 
 use super::bench::{
     Case, Outcome, assert_close, build, device, on_ranks, optimizer, panic_of, plainly, sharded,
@@ -250,8 +250,7 @@ fn shards_and_gradients_are_of_the_stored_type_and_traffic_halves() {
                 );
                 moved = world.counts().since(&before);
             }
-            let input = cast_input(&model, Tensor::<1>::ones([3], &device))?;
-            Ok((moved, input.dtype()))
+            Ok((moved, input_type(&model)?))
         });
         let (moved, dtype) = seen[0];
         (

@@ -48,7 +48,7 @@ mod sizes;
 mod storage;
 mod value;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
 use burn::tensor::{DType, TensorData};
@@ -120,6 +120,8 @@ struct Results {
     template: usize,
     /// Values of which placements are asked, until they are placed.
     activations: Vec<NamedActivation>,
+    /// The values of forward that the user wants to be computed again, by region.
+    regions: Vec<BTreeSet<TensorId>>,
 }
 
 impl Graph {

@@ -17,7 +17,7 @@ use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
 /// The pass that keeps of a unit's forward only what comes in and goes out, and computes all between again in backward:
-/// activation checkpointing.
+/// activation checkpointing. So it does with the [regions](crate::trace::traced_region) that a loss names.
 ///
 /// A node of forward belongs to the unit whose weights it reads, or to the unit of the nodes before it. Values that
 /// nodes outside of the unit's visit read are kept, and so is what random numbers are drawn for. The same operations
@@ -84,13 +84,15 @@ impl RecomputeUnits {
         let is_chosen = |visit: &UnitVisit| self.units.iter().any(|unit| unit.matches(&visit.unit));
         let kept = graph.kept();
         let mut chosen = BTreeMap::new();
-        for visit in visits.iter().filter(|visit| is_chosen(visit)) {
-            let inside = |index: &usize| visit.nodes.contains(index);
+        let units = visits.iter().filter(|visit| is_chosen(visit));
+        let units = units.map(|visit| visit.nodes.clone());
+        for nodes in units.chain(regions(graph)) {
+            let inside = |index: &usize| nodes.contains(index);
             let forward = graph.nodes().iter().enumerate();
             let forward = forward.filter(|(_, node)| node.phase == Phase::Forward);
             let outside = forward.filter(|(index, _)| !inside(index));
             let read: BTreeSet<TensorId> = outside.flat_map(|(_, node)| node.inputs()).collect();
-            for index in &visit.nodes {
+            for index in &nodes {
                 let node = &graph.nodes()[*index];
                 let stays = |id: TensorId| read.contains(&id) || kept.contains(&id);
                 if !node.is_opaque() && !node.outputs().any(stays) {
@@ -100,6 +102,16 @@ impl RecomputeUnits {
         }
         chosen
     }
+}
+
+/// Returns the nodes of forward in each region.
+fn regions(graph: &Graph) -> impl Iterator<Item = BTreeSet<usize>> + '_ {
+    graph.regions().iter().map(|region| {
+        let nodes = graph.nodes().iter().enumerate();
+        let forward = nodes.filter(|(_, node)| node.phase == Phase::Forward);
+        let inside = forward.filter(|(_, node)| node.outputs().any(|id| region.contains(&id)));
+        inside.map(|(index, _)| index).collect()
+    })
 }
 
 /// The nodes of forward from one that reads a unit's weights to the first that reads another's.

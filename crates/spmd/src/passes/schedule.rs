@@ -288,13 +288,10 @@ fn kernels(options: &Options) -> Pipeline {
     }
 }
 
-/// Returns the pass that computes units again in backward, if there are any.
+/// Returns the pass that computes units again in backward, and the regions that the loss names.
 fn units_again(options: &Options) -> Pipeline {
     let units = options.recompute_units.clone();
-    match units.is_empty() {
-        true => Pipeline::new(),
-        false => Pipeline::new().then(RecomputeUnits { units }),
-    }
+    Pipeline::new().then(RecomputeUnits { units })
 }
 
 /// Returns the pass that computes cheap values again in backward, if it is asked for.

@@ -1,6 +1,8 @@
 //! Batches: the tensors that a loss takes beside the model.
 
-use std::hash::Hash;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt::Display;
+use std::hash::{BuildHasher, Hash};
 
 use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor, TensorData};
 use burn_fsdp_collectives::Fingerprint;
@@ -10,8 +12,9 @@ use crate::error::Error;
 
 /// The tensors that a loss closure takes beside the model.
 ///
-/// Implemented for tensors and for tuples and arrays of batches; implement it for a struct by mapping its
-/// fields in a fixed order. Fields that are no tensors are frozen into the graph, with the values of the
+/// Implemented for tensors and for tuples, arrays, vectors, options, boxes and maps of batches, in any nest; implement it for a
+/// struct by mapping its fields in a fixed order. A graph is made for each length of a vector, and each set of keys of a map,
+/// whose parts come in the order of their keys. Fields that are no tensors are frozen into the graph, with the values of the
 /// batch that it was traced with, unless they are named with [`BatchMapper::fixed`]:
 ///
 /// ```
@@ -85,13 +88,103 @@ impl<B: Batch, const N: usize> Batch for [B; N] {
     fn map(self, mapper: &mut impl BatchMapper) -> Self {
         let mut index = 0;
         self.map(|part| {
-            mapper.enter(&index.to_string());
-            let part = part.map(mapper);
-            mapper.exit();
             index += 1;
-            part
+            mapped(&(index - 1).to_string(), part, mapper)
         })
     }
+}
+
+impl<B: Batch> Batch for Box<B> {
+    fn map(self, mapper: &mut impl BatchMapper) -> Self {
+        Self::new((*self).map(mapper))
+    }
+}
+
+impl<B: Batch> Batch for Option<B> {
+    fn map(self, mapper: &mut impl BatchMapper) -> Self {
+        mapper.fixed("is_some", &self.is_some());
+        self.map(|part| part.map(mapper))
+    }
+}
+
+impl<B: Batch> Batch for Vec<B> {
+    fn map(self, mapper: &mut impl BatchMapper) -> Self {
+        mapper.fixed("len", &self.len());
+        let parts = self.into_iter().enumerate();
+        let parts = parts.map(|(index, part)| mapped(&index.to_string(), part, mapper));
+        parts.collect()
+    }
+}
+
+impl<K, B> Batch for BTreeMap<K, B>
+where
+    K: Clone + Ord + Hash + Display + 'static,
+    B: Batch,
+{
+    fn map(self, mapper: &mut impl BatchMapper) -> Self {
+        let keys: Vec<_> = self.keys().collect();
+        mapper.fixed("keys", &keys);
+        let parts = self.into_iter().map(|(key, part)| {
+            let part = mapped(&key.to_string(), part, mapper);
+            (key, part)
+        });
+        parts.collect()
+    }
+}
+
+impl<K, B, S> Batch for HashMap<K, B, S>
+where
+    K: Clone + Ord + Hash + Display + 'static,
+    B: Batch,
+    S: BuildHasher + Clone + Default + 'static,
+{
+    fn map(self, mapper: &mut impl BatchMapper) -> Self {
+        let sorted: BTreeMap<K, B> = self.into_iter().collect();
+        Batch::map(sorted, mapper).into_iter().collect()
+    }
+}
+
+/// Maps a part under its name.
+fn mapped<B: Batch>(name: &str, part: B, mapper: &mut impl BatchMapper) -> B {
+    mapper.enter(name);
+    let part = part.map(mapper);
+    mapper.exit();
+    part
+}
+
+/// Returns a nest of tensors with those of floats in another type.
+///
+/// ```
+/// use burn::tensor::{DType, Device, Int, Tensor};
+/// use burn_fsdp_spmd::cast_floats;
+///
+/// let device = Device::flex();
+/// let tokens = Tensor::<2, Int>::zeros([2, 3], &device);
+/// let images = vec![Some(Tensor::<4>::ones([2, 3, 4, 4], &device)), None];
+/// let (tokens, images) = cast_floats((tokens, images), DType::BF16);
+/// assert_eq!(tokens.dtype(), DType::I64);
+/// assert_eq!(images[0].as_ref().map(Tensor::dtype), Some(DType::BF16));
+/// ```
+pub fn cast_floats<B: Batch>(nest: B, dtype: DType) -> B {
+    struct Cast(DType);
+    impl BatchMapper for Cast {
+        fn float<const D: usize>(&mut self, _: &str, tensor: Tensor<D>) -> Tensor<D> {
+            match tensor.dtype() == self.0 {
+                true => tensor,
+                false => tensor.cast(self.0),
+            }
+        }
+        fn int<const D: usize>(&mut self, _: &str, tensor: Tensor<D, Int>) -> Tensor<D, Int> {
+            tensor
+        }
+        fn bool<const D: usize>(&mut self, _: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool> {
+            tensor
+        }
+        fn fixed(&mut self, _: &str, _: &impl Hash) {}
+        fn enter(&mut self, _: &str) {}
+        fn exit(&mut self) {}
+    }
+    nest.map(&mut Cast(dtype))
 }
 
 macro_rules! tuple_batch {
@@ -100,12 +193,7 @@ macro_rules! tuple_batch {
             fn map(self, mapper: &mut impl BatchMapper) -> Self {
                 #[allow(non_snake_case, reason = "the type parameters name the parts")]
                 let ($($name,)+) = self;
-                ($({
-                    mapper.enter($index);
-                    let part = $name.map(mapper);
-                    mapper.exit();
-                    part
-                },)+)
+                ($(mapped($index, $name, mapper),)+)
             }
         }
     };
@@ -117,6 +205,8 @@ tuple_batch!(A "0", B "1", C "2");
 tuple_batch!(A "0", B "1", C "2", E "3");
 tuple_batch!(A "0", B "1", C "2", E "3", F "4");
 tuple_batch!(A "0", B "1", C "2", E "3", F "4", G "5");
+tuple_batch!(A "0", B "1", C "2", E "3", F "4", G "5", H "6");
+tuple_batch!(A "0", B "1", C "2", E "3", F "4", G "5", H "6", I "7");
 
 /// Name, shape and type of a tensor of a batch.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

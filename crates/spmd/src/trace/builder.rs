@@ -13,6 +13,8 @@ use super::capture::{Captured, Recording};
 use super::module::Leaf;
 use super::optimizer::{self, StepScalars};
 use super::outputs::{PREFIX, Taken};
+use super::region::{self, Marks};
+use super::statistics;
 use crate::error::Error;
 use crate::graph::{Graph, NamedActivation, Node, Parameter, Phase, Role, ScalarSlot, Update};
 use crate::graph::{Trait, is, operation_name, rename, set_status};
@@ -32,6 +34,10 @@ pub(super) struct Captures {
     pub(super) outputs: Taken,
     /// Activations of which placements are asked.
     pub(super) activations: Activations,
+    /// Regions that are to be computed again.
+    pub(super) regions: Vec<Marks>,
+    /// True where new tensors had the type in which parameters compute.
+    pub(super) is_narrow: bool,
 }
 
 /// A graph in the making.
@@ -47,6 +53,9 @@ pub(super) struct Builder {
     loss: Option<TensorId>,
     outputs: Taken,
     activations: Activations,
+    /// The recorded values of each region.
+    regions: Vec<BTreeSet<TensorId>>,
+    is_narrow: bool,
 }
 
 impl Builder {
@@ -64,7 +73,11 @@ impl Builder {
             loss,
             outputs,
             activations,
+            regions,
+            is_narrow,
         } = recording.result;
+        let (mut operations, mut updates) = (recording.operations, updates);
+        statistics::widen(&mut operations, &before, &mut updates);
         let mut graph = Graph::new();
         let mut ids = BTreeMap::new();
         let mut changed = Vec::new();
@@ -118,7 +131,9 @@ impl Builder {
         Ok(Self {
             graph,
             ids,
-            operations: recording.operations,
+            regions: region::values(&operations, &regions),
+            operations,
+            is_narrow,
             constants: recording
                 .values
                 .into_iter()
@@ -195,7 +210,8 @@ impl Builder {
                     .filter_map(|(_, activation)| Some(activation.as_ref()?.id)),
             );
         let wanted = wanted.collect();
-        let operations = needed(std::mem::take(&mut self.operations), &self.ids, wanted)?;
+        let operations = std::mem::take(&mut self.operations);
+        let operations = needed(operations, &self.ids, wanted, self.is_narrow)?;
         let last_forward = operations
             .iter()
             .rposition(|op| op.outputs().any(|o| self.results().any(|id| id == o.id)));
@@ -223,6 +239,11 @@ impl Builder {
                 .copied()
                 .ok_or_else(|| Error::Internal(format!("{id} was not recorded")))
         };
+        region::declare(
+            &mut self.graph,
+            std::mem::take(&mut self.regions),
+            &self.ids,
+        );
         if let Some(loss) = self.loss {
             let loss = id_of(&self.ids, loss)?;
             self.graph.set_loss(loss);
@@ -427,11 +448,13 @@ fn read_only(operation: &mut OperationIr) {
 /// # Errors
 ///
 /// [`Error::RandomInModule`] if they depend on random numbers of the module's initialisation: as operations
-/// of the step they would be other ones in every step.
+/// of the step they would be other ones in every step. Where new tensors are narrow, [`Error::Uncapturable`] if they depend on
+/// any operation of it: rotations and their kind want more bits than activations.
 fn needed(
     operations: Vec<OperationIr>,
     given: &BTreeMap<TensorId, TensorId>,
     mut wanted: BTreeSet<TensorId>,
+    is_narrow: bool,
 ) -> Result<Vec<OperationIr>, Error> {
     // Everything before the inputs were made belongs to the module's initialisation.
     let made = |op: &OperationIr| op.outputs().any(|output| given.contains_key(&output.id));
@@ -453,6 +476,15 @@ fn needed(
             return Err(Error::RandomInModule {
                 operation: operation_name(&operation),
                 shape: shape.unwrap_or_default(),
+            });
+        }
+        if is_needed && is_narrow && index < first {
+            return Err(Error::Uncapturable {
+                stage: "the module",
+                produced_by: Some(operation_name(&operation)),
+                reason: "it computes tensors that are no parameters, and the loss meets two types unless new tensors are of \
+                         16 bits, in which those would be too coarse; make them from host data, or cast in the loss"
+                    .to_owned(),
             });
         }
         if is_needed || is_random && index >= first {

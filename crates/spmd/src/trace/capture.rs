@@ -84,6 +84,11 @@ impl Defaults {
             bool: settings.bool_dtype,
         }
     }
+
+    /// Returns them with floats of another type.
+    pub(super) fn with_float(self, float: FloatDType) -> Self {
+        Self { float, ..self }
+    }
 }
 
 /// Capture devices that are not in use: their ids are 16 bits and never recycled, so that devices

@@ -8,6 +8,7 @@ use super::batch::{self, Batch, JoinedShape, specs_of};
 use super::builder::{Builder, Captures};
 use super::capture::record_with;
 use super::module::{computing, leaves, off_tape, running, with_fakes, with_marks};
+use super::types::by_types;
 use super::{TraceOptions, outputs};
 use crate::error::Error;
 use crate::graph::Graph;
@@ -18,6 +19,22 @@ use crate::graph::Graph;
 /// Parameters and buffers have the ids that they have in every graph of the model, and all other values ids that
 /// no step has.
 pub(crate) fn trace_forward<M, B, O>(
+    init: impl Fn(&Device) -> M,
+    forward: impl Fn(&M, B) -> O,
+    batch: (&B, JoinedShape<'_>),
+    options: &TraceOptions,
+) -> Result<(Graph, O), Error>
+where
+    M: Module,
+    B: Batch,
+    O: Batch,
+{
+    by_types(&init, options, |options| {
+        traced_forward(&init, &forward, batch, options)
+    })
+}
+
+fn traced_forward<M, B, O>(
     init: impl Fn(&Device) -> M,
     forward: impl FnOnce(&M, B) -> O,
     (batch, joined): (&B, JoinedShape<'_>),
@@ -31,7 +48,7 @@ where
     let specs = specs_of(batch)?;
     let recording = record_with("the module", options.defaults, |device, progress| {
         let tracked = device.clone().autodiff();
-        let known = with_fakes(init(&tracked), device, &tracked);
+        let known = with_fakes(init(&tracked), device, &tracked, &options.stored);
         let shapes = leaves(&known, None);
         let running = running(&with_marks(known, &tracked));
         // Made off the tape, with whatever tensors it has beside its parameters.
@@ -57,6 +74,8 @@ where
             loss: None,
             outputs,
             activations: naming.asked(&options.activations),
+            regions: Vec::new(),
+            is_narrow: options.is_narrow(),
         };
         Ok((captures, template))
     })?;

@@ -14,16 +14,20 @@ mod module;
 mod optimizer;
 mod outputs;
 mod parameters;
+mod region;
+mod statistics;
+mod types;
 
 use burn::module::Module;
 use burn::tensor::{DType, Device, Tensor};
 use burn_fsdp_mesh::Pattern;
 
 pub use activation::named_activation;
-pub use batch::{Batch, BatchMapper, InputSpec, data_of, specs_of};
+pub use batch::{Batch, BatchMapper, InputSpec, cast_floats, data_of, specs_of};
 pub use optimizer::{OptimizerGroups, OptimizerStep, StepScalars};
 pub use outputs::Loss;
 pub use parameters::{ParameterSpec, parameters};
+pub use region::{is_traced, traced_region};
 
 pub(crate) use batch::{JoinedShape, fixed_of};
 pub(crate) use capture::Defaults;
@@ -39,7 +43,9 @@ use crate::panics::caught;
 use activation::Naming;
 use builder::{Builder, Captures};
 use capture::{Tape, float_id, record_with};
-use module::{Leaf, computing, leaves, updates, with_fakes, with_running};
+use module::{Leaf, Stored, computing, leaves, updates, with_fakes, with_running};
+use region::Regions;
+use types::by_types;
 
 /// The optimizer's step that is traced.
 #[derive(Debug, Clone, PartialEq)]
@@ -74,7 +80,7 @@ impl Default for TraceConfig {
 ///
 /// `init` is called with a device on which nothing is computed. Lazy parameters (all of Burn's) are
 /// never initialised. Of `batch` only shapes and types are used. Integers and booleans that the loss makes are of the CPU's default
-/// types, as in a compiled step.
+/// types, as in a compiled step. Where tensors of two types meet, both are called once more.
 ///
 /// Values have the same ids in graphs of the same model, whichever step and batch they were traced
 /// with, as far as they are parameters, buffers, inputs and states.
@@ -85,8 +91,8 @@ impl Default for TraceConfig {
 /// capture device refuses; [`Error::LossShape`] if it is not one number; [`Error::NoGradient`];
 /// [`Error::UntraceableOptimizer`]; [`Error::RandomInModule`]; [`Error::StatisticsTwice`].
 pub fn trace<M, B, O>(
-    init: impl FnOnce(&Device) -> M,
-    loss: impl FnOnce(&M, B) -> Tensor<1>,
+    init: impl Fn(&Device) -> M,
+    loss: impl Fn(&M, B) -> Tensor<1>,
     optimizer: &O,
     batch: &B,
     config: TraceConfig,
@@ -139,18 +145,37 @@ pub(crate) struct TraceOptions {
     pub(crate) scales_loss: bool,
     /// The activations of which placements are asked.
     pub(crate) activations: Vec<Pattern>,
+    /// The types in which the module's tensors are stored, where new ones are of another.
+    pub(crate) stored: Stored,
 }
 
 /// Traces as [`trace`] does, over batches of the shapes that `joined` gives, with these options, and with the step that
 /// `optimizer` gives for the tensors of the module. Returns the tensors beside the loss, too, with
 /// small ones in their places.
 pub(crate) fn trace_joined<M, B, L>(
+    init: impl Fn(&Device) -> M,
+    loss: impl Fn(&M, B) -> L,
+    batch: (&B, JoinedShape<'_>),
+    options: &TraceOptions,
+    optimizer: impl FnOnce(&[Leaf]) -> Result<StepScalars, Error>,
+) -> Result<(Graph, L::Outputs), Error>
+where
+    M: Module,
+    B: Batch,
+    L: Loss,
+{
+    let recorded = |options: &TraceOptions| recorded(&init, &loss, batch, options);
+    let (builder, template) = by_types(&init, options, recorded)?;
+    let step = optimizer(&builder.leaves)?;
+    Ok((builder.build(&step)?, template))
+}
+
+fn recorded<M, B, L>(
     init: impl FnOnce(&Device) -> M,
     loss: impl FnOnce(&M, B) -> L,
     (batch, joined): (&B, JoinedShape<'_>),
     options: &TraceOptions,
-    optimizer: impl FnOnce(&[Leaf]) -> Result<StepScalars, Error>,
-) -> Result<(Graph, L::Outputs), Error>
+) -> Result<(Builder, L::Outputs), Error>
 where
     M: Module,
     B: Batch,
@@ -160,8 +185,9 @@ where
     specs.extend(options.scales_loss.then(InputSpec::of_factor));
     let recording = record_with("the module", options.defaults, |device, progress| {
         let tracked = device.clone().autodiff();
-        let model = with_fakes(init(&tracked), device, &tracked);
-        let (model, running) = with_running(model, &options.precision, device, &tracked);
+        let stored = &options.stored;
+        let model = with_fakes(init(&tracked), device, &tracked, stored);
+        let (model, running) = with_running(model, &options.precision, device, &tracked, stored);
         let before = leaves(&model, None);
         let mut inputs = Vec::new();
         let fake = batch.clone().map(&mut batch::Fake {
@@ -177,6 +203,7 @@ where
         let computing = computing(model.clone(), &options.precision, &running);
         let begun = leaves(&computing, None);
         let naming = Naming::begin();
+        let regions = Regions::begin();
         let (value, outputs) = match caught(|| loss(&computing, fake).into_parts()) {
             Ok(value) => value,
             Err(panic) => match running_twice(&computing, &begun) {
@@ -184,6 +211,7 @@ where
                 None => std::panic::resume_unwind(Box::new(panic.text())),
             },
         };
+        let regions = regions.taken();
         naming.check(&options.activations)?;
         let activations = naming.asked(&options.activations);
         let shape = value.dims();
@@ -215,13 +243,13 @@ where
             loss: Some(loss),
             outputs,
             activations,
+            regions,
+            is_narrow: options.is_narrow(),
         };
         Ok((captures, template))
     })?;
     let (recording, template) = recording.split();
-    let builder = Builder::new(recording, specs)?;
-    let step = optimizer(&builder.leaves)?;
-    Ok((builder.build(&step)?, template))
+    Ok((Builder::new(recording, specs)?, template))
 }
 
 /// Name of the factor of the loss among the inputs of a graph.

@@ -1,5 +1,6 @@
 //! The parameters and buffers of a module, as the capture device sees them.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use burn::backend::autodiff::grads::Gradients;
@@ -26,18 +27,44 @@ pub(crate) struct Leaf {
     pub(super) is_trained: bool,
 }
 
+/// Burn's name of the layer whose running statistics are copied for it.
+const LAYER: &str = "Struct:BatchNorm";
+
+/// The types in which tensors of a module are stored, by path, where they are not what the device says.
+pub(crate) type Stored = BTreeMap<Arc<str>, DType>;
+
 /// Replaces every tensor of a module by a fake one of the same shape and type, which has no memory. Lazy parameters are
 /// not initialised, so that no weight is ever computed.
-pub(super) fn with_fakes<M: Module>(module: M, device: &Device, tracked: &Device) -> M {
-    module.map(&mut Fakes { device, tracked })
+pub(super) fn with_fakes<M: Module>(
+    module: M,
+    device: &Device,
+    tracked: &Device,
+    stored: &Stored,
+) -> M {
+    module.map(&mut Fakes {
+        device,
+        tracked,
+        stored,
+        path: Vec::new(),
+    })
 }
 
 struct Fakes<'a> {
     device: &'a Device,
     tracked: &'a Device,
+    stored: &'a Stored,
+    path: Vec<String>,
 }
 
 impl ModuleMapper for Fakes<'_> {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
+
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let id = param.id;
         let fake = |shape: Shape, dtype: DType| Tensor::<D>::empty(shape, (self.tracked, dtype));
@@ -69,6 +96,8 @@ impl ModuleMapper for Fakes<'_> {
             Some(tensor) => (tensor.shape(), tensor.dtype()),
             None => (stored, default),
         };
+        let said = (!self.stored.is_empty()).then(|| self.stored.get(self.path.join(".").as_str()));
+        let dtype = said.flatten().copied().unwrap_or(dtype);
         match is_trained {
             true => Param::initialized(id, fake(shape, dtype).require_grad()),
             // Off the tape: Burn does not move untracked tensors between capture devices.
@@ -219,16 +248,18 @@ pub(super) fn with_running<M: Module>(
     precision: &Precision,
     device: &Device,
     tracked: &Device,
+    stored: &Stored,
 ) -> (M, Vec<bool>) {
     if *precision == Precision::default() {
         return (module, Vec::new());
     }
     let running = running(&with_marks(module.clone(), tracked));
     // Copies of a module share running statistics, which are marks now.
-    (with_fakes(module, device, tracked), running)
+    (with_fakes(module, device, tracked, stored), running)
 }
 
-/// Returns the module whose parameters are cast to the types in which they compute. Running statistics keep theirs.
+/// Returns the module whose parameters are cast to the types in which they compute. Running statistics keep theirs, but for
+/// those of Burn's BatchNorm, which is given a copy.
 pub(super) fn computing<M: Module>(module: M, precision: &Precision, running: &[bool]) -> M {
     if *precision == Precision::default() {
         return module;
@@ -236,6 +267,7 @@ pub(super) fn computing<M: Module>(module: M, precision: &Precision, running: &[
     module.map(&mut Casts {
         precision,
         path: Vec::new(),
+        containers: Vec::new(),
         running: running.iter(),
     })
 }
@@ -279,6 +311,8 @@ pub(super) fn off_tape<M: Module>(module: M, device: &Device, shapes: &[Leaf]) -
 struct Casts<'a> {
     precision: &'a Precision,
     path: Vec<String>,
+    /// Burn's names for what the walk is in.
+    containers: Vec<String>,
     /// True for each tensor to come that is a running statistic.
     running: std::slice::Iter<'a, bool>,
 }
@@ -289,7 +323,9 @@ impl ModuleMapper for Casts<'_> {
         let compute = self
             .precision
             .compute_of(&self.path.join("."), tensor.dtype());
-        match self.running.next() == Some(&true) || compute == tensor.dtype() {
+        let is_own = self.containers.last().is_none_or(|last| last != LAYER);
+        let is_kept = self.running.next() == Some(&true) && is_own;
+        match is_kept || compute == tensor.dtype() {
             true => param,
             false => Param::initialized(param.id, tensor.cast(compute)),
         }
@@ -308,12 +344,14 @@ impl ModuleMapper for Casts<'_> {
         param
     }
 
-    fn enter_module(&mut self, name: &str, _: &str) {
+    fn enter_module(&mut self, name: &str, container: &str) {
         self.path.push(name.to_owned());
+        self.containers.push(container.to_owned());
     }
 
     fn exit_module(&mut self, _: &str, _: &str) {
         self.path.pop();
+        self.containers.pop();
     }
 }
 

@@ -7,7 +7,7 @@ use burn::module::{Module, ParamId};
 use burn::tensor::{DType, Device};
 
 use super::capture::{Defaults, record_with};
-use super::module::{leaves, running, trained, with_fakes, with_marks};
+use super::module::{Stored, leaves, running, trained, with_fakes, with_marks};
 use crate::error::Error;
 
 /// A tensor of a module.
@@ -48,7 +48,7 @@ pub(crate) fn parameters_with<M: Module>(
 ) -> Result<Vec<(ParamId, ParameterSpec)>, Error> {
     let recording = record_with("the module", defaults, |device, _| {
         let tracked = device.clone().autodiff();
-        let model = with_fakes(init(&tracked), device, &tracked);
+        let model = with_fakes(init(&tracked), device, &tracked, &Stored::new());
         let trained = trained(&model);
         let found = leaves(&model, None);
         let running = running(&with_marks(model, &tracked));

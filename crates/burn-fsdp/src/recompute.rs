@@ -1,0 +1,53 @@
+//! Activation checkpointing, in both engines.
+
+use burn::module::Module;
+use burn::tensor::Tensor;
+use burn_fsdp_spmd::trace::{is_traced, traced_region};
+
+/// Runs `forward(module, input)`, of which backward keeps nothing but `input` and computes the rest again. Saves the activations
+/// of the region for the price of a second forward.
+///
+/// Checkpoint one unit at a time: full weights of all units in a region exist together in its backward. With
+/// [`ShardPolicy::units`](crate::ShardPolicy::units) `["blocks.*"]`, call it once around each block.
+///
+/// `module` may be sharded, hold sharded modules, or be plain. `forward` must compute the same both times, and nothing
+/// tracked may be captured, since its gradient would be lost; both are errors. Running statistics, such as BatchNorm's, are
+/// updated once. Outside of training, or inside another region, `forward` is just called. All ranks must do so alike.
+///
+/// In the loss of a compiled step the region is a part of the graph, of which backward computes all again but what random
+/// numbers were drawn, which are kept, and what is read outside; what is captured has its gradient.
+///
+/// In the eager engine dropout draws the same numbers twice where a process is one rank: a region draws a seed from Burn's
+/// generator, begins the generator there, and in backward once more, after which others follow. Where ranks are threads, which share
+/// that one generator, dropout in a region is an error.
+///
+/// # Errors
+///
+/// As those of a forward and a backward, which unwind: see [`catch`](crate::catch).
+///
+/// ```
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fsdp::recompute;
+///
+/// let device = Device::flex().autodiff();
+/// let layer: Linear = LinearConfig::new(4, 4).init(&device);
+/// let input = Tensor::<2>::ones([2, 4], &device);
+/// let output = recompute(&layer, input, |layer, input| layer.forward(input).exp());
+/// let gradients = output.sum().backward();
+/// assert!(layer.weight.val().grad(&gradients).is_some());
+/// ```
+pub fn recompute<M, F, const D: usize, const E: usize>(
+    module: &M,
+    input: Tensor<D>,
+    forward: F,
+) -> Tensor<E>
+where
+    M: Module + Sync + 'static,
+    F: Fn(&M, Tensor<D>) -> Tensor<E> + Send + Sync + 'static,
+{
+    match is_traced() {
+        true => traced_region(&input.device(), || forward(module, input)),
+        false => burn_fsdp_shard::recompute(module, input, forward),
+    }
+}

@@ -1,0 +1,332 @@
+//! Models that cast nothing, in 16 bits, in both engines, against Burn's loop on one rank.
+
+mod nets;
+mod plain;
+
+use burn::module::Module;
+use burn::optim::{ModuleOptimizer, SgdConfig};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
+use burn_fsdp::compile::passes::schedule::Options;
+use burn_fsdp::compile::{Evaluation, LossScaling, Mode, compile};
+use burn_fsdp::state::{full_state, into_record};
+use burn_fsdp::{
+    Error, LaunchConfig, Precision, ProcessGroup, ShardPolicy, Strategy, backward, cast_input,
+    catch, fully_shard, launch,
+};
+
+use nets::{By, Kind, Net, STATEFUL, STATELESS, batch};
+use plain::{RATE, STEPS, Step, plainly, sgd, tensors};
+
+const HALVES: [FloatDType; 2] = [FloatDType::BF16, FloatDType::F16];
+
+fn device() -> Device {
+    Device::flex().autodiff().gradient_checkpointing()
+}
+
+/// Trains a sharded model, with the mean of the ranks' losses.
+fn by_units(kind: Kind, precision: &Precision, ranks: usize) -> Vec<Step> {
+    let precision = precision.clone();
+    let body = move |world: ProcessGroup| -> Result<Vec<Step>, Error> {
+        let device = device();
+        let policy = ShardPolicy::new()
+            .units(["first", "layer"])
+            .precision(precision.clone());
+        let mut model = fully_shard(Net::new(kind, &device), &world, policy)?;
+        let mut optimizer: ModuleOptimizer = SgdConfig::new().init();
+        let mut steps = Vec::new();
+        for step in 0..STEPS {
+            let x = cast_input(&model, batch(step, world.rank(), &device))?;
+            let loss = catch(|| model.loss(x, By::Burn))?;
+            let value = loss.clone().into_scalar::<f32>();
+            let gradients = backward(loss, &model)?;
+            model = catch(|| optimizer.step(RATE, model, gradients))?;
+            let record = into_record(model.clone())?;
+            let whole = Net::new(kind, &device).load_record(record);
+            steps.push(Step {
+                loss: value,
+                tensors: tensors(&whole),
+            });
+        }
+        Ok(steps)
+    };
+    joined(launch(LaunchConfig::new(ranks), body).unwrap_or_else(|error| panic!("{error}")))
+}
+
+/// Returns what all ranks have, with the mean of their losses.
+fn joined(of_ranks: Vec<Vec<Step>>) -> Vec<Step> {
+    let mut joined = of_ranks[0].clone();
+    for (number, step) in joined.iter_mut().enumerate() {
+        let losses = of_ranks.iter().map(|steps| steps[number].loss);
+        step.loss = losses.sum::<f32>() / of_ranks.len() as f32;
+    }
+    joined
+}
+
+fn compiled(
+    kind: Kind,
+    compute: FloatDType,
+    ranks: usize,
+    (strategy, kernels): (Strategy, bool),
+) -> Vec<Step> {
+    let body = move |world: ProcessGroup| -> Result<Vec<Step>, Error> {
+        // Scaled by one: what is compared is not how much of a gradient there is.
+        let scaling = LossScaling {
+            initial_scale: 1.0,
+            ..LossScaling::default()
+        };
+        let options = Options::default()
+            .kernels(kernels)
+            .precision(Precision::new(compute))
+            .scale_loss((compute == FloatDType::F16).then_some(scaling));
+        let mode = Mode::data_parallel(world.clone(), strategy).options(options);
+        let init = move |device: &Device| Net::new(kind, device);
+        let loss = move |model: &Net, x: Tensor<3>| model.loss(x.cast(compute), By::Burn);
+        let mut step = compile(init, loss, sgd(), mode.verified())?;
+        let mut steps = Vec::new();
+        for number in 0..STEPS {
+            let x = batch(number, world.rank(), &Device::flex());
+            let loss = step.step(RATE, &x)? as f32;
+            let paths: Vec<_> = step.parameters().iter().map(|s| s.path.clone()).collect();
+            let mut tensors = std::collections::BTreeMap::new();
+            for path in paths {
+                let data = step.parameter(&path)?;
+                if data.dtype() == DType::F32 {
+                    tensors.insert(path.to_string(), data.try_to_vec().expect("f32"));
+                }
+            }
+            steps.push(Step { loss, tensors });
+        }
+        Ok(steps)
+    };
+    joined(launch(LaunchConfig::new(ranks), body).unwrap_or_else(|error| panic!("{error}")))
+}
+
+/// Compares losses and tensors, relative to the largest of each.
+fn assert_close(what: &str, got: &[Step], want: &[Step], tolerance: f32, has_running: bool) {
+    assert_eq!(got.len(), want.len());
+    for (number, (got, want)) in got.iter().zip(want).enumerate() {
+        let loss = (got.loss - want.loss).abs() / want.loss.abs();
+        assert!(
+            loss <= tolerance,
+            "{what}, step {number}: loss {} is not {}",
+            got.loss,
+            want.loss
+        );
+        let mut compared = 0;
+        for (path, want) in &want.tensors {
+            if path.contains("running_") && !has_running {
+                continue;
+            }
+            let got = &got.tensors[path];
+            assert_eq!(got.len(), want.len(), "{what}: {path}");
+            let scale = want
+                .iter()
+                .fold(1e-3_f32, |max, value| max.max(value.abs()));
+            for (got, want) in got.iter().zip(want) {
+                let far = (got - want).abs() / scale;
+                assert!(
+                    far <= tolerance,
+                    "{what}, step {number}, {path}: {got} is not {want}"
+                );
+            }
+            compared += 1;
+        }
+        assert!(compared >= 4, "{what}");
+    }
+}
+
+#[test]
+fn models_train_unchanged_in_the_eager_engine() {
+    for kind in STATELESS {
+        for compute in HALVES {
+            for ranks in 1..=4 {
+                let want = plainly(kind, compute, ranks);
+                let got = by_units(kind, &Precision::new(compute), ranks);
+                let what = format!("{kind:?} in {compute:?} on {ranks}");
+                assert_close(&what, &got, &want, 1e-5, false);
+            }
+        }
+    }
+}
+
+#[test]
+fn models_train_unchanged_in_compiled_steps() {
+    for kind in STATELESS.into_iter().chain(STATEFUL) {
+        for compute in HALVES {
+            for ranks in 1..=4 {
+                let want = plainly(kind, compute, ranks);
+                let strategy = match ranks % 2 {
+                    0 => Strategy::FullShard,
+                    _ => Strategy::ShardGradOp,
+                };
+                let what = format!("{kind:?} in {compute:?} on {ranks}");
+                let got = compiled(kind, compute, ranks, (strategy, false));
+                // A rank's running states are its own: those of rank 0 have seen its batches alone where it is alone.
+                assert_close(&what, &got, &want, 1e-5, ranks == 1);
+                if ranks == 2 {
+                    let got = compiled(kind, compute, ranks, (strategy, true));
+                    let tolerance = match compute {
+                        FloatDType::BF16 => 0.03,
+                        _ => 0.005,
+                    };
+                    assert_close(&format!("{what}, kernels"), &got, &want, tolerance, false);
+                }
+            }
+        }
+    }
+}
+
+/// An average that moves by less than the last bit of 16 moves all the same.
+#[test]
+fn running_statistics_are_not_rounded_away() {
+    let kept = |steps: &[Step]| steps[STEPS - 1].tensors["layer.BatchNorm.running_var"].clone();
+    let want = plainly(Kind::BatchNorm, FloatDType::BF16, 1);
+    let got = compiled(
+        Kind::BatchNorm,
+        FloatDType::BF16,
+        1,
+        (Strategy::FullShard, true),
+    );
+    for (got, want) in kept(&got).iter().zip(kept(&want)) {
+        assert!((got - want).abs() < 1e-6, "{got} is not {want}");
+        assert!(
+            burn::tensor::bf16::from_f32(*got).to_f32() != *got,
+            "{got} has 16 bits"
+        );
+    }
+}
+
+/// Evaluation computes in the same types, with statistics as they are.
+#[test]
+fn layers_with_states_are_evaluated_in_halves() {
+    for kind in STATEFUL {
+        let compute = FloatDType::BF16;
+        let options = Options::default().precision(Precision::new(compute));
+        let init = move |device: &Device| Net::new(kind, device);
+        let forward = move |model: &Net, x: Tensor<3>| model.forward(x.cast(compute), By::Burn);
+        let loss = move |model: &Net, x: Tensor<3>| model.loss(x.cast(compute), By::Burn);
+        let mode = Mode::single().options(options);
+        let mut step = compile(init, loss, sgd(), mode).expect("compiles");
+        let mut evaluation = Evaluation::new(init, forward);
+        let x = batch(0, 0, &Device::flex());
+        let got: Tensor<3> = step.evaluate(&mut evaluation, &x).expect("evaluates");
+        let whole = Net::new(kind, &Device::flex()).forward(x, By::Burn);
+        let got = got.into_data().convert::<f32>();
+        let tolerance = burn::tensor::Tolerance::absolute(0.05);
+        got.assert_approx_eq::<f32>(&whole.into_data(), tolerance);
+    }
+}
+
+/// What Burn would panic with is refused by name, and the way out is one.
+#[test]
+fn layers_with_states_are_refused_by_the_eager_engine() {
+    for kind in STATEFUL {
+        let said = launch(LaunchConfig::new(2), move |world| {
+            let device = device();
+            let policy = ShardPolicy::new().precision(Precision::new(FloatDType::BF16));
+            let model = fully_shard(Net::new(kind, &device), &world, policy)?;
+            let x = cast_input(&model, batch(0, world.rank(), &device))?;
+            let loss = catch(|| model.loss(x, By::Burn));
+            let said = loss.err().map(|error| error.to_string());
+            // What it holds can be read all the same.
+            full_state(&model, |_| {})?;
+            Ok::<_, Error>(said.unwrap_or_default())
+        });
+        let name = match kind {
+            Kind::BiLstm => "Lstm".to_owned(),
+            other => format!("{other:?}"),
+        };
+        for said in said.expect("both ranks say it") {
+            let is_named = said.contains("`layer") && said.contains(&format!("({name})"));
+            assert!(is_named && said.contains("full_in"), "{kind:?}: {said}");
+            assert!(
+                said.contains("F32") && said.contains("BF16"),
+                "{kind:?}: {said}"
+            );
+        }
+    }
+}
+
+/// Two types that nobody can foresee are told with the parameter that was read last.
+#[test]
+fn two_types_are_told_with_a_name() {
+    let device = device();
+    let precision = Precision::new(FloatDType::BF16).full_in(["layer"]);
+    let policy = ShardPolicy::new().precision(precision);
+    let model = Net::new(Kind::LayerNorm, &device);
+    let model = fully_shard(model, &ProcessGroup::solo(), policy).expect("shards");
+    let x = cast_input(&model, batch(0, 0, &device)).expect("is sharded");
+    let said = catch(|| model.loss(x, By::Burn)).expect_err("two types met");
+    let said = said.to_string();
+    assert!(
+        said.contains("layer.LayerNorm.beta") && said.contains("F32"),
+        "{said}"
+    );
+    burn_fsdp::state::reset(&model).expect("is sharded");
+}
+
+/// A module may be stored in any type of floats, and computes in it.
+#[test]
+fn modules_are_stored_in_other_types() {
+    for kind in STATELESS {
+        for stored in [FloatDType::BF16, FloatDType::F16, FloatDType::F64] {
+            for ranks in [1, 3] {
+                let want = stored_plainly(kind, stored, ranks);
+                let got = launch(LaunchConfig::new(ranks), move |world| {
+                    let device = device();
+                    let model = stored_as(kind, stored, &device);
+                    let mut model =
+                        fully_shard(model, &world, ShardPolicy::new().units(["layer"]))?;
+                    let mut optimizer: ModuleOptimizer = SgdConfig::new().init();
+                    for step in 0..STEPS {
+                        let x = cast_input(&model, batch(step, world.rank(), &device))?;
+                        assert_eq!(x.dtype(), DType::from(stored));
+                        let gradients = backward(catch(|| model.loss(x, By::Burn))?, &model)?;
+                        model = catch(|| optimizer.step(RATE, model, gradients))?;
+                    }
+                    let record = into_record(model)?;
+                    let whole = stored_as(kind, stored, &device).load_record(record);
+                    assert_eq!(whole.dtype(), DType::from(stored));
+                    Ok::<_, Error>(tensors(&whole))
+                });
+                let tolerance = match stored {
+                    // A last bit is the master's, too.
+                    FloatDType::BF16 => 0.02,
+                    FloatDType::F16 => 0.003,
+                    _ => 1e-6,
+                };
+                let got = got.unwrap_or_else(|error| panic!("{kind:?}: {error}"));
+                let step = |tensors| Step { loss: 1.0, tensors };
+                let what = format!("{kind:?} stored in {stored:?} on {ranks}");
+                let got = [step(got[0].clone())];
+                assert_close(&what, &got, &[step(want)], tolerance, false);
+            }
+        }
+    }
+}
+
+fn stored_as(kind: Kind, stored: FloatDType, device: &Device) -> Net {
+    plain::kept_in(Net::new(kind, device), stored)
+}
+
+fn stored_plainly(
+    kind: Kind,
+    stored: FloatDType,
+    ranks: usize,
+) -> std::collections::BTreeMap<String, Vec<f32>> {
+    let device = Device::flex().autodiff();
+    let mut model = stored_as(kind, stored, &device);
+    let mut optimizer: ModuleOptimizer = SgdConfig::new().init();
+    for step in 0..STEPS {
+        let losses = (0..ranks).map(|rank| {
+            let x = batch(step, rank, &device).cast(stored);
+            model.loss(x, By::Burn)
+        });
+        let gradients =
+            losses.map(|loss| burn::optim::GradientsParams::from_grads(loss.backward(), &model));
+        let gradients: Vec<_> = gradients.collect();
+        let mean = plain::mean(&model, &gradients);
+        model = optimizer.step(RATE, model, mean);
+    }
+    tensors(&model)
+}

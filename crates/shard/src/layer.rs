@@ -1,0 +1,86 @@
+//! Burn's layers that compute in one type alone, whatever the types of their parameters and inputs.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use burn::tensor::{DType, Device};
+
+use crate::error::Error;
+use crate::path::Location;
+
+/// The layer whose running states have a type of their own.
+const BATCH_NORM: &str = "Struct:BatchNorm";
+/// The layers that begin with states, and collect outputs, of the device's default type.
+const RECURRENT: [&str; 3] = ["Struct:Lstm", "Struct:Gru", "Struct:Rnn"];
+/// What recurrent layers are made of.
+const GATE: &str = "Struct:GateController";
+
+/// A layer of Burn's that computes in one type alone.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Layer {
+    /// Path in the module.
+    path: String,
+    /// Burn's name of it.
+    kind: &'static str,
+    /// The only type in which it computes.
+    pub(crate) dtype: DType,
+}
+
+/// Returns the layer around the parameter at `place`, if it is one of these: `containers` are Burn's names for the kinds
+/// of the modules that the walk is in. The type of one with running states is not known yet.
+pub(crate) fn around(
+    place: &Location,
+    containers: &[String],
+    device: &Device,
+) -> Option<Arc<Layer>> {
+    let known = [BATCH_NORM].into_iter().chain(RECURRENT);
+    let (depth, kind) = known
+        .filter_map(|kind| Some((containers.iter().rposition(|other| other == kind)?, kind)))
+        .max()?;
+    let below = containers.get(depth + 1).map(String::as_str);
+    // A struct of the user's own may have the name.
+    let is_burns = match kind {
+        BATCH_NORM => below.is_none(),
+        _ => containers[depth..]
+            .iter()
+            .any(|container| container == GATE),
+    };
+    is_burns.then(|| {
+        Arc::new(Layer {
+            path: place.path_to(depth),
+            kind: kind.trim_start_matches("Struct:"),
+            dtype: device.settings().float_dtype.into(),
+        })
+    })
+}
+
+impl Layer {
+    /// Returns the layer with its type, which is that of its running states if it has some: `states` are those of the module, by
+    /// path. `None` if it is not what its name says.
+    pub(crate) fn settled(&self, states: &HashMap<String, DType>) -> Option<Arc<Self>> {
+        if format!("Struct:{}", self.kind) != BATCH_NORM {
+            return Some(Arc::new(self.clone()));
+        }
+        let state = |name: &str| match self.path.as_str() {
+            "" => states.get(name),
+            path => states.get(&format!("{path}.{name}")),
+        };
+        let (mean, variance) = (state("running_mean")?, state("running_var")?);
+        (mean == variance).then(|| {
+            Arc::new(Self {
+                dtype: *mean,
+                ..self.clone()
+            })
+        })
+    }
+
+    /// Returns the error of a parameter of the layer that computes in another type.
+    pub(crate) fn refuses(&self, param: &str, compute: DType) -> Error {
+        Error::LayerType {
+            layer: format!("`{}` ({})", self.path, self.kind),
+            param: param.to_owned(),
+            expected: format!("{:?}", self.dtype),
+            got: format!("{compute:?}"),
+        }
+    }
+}

@@ -1,0 +1,54 @@
+//! Random numbers that a recomputed region draws twice.
+//!
+//! Burn has one generator for all threads of a process, of which only the seed can be set. So a region draws a seed, begins the
+//! generator there, and does so again when it is computed again. Where ranks are threads, each would begin the others' numbers
+//! anew.
+
+use burn::tensor::{Device, Distribution, Int, Tensor};
+use burn_fsdp_collectives::thread_ranks;
+
+/// The numbers of a region.
+pub(crate) struct Numbers {
+    seed: u64,
+    device: Device,
+}
+
+/// Returns true if no other rank draws from the generator of this process.
+fn is_alone() -> bool {
+    thread_ranks() <= 1
+}
+
+/// Draws a seed.
+fn drawn(device: &Device) -> u64 {
+    let parts = Tensor::<1, Int>::random([4], Distribution::Uniform(0.0, 65_536.0), device);
+    let parts = parts.into_data().convert::<i64>();
+    let parts = parts.try_to_vec::<i64>().unwrap_or_default();
+    let add = |seed: u64, part: i64| seed << 16 | part.cast_unsigned() & 0xffff;
+    parts.into_iter().fold(0, add)
+}
+
+impl Numbers {
+    /// Begins the numbers of a region; `None` if ranks are threads.
+    pub(crate) fn begin(device: &Device) -> Option<Self> {
+        is_alone().then(|| {
+            let seed = drawn(device);
+            device.seed(seed);
+            Self {
+                seed,
+                device: device.clone(),
+            }
+        })
+    }
+
+    /// Runs `body` with the same numbers again. Others than these follow.
+    pub(crate) fn again<T>(&self, body: impl FnOnce() -> T) -> T {
+        if !is_alone() {
+            return body();
+        }
+        let next = drawn(&self.device);
+        self.device.seed(self.seed);
+        let result = body();
+        self.device.seed(next);
+        result
+    }
+}

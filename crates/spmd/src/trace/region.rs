@@ -1,0 +1,96 @@
+//! Regions of a loss that the user wants to be computed again in backward.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+
+use burn::tensor::{Device, Tensor};
+use burn_ir::{OperationIr, TensorId};
+
+use super::capture::float_id;
+use crate::graph::Graph;
+
+/// Marks before and behind a region, which are tensors that nothing reads.
+pub(super) type Marks = [TensorId; 2];
+
+thread_local! {
+    /// The regions of the trace that runs on this thread; `None` outside of traces.
+    static REGIONS: RefCell<Option<Vec<Marks>>> = const { RefCell::new(None) };
+}
+
+/// Returns true inside the loss of a step that is being traced.
+pub fn is_traced() -> bool {
+    REGIONS.with_borrow(Option::is_some)
+}
+
+/// Runs a part of a loss on `device`, of which backward is to keep what comes in and goes out, and to compute what is between
+/// again, as [`RecomputeUnits`](crate::passes::RecomputeUnits) says of units. Outside of a trace it just runs.
+pub fn traced_region<T>(device: &Device, body: impl FnOnce() -> T) -> T {
+    let before = mark(device);
+    let result = body();
+    if let (Some(before), Some(behind)) = (before, mark(device)) {
+        REGIONS.with_borrow_mut(|regions| {
+            if let Some(regions) = regions {
+                regions.push([before, behind]);
+            }
+        });
+    }
+    result
+}
+
+/// Records a tensor that nothing reads; `None` outside of traces.
+fn mark(device: &Device) -> Option<TensorId> {
+    let mark = is_traced().then(|| float_id(&Tensor::<1>::empty([1], device)));
+    mark.flatten().map(|mark| mark.id)
+}
+
+/// The regions of one trace; those of the trace around it, if any, are back when it is dropped.
+pub(super) struct Regions(Option<Vec<Marks>>);
+
+impl Regions {
+    pub(super) fn begin() -> Self {
+        Self(REGIONS.replace(Some(Vec::new())))
+    }
+
+    /// Returns the regions so far, and ends them.
+    pub(super) fn taken(&self) -> Vec<Marks> {
+        REGIONS.with_borrow_mut(|regions| regions.take().unwrap_or_default())
+    }
+}
+
+impl Drop for Regions {
+    fn drop(&mut self) {
+        REGIONS.set(self.0.take());
+    }
+}
+
+/// Returns the values that were recorded between the marks of each region.
+pub(super) fn values(operations: &[OperationIr], regions: &[Marks]) -> Vec<BTreeSet<TensorId>> {
+    let mut positions = BTreeMap::new();
+    for (position, operation) in operations.iter().enumerate() {
+        positions.extend(operation.outputs().map(|output| (output.id, position)));
+    }
+    let between = |marks: &Marks| {
+        let [before, behind] = marks.map(|mark| positions.get(&mark).copied());
+        let inside = &operations[before?..behind?];
+        let values = inside.iter().flat_map(OperationIr::outputs);
+        Some(values.map(|value| value.id).collect())
+    };
+    regions.iter().filter_map(between).collect()
+}
+
+/// Declares the regions in the graph, whose values have other `ids`.
+pub(super) fn declare(
+    graph: &mut Graph,
+    regions: Vec<BTreeSet<TensorId>>,
+    ids: &BTreeMap<TensorId, TensorId>,
+) {
+    for region in regions {
+        let values: BTreeSet<_> = region
+            .iter()
+            .filter_map(|id| ids.get(id).copied())
+            .collect();
+        if !values.is_empty() {
+            graph.add_region(values);
+        }
+    }
+}

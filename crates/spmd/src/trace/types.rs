@@ -1,0 +1,81 @@
+//! The type of tensors that a forward makes without naming one.
+//!
+//! Burn gives them the default type of the device. Recurrent layers begin with such states, and collect their outputs in such
+//! a tensor: with parameters in 16 bits they would meet two types.
+
+use burn::module::Module;
+use burn::tensor::Device;
+
+use super::TraceOptions;
+use super::parameters::parameters_with;
+use crate::error::Error;
+
+impl TraceOptions {
+    /// Returns true if new tensors have the type in which parameters compute.
+    pub(super) fn is_narrow(&self) -> bool {
+        !self.stored.is_empty()
+    }
+
+    /// Returns the options for a trace in which new tensors have the type in which parameters compute; `None` if they have it
+    /// anyhow.
+    fn narrow<M: Module>(&self, init: impl Fn(&Device) -> M) -> Result<Option<Self>, Error> {
+        let (Some(defaults), Some(compute)) = (self.defaults, self.precision.compute()) else {
+            return Ok(None);
+        };
+        let specs = parameters_with(self.defaults, init)?.into_iter();
+        let is_narrow = defaults.with_float(compute) != defaults;
+        Ok(is_narrow.then(|| Self {
+            defaults: Some(defaults.with_float(compute)),
+            stored: specs.map(|spec| (spec.path, spec.dtype)).collect(),
+            ..self.clone()
+        }))
+    }
+}
+
+/// Returns what `trace` makes. Where two types meet, it is asked again, with new tensors in the type in which parameters
+/// compute. If that does not help, the first error counts.
+pub(super) fn by_types<M: Module, T>(
+    init: impl Fn(&Device) -> M,
+    options: &TraceOptions,
+    trace: impl Fn(&TraceOptions) -> Result<T, Error>,
+) -> Result<T, Error> {
+    let error = match trace(options) {
+        Err(error) if has_two_types(&error) => error,
+        result => return result,
+    };
+    if let Some(narrow) = options.narrow(init)? {
+        tracing::info!(
+            "two types met: the trace is made again, with new tensors in the compute type"
+        );
+        if let Ok(traced) = trace(&narrow) {
+            return Ok(traced);
+        }
+    }
+    Err(error.said_of_types())
+}
+
+impl Error {
+    /// Returns the error with what is to be done, in place of Burn's word.
+    fn said_of_types(self) -> Self {
+        match self {
+            Self::Uncapturable {
+                stage, produced_by, ..
+            } => Self::Uncapturable {
+                stage,
+                produced_by,
+                reason: "tensors of two types met in one operation, which Burn refuses; cast what goes into layers that compute \
+                         in full (Precision::full_in), and what comes out of them, by `x.cast(..)`, and give tensors that are \
+                         made in the loss the type of what they meet"
+                    .to_owned(),
+            },
+            other => other,
+        }
+    }
+}
+
+fn has_two_types(error: &Error) -> bool {
+    match error {
+        Error::Uncapturable { reason, .. } => reason.contains("DTypeMismatch"),
+        _ => false,
+    }
+}
