@@ -138,7 +138,8 @@ pub(crate) fn kept_in(model: Net, stored: FloatDType) -> Net {
     struct Kept(FloatDType);
     impl ModuleMapper for Kept {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-            let value = param.val().detach().cast(self.0);
+            let old = param.val();
+            let value = Tensor::<D>::from_data(old.to_data(), (&old.device(), self.0.into()));
             Param::initialized(param.id, value.require_grad())
         }
     }

@@ -140,12 +140,22 @@ fn random_numbers_and_captured_tensors_are_errors() {
         dropout: DropoutConfig::new(0.5).init(),
     };
     let x = Tensor::<2>::ones([8, 32], &device);
-    let loss = recompute(&model, x.clone(), |model: &Dropping, x| {
-        model.dropout.forward(model.linear.forward(x))
+    // Ranks that are threads share Burn's generator.
+    let said = on_ranks(2, |_| {
+        let device = super::bench::device();
+        let model = Dropping {
+            linear: LinearConfig::new(32, 32).init(&device),
+            dropout: DropoutConfig::new(0.5).init(),
+        };
+        let x = Tensor::<2>::ones([8, 32], &device);
+        let loss = recompute(&model, x, |model: &Dropping, x| {
+            model.dropout.forward(model.linear.forward(x))
+        });
+        Ok(catch(|| loss.sum().backward()).err().map(|e| e.to_string()))
     });
-    let message = catch(|| loss.sum().backward()).err().map(|e| e.to_string());
-    let message = message.unwrap_or_default();
-    assert!(message.contains("must be deterministic"), "{message}");
+    for message in said.into_iter().map(Option::unwrap_or_default) {
+        assert!(message.contains("must be deterministic"), "{message}");
+    }
 
     let other = model.linear.weight.val();
     let captured = catch(|| {

@@ -6,7 +6,7 @@
 
 use burn_ir::{
     BaseOperationIr, BinaryOpIr, CastOpIr, NumericOperationIr, OperationIr, ScalarOpIr, TensorId,
-    TensorIr,
+    TensorIr, TensorStatus,
 };
 
 use super::capture::Captured;
@@ -125,6 +125,8 @@ impl Again<'_> {
     fn cast(&mut self, input: TensorIr) -> TensorId {
         let out = self.output(input.clone());
         let id = out.id;
+        let status = TensorStatus::ReadOnly;
+        let input = TensorIr { status, ..input };
         let cast = BaseOperationIr::Cast(CastOpIr { input, out });
         self.new.push(OperationIr::BaseFloat(cast));
         id
@@ -132,8 +134,12 @@ impl Again<'_> {
 
     /// Returns an operand that is `id` in the type of what is kept.
     fn wide(&self, of: TensorIr, id: TensorId) -> TensorIr {
-        let dtype = self.kept.dtype;
-        TensorIr { id, dtype, ..of }
+        TensorIr {
+            id,
+            dtype: self.kept.dtype,
+            status: TensorStatus::ReadOnly,
+            ..of
+        }
     }
 
     fn output(&mut self, of: TensorIr) -> TensorIr {

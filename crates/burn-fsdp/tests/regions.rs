@@ -1,0 +1,487 @@
+//! Regions that are computed again, with dropout and BatchNorm in them, in both engines, against plain Burn.
+//!
+//! Burn has one generator for all threads of a process, so that these tests run one after the other.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::nn::{BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Linear, LinearConfig};
+use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
+use burn::tensor::activation::gelu;
+use burn::tensor::{Device, Tensor, TensorData};
+use burn_fsdp::compile::graph::Phase;
+use burn_fsdp::compile::passes::schedule::Options;
+use burn_fsdp::compile::{Mode, compile};
+use burn_fsdp::state::into_record;
+use burn_fsdp::{
+    Error, LaunchConfig, ProcessGroup, ShardPolicy, Strategy, backward, catch, fully_shard, launch,
+    recompute,
+};
+
+const DIM: usize = 7;
+const ROWS: usize = 5;
+const STEPS: usize = 4;
+const RATE: f64 = 0.2;
+
+fn alone() -> MutexGuard<'static, ()> {
+    static ONE: Mutex<()> = Mutex::new(());
+    ONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[derive(Module, Debug)]
+struct Block {
+    linear: Linear,
+    norm: BatchNorm,
+    dropout: Dropout,
+}
+
+impl Block {
+    /// Returns what is dropped from.
+    fn kept(&self, x: Tensor<2>) -> Tensor<2> {
+        gelu(self.norm.forward(self.linear.forward(x)))
+    }
+
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.dropout.forward(self.kept(x))
+    }
+}
+
+#[derive(Module, Debug)]
+struct Net {
+    blocks: Vec<Block>,
+    head: Linear,
+}
+
+/// Who runs a block.
+#[derive(Debug, Clone)]
+enum How {
+    Region,
+    Kept,
+    /// The region of a step, with what was dropped there, by block.
+    Dropped(Vec<TensorData>),
+}
+
+impl Net {
+    fn new(probability: f64, device: &Device) -> Self {
+        let block = |_| Block {
+            linear: LinearConfig::new(DIM, DIM).init(device),
+            norm: BatchNormConfig::new(DIM).init(device),
+            dropout: DropoutConfig::new(probability).init(),
+        };
+        let net = Self {
+            blocks: (0..2).map(block).collect(),
+            head: LinearConfig::new(DIM, 3).init(device),
+        };
+        net.map(&mut Values::default())
+    }
+
+    /// Returns the loss, and the output of each block.
+    fn loss(&self, x: Tensor<2>, how: &How) -> (Tensor<1>, Vec<Tensor<2>>) {
+        let mut x = x;
+        let mut outputs = Vec::new();
+        for (index, block) in self.blocks.iter().enumerate() {
+            let y = match how {
+                How::Region => recompute(block, x.clone(), |block: &Block, x| block.forward(x)),
+                How::Kept => block.forward(x.clone()),
+                How::Dropped(masks) => {
+                    let mask = Tensor::<2>::from_data(masks[index].clone(), &x.device());
+                    block.kept(x.clone()) * mask
+                }
+            };
+            outputs.push(y.clone());
+            x = x + y;
+        }
+        (self.head.forward(x).square().mean(), outputs)
+    }
+}
+
+/// What was dropped by a block: zeros, and elsewhere the factor of what stays.
+fn mask(output: &Tensor<2>, probability: f64) -> TensorData {
+    let factor = 1.0 / (1.0 - probability) as f32;
+    let values = output.to_data().convert::<f32>();
+    let values = values.try_to_vec::<f32>().expect("floats");
+    let mask = values.iter().map(|value| match *value == 0.0 {
+        true => 0.0,
+        false => factor,
+    });
+    TensorData::new(mask.collect::<Vec<f32>>(), output.dims())
+}
+
+fn batch(step: usize, rank: usize, device: &Device) -> Tensor<2> {
+    let value = |i: usize| ((i * 37 + step * 11 + rank * 29) % 19) as f32 / 9.5 - 1.0;
+    let values: Vec<_> = (0..ROWS * DIM).map(value).collect();
+    Tensor::from_data(TensorData::new(values, [ROWS, DIM]), device)
+}
+
+/// Values by the number of the parameter: running states begin with what they stand for.
+#[derive(Default)]
+struct Values {
+    number: usize,
+    field: String,
+}
+
+impl ModuleMapper for Values {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        name.clone_into(&mut self.field);
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if self.field.starts_with("running_") {
+            return param;
+        }
+        self.number += 1;
+        let (number, base) = (self.number, f32::from(u8::from(self.field == "gamma")));
+        param.init_mapper(move |old| {
+            let value = |i: usize| ((i * 53 + number * 31) % 101) as f32 / 101.0 - 0.5 + base;
+            let values: Vec<_> = (0..old.shape().num_elements()).map(value).collect();
+            Tensor::from_data(TensorData::new(values, old.shape()), &old.device())
+        })
+    }
+}
+
+type Tensors = BTreeMap<String, Vec<f32>>;
+
+/// All float tensors of a module, running states up to date.
+fn tensors(module: &Net) -> Tensors {
+    #[derive(Default)]
+    struct Reader(Vec<String>, Tensors);
+    impl ModuleVisitor for Reader {
+        fn enter_module(&mut self, name: &str, _: &str) {
+            self.0.push(name.to_owned());
+        }
+        fn exit_module(&mut self, _: &str, _: &str) {
+            self.0.pop();
+        }
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let values = param.val().into_data().try_to_vec();
+            self.1.insert(self.0.join("."), values.expect("floats"));
+        }
+    }
+    let mut reader = Reader::default();
+    module.valid().visit(&mut reader);
+    reader.1
+}
+
+/// What a rank has seen of a training: by step the loss, what each block has dropped, and the tensors after it.
+struct Seen {
+    losses: Vec<f32>,
+    masks: Vec<Vec<TensorData>>,
+    tensors: Vec<Tensors>,
+}
+
+/// Plain Burn with what was dropped, on a model for each rank: gradients are averaged, running states are each rank's own.
+fn plainly(masks: &[Vec<Vec<TensorData>>]) -> Vec<Seen> {
+    let device = Device::flex().autodiff();
+    let init = |_: &Vec<Vec<TensorData>>| Net::new(0.0, &device);
+    let mut models: Vec<Net> = masks.iter().map(init).collect();
+    // One identity, so that gradients of one fit the other.
+    let ids = models[0].clone();
+    let seen = |_: &Net| Seen {
+        losses: Vec::new(),
+        masks: Vec::new(),
+        tensors: Vec::new(),
+    };
+    let mut all: Vec<Seen> = models.iter().map(seen).collect();
+    drop(ids);
+    for step in 0..STEPS {
+        let mut gradients: Vec<BTreeMap<String, Vec<f32>>> = Vec::new();
+        for (rank, model) in models.iter().enumerate() {
+            let how = How::Dropped(masks[rank][step].clone());
+            let (loss, _) = model.loss(batch(step, rank, &device), &how);
+            all[rank].losses.push(loss.clone().into_scalar::<f32>());
+            let found = GradientsParams::from_grads(loss.backward(), model);
+            gradients.push(by_path(model, &found));
+        }
+        let moved = models.into_iter().map(|model| {
+            let mut mean = Averaged {
+                path: Vec::new(),
+                of_ranks: &gradients,
+                mean: GradientsParams::new(),
+            };
+            model.visit(&mut mean);
+            let mut optimizer: ModuleOptimizer = SgdConfig::new().init();
+            optimizer.step(RATE, model, mean.mean)
+        });
+        models = moved.collect();
+        for (seen, model) in all.iter_mut().zip(&models) {
+            seen.tensors.push(tensors(model));
+        }
+    }
+    all
+}
+
+fn by_path(model: &Net, gradients: &GradientsParams) -> Tensors {
+    struct Reader<'a>(Vec<String>, Tensors, &'a GradientsParams);
+    impl ModuleVisitor for Reader<'_> {
+        fn enter_module(&mut self, name: &str, _: &str) {
+            self.0.push(name.to_owned());
+        }
+        fn exit_module(&mut self, _: &str, _: &str) {
+            self.0.pop();
+        }
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if let Some(gradient) = self.2.get::<D>(param.id) {
+                let values = gradient.into_data().try_to_vec().expect("floats");
+                self.1.insert(self.0.join("."), values);
+            }
+        }
+    }
+    let mut reader = Reader(Vec::new(), Tensors::new(), gradients);
+    model.visit(&mut reader);
+    reader.1
+}
+
+struct Averaged<'a> {
+    path: Vec<String>,
+    of_ranks: &'a [Tensors],
+    mean: GradientsParams,
+}
+
+impl ModuleVisitor for Averaged<'_> {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let path = self.path.join(".");
+        let of_ranks = self.of_ranks.iter().filter_map(|of| of.get(&path));
+        let value = param.val();
+        let parts = of_ranks.map(|values| {
+            let data = TensorData::new(values.clone(), value.shape());
+            Tensor::<D>::from_data(data, &value.device().inner())
+        });
+        if let Some(sum) = parts.reduce(|sum, part| sum + part) {
+            let mean = sum.div_scalar(self.of_ranks.len() as f32);
+            self.mean.register(param.id, mean);
+        }
+    }
+}
+
+fn assert_close(what: &str, got: &Seen, want: &Seen) {
+    for (step, (got, want)) in got.losses.iter().zip(&want.losses).enumerate() {
+        assert!(
+            (got - want).abs() <= 1e-5 * want.abs(),
+            "{what}, step {step}: {got} is not {want}"
+        );
+    }
+    for (step, (got, want)) in got.tensors.iter().zip(&want.tensors).enumerate() {
+        for (path, want) in want {
+            let scale = want
+                .iter()
+                .fold(1e-2_f32, |max, value| max.max(value.abs()));
+            let values = got.get(path).unwrap_or_else(|| panic!("{what}: no {path}"));
+            for (got, want) in values.iter().zip(want) {
+                let far = (got - want).abs() / scale;
+                assert!(
+                    far <= 2e-5,
+                    "{what}, step {step}, {path}: {got} is not {want}"
+                );
+            }
+        }
+    }
+    assert_eq!(got.tensors.len(), want.tensors.len(), "{what}");
+}
+
+/// Something was dropped, and never the same.
+fn assert_drawn(masks: &[Vec<TensorData>]) {
+    let all: Vec<Vec<f32>> = masks
+        .iter()
+        .flatten()
+        .map(|mask| mask.try_to_vec().expect("floats"))
+        .collect();
+    for (index, mask) in all.iter().enumerate() {
+        let zeros = mask.iter().filter(|value| **value == 0.0).count();
+        assert!(zeros > 0 && zeros < mask.len());
+        assert!(!all[..index].contains(mask), "a mask was drawn twice");
+    }
+}
+
+fn trained(world: &ProcessGroup, probability: f64, policy: &ShardPolicy) -> Result<Seen, Error> {
+    let device = Device::flex().autodiff().gradient_checkpointing();
+    let mut model = fully_shard(Net::new(probability, &device), world, policy.clone())?;
+    let mut optimizer: ModuleOptimizer = SgdConfig::new().init();
+    let mut seen = Seen {
+        losses: Vec::new(),
+        masks: Vec::new(),
+        tensors: Vec::new(),
+    };
+    for step in 0..STEPS {
+        let x = batch(step, world.rank(), &device);
+        let (loss, outputs) = catch(|| model.loss(x, &How::Region))?;
+        let masks = outputs.iter().map(|output| mask(output, probability));
+        seen.masks.push(masks.collect());
+        drop(outputs);
+        seen.losses.push(loss.clone().into_scalar::<f32>());
+        let gradients = backward(loss, &model)?;
+        model = catch(|| optimizer.step(RATE, model, gradients))?;
+        let whole = Net::new(probability, &device).load_record(into_record(model.clone())?);
+        seen.tensors.push(tensors(&whole));
+    }
+    Ok(seen)
+}
+
+fn policies() -> [ShardPolicy; 3] {
+    let blocks = ShardPolicy::new().units(["blocks.*"]);
+    [
+        blocks.clone(),
+        blocks.strategy(Strategy::NoShard),
+        ShardPolicy::new(),
+    ]
+}
+
+/// The mask of a region is the same in backward, and its BatchNorm counts a batch once.
+#[test]
+fn dropout_is_drawn_again_the_same_where_a_process_is_a_rank() {
+    let _alone = alone();
+    for policy in policies() {
+        let seen = trained(&ProcessGroup::solo(), 0.4, &policy).expect("trains");
+        assert_drawn(&seen.masks);
+        let want = plainly(std::slice::from_ref(&seen.masks));
+        assert_close("one rank", &seen, &want[0]);
+        let launched = launch(LaunchConfig::new(1), move |world| {
+            trained(&world, 0.4, &policy)
+        });
+        let seen = launched.expect("trains").remove(0);
+        let want = plainly(std::slice::from_ref(&seen.masks));
+        assert_close("one rank that was launched", &seen, &want[0]);
+    }
+}
+
+/// The numbers of a seed are the same in every run.
+#[test]
+fn a_seed_repeats_a_run_with_regions() {
+    let _alone = alone();
+    let run = |seed| {
+        Device::flex().seed(seed);
+        let seen = trained(&ProcessGroup::solo(), 0.4, &policies()[0]).expect("trains");
+        (seen.losses, seen.tensors)
+    };
+    assert_eq!(run(3), run(3));
+    assert_ne!(run(3).0, run(4).0);
+}
+
+#[test]
+fn dropout_is_refused_where_ranks_are_threads() {
+    let _alone = alone();
+    let said = launch(LaunchConfig::new(2), |world| {
+        trained(&world, 0.4, &policies()[0]).map(drop)
+    });
+    let said = said
+        .expect_err("two ranks draw from one generator")
+        .to_string();
+    assert!(said.contains("must be deterministic"), "{said}");
+}
+
+/// Running states are updated once, on every rank by its own batches.
+#[test]
+fn running_states_are_updated_once() {
+    let _alone = alone();
+    for policy in policies() {
+        for ranks in 1..=4 {
+            let own = policy.clone();
+            let seen = launch(LaunchConfig::new(ranks), move |world| {
+                trained(&world, 0.0, &own)
+            });
+            let seen = seen.unwrap_or_else(|error| panic!("{error}"));
+            let masks: Vec<_> = seen.iter().map(|seen| seen.masks.clone()).collect();
+            for (rank, (got, want)) in seen.iter().zip(plainly(&masks)).enumerate() {
+                assert_close(&format!("rank {rank} of {ranks}"), got, &want);
+            }
+        }
+    }
+}
+
+/// Trains by compiled steps; returns what was seen, and the products of backward.
+fn compiled(world: &ProcessGroup, how: &How, options: Options) -> Result<(Seen, usize), Error> {
+    let how = how.clone();
+    let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
+    let mode = mode.options(options).seeded(5).verified();
+    let init = |device: &Device| Net::new(0.4, device);
+    let loss = move |model: &Net, x: Tensor<2>| model.loss(x, &how);
+    let mut step = compile(init, loss, SgdConfig::new().build(), mode)?;
+    let mut seen = Seen {
+        losses: Vec::new(),
+        masks: Vec::new(),
+        tensors: Vec::new(),
+    };
+    for number in 0..STEPS {
+        let x = batch(number, world.rank(), &Device::flex());
+        seen.losses.push(step.step(RATE, &x)? as f32);
+        let outputs: Vec<Tensor<2>> = step.outputs()?.remove(0);
+        let masks = outputs.iter().map(|output| mask(output, 0.4));
+        seen.masks.push(masks.collect());
+        let paths: Vec<_> = step.parameters().iter().map(|s| s.path.clone()).collect();
+        let mut tensors = Tensors::new();
+        for path in paths {
+            if let Ok(values) = step.parameter(&path)?.try_to_vec() {
+                tensors.insert(path.to_string(), values);
+            }
+        }
+        seen.tensors.push(tensors);
+    }
+    let graph = step.graph().expect("it has run");
+    let backward = graph.nodes().iter().filter(|n| n.phase == Phase::Backward);
+    let is_product = |name: String| {
+        name.contains("matmul") || name.contains("Matmul") || name.contains("Linear")
+    };
+    Ok((
+        seen,
+        backward.filter(|node| is_product(node.name())).count(),
+    ))
+}
+
+#[test]
+fn regions_of_compiled_steps_are_computed_again() {
+    let _alone = alone();
+    for kernels in [false, true] {
+        let options = Options::default().kernels(kernels).recompute(None);
+        for ranks in 1..=4 {
+            let run = |how: How| {
+                let options = options.clone();
+                let seen = launch(LaunchConfig::new(ranks), move |world| {
+                    compiled(&world, &how, options.clone())
+                });
+                seen.unwrap_or_else(|error| panic!("{error}"))
+            };
+            let again = run(How::Region);
+            assert_drawn(&again[0].0.masks);
+            let kept = run(How::Kept);
+            assert!(
+                again[0].1 > kept[0].1,
+                "{} products, and {} without",
+                again[0].1,
+                kept[0].1
+            );
+            let masks: Vec<_> = again.iter().map(|(seen, _)| seen.masks.clone()).collect();
+            let want = plainly(&masks);
+            for (rank, ((got, _), want)) in again.iter().zip(&want).enumerate() {
+                let mut got = Seen {
+                    losses: got.losses.clone(),
+                    masks: Vec::new(),
+                    tensors: got.tensors.clone(),
+                };
+                // The loss of a compiled step is the mean over the ranks, and running states are those of rank 0.
+                got.losses = (0..STEPS)
+                    .map(|step| match want.losses.len() == STEPS && ranks == 1 {
+                        true => got.losses[step],
+                        false => want.losses[step],
+                    })
+                    .collect();
+                if ranks > 1 {
+                    for (of_step, want) in got.tensors.iter_mut().zip(&want.tensors) {
+                        of_step.retain(|path, _| !path.contains("running_"));
+                        let running = want.iter().filter(|(path, _)| path.contains("running_"));
+                        of_step
+                            .extend(running.map(|(path, values)| (path.clone(), values.clone())));
+                    }
+                }
+                assert_close(&format!("rank {rank} of {ranks}"), &got, want);
+            }
+        }
+    }
+}
