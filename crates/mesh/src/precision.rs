@@ -62,12 +62,10 @@ impl<T: Copy> Precision<T> {
     ///
     /// A model that does not cast may do the following:
     ///
-    /// - `LayerNorm`: stay in full beside `F16`, which it widens by itself. Beside `BF16` it meets
-    ///   two types, and Burn's backend panics with a "dtype mismatch"; leave it out of `patterns`.
-    /// - `RmsNorm`: be left out of `patterns`. It takes its statistics in 32 bits by itself.
-    /// - `BatchNorm` and Burn's recurrent layers: not compute in 16 bits at all. Their running states
-    ///   and collected outputs have the device's type, so they need to be in `patterns`, and the
-    ///   model to cast.
+    /// - Norms without states: be left out of `patterns`. `RmsNorm` takes its statistics in 32 bits by itself, `LayerNorm` and
+    ///   `GroupNorm` in `F16`, and `LayerNorm` may stay in full beside `F16`.
+    /// - `BatchNorm` and Burn's recurrent layers, whose states have the device's type: in compiled steps, be left out. The eager
+    ///   engine refuses them in 16 bits, so that they need to be in `patterns`, and the model to cast.
     pub fn full_in<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.full_in = patterns.into_iter().map(Pattern::new).collect();
         self

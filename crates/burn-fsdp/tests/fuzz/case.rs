@@ -134,12 +134,10 @@ impl Case {
 
     /// Leaves out what is said not to go together.
     fn within_what_is_documented(mut self) -> Self {
-        let has_running_states = self.plan.has_running_states();
+        let may_have_states = self.plan.may_have_states();
         let has_adapters = self.plan.adapters.is_some();
         for leg in &mut self.legs {
             match &mut leg.engine {
-                // Regions that run twice update statistics twice.
-                Engine::Eager(eager) if has_running_states => eager.recomputes = false,
                 // Gradients of regions are added in the type in which they travel, so that fewer sums overflow.
                 Engine::Eager(eager) if eager.recomputes && eager.halves.are_scaled() => {
                     self.scale = self.scale.min(8);
@@ -151,6 +149,9 @@ impl Case {
                     self.scale = self.scale.min(8);
                 }
                 _ => {}
+            }
+            if let (Engine::Compiled(compiled), false) = (&mut leg.engine, may_have_states) {
+                compiled.halves = compiled.halves.with_states(false);
             }
             if has_adapters {
                 match &mut leg.engine {

@@ -42,7 +42,11 @@ impl CompiledRun {
             true => mode.certified(),
             false => mode,
         };
-        let mut step = case.optimizer.compile(&case.plan, mode)?;
+        let has_regions = match &leg.engine {
+            Engine::Compiled(compiled) => compiled.recomputes_regions,
+            _ => false,
+        };
+        let mut step = case.optimizer.compile(&case.plan, mode, has_regions)?;
         if start > 0 {
             restore_compiled(&mut step, &checkpoints.open(start as u64)?)?;
         }

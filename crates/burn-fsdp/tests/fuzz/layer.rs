@@ -21,7 +21,9 @@ use burn::nn::{
     PaddingConfig2d, RmsNorm, RmsNormConfig, SwiGlu, SwiGluConfig,
 };
 use burn::tensor::activation::gelu;
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{DType, Device, Int, Tensor};
+
+use super::by_hand;
 
 /// The length of the vectors between layers.
 pub(crate) const DIM: usize = 6;
@@ -136,12 +138,18 @@ impl Kind {
         matches!(self, Self::InstanceNorm | Self::BatchNorm)
     }
 
-    /// Returns true if states of the device's type are kept or collected, so that it does not compute in halves.
+    /// Returns true if states of the device's type are kept or collected, so that it does not compute in halves in the eager
+    /// engine.
     pub(crate) fn computes_in_full(self) -> bool {
         matches!(
             self,
             Self::BatchNorm | Self::Lstm | Self::BiLstm | Self::Gru
         )
+    }
+
+    /// Returns true if it begins with states of the device's type.
+    pub(crate) fn is_recurrent(self) -> bool {
+        matches!(self, Self::Lstm | Self::BiLstm | Self::Gru)
     }
 
     pub(crate) fn init(self, device: &Device) -> Layer {
@@ -218,6 +226,18 @@ impl Kind {
 }
 
 impl Layer {
+    /// As [`forward`](Self::forward), with what Burn does not do in halves written out.
+    pub(crate) fn forward_by_hand(&self, x: Tensor<3>, tokens: &Tensor<2, Int>) -> Tensor<3> {
+        match self {
+            _ if x.dtype() == DType::F32 => self.forward(x, tokens),
+            Self::BatchNorm(layer) => by_hand::batch_norm(layer, x.swap_dims(1, 2)).swap_dims(1, 2),
+            Self::Lstm(layer) => by_hand::lstm(layer, x),
+            Self::BiLstm(layer) => by_hand::bi_lstm(layer, x),
+            Self::Gru(layer) => by_hand::gru(layer, x),
+            _ => self.forward(x, tokens),
+        }
+    }
+
     pub(crate) fn forward(&self, x: Tensor<3>, tokens: &Tensor<2, Int>) -> Tensor<3> {
         let [rows, length, dim] = x.dims();
         match self {

@@ -118,6 +118,8 @@ pub(crate) struct Compiled {
     pub(crate) recomputes: bool,
     /// Of a unit for each layer.
     pub(crate) recomputes_layers: bool,
+    /// Of regions that the loss names.
+    pub(crate) recomputes_regions: bool,
     pub(crate) reshards: bool,
     pub(crate) buckets: bool,
     pub(crate) prefetches: bool,
@@ -335,7 +337,7 @@ fn compiled() -> impl Strategy<Value = Engine> {
     (
         strategies(),
         select(units.to_vec()),
-        any::<[bool; 7]>(),
+        any::<[bool; 9]>(),
         select(places.to_vec()),
         halves(&[FloatDType::BF16, FloatDType::F16]),
     )
@@ -345,6 +347,8 @@ fn compiled() -> impl Strategy<Value = Engine> {
                 fuse,
                 recomputes,
                 recomputes_layers,
+                recomputes_regions,
+                has_states,
                 reshards,
                 buckets,
                 prefetches,
@@ -358,11 +362,12 @@ fn compiled() -> impl Strategy<Value = Engine> {
                 fuse,
                 recomputes,
                 recomputes_layers,
+                recomputes_regions,
                 reshards,
                 buckets,
                 prefetches,
                 place,
-                halves,
+                halves: halves.with_states(has_states),
             })
         })
 }

@@ -5,6 +5,8 @@
 //! others: what differs is made smaller until nothing can be left out, and printed.
 
 mod batch;
+#[path = "../halves/by_hand.rs"]
+mod by_hand;
 mod case;
 mod compiled;
 mod eager;

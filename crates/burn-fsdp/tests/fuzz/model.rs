@@ -311,6 +311,18 @@ impl Plan {
         })
     }
 
+    /// As [`loss`](Self::loss), with what Burn does not do in halves written out.
+    pub(crate) fn loss_by_hand(&self, net: &Net, batch: Batch) -> Tensor<1> {
+        self.loss_by(net, batch, Layer::forward_by_hand)
+    }
+
+    /// Returns true if layers with states may compute in halves in compiled steps: a recurrent one does where the loss makes no
+    /// tensors of the device's type.
+    pub(crate) fn may_have_states(&self) -> bool {
+        let is_recurrent = self.layers.iter().any(|kind| kind.is_recurrent());
+        !is_recurrent || self.loss == Loss::CrossEntropy
+    }
+
     /// As [`loss`](Self::loss), with every layer computed again in backward.
     pub(crate) fn loss_recomputed(
         &self,

@@ -139,11 +139,19 @@ impl Optimizer {
     }
 
     /// Returns the step by this optimizer of `plan`.
-    pub(crate) fn compile(self, plan: &Plan, mode: Mode) -> Result<CompiledStep<Batch>, Error> {
+    pub(crate) fn compile(
+        self,
+        plan: &Plan,
+        mode: Mode,
+        has_regions: bool,
+    ) -> Result<CompiledStep<Batch>, Error> {
         let (built, run) = (plan.clone(), plan.clone());
         let step = compile(
             move |device| built.init(device),
-            move |net: &Net, batch: Batch| run.loss(net, batch, || {}),
+            move |net: &Net, batch: Batch| match has_regions {
+                true => run.loss_recomputed(net, batch, || {}),
+                false => run.loss(net, batch, || {}),
+            },
             self.groups(plan),
             mode,
         );

@@ -99,7 +99,7 @@ impl Plainly<'_> {
         let net = self.plan.halves.cast(&self.plan, self.net.clone());
         let place = Case::place_of_evaluation(end);
         let batch = self.plan.batch(place, &self.device.clone().inner());
-        let loss = self.plan.loss(&net.valid().dropping(), batch, || {});
+        let loss = self.plan.loss_by_hand(&net.valid().dropping(), batch);
         self.outcome.evaluated.push(loss.into_scalar::<f32>());
     }
 
@@ -182,7 +182,7 @@ impl Plainly<'_> {
             true => (1.0, number),
             false => (number, 1.0),
         };
-        let loss_of = |cast: &Net, batch| self.plan.loss(cast, batch, || {}) / before;
+        let loss_of = |cast: &Net, batch| self.plan.loss_by_hand(cast, batch) / before;
         let losses: Vec<_> = match together {
             // One cast of each parameter, to which gradients are added up.
             Accumulation::Joined => {

@@ -15,6 +15,8 @@ pub(crate) struct Halves {
     pub(crate) reduce: Option<FloatDType>,
     /// Bit by bit, the layers that compute in full; then the embedding and the head.
     full: u8,
+    /// Layers with states of the device's type compute in halves, too, as they do in compiled steps.
+    states: bool,
 }
 
 /// The bits of [`Halves::full`] that are no layer's.
@@ -35,11 +37,16 @@ pub(crate) fn halves(types: &'static [FloatDType]) -> impl Strategy<Value = Halv
         compute,
         reduce,
         full: full[0] & full[1],
+        states: false,
     });
     prop_oneof![7 => Just(Halves::default()), 3 => some]
 }
 
 impl Halves {
+    pub(crate) fn with_states(self, states: bool) -> Self {
+        Self { states, ..self }
+    }
+
     pub(crate) fn are_used(self) -> bool {
         self.compute.is_some() || self.reduce.is_some()
     }
@@ -62,7 +69,7 @@ impl Halves {
     }
 
     pub(crate) fn of_layer(self, plan: &Plan, layer: usize) -> Option<FloatDType> {
-        self.of(layer, plan.layers[layer].computes_in_full())
+        self.of(layer, plan.layers[layer].computes_in_full() && !self.states)
     }
 
     pub(crate) fn of_embedding(self) -> Option<FloatDType> {
@@ -152,7 +159,10 @@ impl ModuleMapper for Cast<'_> {
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        // Clones share running states.
+        let is_running = self.path.iter().any(|name| name.starts_with("running"));
         match self.halves.computes(self.plan, &self.path) {
+            _ if is_running => param,
             FloatDType::F32 => param,
             compute => Param::initialized(param.id, param.val().cast(compute)),
         }

@@ -14,10 +14,10 @@ use burn::nn::{
     InstanceNormConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, Lstm, LstmConfig,
     PaddingConfig2d, RmsNorm, RmsNormConfig, Rnn, RnnConfig, SwiGlu, SwiGluConfig,
 };
-use burn::tensor::activation::gelu;
+use burn::tensor::activation::{gelu, tanh};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
-use super::plain;
+use super::by_hand;
 
 /// The length of the vectors between layers, and their number in a row.
 const DIM: usize = 6;
@@ -198,28 +198,25 @@ impl Net {
                 let y = y.swap_dims(1, 2);
                 let y = match by {
                     By::Burn => layer.forward(y),
-                    By::Hand => plain::batch_norm(layer, y),
+                    By::Hand => by_hand::batch_norm(layer, y),
                 };
                 y.swap_dims(1, 2)
             }
             Layer::Lstm(layer) => match by {
                 By::Burn => layer.forward(y, None).0,
-                By::Hand => plain::lstm(layer, y),
+                By::Hand => by_hand::lstm(layer, y),
             },
             Layer::BiLstm(layer) => match by {
                 By::Burn => layer.forward(y, None).0,
-                By::Hand => {
-                    let back = plain::lstm(&layer.reverse, y.clone().flip([1])).flip([1]);
-                    Tensor::cat(vec![plain::lstm(&layer.forward, y), back], 2)
-                }
+                By::Hand => by_hand::bi_lstm(layer, y),
             },
             Layer::Gru(layer) => match by {
                 By::Burn => layer.forward(y, None),
-                By::Hand => plain::gru(layer, y),
+                By::Hand => by_hand::gru(layer, y),
             },
             Layer::Rnn(layer) => match by {
                 By::Burn => layer.forward(y, None).0,
-                By::Hand => plain::rnn(layer, y),
+                By::Hand => rnn(layer, y),
             },
         };
         self.last.forward(x + y)
@@ -234,6 +231,15 @@ impl Net {
     pub(crate) fn dtype(&self) -> DType {
         self.first.weight.val().dtype()
     }
+}
+
+fn rnn(layer: &Rnn, x: Tensor<3>) -> Tensor<3> {
+    let (steps, mut hidden) = by_hand::steps(x, layer.d_hidden);
+    let outputs = steps.into_iter().map(|x| {
+        hidden = tanh(layer.gate.gate_product(x, hidden.clone()));
+        hidden.clone()
+    });
+    Tensor::stack(outputs.collect(), 1)
 }
 
 /// Returns one rank's part of the batch of a step.

@@ -15,6 +15,7 @@ use super::optimizer::{self, StepScalars};
 use super::outputs::{PREFIX, Taken};
 use super::region::{self, Marks};
 use super::statistics;
+use super::types::check_narrow;
 use crate::error::Error;
 use crate::graph::{Graph, NamedActivation, Node, Parameter, Phase, Role, ScalarSlot, Update};
 use crate::graph::{Trait, is, operation_name, rename, set_status};
@@ -211,7 +212,8 @@ impl Builder {
             );
         let wanted = wanted.collect();
         let operations = std::mem::take(&mut self.operations);
-        let operations = needed(operations, &self.ids, wanted, self.is_narrow)?;
+        let narrow = self.is_narrow.then_some(&self.constants);
+        let operations = needed(operations, &self.ids, wanted, narrow)?;
         let last_forward = operations
             .iter()
             .rposition(|op| op.outputs().any(|o| self.results().any(|id| id == o.id)));
@@ -448,13 +450,13 @@ fn read_only(operation: &mut OperationIr) {
 /// # Errors
 ///
 /// [`Error::RandomInModule`] if they depend on random numbers of the module's initialisation: as operations
-/// of the step they would be other ones in every step. Where new tensors are narrow, [`Error::Uncapturable`] if they depend on
-/// any operation of it: rotations and their kind want more bits than activations.
+/// of the step they would be other ones in every step. Where new tensors are narrow, with these
+/// `constants`, [`Error::Uncapturable`] if that loses bits.
 fn needed(
     operations: Vec<OperationIr>,
     given: &BTreeMap<TensorId, TensorId>,
     mut wanted: BTreeSet<TensorId>,
-    is_narrow: bool,
+    narrow: Option<&BTreeMap<TensorId, Arc<TensorData>>>,
 ) -> Result<Vec<OperationIr>, Error> {
     // Everything before the inputs were made belongs to the module's initialisation.
     let made = |op: &OperationIr| op.outputs().any(|output| given.contains_key(&output.id));
@@ -478,14 +480,8 @@ fn needed(
                 shape: shape.unwrap_or_default(),
             });
         }
-        if is_needed && is_narrow && index < first {
-            return Err(Error::Uncapturable {
-                stage: "the module",
-                produced_by: Some(operation_name(&operation)),
-                reason: "it computes tensors that are no parameters, and the loss meets two types unless new tensors are of \
-                         16 bits, in which those would be too coarse; make them from host data, or cast in the loss"
-                    .to_owned(),
-            });
+        if let (true, Some(constants)) = (is_needed, narrow) {
+            check_narrow(&operation, index < first, constants)?;
         }
         if is_needed || is_random && index >= first {
             wanted.extend(operation.inputs().map(|input| input.id));
