@@ -65,15 +65,6 @@ fn a_run_with_its_optimizer_in_files_goes_on_to_the_bit() {
             folder.names_in("off")
         );
     }
-    let folder = Folder::new();
-    for arguments in [
-        "--checkpoint-dir one --offload one",
-        "--checkpoint-dir one --offload one/off",
-    ] {
-        let run = folder.train(&format!("--synthetic --steps 2 {arguments}"));
-        assert_eq!(run.code, 2, "{arguments}: {}", run.stderr);
-        assert!(run.stderr.contains("--offload"), "{}", run.stderr);
-    }
 }
 
 /// Other commands take the folder of a step, and a training might be given one.
