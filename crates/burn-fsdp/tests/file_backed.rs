@@ -250,7 +250,7 @@ fn saved_and_gone_on(
             ..TrainingState::default()
         };
         let request = SaveRequest::new(taken.plan, training);
-        let mut rendezvous = GroupRendezvous::new(world.clone());
+        let mut rendezvous = GroupRendezvous::new(world);
         save_step(&checkpoints, &request, &mut taken.snapshot, &mut rendezvous)
             .expect("it is saved");
         Ok(shards(&net))
@@ -309,7 +309,7 @@ fn the_state_is_not_in_memory_while_it_is_saved_and_read() {
         };
         let checkpoints = Checkpoints::new(path.join("steps"));
         let request = SaveRequest::new(taken.plan, training);
-        let mut rendezvous = GroupRendezvous::new(world.clone());
+        let mut rendezvous = GroupRendezvous::new(world);
         save_step(&checkpoints, &request, &mut taken.snapshot, &mut rendezvous)
             .expect("it is saved");
         let saving = HEAP.peak_usage() - before;

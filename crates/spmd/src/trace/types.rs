@@ -31,7 +31,7 @@ impl TraceOptions {
         let is_narrow = defaults.with_float(compute) != defaults;
         Ok(is_narrow.then(|| Self {
             defaults: Some(defaults.with_float(compute)),
-            stored: specs.map(|spec| (spec.path, spec.dtype)).collect(),
+            stored: specs.map(|(_, spec)| (spec.path, spec.dtype)).collect(),
             ..self.clone()
         }))
     }
