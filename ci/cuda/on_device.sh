@@ -26,8 +26,11 @@ export CUDA_PATH=${CUDA_PATH:-/usr/local/cuda}
 mkdir -p "$work/lib"
 packages=$(python3 -c 'import os, nvidia; print("\n".join(nvidia.__path__))' 2>/dev/null)
 for name in nccl cublasLt nvrtc; do
-    found=$(ls -d "$CUDA_PATH"/lib64/lib$name.so $(for p in $packages; do echo "$p"/*/lib/lib$name.so.*; done) \
-        /usr/lib/x86_64-linux-gnu/lib$name.so* 2>/dev/null | grep -v alt | head -1)
+    found=
+    for file in "$CUDA_PATH"/lib64/lib$name.so $(for p in $packages; do echo "$p"/*/lib/lib$name.so.*; done) \
+        /usr/lib/x86_64-linux-gnu/lib$name.so*; do
+        [ -e "$file" ] && found=$file && break
+    done
     echo "lib$name: ${found:-not found}" | tee -a "$log"
     [ -n "$found" ] && ln -sf "$found" "$work/lib/lib$name.so"
 done

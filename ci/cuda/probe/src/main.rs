@@ -25,7 +25,8 @@ fn main() -> ExitCode {
         eprintln!("no CUDA on this machine: libcuda.so was not found (LD_LIBRARY_PATH)");
         return ExitCode::from(2);
     }
-    let devices = cudarc::driver::result::init().and_then(|()| cudarc::driver::result::device::get_count());
+    let devices =
+        cudarc::driver::result::init().and_then(|()| cudarc::driver::result::device::get_count());
     if !matches!(devices, Ok(1..)) {
         eprintln!("no CUDA device on this machine: the driver says {devices:?}");
         return ExitCode::from(2);

@@ -75,10 +75,7 @@ impl Route {
     pub fn new(client: &Client) -> Result<Self, RouteError> {
         let id: DeviceId = client.service_id().device;
         if client.service_id() != ServiceId::of::<CudaServer>(id) {
-            return Err(RouteError(format!(
-                "{} is no CUDA device of CubeCL",
-                client.name()
-            )));
+            return Err(because("no CUDA device of CubeCL", client.name()));
         }
         // CubeCL's device ids count CUDA's ordinals.
         let ordinal =
@@ -176,15 +173,9 @@ fn on_server<R>(
             }
         }
     }
-    let Some(raw) = server
-        .write_streams()
-        .try_stream_mut(&stream)
-        .map(|stream| stream.sys)
-    else {
-        let error = ServerError::Generic {
-            reason: "this thread has no stream yet: give a buffer".into(),
-            backtrace: Default::default(),
-        };
+    let raw = server.write_streams().try_stream_mut(&stream);
+    let Some(raw) = raw.map(|stream| stream.sys) else {
+        let error = refusal("this thread has no stream yet: give a buffer".into());
         failed_writing(server, stream, writes, error.clone());
         return Err(error);
     };
@@ -200,18 +191,21 @@ fn on_server<R>(
         reads: read,
         writes: written,
     };
-    let outcome = ExecuteScope::over(server, stream, writes).execute(|_| {
-        work(&resolved).map_err(|error| ServerError::Generic {
-            reason: error.0,
-            backtrace: Default::default(),
-        })
-    });
+    let outcome = ExecuteScope::over(server, stream, writes)
+        .execute(|_| work(&resolved).map_err(|error| refusal(error.0)));
     for binding in foreign {
         // Behind the work: CubeCL now holds the memory until an event of this stream that comes after it.
         let _ = server.get_resource(binding, stream);
     }
     drop(held);
     outcome.into_result()
+}
+
+fn refusal(reason: String) -> ServerError {
+    ServerError::Generic {
+        reason,
+        backtrace: Default::default(),
+    }
 }
 
 /// An event of CUDA.

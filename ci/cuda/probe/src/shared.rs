@@ -170,7 +170,8 @@ fn cursor(lab: &Lab) -> Outcome {
 
         let fresh = owner.executes(|| lab.empty([SIZE], DType::F32));
         // The reader waits for the owner's stream after the allocation and before the write.
-        let early = reader.executes(|| earlier.clone() * 1.0);
+        let between = owner.executes(|| earlier.clone() + 1.0);
+        let early = reader.executes(|| between * 1.0);
         owner.executes(|| (0..20).for_each(|_| drop(long.clone().matmul(long.clone()))));
         owner.executes(|| overwrite(lab, &sixes, &fresh));
         if marked {
@@ -393,7 +394,7 @@ fn stress(lab: &Lab, marked: bool) -> Outcome {
                 let round = round.clone();
                 scope.spawn(move || {
                     let zeros = Tensor::<1>::zeros([SIZE], &lab.device);
-                    let slow = lab.random([4 << 20], DType::F32);
+                    let slow = lab.random([32 << 20], DType::F32);
                     let mut wrong = Tensor::<1>::zeros([1], &lab.device);
                     for number in 1..=ROUNDS {
                         drop(slow.clone() * 1.5);
