@@ -1,9 +1,8 @@
 //! The way into CubeCL's memory and streams on CUDA: every use of CubeCL's internals is in this file.
 //!
-//! Burn's tensors are buffers of a server that runs on a thread of its own, one a device. Its launches go to it through
-//! a queue. [`Route::enqueue`] puts a closure into the same queue, behind every launch that the calling thread handed in
-//! before. When the server runs it, the pointers of the buffers and the stream are looked up, and the closure hands work
-//! to the driver on that stream. The host waits for nothing.
+//! Burn's tensors are buffers of a server with a thread of its own, one a device, which gets launches through a queue.
+//! [`Route::enqueue`] puts a closure into that queue, behind every launch of the calling thread. On the server's thread
+//! the pointers and the stream are looked up, and the closure hands work to the driver. The host waits for nothing.
 //!
 //! # What keeps a pointer valid
 //! - The buffers are bound (`BufferBinding`) from the call until the closure has run, so none is freed or moved.
@@ -15,12 +14,10 @@
 //!   has been told to wait for the work's event.
 //!
 //! # What keeps a number right
-//! A failure that an input carries is passed on to the outputs, and so is an error of the closure: a read of an output
-//! then fails. [`Route::enqueue`] does this by the scope that CubeCL's own launches use, which also tells a capture of a
-//! graph what was written.
+//! A failure that an input carries, or an error of the closure, is passed on to the outputs: to read one then fails.
+//! This is done by the scope that CubeCL's own launches use, which also tells a capture of a graph what was written.
 //!
-//! Public by accident: `Runtime::Server`, the fields of the server's stream, `WriteScoped`. So versions are pinned, and a
-//! newer one that changes any of this does not compile.
+//! `Runtime::Server`, the stream's fields and `WriteScoped` are public by accident: versions are pinned.
 use std::fmt;
 
 use burn_cubecl::tensor::CubeTensor;
