@@ -44,7 +44,7 @@ impl fmt::Display for RouteError {
 
 impl std::error::Error for RouteError {}
 
-/// An error of the route from anything that can be shown.
+/// An error from anything that can be shown.
 pub fn because(what: &str, error: impl fmt::Debug) -> RouteError {
     RouteError(format!("{what}: {error:?}"))
 }
@@ -109,8 +109,7 @@ impl Route {
         });
     }
 
-    /// As [`enqueue`](Self::enqueue), but waits until the server has run `work`, and returns what came of it. The device
-    /// is not waited for.
+    /// As [`enqueue`](Self::enqueue), but waits until the server, not the device, has run `work`; returns its result.
     pub fn enqueue_now<F, R>(
         &self,
         reads: &[&CubeTensor],
@@ -252,7 +251,7 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: destroyed once. The driver keeps what is still pending.
+        // SAFETY: destroyed once; the driver keeps what is pending.
         let _ = unsafe { result::event::destroy(self.0) };
     }
 }
@@ -295,8 +294,8 @@ pub unsafe fn copy(
     unsafe { result::memcpy_dtod_async(to, from, bytes, stream) }.map_err(|e| because("copy", e))
 }
 
-/// Bytes of the device that are in use by anyone, as the driver counts. The context must be current.
+/// Bytes of the device in use by anyone, as the driver counts. The context must be current.
 pub fn used_bytes() -> Result<u64, RouteError> {
-    let (free, total) = result::mem_get_info().map_err(|e| because("memory in use", e))?;
-    Ok((total - free) as u64)
+    let memory = result::mem_get_info().map_err(|e| because("memory in use", e));
+    memory.map(|(free, total)| (total - free) as u64)
 }
