@@ -63,7 +63,6 @@ pub struct Resolved<'a> {
 #[derive(Clone)]
 pub struct Route {
     device: DeviceHandle<CudaServer>,
-    /// Kept as a number: the context lives as long as the process.
     context: usize,
 }
 
