@@ -4,7 +4,8 @@
 #   ci/cuda/build.sh probe     the probe of the ways into CubeCL (ci/cuda/probe)
 #   ci/cuda/build.sh command   the command burn-fsdp with feature cuda
 #
-# The stripped program is left in target/cuda. CubeCL builds two compilers of kernels; the one over LLVM downloads a
+# The program is left in target/cuda, the command stripped, the probe with the names of its functions and its own lines:
+# where it hangs, a debugger shows its stacks. CubeCL builds two compilers of kernels; the one over LLVM downloads a
 # bundle when it is built, so a stand-in takes its place (ci/cuda/cubecl-llvm). The stand-in changes the lock file.
 # So the probe has one of its own, and the command is built from a copy: nothing that git tracks is changed.
 set -euo pipefail
@@ -19,7 +20,9 @@ mkdir -p "$built"
 
 case ${1:-} in
 probe)
-    cargo build --release --locked --jobs "$jobs" --manifest-path "$root/ci/cuda/probe/Cargo.toml"
+    # Only what links the probe is told so: what it depends on is built once for both.
+    cargo rustc --release --locked --jobs "$jobs" --manifest-path "$root/ci/cuda/probe/Cargo.toml" -- \
+        -C strip=none -C debuginfo=line-tables-only
     cp "$CARGO_TARGET_DIR/release/probe" "$built/probe"
     echo "$built/probe"
     ;;

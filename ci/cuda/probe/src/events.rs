@@ -1,10 +1,10 @@
 //! Section 2: events between CubeCL's stream and one of our own, both ways.
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use burn::tensor::{DType, Tensor};
-use cudarc::driver::sys;
+use burn::tensor::{DType, Int, Tensor};
+use cudarc::driver::{result, sys};
 
-use crate::lab::{Lab, Outcome, burn, cube, part, read};
+use crate::lab::{Lab, Outcome, burn, count, cube, differs, growing, part, read, step};
 use crate::route::{Event, Own, Resolved, RouteError, because, copy};
 
 /// Which of the two events are used. Without one the section must see wrong numbers, or it could see none at all.
@@ -16,45 +16,90 @@ struct Events {
 
 /// Runs the section.
 pub fn run(lab: &Lab) -> Outcome {
-    part("events.both", || {
-        rounds(
-            lab,
-            10_000,
-            Events {
-                there: true,
-                back: true,
-            },
-        )
-    });
+    part("events.first_steps", || first_steps(lab));
+    part("events.comparing", || comparing(lab));
+    let both_ways = |there, back| {
+        let name = format!("events there {there}, back {back}");
+        let most = if there && back { 10_000 } else { 1000 };
+        growing(&name, most, |count| {
+            rounds(lab, count, Events { there, back })
+        })
+    };
+    part("events.both", || both_ways(true, true));
     part("events.overlap", || overlap(lab));
     part("events.host", || host(lab));
     // Last: these are wrong on purpose, and may write over memory of this process's tensors.
-    part("events.none_there", || {
-        rounds(
-            lab,
-            1000,
-            Events {
-                there: false,
-                back: true,
-            },
-        )
-    });
-    part("events.none_back", || {
-        rounds(
-            lab,
-            1000,
-            Events {
-                there: true,
-                back: false,
-            },
-        )
-    });
+    part("events.none_there", || both_ways(false, true));
+    part("events.none_back", || both_ways(true, false));
+    Ok(())
+}
+
+/// What it costs to find out on the device whether numbers differ, by Burn's `max` and by its sum.
+fn comparing(lab: &Lab) -> Outcome {
+    let numbers = lab.random([1 << 20], DType::F32);
+    let max = lab.ms(1, 3, || drop(numbers.clone().abs().max()));
+    let sum = lab.ms(1, 3, || drop(differs(numbers.clone(), numbers.clone())));
+    println!("RESULT events comparing 2^20 numbers: by max {max:.3} ms, by a sum {sum:.3} ms");
+    Ok(())
+}
+
+/// Each call to the driver that the rounds make, alone and waited for, with a line before and after it.
+pub fn first_steps(lab: &Lab) -> Outcome {
+    const SIZE: usize = 1 << 10;
+    let own = Own::new()?;
+    step("a stream of our own is there");
+    let (ready, done) = (Event::new()?, Event::new()?);
+    step("events are there");
+    let out = lab.empty([SIZE], DType::F32);
+    let (pointer, theirs) = lab
+        .route
+        .enqueue_now(&[], &[&out], |at| Ok((at.writes[0], at.stream as usize)))?;
+    step("pointer and stream looked up");
+    let theirs = theirs as sys::CUstream;
+    let wait = |stream, whose: &str| {
+        // SAFETY: the stream lives as long as the process.
+        let waited = unsafe { result::stream::synchronize(stream) };
+        step(format_args!("waited for {whose}: {waited:?}"));
+        waited.map_err(|e| because("wait for a stream", e))
+    };
+    wait(theirs, "CubeCL's stream")?;
+    let fill = |number: f32| {
+        // SAFETY: the buffer has `SIZE` numbers of 4 bytes and lives until it is read; no other is made before.
+        let filled =
+            unsafe { sys::cuMemsetD32Async(pointer, number.to_bits(), SIZE, own.raw()) }.result();
+        step(format_args!("fill on our stream: {filled:?}"));
+        filled.map_err(|e| because("fill", e))
+    };
+    fill(1.0)?;
+    wait(own.raw(), "our stream")?;
+    ready.record(own.raw())?;
+    step("event recorded on our stream");
+    ready.wait()?;
+    step("event waited for by the host");
+    ready.record(theirs)?;
+    step("event recorded on CubeCL's stream");
+    ready.hold(own.raw())?;
+    step("our stream waits for it");
+    fill(2.0)?;
+    done.record(own.raw())?;
+    done.hold(theirs)?;
+    step("CubeCL's stream waits for ours");
+    wait(own.raw(), "our stream")?;
+    wait(theirs, "CubeCL's stream")?;
+    let numbers = read(burn::<1>(out));
+    step("read");
+    let wrong = numbers.iter().filter(|&&number| number != 2.0).count();
+    println!("RESULT events first steps: {wrong} of {SIZE} numbers wrong");
     Ok(())
 }
 
 /// A number is written on CubeCL's stream, moved on ours, and read by Burn on CubeCL's; each round another number. The
 /// host waits once, at the end.
-fn rounds(lab: &Lab, count: usize, events: Events) -> Outcome {
+fn rounds(
+    lab: &Lab,
+    rounds: usize,
+    events: Events,
+) -> Result<Duration, Box<dyn std::error::Error>> {
     const SIZE: usize = 1 << 20;
     let own = Own::new()?;
     let (ready, done) = (
@@ -62,11 +107,12 @@ fn rounds(lab: &Lab, count: usize, events: Events) -> Outcome {
         std::sync::Arc::new(Event::new()?),
     );
     let zeros = Tensor::<1>::zeros([SIZE], &lab.device);
-    let slow = lab.random([8 << 20], DType::F32);
-    let mut wrong = Tensor::<1>::zeros([1], &lab.device);
+    // Longer than the host needs for a round, so that the device falls behind.
+    let slow = lab.random([128 << 20], DType::F32);
+    let mut wrong = Tensor::<1, Int>::zeros([1], &lab.device);
     lab.sync();
     let begin = Instant::now();
-    for round in 1..=count {
+    for round in 1..=rounds {
         // Work before, so that the number is not there yet when our stream is asked to move it.
         let delay = slow.clone() * 1.5;
         let value = zeros.clone() + round as f32;
@@ -75,20 +121,23 @@ fn rounds(lab: &Lab, count: usize, events: Events) -> Outcome {
         lab.route.enqueue(&[&cube(&value)], &[&out], move |at| {
             move_on_ours(at, own, SIZE, round as f32, events, &ready, &done)
         });
-        let off = (burn::<1>(out) - value).abs().max();
-        wrong = wrong + off.sign();
+        wrong = wrong + differs(burn::<1>(out), value);
         drop(delay);
+        if round % 1000 == 0 {
+            step(format_args!("{round} rounds handed in"));
+        }
     }
     let host = begin.elapsed();
-    let wrong = read(wrong)[0];
+    let wrong = count(wrong);
+    let all = begin.elapsed();
     println!(
-        "RESULT events there {} back {}: wrong in {wrong} of {count} rounds; host {:.1} us a round, all {:.1} us",
+        "RESULT events there {} back {}: wrong in {wrong} of {rounds} rounds; host {:.1} us a round, all {:.1} us",
         events.there,
         events.back,
-        host.as_secs_f64() * 1e6 / count as f64,
-        begin.elapsed().as_secs_f64() * 1e6 / count as f64
+        host.as_secs_f64() * 1e6 / rounds as f64,
+        all.as_secs_f64() * 1e6 / rounds as f64
     );
-    Ok(())
+    Ok(all)
 }
 
 /// One half is copied, the other filled with the same number, in that order on our stream.
@@ -147,10 +196,17 @@ fn host(lab: &Lab) -> Outcome {
         if flushed {
             lab.route.flush();
         }
+        step(format_args!("a closure is in the queue, flushed {flushed}"));
         while !recorded.load(Ordering::Acquire) && begin.elapsed().as_secs() < 2 {
             std::thread::yield_now();
         }
+        let in_time = recorded.load(Ordering::Acquire);
         let taken = begin.elapsed().as_secs_f64() * 1e6;
+        if !in_time {
+            println!("RESULT events host, flushed {flushed}: not run within 2 s");
+            lab.sync();
+            continue;
+        }
         let early = done.is_done();
         done.wait()?;
         println!(
@@ -192,11 +248,14 @@ fn overlap(lab: &Lab) -> Outcome {
         lab.route
             .enqueue(&[&from], &[&to], move |at| done.hold(at.stream));
     };
+    step("overlap: compute alone");
     let alone = lab.ms(1, 3, compute);
+    step("overlap: copies alone");
     let copies = lab.ms(1, 3, || {
         start();
         finish();
     });
+    step("overlap: both");
     let both = lab.ms(1, 3, || {
         start();
         compute();

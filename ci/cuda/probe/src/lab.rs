@@ -1,6 +1,8 @@
 //! What the sections share: the device, lines of results, guards, clocks.
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::time::Instant;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
 use burn::backend::{Cube, DispatchDevice};
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
@@ -118,6 +120,46 @@ pub fn count(tensor: Tensor<1, Int>) -> i64 {
     tensor.into_data().iter::<i64>().next().expect("one number")
 }
 
+/// One if any number differs, else nothing; on the device.
+///
+/// Not `(a - b).abs().max()`: without autotuning Burn's `max` over a whole tensor is a loop in one thread of the device,
+/// which took about 14 ns a number. Its sum is a kernel of many threads.
+pub fn differs(a: Tensor<1>, b: Tensor<1>) -> Tensor<1, Int> {
+    a.not_equal(b).int().sum().clamp_max(1)
+}
+
+/// Says on stderr what is next and when, so that a section that hangs says where.
+pub fn step(what: impl fmt::Display) {
+    static BEGIN: OnceLock<Instant> = OnceLock::new();
+    let at = BEGIN.get_or_init(Instant::now).elapsed();
+    eprintln!("[{:8.3} s] {what}", at.as_secs_f64());
+}
+
+/// Runs `rounds` of 1, 10, 100 and so on up to `most`. `rounds` gives back how long all of them took. Stops where the next
+/// would take more than ten seconds.
+pub fn growing(
+    name: &str,
+    most: usize,
+    mut rounds: impl FnMut(usize) -> Result<Duration, Box<dyn std::error::Error>>,
+) -> Outcome {
+    let mut count = 1;
+    loop {
+        step(format_args!("{name}: {count} rounds"));
+        let took = rounds(count)?;
+        let each = took.as_secs_f64() / count as f64;
+        step(format_args!("{name}: {:.1} us a round", each * 1e6));
+        if count >= most {
+            return Ok(());
+        }
+        // The first round alone compiles kernels.
+        let known = count > 1;
+        count = (count * 10).min(most);
+        if known && each * count as f64 > 10.0 {
+            return Err(format!("{name}: {count} rounds would take too long").into());
+        }
+    }
+}
+
 /// Norm of the difference over the norm of the reference. A value that is no number gives infinity.
 pub fn relative(got: &[f32], reference: &[f64]) -> f64 {
     assert_eq!(got.len(), reference.len(), "as many numbers");
@@ -132,6 +174,7 @@ pub fn relative(got: &[f32], reference: &[f64]) -> f64 {
 
 /// Runs one part of a section. Its failure is a line of its own and does not stop the others.
 pub fn part(name: &str, work: impl FnOnce() -> Outcome) {
+    step(name);
     let begin = Instant::now();
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(Ok(())) => println!("   {name}: {:.1} s", begin.elapsed().as_secs_f64()),

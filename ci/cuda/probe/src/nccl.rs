@@ -1,10 +1,11 @@
 //! Section 3: NCCL on a stream of our own and CubeCL's pointers, with one rank.
 use std::time::{Duration, Instant};
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Int, Tensor};
 use cudarc::nccl::{result, sys};
 
-use crate::lab::{Lab, Outcome, burn, cube, part, read};
+use crate::events::first_steps;
+use crate::lab::{Lab, Outcome, burn, count, cube, differs, growing, part, step};
 use crate::route::{Event, Own, RouteError, because};
 
 /// A communicator; the pointer is NCCL's.
@@ -26,7 +27,11 @@ pub fn run(lab: &Lab) -> Outcome {
         return Err("no libnccl.so on LD_LIBRARY_PATH; libnccl.so.2 alone is not found".into());
     }
     println!("RESULT nccl loaded from {}", mapped("libnccl"));
-    part("nccl.one_rank", || one_rank(lab));
+    part("nccl.first_steps", || first_steps(lab));
+    part("nccl.one_rank", || {
+        let comm = alone()?;
+        growing("nccl one rank", 2000, |count| one_rank(lab, comm, count))
+    });
     part("nccl.nonblocking_and_abort", || abort(lab));
     part("nccl.two_ranks_one_gpu", || two_ranks(lab));
     Ok(())
@@ -46,27 +51,28 @@ fn mapped(name: &str) -> String {
 
 fn alone() -> Result<Comm, RouteError> {
     let id = result::get_uniqueid().map_err(|e| because("ncclGetUniqueId", e.0))?;
+    step("NCCL gave an id");
     let mut comm = std::ptr::null_mut();
     // SAFETY: `comm` outlives the call; the context is current on this thread.
     unsafe { result::comm_init_rank(&mut comm, 1, id, 0) }
         .map_err(|e| because("ncclCommInitRank", e.0))?;
+    step("a communicator of one rank is there");
     Ok(Comm(comm))
 }
 
 /// Gathers and reductions on our stream between events, each round other numbers, no wait of the host.
-fn one_rank(lab: &Lab) -> Outcome {
+fn one_rank(lab: &Lab, comm: Comm, rounds: usize) -> Result<Duration, Box<dyn std::error::Error>> {
     const SIZE: usize = 1 << 20;
-    const ROUNDS: usize = 2000;
-    let comm = alone()?;
     let own = Own::new()?;
     let (ready, done) = (
         std::sync::Arc::new(Event::new()?),
         std::sync::Arc::new(Event::new()?),
     );
     let zeros = Tensor::<1>::zeros([SIZE], &lab.device);
-    let mut wrong = Tensor::<1>::zeros([1], &lab.device);
+    let mut wrong = Tensor::<1, Int>::zeros([1], &lab.device);
+    lab.sync();
     let begin = Instant::now();
-    for round in 1..=ROUNDS {
+    for round in 1..=rounds {
         let value = zeros.clone() + round as f32;
         let (gathered, reduced) = (lab.empty([SIZE], DType::F32), lab.empty([SIZE], DType::F32));
         let (ready, done) = (ready.clone(), done.clone());
@@ -101,18 +107,22 @@ fn one_rank(lab: &Lab) -> Outcome {
                 done.record(own.raw())?;
                 done.hold(at.stream)
             });
-        let off = (burn::<1>(gathered) - value.clone()).abs().max()
-            + (burn::<1>(reduced) - value).abs().max();
-        wrong = wrong + off.sign();
+        wrong = wrong
+            + (differs(burn::<1>(gathered), value.clone()) + differs(burn::<1>(reduced), value))
+                .clamp_max(1);
+        if round % 1000 == 0 {
+            step(format_args!("{round} rounds handed in"));
+        }
     }
     let host = begin.elapsed();
+    let wrong = count(wrong);
+    let all = begin.elapsed();
     println!(
-        "RESULT nccl one rank, gather and reduce: wrong in {} of {ROUNDS} rounds; host {:.1} us a round, all {:.1} us",
-        read(wrong)[0],
-        host.as_secs_f64() * 1e6 / ROUNDS as f64,
-        begin.elapsed().as_secs_f64() * 1e6 / ROUNDS as f64
+        "RESULT nccl one rank, gather and reduce: wrong in {wrong} of {rounds} rounds; host {:.1} us a round, all {:.1} us",
+        host.as_secs_f64() * 1e6 / rounds as f64,
+        all.as_secs_f64() * 1e6 / rounds as f64
     );
-    Ok(())
+    Ok(all)
 }
 
 /// A communicator formed without blocking, and aborted from another thread while it is idle.
@@ -138,6 +148,7 @@ fn abort(lab: &Lab) -> Outcome {
         "RESULT nccl formed without blocking: first {begun:?}, then {state:?} after {:.0} ms",
         begin.elapsed().as_secs_f64() * 1e3
     );
+    step("formed without blocking, abort is next");
     let comm = Comm(comm);
     let route = lab.route.clone();
     let begin = Instant::now();
@@ -177,8 +188,10 @@ fn two_ranks(lab: &Lab) -> Outcome {
             std::thread::spawn(move || {
                 route.bind().expect("the context");
                 let mut comm = std::ptr::null_mut();
+                step(format_args!("rank {rank} of two on one GPU is next"));
                 // SAFETY: `comm` outlives the call.
                 let answer = unsafe { sys::ncclCommInitRank(&mut comm, 2, id, rank) };
+                step(format_args!("rank {rank} of two on one GPU: {answer:?}"));
                 answer
             })
         })

@@ -11,7 +11,7 @@ use burn::tensor::{DType, Int, Tensor};
 use cubecl_environment::stream::StreamId;
 
 use crate::kernels::{overwrite, sum_in_order};
-use crate::lab::{Lab, Outcome, burn, count, cube, part, read};
+use crate::lab::{Lab, Outcome, burn, count, cube, differs, part, read};
 use crate::route::used_bytes;
 
 const DIM: usize = 768;
@@ -388,24 +388,22 @@ fn stress(lab: &Lab, marked: bool) -> Outcome {
     const ROUNDS: usize = 3000;
     const SIZE: usize = 1 << 16;
     let round = Arc::new(Round::new(2));
-    let wrong: Vec<f32> = std::thread::scope(|scope| {
+    let wrong: Vec<i64> = std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..2)
             .map(|rank| {
                 let round = round.clone();
                 scope.spawn(move || {
                     let zeros = Tensor::<1>::zeros([SIZE], &lab.device);
                     let slow = lab.random([32 << 20], DType::F32);
-                    let mut wrong = Tensor::<1>::zeros([1], &lab.device);
+                    let mut wrong = Tensor::<1, Int>::zeros([1], &lab.device);
                     for number in 1..=ROUNDS {
                         drop(slow.clone() * 1.5);
                         let own = zeros.clone() + (number * 2 + rank) as f32;
                         let all = round.exchange(rank, own, marked, lab);
-                        let off = (all[1 - rank].clone() - (number * 2 + 1 - rank) as f32)
-                            .abs()
-                            .max();
-                        wrong = wrong + off.sign();
+                        let must = zeros.clone() + (number * 2 + 1 - rank) as f32;
+                        wrong = wrong + differs(all[1 - rank].clone(), must);
                     }
-                    read(wrong)[0]
+                    count(wrong)
                 })
             })
             .collect();
