@@ -5,6 +5,7 @@ use std::fs::{self, File, TryLockError};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -43,11 +44,24 @@ use crate::optimizer_record::{OptimizerParts, check_taken};
 pub struct FileBackedOptimizer {
     /// Without any state.
     optimizer: ModuleOptimizer,
-    folder: PathBuf,
-    /// The folder's lock against other runs; `None` on file systems without locks.
-    _lock: Option<File>,
+    folder: Arc<Folder>,
     /// The files of the units that have state, by unit.
     files: BTreeMap<String, StateFile>,
+}
+
+/// The folder of a rank, which goes with the last file in it.
+#[derive(Debug)]
+struct Folder {
+    path: PathBuf,
+    /// Its lock against other runs; `None` on file systems without locks.
+    _lock: Option<File>,
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        // Others may have put something there.
+        let _ = fs::remove_dir(&self.path);
+    }
 }
 
 /// A file with the state of a unit.
@@ -60,7 +74,7 @@ struct StateFile {
 impl std::fmt::Debug for FileBackedOptimizer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("FileBackedOptimizer")
-            .field("folder", &self.folder)
+            .field("folder", &self.folder.path)
             .field("num_units", &self.files.len())
             .finish_non_exhaustive()
     }
@@ -85,8 +99,10 @@ impl FileBackedOptimizer {
         let lock = take(&folder)?;
         Ok(Self {
             optimizer: optimizer.load_record(OptimizerRecord::default()),
-            folder,
-            _lock: lock,
+            folder: Arc::new(Folder {
+                path: folder,
+                _lock: lock,
+            }),
             files: BTreeMap::new(),
         })
     }
@@ -179,7 +195,9 @@ impl FileBackedOptimizer {
     /// Returns the state of each unit under a second name of its file, where it stays as it is while steps go on.
     pub(crate) fn kept(&self) -> Result<Vec<KeptFile>, Error> {
         let files = self.files.iter();
-        files.map(|(unit, file)| file.kept(unit)).collect()
+        files
+            .map(|(unit, file)| file.kept(unit, &self.folder))
+            .collect()
     }
 
     fn load(&self, unit: &str) -> Result<ModuleOptimizer, Error> {
@@ -194,7 +212,7 @@ impl FileBackedOptimizer {
     pub(crate) fn store(&mut self, unit: String, optimizer: &ModuleOptimizer) -> Result<(), Error> {
         let number = self.files.len();
         let known = self.files.get(&unit).map(|file| file.path.clone());
-        let path = known.unwrap_or_else(|| self.folder.join(file_name(number, &unit)));
+        let path = known.unwrap_or_else(|| self.folder.path.join(file_name(number, &unit)));
         let saved = optimizer.save(&path);
         saved.map_err(|error| failure(&unit, &path, &error, "make room on the disk"))?;
         let checksum = checksum(&path);
@@ -227,7 +245,7 @@ impl StateFile {
 
     /// Returns the file under a second name, if it is what was written. A step puts another file in its place, and leaves
     /// this one.
-    fn kept(&self, unit: &str) -> Result<KeptFile, Error> {
+    fn kept(&self, unit: &str, folder: &Arc<Folder>) -> Result<KeptFile, Error> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let path = self.path.with_extension(format!("bpk.kept-{number}.tmp"));
@@ -235,7 +253,12 @@ impl StateFile {
         let linked =
             fs::hard_link(&self.path, &path).or_else(|_| fs::copy(&self.path, &path).map(|_| ()));
         linked.map_err(|error| failure(unit, &path, &error, WRITABLE))?;
-        let kept = KeptFile { path };
+        let kept = KeptFile {
+            path,
+            checksum: self.checksum,
+            is_right: OnceLock::new(),
+            _folder: folder.clone(),
+        };
         let damaged = |reason: &dyn std::fmt::Display| failure(unit, &self.path, reason, DAMAGED);
         match checksum(&kept.path).map_err(|error| damaged(&error))? == self.checksum {
             true => Ok(kept),
@@ -244,10 +267,33 @@ impl StateFile {
     }
 }
 
-/// A state file under a second name, which goes with this.
+/// A state file under a second name, which goes with this. The folder stays, and stays locked, as long.
 #[derive(Debug)]
 pub(crate) struct KeptFile {
     pub(crate) path: PathBuf,
+    checksum: u32,
+    is_right: OnceLock<bool>,
+    _folder: Arc<Folder>,
+}
+
+impl KeptFile {
+    /// Looks before the first read whether the file is still what was written.
+    pub(crate) fn check(&self) -> io::Result<()> {
+        let is_right = match self.is_right.get() {
+            Some(is_right) => *is_right,
+            None => {
+                let found = checksum(&self.path)?;
+                *self.is_right.get_or_init(|| found == self.checksum)
+            }
+        };
+        match is_right {
+            true => Ok(()),
+            false => Err(io::Error::other(format!(
+                "{}: its bytes are not those that were written; {DAMAGED}",
+                self.path.display()
+            ))),
+        }
+    }
 }
 
 impl Drop for KeptFile {
@@ -392,7 +438,6 @@ impl Drop for FileBackedOptimizer {
             // Nobody could do anything about a file that cannot be removed.
             let _ = fs::remove_file(&file.path);
         }
-        let _ = fs::remove_dir(&self.folder);
     }
 }
 

@@ -14,7 +14,7 @@ use crate::error::{CheckpointError, optimizer_error};
 use crate::file_backed::{FileBackedOptimizer, KeptFile};
 use crate::optimizer_record::OptimizerParts;
 use crate::restore::{restore_matching, restore_optimizer};
-use crate::snapshot::{Place, States, TrainingSnapshot, of_states};
+use crate::snapshot::{States, Store, TrainingSnapshot, of_states};
 
 impl FileBackedOptimizer {
     /// Takes a snapshot of a sharded model and of this optimizer's state, as
@@ -45,7 +45,7 @@ impl FileBackedOptimizer {
         }
         let states = States {
             parts,
-            are_in: Place::Files,
+            are_in: Store::Files,
         };
         of_states(model, self.configured(), &states, (mesh, axis), is_wanted)
     }
@@ -95,6 +95,8 @@ impl FileBackedOptimizer {
 fn read_from(file: &Arc<KeptFile>, tensor: &PackedTensor) -> PackedTensor {
     let (file, name) = (file.clone(), tensor.name.clone());
     let read = move || -> Result<Bytes, PackError> {
+        let checked = file.check();
+        checked.map_err(|error| PackError::IoError(error.to_string()))?;
         let bytes = Reader::from_file_exact(&file.path)?.tensor_data(&name)?;
         Ok(Bytes::from_bytes_vec(bytes))
     };

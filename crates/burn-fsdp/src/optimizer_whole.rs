@@ -23,16 +23,17 @@ use crate::piecewise::taken_in_pieces;
 
 /// Returns, on the ranks that `keep` it, the optimizer of a sharded model with whole states, for the plain copy of the model that
 /// [`unsharded`](crate::state::unsharded) gives: its ids are those of the copy, so that it goes on training there, and its record
-/// is that of a training without shards. The other ranks send their parts, and hold one whole state at a time. What groups of
-/// the optimizer select by id is selected by the ids of the sharded model.
+/// is that of a training without shards. The copy has no autodiff until its `train`. The other ranks send their parts, and hold
+/// one whole state at a time beside a copy of their own. What groups of the optimizer select by id is selected by the ids of the
+/// sharded model.
 ///
 /// Collective over all ranks of the model, between steps: one all-gather for each state of a sharded parameter. All ranks
 /// have an optimizer that has made the same steps.
 ///
 /// # Errors
 ///
-/// An optimizer that computes with whole tensors where it has shards; a state that is not of the model's parameters; a failed
-/// collective.
+/// An optimizer that computes with whole tensors where it has shards; a state that is not of the model's parameters; a model with
+/// low-rank adapters, which the plain copy has not; a failed collective.
 pub fn unsharded_optimizer<M: Module>(
     model: &M,
     optimizer: &ModuleOptimizer,
@@ -44,6 +45,13 @@ pub fn unsharded_optimizer<M: Module>(
         .into_iter()
         .map(|local| (local.path.clone(), local))
         .collect();
+    if let Some(factor) = locals.values().find(|local| local.adapter_scale.is_some()) {
+        return Err(optimizer_error(format!(
+            "`{}` is a factor of a low-rank adapter, which the plain copy of the model has merged into its weights: there is no \
+             parameter for its state; save a step, which has it",
+            factor.path
+        )));
+    }
     let numbers: Vec<u64> = ids.iter().map(|id| id.id.val()).collect();
     let parts = taken_in_pieces(optimizer, &numbers)?;
     let mut states = states(model, &parts, &ids, &locals)?;
@@ -182,7 +190,18 @@ pub fn shard_optimizer<M: Module>(
     let mut states = Vec::new();
     let mut bytes = HashMap::new();
     for id in local_ids(model)? {
-        for number in [id.id.val(), id.recorded.val()] {
+        let numbers = [id.id.val(), id.recorded.val()];
+        if numbers
+            .iter()
+            .all(|number| parts.tensors_of(*number).next().is_some())
+        {
+            return Err(optimizer_error(format!(
+                "it has two states of `{}`: one of the sharded model and one of a plain copy; give an optimizer that has \
+                 trained one of them",
+                id.path
+            )));
+        }
+        for number in numbers {
             let own = kept_of(&parts, number);
             if !own.scalars.is_empty() || own.group_path.is_some() {
                 kept.insert(id.path.clone(), own);

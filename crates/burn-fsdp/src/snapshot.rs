@@ -85,7 +85,7 @@ pub fn snapshot_matching<M: Module>(
     let parts = taken_in_pieces(optimizer, &numbers)?;
     let held = States {
         parts,
-        are_in: Place::Memory,
+        are_in: Store::Memory,
     };
     of_states(model, optimizer, &held, (mesh, axis), is_wanted)
 }
@@ -93,12 +93,12 @@ pub fn snapshot_matching<M: Module>(
 /// The states of an optimizer, apart.
 pub(crate) struct States {
     pub(crate) parts: OptimizerParts,
-    pub(crate) are_in: Place,
+    pub(crate) are_in: Store,
 }
 
-/// The place of the elements of states until a step has them.
+/// What has the elements of states until they are in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum Store {
     Memory,
     /// Files: they are read when a step is written. Of a shard without elements there is no state.
     Files,
@@ -121,7 +121,7 @@ pub(crate) fn of_states<M: Module>(
         .map(|local| (local.path.clone(), local))
         .collect();
     let mut states = states(model, parts, &ids, &locals)?;
-    if held.are_in == Place::Files {
+    if held.are_in == Store::Files {
         add_empty(model, &mut states, &locals)?;
     }
     // Behind what all ranks do together: an owner's state is on its owner alone.
@@ -183,7 +183,7 @@ impl AsRef<[u8]> for Elements<TensorData> {
 /// The tensors of a snapshot, on all ranks and on this one.
 struct Tensors<'a> {
     place: Ranks<'a>,
-    are_in: Place,
+    are_in: Store,
     specs: Vec<TensorSpec>,
     /// By tensor and rank.
     regions: Vec<Vec<Region>>,
@@ -237,11 +237,11 @@ impl Tensors<'_> {
         self.add(spec.with("field", tensor.field.clone()), holders)?;
         if let Some(own) = own {
             match self.are_in {
-                Place::Memory => {
+                Store::Memory => {
                     let bytes = own.to_bytes().map_err(optimizer_error)?;
                     self.snapshot.insert(name, Elements(bytes));
                 }
-                Place::Files => {
+                Store::Files => {
                     let (own, len) = (own.clone(), own.byte_len());
                     let read = move || Ok(own.to_bytes()?.to_vec());
                     self.snapshot.insert_read(name, len, read);

@@ -340,8 +340,10 @@ impl ShardPolicy {
     }
 
     /// Sets a function that reduces the gradients of a unit in place of the engine: for compression, which the engine cannot
-    /// know. It gets the full gradients and returns, for each, the elements of the mean over all ranks that this rank holds
-    /// ([`FullGradient::held`](crate::FullGradient::held)); [`UnitReduction`] has the collectives for it.
+    /// know. It gets the full gradients and returns, for each, the elements that this rank holds
+    /// ([`FullGradient::held`](crate::FullGradient::held)) of the sum over the ranks of [`UnitReduction::group`], divided by
+    /// [`UnitReduction::divisor`]; [`UnitReduction`] has the collectives for it. An [`audit`](Self::audit) cannot see what a
+    /// hook does.
     ///
     /// Called inside backward, in the same order on all ranks of the shard axis, also on those that have no gradient: all
     /// communicate alike in it. It must not use sharded modules. It comes after [`gradient_hook`](Self::gradient_hook).

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use burn::tensor::{DType, Device, Tensor};
 use burn_fsdp_collectives::{
-    Buffer, BufferPool, ElementType, FullPart, Label, Part, ProcessGroup, Reduction,
+    BufferPool, ElementType, FullPart, Label, Part, Pending, ProcessGroup, Received, Reduction,
 };
 use burn_fsdp_mesh::Partition;
 
@@ -14,7 +14,8 @@ use crate::ambient::{Purpose, within};
 use crate::error::Error;
 use crate::transport;
 
-/// A function that reduces the gradients of a unit: it gets the full gradients and returns this rank's parts of their mean.
+/// A function that reduces the gradients of a unit: it gets the full gradients and returns this rank's parts of their sum,
+/// divided.
 #[derive(Clone)]
 pub(crate) struct ReductionHook(Arc<Reduce>);
 
@@ -52,6 +53,8 @@ pub struct UnitReduction {
     pub(crate) group: ProcessGroup,
     pub(crate) pool: BufferPool,
     pub(crate) mean: Reduction,
+    /// What the sum over the group is divided by.
+    pub(crate) divisor: f64,
     pub(crate) gradients: Vec<FullGradient>,
 }
 
@@ -84,7 +87,7 @@ impl FullGradient {
         self.tensor.clone()
     }
 
-    /// Returns the flat elements of the parameter that this rank holds: those whose mean the hook returns. All of them where
+    /// Returns the flat elements of the parameter that this rank holds: those whose sum the hook returns. All of them where
     /// the strategy keeps parameters whole, and none where another rank owns the parameter.
     pub fn held(&self) -> Range<usize> {
         self.held.clone()
@@ -114,10 +117,16 @@ impl UnitReduction {
         &self.unit
     }
 
-    /// Returns the group whose gradients are reduced: the ranks that hold the shards. With hybrid sharding the engine adds up
-    /// what the replicas return.
+    /// Returns the group whose gradients are reduced: the ranks that hold the shards.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
+    }
+
+    /// Returns what the sum over the [`group`](Self::group) is divided by: the number of all ranks, or the policy's
+    /// [factors](crate::ShardPolicy::divide_factors). With hybrid sharding it counts the replicas, too, and the engine adds up
+    /// what they return: of the group's own mean each has a share.
+    pub fn divisor(&self) -> f64 {
+        self.divisor
     }
 
     /// Returns the gradients in the order of the module: those of sharded parameters for which any rank has one.
@@ -125,9 +134,9 @@ impl UnitReduction {
         &self.gradients
     }
 
-    /// Returns the mean over the ranks of flat tensors of any length, whole on every rank: the same bits on all. The mean is
-    /// the policy's ([`divide_factors`](crate::ShardPolicy::divide_factors)), is computed in 32 bits at least, and has the
-    /// type of the tensor, which is the type that travels.
+    /// Returns the sums over the ranks of flat tensors of any length, divided by [`divisor`](Self::divisor), whole on every rank:
+    /// the same bits on all. What travels has the tensor's type. The sum is made in 32 bits at least, and returned so:
+    /// tensors of 16 bits come back in 32.
     ///
     /// Collective among the ranks of [`group`](Self::group), with tensors of the same lengths and types.
     ///
@@ -135,23 +144,23 @@ impl UnitReduction {
     ///
     /// A failed collective; [`Error::ReductionHook`] for a tensor with autodiff.
     pub fn average(&self, tensors: Vec<Tensor<1>>) -> Result<Vec<Tensor<1>>, Error> {
-        let kinds = self.kinds(&tensors)?;
-        let mut parts = Vec::with_capacity(tensors.len());
-        let mut into = Vec::with_capacity(tensors.len());
-        for (tensor, kind) in tensors.into_iter().zip(&kinds) {
-            let source = transport::source(tensor, None);
-            into.push(self.pool.take(source.len()));
-            parts.push(FullPart::new(source, kind.wire));
-        }
-        let label = self.label.clone();
-        let pending = self
-            .group
-            .start_all_reduce(label, Vec::new(), self.mean, parts, into)?;
-        Ok(arrived(pending.wait_released()?.buffers, &kinds))
+        self.by_kind(tensors.into_iter().enumerate(), |mean, tensors| {
+            let mut parts = Vec::with_capacity(tensors.len());
+            let mut into = Vec::with_capacity(tensors.len());
+            for (_, tensor, kind) in tensors {
+                let [elements] = tensor.dims();
+                into.push(self.pool.take(elements * kind.sum.size()));
+                parts.push(FullPart::new(transport::source(tensor, None), kind.wire));
+            }
+            let label = self.label.clone();
+            self.group
+                .start_all_reduce(label, Vec::new(), mean, parts, into)
+        })
     }
 
-    /// Returns what this rank holds of the mean over the ranks of full gradients, one for each of
-    /// [`gradients`](Self::gradients): the engine's own reduction, with the tensors' types as those that travel.
+    /// Returns what this rank holds of the sums over the ranks of full gradients, one for each of
+    /// [`gradients`](Self::gradients), divided by [`divisor`](Self::divisor): the engine's own reduction, with the tensors' types as
+    /// those that travel and with sums as [`average`](Self::average) returns them.
     ///
     /// Collective among the ranks of [`group`](Self::group).
     ///
@@ -167,42 +176,74 @@ impl UnitReduction {
         if self.gradients.iter().any(|own| own.partition.is_none()) {
             return self.average(gradients);
         }
-        let kinds = self.kinds(&gradients)?;
-        let mut parts = Vec::with_capacity(gradients.len());
-        let mut into = Vec::with_capacity(gradients.len());
-        for ((own, full), kind) in self.gradients.iter().zip(gradients).zip(&kinds) {
-            let Some(partition) = own.partition else {
-                continue;
-            };
-            into.push(self.pool.take(own.held.len() * kind.wire.size()));
-            parts.push(Part::new(
-                transport::source(full, None),
-                partition,
-                kind.wire,
-            ));
-        }
-        let label = self.label.clone();
-        let pending = self
-            .group
-            .start_reduce_scatter(label, Vec::new(), self.mean, parts, into)?;
-        Ok(arrived(pending.wait_released()?.buffers, &kinds))
+        self.by_kind(gradients.into_iter().enumerate(), |mean, tensors| {
+            let mut parts = Vec::with_capacity(tensors.len());
+            let mut into = Vec::with_capacity(tensors.len());
+            for (index, full, kind) in tensors {
+                let own = &self.gradients[index];
+                let Some(partition) = own.partition else {
+                    continue;
+                };
+                into.push(self.pool.take(own.held.len() * kind.sum.size()));
+                let source = transport::source(full, None);
+                parts.push(Part::new(source, partition, kind.wire));
+            }
+            let label = self.label.clone();
+            self.group
+                .start_reduce_scatter(label, Vec::new(), mean, parts, into)
+        })
     }
 
-    /// Returns the kind of each tensor.
-    fn kinds(&self, tensors: &[Tensor<1>]) -> Result<Vec<Kind>, Error> {
-        let kind = |tensor: &Tensor<1>| {
-            let wire = transport::element_type(tensor.dtype());
-            match wire {
-                Some(wire) if !tensor.is_autodiff() => Ok(Kind {
-                    wire,
-                    dtype: tensor.dtype(),
-                    device: tensor.device(),
-                }),
-                Some(_) => Err(self.refused("plain tensors", "one with a graph".to_owned())),
-                None => Err(self.refused("floats", format!("{:?}", tensor.dtype()))),
+    /// Reduces tensors in as many operations as there are types of sums, and returns the sums in the order of the tensors.
+    fn by_kind(
+        &self,
+        tensors: impl Iterator<Item = (usize, Tensor<1>)>,
+        mut start: impl FnMut(
+            Reduction,
+            Vec<(usize, Tensor<1>, Kind)>,
+        ) -> Result<Pending<Received>, burn_fsdp_collectives::Error>,
+    ) -> Result<Vec<Tensor<1>>, Error> {
+        let mut lists: Vec<Vec<(usize, Tensor<1>, Kind)>> = Vec::new();
+        let mut number = 0;
+        for (index, tensor) in tensors {
+            let kind = self.kind(&tensor)?;
+            number += 1;
+            match lists.iter_mut().find(|list| list[0].2.sum == kind.sum) {
+                Some(list) => list.push((index, tensor, kind)),
+                None => lists.push(vec![(index, tensor, kind)]),
             }
+        }
+        let mut sums: Vec<Option<Tensor<1>>> = vec![None; number];
+        for list in lists {
+            let mean = self.mean.output(list[0].2.sum);
+            let kinds = list.iter().map(|(index, _, kind)| (*index, kind.clone()));
+            let kinds: Vec<_> = kinds.collect();
+            let received = start(mean, list)?.wait_released()?;
+            for ((index, kind), buffer) in kinds.into_iter().zip(received.buffers) {
+                let bytes = buffer.as_ref().to_vec();
+                sums[index] = Some(transport::owned(bytes, kind.dtype, &kind.device));
+            }
+        }
+        Ok(sums.into_iter().flatten().collect())
+    }
+
+    fn kind(&self, tensor: &Tensor<1>) -> Result<Kind, Error> {
+        if tensor.is_autodiff() {
+            return Err(self.refused("plain tensors", "gave one with a graph".to_owned()));
+        }
+        let Some(wire) = transport::element_type(tensor.dtype()) else {
+            return Err(self.refused("floats", format!("gave {:?}", tensor.dtype())));
         };
-        tensors.iter().map(kind).collect()
+        let (sum, dtype) = match wire {
+            ElementType::F64 => (ElementType::F64, DType::F64),
+            _ => (ElementType::F32, DType::F32),
+        };
+        Ok(Kind {
+            wire,
+            sum,
+            dtype,
+            device: tensor.device(),
+        })
     }
 
     /// Looks whether `tensors`, with which the hook did `what`, are one for each gradient and of the right lengths.
@@ -217,8 +258,8 @@ impl UnitReduction {
             let expected = format!("{} tensors", self.gradients.len());
             return Err(self.refused(&expected, got));
         }
-        self.kinds(tensors)?;
         for (own, tensor) in self.gradients.iter().zip(tensors) {
+            self.kind(tensor)?;
             let ([len], expected) = (tensor.dims(), elements(own));
             if len != expected {
                 return Err(self.refused(
@@ -240,17 +281,14 @@ impl UnitReduction {
     }
 }
 
-/// The type and the place of a tensor.
+/// The types of a tensor and of its sum, and their device.
+#[derive(Clone)]
 struct Kind {
+    /// The type that travels.
     wire: ElementType,
+    /// The type of the sum.
+    sum: ElementType,
+    /// Burn's name of the type of the sum.
     dtype: DType,
     device: Device,
-}
-
-fn arrived(buffers: Vec<Buffer>, kinds: &[Kind]) -> Vec<Tensor<1>> {
-    let arrived = |(buffer, kind): (Buffer, &Kind)| {
-        let bytes = buffer.as_ref().to_vec();
-        transport::owned(bytes, kind.dtype, &kind.device)
-    };
-    buffers.into_iter().zip(kinds).map(arrived).collect()
 }

@@ -16,6 +16,7 @@ mod scaler;
 mod state;
 mod step;
 
+use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::backend::Flex;
@@ -273,8 +274,17 @@ where
     let scalars = HostScalars::new(optimizers, 1.0, trained)?;
     let initial = {
         let layout = |spec: &ParameterSpec| mode.initial_layout(spec);
-        let initial = InitialValues::new((&init, read), &own, &layout, mode.ranks(), device)?;
-        let replaced = |device: &Device| over.replace(init(device));
+        // What an override adds may be made of the module's own values: they are drawn once.
+        let made = RefCell::new(None);
+        let kept = |device: &Device| {
+            let module = init(device);
+            if !added.is_empty() {
+                made.replace(Some(module.clone()));
+            }
+            module
+        };
+        let initial = InitialValues::new((kept, read), &own, &layout, mode.ranks(), device)?;
+        let replaced = |device: &Device| over.replace(made.take().unwrap_or_else(|| init(device)));
         let none = |_: &ShardSpec<'_>| Ok::<_, E>(None);
         match added.is_empty() {
             true => initial,

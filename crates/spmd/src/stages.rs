@@ -36,7 +36,11 @@ impl StepGraphs {
     /// Returns one number for all of them, the same on every rank.
     pub(crate) fn fingerprint(&self) -> u64 {
         let all: Vec<u64> = self.all().into_iter().map(Graph::fingerprint).collect();
-        Fingerprint::of(&all)
+        let most = match self {
+            Self::Iteration(of) => of.max_iterations,
+            Self::Whole(_) | Self::Micro(_) => None,
+        };
+        Fingerprint::of(&(all, most))
     }
 }
 

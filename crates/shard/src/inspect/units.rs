@@ -145,16 +145,25 @@ impl UnitHandle {
 
     /// Sets what its gradients are divided by from the next reduction on, in place of
     /// [`ShardPolicy::divide_factors`](crate::ShardPolicy::divide_factors): `None` for the number of ranks. The gradients of
-    /// steps without a reduction that still wait are divided by these factors, too.
+    /// steps without a reduction that still wait are divided by these factors, too. All ranks must set the same.
     ///
     /// # Errors
     ///
-    /// [`Error::State`] inside a backward.
+    /// [`Error::State`] inside a backward, while a forward waits for its backward, and while gradients that were divided wait to
+    /// cross to the replicas ([`set_requires_all_reduce`](Self::set_requires_all_reduce)).
     pub fn set_divide_factors(
         &self,
         factors: impl Into<Option<DivideFactors>>,
     ) -> Result<(), Error> {
-        self.root.expect_outside_backward(ADVICE)?;
+        self.root.expect_between_steps()?;
+        if self.root.holds_sums_of(&self.unit) {
+            return Err(Error::State {
+                unit: self.name(),
+                expected: "without gradients that wait to cross to the replicas".to_owned(),
+                got: "with such gradients, which were divided already".to_owned(),
+                advice: "let a backward cross, by `set_requires_all_reduce(true)`, and set the factors then",
+            });
+        }
         *self.unit.switches.factors.lock() = factors.into();
         Ok(())
     }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use burn::tensor::Tensor;
+use burn_fsdp_collectives::Account;
 
 use super::accumulate::{Gradient, Sum};
 use super::arrival::hooked;
@@ -51,22 +52,26 @@ impl Progress {
         let used: Vec<_> = (0..slots.len())
             .map(|place| is_flagged(&notes, place))
             .collect();
-        let places = slots.iter().zip(own).zip(&used);
-        let gradients = places
+        let mut accounts = Vec::with_capacity(slots.len());
+        let all = slots.iter().zip(own).zip(&used);
+        let gradients = all
             .filter(|(_, is_used)| **is_used)
-            .map(|((&index, own), _)| full_gradient(generation, index, own));
+            .map(|((&index, own), _)| full_gradient(generation, index, own, &mut accounts));
+        let gradients = gradients.collect();
         let reduction = UnitReduction {
             unit: unit.label(),
             label: root.label(format_args!("{} reduction by the hook", unit.label())),
             group: group.clone(),
             pool: root.reduced.clone(),
             mean,
-            gradients: gradients.collect(),
+            divisor: 1.0 / (mean.pre_scale * mean.post_scale),
+            gradients,
         };
         let mut parts = hook.call(&reduction)?.into_iter();
+        drop(accounts);
         let scale = scale_of(&mean, group.size());
-        let places = slots.iter().zip(used).enumerate();
-        let sums = places.map(|(place, (&index, is_used))| {
+        let all = slots.iter().zip(used).enumerate();
+        let sums = all.map(|(number, (&index, is_used))| {
             let part = is_used.then(|| parts.next()).flatten()?;
             let tensor = as_held(generation, index, part);
             Some(Sum {
@@ -75,19 +80,27 @@ impl Progress {
                     false => None,
                 },
                 tensor,
-                tag: tag_of_sum(&notes, place, slots.len()).times(scale),
+                tag: tag_of_sum(&notes, number, slots.len()).times(scale),
             })
         });
         Ok(sums.collect())
     }
 }
 
-/// Returns this rank's full gradient for the hook: zeros if it has none.
-fn full_gradient(generation: &Generation, index: usize, own: Option<Gradient>) -> FullGradient {
+/// Returns this rank's full gradient for the hook: zeros if it has none. What counts it goes to `accounts`.
+fn full_gradient(
+    generation: &Generation,
+    index: usize,
+    own: Option<Gradient>,
+    accounts: &mut Vec<Account>,
+) -> FullGradient {
     let unit = &generation.unit;
     let slot = &unit.slots[index];
     let tensor = match own {
-        Some(own) => own.tensor,
+        Some(own) => {
+            accounts.push(own.account);
+            own.tensor
+        }
         None => {
             let device = generation.device(index).without_autodiff();
             let elements = slot.partition.num_elements();

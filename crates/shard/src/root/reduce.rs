@@ -19,9 +19,18 @@ use crate::schedule::{Note, Operation};
 use crate::seal;
 use crate::slot::{Slot, Slots};
 use crate::spec::averaging;
+use crate::unit::Unit;
 
 /// The words for the sum of the shards' gradients that crosses to the replicas.
 const SUM: &str = "the reduced gradient";
+
+impl Root {
+    /// Returns true if reduced gradients of a unit wait to cross to the replicas.
+    pub(crate) fn holds_sums_of(&self, unit: &Unit) -> bool {
+        let progress = self.progress();
+        progress.gradients.partial.contains_key(&unit.position())
+    }
+}
 
 impl Progress {
     /// Reduces the gradients of one use of a unit, with those held back before. Slots without a
@@ -124,8 +133,8 @@ impl Progress {
     ) -> Result<(), Error> {
         let gradients = match &generation.unit.groups.replicas {
             None => {
-                let places = slots.iter().zip(sums);
-                let arrived = places.filter_map(|(&slot, sum)| reduced(generation, slot, sum?));
+                let all = slots.iter().zip(sums);
+                let arrived = all.filter_map(|(&slot, sum)| reduced(generation, slot, sum?));
                 arrived.collect()
             }
             Some(replicas) => {

@@ -431,7 +431,7 @@ fn refuse_in_hook() {
     if GradientHook::is_running() {
         throw(misplaced(
             Phase::Backward,
-            "a gradient hook must not use a sharded module; read its values before backward",
+            "a hook of the policy must not use a sharded module; read its values before backward",
         ));
     }
 }

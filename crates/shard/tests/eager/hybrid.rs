@@ -11,7 +11,7 @@ use super::bench::{
 };
 use super::nets::{CONV_NET, MLP, Mlp, RECURRENT};
 
-fn build<M: Module + 'static>(
+pub(crate) fn build<M: Module + 'static>(
     case: Case<M>,
     world: &ProcessGroup,
     layout: [usize; 2],

@@ -1,12 +1,12 @@
 //! Hooks that reduce gradients in place of the engine, and divisors that change after sharding.
 
 use burn::module::Module;
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
 use burn_fsdp_collectives::OperationKind;
 use burn_fsdp_mesh::Strategy;
 use burn_fsdp_shard::{
-    Audit, Cut, DivideFactors, Error, FullGradient, ShardPolicy, UnitReduction, backward, no_sync,
-    units,
+    Audit, Cut, DivideFactors, Error, FullGradient, Precision, ShardPolicy, UnitReduction,
+    backward, no_sync, units,
 };
 
 use super::bench::{
@@ -137,11 +137,65 @@ fn a_reduction_of_the_users_own_trains_like_one_rank() {
 
 #[test]
 fn the_engines_own_reduction_through_the_hook_has_its_bits() {
+    let halves = |reduce| Precision::new(FloatDType::BF16).reduce(reduce);
+    let policies = [
+        blocks(),
+        blocks().precision(halves(FloatDType::BF16)),
+        blocks().precision(halves(FloatDType::F32)),
+    ];
     for ranks in [1, 2, 3] {
-        let want = sharded(MLP, ranks, 5, blocks());
-        let got = sharded(MLP, ranks, 5, blocks().reduction_hook(as_the_engine));
-        assert_eq!(got.params, want.params);
+        for policy in &policies {
+            let want = sharded(MLP, ranks, 5, policy.clone());
+            let got = sharded(MLP, ranks, 5, policy.clone().reduction_hook(as_the_engine));
+            assert_eq!(got.params, want.params);
+        }
     }
+}
+
+/// A hook's own arithmetic, where the engine adds up what replicas return.
+#[test]
+fn replicas_share_the_divisor() {
+    let own = |unit: &UnitReduction| {
+        let gradients = unit.gradients();
+        let share = unit.divisor() / unit.group().size() as f64;
+        let means = unit.average(gradients.iter().map(FullGradient::tensor).collect())?;
+        let means = means.into_iter().map(|mean| mean.mul_scalar(share));
+        let parts = gradients.iter().zip(means);
+        let parts = parts.map(|(gradient, mean)| gradient.held_of(mean).div_scalar(share));
+        Ok(parts.collect())
+    };
+    for layout in [[1, 2], [2, 2]] {
+        let want = plainly(MLP, layout[0] * layout[1], 3);
+        let policy = blocks().reduction_hook(own);
+        assert_close(&hybrid::trained(MLP, layout, policy, 3), &want, 1e-5);
+    }
+}
+
+#[test]
+fn divisors_stay_while_sums_wait_for_the_replicas() {
+    let layout = [2, 1];
+    on_ranks(2, move |world| {
+        let device = device();
+        let model = hybrid::build(MLP, &world, layout, blocks())?;
+        let handles = units(&model)?;
+        for unit in &handles {
+            unit.set_requires_all_reduce(false)?;
+        }
+        backward((MLP.loss)(&model, world.rank(), 0, &device), &model)?;
+        let factors = DivideFactors {
+            pre: 1.0,
+            post: 1.0,
+        };
+        let refused = handles[0]
+            .set_divide_factors(factors)
+            .expect_err("sums wait");
+        assert!(refused.to_string().contains("wait to cross"), "{refused}");
+        for unit in &handles {
+            unit.set_requires_all_reduce(true)?;
+        }
+        backward((MLP.loss)(&model, world.rank(), 1, &device), &model)?;
+        handles[0].set_divide_factors(factors)
+    });
 }
 
 #[test]

@@ -85,7 +85,11 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 
     /// Returns the graph for such a batch, made if there is none, and the scalars that it runs with. All ranks must
     /// call it; they agree on what they run before anything changes, which takes one exchange of 8 bytes.
-    pub(super) fn prepare(&mut self, rates: &ModuleLearningRate, batch: &B) -> Result<Prepared, Error> {
+    pub(super) fn prepare(
+        &mut self,
+        rates: &ModuleLearningRate,
+        batch: &B,
+    ) -> Result<Prepared, Error> {
         let was_open = self.mode.is_open();
         let prepared = self.prepare_own(rates, batch);
         // The scalars, too: the optimizers' settings may differ.
