@@ -106,9 +106,12 @@ impl Options {
 
     /// Sets mixed precision: parameters are cast before they are gathered, their gradients arrive at the shards as wide
     /// as these, and the loss that comes out is one of 32 bits. Tensors of the batch keep their types: the loss closure
-    /// casts those that meet parameters. Not by placements; `f16` needs its loss [scaled](Self::scale_loss).
+    /// casts those that meet parameters. `f16` needs its loss [scaled](Self::scale_loss).
     ///
-    /// All shards are cast when the step begins, and the copies stay until their last gather. With
+    /// By placements a rank casts its part of a parameter where it is read, what ranks add up of activations is of the type in
+    /// which it was computed, and addends of gradients travel as in data parallelism: their first sum is as wide as the parameter.
+    ///
+    /// Flat shards are cast when the step begins, and the copies stay until their last gather. With
     /// [`OptimizerPlace::InNextForward`] the whole optimizer therefore comes before the first gather.
     #[must_use]
     pub fn precision(mut self, precision: Precision) -> Self {
@@ -154,7 +157,7 @@ impl Options {
     /// Sets how the loss is scaled, which keeps small gradients of `f16` from vanishing; `None` for not at all. Gradients
     /// are divided by the scale when all micro-batches are added up, before they are clipped. If one has overflowed on any rank,
     /// all skip the step, with a smaller scale from there on ([`CompiledStep::was_skipped`](crate::CompiledStep::was_skipped)).
-    /// A step is then one over micro-batches, be it of one, and its optimizer at the end. Losses come out as they are. Not by placements.
+    /// A step is then one over micro-batches, be it of one, and its optimizer at the end. Losses come out as they are.
     #[must_use]
     pub fn scale_loss(mut self, scaling: impl Into<Option<LossScaling>>) -> Self {
         self.loss_scaling = scaling.into();

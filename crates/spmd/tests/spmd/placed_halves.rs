@@ -91,7 +91,7 @@ fn expected(step: Step) -> (Trained, Trained) {
         losses.push(loss);
         // The step that overflows is none.
         if !(step.is_scaled && index == 0) {
-            model = optimizer.step(1e-1, model, mean);
+            model = optimizer.step(1e-2, model, mean);
         }
     }
     ((Vec::new(), first), (losses, values(&model)))
@@ -114,7 +114,7 @@ fn trained(
         let mut losses = Vec::new();
         for index in 0..STEPS {
             let batches: Vec<_> = (0..step.micro).map(|micro| batch(index, micro)).collect();
-            losses.push(compiled.step_accumulated(1e-1, &batches)?);
+            losses.push(compiled.step_accumulated(1e-2, &batches)?);
             assert_eq!(compiled.was_skipped(), step.is_scaled && index == 0);
             assert_eq!(
                 compiled.grad_norm().is_some(),
