@@ -7,7 +7,7 @@ use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
 use burn::lr_scheduler::module_lr_scheduler::{
     ModuleLearningRate, ModuleLrScheduler, ModuleLrSchedulerConfig,
 };
-use burn::module::{Module, ParamGroup};
+use burn::module::{Module, ParamGroup, ParamId};
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::decay::WeightDecayConfig;
 use burn::optim::momentum::MomentumConfig;
@@ -373,42 +373,42 @@ fn a_group_without_any_parameter_is_refused() {
     ));
 }
 
+/// A module that has one id whenever it is made.
+fn with_id(device: &Device) -> Net {
+    let mut net = Net::new(device);
+    net.a.weight.id = ParamId::from(7);
+    net
+}
+
 #[test]
 fn a_group_by_ids_is_of_the_module_that_init_returns() {
     let _guard = seeded();
+    let all = || OptimizerGroups::from(adamw(0.1).build());
+    let ids = ParamGroup::from_ids(vec![ParamId::from(7)]);
+    let groups = all().with_group(ids, adamw(9.0).build());
+    let losses_of = |groups: OptimizerGroups| -> Vec<f32> {
+        let device = Device::flex().autodiff();
+        device.seed(1);
+        let mut net = with_id(&device);
+        let _ = floats(&net);
+        let mut optimizer = ModuleOptimizer::from(groups);
+        let steps = (0..STEPS).map(|step| {
+            let loss = net.loss(batch(step, &device));
+            let gradients = GradientsParams::from_grads(loss.backward(), &net);
+            net = optimizer.step(0.02, net.clone(), gradients);
+            loss.into_scalar::<f32>()
+        });
+        steps.collect()
+    };
+    let expected = losses_of(groups.clone());
+    assert_ne!(expected, losses_of(all()));
     Device::flex().seed(1);
-    let model = Net::new(&Device::flex().autodiff());
-    let _ = floats(&model);
-    let ids = || ParamGroup::from_ids(vec![model.a.weight.id]);
-    let groups = OptimizerGroups::from(adamw(0.1).build()).with_group(ids(), adamw(9.0).build());
-    let init = model.clone();
-    let mut step = compile(
-        move |device: &Device| init.clone().fork(device),
-        |net: &Net, x| net.loss(x),
-        groups.clone(),
-        Mode::single().options(plain()),
-    )
-    .unwrap();
-    let expected = expected_of(model.clone(), groups);
+    let mode = Mode::single().options(plain());
+    let mut step = compile(with_id, |net: &Net, x| net.loss(x), groups, mode).unwrap();
     for (index, expected) in expected.iter().enumerate() {
         let loss = step.step(0.02, &batch(index, &Device::flex())).unwrap();
         assert_eq!(loss as f32, *expected, "step {index}");
     }
-    let without = expected_of(model, OptimizerGroups::from(adamw(0.1).build()));
-    assert_ne!(expected, without);
-}
-
-fn expected_of(model: Net, groups: OptimizerGroups) -> Vec<f32> {
-    let device = Device::flex().autodiff();
-    let mut net = model;
-    let mut optimizer = ModuleOptimizer::from(groups);
-    let steps = (0..STEPS).map(|step| {
-        let loss = net.loss(batch(step, &device));
-        let gradients = GradientsParams::from_grads(loss.backward(), &net);
-        net = optimizer.step(0.02, net.clone(), gradients);
-        loss.into_scalar::<f32>()
-    });
-    steps.collect()
 }
 
 #[test]
