@@ -1,7 +1,7 @@
 //! A whole train step as one SPMD graph: trace, place, passes, run.
 //!
-//! [`compile`] turns an unmodified Burn module, a loss closure and a bare Burn optimizer into a
-//! [`CompiledStep`] that runs on every rank of a process group:
+//! [`compile`] turns an unmodified Burn module, a loss closure and a bare Burn optimizer, or several for groups of
+//! parameters, into a [`CompiledStep`] that runs on every rank of a process group:
 //!
 //! ```text
 //! trace  ->  dead code, common subexpressions  ->  kernels  ->  recompute  ->  place, insert collectives  ->

@@ -132,7 +132,7 @@ impl StepScalars {
 
     /// Returns the numbers of each parameter's sequence of operations: an optimizer may branch on its step number, or
     /// leave operations out when a scalar is zero, and then the step needs another graph. Numbers are those of one
-    /// [`HostScalars`].
+    /// compiled step.
     pub fn structure(&self) -> Vec<(usize, usize)> {
         self.parameters.values().map(|step| step.number).collect()
     }
