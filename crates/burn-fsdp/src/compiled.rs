@@ -15,6 +15,7 @@ use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{LocalTensor, load_local_state, local_state};
 use burn_fsdp_spmd::trace::ParameterSpec;
 use burn_fsdp_spmd::{Batch, CompiledStep, IdleState, IdleTensor, OptimizerState};
+use burn_pack::Scalar;
 
 use crate::dtype::{burn_dtype, dtype_of};
 use crate::error::{CheckpointError, optimizer_error};
@@ -96,11 +97,7 @@ pub fn snapshot_compiled_matching<B: Batch, O>(
         if !is_trained {
             let idle = step.idle_states().iter();
             for state in idle.filter(|state| state.path == path) {
-                let numbers = state.counters.iter();
-                let numbers = numbers.map(|(name, scalar)| (name.clone(), (*scalar).into()));
-                let kept = kept.entry(path.clone()).or_default();
-                kept.scalars = numbers.collect();
-                kept.group_path = Some(path.clone());
+                kept.insert(path.clone(), kept_of(&path, &state.counters));
                 for tensor in &state.tensors {
                     let layout = layout_of(step, &tensor.layout, (mesh, axis))?;
                     regions.push(regions_of(mesh, &layout, &tensor.shape, false)?);
@@ -113,13 +110,8 @@ pub fn snapshot_compiled_matching<B: Batch, O>(
             continue;
         }
         let states = step.state_shards(&path)?;
-        let of_parameter = kept.entry(path.clone()).or_default();
-        of_parameter.group_path = Some(path.clone());
-        if let Some(counters) = step.counters(&path) {
-            let scalars = counters.iter();
-            let scalars = scalars.map(|(name, scalar)| (name.clone(), (*scalar).into()));
-            of_parameter.scalars = scalars.collect();
-        }
+        let counters = step.counters(&path).unwrap_or_default();
+        kept.insert(path.clone(), kept_of(&path, counters));
         for (field, data) in states {
             let (shape, held) = step.state_place(&path, &field)?;
             let layout = layout_of(step, &held, (mesh, axis))?;
@@ -134,6 +126,16 @@ pub fn snapshot_compiled_matching<B: Batch, O>(
         snapshot,
         optimizer: serde_json::to_value(kept).map_err(optimizer_error)?,
     })
+}
+
+/// Returns what an optimizer keeps of a parameter beside tensors: its numbers, and the path by which it finds the group.
+fn kept_of(path: &str, counters: &[(String, Scalar)]) -> Kept {
+    let scalars = counters.iter();
+    let scalars = scalars.map(|(name, scalar)| (name.clone(), (*scalar).into()));
+    Kept {
+        scalars: scalars.collect(),
+        group_path: Some(path.to_owned()),
+    }
 }
 
 /// Describes a state of the optimizer, of a whole shape and layout, of which `data` is a part.

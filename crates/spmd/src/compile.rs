@@ -20,7 +20,7 @@ use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::backend::Flex;
-use burn::module::Module;
+use burn::module::{Module, ParamId};
 use burn::tensor::{Device, TensorData};
 use burn_ir::BackendIr;
 
@@ -257,21 +257,14 @@ where
     let named = [own.as_slice(), added.as_slice()].concat();
     let specs: Vec<_> = named.iter().map(|(_, spec)| spec.clone()).collect();
     mode.check_precision(&specs)?;
-    let optimizers: OptimizerGroups = optimizer.into();
-    optimizers.check_members(named.iter().map(|(id, spec)| (*id, &*spec.path)))?;
-    let trained = named.iter().filter(|(_, spec)| spec.is_trained);
-    let trained = trained.map(|(id, spec)| Trained {
-        id: *id,
-        path: spec.path.clone(),
-        shape: spec.shape.clone(),
-        dtype: spec.dtype,
-    });
+    let scalars = host_side(
+        optimizer.into(),
+        named.iter().map(|(id, spec)| (*id, spec)),
+    )?;
     let [own, added] = [own, added].map(|named| {
         let specs = named.into_iter().map(|(_, spec)| spec);
         specs.collect::<Vec<_>>()
     });
-    // At a rate that is not zero, so that nothing is left out.
-    let scalars = HostScalars::new(optimizers, 1.0, trained)?;
     let initial = {
         let layout = |spec: &ParameterSpec| mode.initial_layout(spec);
         // What an override adds may be made of the module's own values: they are drawn once.
@@ -324,4 +317,21 @@ where
         executor,
         initial,
     ))
+}
+
+/// Returns the host side of optimizers of a module's parameters, before the first step.
+fn host_side<'a>(
+    optimizers: OptimizerGroups,
+    named: impl Iterator<Item = (ParamId, &'a ParameterSpec)> + Clone,
+) -> Result<HostScalars, Error> {
+    optimizers.check_members(named.clone().map(|(id, spec)| (id, &*spec.path)))?;
+    let trained = named.filter(|(_, spec)| spec.is_trained);
+    let trained = trained.map(|(id, spec)| Trained {
+        id,
+        path: spec.path.clone(),
+        shape: spec.shape.clone(),
+        dtype: spec.dtype,
+    });
+    // At a rate that is not zero, so that nothing is left out.
+    HostScalars::new(optimizers, 1.0, trained)
 }

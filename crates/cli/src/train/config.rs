@@ -136,7 +136,6 @@ impl TrainConfig {
         let codec = codec(&args)?;
         let model = sizes::model(&args.model, &codec.codec)?;
         let adapters = sizes::adapters(&args, &model)?;
-        check_rate(args.training.lr)?;
         let optimizer = Recipe::new(&args, &model)?;
         let all_ranks = Ranks::find(args.sharding.ranks)?;
         let threads = all_ranks.threads_of_each(args.sharding.threads)?;
@@ -327,18 +326,6 @@ fn goes_on_in_bytes(args: &CheckpointArgs) -> bool {
         .filter(|_| args.resume.is_some());
     let newest = folder.and_then(|folder| Checkpoints::new(folder).newest().ok());
     newest.is_some_and(|step| tokenizer_of(&step.index().training).is_none())
-}
-
-/// Checks the learning rate.
-fn check_rate(rate: f64) -> Result<(), InputError> {
-    match rate.is_finite() && rate >= 0.0 {
-        true => Ok(()),
-        false => Err(InputError::OutOfRange {
-            flag: "--lr",
-            value: rate,
-            expected: "a number from 0 on",
-        }),
-    }
 }
 
 /// Reads the fault that the environment asks for.

@@ -79,6 +79,88 @@ impl Numbers {
     }
 }
 
+/// The optimizers with these numbers.
+impl Numbers {
+    /// Returns the weight decay that Burn adds to gradients, or Muon takes by itself.
+    fn decay(self) -> Option<WeightDecayConfig> {
+        (self.weight_decay > 0.0).then(|| WeightDecayConfig::new(self.weight_decay))
+    }
+
+    /// Returns the momentum as PyTorch has it, without dampening.
+    fn moving(self) -> MomentumConfig {
+        let momentum = MomentumConfig::new().with_momentum(f64::from(self.momentum));
+        momentum.with_dampening(0.0)
+    }
+
+    /// As PyTorch has it: weight decay decoupled and scaled by the learning rate.
+    fn adamw(self) -> impl Optimizer {
+        AdamWConfig::new()
+            .with_beta_1(self.beta1)
+            .with_beta_2(self.beta2)
+            .with_epsilon(self.eps)
+            .with_weight_decay(self.weight_decay)
+            .with_cautious_weight_decay(false)
+            .with_amsgrad(false)
+            .build()
+    }
+
+    fn adam(self) -> impl Optimizer {
+        AdamConfig::new()
+            .with_beta_1(self.beta1)
+            .with_beta_2(self.beta2)
+            .with_epsilon(self.eps)
+            .with_weight_decay(self.decay())
+            .build()
+    }
+
+    fn sgd(self) -> impl Optimizer {
+        SgdConfig::new()
+            .with_momentum((self.momentum > 0.0).then(|| self.moving()))
+            .with_weight_decay(self.decay())
+            .build()
+    }
+
+    fn rmsprop(self) -> impl Optimizer {
+        RmsPropConfig::new()
+            .with_alpha(self.beta2)
+            .with_momentum(self.momentum)
+            .with_epsilon(self.eps)
+            .with_weight_decay(self.decay())
+            .build()
+    }
+
+    fn adagrad(self) -> impl Optimizer {
+        AdaGradConfig::new()
+            .with_epsilon(self.eps)
+            .with_weight_decay(self.decay())
+            .build()
+    }
+
+    fn adan(self) -> impl Optimizer {
+        AdanConfig::new()
+            .with_beta_1(self.beta1)
+            .with_beta_2(self.beta2)
+            .with_epsilon(self.eps)
+            .with_weight_decay(self.weight_decay)
+            .build()
+    }
+
+    fn lion(self) -> impl Optimizer {
+        LionConfig::new()
+            .with_beta_1(self.beta1)
+            .with_beta_2(self.beta2)
+            .with_weight_decay(self.weight_decay)
+            .build()
+    }
+
+    fn muon(self) -> impl Optimizer {
+        MuonConfig::new()
+            .with_momentum(self.moving().with_nesterov(true))
+            .with_weight_decay(self.decay())
+            .build()
+    }
+}
+
 /// Returns true if an optimizer has that number.
 fn has(name: OptimizerName, flag: &str) -> bool {
     use OptimizerName::{Adam, Adamw, Adan, Lion, Muon, Rmsprop, Sgd};
@@ -96,6 +178,7 @@ impl Recipe {
     pub(crate) fn new(args: &TrainArgs, model: &ModelConfig) -> Result<Self, InputError> {
         let given = &args.training.optimizer;
         let name = given.optimizer;
+        check_rate(args.training.lr)?;
         let numbers = numbers(given)?;
         let table = match model {
             ModelConfig::Gpt(sizes) => table(*sizes),
@@ -178,90 +261,20 @@ impl Recipe {
         (name, weight_decay): (OptimizerName, f32),
         seals: bool,
     ) -> OptimizerGroups {
-        let Numbers {
-            beta1,
-            beta2,
-            eps,
-            momentum,
-            ..
-        } = self.numbers;
-        let added = (weight_decay > 0.0).then(|| WeightDecayConfig::new(weight_decay));
+        let numbers = Numbers {
+            weight_decay,
+            ..self.numbers
+        };
         let to = (groups, members, seals);
         match name {
-            // As PyTorch has it: weight decay decoupled and scaled by the learning rate.
-            OptimizerName::Adamw => put(
-                AdamWConfig::new()
-                    .with_beta_1(beta1)
-                    .with_beta_2(beta2)
-                    .with_epsilon(eps)
-                    .with_weight_decay(weight_decay)
-                    .with_cautious_weight_decay(false)
-                    .with_amsgrad(false)
-                    .build(),
-                to,
-            ),
-            OptimizerName::Adam => put(
-                AdamConfig::new()
-                    .with_beta_1(beta1)
-                    .with_beta_2(beta2)
-                    .with_epsilon(eps)
-                    .with_weight_decay(added)
-                    .build(),
-                to,
-            ),
-            OptimizerName::Sgd => {
-                let of = MomentumConfig::new().with_momentum(f64::from(momentum));
-                let of = of.with_dampening(0.0);
-                let sgd = SgdConfig::new().with_weight_decay(added);
-                put(
-                    sgd.with_momentum((momentum > 0.0).then_some(of)).build(),
-                    to,
-                )
-            }
-            OptimizerName::Rmsprop => put(
-                RmsPropConfig::new()
-                    .with_alpha(beta2)
-                    .with_momentum(momentum)
-                    .with_epsilon(eps)
-                    .with_weight_decay(added)
-                    .build(),
-                to,
-            ),
-            OptimizerName::Adagrad => put(
-                AdaGradConfig::new()
-                    .with_epsilon(eps)
-                    .with_weight_decay(added)
-                    .build(),
-                to,
-            ),
-            OptimizerName::Adan => put(
-                AdanConfig::new()
-                    .with_beta_1(beta1)
-                    .with_beta_2(beta2)
-                    .with_epsilon(eps)
-                    .with_weight_decay(weight_decay)
-                    .build(),
-                to,
-            ),
-            OptimizerName::Lion => put(
-                LionConfig::new()
-                    .with_beta_1(beta1)
-                    .with_beta_2(beta2)
-                    .with_weight_decay(weight_decay)
-                    .build(),
-                to,
-            ),
-            OptimizerName::Muon => {
-                let of = MomentumConfig::new().with_momentum(f64::from(momentum));
-                let of = of.with_dampening(0.0).with_nesterov(true);
-                put(
-                    MuonConfig::new()
-                        .with_momentum(of)
-                        .with_weight_decay(added)
-                        .build(),
-                    to,
-                )
-            }
+            OptimizerName::Adamw => put(numbers.adamw(), to),
+            OptimizerName::Adam => put(numbers.adam(), to),
+            OptimizerName::Sgd => put(numbers.sgd(), to),
+            OptimizerName::Rmsprop => put(numbers.rmsprop(), to),
+            OptimizerName::Adagrad => put(numbers.adagrad(), to),
+            OptimizerName::Adan => put(numbers.adan(), to),
+            OptimizerName::Lion => put(numbers.lion(), to),
+            OptimizerName::Muon => put(numbers.muon(), to),
         }
     }
 
@@ -383,6 +396,18 @@ fn undecayed(
         }
     }
     Ok(all)
+}
+
+/// Checks the learning rate.
+fn check_rate(rate: f64) -> Result<(), InputError> {
+    match rate.is_finite() && rate >= 0.0 {
+        true => Ok(()),
+        false => Err(InputError::OutOfRange {
+            flag: "--lr",
+            value: rate,
+            expected: "a number from 0 on",
+        }),
+    }
 }
 
 /// Checks the numbers, and that the optimizer has those that were given.
