@@ -9,13 +9,14 @@ use burn_fsdp_spmd::{Batch, cast_floats};
 /// feed to a module by this.
 ///
 /// `input` is a tensor or any nest of them: tuples, arrays, vectors, options, maps, and structs that implement
-/// [`Batch`](crate::compile::Batch). The output of a module is cast in the same way, by [`cast_floats`](crate::cast_floats)
+/// [`Batch`](crate::compile::Batch). The output of a module is cast in the same way, by [`cast_floats`](crate::compile::cast_floats)
 /// to whatever the loss wants.
 ///
 /// ```
 /// # use burn::nn::{Linear, LinearConfig};
 /// # use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
-/// # use burn_fsdp::{Precision, ProcessGroup, ShardPolicy, cast_floats, cast_input, fully_shard};
+/// # use burn_fsdp::compile::cast_floats;
+/// # use burn_fsdp::{Precision, ProcessGroup, ShardPolicy, cast_input, fully_shard};
 /// let device = Device::flex().autodiff().gradient_checkpointing();
 /// let layer: Linear = LinearConfig::new(4, 2).init(&device);
 /// let policy = ShardPolicy::new().precision(Precision::new(FloatDType::BF16));

@@ -92,7 +92,6 @@ pub use burn_fsdp_shard::{
     Clip, FullyShardedDataParallel, LossScaler, Precision, ShardPolicy, Strategy, backward, catch,
     clip_grad_norm, fully_shard, no_sync, replicate,
 };
-pub use burn_fsdp_spmd::cast_floats;
 pub use checkpointer::Checkpointer;
 pub use device_name::{DeviceName, DeviceNameError};
 pub use error::Error;

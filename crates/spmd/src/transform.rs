@@ -48,6 +48,11 @@ pub trait GraphTransform: fmt::Debug + Send + Sync {
         &[]
     }
 
+    /// Returns false for a graph of which it would change nothing: a pipeline leaves it out then. True unless said otherwise.
+    fn acts_on(&self, _graph: &Graph) -> bool {
+        true
+    }
+
     /// Transforms the graph.
     ///
     /// # Errors

@@ -10,11 +10,11 @@ use burn::module::Module;
 use burn::optim::{ModuleOptimizer, SgdConfig};
 use burn::tensor::{Bool, DType, Device, FloatDType, Int, Tensor};
 use burn_fsdp::compile::passes::schedule::Options;
-use burn_fsdp::compile::{Batch, BatchMapper, Evaluation, LossScaling, Mode, compile};
+use burn_fsdp::compile::{Batch, BatchMapper, Evaluation, LossScaling, Mode, cast_floats, compile};
 use burn_fsdp::state::{full_state, into_record};
 use burn_fsdp::{
-    Error, LaunchConfig, Precision, ProcessGroup, ShardPolicy, Strategy, backward, cast_floats,
-    cast_input, catch, fully_shard, launch,
+    Error, LaunchConfig, Precision, ProcessGroup, ShardPolicy, Strategy, backward, cast_input,
+    catch, fully_shard, launch,
 };
 
 use nets::{By, Kind, Net, ROWS, STATEFUL, STATELESS, batch};

@@ -45,6 +45,10 @@ impl GraphTransform for Faulty {
         self.pass.before()
     }
 
+    fn acts_on(&self, graph: &Graph) -> bool {
+        self.pass.acts_on(graph)
+    }
+
     fn transform(&self, graph: Graph) -> Result<Graph, Error> {
         let before = graph.clone();
         Ok((self.fault)(&before, self.pass.transform(graph)?))

@@ -65,8 +65,8 @@ impl Pipeline {
         see: &mut dyn FnMut(&Graph),
     ) -> Result<Graph, Error> {
         see(&graph);
-        for pass in &self.passes {
-            graph = self.apply(pass.as_ref(), graph, see)?;
+        for pass in self.acting_on(&graph) {
+            graph = self.apply(pass, graph, see)?;
         }
         Ok(graph)
     }
@@ -91,10 +91,11 @@ impl Pipeline {
         see: &mut dyn FnMut(&Graph),
     ) -> Result<Vec<Graph>, Error> {
         see(&graph);
+        let passes = self.acting_on(&graph);
         let mut stages = vec![graph];
-        for pass in &self.passes {
+        for pass in passes {
             let before = stages[stages.len() - 1].clone();
-            stages.push(self.apply(pass.as_ref(), before, see)?);
+            stages.push(self.apply(pass, before, see)?);
         }
         Ok(stages)
     }
@@ -111,18 +112,25 @@ impl Pipeline {
         real: &[Graph],
         check: impl Fn(&Graph, &Graph) -> Result<(), Error>,
     ) -> Result<Vec<Graph>, Error> {
+        let passes = self.acting_on(&graph).into_iter();
         let mut stages = vec![graph];
-        for (pass, pair) in self.passes.iter().zip(real.windows(2)) {
+        for (pass, pair) in passes.zip(real.windows(2)) {
             let [before, after] = pair else { continue };
             let mut graph = stages[stages.len() - 1].clone();
             // A value that is replaced is decided on by the size that it had.
             graph.decide_by(Sizes::of(after.values().chain(before.values())));
-            let mut graph = self.apply(pass.as_ref(), graph, &mut |_| {})?;
+            let mut graph = self.apply(pass, graph, &mut |_| {})?;
             graph.decide_by(Sizes::default());
             check(after, &graph)?;
             stages.push(graph);
         }
         Ok(stages)
+    }
+
+    /// Returns the passes that have something to do for a graph.
+    fn acting_on(&self, graph: &Graph) -> Vec<&dyn GraphTransform> {
+        let passes = self.passes.iter().map(AsRef::as_ref);
+        passes.filter(|pass| pass.acts_on(graph)).collect()
     }
 
     /// Returns the pipeline with other passes in the place of its own.

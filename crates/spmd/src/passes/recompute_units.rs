@@ -54,6 +54,10 @@ impl GraphTransform for RecomputeUnits {
         ]
     }
 
+    fn acts_on(&self, graph: &Graph) -> bool {
+        !self.units.is_empty() || !graph.regions().is_empty()
+    }
+
     fn transform(&self, graph: Graph) -> Result<Graph, Error> {
         let names: BTreeSet<&str> = units(&graph).collect();
         for pattern in &self.units {

@@ -11,11 +11,11 @@ use super::activation::Activations;
 use super::batch::InputSpec;
 use super::capture::{Captured, Recording};
 use super::module::Leaf;
+use super::narrow::check_narrow;
 use super::optimizer::{self, StepScalars};
 use super::outputs::{PREFIX, Taken};
 use super::region::{self, Marks};
 use super::statistics;
-use super::types::check_narrow;
 use crate::error::Error;
 use crate::graph::{Graph, NamedActivation, Node, Parameter, Phase, Role, ScalarSlot, Update};
 use crate::graph::{Trait, is, operation_name, rename, set_status};
@@ -101,17 +101,8 @@ impl Builder {
             if let Some(update) = &updates[index] {
                 changed.push((value, update.id));
             }
-            graph.parameters_mut().push(Parameter {
-                path: leaf.path.clone(),
-                value,
-                shape: leaf.shape.clone(),
-                dtype: leaf.dtype,
-                layout: Layout::one_rank(),
-                gradient: None,
-                states: Vec::new(),
-                whole_states: Vec::new(),
-                is_buffer,
-            });
+            let parameter = parameter(&leaf, value, is_buffer);
+            graph.parameters_mut().push(parameter);
             leaves.push(Leaf {
                 gradient: with_gradient.gradient,
                 ..leaf
@@ -416,6 +407,21 @@ impl Builder {
         rename(&mut operation, &self.ids);
         read_only(&mut operation);
         Node::new(operation, phase)
+    }
+}
+
+/// Returns what the graph says of a tensor of the module.
+fn parameter(leaf: &Leaf, value: TensorId, is_buffer: bool) -> Parameter {
+    Parameter {
+        path: leaf.path.clone(),
+        value,
+        shape: leaf.shape.clone(),
+        dtype: leaf.dtype,
+        layout: Layout::one_rank(),
+        gradient: None,
+        states: Vec::new(),
+        whole_states: Vec::new(),
+        is_buffer,
     }
 }
 

@@ -11,7 +11,9 @@ mod builder;
 mod capture;
 mod forward;
 mod module;
+mod narrow;
 mod optimizer;
+mod options;
 mod outputs;
 mod parameters;
 mod region;
@@ -20,7 +22,6 @@ mod types;
 
 use burn::module::Module;
 use burn::tensor::{DType, Device, Tensor};
-use burn_fsdp_mesh::Pattern;
 
 pub use activation::named_activation;
 pub use batch::{Batch, BatchMapper, InputSpec, cast_floats, data_of, specs_of};
@@ -33,6 +34,7 @@ pub(crate) use batch::{JoinedShape, fixed_of};
 pub(crate) use capture::Defaults;
 pub(crate) use forward::trace_forward;
 pub(crate) use optimizer::{HostScalars, Trained, base_rate};
+pub(crate) use options::TraceOptions;
 pub(crate) use outputs::fill;
 pub(crate) use parameters::parameters_with;
 
@@ -43,7 +45,7 @@ use crate::panics::caught;
 use activation::Naming;
 use builder::{Builder, Captures};
 use capture::{Tape, float_id, record_with};
-use module::{Leaf, Stored, computing, leaves, updates, with_fakes, with_running};
+use module::{Leaf, computing, leaves, updates, with_fakes, with_running};
 use region::Regions;
 use types::by_types;
 
@@ -134,21 +136,6 @@ where
     .map(|(graph, ())| graph)
 }
 
-/// What a trace takes from the mode of the step: types, and the names that it keeps.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct TraceOptions {
-    /// The default types of the device.
-    pub(crate) defaults: Option<Defaults>,
-    /// The types in which parameters compute.
-    pub(crate) precision: Precision,
-    /// True for a graph that takes a factor of the loss, behind the tensors of the batch.
-    pub(crate) scales_loss: bool,
-    /// The activations of which placements are asked.
-    pub(crate) activations: Vec<Pattern>,
-    /// The types in which the module's tensors are stored, where new ones are of another.
-    pub(crate) stored: Stored,
-}
-
 /// Traces as [`trace`] does, over batches of the shapes that `joined` gives, with these options, and with the step that
 /// `optimizer` gives for the tensors of the module. Returns the tensors beside the loss, too, with
 /// small ones in their places.
@@ -225,8 +212,7 @@ where
         // The loss itself comes out as it is.
         let value = times(value, factor);
         let (template, outputs) = outputs::take(outputs);
-        let tracked_value = value.try_into_primitive::<Tape>();
-        let (Some(loss), Ok(value)) = (captured, tracked_value) else {
+        let (Some(loss), Ok(value)) = (captured, value.try_into_primitive::<Tape>()) else {
             return Err(Error::NoGradient);
         };
         progress.enter("the backward pass");
