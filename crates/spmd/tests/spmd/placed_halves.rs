@@ -154,10 +154,11 @@ fn trained(
     results.swap_remove(0)
 }
 
-/// To a part of what training has changed: a gradient that is counted twice, or not at all, differs by more.
+/// Losses to three of the last bits of `bf16`, in which they are computed; parameters to a part of what training has changed: a gradient
+/// that is counted twice, or not at all, differs by more.
 fn assert_close(what: &str, got: &Trained, first: &Trained, want: &Trained) {
     for (step, (loss, wanted)) in got.0.iter().zip(&want.0).enumerate() {
-        let differs = (loss - wanted).abs() > 1e-2 * wanted;
+        let differs = (loss - wanted).abs() > 3.0 / 128.0 * wanted;
         assert!(!differs, "{what}, step {step}: loss {loss}, not {wanted}");
     }
     assert_eq!(got.1.len(), want.1.len());
@@ -167,7 +168,7 @@ fn assert_close(what: &str, got: &Trained, first: &Trained, want: &Trained) {
         let moved = pairs.fold(0f32, |most, (a, b)| most.max((a - b).abs()));
         for (value, wanted) in values.iter().zip(want) {
             assert!(
-                (value - wanted).abs() <= 0.06 * moved,
+                (value - wanted).abs() <= 0.1 * moved,
                 "{what}, {path}: {value}, not {wanted}; the largest change is {moved}"
             );
         }
@@ -214,7 +215,7 @@ fn check(
     assert_close(what, &got, &first, &want);
     let loss = measured(step.case, &got);
     assert!(
-        (evaluated - loss).abs() <= 1e-2 * loss,
+        (evaluated - loss).abs() <= 3.0 / 128.0 * loss,
         "{what}: evaluates {evaluated}, not {loss}"
     );
     parts
