@@ -2,11 +2,22 @@
 
 use std::collections::BTreeSet;
 
+use burn_fsdp_mesh::Placement;
 use burn_ir::TensorId;
 
 use super::{Graph, Node, Role};
 
 impl Graph {
+    /// Declares what the ranks of each axis hold of a value that waits for the next step: none for values of their own.
+    pub(crate) fn carry(&mut self, id: TensorId, on: Vec<Option<Placement>>) {
+        self.ranks.carried.insert(id, on);
+    }
+
+    /// Returns what the ranks of each axis hold of a value that waits for the next step.
+    pub(crate) fn carried(&self, id: TensorId) -> Option<&[Option<Placement>]> {
+        self.ranks.carried.get(&id).map(Vec::as_slice)
+    }
+
     /// Returns the pending gradients that nodes read, and that no update replaces or hands on: the optimizer has taken
     /// them, and nothing reads them again.
     pub fn used_up(&self) -> Vec<TensorId> {

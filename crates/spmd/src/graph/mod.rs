@@ -409,16 +409,6 @@ impl Graph {
         self.ranks.placements = placements;
     }
 
-    /// Declares what the ranks of each axis hold of a value that waits for the next step: none for values of their own.
-    pub(crate) fn carry(&mut self, id: TensorId, on: Vec<Option<Placement>>) {
-        self.ranks.carried.insert(id, on);
-    }
-
-    /// Returns what the ranks of each axis hold of a value that waits for the next step.
-    pub(crate) fn carried(&self, id: TensorId) -> Option<&[Option<Placement>]> {
-        self.ranks.carried.get(&id).map(Vec::as_slice)
-    }
-
     /// Returns the passes that made this graph, in order.
     pub fn applied(&self) -> &[PassId] {
         &self.applied
