@@ -148,6 +148,16 @@ impl Case {
                 {
                     self.scale = self.scale.min(8);
                 }
+                // Ranks round parts of sums.
+                Engine::Placed(placed) if placed.halves.are_scaled() => {
+                    self.scale = self.scale.min(8);
+                }
+                _ => {}
+            }
+            // A step whose loss is scaled keeps its nodes.
+            match &mut leg.engine {
+                Engine::Compiled(compiled) if compiled.halves.are_scaled() => compiled.moves = None,
+                Engine::Placed(placed) if placed.halves.are_scaled() => placed.moves = None,
                 _ => {}
             }
             if let (Engine::Compiled(compiled), false) = (&mut leg.engine, may_have_states) {
@@ -157,7 +167,7 @@ impl Case {
                 match &mut leg.engine {
                     Engine::Eager(eager) => eager.halves = Halves::default(),
                     Engine::Compiled(compiled) => compiled.halves = Halves::default(),
-                    Engine::Placed(_) => {}
+                    Engine::Placed(placed) => placed.halves = Halves::default(),
                 }
             }
         }

@@ -5,8 +5,9 @@ use burn_fsdp::Error;
 use burn_fsdp::Placement;
 use burn_fsdp::ProcessMesh;
 use burn_fsdp::checkpoint::{Checkpoints, LossScale, TrainingSnapshot};
+use burn_fsdp::compile::graph::Phase;
 use burn_fsdp::compile::passes::schedule::Options;
-use burn_fsdp::compile::passes::{Bucket, Recompute, Units};
+use burn_fsdp::compile::passes::{Bucket, IterationGraph, IterationMove, PassId, Recompute, Units};
 use burn_fsdp::compile::{
     CompiledStep, DataParallel, Evaluation, Expand, Mode, restore_compiled, snapshot_compiled,
 };
@@ -110,13 +111,15 @@ impl Case {
             Ranks::Copies(_) => Mode::hybrid(mesh.clone(), "replicate", compiled.strategy)?,
             _ => Mode::data_parallel(mesh.world().clone(), compiled.strategy),
         };
-        Ok(mode.options(self.options(compiled)))
+        Ok(moving(mode.options(self.options(compiled)), compiled.moves))
     }
 
     fn mode_of_placements(&self, placed: &Placed, mesh: &ProcessMesh, ranks: Ranks) -> Mode {
         let options = Options::default()
             .fuse(placed.fuse)
             .optimizer(placed.place)
+            .precision(placed.halves.precision(&self.plan))
+            .scale_loss(placed.halves.are_scaled().then(|| self.scaling()))
             .clip_grad_norm(self.clip.map(Limit::clip));
         let mode = match placed.is_automatic {
             true => Mode::data_parallel(mesh.world().clone(), DataParallel::Automatic),
@@ -129,7 +132,7 @@ impl Case {
                 Mode::expand(mesh.clone(), expand)
             }
         };
-        mode.options(options)
+        moving(mode.options(options), placed.moves)
     }
 
     fn options(&self, compiled: &Compiled) -> Options {
@@ -156,5 +159,67 @@ impl Case {
             options = options.recompute_units(["layers.*"]);
         }
         options
+    }
+}
+
+fn moving(mode: Mode, moves: Option<u64>) -> Mode {
+    match moves {
+        Some(salt) => mode.move_to_next_iteration(Moves(salt)),
+        None => mode,
+    }
+}
+
+/// Lets what the optimizer does for some parameters run in the next step, and what reduces the gradients of others.
+#[derive(Debug)]
+struct Moves(u64);
+
+impl IterationMove for Moves {
+    fn id(&self) -> PassId {
+        PassId::User("some moves")
+    }
+
+    fn moves(&self, step: &mut IterationGraph) -> Result<(), burn_fsdp::compile::Error> {
+        let trained = step.graph().parameters().iter();
+        let trained = trained.filter(|of| of.gradient.is_some());
+        let paths: Vec<_> = trained.map(|of| of.path.clone()).collect();
+        let mut has_moved = false;
+        for (number, path) in paths.iter().enumerate() {
+            let nodes = step.graph().nodes().iter().enumerate();
+            let stays = nodes.filter(|(at, _)| !step.is_moved(*at));
+            let part = |at: &(usize, &burn_fsdp::compile::graph::Node)| {
+                at.1.phase == Phase::Optimizer && at.1.path.as_ref() == Some(path)
+            };
+            let mut part: Vec<usize> = stays.filter(part).map(|(at, _)| at).collect();
+            if part.is_empty() {
+                continue;
+            }
+            let choice = (self.0 >> (number % 8)) % 3;
+            let gradient = step.graph().parameters().iter().find(|of| of.path == *path);
+            let gradient = gradient.and_then(|of| of.gradient);
+            let mut nodes = step.graph().nodes().iter();
+            let writes = nodes.position(|node| node.outputs().any(|out| Some(out) == gradient));
+            match (choice, writes) {
+                (1, _) => {}
+                (2, Some(writer)) => {
+                    let with = step.with_readers([writer]);
+                    part.extend(with.into_iter().filter(|at| !step.is_moved(*at)));
+                }
+                _ => continue,
+            }
+            let before = step.first_read(&part);
+            // A norm that comes out of the step, a wait without its start: nothing has moved then.
+            has_moved |= step.move_to_next_iteration(part, before).is_ok();
+        }
+        match has_moved {
+            true => Ok(()),
+            false => {
+                let nodes = step.graph().nodes().iter().enumerate();
+                let all =
+                    nodes.filter(|(_, node)| node.phase == Phase::Optimizer && node.path.is_some());
+                let all: Vec<usize> = all.map(|(at, _)| at).collect();
+                let before = step.first_read(&all);
+                step.move_to_next_iteration(all, before)
+            }
+        }
     }
 }

@@ -89,8 +89,17 @@ fn of_leg(case: &Case, leg: &Leg) -> Vec<String> {
         Engine::Compiled(compiled) => {
             drawn.push(format!("compiled {:?}", compiled.strategy));
             drawn.push(format!("compiled {:?}", compiled.place));
+            if compiled.moves.is_some() {
+                drawn.push("compiled, nodes in the next step".to_owned());
+            }
         }
         Engine::Placed(placed) => {
+            if placed.moves.is_some() {
+                drawn.push("placed, nodes in the next step".to_owned());
+            }
+            if let Some(compute) = placed.halves.compute {
+                drawn.push(format!("placed in {compute:?}"));
+            }
             let cuts = placed.salt.map(|salt| case.plan.cuts(leg.ranks, salt));
             let cuts = cuts.unwrap_or_default();
             drawn.push(match (placed.is_automatic, cuts.len()) {

@@ -125,6 +125,8 @@ pub(crate) struct Compiled {
     pub(crate) prefetches: bool,
     pub(crate) place: OptimizerPlace,
     pub(crate) halves: Halves,
+    /// Chooses what runs in the next step, if anything does.
+    pub(crate) moves: Option<u64>,
 }
 
 /// A step by placements: its loss is that of the joined batch.
@@ -136,6 +138,9 @@ pub(crate) struct Placed {
     pub(crate) salt: Option<u64>,
     pub(crate) fuse: bool,
     pub(crate) place: OptimizerPlace,
+    pub(crate) halves: Halves,
+    /// Chooses what runs in the next step, if anything does.
+    pub(crate) moves: Option<u64>,
 }
 
 impl Ranks {
@@ -169,7 +174,7 @@ impl Leg {
         match &self.engine {
             Engine::Eager(eager) => eager.halves,
             Engine::Compiled(compiled) => compiled.halves,
-            Engine::Placed(_) => Halves::default(),
+            Engine::Placed(placed) => placed.halves,
         }
     }
 
@@ -244,19 +249,26 @@ fn placed() -> BoxedStrategy<(Ranks, Engine)> {
     ];
     let places = [OptimizerPlace::InBackward, OptimizerPlace::AtEnd];
     let chosen = (any::<[bool; 2]>(), 0..1000_u64, select(places.to_vec()));
-    (select(grids.to_vec()), chosen)
+    let halves = halves(&[FloatDType::BF16, FloatDType::F16]);
+    (select(grids.to_vec()), chosen, halves, moves())
         .prop_map(
-            |((data, model, depth), ([is_automatic, fuse], salt, place))| {
+            |((data, model, depth), ([is_automatic, fuse], salt, place), halves, moves)| {
                 let placed = Placed {
                     is_automatic: is_automatic && model * depth == 1,
                     salt: Some(salt),
                     fuse,
                     place,
+                    halves,
+                    moves,
                 };
                 (Ranks::Grid(data, model, depth), Engine::Placed(placed))
             },
         )
         .boxed()
+}
+
+fn moves() -> impl Strategy<Value = Option<u64>> {
+    prop::option::weighted(0.3, 0..1000_u64)
 }
 
 fn strategies() -> impl Strategy<Value = Sharding> {
@@ -340,8 +352,9 @@ fn compiled() -> impl Strategy<Value = Engine> {
         any::<[bool; 9]>(),
         select(places.to_vec()),
         halves(&[FloatDType::BF16, FloatDType::F16]),
+        moves(),
     )
-        .prop_map(|(strategy, units, flags, place, halves)| {
+        .prop_map(|(strategy, units, flags, place, halves, moves)| {
             let [
                 kernels,
                 fuse,
@@ -368,6 +381,7 @@ fn compiled() -> impl Strategy<Value = Engine> {
                 prefetches,
                 place,
                 halves: halves.with_states(has_states),
+                moves,
             })
         })
 }

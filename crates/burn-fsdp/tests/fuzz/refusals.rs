@@ -39,7 +39,7 @@ pub(crate) fn refused(engines: Engines) -> impl Strategy<Value = Case> {
                         compiled.strategy = Sharding::FullShard;
                         compiled.halves = Halves::default();
                     }
-                    Engine::Placed(_) => {}
+                    Engine::Placed(placed) => placed.halves = Halves::default(),
                 }
             }
             case
