@@ -257,10 +257,7 @@ where
     let named = [own.as_slice(), added.as_slice()].concat();
     let specs: Vec<_> = named.iter().map(|(_, spec)| spec.clone()).collect();
     mode.check_precision(&specs)?;
-    let scalars = host_side(
-        optimizer.into(),
-        named.iter().map(|(id, spec)| (*id, spec)),
-    )?;
+    let scalars = host_side(optimizer.into(), named.iter().map(|(id, spec)| (*id, spec)))?;
     let [own, added] = [own, added].map(|named| {
         let specs = named.into_iter().map(|(_, spec)| spec);
         specs.collect::<Vec<_>>()
