@@ -182,7 +182,8 @@ pub enum Error {
     #[error(
         "layer {layer} computes in {expected} alone, the type of its states, and its `{param}` in {got}: keep it in full by \
          `Precision::full_in`, and cast around it in the model, what goes in by `x.cast(DType::{expected})` and what comes \
-         out by `x.cast(DType::{got})`; or compile the step, where it needs neither"
+         out by `x.cast(DType::{got})`, or build it in {expected} if the module is stored in {got}; or compile the step, where it \
+         needs neither"
     )]
     LayerType {
         /// Path and name of the layer.

@@ -23,6 +23,11 @@ pub(crate) fn note<N: Named + 'static>(unit: &Arc<N>, slot: usize) {
     LAST.set(Some((Arc::downgrade(unit) as Weak<dyn Named>, slot)));
 }
 
+/// Forgets it: what goes wrong after a backward is not of the model.
+pub(crate) fn forget() {
+    LAST.set(None);
+}
+
 /// Returns the error of two types that met in an operation, if a panic of Burn's says so.
 pub(crate) fn two_types(panic: &(dyn Any + Send)) -> Option<Error> {
     let text = panic.downcast_ref::<String>().map(String::as_str);

@@ -79,8 +79,12 @@ impl Settings {
 
     /// Refuses a step of another optimizer, whose states are not those of this run's.
     pub(crate) fn check_optimizer(&self, saved: &TrainingState) -> Result<(), InputError> {
-        let was = saved.sections.get(SECTION).and_then(Value::as_object);
-        let was = with_former_optimizer(was.cloned().unwrap_or_default());
+        // A step of another program says nothing of its optimizer but the names of the states, which are looked at when they
+        // are taken.
+        let Some(was) = saved.sections.get(SECTION).and_then(Value::as_object) else {
+            return Ok(());
+        };
+        let was = with_former_optimizer(was.clone());
         match (&was[OPTIMIZER], &self.0[OPTIMIZER]) {
             (was, own) if was == own => Ok(()),
             (was, own) => Err(InputError::OtherOptimizer {

@@ -10,6 +10,7 @@ use super::state::{Phase, Progress, Root};
 use crate::copies::{Copied, Generation};
 use crate::error::Error;
 use crate::op::Reduced;
+use crate::read;
 use crate::region::{self, RegionState};
 use crate::schedule::Operation;
 use crate::unit::Unit;
@@ -127,6 +128,7 @@ impl Progress {
         for copies in root.live() {
             copies.drop_pieces();
         }
+        read::forget();
         self.phase = Phase::Idle;
         self.counts.finished += 1;
         self.uses.pass = None;
