@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use burn::module::Module;
 use burn::optim::{ModuleOptimizer, SgdConfig};
-use burn::tensor::{Bool, DType, Device, FloatDType, Int, Tensor};
+use burn::tensor::{Bool, DType, Device, Distribution, FloatDType, Int, Tensor};
 use burn_fsdp::compile::passes::schedule::Options;
 use burn_fsdp::compile::{Batch, BatchMapper, Evaluation, LossScaling, Mode, cast_floats, compile};
 use burn_fsdp::state::{full_state, into_record};
@@ -440,6 +440,40 @@ fn compiled_steps_take_nests() {
     }
 }
 
+/// Checks that a loss and a forward to which these tensors are added are refused, in both halves.
+fn assert_lost(made: &[fn(&Device) -> Tensor<1>], lost: &str) {
+    let lost = format!("{lost} would lose bits");
+    for &made in made {
+        for compute in HALVES {
+            let init = |device: &Device| Net::new(Kind::Lstm, device);
+            let scaling = (compute == FloatDType::F16).then(LossScaling::default);
+            let options = || Options::default().precision(Precision::new(compute));
+            let forward = move |model: &Net, x: Tensor<3>| {
+                let y = model.forward(x.cast(compute), By::Burn);
+                let made = made(&y.device());
+                y + made.unsqueeze()
+            };
+            let loss =
+                move |model: &Net, x: Tensor<3>| forward(model, x).cast(DType::F32).square().mean();
+            let mode = Mode::single().options(options().scale_loss(scaling));
+            let x = batch(0, 0, &Device::flex());
+            let mut step = compile(init, loss, sgd(), mode).expect("compiles");
+            let said = step.step(RATE, &x).expect_err("loses bits").to_string();
+            assert!(said.contains(&lost), "{compute:?}: {said}");
+            let plain = move |model: &Net, x: Tensor<3>| {
+                let y = model.forward(x.cast(compute), By::Burn);
+                y.cast(DType::F32).square().mean()
+            };
+            let mode = Mode::single().options(options().scale_loss(scaling));
+            let mut step = compile(init, plain, sgd(), mode).expect("compiles");
+            step.step(RATE, &x).expect("runs");
+            let mut evaluation = Evaluation::new(init, forward);
+            let said = step.evaluate(&mut evaluation, &x).expect_err("loses bits");
+            assert!(said.to_string().contains(&lost), "{compute:?}: {said}");
+        }
+    }
+}
+
 /// Where new tensors would lose bits in the compute type, the way out is told.
 #[test]
 fn a_compiled_step_refuses_what_would_lose_bits() {
@@ -474,6 +508,29 @@ fn a_compiled_step_refuses_what_would_lose_bits() {
         of_host.contains("numbers of the host would lose bits"),
         "{of_host}"
     );
+    // Numbers that halves do not have; 0.1 is none of theirs, and neither are the others.
+    let fills: [fn(&Device) -> Tensor<1>; 4] = [
+        |device| Tensor::full([1], 0.1, device),
+        |device| Tensor::full([1], 1e-9, device),
+        |device| Tensor::full([3], -1e9, device),
+        |device| Tensor::ones([1], device).full_like(65537.0),
+    ];
+    assert_lost(&fills, "numbers of the host");
+    let draws: [fn(&Device) -> Tensor<1>; 2] = [
+        |device| Tensor::random([3], Distribution::Default, device),
+        |device| Tensor::random([1], Distribution::Normal(0.0, 1.0), device),
+    ];
+    assert_lost(&draws, "random numbers");
+    // These are the same in halves.
+    let exact = said(|model, (x, _)| {
+        let y = model.forward(x, By::Burn);
+        let device = y.device();
+        let half = Tensor::<1>::full([3], -0.5, &device) + Tensor::ones([1], &device);
+        let mask = Tensor::<1>::random([3], Distribution::Bernoulli(0.5), &device);
+        let y = y * half.unsqueeze() + mask.unsqueeze();
+        y.cast(DType::F32).square().mean()
+    });
+    assert_eq!(exact, None);
     let with_types = said(|model, (x, targets)| {
         let y = model.forward(x, By::Burn).cast(DType::F32);
         (y - targets.cast(FloatDType::F32)).square().mean()

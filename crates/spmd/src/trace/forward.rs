@@ -29,17 +29,18 @@ where
     B: Batch,
     O: Batch,
 {
-    by_types(&init, options, |options| {
-        traced_forward(&init, &forward, batch, options)
-    })
+    // What a narrow trace would lose is found behind it, and is the error then.
+    let recorded = |options: &TraceOptions| recorded(&init, &forward, batch, options);
+    let (builder, template) = by_types(&init, options, recorded)?;
+    Ok((builder.build_forward()?, template))
 }
 
-fn traced_forward<M, B, O>(
+fn recorded<M, B, O>(
     init: impl Fn(&Device) -> M,
     forward: impl FnOnce(&M, B) -> O,
     (batch, joined): (&B, JoinedShape<'_>),
     options: &TraceOptions,
-) -> Result<(Graph, O), Error>
+) -> Result<(Builder, O), Error>
 where
     M: Module,
     B: Batch,
@@ -80,5 +81,5 @@ where
         Ok((captures, template))
     })?;
     let (recording, template) = recording.split();
-    Ok((Builder::new(recording, specs)?.build_forward()?, template))
+    Ok((Builder::new(recording, specs)?, template))
 }

@@ -3,40 +3,81 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use burn::tensor::{DType, TensorData};
-use burn_ir::{IntOperationIr, OperationIr, TensorId};
+use burn::tensor::{DType, Distribution, TensorData, bf16, f16};
+use burn_ir::{
+    FloatOperationIr, IntOperationIr, NumericOperationIr, OperationIr, ScalarIr, TensorId,
+};
 
 use crate::error::Error;
 use crate::graph::operation_name;
 
 /// Refuses an operation that a step needs, of a trace in which new tensors are narrow, if more was lost by it than states of
 /// zeros lose: one of the module's own, whose tensors (rotations, and their kind) want more bits than activations; numbers of the
-/// host; integers, such as targets.
+/// host that halves do not have; integers, such as targets; random numbers between those of 16 bits.
 pub(super) fn check_narrow(
     operation: &OperationIr,
     is_of_module: bool,
     constants: &BTreeMap<TensorId, Arc<TensorData>>,
 ) -> Result<(), Error> {
-    let is_half = |dtype: DType| matches!(dtype, DType::F16 | DType::BF16);
-    let reads_constant = operation
-        .inputs()
-        .any(|input| is_half(input.dtype) && constants.contains_key(&input.id));
-    let of_integers = match operation {
-        OperationIr::Int(IntOperationIr::IntoFloat(cast)) => is_half(cast.out.dtype),
-        _ => false,
+    let lost = match is_of_module {
+        true => Some("tensors of the module that are no parameters"),
+        false => lost_by(operation, constants),
     };
-    let lost = match (is_of_module, reads_constant, of_integers) {
-        (true, ..) => "tensors of the module that are no parameters",
-        (_, true, _) => "numbers of the host",
-        (.., true) => "integers",
-        _ => return Ok(()),
+    let Some(lost) = lost else {
+        return Ok(());
     };
     Err(Error::Uncapturable {
         stage: "the loss",
         produced_by: Some(operation_name(operation)),
         reason: format!(
-            "two types met, and with new tensors in the compute type {lost} would lose bits; give each tensor that is made in \
-             the loss or in the module a type, by `(&device, dtype)` or `.cast(..)`"
+            "two types met, and with new tensors in the compute type {lost} would lose bits; make each such tensor of the loss or \
+             the module in 32 bits, by `(&device, DType::F32)` or `.cast(DType::F32)`, and cast it, or what it meets, where two \
+             types meet"
         ),
     })
+}
+
+/// Returns what loses bits by an operation with new tensors in halves.
+fn lost_by(
+    operation: &OperationIr,
+    constants: &BTreeMap<TensorId, Arc<TensorData>>,
+) -> Option<&'static str> {
+    let reads_constant = operation
+        .inputs()
+        .any(|input| is_half(input.dtype) && constants.contains_key(&input.id));
+    if reads_constant {
+        return Some(NUMBERS);
+    }
+    match operation {
+        OperationIr::Int(IntOperationIr::IntoFloat(cast)) => {
+            is_half(cast.out.dtype).then_some("integers")
+        }
+        // A router records it with its number, and no constant.
+        OperationIr::NumericFloat(_, NumericOperationIr::Full(full)) => {
+            (!survives(full.value, full.out.dtype)).then_some(NUMBERS)
+        }
+        // Zeros and ones are the same numbers in halves.
+        OperationIr::Float(_, FloatOperationIr::Random(random)) => {
+            let is_exact = matches!(random.distribution, Distribution::Bernoulli(_));
+            (is_half(random.out.dtype) && !is_exact).then_some("random numbers")
+        }
+        _ => None,
+    }
+}
+
+const NUMBERS: &str = "numbers of the host";
+
+fn is_half(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16)
+}
+
+/// Returns true if a number is the same in that type, where the type is of halves.
+fn survives(value: ScalarIr, dtype: DType) -> bool {
+    let value: f64 = value.elem();
+    let kept = match dtype {
+        DType::F16 => f16::from_f64(value).to_f64(),
+        DType::BF16 => bf16::from_f64(value).to_f64(),
+        _ => return true,
+    };
+    kept == value || value.is_nan()
 }
