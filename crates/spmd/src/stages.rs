@@ -87,11 +87,7 @@ impl Stages {
             }
         };
         let last = mode.last(&options);
-        let is_split = purpose != Purpose::Step || mode.splits_steps();
-        let pipeline = match is_split {
-            true => mode.pipeline(&options)?,
-            false => mode.pipeline(&options)?.and(mode.last(&options)),
-        };
+        let pipeline = mode.pipeline(&options)?;
         let see = &mut |graph: &Graph| watch("", graph);
         let mut stages = Self {
             whole: keep.applied(&pipeline, graph, |of| &of.whole, see)?,
@@ -99,9 +95,6 @@ impl Stages {
             moved: (None, false),
             purpose,
         };
-        if !is_split {
-            return Ok(stages);
-        }
         // What comes last is applied to each graph of a step that has several.
         let none = Pipeline::new();
         let plan = stages.plan()?;
@@ -117,7 +110,11 @@ impl Stages {
                 ]
             }
             Purpose::Step => {
-                let steps = mode.moved(plan)?.split(&none)?;
+                let step = mode.moved(plan)?;
+                if step.is_whole() {
+                    return stages.finished(keep, &last, see);
+                }
+                let steps = step.split(&none)?;
                 stages.moved = (steps.max_iterations, steps.is_optimizer);
                 [
                     ("setup", steps.setup),
@@ -132,6 +129,32 @@ impl Stages {
             stages.parts.push(part);
         }
         Ok(stages)
+    }
+
+    /// Applies the passes that come last to a step of one graph.
+    fn finished(
+        mut self,
+        keep: Keep<'_>,
+        last: &Pipeline,
+        see: &mut dyn FnMut(&Graph),
+    ) -> Result<Self, Error> {
+        let plan = self.whole.pop().ok_or_else(no_plan)?;
+        let begin = self.whole.len();
+        // It has been seen behind the pass that made it.
+        let mut is_seen = true;
+        let see = &mut |graph: &Graph| {
+            if !std::mem::take(&mut is_seen) {
+                see(graph);
+            }
+        };
+        let stages = keep.applied(
+            last,
+            plan,
+            |of| of.whole.get(begin..).unwrap_or_default(),
+            see,
+        )?;
+        self.whole.extend(stages);
+        Ok(self)
     }
 
     /// Returns the graphs of a part of a step that has three, if it has.

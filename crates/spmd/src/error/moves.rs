@@ -40,13 +40,6 @@ pub enum MoveError {
     #[error("nothing was chosen to run in the next step; leave the pass out, or let it move nodes")]
     Nothing,
 
-    /// No collective reduces the gradients of the parameters that were named.
-    #[error(
-        "no collective reduces the gradients of these parameters, as of ranks that are alone or by placements that \
-         need none; move the optimizer alone (OptimizerPlace::InNextForward), or leave the pass out"
-    )]
-    NoReduction,
-
     /// A step of several micro-batches, which keeps its nodes.
     #[error(
         "a step whose loss is scaled is several graphs, of which no node runs in the next step; compute in bf16, or leave \

@@ -65,12 +65,7 @@ impl Mode {
         self.checked(pipeline)
     }
 
-    /// Returns true if a step of one batch has nodes that run in the next one.
-    pub(crate) fn splits_steps(&self) -> bool {
-        self.moves_nodes() || self.options.optimizer == OptimizerPlace::InNextForward
-    }
-
-    /// Moves what the mode and its user want to run in the next step.
+    /// Moves what the mode and its user want to run in the next step, which may be nothing.
     ///
     /// # Errors
     ///

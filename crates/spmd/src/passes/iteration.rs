@@ -97,6 +97,11 @@ impl IterationGraph {
         Ok(self)
     }
 
+    /// Returns true if nothing has been moved.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.moved.is_empty()
+    }
+
     /// Returns the step. Nothing is taken out of it until it is [split](Self::split).
     pub fn graph(&self) -> &Graph {
         &self.graph
@@ -201,6 +206,26 @@ impl IterationGraph {
         self.moved
             .extend(nodes.into_iter().map(|node| (node, before)));
         Ok(())
+    }
+
+    /// Lets those of these moved nodes that start a collective, of what waits alone, run at the beginning of the next step: in front
+    /// of the first node that stays and starts none.
+    pub(super) fn start_early(&mut self, nodes: &[usize]) {
+        let written = self.outputs(self.moved.keys());
+        let all = self.graph.nodes();
+        let starts = |node: &Node| {
+            let stage = node.collective.as_ref().map(|of| of.stage);
+            stage == Some(Stage::Start)
+        };
+        let mut staying = (0..all.len()).filter(|index| !self.is_moved(*index));
+        let first = staying.find(|index| !starts(&all[*index]));
+        for index in nodes {
+            let node = all.get(*index).filter(|node| starts(node));
+            let waits = node.is_some_and(|node| node.inputs().all(|id| !written.contains(&id)));
+            if let (true, Some(first), Some(before)) = (waits, first, self.moved.get_mut(index)) {
+                *before = first.min(*before);
+            }
+        }
     }
 
     fn name(&self, node: usize) -> String {

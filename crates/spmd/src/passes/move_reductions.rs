@@ -7,16 +7,20 @@ use std::sync::Arc;
 use burn_fsdp_mesh::Pattern;
 
 use super::iteration::{IterationGraph, IterationMove};
-use crate::error::{Error, MoveError};
+use crate::error::Error;
 use crate::graph::{Graph, Node, Payload, Phase, Stage};
 use crate::pass_id::PassId;
 
 /// The move of the collectives that reduce the gradients of chosen parameters, each with the part of the optimizer that reads
-/// what it brings, to before the first read of these parameters in the next step: forward of the units before them hides it. The
-/// gradients of this rank wait until then as they were computed, whole.
+/// what it brings, into the next step: they begin where that begins, behind the gathers that it starts with, and are waited for
+/// before the first read of these parameters, so that forward of the units before them hides them. Where collectives are whole
+/// ([`Options::prefetch`](super::schedule::Options::prefetch) is off), and of the second of two reductions in hybrid sharding, all
+/// is before the first read, and nothing hides it. The gradients of this rank wait until then as they were computed, whole.
 ///
 /// A collective that several parameters share moves with all of them. Where gradients are clipped, the norm of all of them is a
-/// result of the step, and no reduction can move ([`MoveError::Node`]).
+/// result of the step, and no reduction can move ([`MoveError::Node`](crate::MoveError::Node)). A step in which nothing reduces a
+/// gradient of these parameters, because it does not use them or a rank has them alone, stays as it is. A pattern that matches no
+/// parameter is refused.
 ///
 /// ```
 /// use burn_fsdp_collectives::ProcessGroup;
@@ -71,15 +75,14 @@ impl IterationMove for MoveReductions {
 
     fn moves(&self, step: &mut IterationGraph) -> Result<(), Error> {
         let parameters = step.graph().parameters();
-        let mut unmatched = self.patterns.iter().filter(|pattern| {
-            let mut trained = parameters.iter().filter(|of| of.gradient.is_some());
-            !trained.any(|of| pattern.matches(&of.path))
-        });
-        if let Some(pattern) = unmatched.next() {
-            let trained = parameters.iter().filter(|of| of.gradient.is_some());
-            let known: Vec<&str> = trained.map(|of| &*of.path).take(8).collect();
+        // Not every step gives a gradient to every parameter.
+        let weights = || parameters.iter().filter(|of| !of.is_buffer);
+        let mut patterns = self.patterns.iter();
+        let unmatched = patterns.find(|pattern| !weights().any(|of| pattern.matches(&of.path)));
+        if let Some(pattern) = unmatched {
+            let known: Vec<&str> = weights().map(|of| &*of.path).take(8).collect();
             return Err(Error::UnknownName {
-                what: "trained parameter",
+                what: "parameter",
                 name: pattern.to_string(),
                 known: known.join(", "),
             });
@@ -87,19 +90,17 @@ impl IterationMove for MoveReductions {
         let nodes = step.graph().nodes().iter().enumerate();
         let starts = nodes.filter(|(_, node)| self.begins(node));
         let starts: Vec<usize> = starts.map(|(index, _)| index).collect();
-        if starts.is_empty() {
-            return Err(MoveError::NoReduction.into());
-        }
-        for start in starts {
-            if step.is_moved(start) {
+        for start in &starts {
+            if step.is_moved(*start) {
                 continue;
             }
-            let mut nodes = step.with_readers([start]);
+            let mut nodes = step.with_readers([*start]);
             nodes.extend(rest_of_steps(step.graph(), &nodes));
             let moving: Vec<usize> = nodes.into_iter().filter(|of| !step.is_moved(*of)).collect();
             let before = step.first_read(&moving);
             step.move_to_next_iteration(moving, before)?;
         }
+        step.start_early(&starts);
         if let Some(steps) = self.max_iterations {
             step.max_iterations(steps);
         }

@@ -2,15 +2,19 @@
 
 use std::num::NonZeroU64;
 
-use burn::tensor::{Device, Int, Tensor};
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_mesh::Clip;
-use burn_fsdp_spmd::graph::{CollectiveKind, Graph, Node};
+use burn_fsdp_spmd::graph::{CollectiveKind, Graph, Node, Phase, Stage};
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
 use burn_fsdp_spmd::passes::{
     self, IterationGraph, IterationMove, MoveReductions, PassId, Pipeline, schedule,
 };
-use burn_fsdp_spmd::{Error, Evaluation, Mode, MoveError, Strategy, compile};
+use burn_fsdp_spmd::{
+    Batch, BatchMapper, CompiledStep, Error, Evaluation, Mode, MoveError, Strategy, compile,
+};
 
 use crate::clipping::sgd;
 use crate::compiled::seeded;
@@ -140,17 +144,18 @@ fn train(world: &ProcessGroup, mode: Mode, is_adam: bool) -> Result<Trained, Err
             _ => {}
         }
     }
-    let paths: Vec<_> = step
-        .parameters()
-        .iter()
-        .map(|spec| spec.path.clone())
-        .collect();
+    Ok((losses, parameters_of(&mut step)?))
+}
+
+fn parameters_of<B: Batch>(step: &mut CompiledStep<B>) -> Result<Vec<(String, Vec<f32>)>, Error> {
+    let specs = step.parameters().iter();
+    let paths: Vec<_> = specs.map(|spec| spec.path.clone()).collect();
     let mut parameters = Vec::new();
     for path in paths {
         let values = step.parameter(&path)?.try_to_vec::<f32>().expect("floats");
         parameters.push((path.to_string(), values));
     }
-    Ok((losses, parameters))
+    Ok(parameters)
 }
 
 fn assert_close(what: &str, (losses, parameters): &Trained, one: &eager::Trained) {
@@ -196,10 +201,6 @@ fn what_was_moved_trains_like_one_rank() {
                     Moves::ReductionsForTwoSteps,
                     Moves::ReductionsAndOptimizer,
                 ] {
-                    // Nobody to reduce with.
-                    if ranks == 1 && strategy == Strategy::NoShard && moves != Moves::Part {
-                        continue;
-                    }
                     let what = format!("{moves:?} of {strategy:?} {number} on {ranks} ranks");
                     let options = options.clone();
                     let body = move |world: ProcessGroup| {
@@ -355,8 +356,141 @@ fn a_step_whose_loss_is_scaled_moves_nothing() {
         of: "head",
         steps: None,
     });
-    let error = compile(Gpt::new, Gpt::loss, adamw().build(), mode).unwrap_err();
+    let error = compile(Gpt::new, Gpt::loss, adamw().build(), mode.clone()).unwrap_err();
     assert!(matches!(error, Error::Move(MoveError::Scaled)), "{error}");
+}
+
+/// Two models, each of which every step but some trains one.
+#[derive(Module, Debug)]
+struct Pair {
+    a: [Linear; 2],
+    b: [Linear; 2],
+}
+
+/// Rows, and whose turn it is.
+#[derive(Debug, Clone)]
+struct Turn(Tensor<2>, usize);
+
+impl Batch for Turn {
+    fn map(self, mapper: &mut impl BatchMapper) -> Self {
+        mapper.fixed("turn", &self.1);
+        Self(mapper.float("x", self.0), self.1)
+    }
+}
+
+impl Pair {
+    fn new(device: &Device) -> Self {
+        let layers = || [(5, 7), (7, 3)].map(|(x, y)| LinearConfig::new(x, y).init(device));
+        Self {
+            a: layers(),
+            b: layers(),
+        }
+    }
+
+    fn loss(&self, Turn(x, turn): Turn) -> Tensor<1> {
+        let y = |[first, second]: &[Linear; 2]| second.forward(first.forward(x.clone()).tanh());
+        let y = match turn {
+            0 => y(&self.a),
+            1 => y(&self.b),
+            _ => y(&self.a) * y(&self.b),
+        };
+        (y - 1.0).square().mean()
+    }
+}
+
+fn turn(step: usize, rank: usize, rows: usize, device: &Device) -> Turn {
+    let numbers = (0..rows * 5).map(|at| ((step * 97 + rank * rows * 5 + at) as f32 * 0.7).sin());
+    let data = TensorData::new(numbers.collect::<Vec<_>>(), [rows, 5]);
+    let turns = [0, 1, 0, 0, 1, 1, 2, 0, 2];
+    Turn(Tensor::from_data(data, device), turns[step])
+}
+
+/// A step may give no gradient to the parameters that are named: nothing of it moves then.
+#[test]
+fn steps_that_train_other_parameters_move_nothing() {
+    const TURNS: usize = 9;
+    let _guard = seeded();
+    for ranks in 1..=4 {
+        let batch = |step, device: &Device| turn(step, 0, 12, device);
+        let one = eager::train(
+            Pair::new,
+            Pair::loss,
+            batch,
+            TURNS,
+            |_| 1e-2,
+            adamw().init(),
+        );
+        for strategy in [Strategy::FullShard, Strategy::NoShard] {
+            for (patterns, optimizer) in [
+                (&["a.**", "b.**"][..], OptimizerPlace::AtEnd),
+                (&["a.**"], OptimizerPlace::InBackward),
+                (&["b.1.*"], OptimizerPlace::InNextForward),
+            ] {
+                let what = format!("{patterns:?} of {strategy:?} on {ranks}");
+                let body = move |world: ProcessGroup| {
+                    let options = Options::default().bucket(None).optimizer(optimizer);
+                    let mode = Mode::data_parallel(world.clone(), strategy).options(options);
+                    let moves = MoveReductions::of(patterns.iter().copied());
+                    let mode = mode.move_to_next_iteration(moves).verified().certified();
+                    let mut step = compile(Pair::new, Pair::loss, adamw().build(), mode)?;
+                    let rows = 12 / world.size();
+                    let mut losses = Vec::new();
+                    for index in 0..TURNS {
+                        let batch = turn(index, world.rank(), rows, &Device::flex());
+                        losses.push(step.step(1e-2, &batch)?);
+                    }
+                    Ok::<_, Error>((losses, parameters_of(&mut step)?))
+                };
+                Device::flex().seed(1);
+                let got = launch(LaunchConfig::new(ranks), body);
+                let got = got.unwrap_or_else(|error| panic!("{what}: {error}"));
+                assert_close(&what, &got[0], &one);
+            }
+        }
+    }
+}
+
+/// Between the start of each reduction and its end there is work of forward.
+#[test]
+fn forward_runs_while_gradients_travel() {
+    let _guard = seeded();
+    let options = Options::default()
+        .prefetch(true)
+        .optimizer(OptimizerPlace::InNextForward);
+    let passes = schedule::pipeline(2, Strategy::FullShard, &options, &[]);
+    let graph = passes.run(crate::passes::gpt()).unwrap();
+    let step = IterationGraph::new(graph).then(&reductions()).unwrap();
+    let parts = step.split(&Pipeline::new().then(passes::Liveness)).unwrap();
+    let nodes = parts.main.nodes();
+    let is_of = |node: &Node, stage| {
+        let of = node.collective.as_ref();
+        of.is_some_and(|of| of.kind == CollectiveKind::ReduceScatter && of.stage == stage)
+    };
+    let starts = |graph: &Graph| {
+        let starts = graph
+            .nodes()
+            .iter()
+            .filter(|node| is_of(node, Stage::Start));
+        starts.count()
+    };
+    let mut moved = 0;
+    let all = nodes.iter().enumerate();
+    for (at, start) in all.filter(|(_, node)| is_of(node, Stage::Start)) {
+        let reads = |node: &&Node| node.inputs().any(|id| start.outputs().any(|out| out == id));
+        let waits = |node: &&Node| is_of(node, Stage::Wait) && reads(node);
+        let behind = || nodes[at..].iter();
+        let between = behind().take_while(|node| !waits(node));
+        let before = nodes[..at].iter();
+        if before.rev().any(|node| node.phase == Phase::Backward) {
+            continue;
+        }
+        moved += 1;
+        assert!(behind().any(|node| waits(&node)));
+        let work = between.filter(|node| node.phase == Phase::Forward && node.collective.is_none());
+        assert!(work.count() > 5, "{} at {at} is not hidden", start.name());
+    }
+    assert!(moved > 0);
+    assert_eq!(moved, starts(&parts.cleanup));
 }
 
 #[test]
