@@ -67,10 +67,10 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ) -> Result<f64, Error> {
         match batches {
             [] => {
-                // The others are told, and do not wait.
-                self.flush()?;
+                // The others are told, and do not wait. What is left of the last step stays: they may do it with others.
                 let group = self.mode.ranks().group();
                 let _ = agree::<B>(group, None, rates, None);
+                self.expect_defined()?;
                 return Err(Error::NoBatch);
             }
             [batch] if self.done.scaler.is_none() => {
@@ -151,9 +151,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ) -> Result<Prepared, Error> {
         let purpose = Purpose::Micro(batches.len());
         let was_open = self.mode.is_open();
-        // The step before, if it has been put off: its gradients are pending under the same numbers.
-        let flushed = self.flush();
-        let scalars = flushed.and_then(|()| self.scalars.peek(rates));
+        let defined = self.expect_defined();
+        let scalars = defined.and_then(|()| self.scalars.peek(rates));
         // Zero where there are none: then there is nothing to say.
         let of_scalars = scalars.as_ref().map_or(0, StepScalars::fingerprint);
         let given = self.given();
@@ -187,6 +186,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             last = Some((update.clone(), made.clone()));
         }
         let (update, made) = last.ok_or(Error::NoBatch)?;
+        // The step before, if it has been put off: its gradients are pending under the same numbers. All ranks do it, now that they agree.
+        self.flush()?;
         for graph in &graphs {
             self.begin(graph)?;
         }

@@ -60,6 +60,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Returns this rank's part of a parameter: all of it, a flat shard without padding, or a part along the dims that
     /// are cut.
     ///
+    /// It does what is left of the last step: where collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
+    /// must call it.
+    ///
     /// # Errors
     ///
     /// [`Error::UnknownName`].
@@ -271,6 +274,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 
     /// Sets this rank's part of a parameter or buffer, in the shape that [`shard`](Self::shard) gives.
     ///
+    /// It does what is left of the last step: where collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
+    /// must call it.
+    ///
     /// # Errors
     ///
     /// [`Error::UnknownName`]; [`Error::TensorMismatch`] if it has another shape or type.
@@ -290,6 +296,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 
     /// Returns this rank's part of the optimizer's states of a parameter, by name; empty before its first step.
+    ///
+    /// It does what is left of the last step: where collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
+    /// must call it.
     ///
     /// # Errors
     ///
@@ -362,6 +371,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Sets this rank's part of a state of the optimizer, under the name and in the shape that
     /// [`state_shards`](Self::state_shards) gives.
     ///
+    /// It does what is left of the last step: where collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
+    /// must call it.
+    ///
     /// # Errors
     ///
     /// [`Error::UnknownName`] for the path. A slot that does not exist, or data of another shape or type,
@@ -391,6 +403,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 
     /// Continues a run after that many steps, with the optimizer's states that there were then. Trained parameters
     /// without one have had no step.
+    ///
+    /// It does what is left of the last step: where collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
+    /// must call it.
     ///
     /// # Errors
     ///

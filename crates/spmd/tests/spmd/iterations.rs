@@ -450,6 +450,46 @@ fn steps_that_train_other_parameters_move_nothing() {
     }
 }
 
+/// Ranks that do not call the same are told so before anything of the last step is done: then all go on.
+#[test]
+fn a_step_without_batches_leaves_what_was_moved() {
+    let _guard = seeded();
+    let body = |world: ProcessGroup| {
+        let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
+        let mode = mode.move_to_next_iteration(reductions());
+        let mut step = compile(Gpt::new, Gpt::loss, sgd().build(), mode)?;
+        let batch = |index| tokens(index, world.rank() * 2, 2, &Device::flex());
+        step.step(1e-2, &batch(0))?;
+        let wrong = match world.rank() {
+            0 => step.step_accumulated(1e-2, &[]),
+            _ => step.step(1e-2, &batch(1)),
+        };
+        let wrong = wrong.expect_err("no batch");
+        let differs = match world.rank() {
+            0 => step.step_accumulated(1e-2, &[batch(1), batch(2)]),
+            _ => step.step(1e-2, &batch(1)),
+        };
+        let differs = differs.expect_err("other steps");
+        step.step(1e-2, &batch(1))?;
+        let head = step.parameter("head.weight")?;
+        Ok::<_, Error>((wrong.to_string(), differs.to_string(), head))
+    };
+    Device::flex().seed(1);
+    let got = launch(LaunchConfig::new(2), body).unwrap();
+    let (first, second) = (&got[0], &got[1]);
+    assert_eq!(first.0, Error::NoBatch.to_string());
+    assert_eq!(second.0, Error::PeerNotReady { rank: 0 }.to_string());
+    for of in [first, second] {
+        assert!(of.1.contains("another graph"), "{}", of.1);
+    }
+    let batch = |step, device: &Device| tokens(step, 0, 4, device);
+    let one = eager::train(Gpt::new, Gpt::loss, batch, 2, |_| 1e-2, sgd().init());
+    let want = one.parameters["head.weight"].iter::<f32>();
+    for (got, want) in first.2.iter::<f32>().zip(want) {
+        assert!((got - want).abs() < 1e-5, "{got}, not {want}");
+    }
+}
+
 /// Between the start of each reduction and its end there is work of forward.
 #[test]
 fn forward_runs_while_gradients_travel() {
