@@ -256,7 +256,9 @@ where
     let added = overrides::added(&own, traced)?;
     let named = [own.as_slice(), added.as_slice()].concat();
     let specs: Vec<_> = named.iter().map(|(_, spec)| spec.clone()).collect();
-    mode.check_precision(&specs)?;
+    let parameters = specs.iter().filter(|spec| !spec.is_buffer);
+    let parameters: Vec<_> = parameters.map(|spec| (&*spec.path, spec.dtype)).collect();
+    mode.check_precision(&parameters)?;
     let scalars = host_side(optimizer.into(), named.iter().map(|(id, spec)| (*id, spec)))?;
     let [own, added] = [own, added].map(|named| {
         let specs = named.into_iter().map(|(_, spec)| spec);

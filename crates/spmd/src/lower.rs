@@ -28,7 +28,7 @@ pub(crate) struct Lowered {
 ///
 /// # Errors
 ///
-/// Those of the passes.
+/// Those that [`compile`](crate::compile) has of the mode; those of the passes.
 pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
     let mut mode = mode.clone().without_dump();
     let graph = mode.prepare(graph)?;
@@ -44,7 +44,7 @@ pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
 ///
 /// # Errors
 ///
-/// Those of the passes; [`Error::NotCertified`]; [`Error::NotProvable`].
+/// As [`lower`]; [`Error::NotCertified`]; [`Error::NotProvable`].
 pub fn certify(graph: Graph, num_batches: usize, mode: &Mode) -> Result<Certificate, Error> {
     let mut mode = mode.clone().without_dump().certified();
     let graph = mode.prepare(graph)?;

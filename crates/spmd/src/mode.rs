@@ -318,8 +318,9 @@ impl Mode {
         }
     }
 
-    /// Refuses types that the mode cannot compute in.
-    pub(crate) fn check_precision(&self, specs: &[ParameterSpec]) -> Result<(), Error> {
+    /// Refuses options that do not go together, and types that the mode cannot compute in: each parameter, and no buffer, is given by
+    /// path and type.
+    pub(crate) fn check_precision(&self, parameters: &[(&str, DType)]) -> Result<(), Error> {
         let precision = &self.options.precision;
         if let Some(scaling) = &self.options.loss_scaling {
             if let Some(fault) = scaling.fault() {
@@ -332,9 +333,7 @@ impl Mode {
         if *precision == Precision::default() {
             return Ok(());
         }
-        let parameters = specs.iter().filter(|spec| !spec.is_buffer);
-        let paths = parameters.clone().map(|spec| spec.path.as_ref());
-        let paths: Vec<&str> = paths.collect();
+        let paths: Vec<&str> = parameters.iter().map(|(path, _)| *path).collect();
         if let Some(pattern) = precision.unmatched(&paths) {
             return Err(Error::UnknownName {
                 what: "module that computes in full",
@@ -342,9 +341,9 @@ impl Mode {
                 known: paths.join(", "),
             });
         }
-        let types = parameters.map(|spec| {
-            let compute = precision.compute_of(&spec.path, spec.dtype);
-            [spec.dtype, compute, precision.reduce_of(compute)]
+        let types = parameters.iter().map(|(path, dtype)| {
+            let compute = precision.compute_of(path, *dtype);
+            [*dtype, compute, precision.reduce_of(compute)]
         });
         let types: Vec<[DType; 3]> = types.collect();
         let has_halves = |of: &[DType; 3]| of[0] != DType::F16 && of[1..].contains(&DType::F16);
@@ -386,6 +385,9 @@ impl Mode {
     /// Says of a traced step which random numbers each node draws, where the mode has a seed, and decides the placements that
     /// are left open.
     pub(crate) fn prepare(&mut self, graph: Graph) -> Result<Graph, Error> {
+        let parameters = graph.parameters().iter().filter(|of| !of.is_buffer);
+        let parameters: Vec<_> = parameters.map(|of| (&*of.path, of.dtype)).collect();
+        self.check_precision(&parameters)?;
         if self.options.loss_scaling.is_some() && !takes_loss_factor(&graph) {
             return Err(ScaleError::NotTraced.into());
         }
@@ -413,7 +415,8 @@ impl Mode {
             }
             Division::Least(None) => {
                 let mesh = self.ranks.mesh()?;
-                let found = least_communication_with(graph, &mesh, DATA_AXIS, &self.shared)?;
+                let of = (DATA_AXIS, self.shared.as_slice());
+                let found = least_communication_with(graph, &mesh, of, &self.options.precision)?;
                 self.division = Division::Least(Some(found));
                 Ok(())
             }

@@ -19,16 +19,15 @@ use crate::graph::{
     is, operation_name, rename,
 };
 use crate::pass_id::PassId;
-use crate::place::{DataParallel, ExpandPlacements, least_communication};
+use crate::place::{DataParallel, ExpandPlacements, least_communication_with};
 use crate::transform::GraphTransform;
 
 /// Insertion of collectives: turns a graph of one rank into that of each of several ranks which
 /// divide the batch among them.
 ///
-/// With [`Strategy::NoShard`] every gradient is averaged by an all-reduce before the optimizer
-/// reads it. With [`Strategy::FullShard`] parameters become flat padded shards, an all-gather
-/// precedes every use, gradients are averaged by a reduce-scatter, and the optimizer works on shards,
-/// which needs an optimizer that treats all elements alike.
+/// With [`Strategy::NoShard`] every gradient is averaged by an all-reduce before the optimizer reads it. With
+/// [`Strategy::FullShard`] parameters become flat padded shards, an all-gather precedes every use, gradients are averaged by a
+/// reduce-scatter, and the optimizer works on shards, which needs an optimizer that treats all elements alike.
 ///
 /// ```text
 /// before                                after (fully sharded on 2 ranks)
@@ -82,9 +81,10 @@ impl GraphTransform for InsertCollectives {
 
     fn transform(&self, graph: Graph) -> Result<Graph, Error> {
         if self.style == DataParallel::Automatic {
-            let mesh = Mesh::line(self.axis.as_ref(), self.num_ranks)?;
-            let expand = least_communication(&graph, &mesh, &self.axis)?;
-            let pass = ExpandPlacements::new(expand, mesh).precision(self.precision.clone());
+            let (axis, of) = (&self.axis, &self.precision);
+            let mesh = Mesh::line(axis.as_ref(), self.num_ranks)?;
+            let expand = least_communication_with(&graph, &mesh, (axis, &[]), of)?;
+            let pass = ExpandPlacements::new(expand, mesh).precision(of.clone());
             return pass.transform(graph);
         }
         let mut insertion = Insertion {

@@ -6,6 +6,7 @@ use burn_fsdp_mesh::{Mesh, Pattern, Placement};
 
 use super::expand::Expand;
 use super::propagate::{ExpandPlacements, Signed};
+use crate::Precision;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Phase, Role, Trait, is};
 use crate::trace::LOSS_FACTOR;
@@ -24,16 +25,22 @@ const MAX_SWEEPS: usize = 3;
 ///
 /// [`Error::Placement`] if the batch cannot be cut; errors of the rules.
 pub fn least_communication(graph: &Graph, mesh: &Mesh, axis: &str) -> Result<Expand, Error> {
-    least_communication_with(graph, mesh, axis, &[])
+    least_communication_with(graph, mesh, (axis, &[]), &Precision::default())
 }
 
-/// Finds placements as [`least_communication`] does, where the inputs of these names are the same on all ranks.
+/// Finds placements as [`least_communication`] does, where the inputs of these names are the same on all ranks, and gradients
+/// travel in the types of `precision`.
 pub(crate) fn least_communication_with(
     graph: &Graph,
     mesh: &Mesh,
-    axis: &str,
-    shared: &[Pattern],
+    (axis, shared): (&str, &[Pattern]),
+    precision: &Precision,
 ) -> Result<Expand, Error> {
+    // The bytes that a rank receives in a step; `None` if they are more than `limit`.
+    let moved = |signed: &Signed, expand: &Expand, limit: f64| {
+        let pass = ExpandPlacements::new(expand.clone(), mesh.clone());
+        pass.precision(precision.clone()).received(signed, limit)
+    };
     let inputs = cut_inputs(graph, axis, shared);
     let signed = &Signed::new(without_optimizer(graph));
     let mut groups: BTreeMap<String, Vec<Vec<usize>>> = BTreeMap::new();
@@ -46,7 +53,7 @@ pub(crate) fn least_communication_with(
     let num_ranks = mesh.axis(axis)?.size;
     let mut chosen: BTreeMap<String, Placement> = BTreeMap::new();
     let replicated = placed(&inputs, axis, &chosen);
-    let mut least = moved(signed, mesh, &replicated, f64::INFINITY)?.unwrap_or(f64::INFINITY);
+    let mut least = moved(signed, &replicated, f64::INFINITY)?.unwrap_or(f64::INFINITY);
     for _ in 0..MAX_SWEEPS {
         let mut improved = false;
         for (pattern, shapes) in &groups {
@@ -62,8 +69,7 @@ pub(crate) fn least_communication_with(
                 let mut other = chosen.clone();
                 other.insert(pattern.clone(), placement);
                 // What the rules refuse is not chosen.
-                let Ok(Some(bytes)) = moved(signed, mesh, &placed(&inputs, axis, &other), least)
-                else {
+                let Ok(Some(bytes)) = moved(signed, &placed(&inputs, axis, &other), least) else {
                     continue;
                 };
                 let is_replicated = !chosen.contains_key(pattern);
@@ -112,12 +118,6 @@ fn placed(inputs: &Expand, axis: &str, chosen: &BTreeMap<String, Placement>) -> 
         .fold(inputs.clone(), |expand, (pattern, placement)| {
             expand.parameter(pattern, axis, *placement)
         })
-}
-
-/// Returns the bytes that a rank receives in a step; `None` if they are more than `limit`.
-fn moved(graph: &Signed, mesh: &Mesh, expand: &Expand, limit: f64) -> Result<Option<f64>, Error> {
-    let pass = ExpandPlacements::new(expand.clone(), mesh.clone());
-    pass.received(graph, limit)
 }
 
 /// Returns the graph without its optimizer, if that is elementwise: it moves nothing then, as states lie like their

@@ -358,6 +358,11 @@ fn a_step_whose_loss_is_scaled_moves_nothing() {
     });
     let error = compile(Gpt::new, Gpt::loss, adamw().build(), mode.clone()).unwrap_err();
     assert!(matches!(error, Error::Move(MoveError::Scaled)), "{error}");
+    // Nothing else takes it for a step of which nothing moves.
+    let error = burn_fsdp_spmd::certify(crate::passes::gpt(), 1, &mode).unwrap_err();
+    assert!(matches!(error, Error::Move(MoveError::Scaled)), "{error}");
+    let error = burn_fsdp_spmd::lower(crate::passes::gpt(), &mode).unwrap_err();
+    assert!(matches!(error, Error::Move(MoveError::Scaled)), "{error}");
 }
 
 /// Two models, each of which every step but some trains one.
