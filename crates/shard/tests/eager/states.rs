@@ -145,7 +145,10 @@ fn a_hook_that_uses_the_module_is_an_error_and_no_hang() {
         for (result, _) in in_a_hook(body) {
             let message = result.expect_err("refused");
             assert!(message.contains("current state Backward"), "{message}");
-            assert!(message.contains("a hook of the policy must not"), "{message}");
+            assert!(
+                message.contains("a hook of the policy must not"),
+                "{message}"
+            );
         }
     }
 }
