@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bytes, DType, Shape};
-use burn_fsdp_collectives::{BufferPool, ElementType, Part, Source};
+use burn_fsdp_collectives::{BufferPool, ElementType, Part, ProcessGroup, Source};
 use burn_fsdp_mesh::Partition;
 use burn_fsdp_shard::{
     LocalPart, LocalTensor, check_elementwise_once, local_ids, local_state, shard_groups,
@@ -74,20 +74,7 @@ pub fn unsharded_optimizer<M: Module>(
                 None => Bytes::from_bytes_vec(Vec::new()),
             };
             let whole = Whole::of(local, tensor)?;
-            let bytes = match whole.partition {
-                None => own,
-                Some(partition) => {
-                    let label = format!("{} whole state", whole.name);
-                    let part = Part::new(Source::new(own.to_vec()), partition, whole.element);
-                    let len = partition.num_elements() * whole.element.size();
-                    let into = BufferPool::new().take(len);
-                    let group = &groups[&id.path];
-                    let received = group.all_gather(label, Vec::new(), vec![part], vec![into])?;
-                    let buffer = received.buffers.first();
-                    let buffer = buffer.map(|buffer| buffer.as_ref().to_vec());
-                    Bytes::from_bytes_vec(buffer.unwrap_or_default())
-                }
-            };
+            let bytes = whole.gathered(own, &groups[&id.path])?;
             if keep {
                 let name = format!("{number}.{}", tensor.field);
                 let shape = Shape::from(whole.shape);
@@ -165,6 +152,20 @@ impl Whole {
             dtype,
             partition,
         })
+    }
+
+    /// Returns the bytes of all of it, of which this rank has `own`. Collective, if ranks divide it.
+    fn gathered(&self, own: Bytes, group: &ProcessGroup) -> Result<Bytes, CheckpointError> {
+        let Some(partition) = self.partition else {
+            return Ok(own);
+        };
+        let part = Part::new(Source::new(own.to_vec()), partition, self.element);
+        let into = BufferPool::new().take(partition.num_elements() * self.element.size());
+        let label = format!("{} whole state", self.name);
+        let received = group.all_gather(label, Vec::new(), vec![part], vec![into])?;
+        let buffer = received.buffers.first();
+        let bytes = buffer.map(|buffer| buffer.as_ref().to_vec());
+        Ok(Bytes::from_bytes_vec(bytes.unwrap_or_default()))
     }
 }
 

@@ -182,8 +182,7 @@ pub enum Error {
     #[error(
         "layer {layer} computes in {expected} alone, the type of its states, and its `{param}` in {got}: keep it in full by \
          `Precision::full_in`, and cast around it in the model, what goes in by `x.cast(DType::{expected})` and what comes \
-         out by `x.cast(DType::{got})`, or build it in {expected} if the module is stored in {got}; or compile the step, where it \
-         needs neither"
+         out by `x.cast(DType::{got})`, or build it in {expected} if the module is stored in {got}; or compile the step"
     )]
     LayerType {
         /// Path and name of the layer.
@@ -314,32 +313,17 @@ pub enum Error {
         /// Bytes read.
         got: usize,
     },
-    /// A hook that reduces gradients and took or returned something else than it should.
+    /// A hook of the policy that returned, or asked of the engine, something else than it should.
     #[error(
-        "unit `{unit}`, rank {rank}: the policy's reduction hook {got}, expected {expected}; return a flat tensor without \
-         autodiff of `FullGradient::held` elements for each of `UnitReduction::gradients`"
+        "{of}: the policy's hook {got}, expected {expected}; give plain tensors of these lengths, made by `Tensor::inner` if \
+         need be"
     )]
-    ReductionHook {
-        /// Name of the unit.
-        unit: String,
-        /// The rank in the world.
-        rank: usize,
+    Hook {
+        /// What the hook was called for: the gradient of a parameter by path, or a unit by name, with the rank.
+        of: String,
         /// A description of what is right.
         expected: String,
         /// A description of what the hook did.
-        got: String,
-    },
-    /// A gradient hook that returned something else than a gradient.
-    #[error(
-        "gradient of `{path}`: the policy's hook returned {got}, expected {expected} elements; \
-         return a plain tensor of the length that was given, made by `Tensor::inner` if need be"
-    )]
-    Hook {
-        /// Path of the parameter.
-        path: String,
-        /// Elements of the gradient.
-        expected: usize,
-        /// A description of what was returned.
         got: String,
     },
     /// A module without any sharded parameter, where a sharded one is needed.

@@ -142,7 +142,7 @@ impl UnitReduction {
     ///
     /// # Errors
     ///
-    /// A failed collective; [`Error::ReductionHook`] for a tensor with autodiff.
+    /// A failed collective; [`Error::Hook`] for a tensor with autodiff.
     pub fn average(&self, tensors: Vec<Tensor<1>>) -> Result<Vec<Tensor<1>>, Error> {
         self.by_kind(tensors.into_iter().enumerate(), |mean, tensors| {
             let mut parts = Vec::with_capacity(tensors.len());
@@ -166,7 +166,7 @@ impl UnitReduction {
     ///
     /// # Errors
     ///
-    /// A failed collective; [`Error::ReductionHook`] for tensors of other lengths, or with autodiff.
+    /// A failed collective; [`Error::Hook`] for tensors of other lengths, or with autodiff.
     pub fn reduce_scatter(&self, gradients: Vec<Tensor<1>>) -> Result<Vec<Tensor<1>>, Error> {
         self.check(
             &gradients,
@@ -272,9 +272,12 @@ impl UnitReduction {
     }
 
     fn refused(&self, expected: &str, got: String) -> Error {
-        Error::ReductionHook {
-            unit: self.unit.clone(),
-            rank: self.group.world_rank(),
+        Error::Hook {
+            of: format!(
+                "reduction of unit `{}`, rank {}",
+                self.unit,
+                self.group.world_rank()
+            ),
             expected: expected.to_owned(),
             got,
         }

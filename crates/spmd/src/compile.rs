@@ -264,31 +264,7 @@ where
         let specs = named.into_iter().map(|(_, spec)| spec);
         specs.collect::<Vec<_>>()
     });
-    let initial = {
-        let layout = |spec: &ParameterSpec| mode.initial_layout(spec);
-        // What an override adds may be made of the module's own values: they are drawn once.
-        let made = RefCell::new(None);
-        let kept = |device: &Device| {
-            let module = init(device);
-            if !added.is_empty() {
-                made.replace(Some(module.clone()));
-            }
-            module
-        };
-        let initial = InitialValues::new((kept, read), &own, &layout, mode.ranks(), device)?;
-        let replaced = |device: &Device| over.replace(made.take().unwrap_or_else(|| init(device)));
-        let none = |_: &ShardSpec<'_>| Ok::<_, E>(None);
-        match added.is_empty() {
-            true => initial,
-            false => initial.and(InitialValues::new(
-                (replaced, none),
-                &added,
-                &layout,
-                mode.ranks(),
-                device,
-            )?),
-        }
-    };
+    let initial = initial_values((&init, read), &over, [&own, &added], &mode, device)?;
     let executor = Executor::new(backend_device, mode.ranks().group().clone());
     let executor = executor.axes(mode.ranks().axes()?);
     let options = mode.trace_options(defaults);
@@ -316,6 +292,38 @@ where
         executor,
         initial,
     ))
+}
+
+/// Returns the values that a module's own tensors and those that an override adds begin with.
+fn initial_values<M: Module, V: Override<M>, E: From<Error>>(
+    (init, read): (
+        impl Fn(&Device) -> M,
+        impl FnMut(&ShardSpec<'_>) -> Result<Option<TensorData>, E>,
+    ),
+    over: &V,
+    [own, added]: [&[ParameterSpec]; 2],
+    mode: &Mode,
+    device: &Device,
+) -> Result<InitialValues, E> {
+    let layout = |spec: &ParameterSpec| mode.initial_layout(spec);
+    let (layout, ranks): (&dyn Fn(&ParameterSpec) -> _, _) = (&layout, mode.ranks());
+    // What an override adds may be made of the module's own values: they are drawn once.
+    let made = RefCell::new(None);
+    let kept = |device: &Device| {
+        let module = init(device);
+        if !added.is_empty() {
+            made.replace(Some(module.clone()));
+        }
+        module
+    };
+    let initial = InitialValues::new((kept, read), own, &layout, ranks, device)?;
+    if added.is_empty() {
+        return Ok(initial);
+    }
+    let replaced = |device: &Device| over.replace(made.take().unwrap_or_else(|| init(device)));
+    let none = |_: &ShardSpec<'_>| Ok::<_, E>(None);
+    let of_added = InitialValues::new((replaced, none), added, &layout, ranks, device)?;
+    Ok(initial.and(of_added))
 }
 
 /// Returns the host side of optimizers of a module's parameters, before the first step.

@@ -210,11 +210,11 @@ pub(super) fn hooked(gradient: Gradient, slot: &Slot, unit: &Unit) -> Result<Gra
     let [len] = tensor.dims();
     if len != elements || tensor.is_autodiff() {
         return Err(Error::Hook {
-            path: slot.path.clone(),
-            expected: elements,
+            of: format!("gradient of `{}`", slot.path),
+            expected: format!("{elements} elements"),
             got: match tensor.is_autodiff() {
-                true => format!("{len} elements with a graph"),
-                false => format!("{len} elements"),
+                true => format!("returned {len} elements with a graph"),
+                false => format!("returned {len} elements"),
             },
         });
     }
