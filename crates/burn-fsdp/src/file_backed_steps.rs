@@ -12,7 +12,7 @@ use burn_pack::{Error as PackError, Reader, Tensor as PackedTensor};
 
 use crate::error::{CheckpointError, optimizer_error};
 use crate::file_backed::{FileBackedOptimizer, KeptFile};
-use crate::optimizer_record::OptimizerParts;
+use crate::optimizer_record::{OptimizerParts, deferred};
 use crate::restore::{restore_matching, restore_optimizer};
 use crate::snapshot::{States, Store, TrainingSnapshot, of_states};
 
@@ -100,12 +100,5 @@ fn read_from(file: &Arc<KeptFile>, tensor: &PackedTensor) -> PackedTensor {
         let bytes = Reader::from_file_exact(&file.path)?.tensor_data(&name)?;
         Ok(Bytes::from_bytes_vec(bytes))
     };
-    PackedTensor::deferred(
-        tensor.name.clone(),
-        tensor.dtype,
-        tensor.shape.clone(),
-        tensor.param_id,
-        tensor.byte_len(),
-        read,
-    )
+    deferred(tensor, read)
 }

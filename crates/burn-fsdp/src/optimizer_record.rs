@@ -7,7 +7,7 @@ use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bytes, Shape};
 use burn_fsdp_checkpoint::{Step, TensorEntry};
 use burn_fsdp_shard::is_probe;
-use burn_pack::{Reader, Scalar, Tensor as PackedTensor, Writer};
+use burn_pack::{Error as PackError, Reader, Scalar, Tensor as PackedTensor, Writer};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -137,6 +137,21 @@ impl OptimizerParts {
             Some((field.to_owned(), tensor))
         })
     }
+}
+
+/// Returns a tensor of a record that `read` reads when it is asked for, in the form of `tensor`.
+pub(crate) fn deferred(
+    tensor: &PackedTensor,
+    read: impl Fn() -> Result<Bytes, PackError> + Send + Sync + 'static,
+) -> PackedTensor {
+    PackedTensor::deferred(
+        tensor.name.clone(),
+        tensor.dtype,
+        tensor.shape.clone(),
+        tensor.param_id,
+        tensor.byte_len(),
+        read,
+    )
 }
 
 /// Returns the bytes of an optimizer's record: its tensors and numbers by name, and the paths of parameters by id.

@@ -11,6 +11,8 @@ use burn_pack::{Error as PackError, Tensor as PackedTensor};
 
 use crate::error::CheckpointError;
 use crate::optimizer_record::OptimizerParts;
+#[cfg(feature = "train")]
+use crate::optimizer_record::deferred;
 
 /// Number of pieces in which a state is taken: a piece has about so small a part of it, and each costs a look at all parameters.
 const PIECES: usize = 32;
@@ -88,12 +90,5 @@ fn lazy(optimizer: &Arc<ModuleOptimizer>, id: u64, tensor: &PackedTensor) -> Pac
         let found = found.ok_or_else(|| PackError::TensorNotFound(name.clone()))?;
         found.into_bytes()
     };
-    PackedTensor::deferred(
-        tensor.name.clone(),
-        tensor.dtype,
-        tensor.shape.clone(),
-        tensor.param_id,
-        tensor.byte_len(),
-        read,
-    )
+    deferred(tensor, read)
 }
