@@ -30,7 +30,8 @@ fn two_ranks_hold_one_model_and_stand_ins_next_to_nothing() {
     });
     let model = NUM_BLOCKS * UNIT + ROOT;
     let (held, stand_ins, in_shape) = seen[0];
-    let held = held.saturating_sub(before);
+    // What an earlier test left behind may be freed only now, and is then missing in `held`.
+    let held = held.saturating_sub(before.min(settled()));
     println!("{held} bytes of a model of {model}, {stand_ins} of stand-ins");
     assert!(4 * in_shape > model, "they have the whole shapes");
     assert!(held >= model, "{held} bytes hold {model}");
