@@ -22,7 +22,7 @@ use times::{Begun, Middle, Millis};
 mod flags;
 #[path = "../../../benches/limits.rs"]
 mod limits;
-#[path = "../../cli/src/bench/origin.rs"]
+#[path = "../../../benches/origin.rs"]
 mod run;
 mod sides;
 #[path = "../../../benches/times.rs"]

@@ -27,7 +27,7 @@ use times::Middle;
 mod flags;
 #[path = "../../../benches/limits.rs"]
 mod limits;
-#[path = "../../cli/src/bench/origin.rs"]
+#[path = "../../../benches/origin.rs"]
 mod run;
 #[path = "../../../benches/times.rs"]
 mod times;

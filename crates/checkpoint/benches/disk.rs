@@ -30,7 +30,7 @@ use burn_fsdp_checkpoint::{
     TensorKind, TensorSpec, ThreadRendezvous, TrainingState, Verification, WritePlan, save,
 };
 
-#[path = "../../cli/src/bench/origin.rs"]
+#[path = "../../../benches/origin.rs"]
 mod run;
 
 const BLOCK: usize = 16 << 20;

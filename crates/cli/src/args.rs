@@ -11,8 +11,6 @@ use burn_fsdp::DeviceName;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::Serialize;
 
-use crate::bench::args::BenchArgs;
-use crate::bench::encoder::EncoderArgs;
 use crate::launch::LaunchArgs;
 use crate::operations::diff::DiffArgs;
 pub(crate) use check::CheckArg;
@@ -46,15 +44,10 @@ pub(crate) enum Command {
     Launch(LaunchArgs),
     /// Name the first operation in which two runs differ
     Diff(DiffArgs),
-    /// Measure training against PyTorch, both in turn on the same cores
-    Bench(BenchArgs),
     /// Print the completions of a shell: put `source <(burn-fsdp completions bash)` into ~/.bashrc
     Completions(CompletionsArgs),
     /// Print a page of the manual: `burn-fsdp manual train | man -l -`
     Manual(ManualArgs),
-    /// Train a model of Burn's own layers on numbers that look random, for `bench`
-    #[command(hide = true)]
-    EncoderStep(EncoderArgs),
 }
 
 /// The help text about the exit codes of every command.

@@ -4,7 +4,6 @@
 //! - `train`: a training run.
 //! - `plan`: the cost of a run, without running it.
 //! - `steps`: the commands for a saved step.
-//! - `bench`: training measured against PyTorch.
 //! - `operations`: what the operations of a run carry, written and compared.
 //! - `launch`: a command that is run again when it fails. `tether`: how what it runs learns that it is gone.
 //! - `text`, `codec`, `weights`, `adapters`, `random`: generated text, text as tokens, weights that each rank reads for itself, and adapters on them, for
@@ -14,7 +13,6 @@
 
 mod adapters;
 mod args;
-mod bench;
 mod bytes;
 mod codec;
 mod console;
@@ -65,10 +63,8 @@ fn main() -> ExitCode {
         Command::Generate(args) => generate::run(args),
         Command::Plan(args) => plan::run(&args),
         Command::Diff(args) => operations::diff::run(&args),
-        Command::Bench(args) => bench::run(&args),
         Command::Completions(args) => shell::completions(&args),
         Command::Manual(args) => shell::manual(&args),
-        Command::EncoderStep(args) => bench::encoder::run(&args),
         Command::Launch(args) => match launch::run(&args) {
             Ok(code) => return code,
             Err(failure) => Err(failure),

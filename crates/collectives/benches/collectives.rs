@@ -18,7 +18,7 @@ use burn_fsdp_collectives::{
     Reduction, Source, launch, processes,
 };
 
-#[path = "../../cli/src/bench/origin.rs"]
+#[path = "../../../benches/origin.rs"]
 mod run;
 
 /// Bytes of the full tensors.

@@ -22,7 +22,7 @@ use burn_fsdp_collectives::{
     processes,
 };
 
-#[path = "../../cli/src/bench/origin.rs"]
+#[path = "../../../benches/origin.rs"]
 mod run;
 
 /// Bytes of the full tensors.

@@ -1,7 +1,6 @@
 //! The command as a user runs it: a process with arguments, files, output and an exit code.
 
 mod arguments;
-mod bench;
 mod checkpoints;
 mod command;
 mod compiled;

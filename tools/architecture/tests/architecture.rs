@@ -1,0 +1,296 @@
+//! The rooms depend on each other in one direction only, files do so inside of a room, and nothing grows too large.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use burn_fsdp_architecture::imports::Imports;
+use burn_fsdp_architecture::sizes::{self, TooLarge};
+use burn_fsdp_architecture::{face, prose};
+use cargo_metadata::{DependencyKind, MetadataCommand};
+
+/// For each crate of the workspace, the crates of the workspace that it may use.
+const ALLOWED: [(&str, &[&str]); 12] = [
+    ("burn-fsdp-mesh", &[]),
+    ("burn-fsdp-collectives", &["burn-fsdp-mesh"]),
+    (
+        "burn-fsdp-shard",
+        &["burn-fsdp-mesh", "burn-fsdp-collectives"],
+    ),
+    ("burn-fsdp-checkpoint", &["burn-fsdp-mesh"]),
+    (
+        "burn-fsdp-spmd",
+        &[
+            "burn-fsdp-mesh",
+            "burn-fsdp-collectives",
+            "burn-fsdp-kernels",
+        ],
+    ),
+    (
+        "burn-fsdp-plan",
+        &["burn-fsdp-collectives", "burn-fsdp-spmd"],
+    ),
+    (
+        "burn-fsdp",
+        &[
+            "burn-fsdp-mesh",
+            "burn-fsdp-collectives",
+            "burn-fsdp-shard",
+            "burn-fsdp-checkpoint",
+            "burn-fsdp-spmd",
+            "burn-fsdp-plan",
+        ],
+    ),
+    ("burn-fsdp-kernels", &[]),
+    ("burn-fsdp-models", &["burn-fsdp-kernels"]),
+    ("burn-fsdp-cli", &["burn-fsdp", "burn-fsdp-models"]),
+    ("burn-fsdp-bench", &["burn-fsdp", "burn-fsdp-models"]),
+    ("burn-fsdp-architecture", &[]),
+];
+
+/// Crates that must not know Burn.
+const WITHOUT_BURN: [&str; 3] = [
+    "burn-fsdp-mesh",
+    "burn-fsdp-collectives",
+    "burn-fsdp-checkpoint",
+];
+
+#[test]
+fn dependencies_flow_one_way() {
+    let metadata = MetadataCommand::new()
+        .no_deps()
+        .exec()
+        .expect("cargo metadata works in the workspace");
+    let allowed: BTreeMap<_, BTreeSet<_>> = ALLOWED
+        .iter()
+        .map(|(name, uses)| (*name, uses.iter().copied().collect()))
+        .collect();
+    for package in &metadata.packages {
+        let name = package.name.to_string();
+        let allowed = allowed
+            .get(name.as_str())
+            .unwrap_or_else(|| panic!("`{name}` has no place in the architecture yet"));
+        for dependency in &package.dependencies {
+            let used = dependency.name.as_str();
+            if dependency.kind != DependencyKind::Normal {
+                continue;
+            }
+            let is_ours = used == "burn-fsdp" || used.starts_with("burn-fsdp-");
+            assert!(
+                !is_ours || allowed.contains(used),
+                "`{name}` must not use `{used}`"
+            );
+            let is_burn = !is_ours && (used == "burn" || used.starts_with("burn-"));
+            assert!(
+                !(is_burn && WITHOUT_BURN.contains(&name.as_str())),
+                "`{name}` must not know Burn, but uses `{used}`"
+            );
+        }
+    }
+}
+
+/// Circles of imports that still stand: the crate and the circle's files. To empty this table, untie a circle; the
+/// test then asks for its line to go.
+const CIRCLES: [(&str, &[&str]); 0] = [];
+
+/// Private words, and the crates whose comments still have them.
+const METAPHORS: [(&str, &[&str]); 6] = [
+    ("bell", &["collectives"]),
+    ("books", &["spmd"]),
+    ("twin", &["spmd"]),
+    ("floating", &["spmd"]),
+    ("lies nowhere", &[]),
+    ("made of nothing", &["spmd"]),
+];
+
+/// Crates without a doc comment that begins with a clause. Others are counted and printed.
+const PLAIN: [&str; 0] = [];
+
+#[test]
+fn files_import_each_other_in_no_circle() {
+    let mut standing = BTreeSet::new();
+    let mut said = String::new();
+    for (name, _, imports) in crates() {
+        for circle in imports.circles() {
+            let files: Vec<String> = circle
+                .iter()
+                .map(|file| imports.files[*file].clone())
+                .collect();
+            let is_allowed = CIRCLES
+                .iter()
+                .any(|(of, allowed)| *of == name && *allowed == files);
+            if !is_allowed {
+                let _ = writeln!(said, "a circle of {} files in `{name}`:", files.len());
+                for file in &circle {
+                    for to in imports.of(*file).filter(|to| circle.contains(to)) {
+                        let names: Vec<_> = imports.arrows[&(*file, to)]
+                            .iter()
+                            .map(String::as_str)
+                            .collect();
+                        let (from, to) = (&imports.files[*file], &imports.files[to]);
+                        let _ = writeln!(said, "  {from} -> {to}: {}", names.join(", "));
+                    }
+                }
+                let _ = writeln!(said, "as a line of the table: (\"{name}\", &{files:?}),");
+            }
+            standing.insert((name.clone(), files));
+        }
+    }
+    for (name, files) in CIRCLES {
+        let files: Vec<String> = files.iter().map(|file| (*file).to_owned()).collect();
+        if !standing.contains(&(name.to_owned(), files.clone())) {
+            let _ = writeln!(
+                said,
+                "this circle of `{name}` is gone: take its line out: {files:?}"
+            );
+        }
+    }
+    assert!(said.is_empty(), "\n{said}");
+}
+
+#[test]
+fn nothing_is_too_large_without_a_reason() {
+    let page = fs::read_to_string(root().join("ARCHITECTURE.md")).expect("the page is there");
+    let excused: BTreeMap<(String, String), &str> = page.lines().filter_map(exception).collect();
+    let mut found = BTreeSet::new();
+    let mut said = String::new();
+    for (_, folder, imports) in crates() {
+        for file in &imports.files {
+            for TooLarge { kind, place, size } in
+                sizes::too_large(&root(), &format!("{folder}/{file}"))
+            {
+                let key = (kind, place);
+                if !excused.contains_key(&key) {
+                    let _ = writeln!(said, "the {} `{}` {size}", key.0, key.1);
+                }
+                found.insert(key);
+            }
+        }
+    }
+    for ((kind, place), reason) in &excused {
+        if !found.contains(&(kind.clone(), place.clone())) {
+            let _ = writeln!(
+                said,
+                "ARCHITECTURE.md excuses the {kind} `{place}`, which is not too large"
+            );
+        }
+        if reason.is_empty() {
+            let _ = writeln!(
+                said,
+                "ARCHITECTURE.md gives no reason for the {kind} `{place}`"
+            );
+        }
+    }
+    assert!(said.is_empty(), "\n{said}");
+}
+
+/// The most names that the root of the facade may have, modules aside: they should fit on a page.
+const MOST_NAMES: usize = 26;
+
+#[test]
+fn the_root_of_the_facade_fits_on_a_page() {
+    let names = face::names(&root().join("crates/burn-fsdp/src/lib.rs"));
+    assert!(names.contains(&"fully_shard".to_owned()), "{names:?}");
+    assert!(
+        names.len() <= MOST_NAMES,
+        "{} names at the root of `burn-fsdp`, at most {MOST_NAMES} are wanted; give some of them to the module \
+         that they belong to: {names:?}",
+        names.len()
+    );
+}
+
+#[test]
+fn comments_have_no_private_words() {
+    let mut said = String::new();
+    for (name, folder, imports) in crates() {
+        let paths = imports.files.iter();
+        let files: Vec<PathBuf> = paths.map(|file| Path::new(&folder).join(file)).collect();
+        let num_clauses: usize = files
+            .iter()
+            .map(|file| prose::num_clauses(&root().join(file)))
+            .sum();
+        println!("{name}: {num_clauses} doc comments begin with a clause");
+        if num_clauses > 0 && PLAIN.contains(&name.as_str()) {
+            let _ = writeln!(
+                said,
+                "{num_clauses} doc comments of `{name}` begin with a clause"
+            );
+        }
+        for (phrase, _) in METAPHORS
+            .iter()
+            .filter(|(_, crates)| !crates.contains(&name.as_str()))
+        {
+            for file in &files {
+                for line in prose::lines_with(&root().join(file), phrase) {
+                    let _ = writeln!(said, "{}:{line} says \"{phrase}\"", file.display());
+                }
+            }
+        }
+    }
+    assert!(said.is_empty(), "\n{said}");
+}
+
+#[test]
+fn the_page_names_files_that_are_there() {
+    let page = fs::read_to_string(root().join("ARCHITECTURE.md")).expect("the page is there");
+    let quoted = page.split('`').skip(1).step_by(2);
+    let paths = quoted.filter(|quoted| {
+        ["crates/", "docs/", "tools/"]
+            .iter()
+            .any(|place| quoted.starts_with(place))
+    });
+    let gone: Vec<&str> = paths
+        .filter_map(|path| path.split_whitespace().next())
+        .filter(|path| !path.contains('{') && !root().join(path).exists())
+        .collect();
+    assert!(gone.is_empty(), "ARCHITECTURE.md names {gone:?}");
+}
+
+/// Every crate of the workspace: its folder's name, its sources from the root of the repository, its imports.
+fn crates() -> Vec<(String, String, Imports)> {
+    ["crates", "tools"]
+        .into_iter()
+        .flat_map(crates_in)
+        .collect()
+}
+
+fn crates_in(place: &str) -> Vec<(String, String, Imports)> {
+    let folders = fs::read_dir(root().join(place)).expect("the crates are there");
+    let mut names: Vec<String> = folders
+        .map(|folder| {
+            folder
+                .expect("it can be read")
+                .file_name()
+                .to_string_lossy()
+                .into_owned()
+        })
+        .collect();
+    names.sort();
+    let read = |name: String| {
+        let folder = format!("{place}/{name}/src");
+        let imports = Imports::read(&root().join(&folder), &name);
+        (name, folder, imports)
+    };
+    names.into_iter().map(read).collect()
+}
+
+/// A row of the table of exceptions in ARCHITECTURE.md: what it is, where, and why.
+fn exception(row: &str) -> Option<((String, String), &str)> {
+    let cells: Vec<&str> = row
+        .strip_prefix('|')?
+        .strip_suffix('|')?
+        .split('|')
+        .map(str::trim)
+        .collect();
+    let [kind @ ("file" | "function" | "struct"), place, reason] = cells[..] else {
+        return None;
+    };
+    Some(((kind.to_owned(), place.replace('`', "")), reason))
+}
+
+/// The root of the repository as the test runs. What is compiled may come from another clone, by a shared target folder.
+fn root() -> PathBuf {
+    let folder = std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo runs the test");
+    Path::new(&folder).join("../..")
+}

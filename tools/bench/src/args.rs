@@ -1,0 +1,73 @@
+//! The arguments of a benchmark.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::case::Case;
+use crate::encoder::EncoderArgs;
+
+const AFTER_HELP: &str = "\
+Examples:
+  burn-fsdp-bench --case full-shard --pairs 5
+  burn-fsdp-bench --out results.json --svg ratios.svg
+  burn-fsdp-bench --no-peers --case encoder
+
+PyTorch comes by pip, once, into the folder of --peers (some GB); with --python nothing is installed. On Linux.
+
+Exit code: 0 done; 2 an argument, a program or a file is at fault; 3 a rank failed";
+
+/// Measure training against PyTorch, both in turn on the same cores
+#[derive(Debug, Parser)]
+#[command(version, after_help = AFTER_HELP, args_conflicts_with_subcommands = true)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) program: Option<Program>,
+    #[command(flatten)]
+    pub(crate) bench: BenchArgs,
+}
+
+/// A program of our side that a benchmark starts.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Program {
+    /// Train a model of Burn's own layers on numbers that look random
+    #[command(hide = true)]
+    EncoderStep(EncoderArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    /// What to measure; give it several times for several [default: all]
+    #[arg(long = "case", value_enum, value_name = "CASE")]
+    pub(crate) cases: Vec<Case>,
+    /// Runs of each side of a case; which side goes first alternates
+    #[arg(long, default_value_t = 20)]
+    pub(crate) pairs: usize,
+    /// Measured steps of a run
+    #[arg(long, default_value_t = 8)]
+    pub(crate) steps: usize,
+    /// Unmeasured steps before them
+    #[arg(long, default_value_t = 2)]
+    pub(crate) warmup: usize,
+    /// Folder of PyTorch's programs and of the Python that runs them [default: burn-fsdp/peers in the user's cache]
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) peers: Option<PathBuf>,
+    /// Python with torch and numpy to run them with, in place of one that is installed for it
+    #[arg(long, value_name = "PYTHON")]
+    pub(crate) python: Option<PathBuf>,
+    /// The `burn-fsdp` to measure [default: the one in the folder of this program]
+    #[arg(long, value_name = "PROGRAM")]
+    pub(crate) command: Option<PathBuf>,
+    /// Measure our side alone
+    #[arg(long, conflicts_with_all = ["peers", "python"])]
+    pub(crate) no_peers: bool,
+    /// Write every measurement to this file, as JSON, after each pair
+    #[arg(long, value_name = "FILE")]
+    pub(crate) out: Option<PathBuf>,
+    /// Draw the ratios of all pairs into this SVG file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) svg: Option<PathBuf>,
+    /// Print one JSON object instead of the table, and show no progress
+    #[arg(long)]
+    pub(crate) json: bool,
+}
