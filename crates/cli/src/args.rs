@@ -330,11 +330,11 @@ Exit code:
 #[command(after_help = PLAN_AFTER_HELP)]
 pub(crate) struct PlanArgs {
     /// Architecture
-    #[arg(long, value_enum, required_unless_present = "published")]
-    pub(crate) model: Option<ModelArg>,
+    #[arg(long, value_enum)]
+    pub(crate) model: ModelArg,
     /// Size, by its number of parameters: 7b, 13b, 70b, 175b, 1t of gpt; 7b, 8b, 13b, 34b, 70b, 175b, 1t of llama
-    #[arg(long, value_name = "NAME", required_unless_present = "published")]
-    pub(crate) preset: Option<String>,
+    #[arg(long, value_name = "NAME")]
+    pub(crate) preset: String,
     /// Ranks, one per device
     #[arg(long, default_value_t = 8)]
     pub(crate) ranks: usize,
@@ -387,9 +387,6 @@ pub(crate) struct PlanArgs {
     /// Draw memory over the step into this SVG file
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
-    /// Print the predictions beside published figures, as a Markdown table
-    #[arg(long, conflicts_with_all = ["model", "preset", "json", "svg", "compile"])]
-    pub(crate) published: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

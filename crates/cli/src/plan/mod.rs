@@ -2,7 +2,6 @@
 
 mod preset;
 mod proof;
-mod published;
 mod run;
 
 pub(crate) use run::run;

@@ -19,7 +19,6 @@ use crate::error::{Failure, InputError};
 
 use crate::plan::preset::Preset;
 use crate::plan::proof::{Proof, Proved};
-use crate::plan::published;
 use crate::{console, output};
 
 /// Maximum number of ranks. More is refused, as are more tokens, so that no product overflows.
@@ -31,14 +30,8 @@ const MORE_BLOCKS: usize = 8;
 
 /// Plans, and prints or draws what the arguments ask for.
 pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
-    if args.published {
-        return console::answer(published::table().trim_end());
-    }
-    let (Some(model), Some(name)) = (args.model, &args.preset) else {
-        // The command line requires both where it is not `--published`.
-        return Ok(());
-    };
-    let preset = Preset::named(model, name)?;
+    let name = &args.preset;
+    let preset = Preset::named(args.model, name)?;
     let machine = machine(&args.machine)?;
     let job = job(args, &preset, &name.to_ascii_lowercase())?;
     if let Some(path) = &args.svg {
@@ -240,7 +233,7 @@ fn job(args: &PlanArgs, preset: &Preset, name: &str) -> Result<Job, InputError> 
             most: MOST_TOKENS,
         });
     }
-    let is_learned = args.model == Some(ModelArg::Gpt);
+    let is_learned = args.model == ModelArg::Gpt;
     if is_learned && seq > preset.seq() {
         let longest = preset.seq();
         return Err(InputError::TooLongSequence { seq, longest });

@@ -60,7 +60,10 @@ fn a_stdout_that_is_full_is_told_and_one_that_is_closed_is_not() {
         .open("/dev/full")
         .expect("a device");
     let mut command = folder.train_command("--synthetic --steps 2 --json");
-    let plans = ["plan --published", "plan --model gpt --preset 7b --json"];
+    let plans = [
+        "plan --model gpt --preset 7b",
+        "plan --model gpt --preset 7b --json",
+    ];
     let mut plans = plans.map(|plan| folder.command(plan));
     for command in plans.iter_mut().chain([&mut command]) {
         let full = full.try_clone().expect("a device");

@@ -4,7 +4,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::command::{Folder, Run, crate_folder};
+use crate::command::{Folder, Run};
 
 fn plan(folder: &Folder, arguments: &str) -> Run {
     let mut command = Command::new(env!("CARGO_BIN_EXE_burn-fsdp"));
@@ -210,70 +210,4 @@ fn wrong_input_is_named() {
     ] {
         refused_saying(&format!("{model} {flags}"), words);
     }
-}
-
-/// The table in the documentation is what the command prints.
-#[test]
-fn published_figures_in_the_documentation_are_recomputed() {
-    let run = plan(&Folder::new(), "--published");
-    assert_eq!(run.code, 0, "{}", run.stderr);
-    let path = crate_folder().join("../../docs/plan.md");
-    let page = std::fs::read_to_string(path).expect("docs/plan.md");
-    for line in run.stdout.lines() {
-        assert!(page.contains(line), "docs/plan.md lacks: {line}");
-    }
-}
-
-/// What is missed, what does not fit, and nothing else: a change of a formula that mends a row, or that
-/// breaks one, shows here.
-#[test]
-fn the_table_of_published_figures_says_what_it_misses() {
-    let run = plan(&Folder::new(), "--published");
-    let rows = run
-        .stdout
-        .lines()
-        .filter(|line| line.starts_with("| "))
-        .skip(1);
-    let (mut missed, mut unplanned, mut number) = (Vec::new(), Vec::new(), 0);
-    for line in rows {
-        number += 1;
-        let cells: Vec<_> = line.split('|').map(str::trim).collect();
-        let name = format!(
-            "{}: {}, {} ranks, {}",
-            cells[1], cells[2], cells[3], cells[4]
-        );
-        // The marks are what the numbers say.
-        let percent = cells[10].trim_matches('*').split(" %").next();
-        let percent = percent.and_then(|percent| percent.parse::<f64>().ok());
-        let is_far = percent.is_some_and(|percent| percent.abs() > 15.0);
-        assert_eq!(is_far, cells[10].contains("missed"), "{line}");
-        if is_far {
-            missed.push(name.clone());
-        }
-        if cells[11].contains("does not fit") {
-            unplanned.push(name);
-        }
-    }
-    assert_eq!(number, 24);
-    assert_eq!(
-        missed,
-        [
-            "arXiv 2304.11277: gpt 175b, 128 ranks, a100-80g",
-            "PyTorch on AWS: gpt 1t, 128 ranks, a100-40g, offload",
-            "IBM fms-fsdp: llama 34b, 128 ranks, a100-80g",
-            "IBM fms-fsdp: llama 70b, 128 ranks, a100-80g",
-            "IBM fms-fsdp: llama 34b, 96 ranks, h100",
-            "IBM fms-fsdp: llama 70b, 96 ranks, h100",
-        ]
-    );
-    assert_eq!(
-        unplanned,
-        [
-            "PyTorch on AWS: gpt 175b, 128 ranks, a100-40g, offload",
-            "PyTorch on AWS: gpt 1t, 128 ranks, a100-40g, offload",
-        ]
-    );
-    let summary = run.stdout.lines().last().unwrap_or_default();
-    assert!(summary.contains("Of the other 14"), "{summary}");
-    assert!(summary.contains("8 are within 15 %"), "{summary}");
 }
