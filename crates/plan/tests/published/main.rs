@@ -421,7 +421,7 @@ fn the_table_of_published_figures_says_what_it_misses() {
             "PyTorch on AWS: gpt 1t, 128 ranks, a100-40g, offload",
         ]
     );
-    let summary = run.stdout.lines().last().unwrap_or_default();
+    let summary = table.lines().last().unwrap_or_default();
     assert!(summary.contains("Of the other 14"), "{summary}");
     assert!(summary.contains("8 are within 15 %"), "{summary}");
 }
