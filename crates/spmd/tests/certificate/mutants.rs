@@ -17,7 +17,7 @@ use burn_ir::{
 };
 use rand::rngs::StdRng;
 use rand::seq::{IndexedMutRandom, IndexedRandom};
-use rand::{Rng, SeedableRng};
+use rand::{RngExt, SeedableRng};
 
 use super::traced;
 

@@ -9,7 +9,7 @@ use burn_fsdp_mesh::{Mesh, Placement, ReduceOp};
 use burn_ir::OperationIr;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
-use rand::{Rng, SeedableRng};
+use rand::{RngExt, SeedableRng};
 
 use crate::certificate::Proof;
 use crate::error::Error;
