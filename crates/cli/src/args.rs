@@ -18,7 +18,7 @@ pub(crate) use model::{DataArgs, ModelArgs, TrainedModelArg};
 pub(crate) use optimizer::{OptimizerArgs, OptimizerName};
 pub(crate) use steps::{ConsolidateArgs, FormatArg, GenerateArgs, InspectArgs, NamesArg};
 
-/// Train models fully sharded: parameters, gradients and optimizer state are divided over the ranks.
+/// Train models fully sharded: each rank holds a shard of the parameters, gradients and optimizer state.
 #[derive(Debug, Parser)]
 #[command(name = "burn-fsdp", version, after_help = EXIT_CODES)]
 pub(crate) struct Cli {
@@ -28,48 +28,48 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Train a GPT, a Llama or a GPT-2 on text, and show what it has learned.
+    /// Train a GPT, a Llama or a GPT-2 on text, then print a sample
     Train(Box<TrainArgs>),
-    /// Write the model of a saved step as plain safetensors, or as a folder in Hugging Face's form
+    /// Write the model of a saved step as safetensors, or as a folder in Hugging Face's format
     Consolidate(ConsolidateArgs),
-    /// Show what is in a saved step, and verify every byte of it
+    /// Show the contents of a saved step, and verify every byte
     Inspect(InspectArgs),
-    /// Let the model of a saved step, or of a folder in Hugging Face's form, go on from a text
+    /// Generate text from a saved step or a folder in Hugging Face's format
     ///
-    /// U+FFFD is printed for control characters but newlines and tabs, and for bytes that are not UTF-8.
+    /// Control characters except newlines and tabs, and bytes that are not UTF-8, are printed as U+FFFD.
     Generate(GenerateArgs),
-    /// Say what training a model takes: whether it fits, when its memory peaks, what would make it fit.
+    /// Estimate the memory, traffic and time of a training: whether it fits, when memory peaks, and what would make
+    /// it fit
     Plan(PlanArgs),
-    /// Run a command, such as `mpirun -n 4 burn-fsdp train ..`, again when it fails
+    /// Restart a command, such as `mpirun -n 4 burn-fsdp train ..`, when it fails
     Launch(LaunchArgs),
     /// Name the first operation in which two runs differ
     Diff(DiffArgs),
-    /// Print the completions of a shell: put `source <(burn-fsdp completions bash)` into ~/.bashrc
+    /// Print shell completions; put `source <(burn-fsdp completions bash)` into ~/.bashrc
     Completions(CompletionsArgs),
-    /// Print a page of the manual: `burn-fsdp manual train | man -l -`
+    /// Print a manual page: `burn-fsdp manual train | man -l -`
     Manual(ManualArgs),
 }
 
 /// The help text about the exit codes of every command.
 const EXIT_CODES: &str = "\
 Exit code:
-  0  done; of a training also: stopped by a first signal, after a save
-  1  another signal, a second after the first or later, or SIGQUIT, ended a training at once; saved steps are whole
-  2  the command line, a file that was to be read, or the environment is at fault; nothing was trained
-     or written
-  3  two runs differ; or a rank failed, a loss was not finite, or what was done could not be saved, written or printed; the
-     message says which, and saved steps are whole (lines of --metrics that are lost are a warning)
-  128 + N  signal N ended the process: 143 for SIGTERM where a training saves nothing, or in another command";
+  0  done; or a first signal ended a training, after a save
+  1  a second signal, at least a second after the first, or SIGQUIT ended a training at once; saved steps are complete
+  2  an error in the command line, an input file or the environment; nothing was trained or written
+  3  two runs differ; or a rank failed, a loss was not finite, or a result could not be saved, written or printed.
+     The message tells which. Saved steps are complete. Lost lines of --metrics are only a warning
+  128 + N  signal N ended the process: 143 for SIGTERM in a training that saves nothing, or in another command";
 
 const TRAIN_AFTER_HELP: &str = "\
 Environment:
-  BURN_FSDP_ENGINE   local: ranks are threads, whatever has started the process; mpi: each process is one
-  RAYON_NUM_THREADS  threads of each rank (not of the process), where --threads says nothing
-  BURN_FSDP_FAULT    make a rank fail, to see that the command ends as it should:
+  BURN_FSDP_ENGINE   local: ranks are threads, even under mpirun; mpi: each process is a rank
+  RAYON_NUM_THREADS  default of --threads, the threads of each rank
+  BURN_FSDP_FAULT    make a rank fail on purpose:
                      rank:N,step:N,at:forward|backward|collective,how:panic|error|stall, or
                      rank:N,step:N,at:collective|shard|weight|gradient|state,how:flip,seed:N
                      (steps count from 0, warmup included)
-  RUST_LOG           what to log on stderr [default: off]
+  RUST_LOG           log filter for stderr [default: off]
 
 Exit code: see `burn-fsdp --help`";
 
@@ -81,7 +81,7 @@ pub(crate) struct CompletionsArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct ManualArgs {
-    /// The command that the page is of; without it, that of all commands
+    /// Command to print the page of [default: the page of all commands]
     pub(crate) command: Option<String>,
 }
 
@@ -105,51 +105,50 @@ pub(crate) struct TrainArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Training")]
 pub(crate) struct TrainingArgs {
-    /// Sequences of a step, over all ranks
+    /// Sequences in a step, on all ranks together
     #[arg(long, default_value_t = 16)]
     pub(crate) batch: usize,
     /// Measured steps
     #[arg(long, default_value_t = 500)]
     pub(crate) steps: usize,
-    /// Unmeasured steps before them; their losses are reported too
+    /// Unmeasured steps before the measured ones; their losses are also reported
     #[arg(long, value_name = "STEPS", default_value_t = 2)]
     pub(crate) warmup: usize,
-    /// Learning rate, the highest of the schedule
+    /// Highest learning rate of the schedule
     #[arg(long, default_value_t = 2e-3, allow_negative_numbers = true)]
     pub(crate) lr: f64,
-    /// Learning rate over the steps; cosine falls to a tenth
+    /// Learning rate schedule; cosine falls to a tenth of --lr
     #[arg(long, value_enum, default_value_t = LrSchedule::Constant)]
     pub(crate) lr_schedule: LrSchedule,
-    /// Steps in which the learning rate rises to its highest
+    /// Steps in which the learning rate rises to --lr
     #[arg(long, value_name = "STEPS", default_value_t = 0)]
     pub(crate) lr_warmup: usize,
     #[command(flatten)]
     pub(crate) optimizer: OptimizerArgs,
-    /// Micro-batches of a step; with the ranks, they divide the batch
+    /// Micro-batches in a step. --batch must be a multiple of this times --ranks
     #[arg(long, value_name = "MICRO_BATCHES", default_value_t = 1)]
     pub(crate) accumulate: usize,
-    /// Reduce gradients once a step, not for each micro-batch: less traffic, whole gradients
+    /// Reduce gradients once a step instead of once a micro-batch. This saves traffic and keeps whole gradients in
+    /// memory
     #[arg(long)]
     pub(crate) no_sync: bool,
-    /// Scale gradients down to this norm, taken over all parameters
+    /// Clip the global gradient norm to this value
     #[arg(long, value_name = "MAX_NORM", allow_negative_numbers = true)]
     pub(crate) clip_grad_norm: Option<f64>,
-    /// What to do when the loss, the norm of gradients that are clipped, or a tensor of a step that is to be saved is no finite
-    /// number
+    /// What to do if the loss, a clipped gradient norm or a tensor to be saved is not finite
     #[arg(long, value_enum, value_name = "WHAT", default_value_t = NotFinite::Stop)]
     pub(crate) nan: NotFinite,
-    /// Type in which parameters and activations compute; f16 scales the loss. The optimizer's copy
-    /// stays f32
+    /// Compute type of parameters and activations. f16 scales the loss. The optimizer's parameters stay f32
     #[arg(long, value_enum, default_value_t = Float::F32)]
     pub(crate) precision: Float,
-    /// Type in which gradients travel [default: that of --precision]
+    /// Type in which gradients are reduced [default: --precision]
     #[arg(long, value_enum)]
     pub(crate) reduce_dtype: Option<Float>,
-    /// Compute each block's activations again in backward, instead of keeping them
+    /// Recompute each block's activations in backward instead of keeping them
     #[arg(long)]
     pub(crate) activation_checkpointing: bool,
-    /// With --compile: have at most so many bytes on a rank at once, such as 400MiB, by computing blocks again in
-    /// backward, as few as it takes. It is the memory of the plan: tensors, scratch and transport
+    /// With --compile: limit the planned peak memory of a rank, such as 400MiB, by recomputing as few blocks as
+    /// necessary. The plan counts tensors, scratch and transport
     #[arg(
         long,
         value_name = "BYTES",
@@ -158,17 +157,17 @@ pub(crate) struct TrainingArgs {
         conflicts_with_all = ["activation_checkpointing", "accumulate"]
     )]
     pub(crate) memory_budget: Option<u64>,
-    /// With --compile: prove, before the first step, that the plans of the run compute what was traced, on all ranks. The proof
-    /// is that of a narrower model and a few tokens, for which passes decide as for the run. A step with any other plan is
+    /// With --compile: prove before the first step that the plans of the run compute the traced step. The proof uses
+    /// a narrower model and few tokens, for which the passes decide as for the run. Steps with other plans are
     /// refused. Evaluations are not proved
     #[arg(long, requires = "compile")]
     pub(crate) certify: bool,
-    /// Device that computes: flex (the CPU), or in builds with such a feature wgpu, vulkan, metal, webgpu, cuda
-    /// or rocm, by itself for that of the rank's number on its machine, or with a number, as wgpu:0
+    /// Device to compute on: flex (the CPU), or wgpu, vulkan, metal, webgpu, cuda or rocm in builds with that
+    /// feature. A name takes the device with the rank's number on its machine; wgpu:0 takes device 0
     #[arg(long, value_name = "DEVICE", default_value_t)]
     pub(crate) device: DeviceName,
-    /// Trace the whole step into one graph, and run that instead of the eager engine: less memory,
-    /// the same losses. Saved steps are for both
+    /// Compile the whole step into one graph, and run it instead of the eager engine. It takes less memory and gives
+    /// the same losses. Saved steps work for both
     #[arg(long)]
     pub(crate) compile: bool,
 }
@@ -176,35 +175,35 @@ pub(crate) struct TrainingArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Sharding")]
 pub(crate) struct ShardingArgs {
-    /// Ranks, which divide the batch: threads of this process, or the processes that mpirun or srun has
-    /// started [default: 2 threads, or all processes]
+    /// Number of ranks: threads of this process, or the processes of mpirun or srun. --batch must be a multiple
+    /// [default: 2 threads, or all processes]
     #[arg(long)]
     pub(crate) ranks: Option<usize>,
-    /// Threads that compute for each rank [default: RAYON_NUM_THREADS, or the cores divided by the ranks]
+    /// Compute threads of each rank [default: RAYON_NUM_THREADS, or the cores divided by the ranks]
     #[arg(long)]
     pub(crate) threads: Option<usize>,
-    /// What is divided over the ranks
+    /// Sharding strategy
     #[arg(long, value_enum, default_value_t = StrategyArg::FullShard)]
     pub(crate) strategy: StrategyArg,
-    /// Units gathered ahead of their use; with --compile 0 or 1 [default: 1 of processes, 0 of threads,
-    /// which move bytes when they wait and gain nothing]
+    /// Units to gather ahead of their use; 0 or 1 with --compile [default: 1 between processes; 0 between threads,
+    /// where nothing overlaps]
     #[arg(long, value_name = "UNITS")]
     pub(crate) prefetch: Option<usize>,
-    /// With --strategy hybrid-shard: copies of the shards, which divide the ranks; `host` for one on each
-    /// machine [default: 2]
+    /// With --strategy hybrid-shard: number of copies of the shards; `host` for one copy on each machine. --ranks
+    /// must be a multiple [default: 2]
     #[arg(long, value_name = "REPLICAS")]
     pub(crate) replicate_size: Option<ReplicateSize>,
-    /// Make units of modules with at least so many parameters [default: the transformer blocks]
+    /// Make a unit of each module with at least this many parameters [default: the transformer blocks]
     #[arg(long, value_name = "PARAMETERS")]
     pub(crate) unit_size: Option<usize>,
-    /// Keep the optimizer's state in files of this folder, a unit at a time in memory; they are removed at the end, also when
-    /// SIGTERM, SIGINT, SIGHUP or SIGUSR1 ends the run after a step
+    /// Keep the optimizer state in files of this folder, with one unit's state in memory. The files are removed at
+    /// the end of the run, also after SIGTERM, SIGINT, SIGHUP or SIGUSR1
     #[arg(long, value_name = "FOLDER")]
     pub(crate) offload: Option<PathBuf>,
-    /// What ranks compare of each other in each operation
+    /// What ranks compare in each operation
     #[arg(long, value_enum, value_name = "WHAT", default_value_t = CheckArg::Calls)]
     pub(crate) check: CheckArg,
-    /// How long a rank waits for the others in one operation before it gives up
+    /// Time after which a rank stops waiting for the others in an operation
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub(crate) deadline: u64,
 }
@@ -235,18 +234,18 @@ impl std::str::FromStr for ReplicateSize {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Checkpoints")]
 pub(crate) struct CheckpointArgs {
-    /// Save into this folder at the end, and when SIGTERM, SIGINT, SIGHUP or SIGUSR1 ends the run early. No
-    /// other run may use it meanwhile; if it has steps, give --resume or --overwrite
+    /// Save into this folder at the end, and when SIGTERM, SIGINT, SIGHUP or SIGUSR1 ends the run early. Only one run
+    /// may use it at a time. If it has steps, add --resume or --overwrite
     #[arg(long, value_name = "FOLDER")]
     pub(crate) checkpoint_dir: Option<PathBuf>,
-    /// Save every so many steps, too, in the background
+    /// Also save every this many steps, in the background
     #[arg(long, value_name = "STEPS", requires = "checkpoint_dir")]
     pub(crate) save_every: Option<usize>,
-    /// Keep this many saved steps, the newest; of 1 two, as only the step after shows whether the newest
-    /// gives finite losses [default: all]
+    /// Keep only the newest saved steps. 1 keeps two, because only the following step shows whether the newest gives
+    /// finite losses [default: all]
     #[arg(long, value_name = "STEPS", requires = "checkpoint_dir")]
     pub(crate) keep_last: Option<std::num::NonZeroUsize>,
-    /// Go on from a saved step, or start fresh where there is none
+    /// Continue from a saved step, or start fresh if there is none
     #[arg(
         long,
         value_enum,
@@ -257,10 +256,10 @@ pub(crate) struct CheckpointArgs {
         requires = "checkpoint_dir"
     )]
     pub(crate) resume: Option<ResumeFrom>,
-    /// Remove the steps that are there before the first one is trained, and start fresh
+    /// Remove the steps in the folder before training, and start fresh
     #[arg(long, requires = "checkpoint_dir", conflicts_with = "resume")]
     pub(crate) overwrite: bool,
-    /// How long a save may take before it is given up; training goes on meanwhile
+    /// Time after which a save is given up. Training continues during a save
     #[arg(
         long,
         value_name = "SECONDS",
@@ -272,18 +271,18 @@ pub(crate) struct CheckpointArgs {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum NotFinite {
-    /// End the run, saving nothing more, with exit code 3
+    /// End the run with exit code 3, and save nothing more
     Stop,
-    /// Go on; steps that are saved then push out no older ones
+    /// Continue. Steps saved after that do not replace older ones
     Continue,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ResumeFrom {
-    /// The newest step; it is an error if that is damaged
+    /// The newest step. If it is damaged, this is an error
     Newest,
-    /// The newest step that is whole, every byte of it verified. Damaged ones are passed over; it is an
-    /// error if a step cannot be read, or all are damaged
+    /// The newest undamaged step, with every byte verified. It is an error if a step cannot be read, or if all are
+    /// damaged
     NewestGood,
 }
 
@@ -293,22 +292,22 @@ pub(crate) struct OutputArgs {
     /// Write one JSON line per step to this file
     #[arg(long, value_name = "FILE")]
     pub(crate) metrics: Option<PathBuf>,
-    /// Write a Chrome trace of one step to this file, for chrome://tracing or Perfetto: computation,
-    /// communication and memory of every rank. The first measured step, if there are two before it
+    /// Write a Chrome trace of one step to this file, for chrome://tracing or Perfetto: computation, communication
+    /// and memory of every rank. It traces the first measured step that has two steps before it
     #[arg(long, value_name = "FILE")]
     pub(crate) trace: Option<PathBuf>,
-    /// Write what each operation of each rank carries into this folder, as checksums for `burn-fsdp diff`, in the
-    /// place of those of an earlier run; includes --check agreement
+    /// Write checksums of the operands of each operation of each rank into this folder, for `burn-fsdp diff`.
+    /// Replaces the files of an earlier run. Implies --check agreement
     #[arg(long, value_name = "FOLDER")]
     pub(crate) operations: Option<PathBuf>,
-    /// With --compile: write the graph of each plan into this folder, as it was traced and after each pass, as text and as
-    /// pictures, with what the pass has changed. In the place of those of an earlier run
+    /// With --compile: write the traced graph of each plan and the graph after each pass into this folder, as text
+    /// and pictures. Replaces the files of an earlier run
     #[arg(long, value_name = "FOLDER", requires = "compile")]
     pub(crate) dump_graphs: Option<PathBuf>,
     /// Draw the loss curve into this SVG file
     #[arg(long, value_name = "FILE", default_value = "loss.svg")]
     pub(crate) curve: PathBuf,
-    /// Tokens of text to generate after training on text, bytes where there is no tokenizer; 0: none
+    /// Tokens to generate after training on text (bytes without a tokenizer); 0 for none
     #[arg(long, value_name = "TOKENS", default_value_t = 200)]
     pub(crate) sample: usize,
     /// Print one JSON object instead of the summary, and show no progress
@@ -324,7 +323,7 @@ Examples:
 
 Exit code:
   0  planned, whether it fits or not
-  2  the command line or a file is at fault";
+  2  an error in the command line or a file";
 
 #[derive(Debug, Args)]
 #[command(after_help = PLAN_AFTER_HELP)]
@@ -332,53 +331,53 @@ pub(crate) struct PlanArgs {
     /// Architecture
     #[arg(long, value_enum)]
     pub(crate) model: ModelArg,
-    /// Size, by its number of parameters: 7b, 13b, 70b, 175b, 1t of gpt; 7b, 8b, 13b, 34b, 70b, 175b, 1t of llama
+    /// Size in parameters. gpt: 7b, 13b, 70b, 175b, 1t. llama: 7b, 8b, 13b, 34b, 70b, 175b, 1t
     #[arg(long, value_name = "NAME")]
     pub(crate) preset: String,
     /// Ranks, one per device
     #[arg(long, default_value_t = 8)]
     pub(crate) ranks: usize,
-    /// Memory of a device, such as 80GiB or 40GB [default: the machine's]
+    /// Memory of one device, such as 80GiB or 40GB [default: the machine's]
     #[arg(long, value_name = "BYTES", value_parser = crate::bytes::parse)]
     pub(crate) gpu_memory: Option<u64>,
-    /// Sequences of a step on each rank
+    /// Sequences in a step on each rank
     #[arg(long, default_value_t = 1)]
     pub(crate) batch: usize,
-    /// Tokens of a sequence [default: the model's]
+    /// Tokens in a sequence [default: the model's]
     #[arg(long)]
     pub(crate) seq: Option<usize>,
-    /// Type in which parameters are gathered and activations computed; parameters at rest have 32
-    /// bits [default: bf16; f32 with --compile]
+    /// Type of gathered parameters and activations. Parameters at rest have 32 bits [default: bf16; f32 with
+    /// --compile]
     #[arg(long, value_enum)]
     pub(crate) precision: Option<PrecisionArg>,
-    /// Keep parameters at rest, gradients and optimizer state in the host's memory
+    /// Keep parameters at rest, gradients and optimizer state in host memory
     #[arg(long)]
     pub(crate) offload: bool,
-    /// What backward computes again instead of keeping it
+    /// Activations that backward recomputes instead of keeping them
     #[arg(long, value_enum, default_value_t = CheckpointingArg::None, num_args = 0..=1,
           default_missing_value = "full")]
     pub(crate) activation_checkpointing: CheckpointingArg,
-    /// What is divided over the ranks; of hybrid-shard, plan one group of shards
+    /// Sharding strategy. For hybrid-shard, plan one group of shards
     #[arg(long, value_enum, default_value_t = PlannedStrategyArg::FullShard)]
     pub(crate) strategy: PlannedStrategyArg,
-    /// Units gathered ahead of their use: 1 is what processes do by default, 0 what threads do
+    /// Units to gather ahead of their use. `train` uses 1 between processes and 0 between threads
     #[arg(long, value_name = "UNITS", default_value_t = 1)]
     pub(crate) prefetch: usize,
-    /// What the ranks run on: a100-80g, a100-40g, h100, cpu
+    /// Machine of the ranks: a100-80g, a100-40g, h100, cpu
     #[arg(long, value_name = "NAME", default_value = "a100-80g")]
     pub(crate) machine: String,
-    /// Plan the compiled step: its graph is traced. Of more than 8 blocks, 6 and 8 are, and the
-    /// rest follows
+    /// Plan the compiled step from its traced graph. For more than 8 blocks, the plans of 6 and 8 blocks are
+    /// extrapolated
     #[arg(long)]
     pub(crate) compile: bool,
-    /// With --compile: trace every block; exact, but large models take seconds
+    /// With --compile: trace every block. The plan is then exact, but takes seconds for large models
     #[arg(long, requires = "compile")]
     pub(crate) every_block: bool,
-    /// With --compile: prove that the passes make a plan of all blocks that computes what was traced, with blocks of a few
-    /// elements, on 8 ranks at most
+    /// With --compile: prove that the plan of all blocks computes the traced step, with blocks of a few elements, on
+    /// at most 8 ranks
     #[arg(long, requires = "compile")]
     pub(crate) certify: bool,
-    /// With --compile: write the graphs that are planned into this folder, as `train` does
+    /// With --compile: write the planned graphs into this folder, as `train` does
     #[arg(long, value_name = "FOLDER", requires = "compile")]
     pub(crate) dump_graphs: Option<PathBuf>,
     /// Print one JSON object instead of text
@@ -407,7 +406,7 @@ pub(crate) enum PrecisionArg {
 pub(crate) enum CheckpointingArg {
     /// Nothing
     None,
-    /// Every second matrix product of a block, and what is cheap
+    /// Every second matrix product of a block, and all cheap operations
     Selective,
     /// Whole blocks
     Full,
@@ -422,24 +421,24 @@ pub(crate) enum LrSchedule {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum StrategyArg {
-    /// Parameters, gradients and optimizer state; full weights exist unit by unit
+    /// Shard parameters, gradients and optimizer state. Full weights exist unit by unit
     FullShard,
-    /// The same, but full weights stay from forward to backward
+    /// The same, but keep full weights from forward to backward
     ShardGradOp,
-    /// Nothing: every rank holds everything
+    /// Shard nothing: every rank holds everything
     NoShard,
-    /// Shards inside groups of ranks, copies of them across
+    /// Shard inside groups of ranks, and copy the shards across groups
     HybridShard,
 }
 
 /// The strategies that are planned: copies of shards across groups of ranks are not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum PlannedStrategyArg {
-    /// Parameters, gradients and optimizer state; full weights exist unit by unit
+    /// Shard parameters, gradients and optimizer state. Full weights exist unit by unit
     FullShard,
-    /// The same, but full weights stay from forward to backward
+    /// The same, but keep full weights from forward to backward
     ShardGradOp,
-    /// Nothing: every rank holds everything
+    /// Shard nothing: every rank holds everything
     NoShard,
 }
 

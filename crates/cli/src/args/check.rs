@@ -6,9 +6,9 @@ use clap::ValueEnum;
 /// The choices of `--check`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum CheckArg {
-    /// The calls: that all ranks do the same operations with the same tensors
+    /// The calls: all ranks do the same operations with the same tensors
     Calls,
-    /// The bytes, too: that each rank gets what the others gave, and holds what it has written. For memory or links that may be
+    /// Also the bytes: each rank gets what the others sent, and keeps what it wrote. Use it if memory or links may be
     /// faulty
     Agreement,
 }

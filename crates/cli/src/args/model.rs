@@ -9,40 +9,40 @@ use crate::codec::TokenizerArg;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Model")]
 pub(crate) struct ModelArgs {
-    /// Architecture. The sizes of a llama or a gpt2 are those of config.json in the folder of --init [default: what that says,
-    /// else gpt]
+    /// Architecture. llama and gpt2 take their sizes from config.json in the --init folder [default: the one in
+    /// config.json, else gpt]
     #[arg(long, value_enum)]
     pub(crate) model: Option<TrainedModelArg>,
     /// Transformer blocks of a gpt [default: 3]
     #[arg(long)]
     pub(crate) layers: Option<usize>,
-    /// Width of the residual stream of a gpt [default: 128]
+    /// Hidden size of a gpt [default: 128]
     #[arg(long)]
     pub(crate) dim: Option<usize>,
-    /// Attention heads of a block of a gpt; they divide the width [default: 4]
+    /// Attention heads of a gpt. --dim must be a multiple [default: 4]
     #[arg(long)]
     pub(crate) heads: Option<usize>,
-    /// Different tokens of a gpt; text needs 256, one per byte, or those of the tokenizer [default: these]
+    /// Vocabulary size of a gpt. Text needs 256 for bytes, or the tokenizer's size [default: this size]
     #[arg(long)]
     pub(crate) vocab: Option<usize>,
-    /// Tokens of a sequence
+    /// Tokens in a sequence
     #[arg(long, default_value_t = 128)]
     pub(crate) seq: usize,
-    /// Seed of the initial weights, of the windows of text, and of the sample
+    /// Seed of the initial weights, the text windows and the sample
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Start from the weights in this safetensors file (PyTorch's names and layout), or in this folder of Hugging Face's form, of
-    /// which each rank reads the bytes of its shards
+    /// Start from this safetensors file with PyTorch's names, or from this folder in Hugging Face's format. Each rank
+    /// reads only its shards
     #[arg(long, value_name = "PATH")]
     pub(crate) init: Option<PathBuf>,
     /// Write the initial weights to this safetensors file before training
     #[arg(long, value_name = "FILE")]
     pub(crate) save_init: Option<PathBuf>,
-    /// Freeze the weights of --init, and train low-rank adapters of all matrices of the blocks, of this rank. Steps have the
-    /// adapters alone: give the same --init to go on from one
+    /// Freeze the weights of --init, and train LoRA adapters of this rank on all matrices of the blocks. Saved steps
+    /// contain only the adapters; give the same --init to resume
     #[arg(long, value_name = "RANK", requires = "init")]
     pub(crate) lora: Option<usize>,
-    /// With --lora: what the product of an adapter's factors is multiplied by is this over the rank [default: twice the rank]
+    /// LoRA alpha: adapters are scaled by alpha / rank [default: twice the rank]
     #[arg(
         long,
         value_name = "ALPHA",
@@ -55,9 +55,9 @@ pub(crate) struct ModelArgs {
 /// The architectures that are trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum TrainedModelArg {
-    /// Learned positions, layer norms, plain perceptrons, a head of its own
+    /// Learned positions, layer norms, plain MLPs, untied head
     Gpt,
-    /// Rotary positions, root-mean-square norms, gated perceptrons, grouped heads
+    /// Rotary positions, RMS norms, gated MLPs, grouped-query attention
     Llama,
     /// GPT-2 as it was published
     Gpt2,
@@ -66,21 +66,22 @@ pub(crate) enum TrainedModelArg {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Data")]
 pub(crate) struct DataArgs {
-    /// File or folder to train on, its first 16 MiB, in windows drawn by --seed; the last 5 % of them are
-    /// held out for evaluation. Of a folder, what is hidden, no text, or of this run is left out, and counted [default: the sources of Burn, which cargo has downloaded; every 20th file is held out]
+    /// Text file or folder to train on; its first 16 MiB are read. --seed draws the windows. The last 5 % are held
+    /// out for evaluation. Hidden files, files that are not text and files of this run are skipped and counted
+    /// [default: Burn's source code, which cargo has downloaded; every 20th file is held out]
     #[arg(long, value_name = "PATH", conflicts_with = "synthetic")]
     pub(crate) data: Option<PathBuf>,
-    /// Read text in the tokens of this tokenizer.json; `bytes`: each byte is a token [default: the tokenizer.json in the folder of
-    /// --init; bytes where that has no tokenizer]
+    /// tokenizer.json for the text, or `bytes` for one token per byte [default: tokenizer.json in the --init folder,
+    /// else bytes]
     #[arg(long, value_name = "FILE", conflicts_with = "synthetic")]
     pub(crate) tokenizer: Option<TokenizerArg>,
-    /// Train on a computed sequence of tokens: nothing to learn, but the same everywhere
+    /// Train on computed tokens instead of text. They are the same on every machine
     #[arg(long)]
     pub(crate) synthetic: bool,
-    /// Evaluate every so many steps; 0: only at the end. Never with --synthetic [default: 100]
+    /// Evaluate every this many steps; 0 for only at the end. Not with --synthetic [default: 100]
     #[arg(long, value_name = "STEPS")]
     pub(crate) eval_every: Option<usize>,
-    /// Batches of held-out text per evaluation, at most; 0: do not evaluate
+    /// Maximum number of held-out batches in an evaluation; 0 for no evaluation
     #[arg(long, value_name = "BATCHES", default_value_t = 8)]
     pub(crate) eval_batches: usize,
 }

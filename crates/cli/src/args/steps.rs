@@ -8,50 +8,50 @@ use crate::codec::TokenizerArg;
 
 #[derive(Debug, Args)]
 pub(crate) struct ConsolidateArgs {
-    /// Folder of a step, or of checkpoints, of which the newest step is taken
+    /// Folder of a saved step, or of checkpoints; then the newest step is used
     pub(crate) step: PathBuf,
-    /// File to write; a folder with --max-shard-size or --format hugging-face
+    /// Output file, or output folder with --max-shard-size or --format hugging-face
     pub(crate) out: PathBuf,
-    /// Write Hugging Face's sharded form, of files with at most so many bytes: 500MB, 2GiB
+    /// Write several files of at most this size, with Hugging Face's index: 500MB, 2GiB
     #[arg(long, value_name = "SIZE", value_parser = crate::bytes::parse)]
     pub(crate) max_shard_size: Option<u64>,
-    /// What is written
+    /// Output format
     #[arg(long, value_enum, default_value_t = FormatArg::Safetensors)]
     pub(crate) format: FormatArg,
     /// Names and layout of the tensors [default: torch for the models of this command, else burn]
     #[arg(long, value_enum)]
     pub(crate) names: Option<NamesArg>,
-    /// With --format hugging-face: folder in that form, such as the training's --init, of which the tokenizer, the
-    /// generation_config.json and the ids of tokens in config.json are copied
+    /// With --format hugging-face: copy the tokenizer, generation_config.json and token ids from this folder, such as
+    /// the training's --init
     #[arg(long, value_name = "FOLDER")]
     pub(crate) init: Option<PathBuf>,
-    /// Replace a file that is there; a folder has to be empty
+    /// Replace an existing file. An existing folder must be empty
     #[arg(long)]
     pub(crate) overwrite: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum FormatArg {
-    /// The tensors alone
+    /// Only the tensors
     Safetensors,
-    /// A folder that transformers loads and `train --init` reads: config.json and the tensors; of a step of --lora one that peft
-    /// loads
+    /// A folder for transformers and `train --init`: config.json and the tensors. For a step of --lora, a folder for
+    /// peft
     HuggingFace,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum NamesArg {
-    /// Those of PyTorch, by the table of the model: what `train --init` and PyTorch read
+    /// PyTorch's names, which `train --init` and PyTorch read
     Torch,
-    /// Those of the Burn module, as they are in the step
+    /// The Burn module's names, as in the step
     Burn,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct InspectArgs {
-    /// Folder of a step, or of checkpoints, of which the newest step is taken
+    /// Folder of a saved step, or of checkpoints; then the newest step is used
     pub(crate) step: PathBuf,
-    /// Read the index alone, and verify nothing
+    /// Read only the index, and verify nothing
     #[arg(long)]
     pub(crate) no_verify: bool,
     /// Print one JSON object
@@ -61,35 +61,35 @@ pub(crate) struct InspectArgs {
 
 #[derive(Debug, Clone, Args)]
 pub(crate) struct GenerateArgs {
-    /// Folder of a step, or of checkpoints, of which the newest step is taken; --init names another model
+    /// Folder of a saved step, or of checkpoints; then the newest step is used
     pub(crate) step: Option<PathBuf>,
-    /// Folder in Hugging Face's form, in place of a step; or with a step of --lora, that which it was trained with
+    /// Folder in Hugging Face's format instead of a step. With a step of --lora: the folder that it was trained from
     #[arg(long, value_name = "FOLDER")]
     pub(crate) init: Option<PathBuf>,
-    /// Tokenizer of the text, a tokenizer.json; `bytes`: each byte is a token [default: the tokenizer.json in the folder of --init;
-    /// bytes where that has no tokenizer]
+    /// tokenizer.json for the text, or `bytes` for one token per byte [default: tokenizer.json in the --init folder,
+    /// else bytes]
     #[arg(long, value_name = "FILE")]
     pub(crate) tokenizer: Option<TokenizerArg>,
-    /// Text to go on from
+    /// Text to continue
     #[arg(long)]
     pub(crate) prompt: String,
-    /// Tokens to generate at most, bytes where there is no tokenizer; a model of --init may end its text before
+    /// Maximum number of tokens to generate (bytes without a tokenizer). A model of --init may end earlier
     #[arg(long, alias = "bytes", default_value_t = 200)]
     pub(crate) tokens: usize,
-    /// Divisor of logits: below 1, likely tokens become likelier; 0: always the likeliest
+    /// Sampling temperature; 0 always picks the likeliest token
     #[arg(long, default_value_t = crate::text::TEMPERATURE, allow_negative_numbers = true)]
     pub(crate) temperature: f64,
     /// Seed of the random choices
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Ranks, which have a shard of the model each: threads of this process, or the processes that mpirun or srun has started
-    /// [default: 1 thread, or all processes]
+    /// Number of ranks that shard the model: threads of this process, or the processes of mpirun or srun [default: 1
+    /// thread, or all processes]
     #[arg(long)]
     pub(crate) ranks: Option<usize>,
-    /// Threads that compute for each rank [default: RAYON_NUM_THREADS, or the cores divided by the ranks]
+    /// Compute threads of each rank [default: RAYON_NUM_THREADS, or the cores divided by the ranks]
     #[arg(long)]
     pub(crate) threads: Option<usize>,
-    /// How long a rank waits for the others in one operation before it gives up
+    /// Time after which a rank stops waiting for the others in an operation
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub(crate) deadline: u64,
 }

@@ -22,14 +22,14 @@ pub(crate) use signals::ONE_REQUEST;
 #[derive(Debug, Args)]
 #[command(after_help = LAUNCH_AFTER_HELP)]
 pub(crate) struct LaunchArgs {
-    /// How many times the command is started again; not after exit code 2, which is for errors in its input
+    /// Maximum number of restarts. Exit code 2, an error in the input, is never restarted
     #[arg(long, value_name = "TIMES", default_value_t = 3)]
     pub(crate) max_restarts: usize,
-    /// Ranks of the first start, of the second, and so on, the last for all others: what stands for {ranks} in
+    /// Numbers of ranks of the first start, the second, and so on; the last is used for all others. They replace {ranks} in
     /// the command
     #[arg(long, value_name = "RANKS", value_delimiter = ',')]
     pub(crate) ranks: Vec<usize>,
-    /// The command, after --
+    /// Command to run, after --
     #[arg(last = true, required = true, value_name = "COMMAND")]
     pub(crate) command: Vec<String>,
 }

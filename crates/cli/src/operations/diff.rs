@@ -15,9 +15,9 @@ use crate::error::{Failure, InputError};
 #[derive(Debug, Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct DiffArgs {
-    /// Folder that `train --operations FOLDER` has written
+    /// Folder that `train --operations FOLDER` wrote
     pub(crate) run_a: PathBuf,
-    /// Another, of as many ranks
+    /// Another such folder, with the same number of ranks
     pub(crate) run_b: PathBuf,
 }
 
