@@ -1,10 +1,12 @@
-//! Checksums by which the ranks of a group find bytes that have changed on their way.
+//! Checksums with which the ranks of a group detect bytes that have changed in transit.
 //!
-//! A rank that starts an operation tells the checksums of what it gives with its claim. Who gets it compares: what
-//! is put side by side, the group does, in the buffers, or the engine while it copies it; what is combined, the engine does,
-//! in the addends. The result of an all-reduce, which is the same on all ranks, is told with a later operation of the group.
+//! A rank that starts an operation announces the checksums of its data with its claim, and the receivers compare. Moved
+//! bytes are compared by the group in the buffers, or by the engine while it copies them. Combined bytes are compared
+//! by the engine in the addends. The result of an all-reduce, which is the same on all ranks, is announced with a later
+//! operation of the group.
 //!
-//! The checksum has 64 bits: that other bytes have the same is as likely as one in 2^64, however many bits have changed.
+//! The checksum has 64 bits. Different bytes have the same checksum with a probability of 2^-64, however many bits have
+//! changed.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -14,47 +16,48 @@ use crate::checksum::{Checksums, Reading, checksum};
 use crate::operation::Signature;
 use crate::{Buffer, Label, Operation, Seal, Source};
 
-/// What ranks compare of each other, beyond the labels and lengths that they always do.
+/// What ranks compare, in addition to labels and lengths.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Check {
-    /// The calls alone: kind, label, parts, reduction and root of each operation.
+    /// Only the calls: kind, label, parts, reduction and root of each operation.
     #[default]
     Calls,
-    /// And the bytes: what a rank gets is what the others gave, to the bit, what all ranks get of an all-reduce is the
-    /// same, and what a rank holds from one operation to another stays as it was written. A difference is an
+    /// The calls and the bytes. A rank must receive exactly the bytes that the others gave, all ranks must get the same
+    /// result of an all-reduce, and a value that a rank holds between operations must not change. A difference is an
     /// [`Error::Altered`](crate::Error::Altered), an [`Error::Disagreement`](crate::Error::Disagreement), an
     /// [`Error::AlteredAtRest`](crate::Error::AlteredAtRest) or an [`Error::Diverged`](crate::Error::Diverged).
     ///
-    /// Costs a checksum of what travels, on both sides, and two of what lies. All ranks of a launch must ask for it.
+    /// Costs a checksum of the data that travels, on both sides, and two of the data at rest. All ranks of a launch
+    /// must request it.
     Agreement,
 }
 
-/// The number of results that wait for other ranks' at most: those that a rank has discarded never come.
+/// The maximum number of results that wait for other ranks' results. Results that a rank has discarded never arrive.
 const MOST_OPEN: usize = 4096;
 
-/// The bit of a number that says that it is a value's: no group comes to so many operations.
+/// The bit that marks the number of a value. No group reaches so many operations.
 const VALUE: u64 = 1 << 63;
 
-/// The checksums that a rank tells all others with a claim.
+/// The checksums that a rank sends to all others with a claim.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Checks {
-    /// Of each part that the rank gives, for rank 0 of the group, then for rank 1, and so on. Empty without
+    /// Checksums of each part that the rank gives, for rank 0 of the group, then for rank 1, and so on. Empty without
     /// [`Check::Agreement`].
     pub(crate) given: Vec<u64>,
-    /// Of results that the rank has got since its last claim, and of values that all ranks hold: the number of the
-    /// operation or of the value, and the checksum.
+    /// Checksums of results that the rank has received since its last claim, and of values that all ranks hold: the
+    /// number of the operation or of the value, and the checksum.
     pub(crate) results: Vec<(u64, u64)>,
 }
 
-/// A part whose bytes are not those that a rank gave.
+/// A part whose bytes differ from the bytes that a rank gave.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct AlteredPart {
     /// The rank of the group that gave it.
     pub(crate) from: usize,
     /// Its index among the parts.
     pub(crate) part: usize,
-    /// The seal that it was given with and what it is, if it was no longer that in the giver's memory when it was read.
+    /// The seal of the source and its description, if the giver's memory no longer matched the seal when it was read.
     pub(crate) at_rest: Option<Arc<(Seal, Label)>>,
 }
 
@@ -70,15 +73,15 @@ impl AlteredPart {
 }
 
 impl Checks {
-    /// Returns the checksums of what a rank gives each rank of a group. Of a source that is given whole, that of its seal
-    /// `if trusts_seals`; otherwise all is read.
+    /// Returns the checksums of the bytes that a rank gives each rank of a group. `if trusts_seals`, a source that is
+    /// given whole uses the checksum of its seal; otherwise all bytes are read.
     pub(crate) fn of_given(
         signature: &Signature,
         (rank, size): (usize, usize),
         sources: &[Source],
         trusts_seals: bool,
     ) -> Vec<u64> {
-        // Most operations give all ranks the same: that is read once.
+        // Most operations give all ranks the same bytes, which are read once.
         let mut last: Vec<Option<(Range<usize>, u64)>> = vec![None; sources.len()];
         let mut given = Vec::with_capacity(size * sources.len());
         for to in 0..size {
@@ -101,8 +104,8 @@ impl Checks {
         given
     }
 
-    /// Returns the checksums of what rank `to` of the group has of part `part` of `num_parts`, which the ranks have told in
-    /// pieces; `None` if they have not.
+    /// Returns the checksums of part `part` of `num_parts` on rank `to` of the group, joined from the pieces that the
+    /// ranks have announced; `None` if they have not.
     pub(crate) fn joined<'a>(
         told: impl Iterator<Item = (&'a Self, usize)>,
         (to, num_parts): (usize, usize),
@@ -116,15 +119,15 @@ impl Checks {
         pieces.map(Checksums::of_pieces)
     }
 
-    /// Returns the checksums that the rank has told of what it gives rank `to`, one for each of its parts; `None` if it has
-    /// told none.
+    /// Returns the checksums that the rank has announced for rank `to`, one for each of its parts; `None` if it has
+    /// announced none.
     pub(crate) fn told_to(&self, to: usize, num_parts: usize) -> Option<&[u64]> {
         let start = to * num_parts;
         self.given.get(start..start + num_parts)
     }
 
-    /// Compares what rank `to` of the group has of a rank, part by part, with what that rank has told. Returns the
-    /// first part that differs.
+    /// Compares the parts that rank `to` of the group has received from a rank with that rank's announced checksums.
+    /// Returns the first part that differs.
     pub(crate) fn first_altered<'a>(
         &self,
         to: usize,
@@ -135,7 +138,7 @@ impl Checks {
         pairs.position(|(told, bytes)| *told != checksum(bytes))
     }
 
-    /// Compares what lies in the buffers of rank `to` with what rank `from` has told.
+    /// Compares the contents of the buffers of rank `to` with the checksums that rank `from` has announced.
     pub(crate) fn first_misplaced(
         &self,
         signature: &Signature,
@@ -153,24 +156,25 @@ impl Checks {
     }
 }
 
-/// The results of a group that are the same on all its ranks, and other values that must be, as one rank knows them.
+/// One rank's view of the results and values that must be the same on all ranks of a group.
 #[derive(Debug, Default)]
 pub(crate) struct Replicas {
-    /// What this rank has yet to tell.
+    /// Checksums that this rank has yet to announce.
     untold: Vec<(u64, u64)>,
-    /// What not all ranks have told, by the number of the operation or of the value.
+    /// Checksums that not all ranks have announced, by the number of the operation or of the value.
     open: BTreeMap<u64, Open>,
 }
 
 #[derive(Debug)]
 struct Open {
     held: Option<Held>,
-    /// What each rank has told and others have not yet, the earliest first: a value may be told again before all have.
+    /// Checksums that each rank has announced and others have not yet, the earliest first. A value may be announced
+    /// again before all ranks have announced it.
     checksums: Vec<VecDeque<u64>>,
 }
 
 impl Open {
-    /// Returns what all ranks have told, if the last of them has.
+    /// Returns the checksums of all ranks, once the last rank has announced its own.
     fn take(&mut self) -> Option<Vec<u64>> {
         let is_there = self.checksums.iter().all(|told| !told.is_empty());
         let mut told = self.checksums.iter_mut();
@@ -178,25 +182,25 @@ impl Open {
     }
 }
 
-/// What all ranks of a group must hold alike.
+/// Something that all ranks of a group must hold alike.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Held {
     /// The result of an operation.
     Result(Operation),
-    /// Another value, in words.
+    /// Another value, by its description.
     Value(Label),
 }
 
-/// The ranks of a group that hold something else than most.
+/// The ranks of a group that differ from the majority.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Difference {
-    /// What they hold, if this rank knows.
+    /// The result or value, if this rank knows it.
     pub(crate) held: Option<Held>,
     pub(crate) ranks: Vec<usize>,
 }
 
 impl Replicas {
-    /// Keeps the checksums of the result of an operation, one for each part, to be told as one.
+    /// Keeps the checksums of the result of an operation, one for each part, to be announced as one checksum.
     pub(crate) fn hold(&mut self, operation: &Operation, size: usize, checksums: &[Checksums]) {
         let mut together = Reading::default();
         let parts = checksums.iter().map(Checksums::together);
@@ -205,7 +209,8 @@ impl Replicas {
         self.keep((operation.sequence, together.finalize()), size, held);
     }
 
-    /// Keeps the checksum of a value, to be told. Ranks tell of one value under one number, which is that of no operation.
+    /// Keeps the checksum of a value, to be announced. Ranks use the same number for a value. It is never the number of
+    /// an operation.
     pub(crate) fn hold_value(&mut self, told: (u64, u64), size: usize, what: Label) {
         let (number, checksum) = told;
         self.keep((number | VALUE, checksum), size, Held::Value(what));
@@ -216,12 +221,12 @@ impl Replicas {
         self.open(told.0, size).held = Some(held);
     }
 
-    /// Returns what this rank has yet to tell.
+    /// Takes the checksums that this rank has yet to announce.
     pub(crate) fn take_untold(&mut self) -> Vec<(u64, u64)> {
         std::mem::take(&mut self.untold)
     }
 
-    /// Hears what a rank has told; returns the first difference.
+    /// Processes the checksums that a rank has announced and returns the first difference.
     pub(crate) fn hear(
         &mut self,
         from: usize,
@@ -256,7 +261,7 @@ impl Replicas {
     }
 }
 
-/// Returns the ranks that say something else than most: all of them, if no more than half say the same.
+/// Returns the ranks that differ from the majority; all ranks if no majority agrees.
 fn minority(told: &[u64]) -> Vec<usize> {
     let count = |one: u64| told.iter().filter(|other| **other == one).count();
     let most = told
@@ -288,7 +293,7 @@ mod tests {
         replicas.hold(&operation(3), 3, &[Checksums::of(&[5])]);
         let told = replicas.take_untold();
         assert_eq!(replicas.hear(0, 3, &told), None);
-        // Another operation between, which all agree on.
+        // Another operation in between, on which all agree.
         for rank in 0..3 {
             assert_eq!(replicas.hear(rank, 3, &[(4, 9)]), None);
         }
@@ -324,7 +329,7 @@ mod tests {
         assert!(joined.are_of(&bytes) && joined.whole().is_none());
     }
 
-    /// What was told last before a pause is heard with what comes after it.
+    /// The last announcement before a pause is processed together with the ones after it.
     #[test]
     fn values_of_one_number_are_compared_in_the_order_in_which_they_are_told() {
         let mut replicas = Replicas::default();

@@ -1,4 +1,4 @@
-//! The wait for a change that another thread makes.
+//! Waiting for a change that another thread makes.
 
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -7,25 +7,25 @@ use std::time::{Duration, Instant};
 use crate::lock::lock;
 use crate::patience::Patience;
 
-/// The number of looks before other threads may run: some 5 us, as the processor's pause between
-/// two looks is up to 50 ns. A peer that waits for this very core pays for every one of them.
+/// The number of looks before the thread yields, about 5 us: the processor's pause between two looks takes up to 50 ns.
+/// A peer that waits for this core pays for every look.
 const SPINS: usize = 100;
 
-/// The time of looks between which other threads may run, before going to sleep. Being woken takes
-/// 50 to 150 us; sleeping for less than a few of those would cost more than it spares.
+/// The time during which the thread yields between looks, before it goes to sleep. Being woken takes 50 to 150 us, so
+/// sleeping for less than a few of those would cost more than it saves.
 const YIELD_FOR: Duration = Duration::from_millis(1);
 
 /// The place where threads sleep until something in the world has changed.
 ///
 /// # Memory ordering
 ///
-/// A thread that changes something rings afterwards; a thread that waits looks after it has said
-/// that it sleeps. With a sequentially consistent fence between the two steps on both sides, either
-/// the ringer sees the sleeper or the sleeper sees the change. A ringer that sees a sleeper takes
-/// the lock, so it cannot ring between the sleeper's look and its sleep.
+/// A thread that makes a change rings afterwards. A waiting thread first registers as a sleeper and then looks. A
+/// sequentially consistent fence between the two steps on both sides guarantees that the ringer sees the sleeper or the
+/// sleeper sees the change. A ringer that sees a sleeper takes the lock, so it cannot ring between the sleeper's look
+/// and its sleep.
 #[derive(Debug, Default)]
 pub(crate) struct Bell {
-    /// Those who look or sleep.
+    /// Threads that look or sleep.
     num_waiters: AtomicUsize,
     num_sleepers: AtomicUsize,
     lock: Mutex<()>,
@@ -33,7 +33,7 @@ pub(crate) struct Bell {
 }
 
 impl Bell {
-    /// Wakes all who wait, to look at what the caller has changed.
+    /// Wakes all waiting threads so that they look for the caller's change.
     pub(crate) fn ring(&self) {
         fence(Ordering::SeqCst);
         if self.num_sleepers.load(Ordering::Relaxed) > 0 {
@@ -42,7 +42,7 @@ impl Bell {
         }
     }
 
-    /// Returns true if somebody waits.
+    /// Returns true if a thread is waiting.
     #[cfg_attr(
         not(feature = "mpi"),
         allow(
@@ -54,8 +54,8 @@ impl Bell {
         self.num_waiters.load(Ordering::Relaxed) > 0
     }
 
-    /// Waits until `look` gives something; `None` if it still gives nothing when the deadline has
-    /// passed, as [`Patience`] counts it.
+    /// Waits until `look` returns something; `None` if it still returns nothing when the deadline has passed, as
+    /// [`Patience`] measures it.
     pub(crate) fn wait_for<T>(
         &self,
         deadline: Duration,
@@ -92,7 +92,7 @@ impl Bell {
         let mut guard = lock(&self.lock);
         self.num_sleepers.fetch_add(1, Ordering::Relaxed);
         let found = loop {
-            // The time before the look: what came late is found all the same.
+            // The time before the look, so a late change is found anyway.
             let sleep = patience.spend(Instant::now());
             fence(Ordering::SeqCst);
             let found = look();

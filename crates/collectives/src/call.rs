@@ -1,4 +1,4 @@
-//! The arguments of one rank's call, checked before the peers hear of it.
+//! The arguments of one rank's call, checked before the peers see it.
 
 use crate::contract::Share;
 use crate::group::Contribution;
@@ -6,7 +6,7 @@ use crate::operation::{Extent, OperationKind, Signature};
 use crate::pending::Pending;
 use crate::{Buffer, Error, Label, ProcessGroup, Reduction, Source};
 
-/// A call in the making: each step checks what it adds.
+/// A call under construction: each step checks what it adds.
 pub(crate) struct Call<'a> {
     group: &'a ProcessGroup,
     signature: Signature,
@@ -45,7 +45,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Adds the parts: what this rank gives, of which tensors.
+    /// Adds the parts: the tensors, and the bytes of them that this rank gives.
     pub(crate) fn parts(
         mut self,
         parts: impl IntoIterator<Item = (Source, Extent)>,
@@ -63,7 +63,7 @@ impl<'a> Call<'a> {
                     return Err(self.argument(argument, expected, got));
                 }
             }
-            // Widest of the input and any output, so that no later size can overflow.
+            // The widest of the input and any output, so no later size can overflow.
             let across = extent.across.map_or(1, |across| across.num_elements());
             let num_elements = extent.partition.num_elements().checked_mul(across);
             let num_bytes = num_elements.and_then(|len| len.checked_mul(size_of::<f64>()));
@@ -89,7 +89,7 @@ impl<'a> Call<'a> {
         Ok(self)
     }
 
-    /// Adds the buffers for what this rank gets.
+    /// Adds the buffers for this rank's results.
     pub(crate) fn receive(mut self, into: Vec<Buffer>) -> Result<Self, Error> {
         let gets = self.signature.gets(self.group.rank());
         let num_buffers = if gets == Share::None {

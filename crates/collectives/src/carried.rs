@@ -1,4 +1,4 @@
-//! What a rank's operations carried, for those who compare runs.
+//! The checksums of the data that a rank's operations carried, for comparing runs.
 
 use std::fmt;
 
@@ -10,16 +10,16 @@ use crate::Operation;
 pub struct Carried {
     /// The operation.
     pub operation: Operation,
-    /// The step that the rank was in, as given to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step), if it
-    /// was.
+    /// The step of the rank, as given to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step), if it was
+    /// given.
     pub step: Option<u64>,
-    /// Of what the rank gave: of each part, for rank 0 of the group, then for rank 1, and so on.
+    /// Checksums of the bytes that the rank gave: of each part, for rank 0 of the group, then for rank 1, and so on.
     pub given: Vec<u64>,
-    /// Of what the rank got: of each part.
+    /// Checksums of the bytes that the rank got: of each part.
     pub got: Vec<u64>,
 }
 
-/// Somebody who is told of each operation of a rank when it has ended.
+/// A callback that is called for each operation of a rank when it has ended.
 pub(crate) struct Watcher(Box<dyn FnMut(Carried) + Send>);
 
 impl Watcher {

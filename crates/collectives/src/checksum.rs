@@ -1,5 +1,5 @@
-//! The checksum by which ranks compare bytes: XXH3 of 64 bits, which reads what is in a core's cache several times faster than
-//! memory gives it, so that comparing costs little more than reading.
+//! The checksum with which ranks compare bytes: XXH3 with 64 bits. It reads data in a core's cache several times faster
+//! than memory delivers it, so comparing costs little more than reading.
 
 use std::hash::Hasher;
 
@@ -10,7 +10,7 @@ pub(crate) fn checksum(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
 }
 
-/// The checksum of bytes that are read one stretch after another.
+/// The checksum of bytes that are read in consecutive stretches.
 #[derive(Default)]
 pub(crate) struct Reading(XxHash3_64);
 
@@ -24,8 +24,8 @@ impl Reading {
     }
 }
 
-/// The checksums of some bytes that lie side by side, each of a piece. What several ranks have told of their pieces is known of the
-/// whole without reading it.
+/// The checksums of consecutive pieces of some bytes. If several ranks have announced the checksums of their pieces,
+/// the checksums of the whole are known without reading it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Checksums(Vec<Piece>);
 
@@ -41,14 +41,14 @@ impl Checksums {
         Self::of_pieces([(bytes.len(), checksum(bytes))])
     }
 
-    /// Returns the checksums of pieces of these lengths.
+    /// Returns the checksums of pieces with these lengths.
     pub(crate) fn of_pieces(pieces: impl IntoIterator<Item = (usize, u64)>) -> Self {
         let pieces = pieces.into_iter().filter(|(len, _)| *len > 0);
         let piece = |(len, checksum)| Piece { len, checksum };
         Self(pieces.map(piece).collect())
     }
 
-    /// Returns true if these are the bytes.
+    /// Returns true if the bytes match.
     pub(crate) fn are_of(&self, bytes: &[u8]) -> bool {
         let mut rest = bytes;
         let mut is_of = |piece: &Piece| {

@@ -1,7 +1,7 @@
-//! The contract of each collective operation: who gives, who gets, and what travels between them.
+//! The contract of each collective operation: who gives, who gets, and the data that travels between them.
 //!
-//! Whatever else knows about the kinds of operations follows from here: the lengths that a call must
-//! have, what an engine moves from where to where, what a tool counts.
+//! All other knowledge about the kinds of operations follows from here: the lengths that a call must have, the bytes
+//! that an engine moves between ranks, and the numbers that a tool counts.
 
 use std::ops::Range;
 
@@ -15,7 +15,7 @@ pub struct Contract {
     pub gives: Role,
     /// The ranks that get, and how much of each tensor.
     pub gets: Role,
-    /// True if what the ranks give is combined. Otherwise it is put side by side.
+    /// True if the ranks' data is combined. Otherwise it is concatenated.
     pub reduces: bool,
 }
 
@@ -57,7 +57,7 @@ pub enum Share {
 }
 
 impl OperationKind {
-    /// Returns what the operation asks of its ranks.
+    /// Returns the operation's requirements on its ranks.
     pub fn contract(self) -> Contract {
         use Share::{Across, Full, Own};
         use Who::{All, Nobody, Others, Root};
@@ -106,20 +106,20 @@ impl Extent {
         }
     }
 
-    /// Returns the elements that rank `from` gives rank `to`, as a range of what `from` gives.
+    /// Returns the elements that rank `from` gives rank `to`, as a range of the elements that `from` gives.
     fn given(&self, contract: &Contract, from: usize, to: usize) -> Range<usize> {
         match (contract.gives.share, contract.gets.share, self.across) {
             (Share::Own, Share::Across, Some(across)) => {
                 scaled(across.range(to), self.partition.len(from))
             }
             (Share::Full, Share::Own, _) => self.partition.range(to),
-            // Combined slice by slice; the slices are put side by side afterwards.
+            // Combined slice by slice; the slices are concatenated afterwards.
             (Share::Full, Share::Full, _) if contract.reduces => self.partition.range(to),
             (share, ..) => 0..self.share_len(share, from),
         }
     }
 
-    /// Returns the elements that rank `from` gives rank `to`, as a range of what `to` gets.
+    /// Returns the elements that rank `from` gives rank `to`, as a range of the elements that `to` gets.
     fn placed(&self, contract: &Contract, from: usize, to: usize) -> Range<usize> {
         match (contract.gives.share, contract.gets.share, self.across) {
             (Share::Own, Share::Across, Some(across)) => {
@@ -138,9 +138,9 @@ fn scaled(range: Range<usize>, by: usize) -> Range<usize> {
 /// The bytes of one part that travel from one rank to another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Route {
-    /// Their range in the source of the rank that gives.
+    /// Range in the source of the rank that gives.
     pub(crate) given: Range<usize>,
-    /// Their range in the buffer of the rank that gets, of operations that do not combine.
+    /// Range in the buffer of the rank that gets, for operations that do not combine.
     pub(crate) placed: Range<usize>,
 }
 
@@ -155,14 +155,14 @@ impl Signature {
         self.kind.contract().gets.share_of(rank, self.root)
     }
 
-    /// Returns true if anything travels from one rank to another. A rank gives to itself, too.
+    /// Returns true if anything travels from one rank to another. A rank also gives to itself.
     pub(crate) fn travels(&self, from: usize, to: usize) -> bool {
         self.gives(from) != Share::None && self.gets(to) != Share::None
     }
 
     /// Returns the bytes of each part that rank `from` gives rank `to`; none if nothing travels.
     ///
-    /// Of an all-reduce these are the addends of the slice that falls to `to`.
+    /// For an all-reduce these are the addends of the slice that is assigned to `to`.
     pub(crate) fn routes(&self, from: usize, to: usize) -> Vec<Route> {
         if !self.travels(from, to) {
             return Vec::new();

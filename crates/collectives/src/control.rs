@@ -1,7 +1,7 @@
-//! Deadlines and failures: the knowledge that a group has of its ranks beside the bytes that they send.
+//! Deadlines and failures: a group's knowledge of its ranks, in addition to the bytes that they send.
 //!
-//! All of this is the same for every engine. An engine moves bytes, rings the world's bell when
-//! something that a rank may wait for has changed, and carries [`News`] between processes.
+//! All of this is the same for every engine. An engine moves bytes, rings the world's bell when something changes that
+//! a rank may wait for, and carries [`News`] between processes.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -13,10 +13,10 @@ use crate::{Error, LedgerReport, Operation, Stage};
 /// The number of the failure domain of all ranks.
 pub(crate) const WORLD_DOMAIN: u64 = u64::MAX;
 
-/// A failure domain: groups that fail together, and how long their ranks wait for each other.
+/// A failure domain: groups that fail together, and the time that their ranks wait for each other.
 ///
-/// The world is one. A group that was [isolated](crate::ProcessGroup::isolate) begins another inside
-/// of it: what fails in there stays in there, what fails outside ends it too.
+/// The world is one domain. An [isolated](crate::ProcessGroup::isolate) group begins another one inside it. A failure
+/// inside stays there, and a failure outside also ends the inner domain.
 #[derive(Debug)]
 pub(crate) struct Control {
     pub(crate) world: Arc<World>,
@@ -24,7 +24,7 @@ pub(crate) struct Control {
     /// The number of this domain, the same on all its ranks.
     domain: u64,
     deadline: Duration,
-    /// The first failure; with it the domain has ended.
+    /// The first failure; it ends the domain.
     failure: OnceLock<Failure>,
 }
 
@@ -40,9 +40,9 @@ pub(crate) struct Failure {
 
 /// The event that a rank waits for.
 pub(crate) struct Wait<'a> {
-    /// A function that returns true if it has come about.
+    /// Returns true if the event has happened.
     pub(crate) is_over: &'a dyn Fn() -> bool,
-    /// A function that returns the ranks of the world that have yet to do their part.
+    /// Returns the ranks of the world that have yet to do their part.
     pub(crate) missing: &'a dyn Fn() -> Vec<usize>,
     /// The part that they have yet to do.
     pub(crate) stage: Stage,
@@ -69,7 +69,7 @@ impl Control {
         })
     }
 
-    /// Makes a domain inside of this one.
+    /// Makes a domain inside this one.
     pub(crate) fn isolate(self: &Arc<Self>, domain: u64, deadline: Duration) -> Arc<Self> {
         Arc::new(Self {
             world: self.world.clone(),
@@ -86,7 +86,7 @@ impl Control {
         self.domain
     }
 
-    /// Ends the domain, unless it has ended already, and tells all its ranks.
+    /// Ends the domain, unless it has already ended, and tells all its ranks.
     pub(crate) fn fail(&self, rank: usize, reason: String) {
         if self.has_failed(rank, reason.clone()) {
             let domain = self.domain;
@@ -98,7 +98,7 @@ impl Control {
         }
     }
 
-    /// Ends the domain for the ranks of this process, unless it has ended already: `true` if not.
+    /// Ends the domain for the ranks of this process. Returns true if the domain had not already ended.
     pub(crate) fn has_failed(&self, rank: usize, reason: String) -> bool {
         let mut is_first = false;
         let failure = self.failure.get_or_init(|| {
@@ -116,7 +116,7 @@ impl Control {
         is_first
     }
 
-    /// Returns the failure that has ended the domain, or one around it, if any.
+    /// Returns the failure that has ended this domain or one around it, if any.
     pub(crate) fn failure(&self) -> Option<&Failure> {
         let outer = || self.outer.as_ref().and_then(|outer| outer.failure());
         self.failure.get().or_else(outer)
@@ -139,7 +139,7 @@ impl Control {
         }
     }
 
-    /// Waits until it is over, a rank fails or leaves, or the deadline passes. Errors end the domain.
+    /// Waits until the event happens, a rank fails or leaves, or the deadline passes. Errors end the domain.
     pub(crate) fn wait(&self, wait: &Wait<'_>) -> Result<(), Error> {
         let look = || {
             if (wait.is_over)() {
@@ -148,7 +148,7 @@ impl Control {
             if self.failure().is_some() {
                 return Some(Outcome::Failed);
             }
-            // What a rank has started comes to its end without it.
+            // Operations that a departed rank has started complete without it.
             let left = match wait.stage {
                 Stage::Start => self.world.left(wait.missing),
                 Stage::Finish => None,
@@ -159,7 +159,7 @@ impl Control {
         // Only a wait that has lasted for a tenth of the deadline costs more than its looks.
         let soon = self.deadline / 10;
         let mut outcome = bell.wait_for(soon, look);
-        // Until this returns: an error has ended the domain by then.
+        // Lives until this returns; an error has ended the domain by then.
         let _told = outcome.is_none().then(|| Told::new(self, wait));
         if outcome.is_none() {
             outcome = bell.wait_for(self.deadline - soon, look);
@@ -195,8 +195,8 @@ impl Control {
         error
     }
 
-    /// Returns the last operations of the ranks: before the domain ended, if it has. One report
-    /// serves all ranks, since each is as long as there are ranks.
+    /// Returns the last operations of the ranks, as of the end of the domain if it has ended. All ranks share one
+    /// report, because its length is proportional to the number of ranks.
     pub(crate) fn report(&self) -> LedgerReport {
         match self.failure() {
             Some(failure) => failure.ledger.clone(),
@@ -205,7 +205,7 @@ impl Control {
     }
 }
 
-/// A wait that all ranks have been told of, until it is over.
+/// A wait that was announced to all ranks, until it is over.
 struct Told<'a> {
     control: &'a Control,
     rank: usize,
@@ -227,7 +227,7 @@ impl<'a> Told<'a> {
 
 impl Drop for Told<'_> {
     fn drop(&mut self) {
-        // After a failure it stays: it says what the rank did when all ended.
+        // After a failure it stays, to report what the rank did when everything ended.
         if self.control.failure().is_none() {
             self.control.world.wait_of(self.rank, None);
         }

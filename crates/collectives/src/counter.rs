@@ -1,10 +1,10 @@
-//! Counting the operations of a piece of a program.
+//! The number of operations in a piece of a program.
 
 use std::fmt;
 
 use crate::{OperationCounts, OperationKind, ProcessGroup};
 
-/// Counts the operations that this rank starts on some groups, from its making on.
+/// Counts the operations that this rank starts on some groups, from its creation on.
 ///
 /// ```
 /// use burn_fsdp_collectives::{CommCounter, OperationKind, ProcessGroup};
@@ -23,7 +23,7 @@ pub struct CommCounter {
 }
 
 impl CommCounter {
-    /// Starts counting. Give each group once: a clone is the same group.
+    /// Starts counting. Pass each group once: a clone is the same group.
     pub fn new<'a>(groups: impl IntoIterator<Item = &'a ProcessGroup>) -> Self {
         let groups = groups.into_iter();
         Self {
@@ -33,7 +33,7 @@ impl CommCounter {
         }
     }
 
-    /// Starts counting anew.
+    /// Restarts the count.
     pub fn reset(&mut self) {
         for (group, before) in &mut self.groups {
             *before = group.counts();
@@ -56,12 +56,11 @@ impl CommCounter {
             .map(move |entry| (&entry.0, since(entry)))
     }
 
-    /// Asserts how many operations of each kind have come on all groups together; of a kind that is
-    /// not named, none.
+    /// Asserts the number of operations of each kind on all groups together. A kind that is not listed must have none.
     ///
     /// # Panics
     ///
-    /// If another number came, with all that was counted.
+    /// If a number differs. The message lists everything that was counted.
     #[track_caller]
     pub fn expect(&self, expected: &[(OperationKind, u64)]) {
         let counts = self.counts();

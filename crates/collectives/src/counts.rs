@@ -25,8 +25,8 @@ impl Add for Tally {
     }
 }
 
-/// The operations that a rank has started on a group, by kind. A snapshot: to count what happens
-/// between two moments, take one at each and subtract with [`since`](Self::since).
+/// The operations that a rank has started on a group, by kind. This is a snapshot: to count the operations between two
+/// moments, take one at each and subtract with [`since`](Self::since).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct OperationCounts([Tally; OperationKind::ALL.len()]);
 
@@ -43,7 +43,7 @@ impl OperationCounts {
             .fold(Tally::default(), |total, tally| total + *tally)
     }
 
-    /// Returns what has been added since an earlier snapshot of the same group.
+    /// Returns the operations added since an earlier snapshot of the same group.
     pub fn since(&self, earlier: &Self) -> Self {
         let mut counts = *self;
         for (tally, earlier) in counts.0.iter_mut().zip(&earlier.0) {

@@ -33,7 +33,7 @@ impl ElementType {
         }
     }
 
-    /// Returns true if this is a floating-point type: only those are scaled by reductions.
+    /// Returns true for floating-point types. Reductions scale only these.
     pub const fn is_float(self) -> bool {
         matches!(self, Self::F64 | Self::F32 | Self::F16 | Self::BF16)
     }

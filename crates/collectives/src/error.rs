@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use crate::{Fault, LedgerReport, Moment, Operation};
 
-/// The reason why an operation did not give its result. Ranks are ranks of the world.
+/// The reason why an operation did not return its result. Rank numbers are ranks of the world.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A call of this rank that cannot be right, whatever the others do. It took no part in the operation.
+    /// An invalid call of this rank, regardless of the other ranks. The rank took no part in the operation.
     #[error(
         "rank {rank}: in {operation}, {argument} should be {expected} but is {got}; correct this rank's call"
     )]
@@ -26,8 +26,8 @@ pub enum Error {
         got: String,
     },
 
-    /// Different operations of the ranks of a group, or the same one with different tensors. Every
-    /// rank that waits gets this error.
+    /// Different operations on the ranks of a group, or the same operation with different tensors. Every waiting rank
+    /// gets this error.
     #[error(
         "the ranks of group {group} differ in operation {sequence}: rank {rank} called {expected}; \
          rank {peer} called {got}; make all ranks of a group call the same operations in the same \
@@ -49,13 +49,12 @@ pub enum Error {
         ledger: LedgerReport,
     },
 
-    /// A rank that panicked, returned an error or met one of these errors before this operation was
-    /// complete.
+    /// A rank that panicked, returned an error or met one of these errors before this operation was complete.
     #[error(
         "{operation} cannot complete because rank {rank} failed: {reason}; see to that failure first; {ledger}"
     )]
     PeerFailed {
-        /// The rank that failed first of all.
+        /// The rank that failed first.
         rank: usize,
         /// The reason of its failure.
         reason: String,
@@ -65,7 +64,7 @@ pub enum Error {
         ledger: LedgerReport,
     },
 
-    /// A rank that returned from its closure while others still wait for it.
+    /// A rank that returned from its closure while others were still waiting for it.
     #[error(
         "rank {rank} returned without starting {operation}; make all ranks of a group call the same \
          operations before they return; {ledger}"
@@ -79,7 +78,7 @@ pub enum Error {
         ledger: LedgerReport,
     },
 
-    /// Ranks that did not come within the deadline.
+    /// Ranks that did not arrive within the deadline.
     #[error(
         "rank {rank} waited {deadline:?} for ranks {missing:?} to {stage} {operation}{}; see below what \
          they did instead, or set a longer deadline (LaunchConfig::deadline, or that of the isolated \
@@ -89,12 +88,12 @@ pub enum Error {
     Timeout {
         /// The rank that waited.
         rank: usize,
-        /// The ranks that did not come.
+        /// The ranks that did not arrive.
         missing: Vec<usize>,
-        /// The ranks that the wait was for in the end: ranks that are missing may have waited themselves,
-        /// for ranks that waited in turn. None if all waited for each other.
+        /// The ranks at the end of the chain of waits. Missing ranks may themselves have waited for ranks that waited
+        /// in turn. Empty if all waited for each other.
         ends: Vec<usize>,
-        /// The part that they had to do.
+        /// The part of the operation that the missing ranks had to do.
         stage: Stage,
         /// The operation that this rank called.
         operation: Box<Operation>,
@@ -104,7 +103,7 @@ pub enum Error {
         ledger: LedgerReport,
     },
 
-    /// Bytes that are not those that their rank gave, with [`Check::Agreement`](crate::Check::Agreement).
+    /// Bytes that differ from the bytes that their rank gave, with [`Check::Agreement`](crate::Check::Agreement).
     #[error(
         "{}rank {rank} got other bytes of rank {peer} for tensor {part} of {operation} than rank {peer} had when it \
          called; the memory of one of the two or the link between them is faulty: go on from the last checkpoint \
@@ -114,9 +113,9 @@ pub enum Error {
     Altered {
         /// The operation.
         operation: Box<Operation>,
-        /// The step, as given to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step), if it was.
+        /// The step, as given to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step), if it was given.
         step: Option<u64>,
-        /// The rank that got the bytes.
+        /// The rank that received the bytes.
         rank: usize,
         /// The rank that gave them.
         peer: usize,
@@ -126,8 +125,8 @@ pub enum Error {
         ledger: LedgerReport,
     },
 
-    /// A result that is not the same on all ranks, although all got the same operation's, with
-    /// [`Check::Agreement`](crate::Check::Agreement). Found in a later operation of the group.
+    /// A result that differs between the ranks although all received the result of the same operation, with
+    /// [`Check::Agreement`](crate::Check::Agreement). Detected in a later operation of the group.
     #[error(
         "{}ranks {ranks:?} hold another result of {operation} than most ranks of the group, or no two hold the same; \
          the memory of one of them or its link is faulty: go on from the last checkpoint without that machine; {ledger}",
@@ -138,15 +137,15 @@ pub enum Error {
         operation: Box<Operation>,
         /// The step in which it was found.
         step: Option<u64>,
-        /// The ranks that hold another result than most; all, if no more than half hold the same.
+        /// The ranks whose result differs from the majority's; all ranks if no majority agrees.
         ranks: Vec<usize>,
         /// The last operations of the ranks.
         ledger: LedgerReport,
     },
 
-    /// A value of a rank whose bytes have changed while nobody wrote them, with
-    /// [`Check::Agreement`](crate::Check::Agreement): in its memory, between two of its operations. Found by the rank itself or
-    /// by one that reads it there.
+    /// A value whose bytes have changed in a rank's memory between two of its operations although nobody wrote them,
+    /// with [`Check::Agreement`](crate::Check::Agreement). Detected by the rank itself or by a rank that reads the
+    /// value there.
     #[error(
         "{}rank {rank} finds other bytes in {what} than were there {written}, and nobody has written them until now, \
          {found}; the memory of rank {rank} is faulty: go on from the last checkpoint without that machine; {ledger}",
@@ -157,7 +156,7 @@ pub enum Error {
         what: String,
         /// The rank that holds it.
         rank: usize,
-        /// The moment at which the value was written, or last looked at.
+        /// The moment at which the value was written or last checked.
         written: Box<Moment>,
         /// The moment at which the change was found.
         found: Box<Moment>,
@@ -165,8 +164,8 @@ pub enum Error {
         ledger: LedgerReport,
     },
 
-    /// A value that all ranks hold and that is not the same on all of them, with
-    /// [`Check::Agreement`](crate::Check::Agreement). Found in the operation after the one with which the ranks told of it.
+    /// A replicated value that differs between the ranks, with [`Check::Agreement`](crate::Check::Agreement). Detected
+    /// in the operation after the one with which the ranks announced the value.
     #[error(
         "{}ranks {ranks:?} hold other bytes in {what} than most ranks of the group, or no two hold the same; one of them \
          has computed it wrongly, or its memory is faulty: go on from the last checkpoint without that machine; {ledger}",
@@ -177,20 +176,20 @@ pub enum Error {
         what: String,
         /// The step in which it was found.
         step: Option<u64>,
-        /// The ranks that hold other bytes than most; all, if no more than half hold the same.
+        /// The ranks whose bytes differ from the majority's; all ranks if no majority agrees.
         ranks: Vec<usize>,
         /// The last operations of the ranks.
         ledger: LedgerReport,
     },
 
-    /// A failure that was asked for; see [`Fault`].
+    /// A failure that was requested; see [`Fault`].
     #[error("it was told to fail, by the fault \"{fault}\"; remove the fault to run on")]
     Injected {
         /// The fault that was set.
         fault: Fault,
     },
 
-    /// A fault that cannot be understood.
+    /// A fault that cannot be parsed.
     #[error(
         "cannot read the fault \"{text}\": {problem}; write it as {}",
         Fault::SYNTAX
@@ -198,16 +197,16 @@ pub enum Error {
     InvalidFault {
         /// The text that was given.
         text: String,
-        /// The reason why it cannot be read.
+        /// The reason why it cannot be parsed.
         problem: String,
     },
 
-    /// A mesh that does not have as many ranks as the group.
+    /// A mesh whose number of ranks differs from the group's.
     #[error(
         "the mesh {mesh} has {mesh_size} ranks, but group \"{group}\" has {group_size}; make the product of its axes {group_size}"
     )]
     MeshSize {
-        /// The mesh, as it prints.
+        /// The mesh, as it is displayed.
         mesh: String,
         /// Ranks of the mesh.
         mesh_size: usize,

@@ -4,11 +4,11 @@ use std::hash::{Hash, Hasher};
 
 use siphasher::sip::SipHasher13;
 
-/// A hash that ranks tell each other: SipHash-1-3 with a key of zeros.
+/// A hash that ranks exchange: SipHash-1-3 with a key of zeros.
 ///
-/// The hasher of the standard library is of an algorithm that may change with its version, and ranks need
-/// not be of one build. Here numbers are hashed as little-endian bytes, `usize` as a `u64`; slices of numbers
-/// wider than a byte are hashed as the machine has them.
+/// The algorithm of the standard library's hasher may change with its version, and ranks may come from different
+/// builds. Here numbers are hashed as little-endian bytes, and `usize` as a `u64`. Slices of numbers wider than a byte
+/// are hashed in the machine's representation.
 ///
 /// ```
 /// use burn_fsdp_collectives::Fingerprint;
@@ -20,7 +20,7 @@ use siphasher::sip::SipHasher13;
 pub struct Fingerprint(SipHasher13);
 
 impl Fingerprint {
-    /// Returns the fingerprint of nothing yet.
+    /// Returns the fingerprint of no values.
     pub fn new() -> Self {
         Self::default()
     }
@@ -67,7 +67,7 @@ impl Hasher for Fingerprint {
 mod tests {
     use super::*;
 
-    /// Every version of this crate must give these.
+    /// Every version of this crate must return these hashes.
     #[test]
     fn the_algorithm_is_fixed() {
         assert_eq!(Fingerprint::new().finish(), 0xd1fb_a762_150c_532c);

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 /// The identity of a group: its launch, and its ranks in their order. Cheap to clone.
 ///
-/// Groups with the same id give the same results, so this and not the name tells whether two groups
-/// are one. Ids are compared within one rank; of two ranks, compare the members.
+/// Groups with the same id give the same results, so compare ids and not names to tell whether two groups are the same.
+/// Ids are compared within one rank; across ranks, compare the members.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct GroupId {
-    /// Number of the launch, which no other launch of the process has.
+    /// Number of the launch, unique in the process.
     world: u64,
     members: Arc<[usize]>,
 }

@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 /// The name that a caller gives an operation or a group, such as `blocks.3 unshard`. Cheap to clone.
 ///
-/// It is printed in errors and ledgers, and the ranks of a group must use the same label for the
-/// same operation.
+/// Errors and ledgers print it, and the ranks of a group must use the same label for the same operation.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Label(Arc<str>);
 

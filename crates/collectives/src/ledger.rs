@@ -11,7 +11,7 @@ use crate::waits::LongWait;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EntryState {
-    /// An operation that has started, and was not waited for to its end yet.
+    /// An operation that has started and has not yet been waited for to its end.
     Started,
     /// An operation whose result this rank has.
     Done,
@@ -58,7 +58,7 @@ impl fmt::Display for LedgerEntry {
 #[derive(Debug, Clone, Default)]
 pub struct Ledger {
     entries: VecDeque<LedgerEntry>,
-    /// Number of operations ever recorded.
+    /// Number of operations recorded in total.
     num_recorded: u64,
 }
 
@@ -71,12 +71,12 @@ impl Ledger {
         self.entries.iter()
     }
 
-    /// Returns the number of operations that this rank ever started.
+    /// Returns the number of operations that this rank has started in total.
     pub fn num_recorded(&self) -> u64 {
         self.num_recorded
     }
 
-    /// Adds an operation, dropping the oldest if full; returns the number to [`settle`](Self::settle).
+    /// Adds an operation and drops the oldest if full. Returns the number to [`settle`](Self::settle).
     pub(crate) fn record(&mut self, operation: Operation, bytes: usize) -> u64 {
         if self.entries.len() == Self::CAPACITY {
             self.entries.pop_front();
@@ -90,7 +90,7 @@ impl Ledger {
         self.num_recorded - 1
     }
 
-    /// Notes what became of an operation, if it is still kept.
+    /// Records the outcome of an operation, if it is still kept.
     pub(crate) fn settle(&mut self, number: u64, state: EntryState) {
         let oldest = self.num_recorded - self.entries.len() as u64;
         let index = number
@@ -116,8 +116,8 @@ impl fmt::Display for Ledger {
     }
 }
 
-/// The last operations of the ranks of the world at the moment of a failure, of those of this
-/// process. Cheap to clone.
+/// The last operations of the ranks of the world at the moment of a failure, for the ranks of this process. Cheap to
+/// clone.
 #[derive(Debug, Clone)]
 pub struct LedgerReport(Arc<[Known]>);
 
@@ -127,12 +127,12 @@ struct Known {
     entries: Vec<LedgerEntry>,
     /// True if the rank lives in this process.
     is_here: bool,
-    /// What the rank said that it waits for.
+    /// The wait that the rank has announced.
     wait: Option<LongWait>,
 }
 
 impl LedgerReport {
-    /// The most operations of each rank that are reported.
+    /// The maximum number of operations reported for each rank.
     pub const PER_RANK: usize = 4;
 
     pub(crate) fn new(ranks: impl Iterator<Item = (Option<Ledger>, Option<LongWait>)>) -> Self {
@@ -144,8 +144,8 @@ impl LedgerReport {
         Self(ranks.map(known).collect())
     }
 
-    /// Returns the last operations of each rank, oldest first, by rank of the world; none of a rank
-    /// of another process.
+    /// Returns the last operations of each rank, oldest first, by rank of the world. The list of a rank of another
+    /// process is empty.
     pub fn ranks(&self) -> impl ExactSizeIterator<Item = &[LedgerEntry]> {
         self.0.iter().map(|known| known.entries.as_slice())
     }

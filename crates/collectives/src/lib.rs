@@ -1,21 +1,20 @@
 //! Process groups and collective operations of burn-fsdp.
 //!
-//! - [`launch()`] starts ranks as threads of this process, or takes the processes of a launcher of MPI; each gets its end of the world's
-//!   [`ProcessGroup`].
-//! - A [`ProcessGroup`] offers the collective operations, blocking or as [`Pending`] handles, and
-//!   [`split`](ProcessGroup::split)s into smaller groups. A [`ProcessMesh`] has one per mesh axis.
-//! - Operations read [`Source`]s and fill [`Buffer`]s of the rank's [`BufferPool`]. They take lists
-//!   of [`Part`]s, so that many tensors travel in one operation.
-//! - [`ProcessGroup::fake`] is one rank of many on a single thread, and a [`CommCounter`] counts what
-//!   it does: for tests of programs that communicate.
-//! - Reductions add up in rank order: the bits of a result depend on the values and on the size of
-//!   the group alone.
-//! - A rank that fails, differs or does not come turns the operations of all others into an
-//!   [`Error`] that says who, where and why, with the last operations of every rank from their
-//!   [`Ledger`]s. Nothing hangs and no wrong number is handed out. With [`Check::Agreement`] that holds for
-//!   bytes that a faulty memory or link has changed, too.
+//! - [`launch()`] starts ranks as threads of this process, or uses the processes that an MPI launcher has started. Each
+//!   rank gets its end of the world's [`ProcessGroup`].
+//! - A [`ProcessGroup`] offers the collective operations, either blocking or as [`Pending`] handles. It can be
+//!   [`split`](ProcessGroup::split) into smaller groups. A [`ProcessMesh`] has one group per mesh axis.
+//! - Operations read [`Source`]s and fill [`Buffer`]s of the rank's [`BufferPool`]. They take lists of [`Part`]s, so
+//!   one operation can carry many tensors.
+//! - [`ProcessGroup::fake`] is one rank of many on a single thread, and a [`CommCounter`] counts its operations. Both
+//!   are for tests of programs that communicate.
+//! - Reductions add in rank order: the bits of a result depend only on the values and on the size of the group.
+//! - If a rank fails, calls something else or does not arrive, the operations of all other ranks return an [`Error`].
+//!   It tells which rank failed, where and why, and lists the last operations of every rank from their [`Ledger`]s.
+//!   Nothing hangs and no wrong number is handed out. With [`Check::Agreement`] this also holds for bytes that faulty
+//!   memory or a faulty link has changed.
 //!
-//! The crate knows bytes, element types and ranks. It knows nothing of Burn, parameters or models.
+//! The crate deals with bytes, element types and ranks. It does not depend on Burn, parameters or models.
 //!
 //! ```
 //! use burn_fsdp_collectives::{
@@ -36,10 +35,10 @@
 //! assert_eq!(results, [[0, 10, 20], [0, 10, 20]]);
 //! # Ok::<(), burn_fsdp_collectives::LaunchError>(())
 //! ```
-// MPI is a C library: `mpi/wire.rs` and `mpi/landing.rs` call it. Nothing else is unsafe.
+// MPI is a C library, called by `mpi/wire.rs` and `mpi/landing.rs`. Nothing else is unsafe.
 #![cfg_attr(not(feature = "mpi"), forbid(unsafe_code))]
 
-// The tests of the contract name the crate as its users do.
+// The contract tests refer to the crate by the name that its users see.
 #[cfg(test)]
 extern crate self as burn_fsdp_collectives;
 

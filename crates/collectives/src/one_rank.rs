@@ -1,25 +1,24 @@
-//! Groups of which one rank is there: the one that is alone, and the one whose peers are made up.
+//! Groups with a single existing rank: a group of one, and a group with simulated peers.
 
 use std::time::Duration;
 
 use crate::{Check, ProcessGroup, fake, local};
 
 impl ProcessGroup {
-    /// Returns the group of a rank that is alone: its operations never wait. For code that takes a
-    /// group, on a single rank and without [`launch`](crate::launch()).
+    /// Returns a group with a single rank, whose operations never wait. For code that takes a group, on one rank and
+    /// without [`launch`](crate::launch()).
     pub fn solo() -> Self {
         local::groups(1, Duration::MAX, Check::Calls).swap_remove(0)
     }
 
-    /// Returns rank `rank` of a group of `size` ranks of which no other exists, for tests and measurements on
-    /// one thread: operations are counted, checked and given buffers as among real peers, and never wait.
+    /// Returns rank `rank` of a group of `size` ranks in which no other rank exists. It is for tests and measurements
+    /// on one thread. Operations are counted, checked and given buffers as among real peers, and never wait.
     ///
-    /// The other ranks are taken to contribute what this one does. An all-gather puts this rank's
-    /// shard in every rank's place as far as it fits, the rest is zero; a reduction combines `size`
-    /// copies; notes and exchanges come back `size` times. What another rank would have sent, as the
-    /// root of a broadcast or a scatter, is zero: rank 0 has real initial values.
-    /// [`split`](Self::split) finds that all ranks have chosen alike; [`ProcessMesh`](crate::ProcessMesh)
-    /// makes groups of the right sizes.
+    /// The other ranks are assumed to contribute the same as this one. An all-gather puts this rank's shard in every
+    /// rank's place as far as it fits; the rest is zero. A reduction combines `size` copies. Notes and exchanges are
+    /// returned `size` times. Data that another rank would have sent, as the root of a broadcast or a scatter, is zero;
+    /// rank 0 has real initial values. In a [`split`](Self::split) all ranks make the same choice;
+    /// [`ProcessMesh`](crate::ProcessMesh) makes groups of the right sizes.
     ///
     /// # Panics
     ///

@@ -10,7 +10,7 @@ use crate::{ElementType, Label, Reduction};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum OperationKind {
-    /// A gather on every rank: the whole of tensors of which each holds a shard.
+    /// A gather on every rank: each rank gets the full tensors, of which each rank holds a shard.
     AllGather,
     /// A reduction: every rank gets its shard of the combination of all ranks' tensors.
     ReduceScatter,
@@ -20,11 +20,11 @@ pub enum OperationKind {
     Broadcast,
     /// A distribution: every rank gets its shard of the tensors of the root.
     Scatter,
-    /// A gather on the root: the whole of tensors of which each rank holds a shard.
+    /// A gather on the root: the root gets the full tensors, of which each rank holds a shard.
     Gather,
-    /// A change of dim: of tensors of which each rank holds a shard along one dim, it gets its shard along another.
+    /// A change of dim: each rank gives its shard along one dim and gets its shard along another.
     AllToAll,
-    /// A meeting: no rank goes on before all have come.
+    /// A synchronisation point: no rank continues before all have arrived.
     Barrier,
     /// A message to all: every rank gets the bytes of every rank.
     Exchange,
@@ -88,7 +88,7 @@ impl fmt::Display for Operation {
     }
 }
 
-/// Type and cut of a tensor, which all ranks must agree on.
+/// The type and partition of a tensor, which all ranks must agree on.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Extent {
     pub(crate) element: ElementType,
@@ -98,7 +98,7 @@ pub(crate) struct Extent {
 }
 
 impl Extent {
-    /// Returns the number of elements of the whole tensor; `start` has checked that their bytes can be counted.
+    /// Returns the number of elements of the whole tensor. `start` has checked that their bytes can be counted.
     pub(crate) fn num_elements(&self) -> usize {
         let across = self.across.map_or(1, |across| across.num_elements());
         self.partition.num_elements() * across
@@ -139,7 +139,7 @@ impl Signature {
             .fold(0, usize::saturating_add)
     }
 
-    /// Returns how the two differ, in words for the one and the other, or `None` if they agree.
+    /// Returns the difference as the corresponding texts of the two signatures, or `None` if they agree.
     pub(crate) fn difference(&self, other: &Self) -> Option<(String, String)> {
         if self == other {
             return None;

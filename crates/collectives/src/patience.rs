@@ -2,15 +2,15 @@
 
 use std::time::{Duration, Instant};
 
-/// The parts into which a deadline is cut.
+/// The number of slices of a deadline.
 const SLICES: u32 = 10;
 
 /// The rest of a deadline, of which at most one slice is spent at a time.
 ///
-/// The clock also runs while the whole machine stands still: a stopped process, a suspended virtual
-/// machine. To the rank that waits such a pause is one very long look at the clock, and costs it one
-/// slice, as long as its peers were stopped with it. After the deadline one more slice is granted:
-/// the peer may have been woken after the rank that waits.
+/// The clock also runs while the whole machine is suspended: a stopped process, a suspended virtual machine. For a
+/// waiting rank such a pause is one very long interval between two looks at the clock. It costs one slice if the peers
+/// were stopped at the same time. After the deadline one more slice is granted, because the peer may have been woken
+/// after the waiting rank.
 #[derive(Debug, Clone)]
 pub(crate) struct Patience {
     left: Duration,
@@ -19,7 +19,7 @@ pub(crate) struct Patience {
 }
 
 impl Patience {
-    /// Returns the whole of a deadline, counted from `now` on.
+    /// Returns a full deadline, counted from `now`.
     pub(crate) fn new(deadline: Duration, now: Instant) -> Self {
         let slice = deadline / SLICES;
         Self {
@@ -29,8 +29,8 @@ impl Patience {
         }
     }
 
-    /// Counts the time since the last look, and says how long to sleep at most before the next one;
-    /// zero when the patience has come to its end.
+    /// Subtracts the time since the last look and returns the maximum time to sleep before the next one; zero when the
+    /// deadline has passed.
     pub(crate) fn spend(&mut self, now: Instant) -> Duration {
         let passed = now.saturating_duration_since(self.seen).min(self.slice);
         self.seen = now;

@@ -16,16 +16,14 @@ use crate::lock::lock;
 use crate::rank_state::RankState;
 use crate::{Buffer, Carried, CommStage, Error, Moment, Operation, OperationKind, Seal, Stage};
 
-/// An operation that this rank has started and not yet waited for. It owns the operation's sources
-/// and buffers.
+/// An operation that this rank has started and not yet waited for. It owns the operation's sources and buffers.
 ///
-/// With the `local` engine the transfer itself runs inside [`wait`](Self::wait), on the calling
-/// thread: starting early lets peers finish early, it does not move bytes in the background.
-/// Pending operations can be waited for in any order, and a wait depends on nothing but that every
-/// rank of the group *starts* the operation.
+/// With the `local` engine the transfer itself runs inside [`wait`](Self::wait), on the calling thread. Starting early
+/// lets peers finish early, but does not move bytes in the background. Pending operations can be waited for in any
+/// order. A wait depends only on every rank of the group *starting* the operation.
 ///
-/// Dropping it unfinished discards it: this rank's part is complete, the peers get their results as
-/// if it had been waited for, and this rank's buffers go back to their pool.
+/// Dropping it unfinished discards it. This rank's part is then complete, the peers get their results as if this rank
+/// had waited, and its buffers go back to their pool.
 #[must_use = "an operation that is dropped is discarded: wait for it"]
 pub struct Pending<T = Received> {
     peers: Peers,
@@ -59,7 +57,7 @@ impl<T> Pending<T> {
         }
     }
 
-    /// Returns the operation that this is.
+    /// Returns the identity of the operation.
     pub fn operation(&self) -> &Operation {
         &self.entry.operation
     }
@@ -68,23 +66,23 @@ impl<T> Pending<T> {
     ///
     /// # Errors
     ///
-    /// [`Error::Mismatch`], [`Error::PeerFailed`], [`Error::PeerLeft`] or [`Error::Timeout`], at the
-    /// latest a tenth after the group's deadline plus the transfer itself.
+    /// [`Error::Mismatch`], [`Error::PeerFailed`], [`Error::PeerLeft`] or [`Error::Timeout`], at the latest a tenth
+    /// after the group's deadline plus the transfer itself.
     pub fn wait(mut self) -> Result<T, Error> {
         let start = Instant::now();
         let received = self.receive();
         self.settle(received, start)
     }
 
-    /// Waits until this rank's result is there, all peers have finished or discarded the operation,
-    /// and its references to the sources are dropped: if it held the last ones, their memory is free.
+    /// Waits until this rank's result is there, all peers have finished or discarded the operation, and its references
+    /// to the sources are dropped. If it held the last references, their memory is then free.
     ///
-    /// Peers finish when *they* wait. Where several operations are pending, all ranks must therefore
-    /// wait for them in the same order.
+    /// Peers finish when *they* wait. If several operations are pending, all ranks must therefore wait for them in the
+    /// same order.
     ///
     /// # Errors
     ///
-    /// As [`wait`](Self::wait); the deadline holds for both halves.
+    /// As [`wait`](Self::wait); the deadline applies to each half.
     pub fn wait_released(mut self) -> Result<T, Error> {
         let start = Instant::now();
         let received = self.receive().and_then(|received| {
@@ -94,16 +92,16 @@ impl<T> Pending<T> {
         self.settle(received, start)
     }
 
-    /// Returns true if all ranks have started the operation, or it has failed: then [`wait`](Self::wait) waits
-    /// for no rank that is busy elsewhere.
+    /// Returns true if all ranks have started the operation, or it has failed. [`wait`](Self::wait) then does not wait
+    /// for ranks that are busy elsewhere.
     pub fn is_ready(&self) -> bool {
         self.flight.is_there(Awaited::Claims) || self.peers.control.failure().is_some()
     }
 
-    /// Drops the operation, and says so: this rank does not want the result.
+    /// Drops the operation explicitly: this rank does not want the result.
     pub fn discard(self) {}
 
-    /// Waits for the claims of all ranks, checks that they agree, and receives: the same on every engine.
+    /// Waits for the claims of all ranks, checks that they agree, and receives. The same for every engine.
     fn receive(&mut self) -> Result<Received, Error> {
         self.until(Awaited::Claims)?;
         self.compare()?;
@@ -139,8 +137,8 @@ impl<T> Pending<T> {
         })
     }
 
-    /// Compares the claims of all ranks with the first one: every rank compares the same, so all
-    /// find the same difference.
+    /// Compares the claims of all ranks with the first one. Every rank compares the same claims, so all find the same
+    /// difference.
     fn compare(&self) -> Result<(), Error> {
         let first = &self.flight.claim(0).signature;
         let difference = (1..self.peers.id.members().len()).find_map(|rank| {
@@ -162,7 +160,8 @@ impl<T> Pending<T> {
         Err(control.end_with(self.peers.world_rank, error))
     }
 
-    /// Compares the bytes that this rank has got with what the others have told of them, if ranks do, and seals them.
+    /// Compares the received bytes with the checksums that the other ranks have announced, if ranks compare bytes, and
+    /// seals them.
     fn verify(&mut self, buffers: &[Buffer]) -> Result<Vec<Seal>, Error> {
         let Some(replicas) = &self.peers.replicas else {
             return Ok(Vec::new());
@@ -203,7 +202,8 @@ impl<T> Pending<T> {
         }
     }
 
-    /// Returns the checksums of each buffer: of what was put side by side and compared, from what the ranks have told.
+    /// Returns the checksums of each buffer. For concatenated and compared bytes they come from the announced
+    /// checksums.
     fn checksums(&self, buffers: &[Buffer]) -> Vec<Checksums> {
         let own = self.peers.rank;
         let signature = &self.flight.claim(own).signature;
@@ -225,7 +225,7 @@ impl<T> Pending<T> {
         buffers.iter().enumerate().map(checksums).collect()
     }
 
-    /// Tells what the operation carried to whoever wants to know.
+    /// Passes the checksums of the operation to the watcher, if there is one.
     fn tell_watcher(&self, checks: &Checks, buffers: &[Buffer]) {
         let Entry {
             rank, operation, ..
@@ -307,8 +307,8 @@ impl<T> Pending<T> {
         control.end_with(*world_rank, error)
     }
 
-    /// Turns a withdrawal into the failure of the domain: what a rank shows stays until all have
-    /// read it, unless the domain has failed.
+    /// Turns a withdrawal into the failure of the domain. Published sources stay until all ranks have read them, unless
+    /// the domain has failed.
     fn there<U>(&self, read: Result<U, Withdrawn>) -> Result<U, Error> {
         read.or_else(|Withdrawn| {
             let operation = &self.entry.operation;
@@ -341,20 +341,20 @@ impl<T> fmt::Debug for Pending<T> {
     }
 }
 
-/// The ranks that an operation is one of, and what is known of them.
+/// The group of an operation as this rank knows it.
 pub(crate) struct Peers {
     pub(crate) id: GroupId,
     /// This rank in the group, and in the world.
     pub(crate) rank: usize,
     pub(crate) world_rank: usize,
     pub(crate) control: Arc<Control>,
-    /// The results that all must hold alike, where ranks compare bytes.
+    /// The results that all ranks must hold alike, where ranks compare bytes.
     pub(crate) replicas: Option<Arc<Mutex<Replicas>>>,
-    /// The end of the group: its engine stays as long as an operation on it is under way.
+    /// The end of the group, kept so that its engine lives as long as an operation on it is in progress.
     pub(crate) _end: Arc<dyn Any + Send + Sync>,
 }
 
-/// A pending operation's line in its rank's ledger.
+/// A pending operation's entry in its rank's ledger.
 pub(crate) struct Entry {
     rank: Arc<RankState>,
     operation: Operation,
@@ -364,7 +364,7 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
-    /// Writes the line.
+    /// Adds the entry.
     pub(crate) fn new(rank: Arc<RankState>, operation: Operation, bytes: usize) -> Self {
         let number = lock(&rank.ledger).record(operation.clone(), bytes);
         Self {
@@ -381,7 +381,7 @@ impl Entry {
         self.settle(EntryState::Failed);
     }
 
-    /// Sets what the line will say.
+    /// Sets the state that the entry will get.
     fn settle(&mut self, state: EntryState) {
         self.state = state;
     }

@@ -6,14 +6,13 @@ use std::sync::{Arc, Mutex};
 
 use crate::lock::lock;
 
-/// A pool that hands out [`Buffer`]s, takes their memory back and counts the bytes alive. Cheap to
-/// clone: all clones are the one pool of a rank.
+/// A pool that hands out [`Buffer`]s, takes their memory back and counts the live bytes. Cheap to clone: all clones are
+/// the same pool.
 ///
-/// Large memory that comes fresh from the system costs a page fault for every 4 KiB at its first
-/// use, more than the transfer into it. The pool therefore keeps the memory of dropped buffers for
-/// the next buffer of the same size. It never holds more, used and kept together, than was in use
-/// at once at its peak: where keeping would exceed that, the memory kept longest is given back to
-/// the system.
+/// Large memory that comes fresh from the system costs a page fault for every 4 KiB at its first use, more than the
+/// transfer into it. The pool therefore keeps the memory of dropped buffers for the next buffer of the same size. Used
+/// and kept memory together never exceed the peak of the memory in use. Where keeping would exceed that peak, the
+/// memory kept longest is returned to the system.
 #[derive(Clone, Default)]
 pub struct BufferPool(Arc<Mutex<Books>>);
 
@@ -23,26 +22,26 @@ struct Books {
     kept: VecDeque<Vec<u64>>,
     kept_words: usize,
     used_words: usize,
-    /// The most that `used_words` has been. Not reset: it bounds what is kept.
+    /// The maximum of `used_words`. Never reset, because it bounds the kept memory.
     most_used_words: usize,
-    /// Bytes of the buffers and accounts alive.
+    /// Bytes of live buffers and accounts.
     live_bytes: usize,
     peak_bytes: usize,
 }
 
 impl BufferPool {
-    /// Returns a pool of its own.
+    /// Returns a new, separate pool.
     pub fn new() -> Self {
         Self::default()
     }
 
     /// Returns a buffer of `len` bytes, aligned to 8 bytes.
     ///
-    /// Its contents are initialised but unspecified: zeros, or what an earlier buffer held.
+    /// Its contents are initialised but unspecified: zeros, or the contents of an earlier buffer.
     pub fn take(&self, len: usize) -> Buffer {
         let num_words = len.div_ceil(size_of::<u64>());
         let (recycled, evicted) = lock(&self.0).take(num_words, len);
-        // Not under the lock: giving large memory back to the system takes long.
+        // Not under the lock: returning large memory to the system takes long.
         drop(evicted);
         let words = recycled.unwrap_or_else(|| vec![0; num_words]);
         Buffer {
@@ -52,8 +51,8 @@ impl BufferPool {
         }
     }
 
-    /// Counts `len` bytes as alive until the account is dropped, without allocating: for memory
-    /// that belongs to this rank's operations but is owned elsewhere.
+    /// Counts `len` bytes as live until the account is dropped, without allocating. For memory that belongs to this
+    /// rank's operations but is owned elsewhere.
     pub fn account(&self, len: usize) -> Account {
         lock(&self.0).open(len);
         Account {
@@ -67,23 +66,23 @@ impl BufferPool {
         lock(&self.0).live_bytes
     }
 
-    /// Returns the most that `live_bytes` has been since the pool began or was last [`reset_peak`](Self::reset_peak).
+    /// Returns the maximum of `live_bytes` since the pool was made or [`reset_peak`](Self::reset_peak) was last called.
     pub fn peak_bytes(&self) -> usize {
         lock(&self.0).peak_bytes
     }
 
-    /// Starts to measure `peak_bytes` afresh, from what is alive now.
+    /// Restarts the measurement of `peak_bytes` from the bytes that are alive now.
     pub fn reset_peak(&self) {
         let mut books = lock(&self.0);
         books.peak_bytes = books.live_bytes;
     }
 
-    /// Returns the bytes of memory kept for coming buffers.
+    /// Returns the bytes of memory kept for future buffers.
     pub fn kept_bytes(&self) -> usize {
         lock(&self.0).kept_words * size_of::<u64>()
     }
 
-    /// Gives the memory kept for coming buffers back to the system.
+    /// Returns the memory kept for future buffers to the system.
     pub fn trim(&self) {
         let kept = lock(&self.0).take_kept();
         drop(kept);
@@ -91,12 +90,12 @@ impl BufferPool {
 }
 
 impl Books {
-    /// Returns memory for a buffer, if there is some of that size, and memory to free.
+    /// Returns memory of that size for a buffer, if there is any, and memory to free.
     fn take(&mut self, num_words: usize, len: usize) -> (Option<Vec<u64>>, Vec<Vec<u64>>) {
         self.open(len);
         self.used_words += num_words;
         self.most_used_words = self.most_used_words.max(self.used_words);
-        // From the back: the memory dropped last is the likeliest to be in the caches.
+        // From the back: the memory dropped last is most likely to be in the caches.
         let found = self.kept.iter().rposition(|words| words.len() == num_words);
         let recycled = found.and_then(|index| self.kept.remove(index));
         if recycled.is_some() {
@@ -119,7 +118,7 @@ impl Books {
         self.peak_bytes = self.peak_bytes.max(self.live_bytes);
     }
 
-    /// Takes out what is too much, the memory kept longest first.
+    /// Removes the excess, the memory kept longest first.
     fn evict(&mut self) -> Vec<Vec<u64>> {
         let mut evicted = Vec::new();
         while self.used_words + self.kept_words > self.most_used_words {
@@ -149,7 +148,7 @@ impl fmt::Debug for BufferPool {
     }
 }
 
-/// Bytes of a [`BufferPool`], aligned to 8 bytes. Dropping it gives the memory back to the pool.
+/// Bytes from a [`BufferPool`], aligned to 8 bytes. Dropping it returns the memory to the pool.
 pub struct Buffer {
     words: Vec<u64>,
     len: usize,
@@ -194,7 +193,7 @@ impl fmt::Debug for Buffer {
     }
 }
 
-/// Bytes that count as alive in a [`BufferPool`] until this is dropped.
+/// Bytes that count as live in a [`BufferPool`] until this is dropped.
 #[derive(Debug)]
 #[must_use = "dropping the account ends it"]
 pub struct Account {

@@ -8,8 +8,8 @@ use crate::{Error, ProcessGroup};
 
 /// A [`Mesh`] and this rank's process groups along each of its axes.
 ///
-/// In the mesh `replicate=2 x shard=4`, rank 6 has the group of ranks 4, 5, 6 and 7 along `shard` and
-/// that of ranks 2 and 6 along `replicate`. Cheap to clone.
+/// In the mesh `replicate=2 x shard=4`, rank 6 has the group of ranks 4, 5, 6 and 7 along `shard` and the group of
+/// ranks 2 and 6 along `replicate`. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct ProcessMesh {
     mesh: Mesh,
@@ -20,12 +20,12 @@ pub struct ProcessMesh {
 }
 
 impl ProcessMesh {
-    /// Lays out the ranks of `world` as a mesh. Collective over `world`: one split per axis, none for
-    /// an axis of all ranks, along which the group is `world` itself.
+    /// Arranges the ranks of `world` as a mesh. Collective over `world`: one split per axis, and none for an axis of
+    /// all ranks, along which the group is `world` itself.
     ///
     /// # Errors
     ///
-    /// [`Error::MeshSize`] if the mesh has not as many ranks as `world`; the errors of
+    /// [`Error::MeshSize`] if the numbers of ranks of the mesh and of `world` differ; the errors of
     /// [`ProcessGroup::split`].
     pub fn new(world: &ProcessGroup, mesh: Mesh) -> Result<Self, Error> {
         if mesh.size() != world.size() {
@@ -42,7 +42,7 @@ impl ProcessMesh {
             groups.push(if axis.size == world.size() {
                 world.clone()
             } else {
-                // The mesh says who the members are. That all ranks have the same is compared.
+                // The mesh determines the members. The ranks compare it, so all have the same mesh.
                 let members = mesh.ranks_along(&axis.name, world.rank())?;
                 let label = format!("split into {} of {mesh}", axis.name);
                 world.split_known(members, axis.name.as_str().into(), label)?
@@ -71,11 +71,11 @@ impl ProcessMesh {
         &self.coordinate
     }
 
-    /// Returns this rank's group along an axis: rank `i` of it has index `i` on the axis.
+    /// Returns this rank's group along an axis. Rank `i` of the group has index `i` on the axis.
     ///
     /// # Errors
     ///
-    /// [`Error::Mesh`] if the mesh has no such axis.
+    /// [`Error::Mesh`] if the mesh does not have such an axis.
     pub fn along(&self, axis: &str) -> Result<&ProcessGroup, Error> {
         self.mesh.axis(axis)?;
         let index = self
@@ -88,13 +88,14 @@ impl ProcessMesh {
     }
 }
 
-/// Ranks that a module can be sharded over: those of a [`ProcessMesh`], or of a [`ProcessGroup`], which are a line.
+/// Ranks that a module can be sharded over: the ranks of a [`ProcessMesh`], or of a [`ProcessGroup`], which form a
+/// line.
 pub trait AsMesh {
-    /// Returns the mesh. That of a group has one axis, of the name `axis`. No rank waits for another.
+    /// Returns the mesh. The mesh of a group has one axis, named `axis`. No rank waits for another.
     ///
     /// # Errors
     ///
-    /// [`Error::Mesh`] if no mesh of such an axis can be.
+    /// [`Error::Mesh`] if a mesh with such an axis is not valid.
     fn as_mesh(&self, axis: &str) -> Result<Cow<'_, ProcessMesh>, Error>;
 }
 

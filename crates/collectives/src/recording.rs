@@ -1,17 +1,17 @@
-//! The recording of what a rank's operations did when, for timelines of a step.
+//! The recording of the times of a rank's operations, for timelines of a step.
 
 use std::fmt;
 use std::time::Instant;
 
 use crate::Operation;
 
-/// The work of a rank in a span of time that belongs to an operation.
+/// The work of a rank during a span that belongs to an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CommStage {
     /// The start of the operation.
     Start,
-    /// The wait for the result; with the `local` engine, the rank moves the bytes meanwhile.
+    /// The wait for the result; with the `local` engine, the rank also moves the bytes.
     Wait,
 }
 

@@ -8,13 +8,12 @@ use crate::ElementType;
 
 /// The way in which the tensors of all ranks are combined into one.
 ///
-/// Each rank's element is widened (see below) and multiplied by `pre_scale`; the products are
-/// combined in rank order; the result is multiplied by `post_scale`, for [`ReduceOp::Mean`] also by
-/// one over the size of the group, and rounded once. The bits of the result therefore depend on
-/// the values and the size of the group alone.
+/// Each rank's element is widened (see below) and multiplied by `pre_scale`. The products are combined in rank order.
+/// The result is multiplied by `post_scale`, for [`ReduceOp::Mean`] also by one over the size of the group, and rounded
+/// once. The bits of the result therefore depend only on the values and the size of the group.
 ///
-/// `f32`, `f16` and `bf16` are widened to `f32`, `f64` stays `f64`. Integers wrap, and cannot be
-/// scaled. A NaN of any rank makes the result NaN, also for `Max` and `Min`.
+/// `f32`, `f16` and `bf16` are widened to `f32`; `f64` stays `f64`. Integers wrap and cannot be scaled. A NaN of any
+/// rank makes the result NaN, also for `Max` and `Min`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Reduction {
     /// The operation that combines elements.
@@ -23,8 +22,8 @@ pub struct Reduction {
     pub pre_scale: f64,
     /// The factor of the result before it is rounded.
     pub post_scale: f64,
-    /// Element type of the result; `None` for that of the addends. `f32`, `f16` and `bf16` can
-    /// become each other, every other type only itself.
+    /// Element type of the result; `None` for the type of the addends. `f32`, `f16` and `bf16` can be converted into
+    /// each other; every other type keeps its type.
     pub output: Option<ElementType>,
 }
 
@@ -34,9 +33,8 @@ impl Reduction {
         Self::new(ReduceOp::Sum)
     }
 
-    /// Returns the reduction to the sum over the ranks of the group, divided by `world`, which may
-    /// count more ranks than the group: the sum over the shards of a replicated model, say, before
-    /// that over replicas.
+    /// Returns the reduction to the sum over the ranks of the group, divided by `world`. `world` may count more ranks
+    /// than the group: for example, the sum over the shards of a replicated model, before the sum over the replicas.
     ///
     /// `world` 0 counts as 1.
     pub fn mean(world: usize) -> Self {
@@ -65,13 +63,13 @@ impl Reduction {
         }
     }
 
-    /// Multiplies every addend by `factor`, on top of what was set before.
+    /// Multiplies every addend by `factor`, in addition to the factor set before.
     pub const fn pre_scaled(mut self, factor: f64) -> Self {
         self.pre_scale *= factor;
         self
     }
 
-    /// Multiplies the result by `factor`, on top of what was set before.
+    /// Multiplies the result by `factor`, in addition to the factor set before.
     pub const fn post_scaled(mut self, factor: f64) -> Self {
         self.post_scale *= factor;
         self
@@ -83,7 +81,7 @@ impl Reduction {
         self
     }
 
-    /// Returns the element type of the result of addends of this type.
+    /// Returns the element type of the result for addends of this type.
     pub fn output_of(&self, input: ElementType) -> ElementType {
         self.output.unwrap_or(input)
     }
@@ -93,7 +91,7 @@ impl Reduction {
         self.op == ReduceOp::Mean || self.pre_scale != 1.0 || self.post_scale != 1.0
     }
 
-    /// Returns why addends of this type cannot be combined so, or `None` if they can.
+    /// Returns the reason why addends of this type cannot be combined this way, or `None` if they can.
     pub(crate) fn objection(&self, input: ElementType) -> Option<String> {
         let output = self.output_of(input);
         let narrow = |element| element != ElementType::F64 && ElementType::is_float(element);
@@ -113,7 +111,7 @@ impl Reduction {
     }
 }
 
-/// Prints as `sum`, followed by what else it does: `sum of x 0.5 then x 0.25 as f32`.
+/// Prints as `sum`, followed by scaling and conversion: `sum of x 0.5 then x 0.25 as f32`.
 impl fmt::Display for Reduction {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.op)?;

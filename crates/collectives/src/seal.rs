@@ -1,26 +1,28 @@
-//! Seals: the checksums of values that lie in a rank's memory from one operation to another.
+//! Seals: the checksums of values that a rank keeps in memory between operations.
 
 use std::fmt;
 
 use crate::Operation;
 use crate::checksum::Checksums;
 
-/// The checksum of some bytes, and when it was taken. Who makes it with [`ProcessGroup::seal`](crate::ProcessGroup::seal)
-/// keeps it beside the bytes, and holds the bytes or has them to itself, so that nobody else writes over them; what
-/// [`ProcessGroup::check_seal`](crate::ProcessGroup::check_seal) then finds different has changed by itself.
+/// The checksum of some bytes, and the moment when it was computed. Made by
+/// [`ProcessGroup::seal`](crate::ProcessGroup::seal).
+///
+/// The owner keeps the seal with the bytes. It holds the bytes or owns them exclusively, so nobody else overwrites
+/// them. A difference that [`ProcessGroup::check_seal`](crate::ProcessGroup::check_seal) then finds is corruption.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seal {
     pub(crate) checksums: Checksums,
     pub(crate) written: Moment,
 }
 
-/// A moment in the life of a rank: a step, and the operation that it had started last.
+/// A moment in the life of a rank: a step, and the last operation that the rank had started.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Moment {
-    /// The step, as given to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step), if it was.
+    /// The step, as given to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step), if it was given.
     pub step: Option<u64>,
-    /// The operation that the rank had started last, on any group; `None` before its first.
+    /// The last operation that the rank had started, on any group; `None` before the first.
     pub after: Option<Operation>,
 }
 

@@ -1,4 +1,4 @@
-//! What a rank does with seals: takes them, looks at them, tells of them.
+//! A rank's operations on seals: creating, checking and announcing them.
 
 use crate::checksum::Checksums;
 use crate::{Error, Label, ProcessGroup, Seal};
@@ -11,8 +11,8 @@ impl ProcessGroup {
             .then(|| self.sealed(Checksums::of(bytes)))
     }
 
-    /// Looks whether bytes are those that were sealed, and ends the failure domain of the group if not. `what` says what
-    /// they are: their kind, the path of their parameter, their unit. Not collective.
+    /// Checks that bytes match their seal, and ends the failure domain of the group if they do not. `what` describes
+    /// the bytes: their kind, the path of their parameter, their unit. Not collective.
     ///
     /// # Errors
     ///
@@ -55,10 +55,10 @@ impl ProcessGroup {
         Err(control.end_with(rank, error))
     }
 
-    /// Tells the other ranks, with this rank's next operation on the group, of a value that all of them must hold alike:
-    /// those that hold something else than most are named by an [`Error::Diverged`] of the operation in which all have
-    /// told. `number` is equal on all ranks for one state of one value, and used for no other. Nothing happens where
-    /// ranks do not compare bytes.
+    /// Announces a value that all ranks must hold alike, with this rank's next operation on the group. If ranks differ
+    /// from the majority, the operation in which all ranks have announced it fails with an [`Error::Diverged`] that
+    /// names them. `number` must be equal on all ranks for one state of one value, and must not be used for anything
+    /// else. Does nothing where ranks do not compare bytes.
     pub fn tell_replica(&self, number: u64, seal: &Seal, what: impl FnOnce() -> Label) {
         if self.compares_bytes() {
             self.hold_value((number, seal.checksums.together()), what());

@@ -7,12 +7,12 @@ use crate::{Label, Seal};
 
 /// Shared, read-only bytes that an operation reads. Cheap to clone.
 ///
-/// The owner of the bytes stays alive until the last clone is dropped, so that peers can read
-/// them without ever touching freed memory. It must show the same bytes each time.
+/// The owner of the bytes stays alive until the last clone is dropped, so peers never read freed memory. The owner must
+/// return the same bytes each time.
 #[derive(Clone)]
 pub struct Source {
     owner: Arc<dyn AsRef<[u8]> + Send + Sync>,
-    /// The checksum that the bytes have, and what they are, if they were sealed.
+    /// The seal of the bytes and a description of them, if they were sealed.
     seal: Option<Arc<(Seal, Label)>>,
 }
 
@@ -22,14 +22,15 @@ impl Source {
         Self::from_arc(Arc::new(owner))
     }
 
-    /// Makes a source of the bytes of an owner that is shared already.
+    /// Makes a source of the bytes of an owner that is already shared.
     pub fn from_arc(owner: Arc<dyn AsRef<[u8]> + Send + Sync>) -> Self {
         Self { owner, seal: None }
     }
 
-    /// Returns the source with the seal of its bytes: an operation that gives them looks whether they are still those, when it
-    /// starts, or a gather of ranks that are threads when it reads them. If not, it is an
-    /// [`Error::AlteredAtRest`](crate::Error::AlteredAtRest) of `what`. Without a seal it stays as it is.
+    /// Returns the source with the seal of its bytes. An operation that gives the bytes checks them against the seal
+    /// when it starts; a gather between threads checks when it reads them. A difference is an
+    /// [`Error::AlteredAtRest`](crate::Error::AlteredAtRest) that names `what`. Without a seal the source stays as it
+    /// is.
     #[must_use]
     pub fn sealed(mut self, seal: Option<Seal>, what: impl FnOnce() -> Label) -> Self {
         self.seal = seal.map(|seal| Arc::new((seal, what())));
@@ -40,7 +41,7 @@ impl Source {
         self.seal.as_ref()
     }
 
-    /// Returns a source of no bytes.
+    /// Returns a source without bytes.
     pub fn empty() -> Self {
         Self::new([])
     }

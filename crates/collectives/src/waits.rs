@@ -1,4 +1,4 @@
-//! The waits of ranks that have lasted for a while: who waits for whom.
+//! The long waits of ranks: who waits for whom.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -6,12 +6,12 @@ use std::sync::Mutex;
 
 use crate::lock::lock;
 
-/// A wait that has lasted for a while. Ranks are those of the world.
+/// A wait that has lasted for a while. Rank numbers are ranks of the world.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct LongWait {
     /// The ranks waited for.
     pub(crate) missing: Vec<usize>,
-    /// Their part, and the operation.
+    /// The part that they have to do, and the operation.
     pub(crate) what: String,
 }
 
@@ -21,11 +21,11 @@ impl fmt::Display for LongWait {
     }
 }
 
-/// The long waits of the ranks of a world, as far as this process has heard of them.
+/// The long waits of the ranks of a world, as far as this process knows them.
 ///
-/// A rank that is stuck stops others, and these stop further ones: the rank that a deadline names is
-/// seldom the one at fault. Each rank says when a wait has lasted for a tenth of its deadline, so that
-/// when the deadline has passed the waits can be followed to those who wait for nobody.
+/// A stuck rank stops others, and these stop further ones, so the rank that a deadline names is seldom the one at
+/// fault. Each rank announces when a wait has lasted for a tenth of its deadline. When the deadline has passed, the
+/// waits can be followed to the ranks that wait for nobody.
 #[derive(Debug)]
 pub(crate) struct LongWaits(Mutex<Vec<Option<LongWait>>>);
 
@@ -34,7 +34,7 @@ impl LongWaits {
         Self(Mutex::new(vec![None; num_ranks]))
     }
 
-    /// Sets what a rank waits for; nothing if it goes on.
+    /// Sets the wait of a rank; `None` if the rank continues.
     pub(crate) fn set(&self, rank: usize, wait: Option<LongWait>) {
         if let Some(place) = lock(&self.0).get_mut(rank) {
             *place = wait;
@@ -45,8 +45,8 @@ impl LongWaits {
         lock(&self.0).clone()
     }
 
-    /// Returns the ranks that a wait of `rank` for `missing` leads to and that wait for nobody, in order;
-    /// none if all of them wait for each other.
+    /// Follows a wait of `rank` for `missing` to the ranks that wait for nobody, and returns them in order. Empty if
+    /// all of them wait for each other.
     pub(crate) fn ends(&self, rank: usize, missing: &[usize]) -> Vec<usize> {
         let waits = lock(&self.0);
         let mut seen = BTreeSet::from([rank]);
@@ -89,7 +89,7 @@ mod tests {
         assert_eq!(chain.ends(0, &[2]), [1]);
         assert_eq!(chain.ends(3, &[2, 0]), [1]);
         assert_eq!(chain.ends(3, &[2, 4]), [1, 4]);
-        // Not known yet to wait itself.
+        // Not yet known to be waiting itself.
         assert_eq!(chain.ends(1, &[4]), [4]);
     }
 
@@ -105,7 +105,7 @@ mod tests {
         let chain = waits(&[&[1], &[2], &[]]);
         chain.set(1, None);
         assert_eq!(chain.ends(0, &[1]), [1]);
-        // Of another world.
+        // A rank of another world.
         chain.set(7, None);
     }
 }

@@ -1,4 +1,4 @@
-//! The world: what the ranks of one launch share, whatever groups they are in.
+//! The world: the state that the ranks of one launch share, regardless of their groups.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::{Ledger, LedgerReport};
 /// The ranks of one launch, as this process sees them.
 #[derive(Debug)]
 pub(crate) struct World {
-    /// Number of the world, which no other world of the process has.
+    /// Number of the world, unique in the process.
     pub(crate) number: u64,
     /// The bell that wakes the waiting threads of this process.
     pub(crate) bell: Bell,
@@ -21,21 +21,21 @@ pub(crate) struct World {
     departed: Vec<AtomicBool>,
     num_departed: AtomicUsize,
     pub(crate) waits: LongWaits,
-    /// The state of each rank, if it lives in this process.
+    /// The state of each rank that lives in this process.
     ranks: Vec<Option<Arc<RankState>>>,
     messenger: Box<dyn Messenger>,
 }
 
-/// The way in which a process tells those of the other ranks what they cannot see.
+/// Notifies other processes of local events that they cannot observe.
 pub(crate) trait Messenger: fmt::Debug + Send + Sync {
-    /// Tells all other processes. Never waits for them.
+    /// Sends news to all other processes. Never waits for them.
     fn tell(&self, news: News);
 }
 
 /// The news that the processes of a world tell each other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum News {
-    /// A failure domain whose ranks fail together, for this reason.
+    /// A failure domain that has ended.
     Failed {
         /// The number of the domain; see [`Control`](crate::control::Control).
         domain: u64,
@@ -45,7 +45,7 @@ pub(crate) enum News {
     },
     /// A rank of the world that has returned.
     Departed(usize),
-    /// A rank of the world whose wait has lasted for a while, or that goes on after such a wait.
+    /// A rank of the world whose wait has lasted for a while, or that has continued after such a wait.
     Waits { rank: usize, wait: Option<LongWait> },
 }
 
@@ -58,7 +58,7 @@ impl Messenger for NobodyElse {
 }
 
 impl World {
-    /// Makes a world of the ranks given, with the state of each that lives here.
+    /// Makes a world of the given ranks, with the state of each rank that lives here.
     pub(crate) fn new(ranks: Vec<Option<Arc<RankState>>>, messenger: Box<dyn Messenger>) -> Self {
         static NUM_WORLDS: AtomicU64 = AtomicU64::new(0);
         Self {
@@ -77,24 +77,24 @@ impl World {
         self.ranks[rank].as_ref()
     }
 
-    /// Tells all other processes.
+    /// Sends news to all other processes.
     pub(crate) fn tell(&self, news: News) {
         self.messenger.tell(news);
     }
 
-    /// Says, here and elsewhere, that a rank of this process will start nothing more.
+    /// Announces, here and to the other processes, that a rank of this process will start nothing more.
     pub(crate) fn depart(&self, rank: usize) {
         self.has_departed(rank);
         self.tell(News::Departed(rank));
     }
 
-    /// Says, here and elsewhere, what a rank of this process has waited for for a while; nothing if it goes on.
+    /// Announces, here and to the other processes, a long wait of a rank of this process; `None` if the rank continues.
     pub(crate) fn wait_of(&self, rank: usize, wait: Option<LongWait>) {
         self.waits.set(rank, wait.clone());
         self.tell(News::Waits { rank, wait });
     }
 
-    /// Notes that a rank will start nothing more.
+    /// Records that a rank will start nothing more.
     pub(crate) fn has_departed(&self, rank: usize) {
         if !self.departed[rank].swap(true, Ordering::AcqRel) {
             self.num_departed.fetch_add(1, Ordering::AcqRel);
@@ -102,13 +102,14 @@ impl World {
         self.bell.ring();
     }
 
-    /// Returns a rank that will never do its part, of those that `missing` says have yet to do it.
+    /// Returns a rank that will never do its part, among the ranks that `missing` returns.
     pub(crate) fn left(&self, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
-        // Cheap first: this runs in a spin loop, and hardly any rank ever leaves early.
+        // The cheap check first: this runs in a spin loop, and hardly any rank ever leaves early.
         if self.num_departed.load(Ordering::Acquire) == 0 {
             return None;
         }
-        // Departed first, missing second: what a rank did before it departed is seen here.
+        // Reads `departed` first and calls `missing` second, so that everything a rank did before it departed is seen
+        // here.
         let departed: Vec<_> = self
             .departed
             .iter()
