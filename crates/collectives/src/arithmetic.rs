@@ -1,8 +1,8 @@
 //! Combining the tensors of several ranks into one, element by element.
 //!
-//! The result is made block by block, so that the accumulator stays in the fastest cache, and
-//! within a block rank by rank, so that every pass is a plain loop over slices. No element's result
-//! depends on the blocks, or on the threads that share them.
+//! The result is computed block by block, so that the accumulator stays in the fastest cache. Within a block it is
+//! computed rank by rank, so that every pass is a plain loop over slices. The result of an element does not depend on
+//! the blocks or on the threads that share them.
 
 use std::borrow::Cow;
 
@@ -18,14 +18,14 @@ use crate::{ElementType, Reduction};
 /// Elements of a block: an `f32` accumulator and its scratch are 8 KiB each.
 const BLOCK: usize = 2048;
 
-/// Bytes from which on work is shared with the other threads of the rank's pool. Below, waking them
+/// The number of bytes from which the work is shared with the other threads of the rank's pool. Below it, waking them
 /// costs more than they save.
 const SHARED_WORK: usize = 1 << 20;
 
-/// Bytes that one thread takes at a time, and elements likewise (a multiple of [`BLOCK`]).
+/// The number of bytes or elements that one thread takes at a time (a multiple of [`BLOCK`]).
 const PIECE: usize = 1 << 18;
 
-/// Copies `from` over `to`, which must be as long.
+/// Copies `from` over `to`, which must have the same length.
 pub(crate) fn copy(from: &[u8], to: &mut [u8]) {
     if is_shared(from.len()) {
         let pieces = to.par_chunks_mut(PIECE).zip(from.par_chunks(PIECE));
@@ -35,11 +35,11 @@ pub(crate) fn copy(from: &[u8], to: &mut [u8]) {
     }
 }
 
-/// Bytes that are read for their checksum while they are still near, in the core's own cache: from memory, reading them
-/// again would cost what moving them did.
+/// The number of bytes that are read for their checksum while they are in the core's own cache. Reading them again from
+/// memory would cost as much as moving them.
 const NEAR: usize = 1 << 15;
 
-/// Copies as [`copy`] does, and returns the checksum of what is there then.
+/// Copies as [`copy`] does, and returns the checksum of the copied bytes.
 pub(crate) fn copy_and_read(from: &[u8], to: &mut [u8]) -> u64 {
     if is_shared(from.len()) {
         copy(from, to);
@@ -55,12 +55,12 @@ pub(crate) fn copy_and_read(from: &[u8], to: &mut [u8]) -> u64 {
 
 /// The checksums of a reduction.
 pub(crate) struct Combined {
-    /// Of each addend, as it was when it was combined.
+    /// Checksum of each addend, as it was when it was combined.
     pub(crate) addends: Vec<u64>,
     pub(crate) result: u64,
 }
 
-/// Combines as [`reduce`] does, and returns the checksums of what was combined and of what came out.
+/// Combines as [`reduce`] does, and returns the checksums of the addends and of the result.
 pub(crate) fn reduce_and_read(
     reduction: &Reduction,
     input: ElementType,
@@ -96,10 +96,10 @@ pub(crate) fn reduce_and_read(
     }
 }
 
-/// Combines the addends, one byte slice of `input` elements per rank in rank order, into `out`, which
-/// must be aligned for its elements and have as many.
+/// Combines the addends, one byte slice of `input` elements per rank in rank order, into `out`. `out` must be aligned
+/// for its elements and have the same number of elements.
 ///
-/// The types must be those that [`Reduction::objection`] has none against.
+/// [`Reduction::objection`] must return none for the types.
 pub(crate) fn reduce(reduction: &Reduction, input: ElementType, addends: &[&[u8]], out: &mut [u8]) {
     use ElementType::*;
     let recipe = Recipe::new(reduction, addends.len());
@@ -126,8 +126,8 @@ pub(crate) fn reduce(reduction: &Reduction, input: ElementType, addends: &[&[u8]
     }
 }
 
-/// Returns true if the threads of the rank's pool share the work. The thread that owns MPI is in no pool, and works
-/// alone: the pool may be busy for as long as it likes, and rayon's global one is not the rank's.
+/// Returns true if the threads of the rank's pool share the work. The thread that owns MPI is not in a pool and works
+/// alone: the rank's pool may be busy for any length of time, and rayon's global pool does not belong to the rank.
 fn is_shared(num_bytes: usize) -> bool {
     num_bytes > SHARED_WORK
         && rayon::current_thread_index().is_some()
@@ -208,7 +208,7 @@ impl Recipe {
     }
 }
 
-/// Returns the elements behind bytes, copied only if the bytes are not aligned for them.
+/// Returns the elements in the bytes. Copies only if the bytes are not aligned for them.
 fn elements<E: Pod>(bytes: &[u8]) -> Cow<'_, [E]> {
     match bytemuck::try_cast_slice(bytes) {
         Ok(elements) => Cow::Borrowed(elements),
@@ -227,7 +227,7 @@ fn scale<W: Wide>(block: &[W], factor: W, out: &mut [W]) {
     }
 }
 
-/// Combines the first two addends; one pass instead of the two of [`scale`] and [`combine`].
+/// Combines the first two addends in one pass, instead of two passes of [`scale`] and [`combine`].
 fn combine_pair<W: Wide>(op: ReduceOp, [a, b]: [&[W]; 2], factor: W, sum: &mut [W]) {
     let each = sum
         .iter_mut()
@@ -257,26 +257,26 @@ fn combine<W: Wide>(op: ReduceOp, block: &[W], factor: W, sum: &mut [W]) {
 /// A type that results are accumulated in.
 trait Wide: Copy + Send + Sync + 'static {
     const ZERO: Self;
-    /// Returns the factor in this type. Integers are never scaled: theirs is not used.
+    /// Returns the factor in this type. Integers are never scaled and do not use the factor.
     fn factor(factor: f64) -> Self;
     fn scaled(self, factor: Self) -> Self;
     fn plus(self, other: Self) -> Self;
-    /// Returns the larger, or NaN if one is.
+    /// Returns the larger value, or NaN if one is NaN.
     fn larger(self, other: Self) -> Self;
-    /// Returns the smaller, or NaN if one is.
+    /// Returns the smaller value, or NaN if one is NaN.
     fn smaller(self, other: Self) -> Self;
 }
 
 /// A type of addends.
 trait Element: Pod + Send + Sync {
     type Wide: Wide;
-    /// Returns the block widened, in `scratch` unless it is wide already.
+    /// Returns the block widened, in `scratch` unless it is already wide.
     fn widen<'a>(block: &'a [Self], scratch: &'a mut [Self::Wide]) -> &'a [Self::Wide];
 }
 
 /// A type of results.
 trait FromWide<W>: Pod + Send + Sync {
-    /// Scales and rounds the block into `out`, which is as long. May spoil the block.
+    /// Scales and rounds the block into `out`, which has the same length. May overwrite the block.
     fn from_wide(block: &mut [W], factor: W, out: &mut [Self]);
 }
 
@@ -344,7 +344,7 @@ macro_rules! wide_integer {
     };
 }
 
-/// A type that is accumulated in itself.
+/// Implements the traits for a type that is accumulated in itself.
 macro_rules! itself {
     ($own:ty) => {
         impl Element for $own {

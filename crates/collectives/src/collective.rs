@@ -12,20 +12,20 @@ use crate::{
 
 /// # Collective operations
 ///
-/// Each comes in two forms: `start_x` publishes this rank's part and returns a [`Pending`] handle, `x`
-/// is `start_x` and [`Pending::wait`]. All ranks of the group must call the same one, with the same
-/// label, parts, reduction and root; only the contents of the sources and the notes differ between
-/// ranks. A note is a few bytes that travel with the operation to every rank; it may be empty.
+/// Each operation has two forms: `start_x` publishes this rank's part and returns a [`Pending`] handle; `x` is
+/// `start_x` followed by [`Pending::wait`]. All ranks of the group must call the same operation with the same label,
+/// parts, reduction and root. Only the contents of the sources and the notes may differ between ranks. A note is a few
+/// bytes that travel with the operation to every rank; it may be empty.
 ///
-/// Starting fails with [`Error::Argument`] if a source or buffer has not the length in bytes that its
-/// part says: this rank has then taken no part, and may call again. It fails with
-/// [`Error::PeerFailed`] if a rank of the world has failed already, and with [`Error::Injected`] if a
-/// [`Fault`](crate::Fault) strikes. Waiting fails as [`Pending::wait`] says.
+/// Starting fails with [`Error::Argument`] if the length in bytes of a source or buffer does not match its part. This
+/// rank has then taken no part, and may call again. Starting fails with [`Error::PeerFailed`] if a rank of the world
+/// has already failed, and with [`Error::Injected`] if a [`Fault`](crate::Fault) is triggered. [`Pending::wait`] lists
+/// the errors of waiting.
 impl ProcessGroup {
-    /// Gives every rank the whole of tensors of which each rank holds a shard.
+    /// Gives every rank the full tensors, of which each rank holds a shard.
     ///
-    /// Of each part, `source` is this rank's shard (`partition.range(rank)`, without padding), and
-    /// `into[i]` becomes the full tensor, the shards in rank order. Shards may be uneven or empty.
+    /// For each part, `source` is this rank's shard (`partition.range(rank)`, without padding). `into[i]` becomes the
+    /// full tensor, with the shards in rank order. Shards may be uneven or empty.
     ///
     /// # Errors
     ///
@@ -41,11 +41,11 @@ impl ProcessGroup {
         call.parts(cut(parts))?.receive(into)?.start(note)
     }
 
-    /// Does [`start_all_gather`](Self::start_all_gather), and waits.
+    /// Calls [`start_all_gather`](Self::start_all_gather) and waits.
     ///
     /// # Errors
     ///
-    /// As the start, and as [`Pending::wait`].
+    /// The errors of the start and of [`Pending::wait`].
     pub fn all_gather(
         &self,
         label: impl Into<Label>,
@@ -56,9 +56,8 @@ impl ProcessGroup {
         self.start_all_gather(label, note, parts, into)?.wait()
     }
 
-    /// Takes part in an all-gather for the others' sake: they get this rank's shards, this rank gets
-    /// notes only. To the others it is the same operation as
-    /// [`start_all_gather`](Self::start_all_gather).
+    /// Takes part in an all-gather only for the other ranks. They get this rank's shards, and this rank gets only
+    /// notes. To the others it is the same operation as [`start_all_gather`](Self::start_all_gather).
     ///
     /// # Errors
     ///
@@ -75,8 +74,8 @@ impl ProcessGroup {
 
     /// Gives every rank its shard of the combination of all ranks' tensors.
     ///
-    /// Of each part, `source` is this rank's full tensor, and `into[i]` becomes the shard
-    /// `partition.range(rank)` of the result, in the reduction's output type.
+    /// For each part, `source` is this rank's full tensor. `into[i]` becomes the shard `partition.range(rank)` of the
+    /// result, in the reduction's output type.
     ///
     /// # Errors
     ///
@@ -96,11 +95,11 @@ impl ProcessGroup {
         call.parts(cut(parts))?.receive(into)?.start(note)
     }
 
-    /// Does [`start_reduce_scatter`](Self::start_reduce_scatter), and waits.
+    /// Calls [`start_reduce_scatter`](Self::start_reduce_scatter) and waits.
     ///
     /// # Errors
     ///
-    /// As the start, and as [`Pending::wait`].
+    /// The errors of the start and of [`Pending::wait`].
     pub fn reduce_scatter(
         &self,
         label: impl Into<Label>,
@@ -113,11 +112,11 @@ impl ProcessGroup {
             .wait()
     }
 
-    /// Gives every rank the whole combination of all ranks' tensors, the same bits on all.
+    /// Gives every rank the whole combination of all ranks' tensors, with the same bits on all ranks.
     ///
-    /// `into[i]` becomes the full result in the reduction's output type. Each rank combines one
-    /// slice of it, in memory of its pool, and reads the other slices; a rank that is not there yet
-    /// has its slice combined by those that are.
+    /// `into[i]` becomes the full result in the reduction's output type. Each rank combines one slice of it, in memory
+    /// of its pool, and reads the other slices. If a rank has not arrived yet, the ranks that have arrived combine its
+    /// slice.
     ///
     /// # Errors
     ///
@@ -138,11 +137,11 @@ impl ProcessGroup {
         call.parts(parts)?.receive(into)?.start(note)
     }
 
-    /// Does [`start_all_reduce`](Self::start_all_reduce), and waits.
+    /// Calls [`start_all_reduce`](Self::start_all_reduce) and waits.
     ///
     /// # Errors
     ///
-    /// As the start, and as [`Pending::wait`].
+    /// The errors of the start and of [`Pending::wait`].
     pub fn all_reduce(
         &self,
         label: impl Into<Label>,
@@ -157,8 +156,8 @@ impl ProcessGroup {
 
     /// Gives every rank the tensors of rank `root`.
     ///
-    /// The sources of the other ranks must be empty: [`FullPart::absent`]. `into[i]` becomes the full
-    /// tensor; the root, which has it already, gives no buffers.
+    /// The sources of the other ranks must be empty: [`FullPart::absent`]. `into[i]` becomes the full tensor. The root
+    /// already has it and passes no buffers.
     ///
     /// # Errors
     ///
@@ -178,11 +177,11 @@ impl ProcessGroup {
         call.parts(parts)?.receive(into)?.start(note)
     }
 
-    /// Does [`start_broadcast`](Self::start_broadcast), and waits.
+    /// Calls [`start_broadcast`](Self::start_broadcast) and waits.
     ///
     /// # Errors
     ///
-    /// As the start, and as [`Pending::wait`].
+    /// The errors of the start and of [`Pending::wait`].
     pub fn broadcast(
         &self,
         label: impl Into<Label>,
@@ -216,11 +215,11 @@ impl ProcessGroup {
         call.parts(cut(parts))?.receive(into)?.start(note)
     }
 
-    /// Does [`start_scatter`](Self::start_scatter), and waits.
+    /// Calls [`start_scatter`](Self::start_scatter) and waits.
     ///
     /// # Errors
     ///
-    /// As the start, and as [`Pending::wait`].
+    /// The errors of the start and of [`Pending::wait`].
     pub fn scatter(
         &self,
         label: impl Into<Label>,
@@ -232,10 +231,10 @@ impl ProcessGroup {
         self.start_scatter(label, note, root, parts, into)?.wait()
     }
 
-    /// Gives rank `root` the whole of tensors of which each rank holds a shard.
+    /// Gives rank `root` the full tensors, of which each rank holds a shard.
     ///
-    /// The sources are the ranks' shards, the root's included. At the root `into[i]` becomes the full
-    /// tensor; the other ranks give no buffers.
+    /// The sources are the ranks' shards, including the root's. At the root `into[i]` becomes the full tensor; the
+    /// other ranks pass no buffers.
     ///
     /// # Errors
     ///
@@ -254,11 +253,11 @@ impl ProcessGroup {
         call.parts(cut(parts))?.receive(into)?.start(note)
     }
 
-    /// Does [`start_gather`](Self::start_gather), and waits.
+    /// Calls [`start_gather`](Self::start_gather) and waits.
     ///
     /// # Errors
     ///
-    /// As the start, and as [`Pending::wait`].
+    /// The errors of the start and of [`Pending::wait`].
     pub fn gather(
         &self,
         label: impl Into<Label>,
@@ -270,13 +269,13 @@ impl ProcessGroup {
         self.start_gather(label, note, root, parts, into)?.wait()
     }
 
-    /// Gives every rank its shard along one dim of tensors of which each rank holds a shard along
-    /// another: from each rank the piece that the two shards have in common.
+    /// Changes the dim along which tensors are sharded. Each rank gives its shard along one dim and gets its shard
+    /// along another: from each rank the elements that the two shards have in common.
     ///
-    /// Of each part, `source` is this rank's shard along the first dim, ordered by where it goes: for
-    /// each rank `q` the `from.len(rank) * to.len(q)` elements that it gets. `into[i]` becomes this
-    /// rank's shard along the second, ordered by where it comes from: of each rank `p` the
-    /// `from.len(p) * to.len(rank)` elements that it had. Shards may be uneven or empty.
+    /// For each part, `source` is this rank's shard along the first dim, ordered by destination: for each rank `q` the
+    /// `from.len(rank) * to.len(q)` elements that it gets. `into[i]` becomes this rank's shard along the second dim,
+    /// ordered by origin: for each rank `p` the `from.len(p) * to.len(rank)` elements that it had. Shards may be uneven
+    /// or empty.
     ///
     /// # Errors
     ///
@@ -327,11 +326,11 @@ impl ProcessGroup {
             .start(note)
     }
 
-    /// Does [`start_all_to_all`](Self::start_all_to_all), and waits.
+    /// Calls [`start_all_to_all`](Self::start_all_to_all) and waits.
     ///
     /// # Errors
     ///
-    /// As the start, and as [`Pending::wait`].
+    /// The errors of the start and of [`Pending::wait`].
     pub fn all_to_all(
         &self,
         label: impl Into<Label>,
@@ -342,7 +341,7 @@ impl ProcessGroup {
         self.start_all_to_all(label, note, parts, into)?.wait()
     }
 
-    /// Says that this rank has come; waiting for it waits for all ranks to come.
+    /// Announces that this rank has arrived. Waiting for the handle waits for all ranks to arrive.
     ///
     /// # Errors
     ///
@@ -352,17 +351,17 @@ impl ProcessGroup {
         Ok(call.start(Vec::new())?.map(|_| ()))
     }
 
-    /// Waits until all ranks of the group have come.
+    /// Waits until all ranks of the group have arrived.
     ///
     /// # Errors
     ///
-    /// As the start, and as [`Pending::wait`].
+    /// The errors of the start and of [`Pending::wait`].
     pub fn barrier(&self, label: impl Into<Label>) -> Result<(), Error> {
         self.start_barrier(label)?.wait()
     }
 
-    /// Gives every rank the bytes of all ranks, by rank of the group. They may differ in length. For
-    /// a few bytes of control; tensors go through [`all_gather`](Self::all_gather).
+    /// Gives every rank the bytes of all ranks, by rank of the group. They may differ in length. For a few bytes of
+    /// control data; use [`all_gather`](Self::all_gather) for tensors.
     ///
     /// # Errors
     ///
@@ -376,16 +375,16 @@ impl ProcessGroup {
         Ok(call.start(bytes)?.map(|received| received.notes))
     }
 
-    /// Does [`start_exchange`](Self::start_exchange), and waits.
+    /// Calls [`start_exchange`](Self::start_exchange) and waits.
     ///
     /// # Errors
     ///
-    /// As the start, and as [`Pending::wait`].
+    /// The errors of the start and of [`Pending::wait`].
     pub fn exchange(&self, label: impl Into<Label>, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, Error> {
         self.start_exchange(label, bytes)?.wait()
     }
 
-    /// Cuts full tensors so that every rank has a slice of the work.
+    /// Partitions full tensors so that every rank has a slice of the work.
     fn sliced(&self, parts: Vec<FullPart>) -> Result<Vec<(Source, Extent)>, Error> {
         let sliced = |FullPart {
                           source,
@@ -403,7 +402,7 @@ impl ProcessGroup {
     }
 }
 
-/// Tensors that are cut.
+/// Returns the source and extent of each partitioned tensor.
 fn cut(parts: Vec<Part>) -> impl Iterator<Item = (Source, Extent)> {
     parts
         .into_iter()

@@ -1,4 +1,4 @@
-//! Reading a [`Fault`] from a text, and failing as it says.
+//! Parsing a [`Fault`] from text, and failing as it specifies.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -7,11 +7,11 @@ use crate::fault::{At, How};
 use crate::{Error, Fault};
 
 impl Fault {
-    /// Reads a fault as [`SYNTAX`](Self::SYNTAX) says, in any order.
+    /// Parses a fault with the syntax [`SYNTAX`](Self::SYNTAX), in any order.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidFault`], which says what is wrong with the text.
+    /// [`Error::InvalidFault`], which names the problem in the text.
     pub fn parse(text: &str) -> Result<Self, Error> {
         let invalid = |problem| Error::InvalidFault {
             text: text.to_owned(),
@@ -52,11 +52,11 @@ impl Fault {
         Err(invalid(problem.to_owned()))
     }
 
-    /// Fails as told.
+    /// Fails in the specified way.
     pub(crate) fn strike(self) -> Result<(), Error> {
         match self.how {
             How::Panic => panic!("told to panic by the fault \"{self}\""),
-            // Who holds what it strikes flips it.
+            // The owner of the value flips the bit.
             How::Flip => Ok(()),
             How::Error => Err(Error::Injected { fault: self }),
             How::Stall => loop {

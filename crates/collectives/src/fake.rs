@@ -1,8 +1,8 @@
-//! The engine of a rank without peers, which pretends that they are there.
+//! The engine of a rank without peers, which simulates them.
 //!
-//! Every operation is complete at once: the peers are taken to have contributed what this rank did.
-//! So a training step of one rank of many runs on one thread, with the operations, the buffers and
-//! the memory that it would have among real peers. Only the values are made up.
+//! Every operation is complete at once. The peers are assumed to have contributed the same as this rank. So a training
+//! step of one rank of many runs on one thread, with the operations, buffers and memory that it would have among real
+//! peers. Only the values are artificial.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::rank_state::RankState;
 use crate::world::{NobodyElse, World};
 use crate::{Buffer, Check, ProcessGroup, Source};
 
-/// Returns rank `rank` of a group of `size` ranks of which no other exists.
+/// Returns rank `rank` of a group of `size` ranks in which no other rank exists.
 pub(crate) fn group(size: usize, rank: usize) -> ProcessGroup {
     let state = Arc::new(RankState::new(rank, Check::Calls));
     let mut ranks = vec![None; size];
@@ -129,14 +129,14 @@ impl Flight for FakeFlight {
 }
 
 impl FakeFlight {
-    /// Returns the route of what this rank gives itself.
+    /// Returns the route of the bytes that this rank gives itself.
     fn own_route(&self, part: usize) -> Route {
         let mut routes = self.claim.signature.routes(self.rank, self.rank);
         routes.swap_remove(part)
     }
 
-    /// Puts what this rank gives itself in the place of what each rank gives it, as far as it fits.
-    /// The rest is zero, and so is what a root would have sent that is not this rank.
+    /// Puts the bytes that this rank gives itself in every rank's place, as far as they fit. The rest is zero, and so
+    /// is the data of a root other than this rank.
     fn repeat(&self, part: usize, source: &Source, buffer: &mut Buffer) {
         let signature = &self.claim.signature;
         let gives = signature.travels(self.rank, self.rank);

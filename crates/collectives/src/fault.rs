@@ -1,8 +1,8 @@
-//! Failures on demand, to test how programs behave when a rank fails.
+//! Failures on demand, to test the behaviour of programs when a rank fails.
 
 use std::fmt;
 
-/// A failure that one rank is to have at one point of one step.
+/// A failure of one rank at one point of one step.
 ///
 /// ```
 /// use burn_fsdp_collectives::{At, Fault, How};
@@ -23,11 +23,11 @@ pub struct Fault {
     pub at: At,
     /// The way in which the rank fails.
     pub how: How,
-    /// The choice of the value and the bit that flip, of those at the point; of no meaning for other failures.
+    /// Selects the value and the bit that flip at the point; ignored for other failures.
     pub seed: u64,
 }
 
-/// The point of a step at which a fault strikes.
+/// The point of a step at which a fault triggers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum At {
@@ -35,18 +35,18 @@ pub enum At {
     Forward,
     /// The fault point of the backward pass.
     Backward,
-    /// The start of the step's first collective operation. A bit flips in the buffer of an operation, after this rank
-    /// has told of it.
+    /// The start of the step's first collective operation. A flip changes a bit in the buffer of an operation, after
+    /// this rank has announced its checksum.
     Collective,
-    /// A shard, or a parameter kept whole, that lies between steps: a flip alone.
+    /// A shard, or a parameter kept whole, between steps; only for flips.
     Shard,
-    /// A full parameter that was gathered and is in use: a flip alone.
+    /// A full parameter that was gathered and is in use; only for flips.
     Weight,
-    /// A gradient that was reduced and waits for the optimizer: a flip alone.
+    /// A gradient that was reduced and waits for the optimizer; only for flips.
     Gradient,
-    /// A state of the optimizer that lies between steps: a flip alone.
+    /// A state of the optimizer between steps; only for flips.
     State,
-    /// A running state, such as BatchNorm's, that lies between steps: a flip alone.
+    /// A running state, such as BatchNorm's, between steps; only for flips.
     Running,
 }
 
@@ -60,10 +60,9 @@ pub enum How {
     Error,
     /// A stall far beyond every deadline.
     Stall,
-    /// One bit that changes: of what the rank gives in one of the step's first operations in which it gives anything, or
-    /// of one of the first values that lie at the point. The rank goes on: what happens then shows what
-    /// [`Check::Agreement`](crate::Check::Agreement) sees, and what happens without it. Not at [`At::Forward`] and
-    /// [`At::Backward`].
+    /// A flip of one bit, in the data that the rank gives in one of the step's first operations with data, or in one of
+    /// the first values at the point. The rank continues. This shows the behaviour with and without
+    /// [`Check::Agreement`](crate::Check::Agreement). Not available at [`At::Forward`] and [`At::Backward`].
     Flip,
 }
 
@@ -72,10 +71,10 @@ impl Fault {
     pub const SYNTAX: &str = "rank:N,step:N,at:forward|backward|collective,how:panic|error|stall, or \
          rank:N,step:N,at:collective|shard|weight|gradient|state|running,how:flip,seed:N";
 
-    /// The most values that a flip passes by before it strikes.
+    /// A flip skips fewer values than this before it triggers.
     const MOST_PASSED: u64 = 4;
 
-    /// Returns the failure of a rank of the world at a point of a step, with the seed 0.
+    /// Returns the failure of a rank of the world at a point of a step, with seed 0.
     pub fn new(rank: usize, step: u64, at: At, how: How) -> Self {
         let seed = 0;
         Self {
@@ -87,7 +86,7 @@ impl Fault {
         }
     }
 
-    /// Returns it with another choice of what flips: of the first four values at the point, and of the bits of that one.
+    /// Sets the seed, which selects one of the first four values at the point and one of its bits.
     #[must_use]
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
@@ -96,26 +95,27 @@ impl Fault {
 }
 
 impl Fault {
-    /// Returns true if it changes what a rank gives, and fails nothing by itself.
+    /// Returns true if the fault only changes data and causes no failure by itself.
     pub(crate) fn flips(&self) -> bool {
         self.how == How::Flip
     }
 
-    /// Returns the number of values that it passes by before it strikes.
+    /// Returns the number of values that the fault skips before it triggers.
     pub(crate) fn places_passed(&self) -> u64 {
         self.seed % Self::MOST_PASSED
     }
 
-    /// Returns the bit that flips in so many bytes, at least one: with the seed 0 the first of the byte in the middle.
+    /// Returns the bit that flips in `num_bytes` bytes, at least one. With seed 0 it is the first bit of the middle
+    /// byte.
     pub(crate) fn bit(&self, num_bytes: usize) -> usize {
-        // Odd, so that all bits of the seed count.
+        // Odd, so that all bits of the seed matter.
         let mixed = (self.seed / Self::MOST_PASSED).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let byte = (num_bytes / 2 + (mixed >> 8) as usize % num_bytes) % num_bytes;
         8 * byte + (mixed >> 4) as usize % 8
     }
 }
 
-/// Prints as [`Fault::SYNTAX`] says.
+/// Prints with the syntax [`Fault::SYNTAX`].
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {

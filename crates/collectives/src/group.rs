@@ -19,15 +19,15 @@ use crate::{
     Moment, Operation, OperationCounts, OperationKind, Seal, Source,
 };
 
-/// The end of one rank of a group of ranks that communicate. Cheap to clone.
+/// A rank's end of a group of ranks that communicate. Cheap to clone.
 ///
-/// Every rank of the group has its own end. An operation is *collective*: all ranks of the group
-/// must start it, in the same order relative to the group's other operations, with the same label
-/// and the same parts. The group numbers its operations, and operations of the same number belong
-/// together; if they differ, every rank gets [`Error::Mismatch`].
+/// Every rank of the group has its own end. An operation is *collective*: all ranks of the group must start it with the
+/// same label and the same parts, and in the same order relative to the group's other operations. The group numbers its
+/// operations, and operations with the same number belong together. If they differ, every rank gets
+/// [`Error::Mismatch`].
 ///
-/// A rank may use its end from any of its threads, but from one at a time: two threads that start
-/// operations at once leave their order to chance.
+/// A rank may use its end from any of its threads, but only from one at a time. If two threads start operations at
+/// once, their order is undefined.
 #[derive(Clone)]
 pub struct ProcessGroup(Arc<End>);
 
@@ -44,13 +44,13 @@ struct End {
 
 #[derive(Default)]
 struct Progress {
-    /// Number of operations started: the sequence number of the next.
+    /// Number of started operations, which is the sequence number of the next.
     sequence: u64,
     counts: OperationCounts,
 }
 
 impl ProcessGroup {
-    /// Returns a rank's end of a group of these ranks of the world.
+    /// Returns a rank's end of a group with these ranks of the world.
     pub(crate) fn new(
         name: Label,
         rank: usize,
@@ -80,14 +80,14 @@ impl ProcessGroup {
         self.0.engine.name()
     }
 
-    /// Returns true if the group's engine moves bytes while its ranks compute, so that an operation
-    /// which is started early is hidden behind arithmetic. Ranks that are threads of one process move
-    /// bytes when they wait: there, starting early costs memory and saves nothing.
+    /// Returns true if the group's engine moves bytes while its ranks compute, so that an operation started early
+    /// overlaps with computation. Ranks that are threads of one process move bytes while they wait. There, starting
+    /// early costs memory and saves nothing.
     pub fn overlaps(&self) -> bool {
         self.0.engine.overlaps()
     }
 
-    /// Returns this rank's number in the group, from 0 on.
+    /// Returns this rank's number in the group, starting at 0.
     pub fn rank(&self) -> usize {
         self.0.rank
     }
@@ -97,13 +97,13 @@ impl ProcessGroup {
         self.members().len()
     }
 
-    /// Returns the members by their rank in the world, in the order of their rank here.
+    /// Returns the members by their rank in the world, in the order of their ranks in this group.
     pub fn members(&self) -> &[usize] {
         self.0.id.members()
     }
 
-    /// Returns the identity of the group, its launch and its ranks: equal for groups of the same members in the
-    /// same order, whatever the groups are called and however they were made.
+    /// Returns the identity of the group: its launch and its ranks. It is equal for groups with the same members in the
+    /// same order, regardless of their names and how they were made.
     pub fn id(&self) -> &GroupId {
         &self.0.id
     }
@@ -118,7 +118,7 @@ impl ProcessGroup {
         self.0.state.world_rank
     }
 
-    /// Returns the memory of this rank's operations, the same for all its groups.
+    /// Returns the pool for the memory of this rank's operations, shared by all its groups.
     pub fn pool(&self) -> &BufferPool {
         &self.0.state.pool
     }
@@ -133,28 +133,27 @@ impl ProcessGroup {
         lock(&self.0.state.ledger).clone()
     }
 
-    /// Records from now on what this rank's operations, on any group, do when. `sample` gives a number
-    /// that is noted at the end of each span, such as bytes that are alive; it must start no operation.
+    /// Records the times of this rank's operations, on any group, from now on. `sample` returns a number that is stored
+    /// at the end of each span, such as the live bytes. It must not start an operation.
     pub fn start_recording(&self, sample: impl Fn() -> usize + Send + 'static) {
         *lock(&self.0.state.recording) = Some(Recording::new(sample));
     }
 
-    /// Ends the recording, and returns the spans in the order in which they ended; none without a
+    /// Ends the recording and returns the spans in the order in which they ended. Returns no spans if there was no
     /// recording.
     pub fn end_recording(&self) -> Vec<CommSpan> {
         let recording = lock(&self.0.state.recording).take();
         recording.map(Recording::into_spans).unwrap_or_default()
     }
 
-    /// Tells `watch` from now on of each operation of this rank, on any group, that has ended, and what it carried.
-    /// Only where ranks compare bytes ([`Check::Agreement`]): otherwise nobody is told. It must start no operation.
+    /// Calls `watch` from now on with the checksums of each operation of this rank that has ended, on any group. It is
+    /// called only where ranks compare bytes ([`Check::Agreement`]). It must not start an operation.
     pub fn watch(&self, watch: impl FnMut(Carried) + Send + 'static) {
         *lock(&self.0.state.watcher) = Some(Watcher::new(watch));
     }
 
-    /// Divides the group: ranks that give the same `color` form a new group, ordered by `key`, and
-    /// by their rank here where keys are equal. Collective; `name` must be the same on all ranks, also
-    /// for different colors.
+    /// Divides the group. Ranks that pass the same `color` form a new group, ordered by `key`, and by their rank in
+    /// this group where keys are equal. Collective; `name` must be the same on all ranks, also for different colors.
     ///
     /// # Errors
     ///
@@ -177,17 +176,17 @@ impl ProcessGroup {
         Ok(self.form(name, members, &choices, None))
     }
 
-    /// Makes a group of the same ranks that fails by itself: a mismatch in it, a rank that does not come within
-    /// `deadline` or that leaves ends the operations of this group alone, and of those [`split`](Self::split)
-    /// off it. What it was made from goes on. For work beside the main one, such as checkpoints that are
-    /// written in the background: a slow disk then costs a checkpoint, not the run.
+    /// Makes a group of the same ranks that fails by itself. A mismatch in it, a rank that leaves, or a rank that does
+    /// not arrive within `deadline` ends only the operations of this group and of groups [`split`](Self::split) off it.
+    /// The parent group continues. It is for work in parallel to the main work, such as checkpoints written in the
+    /// background: a slow disk then costs a checkpoint, not the run.
     ///
-    /// The other way round there is no isolation: when the world fails, or an isolated group that this
-    /// one was made from, this one fails, too.
+    /// There is no isolation in the other direction. When the world fails, or an isolated group that this one was made
+    /// from, this group also fails.
     ///
-    /// A group that has failed stays failed. To begin anew, make another one from a group that has
-    /// not. `deadline` replaces that of [`LaunchConfig`](crate::LaunchConfig);
-    /// [`Duration::MAX`] is none. Collective; name and deadline must be the same on all ranks.
+    /// A group that has failed stays failed. To start again, make another one from a group that has not failed.
+    /// `deadline` replaces the one of [`LaunchConfig`](crate::LaunchConfig); [`Duration::MAX`] means none. Collective;
+    /// name and deadline must be the same on all ranks.
     ///
     /// # Errors
     ///
@@ -220,8 +219,8 @@ impl ProcessGroup {
         Ok(self.form(name, members, &choices, Some(deadline)))
     }
 
-    /// Makes the group of these ranks of this group, in this order, which all ranks know without
-    /// asking. Collective; the ranks that are no members here make groups of their own.
+    /// Makes a group of these ranks of this group, in this order, which all ranks already know. Collective; ranks that
+    /// are not members make groups of their own.
     pub(crate) fn split_known(
         &self,
         members: Vec<usize>,
@@ -232,7 +231,7 @@ impl ProcessGroup {
         Ok(self.form(name, members, &choices, None))
     }
 
-    /// Tells all ranks what this rank chooses in a division, and hears what they do.
+    /// Sends this rank's choice in a division to all ranks and returns the choices of all.
     fn choose(&self, label: String, color: usize, key: usize) -> Result<Vec<Choice>, Error> {
         let own = Choice {
             color,
@@ -243,7 +242,7 @@ impl ProcessGroup {
         Ok(told.iter().map(|bytes| Choice::of_bytes(bytes)).collect())
     }
 
-    /// Makes the group of these ranks of this group, this one among them.
+    /// Makes a group of these ranks of this group, which include this rank.
     fn form(
         &self,
         name: Label,
@@ -272,18 +271,17 @@ impl ProcessGroup {
         self.0.state.check == Check::Agreement
     }
 
-    /// Arms a fault: if it is this rank's, this rank will fail there, once. All ranks may be given
-    /// the same fault.
+    /// Arms a fault. If it names this rank, this rank will fail there, once. All ranks may be given the same fault.
     pub fn set_fault(&self, fault: Fault) {
         self.0.state.set_fault(fault);
     }
 
-    /// Says that this rank begins a step, so that faults know when to strike.
+    /// Marks the beginning of a step on this rank. Faults and seals refer to this number.
     pub fn begin_step(&self, step: u64) {
         self.0.state.begin_step(step);
     }
 
-    /// Lets an armed fault strike here.
+    /// Triggers an armed fault at this point.
     ///
     /// # Errors
     ///
@@ -291,23 +289,24 @@ impl ProcessGroup {
     ///
     /// # Panics
     ///
-    /// If a fault of kind `panic` is.
+    /// If a fault of kind `panic` is armed for them.
     pub fn fault_point(&self, at: At) -> Result<(), Error> {
         self.0.state.fault_point(at)
     }
 
-    /// Returns true if a bit is to flip at such a place in this step: for engines to which looking for it costs something.
+    /// Returns true if a bit is to flip at this point in this step. For engines in which the search for the bit has a
+    /// cost.
     pub fn awaits_flip(&self, at: At) -> bool {
         self.0.state.awaits_flip(at)
     }
 
-    /// Returns the bit that is to flip in `num_bytes` bytes which lie at such a place, if a fault says so. For engines that
-    /// hold values, which flip it in what they hold and go on as if nothing had happened.
+    /// Returns the bit that is to flip in `num_bytes` bytes at this point, if a fault is armed for it. For engines that
+    /// hold values: they flip the bit in their value and continue as if nothing had happened.
     pub fn flips(&self, at: At, num_bytes: usize) -> Option<usize> {
         self.0.state.flips_now(at, num_bytes)
     }
 
-    /// Returns the name that the next operation will have.
+    /// Returns the identity that the next operation will have.
     pub(crate) fn next_operation(&self, signature: &Signature) -> Operation {
         let sequence = lock(&self.0.progress).sequence;
         self.operation(signature, sequence)
@@ -363,8 +362,8 @@ impl ProcessGroup {
         Ok(Pending::new(peers, flight, entry, |received| received))
     }
 
-    /// Returns what this rank tells with its next claim of the bytes that it gives and has got. `receives` says whether it
-    /// gets the result.
+    /// Returns the checksums that this rank sends with its next claim, of the bytes that it gives and has received.
+    /// `receives` is true if it gets the result.
     fn checks(
         &self,
         signature: &Signature,
@@ -375,7 +374,8 @@ impl ProcessGroup {
             return Ok(Checks::default());
         }
         let (rank, size) = (self.rank(), self.size());
-        // Of a gather that it receives, a rank reads its own part in its own source where ranks read in place: it looks there.
+        // In a gather that it receives, a rank reads its own part from its own source if ranks read in place. It is
+        // checked there.
         let is_gather = signature.kind == OperationKind::AllGather;
         let trusts_seals = is_gather && receives && self.0.engine.reads_in_place();
         let given = Checks::of_given(signature, (rank, size), sources, trusts_seals);
@@ -383,7 +383,7 @@ impl ProcessGroup {
             let Some((seal, what)) = source.seal().map(|sealed| &**sealed) else {
                 continue;
             };
-            // Most operations give all ranks all of a source: its checksum is there already.
+            // Most operations give all ranks the whole source, so its checksum is already there.
             let to_first = signature.routes(rank, 0);
             let is_whole = to_first.get(part).map(|route| &route.given) == Some(&(0..source.len()));
             match is_whole {
@@ -397,23 +397,23 @@ impl ProcessGroup {
         })
     }
 
-    /// Returns where this rank is now.
+    /// Returns the rank's current moment.
     pub(crate) fn moment(&self) -> Moment {
         self.0.state.moment()
     }
 
-    /// Returns the seal of a value with these checksums, taken now.
+    /// Returns a seal with these checksums, taken now.
     pub(crate) fn sealed(&self, checksums: Checksums) -> Seal {
         let written = self.moment();
         Seal { checksums, written }
     }
 
-    /// Keeps the checksum of a value that all ranks must hold alike, to be told with the next operation.
+    /// Keeps the checksum of a value that all ranks must hold alike, to be announced with the next operation.
     pub(crate) fn hold_value(&self, told: (u64, u64), what: Label) {
         lock(&self.0.replicas).hold_value(told, self.size(), what);
     }
 
-    /// Flips a bit of what this rank gives, if a fault says so.
+    /// Flips a bit of the bytes that this rank gives, if a fault is armed for it.
     fn flip_if_told(&self, sources: &mut [Source]) {
         for source in sources {
             if let Some(bit) = self.flips(At::Collective, source.len()) {
@@ -440,12 +440,12 @@ impl ProcessGroup {
     }
 }
 
-/// The input of a rank to an operation, and its buffers for the results.
+/// A rank's input to an operation, and its buffers for the results.
 pub(crate) struct Contribution {
     pub(crate) note: Vec<u8>,
     pub(crate) sources: Vec<Source>,
     pub(crate) into: Vec<crate::Buffer>,
-    /// The bytes that the operation counts for.
+    /// The bytes that are counted for the operation.
     pub(crate) bytes: usize,
 }
 
@@ -463,7 +463,7 @@ impl Choice {
         words.map(u64::to_le_bytes).concat()
     }
 
-    /// Reads what a rank of this program has written.
+    /// Reads bytes written by another rank of this program.
     fn of_bytes(bytes: &[u8]) -> Self {
         let (words, _) = bytes.as_chunks::<{ size_of::<u64>() }>();
         let word = |index: usize| words.get(index).map_or(0, |word| u64::from_le_bytes(*word));
@@ -475,7 +475,7 @@ impl Choice {
     }
 }
 
-/// Equal if the [ids](ProcessGroup::id) are.
+/// Equal if the [ids](ProcessGroup::id) are equal.
 impl PartialEq for ProcessGroup {
     fn eq(&self, other: &Self) -> bool {
         self.id() == other.id()

@@ -1,8 +1,8 @@
-//! The tensors of an operation, with what a rank gives of each.
+//! The tensors of an operation, with the bytes that a rank gives of each.
 
 use crate::{ElementType, Partition, Source};
 
-/// A tensor of an operation that cuts tensors into the ranks' shards.
+/// A tensor of an operation that partitions tensors into the ranks' shards.
 #[derive(Debug, Clone)]
 pub struct Part {
     /// The bytes that this rank contributes: its shard or its full tensor, depending on the operation.
@@ -29,7 +29,7 @@ impl Part {
     }
 }
 
-/// A tensor of an operation that leaves tensors whole.
+/// A tensor of an operation that does not partition tensors.
 #[derive(Debug, Clone)]
 pub struct FullPart {
     /// The elements, in row-major order; empty on ranks that contribute nothing.
@@ -41,8 +41,8 @@ pub struct FullPart {
 }
 
 impl FullPart {
-    /// Returns a tensor of all the elements in `source`. Bytes beyond a whole number of elements
-    /// are reported as an error by the operation.
+    /// Returns a tensor with all elements of `source`. The operation reports bytes beyond a whole number of elements as
+    /// an error.
     pub fn new(source: Source, element: ElementType) -> Self {
         let num_elements = source.len() / element.size();
         Self {
@@ -62,19 +62,18 @@ impl FullPart {
     }
 }
 
-/// A tensor of an operation that changes along which of its dims it is cut.
+/// A tensor of an operation that changes the dim along which it is partitioned.
 ///
-/// Of a tensor of `F x T` elements each rank holds a shard along `F`, cut as `from` says, and gets
-/// its shard along `T`, cut as `to` says. More dims are folded into the rows of one of the two: see
-/// [`Partition::rows`].
+/// For a tensor of `F x T` elements, each rank holds a shard along `F`, partitioned by `from`, and gets its shard along
+/// `T`, partitioned by `to`. Further dims are folded into the rows of one of the two; see [`Partition::rows`].
 #[derive(Debug, Clone)]
 pub struct CrossPart {
-    /// The bytes that this rank contributes: for each rank of the group in turn, the elements that
-    /// it will get, of those that this rank holds.
+    /// The bytes that this rank contributes: for each rank of the group in turn, the elements of this rank's shard that
+    /// the other rank will get.
     pub source: Source,
-    /// The partition of the tensor before.
+    /// The partition of the tensor before the operation.
     pub from: Partition,
-    /// The partition of the tensor afterwards.
+    /// The partition of the tensor after the operation.
     pub to: Partition,
     /// Type of the elements.
     pub element: ElementType,

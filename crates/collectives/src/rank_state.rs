@@ -1,4 +1,4 @@
-//! The state of one rank of the world, whatever groups it is in.
+//! The state of one rank of the world, regardless of its groups.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,33 +10,33 @@ use crate::lock::lock;
 use crate::recording::Recording;
 use crate::{At, BufferPool, Check, CommStage, Error, Fault, Ledger, Moment, Operation, Seal};
 
-/// Shared by all groups of a rank, and read by its peers when they explain a failure.
+/// The state that all groups of a rank share. Its peers read it when they explain a failure.
 #[derive(Debug)]
 pub(crate) struct RankState {
     pub(crate) world_rank: usize,
     pub(crate) pool: BufferPool,
     pub(crate) ledger: Mutex<Ledger>,
-    /// While someone records.
+    /// Present during a recording.
     pub(crate) recording: Mutex<Option<Recording>>,
-    /// While someone compares what operations carry.
+    /// Present while a watcher receives checksums.
     pub(crate) watcher: Mutex<Option<Watcher>>,
     faults: Mutex<Faults>,
-    /// What the rank compares of the others.
+    /// The level at which the rank compares data with the other ranks.
     pub(crate) check: Check,
-    /// Number of the numbers that this rank has given to groups.
+    /// The count of group numbers that this rank has assigned.
     num_groups: AtomicU64,
 }
 
 #[derive(Debug, Default)]
 struct Faults {
     armed: Option<Fault>,
-    /// The number of places that an armed flip has passed by.
+    /// The number of values that an armed flip has skipped.
     passed: u64,
     step: Option<u64>,
 }
 
 impl Faults {
-    /// Returns true if a flip is armed for this place in this step.
+    /// Returns true if a flip is armed for this point in this step.
     fn flips_at(&self, at: At) -> bool {
         let is_here = |fault: &Fault| fault.flips() && fault.at == at;
         let armed = self.armed.filter(is_here);
@@ -59,13 +59,13 @@ impl RankState {
         }
     }
 
-    /// Returns a number for a group of which this rank is the first; no other rank gives it.
+    /// Returns a unique number for a group in which this rank is the first.
     pub(crate) fn next_group(&self) -> u64 {
         let count = self.num_groups.fetch_add(1, Ordering::Relaxed);
         (self.world_rank as u64) << u32::BITS | count
     }
 
-    /// Notes a span that ends now, if someone records.
+    /// Records a span that ends now, if a recording is active.
     pub(crate) fn note(
         &self,
         operation: &Operation,
@@ -78,7 +78,7 @@ impl RankState {
         }
     }
 
-    /// Arms a fault if it is this rank's.
+    /// Arms a fault if it names this rank.
     pub(crate) fn set_fault(&self, fault: Fault) {
         if fault.rank == self.world_rank {
             let mut faults = lock(&self.faults);
@@ -90,13 +90,13 @@ impl RankState {
         lock(&self.faults).step = Some(step);
     }
 
-    /// Returns true if a flip is armed for this place in this step.
+    /// Returns true if a flip is armed for this point in this step.
     pub(crate) fn awaits_flip(&self, at: At) -> bool {
         lock(&self.faults).flips_at(at)
     }
 
-    /// Returns the bit that is to flip in `num_bytes` bytes at this place, if one is; each fault strikes once, and never
-    /// where there are no bytes.
+    /// Returns the bit that is to flip in `num_bytes` bytes at this point, if a flip is armed. Each fault triggers
+    /// once, and never where there are no bytes.
     pub(crate) fn flips_now(&self, at: At, num_bytes: usize) -> Option<usize> {
         let mut faults = lock(&self.faults);
         if !faults.flips_at(at) || num_bytes == 0 {
@@ -111,7 +111,7 @@ impl RankState {
         Some(fault.bit(num_bytes))
     }
 
-    /// Returns where the rank is now.
+    /// Returns the rank's current moment.
     pub(crate) fn moment(&self) -> Moment {
         let last = |ledger: &Ledger| Some(ledger.entries().next_back()?.operation.clone());
         Moment {
@@ -120,7 +120,7 @@ impl RankState {
         }
     }
 
-    /// Returns seals of values with these checksums, taken now.
+    /// Returns seals with these checksums, taken now.
     pub(crate) fn seals(&self, checksums: Vec<Checksums>) -> Vec<Seal> {
         let written = self.moment();
         let seal = |checksums| Seal {
@@ -130,12 +130,12 @@ impl RankState {
         checksums.into_iter().map(seal).collect()
     }
 
-    /// Returns the step that the rank is in, if anybody has said so.
+    /// Returns the current step of the rank, if it was set.
     pub(crate) fn step(&self) -> Option<u64> {
         lock(&self.faults).step
     }
 
-    /// Fails if a fault is armed for here and now; each fault strikes once.
+    /// Fails if a fault is armed for this point in this step. Each fault triggers once.
     pub(crate) fn fault_point(&self, at: At) -> Result<(), Error> {
         let struck = {
             let mut faults = lock(&self.faults);

@@ -1,4 +1,4 @@
-//! The seam between what a group offers and what moves the bytes.
+//! The seam between a group's operations and the movement of bytes.
 
 #[cfg(test)]
 mod tests;
@@ -13,35 +13,34 @@ use crate::control::Control;
 use crate::operation::Signature;
 use crate::{Buffer, Operation, Seal, Source};
 
-/// The end of one rank of a group, on some transport.
+/// A rank's end of a group, on some transport.
 ///
-/// An engine moves bytes. That a rank's own arguments are right is the responsibility of
-/// [`Call`](crate::call::Call); deadlines, the comparison of claims, failures and ledgers are that of
-/// the group and its [`Control`]. What an engine owes them: it rings the bell of the control's
-/// world after each change that may end a wait, it carries [`News`](crate::world::News) where ranks
-/// are not all of one process, and it reads a rank's sources and fills its buffers only as the
-/// operation's [contract](crate::operation::OperationKind::contract) says.
+/// An engine moves bytes. [`Call`](crate::call::Call) is responsible for the validity of a rank's own arguments. The
+/// group and its [`Control`] are responsible for deadlines, the comparison of claims, failures and ledgers. An engine
+/// must ring the bell of the control's world after each change that may end a wait. It must carry
+/// [`News`](crate::world::News) if the ranks are in several processes. It must read a rank's sources and fill its
+/// buffers only as the operation's [contract](crate::operation::OperationKind::contract) specifies.
 pub(crate) trait Engine: fmt::Debug + Send + Sync {
-    /// Returns the name that users know the engine by.
+    /// Returns the user-visible name of the engine.
     fn name(&self) -> &'static str;
 
     /// Returns the failure domain of the group.
     fn control(&self) -> &Arc<Control>;
 
-    /// Begins an operation. Returns without waiting for the peers.
+    /// Starts an operation. Returns without waiting for the peers.
     ///
     /// Called once per sequence number, in order.
     fn start(&self, request: Request) -> Box<dyn Flight>;
 
-    /// Makes the smaller group described; called by all its members and no one else.
+    /// Makes the described smaller group. Called by all its members and no one else.
     fn split(&self, subgroup: Subgroup) -> Box<dyn Engine>;
 
-    /// Returns true if bytes move while the rank computes, and not in the time that it waits.
+    /// Returns true if bytes move while the rank computes, and not only while it waits.
     fn overlaps(&self) -> bool {
         false
     }
 
-    /// Returns true if whoever gets what a rank gives, the rank itself among them, reads it in the rank's own source.
+    /// Returns true if receivers, including the rank itself, read a rank's data directly from its source.
     fn reads_in_place(&self) -> bool {
         false
     }
@@ -63,27 +62,27 @@ pub(crate) struct Request {
     pub(crate) into: Vec<Buffer>,
 }
 
-/// The claim of a rank on an operation, and what it tells all others with it.
+/// A rank's claim on an operation, and the data that it sends to all others with the claim.
 #[derive(Debug, Clone)]
 pub(crate) struct Claim {
-    /// The operation wanted, which all ranks must agree on.
+    /// The requested operation, which all ranks must agree on.
     pub(crate) signature: Signature,
-    /// The bytes that this rank tells all others.
+    /// The bytes that this rank sends to all others.
     pub(crate) note: Vec<u8>,
-    /// The checksums that this rank tells all others.
+    /// The checksums that this rank sends to all others.
     pub(crate) checks: Checks,
 }
 
-/// A group to be made out of a larger one.
+/// The description of a group to be made from a larger one.
 #[derive(Debug)]
 pub(crate) struct Subgroup {
     /// The group's number in the world, which its members have agreed on; no other group has it.
     pub(crate) number: u64,
     /// The members by their rank in the larger group, in the order of their new ranks.
     pub(crate) members: Vec<usize>,
-    /// The index of this rank among them.
+    /// The index of this rank among the members.
     pub(crate) rank: usize,
-    /// The deadline of a group that is a failure domain of its own; the domain has its number.
+    /// The deadline of a group that is its own failure domain; the domain has the group's number.
     pub(crate) isolated: Option<Duration>,
 }
 
@@ -98,53 +97,53 @@ pub(crate) enum Awaited {
     Release,
 }
 
-/// The part of one rank in an operation that has started. Dropping it completes that part without
-/// receiving: the peers still get theirs.
+/// A rank's part in an operation that has started. Dropping it completes that part without receiving; the peers still
+/// get their results.
 pub(crate) trait Flight: Send {
-    /// Returns true if the event has come about. Never waits, and costs little: it is asked in a loop.
+    /// Returns true if the event has happened. Never waits and must be cheap, because it is called in a loop.
     fn is_there(&self, awaited: Awaited) -> bool;
 
-    /// Returns the ranks of the group that have yet to do their part for it.
+    /// Returns the ranks of the group that have yet to do their part for the event.
     fn missing(&self, awaited: Awaited) -> Vec<usize>;
 
     /// Returns the claim of a rank of the group. Called when all claims are there.
     fn claim(&self, rank: usize) -> &Claim;
 
-    /// Does what this rank has to do before its result can be there. Called once, when all claims
-    /// are there and agree.
+    /// Does the work that this rank must do before its result can be there. Called once, when all claims are there and
+    /// agree.
     ///
     /// # Errors
     ///
-    /// [`Withdrawn`], which only a failure of the domain can be the cause of.
+    /// [`Withdrawn`], which only a failure of the domain can cause.
     fn begin(&mut self) -> Result<(), Withdrawn> {
         Ok(())
     }
 
-    /// Returns the request's buffers, filled. Called once, when the result is there; this rank's
-    /// part is complete then.
+    /// Returns the request's buffers, filled. Called once, when the result is there. This rank's part is complete
+    /// afterwards.
     ///
     /// # Errors
     ///
     /// As [`begin`](Self::begin).
     fn receive(&mut self) -> Result<Vec<Buffer>, Withdrawn>;
 
-    /// Returns what the engine has found of the bytes that it has moved. Called after [`receive`](Self::receive), where
+    /// Returns the engine's findings about the bytes that it has moved. Called after [`receive`](Self::receive), where
     /// ranks compare bytes.
     fn findings(&mut self) -> Findings;
 }
 
-/// What an engine has found of the bytes that it has moved. Whatever is combined it has compared.
+/// An engine's findings about the bytes that it has moved. The engine has always compared combined bytes.
 #[derive(Debug, Default)]
 pub(crate) struct Findings {
-    /// True if it has compared what is put side by side, too; otherwise the group does.
+    /// True if it has also compared moved bytes; otherwise the group compares them.
     pub(crate) has_compared_placed: bool,
-    /// The first part that was not what its rank has told with its [checks](Claim::checks).
+    /// The first part that did not match the [checks](Claim::checks) of its rank.
     pub(crate) altered: Option<AlteredPart>,
     /// The checksums of each buffer; empty if the engine has not read them.
     pub(crate) results: Vec<Checksums>,
 }
 
-/// A rank took its bytes away, as a rank does when its failure domain has ended.
+/// A rank has withdrawn its sources, as ranks do when their failure domain has ended.
 #[derive(Debug)]
 pub(crate) struct Withdrawn;
 
@@ -152,10 +151,10 @@ pub(crate) struct Withdrawn;
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Received {
-    /// The buffers handed in, filled; empty on ranks that do not receive.
+    /// The request's buffers, filled; empty on ranks that do not receive.
     pub buffers: Vec<Buffer>,
     /// The note of every rank, by rank of the group.
     pub notes: Vec<Vec<u8>>,
-    /// The seal of each buffer, where ranks compare bytes; otherwise none.
+    /// The seal of each buffer, where ranks compare bytes; otherwise empty.
     pub seals: Vec<Seal>,
 }

@@ -1,4 +1,4 @@
-//! The least that an engine has to be, and that it keeps the contract.
+//! A minimal engine, and a test that it fulfils the contract.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,7 +17,7 @@ use crate::{
 #[path = "../../tests/contract/mod.rs"]
 mod contract;
 
-/// The label of operations of which the engine gives rank 1 another result than all others.
+/// The label of operations in which the engine gives rank 1 a different result.
 const SPOILED: &str = "spoiled";
 
 /// The claims and sources of all ranks for one operation, by rank of the group.
@@ -116,7 +116,7 @@ impl BoardFlight {
         self.slips.slips[rank].get().expect("all claims are there")
     }
 
-    /// Returns the addends of a part, of those elements of which a rank gets the sum.
+    /// Returns the addends of a part for the elements whose sum rank `to` gets.
     fn addends(&self, part: usize, to: usize) -> Vec<&[u8]> {
         let addend = |from: usize| {
             let (claim, sources) = self.slip(from);
@@ -188,7 +188,7 @@ impl Drop for BoardFlight {
     }
 }
 
-/// Returns the ends of a world of ranks that meet at a board.
+/// Returns the ends of a world of ranks that share a board.
 fn ends(size: usize, check: Check) -> Vec<ProcessGroup> {
     let states: Vec<_> = (0..size)
         .map(|rank| Arc::new(RankState::new(rank, check)))
@@ -216,7 +216,7 @@ fn ends(size: usize, check: Check) -> Vec<ProcessGroup> {
 #[test]
 fn an_engine_of_a_hundred_lines_keeps_the_contract() {
     for (name, case) in contract::CASES {
-        // Its sources are kept on the board.
+        // Its sources stay on the board.
         if name == "released memory" {
             continue;
         }
@@ -237,7 +237,7 @@ fn an_engine_of_a_hundred_lines_keeps_the_contract() {
     }
 }
 
-/// Runs an all-reduce, and another operation after it, on ranks that meet at a board.
+/// Runs an all-reduce followed by another operation, on ranks that share a board.
 fn reduce_and_go_on(size: usize, label: &'static str) -> Vec<Result<(), Error>> {
     std::thread::scope(|scope| {
         let run = |end: ProcessGroup| {

@@ -1,4 +1,4 @@
-//! The body of one rank, and how it ends.
+//! The body of one rank, and the ways in which it ends.
 
 use std::any::Any;
 use std::fmt;
@@ -14,14 +14,14 @@ use super::workers::Workers;
 #[derive(Debug)]
 pub struct Unwound(pub Box<dyn std::error::Error + Send + Sync>);
 
-/// The cause why a rank has no result.
+/// The reason why a rank has no result.
 pub(super) enum Cause {
     Start(BoxError),
     Failed(BoxError),
     Panicked(String),
 }
 
-/// Runs the body of one rank to its end, whichever that is.
+/// Runs the body of one rank until it returns, fails or panics.
 pub(super) fn run_rank<T, E>(
     (num_threads, has_background): (usize, bool),
     body: impl FnOnce() -> Result<T, E> + Send,
@@ -40,7 +40,7 @@ where
 }
 
 impl Cause {
-    /// Returns the cause that a panic's payload tells.
+    /// Returns the cause in a panic's payload.
     pub(super) fn unwound(payload: Box<dyn Any + Send>) -> Self {
         let payload = match payload.downcast::<Unwound>() {
             Ok(unwound) => return Self::Failed(unwound.0),

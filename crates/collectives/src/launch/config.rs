@@ -6,14 +6,14 @@ use std::time::Duration;
 use super::error::LaunchError;
 use crate::Check;
 
-/// The most ranks that are started as threads of one process. What ranks tell each other is a table
-/// of ranks by ranks, and no machine has as many cores.
+/// The maximum number of ranks that are started as threads of one process. The ranks exchange a table of ranks by
+/// ranks, and no machine has as many cores.
 pub(super) const MOST_THREADS: usize = 1024;
 
-/// The most threads that a rank is given to compute with. No machine has as many cores.
+/// The maximum number of threads with which a rank computes. No machine has as many cores.
 const MOST_THREADS_OF_RANK: usize = 1024;
 
-/// Rayon's variable with the number of threads of a pool.
+/// Rayon's variable for the number of threads of a pool.
 const RAYON: &str = "RAYON_NUM_THREADS";
 
 /// The configuration of a launch: number of ranks, deadline, grace period, threads.
@@ -23,7 +23,7 @@ pub struct LaunchConfig {
     pub(super) deadline: Duration,
     pub(super) grace: Duration,
     threads_per_rank: Option<usize>,
-    /// True if a rank with one thread gets a second worker, for what is spawned.
+    /// True if a rank with one thread gets a second worker for spawned work.
     pub(super) has_background: bool,
     pub(super) check: Check,
 }
@@ -46,9 +46,9 @@ impl LaunchConfig {
         self.ranks
     }
 
-    /// Sets how long a rank waits for its peers in one operation before it gives up, 10 minutes by default. It
-    /// counts from the moment that the rank waits; a pause of the whole machine counts as a tenth of it. Groups
-    /// that do work of another kind, such as checkpoints, may have their own: see
+    /// Sets the time for which a rank waits for its peers in one operation before it gives up. The default is 10
+    /// minutes. The time starts when the rank begins to wait; a pause of the whole machine counts as a tenth of it.
+    /// Groups that do other kinds of work, such as checkpoints, may have their own deadline: see
     /// [`ProcessGroup::isolate`](crate::ProcessGroup::isolate).
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
@@ -56,38 +56,39 @@ impl LaunchConfig {
         self
     }
 
-    /// Sets how long the remaining ranks have to return after one has failed, 2 seconds by default.
-    /// Those that do not are abandoned: their threads go on on their own.
+    /// Sets the time that the remaining ranks have to return after one has failed. The default is 2 seconds. Ranks that
+    /// do not return in time are abandoned, and their threads keep running.
     #[must_use]
     pub fn grace(mut self, grace: Duration) -> Self {
         self.grace = grace;
         self
     }
 
-    /// Threads of each rank that compute; by default, and if 0, those that rayon's variable `RAYON_NUM_THREADS` gives a pool,
-    /// and without it the cores divided by the ranks, at least 1.
+    /// Sets the number of compute threads of each rank. If it is 0 or not set, it is rayon's `RAYON_NUM_THREADS`, and
+    /// without that variable the number of cores divided by the number of ranks, at least 1.
     ///
-    /// They are the workers of a rayon pool, one of which runs the body. A rank with a single one gets
-    /// a second worker for work that is spawned in the background, by a data loader, say: it looks for
-    /// such work every few milliseconds, so that it hardly takes part in anything else.
+    /// The threads are the workers of a rayon pool, and one of them runs the body. A rank with one compute thread gets
+    /// a second worker for work that is spawned in the background, for example by a data loader. That worker looks for
+    /// such work every few milliseconds, so it hardly takes part in anything else.
     ///
-    /// Burn's CPU backend cuts the sum of all elements of a tensor of 4 million and more by which worker
-    /// is free, so that its last digits may differ from run to run and from rank to rank.
+    /// Burn's CPU backend splits the sum of all elements of a tensor with 4 million or more elements among the workers
+    /// that are free at that moment. So the last digits of such a sum may differ from run to run and from rank to rank.
     #[must_use]
     pub fn threads_per_rank(mut self, threads: usize) -> Self {
         self.threads_per_rank = (threads > 0).then_some(threads);
         self
     }
 
-    /// Leaves out the second worker of a rank with a single thread, so that this one does all that is computed: now and then
-    /// the other takes a part of a kernel. Only for a body that spawns nothing on rayon: it would wait for that for ever.
+    /// Omits the second worker of a rank with a single thread, so that one thread does all computation; otherwise the
+    /// second worker occasionally takes a part of a kernel. Only for a body that spawns nothing on rayon: it would wait
+    /// for spawned work forever.
     #[must_use]
     pub fn without_background(mut self) -> Self {
         self.has_background = false;
         self
     }
 
-    /// Sets what ranks compare of each other, [`Check::Calls`] by default.
+    /// Sets what ranks compare with each other; the default is [`Check::Calls`].
     ///
     /// ```
     /// use burn_fsdp_collectives::{Check, LaunchConfig, launch};
@@ -102,18 +103,18 @@ impl LaunchConfig {
         self
     }
 
-    /// Returns the threads that each rank is to compute with where this many ranks share the machine: see
+    /// Returns the number of compute threads of each rank if this many ranks share the machine; see
     /// [`threads_per_rank`](Self::threads_per_rank).
     ///
     /// # Errors
     ///
-    /// [`LaunchError::TooManyThreads`] if they are more than a rank is given, and [`LaunchError::Environment`] if
-    /// `RAYON_NUM_THREADS` counts and is no number.
+    /// [`LaunchError::TooManyThreads`] if the number is above the maximum for a rank, and [`LaunchError::Environment`]
+    /// if `RAYON_NUM_THREADS` is used and is not a number.
     pub fn num_threads(&self, ranks_here: usize) -> Result<usize, LaunchError> {
         self.num_threads_in(ranks_here, std::env::var(RAYON).ok())
     }
 
-    /// The same with this value of the variable.
+    /// Does the same with this value of the variable.
     fn num_threads_in(
         &self,
         ranks_here: usize,
@@ -160,7 +161,7 @@ mod tests {
         assert_eq!(threads(config, None).unwrap(), 1);
         assert_eq!(threads(config, Some("3")).unwrap(), 3);
         assert_eq!(threads(config, Some(" 1 ")).unwrap(), 1);
-        // As rayon has it.
+        // As in rayon.
         assert_eq!(threads(config, Some("0")).unwrap(), 1);
         assert_eq!(threads(config, Some("")).unwrap(), 1);
         assert_eq!(threads(config.threads_per_rank(5), Some("3")).unwrap(), 5);

@@ -1,27 +1,27 @@
-//! The start of this process: alone, or by the launcher of a parallel program.
+//! The way in which this process was started: alone, or by the launcher of a parallel program.
 
 use super::error::{ENGINE, LaunchError};
 use super::other_launchers::strangers;
 
-/// A launcher, by the variables that it sets.
+/// A launcher, identified by the variables that it sets.
 struct Launcher {
     name: &'static str,
-    /// The variable with the number of processes that it has started together.
+    /// The variable with the number of processes that the launcher has started together.
     size: &'static str,
-    /// A variable that is set too, or it is not this launcher that has started this process.
+    /// A variable that must also be set; otherwise this launcher has not started this process.
     also: &'static str,
-    /// The variable with the number of this process among them.
+    /// The variable with the rank of this process among them.
     rank: &'static str,
-    /// The variable with the number of them that run on this machine.
+    /// The variable with the number of processes on this machine.
     here: &'static str,
-    /// The variable with the number of this process among those.
+    /// The variable with the rank of this process on this machine.
     rank_here: &'static str,
 }
 
-/// Slurm's, which also starts processes with the variables of MPICH's kin.
+/// Slurm's variable; Slurm also starts processes with the variables of MPICH and related launchers.
 const SLURM_HERE: &str = "SLURM_STEP_TASKS_PER_NODE";
 
-/// The known launchers; the first that matches counts.
+/// The known launchers; the first that matches is used.
 const LAUNCHERS: [Launcher; 3] = [
     Launcher {
         name: "Open MPI's mpirun",
@@ -40,7 +40,7 @@ const LAUNCHERS: [Launcher; 3] = [
         here: "MPI_LOCALNRANKS",
         rank_here: "MPI_LOCALRANKID",
     },
-    // Set in the job's own script as well, but for the step.
+    // Also set in the job's own script, except for the variable of the step.
     Launcher {
         name: "Slurm's srun",
         size: "SLURM_STEP_NUM_TASKS",
@@ -51,28 +51,28 @@ const LAUNCHERS: [Launcher; 3] = [
     },
 ];
 
-/// The processes that a launcher has started this one among, each of which is one rank.
+/// The processes that a launcher has started together with this one. Each of them is one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Processes {
-    /// Name of the launcher, or of the variable that alone says `mpi`.
+    /// Name of the launcher, or of the variable if only that requests `mpi`.
     pub launcher: &'static str,
     /// Number of processes.
     pub size: usize,
-    /// Number of this one among them, as the launcher says before MPI begins: its rank.
+    /// Number of this process among them, as the launcher reports it before MPI begins: its rank.
     pub rank: usize,
-    /// Number of them that share this machine.
+    /// Number of the processes on this machine.
     pub here: usize,
-    /// Number of this one among those.
+    /// Number of this process among the ones on this machine.
     pub rank_here: usize,
 }
 
-/// Returns the processes that this one was started among, if a launcher has started it with others.
+/// Returns the processes that this one was started with, if a launcher has started several.
 ///
 /// # Errors
 ///
-/// [`LaunchError::Environment`] if a variable has a value that cannot be, and [`LaunchError::OtherLauncher`] if one that is not
-/// among them has started this process with others.
+/// [`LaunchError::Environment`] if a variable has an invalid value, and [`LaunchError::OtherLauncher`] if an
+/// unsupported launcher has started this process together with others.
 pub(super) fn processes(
     variable: impl Fn(&str) -> Option<String>,
 ) -> Result<Option<Processes>, LaunchError> {
@@ -88,7 +88,7 @@ pub(super) fn processes(
         Some("local") => return Ok(None),
         Some(other) => return Err(error(ENGINE, other.to_owned(), "local or mpi")),
     };
-    // Who says `mpi` knows who has started them.
+    // A user who requests `mpi` knows the launcher.
     let others = |known| match strangers(&variable, known).filter(|_| !is_mpi) {
         Some(found) => Err(LaunchError::OtherLauncher {
             launcher: found.launcher.to_owned(),
@@ -108,7 +108,7 @@ pub(super) fn processes(
         let Ok(size @ 1..) = text.trim().parse() else {
             return Err(error(launcher.size, text, "a number of processes"));
         };
-        // Slurm writes `2(x3),1`: the first number will do.
+        // Slurm writes `2(x3),1`; the first number is sufficient.
         let here = variable(launcher.here).or_else(|| variable(SLURM_HERE));
         let here = here.and_then(|text| {
             let end = text.find(|c: char| !c.is_ascii_digit());
@@ -175,7 +175,7 @@ mod tests {
         assert_eq!(sizes(&slurm), Some((7, 2)));
         let pmi = [("PMI_SIZE", "7"), ("PMI_RANK", "0"), slurm[3]];
         assert_eq!(sizes(&pmi), Some((7, 2)));
-        // A process that does not know which it is would take itself for the first.
+        // A process that does not know its rank would assume that it is the first.
         let error = of(&slurm[..2]).unwrap_err().to_string();
         assert!(error.contains("SLURM_PROCID"), "{error}");
     }
@@ -234,7 +234,7 @@ mod tests {
             ("SLURM_PROCID", "0"),
         ];
         assert!(of(&[slurm[0], slurm[1], slurm[2], torch[0], torch[1]]).is_err());
-        // Open MPI and Slurm start by PMIx.
+        // Open MPI and Slurm use PMIx.
         let pmix = ("PMIX_RANK", "0");
         assert_eq!(sizes(&[slurm[0], slurm[1], slurm[2], pmix]), None);
         let open_mpi = [("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_RANK", "0")];

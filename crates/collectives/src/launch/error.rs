@@ -2,56 +2,56 @@
 
 use std::fmt;
 
-/// An error of a rank, whatever its type.
+/// An error of a rank, of any type.
 pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// The variable that says whether ranks are threads or processes.
+/// The variable that selects threads or processes as ranks.
 pub(super) const ENGINE: &str = "BURN_FSDP_ENGINE";
 
 /// The reason why a launch did not return a result of every rank.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// A launch of no ranks.
+    /// A launch without ranks.
     #[error("cannot launch 0 ranks; ask for at least one")]
     NoRanks,
 
-    /// More ranks than one process should have.
+    /// More ranks than one process supports.
     #[error(
         "cannot launch {ranks} ranks as threads of one process; ask for at most {most}, and for about \
          as many as there are cores"
     )]
     TooManyRanks {
-        /// The ranks that were asked for.
+        /// The requested number of ranks.
         ranks: usize,
-        /// The most that can be.
+        /// The maximum.
         most: usize,
     },
 
-    /// More threads than one rank should have.
+    /// More threads than one rank supports.
     #[error(
         "cannot give each rank {threads} threads; ask for at most {most}, and for about as many as there are cores \
          for each rank"
     )]
     TooManyThreads {
-        /// The threads of a rank that were asked for.
+        /// The requested number of threads of a rank.
         threads: usize,
-        /// The most that can be.
+        /// The maximum.
         most: usize,
     },
 
-    /// A variable of the environment that cannot be understood.
+    /// An environment variable that cannot be parsed.
     #[error("the environment variable {variable} is {value:?}; it should be {expected}")]
     Environment {
         /// Its name.
         variable: String,
         /// Its value.
         value: String,
-        /// The value that it should have.
+        /// A description of the valid values.
         expected: String,
     },
 
-    /// A process of several that were started together, which cannot talk to the others.
+    /// A process that was started together with others and cannot communicate with them.
     #[error(
         "this is one of {processes} processes that {launcher} has started, but the program was built \
          without MPI, and each of them would do the same work; build it with the feature `mpi`, or set \
@@ -65,7 +65,7 @@ pub enum LaunchError {
         processes: usize,
     },
 
-    /// A process of several that were started by a launcher through which ranks do not find each other.
+    /// A process that was started together with others by a launcher that the ranks cannot use to find each other.
     #[error(
         "this is one of {} processes that {launcher} has started ({variable}={value}), through which ranks do not \
          find each other, and each of them would do the same work; start them by `mpirun` or `srun`, or start one \
@@ -75,29 +75,29 @@ pub enum LaunchError {
     OtherLauncher {
         /// The launcher that has started them.
         launcher: String,
-        /// The variable that tells of it.
+        /// The variable that identifies it.
         variable: String,
         /// Its value.
         value: String,
-        /// Number of processes, if the launcher says it.
+        /// Number of processes, if the launcher reports it.
         processes: Option<usize>,
     },
 
-    /// Another number of ranks than there are processes.
+    /// A number of ranks that differs from the number of processes.
     #[error(
         "asked for {ranks} ranks, but {launcher} has started {processes} processes, and each is one \
          rank; ask for {processes} ranks, or start {ranks} processes"
     )]
     OtherSize {
-        /// The ranks that were asked for.
+        /// The requested number of ranks.
         ranks: usize,
-        /// The processes that there are.
+        /// The number of processes.
         processes: usize,
         /// The launcher that has started them.
         launcher: String,
     },
 
-    /// A second launch under MPI, which cannot be begun twice in a process.
+    /// A second launch under MPI, which cannot be started twice in a process.
     #[error(
         "this process has launched before; under MPI the ranks are launched once, so do all the work \
          in one launch"
@@ -110,7 +110,7 @@ pub enum LaunchError {
     )]
     Mpi(String),
 
-    /// A rank that the system gave no threads.
+    /// A rank whose threads the system could not start.
     #[error("cannot start rank {rank}: {source}; launch fewer ranks, or fewer threads per rank")]
     Start {
         /// The rank that could not be started.

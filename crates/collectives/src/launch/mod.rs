@@ -18,37 +18,36 @@ pub use threads::thread_ranks;
 
 use crate::ProcessGroup;
 
-/// Runs `body` on every rank of a new world, each on its own thread and inside its own rayon pool,
-/// and returns the results of this process's ranks in rank order.
+/// Runs `body` on every rank of a new world, each on its own thread and inside its own rayon pool. Returns the results
+/// of this process's ranks in rank order.
 ///
 /// # Threads or processes
 ///
-/// Where nothing else is said, all ranks are threads of this process. Under the launcher of a parallel
-/// program each process is one rank; this function then runs `body` once, and returns one result. The
-/// environment says which, in this order:
+/// By default, all ranks are threads of this process. Under the launcher of a parallel program each process is one
+/// rank. This function then runs `body` once, and returns one result. The environment decides, in this order:
 ///
-/// 1. `BURN_FSDP_ENGINE`: `local` is threads whatever started the process, `mpi` is processes.
+/// 1. `BURN_FSDP_ENGINE`: `local` selects threads regardless of the launcher, `mpi` selects processes.
 /// 2. `OMPI_COMM_WORLD_SIZE` with `OMPI_COMM_WORLD_RANK`: Open MPI's `mpirun`.
-/// 3. `PMI_SIZE` with `PMI_RANK`: `mpiexec` of MPICH and its kin, `srun` with its PMI.
+/// 3. `PMI_SIZE` with `PMI_RANK`: `mpiexec` of MPICH and related launchers, `srun` with its PMI.
 /// 4. `SLURM_STEP_NUM_TASKS` with `SLURM_STEP_ID`: `srun`.
 ///
-/// A launcher that has started a single process counts as none, unless 1. says `mpi`. Where another launcher has started
-/// several, such as `torchrun`, they would not find each other: [`LaunchError::OtherLauncher`], unless there is 1. Processes
-/// need the feature `mpi`: without it, [`LaunchError::NoMpi`]. The number of
-/// ranks must be that of processes: [`LaunchError::OtherSize`]. Processes are launched once:
+/// A launcher that has started a single process is ignored, unless variable 1 is `mpi`. If another launcher, such as
+/// `torchrun`, has started several processes, they would not find each other. This is [`LaunchError::OtherLauncher`],
+/// unless variable 1 is set. Processes need the feature `mpi`: without it, [`LaunchError::NoMpi`]. The number of ranks
+/// must equal the number of processes: [`LaunchError::OtherSize`]. Processes can be launched only once:
 /// [`LaunchError::Again`].
 ///
 /// # Failures
 ///
-/// When a rank panics or returns an error, the pending and later operations of all others fail, and
-/// the ranks that do not return within [`LaunchConfig::grace`] are abandoned: this function returns
-/// whatever they do. While no rank has failed it waits for all of them, however long they take.
+/// When a rank panics or returns an error, the pending and later operations of all others fail. Ranks that do not
+/// return within [`LaunchConfig::grace`] are abandoned, and this function returns without them. While no rank has
+/// failed it waits for all of them, however long they take.
 ///
-/// Errors that `body` deals with itself and does not return are no failures of the launch.
+/// Errors that `body` handles itself and does not return are not failures of the launch.
 ///
 /// # Errors
 ///
-/// [`LaunchError`], which names the rank that failed first and why.
+/// [`LaunchError`], which names the rank that failed first and the reason.
 pub fn launch<T, E, F>(config: LaunchConfig, body: F) -> Result<Vec<T>, LaunchError>
 where
     T: Send + 'static,
@@ -66,14 +65,14 @@ where
     }
 }
 
-/// Returns the processes that a launcher such as `mpirun` has started this one among; `None` if it is alone, and
-/// [`launch()`] makes threads. See there.
+/// Returns the processes that a launcher such as `mpirun` has started together with this one; `None` if it is alone. In
+/// that case [`launch()`] starts threads.
 ///
 /// # Errors
 ///
-/// [`LaunchError::Environment`] if a variable of the environment has a value that cannot be,
-/// [`LaunchError::OtherLauncher`] if a launcher has started this process with others through which ranks do not find each
-/// other, and [`LaunchError::NoMpi`] if there are such processes and the program was built without the feature `mpi`.
+/// [`LaunchError::Environment`] if an environment variable has an invalid value. [`LaunchError::OtherLauncher`] if a
+/// launcher that the ranks cannot use to find each other has started this process with others. [`LaunchError::NoMpi`]
+/// if there are such processes and the program was built without the feature `mpi`.
 pub fn processes() -> Result<Option<Processes>, LaunchError> {
     let found = environment::processes(|name| std::env::var(name).ok())?;
     match found {
@@ -85,8 +84,8 @@ pub fn processes() -> Result<Option<Processes>, LaunchError> {
     }
 }
 
-/// Returns the number of processes that a launcher such as `mpirun` has started this one among, and so the
-/// number of ranks that [`launch()`] will have to be asked for; `None` if none has. See there.
+/// Returns the number of processes that a launcher such as `mpirun` has started together, including this one. This is
+/// the number of ranks that [`launch()`] must be called with. Returns `None` if there is no launcher.
 pub fn launcher_ranks() -> Option<usize> {
     let environment = environment::processes(|name| std::env::var(name).ok());
     environment.ok().flatten().map(|processes| processes.size)

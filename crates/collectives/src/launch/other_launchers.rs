@@ -1,20 +1,20 @@
-//! The launchers that this library does not speak, by the variables that they set in each process.
+//! Unsupported launchers, recognised by the variables that they set in each process.
 
-/// A launcher through which ranks do not find each other here.
+/// A launcher that the ranks cannot use to find each other.
 struct Other {
     name: &'static str,
-    /// The variable with the number of a process among those that were started together.
+    /// The variable with the number of a process among the processes that were started together.
     rank: &'static str,
     size: Size,
 }
 
-/// The place of the number of processes.
+/// The source of the number of processes.
 enum Size {
-    /// In this variable: a number, or `MOST` of `LEAST:MOST`.
+    /// This variable: a number, or `MOST` of `LEAST:MOST`.
     Variable(&'static str),
-    /// In this variable: as many as there are addresses `"host:port"` in its text.
+    /// This variable: the number of addresses `"host:port"` in its text.
     Addresses(&'static str),
-    /// In none.
+    /// No variable.
     Unknown,
 }
 
@@ -23,15 +23,14 @@ enum Size {
 pub(super) struct Strangers {
     /// Name of the launcher.
     pub(super) launcher: &'static str,
-    /// The variable that tells of it.
+    /// The variable that identifies it.
     pub(super) variable: &'static str,
     pub(super) value: String,
-    /// Number of processes, if the launcher says it.
+    /// Number of processes, if the launcher reports it.
     pub(super) size: Option<usize>,
 }
 
-/// The launchers; the first that has started several processes counts. PMIx is what many others use as well, so that it is the
-/// last.
+/// The launchers; the first that has started several processes is used. PMIx is last because many others also use it.
 const OTHERS: [Other; 13] = [
     // Also `accelerate`, DeepSpeed, Ray Train, and the PyTorchJob and XGBoostJob of Kubeflow.
     Other {
@@ -64,7 +63,7 @@ const OTHERS: [Other; 13] = [
         rank: "HOROVOD_RANK",
         size: Size::Variable("HOROVOD_SIZE"),
     },
-    // What its `mpirun_rsh` sets. Its `mpiexec` sets those of MPICH as well.
+    // Set by its `mpirun_rsh`. Its `mpiexec` also sets MPICH's variables.
     Other {
         name: "MVAPICH's mpirun_rsh",
         rank: "MV2_COMM_WORLD_RANK",
@@ -75,7 +74,7 @@ const OTHERS: [Other; 13] = [
         rank: "MVP_COMM_WORLD_RANK",
         size: Size::Variable("MVP_COMM_WORLD_SIZE"),
     },
-    // In `flux run -o pmi=off`; else it sets those of MPICH as well, and in the script of `flux batch` none.
+    // In `flux run -o pmi=off`. Otherwise it also sets MPICH's variables, and in the script of `flux batch` none.
     Other {
         name: "flux run",
         rank: "FLUX_TASK_RANK",
@@ -86,7 +85,7 @@ const OTHERS: [Other; 13] = [
         rank: "JSM_NAMESPACE_RANK",
         size: Size::Variable("JSM_NAMESPACE_SIZE"),
     },
-    // It sets those of MPICH as well, unless it was told to leave PMI out.
+    // It also sets MPICH's variables, unless PMI was disabled.
     Other {
         name: "PALS",
         rank: "PALS_RANKID",
@@ -97,7 +96,7 @@ const OTHERS: [Other; 13] = [
         rank: "ALPS_APP_PE",
         size: Size::Unknown,
     },
-    // `prterun`, and `srun --mpi=pmix` where the environment was cut.
+    // `prterun`, and `srun --mpi=pmix` where the environment was cleared.
     Other {
         name: "a launcher of PMIx",
         rank: "PMIX_RANK",
@@ -105,11 +104,11 @@ const OTHERS: [Other; 13] = [
     },
 ];
 
-/// Returns the processes that this one was started among by such a launcher, if they are several. `known` is the number of
-/// processes by one that ranks find each other through: where it is as many, that one has started them, and set the
-/// variables of another for programs that look for those.
+/// Returns the processes that such a launcher has started together with this one, if there are several. `known` is the
+/// number of processes of a supported launcher. If the numbers are equal, the supported launcher has started them and
+/// also set the variables of another launcher, for programs that look for those.
 ///
-/// A variable that stands alone, or is no number, is none of a launcher's.
+/// A variable that is set without the others, or is not a number, does not come from a launcher.
 pub(super) fn strangers(
     variable: &impl Fn(&str) -> Option<String>,
     known: Option<usize>,
@@ -130,14 +129,14 @@ pub(super) fn strangers(
         };
         let are_several = match size {
             Some(size) => size > 1 && known != Some(size),
-            // That it is the first tells nothing; that it is another does.
+            // Rank 0 proves nothing; another rank does.
             None => !is_known || (known == Some(1) && number(&rank) != Some(0)),
         };
         if are_several {
             return Some(Strangers {
                 launcher: other.name,
                 variable: told_by,
-                // Of TensorFlow it is a text of any length.
+                // TensorFlow's variable has text of any length.
                 value: variable(told_by)
                     .unwrap_or_default()
                     .chars()
@@ -160,13 +159,13 @@ fn most(text: &str) -> Option<usize> {
     number(text.rsplit_once(':').map_or(text, |(_, most)| most))
 }
 
-/// Returns how many strings of a JSON text are `host:port`.
+/// Returns the number of `host:port` strings in a JSON text.
 fn addresses(text: &str) -> usize {
     let is_address = |part: &&str| {
         let port = part.rsplit_once(':').map(|(_, port)| port);
         port.is_some_and(|port| port.parse::<u16>().is_ok())
     };
-    // Every second part is between quotes.
+    // Every second piece is between quotes.
     text.split('"')
         .skip(1)
         .step_by(2)
@@ -192,7 +191,7 @@ mod tests {
     const TF_ALONE: &str =
         r#"{"cluster":{"chief":["a-0.x:2222"]},"task":{"type":"chief","index":0}}"#;
 
-    /// What each launcher sets in one process of several, with the variable that tells of it and the number.
+    /// The variables that each launcher sets in one process of several, with the identifying variable and the number.
     const SEVERAL: [(Variables<'static>, &str, Option<usize>); 14] = [
         (
             &[
@@ -281,7 +280,7 @@ mod tests {
             ],
             &[("PET_NODE_RANK", "0"), ("PET_NNODES", "1")],
             &[("FLUX_TASK_RANK", "0"), ("FLUX_JOB_SIZE", "1")],
-            // What has started it says that it is one; PMIx, by which it does so, does not say it.
+            // The launcher reports one process; PMIx, which it uses, does not report a number.
             &[
                 ("JSM_NAMESPACE_RANK", "0"),
                 ("JSM_NAMESPACE_SIZE", "1"),
@@ -314,12 +313,12 @@ mod tests {
     fn a_known_launcher_may_set_the_variables_of_another() {
         let torch = [("RANK", "2"), ("WORLD_SIZE", "4")];
         assert_eq!(of(&torch, Some(4)), None);
-        // Each of 2 processes has started 4 that know nothing of the others, or is one of 4 pods.
+        // Each of 2 processes has started 4 that do not know of the others, or is one of 4 pods.
         for known in [1, 2] {
             let found = of(&torch, Some(known)).expect("another number");
             assert_eq!(found.size, Some(4));
         }
-        // Open MPI starts by PMIx, and so does srun.
+        // Open MPI and srun use PMIx.
         for known in [1, 4] {
             assert_eq!(of(&[("PMIX_RANK", "0")], Some(known)), None);
         }

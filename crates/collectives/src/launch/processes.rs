@@ -1,4 +1,4 @@
-//! Ranks as processes that a launcher of MPI has started.
+//! Ranks as processes that an MPI launcher has started.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +13,7 @@ use super::error::{BoxError, LaunchError};
 use crate::control::Control;
 use crate::{ProcessGroup, mpi};
 
-/// The pause between two looks whether another rank has failed, while this one goes on.
+/// The pause between two checks for the failure of another rank, while this one continues.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// Runs the body on this process's rank, and returns its result.
@@ -36,7 +36,7 @@ where
         processes: processes_found,
         launcher: processes.launcher.to_owned(),
     };
-    // Before MPI begins: then the launcher has nothing to say about it.
+    // Before MPI begins, so that the launcher does not report an error of its own.
     if config.ranks != processes.size {
         return Err(other_size(processes.size));
     }
@@ -64,8 +64,8 @@ where
     verdict(&control, rank, end)
 }
 
-/// Runs the body to its end; `None` if another rank has failed and this one does not return within the
-/// grace period.
+/// Runs the body to its end. Returns `None` if another rank has failed and this one does not return within the grace
+/// period.
 fn run<T, E>(
     config: &LaunchConfig,
     num_threads: usize,
@@ -101,9 +101,8 @@ where
     }
 }
 
-/// Waits until all ranks have come to their end, and says whether all have without a failure. After
-/// a failure they have the grace period: so that each can say what it saw before the launcher ends
-/// them all, and none waits for one that is gone.
+/// Waits until all ranks have ended, and returns true if none has failed. After a failure they have the grace period.
+/// So each can report what it saw before the launcher ends them all, and none waits for a process that is gone.
 fn part(config: &LaunchConfig, control: &Control) -> bool {
     let bell = &control.world.bell;
     let over = bell.wait_for(Duration::MAX, || {
@@ -125,7 +124,7 @@ fn verdict<T>(
 ) -> Result<Vec<T>, LaunchError> {
     let abandoned: Vec<_> = end.is_none().then_some(rank).into_iter().collect();
     match (control.failure(), end) {
-        // Its own error keeps its type.
+        // The rank's own error keeps its type.
         (Some(failure), Some(Err(cause))) if failure.rank == rank => Err(cause.of(rank, abandoned)),
         (Some(failure), _) => {
             Err(Cause::Failed(failure.reason.clone().into()).of(failure.rank, abandoned))

@@ -12,19 +12,19 @@ use super::error::{BoxError, LaunchError};
 use crate::control::Control;
 use crate::{ProcessGroup, local};
 
-/// The end of a rank: its result, or the cause of its failure.
+/// The outcome of a rank: its result, or the cause of its failure.
 type End<T> = Result<T, Cause>;
 
-/// Ranks that are threads of this process and have not ended.
+/// The number of ranks that are threads of this process and have not ended.
 static HERE: AtomicUsize = AtomicUsize::new(0);
 
-/// Returns the number of ranks that are threads of this process and run now: 0 where a process is a rank, or trains without
-/// [`launch()`](crate::launch()).
+/// Returns the number of ranks that currently run as threads of this process. It is 0 if the process is a rank, or
+/// trains without [`launch()`](crate::launch()).
 pub fn thread_ranks() -> usize {
     HERE.load(Ordering::SeqCst)
 }
 
-/// A rank that runs, until it is dropped.
+/// A running rank, until it is dropped.
 struct Here;
 
 impl Here {
@@ -77,13 +77,12 @@ where
             return Err(cause.of(rank, Vec::new()));
         }
     }
-    // The ranks' own senders are now the only ones.
+    // Now only the ranks have senders.
     drop(sender);
     verdict(&control, collect(config, &control, &receiver))
 }
 
-/// Waits for the ranks, for at most the grace period once one has failed. `None` for those that did
-/// not return.
+/// Waits for the ranks, for at most the grace period once one has failed. `None` marks ranks that did not return.
 fn collect<T>(
     config: &LaunchConfig,
     control: &Control,
@@ -100,8 +99,8 @@ fn collect<T>(
         };
         let Ok((rank, end)) = received else { break };
         ends[rank] = Some(end);
-        // A rank may have failed and live on: it saw an error and went on without its peers. Then
-        // it is the first to return who shows that the world is ending.
+        // A rank may have failed and continued: it saw an error and worked on without its peers. In that case the first
+        // rank that returns reveals that the world is ending.
         if give_up_at.is_none() && control.failure().is_some() {
             give_up_at = Instant::now().checked_add(config.grace);
         }

@@ -1,25 +1,24 @@
-//! The threads that compute for a rank.
+//! The compute threads of a rank.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
 use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder, Yield};
 
-/// Stack of a rank's threads: that of a main thread, because whole training loops run on it.
+/// Stack size of a rank's threads: a main thread's size, because whole training loops run on them.
 const STACK_BYTES: usize = 8 << 20;
 
-/// The pause between two looks of a background worker for work. Each look takes some microseconds.
+/// The pause between two checks of a background worker for work. Each check takes some microseconds.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
-/// A rank's rayon pool, on one of whose workers the body runs: parallel work that the body begins,
-/// such as that of Burn's kernels, is shared among the workers of its own pool.
+/// A rank's rayon pool. The body runs on one of its workers, so parallel work that the body begins, such as Burn's
+/// kernels, is shared among the workers of the rank's own pool.
 ///
-/// Work that the body spawns and does not take part in needs a second worker. A rank that has a
-/// single thread to compute on gets one, but one that does not help with the kernels: all cores have
-/// a rank to serve, and two threads that share each kernel of a few microseconds would spend more
-/// time on waking each other than on the work. The second worker of such a rank is held by a job that
-/// sleeps, and every few milliseconds runs what it finds. A piece of a kernel is found then only by
-/// chance.
+/// Work that the body spawns without taking part in it needs a second worker. A rank with a single compute thread gets
+/// one, but it does not help with the kernels. All cores have a rank to serve, and two threads that share each kernel
+/// of a few microseconds would spend more time on waking each other than on the work. The second worker of such a rank
+/// is occupied by a job that sleeps, and every few milliseconds runs the work that it finds. It finds a piece of a
+/// kernel only by chance.
 #[derive(Debug)]
 pub(super) struct Workers {
     pool: ThreadPool,
@@ -27,7 +26,7 @@ pub(super) struct Workers {
 }
 
 impl Workers {
-    /// Starts as many workers as are to compute, and one for the background if that is only one and there is to be one.
+    /// Starts the compute workers. Adds a background worker if there is only one and `has_background` is true.
     pub(super) fn start(
         num_threads: usize,
         has_background: bool,
@@ -46,14 +45,14 @@ impl Workers {
     /// Runs the body on a worker.
     pub(super) fn run<T: Send>(&self, body: impl FnOnce() -> T + Send) -> T {
         self.pool.install(|| {
-            // The worker in the background goes on until this is dropped.
+            // The background worker runs until this is dropped.
             let _background = self.needs_background.then(begin_background);
             body()
         })
     }
 }
 
-/// Turns the other worker of this pool into one for the background. Returns when it is.
+/// Makes the other worker of this pool the background worker. Returns when that has happened.
 fn begin_background() -> Sender<()> {
     let (stop, stopped) = channel();
     let (begun, has_begun) = channel();
@@ -61,13 +60,13 @@ fn begin_background() -> Sender<()> {
         let _ = begun.send(());
         work_in_background(&stopped);
     });
-    // Only the other worker can take the job, because this one waits here. Were the job still in this
-    // worker's queue, this worker would take it itself, while it waits for a piece of a kernel.
+    // Only the other worker can take the job, because this one waits here. If the job were still in this worker's
+    // queue, this worker would take it itself while it waits for a piece of a kernel.
     let _ = has_begun.recv();
     stop
 }
 
-/// Runs what it finds, until told to stop.
+/// Runs the work that it finds, until it is stopped.
 fn work_in_background(stopped: &Receiver<()>) {
     while let Err(RecvTimeoutError::Timeout) = stopped.recv_timeout(LOOK_EVERY) {
         while rayon::yield_now() == Some(Yield::Executed) {}

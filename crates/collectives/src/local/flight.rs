@@ -12,7 +12,7 @@ use crate::engine::{Awaited, Claim, Findings, Flight, Withdrawn};
 use crate::operation::{Extent, OperationKind, Signature};
 use crate::{Buffer, Reduction, Source};
 
-/// An operation that this rank has published its part of.
+/// An operation for which this rank has published its part.
 #[derive(Debug)]
 pub(super) struct LocalFlight {
     team: Arc<Team>,
@@ -66,7 +66,7 @@ impl LocalFlight {
                 self.findings.results = results.collect();
             }
             (_, None) => {
-                // Begins with itself: so the ranks read from different places at any time.
+                // Begins with this rank, so the ranks read from different places at any time.
                 for from in (self.rank..self.team.size()).chain(0..self.rank) {
                     if signature.travels(from, self.rank) && !into.is_empty() {
                         let routes = signature.routes(from, self.rank);
@@ -82,10 +82,10 @@ impl LocalFlight {
         Ok(())
     }
 
-    /// Combines this rank's slice of an all-reduce, then those that no rank has begun with yet.
+    /// Combines this rank's slice of an all-reduce, then the slices that no rank has begun yet.
     ///
-    /// So a rank only ever waits for slices that another rank is working on: one that comes late, or
-    /// has discarded the operation, holds nobody up. Who combines a slice does not show in its bits.
+    /// So a rank only ever waits for slices that another rank is working on. A rank that arrives late or has discarded
+    /// the operation delays nobody. The bits of a slice do not depend on the rank that combines it.
     fn combine_slices(
         &mut self,
         reduction: &Reduction,
@@ -107,12 +107,12 @@ impl LocalFlight {
         Ok(())
     }
 
-    /// Returns true if the ranks have told checksums of what they give.
+    /// Returns true if the ranks have announced checksums of the bytes that they give.
     fn compares(&self) -> bool {
         !self.round.claim(self.rank).checks.given.is_empty()
     }
 
-    /// Compares the addends of a slice, as they were when they were combined, with what their ranks have told of them.
+    /// Compares the addends of a slice, as they were when they were combined, with the announced checksums.
     fn check_addends(&mut self, tensors: &[Sources], slice: usize, combined: &[Combined]) {
         let round = self.round.clone();
         for (from, sources) in tensors.iter().enumerate() {
@@ -123,7 +123,8 @@ impl LocalFlight {
         }
     }
 
-    /// Notes that a part of what a rank gives is not what the rank has told, unless one was noted before.
+    /// Records that a part of a rank's data does not match its announced checksum, unless a mismatch was recorded
+    /// before.
     fn note_altered(&mut self, from: usize, part: Option<usize>, sources: &Sources) {
         let Some(part) = part.filter(|_| self.findings.altered.is_none()) else {
             return;
@@ -139,8 +140,8 @@ impl LocalFlight {
         });
     }
 
-    /// Returns memory for a slice, from the pool of the rank that it falls to, whoever combines it:
-    /// what a rank's pool holds is the same each time.
+    /// Returns memory for a slice from the pool of the rank that the slice is assigned to, regardless of the rank that
+    /// combines it. So the contents of a rank's pool are the same each time.
     fn slice_buffers(
         &self,
         slice: usize,

@@ -14,9 +14,9 @@ use crate::lock::lock;
 #[derive(Debug)]
 pub(super) struct LocalGroup {
     team: Arc<Team>,
-    /// The operations that not all ranks have started yet, by sequence number.
+    /// The operations that not all ranks have started, by sequence number.
     rounds: Mutex<HashMap<u64, Arc<Round>>>,
-    /// The subgroups that not all their members have collected yet, by number.
+    /// The subgroups that not all members have collected, by number.
     subgroups: Mutex<HashMap<u64, Uncollected>>,
 }
 
@@ -36,7 +36,7 @@ impl LocalGroup {
         })
     }
 
-    /// Returns a rank's end.
+    /// Returns a rank's end of the group.
     pub(super) fn end(group: &Arc<Self>, rank: usize) -> LocalEnd {
         LocalEnd {
             group: group.clone(),
@@ -44,7 +44,7 @@ impl LocalGroup {
         }
     }
 
-    /// Publishes a rank's part of the operation with this number.
+    /// Publishes a rank's part in the operation with this number.
     fn join(&self, sequence: u64, rank: usize, offer: Offer) -> Arc<Round> {
         let mut rounds = lock(&self.rounds);
         let round = rounds
@@ -53,13 +53,13 @@ impl LocalGroup {
         let round = round.clone();
         round.publish(rank, offer);
         if round.has_all() {
-            // Everyone who will ever need it has it.
+            // Every rank that will need the round has it.
             rounds.remove(&sequence);
         }
         round
     }
 
-    /// Returns the subgroup, made by the member that comes first and forgotten with the last.
+    /// Returns the subgroup. The first member to call makes it, and the last removes it from the map.
     fn collect(&self, subgroup: &Subgroup) -> Arc<LocalGroup> {
         let mut subgroups = lock(&self.subgroups);
         let uncollected = subgroups.entry(subgroup.number).or_insert_with(|| {
@@ -87,7 +87,7 @@ impl LocalGroup {
     }
 }
 
-/// The end of one rank of a [`LocalGroup`].
+/// A rank's end of a [`LocalGroup`].
 #[derive(Debug)]
 pub(super) struct LocalEnd {
     group: Arc<LocalGroup>,

@@ -7,15 +7,15 @@ use crate::Source;
 use crate::engine::Claim;
 use crate::lock::lock;
 
-/// An operation of one group. Kept alive by the ranks that are not done with it.
+/// An operation of one group. Kept alive by the ranks that have not finished it.
 #[derive(Debug)]
 pub(super) struct Round {
     seats: Vec<Seat>,
     num_arrived: AtomicUsize,
     num_finished: AtomicUsize,
-    /// True once all ranks have finished and nothing published is kept any more.
+    /// True once all ranks have finished and all published data is dropped.
     released: AtomicBool,
-    /// Slices of an all-reduce that are combined, by the rank that they fall to.
+    /// The combined slices of an all-reduce, by the rank that they are assigned to.
     slices: Vec<Slice>,
     num_slices: AtomicUsize,
 }
@@ -23,9 +23,9 @@ pub(super) struct Round {
 /// The state of one rank in the round.
 #[derive(Debug, Default)]
 struct Seat {
-    /// The claim of the rank; stays until the round is dropped.
+    /// The claim of the rank; kept until the round is dropped.
     claim: OnceLock<Claim>,
-    /// The sources that the peers read; taken away as soon as no peer will look again.
+    /// The sources that the peers read; removed as soon as no peer will read them again.
     sources: Mutex<Option<Sources>>,
     finished: AtomicBool,
 }
@@ -99,16 +99,15 @@ impl Round {
         lock(&self.seats[rank].sources).clone()
     }
 
-    /// Takes a rank's sources back: no peer will look at them again.
+    /// Takes a rank's sources back. No peer will read them again.
     pub(super) fn withdraw(&self, rank: usize) {
-        // The guard is gone before the sources are dropped: freeing them may take long.
+        // The guard is released before the sources are dropped, because freeing them may take long.
         let sources = lock(&self.seats[rank].sources).take();
         drop(sources);
     }
 
-    /// Says that a rank will read nothing more. The caller has dropped all that it got from
-    /// [`sources`](Self::sources) and [`slice`](Self::slice). The last rank empties the round; `true`
-    /// for that one.
+    /// Marks a rank as one that will read nothing more. The caller has dropped everything that it got from
+    /// [`sources`](Self::sources) and [`slice`](Self::slice). The last rank empties the round, and gets `true`.
     pub(super) fn finish(&self, rank: usize) -> bool {
         self.seats[rank].finished.store(true, Ordering::Release);
         if self.num_finished.fetch_add(1, Ordering::AcqRel) + 1 < self.seats.len() {
@@ -128,12 +127,12 @@ impl Round {
         self.seats[rank].finished.load(Ordering::Acquire)
     }
 
-    /// Returns true if all ranks have finished and everything published is dropped.
+    /// Returns true if all ranks have finished and all published data is dropped.
     pub(super) fn is_released(&self) -> bool {
         self.released.load(Ordering::Acquire)
     }
 
-    /// Gives `rank` the task of combining a slice, unless another has it already.
+    /// Assigns the task of combining a slice to `rank`, unless another rank already has it.
     pub(super) fn take_slice(&self, slice: usize, rank: usize) -> bool {
         self.slices[slice].taken_by.set(rank).is_ok()
     }

@@ -10,7 +10,7 @@ use crate::control::Control;
 #[derive(Debug)]
 pub(super) struct Team {
     pub(super) control: Arc<Control>,
-    /// The members by their rank in the world, in the order of their rank here.
+    /// The members by their rank in the world, in the order of their ranks in this group.
     pub(super) members: Arc<[usize]>,
 }
 
@@ -20,7 +20,7 @@ impl Team {
         self.members.len()
     }
 
-    /// Returns the bell that ranks wait for.
+    /// Returns the bell that waiting ranks listen to.
     pub(super) fn bell(&self) -> &Bell {
         &self.control.world.bell
     }

@@ -1,7 +1,7 @@
-//! Moving bytes out of the ranks' sources into one rank's buffers.
+//! Moving bytes from the ranks' sources into one rank's buffers.
 //!
-//! Lengths are not checked again here: a call's own are checked when it starts, and that the ranks
-//! agree on them when they meet.
+//! Lengths are not checked again here. A call's own lengths are checked when it starts, and the agreement of the ranks
+//! is checked when they meet.
 
 use std::ops::Range;
 
@@ -12,7 +12,8 @@ use crate::contract::Route;
 use crate::operation::Extent;
 use crate::{Buffer, ElementType, Reduction};
 
-/// Copies what one rank gives another, part by part. Returns the first part that is not what the rank has told, if it has.
+/// Copies the bytes that one rank gives another, part by part. Returns the first part that does not match the announced
+/// checksum, if there is one.
 pub(super) fn copy_all(
     sources: &Sources,
     routes: &[Route],
@@ -34,10 +35,10 @@ pub(super) fn copy_all(
     altered
 }
 
-/// Fills each buffer with the result of a reduction of which every rank has combined a slice.
+/// Fills each buffer with the result of a reduction in which every rank has combined a slice.
 ///
-/// Begins with the slice of rank `first`: when every rank begins with its own, they read from
-/// different places at any time. Returns the checksums of each buffer, `if reads`.
+/// Begins with the slice of rank `first`. When every rank begins with its own slice, they read from different places at
+/// any time. Returns the checksums of each buffer, `if reads`.
 pub(super) fn join(
     reduction: &Reduction,
     extents: &[Extent],
@@ -64,8 +65,8 @@ pub(super) fn join(
     checksums
 }
 
-/// Fills each buffer with the shard of rank `shard` of the combination of the ranks' full tensors. Returns the checksums
-/// of each, `if reads`.
+/// Fills each buffer with the shard of rank `shard` of the combination of the ranks' full tensors. Returns the
+/// checksums of each buffer, `if reads`.
 pub(super) fn combine(
     reduction: &Reduction,
     extents: &[Extent],

@@ -1,4 +1,4 @@
-//! The addends of the other ranks in a reduction: where they land, and how they are combined.
+//! The addends of the other ranks in a reduction: receiving and combining them.
 
 use super::landing::Landing;
 use crate::arithmetic::reduce;
@@ -16,8 +16,8 @@ pub(super) fn scratch(signature: &Signature, from: usize, to: usize, pool: &Buff
     )
 }
 
-/// Combines a rank's own share of its sources with what the others have sent, in rank order.
-/// `addends` has one buffer per part for each other rank.
+/// Combines a rank's own share of its sources with the other ranks' addends, in rank order. `addends` has one buffer
+/// per part for each other rank.
 pub(super) fn combine(
     signature: &Signature,
     reduction: &Reduction,

@@ -1,4 +1,4 @@
-//! The end of one rank of a group of processes.
+//! A rank's end of a group of processes.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ pub(super) struct MpiEnd {
     control: Arc<Control>,
     /// The group's number in the world.
     number: u64,
-    /// The members by their rank in the world, which is that in MPI's.
+    /// The members by their rank in the world, which equals their rank in MPI's world.
     members: Arc<[usize]>,
     rank: usize,
     state: Arc<RankState>,
@@ -82,7 +82,7 @@ impl Engine for MpiEnd {
             pool: self.state.pool.clone(),
             shared: shared.clone(),
         };
-        // The thread is gone only when the world is over; then the control says so.
+        // The thread is gone only when the world is over; the control then reports that.
         let _ = self.commands.send(Command::Start(Box::new(start)));
         Box::new(MpiFlight { shared, sources })
     }

@@ -1,7 +1,7 @@
-//! The headers that processes send each other beside the bytes of tensors.
+//! The headers that processes send each other in addition to the bytes of tensors.
 //!
-//! All numbers are little-endian. The processes of a world run the same binary, so that a header has
-//! no version; one that cannot be read is reported as a failure of the rank that sent it.
+//! All numbers are little-endian. The processes of a world run the same binary, so a header has no version. A header
+//! that cannot be read is reported as a failure of the rank that sent it.
 
 use burn_fsdp_mesh::{Partition, ReduceOp};
 
@@ -40,14 +40,14 @@ pub(super) enum Header {
     News(News),
 }
 
-/// The header by which a rank tells one other of an operation that it starts.
+/// The header with which a rank announces an operation that it starts to one other rank.
 #[derive(Debug, PartialEq)]
 pub(super) struct ClaimHeader {
     /// The operation: the group's number and the sequence number in it.
     pub(super) round: (u64, u64),
-    /// The tag of what follows.
+    /// The tag of the data that follows.
     pub(super) tag: u32,
-    /// True if the rank wants what it gets.
+    /// True if the rank wants its result.
     pub(super) receives: bool,
     /// The signature, as [`signature_bytes`] writes it.
     pub(super) signature: Vec<u8>,
@@ -99,7 +99,7 @@ impl Header {
         out.0
     }
 
-    /// Reads a header; `None` if these are not the bytes of one.
+    /// Reads a header; `None` if the bytes are not a valid header.
     pub(super) fn of_bytes(bytes: &[u8]) -> Option<Self> {
         let mut from = Reader(bytes);
         let header = match from.word()? {
@@ -166,7 +166,7 @@ pub(super) fn signature_bytes(signature: &Signature) -> Vec<u8> {
     out.0
 }
 
-/// Returns the signature behind bytes; `None` if they are none.
+/// Parses a signature from bytes; `None` if they are invalid.
 pub(super) fn signature_of(bytes: &[u8]) -> Option<Signature> {
     let mut from = Reader(bytes);
     let kind = *OperationKind::ALL.get(from.index()?)?;
@@ -239,7 +239,7 @@ impl Writer {
         self.word(partition.num_rows() as u64);
         self.word(partition.row_len() as u64);
         self.word(partition.num_shards() as u64);
-        // One more than the sole owner, 0 for none.
+        // One more than the index of the sole owner; 0 if there is none.
         self.word(partition.sole_owner().map_or(0, |owner| owner as u64 + 1));
     }
 }
@@ -259,7 +259,7 @@ impl<'a> Reader<'a> {
 
     fn indices(&mut self) -> Option<Vec<usize>> {
         let len = self.index()?;
-        // Each takes as many bytes as a word: a length that is wrong allocates nothing.
+        // Each element takes as many bytes as a word, so a wrong length allocates nothing.
         (0..len).map(|_| self.index()).collect()
     }
 

@@ -16,19 +16,19 @@ use crate::lock::lock;
 #[derive(Debug)]
 pub(super) struct Landing {
     buffers: Mutex<Option<Vec<Buffer>>>,
-    /// The address and the number of the bytes of each buffer.
+    /// The address and the length in bytes of each buffer.
     places: Vec<(*mut u8, usize)>,
 }
 
-// SAFETY: the pointers are used by `Wire`, on MPI's thread, and by `put`, and by nobody once the
-// buffers were taken; the buffers themselves are behind a lock.
+// SAFETY: the pointers are used by `Wire`, on MPI's thread, and by `put`, and by nobody after the buffers were taken.
+// The buffers themselves are behind a lock.
 unsafe impl Send for Landing {}
 // SAFETY: as above; `place` hands out a pointer and reads or writes nothing.
 unsafe impl Sync for Landing {}
 
 impl Landing {
     pub(super) fn new(mut buffers: Vec<Buffer>) -> Self {
-        // The bytes lie on the heap: they do not move with their buffers.
+        // The bytes are on the heap, so they do not move with their buffers.
         let place = |buffer: &mut Buffer| (buffer.as_mut().as_mut_ptr(), buffer.len());
         let places = buffers.iter_mut().map(place).collect();
         Self {
@@ -41,7 +41,7 @@ impl Landing {
     ///
     /// # Panics
     ///
-    /// If the buffer has no such range.
+    /// If the buffer does not have such a range.
     pub(super) fn place(&self, buffer: usize, range: Range<usize>) -> *mut u8 {
         let (start, len) = self.places[buffer];
         assert!(
@@ -52,17 +52,17 @@ impl Landing {
         unsafe { start.add(range.start) }
     }
 
-    /// Copies bytes to a range of a buffer, while transfers go on into others.
+    /// Copies bytes to a range of a buffer, while transfers into others continue.
     ///
     /// # Panics
     ///
-    /// As [`place`](Self::place), or if the range has another length.
+    /// Panics like [`place`](Self::place), and if the lengths of range and bytes differ.
     pub(super) fn put(&self, buffer: usize, range: Range<usize>, bytes: &[u8]) {
         assert_eq!(range.len(), bytes.len(), "bytes for a range of a buffer");
         let guard = lock(&self.buffers);
         if guard.is_some() {
-            // SAFETY: in bounds, and not taken, as the lock says. The ranges of an operation's ranks do
-            // not overlap: no transfer writes this one, and nobody else but in turn, under the lock.
+            // SAFETY: in bounds, and not taken, as the lock guarantees. The ranges of an operation's ranks do not
+            // overlap, so no transfer writes this one. Others write it only in turn, under the lock.
             let place = unsafe {
                 std::slice::from_raw_parts_mut(self.place(buffer, range.clone()), range.len())
             };

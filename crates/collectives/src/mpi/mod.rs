@@ -1,10 +1,9 @@
 //! The engine of ranks that are processes, over MPI.
 //!
-//! One process is one rank. One thread owns MPI: it takes commands from the rank's threads through a
-//! channel, and tests, in turn, whether headers have come and transfers are complete
-//! (`progress.rs`). Everything that it asks of MPI is non-blocking and point-to-point, in the world's
-//! communicator alone: groups are told apart by the headers, so that there may be as many as one
-//! likes. `src/README.md` of this crate describes the protocol.
+//! One process is one rank. One thread owns MPI. It takes commands from the rank's threads through a channel, and tests
+//! in turn whether headers have arrived and transfers are complete (`progress.rs`). All its MPI calls are non-blocking
+//! and point-to-point, and use only the world's communicator. Groups are distinguished by the headers, so their number
+//! is not limited. `src/README.md` of this crate describes the protocol.
 
 mod addends;
 mod engine;
@@ -32,11 +31,11 @@ pub(crate) struct Connection {
     pub(crate) rank: usize,
     pub(crate) size: usize,
     commands: Sender<Command>,
-    /// Told when the thread is done with MPI.
+    /// Receives a message when the thread is done with MPI.
     done: Receiver<()>,
 }
 
-/// A messenger that tells other processes through MPI's thread.
+/// A messenger that sends news to other processes through MPI's thread.
 #[derive(Debug)]
 struct MpiMessenger(Sender<Command>);
 
@@ -47,11 +46,11 @@ impl Messenger for MpiMessenger {
     }
 }
 
-/// Initialises MPI on a thread of its own. Once per process.
+/// Initialises MPI on a thread of its own. Call it once per process.
 ///
 /// # Errors
 ///
-/// What MPI says, or the system where it gives no thread.
+/// The error of MPI, or of the system if it cannot start a thread.
 pub(crate) fn connect() -> Result<Connection, String> {
     let (commands, received) = channel();
     let (place, placed) = channel();
@@ -99,11 +98,11 @@ impl Connection {
         ProcessGroup::new("world".into(), self.rank, members, Box::new(engine), state)
     }
 
-    /// Ends MPI: with the others, if all have come to their end without a failure, or without them.
-    /// Gives up after `patience`.
+    /// Ends MPI: together with the others if all have ended without a failure, otherwise without them. Gives up after
+    /// `patience`.
     pub(crate) fn close(self, with_others: bool, patience: Duration) {
         let _ = self.commands.send(Command::Close { with_others });
-        // Whether it is done or stuck in MPI, with a process that is gone: no more can be done here.
+        // The thread is done, or is stuck in MPI waiting for a process that is gone. Nothing more can be done here.
         let (Ok(()) | Err(RecvTimeoutError::Disconnected | RecvTimeoutError::Timeout)) =
             self.done.recv_timeout(patience);
     }

@@ -13,28 +13,28 @@ use crate::Source;
 use crate::control::{Control, WORLD_DOMAIN};
 use crate::world::News;
 
-/// The time of looks without a pause while nothing moves and the rank waits for it, before sleeping
-/// between two looks.
+/// The time for which the thread looks without a pause while nothing moves and the rank waits. After it, the thread
+/// sleeps between two looks.
 const LOOK_FOR: Duration = Duration::from_millis(1);
 
-/// The same while the rank computes, whose core the looks may take: for a rank that has started an
-/// operation and is about to wait.
+/// The same while the rank computes, because the looks may take its core. For a rank that has started an operation and
+/// is about to wait.
 const LOOK_UNAWAITED_FOR: Duration = Duration::from_micros(20);
 
-/// The sleep between two looks while operations are under way.
+/// The sleep between two looks while operations are in progress.
 const SHORT_SLEEP: Duration = Duration::from_micros(50);
 
-/// The sleep between two looks while there are none. A command wakes the thread at once; the
-/// headers of others concern this rank only when it comes itself, and failures may wait so long.
+/// The sleep between two looks while there are none. A command wakes the thread at once. The headers of others concern
+/// this rank only when it starts the operation itself, and news of failures may be delayed by this much.
 const LONG_SLEEP: Duration = Duration::from_millis(1);
 
-/// The commands of the rank's threads to MPI's.
+/// The commands from the rank's threads to MPI's thread.
 pub(super) enum Command {
     Start(Box<Start>),
     /// A failure domain that this rank belongs to.
     Domain(Arc<Control>),
     Tell(News),
-    /// The end of MPI, together with the other processes or without them.
+    /// The end of MPI, with or without the other processes.
     Close {
         with_others: bool,
     },
@@ -45,17 +45,17 @@ pub(super) struct Progress {
     rank: usize,
     commands: Receiver<Command>,
     rounds: HashMap<(u64, u64), Round>,
-    /// Headers that have begun to come, in the order in which they have.
+    /// Headers that have begun to arrive, in order of arrival.
     incoming: VecDeque<Incoming>,
     /// Headers of operations that this rank has not started yet.
     early: HashMap<(u64, u64), Vec<(usize, ClaimHeader)>>,
     domains: HashMap<u64, Arc<Control>>,
-    /// Failures of domains that this rank has not entered yet, if it ever will.
+    /// Failures of domains that this rank has not entered yet, and may never enter.
     early_failures: HashMap<u64, (usize, String)>,
     early_departed: Vec<usize>,
-    /// Headers on their way.
+    /// Headers in transit.
     outbox: Vec<Transfer>,
-    /// The next tag of what goes to each rank of the world.
+    /// The next tag for data to each rank of the world.
     next_tags: Vec<u32>,
 }
 
@@ -77,7 +77,7 @@ impl Progress {
         }
     }
 
-    /// Serves this rank until it is told to close.
+    /// Serves this rank until it receives a close command.
     pub(super) fn run(mut self) {
         let mut moved_at = Instant::now();
         let with_others = loop {
@@ -98,11 +98,11 @@ impl Progress {
         self.close(with_others);
     }
 
-    /// Returns the next command, waited for a while if nothing else is to be done.
+    /// Returns the next command. Waits for it for a while if there is nothing else to do.
     fn next_command(&self, moved_at: Instant) -> Option<Command> {
         match self.commands.try_recv() {
             Ok(command) => return Some(command),
-            // Nobody can ask anything any more, and nobody closed: as a failed rank leaves.
+            // All senders are gone and nobody has sent a close command, as when a failed rank leaves.
             Err(TryRecvError::Disconnected) => return Some(Command::Close { with_others: false }),
             Err(TryRecvError::Empty) => {}
         }
@@ -145,7 +145,7 @@ impl Progress {
                 }
                 Ok(())
             }
-            // Taken out of the queue by `run`.
+            // `run` has taken it out of the queue.
             Command::Close { .. } => Ok(()),
         }
     }
@@ -184,14 +184,14 @@ impl Progress {
         Ok(())
     }
 
-    /// Reads what has come, and looks how far the transfers are. Returns whether anything moved.
+    /// Reads incoming headers and checks the progress of the transfers. Returns true if anything moved.
     fn look(&mut self) -> Result<bool, WireError> {
         let mut has_moved = false;
         while let Some(incoming) = self.wire.next_header()? {
             self.incoming.push_back(incoming);
         }
-        // Those of one rank in the order in which it sent them; a rank that is stopped while it sends one holds
-        // up nobody else's.
+        // Headers of one rank are read in the order in which it sent them. A rank that is stopped while it sends one
+        // does not delay the headers of others.
         let mut late = BTreeSet::new();
         let mut index = 0;
         while index < self.incoming.len() {
@@ -278,7 +278,7 @@ impl Progress {
     fn fail(&mut self, error: &WireError) {
         let reason = format!("{error}; see what MPI and the other ranks say");
         match self.domains.get(&WORLD_DOMAIN) {
-            // Ends the waits of this rank, and tells the others if MPI still can.
+            // Ends the waits of this rank, and notifies the others if MPI still can.
             Some(control) => control.fail(self.rank, reason),
             None => {
                 let failure = (self.rank, reason);
@@ -288,7 +288,7 @@ impl Progress {
     }
 
     fn close(mut self, with_others: bool) {
-        // What was told before must have gone out.
+        // Earlier messages must have been sent.
         while let Ok(command) = self.commands.try_recv() {
             let _ = self.obey(command);
         }

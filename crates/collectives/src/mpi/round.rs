@@ -1,4 +1,5 @@
-//! An operation of this rank: what its threads and that of MPI share, and what MPI's does for it.
+//! An operation of this rank: the state shared between its threads and MPI's thread, and the work of MPI's thread for
+//! it.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -14,33 +15,34 @@ use crate::lock::lock;
 use crate::operation::{OperationKind, Signature};
 use crate::{Buffer, BufferPool, Source};
 
-/// The state of an operation that MPI's thread tells the rank's threads. Ranks are those of the group.
+/// The state of an operation that MPI's thread shows to the rank's threads. Ranks are ranks of the group.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) rank: usize,
     claims: Vec<OnceLock<Claim>>,
     num_claims: AtomicUsize,
-    /// Ranks all of whose bytes have come.
+    /// Ranks whose bytes have all arrived.
     arrived: Vec<AtomicBool>,
-    /// True once what the other ranks give is there.
+    /// True once the other ranks' data is there.
     result: AtomicBool,
-    /// True once somebody has set out to add this rank's own share: to copy it beside what the others give, or to combine
-    /// it with that. MPI's thread does so before `result`, and has done it then; the rank's at any time.
+    /// True once a thread has begun to add this rank's own share: to copy it next to the others' data, or to combine it
+    /// with them. MPI's thread begins only before `result`, and has finished by then; the rank's thread may begin at
+    /// any time.
     is_completed: AtomicBool,
-    /// Ranks that have all of this one's bytes.
+    /// Ranks that have received all bytes of this rank.
     given: Vec<AtomicBool>,
     released: AtomicBool,
     pub(super) landing: Arc<Landing>,
     /// The addends of the other ranks in a reduce-scatter.
     addends: Mutex<Vec<Option<Arc<Landing>>>>,
-    /// The first addend that was not what its rank has told.
+    /// The first addend that did not match its announced checksum.
     altered: OnceLock<AlteredPart>,
 }
 
 impl Shared {
     pub(super) fn new(size: usize, rank: usize, claim: Claim, into: Vec<Buffer>) -> Self {
         let claims: Vec<_> = (0..size).map(|_| OnceLock::new()).collect();
-        // An all-reduce is combined slice by slice, and its own slice put in place with the others.
+        // An all-reduce is combined slice by slice, and its own slice is placed with the others.
         let is_by_slices = claim.signature.kind == OperationKind::AllReduce;
         let is_completed = into.is_empty() || is_by_slices;
         let _ = claims[rank].set(claim);
@@ -76,12 +78,12 @@ impl Shared {
         self.result.load(Ordering::Acquire)
     }
 
-    /// Returns true if what the others give can be completed before it is there.
+    /// Returns true if this rank's share can be added before the others' data is there.
     pub(super) fn is_moved(&self) -> bool {
         self.claim(self.rank).signature.reduction.is_none()
     }
 
-    /// Adds this rank's own share, unless somebody has set out to. What is combined must be there.
+    /// Adds this rank's own share, unless a thread has already begun to. Data to be combined must be there.
     pub(super) fn complete(&self, sources: &[Source]) {
         if self.is_completed.swap(true, Ordering::AcqRel) {
             return;
@@ -102,7 +104,7 @@ impl Shared {
         });
     }
 
-    /// Compares the addends of this rank's share with what their ranks have told of them.
+    /// Compares the addends of this rank's share with the announced checksums.
     fn check_addends(&self, sources: &[Source], addends: &[Option<Vec<Buffer>>]) {
         for (from, addend) in addends.iter().enumerate() {
             let Claim {
@@ -123,7 +125,7 @@ impl Shared {
         }
     }
 
-    /// Returns the first addend that was not what its rank has told.
+    /// Returns the first addend that did not match its announced checksum.
     pub(super) fn altered_addend(&self) -> Option<AlteredPart> {
         self.altered.get().cloned()
     }
@@ -159,7 +161,7 @@ pub(super) struct Start {
     /// The signature of this rank as bytes.
     pub(super) signature: Vec<u8>,
     pub(super) sources: Vec<Source>,
-    /// True if this rank has buffers for what it gets.
+    /// True if this rank has buffers for its result.
     pub(super) receives: bool,
     pub(super) pool: BufferPool,
     pub(super) shared: Arc<Shared>,
@@ -168,13 +170,13 @@ pub(super) struct Start {
 /// An operation that MPI's thread carries out.
 pub(super) struct Round {
     pub(super) start: Start,
-    /// The tag of what this rank sends to each other.
+    /// The tag of the data that this rank sends to each other rank.
     pub(super) tags: Vec<u32>,
-    /// Ranks that want what this one does.
+    /// The number of ranks whose signature equals this rank's.
     num_agreeing: usize,
-    /// The transfers of what this rank gives, by the rank that gets it.
+    /// The transfers of the data that this rank gives, by receiver.
     sends: Vec<(usize, Transfer)>,
-    /// The transfers of what is put side by side or combined, by the rank that sends.
+    /// The transfers of data to be moved or combined, by sender.
     receives: Vec<(usize, Transfer)>,
     /// The others' slices of an all-reduce.
     slices: Vec<(usize, Transfer)>,
@@ -203,12 +205,12 @@ impl Round {
         &self.start.shared.claim(self.rank()).signature
     }
 
-    /// Returns true if nobody waits for the operation any more, and it cannot come to its end.
+    /// Returns true if nobody waits for the operation any more and it cannot complete.
     pub(super) fn is_given_up(&self) -> bool {
         Arc::strong_count(&self.start.shared) == 1 && self.start.control.failure().is_some()
     }
 
-    /// Takes the header of a rank of the world, and begins the exchange with it if it wants the same.
+    /// Processes the header of a rank of the world, and begins the exchange with that rank if the signatures are equal.
     pub(super) fn hear(
         &mut self,
         wire: &Wire,
@@ -247,7 +249,7 @@ impl Round {
             self.send(wire, from, header.receives)?;
             self.receive(wire, from, header.tag)?;
         }
-        // After the transfers have begun: a rank that waits sees that there are some.
+        // After the transfers have begun, so that a waiting rank sees that there are some.
         let shared = &self.start.shared;
         shared.num_claims.fetch_add(1, Ordering::AcqRel);
         shared_bell(&self.start).ring();
@@ -307,8 +309,7 @@ impl Round {
         Ok(())
     }
 
-    /// Looks how far the transfers are. Returns whether anything has changed, and whether the
-    /// operation has come to its end.
+    /// Checks the progress of the transfers. Returns whether anything has changed, and whether the operation is over.
     pub(super) fn advance(&mut self, wire: &Wire) -> Result<(bool, bool), WireError> {
         let before = (self.sends.len(), self.receives.len(), self.slices.len());
         drop_complete(&mut self.sends)?;
@@ -316,7 +317,7 @@ impl Round {
         drop_complete(&mut self.slices)?;
         let mut has_moved = before != (self.sends.len(), self.receives.len(), self.slices.len());
         let size = self.start.members.len();
-        // The rank has one reference, as long as it has not discarded the operation.
+        // The rank has one reference unless it has discarded the operation.
         let is_wanted = self.start.receives && Arc::strong_count(&self.start.shared) > 1;
         let (shared, is_all) = (self.start.shared.clone(), self.num_agreeing == size);
         let is_reduced = self.signature().kind == OperationKind::AllReduce;
@@ -330,7 +331,7 @@ impl Round {
         }
         let is_there = is_all && self.receives.is_empty() && self.slices.is_empty();
         if is_there && !shared.has_result() && (self.has_combined || !is_reduced) {
-            // Behind what the rank computes. One that waits has nothing else to do, and more threads.
+            // Runs while the rank computes. A waiting rank has nothing else to do, and has more threads.
             if is_wanted && !shared_bell(&self.start).is_awaited() {
                 shared.complete(&self.start.sources);
             }
@@ -347,7 +348,7 @@ impl Round {
         Ok((has_moved, is_over))
     }
 
-    /// Notes which ranks have given this one all, and which have got all of it.
+    /// Records which ranks have sent all their data to this one, and which have received all of its data.
     fn note_progress(&self) {
         let shared = &self.start.shared;
         let note = |done: &[AtomicBool], open: &mut dyn Iterator<Item = usize>| {

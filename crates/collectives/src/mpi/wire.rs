@@ -1,9 +1,8 @@
 //! The calls of MPI. With `landing.rs`, all `unsafe` code of this crate.
 //!
-//! What makes each call sound is the same throughout. MPI is called from the thread that initialised it
-//! and from no other: [`Wire`] and [`Transfer`] are not `Send`. The memory that a request reads or
-//! writes is owned by the [`Transfer`] that holds the request, and a transfer that is dropped before
-//! its request is complete leaks that memory rather than free it under MPI.
+//! The same argument makes every call sound. MPI is called only from the thread that initialised it: [`Wire`] and
+//! [`Transfer`] are not `Send`. The memory that a request reads or writes is owned by the [`Transfer`] that holds the
+//! request. A transfer that is dropped before its request is complete leaks that memory, because MPI may still use it.
 
 #![allow(
     unsafe_code,
@@ -23,19 +22,19 @@ use mpi::{Threading, ffi};
 use super::landing::Landing;
 use crate::{BufferPool, Source};
 
-/// The most bytes of one message: MPI counts in `int`.
+/// The maximum number of bytes in one message: MPI counts in `int`.
 const MOST_BYTES: usize = 1 << 30;
 
-/// The tag of headers. Data have tags from [`FIRST_DATA_TAG`] on.
+/// The tag of headers. Data has tags from [`FIRST_DATA_TAG`] on.
 const HEADER_TAG: c_int = 1;
 
 /// The first tag of data.
 pub(super) const FIRST_DATA_TAG: u32 = 2;
 
-/// The largest tag that every MPI has.
+/// The largest tag that every MPI supports.
 pub(super) const LAST_DATA_TAG: u32 = 32_767;
 
-/// The error of a call of MPI.
+/// The error of an MPI call.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{call} failed: {reason}")]
 pub(super) struct WireError {
@@ -43,25 +42,25 @@ pub(super) struct WireError {
     reason: String,
 }
 
-/// The end of MPI in this process.
+/// MPI in this process.
 pub(super) struct Wire {
-    /// The environment of MPI, which finalises it when it is dropped.
+    /// The environment of MPI, which finalises MPI when it is dropped.
     universe: Option<Universe>,
     world: ffi::MPI_Comm,
-    /// The memory of headers that come.
+    /// The memory of incoming headers.
     headers: BufferPool,
-    /// MPI belongs to the thread that initialised it.
+    /// MPI may be used only by the thread that initialised it.
     not_send: PhantomData<*const ()>,
 }
 
-/// A message on its way.
+/// A message in transit.
 pub(super) struct Transfer {
     request: ffi::MPI_Request,
     memory: Option<Memory>,
     not_send: PhantomData<*const ()>,
 }
 
-/// A header that has begun to come.
+/// A header that has begun to arrive.
 pub(super) struct Incoming {
     /// The rank that sends it.
     pub(super) from: usize,
@@ -95,7 +94,7 @@ fn check(call: &'static str, code: c_int) -> Result<(), WireError> {
     }
     let mut text = vec![0u8; ffi::MPI_MAX_ERROR_STRING as usize + 1];
     let mut len = 0;
-    // SAFETY: the text has the length that MPI asks for.
+    // SAFETY: the text has the length that MPI requires.
     unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut len) };
     let text = &text[..usize::try_from(len).unwrap_or(0).min(text.len())];
     Err(WireError {
@@ -105,7 +104,7 @@ fn check(call: &'static str, code: c_int) -> Result<(), WireError> {
 }
 
 impl Wire {
-    /// Initialises MPI. Once per process.
+    /// Initialises MPI. Call it once per process.
     pub(super) fn start() -> Result<Self, WireError> {
         let failed = |reason: &str| WireError {
             call: "MPI_Init_thread",
@@ -117,7 +116,7 @@ impl Wire {
             return Err(failed("this MPI allows no second thread in a process"));
         }
         let world = universe.world().as_communicator().as_raw();
-        // SAFETY: the communicator is that of the world, which lives as long as MPI.
+        // SAFETY: the communicator is the world's, which lives as long as MPI.
         let code = unsafe { ffi::MPI_Comm_set_errhandler(world, ffi::RSMPI_ERRORS_RETURN) };
         check("MPI_Comm_set_errhandler", code)?;
         Ok(Self {
@@ -142,7 +141,7 @@ impl Wire {
         self.send_piece(&header, range, to, HEADER_TAG)
     }
 
-    /// Sends some bytes of a source, in as many messages as it takes.
+    /// Sends some bytes of a source, in as many messages as necessary.
     pub(super) fn send(
         &self,
         source: &Source,
@@ -164,8 +163,7 @@ impl Wire {
     ) -> Result<Transfer, WireError> {
         let bytes = &source.as_bytes()[range];
         let mut request = null_request();
-        // SAFETY: the bytes are those of a source, which does not move or change them while a clone
-        // of it is alive; the transfer keeps one.
+        // SAFETY: a source does not move or change its bytes while a clone of it is alive, and the transfer keeps one.
         let code = unsafe {
             ffi::MPI_Isend(
                 bytes.as_ptr().cast::<c_void>(),
@@ -181,7 +179,7 @@ impl Wire {
         Ok(Transfer::new(request, Memory::Read(source.clone())))
     }
 
-    /// Receives bytes to a place of a landing, in as many messages as they were sent in.
+    /// Receives bytes into a range of a landing, in as many messages as they were sent in.
     pub(super) fn receive(
         &self,
         landing: &Arc<Landing>,
@@ -193,9 +191,8 @@ impl Wire {
         let piece = |piece: Range<usize>| {
             let mut request = null_request();
             let len = piece.len() as c_int;
-            // SAFETY: the landing says that the place is its own, in bounds, and touched by nobody
-            // else until the landing is taken, which is after this transfer; the transfer keeps the
-            // landing alive.
+            // SAFETY: the landing guarantees that the place is its own and in bounds. Nobody else touches it until the
+            // landing is taken, which is after this transfer. The transfer keeps the landing alive.
             let code = unsafe {
                 ffi::MPI_Irecv(
                     landing.place(buffer, piece).cast::<c_void>(),
@@ -213,7 +210,7 @@ impl Wire {
         pieces(range).map(piece).collect()
     }
 
-    /// Returns a header that has begun to come, if there is one.
+    /// Returns a header that has begun to arrive, if there is one.
     pub(super) fn next_header(&self) -> Result<Option<Incoming>, WireError> {
         let (mut flag, mut len) = (0, 0);
         // SAFETY: the two values are plain C structures that MPI fills; all zeros are valid for both.
@@ -234,14 +231,14 @@ impl Wire {
         if flag == 0 {
             return Ok(None);
         }
-        // SAFETY: the status is that of the message found.
+        // SAFETY: the status belongs to the message found.
         let code = unsafe { ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut len) };
         check("MPI_Get_count", code)?;
         let num_bytes = usize::try_from(len).unwrap_or(0);
         let landing = Arc::new(Landing::new(vec![self.headers.take(num_bytes)]));
         let mut request = null_request();
-        // SAFETY: the landing has as many bytes as the message, touched by nobody else until it is taken, which
-        // is after this transfer; the transfer keeps it alive.
+        // SAFETY: the landing has as many bytes as the message. Nobody else touches it until it is taken, which is
+        // after this transfer. The transfer keeps it alive.
         let code = unsafe {
             ffi::MPI_Imrecv(
                 landing.place(0, 0..num_bytes).cast::<c_void>(),
@@ -259,7 +256,7 @@ impl Wire {
         }))
     }
 
-    /// Leaves MPI without the others: one of them may never come to finalise it.
+    /// Leaves MPI without the others, because one of them may never finalise it.
     pub(super) fn leave(mut self) {
         std::mem::forget(self.universe.take());
     }
@@ -274,7 +271,7 @@ impl Transfer {
         }
     }
 
-    /// Lets MPI go on, and says whether the transfer is complete. Its memory is given back then.
+    /// Lets MPI make progress and returns whether the transfer is complete. Its memory is then released.
     pub(super) fn is_complete(&mut self) -> Result<bool, WireError> {
         if self.memory.is_none() {
             return Ok(true);
