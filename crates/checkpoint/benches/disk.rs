@@ -1,17 +1,16 @@
-//! How fast steps are saved and loaded, against plain writing and reading of as many bytes.
+//! The speed of saving and loading steps, compared with plain writing and reading of the same number of bytes.
 //!
-//! 50 million parameters with the two moments of AdamW (600 MB) on ranks that are threads. In each round
-//! the ranks take turns, all at once, at
+//! The model has 50 million parameters with the two moments of AdamW (600 MB), on ranks that are threads. In each round
+//! all ranks run these turns at once:
 //!
-//! - `raw_write`: the same bytes into one file a rank, in blocks of 16 MiB, then fsync;
+//! - `raw_write`: writing the same bytes into one file per rank, in blocks of 16 MiB, then fsync;
 //! - `save`: a whole save, from the bytes in memory to the committed step;
-//! - `raw_read_cold`, `load_cold`: the step's files, one for each rank, and a whole load. They were
+//! - `raw_read_cold`, `load_cold`: reading the step's files, one for each rank, and a whole load. The files were
 //!   dropped from the page cache before (by `dd iflag=nocache`; a hypervisor may still have them);
-//! - `raw_read_warm`, `load_warm`: they were just read.
+//! - `raw_read_warm`, `load_warm`: the same just after the files were read.
 //!
-//! Loads verify every checksum and fill buffers that are there already, as those of a model are. The
-//! raw reads fill one block over and over. Ratios are raw time over the crate's time of the same
-//! round, so that what else the machine does strikes both.
+//! Loads verify every checksum and fill existing buffers, like a model's. The raw reads fill one block repeatedly.
+//! Ratios are raw time divided by the crate's time in the same round, so other load on the machine affects both.
 //!
 //! ```text
 //! cargo bench -p burn-fsdp-checkpoint --bench disk -- [--ranks N] [--rounds N] [--params N] [--dir DIR] [--json FILE]
@@ -35,7 +34,7 @@ mod run;
 
 const BLOCK: usize = 16 << 20;
 
-/// What is measured in each round.
+/// The measurements of each round.
 const KINDS: [&str; 7] = [
     "raw_write",
     "save",
@@ -139,12 +138,12 @@ struct Bench {
     dir: PathBuf,
     /// By rank, in the order of the plan.
     held: Vec<Vec<Vec<u8>>>,
-    /// What is loaded into, the same way.
+    /// The buffers that are loaded into, in the same order.
     loaded: Vec<Vec<Vec<u8>>>,
     step: u64,
 }
 
-/// Hands out what a rank holds, without copying.
+/// Returns the parts that a rank holds, without copying.
 struct Held<'a> {
     parts: std::slice::Iter<'a, Vec<u8>>,
 }
@@ -185,7 +184,7 @@ impl Bench {
 
     fn round(&mut self) -> Result<[f64; KINDS.len()], Failure> {
         self.step += 1;
-        // Each first in half of the rounds.
+        // Each goes first in half of the rounds.
         let (raw_write, save) = match self.step.is_multiple_of(2) {
             true => {
                 let save = self.save()?;
@@ -235,7 +234,7 @@ impl Bench {
 
     fn raw_write(&self) -> Result<f64, Failure> {
         std::fs::create_dir_all(self.dir.join("raw"))?;
-        // The same bytes: a disk that finds repetitions would make short work of one block.
+        // The same bytes: a disk that detects repetitions would process a single repeated block too fast.
         let joined: Vec<Vec<u8>> = self.held.iter().map(|parts| parts.concat()).collect();
         let ranks = joined.iter().zip(self.raw_files());
         timed(ranks, |(bytes, path)| {
@@ -247,7 +246,7 @@ impl Bench {
         })
     }
 
-    /// Each rank reads one of the step's files.
+    /// Reads one of the step's files on each rank.
     fn raw_read(&self, saved: &[PathBuf]) -> Result<f64, Failure> {
         let mut blocks = vec![vec![1; BLOCK]; self.held.len()];
         let is_rank_file = |path: &&PathBuf| path.extension() == Some("safetensors".as_ref());
@@ -296,7 +295,7 @@ impl Bench {
     }
 }
 
-/// Seconds until the last rank is done.
+/// Returns the seconds until the last rank is done.
 fn timed<T: Send>(
     ranks: impl Iterator<Item = T>,
     body: impl Fn(T) -> Result<(), BoxError> + Sync,
@@ -358,7 +357,7 @@ impl Options {
                 "--params" => options.params = value()?.parse()?,
                 "--dir" => options.dir = value()?.into(),
                 "--json" => options.json = Some(value()?.into()),
-                // Cargo says so to every benchmark.
+                // Cargo passes this to every benchmark.
                 "--bench" => {}
                 _ => return Err(format!("there is no {arg}").into()),
             }

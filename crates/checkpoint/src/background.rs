@@ -1,4 +1,4 @@
-//! Saving while the training goes on.
+//! Saving while the training continues.
 
 use std::fmt;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
@@ -11,16 +11,15 @@ use crate::{Checkpoints, Error, SaveRequest, Saved, Snapshot};
 
 /// Saves snapshots on a thread of its own, one at a time.
 ///
-/// Every rank has one, with its end of a rendezvous that nothing else uses. A failed save harms
-/// nothing that was saved before; it is reported by the next call of [`start`](Self::start),
-/// [`poll`](Self::poll) or [`wait`](Self::wait), on every rank. Dropping the saver waits for the save
-/// under way, whose failure is then only logged.
+/// Every rank has one, with its end of a rendezvous that nothing else uses. A failed save does not damage earlier
+/// saves. The next call of [`start`](Self::start), [`poll`](Self::poll) or [`wait`](Self::wait) reports it, on every
+/// rank. Dropping the saver waits for the save in progress and only logs its failure.
 pub struct BackgroundSaver {
     /// Sender of jobs to the thread; taken when the thread is to end.
     jobs: Option<Sender<Box<Job>>>,
     results: Receiver<Result<Saved, Error>>,
     thread: Option<JoinHandle<()>>,
-    /// Step of the save whose result was not taken yet.
+    /// Step of the save whose result has not been taken yet.
     pending: Option<u64>,
 }
 
@@ -34,7 +33,7 @@ impl BackgroundSaver {
     ///
     /// # Errors
     ///
-    /// [`Error::Io`] if the system gives no thread.
+    /// [`Error::Io`] if the system cannot start a thread.
     pub fn new(
         checkpoints: Checkpoints,
         mut rendezvous: Box<dyn Rendezvous>,
@@ -51,7 +50,7 @@ impl BackgroundSaver {
                 let saved = save(&checkpoints, &request, &mut snapshot, &mut *rendezvous);
                 drop(snapshot);
                 if let Err(mpsc_error) = sender.send(saved) {
-                    // Nobody asks any more: the saver was dropped.
+                    // Nobody will ask any more, because the saver was dropped.
                     if let Err(error) = mpsc_error.0 {
                         tracing::error!(%error, "a background save failed");
                     }
@@ -71,12 +70,12 @@ impl BackgroundSaver {
         })
     }
 
-    /// Waits for the last save, then begins the next. Returns the result of the last save unless an
-    /// earlier call returned it.
+    /// Waits for the last save, then begins the next. Returns the result of the last save unless an earlier call has
+    /// returned it.
     ///
     /// # Errors
     ///
-    /// That of the last save; the new one is then *not* begun, on any rank. Call again to go on.
+    /// The error of the last save. The new save is then *not* begun, on any rank; call again to begin it.
     pub fn start(
         &mut self,
         request: SaveRequest,
@@ -93,12 +92,11 @@ impl BackgroundSaver {
         Ok(last)
     }
 
-    /// Returns the result of the save under way if it is done; `None` if it is not, or if there is
-    /// none.
+    /// Returns the result of the save in progress if it is done; `None` if it is not, or if there is none.
     ///
     /// # Errors
     ///
-    /// That of the save.
+    /// The error of the save.
     pub fn poll(&mut self) -> Result<Option<Saved>, Error> {
         let Some(step) = self.pending else {
             return Ok(None);
@@ -112,11 +110,11 @@ impl BackgroundSaver {
         result.map(Some)
     }
 
-    /// Waits for the save under way and returns its result; `None` if there is none.
+    /// Waits for the save in progress and returns its result; `None` if there is none.
     ///
     /// # Errors
     ///
-    /// That of the save.
+    /// The error of the save.
     pub fn wait(&mut self) -> Result<Option<Saved>, Error> {
         let Some(step) = self.pending.take() else {
             return Ok(None);
@@ -125,12 +123,12 @@ impl BackgroundSaver {
         result.map(Some)
     }
 
-    /// Waits as [`wait`](Self::wait) does, but no longer than `patience`. Returns `None` if the
-    /// save is not done then; the step is still [`pending`](Self::pending).
+    /// Waits as [`wait`](Self::wait) does, but no longer than `patience`. Returns `None` if the save is not done by
+    /// then; the step is still [`pending`](Self::pending).
     ///
     /// # Errors
     ///
-    /// That of the save.
+    /// The error of the save.
     pub fn wait_for(&mut self, patience: Duration) -> Result<Option<Saved>, Error> {
         let Some(step) = self.pending else {
             return Ok(None);
@@ -172,7 +170,7 @@ impl fmt::Debug for BackgroundSaver {
     }
 }
 
-/// Returns the error for a thread that ended in a panic, of the rendezvous most likely.
+/// Returns the error for a thread that ended in a panic, most likely of the rendezvous.
 fn gone(step: u64) -> Error {
     let reason = "the thread of background saves is gone; make a new saver".to_owned();
     Error::Panicked { step, reason }

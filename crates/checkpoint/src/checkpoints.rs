@@ -13,18 +13,18 @@ use crate::{Error, Limits, Step};
 
 /// A folder with one sub-folder for each step.
 ///
-/// Names that are no steps', hidden ones included, are left alone by every reader. A link is never
-/// followed below the folder, which may itself be reached by one.
+/// Readers ignore all other names, including hidden ones. A link is never followed below the folder; the folder itself
+/// may be reached through one.
 #[derive(Debug, Clone)]
 pub struct Checkpoints {
     storage: Arc<dyn Storage>,
     root: PathBuf,
     limits: Limits,
-    /// The lock for the life of a run, shared by all clones.
+    /// The lock for the lifetime of a run, shared by all clones.
     held: Option<Arc<RunLock>>,
 }
 
-/// The extent of the check after which a step counts as good.
+/// The check that a step must pass to be good.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Check {
     /// The index, and the size of every file.
@@ -33,7 +33,7 @@ pub enum Check {
     Everything,
 }
 
-/// The newest good step, and what is newer but is not good.
+/// The newest good step, and the newer steps that are not good.
 #[derive(Debug)]
 pub struct NewestGood {
     /// The newest good step; `None` if there is no step at all.
@@ -58,17 +58,17 @@ pub struct Skipped {
 pub(crate) struct Removal {
     /// The steps that were removed, oldest first.
     pub(crate) removed: Vec<u64>,
-    /// Why others are still there, oldest first.
+    /// The reasons why other steps are still there, oldest first.
     pub(crate) stays: Vec<Error>,
 }
 
 impl Checkpoints {
-    /// Names a folder of the file system. The first save makes it.
+    /// Refers to a folder of the file system. The first save makes it.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self::with_storage(Arc::new(FileSystem), root)
     }
 
-    /// Names a folder of another storage.
+    /// Refers to a folder of another storage.
     pub fn with_storage(storage: Arc<dyn Storage>, root: impl Into<PathBuf>) -> Self {
         Self {
             storage,
@@ -78,15 +78,14 @@ impl Checkpoints {
         }
     }
 
-    /// Locks the folder against all other runs and saves, as long as this value or a clone of it
-    /// lives: makes the folder if need be, locks it, removes what dead runs left in it, and tries
-    /// out whether a step could be written. Saves through this value and its clones take turns
-    /// under that one lock.
+    /// Locks the folder against all other runs and saves, as long as this value or a clone of it lives. Makes the
+    /// folder if necessary, locks it, removes the remains of dead runs, and tests whether a step could be written.
+    /// Saves through this value and its clones take turns under that one lock.
     ///
     /// # Errors
     ///
-    /// [`Error::Locked`] if somebody else is at work in the folder; [`Error::NotForSteps`] if it is a step, or lies in one;
-    /// [`Error::Io`] if it cannot be made or written into.
+    /// [`Error::Locked`] if somebody else is working in the folder; [`Error::NotForSteps`] if it is a step or is inside
+    /// one; [`Error::Io`] if it cannot be made or written to.
     pub fn acquire(mut self) -> Result<Self, Error> {
         self.check_is_for_steps()?;
         let made = self.storage.create_dir_all(&self.root);
@@ -98,14 +97,13 @@ impl Checkpoints {
         Ok(self)
     }
 
-    /// Returns true if the folder is locked by [`acquire`](Self::acquire), and the lock holds
-    /// others off. Some network file systems have no locks: there it is up to people that no two
-    /// runs save into one folder.
+    /// Returns true if the folder is locked by [`acquire`](Self::acquire) and the lock excludes others. Some network
+    /// file systems do not support locks. There the users must make sure that no two runs save into one folder.
     pub fn is_exclusive(&self) -> bool {
         self.held.as_ref().is_some_and(|held| held.is_effective())
     }
 
-    /// Refuses a folder for steps that is a step, or lies in one: its steps would be taken for that one.
+    /// Refuses a folder for steps that is a step or is inside one: its steps would be mistaken for that step.
     pub(crate) fn check_is_for_steps(&self) -> Result<(), Error> {
         match step_around(&*self.storage, &self.root, None) {
             Some(step) => Err(Error::NotForSteps {
@@ -152,15 +150,15 @@ impl Checkpoints {
         self.root.join(hidden.to_string())
     }
 
-    /// Lists the steps that are there, in ascending order. The list is empty if the folder does not
-    /// exist, or nothing in it has the name of a step.
+    /// Lists the steps that are there, in ascending order. The list is empty if the folder does not exist, or if
+    /// nothing in it has the name of a step.
     ///
-    /// The last one is what [`newest`](Self::newest) opens. A link or a file is left out where a folder is newer.
+    /// The last one is the step that [`newest`](Self::newest) opens. A link or a file is left out if a folder is newer.
     ///
     /// # Errors
     ///
-    /// [`Error::NotAFolder`] if a link or a file has the name of the newest step: whoever went on from the last of the
-    /// others would go on from an older state; [`Error::Io`].
+    /// [`Error::NotAFolder`] if a link or a file has the name of the newest step, because continuing from the last of
+    /// the others would use an older state; [`Error::Io`].
     pub fn steps(&self) -> Result<Vec<u64>, Error> {
         let named = self.named_as_steps()?;
         if let Some((step, kind)) = named.last() {
@@ -169,8 +167,7 @@ impl Checkpoints {
         Ok(folders(named).collect())
     }
 
-    /// Returns true if anything in the folder has the name of a step, be it a folder, a link or a
-    /// file.
+    /// Returns true if anything in the folder has the name of a step: a folder, a link or a file.
     ///
     /// # Errors
     ///
@@ -201,7 +198,7 @@ impl Checkpoints {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if the folder holds a step of another number, as a renamed or copied one does;
+    /// [`Error::Invalid`] if the folder holds a step with another number, as a renamed or copied step does;
     /// [`Error::NotAFolder`] if a link or a file has its name; otherwise as [`Step::open`].
     pub fn open(&self, step: u64) -> Result<Step, Error> {
         let path = self.path(step);
@@ -225,8 +222,8 @@ impl Checkpoints {
     ///
     /// # Errors
     ///
-    /// [`Error::NoStep`] if there is none; [`Error::NotAFolder`] if a link or a file has the name of a
-    /// newer one; else as [`open`](Self::open).
+    /// [`Error::NoStep`] if there is none; [`Error::NotAFolder`] if a link or a file has the name of a newer one;
+    /// otherwise as [`open`](Self::open).
     pub fn newest(&self) -> Result<Step, Error> {
         match self.steps()?.last() {
             Some(step) => self.open(*step),
@@ -246,14 +243,14 @@ impl Checkpoints {
         Err(Error::NotAFolder { path, found })
     }
 
-    /// Finds the newest step that is good, and says which newer ones it skipped and why.
-    /// Only damaged steps are skipped: see [`Error::is_damage`].
+    /// Finds the newest good step, and returns the newer steps that it skipped with the reasons. It skips only damaged
+    /// steps: see [`Error::is_damage`].
     ///
     /// # Errors
     ///
-    /// [`Error::NoGoodStep`] if there are steps, and all are damaged; [`Error::NotAFolder`] if a link or
-    /// a file has the name of a newer one; [`Error::Io`] if the folder cannot be listed, or a step
-    /// cannot be read, which does not mean that it is damaged.
+    /// [`Error::NoGoodStep`] if there are steps and all are damaged; [`Error::NotAFolder`] if a link or a file has the
+    /// name of a newer one; [`Error::Io`] if the folder cannot be listed or a step cannot be read, which does not mean
+    /// that it is damaged.
     pub fn newest_good(&self, check: Check) -> Result<NewestGood, Error> {
         let mut skipped = Vec::new();
         for (number, kind) in self.named_as_steps()?.into_iter().rev() {
@@ -298,16 +295,16 @@ impl Checkpoints {
         Ok(step)
     }
 
-    /// Removes whole steps older than `newest_good`, but for the `keep - 1` newest of them. Returns
-    /// what it removed, oldest first.
+    /// Removes whole steps older than `newest_good`, except the `keep - 1` newest of them. Returns the removed steps,
+    /// oldest first.
     ///
-    /// Steps that are newer than `newest_good` or are not whole are neither counted nor removed: they
-    /// may be all that a person has left to repair. So are those with files in them that are of no step.
+    /// Steps that are newer than `newest_good` or are not whole are neither counted nor removed, because they may be
+    /// all that is left to repair. The same applies to steps that contain foreign files.
     ///
     /// # Errors
     ///
-    /// What [`newest_good`](Self::newest_good)'s check of sizes finds wrong with `newest_good` itself,
-    /// before anything is removed; [`Error::Locked`] during a save; [`Error::Io`].
+    /// The error of [`newest_good`](Self::newest_good)'s size check for `newest_good` itself, before anything is
+    /// removed; [`Error::Locked`] during a save; [`Error::Io`].
     pub fn keep_last(&self, keep: NonZeroUsize, newest_good: u64) -> Result<Vec<u64>, Error> {
         self.open_good(newest_good, Check::Sizes)?;
         let _lock = self.lock()?;
@@ -321,7 +318,7 @@ impl Checkpoints {
         newest_good: u64,
     ) -> Result<Removal, Error> {
         let mut removal = Removal::default();
-        // What is newer is not asked for: it may be a link.
+        // Entries newer than `newest_good` are not checked; they may be links.
         let folders: Vec<_> = folders(self.named_as_steps()?).collect();
         let older = folders.into_iter().rev();
         let whole = older
@@ -335,7 +332,7 @@ impl Checkpoints {
                     self.remove(step)?;
                     removal.removed.push(step);
                 }
-                // Not counted; and what is newer than those that are kept was not to go.
+                // Not counted. It was not to be removed, because it is newer than a step that is kept.
                 Err(_) if left > 0 => {}
                 Err(error) => removal.stays.push(error),
             }
@@ -345,11 +342,11 @@ impl Checkpoints {
         Ok(removal)
     }
 
-    /// Removes all steps, oldest first, so that a run may begin in this folder.
+    /// Removes all steps, oldest first, to let a run begin in this folder.
     ///
     /// # Errors
     ///
-    /// [`Error::NotAFolder`] and [`Error::Foreign`] for what has the name of a step and is none, before
+    /// [`Error::NotAFolder`] and [`Error::Foreign`] for entries that have the name of a step but are not one, before
     /// anything is removed; [`Error::Locked`]; [`Error::Io`].
     pub fn clear(&self) -> Result<Vec<u64>, Error> {
         let _lock = self.lock()?;
@@ -363,8 +360,8 @@ impl Checkpoints {
         Ok(steps)
     }
 
-    /// Checks that the folder of a step may be removed: it is a folder, and holds only files with
-    /// the names that a save gives, be they damaged.
+    /// Checks that the folder of a step may be removed. It must be a folder and hold only files with names that a save
+    /// gives; the files may be damaged.
     pub(crate) fn check_removable(&self, step: u64) -> Result<(), Error> {
         let path = self.path(step);
         let kind = self.storage.kind(&path);
@@ -375,7 +372,7 @@ impl Checkpoints {
             let name = entry.name.as_str();
             let is_rank_file = name.ends_with(".safetensors") && !name.starts_with('.');
             let is_known = [INDEX_FILE, SEAL_FILE].contains(&name) || is_rank_file;
-            // A link is removed as such, and what it leads to stays.
+            // A link is removed itself, and its target stays.
             is_known && entry.kind != EntryKind::Dir
         };
         match entries.into_iter().find(|entry| !is_ours(entry)) {
@@ -384,7 +381,7 @@ impl Checkpoints {
         }
     }
 
-    /// Removes a step: hidden first, so that a crash leaves it whole or unseen.
+    /// Removes a step. It is hidden first, so that a crash leaves it either whole or hidden.
     fn remove(&self, step: u64) -> Result<(), Error> {
         let path = self.path(step);
         let hidden = self.hidden_path(&Hidden::new(step, State::Removed));
@@ -395,11 +392,11 @@ impl Checkpoints {
         removed.map_err(Error::io("remove", &hidden))
     }
 
-    /// Renames inside the folder, under the lock, to a name that was free.
+    /// Renames inside the folder, under the lock, to a free name.
     pub(crate) fn rename(&self, from: &Path, to: &Path) -> Result<(), Error> {
         match self.storage.rename(from, to) {
-            // A network file system that repeats a request of which it lost the answer says that there
-            // is nothing to rename, when it has renamed it. Nobody else could have.
+            // A network file system may repeat a request whose answer was lost. It then reports that there is nothing
+            // to rename, although it has done the rename. Nobody else could have.
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 let is_done = !self.storage.exists(from).unwrap_or(true)
                     && self.storage.exists(to).unwrap_or(false);
@@ -418,9 +415,9 @@ impl Checkpoints {
         }
     }
 
-    /// Removes what dead runs left behind, under the lock: nobody else is at work in the folder.
+    /// Removes the remains of dead runs, under the lock, so nobody else is working in the folder.
     ///
-    /// A leftover that cannot be removed takes space but harms nothing, so that is only a warning.
+    /// A remnant that cannot be removed takes space but does no harm. Failing to remove it is only a warning.
     pub(crate) fn clean(&self) -> Result<(), Error> {
         for entry in self.entries()? {
             let Some(hidden) = Hidden::parse(&entry.name) else {
@@ -428,7 +425,7 @@ impl Checkpoints {
             };
             let path = self.hidden_path(&hidden);
             let visible = self.path(hidden.step);
-            // A run that died between the two renames of a replacement: the old step comes back.
+            // A run died between the two renames of a replacement: the old step is restored.
             let is_lost = hidden.state == State::Replaced
                 && entry.kind == EntryKind::Dir
                 && !self
@@ -447,7 +444,7 @@ impl Checkpoints {
     }
 }
 
-/// Returns those that are folders.
+/// Returns the entries that are folders.
 fn folders(named: Vec<(u64, EntryKind)>) -> impl Iterator<Item = u64> {
     let folders = named
         .into_iter()

@@ -1,28 +1,27 @@
-//! CRC-32 of chunks, so that parts of a tensor can be verified without reading all of it.
+//! CRC-32 of chunks, with which parts of a tensor can be verified without reading all of it.
 
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// Bytes of a chunk in the files that this version writes.
 ///
-/// Small enough to stay in a core's cache between checksum and copy, and to keep what a rank reads
-/// too much at the ends of its range small; large enough that a terabyte has a 9 MB index.
+/// Small enough to stay in a core's cache between checksum and copy, and to limit the excess bytes that a rank reads at
+/// the ends of its range. Large enough that the index of a terabyte has only 9 MB.
 pub(crate) const CHUNK_BYTES: u64 = 1 << 20;
 
-/// The chunk sizes that this version reads. The largest bounds the memory that a read takes for
-/// itself.
+/// The chunk sizes that this version reads. The largest bounds the memory that a read allocates for itself.
 pub(crate) const CHUNK_LIMITS: std::ops::RangeInclusive<u64> = 1..=16 << 20;
 
-/// The CRC-32 of each chunk of a part, the last of which may be shorter.
+/// The CRC-32 of each chunk of a part. The last chunk may be shorter.
 ///
-/// Serialised as one text of 8 hexadecimal digits a chunk: half the bytes of a list of numbers.
+/// Serialised as one text with 8 hexadecimal digits per chunk, which is half the size of a list of numbers.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Checksums(pub Vec<u32>);
 
-/// Bytes of a block that is checksummed and copied at a time, which a core's nearest caches hold.
+/// Bytes of a block that is checksummed and copied at a time. It fits a core's nearest caches.
 ///
-/// What was just read into such a block, or is about to be written from it, is found in the cache by the
-/// checksum, and the other way round.
+/// The checksum finds a block in the cache that was just read, and a write finds a block in the cache that was just
+/// checksummed.
 pub(crate) const BLOCK_BYTES: usize = 128 << 10;
 
 /// Computes the CRC-32 (IEEE 802.3) of some bytes.

@@ -1,4 +1,4 @@
-//! Consolidation: writes a sharded step as plain safetensors files.
+//! Consolidation: writing a sharded step as plain safetensors files.
 
 mod config;
 mod output;
@@ -16,18 +16,18 @@ use crate::step_around::parent;
 use crate::storage::EntryKind;
 use crate::{Error, Step, TensorEntry};
 
-/// Writes the model's tensors for which `write_as` gives a name into one safetensors file, whole.
+/// Writes whole tensors of the model into one safetensors file: the tensors for which `write_as` returns a name.
 /// [`max_shard_size`](ConsolidationConfig::max_shard_size) has no effect.
 ///
-/// The file is written beside and renamed, so that it is there whole or not at all, with the permissions of the file that it
-/// replaces. At most 16 MiB of
-/// tensors are in memory, and what [`transpose_bytes`](ConsolidationConfig::transpose_bytes) allows.
+/// The file is written under a hidden name and renamed, so it is there completely or not at all. It gets the
+/// permissions of the file that it replaces. At most 16 MiB of tensors are in memory, in addition to
+/// [`transpose_bytes`](ConsolidationConfig::transpose_bytes).
 /// Optimizer state is never written.
 ///
 /// # Errors
 ///
-/// [`Error::Exists`]; [`Error::InsideStep`]; [`Error::Argument`] if no tensor is wanted, if two get one name, or if
-/// one that is no matrix should be transposed; those of [`Step::read_into`]; [`Error::Io`].
+/// [`Error::Exists`]; [`Error::InsideStep`]; [`Error::Argument`] if no tensor is selected, if two have the same name,
+/// or if a tensor to be transposed is not a matrix; the errors of [`Step::read_into`]; [`Error::Io`].
 pub fn consolidate_to_file(
     step: &Step,
     out: &Path,
@@ -52,7 +52,7 @@ pub fn consolidate_to_file(
             });
         }
         Some(EntryKind::File) | None => {}
-        // A link, a pipe, a device: a file in its place would do harm to what is not the step's.
+        // A link, a pipe or a device: replacing it with a file would damage something that does not belong to the step.
         Some(_) => {
             return Err(Error::Argument {
                 argument: "out",
@@ -89,16 +89,15 @@ pub fn consolidate_to_file(
     })
 }
 
-/// Writes the model's tensors for which `write_as` gives a name into a folder as Hugging Face's models have
-/// them: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with
-/// `model.safetensors.index.json` if they do not fit
-/// [`max_shard_size`](ConsolidationConfig::max_shard_size).
+/// Writes the model's tensors for which `write_as` returns a name into a folder in the format of Hugging Face models.
+/// The file is `model.safetensors`. If the tensors do not fit [`max_shard_size`](ConsolidationConfig::max_shard_size),
+/// the files are `model-00001-of-00003.safetensors` and so on, with `model.safetensors.index.json`.
 ///
-/// Otherwise as [`consolidate_to_file`]; here the folder as a whole is written beside and renamed.
+/// Otherwise it works like [`consolidate_to_file`]; here the whole folder is written under a hidden name and renamed.
 ///
 /// # Errors
 ///
-/// As [`consolidate_to_file`]; [`Error::Argument`] for a name in `config` that is no plain one.
+/// As [`consolidate_to_file`]; [`Error::Argument`] for a name in `config` that is not a plain file name.
 pub fn consolidate_to_folder(
     step: &Step,
     out: &Path,

@@ -6,8 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::{Dtype, Region};
 
-/// An error of writing or reading a checkpoint. Sizes and ranges are in bytes unless said
-/// otherwise.
+/// An error of writing or reading a checkpoint. Sizes and ranges are in bytes unless noted otherwise.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -23,14 +22,14 @@ pub enum Error {
         source: io::Error,
     },
 
-    /// Another run, or another save, is at work in the same folder.
+    /// Another run or save is working in the same folder.
     #[error("{path} is locked by another run or save in the same folder; wait for its end, or give each run a checkpoint folder of its own", path = path.display())]
     Locked {
         /// The lock file.
         path: PathBuf,
     },
 
-    /// A step, or an output, that is there already.
+    /// A step or an output that already exists.
     #[error("{path} exists already; choose another name, or, of a file or an empty folder, allow to replace it", path = path.display())]
     Exists {
         /// The file or folder in the way.
@@ -46,7 +45,7 @@ pub enum Error {
         found: &'static str,
     },
 
-    /// A folder that would have to be removed, with something in it that is of no step.
+    /// A folder that would have to be removed but contains something that does not belong to a step.
     #[error("{path} holds {name:?}, which is no file of a step, and is not removed for that; move it elsewhere", path = path.display())]
     Foreign {
         /// The folder.
@@ -64,7 +63,7 @@ pub enum Error {
         step: PathBuf,
     },
 
-    /// A folder for steps that is a step, or lies in one.
+    /// A folder for steps that is a step, or is inside one.
     #[error("{path} is no folder for steps, but lies in the saved step {step}; name the folder that has the step", path = path.display(), step = step.display())]
     NotForSteps {
         /// The folder.
@@ -79,22 +78,22 @@ pub enum Error {
     NotACheckpoint {
         /// The folder.
         path: PathBuf,
-        /// The file that it lacks.
+        /// The missing file.
         missing: String,
     },
 
-    /// A version of the format that this program does not know.
+    /// A version of the format that this program does not support.
     #[error("{path} has format version {got}, but this program reads version {expected}; use a newer burn-fsdp", path = path.display())]
     Version {
         /// The index.
         path: PathBuf,
-        /// The version that is read.
+        /// The supported version.
         expected: u32,
         /// The version that was found.
         got: u64,
     },
 
-    /// Bytes that are not those that were written.
+    /// Bytes that differ from the bytes that were written.
     #[error(
         "{path} is damaged: bytes {start} to {end}{of} have checksum {got:08x} instead of {expected:08x}; restore the file or resume from another step",
         path = path.display(), start = bytes.start, end = bytes.end, of = of_tensor(tensor)
@@ -112,12 +111,12 @@ pub enum Error {
         got: u32,
     },
 
-    /// A file that is shorter or longer than it was written.
+    /// A file whose length differs from the written length.
     #[error("{path} has {got} bytes instead of {expected}{of}; restore the file or resume from another step", path = path.display(), of = cut_tensor(tensor))]
     FileSize {
         /// The damaged file.
         path: PathBuf,
-        /// The first tensor whose bytes are missing, if any are.
+        /// The first tensor whose bytes are missing, if there is one.
         tensor: Option<String>,
         /// Bytes when written.
         expected: u64,
@@ -130,26 +129,26 @@ pub enum Error {
     Invalid {
         /// The file.
         path: PathBuf,
-        /// The tensor that is concerned, if it is a single one.
+        /// The affected tensor, if it is a single one.
         tensor: Option<String>,
         /// A description of the problem.
         problem: String,
     },
 
-    /// A size above that which this program is willing to read.
+    /// A size above the limit that this program reads.
     #[error("{path}: {what} is {got} but at most {limit} is read; if the file is to be trusted, raise the limit", path = path.display())]
     Limit {
         /// The file.
         path: PathBuf,
         /// A description of the thing that is too large.
         what: &'static str,
-        /// The most that is read.
+        /// The limit.
         limit: u64,
         /// The size that was found.
         got: u64,
     },
 
-    // === What was asked for ===
+    // === Requests ===
     /// A folder of checkpoints without a whole step.
     #[error("{path} has no whole step; save one first or give another folder", path = path.display())]
     NoStep {
@@ -168,7 +167,7 @@ pub enum Error {
         newest: Box<Error>,
     },
 
-    /// Tensors that the model has and the checkpoint lacks.
+    /// Tensors that the model has and the checkpoint does not.
     #[error("{path} lacks {count} tensors that the model has: {list}; load it into the model that it was saved from, or leave these out", path = path.display(), count = names.len(), list = list(names))]
     Missing {
         /// The step.
@@ -177,7 +176,7 @@ pub enum Error {
         names: Vec<String>,
     },
 
-    /// Tensors that the checkpoint has and the model lacks.
+    /// Tensors that the checkpoint has and the model does not.
     #[error("{path} has {count} tensors that the model lacks: {list}; load it into the model that it was saved from, or allow for them", path = path.display(), count = names.len(), list = list(names))]
     Unexpected {
         /// The step.
@@ -186,7 +185,7 @@ pub enum Error {
         names: Vec<String>,
     },
 
-    /// A tensor of another shape.
+    /// A tensor whose shape differs.
     #[error("tensor {tensor:?} has shape {got:?} in {path} but {expected:?} in the model; build the model with the configuration that is in the checkpoint", path = path.display())]
     Shape {
         /// The step.
@@ -199,7 +198,7 @@ pub enum Error {
         got: Vec<usize>,
     },
 
-    /// A tensor of another element type.
+    /// A tensor whose element type differs.
     #[error("tensor {tensor:?} is {got} in {path} but {expected} in the model; build the model with that dtype", path = path.display())]
     Type {
         /// The step.
@@ -223,11 +222,11 @@ pub enum Error {
         shape: Vec<usize>,
         /// The region.
         region: Region,
-        /// A description of what is wrong with the region.
+        /// A description of the problem with the region.
         problem: String,
     },
 
-    /// Data or a buffer that has not the size of its part.
+    /// Data or a buffer whose size differs from its part's.
     #[error(
         "{region} of tensor {tensor:?} takes {expected} bytes, but {got} were given; leave padding out"
     )]
@@ -260,7 +259,7 @@ pub enum Error {
         source: BoxError,
     },
 
-    /// Arguments that do not fit each other.
+    /// An argument that does not match the call or the other arguments.
     #[error("{argument} should be {expected} but is {got}; correct the call")]
     Argument {
         /// Name of the argument.
@@ -289,7 +288,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// The ranks could not meet.
+    /// The ranks could not communicate.
     #[error(
         "rank {rank} could not meet the other ranks to save step {step}: {source}; older steps are as they were"
     )]
@@ -318,10 +317,10 @@ pub enum Error {
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 impl Error {
-    /// Returns true if a file is missing, damaged or foreign, so that another step may be good.
+    /// Returns true if a file is missing, damaged or foreign, so another step may be good.
     ///
-    /// A file that cannot be read *now* (no permission, a network disk that is away, an error of the
-    /// disk) is not damaged for all that anyone knows: whoever passed over it could lose it.
+    /// A file that cannot be read *now* (missing permission, an unavailable network disk, a disk error) is not known to
+    /// be damaged. A caller that skipped the step could lose it.
     pub fn is_damage(&self) -> bool {
         match self {
             Self::NotACheckpoint { .. }
@@ -332,7 +331,7 @@ impl Error {
             | Self::Limit { .. } => true,
             Self::Io { source, .. } => matches!(
                 source.kind(),
-                // The last one is what is no regular file.
+                // `InvalidInput` stands for an entry that is not a regular file.
                 io::ErrorKind::NotFound
                     | io::ErrorKind::UnexpectedEof
                     | io::ErrorKind::InvalidInput

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use crate::Error;
 use crate::storage::{Lock, Storage};
 
-/// Name of the file that is locked.
+/// Name of the locked file.
 const LOCK_FILE: &str = ".lock";
 
-/// Time to wait for a lock that somebody else holds until that is an error: a process that was just
-/// killed, or a save of another program, is gone by then.
+/// Time to wait for a lock that somebody else holds before it is an error. A process that was just killed, or another
+/// program's save, has usually ended by then.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Time between two attempts to take the lock.
@@ -24,7 +24,7 @@ const RETRY: Duration = Duration::from_millis(20);
 pub(crate) enum FolderLock {
     /// A lock against everybody.
     Own(#[expect(dead_code, reason = "held for its lock")] Box<dyn Lock>),
-    /// A lock against other saves of the same run, whose [`RunLock`] is against everybody else.
+    /// A lock against other saves of the same run, whose [`RunLock`] excludes everybody else.
     Turn(Arc<RunLock>),
 }
 
@@ -32,7 +32,7 @@ pub(crate) enum FolderLock {
 #[derive(Debug)]
 pub(crate) struct RunLock {
     lock: Box<dyn Lock>,
-    /// True while a save or removal of this run is under way.
+    /// True while a save or removal of this run is in progress.
     is_busy: AtomicBool,
 }
 

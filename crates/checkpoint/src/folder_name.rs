@@ -1,4 +1,4 @@
-//! The names of folders: of whole steps, and of saves and removals under way.
+//! The names of folders: of whole steps, and of saves and removals in progress.
 
 use std::fmt;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -13,7 +13,7 @@ pub(crate) fn of_step(step: u64) -> String {
 /// Returns the step whose folder has this name.
 pub(crate) fn parse_step(name: &str) -> Option<u64> {
     let step = name.strip_prefix("step-")?.parse().ok()?;
-    // One name for each step, or two folders could claim to be the same.
+    // Each step has one name; otherwise two folders could claim to be the same step.
     (of_step(step) == name).then_some(step)
 }
 
@@ -30,7 +30,7 @@ pub(crate) struct Hidden {
 pub(crate) enum State {
     /// A step that is being saved.
     Partial,
-    /// A whole step that makes way for a new one of the same number.
+    /// A whole step that is being replaced by a new one with the same number.
     Replaced,
     /// A step that is being removed.
     Removed,
@@ -49,7 +49,7 @@ impl State {
 }
 
 impl Hidden {
-    /// Makes up a name that no folder has yet.
+    /// Makes a name that no folder has yet.
     pub(crate) fn new(step: u64, state: State) -> Self {
         Self {
             step,
@@ -80,13 +80,12 @@ impl fmt::Display for Hidden {
     }
 }
 
-/// Returns 16 random hexadecimal digits. The standard library seeds its hashers with random
-/// numbers.
+/// Returns 16 random hexadecimal digits. The standard library seeds its hashers with random numbers.
 pub(crate) fn nonce() -> String {
     format!("{:016x}", RandomState::new().build_hasher().finish())
 }
 
-/// The name of the folder in which all ranks write one step; rank 0 gives it to the others.
+/// The name of the folder in which all ranks write one step. Rank 0 sends it to the others.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Ticket(pub(crate) Hidden);

@@ -1,6 +1,6 @@
 //! The bodies of the fuzz targets. Not part of the interface.
 //!
-//! Kept here so that the nightly fuzzers and the tests on stable feed the same code.
+//! They are here so that the nightly fuzzers and the tests on stable run the same code.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::{Error, Index, Inspection, Limits, ReadPlan, Region, Step, Verificati
 /// Maximum bytes of a tensor that is read as a whole.
 const MAX_READ_BYTES: u64 = 1 << 20;
 
-/// Reads any bytes as an index: the result is an error, or an index on which plans can be made.
+/// Reads any bytes as an index. The result is an error, or an index for which plans can be made.
 pub fn index(data: &[u8]) -> Result<(), Error> {
     let index = Index::from_json(Path::new(INDEX_FILE), data)?;
     let wholes: Vec<_> = index
@@ -29,7 +29,7 @@ pub fn index(data: &[u8]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Reads the header of any bytes as that of a rank's file.
+/// Reads any bytes as the header of a rank's file.
 pub fn shard_header(data: &[u8]) -> Result<(), Error> {
     let path = Path::new("rank");
     let length = data.first_chunk().map(|length| u64::from_le_bytes(*length));
@@ -43,8 +43,8 @@ pub fn shard_header(data: &[u8]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Reads any bytes as a whole step of one file: the index is the bytes up to the first zero byte,
-/// the file those after it. The seal fits, as a malicious writer would make it.
+/// Reads any bytes as a whole step with one file. The index is the bytes up to the first zero byte, and the file is the
+/// bytes after it. The seal is valid, as a malicious writer would make it.
 pub fn step(data: &[u8]) -> Result<(), Error> {
     let cut = data.iter().position(|byte| *byte == 0);
     let (json, file) = match cut {

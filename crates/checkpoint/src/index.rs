@@ -24,22 +24,22 @@ const FORMAT: &str = "burn-fsdp-checkpoint";
 /// The version of the format that this crate writes and reads.
 pub const FORMAT_VERSION: u32 = 1;
 
-/// The description of a step: everything but the bytes of its tensors.
+/// The description of a step: everything except the bytes of its tensors.
 ///
-/// An index that was read or is about to be written is valid: names are unique, the parts of
-/// every tensor tile it without gap or overlap, the parts in every file do so too, every range is
-/// inside its file, and no file lies outside of the folder.
+/// An index that was read or is about to be written is valid. Names are unique. The parts of every tensor tile it
+/// without gap or overlap, and so do the parts in every file. Every range is inside its file, and no file is outside of
+/// the folder.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Index {
     format: String,
     version: u32,
-    /// Number of ranks that saved; one file each.
+    /// Number of ranks that saved the step, with one file each.
     pub world_size: usize,
     /// Mesh of these ranks.
     #[serde(deserialize_with = "read_mesh")]
     pub mesh: Mesh,
-    /// Bytes that one checksum covers; the last of a part may cover fewer.
+    /// Bytes that one checksum covers; the last chunk of a part may be shorter.
     pub chunk_bytes: u64,
     /// The files, by rank.
     pub files: Vec<FileEntry>,
@@ -59,9 +59,9 @@ pub struct FileEntry {
     pub name: String,
     /// Bytes of the whole file.
     pub bytes: u64,
-    /// Bytes before the first tensor's.
+    /// Bytes before the first tensor.
     pub header_bytes: u64,
-    /// CRC-32 of the bytes before the first tensor's.
+    /// CRC-32 of the bytes before the first tensor.
     pub header_crc32: u32,
 }
 
@@ -77,9 +77,9 @@ pub struct TensorEntry {
     pub dtype: Dtype,
     /// Kind of the tensor.
     pub kind: TensorKind,
-    /// Layout on the ranks that saved it, from which the places of the parts do not follow.
+    /// Layout on the ranks that saved it. It does not determine the positions of the parts.
     pub layout: Layout,
-    /// Anything else that was kept with the tensor.
+    /// Additional data that was saved with the tensor.
     pub metadata: Map<String, Value>,
     /// Parts of the tensor, each stored once.
     pub parts: Vec<PartEntry>,
@@ -162,8 +162,7 @@ impl Index {
         Ok(json)
     }
 
-    /// Returns the tensor of this name. For many look-ups use
-    /// [`Step::tensor`](crate::Step::tensor).
+    /// Returns the tensor with this name. For many look-ups use [`Step::tensor`](crate::Step::tensor).
     pub fn tensor(&self, name: &str) -> Option<&TensorEntry> {
         self.tensors.iter().find(|tensor| tensor.name == name)
     }
@@ -206,13 +205,12 @@ impl PartEntry {
 
 /// Returns the exact text of the file that seals an index.
 ///
-/// A reader makes the text anew from the index that it finds and compares, so that any change of
-/// either file is seen.
+/// A reader recomputes the text from the index that it finds and compares, so any change of either file is detected.
 pub(crate) fn seal(index_json: &[u8]) -> String {
     format!("{:08x} {}\n", crc32(index_json), index_json.len())
 }
 
-/// Reads a mesh of few axes only: a mesh compares every name with every other.
+/// Reads a mesh with only a few axes, because a mesh compares every name with every other.
 fn read_mesh<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Mesh, D::Error> {
     use serde::de::Error as _;
     const MAX_AXES: usize = 64;

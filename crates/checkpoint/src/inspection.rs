@@ -1,4 +1,4 @@
-//! A summary of a step, to be shown.
+//! A summary of a step, for display.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -11,14 +11,14 @@ use crate::{Dtype, FORMAT_VERSION, Step, TensorKind, TrainingState};
 /// The contents of a step, without the elements of its tensors. Prints as a table.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Inspection {
-    /// The folder. In text, parts that are not UTF-8 are replaced.
+    /// The folder. In the serialised form, parts that are not UTF-8 are replaced.
     #[serde(serialize_with = "as_text")]
     pub path: PathBuf,
     /// Version of the format.
     pub version: u32,
-    /// Number of ranks that saved.
+    /// Number of ranks that saved the step.
     pub world_size: usize,
-    /// Mesh of these ranks, as it prints.
+    /// Mesh of these ranks, as displayed.
     pub mesh: String,
     /// The files, by rank.
     pub files: Vec<InspectedFile>,
@@ -34,7 +34,7 @@ fn as_text<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error>
     serializer.collect_str(&path.display())
 }
 
-/// Shortens a text that is too long for a line of a table; JSON has all of it.
+/// Shortens a text that is too long for a table row; the JSON form is not shortened.
 fn shortened(text: &str) -> String {
     const LONGEST: usize = 100;
     match text.char_indices().nth(LONGEST) {
@@ -67,7 +67,7 @@ pub struct InspectedTensor {
     pub shape: Vec<usize>,
     /// Bytes of the whole tensor.
     pub bytes: u64,
-    /// Layout on the ranks that saved it, as it prints.
+    /// Layout on the ranks that saved it, as displayed.
     pub layout: String,
     /// Number of parts.
     pub num_parts: usize,
@@ -212,7 +212,7 @@ impl fmt::Display for Inspection {
 }
 
 impl Inspection {
-    /// Returns the characters of the widest text of a column.
+    /// Returns the number of characters in the widest text of a column.
     fn width(&self, text: impl Fn(&InspectedTensor) -> &String) -> usize {
         let widths = self.tensors.iter().map(|t| shown(text(t)).chars().count());
         widths.max().unwrap_or(0).max("tensor".len())

@@ -2,31 +2,30 @@
 //!
 //! | word | meaning |
 //! |---|---|
-//! | step | a folder with everything that a run needs to go on: `step-000120` |
+//! | step | a folder with everything that a run needs to continue: `step-000120` |
 //! | part | the elements of a tensor that one rank wrote; every element is in exactly one part |
 //! | [`Region`] | some elements of a tensor: a flat range, or a box |
-//! | [`Layout`] | how a tensor lies on a mesh, hence which region each rank holds |
-//! | [`WritePlan`], [`ReadPlan`] | the parts that each rank writes, the bytes that hold a region;
-//! pure |
-//! | [`Index`] | what is in which file of a step, with a checksum of every byte |
-//! | [`Staging`] | a step that is being written, beside, under a hidden name |
+//! | [`Layout`] | the distribution of a tensor over a mesh, which determines each rank's region |
+//! | [`WritePlan`], [`ReadPlan`] | the parts that each rank writes, the bytes that hold a region; pure |
+//! | [`Index`] | the contents of each file of a step, with a checksum of every byte |
+//! | [`Staging`] | a step that is being written, in the same folder under a hidden name |
 //! | commit | the rename that makes a step visible, when all of it is synced |
 //!
-//! - [`save`] runs a whole save with the other ranks, over any [`Rendezvous`]; [`BackgroundSaver`]
-//!   does so on a thread while the training goes on. [`Staging`] and [`write_shard`] are the phases,
-//!   for those who meet in another way.
-//! - [`Checkpoints`] is a folder of steps: the newest, the newest good one, and which may go. A run
-//!   [holds](Checkpoints::acquire) it against others.
-//! - [`Step`] reads any region of any tensor, whatever the ranks were that saved it.
-//! - [`consolidate_to_file`] and [`consolidate_to_folder`] make plain safetensors of a step;
-//!   [`Inspection`] shows what is in it.
+//! - [`save`] runs a whole save with the other ranks, over any [`Rendezvous`]. [`BackgroundSaver`] does so on a thread
+//!   while the training continues. [`Staging`] and [`write_shard`] are the separate phases, for ranks that communicate
+//!   in another way.
+//! - [`Checkpoints`] is a folder of steps. It finds the newest and the newest good step, and removes old ones. A run
+//!   [locks](Checkpoints::acquire) it against others.
+//! - [`Step`] reads any region of any tensor, regardless of the ranks that saved it.
+//! - [`consolidate_to_file`] and [`consolidate_to_folder`] convert a step to plain safetensors; [`Inspection`] shows
+//!   the contents of a step.
 //!
-//! The format and the commit protocol, with the argument why a step is there whole or not at all,
-//! are in `README.md` beside the code.
+//! `README.md` next to the code describes the format and the commit protocol, and explains why a step is there
+//! completely or not at all.
 //!
-//! The crate deals in named tensors of bytes. It knows nothing of Burn, devices or communication.
-//! Files are untrusted: whatever is in them, the worst that comes of it is an [`Error`], and no
-//! memory is taken beyond [`Limits`] and what the caller asked for.
+//! The crate deals with named tensors of bytes. It knows nothing about Burn, devices or communication. Files are
+//! untrusted: regardless of their contents, the worst outcome is an [`Error`]. No memory is allocated beyond [`Limits`]
+//! and the caller's request.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -106,7 +105,7 @@ pub use tensor::{TensorKind, TensorSpec};
 pub use training_state::{DataPosition, LossScale, TrainingState};
 pub use write_plan::{Assignment, WritePlan};
 
-/// Shortens a foreign text for a message.
+/// Shortens foreign text for a message.
 fn shortened(text: &str) -> String {
     text.chars().take(100).collect()
 }

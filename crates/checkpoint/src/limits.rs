@@ -1,13 +1,13 @@
-//! Limits on the memory that reading a foreign file takes.
+//! Limits on the memory that reading a foreign file allocates.
 
-/// Sizes above which a file is refused before anything is allocated for it.
+/// Sizes above which a file is rejected before anything is allocated for it.
 ///
-/// The largest allocation besides the caller's own buffers is a small multiple of these.
+/// Apart from the caller's own buffers, the largest allocation is a small multiple of these.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Bytes of `index.json`. The default of 64 MiB indexes about 7 TB of tensors.
     pub index_bytes: u64,
-    /// Bytes of the header of a rank's file. The default of 100 MB is that of safetensors itself.
+    /// Bytes of the header of a rank's file. The default of 100 MB is safetensors' own limit.
     pub header_bytes: u64,
 }
 

@@ -6,8 +6,8 @@ use burn_fsdp_mesh::Region;
 
 /// A region as runs of elements that are contiguous in the whole tensor, in its order.
 ///
-/// All runs are of one length. A run is found from its number, so that even a region of very many
-/// runs costs no memory.
+/// All runs have the same length. A run is computed from its number, so even a region of very many runs costs no
+/// memory.
 #[derive(Debug, Clone)]
 pub(crate) struct Runs {
     /// The first element of the first run.
@@ -40,7 +40,7 @@ impl Runs {
                 let mut base = 0;
                 let mut run_len = 1;
                 let mut dims = Vec::new();
-                // As long as all later dims are whole, a dim makes the run longer.
+                // While all later dims are whole, a dim makes the run longer.
                 let mut is_run = true;
                 for dim in (0..shape.len()).rev() {
                     base += offsets[dim] * stride;
@@ -170,7 +170,7 @@ mod tests {
 
     use super::*;
 
-    /// Lists every element of a region, in order, by its definition.
+    /// Lists every element of a region, in order, by definition.
     fn elements(region: &Region, shape: &[usize]) -> Vec<usize> {
         let total = num_elements(shape).expect("small");
         let inside = |element: &usize| match region {

@@ -1,14 +1,14 @@
-//! A plan of the bytes to read for the regions of tensors that a rank wants. Pure.
+//! A plan of the bytes to read for a rank's regions of tensors. Pure.
 
 use std::ops::Range;
 
 use crate::overlap::{Runs, overlaps};
 use crate::{Error, Index, Region, TensorEntry};
 
-/// The bytes of the files of a step that hold what one rank wants, and no others.
+/// Exactly the bytes of a step's files that hold the regions of one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ReadPlan {
-    /// The ranges, by file and then by start. None is empty, and no two of one file touch.
+    /// The ranges, by file and then by start. None is empty, and no two ranges of one file touch.
     pub reads: Vec<FileRange>,
 }
 
@@ -26,8 +26,8 @@ impl ReadPlan {
     ///
     /// # Errors
     ///
-    /// [`Error::Argument`] for a name that the index lacks, [`Error::Region`] for elements that its
-    /// tensor lacks.
+    /// [`Error::Argument`] for a name that is not in the index, [`Error::Region`] for elements that are not in the
+    /// tensor.
     pub fn new<'a>(
         index: &Index,
         wanted: impl IntoIterator<Item = (&'a str, &'a Region)>,

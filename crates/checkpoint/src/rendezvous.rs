@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use crate::error::BoxError;
 
-/// One rank's end of what connects the ranks that save together.
+/// One rank's end of the connection between the ranks that save together.
 ///
-/// A save makes the same calls in the same order on every rank: `broadcast`, `gather`, `broadcast`.
-/// Implement it over a process group *of its own* if saves run in the background: they must not mix
-/// with the collectives of the training. Calls must end with an error when a peer does not come.
+/// A save makes the same calls in the same order on every rank: `broadcast`, `gather`, `broadcast`. If saves run in the
+/// background, implement it over a process group *of its own*: the calls must not mix with the collectives of the
+/// training. Calls must end with an error when a peer does not arrive.
 pub trait Rendezvous: Send {
     /// Returns this rank.
     fn rank(&self) -> usize;
@@ -18,18 +18,18 @@ pub trait Rendezvous: Send {
     /// Returns the number of ranks.
     fn world_size(&self) -> usize;
 
-    /// Brings every rank's bytes to rank 0, in the order of ranks; `None` on the others.
+    /// Sends every rank's bytes to rank 0, in rank order. Returns `None` on the other ranks.
     ///
     /// # Errors
     ///
-    /// A peer failed or did not come in time.
+    /// A peer failed or did not arrive in time.
     fn gather(&mut self, bytes: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>, BoxError>;
 
-    /// Brings the bytes of rank 0, which alone gives some, to every rank.
+    /// Sends the bytes of rank 0 to every rank. Only rank 0 passes bytes.
     ///
     /// # Errors
     ///
-    /// A peer failed or did not come in time.
+    /// A peer failed or did not arrive in time.
     fn broadcast(&mut self, bytes: Option<Vec<u8>>) -> Result<Vec<u8>, BoxError>;
 }
 
@@ -57,8 +57,8 @@ impl Rendezvous for Alone {
 
 /// The rendezvous of ranks that are threads of this process.
 ///
-/// After one failed call all later ones fail: a late message of a failed save must not be taken for
-/// one of the next.
+/// After one failed call all later calls fail, because a late message of a failed save must not be mistaken for a
+/// message of the next.
 pub struct ThreadRendezvous {
     rank: usize,
     world_size: usize,
@@ -68,23 +68,21 @@ pub struct ThreadRendezvous {
 }
 
 enum Ends {
-    /// Rank 0, with a wire to every other rank, from rank 1 on.
+    /// Rank 0, with a wire to every other rank, starting with rank 1.
     Root(Vec<Wire>),
     /// Another rank, with a wire to rank 0.
     Leaf(Wire),
 }
 
-/// A connection with one other rank, in both directions.
+/// A connection to one other rank, in both directions.
 struct Wire {
     to: Sender<Vec<u8>>,
     from: Receiver<Vec<u8>>,
 }
 
 impl ThreadRendezvous {
-    /// Makes the ends of `world_size` ranks, in their order. A call fails when a peer has not come
-    /// for
-    /// `deadline`, which must allow for the slowest rank to write its file; at once when a peer's end
-    /// was dropped.
+    /// Makes the ends of `world_size` ranks, in rank order. A call fails when a peer has not arrived for `deadline`,
+    /// which must allow for the slowest rank to write its file. It fails at once when a peer's end was dropped.
     pub fn new(world_size: usize, deadline: Duration) -> Vec<Self> {
         let end = |rank, ends| Self {
             rank,
@@ -126,7 +124,7 @@ impl ThreadRendezvous {
             let again = format!("an earlier call failed ({failure}); make a new rendezvous");
             return Err(again.into());
         }
-        // A deadline beyond what the clock can count is none.
+        // A deadline beyond the clock's range means none.
         const LONGEST: Duration = Duration::from_secs(1 << 31);
         let until = Instant::now() + self.deadline.min(LONGEST);
         call(&mut self.ends, until).map_err(|problem| {
@@ -169,7 +167,7 @@ impl Rendezvous for ThreadRendezvous {
         self.guarded(|ends, until| match ends {
             Ends::Root(leaves) => {
                 let bytes = bytes.ok_or("rank 0 gave nothing to broadcast")?;
-                // Everybody who is still there hears it, even if somebody else is gone.
+                // Every remaining rank receives it, even if another rank is gone.
                 let mut sent = Ok(());
                 for (index, leaf) in leaves.iter().enumerate() {
                     sent = sent.and(send(&leaf.to, index + 1, bytes.clone()));

@@ -15,7 +15,7 @@ use crate::source::Source;
 use crate::staging::write_shard;
 use crate::{Checkpoints, Error, Existing, Receipt, Staging, Ticket, TrainingState, WritePlan};
 
-/// The content of a save beside the bytes of the tensors; the same on every rank.
+/// The content of a save in addition to the bytes of the tensors; the same on every rank.
 #[derive(Debug, Clone)]
 pub struct SaveRequest {
     /// The parts that each rank writes. Made once for a training, and shared by its saves.
@@ -24,9 +24,9 @@ pub struct SaveRequest {
     pub training: TrainingState,
     /// The model's configuration.
     pub model: Value,
-    /// Number of steps to keep, this one included; all if `None`.
+    /// Number of steps to keep, including this one; all if `None`.
     pub keep_last: Option<NonZeroUsize>,
-    /// The action to take if the step is there already.
+    /// The action to take if the step already exists.
     pub existing: Existing,
 }
 
@@ -48,14 +48,13 @@ impl SaveRequest {
 pub struct Saved {
     /// The step.
     pub step: u64,
-    /// Folder of the step. Each rank fills it in itself, since a path that is not UTF-8 cannot be
-    /// sent.
+    /// Folder of the step. Each rank sets it itself, because a path that is not UTF-8 cannot be sent.
     #[serde(skip)]
     pub path: PathBuf,
     /// Older steps that were removed to make room, oldest first.
     pub removed: Vec<u64>,
-    /// Why older steps that were to be removed are still there: the error that ended the removal, or what the oldest of them has
-    /// in it that is of no step. The new step is good all the same.
+    /// The reason why older steps that were to be removed are still there: the error that ended the removal, or the
+    /// foreign entry in the oldest of them. The new step is good nevertheless.
     pub removal_failure: Option<String>,
 }
 
@@ -70,8 +69,8 @@ struct Failure {
 ///
 /// # Errors
 ///
-/// On every rank, if any rank failed: its own error where it happened, [`Error::PeerFailed`] on the
-/// others. [`Error::Rendezvous`] if the ranks could not meet. The folder holds what it held before.
+/// On every rank if any rank failed: its own error on the failed rank, [`Error::PeerFailed`] on the others.
+/// [`Error::Rendezvous`] if the ranks could not communicate. The folder keeps its earlier contents.
 pub fn save(
     checkpoints: &Checkpoints,
     request: &SaveRequest,
@@ -95,7 +94,7 @@ pub fn save(
     };
     let lost = |source: BoxError| Error::Rendezvous { step, rank, source };
 
-    // Rank 0 makes the folder and tells its name.
+    // Rank 0 makes the folder and sends its name.
     let staging = (rank == 0).then(|| {
         guarded(step, || {
             Staging::create(checkpoints, step, request.existing)
@@ -109,7 +108,7 @@ pub fn save(
     let staging = staging.transpose()?;
     let ticket = start.map_err(failed)?;
 
-    // Every rank writes its file and reports, failed or not: rank 0 waits for all.
+    // Every rank writes its file and reports, even after a failure: rank 0 waits for all.
     let receipt = guarded(step, || {
         write_shard(checkpoints, &ticket, &request.plan, rank, source)
     });
@@ -117,7 +116,7 @@ pub fn save(
     let report = serde_json::to_vec(&report).map_err(|error| lost(error.into()))?;
     let reports = rendezvous.gather(report).map_err(&lost)?;
 
-    // Rank 0 commits if all succeeded, and tells.
+    // Rank 0 commits if all succeeded, and sends the outcome.
     let outcome = staging.map(|staging| {
         guarded(step, || {
             let reports = reports.unwrap_or_default();
@@ -133,10 +132,10 @@ pub fn save(
         Err(error) => Err(failure(rank, error)),
     });
     let verdict = exchange(rendezvous, verdict).map_err(&lost);
-    // The nearest error says most: this rank's own, then that of the commit, then what was heard.
+    // The nearest error is the most specific: this rank's own, then the commit's, then the one received.
     receipt?;
     if let Some(outcome) = outcome {
-        // A step that is there is saved, even if not everybody could be told.
+        // A committed step is saved, even if not every rank could be told.
         return outcome;
     }
     let mut saved: Saved = verdict?.map_err(failed)?;
@@ -165,7 +164,7 @@ fn finish(
     let removal = request.keep_last.map(|keep| committed.remove_older(keep));
     let (removed, removal_failure) = match removal {
         None => (Vec::new(), None),
-        // The oldest says it for all: the same at each save.
+        // Only the oldest is reported, which is the same at each save.
         Some(Ok(removal)) => (removal.removed, removal.stays.first().map(Error::to_string)),
         Some(Err(error)) => {
             tracing::warn!(%error, "cannot remove older steps");
@@ -195,7 +194,7 @@ fn failure(rank: usize, error: &Error) -> Failure {
     Failure { rank, reason }
 }
 
-/// Turns a panic into an error, so that this rank still meets the others.
+/// Turns a panic into an error, so that this rank still communicates with the others.
 fn guarded<T>(step: u64, body: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|payload| {
         let reason = payload

@@ -10,7 +10,7 @@ use serde::de::{Error as _, MapAccess, Visitor};
 
 use crate::{Dtype, Error, Limits};
 
-/// Bytes of the number that gives the length of the header.
+/// Bytes of the number that encodes the length of the header.
 pub(crate) const LENGTH_BYTES: u64 = 8;
 
 /// A tensor in a safetensors file.
@@ -25,8 +25,7 @@ pub(crate) struct StoredTensor {
 
 /// Encodes the header of a file whose tensors follow each other in this order.
 ///
-/// Padded with spaces to a multiple of 8 bytes, as safetensors does, so that mapped tensors are
-/// aligned.
+/// The header is padded with spaces to a multiple of 8 bytes, as safetensors does. This aligns mapped tensors.
 pub(crate) fn encode(
     tensors: Vec<StoredTensor>,
     metadata: HashMap<String, String>,
@@ -60,9 +59,9 @@ pub(crate) fn encode(
     Ok(bytes)
 }
 
-/// Reads a header, its 8 bytes of length included, of a file of `file_bytes`.
+/// Reads a header, including its 8 bytes of length, of a file of `file_bytes`.
 ///
-/// Unlike readers that keep the last of two tensors of one name, this refuses them.
+/// Two tensors with the same name are an error; other readers keep the last one.
 pub(crate) fn decode(path: &Path, bytes: &[u8], file_bytes: u64) -> Result<Metadata, Error> {
     let json = bytes
         .get(LENGTH_BYTES as usize..)

@@ -13,14 +13,14 @@ pub type PartBytes<'a> = Box<dyn AsRef<[u8]> + Send + Sync + 'a>;
 
 /// A supplier of the parts that a rank holds, one at a time, each at most once in a save.
 ///
-/// Any function `FnMut(&TensorSpec, &Region) -> Result<Vec<u8>, BoxError>` is one.
+/// Any function `FnMut(&TensorSpec, &Region) -> Result<Vec<u8>, BoxError>` is a source.
 pub trait Source {
-    /// Returns the elements of `region`, without padding. They are dropped as soon as they are
-    /// written.
+    /// Returns the elements of `region`, without padding. They are dropped as soon as they are written.
     ///
     /// # Errors
     ///
-    /// Whatever the source meets; the save fails on all ranks with [`Error::Source`](crate::Error::Source).
+    /// Any error of the source; the save then fails on all ranks, on this one with
+    /// [`Error::Source`](crate::Error::Source).
     fn part(&mut self, tensor: &TensorSpec, region: &Region) -> Result<PartBytes<'_>, BoxError>;
 }
 
@@ -30,10 +30,10 @@ impl<F: FnMut(&TensorSpec, &Region) -> Result<Vec<u8>, BoxError>> Source for F {
     }
 }
 
-/// The parts that one rank holds at one moment, by the names of the tensors.
+/// The parts that one rank holds at one moment, by tensor name.
 ///
-/// Takes any owned bytes without copying them: `Vec<u8>`, `Arc<[u8]>`, or a type of its user's. Each
-/// is freed as soon as it is written. Tensors that the plan does not ask this rank for are ignored.
+/// Takes any owned bytes without copying them: `Vec<u8>`, `Arc<[u8]>`, or a type of the caller. Each part is freed as
+/// soon as it is written. Tensors that the plan does not assign to this rank are ignored.
 #[derive(Default)]
 pub struct Snapshot {
     parts: HashMap<String, Part>,
@@ -43,7 +43,7 @@ pub struct Snapshot {
 enum Part {
     /// In memory.
     Held(PartBytes<'static>),
-    /// Elsewhere, to be read when it is wanted.
+    /// Elsewhere, to be read on demand.
     Read { num_bytes: usize, read: Box<Read> },
 }
 
@@ -58,7 +58,8 @@ impl Part {
         }
     }
 
-    /// Returns true if all of these little-endian elements are finite. What cannot be read is found when it is written.
+    /// Returns true if all of these little-endian elements are finite. Read errors are ignored here, because writing
+    /// reports them.
     fn is_finite(&self, dtype: Dtype) -> bool {
         match self {
             Self::Held(bytes) => is_finite((**bytes).as_ref(), dtype),
@@ -73,7 +74,7 @@ impl Snapshot {
         Self::default()
     }
 
-    /// Adds the part that this rank holds of a tensor.
+    /// Adds this rank's part of a tensor.
     pub fn insert(
         &mut self,
         tensor: impl Into<String>,
@@ -83,8 +84,8 @@ impl Snapshot {
             .insert(tensor.into(), Part::Held(Box::new(bytes)));
     }
 
-    /// Adds the part that this rank holds of a tensor, of `num_bytes` bytes that are in memory only while they are looked at or
-    /// written. `read` returns the same bytes each time.
+    /// Adds this rank's part of a tensor, with `num_bytes` bytes that are in memory only while they are checked or
+    /// written. `read` must return the same bytes each time.
     pub fn insert_read(
         &mut self,
         tensor: impl Into<String>,
@@ -104,12 +105,11 @@ impl Snapshot {
 }
 
 impl Snapshot {
-    /// Returns the name of the first tensor, of those that the plan asks this rank for, with an
-    /// element that is infinite or no number. Only tensors of 64, 32 and 16 bit floats are looked
-    /// at.
+    /// Returns the name of the first tensor with an infinite or NaN element, among the tensors that the plan assigns to
+    /// this rank. It checks only tensors of 64, 32 and 16 bit floats.
     ///
-    /// Every element of a step is written by one rank. So all numbers of a step are finite if no
-    /// rank finds any that is not.
+    /// Every element of a step is written by one rank. So all numbers of a step are finite if no rank finds one that is
+    /// not.
     pub fn not_finite(&self, plan: &WritePlan, rank: usize) -> Option<String> {
         let tensors = plan
             .of_rank(rank)
@@ -121,8 +121,7 @@ impl Snapshot {
     }
 }
 
-/// Returns true if all of these little-endian elements are finite: none has an exponent of ones
-/// alone.
+/// Returns true if all of these little-endian elements are finite: no exponent has all bits set.
 fn is_finite(bytes: &[u8], dtype: Dtype) -> bool {
     let halves_below = |exponent: u16| {
         let (halves, _) = bytes.as_chunks::<2>();

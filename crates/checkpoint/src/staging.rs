@@ -1,4 +1,4 @@
-//! The commit protocol; README.md has the argument why it is right.
+//! The commit protocol; README.md explains why it is correct.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -21,14 +21,14 @@ use crate::{
     TrainingState, WritePlan,
 };
 
-/// The action to take about a step that is there already.
+/// The action to take if the step already exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum Existing {
-    /// An error, [`Error::Exists`]; the step stays as it is.
+    /// Fails with [`Error::Exists`]; the step stays as it is.
     #[default]
     Refuse,
-    /// A replacement of the step when the new one is complete. The old one must be the folder of a
-    /// step, be it damaged: anything else is an error, and stays.
+    /// Replaces the step when the new one is complete. The old one must be the folder of a step, which may be damaged.
+    /// Anything else is an error, and stays.
     Replace,
 }
 
@@ -45,7 +45,7 @@ pub struct Staging {
     lock: Option<FolderLock>,
 }
 
-/// A rank's record of the file that it has written; rank 0 needs those of all ranks to commit.
+/// A rank's record of the file that it has written. Rank 0 needs the receipts of all ranks to commit.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Receipt {
     /// The rank.
@@ -58,7 +58,7 @@ pub struct Receipt {
     parts: Vec<(Range<u64>, Checksums)>,
 }
 
-/// A step that is committed. Other saves are still held off until this is dropped.
+/// A committed step. Other saves remain locked out until this is dropped.
 #[derive(Debug)]
 pub struct Committed {
     /// The step.
@@ -70,12 +70,13 @@ pub struct Committed {
 }
 
 impl Staging {
-    /// Begins to save a step, on rank 0: locks the folder, removes what dead runs left in it, and makes
-    /// a hidden folder for the ranks to write into.
+    /// Begins to save a step, on rank 0. Locks the folder, removes the remains of dead runs, and makes a hidden folder
+    /// for the ranks to write into.
     ///
     /// # Errors
     ///
-    /// [`Error::Locked`], [`Error::Exists`], [`Error::NotAFolder`], [`Error::NotForSteps`], [`Error::Foreign`], [`Error::Io`].
+    /// [`Error::Locked`], [`Error::Exists`], [`Error::NotAFolder`], [`Error::NotForSteps`], [`Error::Foreign`],
+    /// [`Error::Io`].
     pub fn create(checkpoints: &Checkpoints, step: u64, existing: Existing) -> Result<Self, Error> {
         checkpoints.check_is_for_steps()?;
         let (storage, root) = (checkpoints.storage(), checkpoints.root());
@@ -103,15 +104,15 @@ impl Staging {
         &self.ticket
     }
 
-    /// Makes the step visible, when every rank has written. The receipts may be in any order.
+    /// Makes the step visible after every rank has written. The receipts may be in any order.
     ///
     /// # Errors
     ///
-    /// [`Error::Argument`] if the receipts are not one from each rank for this plan and step;
-    /// [`Error::Invalid`] if the ranks' parts do not tile the tensors; [`Error::FileSize`] if this
-    /// rank does not see what another wrote (no common file system); [`Error::Exists`];
-    /// [`Error::Io`]. The step is not there then, and a step that was to be replaced still is. Only
-    /// if the very last sync fails may it be there and not outlive a crash.
+    /// [`Error::Argument`] if the receipts are not one from each rank for this plan and step; [`Error::Invalid`] if the
+    /// ranks' parts do not tile the tensors; [`Error::FileSize`] if this rank does not see a file that another wrote
+    /// (no common file system); [`Error::Exists`]; [`Error::Io`]. After an error the step is not there, and a step that
+    /// was to be replaced still is. If only the very last sync fails, the step may be there but may not survive a
+    /// crash.
     pub fn commit(
         mut self,
         plan: &WritePlan,
@@ -131,7 +132,7 @@ impl Staging {
         self.check_files(&index)?;
         let index_path = self.path.join(INDEX_FILE);
         let json = index.to_json(&index_path)?;
-        // What cannot be read back is not worth a commit.
+        // An index that cannot be read back must not be committed.
         Index::from_json(&index_path, &json)?;
         write_synced(&*storage, &index_path, &json)?;
         let seal_path = self.path.join(SEAL_FILE);
@@ -147,7 +148,7 @@ impl Staging {
         })
     }
 
-    /// Makes the step visible by a rename, after moving aside a step that it replaces.
+    /// Makes the step visible by a rename, after renaming a step that it replaces.
     fn publish(&mut self) -> Result<(), Error> {
         let storage = self.checkpoints.storage();
         let root = self.checkpoints.root();
@@ -276,7 +277,7 @@ impl Drop for Staging {
         if self.is_done {
             return;
         }
-        // The next save would do it as well.
+        // The next save would also do this.
         let removed = self.checkpoints.storage().remove_tree(&self.path);
         if let Err(error) = removed {
             tracing::warn!(path = %self.path.display(), %error, "cannot remove an unfinished save");
@@ -285,8 +286,7 @@ impl Drop for Staging {
 }
 
 impl Committed {
-    /// Removes older steps as [`Checkpoints::keep_last`] does, with this step as the newest good
-    /// one.
+    /// Removes older steps as [`Checkpoints::keep_last`] does, with this step as the newest good one.
     ///
     /// # Errors
     ///
@@ -295,18 +295,18 @@ impl Committed {
         Ok(self.remove_older(keep)?.removed)
     }
 
-    /// Does the work of [`keep_last`](Self::keep_last), and returns what stays, too.
+    /// Does the work of [`keep_last`](Self::keep_last), and also returns the steps that stay.
     pub(crate) fn remove_older(&self, keep: std::num::NonZeroUsize) -> Result<Removal, Error> {
         self.checkpoints.remove_older(keep, self.step)
     }
 }
 
-/// Writes and syncs the file of one rank, on any rank, into the folder of the ticket.
+/// Writes and syncs the file of one rank in the folder of the ticket. Each rank calls it.
 ///
 /// # Errors
 ///
-/// [`Error::Argument`] for a rank outside the plan's mesh; [`Error::Source`] or [`Error::Length`] if
-/// the source has not the part that the plan assigns to this rank; [`Error::Io`].
+/// [`Error::Argument`] for a rank outside the plan's mesh; [`Error::Source`] or [`Error::Length`] if the source does
+/// not have the part that the plan assigns to this rank; [`Error::Io`].
 pub fn write_shard(
     checkpoints: &Checkpoints,
     ticket: &Ticket,
@@ -341,7 +341,7 @@ pub fn write_shard(
     }
     file.sync().map_err(Error::io("sync", &path))?;
     drop(file);
-    // On a network file system this rank's entry is this rank's to sync.
+    // On a network file system, this rank must sync its own entry.
     storage.sync_dir(&dir).map_err(Error::io("sync", &dir))?;
     Ok(Receipt {
         rank,
@@ -374,8 +374,8 @@ fn header(plan: &WritePlan, rank: usize, world_size: usize) -> Result<Vec<u8>, S
     shard_header::encode(tensors.collect(), metadata)
 }
 
-/// Writes a part block by block: the copy into the page cache finds what the checksum has just read
-/// still in the core's cache, so that the checksum costs no second pass over memory.
+/// Writes a part block by block. The copy into the page cache finds the block that the checksum has just read in the
+/// core's cache, so the checksum costs no second pass over memory.
 fn write_part(
     file: &mut dyn WriteFile,
     path: &Path,
@@ -384,7 +384,7 @@ fn write_part(
     source: &mut dyn Source,
 ) -> Result<Checksums, Error> {
     let tensor = &plan.tensors()[part.tensor];
-    // Nothing to ask for: some rank that may hold nothing writes the empty tensor.
+    // There is nothing to request: a rank that may hold nothing writes the empty tensor.
     if part.num_bytes == 0 {
         return Ok(Checksums::default());
     }
@@ -425,7 +425,7 @@ fn plan_crc32(plan: &WritePlan) -> Result<u32, Error> {
     Ok(crc32(&json))
 }
 
-/// Returns true if there is a step of this number, which the save is to replace.
+/// Returns true if there is a step with this number that the save is to replace.
 fn check_target(checkpoints: &Checkpoints, step: u64, existing: Existing) -> Result<bool, Error> {
     let path = checkpoints.path(step);
     let exists = checkpoints.storage().exists(&path);

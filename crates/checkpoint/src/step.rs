@@ -1,4 +1,4 @@
-//! A step that is read: any region of any tensor, at any world size.
+//! Reading a step: any region of any tensor, at any world size.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -14,24 +14,24 @@ mod part;
 use files::Files;
 use part::{Chunk, PartReader, overlap};
 
-/// The check of tensors against their checksums as they are read.
+/// The verification of tensors against their checksums as they are read.
 ///
-/// The index, the headers and the sizes of files are checked in any case.
+/// The index, the headers and the sizes of files are always checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Verification {
-    /// Whole chunks are read, and each is checked before any of it is returned; at most two chunks
-    /// (of 1 MiB) too many for each contiguous range.
+    /// Reads whole chunks, and checks each before any of it is returned. Reads at most two chunks (of 1 MiB) too many
+    /// for each contiguous range.
     #[default]
     Chunks,
-    /// Exactly the bytes asked for are read, unchecked. Slow for regions of many short runs, such
-    /// as shards of the last dim: each is a read of its own.
+    /// Reads exactly the requested bytes, unchecked. Slow for regions of many short runs, such as shards of the last
+    /// dim, because each run is a separate read.
     None,
 }
 
 /// A step, open for reading by any number of threads.
 ///
-/// Nothing in the files is trusted: sizes are checked before memory is taken, and what is wrong is an
-/// error that names file and tensor.
+/// The files are untrusted: sizes are checked before memory is allocated, and problems are errors that name file and
+/// tensor.
 #[derive(Debug)]
 pub struct Step {
     files: Files,
@@ -39,34 +39,34 @@ pub struct Step {
     by_name: HashMap<String, usize>,
 }
 
-/// A tensor that a model has, to be compared with those of a step.
+/// A tensor of a model, to be compared with the tensors of a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExpectedTensor {
     /// Name.
     pub name: String,
     /// Shape of the whole tensor, in elements.
     pub shape: Vec<usize>,
-    /// Element type; any if `None`, for those who convert.
+    /// Element type; `None` accepts any type, for callers that convert.
     pub dtype: Option<Dtype>,
 }
 
-/// The action to take about tensors that a step has and the model lacks.
+/// The action to take about tensors that a step has and the model does not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Extra {
-    /// An error: [`Error::Unexpected`].
+    /// Fails with [`Error::Unexpected`].
     Refuse,
-    /// None: they are passed over.
+    /// Skips them.
     Ignore,
 }
 
 /// The progress of a verification.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress<'a> {
-    /// Bytes verified, or passed over because their file is damaged.
+    /// Bytes verified, or skipped because their file is damaged.
     pub done: u64,
     /// Bytes of all files.
     pub total: u64,
-    /// The file at work.
+    /// The file being verified.
     pub file: &'a str,
 }
 
@@ -101,7 +101,7 @@ impl Step {
         })
     }
 
-    /// Sets whether reads check checksums.
+    /// Sets whether reads verify checksums.
     #[must_use]
     pub fn verification(mut self, verification: Verification) -> Self {
         self.verification = verification;
@@ -122,7 +122,7 @@ impl Step {
         &self.files.storage
     }
 
-    /// Returns the tensor of this name.
+    /// Returns the tensor with this name.
     ///
     /// # Errors
     ///
@@ -135,13 +135,13 @@ impl Step {
         Ok(&self.files.index.tensors[*index])
     }
 
-    /// Compares the tensors of a model with those of the step, before anything is loaded. Tensors
-    /// of the step for which `is_wanted` is false, such as optimizer state, are never unexpected.
+    /// Compares the tensors of a model with the tensors of the step, before anything is loaded. Tensors of the step for
+    /// which `is_wanted` is false, such as optimizer state, are never unexpected.
     ///
     /// # Errors
     ///
-    /// [`Error::Missing`] with all names that the step lacks, [`Error::Shape`], [`Error::Type`], or
-    /// [`Error::Unexpected`] with all that the model lacks.
+    /// [`Error::Missing`] with all names that are not in the step, [`Error::Shape`], [`Error::Type`], or
+    /// [`Error::Unexpected`] with all names that are not in the model.
     pub fn compare(
         &self,
         expected: &[ExpectedTensor],
@@ -207,8 +207,8 @@ impl Step {
     ///
     /// # Errors
     ///
-    /// As [`read_into`](Self::read_into). No memory is taken before the files that hold the region are
-    /// known to be there in full.
+    /// As [`read_into`](Self::read_into). Memory is allocated only after the files that hold the region were found to
+    /// be complete.
     pub fn read(&self, name: &str, region: &Region) -> Result<Vec<u8>, Error> {
         let tensor = self.tensor(name)?;
         check_region(tensor, region)?;
@@ -222,14 +222,14 @@ impl Step {
         Ok(bytes)
     }
 
-    /// Reads elements of a tensor into a buffer of exactly their size, touching only the files and
-    /// bytes that hold them; see [`Verification`].
+    /// Reads elements of a tensor into a buffer of exactly their size. Accesses only the files and bytes that hold
+    /// them; see [`Verification`].
     ///
     /// # Errors
     ///
-    /// [`Error::Missing`], [`Error::Region`] or [`Error::Length`] for a wrong call;
-    /// [`Error::Checksum`], [`Error::FileSize`], [`Error::Invalid`] or [`Error::Io`] for damage. The
-    /// buffer's content is of no use then.
+    /// [`Error::Missing`], [`Error::Region`] or [`Error::Length`] for an invalid call; [`Error::Checksum`],
+    /// [`Error::FileSize`], [`Error::Invalid`] or [`Error::Io`] for damage. The content of the buffer is unspecified
+    /// after an error.
     pub fn read_into(&self, name: &str, region: &Region, buffer: &mut [u8]) -> Result<(), Error> {
         let tensor = self.tensor(name)?;
         check_region(tensor, region)?;
@@ -269,7 +269,7 @@ impl Step {
         Ok(())
     }
 
-    /// Checks that every file is there and has its size. Reads no tensors.
+    /// Checks that every file exists and has its size. Does not read tensors.
     ///
     /// # Errors
     ///
@@ -278,8 +278,9 @@ impl Step {
         (0..self.files.index.files.len()).try_for_each(|file| self.files.open_file(file).map(drop))
     }
 
-    /// Opens the files now, as many as are kept open. A step that is removed meanwhile, as the older ones of
-    /// a run are, can then be read to its end where the file system lets open files live on.
+    /// Opens the files now, up to the number of files that are kept open. They can then be read to the end even if the
+    /// step is removed meanwhile, as a run does with its older steps, provided that the file system keeps open files
+    /// alive.
     ///
     /// # Errors
     ///
@@ -291,7 +292,7 @@ impl Step {
             .try_for_each(|file| self.files.file(file).map(drop))
     }
 
-    /// Reads every byte of the step and checks it, up to the first damage.
+    /// Reads and verifies every byte of the step, up to the first damage.
     ///
     /// # Errors
     ///
@@ -303,8 +304,8 @@ impl Step {
         }
     }
 
-    /// Reads every byte of the step and returns all damage: of each file its size or its header,
-    /// else each damaged part once.
+    /// Reads every byte of the step and returns all damage. For each file this is its size or its header, otherwise
+    /// each damaged part once.
     pub fn damage(&self, progress: impl FnMut(Progress<'_>)) -> Vec<Error> {
         self.find_damage(false, progress)
     }

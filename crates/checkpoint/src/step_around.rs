@@ -1,17 +1,18 @@
-//! The step that a path lies in.
+//! The step that contains a path.
 
 use std::path::{Path, PathBuf};
 
 use crate::index::{INDEX_FILE, SEAL_FILE};
 use crate::storage::Storage;
 
-/// Returns the step that a path, which need not be there, is or lies in: a folder with an index and its seal, or `known`.
+/// Returns the step that is or contains a path, which need not exist. A step is a folder with an index and its seal, or
+/// `known`.
 pub(crate) fn step_around(
     storage: &dyn Storage,
     path: &Path,
     known: Option<&Path>,
 ) -> Option<PathBuf> {
-    // Folders that are not there yet will be made, and are in nothing but those above them.
+    // Folders that do not exist will be made, and only their parents can be steps.
     let mut there = path;
     while !storage.exists(there).unwrap_or(false) && there.parent().is_some() {
         there = parent(there);

@@ -1,4 +1,4 @@
-//! The storage interface: the operations that the rest of the crate asks of a file system.
+//! The storage interface: the file system operations that the rest of the crate uses.
 
 use std::fmt;
 use std::io;
@@ -12,44 +12,44 @@ mod memory;
 pub use file_system::FileSystem;
 pub use memory::{Keep, Memory};
 
-/// Files and folders that outlive the process.
+/// Files and folders that persist beyond the process.
 ///
-/// Commits rely on three promises, which POSIX file systems keep:
+/// Commits rely on three guarantees, which POSIX file systems provide:
 ///
-/// 1. [`rename`](Self::rename) inside a folder is atomic: after a crash the folder shows the old
-///    names or the new, and nothing between.
-/// 2. What [`WriteFile::sync`] has returned from survives a crash, and so do the entries of a folder
-///    after [`sync_dir`](Self::sync_dir).
-/// 3. A [`lock`](Self::lock) ends with the process that holds it, however that ends.
+/// 1. [`rename`](Self::rename) inside a folder is atomic: after a crash the folder has either the old names or the new
+/// ones.
+/// 2. Data survives a crash after [`WriteFile::sync`] has returned, and so do the entries of a folder after
+/// [`sync_dir`](Self::sync_dir).
+/// 3. A [`lock`](Self::lock) ends with the process that holds it, however the process ends.
 pub trait Storage: fmt::Debug + Send + Sync {
-    /// Makes a folder and those above it that are missing, to last. No error if it is there.
+    /// Makes a folder and its missing parents, durably. No error if it exists.
     fn create_dir_all(&self, path: &Path) -> io::Result<()>;
 
-    /// Makes a folder; an error if it is there.
+    /// Makes a folder; an error if it exists.
     fn create_dir(&self, path: &Path) -> io::Result<()>;
 
-    /// Makes a file; an error if it is there.
+    /// Makes a file; an error if it exists.
     fn create_file(&self, path: &Path) -> io::Result<Box<dyn WriteFile>>;
 
     /// Opens a file. Anything else, such as a link or a pipe, is an error of the kind
     /// [`InvalidInput`](io::ErrorKind::InvalidInput).
     fn open_file(&self, path: &Path) -> io::Result<Box<dyn ReadFile>>;
 
-    /// Lists the entries of a folder, in no order.
+    /// Lists the entries of a folder, in no particular order.
     fn list(&self, path: &Path) -> io::Result<Vec<DirEntry>>;
 
-    /// Returns the kind of the entry at `path`; a link is not followed. `None` if there is nothing.
+    /// Returns the kind of the entry at `path`, without following a link. `None` if there is nothing.
     fn kind(&self, path: &Path) -> io::Result<Option<EntryKind>>;
 
-    /// Returns true if there is anything at `path`, be it a link to nothing.
+    /// Returns true if there is anything at `path`, even a dangling link.
     fn exists(&self, path: &Path) -> io::Result<bool> {
         Ok(self.kind(path)?.is_some())
     }
 
-    /// Gives a file or folder another name in the same folder, at once.
+    /// Renames a file or folder within its folder, atomically.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
 
-    /// Gives a file the permissions of another, where files have some.
+    /// Gives a file the permissions of another, if files have permissions.
     fn copy_permissions(&self, _from: &Path, _to: &Path) -> io::Result<()> {
         Ok(())
     }
@@ -60,8 +60,7 @@ pub trait Storage: fmt::Debug + Send + Sync {
     /// Removes an empty folder.
     fn remove_dir(&self, path: &Path) -> io::Result<()>;
 
-    /// Removes a file, a link, or a folder with everything in it. No link is followed, not even if
-    /// `path` is one.
+    /// Removes a file, a link, or a folder with everything in it. Does not follow links, even if `path` is a link.
     fn remove_tree(&self, path: &Path) -> io::Result<()> {
         match self.kind(path)? {
             None => Err(io::ErrorKind::NotFound.into()),
@@ -75,9 +74,9 @@ pub trait Storage: fmt::Debug + Send + Sync {
         }
     }
 
-    /// Returns the name of a file or folder without links, which is the same for all of its names.
+    /// Returns the path of a file or folder without links, which is the same for all of its names.
     ///
-    /// The last part of the path need not be there.
+    /// The last component of the path need not exist.
     fn canonical(&self, path: &Path) -> io::Result<PathBuf> {
         Ok(path.components().collect())
     }
@@ -85,8 +84,8 @@ pub trait Storage: fmt::Debug + Send + Sync {
     /// Returns when the entries of a folder will survive a crash.
     fn sync_dir(&self, path: &Path) -> io::Result<()>;
 
-    /// Locks a file, making it if need be, until the guard is dropped or the process ends. `None` if
-    /// somebody else holds it.
+    /// Locks a file until the guard is dropped or the process ends, and makes the file if necessary. `None` if somebody
+    /// else holds the lock.
     fn lock(&self, path: &Path) -> io::Result<Option<Box<dyn Lock>>>;
 }
 
@@ -104,14 +103,14 @@ pub trait ReadFile: Send + Sync {
     /// Returns the bytes of the file.
     fn num_bytes(&self) -> io::Result<u64>;
 
-    /// Fills the buffer from the bytes at `offset`; an error if the file ends before.
+    /// Fills the buffer with the bytes at `offset`; an error if the file ends too early.
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
 }
 
-/// The guard of a lock, which is held as long as this lives.
+/// The guard of a lock, which is held as long as the guard lives.
 pub trait Lock: fmt::Debug + Send + Sync {
-    /// Returns true if others are held off. Some network file systems have no locks; there this is
-    /// a lock in name only.
+    /// Returns true if the lock excludes others. Some network file systems do not support locks; there the guard has no
+    /// effect.
     fn is_effective(&self) -> bool {
         true
     }
@@ -139,7 +138,7 @@ pub enum EntryKind {
     Other,
 }
 
-/// Makes a file of these bytes, to last.
+/// Makes a file with these bytes, durably.
 pub(crate) fn write_synced(storage: &dyn Storage, path: &Path, bytes: &[u8]) -> Result<(), Error> {
     let mut file = storage
         .create_file(path)

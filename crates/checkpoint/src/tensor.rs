@@ -18,7 +18,7 @@ pub(crate) const MAX_NAME_BYTES: usize = 4096;
 pub enum TensorKind {
     /// A trained or frozen parameter of the model.
     Parameter,
-    /// Part of the model that no optimizer trains, such as running statistics.
+    /// A part of the model that no optimizer trains, such as running statistics.
     Buffer,
     /// State of an optimizer, such as a moment of AdamW.
     OptimizerState,
@@ -45,8 +45,8 @@ impl std::fmt::Display for TensorKind {
 /// A tensor to save: the same on every rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TensorSpec {
-    /// Name, unique in the checkpoint, such as the parameter's path. Any text but `__metadata__`,
-    /// which safetensors keeps for itself.
+    /// Name, unique in the checkpoint, such as the parameter's path. Any text except `__metadata__`, which safetensors
+    /// reserves.
     pub name: String,
     /// Shape of the whole tensor, in elements.
     pub shape: Vec<usize>,
@@ -56,7 +56,7 @@ pub struct TensorSpec {
     pub kind: TensorKind,
     /// Layout on the ranks.
     pub layout: Layout,
-    /// Anything else to keep with the tensor, such as the optimizer's group and slot.
+    /// Additional data to save with the tensor, such as the optimizer's group and slot.
     pub metadata: Map<String, Value>,
 }
 
@@ -87,8 +87,7 @@ impl TensorSpec {
     }
 }
 
-/// Checks a tensor's name, shape and dtype, and returns the bytes of one element; the error
-/// describes the problem.
+/// Checks a tensor's name, shape and dtype, and returns the bytes of one element. The error describes the problem.
 pub(crate) fn check_tensor(name: &str, shape: &[usize], dtype: Dtype) -> Result<usize, String> {
     if name.is_empty() || name == "__metadata__" || name.len() > MAX_NAME_BYTES {
         return Err(format!(

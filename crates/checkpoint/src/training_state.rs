@@ -1,13 +1,13 @@
-//! The state, beside tensors, from which a run goes on as if it had never stopped.
+//! The state, in addition to tensors, from which a run continues as if it had never stopped.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-/// The state of a training beside its tensors. Numbers come back as the same bits.
+/// The state of a training in addition to its tensors. Numbers are restored to the same bits.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainingState {
-    /// Optimizer steps done; also the name of the step's folder.
+    /// Completed optimizer steps; also the name of the step's folder.
     pub step: u64,
     /// Seed of the run.
     pub seed: u64,
@@ -27,9 +27,9 @@ pub struct TrainingState {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataPosition {
-    /// Passes over the data that are done.
+    /// Completed passes over the data.
     pub epoch: u64,
-    /// Samples of the current pass that are done, over all ranks.
+    /// Completed samples of the current pass, over all ranks.
     pub sample: u64,
 }
 

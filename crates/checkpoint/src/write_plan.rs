@@ -1,5 +1,4 @@
-//! A plan of the parts of tensors that each rank writes. Pure: every rank makes the same plan from
-//! the same tensors.
+//! A plan of the parts of tensors that each rank writes. Pure: every rank makes the same plan from the same tensors.
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
@@ -11,8 +10,8 @@ use crate::{Error, Region, TensorSpec};
 
 /// The parts that each rank writes when these tensors are saved.
 ///
-/// Every element is written by exactly one of the ranks that hold it. Where several hold the same
-/// part, the one with the least to write gets it, the largest parts first.
+/// Every element is written by exactly one of the ranks that hold it. If several ranks hold the same part, the rank
+/// with the least to write gets it, and the largest parts are assigned first.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WritePlan {
     mesh: Mesh,
@@ -33,11 +32,11 @@ pub struct Assignment {
 }
 
 impl WritePlan {
-    /// Plans the save of tensors that lie on a mesh as their layouts say.
+    /// Plans the save of tensors that are distributed over a mesh by their layouts.
     ///
     /// # Errors
     ///
-    /// [`Error::Tensor`] for a name, shape or dtype that cannot be saved or a name given twice;
+    /// [`Error::Tensor`] for a name, shape or dtype that cannot be saved, or for a duplicate name;
     /// [`Layout::region`](crate::Layout::region)'s errors for a layout that does not fit.
     pub fn new(mesh: &Mesh, tensors: Vec<TensorSpec>) -> Result<Self, Error> {
         let regions = |tensor: &TensorSpec| {
@@ -55,16 +54,15 @@ impl WritePlan {
         Self::of_regions(mesh, tensors, regions)
     }
 
-    /// Plans the save of tensors that lie on the ranks in another way than by a layout:
-    /// `regions[tensor][rank]` is the region that a rank holds, an empty range if none.
+    /// Plans the save of tensors whose distribution is not a layout: `regions[tensor][rank]` is the region that a rank
+    /// holds, or an empty range.
     ///
-    /// The regions of a tensor may be the same or not overlap; that they tile it is verified when the
-    /// step is committed.
+    /// Two regions of a tensor must be the same or not overlap. The commit verifies that they tile the tensor.
     ///
     /// # Errors
     ///
-    /// [`Error::Tensor`], [`Error::Region`], or [`Error::Argument`] if there is not one region for
-    /// each tensor and rank.
+    /// [`Error::Tensor`], [`Error::Region`], or [`Error::Argument`] if there is not one region for each tensor and
+    /// rank.
     pub fn of_regions(
         mesh: &Mesh,
         tensors: Vec<TensorSpec>,
@@ -114,17 +112,17 @@ impl WritePlan {
     ///
     /// # Panics
     ///
-    /// If the mesh has no such rank.
+    /// If the mesh does not have such a rank.
     #[track_caller]
     pub fn of_rank(&self, rank: usize) -> &[Assignment] {
         &self.ranks[rank]
     }
 
-    /// Returns the bytes of tensors that a rank writes.
+    /// Returns the tensor bytes that a rank writes.
     ///
     /// # Panics
     ///
-    /// If the mesh has no such rank.
+    /// If the mesh does not have such a rank.
     #[track_caller]
     pub fn bytes_of_rank(&self, rank: usize) -> u64 {
         let parts = self.of_rank(rank).iter();
@@ -173,7 +171,7 @@ fn parts_of(
         });
         parts[part].holders.push(rank);
     }
-    // A tensor of no elements is stored as well, or it would be missing when loading.
+    // A tensor without elements is also stored; otherwise it would be missing when loading.
     let is_empty = tensor.shape.contains(&0);
     if is_empty {
         let assignment = Assignment {
@@ -207,7 +205,7 @@ fn assign(parts: Vec<Part>, num_ranks: usize, tensors: &[TensorSpec]) -> Vec<Vec
         ranks[writer].push(assignment);
     }
     for parts in &mut ranks {
-        // Wide elements first, so that every tensor is aligned to its elements.
+        // Wide elements first: then every tensor is aligned to its elements.
         parts.sort_by_key(|part| (Reverse(tensors[part.tensor].dtype.bitsize()), part.tensor));
     }
     ranks

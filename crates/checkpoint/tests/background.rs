@@ -1,4 +1,4 @@
-//! Saving in the background, and what other ranks hear when one fails.
+//! Saving in the background, and the errors of the other ranks when one fails.
 
 mod common;
 
@@ -80,7 +80,7 @@ fn a_failed_save_is_reported_on_every_rank_and_the_next_succeeds() {
                 saver
                     .start(request(1), snapshot(plan, rank))
                     .expect("starts");
-                // Rank 1 has forgotten what it holds.
+                // Rank 1 has lost its parts.
                 let held = match rank {
                     0 => snapshot(plan, 0),
                     _ => Snapshot::new(),
@@ -107,7 +107,7 @@ fn a_failed_save_is_reported_on_every_rank_and_the_next_succeeds() {
                 saver
                     .start(request(3), snapshot(plan, rank))
                     .expect("starts");
-                // Dropped, it still finishes.
+                // A dropped saver still finishes its save.
             });
         }
     });
@@ -143,7 +143,7 @@ fn the_next_save_waits_for_the_last() {
     opener.join().expect("no panic");
 }
 
-/// Alone, but each gathering waits until it is let go on.
+/// A rendezvous of one rank in which each gather waits for permission to continue.
 struct Gated(std::sync::mpsc::Receiver<()>);
 
 static GATE: std::sync::Mutex<Option<std::sync::mpsc::Sender<()>>> = std::sync::Mutex::new(None);
@@ -214,7 +214,7 @@ fn a_rank_that_does_not_come_is_an_error() {
     let error = error.expect_err("nobody came").to_string();
     assert!(error.contains("rank 1 did not come in time"), "{error}");
     assert!(checkpoints(&memory).steps().expect("lists").is_empty());
-    // What is left of the failed save cannot be mistaken for another.
+    // The remaining messages of the failed save cannot be mistaken for another save.
     let error = root
         .gather(Vec::new())
         .expect_err("failed before")

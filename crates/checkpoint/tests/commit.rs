@@ -1,4 +1,4 @@
-//! A step is there whole or not at all, wherever a save fails or dies.
+//! A step is there completely or not at all, at whichever point a save fails or dies.
 
 mod common;
 
@@ -26,7 +26,7 @@ fn plan() -> Arc<WritePlan> {
     common::plan(&common::line(2), Kind::Flat)
 }
 
-/// What two ranks do, one after the other, so that operations come in the same order each time.
+/// Saves as two ranks one after the other, always in the same order of operations.
 fn save_in_turns(checkpoints: &Checkpoints, step: u64, existing: Existing) -> Result<(), Error> {
     let plan = plan();
     let staging = Staging::create(checkpoints, step, existing)?;
@@ -42,14 +42,14 @@ fn save_in_turns(checkpoints: &Checkpoints, step: u64, existing: Existing) -> Re
     Ok(())
 }
 
-/// Names in the folder that readers do not see, but for the lock.
+/// Returns the names in the folder that readers do not see, except the lock.
 fn hidden(memory: &Memory) -> Vec<String> {
     let entries = memory.list(Path::new("run")).expect("there");
     let names = entries.into_iter().map(|entry| entry.name);
     names.filter(|name| name.starts_with(".step")).collect()
 }
 
-/// Every step that a reader sees is whole.
+/// Asserts that every step that a reader sees is whole.
 fn assert_all_whole(memory: &Memory) -> Vec<u64> {
     let checkpoints = checkpoints(memory.clone());
     let steps = checkpoints.steps().expect("lists");
@@ -64,7 +64,7 @@ fn assert_all_whole(memory: &Memory) -> Vec<u64> {
     steps
 }
 
-/// A folder with steps 1 and 2.
+/// Returns a folder with steps 1 and 2.
 fn two_steps() -> Memory {
     let memory = Memory::new();
     for step in [1, 2] {
@@ -88,7 +88,7 @@ fn a_crash_at_any_operation_leaves_whole_steps() {
         let changes = num_changes(step, existing);
         assert!(changes > 40, "{changes} operations");
         for at in 0..=changes {
-            // Nothing that was not synced survives, all of it, or anything between.
+            // None of the unsynced data survives, all of it, or anything between.
             for luck in 0..12 {
                 let memory = two_steps();
                 let dying = checkpoints(Faulty::new(memory.clone(), Fail::From(at)));
@@ -106,7 +106,7 @@ fn a_crash_at_any_operation_leaves_whole_steps() {
                 if saved.is_ok() {
                     assert!(steps.contains(&step), "a save that succeeded lasts");
                 }
-                // The next save works, brings back what was lost between, and cleans up.
+                // The next save succeeds, restores anything lost in between, and cleans up.
                 let next = save_in_turns(&checkpoints(memory.clone()), 4, Existing::Refuse);
                 next.expect("saves");
                 let steps = assert_all_whole(&memory);
@@ -185,7 +185,7 @@ fn keep_last_never_removes_the_newest_good_step() {
     for step in 1..=6 {
         common::save_step(&checkpoints, &plan, step);
     }
-    // Step 6 is damaged, step 3 is cut.
+    // Step 6 is damaged, step 3 is truncated.
     let flip = |step: u64, cut: bool| {
         let path = checkpoints.path(step).join("rank-00001.safetensors");
         let mut bytes = memory.read(&path).expect("there");
@@ -293,7 +293,7 @@ fn what_cannot_be_loaded_is_not_committed() {
         TensorKind::Buffer,
         layout,
     );
-    // The ranks leave element 4 out.
+    // The ranks omit element 4.
     let regions = vec![vec![Region::Flat(0..4), Region::Flat(5..10)]];
     let plan = WritePlan::of_regions(&mesh, vec![tensor], regions).expect("inside");
     let memory = Memory::new();

@@ -1,4 +1,4 @@
-//! Plain safetensors out of a sharded step.
+//! Conversion of a sharded step to plain safetensors.
 
 mod common;
 
@@ -71,7 +71,7 @@ fn one_file_has_the_model_and_nothing_else() {
             Some(PlainTensor::unchanged(tensor))
         });
         assert!(matches!(error, Err(Error::Exists { .. })));
-        // A folder is replaced by no file, whatever is asked for.
+        // A file never replaces a folder, regardless of the configuration.
         let replace = ConsolidationConfig {
             replace: true,
             ..ConsolidationConfig::default()
@@ -156,7 +156,7 @@ fn a_folder_is_sharded_as_hugging_face_has_it() {
     }
 }
 
-/// Of both dims exchanged, element by element.
+/// Returns the transpose, element by element.
 fn transposed(bytes: &[u8], [rows, columns]: [usize; 2], item_bytes: usize) -> Vec<u8> {
     let element = |row: usize, column: usize| {
         let start = (row * columns + column) * item_bytes;
@@ -284,7 +284,7 @@ fn damage_leaves_no_output() {
     memory.write(&path, bytes).expect("in memory");
     let config = ConsolidationConfig::default();
     let out = Path::new("out/model");
-    // The last part in the file is of the narrowest elements, which are the model's.
+    // The last part in the file has the narrowest elements, which belong to the model.
     let error = consolidate_to_folder(&step, out, &config, |tensor| {
         Some(PlainTensor::unchanged(tensor))
     })
@@ -308,7 +308,7 @@ fn large_tensors_pass_through_in_blocks() {
     let checkpoints = Checkpoints::new(dir.path().join("run"));
     let request = common::request(&plan, 1);
     let whole = common::truth("big", common::num_bytes(&tensor));
-    // Cut out by hand: the definition in `common` is slow for so much.
+    // Cut out by hand, because the definition in `common` is slow for this size.
     let source =
         |tensor: &TensorSpec, region: &Region| -> Result<Vec<u8>, burn_fsdp_checkpoint::BoxError> {
             let Region::Box { offsets, sizes } = region else {

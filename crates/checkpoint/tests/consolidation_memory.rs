@@ -1,4 +1,4 @@
-//! Consolidation: bytes that fail if a whole tensor is held.
+//! The memory of consolidation: a limit that fails if a whole tensor is held.
 
 use std::sync::Arc;
 
@@ -16,12 +16,13 @@ static HEAP: PeakAlloc = PeakAlloc;
 const SHAPE: [usize; 2] = [3_001, 4_096];
 /// Bytes of a tensor.
 const TENSOR: usize = 4 * SHAPE[0] * SHAPE[1];
-/// Bytes of the blocks in which tensors pass, of the columns that are turned at a time, and of the books.
+/// Bytes of the blocks in which tensors are copied, of the columns that are transposed at a time, and of the
+/// bookkeeping.
 const BLOCK: usize = 16 << 20;
 const COLUMNS: usize = 4 << 20;
 const BOOKS: usize = 4 << 20;
 
-/// Returns what an element of the tensor of a number holds.
+/// Returns the value of an element in the tensor with this number.
 fn element(number: usize, index: usize) -> f32 {
     (number * 1_000 + index % 9_973) as f32
 }
@@ -89,7 +90,7 @@ fn no_tensor_is_held_whole() {
             let taken = HEAP.peak_usage() - before;
             let written = written.expect("writes");
             assert!(taken <= most, "{taken} bytes, {most} at most");
-            // The last tensor is what it was.
+            // The last tensor has its original contents.
             let file = std::fs::read(written.files.last().expect("a file")).expect("there");
             let tensor = &file[file.len() - TENSOR..];
             for index in [0, 1, SHAPE[0], SHAPE[1], TENSOR / 4 - 1] {

@@ -1,4 +1,4 @@
-//! Damaged and malicious files: an error that says where, never a wrong byte, never a panic.
+//! Damaged and malicious files cause a precise error, never a wrong byte and never a panic.
 
 mod common;
 
@@ -23,7 +23,7 @@ fn bit_flips_and_truncations_are_detected_where_they_are() {
     for case in 0..1000 {
         let number = random.random_range(0..FILES.len());
         let mut bytes = whole[number].clone();
-        // Half of the places are in the first kilobytes, where the headers are.
+        // Half of the positions are in the first kilobytes, where the headers are.
         let most = match random.random_bool(0.5) {
             true => bytes.len(),
             false => bytes.len().min(4096),
@@ -60,7 +60,7 @@ fn bit_flips_and_truncations_are_detected_where_they_are() {
                 Some(tensor) => assert_names(error, &format!("{:?}", tensor.name)),
                 None => assert_names(error, "bytes 0 to"),
             }
-            // Whoever does not verify everything first still gets no wrong byte.
+            // A reader that does not verify everything first still gets no wrong byte.
             let step = checkpoints(&memory).open(2).expect("the index is whole");
             let mut num_errors = 0;
             for tensor in plan.tensors().iter().filter(|_| case % 50 == 0) {
@@ -129,7 +129,7 @@ fn a_missing_file_is_named() {
 
 #[test]
 fn headers_that_lie_are_refused() {
-    // The index vouches for a header of another length.
+    // The index describes a header with another length.
     let memory = Memory::new();
     common::save_step(&checkpoints(&memory), &plan(), 1);
     let mut bytes = memory.read(&in_step(1, FILES[2])).expect("there");
@@ -144,7 +144,7 @@ fn headers_that_lie_are_refused() {
     let step = with_index_text(&memory, index.to_string()).expect("the index is fine");
     let error = step.verify(|_| ()).expect_err("a lie");
     assert_names(&error, "its header should have");
-    // Of other tensors.
+    // The header describes other tensors.
     bytes[..8].copy_from_slice(&(header_bytes as u64 - 8).to_le_bytes());
     let place = bytes
         .windows(6)
@@ -158,7 +158,7 @@ fn headers_that_lie_are_refused() {
     let step = with_index_text(&memory, index.to_string()).expect("the index is fine");
     let error = step.verify(|_| ()).expect_err("a lie");
     assert_names(&error, "\"scalar\"");
-    // Larger than is read.
+    // Larger than the limits.
     let limits = Limits {
         header_bytes: 16,
         ..Limits::default()
@@ -216,7 +216,7 @@ fn nothing_but_regular_files_is_opened() {
     let step = checkpoints.open(1).expect("the index is fine");
     let error = step.verify(|_| ()).expect_err("a link");
     assert_names(&error, "not a regular file");
-    // A pipe that nobody writes to would block whoever opens it.
+    // A pipe that nobody writes to would block a process that opens it.
     std::fs::remove_file(&file).expect("removes");
     let made = std::process::Command::new("mkfifo").arg(&file).status();
     if made.is_ok_and(|status| status.success()) {

@@ -1,4 +1,4 @@
-//! A folder of steps that a run holds: its lock, its names, and what cannot be read.
+//! A folder of steps that a run holds: its lock, its names, and unreadable files.
 
 mod common;
 
@@ -35,7 +35,7 @@ fn a_run_holds_the_folder_against_others_and_saves_into_it() {
     refused(other.clone().acquire().map(drop));
     refused(Staging::create(&other, 1, Existing::Refuse).map(drop));
     save(&run, 1);
-    // A save of the run's own waits for its turn, and no longer than others.
+    // A save of the same run waits for its turn, and for no longer than others wait.
     let staging = Staging::create(&run, 2, Existing::Refuse).expect("free");
     refused(Staging::create(&run, 3, Existing::Refuse).map(drop));
     drop(staging);
@@ -119,7 +119,7 @@ fn a_step_is_known_by_the_number_inside() {
     let good = checkpoints.newest_good(Check::Everything).expect("finds");
     assert_eq!(good.step.expect("some").index().training.step, 10);
     assert_eq!(good.skipped[0].step, 30);
-    // It does not count as one to keep, and nothing is removed on its account.
+    // It does not count as a kept step, and nothing is removed because of it.
     let one = std::num::NonZeroUsize::MIN;
     assert!(checkpoints.keep_last(one, 30).is_err());
     assert_eq!(checkpoints.steps().expect("lists"), [10, 30]);
@@ -170,7 +170,7 @@ fn file_systems_without_locks_are_used_and_told() {
     assert_eq!(run.steps().expect("lists"), [1]);
 }
 
-/// A storage without locks, some files of which cannot be read.
+/// A storage without locks, in which some files cannot be read.
 #[derive(Debug)]
 struct Away {
     inner: Box<dyn Storage>,
@@ -211,7 +211,7 @@ impl Storage for Away {
     }
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
         self.inner.rename(from, to)?;
-        // As a network file system does that lost its answer, and asked again.
+        // As a network file system that lost its answer and repeated the request.
         Err(io::ErrorKind::NotFound.into())
     }
     fn remove_file(&self, path: &Path) -> io::Result<()> {

@@ -1,7 +1,7 @@
 //! The fuzz targets on stable: the corpus and seeded mutations of it.
 //!
-//! `FUZZ_CASES` sets the mutations of each file, 300 if it is not set. The files of the corpus are compared
-//! with what is written now; `WRITE_FUZZ_CORPUS=1` writes them anew, after a change of the format.
+//! `FUZZ_CASES` sets the number of mutations of each file; the default is 300. The files of the corpus are compared
+//! with the current output. `WRITE_FUZZ_CORPUS=1` writes them again, after a change of the format.
 
 mod common;
 
@@ -24,7 +24,7 @@ const TARGETS: [(&str, Target); 3] = [
     ("step", fuzzing::step),
 ];
 
-/// Texts that break things, to be put anywhere.
+/// Texts that often break parsers, inserted anywhere.
 const TOKENS: [&str; 16] = [
     "18446744073709551615",
     "9223372036854775807",
@@ -44,7 +44,8 @@ const TOKENS: [&str; 16] = [
     "flat",
 ];
 
-/// The corpus as it is where the test runs. What is compiled may come from another clone, by a shared target folder.
+/// The corpus in the folder where the test runs. The compiled test may come from another clone, through a shared target
+/// folder.
 fn corpus(target: &str) -> PathBuf {
     let folder = std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo runs the test");
     Path::new(&folder).join("fuzz/corpus").join(target)
@@ -75,7 +76,7 @@ fn mutate(bytes: &mut Vec<u8>, random: &mut StdRng) {
                 drop(bytes.splice(to..to, copy));
             }
             4 => {
-                // A number becomes another: what a valid JSON has most of.
+                // Replaces a digit: digits are the most frequent content of valid JSON.
                 let digit = bytes[place..].iter().position(u8::is_ascii_digit);
                 let Some(start) = digit.map(|digit| place + digit) else {
                     continue;
@@ -112,7 +113,7 @@ fn corpus_and_mutations_neither_panic_nor_hang() {
             for _ in 0..cases {
                 let mut bytes = bytes.clone();
                 mutate(&mut bytes, &mut random);
-                // Errors are fine.
+                // Errors are allowed.
                 let _ = target(&bytes);
             }
         }

@@ -1,4 +1,4 @@
-//! Links are not followed, and nothing that is not ours is touched.
+//! Links are not followed, and foreign files are not touched.
 #![cfg(unix)]
 
 mod common;
@@ -16,7 +16,7 @@ use burn_fsdp_checkpoint::{
 };
 use common::Kind;
 
-/// A folder with something of value, and a folder of steps beside it.
+/// Returns a folder with valuable contents, and a folder of steps next to it.
 fn beside_something() -> (tempfile::TempDir, Checkpoints) {
     let dir = tempfile::tempdir().expect("a folder");
     fs::create_dir_all(dir.path().join("docs/sub")).expect("makes");
@@ -101,7 +101,7 @@ fn a_folder_with_other_things_in_it_is_not_removed() {
         matches!(&error, Error::Foreign { name, .. } if name == "notes"),
         "{error}"
     );
-    // Nor a whole step with a note in it.
+    // A whole step with a note in it is not removed either.
     save(&checkpoints, 6, Existing::Refuse).expect("saves");
     fs::write(checkpoints.path(6).join("note.txt"), "the best one").expect("writes");
     save(&checkpoints, 7, Existing::Refuse).expect("saves");
@@ -136,7 +136,7 @@ fn removing_a_tree_removes_links_and_not_what_they_lead_to() {
     let tree = dir.path().join("tree");
     fs::create_dir(&tree).expect("makes");
     symlink("../docs", tree.join("link")).expect("links");
-    // A name that is no text.
+    // A name that is not text.
     let odd: &std::ffi::OsStr = std::os::unix::ffi::OsStrExt::from_bytes(b"\xff\xfe");
     fs::write(tree.join(odd), "").expect("writes");
     FileSystem.remove_tree(&tree).expect("removes");
@@ -169,7 +169,7 @@ fn a_lock_that_is_no_file_is_an_error_at_once() {
     }
 }
 
-/// Its steps would be read in place of the step that they lie in.
+/// Its steps would be read instead of the step that contains them.
 #[test]
 fn a_step_is_no_folder_for_steps() {
     let (dir, checkpoints) = beside_something();
@@ -242,7 +242,7 @@ fn nothing_is_consolidated_into_a_step() {
         );
     }
     step.verify(|_| ()).expect("untouched");
-    // What a consolidation that was killed left beside goes with the next one.
+    // The remains of a killed consolidation are removed by the next one.
     let left = dir
         .path()
         .join("run/.model.safetensors.partial-0123456789abcdef");

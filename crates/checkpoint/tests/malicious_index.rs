@@ -1,4 +1,4 @@
-//! An index that somebody edited and sealed again: an error that says where, and little memory.
+//! A modified index with a valid seal causes a precise error and little memory use.
 
 mod common;
 
@@ -7,7 +7,7 @@ use burn_fsdp_checkpoint::{Error, Limits, Step};
 use common::stored::{FILES, assert_names, checkpoints, in_step, plan, with_index_text};
 use serde_json::{Value, json};
 
-/// A step whose index is edited and sealed again, as somebody would who means harm.
+/// Opens a step whose index was modified and sealed again, as an attacker would do.
 fn with_index(edit: impl FnOnce(&mut Value)) -> Result<Step, Error> {
     let memory = Memory::new();
     common::save_step(&checkpoints(&memory), &plan(), 1);
@@ -115,7 +115,7 @@ fn malicious_indices_are_refused() {
             i["tensors"][10]["parts"][0]["bytes"] = first;
         }),
         ("parts hold elements", |i| {
-            // Overlapping elements of one tensor, with bytes and checksums to match.
+            // Overlapping elements of one tensor, with matching bytes and checksums.
             i["tensors"][0]["parts"][1]["region"] = json!({"flat": {"start": 52, "end": 104}});
         }),
         ("it has no elements", |i| {

@@ -1,4 +1,4 @@
-//! Saved at any world size and layout, loaded at any other.
+//! Steps saved at any world size and layout are loaded at any other.
 
 mod common;
 
@@ -18,7 +18,7 @@ fn checkpoints(memory: &Memory) -> Checkpoints {
     Checkpoints::with_storage(Arc::new(memory.clone()), "run")
 }
 
-/// Every rank of the mesh reads what it holds, and gets what it should, from no more bytes than needed.
+/// Asserts that every rank of the mesh reads exactly the elements that it holds, from no more bytes than necessary.
 fn assert_loads(memory: &Memory, step: u64, mesh: &Mesh, kind: Kind) {
     let dir = checkpoints(memory).path(step);
     for rank in 0..mesh.size() {
@@ -284,7 +284,8 @@ fn every_file_is_plain_safetensors() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// What all ranks write is every element once; what any rank reads is exactly what it wants.
+    /// The parts that all ranks write contain every element once, and each rank reads exactly the elements that it
+    /// requests.
     #[test]
     fn plans_cover_every_element_once(
         shape in prop::collection::vec(0usize..7, 0..4),

@@ -1,10 +1,10 @@
-//! How fast collectives are against plain copying.
+//! The speed of collectives compared with plain copying.
 //!
-//! For each size the ranks take turns, all at once, at copying a full tensor each (`memcpy`) and at each collective of
-//! it. A turn lasts from when the first rank begins until the last is done. The ratio is the time of the copy over that of
-//! the collective of the same round, so that what else the machine does strikes both.
+//! For each size all ranks run the same turns at once: copying a full tensor each (`memcpy`), and each collective on
+//! such a tensor. A turn lasts from the first rank's beginning until the last rank is done. The ratio is the time of
+//! the copy divided by the time of the collective in the same round, so other load on the machine affects both.
 //!
-//! Ranks are threads, or, with the feature `mpi` and under `mpirun` on one machine, processes.
+//! Ranks are threads. With the feature `mpi` and under `mpirun` on one machine, they are processes.
 //!
 //! ```text
 //! cargo bench -p burn-fsdp-collectives -- [--ranks N] [--rounds N] [--json FILE]
@@ -32,7 +32,7 @@ const SIZES: [usize; 7] = [
     256 << 20,
 ];
 
-/// What is measured in each round, in this order.
+/// The measurements of each round, in this order.
 const KINDS: [&str; 5] = [
     "memcpy",
     "all_gather",
@@ -41,10 +41,10 @@ const KINDS: [&str; 5] = [
     "all_to_all",
 ];
 
-/// Seconds that each kind took in each round.
+/// Seconds of each kind in each round.
 type Rounds = Vec<[f64; KINDS.len()]>;
 
-/// When one rank began and ended each kind in each round.
+/// The begin and end of each kind in each round on one rank.
 type Spans = Vec<[Span; KINDS.len()]>;
 
 /// Seconds of a clock that all processes of the machine share.
@@ -121,7 +121,7 @@ impl Options {
     }
 }
 
-/// One rank's turns with tensors of `size` bytes.
+/// Runs one rank's turns with tensors of `size` bytes.
 fn measure(world: &ProcessGroup, size: usize, rounds: Option<usize>) -> Result<Spans, Error> {
     let num_rounds = rounds.unwrap_or((2usize << 30).div_euclid(size).clamp(15, 501));
     let partition = Partition::flat(size / ElementType::F32.size(), world.size())?;
@@ -168,7 +168,7 @@ fn measure(world: &ProcessGroup, size: usize, rounds: Option<usize>) -> Result<S
         black_box(world.all_reduce("all reduce", Vec::new(), mean, parts, into)?);
         Ok(())
     };
-    // Of a square matrix as near as can be, rows go out and columns come.
+    // Of a matrix that is as square as possible, rows go out and columns come in.
     let elements = size / ElementType::F32.size();
     let side = 1usize << (elements.ilog2() / 2);
     let rows = Partition::flat(side, world.size())?;
@@ -196,14 +196,14 @@ fn measure(world: &ProcessGroup, size: usize, rounds: Option<usize>) -> Result<S
             timed(&all_to_all)?,
         ])
     };
-    // The pool keeps as much as was in use at once: what the turns need one after the other.
+    // The pool keeps as much memory as was in use at once: enough for the consecutive turns.
     let turns = [size, shard_bytes].map(|len| world.pool().take(len));
     drop(turns);
     let _: [Span; KINDS.len()] = round()?;
     (0..num_rounds).map(|_| round()).collect()
 }
 
-/// Returns how long each turn lasted, from when the first rank began until the last was done, on all ranks.
+/// Returns the duration of each turn, from the first rank's beginning until the last rank was done, on all ranks.
 fn turns(world: &ProcessGroup, own: &Spans) -> Result<Rounds, Error> {
     let spans = own.iter().flatten();
     let numbers: Vec<f64> = spans.flat_map(|span| [span.start, span.end]).collect();
@@ -241,7 +241,7 @@ fn print_row(size: usize, rounds: &Rounds) {
     println!();
 }
 
-/// First quartile, median and third quartile.
+/// Returns the first quartile, the median and the third quartile.
 fn quartiles(values: impl Iterator<Item = f64>) -> [f64; 3] {
     let mut values: Vec<_> = values.collect();
     values.sort_by(f64::total_cmp);

@@ -1,13 +1,13 @@
-//! How much of a collective is hidden behind work that is done while it is under way.
+//! The share of a collective that is hidden behind work done while it is in progress.
 //!
-//! For each size: how long a collective takes by itself, how long work of that length takes by itself, and how long
-//! both take when the collective is started, the work done, and the collective waited for. The ratio is that of the last
-//! to the longer of the first two: 1 hides everything that can be hidden, 2 nothing. The work is either arithmetic on the
-//! rank's own thread, or a wait, as for a device that computes by itself.
+//! Three times are measured for each size: the collective by itself, work of that length by itself, and both when the
+//! collective is started, the work done, and the collective waited for. The ratio is the third time divided by the
+//! longer of the first two: 1 means that everything is hidden that can be, 2 means that nothing is. The work is either
+//! arithmetic on the rank's own thread, or a wait that stands for a device that computes by itself.
 //!
-//! With ranks as threads a transfer runs in the wait, and nothing is hidden. Over MPI it runs on a thread of its own,
-//! which needs a share of a core to copy; where there is none to spare, as with as many processes as cores over shared
-//! memory, the copies of one take the time of the arithmetic of the other.
+//! With ranks as threads, a transfer runs in the wait and nothing is hidden. Over MPI it runs on a thread of its own,
+//! which needs a share of a core to copy. If no core is free, for example with as many processes as cores over shared
+//! memory, one rank's copies take time from another rank's arithmetic.
 //!
 //! ```text
 //! cargo bench -p burn-fsdp-collectives --bench overlap -- [--ranks N] [--rounds N] [--most-mib N] [--json FILE]
@@ -30,7 +30,7 @@ const SIZES: [usize; 3] = [4 << 20, 16 << 20, 64 << 20];
 
 const KINDS: [&str; 2] = ["all_gather", "reduce_scatter"];
 
-/// The work that is done meanwhile.
+/// The work that is done during the collective.
 #[derive(Clone, Copy, Debug)]
 enum Work {
     Arithmetic,
@@ -108,7 +108,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// One rank's rounds.
+/// Runs one rank's rounds.
 fn measure(
     world: &ProcessGroup,
     kind: &str,
@@ -132,7 +132,7 @@ fn measure(
         world.barrier("turn")?;
         let began = Instant::now();
         what()?;
-        // A step is as long as that of the slowest rank.
+        // A step takes as long as on the slowest rank.
         let lasted = began.elapsed().as_secs_f64();
         let notes = world.exchange("lasted", lasted.to_le_bytes().to_vec())?;
         let seconds = notes.iter().filter_map(|note| note.first_chunk());
@@ -147,7 +147,7 @@ fn measure(
     let mut first: Vec<f64> = (0..5).map(|_| timed(&alone)).collect::<Result<_, _>>()?;
     first.sort_by(f64::total_cmp);
     let target = Duration::from_secs_f64(first[2]);
-    // As much arithmetic as fits the time on an idle machine, and as much again each time.
+    // As much arithmetic as fits the time on an idle machine, and the same amount each time.
     let amount = calibrate(target);
     let busy = || match work {
         Work::Arithmetic => arithmetic(amount),
@@ -171,7 +171,7 @@ fn measure(
     (0..num_rounds).map(|_| round()).collect()
 }
 
-/// Products and sums that stay in a core's cache.
+/// Computes products and sums that stay in a core's cache.
 fn arithmetic(amount: usize) {
     let mut values = [1.0f32; 1024];
     for _ in 0..amount {

@@ -22,7 +22,7 @@ use crate::{
 /// has already failed, and with [`Error::Injected`] if a [`Fault`](crate::Fault) is triggered. [`Pending::wait`] lists
 /// the errors of waiting.
 impl ProcessGroup {
-    /// Gives every rank the full tensors, of which each rank holds a shard.
+    /// Gathers the full tensors on every rank. Each rank holds a shard of them.
     ///
     /// For each part, `source` is this rank's shard (`partition.range(rank)`, without padding). `into[i]` becomes the
     /// full tensor, with the shards in rank order. Shards may be uneven or empty.
@@ -115,7 +115,7 @@ impl ProcessGroup {
     /// Gives every rank the whole combination of all ranks' tensors, with the same bits on all ranks.
     ///
     /// `into[i]` becomes the full result in the reduction's output type. Each rank combines one slice of it, in memory
-    /// of its pool, and reads the other slices. If a rank has not arrived yet, the ranks that have arrived combine its
+    /// of its pool, and reads the other slices. If a rank is late, the ranks that have arrived combine its
     /// slice.
     ///
     /// # Errors
@@ -231,7 +231,7 @@ impl ProcessGroup {
         self.start_scatter(label, note, root, parts, into)?.wait()
     }
 
-    /// Gives rank `root` the full tensors, of which each rank holds a shard.
+    /// Gathers the full tensors on rank `root`. Each rank holds a shard of them.
     ///
     /// The sources are the ranks' shards, including the root's. At the root `into[i]` becomes the full tensor; the
     /// other ranks pass no buffers.

@@ -184,7 +184,7 @@ impl ProcessGroup {
     /// There is no isolation in the other direction. When the world fails, or an isolated group that this one was made
     /// from, this group also fails.
     ///
-    /// A group that has failed stays failed. To start again, make another one from a group that has not failed.
+    /// A group that has failed stays failed. To start again, make another one from a group that is still working.
     /// `deadline` replaces the one of [`LaunchConfig`](crate::LaunchConfig); [`Duration::MAX`] means none. Collective;
     /// name and deadline must be the same on all ranks.
     ///

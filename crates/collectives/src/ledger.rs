@@ -11,7 +11,7 @@ use crate::waits::LongWait;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EntryState {
-    /// An operation that has started and has not yet been waited for to its end.
+    /// A started operation whose wait is not over.
     Started,
     /// An operation whose result this rank has.
     Done,

@@ -14,7 +14,7 @@
 //!   Nothing hangs and no wrong number is handed out. With [`Check::Agreement`] this also holds for bytes that faulty
 //!   memory or a faulty link has changed.
 //!
-//! The crate deals with bytes, element types and ranks. It does not depend on Burn, parameters or models.
+//! The crate deals with bytes, element types and ranks. It knows nothing about Burn, parameters or models.
 //!
 //! ```
 //! use burn_fsdp_collectives::{

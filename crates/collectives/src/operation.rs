@@ -10,7 +10,7 @@ use crate::{ElementType, Label, Reduction};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum OperationKind {
-    /// A gather on every rank: each rank gets the full tensors, of which each rank holds a shard.
+    /// A gather on every rank: each rank holds a shard of the tensors and gets the full tensors.
     AllGather,
     /// A reduction: every rank gets its shard of the combination of all ranks' tensors.
     ReduceScatter,
@@ -20,7 +20,7 @@ pub enum OperationKind {
     Broadcast,
     /// A distribution: every rank gets its shard of the tensors of the root.
     Scatter,
-    /// A gather on the root: the root gets the full tensors, of which each rank holds a shard.
+    /// A gather on the root: each rank holds a shard of the tensors, and the root gets the full tensors.
     Gather,
     /// A change of dim: each rank gives its shard along one dim and gets its shard along another.
     AllToAll,

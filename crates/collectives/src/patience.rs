@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 /// The number of slices of a deadline.
 const SLICES: u32 = 10;
 
-/// The rest of a deadline, of which at most one slice is spent at a time.
+/// The rest of a deadline. At most one slice of it is spent at a time.
 ///
 /// The clock also runs while the whole machine is suspended: a stopped process, a suspended virtual machine. For a
 /// waiting rank such a pause is one very long interval between two looks at the clock. It costs one slice if the peers

@@ -1,4 +1,4 @@
-//! Bytes that change on their way: found, and named.
+//! Bytes that change in transit are detected and named.
 
 mod ranks;
 
@@ -15,7 +15,7 @@ use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner
 
 use ranks::LONG;
 
-/// Bytes of which one bit flips when the flag is up.
+/// Bytes in which one bit flips when the flag is set.
 struct Fickle {
     right: Vec<u8>,
     wrong: Vec<u8>,
@@ -36,11 +36,11 @@ impl AsRef<[u8]> for Fickle {
 struct Flip {
     kind: OperationKind,
     num_ranks: usize,
-    /// Elements of each part, of four bytes.
+    /// The number of elements in each part, of four bytes each.
     lens: Vec<usize>,
     giver: usize,
     part: usize,
-    /// The bit, as a share of the bits of what the giver gives.
+    /// The position of the bit, as a fraction of the giver's bits.
     place: f64,
 }
 
@@ -70,7 +70,7 @@ fn flips() -> impl Strategy<Value = Flip> {
 }
 
 impl Flip {
-    /// The root gives where only one does, and another rank gets where only one does.
+    /// The root gives if only one rank gives; another rank receives if only one receives.
     fn root(&self) -> usize {
         match self.kind {
             OperationKind::Gather => (self.giver + 1) % self.num_ranks,
@@ -78,7 +78,7 @@ impl Flip {
         }
     }
 
-    /// Bytes of what a rank gives of a part.
+    /// Returns the number of bytes that a rank gives of a part.
     fn given(&self, part: usize, rank: usize) -> usize {
         let partition = Partition::flat(self.lens[part], self.num_ranks).unwrap();
         let gives_shard = matches!(
@@ -88,7 +88,7 @@ impl Flip {
         let is_root = rank == self.root();
         let is_rooted = matches!(self.kind, OperationKind::Broadcast | OperationKind::Scatter);
         match (gives_shard, is_rooted && !is_root) {
-            // Of an all-to-all a rank gives its shard of one dim, all of the other.
+            // In an all-to-all a rank gives its shard of one dim, across all of the other dim.
             (true, _) if self.kind == OperationKind::AllToAll => 4 * 5 * partition.len(rank),
             (true, _) => 4 * partition.len(rank),
             (false, true) => 0,
@@ -165,7 +165,7 @@ impl Flip {
         }
     }
 
-    /// Runs the operation; returns what each rank saw.
+    /// Runs the operation and returns the outcome on each rank.
     fn run(&self, flips: bool) -> Vec<Result<(), Error>> {
         let config = LaunchConfig::new(self.num_ranks)
             .deadline(LONG)
@@ -186,7 +186,7 @@ impl Flip {
         launch(config, body).unwrap()
     }
 
-    /// True if the flip is in bytes that a rank gets.
+    /// Returns true if the flip is in bytes that a rank receives.
     fn travels(&self) -> bool {
         let is_own = self.kind == OperationKind::Broadcast && self.num_ranks == 1;
         self.given(self.part, self.giver) > 0 && !is_own
@@ -216,7 +216,7 @@ impl Flip {
                     let says = format!("other bytes of rank {}", self.giver);
                     prop_assert!(reason.contains(&says), "{}", reason);
                 }
-                // The rank had got its own before another found the flip in its part.
+                // The rank had received its own result before another found the flip in its part.
                 Ok(()) => {}
                 Err(other) => prop_assert!(false, "{}", other),
             }
@@ -246,7 +246,8 @@ fn each_flipped_bit_is_named_by_operation_tensor_and_rank() {
     }
 }
 
-/// A shard that has changed before it is gathered is one of its rank's memory, whoever receives the gather.
+/// A shard that has changed before it is gathered is reported as corruption in its rank's memory, regardless of the
+/// receiver.
 #[test]
 fn a_sealed_shard_that_has_changed_is_named_whoever_receives_it() {
     for (size, receivers) in [(1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, 2)] {

@@ -1,4 +1,4 @@
-//! Ranks that panic, fail, stall or leave: the others hear of it, and nothing hangs.
+//! Ranks that panic, fail, stall or leave: the others are told, and nothing hangs.
 
 mod ranks;
 
@@ -9,7 +9,7 @@ use burn_fsdp_collectives::{
 };
 use ranks::{LONG, SHORT, counting, fail, full, gather, observe};
 
-/// What rank 0 is told in `call`, when rank 1 of 2 first does `instead`.
+/// The error that rank 0 gets from `call` when rank 1 of 2 first does `instead`.
 fn rank_0_hears(
     deadline: Duration,
     instead: impl Fn(&ProcessGroup) -> Result<(), Error> + Send + Sync + 'static,
@@ -33,7 +33,7 @@ fn rank_0_hears(
         .expect_err("rank 1 did not take part")
 }
 
-/// Something that a rank does with its group.
+/// A call of a rank on its group.
 type Call = fn(&ProcessGroup) -> Result<(), Error>;
 
 fn every_call() -> Vec<Call> {
@@ -191,7 +191,7 @@ fn a_chain_of_waits_is_followed_to_its_end() {
     let has_given_up = std::sync::Mutex::new(has_given_up);
     let seen = observe(3, SHORT, move |world| {
         let pair = world.split(usize::from(world.rank() > 0), 0, "pair")?;
-        // So long that rank 0 is the one whose deadline passes.
+        // Long enough that rank 0's deadline passes first.
         let pair = pair.isolate("patient", 4 * SHORT)?;
         match world.rank() {
             0 => {
@@ -246,14 +246,14 @@ fn a_failure_reaches_pending_operations_and_other_groups() {
             world.begin_step(1);
             let error = world.barrier("never").unwrap_err();
             assert!(matches!(error, Error::Injected { .. }), "{error}");
-            // It goes on, but too late: the others have given up.
+            // Rank 1 continues, but too late: the others have given up.
             return Err(error);
         }
         let pending = world.start_barrier("never")?;
         if world.rank() == 0 {
             pending.wait()?;
         }
-        // Rank 0 returned; rank 1 now waits for it in the pair.
+        // Rank 0 has returned; rank 1 now waits for it in the pair.
         pair.barrier("pair")
     });
     assert!(seen.iter().all(Result::is_err), "{seen:?}");

@@ -1,4 +1,4 @@
-//! One rank of many, alone on a thread.
+//! One rank of many, without the others, on one thread.
 
 mod ranks;
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 use burn_fsdp_collectives::{Error, LaunchConfig, ProcessGroup};
 use ranks::{LONG, gather, observe, run};
 
-/// Short, and no rank has to keep it.
+/// A short deadline that no rank has to meet.
 const MOMENT: Duration = Duration::from_millis(50);
 
 #[test]
@@ -39,7 +39,7 @@ fn a_deadline_that_passes_in_it_leaves_the_world_alone() {
             );
             gave_up.send(()).unwrap();
         } else {
-            // A disk that takes its time.
+            // A slow disk.
             has_given_up.lock().unwrap().recv().unwrap();
             let error = saves.barrier("saved").unwrap_err();
             assert!(
@@ -48,7 +48,7 @@ fn a_deadline_that_passes_in_it_leaves_the_world_alone() {
             );
         }
         let full = gather(&world, "step", 5)?;
-        // Groups split off it fail with it, and a fresh one does not.
+        // Groups split off it fail with it, and a new one does not.
         assert!(saves.barrier("again").is_err());
         world.isolate("saves again", LONG)?.barrier("saved")?;
         Ok(full)

@@ -1,4 +1,4 @@
-//! Starting ranks and hearing how they ended.
+//! Starting ranks, and the outcomes of launches.
 
 mod ranks;
 
@@ -43,15 +43,15 @@ fn every_rank_has_its_own_threads() {
     let threads = launch(config, |_| Ok::<_, Error>(rayon::current_num_threads())).unwrap();
     assert_eq!(threads, [3, 3]);
     let cores = std::thread::available_parallelism().unwrap().get();
-    // A rank with one thread has a worker for the background beside it.
+    // A rank with one thread also has a background worker.
     let threads = run(2, |_| Ok(rayon::current_num_threads()));
     assert_eq!(threads, [(cores / 2).max(2); 2]);
     let threads = run(64, |_| Ok(rayon::current_num_threads()));
     assert_eq!(threads, [(cores / 64).max(2); 64]);
 }
 
-/// Plays a test of this file once more, in a process with these variables, as one that a launcher has started. Returns
-/// false in that process.
+/// Runs a test of this file again, in a process with these variables, as if a launcher had started it. Returns false in
+/// that process.
 fn played_with(test: &str, variables: &[(&str, &str)]) -> bool {
     const PLAYED: &str = "BURN_FSDP_TEST_PLAYED";
     if std::env::var_os(PLAYED).is_some() {

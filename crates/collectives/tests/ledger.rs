@@ -1,4 +1,4 @@
-//! What ranks did, counted and remembered.
+//! Counts and records of the ranks' operations.
 
 mod ranks;
 
@@ -75,7 +75,7 @@ fn the_ledger_keeps_the_last_operations() {
     for i in 0..40 {
         world.barrier(format!("barrier {i}")).unwrap();
     }
-    // No longer in the ledger: nothing to note, and nothing else is marked instead.
+    // No longer in the ledger: no entry is settled, and no other entry is changed instead.
     oldest.discard();
     let ledger = world.ledger();
     assert_eq!(
@@ -136,7 +136,7 @@ fn a_recording_has_the_spans_of_each_operation_in_order() {
             .collect();
         assert_eq!(labels, ["start x", "wait x", "start end", "wait end"]);
         assert_eq!(spans[0].bytes, 40);
-        // The result is there while it is waited for.
+        // The result arrives during the wait.
         assert!(spans[1].sample >= 40, "{}", spans[1].sample);
         for pair in spans.windows(2) {
             assert!(pair[0].start <= pair[0].end && pair[0].end <= pair[1].start);

@@ -1,11 +1,11 @@
-//! Ranks that do not do the same: every one of them gets the same error.
+//! Ranks whose calls differ: each of them gets the same error.
 
 mod ranks;
 
 use burn_fsdp_collectives::{ElementType, Error, FullPart, Part, ProcessGroup, Reduction};
 use ranks::{LONG, counting, flat, full, gather, observe, source};
 
-/// What every rank was told when rank 1 of 3 called `odd` and the others `usual`.
+/// The error of every rank when rank 1 of 3 calls `odd` and the others call `usual`.
 fn told(
     usual: impl Fn(&ProcessGroup) -> Result<(), Error> + Send + Sync + 'static,
     odd: impl Fn(&ProcessGroup) -> Result<(), Error> + Send + Sync + 'static,
@@ -26,7 +26,7 @@ fn told(
         })
         .collect();
     let (first, rest) = messages.split_first().unwrap();
-    // The ledgers may have moved on; what happened is the same.
+    // The ledgers may have changed since; the heading is the same.
     let heading = |message: &str| message.lines().next().unwrap().to_owned();
     assert!(
         rest.iter()
@@ -237,7 +237,7 @@ fn a_wrong_length_is_this_ranks_own_error() {
             ["parts[0].source", "4 bytes", "7 bytes"]
         );
 
-        // None of these took part in anything.
+        // No rank took part in any of these.
         world.barrier("after")?;
         Ok(world.counts().total().operations)
     });

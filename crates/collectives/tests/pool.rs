@@ -40,7 +40,7 @@ fn no_more_is_kept_than_was_alive() {
     let pool = BufferPool::new();
     drop([pool.take(4096), pool.take(4096)]);
     assert_eq!(pool.kept_bytes(), 8192);
-    // Other sizes push out what has been kept longest.
+    // Other sizes evict the memory kept longest.
     let odd: Vec<_> = (0..3).map(|_| pool.take(2048)).collect();
     assert!(pool.kept_bytes() + 3 * 2048 <= 8192);
     drop(odd);
@@ -54,7 +54,7 @@ fn bytes_are_counted_while_they_live() {
     let second = pool.take(50);
     let account = pool.account(1000);
     assert_eq!((pool.live_bytes(), account.len()), (1150, 1000));
-    // A shared buffer lives until the last of its owners.
+    // A shared buffer lives until the last of its owners is dropped.
     let source = Source::new(second);
     let clone = source.clone();
     drop((first, account, source));

@@ -1,4 +1,4 @@
-//! Reductions: exactly the bits of adding up in rank order.
+//! Reductions produce exactly the bits of adding in rank order.
 
 mod ranks;
 
@@ -11,7 +11,7 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 use ranks::{flat, floats, run, source, values};
 
-/// What the reduction of these `f32` tensors, one per rank, must be to the bit.
+/// The expected bits of the reduction of these `f32` tensors, one per rank.
 fn oracle(reduction: Reduction, tensors: &[Vec<f32>]) -> Vec<f32> {
     let (pre, share) = (reduction.pre_scale as f32, 1.0 / tensors.len() as f64);
     let share = if reduction.op == ReduceOp::Mean {
@@ -35,7 +35,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| x.to_bits()).collect()
 }
 
-/// Reduces the ranks' tensors both ways: the shards joined, and what every rank got of all-reduce.
+/// Reduces the ranks' tensors both ways. Returns the joined shards, and every rank's all-reduce result.
 fn reduce_both_ways<I: Pod + Send + Sync, O: Pod + Send>(
     config: LaunchConfig,
     reduction: Reduction,
@@ -61,7 +61,7 @@ fn reduce_both_ways<I: Pod + Send + Sync, O: Pod + Send>(
     (shards.concat(), fulls)
 }
 
-/// The same without a change of type.
+/// The same without a conversion of the type.
 fn reduce_in_kind<T: Pod + Send + Sync>(
     config: LaunchConfig,
     reduction: Reduction,
@@ -74,7 +74,7 @@ fn reduce_in_kind<T: Pod + Send + Sync>(
 #[test]
 fn sums_are_those_of_rank_order() {
     for ranks in 1..=4 {
-        // Beyond a block, and with uneven and empty shards.
+        // Longer than a block, and with uneven and empty shards.
         for num_elements in [5000, 4096, 7, 2, 1, 0] {
             let tensors: Vec<_> = (0..ranks).map(|rank| floats(rank, num_elements)).collect();
             for reduction in [Reduction::sum(), Reduction::mean(ranks), Reduction::max()] {
@@ -109,7 +109,7 @@ fn threads_do_not_change_bits() {
 
 #[test]
 fn half_floats_are_added_in_f32_and_rounded_once() {
-    // In bf16 alone 256 + 1 = 256, three times over; in f32 the sum is 259, rounded to 260.
+    // In bf16, 256 + 1 = 256, three times over; in f32 the sum is 259, rounded to 260.
     let tensors = [256.0, 1.0, 1.0, 1.0]
         .map(|x| vec![bf16::from_f32(x); 3])
         .to_vec();
@@ -192,7 +192,7 @@ fn sources_need_no_alignment() {
     struct Askew(Vec<u8>);
     impl AsRef<[u8]> for Askew {
         fn as_ref(&self) -> &[u8] {
-            // One of two neighbours is not aligned for f32, whatever the allocation is.
+            // One of two neighbours is not aligned for f32, regardless of the allocation.
             &self.0[1..]
         }
     }

@@ -42,7 +42,7 @@ fn keys_order_the_new_ranks() {
 fn groups_number_their_own_operations() {
     let gathered = run(4, |world| {
         let half = world.split(world.rank() / 2, 0, "half")?;
-        // Different numbers of operations in the two halves do not disturb the world.
+        // Different numbers of operations in the two halves do not affect the world.
         for _ in 0..=world.rank() / 2 {
             gather(&half, "x", 3)?;
         }
@@ -131,7 +131,7 @@ fn groups_of_the_same_ranks_are_one_and_of_others_are_not() {
         let reversed = world.split(world.rank() / 2, 4 - world.rank(), "shard")?;
         assert_eq!(halves, again);
         assert_eq!(halves.id(), again.id());
-        // Of the same name and size, and even of the same ranks in another order.
+        // Groups with the same name and size, and even with the same ranks in another order.
         assert_ne!(halves, crossed);
         assert_ne!(halves, reversed);
         assert_ne!(halves, world);

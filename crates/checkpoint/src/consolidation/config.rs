@@ -10,21 +10,21 @@ use crate::TensorEntry;
 /// The configuration of a consolidation.
 #[derive(Debug, Clone)]
 pub struct ConsolidationConfig {
-    /// Maximum bytes of tensors in each file of a folder; one file if `None`. A tensor is never
-    /// split: one that is larger has a file of its own.
+    /// Maximum bytes of tensors in each file of a folder; one file if `None`. A tensor is never split: a larger tensor
+    /// has a file of its own.
     pub max_shard_size: Option<u64>,
-    /// The metadata of the files. By default `format: pt`, which readers of Hugging Face's models ask
-    /// for.
+    /// The metadata of the files. The default is `format: pt`, which readers of Hugging Face models require.
     pub metadata: HashMap<String, String>,
-    /// Name of the files of a folder, `model` by default: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on.
+    /// Name of the files of a folder. With the default, `model`, the files are `model.safetensors`, or
+    /// `model-00001-of-00003.safetensors` and so on.
     pub file_name: String,
-    /// Files that are written into a folder beside the tensors, each by its name: `config.json`, say. They are there when the
-    /// folder is.
+    /// Additional files for a folder, each with its name, for example `config.json`. They appear together with the
+    /// folder.
     pub beside: Vec<(String, Vec<u8>)>,
-    /// True to replace an output that is there. A folder is replaced only if it is empty.
+    /// True to replace an existing output. A folder is replaced only if it is empty.
     pub replace: bool,
-    /// Memory for a matrix that is written transposed. One with more bytes is read in as many passes as
-    /// it takes, each with some of its columns; at least one column is in memory.
+    /// Memory for a matrix that is written transposed. A larger matrix is read in as many passes as necessary, each for
+    /// some of its columns; at least one column is in memory.
     pub transpose_bytes: usize,
 }
 
@@ -46,13 +46,12 @@ impl Default for ConsolidationConfig {
 pub struct PlainTensor {
     /// Name in the output.
     pub name: String,
-    /// True if its two dims are exchanged, as between Burn's linear weights, `[in, out]`, and those
-    /// of PyTorch.
+    /// True if its two dims are exchanged, as between Burn's linear weights, `[in, out]`, and PyTorch's.
     pub is_transposed: bool,
 }
 
 impl PlainTensor {
-    /// Keeps the name and the dims that the tensor has in the step.
+    /// Keeps the name and dims of the tensor in the step.
     pub fn unchanged(tensor: &TensorEntry) -> Self {
         Self {
             name: tensor.name.clone(),
@@ -64,7 +63,7 @@ impl PlainTensor {
 /// The result of a consolidation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Consolidated {
-    /// The files, in order; the index of a sharded model is not among them.
+    /// The files, in order, without the index of a sharded model.
     pub files: Vec<PathBuf>,
     /// Number of tensors.
     pub num_tensors: usize,

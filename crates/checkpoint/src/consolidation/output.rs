@@ -1,4 +1,4 @@
-//! The tensors that are written, and the files that they are divided over.
+//! The tensors to write, and their distribution over files.
 
 use std::collections::HashSet;
 
@@ -24,7 +24,7 @@ impl Output<'_> {
     }
 }
 
-/// Collects the tensors of the model for which `write_as` gives a name.
+/// Collects the tensors of the model for which `write_as` returns a name.
 pub(super) fn wanted(
     step: &Step,
     write_as: impl Fn(&TensorEntry) -> Option<PlainTensor>,
@@ -63,7 +63,7 @@ pub(super) fn wanted(
     }
 }
 
-/// Divides tensors over files in their order; a file is closed before it would exceed `max_size`.
+/// Distributes tensors over files in order. A file is closed before it would exceed `max_size`.
 pub(super) fn split<'a, 'b>(
     tensors: &'a [Output<'b>],
     max_size: Option<u64>,

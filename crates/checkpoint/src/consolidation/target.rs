@@ -1,5 +1,4 @@
-//! The paths of the output: a hidden name beside the target until all is written, outside of all
-//! steps.
+//! The paths of the output: a hidden name next to the target until everything is written, outside of all steps.
 
 use std::path::{Path, PathBuf};
 
@@ -8,8 +7,7 @@ use crate::step_around::{parent, step_around};
 use crate::storage::{EntryKind, Storage};
 use crate::{Error, Step};
 
-/// Refuses an output that would replace a file of a step, be inside a step, or have the name of a
-/// step.
+/// Rejects an output that would replace a file of a step, be inside a step, or have the name of a step.
 pub(super) fn check_outside_steps(
     storage: &dyn Storage,
     step: &Step,
@@ -29,13 +27,13 @@ pub(super) fn check_outside_steps(
     }
 }
 
-/// Returns true for the name of a file in the folder itself that is not hidden.
+/// Returns true if the name is a file directly in the folder and is not hidden.
 pub(super) fn is_plain(name: &str) -> bool {
     let own = Path::new(name).file_name();
     own.is_some_and(|own| own == name) && !name.starts_with('.')
 }
 
-/// Removes the files of earlier attempts at the same output whose processes are dead: nobody locks them.
+/// Removes the files of earlier attempts at the same output whose processes are dead: they are not locked.
 pub(super) fn remove_leftovers(storage: &dyn Storage, out: &Path) {
     let folder = match parent(out) {
         folder if folder.as_os_str().is_empty() => Path::new("."),
@@ -59,7 +57,7 @@ pub(super) fn remove_leftovers(storage: &dyn Storage, out: &Path) {
     }
 }
 
-/// Makes up a hidden name in the folder of the output.
+/// Makes a hidden name in the folder of the output.
 pub(super) fn beside(out: &Path) -> Result<PathBuf, Error> {
     let name = out.file_name().ok_or_else(|| Error::Argument {
         argument: "out",
@@ -70,7 +68,7 @@ pub(super) fn beside(out: &Path) -> Result<PathBuf, Error> {
     Ok(out.with_file_name(format!(".{name}.partial-{}", nonce())))
 }
 
-/// Logs a failed removal of an unfinished output, which does no harm but take space.
+/// Logs a failed removal of an unfinished output, which only takes space.
 pub(super) fn discard(removed: std::io::Result<()>, path: &Path) {
     if let Err(error) = removed {
         tracing::warn!(path = %path.display(), %error, "cannot remove an unfinished file");

@@ -26,7 +26,7 @@ struct WeightMetadata {
     total_size: u64,
 }
 
-/// Writes a file for each shard, and the index of them if there are several. Returns their names.
+/// Writes a file for each shard, and their index if there are several. Returns the names of the files.
 pub(super) fn write_folder(
     step: &Step,
     dir: &Path,
@@ -68,7 +68,7 @@ pub(super) fn write_folder(
     Ok(names)
 }
 
-/// Writes whole tensors into one file, wide elements first, so that all are aligned.
+/// Writes whole tensors into one file, wide elements first. This aligns all of them.
 pub(super) fn write_file(
     step: &Step,
     path: &Path,
@@ -87,7 +87,7 @@ pub(super) fn write_file(
         .map_err(|problem| Error::invalid(path, problem))?;
     let file = step.storage().create_file(path);
     let mut file = file.map_err(Error::io("create", path))?;
-    // Tells others that somebody is at work on it. Where there are no locks, nobody asks.
+    // Tells others that a process is writing the file. Without support for locks, nobody checks.
     let _lock = step.storage().lock(path);
     let mut write = |bytes: &[u8]| file.write_all(bytes).map_err(Error::io("write", path));
     write(&header)?;
@@ -117,9 +117,9 @@ fn copy(
     Ok(())
 }
 
-/// Passes a matrix to `write` column by column: as the rows of its transpose.
+/// Passes a matrix to `write` column by column, as the rows of its transpose.
 ///
-/// As many columns as fit `max_bytes` are put together at a time, from blocks of rows.
+/// Assembles as many columns at a time as fit `max_bytes`, from blocks of rows.
 fn transpose(
     step: &Step,
     tensor: &TensorEntry,
@@ -159,19 +159,19 @@ fn transpose(
     Ok(())
 }
 
-/// Columns of a matrix, one after another.
+/// Consecutive columns of a matrix.
 struct Columns<'a> {
     bytes: &'a mut [u8],
     /// Elements of a column.
     height: usize,
-    /// The first row that is filled.
+    /// The first row to fill.
     top: usize,
 }
 
 impl Columns<'_> {
     /// Puts rows of `width` elements into their places.
     fn fill(self, rows: &[u8], width: usize, item_bytes: usize) {
-        /// Elements of a tile's side: a tile of both sides fits the nearest cache.
+        /// Elements of a tile's side: the tiles of both sides fit the nearest cache.
         const TILE: usize = 32;
         let num_rows = rows.len() / (width * item_bytes);
         for (first_row, first_column) in (0..num_rows)

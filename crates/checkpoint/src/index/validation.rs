@@ -1,4 +1,4 @@
-//! Validation of an index, which may come from anyone.
+//! Validation of an index, which may come from an untrusted source.
 
 use std::collections::HashSet;
 use std::ops::RangeInclusive;
@@ -10,14 +10,14 @@ use crate::shard_header::LENGTH_BYTES;
 use crate::tensor::check_tensor;
 use crate::{Error, Region};
 
-/// Maximum number of boxes of a tensor: they are compared in pairs.
+/// Maximum number of boxes of a tensor, which are compared in pairs.
 const MAX_BOXES: usize = 1 << 14;
 
 /// The valid loss scales: losses are scaled in 32 bits.
 const LOSS_SCALES: RangeInclusive<f64> = f32::MIN_POSITIVE as f64..=f32::MAX as f64;
 
 impl Index {
-    /// Checks what [`Index`] promises of a valid index. `path` is for messages.
+    /// Checks the guarantees of a valid [`Index`]. `path` is for messages.
     pub(crate) fn validate(&self, path: &Path) -> Result<(), Error> {
         let invalid = |problem: String| Err(Error::invalid(path, problem));
         if !CHUNK_LIMITS.contains(&self.chunk_bytes) {
@@ -105,7 +105,7 @@ impl Index {
             region
                 .check(&tensor.shape)
                 .map_err(|problem| format!("it has no {region}: {problem}"))?;
-            // No overflow: the region is inside a tensor whose bytes a `usize` counts.
+            // No overflow: the region is inside a tensor whose bytes fit a `usize`.
             let num_bytes = (region.len() * item_bytes) as u64;
             let is_inside = bytes.start >= file.header_bytes && bytes.end <= file.bytes;
             if !is_inside || bytes.end.checked_sub(bytes.start) != Some(num_bytes) {
@@ -125,7 +125,7 @@ impl Index {
         Ok(())
     }
 
-    /// Checks that the parts in each file follow each other from its header to its end.
+    /// Checks that the parts in each file follow each other from the end of its header to the end of the file.
     fn validate_file_tiling(&self, path: &Path) -> Result<(), Error> {
         let mut parts: Vec<_> = self
             .tensors
@@ -158,7 +158,7 @@ impl Index {
     }
 }
 
-/// Returns true if a name is no path, so that it cannot lead out of the folder.
+/// Returns true if a name is not a path, so it cannot lead out of the folder.
 fn is_plain_name(name: &str) -> bool {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     name.len() <= 255
@@ -173,7 +173,7 @@ fn has_sound_sizes(file: &FileEntry) -> bool {
         && file.header_bytes <= file.bytes
 }
 
-/// Checks that the parts hold every element of the tensor once.
+/// Checks that the parts hold every element of the tensor exactly once.
 fn check_tiling(tensor: &TensorEntry) -> Result<(), String> {
     let total = tensor.num_elements();
     let parts = &tensor.parts;
@@ -217,8 +217,7 @@ fn as_flat(part: &PartEntry) -> Option<&std::ops::Range<usize>> {
     }
 }
 
-/// Checks that boxes tile a tensor: that they do not overlap and have as many elements as the
-/// tensor.
+/// Checks that boxes tile a tensor: they do not overlap, and have as many elements as the tensor.
 fn check_boxes(tensor: &TensorEntry, total: usize) -> Result<(), String> {
     let mut boxes: Vec<(&[usize], &[usize])> = tensor
         .parts
@@ -238,7 +237,7 @@ fn check_boxes(tensor: &TensorEntry, total: usize) -> Result<(), String> {
         held.checked_add(part.region.len())
             .filter(|held| *held <= total)
     });
-    // Along the dim with the most cuts, few boxes lie beside each other.
+    // Along the dim with the most cuts, few boxes are next to each other.
     let num_cuts = |dim: &usize| {
         let cuts: HashSet<_> = boxes.iter().map(|(offsets, _)| offsets[*dim]).collect();
         cuts.len()

@@ -10,10 +10,10 @@ use crate::shard_header::{self, LENGTH_BYTES};
 use crate::storage::{ReadFile, Storage};
 use crate::{Error, Index, Limits};
 
-/// Maximum number of files that are kept open: a step may have more than a process may open.
+/// Maximum number of files that are kept open. A step may have more files than a process may open.
 pub(super) const MAX_OPEN_FILES: usize = 64;
 
-/// The files used last.
+/// The most recently used files.
 #[derive(Default)]
 struct OpenFiles(Mutex<VecDeque<(usize, Arc<dyn ReadFile>)>>);
 
@@ -23,7 +23,7 @@ impl std::fmt::Debug for OpenFiles {
     }
 }
 
-/// The files of a step, and what the index says of them.
+/// The files of a step, and their descriptions in the index.
 #[derive(Debug)]
 pub(super) struct Files {
     pub(super) storage: Arc<dyn Storage>,
@@ -33,9 +33,9 @@ pub(super) struct Files {
     pub(super) index: Index,
     /// The parts in each file, `(tensor, part)`, in the order of their bytes.
     pub(super) by_file: Vec<Vec<(usize, usize)>>,
-    /// The files whose header was found to agree with the index: theirs is set.
+    /// Set for each file whose header was found to match the index.
     checked: Vec<OnceLock<()>>,
-    /// The files used last.
+    /// The most recently used files.
     open_files: OpenFiles,
 }
 
@@ -76,7 +76,7 @@ impl Files {
         self.path.join(&self.index.files[number].name)
     }
 
-    /// Returns a file whose size and header agree with the index, opened if need be.
+    /// Returns a file whose size and header match the index. Opens it if necessary.
     pub(super) fn file(&self, number: usize) -> Result<Arc<dyn ReadFile>, Error> {
         let lock = || {
             self.open_files
@@ -202,7 +202,7 @@ fn read_index(storage: &dyn Storage, path: &Path, limits: &Limits) -> Result<Ind
             });
         }
     }
-    // More than any seal has.
+    // Larger than any seal.
     const MAX_SEAL_BYTES: u64 = 64;
     let found = read_whole(
         storage,

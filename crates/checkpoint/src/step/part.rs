@@ -1,4 +1,4 @@
-//! The reader of one part's bytes, checked or not.
+//! Reading one part's bytes, verified or not.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::overlap::{Overlap, Runs, overlaps};
 use crate::storage::ReadFile;
 use crate::{Error, Region, TensorEntry};
 
-/// The chunk read last, of which a later piece may need more.
+/// The most recently read chunk, which a later piece may also need.
 #[derive(Default)]
 pub(super) struct Chunk {
     pub(super) index: Option<usize>,
@@ -28,7 +28,7 @@ pub(super) struct PartReader<'a> {
 }
 
 impl PartReader<'_> {
-    /// Fills the buffer from byte `from` of the part on.
+    /// Fills the buffer with the bytes of the part that start at `from`.
     pub(super) fn read(&self, from: u64, buffer: &mut [u8]) -> Result<(), Error> {
         let read = self
             .file
@@ -40,9 +40,9 @@ impl PartReader<'_> {
         })
     }
 
-    /// Fills the buffer as [`read`](Self::read) does, by way of whole chunks that are checked.
+    /// Fills the buffer as [`read`](Self::read) does, through whole chunks that are verified.
     ///
-    /// A chunk that is wanted in full goes straight into the buffer.
+    /// A chunk that is needed completely is read directly into the buffer.
     pub(super) fn read_verified(
         &self,
         from: u64,
@@ -59,7 +59,7 @@ impl PartReader<'_> {
             let len = buffer.len().min((end - from) as usize);
             let (now, later) = std::mem::take(&mut buffer).split_at_mut(len);
             let in_file = self.part.bytes.start + start..self.part.bytes.start + end;
-            // Validation established that there is a checksum for every chunk.
+            // Validation has established that there is a checksum for every chunk.
             let expected = self.part.crc32.0[index];
             if len as u64 == end - start {
                 self.read_chunk(in_file, expected, now)?;

@@ -1,4 +1,4 @@
-//! The file system of this machine, or one that it mounts.
+//! The file system of this machine, including mounted ones.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
@@ -8,10 +8,9 @@ use super::{DirEntry, EntryKind, Lock, ReadFile, Storage, WriteFile};
 
 /// The file system of the operating system, as a storage.
 ///
-/// Files are read by position instead of being mapped. A mapped file that somebody truncates kills
-/// the process with a signal that no program can turn into an error, and steps may come from
-/// anyone; a read of a page that is in the page cache costs the one copy that a load from a mapping into
-/// the caller's buffer costs, too.
+/// Files are read by position and not mapped. If somebody truncates a mapped file, a signal kills the process, and no
+/// program can turn that signal into an error. Steps may come from untrusted sources. Reading a page from the page
+/// cache costs one copy, as does copying from a mapping into the caller's buffer.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct FileSystem;
 
@@ -82,8 +81,8 @@ impl Storage for FileSystem {
 
     fn remove_tree(&self, path: &Path) -> io::Result<()> {
         match self.kind(path)? {
-            // Goes by open folders and not by paths: a folder that somebody exchanges for a link
-            // meanwhile is not followed. Entries whose names are no text go, too.
+            // Uses open folder handles and not paths, so a folder that somebody exchanges for a link meanwhile is not
+            // followed. It also removes entries whose names are not text.
             Some(EntryKind::Dir) => fs::remove_dir_all(path),
             Some(_) => fs::remove_file(path),
             None => Err(io::ErrorKind::NotFound.into()),
@@ -105,13 +104,13 @@ impl Storage for FileSystem {
             true => Path::new("."),
             false => path,
         };
-        // Other systems cannot open folders; theirs record renames by themselves.
+        // Other systems cannot open folders; they record renames by themselves.
         if !cfg!(unix) {
             return Ok(());
         }
         match File::open(path)?.sync_all() {
-            // SMB and some file systems of user space have no call for it. Nobody can ask more of them
-            // than what they promise by themselves, and a save without it is better than none.
+            // SMB and some user-space file systems do not support this call. The caller depends on what they guarantee
+            // by themselves, and a save without the call is better than none.
             Err(error) if is_unsupported(&error) => Ok(()),
             result => result,
         }
@@ -152,11 +151,11 @@ fn without_following(options: &mut OpenOptions) -> &mut OpenOptions {
     options
 }
 
-/// Returns the file that was opened, or an error if it is not a regular one.
+/// Returns the opened file, or an error if it is not a regular file.
 fn regular(opened: io::Result<File>, path: &Path) -> io::Result<File> {
     let is_regular = match &opened {
         Ok(file) => file.metadata()?.is_file(),
-        // What cannot be opened because it is a link, a folder or a pipe is told as such.
+        // Reports a link, folder or pipe that cannot be opened as such.
         Err(_) => fs::symlink_metadata(path).map_or(true, |metadata| metadata.is_file()),
     };
     match is_regular {
@@ -168,7 +167,7 @@ fn regular(opened: io::Result<File>, path: &Path) -> io::Result<File> {
     }
 }
 
-/// Returns true if the error says that the file system does not have the operation at all.
+/// Returns true if the error means that the file system does not support the operation.
 fn is_unsupported(error: &io::Error) -> bool {
     #[cfg(unix)]
     {
@@ -229,7 +228,7 @@ struct Locked(#[expect(dead_code, reason = "held for its lock")] File);
 
 impl Lock for Locked {}
 
-/// The guard for file systems without locks, which holds nobody off.
+/// The guard for file systems without locks, which excludes nobody.
 #[derive(Debug)]
 struct Unlocked;
 

@@ -8,21 +8,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{DirEntry, EntryKind, Lock, ReadFile, Storage, WriteFile};
 
-/// A storage in memory, for tests: [`crash`](Self::crash) forgets what was not synced, as a machine
-/// without power does.
+/// A storage in memory, for tests. [`crash`](Self::crash) discards unsynced data, as a loss of power does.
 ///
-/// A file keeps its synced bytes and any prefix of what came after. A folder keeps its entries as of
-/// its last sync, or as of any moment since: journaling file systems keep changes in order.
-/// Different files and folders are independent of each other.
+/// A file keeps its synced bytes and any prefix of the bytes written after them. A folder keeps its entries as of its
+/// last sync or any later moment, because journaling file systems keep changes in order. Different files and folders
+/// are independent of each other.
 #[derive(Clone, Default)]
 pub struct Memory {
     disk: Arc<Mutex<Disk>>,
 }
 
-/// The choice of how much that was not synced survives a crash.
+/// The choice of the amount of unsynced data that survives a crash.
 pub trait Keep {
-    /// Returns the number of changes since the last sync that are kept, from 0 to `most`, both
-    /// included.
+    /// Returns the number of changes since the last sync to keep, from 0 to `most` inclusive.
     fn changes(&mut self, most: usize) -> usize;
 }
 
@@ -45,8 +43,7 @@ struct Disk {
     dirs: BTreeMap<Node, DirNode>,
     num_nodes: usize,
     locked: BTreeSet<PathBuf>,
-    /// Number of crashes, so that the guards of locks taken before one do not unlock what is locked
-    /// after it.
+    /// Number of crashes. It prevents the guards of locks taken before a crash from unlocking locks taken after it.
     life: usize,
 }
 
@@ -59,7 +56,7 @@ struct FileNode {
 #[derive(Default)]
 struct DirNode {
     entries: Entries,
-    /// The entries as of the last sync and after every change since but the last.
+    /// The entries as of the last sync, and after every change since then except the last.
     history: Vec<Entries>,
 }
 
@@ -76,7 +73,7 @@ impl Memory {
         Self::default()
     }
 
-    /// Simulates a loss of power: keeps what was synced and as much else as `keep` says. Locks end.
+    /// Simulates a loss of power: keeps synced data and as much unsynced data as `keep` returns. Locks end.
     pub fn crash(&self, mut keep: impl Keep) {
         let mut disk = self.disk();
         disk.locked.clear();
@@ -104,7 +101,7 @@ impl Memory {
         disk.files.get(&node).map(|file| file.bytes.clone())
     }
 
-    /// Puts a file there, with its folders, all of it synced.
+    /// Stores a file and its folders, all of it synced.
     pub fn write(&self, path: &Path, bytes: Vec<u8>) -> io::Result<()> {
         let parent = path.parent().unwrap_or(Path::new(""));
         self.create_dir_all(parent)?;
@@ -161,7 +158,7 @@ impl Disk {
         self.dirs.get_mut(&node).ok_or_else(not_found)
     }
 
-    /// Returns the folder that an entry is in, and its name there.
+    /// Returns the folder that contains an entry, and the entry's name.
     fn parent(&mut self, path: &Path) -> io::Result<(Node, String)> {
         let name = path.file_name().and_then(|name| name.to_str());
         let parent = path.parent().unwrap_or(Path::new(""));
@@ -169,7 +166,7 @@ impl Disk {
         Ok((self.node(parent)?, name.ok_or_else(not_found)?.to_owned()))
     }
 
-    /// Enters a new node into its folder, unless the name is taken.
+    /// Adds a new node to its folder, unless the name is taken.
     fn enter(&mut self, path: &Path, node: Node) -> io::Result<()> {
         let (parent, name) = self.parent(path)?;
         let dir = self.dirs.get_mut(&parent).ok_or_else(not_found)?;

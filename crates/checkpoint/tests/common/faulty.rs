@@ -1,4 +1,4 @@
-//! Storage that fails on demand and counts what is read.
+//! A storage that fails on demand and counts reads.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -7,24 +7,24 @@ use std::sync::{Arc, Mutex};
 
 use burn_fsdp_checkpoint::storage::{DirEntry, EntryKind, Lock, ReadFile, Storage, WriteFile};
 
-/// When operations that change something fail.
+/// The modifying operations that fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fail {
     Never,
-    /// This one alone, as when a disk is full.
+    /// Only this one, as when a disk is full.
     At(usize),
-    /// This one and all after it, as when the process is killed. Half of a write is done.
+    /// This one and all later ones, as when the process is killed. Half of a write is done.
     From(usize),
 }
 
-/// Another storage, with failures.
+/// Another storage with failures.
 #[derive(Debug)]
 pub struct Faulty<S> {
     inner: S,
     fail: Fail,
     changes: Arc<AtomicUsize>,
     bytes_read: Arc<AtomicU64>,
-    /// What was opened to be read.
+    /// The paths that were opened for reading.
     pub opened: Mutex<Vec<PathBuf>>,
 }
 
@@ -39,7 +39,7 @@ impl<S: Storage> Faulty<S> {
         }
     }
 
-    /// Operations so far that change something.
+    /// Returns the number of modifying operations so far.
     pub fn num_changes(&self) -> usize {
         self.changes.load(Ordering::SeqCst)
     }

@@ -1,4 +1,4 @@
-//! A small model on any mesh, whose bytes are known, and ranks that save it.
+//! A small model on any mesh with known bytes, and ranks that save it.
 
 #![allow(dead_code, reason = "every test file uses some of it")]
 #![allow(unreachable_pub, reason = "a module of several test programs")]
@@ -14,7 +14,7 @@ use burn_fsdp_checkpoint::{
     TensorKind, TensorSpec, ThreadRendezvous, TrainingState, WritePlan, save,
 };
 
-/// Bytes of the whole tensor, which differ from those of any other.
+/// Returns the bytes of the whole tensor, which differ from every other tensor's.
 pub fn truth(name: &str, len: usize) -> Vec<u8> {
     let mut state = name.bytes().fold(0xcbf2_9ce4_8422_2325u64, |state, byte| {
         (state ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
@@ -32,7 +32,7 @@ pub fn num_bytes(tensor: &TensorSpec) -> usize {
     tensor.shape.iter().product::<usize>() * tensor.dtype.bitsize() / 8
 }
 
-/// The elements of a region by its definition, cut out of the whole tensor's bytes.
+/// Returns the elements of a region by definition, cut out of the whole tensor's bytes.
 pub fn cut_out(whole: &[u8], shape: &[usize], item_bytes: usize, region: &Region) -> Vec<u8> {
     match region {
         Region::Flat(range) => whole[range.start * item_bytes..range.end * item_bytes].to_vec(),
@@ -64,7 +64,7 @@ pub fn source(tensor: &TensorSpec, region: &Region) -> Result<Vec<u8>, BoxError>
     Ok(part_of(tensor, region))
 }
 
-/// How the tensors of a test lie.
+/// The layouts of the tensors of a test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Flat,
@@ -86,7 +86,7 @@ pub fn layout(kind: Kind, mesh: &Mesh, shape: &[usize]) -> Layout {
     layout.expect("the mesh has the axis")
 }
 
-/// Uneven shapes, empty ones and scalars, of many dtypes; moments beside parameters.
+/// Returns tensors with uneven and empty shapes and scalars, of many dtypes, and moments of the parameters.
 pub fn tensors(mesh: &Mesh, kind: Kind) -> Vec<TensorSpec> {
     let shapes: [(&str, &[usize], Dtype, TensorKind); 11] = [
         (
@@ -155,7 +155,7 @@ pub fn request(plan: &Arc<WritePlan>, step: u64) -> SaveRequest {
     request
 }
 
-/// All ranks save, each on a thread; the results by rank.
+/// Saves on all ranks, each on a thread, and returns the results by rank.
 pub fn save_all(checkpoints: &Checkpoints, request: &SaveRequest) -> Vec<Result<Saved, Error>> {
     let world_size = request.plan.mesh().size();
     let ends = ThreadRendezvous::new(world_size, Duration::from_secs(60));
@@ -175,7 +175,7 @@ pub fn save_step(checkpoints: &Checkpoints, plan: &Arc<WritePlan>, step: u64) {
     }
 }
 
-/// Asserts that every tensor of the step is what it should be.
+/// Asserts that every tensor of the step has the expected bytes.
 pub fn assert_whole(step: &Step, tensors: &[TensorSpec]) {
     assert_eq!(step.index().tensors.len(), tensors.len());
     for tensor in tensors {

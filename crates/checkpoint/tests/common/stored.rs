@@ -25,7 +25,7 @@ pub fn in_step(step: u64, file: &str) -> PathBuf {
     Path::new("run").join(format!("step-{step:06}")).join(file)
 }
 
-/// Small tensors of all kinds and one of several chunks a rank.
+/// Small tensors of all kinds, and one with several chunks per rank.
 pub fn plan() -> Arc<WritePlan> {
     let mesh = super::line(2);
     let mut tensors = super::tensors(&mesh, Kind::Flat);

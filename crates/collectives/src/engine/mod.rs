@@ -139,7 +139,7 @@ pub(crate) struct Findings {
     pub(crate) has_compared_placed: bool,
     /// The first part that did not match the [checks](Claim::checks) of its rank.
     pub(crate) altered: Option<AlteredPart>,
-    /// The checksums of each buffer; empty if the engine has not read them.
+    /// The checksums of each buffer; empty if the engine did not read them.
     pub(crate) results: Vec<Checksums>,
 }
 

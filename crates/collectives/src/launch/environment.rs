@@ -8,7 +8,7 @@ struct Launcher {
     name: &'static str,
     /// The variable with the number of processes that the launcher has started together.
     size: &'static str,
-    /// A variable that must also be set; otherwise this launcher has not started this process.
+    /// A variable that must also be set; otherwise another launcher has started this process.
     also: &'static str,
     /// The variable with the rank of this process among them.
     rank: &'static str,

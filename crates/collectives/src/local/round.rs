@@ -7,7 +7,7 @@ use crate::Source;
 use crate::engine::Claim;
 use crate::lock::lock;
 
-/// An operation of one group. Kept alive by the ranks that have not finished it.
+/// An operation of one group. Kept alive by the ranks that are still using it.
 #[derive(Debug)]
 pub(super) struct Round {
     seats: Vec<Seat>,

@@ -47,10 +47,10 @@ pub(super) struct Progress {
     rounds: HashMap<(u64, u64), Round>,
     /// Headers that have begun to arrive, in order of arrival.
     incoming: VecDeque<Incoming>,
-    /// Headers of operations that this rank has not started yet.
+    /// Headers of operations that this rank will start later.
     early: HashMap<(u64, u64), Vec<(usize, ClaimHeader)>>,
     domains: HashMap<u64, Arc<Control>>,
-    /// Failures of domains that this rank has not entered yet, and may never enter.
+    /// Failures of domains that this rank may enter later, or never.
     early_failures: HashMap<u64, (usize, String)>,
     early_departed: Vec<usize>,
     /// Headers in transit.

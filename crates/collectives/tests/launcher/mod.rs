@@ -1,6 +1,7 @@
 //! A program started as several processes, by `mpirun`.
 //!
-//! A test that has this module has `skipped` beside it, in its root. `BURN_FSDP_MPIRUN` is the launcher with its options, if it is not Open MPI's.
+//! A test with this module also needs the module `skipped` in its root. `BURN_FSDP_MPIRUN` names the launcher with its
+//! options, if it is not Open MPI's.
 #![allow(dead_code, reason = "every test uses another part of this")]
 
 use std::process::{Command, Stdio};
@@ -10,10 +11,11 @@ use crate::skipped::skipped;
 const OPEN_MPI: &str =
     "mpirun --allow-run-as-root --oversubscribe --bind-to none --mca mpi_yield_when_idle 1";
 
-/// What the processes of a test do; set by the test for itself.
+/// Selects the scene that the processes of a test run; set by the test for itself.
 const SCENE: &str = "BURN_FSDP_TEST_SCENE";
 
-/// `mpirun -n PROCESSES`, for a program to follow; `None` where there is no `mpirun`, after saying so.
+/// Returns `mpirun -n PROCESSES`, to be followed by a program. Prints a notice and returns `None` if there is no
+/// `mpirun`.
 pub(crate) fn mpirun(processes: usize) -> Option<Command> {
     let given = std::env::var("BURN_FSDP_MPIRUN").ok();
     let mut words = given.as_deref().unwrap_or(OPEN_MPI).split_whitespace();
@@ -28,24 +30,24 @@ pub(crate) fn mpirun(processes: usize) -> Option<Command> {
     Some(command)
 }
 
-/// What this process does in a test, if the test has started it.
+/// Returns the scene that this process runs, if a test has started it.
 pub(crate) fn scene() -> Option<String> {
     std::env::var(SCENE).ok()
 }
 
-/// `mpirun` with this very program, to play a scene.
+/// Returns an `mpirun` command that starts this program again, to run a scene.
 pub(crate) fn this_program(processes: usize, scene: &str) -> Option<Command> {
     let mut command = mpirun(processes)?;
     command.arg(std::env::current_exe().expect("this program has a path"));
-    // The variable makes a single process one rank of one.
+    // The variable makes a single process rank 0 of a world of one.
     command.env(SCENE, scene).env("BURN_FSDP_ENGINE", "mpi");
     command.stdin(Stdio::null());
     Some(command)
 }
 
-/// Runs the test of this name once more, in that many processes, and checks that all pass.
+/// Runs the test with this name again in this many processes, and checks that all pass.
 ///
-/// Does nothing but say so where there is no `mpirun`, or the program is built without the feature `mpi`.
+/// Only prints a notice if there is no `mpirun`, or if the program was built without the feature `mpi`.
 pub(crate) fn again_as_processes(processes: usize, test: &str) {
     if let Some(played) = played(processes, test, |_| {}) {
         assert!(played.succeeded, "{}", played.said);
@@ -53,24 +55,24 @@ pub(crate) fn again_as_processes(processes: usize, test: &str) {
     }
 }
 
-/// A test that processes have run.
+/// The outcome of a test that processes have run.
 pub(crate) struct Played {
-    /// False where a launch failed, too, as the test may want it: its process ends without MPI's leave.
+    /// False also if a launch failed, even if the test expects that, because its process ends without finalising MPI.
     pub(crate) succeeded: bool,
-    /// How many processes passed.
+    /// The number of processes that passed.
     passed: usize,
     pub(crate) said: String,
 }
 
 impl Played {
-    /// Asserts that so many processes passed.
+    /// Asserts the number of processes that passed.
     pub(crate) fn assert_passed(&self, processes: usize) {
         assert_eq!(self.passed, processes, "{}", self.said);
     }
 }
 
-/// Runs the test of this name once more, in that many processes, by a command that is changed; `None` where there is no
-/// `mpirun`, or the program is built without the feature `mpi`, after saying so.
+/// Runs the test with this name again in this many processes, with a modified command. Prints a notice and returns
+/// `None` if there is no `mpirun`, or if the program was built without the feature `mpi`.
 pub(crate) fn played(
     processes: usize,
     test: &str,

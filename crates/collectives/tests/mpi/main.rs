@@ -1,4 +1,4 @@
-//! Ranks that are processes; without the feature `mpi`, that a program says that it cannot have them.
+//! Ranks that are processes. Without the feature `mpi`: the error of a program that does not support them.
 
 #[cfg(feature = "mpi")]
 mod scenes;

@@ -1,7 +1,7 @@
-//! The contract of engines, and what becomes of failures, on ranks that are processes.
+//! The contract of engines, and the outcomes of failures, on ranks that are processes.
 //!
-//! This program starts itself again under `mpirun`, once for each number of processes and each way to
-//! fail. Where there is no `mpirun` it says so, and does nothing.
+//! This program starts itself again under `mpirun`, once for each number of processes and each kind of failure. If
+//! there is no `mpirun`, it only prints a notice.
 
 #[path = "../contract/mod.rs"]
 mod contract;
@@ -16,7 +16,7 @@ use burn_fsdp_collectives::{
     Reduction, Source, launch, launcher_ranks,
 };
 
-/// Ranks that do not come are given up after this.
+/// Ranks that do not arrive within this time are given up.
 const DEADLINE: Duration = Duration::from_secs(5);
 
 pub(crate) fn main() -> ExitCode {
@@ -26,7 +26,7 @@ pub(crate) fn main() -> ExitCode {
     }
 }
 
-/// Starts the scenes, and checks how they end.
+/// Starts the scenes and checks their outcomes.
 fn direct() -> ExitCode {
     if launcher::mpirun(1).is_none() {
         return ExitCode::SUCCESS;
@@ -77,7 +77,7 @@ fn direct() -> ExitCode {
     expect(&output, Some(3), &["rank 1 called barrier \"odd\""]);
     let output = mpirun(3, "late");
     expect(&output, Some(3), &["for ranks [1] to start barrier \"x\""]);
-    // What a launcher says of one that it had to kill is its own affair.
+    // The launcher's message about a process that it had to kill is not checked.
     let output = mpirun(3, "stop");
     expect(&output, None, &["for ranks [1] to start barrier \"x\""]);
     assert!(!output.status.success(), "{output:?}");
@@ -106,7 +106,7 @@ fn expect(output: &Output, code: Option<i32>, lines: &[&str]) {
     }
 }
 
-/// One process's part in a scene.
+/// Runs one process's part in a scene.
 fn play(scene: &str) -> ExitCode {
     let size = launcher_ranks().expect("mpirun has started this process");
     let ranks = if scene == "fewer" { 7 } else { size };
@@ -156,7 +156,7 @@ fn act(scene: &str, world: &ProcessGroup) -> Result<(), Box<dyn std::error::Erro
     Ok(())
 }
 
-/// Does an operation in which a bit of what rank 1 gives flips.
+/// Runs an operation in which a bit of rank 1's data flips.
 fn flip(scene: &str, world: &ProcessGroup) -> Result<(), Error> {
     world.set_fault(Fault::parse("rank:1,step:7,at:collective,how:flip")?);
     world.begin_step(7);

@@ -1,17 +1,17 @@
-//! Tests that need what a machine may lack: they say aloud that they were skipped, or fail where nothing may be.
+//! Tests whose requirements a machine may lack. They print that they were skipped, or fail if nothing may be skipped.
 #![allow(dead_code, reason = "every test uses another part of this")]
 
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// Says that the test which calls this returns without having tested anything.
+/// Reports that the calling test returns without having tested anything.
 ///
-/// Not by `println!`, which the test harness shows of failed tests alone.
+/// It does not use `println!`, because the test harness shows that output only for failed tests.
 ///
 /// # Panics
 ///
-/// Where `BURN_FSDP_NO_SKIPS` is set, as the nightly run sets it: what it installs has to be there.
+/// If `BURN_FSDP_NO_SKIPS` is set. The nightly run sets it because it installs everything that the tests need.
 pub(crate) fn skipped(reason: &str) {
     let test = std::thread::current();
     let text = format!("SKIPPED {}: {reason}\n", test.name().unwrap_or("a test"));
@@ -22,8 +22,8 @@ pub(crate) fn skipped(reason: &str) {
     let _ = std::io::stderr().write_all(text.as_bytes());
 }
 
-/// A Python that can import these packages: `BURN_FSDP_PYTHON`, or the one of the system. `None` where there is none, after
-/// saying so.
+/// Returns a Python that can import these packages: `BURN_FSDP_PYTHON`, or the system's Python. Prints a notice and
+/// returns `None` if there is none.
 pub(crate) fn python(packages: &str) -> Option<PathBuf> {
     let python = std::env::var_os("BURN_FSDP_PYTHON").unwrap_or_else(|| "python3".into());
     let import = format!("import {packages}");
