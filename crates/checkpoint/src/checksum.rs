@@ -5,8 +5,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// Bytes of a chunk in the files that this version writes.
 ///
-/// Small enough to stay in a core's cache between checksum and copy, and to limit the excess bytes that a rank reads at
-/// the ends of its range. Large enough that the index of a terabyte has only 9 MB.
+/// Small enough to stay in a core's cache between checksum and copy. It also limits the excess bytes that a rank reads
+/// at the ends of its range. Large enough that the index of a terabyte has only 9 MB.
 pub(crate) const CHUNK_BYTES: u64 = 1 << 20;
 
 /// The chunk sizes that this version reads. The largest bounds the memory that a read allocates for itself.

@@ -57,7 +57,7 @@ impl Rendezvous for Alone {
 
 /// The rendezvous of ranks that are threads of this process.
 ///
-/// After one failed call all later calls fail, because a late message of a failed save must not be mistaken for a
+/// After one failed call all later calls fail. Otherwise a late message of a failed save could be mistaken for a
 /// message of the next.
 pub struct ThreadRendezvous {
     rank: usize,

@@ -374,8 +374,8 @@ fn header(plan: &WritePlan, rank: usize, world_size: usize) -> Result<Vec<u8>, S
     shard_header::encode(tensors.collect(), metadata)
 }
 
-/// Writes a part block by block. The copy into the page cache finds the block that the checksum has just read in the
-/// core's cache, so the checksum costs no second pass over memory.
+/// Writes a part block by block. The checksum reads a block into the core's cache, where the copy into the page cache
+/// finds it. So the checksum costs no second pass over memory.
 fn write_part(
     file: &mut dyn WriteFile,
     path: &Path,

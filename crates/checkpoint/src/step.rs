@@ -279,7 +279,7 @@ impl Step {
     }
 
     /// Opens the files now, up to the number of files that are kept open. They can then be read to the end even if the
-    /// step is removed meanwhile, as a run does with its older steps, provided that the file system keeps open files
+    /// step is removed meanwhile, as a run does with its older steps. This requires a file system that keeps open files
     /// alive.
     ///
     /// # Errors

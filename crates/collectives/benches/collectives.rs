@@ -2,7 +2,8 @@
 //!
 //! For each size all ranks run the same turns at once: copying a full tensor each (`memcpy`), and each collective on
 //! such a tensor. A turn lasts from the first rank's beginning until the last rank is done. The ratio is the time of
-//! the copy divided by the time of the collective in the same round, so other load on the machine affects both.
+//! the copy divided by the time of the collective. Both are from the same round, so other load on the machine affects
+//! both.
 //!
 //! Ranks are threads. With the feature `mpi` and under `mpirun` on one machine, they are processes.
 //!

@@ -23,8 +23,8 @@ pub enum Check {
     /// Only the calls: kind, label, parts, reduction and root of each operation.
     #[default]
     Calls,
-    /// The calls and the bytes. A rank must receive exactly the bytes that the others gave, all ranks must get the same
-    /// result of an all-reduce, and a value that a rank holds between operations must not change. A difference is an
+    /// The calls and the bytes. A rank must receive exactly the bytes that the others gave. All ranks must get the same
+    /// result of an all-reduce. A value that a rank holds between operations must not change. A difference is an
     /// [`Error::Altered`](crate::Error::Altered), an [`Error::Disagreement`](crate::Error::Disagreement), an
     /// [`Error::AlteredAtRest`](crate::Error::AlteredAtRest) or an [`Error::Diverged`](crate::Error::Diverged).
     ///

@@ -1,8 +1,8 @@
 //! The engine of a rank without peers, which simulates them.
 //!
 //! Every operation is complete at once. The peers are assumed to have contributed the same as this rank. So a training
-//! step of one rank of many runs on one thread, with the operations, buffers and memory that it would have among real
-//! peers. Only the values are artificial.
+//! step of one rank of many runs on one thread. It has the same operations, buffers and memory as among real peers.
+//! Only the values are artificial.
 
 use std::sync::Arc;
 use std::time::Duration;

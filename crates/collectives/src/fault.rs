@@ -60,9 +60,10 @@ pub enum How {
     Error,
     /// A stall far beyond every deadline.
     Stall,
-    /// A flip of one bit, in the data that the rank gives in one of the step's first operations with data, or in one of
-    /// the first values at the point. The rank continues. This shows the behaviour with and without
-    /// [`Check::Agreement`](crate::Check::Agreement). Not available at [`At::Forward`] and [`At::Backward`].
+    /// A flip of one bit. At [`At::Collective`], the bit is in the data of one of the step's first operations to which
+    /// the rank gives any. At the other points, it is in one of the first values there. The rank continues. This shows
+    /// the behaviour with and without [`Check::Agreement`](crate::Check::Agreement). Not available at [`At::Forward`]
+    /// and [`At::Backward`].
     Flip,
 }
 

@@ -22,8 +22,8 @@ use crate::{
 /// A rank's end of a group of ranks that communicate. Cheap to clone.
 ///
 /// Every rank of the group has its own end. An operation is *collective*: all ranks of the group must start it with the
-/// same label and the same parts, and in the same order relative to the group's other operations. The group numbers its
-/// operations, and operations with the same number belong together. If they differ, every rank gets
+/// same label and the same parts. The order relative to the group's other operations must also be the same. The group
+/// numbers its operations, and operations with the same number belong together. If they differ, every rank gets
 /// [`Error::Mismatch`].
 ///
 /// A rank may use its end from any of its threads, but only from one at a time. If two threads start operations at
@@ -176,10 +176,10 @@ impl ProcessGroup {
         Ok(self.form(name, members, &choices, None))
     }
 
-    /// Makes a group of the same ranks that fails by itself. A mismatch in it, a rank that leaves, or a rank that does
-    /// not arrive within `deadline` ends only the operations of this group and of groups [`split`](Self::split) off it.
-    /// The parent group continues. It is for work in parallel to the main work, such as checkpoints written in the
-    /// background: a slow disk then costs a checkpoint, not the run.
+    /// Makes a group of the same ranks that fails by itself. It fails on a mismatch, when a rank leaves, or when a rank
+    /// does not arrive within `deadline`. Such a failure ends only the operations of this group and of groups
+    /// [`split`](Self::split) off it. The parent group continues. Use an isolated group for work in parallel to the
+    /// main work, such as checkpoints written in the background. A slow disk then costs a checkpoint, not the run.
     ///
     /// There is no isolation in the other direction. When the world fails, or an isolated group that this one was made
     /// from, this group also fails.

@@ -4,8 +4,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Locks, also when a rank panicked while it held the lock.
 ///
-/// Every critical section of this crate leaves its data whole at each step, and after a panic the
-/// other ranks must still be able to read it in order to report the panic.
+/// Every critical section of this crate leaves its data consistent at each step. After a panic the other ranks must
+/// still be able to read the data to report the panic.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

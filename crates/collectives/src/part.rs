@@ -64,7 +64,7 @@ impl FullPart {
 
 /// A tensor of an operation that changes the dim along which it is partitioned.
 ///
-/// For a tensor of `F x T` elements, each rank holds a shard along `F`, partitioned by `from`, and gets its shard along
+/// Take a tensor of `F x T` elements. Each rank holds a shard along `F`, partitioned by `from`. It gets its shard along
 /// `T`, partitioned by `to`. Further dims are folded into the rows of one of the two; see [`Partition::rows`].
 #[derive(Debug, Clone)]
 pub struct CrossPart {

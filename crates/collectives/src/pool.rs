@@ -9,10 +9,10 @@ use crate::lock::lock;
 /// A pool that hands out [`Buffer`]s, takes their memory back and counts the live bytes. Cheap to clone: all clones are
 /// the same pool.
 ///
-/// Large memory that comes fresh from the system costs a page fault for every 4 KiB at its first use, more than the
-/// transfer into it. The pool therefore keeps the memory of dropped buffers for the next buffer of the same size. Used
-/// and kept memory together never exceed the peak of the memory in use. Where keeping would exceed that peak, the
-/// memory kept longest is returned to the system.
+/// Large memory that comes fresh from the system costs a page fault for every 4 KiB at its first use. This takes longer
+/// than the transfer into it. The pool therefore keeps the memory of dropped buffers for the next buffer of the same
+/// size. Used and kept memory together never exceed the peak of the memory in use. Where keeping would exceed that
+/// peak, the memory kept longest is returned to the system.
 #[derive(Clone, Default)]
 pub struct BufferPool(Arc<Mutex<Books>>);
 

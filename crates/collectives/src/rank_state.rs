@@ -21,7 +21,7 @@ pub(crate) struct RankState {
     /// Present while a watcher receives checksums.
     pub(crate) watcher: Mutex<Option<Watcher>>,
     faults: Mutex<Faults>,
-    /// The level at which the rank compares data with the other ranks.
+    /// The data that the rank compares with the other ranks.
     pub(crate) check: Check,
     /// The count of group numbers that this rank has assigned.
     num_groups: AtomicU64,

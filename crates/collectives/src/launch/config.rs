@@ -64,15 +64,15 @@ impl LaunchConfig {
         self
     }
 
-    /// Sets the number of compute threads of each rank. If it is 0 or not set, it is rayon's `RAYON_NUM_THREADS`, and
-    /// without that variable the number of cores divided by the number of ranks, at least 1.
+    /// Sets the number of compute threads of each rank. If it is 0 or not set, rayon's variable `RAYON_NUM_THREADS`
+    /// determines it. Without that variable it is the number of cores divided by the number of ranks, at least 1.
     ///
     /// The threads are the workers of a rayon pool, and one of them runs the body. A rank with one compute thread gets
     /// a second worker for work that is spawned in the background, for example by a data loader. That worker looks for
     /// such work every few milliseconds, so it hardly takes part in anything else.
     ///
-    /// Burn's CPU backend splits the sum of all elements of a tensor with 4 million or more elements among the workers
-    /// that are free at that moment. So the last digits of such a sum may differ from run to run and from rank to rank.
+    /// Burn's CPU backend splits the sum of all elements of a large tensor, from 4 million elements on, among the
+    /// workers that are free. So the last digits of such a sum may differ from run to run and from rank to rank.
     #[must_use]
     pub fn threads_per_rank(mut self, threads: usize) -> Self {
         self.threads_per_rank = (threads > 0).then_some(threads);

@@ -11,14 +11,14 @@ const STACK_BYTES: usize = 8 << 20;
 /// The pause between two checks of a background worker for work. Each check takes some microseconds.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
-/// A rank's rayon pool. The body runs on one of its workers, so parallel work that the body begins, such as Burn's
+/// A rank's rayon pool. The body runs on one of its workers. So parallel work that the body begins, such as Burn's
 /// kernels, is shared among the workers of the rank's own pool.
 ///
 /// Work that the body spawns without taking part in it needs a second worker. A rank with a single compute thread gets
-/// one, but it does not help with the kernels. All cores have a rank to serve, and two threads that share each kernel
-/// of a few microseconds would spend more time on waking each other than on the work. The second worker of such a rank
-/// is occupied by a job that sleeps, and every few milliseconds runs the work that it finds. It finds a piece of a
-/// kernel only by chance.
+/// one, but it does not help with the kernels. All cores have a rank to serve. If two threads shared each kernel of a
+/// few microseconds, waking each other would take more time than the work. The second worker of such a rank is occupied
+/// by a job that sleeps, and every few milliseconds runs the work that it finds. It finds a piece of a kernel only by
+/// chance.
 #[derive(Debug)]
 pub(super) struct Workers {
     pool: ThreadPool,
