@@ -109,7 +109,7 @@ fn main() -> Result<(), Failure> {
     Ok(())
 }
 
-/// Layers of square matrices with biases, and their moments.
+/// Returns layers of square matrices with biases, and their moments.
 fn tensors(mesh: &Mesh, params: usize) -> Result<Vec<TensorSpec>, Failure> {
     const DIM: usize = 512;
     let mut tensors = Vec::new();
@@ -143,7 +143,7 @@ struct Bench {
     step: u64,
 }
 
-/// Returns the parts that a rank holds, without copying.
+/// A source that returns the parts that a rank holds, without copying.
 struct Held<'a> {
     parts: std::slice::Iter<'a, Vec<u8>>,
 }

@@ -63,12 +63,12 @@ pub(crate) struct Removal {
 }
 
 impl Checkpoints {
-    /// Refers to a folder of the file system. The first save makes it.
+    /// Returns the checkpoints in a folder of the file system. The first save makes the folder.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self::with_storage(Arc::new(FileSystem), root)
     }
 
-    /// Refers to a folder of another storage.
+    /// Returns the checkpoints in a folder of another storage.
     pub fn with_storage(storage: Arc<dyn Storage>, root: impl Into<PathBuf>) -> Self {
         Self {
             storage,

@@ -21,8 +21,7 @@ use crate::{Error, Step, TensorEntry};
 ///
 /// The file is written under a hidden name and renamed, so it is there completely or not at all. It gets the
 /// permissions of the file that it replaces. At most 16 MiB of tensors are in memory, in addition to
-/// [`transpose_bytes`](ConsolidationConfig::transpose_bytes).
-/// Optimizer state is never written.
+/// [`transpose_bytes`](ConsolidationConfig::transpose_bytes). Optimizer state is never written.
 ///
 /// # Errors
 ///

@@ -69,8 +69,8 @@ struct Failure {
 ///
 /// # Errors
 ///
-/// On every rank if any rank failed: its own error on the failed rank, [`Error::PeerFailed`] on the others.
-/// [`Error::Rendezvous`] if the ranks could not communicate. The folder keeps its earlier contents.
+/// Fails on every rank if any rank failed: with its own error on the failed rank, and with [`Error::PeerFailed`] on the
+/// others. [`Error::Rendezvous`] if the ranks could not communicate. The folder keeps its earlier contents.
 pub fn save(
     checkpoints: &Checkpoints,
     request: &SaveRequest,

@@ -17,9 +17,9 @@ pub use memory::{Keep, Memory};
 /// Commits rely on three guarantees, which POSIX file systems provide:
 ///
 /// 1. [`rename`](Self::rename) inside a folder is atomic: after a crash the folder has either the old names or the new
-/// ones.
+///    ones.
 /// 2. Data survives a crash after [`WriteFile::sync`] has returned, and so do the entries of a folder after
-/// [`sync_dir`](Self::sync_dir).
+///    [`sync_dir`](Self::sync_dir).
 /// 3. A [`lock`](Self::lock) ends with the process that holds it, however the process ends.
 pub trait Storage: fmt::Debug + Send + Sync {
     /// Makes a folder and its missing parents, durably. No error if it exists.

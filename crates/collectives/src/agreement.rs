@@ -105,7 +105,7 @@ impl Checks {
     }
 
     /// Returns the checksums of part `part` of `num_parts` on rank `to` of the group, joined from the pieces that the
-    /// ranks have announced; otherwise `None`.
+    /// ranks have announced; `None` if there are none.
     pub(crate) fn joined<'a>(
         told: impl Iterator<Item = (&'a Self, usize)>,
         (to, num_parts): (usize, usize),
@@ -168,7 +168,7 @@ pub(crate) struct Replicas {
 #[derive(Debug)]
 struct Open {
     held: Option<Held>,
-    /// Checksums that each rank has announced before the others, the earliest first. A value may be announced
+    /// Each rank's announced checksums that still wait for another rank's, the earliest first. A value may be announced
     /// again before all ranks have announced it.
     checksums: Vec<VecDeque<u64>>,
 }

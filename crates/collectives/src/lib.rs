@@ -38,7 +38,7 @@
 // MPI is a C library, called by `mpi/wire.rs` and `mpi/landing.rs`. Nothing else is unsafe.
 #![cfg_attr(not(feature = "mpi"), forbid(unsafe_code))]
 
-// The contract tests refer to the crate by the name that its users see.
+// The contract tests refer to the crate by the name that its users use.
 #[cfg(test)]
 extern crate self as burn_fsdp_collectives;
 

@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Locks, also when a rank panicked while it held the lock.
+/// Locks the mutex, even if a rank panicked while it held the lock.
 ///
 /// Every critical section of this crate leaves its data consistent at each step. After a panic the other ranks must
 /// still be able to read the data to report the panic.

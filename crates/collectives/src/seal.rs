@@ -27,7 +27,7 @@ pub struct Moment {
 }
 
 impl Seal {
-    /// Returns true if the bytes are those that were sealed.
+    /// Returns true if the bytes match the seal.
     pub(crate) fn is_of(&self, bytes: &[u8]) -> bool {
         self.checksums.are_of(bytes)
     }

@@ -70,7 +70,7 @@ fn flips() -> impl Strategy<Value = Flip> {
 }
 
 impl Flip {
-    /// The root gives if only one rank gives; another rank receives if only one receives.
+    /// Returns the root: the giver if only one rank gives, or another rank if only one receives.
     fn root(&self) -> usize {
         match self.kind {
             OperationKind::Gather => (self.giver + 1) % self.num_ranks,

@@ -9,7 +9,7 @@ use burn_fsdp_collectives::{
 };
 use ranks::{LONG, SHORT, counting, fail, full, gather, observe};
 
-/// The error that rank 0 gets from `call` when rank 1 of 2 first does `instead`.
+/// Returns the error that rank 0 gets from `call` when rank 1 of 2 first does `instead`.
 fn rank_0_hears(
     deadline: Duration,
     instead: impl Fn(&ProcessGroup) -> Result<(), Error> + Send + Sync + 'static,

@@ -5,7 +5,7 @@ mod ranks;
 use burn_fsdp_collectives::{ElementType, Error, FullPart, Part, ProcessGroup, Reduction};
 use ranks::{LONG, counting, flat, full, gather, observe, source};
 
-/// The error of every rank when rank 1 of 3 calls `odd` and the others call `usual`.
+/// Returns the error of every rank when rank 1 of 3 calls `odd` and the others call `usual`.
 fn told(
     usual: impl Fn(&ProcessGroup) -> Result<(), Error> + Send + Sync + 'static,
     odd: impl Fn(&ProcessGroup) -> Result<(), Error> + Send + Sync + 'static,

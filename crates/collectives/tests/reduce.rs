@@ -11,7 +11,7 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 use ranks::{flat, floats, run, source, values};
 
-/// The expected bits of the reduction of these `f32` tensors, one per rank.
+/// Returns the expected bits of the reduction of these `f32` tensors, one per rank.
 fn oracle(reduction: Reduction, tensors: &[Vec<f32>]) -> Vec<f32> {
     let (pre, share) = (reduction.pre_scale as f32, 1.0 / tensors.len() as f64);
     let share = if reduction.op == ReduceOp::Mean {
@@ -61,7 +61,7 @@ fn reduce_both_ways<I: Pod + Send + Sync, O: Pod + Send>(
     (shards.concat(), fulls)
 }
 
-/// The same without a conversion of the type.
+/// Does the same without a conversion of the type.
 fn reduce_in_kind<T: Pod + Send + Sync>(
     config: LaunchConfig,
     reduction: Reduction,

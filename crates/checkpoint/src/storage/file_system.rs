@@ -155,7 +155,7 @@ fn without_following(options: &mut OpenOptions) -> &mut OpenOptions {
 fn regular(opened: io::Result<File>, path: &Path) -> io::Result<File> {
     let is_regular = match &opened {
         Ok(file) => file.metadata()?.is_file(),
-        // Reports a link, folder or pipe that cannot be opened as such.
+        // A link, folder or pipe that cannot be opened is reported as what it is.
         Err(_) => fs::symlink_metadata(path).map_or(true, |metadata| metadata.is_file()),
     };
     match is_regular {

@@ -25,7 +25,7 @@ pub fn in_step(step: u64, file: &str) -> PathBuf {
     Path::new("run").join(format!("step-{step:06}")).join(file)
 }
 
-/// Small tensors of all kinds, and one with several chunks per rank.
+/// Returns a plan of small tensors of all kinds, and one with several chunks per rank.
 pub fn plan() -> Arc<WritePlan> {
     let mesh = super::line(2);
     let mut tensors = super::tensors(&mesh, Kind::Flat);
@@ -51,7 +51,7 @@ pub fn assert_names(error: &Error, text: &str) {
     assert!(message.contains(text), "{message:?} does not name {text:?}");
 }
 
-/// Step 1 with another index, sealed.
+/// Opens step 1 with another index, sealed.
 pub fn with_index_text(memory: &Memory, json: String) -> Result<Step, Error> {
     let seal = format!("{:08x} {}\n", crc32fast::hash(json.as_bytes()), json.len());
     memory

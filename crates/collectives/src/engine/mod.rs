@@ -143,7 +143,7 @@ pub(crate) struct Findings {
     pub(crate) results: Vec<Checksums>,
 }
 
-/// A rank has withdrawn its sources, as ranks do when their failure domain has ended.
+/// The withdrawal of a rank's sources, which happens when its failure domain has ended.
 #[derive(Debug)]
 pub(crate) struct Withdrawn;
 

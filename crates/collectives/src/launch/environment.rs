@@ -51,7 +51,7 @@ const LAUNCHERS: [Launcher; 3] = [
     },
 ];
 
-/// The processes that a launcher has started together with this one. Each of them is one rank.
+/// The processes that a launcher has started, including this one. Each of them is one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Processes {
@@ -67,7 +67,7 @@ pub struct Processes {
     pub rank_here: usize,
 }
 
-/// Returns the processes that this one was started with, if a launcher has started several.
+/// Returns the processes that a launcher has started, including this one, if there are several.
 ///
 /// # Errors
 ///

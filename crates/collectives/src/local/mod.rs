@@ -1,7 +1,7 @@
 //! The engine of ranks that are threads of one process.
 //!
 //! Ranks publish their sources and read each other's memory. `src/README.md` of this crate
-//! describes the protocol and why it is right.
+//! describes the protocol and explains why it is correct.
 
 mod flight;
 mod group;

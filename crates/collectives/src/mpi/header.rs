@@ -40,7 +40,7 @@ pub(super) enum Header {
     News(News),
 }
 
-/// The header with which a rank announces an operation that it starts to one other rank.
+/// The header with which a rank tells one other rank that it starts an operation.
 #[derive(Debug, PartialEq)]
 pub(super) struct ClaimHeader {
     /// The operation: the group's number and the sequence number in it.

@@ -33,7 +33,7 @@ pub(super) struct Shared {
     given: Vec<AtomicBool>,
     released: AtomicBool,
     pub(super) landing: Arc<Landing>,
-    /// The addends of the other ranks in a reduce-scatter.
+    /// The addends of the other ranks in a reduction.
     addends: Mutex<Vec<Option<Arc<Landing>>>>,
     /// The first addend that did not match its announced checksum.
     altered: OnceLock<AlteredPart>,
@@ -331,7 +331,7 @@ impl Round {
         }
         let is_there = is_all && self.receives.is_empty() && self.slices.is_empty();
         if is_there && !shared.has_result() && (self.has_combined || !is_reduced) {
-            // Runs while the rank computes. A waiting rank has nothing else to do, and has more threads.
+            // Hidden behind the rank's computation. A waiting rank has nothing else to do, and has more threads.
             if is_wanted && !shared_bell(&self.start).is_awaited() {
                 shared.complete(&self.start.sources);
             }

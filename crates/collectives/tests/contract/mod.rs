@@ -50,7 +50,7 @@ fn values<T: Pod>(received: &Received, part: usize) -> Vec<T> {
     bytes.map(bytemuck::pod_read_unaligned).collect()
 }
 
-/// Values that differ by rank and element, none of them round.
+/// Returns values that differ by rank and element, none of them round.
 fn floats(rank: usize, len: usize) -> Vec<f32> {
     let value = |i: usize| ((i * 37 + rank * 101) % 211) as f32 / 7.0 - 11.0;
     (0..len).map(value).collect()
@@ -261,7 +261,7 @@ element!(f32, F32, |x| x, |x| x);
 element!(f16, F16, f16::from_f32, f16::to_f32);
 element!(bf16, BF16, bf16::from_f32, bf16::to_f32);
 
-/// The whole result of a reduction of the ranks' [`floats`], by definition.
+/// Returns the whole result of a reduction of the ranks' [`floats`], by definition.
 fn reduced<E: Element, O: Element>(ranks: usize, len: usize, by: &Reduction) -> Vec<O> {
     let combine = |a: f32, b: f32| match by.op {
         ReduceOp::Max => a.max(b),
@@ -337,7 +337,7 @@ fn large(group: &ProcessGroup) -> Outcome {
     reduce::<f32, f32>(group, LEN / 8, Reduction::sum())
 }
 
-/// Only in the long form, on two ranks, because it takes 13 GB.
+/// Runs only in the long form, on two ranks, because it takes 13 GB.
 fn huge(group: &ProcessGroup) -> Outcome {
     let is_pair = group.size() == 2 && group.name() == "world";
     if !is_pair || std::env::var_os("BURN_FSDP_LONG").is_none() {
