@@ -16,7 +16,7 @@ use crate::checksum::{Checksums, Reading, checksum};
 use crate::operation::Signature;
 use crate::{Buffer, Label, Operation, Seal, Source};
 
-/// What ranks compare, in addition to labels and lengths.
+/// The data that ranks compare, in addition to labels and lengths.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Check {
