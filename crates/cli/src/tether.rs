@@ -2,8 +2,8 @@
 //! depth, is notified when `launch` is gone, for whatever reason.
 //!
 //! `launch` holds the only writing end of a pipe, and its descendants inherit the reading end. End of file means that
-//! `launch` is gone. If a process in between has closed the pipe, as `mpirun` does, a process on the same machine
-//! checks regularly whether `launch` is still in the list of processes.
+//! `launch` is gone. A process in between may close the pipe, as `mpirun` does.
+//! A process on the same machine then checks regularly whether `launch` is still in the list of processes.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, PipeReader, PipeWriter, Read};
