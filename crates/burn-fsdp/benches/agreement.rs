@@ -1,12 +1,12 @@
-//! What it costs that ranks compare bytes: one training step of a GPT with [`Check::Agreement`] against the same without, by
-//! either engine, in one process and in interleaved pairs.
+//! The cost of comparing bytes between ranks: one training step of a GPT with [`Check::Agreement`], compared with the
+//! same step without it, in both engines, in one process and in interleaved pairs.
 //!
 //! ```text
 //! cargo bench -p burn-fsdp --bench agreement -- [--ranks N] [--batch N] [--pairs N] [--json FILE]
 //! ```
 //!
-//! Ranks of two launches take turns, so that each step has the machine for itself. Prints the median of the ratios of pairs
-//! with its 95 % interval, by the clock and by processor time, and the limits of the same run.
+//! The ranks of two launches take turns, so each step has the machine for itself. Prints the median of the pairs'
+//! ratios with its 95 % interval, for wall time and processor time, and the limits of the same run.
 
 use std::sync::{Arc, Barrier};
 
@@ -58,15 +58,15 @@ impl Arguments {
     }
 }
 
-/// The turns that the ranks of both launches take. Nobody is in a step while the others are.
+/// The turns of the ranks of both launches. No rank is in a step during the other launch's turn.
 struct Turns(Barrier);
 
 impl Turns {
-    /// Returns the time that the ranks whose turn it is have taken for their step.
+    /// Returns the time of the step of the ranks whose turn it is.
     fn next(&self, mine: Option<impl FnOnce()>) -> Millis {
         self.0.wait();
         let begun = Begun::now();
-        // No rank steps before all have read the clocks.
+        // No rank starts its step before all have read the clocks.
         self.0.wait();
         if let Some(step) = mine {
             step();
@@ -78,7 +78,7 @@ impl Turns {
     }
 }
 
-/// Returns the times of the steps of one launch, by engine.
+/// Returns the times of one launch's steps, by engine.
 fn measure(
     world: &ProcessGroup,
     check: Check,
@@ -94,7 +94,7 @@ fn measure(
         let sides: [&mut dyn Side; 2] = [&mut eager, &mut compiled];
         for (engine, (side, batch)) in sides.into_iter().zip(&batches).enumerate() {
             for turn in 0..2 {
-                // Which of them goes first alternates, so that a drift of the machine favours neither.
+                // The first side alternates, so a drift of the machine favors neither.
                 let is_mine = (turn + step) % 2 == usize::from(check == Check::Agreement);
                 let train = || {
                     side.train(batch).unwrap_or_else(|error| fail(&error));
@@ -109,7 +109,7 @@ fn measure(
     Ok(times)
 }
 
-/// Ends the process: the ranks of the other launch would wait for their turn.
+/// Ends the process, because the ranks of the other launch would wait for their turn.
 fn fail(error: &dyn std::fmt::Display) -> ! {
     eprintln!("{error}");
     std::process::exit(1)

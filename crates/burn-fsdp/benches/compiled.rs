@@ -1,16 +1,15 @@
-//! One training step of a GPT on several ranks: the compiled step against the eager engine, both fully
-//! sharded, in one process and in interleaved pairs.
+//! One training step of a GPT on several ranks: the compiled step compared with the eager engine, both fully sharded,
+//! in one process and in interleaved pairs.
 //!
 //! ```text
 //! cargo bench -p burn-fsdp --bench compiled -- [--ranks N] [--pairs N] [--json FILE]
-//!     [--composed] [--no-recompute] [--profile]
+//! [--composed] [--no-recompute] [--profile]
 //! ```
 //!
-//! First the bytes: each side alone, from the allocator, all ranks together: what is there between
-//! steps, and the peak of one step. Then the time of pairs of steps, and the median of their ratios with
-//! its 95 % interval, and the limits of the same run: copying all parameters, and matrix products.
-//! `--composed` traces elementary operations in place of the fused ones. The file of raw results begins
-//! with commit, machine and flags.
+//! First, it measures bytes with the allocator, for each side separately and for all ranks together: the bytes between
+//! steps, and the peak of one step. Then it measures the time of pairs of steps. It prints the median of their ratios
+//! with its 95 % interval, and the limits of the same run: copying all parameters, and matrix products. `--composed`
+//! traces elementary operations instead of fused ones. The file of raw results starts with commit, machine and flags.
 
 use std::collections::BTreeMap;
 
@@ -81,14 +80,14 @@ impl Arguments {
     }
 }
 
-/// Bytes of a side, all ranks together.
+/// The bytes of one side on all ranks together.
 #[derive(Debug, Clone, Copy)]
 struct Bytes {
     at_rest: usize,
     peak: usize,
 }
 
-/// Takes one side through a few steps, and the next from barrier to barrier.
+/// Runs a few steps on one side, and measures the next step between barriers.
 fn bytes<S: Side>(
     world: &ProcessGroup,
     device: &Device,
@@ -116,7 +115,7 @@ fn bytes<S: Side>(
     Ok(Bytes { at_rest, peak })
 }
 
-/// Times one step, from the start of all ranks to the end of the last.
+/// Times one step, from the start of all ranks to the end of the last rank.
 fn time(world: &ProcessGroup, side: &mut dyn Side, batch: &Tokens) -> Result<Millis, Failure> {
     world.barrier("start of a step")?;
     let begun = Begun::now();
@@ -131,12 +130,12 @@ fn time(world: &ProcessGroup, side: &mut dyn Side, batch: &Tokens) -> Result<Mil
 struct Measured {
     eager: Bytes,
     compiled: Bytes,
-    /// Milliseconds of eager and compiled.
+    /// Milliseconds of the eager and the compiled step.
     pairs: Vec<[Millis; 2]>,
     losses: [f64; 2],
-    /// Of this rank.
+    /// Planned peak of this rank.
     planned_peak: u64,
-    /// The same, without recomputation.
+    /// The same without recomputation.
     kept_peak: u64,
     plan: String,
     profile: String,
@@ -164,7 +163,7 @@ fn measure(world: &ProcessGroup, arguments: &Arguments) -> Result<Measured, Fail
             rows(world, BATCH, step, &tracked),
             rows(world, BATCH, step, &plain),
         );
-        // Which side goes first alternates, so that a drift of the machine favours neither.
+        // The first side alternates, so a drift of the machine favors neither.
         pairs.push(match pair % 2 {
             0 => {
                 let eager = time(world, &mut sides.0, &first)?;
@@ -185,7 +184,7 @@ fn measure(world: &ProcessGroup, arguments: &Arguments) -> Result<Measured, Fail
     let plan = Plan::new(&graph, &Machine::cpu(), world.rank())?;
     let mut keeping = Options::default();
     keeping.recompute = None;
-    // The same step of the optimizer: the first one has a graph of its own.
+    // The first optimizer step has a graph of its own, so this compares later steps.
     let mut keeping = Compiled::new(world, arguments.operations, keeping)?;
     keeping.train(&rows(world, BATCH, 0, &plain))?;
     let kept = keeping
@@ -209,7 +208,7 @@ fn measure(world: &ProcessGroup, arguments: &Arguments) -> Result<Measured, Fail
     })
 }
 
-/// The operations of a step that take longest.
+/// Returns the slowest operations of a step.
 fn profile(step: &mut CompiledStep<Tokens>, batch: &Tokens) -> Result<String, Failure> {
     let (_, timeline) = step.step_with_timeline(1e-3, batch)?;
     let mut by_name = BTreeMap::<String, (f64, usize)>::new();
@@ -247,7 +246,7 @@ fn main() {
     } = &results[0];
     let run = Run::here("compiled");
     println!("{run}");
-    // The eager engine's are of each rank's rows alone.
+    // The eager engine returns the loss of each rank's own rows.
     let mean = |side: usize| {
         let sum: f64 = results.iter().map(|result| result.losses[side]).sum();
         sum / results.len() as f64

@@ -1,14 +1,14 @@
-//! Training steps of a language model of Burn's own layers (`TransformerEncoder`), nothing of it written for this
-//! project: the counterpart of a program of PyTorch's own layers.
+//! Training steps of a language model with Burn's own layers (`TransformerEncoder`), and without code from this
+//! project. It is the counterpart of a program with PyTorch's own layers.
 //!
 //! ```text
 //! cargo bench -p burn-fsdp --bench encoder -- [--engine compiled|eager] [--ranks N] [--steps N] [--warmup N]
-//!     [--layers N] [--composed] [--print] [--profile]
+//! [--layers N] [--composed] [--print] [--profile]
 //! ```
 //!
 //! Six layers, dim 384, six heads, hidden 1536, vocabulary 4096, 256 tokens, batch 8, norms first, GELU, a causal mask,
 //! learned positions averaged with tokens, no dropout, AdamW. One rank uses all threads of rayon's pool. It prints one
-//! line of JSON. `--print` prints the graph of a rank, and `--profile` what its operations take; `--composed` leaves
+//! line of JSON. `--print` prints the graph of a rank, and `--profile` the times of its operations. `--composed` keeps
 //! operations as the layers compose them.
 
 use std::collections::BTreeMap;
@@ -118,12 +118,12 @@ impl Side {
     }
 }
 
-/// Prints what operations of one name take in a step, most first.
+/// Prints the time of each operation name in a step, in descending order.
 fn profile(step: &mut CompiledStep<Tokens>, batch: &Tokens, prints: bool) -> Result<(), Failure> {
     let (_, timeline) = step.step_with_timeline(1e-4, batch)?;
     let mut by_name: BTreeMap<String, (usize, f64)> = BTreeMap::new();
     for span in timeline.spans() {
-        // Products by the shapes of their operands: their rates differ.
+        // Products are separated by their operands' shapes, because their rates differ.
         let node = step.graph().and_then(|graph| graph.nodes().get(span.node));
         let operands = node.filter(|node| node.name().to_lowercase().ends_with("matmul"));
         let shapes = operands.map(|node| {
@@ -172,7 +172,7 @@ fn main() -> Result<(), Failure> {
     Ok(())
 }
 
-/// The rows of a rank in a step.
+/// Returns a rank's rows in a step.
 fn rows(world: &ProcessGroup, step: usize) -> Tokens {
     let rows = BATCH / world.size();
     let first = world.rank() * rows;

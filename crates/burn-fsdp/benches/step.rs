@@ -1,13 +1,13 @@
-//! One training step of a GPT, `full-shard` against `no-shard` on the same ranks and device
-//! settings, in interleaved pairs.
+//! One training step of a GPT: `full-shard` compared with `no-shard` on the same ranks and device settings, in
+//! interleaved pairs.
 //!
 //! ```text
 //! cargo bench -p burn-fsdp --bench step -- [--ranks N] [--pairs N] [--json FILE]
 //! ```
 //!
-//! Prints the median ratio of the pairs with its 95 % interval (of the median, by order statistics), and
-//! beside it the limits of the same run: the time that the ranks need to copy all parameters at once,
-//! and the rate of matrix products. The file of raw results begins with commit, machine and flags.
+//! Prints the median ratio of the pairs with its 95 % interval (of the median, by order statistics). It also prints the
+//! limits of the same run: the time that the ranks need to copy all parameters at once, and the rate of matrix
+//! products. The file of raw results starts with commit, machine and flags.
 
 use std::time::Instant;
 
@@ -32,7 +32,7 @@ mod run;
 #[path = "../../../benches/times.rs"]
 mod times;
 
-/// The default shape of the peer programs.
+/// The peer programs' default shape.
 const CONFIG: GptConfig = GptConfig {
     layers: 6,
     dim: 384,
@@ -84,7 +84,7 @@ impl Side {
         })
     }
 
-    /// Milliseconds of one step, from the start of all ranks to the end of the last.
+    /// Returns the milliseconds of one step, from the start of all ranks to the end of the last rank.
     fn step(&mut self, world: &ProcessGroup, device: &Device) -> Result<f64, Error> {
         let rows = BATCH / world.size();
         let batches = batches();
@@ -136,7 +136,7 @@ fn measure(world: &ProcessGroup, pairs: usize) -> Result<Measured, Error> {
     }
     let mut seen = Vec::with_capacity(pairs);
     for pair in 0..pairs {
-        // Which side goes first alternates, so that a drift of the machine favours neither.
+        // The first side alternates, so a drift of the machine favors neither.
         let (full_shard, no_shard) = if pair % 2 == 0 {
             let first = sharded.step(world, &device)?;
             (first, whole.step(world, &device)?)

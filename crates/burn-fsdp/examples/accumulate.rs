@@ -1,6 +1,6 @@
 //! Gradient accumulation: four micro-batches, one optimizer step.
 //!
-//! Each micro-batch is reduced into the shards, so memory stays that of one micro-batch.
+//! Each micro-batch is reduced into the shards, so peak memory is the same as for one micro-batch.
 //!
 //! ```text
 //! cargo run --release --example accumulate
@@ -37,7 +37,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         };
         let mut net = fully_shard(net, &mesh, ShardPolicy::new().units(["layers.*"]))?;
         let mut optim = AdamWConfig::new().init();
-        // Gradients of an accumulator have nothing by which the first step could try the optimizer.
+        // With gradients from an accumulator, the first step cannot check that the optimizer is elementwise, so check
+        // it here.
         check_elementwise(&net, &optim)?;
         let mut means = Vec::new();
         for _ in 0..5 {
@@ -45,7 +46,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let mut mean = 0.0;
             for _ in 0..4 {
                 let batch = Tensor::random([8, 64], Distribution::Default, &device);
-                // A quarter each, so that the sum is the mean of the joined batch.
+                // A quarter each, so the sum is the mean over the joined batch.
                 let loss = net.loss(batch).div_scalar(4.0);
                 mean += loss.clone().into_scalar::<f32>();
                 gradients.accumulate(&net, backward(loss, &net)?);

@@ -1,4 +1,4 @@
-//! Saving and resuming: a training that is stopped, and goes on with another number of ranks.
+//! Saving and resuming: a training stops, and continues with another number of ranks.
 //!
 //! ```text
 //! cargo run --release -p burn-fsdp --example checkpoint
@@ -22,16 +22,16 @@ const CONFIG: GptConfig = GptConfig {
     seq: 16,
 };
 
-/// Rows of a step, over all ranks.
+/// Rows in a step, over all ranks.
 const BATCH: usize = 6;
 
-/// One rank: goes on from what is in the folder, up to that many steps, and saves them.
+/// Runs one rank: resumes from the folder, trains up to `until` steps, and saves them. Returns the losses.
 fn rank(world: &ProcessGroup, folder: &Path, until: u64) -> Result<Vec<f32>, Error> {
     let device = Device::flex().autodiff().gradient_checkpointing();
     let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
     let model = CONFIG.init(&device, 1).expect("the configuration is valid");
     let model = fully_shard(model, &mesh, ShardPolicy::new().units(["blocks.*"]))?;
-    // In an empty folder, the model and the optimizer come back as they are, and the step is 0.
+    // For an empty folder, the model and the optimizer are returned unchanged, and the step is 0.
     let resumed = resume(folder, model, AdamWConfig::new().init(), &mesh)?;
     let (mut model, mut optim) = (resumed.model, resumed.optimizer);
     let batches = Batches {
@@ -55,7 +55,7 @@ fn rank(world: &ProcessGroup, folder: &Path, until: u64) -> Result<Vec<f32>, Err
     Ok(losses)
 }
 
-/// The mean loss of every step that was made.
+/// Returns the mean loss of each new step.
 fn train(
     ranks: usize,
     folder: PathBuf,

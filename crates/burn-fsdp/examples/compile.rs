@@ -1,4 +1,4 @@
-//! Compiled training on two ranks, and evaluation of what it has learned.
+//! Compiled training on two ranks, and evaluation of the trained model.
 //!
 //! ```text
 //! cargo run --release -p burn-fsdp --example compile
@@ -17,20 +17,20 @@ use burn_fsdp_models::Gpt;
 
 use crate::gpt::{RANKS, ROWS, STEPS, batches, init};
 
-/// A batch as the loss takes it: tensors of integers, in a tuple.
+/// A batch as the loss takes it: a tuple of integer tensors.
 type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
 
-/// One rank: the losses of the steps, and the loss of a batch after them.
+/// Runs one rank. Returns the losses of the steps, and the loss of a batch after them.
 fn rank(world: &ProcessGroup) -> Result<(Vec<f64>, f32), Error> {
-    // The optimizer comes from `build()`, which gives it for one tensor, and not from `init()`.
+    // Use `build()`, which returns the optimizer for a single tensor, and not `init()`.
     let mut step = compile(
         init,
         |model: &Gpt, (inputs, targets): Tokens| model.loss(inputs, targets),
         AdamWConfig::new().build(),
         Mode::data_parallel(world.clone(), Strategy::FullShard),
     )?;
-    // Batches lie on a device without autodiff: the compiler has made the gradients. Each rank has its
-    // own rows, and the loss is the mean over all.
+    // Batches are on a device without autodiff, because the compiler has created the gradients. Each rank has its own
+    // rows, and the loss is the mean over all ranks.
     let device = Device::flex();
     let own = world.rank() * ROWS..(world.rank() + 1) * ROWS;
     let mut losses = Vec::new();
@@ -38,7 +38,7 @@ fn rank(world: &ProcessGroup) -> Result<(Vec<f64>, f32), Error> {
         let batch = batches().rows(index, own.clone()).to_tensors(&device);
         losses.push(step.step(1e-2, &batch)?);
     }
-    // To evaluate, move the values into a sharded module, which is a Burn module like any other.
+    // To evaluate, move the values into a sharded module, which is a normal Burn module.
     let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
     let model = init(&Device::flex().autodiff().gradient_checkpointing());
     let model = fully_shard(model, &mesh, ShardPolicy::new().units(["blocks.*"]))?;
@@ -47,7 +47,7 @@ fn rank(world: &ProcessGroup) -> Result<(Vec<f64>, f32), Error> {
     Ok((losses, model.loss(inputs, targets).into_scalar()))
 }
 
-/// The same with plain Burn, on one rank.
+/// Trains in the same way with plain Burn, on one rank.
 fn plain() -> (Vec<f64>, f32) {
     let device = Device::flex().autodiff();
     let mut model = init(&device);

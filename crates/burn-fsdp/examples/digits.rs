@@ -1,10 +1,11 @@
-//! Burn's own training loop, sharded: a convolutional network on drawn digits, as in Burn's guide, with one line changed.
+//! Burn's own training loop, sharded: a convolutional network on drawn digits, as in Burn's guide, with one changed
+//! line.
 //!
 //! ```text
 //! cargo run --release --example digits
 //! ```
 //!
-//! Built with the feature `mpi`, it has ranks that are processes where `mpirun` has started it:
+//! Built with the feature `mpi` and started by `mpirun`, it runs its ranks as processes:
 //!
 //! ```text
 //! cargo build --release --example digits --features burn-fsdp-cli/mpi
@@ -118,9 +119,9 @@ struct Digit {
     class: i32,
 }
 
-/// Draws a digit as a pocket calculator does, somewhere in the image, with noise.
+/// Draws a digit like a pocket calculator's, at a position that varies with the number, with noise.
 fn drawn(number: usize) -> Digit {
-    // Bars from the top down, left before right.
+    // Bars from top to bottom, and from left to right.
     const BARS: [&[usize]; 10] = [
         &[0, 1, 2, 4, 5, 6],
         &[2, 5],
@@ -187,7 +188,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .num_epochs(4)
         .summary();
 
-    // The line that shards it. Without: let result = training.launch(Learner::new(model, optimizer, rates));
+    // This line shards the training. Without it: let result = training.launch(Learner::new(model, optimizer, rates));
     let result = FullySharded::new(LaunchConfig::new(launcher_ranks().unwrap_or(2)))
         .policy(ShardPolicy::new().units(["conv*", "hidden"]))
         .launch_among_processes(training, model, optimizer, rates)?;
@@ -223,7 +224,7 @@ mod tests {
         config.init().expect("a schedule")
     }
 
-    /// The model without what is drawn at random.
+    /// Returns the model without its random parts.
     fn model(device: &Device) -> Model {
         Model {
             dropout: DropoutConfig::new(0.0).init(),
@@ -231,7 +232,7 @@ mod tests {
         }
     }
 
-    /// Returns loss and accuracy of two epochs by plain Burn, where `BatchNorm` sees each rank's images for itself.
+    /// Returns loss and accuracy of two epochs in plain Burn, where `BatchNorm` sees each rank's images separately.
     fn by_hand(items: &[Digit], ranks: usize) -> Vec<[f64; 2]> {
         let device = Device::flex().autodiff();
         let (mut model, mut optimizer) = (seeded(model), AdamWConfig::new().init());

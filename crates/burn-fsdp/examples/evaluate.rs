@@ -27,7 +27,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         if world.rank() == 0 {
             print!("{}", wrap_plan(&model)?);
         }
-        // All ranks evaluate the same number of batches, each its own rows.
+        // All ranks evaluate the same number of batches, but different rows.
         let batches = Batches {
             stream: TokenStream::Synthetic {
                 vocab: CONFIG.vocab,

@@ -1,6 +1,6 @@
-//! Generation from a sharded model: any method that reads parameters works, not `forward` alone.
+//! Generation from a sharded model: any method that reads parameters works, not only `forward`.
 //!
-//! All ranks run it together on the same tokens: each gather needs every rank's shards.
+//! All ranks run it together on the same tokens, because each gather needs every rank's shards.
 //!
 //! ```text
 //! cargo run --release --example generate
@@ -19,7 +19,7 @@ const CONFIG: GptConfig = GptConfig {
     seq: 16,
 };
 
-/// The likeliest token after `tokens`.
+/// Returns the likeliest token after `tokens`.
 fn next(model: &Gpt, tokens: &[i64], device: &Device) -> i64 {
     let window = &tokens[tokens.len().saturating_sub(CONFIG.seq)..];
     let input = TensorData::new(window.to_vec(), [1, window.len()]);

@@ -1,4 +1,4 @@
-//! Parameter groups: weight decay for matrices alone, in the usual loop of Burn.
+//! Parameter groups: weight decay only for matrices, in Burn's usual loop.
 //!
 //! ```text
 //! cargo run --release -p burn-fsdp --example groups
@@ -16,7 +16,7 @@ use burn_fsdp::{
 
 use crate::gpt::{RANKS, ROWS, STEPS, batches, init};
 
-/// Decay is strong, so that a group that is not found shows in the losses.
+/// Returns the optimizer. The decay is strong, so a group that is not found affects the losses.
 fn optimizer() -> ModuleOptimizer {
     let without = AdamWConfig::new().with_weight_decay(0.0);
     let norms_and_biases = ParamGroup::from_any_predicates(vec!["gamma", "beta", "bias"]);
@@ -27,7 +27,7 @@ fn optimizer() -> ModuleOptimizer {
     )
 }
 
-/// The same with plain Burn, on one rank.
+/// Trains in the same way with plain Burn, on one rank.
 fn plain(mut optim: ModuleOptimizer) -> Vec<f32> {
     let device = Device::flex().autodiff();
     let mut model = init(&device);
@@ -48,7 +48,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
         let policy = ShardPolicy::new().units(["blocks.*"]);
         let mut model = fully_shard(init(&device), &mesh, policy)?;
-        // Groups go by the same paths as without shards.
+        // Groups use the same paths as without shards.
         let mut optim = optimizer();
         check_elementwise(&model, &optim)?;
         let own = world.rank() * ROWS..(world.rank() + 1) * ROWS;

@@ -1,11 +1,11 @@
-//! A Llama from a folder in Hugging Face's form: each rank keeps its shards alone, and no rank has the whole model.
+//! A Llama from a folder in Hugging Face's format. Each rank keeps only its shards, and no rank has the whole model.
 //!
 //! ```text
 //! cargo run --release --example hugging_face                    a small one, made at random
 //! cargo run --release --example hugging_face -- FOLDER RANKS    `config.json` and safetensors, of one file or several
 //! ```
 //!
-//! It is trained twice: all of it, and adapters of low rank on frozen shards, which are then saved alone.
+//! It is trained twice: first all of it, then low-rank adapters on frozen shards. Only the adapters are saved.
 
 use std::path::Path;
 
@@ -20,7 +20,7 @@ use burn_fsdp::{
 };
 use burn_fsdp_models::{Architecture, Llama, LlamaConfig, WeightsFile};
 
-/// A folder with a small model.
+/// Creates a folder with a small random model.
 fn random(folder: &Path) -> Result<(), Box<dyn std::error::Error>> {
     let config = r#"{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
         "num_attention_heads": 4, "vocab_size": 128, "max_position_embeddings": 32, "rms_norm_eps": 1e-5}"#;
@@ -44,7 +44,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let config = LlamaConfig::from_hugging_face(&folder)?;
     println!("{} parameters on {ranks} ranks", config.num_params());
-    // Wrong files are found here, before any rank starts.
+    // Errors in the files are found here, before any rank starts.
     WeightsFile::open(&folder, config)?;
     let layers = ShardPolicy::new().units(["layers.*"]);
     let matrices = ParamGroup::from_predicate("layers");
@@ -64,7 +64,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Trains a model of which every rank reads its shards, and saves the adapters that the policy makes.
+/// Trains a model and saves the adapters that the policy adds. Every rank reads its own shards.
 fn train(
     world: &ProcessGroup,
     folder: &Path,
@@ -105,7 +105,7 @@ fn train(
         let gradients = backward(loss, &model)?;
         model = optimizer.step(1e-3, model, gradients);
     }
-    // Collective: the record is whole on every rank, and any one of them writes it.
+    // Collective: every rank gets the whole record, and any one of them can write it.
     let adapters = model.into_record_group(ParamGroup::from_predicate("lora"));
     if world.rank() == 0 && !adapters.is_empty() {
         adapters.save(saved).expect("a writable folder");

@@ -1,4 +1,5 @@
-//! Burn's own training loop, sharded: a transformer that tells lines of Rust from lines of prose, with one line changed.
+//! Burn's own training loop, sharded: a transformer that distinguishes lines of Rust from lines of prose, with one
+//! changed line.
 //!
 //! ```text
 //! cargo run --release --example text_classification
@@ -26,7 +27,7 @@ use burn_fsdp::{LaunchConfig, ShardPolicy};
 /// Bytes of a line that are read.
 const LEN: usize = 48;
 const DIM: usize = 32;
-/// Shorter ones are left out.
+/// Shorter lines are left out.
 const LEAST: usize = 20;
 
 #[derive(Module, Debug)]
@@ -88,7 +89,7 @@ struct Lines {
     classes: Tensor<1, Int>,
 }
 
-/// A line, and 1 if it is of a program.
+/// A line, and 1 if it is from a program.
 type Line = (Vec<u8>, i32);
 
 #[derive(Clone)]
@@ -110,7 +111,7 @@ impl Batcher<Line, Lines> for LineBatcher {
     }
 }
 
-/// Returns the lines of this project's pages and of its programs, one of each in turn.
+/// Returns lines of this project's pages and programs, alternating between the two.
 fn lines() -> Vec<Line> {
     let prose = [
         include_str!("../../../README.md"),
@@ -127,7 +128,7 @@ fn lines() -> Vec<Line> {
         include_str!("../src/restore.rs"),
     ];
     let usable = |text: &'static str| text.lines().filter(|line| line.len() >= LEAST);
-    // Comments are prose, and tables and blocks of code are neither.
+    // Comments are prose. Tables and code blocks are neither.
     let is_prose = |line: &&str| line.starts_with(|first: char| first.is_ascii_alphabetic());
     let is_program = |line: &&str| !line.trim_start().starts_with("//");
     let prose = prose.into_iter().flat_map(usable).filter(is_prose);
@@ -161,7 +162,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             .num_epochs(6)
             .summary();
 
-    // The line that shards it. Without: let result = training.launch(Learner::new(model, optimizer, rates));
+    // This line shards the training. Without it: let result = training.launch(Learner::new(model, optimizer, rates));
     let result = FullySharded::new(LaunchConfig::new(2))
         .policy(ShardPolicy::new().units(["encoder.layers.*"]))
         .launch(training, model, optimizer, rates)?;

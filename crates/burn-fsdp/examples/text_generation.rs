@@ -1,7 +1,7 @@
-//! Burn's own training loop, sharded: a transformer that goes on with a text, with one line changed.
+//! Burn's own training loop, sharded: a transformer that continues a text, with one changed line.
 //!
-//! The model, the schedule and the accumulation are those of Burn's example of this name; its optimizer clips each
-//! gradient by its own norm, for which every parameter is owned by one rank.
+//! The model, the schedule and the accumulation come from Burn's example with this name. The optimizer clips each
+//! gradient by its own norm, which requires that one rank owns each whole parameter.
 //!
 //! ```text
 //! cargo run --release --example text_generation
@@ -77,7 +77,7 @@ impl Model {
         ClassificationOutput::new(loss, output, targets)
     }
 
-    /// Goes on with `text`, always with the likeliest byte.
+    /// Continues `text` with `count` bytes, each of them the likeliest.
     fn generate(&self, text: &str, count: usize) -> String {
         let mut bytes = text.as_bytes().to_vec();
         for _ in 0..count {
@@ -168,7 +168,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             .num_epochs(4)
             .summary();
 
-    // The line that shards it. Without: let result = training.launch(Learner::new(model, optimizer, rates));
+    // This line shards the training. Without it: let result = training.launch(Learner::new(model, optimizer, rates));
     let result = FullySharded::new(LaunchConfig::new(2))
         .policy(
             ShardPolicy::new()

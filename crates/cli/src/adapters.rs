@@ -1,5 +1,5 @@
-//! Low-rank adapters on frozen weights, as a training has them and as its steps keep them: alone, with a checksum of the weights
-//! that they belong to.
+//! Low-rank adapters on frozen weights. Saved steps contain only the adapters and a checksum of the weights that they
+//! belong to.
 
 use std::ops::Range;
 
@@ -19,12 +19,12 @@ use crate::random::mixed;
 /// Name of the section of a saved step.
 const SECTION: &str = "adapters";
 
-/// The sizes of adapters.
+/// The rank and alpha of adapters.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(crate) struct AdapterSizes {
-    /// Width between the two factors of an adapter.
+    /// Rank: the dimension between the two factors of an adapter.
     pub(crate) rank: usize,
-    /// What their product is multiplied by, times the rank.
+    /// LoRA alpha: the product of the factors is scaled by alpha / rank.
     pub(crate) alpha: f64,
 }
 
@@ -38,7 +38,7 @@ pub(crate) struct Adapters {
 }
 
 impl AdapterSizes {
-    /// Returns true for sizes that make sense in a model of this width: no rank beyond what a matrix can have.
+    /// Returns true for sizes that make sense in a model of this width: the rank is at most the width.
     pub(crate) fn is_valid(&self, dim: usize) -> bool {
         let has_alpha = self.alpha.is_finite() && self.alpha > 0.0;
         has_alpha && (1..=dim).contains(&self.rank)
@@ -65,19 +65,19 @@ fn adapted<A: Architecture>(model: A) -> impl Iterator<Item = (String, usize)> {
     matrices.map(|spec| (spec.path, spec.shape.iter().sum()))
 }
 
-/// Returns true for the path of a factor of an adapter.
+/// Returns true for the path of an adapter's factor.
 pub(crate) fn is_factor(path: &str) -> bool {
     path.contains(".lora.")
 }
 
-/// Returns whether a tensor is saved, by its path: of adapters on frozen weights they alone are.
+/// Returns a predicate on paths that tells whether a tensor is saved. With adapters, only their factors are saved.
 pub(crate) fn is_saved(adapters: Option<&Adapters>) -> impl Fn(&str) -> bool + use<> {
     let saves_all = adapters.is_none();
     move |path| saves_all || is_factor(path)
 }
 
 impl Adapters {
-    /// Describes the adapters of a sharded model, whose frozen weights are there. Collective.
+    /// Describes the adapters of a sharded model that has its frozen weights. Collective.
     pub(crate) fn of<M: Module>(
         sizes: AdapterSizes,
         model: &M,
@@ -87,7 +87,7 @@ impl Adapters {
         Ok(Self { sizes, base })
     }
 
-    /// Describes the adapters of a compiled step, whose frozen weights are there. Collective.
+    /// Describes the adapters of a compiled step that has its frozen weights. Collective.
     pub(crate) fn of_compiled<B: Batch, O>(
         sizes: AdapterSizes,
         step: &mut CompiledStep<B, Flex, O>,
@@ -97,13 +97,13 @@ impl Adapters {
         Ok(Self { sizes, base })
     }
 
-    /// Returns those of a saved step; `None` of a step of a whole model.
+    /// Returns the adapters of a saved step; `None` for a step of a whole model.
     pub(crate) fn of_step(saved: &TrainingState) -> Option<Self> {
         let section = saved.sections.get(SECTION)?;
         serde_json::from_value(section.clone()).ok()
     }
 
-    /// Adds them to the state that is saved.
+    /// Adds the adapters to the state that is saved.
     pub(crate) fn save_into(&self, training: &mut TrainingState) {
         training.sections.insert(SECTION.to_owned(), json!(self));
     }
@@ -121,7 +121,7 @@ impl Adapters {
     }
 }
 
-/// Checks, before anything runs, that a step has adapters of these sizes, or none.
+/// Checks, before anything runs, that a step has adapters of these sizes, or has none.
 pub(crate) fn check_sizes(
     saved: &TrainingState,
     own: Option<AdapterSizes>,
@@ -146,8 +146,8 @@ fn described(sizes: Option<AdapterSizes>) -> String {
     }
 }
 
-/// Returns a checksum of the frozen weights of a sharded model: the same number however they are divided, as each element counts by
-/// its place and the sum has no order. Collective.
+/// Returns a checksum of the frozen weights of a sharded model. It does not depend on the sharding, because each
+/// element is hashed with its position and the hashes are added. Collective.
 fn checksum<M: Module>(model: &M, mesh: &ProcessMesh) -> Result<u64, RankError> {
     let mut sum = 0_u64;
     for tensor in local_state(model)? {
@@ -160,7 +160,8 @@ fn checksum<M: Module>(model: &M, mesh: &ProcessMesh) -> Result<u64, RankError> 
     total(mesh.world(), sum)
 }
 
-/// Returns the same checksum of the weights of a compiled step, of which each rank has flat shards, or all. Collective.
+/// Returns the same checksum for the weights of a compiled step. Each rank has flat shards or all of a weight.
+/// Collective.
 fn checksum_compiled<B: Batch, O>(
     step: &mut CompiledStep<B, Flex, O>,
     mesh: &ProcessMesh,
@@ -182,7 +183,7 @@ fn checksum_compiled<B: Batch, O>(
     total(mesh.world(), sum)
 }
 
-/// Returns true if this rank counts what it holds: of what several hold alike, the first.
+/// Returns true if this rank counts what it holds. Only the first of several equal copies is counted.
 fn is_counted_here(is_divided: bool, mesh: &ProcessMesh) -> Result<bool, RankError> {
     let rank = mesh.world().rank();
     if !is_divided {
@@ -192,7 +193,7 @@ fn is_counted_here(is_divided: bool, mesh: &ProcessMesh) -> Result<bool, RankErr
     Ok(mesh.axis("replicate").is_err() || mesh.index_on("replicate", rank)? == 0)
 }
 
-/// Returns the checksum of the elements of a range of a tensor.
+/// Returns the checksum of the elements in a range of a tensor.
 fn checksum_of(path: &str, range: Range<usize>, elements: &[u8]) -> u64 {
     let of_path = path.bytes();
     let of_path = of_path.fold(0, |hash, byte| mixed(hash ^ u64::from(byte)));

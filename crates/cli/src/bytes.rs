@@ -1,4 +1,4 @@
-//! Sizes of memory as people write them.
+//! Memory sizes as people write them.
 
 const UNITS: [(&str, u64); 8] = [
     ("KiB", 1 << 10),
@@ -11,7 +11,7 @@ const UNITS: [(&str, u64); 8] = [
     ("TB", 1_000_000_000_000),
 ];
 
-/// Parses a number with a unit, such as `80GiB` or `40 GB`, into bytes; without a unit it is bytes.
+/// Parses a number with a unit, such as `80GiB` or `40 GB`, into bytes. A number without a unit is in bytes.
 pub(crate) fn parse(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let lower = text.to_ascii_lowercase();

@@ -1,4 +1,4 @@
-//! The codec of a command: the way between text and tokens, and the name under which a step keeps it.
+//! The codec of a command: the conversion between text and tokens, and the name that a step stores for it.
 
 use std::ffi::OsString;
 use std::fs;
@@ -8,10 +8,10 @@ use burn_fsdp_models::{BYTE_VOCAB, ModelConfig, TextCodec, Tokenizer};
 
 use crate::error::InputError;
 
-/// The file of a tokenizer that is read.
+/// The tokenizer file that is read.
 const READ: &str = "tokenizer.json";
 
-/// Prefixes of the files of other tokenizers, those with a vocabulary first.
+/// Prefixes of the file names of other tokenizers; those with a vocabulary come first.
 const OTHERS: [&str; 11] = [
     "tokenizer.model",
     "tekken.json",
@@ -32,13 +32,13 @@ const OTHER_ENDS: [&str; 3] = [".tiktoken", ".spm", ".bpe.model"];
 /// A tokenizer, as the command line names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum TokenizerArg {
-    /// None: each byte is a token.
+    /// No tokenizer: each byte is a token.
     Bytes,
     File(PathBuf),
 }
 
 impl TokenizerArg {
-    /// Returns the file, if it is one.
+    /// Returns the file, if the tokenizer is one.
     pub(crate) fn file(&self) -> Option<&Path> {
         match self {
             Self::Bytes => None,
@@ -60,13 +60,13 @@ impl From<OsString> for TokenizerArg {
 #[derive(Debug)]
 pub(crate) struct Chosen {
     pub(crate) codec: TextCodec,
-    /// True if the command line has asked for bytes.
+    /// True if the command line requested bytes.
     are_bytes_given: bool,
     warning: Option<String>,
 }
 
 impl Chosen {
-    /// Returns the codec of a command that reads no text.
+    /// Returns the codec for a command that reads no text.
     pub(crate) fn none() -> Self {
         Self {
             codec: TextCodec::Bytes,
@@ -75,12 +75,12 @@ impl Chosen {
         }
     }
 
-    /// Finds the codec: the given tokenizer, else the tokenizer of a folder in Hugging Face's form, else bytes.
+    /// Finds the codec: the given tokenizer, else the tokenizer of a folder in Hugging Face's format, else bytes.
     ///
     /// # Errors
     ///
-    /// [`InputError::OtherTokenizerForm`] if the folder has a tokenizer that is not read, unless `are_bytes` returns
-    /// true: the model was trained on bytes.
+    /// [`InputError::OtherTokenizerForm`] if the folder has a tokenizer in a format that is not supported, unless
+    /// `are_bytes` returns true: then the model was trained on bytes.
     pub(crate) fn find(
         given: Option<&TokenizerArg>,
         folder: Option<&Path>,
@@ -92,7 +92,7 @@ impl Chosen {
             warning,
         };
         let in_folder = folder.map(|folder| folder.join(READ));
-        // A link that leads nowhere is an error, and no reason to take bytes.
+        // A dangling link is an error, and no reason to use bytes.
         let in_folder = in_folder.filter(|path| path.symlink_metadata().is_ok());
         match (given, in_folder, folder) {
             (Some(TokenizerArg::Bytes), ..) => Ok(of_bytes(true, None)),
@@ -123,7 +123,7 @@ impl Chosen {
         }
     }
 
-    /// Returns warnings about a text in these tokens, for a model of `--init` if there is one.
+    /// Returns warnings about a text in these tokens, for the model of `--init` if there is one.
     pub(crate) fn warnings(&self, of_init: Option<&ModelConfig>) -> Vec<String> {
         let vocab = of_init.map_or(BYTE_VOCAB, ModelConfig::vocab);
         let is_guess = matches!(self.codec, TextCodec::Bytes) && !self.are_bytes_given;
@@ -137,9 +137,9 @@ impl Chosen {
     }
 }
 
-/// Returns a warning if a folder comes with another tokenizer than the given one.
+/// Returns a warning if the folder has a tokenizer that differs from the given one.
 fn other_than(given: &Tokenizer, path: &Path, in_folder: PathBuf) -> Option<String> {
-    // One that cannot be read tells nothing, and nobody asked for it.
+    // An unreadable tokenizer gives no warning, because nobody asked for it.
     let own = Tokenizer::open(&in_folder).ok()?;
     (own.hash() != given.hash()).then(|| {
         format!(
@@ -150,7 +150,7 @@ fn other_than(given: &Tokenizer, path: &Path, in_folder: PathBuf) -> Option<Stri
     })
 }
 
-/// Returns the file of a tokenizer that is not read, if a folder has one.
+/// Returns the file of a tokenizer in an unsupported format, if the folder has one.
 fn other_form(folder: &Path) -> Option<PathBuf> {
     let entries = fs::read_dir(folder).ok()?.flatten();
     let names = entries.filter_map(|entry| {
@@ -172,12 +172,13 @@ pub(crate) fn identity(codec: &TextCodec) -> Option<String> {
     ))
 }
 
-/// Returns true if a saved step was trained on tokens of this codec. `saved` is the tokenizer in its settings, `None` for bytes.
+/// Returns true if a saved step was trained on tokens of this codec. `saved` is the tokenizer in the step's settings,
+/// `None` for bytes.
 pub(crate) fn is_of(codec: &TextCodec, saved: Option<&str>) -> bool {
     saved == identity(codec).as_deref() || saved == former_identity(codec).as_deref()
 }
 
-/// Describes a tokenizer as former versions have saved it: by its file.
+/// Describes a tokenizer as earlier versions saved it: by its file.
 pub(crate) fn former_identity(codec: &TextCodec) -> Option<String> {
     let tokenizer = tokenizer_of(codec)?;
     let (num_ids, checksum) = (tokenizer.num_ids(), tokenizer.checksum());
@@ -226,7 +227,7 @@ mod tests {
         }
     }
 
-    /// Steps of former versions name the tokenizer by the checksum of its file.
+    /// Steps of earlier versions identify the tokenizer by the checksum of its file.
     #[test]
     fn a_step_of_a_former_version_has_its_tokenizer() {
         let json = include_str!("../../models/tests/models/tokenizer.json");
@@ -246,7 +247,7 @@ mod tests {
         }
         assert!(!is_of(&codec, None));
         assert!(is_of(&TextCodec::Bytes, None));
-        // Of another file, the former name tells nothing, and the present one all.
+        // For another file, the former name does not match, but the present one does.
         let again = open(&format!(" {json}"));
         assert!(is_of(&again, own.as_deref()));
         assert!(!is_of(&again, former.as_deref()));

@@ -1,22 +1,20 @@
-//! Printing to stdout and stderr. A reader that is gone is no reason to panic, or to end a
-//! training.
+//! Printing to stdout and stderr. A closed reader is no reason to panic, or to end a training.
 
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
 
 use crate::error::Failure;
 
-/// Prints a line on stderr. Ignores errors of that, as nobody can be told.
+/// Prints a line on stderr. Ignores errors, because there is no place to report them.
 pub(crate) fn tell(line: impl Display) {
-    // In one piece: other processes may write to the same terminal.
+    // One write, because other processes may write to the same terminal.
     let line = format!("{line}\n");
     let _ = io::stderr().write_all(line.as_bytes());
 }
 
 /// Prints the result of the command on stdout.
 ///
-/// Whoever reads may have stopped reading, which is fine. Any other error means that an answer was
-/// lost that somebody wanted.
+/// A reader that stopped reading is no error. Any other error means that a requested result was lost.
 pub(crate) fn answer(text: impl Display) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
     let written = writeln!(out, "{text}").and_then(|()| out.flush());

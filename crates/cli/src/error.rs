@@ -1,4 +1,4 @@
-//! The errors of the commands, and the exit code of each.
+//! The errors of the commands, and their exit codes.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -14,20 +14,19 @@ pub(crate) enum Failure {
     /// An error in the user's input.
     #[error(transparent)]
     Input(Box<InputError>),
-    /// The failure of a rank, which the message names.
+    /// The failure of a rank. The message names the rank.
     #[error(transparent)]
     Rank(Box<LaunchError>),
-    /// An error in the user's input that a rank met. Which rank is chance, so that the message does
-    /// not name it.
+    /// An error in the user's input that a rank met. Any rank may meet it first, so the message does not name the rank.
     #[error("{0}")]
     Read(Box<RankError>),
-    /// An error in the user's input that the processes of a run have agreed on.
+    /// An error in the user's input that all processes of a run agreed on.
     #[error("{0}")]
     Agreed(String),
-    /// The problems of a run whose ranks all came to their end.
+    /// The problems of a run in which all ranks finished.
     #[error("{0}")]
     Unfinished(String),
-    /// An error of printing the command's result.
+    /// An error while printing the command's result.
     #[error("cannot write to stdout: {0}")]
     Stdout(std::io::Error),
 }
@@ -50,7 +49,7 @@ impl From<LaunchError> for Failure {
                     abandoned,
                 })),
             },
-            // What the command line and the environment ask for, before any rank is.
+            // Errors in the command line and the environment, before any rank starts.
             error @ (LaunchError::Environment { .. }
             | LaunchError::OtherLauncher { .. }
             | LaunchError::TooManyRanks { .. }
@@ -68,8 +67,8 @@ impl From<InputError> for Failure {
 }
 
 impl Failure {
-    /// Returns true if this process is to print the failure: of the processes of a run those of rank 0 and of the rank
-    /// that failed print what all know, and each prints what it alone knows.
+    /// Returns true if this process must print the failure. Rank 0 and the failed rank print failures that all
+    /// processes of a run know about. Each process prints failures that only it knows about.
     pub(crate) fn is_told_here(&self) -> bool {
         use LaunchError::{Failed, Panicked, Start};
         let Ok(Some(own)) = processes() else {
@@ -101,7 +100,7 @@ impl Failure {
     }
 }
 
-/// Returns true if a file could not be written because there was no room for it.
+/// Returns true if a file could not be written because there was no space for it.
 fn is_of_full_disk(error: &InputError) -> bool {
     use std::io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
     let first: &(dyn std::error::Error + 'static) = error;
@@ -296,12 +295,12 @@ pub(crate) enum InputError {
     TextShorterThanStep {
         source_name: String,
         found: usize,
-        /// `bytes`, or `tokens` of a tokenizer.
+        /// `bytes`, or a tokenizer's `tokens`.
         tokens: &'static str,
         needed: usize,
         batch: usize,
         seq: usize,
-        /// Files and folders that were left out, for the message.
+        /// Files and folders that were left out, as text for the message.
         left_out: String,
     },
 
@@ -374,7 +373,7 @@ pub(crate) enum InputError {
 }
 
 impl InputError {
-    /// Returns the error of a step of a model of other sizes, or of another kind, than the `expected` one.
+    /// Returns the error for a step whose model has other sizes, or is of another kind, than the `expected` one.
     pub(crate) fn other_model(
         step: &Step,
         expected: &ModelConfig,
@@ -416,7 +415,7 @@ pub(crate) enum RankError {
     Ended,
     #[error(transparent)]
     Input(#[from] Box<InputError>),
-    /// An error in the files of a step, which the user gave.
+    /// An error in the files of a step that the user specified.
     #[error("cannot read {}: {source}", path.display())]
     Restore {
         path: PathBuf,
@@ -456,7 +455,7 @@ pub(crate) enum RankError {
 }
 
 impl RankError {
-    /// Returns true if a file that was to be read is at fault, and not the run.
+    /// Returns true if the cause is a file that was to be read, and not the run.
     pub(crate) fn is_input(&self) -> bool {
         use burn_fsdp::checkpoint::Error::{Foreign, NotAFolder};
         matches!(

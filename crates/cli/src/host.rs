@@ -1,11 +1,11 @@
-//! The operating system's figures for memory, and its name.
+//! The operating system's memory figures, and the machine's name.
 
 use std::fs;
 use std::path::Path;
 
-/// Returns the bytes of memory that this process may use, where the system tells: its part of the machine's, which it
-/// shares with others of the run, or less if a control group or a limit of the process (`ulimit -v`, `ulimit -d`) allows
-/// less.
+/// Returns the bytes of memory that this process may use, if the system reports them. This is its part of the machine's
+/// memory, which it shares with the run's other processes. Control groups and limits of the process (`ulimit -v`,
+/// `ulimit -d`) can lower it.
 pub(crate) fn memory_bytes(processes_here: usize) -> Option<u64> {
     let shared = |bytes: u64| bytes / processes_here.max(1) as u64;
     let machine = field("/proc/meminfo", "MemTotal:").map(|kib| kib.saturating_mul(1024));
@@ -18,12 +18,12 @@ pub(crate) fn memory_bytes(processes_here: usize) -> Option<u64> {
         .min()
 }
 
-/// Returns the maximum of the bytes that this process has had resident, where the system tells.
+/// Returns the peak resident bytes of this process, if the system reports them.
 pub(crate) fn peak_rss_bytes() -> Option<u64> {
     field("/proc/self/status", "VmHWM:").map(|kib| kib.saturating_mul(1024))
 }
 
-/// Returns the bytes that this process has resident, where the system tells.
+/// Returns the resident bytes of this process, if the system reports them.
 pub(crate) fn rss_bytes() -> Option<u64> {
     field("/proc/self/status", "VmRSS:").map(|kib| kib.saturating_mul(1024))
 }
@@ -35,21 +35,20 @@ pub(crate) fn name() -> String {
     name.map_or_else(|| "unknown".to_owned(), |name| name.trim().to_owned())
 }
 
-/// Finds the number in a line such as `VmHWM:  1234 kB` of a file. There is none in one of
-/// `unlimited`.
+/// Returns the number in a line of a file such as `VmHWM:  1234 kB`; `None` for a value such as `unlimited`.
 fn field(path: &str, name: &str) -> Option<u64> {
     let text = fs::read_to_string(path).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// Lists the limits of the control groups that this process is in, of either version, and of those
-/// above.
+/// Lists the limits of the control groups that this process is in, and of their parents. Supports both versions of
+/// control groups.
 fn cgroup_limits() -> Vec<Option<u64>> {
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let mut limits = Vec::new();
     for line in groups.lines() {
-        // `0::/path` of version 2, `4:memory:/path` of version 1.
+        // `0::/path` in version 2, `4:memory:/path` in version 1.
         let mut fields = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else {
             continue;
@@ -61,7 +60,7 @@ fn cgroup_limits() -> Vec<Option<u64>> {
             }
             _ => continue,
         };
-        // In a container the path may be the host's, and only the root is there.
+        // In a container, the path may be the host's, and only the root exists.
         for above in Path::new(path.trim_start_matches('/')).ancestors() {
             let limit = fs::read_to_string(Path::new(root).join(above).join(file));
             limits.push(limit.ok().and_then(|limit| limit.trim().parse().ok()));

@@ -4,12 +4,12 @@
 //! - `train`: a training run.
 //! - `plan`: the cost of a run, without running it.
 //! - `steps`: the commands for a saved step.
-//! - `operations`: what the operations of a run carry, written and compared.
-//! - `launch`: a command that is run again when it fails. `tether`: how what it runs learns that it is gone.
-//! - `text`, `codec`, `weights`, `adapters`, `random`: generated text, text as tokens, weights that each rank reads for itself, and adapters on them, for
-//!   several of them.
+//! - `operations`: records of a run's operations, and their comparison.
+//! - `launch`: restarts a failed command. `tether`: tells the processes below `launch` that it is gone.
+//! - `text`, `codec`, `weights`, `adapters`, `random`: shared by several commands: text generation, text as tokens,
+//!   weights that each rank reads for itself, adapters on these weights, random numbers.
 //! - `bytes`, `host`, `process`, `output`, `console`: sizes, the machine, its processes, files, printing.
-//! - `error`: errors, and the exit code for each.
+//! - `error`: errors, and their exit codes.
 
 mod adapters;
 mod args;
@@ -43,7 +43,7 @@ use crate::error::Failure;
 use crate::steps::{consolidate, generate, inspect};
 use crate::train::TrainConfig;
 
-/// Counts the bytes of tests of memory.
+/// Counts bytes for memory tests.
 #[cfg(test)]
 #[global_allocator]
 static HEAP: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
@@ -85,25 +85,25 @@ fn main() -> ExitCode {
     }
 }
 
-/// Makes a limit on the size of files (`ulimit -f`) an error of the write that meets it, like a
-/// full disk, and not the end of the process.
+/// Turns a file size limit (`ulimit -f`) into an error of the write that exceeds it, like a full disk. By default it
+/// ends the process.
 fn take_file_size_limits_as_errors() {
     #[cfg(unix)]
     {
-        // A signal with a handler does not kill. Where the system refuses one, all is as it was.
+        // A signal with a handler does not kill the process. If the system refuses the handler, nothing changes.
         let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     }
 }
 
-/// Logs what `RUST_LOG` asks for, and nothing by default: errors end the run with a message of their
-/// own, and warnings about sharding are in the report, once for all ranks.
+/// Logs what `RUST_LOG` requests, and nothing by default. Errors end the run with their own message, and the report has
+/// the warnings about sharding, once for all ranks.
 fn log_to_stderr() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("off"));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(io::stderr().is_terminal())
         .with_writer(io::stderr)
-        // It would panic where stderr cannot be written.
+        // Otherwise it panics if stderr cannot be written.
         .log_internal_errors(false)
         .init();
 }

@@ -1,4 +1,4 @@
-//! The files that a run writes: checked before it starts, whole or absent after it ends.
+//! The files that a run writes: checked before it starts, and complete or absent after it ends.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
@@ -89,10 +89,10 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
     Ok(())
 }
 
-/// Returns what a file is part of that must stay as it is: a saved step, or the folder of `--init`. Beside the files of that
-/// folder there is room for others.
+/// Returns the name of the saved step or of the folder of `--init` that writing a file would damage, if any. New files
+/// may be added to the folder of `--init`.
 fn overwrites(file: &Path, init: Option<&Path>) -> Option<String> {
-    /// The ends of names of models' files.
+    /// Extensions of model files.
     const MODEL: [&str; 8] = [
         "bin",
         "gguf",
@@ -116,7 +116,7 @@ fn overwrites(file: &Path, init: Option<&Path>) -> Option<String> {
         .then(|| "is a file of the folder of --init; name another".to_owned())
 }
 
-/// Checks that graphs can be written into a folder, which has other uses in none of `taken`.
+/// Checks that graphs can be written into a folder, and that the folder has no other use in `taken`.
 fn check_graphs(
     folder: &Path,
     args: &TrainArgs,
@@ -143,7 +143,7 @@ fn check_graphs(
             "lies among the saved steps; name a folder beside them",
         ));
     }
-    // Graphs of one run would be text of the next.
+    // The graphs of one run would become the text of the next.
     let data = args.data.data.as_ref();
     match data.is_some_and(|data| identity(data).starts_with(&own)) {
         true => Err(refused("holds the text of --data; name another folder")),
@@ -151,7 +151,7 @@ fn check_graphs(
     }
 }
 
-/// Checks that a folder for graphs can be written to, and that nothing is in the way of them. Leaves nothing behind.
+/// Checks that a folder for graphs can be written to, and that no file blocks them. Leaves nothing behind.
 pub(crate) fn check_dump(folder: &Path) -> Result<(), InputError> {
     const FLAG: &str = "--dump-graphs";
     check_folder(FLAG, folder)?;
@@ -163,7 +163,7 @@ pub(crate) fn check_dump(folder: &Path) -> Result<(), InputError> {
     })
 }
 
-/// Checks that one output can be written, and leaves nothing behind.
+/// Checks that an output can be written. Leaves nothing behind.
 pub(crate) fn check_one(flag: &'static str, path: &Path) -> Result<(), InputError> {
     check_writable(path, Kind::Whole).map_err(|problem| InputError::Output {
         flag,
@@ -172,7 +172,7 @@ pub(crate) fn check_one(flag: &'static str, path: &Path) -> Result<(), InputErro
     })
 }
 
-/// Checks that neither a folder that is to be made nor one above it is a file.
+/// Checks that neither a folder that is to be created nor any of its parents is a file.
 pub(crate) fn check_folder(flag: &'static str, path: &Path) -> Result<(), InputError> {
     match path.ancestors().find(|above| above.exists()) {
         Some(above) if !above.is_dir() => Err(InputError::Output {
@@ -187,8 +187,8 @@ pub(crate) fn check_folder(flag: &'static str, path: &Path) -> Result<(), InputE
     }
 }
 
-/// Checks that a folder for the state of the ranks' optimizers can be made, and that no other run uses it. The files of a killed
-/// run are removed, also of more ranks than this one has.
+/// Checks that a folder for the ranks' optimizer state can be created, and that no other run uses it. Removes the files
+/// of a killed run, even if that run had more ranks.
 pub(crate) fn check_offload(path: &Path, ranks: usize) -> Result<(), InputError> {
     const FLAG: &str = "--offload";
     check_folder(FLAG, path)?;
@@ -204,7 +204,7 @@ pub(crate) fn check_offload(path: &Path, ranks: usize) -> Result<(), InputError>
     Ok(())
 }
 
-/// Writes a file that appears in its place only when it is complete.
+/// Writes a file that appears under its name only when it is complete.
 pub(crate) fn write_whole(
     flag: &'static str,
     path: &Path,
@@ -217,38 +217,38 @@ pub(crate) fn write_whole(
     })
 }
 
-/// Writes into a new file of a random name, and renames it when it is on disk.
+/// Writes a new file with a random name, and renames it when it is on disk.
 fn write_beside(path: &Path, contents: &[u8]) -> io::Result<()> {
     let folder = folder_of(path);
     let mut builder = Builder::new();
     builder.prefix(".").suffix(".part");
     #[cfg(unix)]
     {
-        // As any new file: for those whom the process's mask allows.
+        // As for any new file, the process's mask limits the permissions.
         let all = <fs::Permissions as std::os::unix::fs::PermissionsExt>::from_mode(0o666);
         builder.permissions(all);
     }
     let mut file = builder.tempfile_in(folder)?;
     file.write_all(contents)?;
     if let Ok(replaced) = fs::metadata(path) {
-        // Whoever has closed a file to others does not want the next one to be open.
+        // The new file must not be more readable than the file that it replaces.
         file.as_file().set_permissions(replaced.permissions())?;
     }
     file.as_file().sync_all()?;
     file.persist(path).map_err(|error| error.error)?;
-    // Where folders cannot be synced, the rename lasts when the system gets to it.
+    // If folders cannot be synced, the rename becomes durable at a later time.
     if cfg!(unix) {
         let _ = File::open(folder).and_then(|folder| folder.sync_all());
     }
     Ok(())
 }
 
-/// The way in which an output is written.
+/// The way an output is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// A write of the whole file, which replaces one that is there; that must be a plain file.
+    /// One write of the whole file, which replaces an existing one. The existing file must be a regular file.
     Whole,
-    /// A write line by line, also into a pipe or a terminal.
+    /// A write per line, possibly into a pipe or a terminal.
     Stream,
 }
 
@@ -259,7 +259,7 @@ fn check_writable(path: &Path, kind: Kind) -> Result<(), String> {
         Ok(_) if kind == Kind::Whole => {
             Err("is not a plain file, and would be replaced by one; name another".to_owned())
         }
-        // Opening a pipe waits for its reader, so it is left for when there is something to write.
+        // Opening a pipe waits for its reader, so the pipe is opened only when there is something to write.
         Ok(_) => Ok(()),
         Err(error) if error.kind() == ErrorKind::NotFound => {
             create_and_remove(path).map_err(|e| e.to_string())
@@ -277,12 +277,12 @@ fn create_and_remove(path: &Path) -> io::Result<()> {
     fs::remove_file(path)
 }
 
-/// The number of a file on this machine, the same under each of its names.
+/// A file's identity on this machine, which is the same for each of its names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct FileId(u64, u64);
 
 impl FileId {
-    /// Returns the number of a regular file; `None` on systems without such numbers.
+    /// Returns the identity of a regular file; `None` on systems that do not provide it.
     pub(crate) fn of(metadata: Option<&fs::Metadata>) -> Option<Self> {
         let metadata = metadata.filter(|metadata| metadata.is_file())?;
         #[cfg(unix)]
@@ -298,13 +298,13 @@ impl FileId {
     }
 }
 
-/// Returns true if two paths lead to one file that is there, by hard links too.
+/// Returns true if two paths lead to one existing file, also through hard links.
 fn are_one_file(one: &Path, other: &Path) -> bool {
     let id = |path| FileId::of(fs::metadata(path).ok().as_ref());
     id(one).is_some_and(|one| Some(one) == id(other))
 }
 
-/// Returns a path that is equal for all paths of one file, also of one that is not there yet.
+/// Returns a path that is equal for all paths of a file. The file need not exist.
 pub(crate) fn identity(path: &Path) -> PathBuf {
     let parts: Vec<_> = path.components().collect();
     for there in (0..=parts.len()).rev() {
@@ -331,8 +331,7 @@ fn folder_of(path: &Path) -> &Path {
     parent.unwrap_or(Path::new("."))
 }
 
-/// Returns true if a file is in the folder of checkpoints under a name like that of a step, or a
-/// hidden one.
+/// Returns true if a file is in the folder of checkpoints and has a name like a step's, or a hidden one.
 fn lies_among_steps(file: &Path, checkpoint_dir: &Path) -> bool {
     let inside = file.strip_prefix(identity(checkpoint_dir)).ok();
     let first = inside.and_then(|inside| inside.components().next());

@@ -1,31 +1,32 @@
-//! The processes of this machine, where the system lists them.
+//! The processes of this machine, if the system lists them.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// A process, as it was when it was looked at.
+/// A snapshot of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Process {
     pub(crate) id: u32,
     pub(crate) parent: u32,
-    /// The process group that it is in.
+    /// The process group of the process.
     pub(crate) group: u32,
-    /// When it was started, in ticks of the machine's clock: another process that gets the number later has another.
+    /// Its start time, in ticks of the machine's clock. It distinguishes the process from a later one with the same
+    /// number.
     pub(crate) started: u64,
 }
 
 impl Process {
-    /// Finds a process by its number; `None` if it has ended, and where the system lists none.
+    /// Finds a process by its number; `None` if it has ended, and if the system does not list processes.
     pub(crate) fn find(id: u32) -> Option<Self> {
-        // A name may be any bytes.
+        // A process name may contain any bytes.
         let text = fs::read(format!("/proc/{id}/stat")).ok()?;
         let text = String::from_utf8_lossy(&text);
         // `1 (any name) S 2 3 ..`
         let (_, fields) = text.rsplit_once(')')?;
         let fields: Vec<_> = fields.split_whitespace().collect();
         let number = |index: usize| fields.get(index)?.parse::<u64>().ok();
-        // One that has ended stays in the list until its parent asks for its exit code.
+        // A process that has ended stays in the list until its parent asks for its exit code.
         let has_ended = matches!(*fields.first()?, "Z" | "X" | "x");
         (!has_ended).then_some(Self {
             id,
@@ -35,26 +36,26 @@ impl Process {
         })
     }
 
-    /// Lists all that this process may see.
+    /// Lists all processes that are visible to this one.
     pub(crate) fn all() -> Vec<Self> {
         let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
         let ids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
         ids.filter_map(Self::find).collect()
     }
 
-    /// Returns true if this very process is still there.
+    /// Returns true if this same process still exists.
     pub(crate) fn is_alive(&self) -> bool {
         Self::find(self.id).is_some_and(|now| now.started == self.started)
     }
 
-    /// Returns true if it was started with this entry, `NAME=value`, in its environment.
+    /// Returns true if the process was started with this entry, `NAME=value`, in its environment.
     pub(crate) fn has_in_environment(&self, entry: &str) -> bool {
         let all = fs::read(format!("/proc/{}/environ", self.id)).unwrap_or_default();
         all.split(|byte| *byte == 0)
             .any(|own| own == entry.as_bytes())
     }
 
-    /// Returns true if it runs the program that this process runs.
+    /// Returns true if the process runs the same program as this one.
     pub(crate) fn is_of_this_program(&self) -> bool {
         let [other, own] = [
             format!("/proc/{}/exe", self.id),
@@ -66,7 +67,7 @@ impl Process {
         {
             return true;
         }
-        // Built again, or copied, since.
+        // The file was built again or copied in the meantime.
         let name = |path: &String| {
             let path = fs::read_link(path).ok()?;
             let name = path.file_name()?.to_str()?;
@@ -75,15 +76,15 @@ impl Process {
         name(&other).is_some_and(|other| Some(other) == name(&own))
     }
 
-    /// Lists this process, those above it, those in its process group, and all of this program: what prints the output of a run and
-    /// what passes it on to a file.
+    /// Lists this process, its ancestors, its process group, and all processes of this program. These may print the
+    /// output of a run or write it to a file.
     pub(crate) fn of_this_run() -> Vec<Self> {
         let all = Self::all();
         let find = |id: u32| all.iter().find(|process| process.id == id);
         let Some(this) = find(std::process::id()) else {
             return Vec::new();
         };
-        // No chain is longer than there are processes.
+        // A chain is at most as long as the number of processes.
         let above = std::iter::successors(Some(this), |process| find(process.parent));
         let above: Vec<_> = above.take(all.len()).map(|process| process.id).collect();
         let is_of_run = |process: &&Self| {
@@ -94,7 +95,7 @@ impl Process {
         all.iter().filter(is_of_run).copied().collect()
     }
 
-    /// Returns what it has open for writing, as far as this process may know it.
+    /// Returns the files that the process has open for writing, as far as this process can see them.
     pub(crate) fn written(&self) -> Vec<fs::Metadata> {
         let folder = format!("/proc/{}", self.id);
         let entries = fs::read_dir(format!("{folder}/fd")).into_iter().flatten();
@@ -103,7 +104,7 @@ impl Process {
             let info = fs::read_to_string(format!("{folder}/fdinfo/{name}")).unwrap_or_default();
             let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
             let flags = flags.and_then(|flags| u32::from_str_radix(flags.trim(), 8).ok());
-            // 0 is for reading alone.
+            // 0 means read-only.
             flags.is_some_and(|flags| flags & 3 != 0)
         };
         let written = names.filter(is_written);
@@ -111,7 +112,7 @@ impl Process {
         files.collect()
     }
 
-    /// Returns true if it ignores a signal.
+    /// Returns true if the process ignores a signal.
     pub(crate) fn ignores(&self, signal: i32) -> bool {
         ignores(&self.id.to_string(), signal)
     }
@@ -122,8 +123,8 @@ pub(crate) fn is_ignored(signal: i32) -> bool {
     ignores("self", signal)
 }
 
-/// Returns what tells this machine, from its start on, and the part of it that this process sees, from others: where two
-/// processes have the same, one sees the other. `None` where the system does not tell.
+/// Identifies this machine since its last boot, together with the set of processes that this process can see. Two
+/// processes with the same identity see each other. `None` if the system does not provide it.
 pub(crate) fn machine() -> Option<String> {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let seen = fs::read_link("/proc/self/ns/pid").ok()?;
@@ -160,7 +161,7 @@ mod tests {
         assert_eq!(found.parent, id());
         assert!(Process::all().contains(&found));
         assert!(found.is_alive());
-        // Only when the program has begun is the environment the one that it was given.
+        // The environment is complete only once the program has started.
         while !found.has_in_environment("BURN_FSDP_TEST=a b") {
             assert!(found.is_alive());
         }
@@ -169,7 +170,7 @@ mod tests {
         assert!(Process::of_this_run().contains(&found));
         assert!(found.written().iter().all(|file| !file.is_dir()));
         drop(child.stdin.take());
-        // It has ended when its output is over; nobody has asked for its exit code yet.
+        // The process has ended when its output is closed. Nobody has asked for its exit code yet.
         while found.is_alive() {
             std::thread::yield_now();
         }

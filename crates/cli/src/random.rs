@@ -4,14 +4,14 @@
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    /// Returns a number from 0 to below 1.
+    /// Returns a number in the range 0 to 1, excluding 1.
     pub(crate) fn next_unit(&mut self) -> f64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         (finished(self.0) >> 11) as f64 / (1u64 << 53) as f64
     }
 }
 
-/// Returns a number of which every bit depends on every bit of `value`.
+/// Returns a number in which every bit depends on every bit of `value`.
 pub(crate) fn mixed(value: u64) -> u64 {
     finished(value.wrapping_add(0x9e37_79b9_7f4a_7c15))
 }

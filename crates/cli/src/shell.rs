@@ -1,4 +1,4 @@
-//! What a shell and the manual know of the command line.
+//! Shell completions and manual pages for the command line.
 
 use clap::CommandFactory;
 use clap::error::ErrorKind;
@@ -7,7 +7,7 @@ use crate::args::{Cli, CompletionsArgs, ManualArgs};
 use crate::console;
 use crate::error::Failure;
 
-/// Prints the completions of a shell.
+/// Prints the completions for a shell.
 pub(crate) fn completions(args: &CompletionsArgs) -> Result<(), Failure> {
     let mut command = Cli::command();
     let name = command.get_name().to_owned();
@@ -16,7 +16,7 @@ pub(crate) fn completions(args: &CompletionsArgs) -> Result<(), Failure> {
     console::answer(String::from_utf8_lossy(&script).trim_end())
 }
 
-/// Prints a page of the manual. A command that is not there ends the process as any other wrong argument does.
+/// Prints a manual page. An unknown command ends the process like any other wrong argument.
 pub(crate) fn manual(args: &ManualArgs) -> Result<(), Failure> {
     let mut all = Cli::command();
     all.build();
@@ -31,7 +31,7 @@ pub(crate) fn manual(args: &ManualArgs) -> Result<(), Failure> {
         },
     };
     let mut roff = Vec::new();
-    // A vector takes everything.
+    // Writing to a vector cannot fail.
     let _ = clap_mangen::Man::new(page).render(&mut roff);
     console::answer(String::from_utf8_lossy(&roff).trim_end())
 }

@@ -1,9 +1,9 @@
-//! The tie between `launch` and what runs below it: a process of this program that `launch` has started, however deep below it,
-//! learns that `launch` is gone, whatever ended it.
+//! The tie between `launch` and the processes below it. A process of this program that `launch` has started, at any
+//! depth, is notified when `launch` is gone, for whatever reason.
 //!
-//! `launch` has the one writing end of a pipe, and all that it starts inherit the reading end: the end of its text says that
-//! `launch` is gone. Where what is between has closed the pipe, as `mpirun` does, a process of the same machine looks every moment
-//! whether `launch` is still in the list of processes.
+//! `launch` holds the only writing end of a pipe, and its descendants inherit the reading end. End of file means that
+//! `launch` is gone. A process in between may close the pipe, as `mpirun` does.
+//! A process on the same machine then checks regularly whether `launch` is still in the list of processes.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, PipeReader, PipeWriter, Read};
@@ -21,31 +21,32 @@ use serde::{Deserialize, Serialize};
 use crate::console;
 use crate::process::{Process, machine};
 
-/// The variable that tells a process by whom it was started.
+/// The variable that tells a process which `launch` started it.
 const VARIABLE: &str = "BURN_FSDP_LAUNCHED_BY";
 
-/// The time between two looks whether `launch` is alive, where there is no pipe.
+/// The time between two checks that `launch` is alive, if there is no pipe.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// The exit code of a process that SIGTERM ends, which is what the end of `launch` is to one that has nothing to save.
+/// The exit code of a process that is ended by SIGTERM. The end of `launch` has the same effect on a process that has
+/// nothing to save.
 const TOLD_TO_END: i32 = 143;
 
-/// The text of the variable.
+/// The value of the variable.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Tie {
     /// The machine of `launch`, see [`machine`].
     machine: Option<String>,
-    /// Its process.
+    /// Its process number.
     process: u32,
-    /// When it was started.
+    /// Its start time.
     started: Option<u64>,
-    /// The number of the reading end.
+    /// The file descriptor of the reading end.
     end: i32,
-    /// The number of the pipe, which a file that is opened in its place has not.
+    /// The inode number of the pipe, which distinguishes it from another file opened under the same descriptor.
     pipe: u64,
 }
 
-/// The end that `launch` holds: as long as it lives, what `launch` has started is tied to it.
+/// The end that `launch` holds. The processes that `launch` has started are tied to it while it lives.
 #[derive(Debug)]
 pub(crate) struct Tether {
     tie: Tie,
@@ -56,7 +57,7 @@ pub(crate) struct Tether {
 impl Tether {
     pub(crate) fn new() -> io::Result<Self> {
         let (reader, writer) = io::pipe()?;
-        // What is started inherits this end, and not the other.
+        // Child processes inherit this end, but not the other.
         fcntl_setfd(&reader, FdFlags::empty())?;
         let end = reader.as_raw_fd();
         let process = process::id();
@@ -74,25 +75,25 @@ impl Tether {
         })
     }
 
-    /// Returns the variable that ties a process, and its value.
+    /// Returns the name and value of the variable that ties a process.
     pub(crate) fn variable(&self) -> (&'static str, String) {
         let text = serde_json::to_string(&self.tie).unwrap_or_default();
         (VARIABLE, text)
     }
 }
 
-/// The way by which a process learns of the end of `launch`.
+/// The way in which a process is notified of the end of `launch`.
 #[derive(Debug)]
 enum Way {
     Pipe(File),
     Looks(Process),
-    /// It is gone already.
+    /// `launch` is already gone.
     Gone,
 }
 
 impl Tie {
-    /// Finds out how this process, which has inherited the tie, learns of the end; `None` if it cannot: what is between has
-    /// closed the pipe, and `launch` is elsewhere.
+    /// Finds out how this process, which has inherited the tie, is notified of the end. Returns `None` if it cannot be:
+    /// a process in between has closed the pipe, and `launch` is on another machine.
     fn way(&self) -> Option<Way> {
         let path = path_of(self.end);
         let is_pipe = |file: &fs::Metadata| file.file_type().is_fifo() && file.ino() == self.pipe;
@@ -117,7 +118,7 @@ impl Way {
             Self::Pipe(mut pipe) => loop {
                 match pipe.read(&mut [0; 64]) {
                     Ok(0) => return,
-                    // Nobody writes; and what is read in vain is waited for again.
+                    // Nobody writes to the pipe. Wait again after an unexpected read.
                     Ok(_) => {}
                     Err(error) if error.kind() == ErrorKind::Interrupted => {}
                     Err(_) => thread::sleep(LOOK_EVERY),
@@ -133,13 +134,13 @@ impl Way {
     }
 }
 
-/// The flag to raise at the end of `launch`, and whether this process is the one to say so.
+/// The flag to set at the end of `launch`, and whether this process prints the message.
 static STOP: OnceLock<(Arc<AtomicBool>, bool)> = OnceLock::new();
 
 /// True once this process is tied to a `launch`.
 static IS_TIED: AtomicBool = AtomicBool::new(false);
 
-/// Watches from a thread whether the `launch` lives that has started this process, if one has. When that is gone, the process
+/// Watches, in a thread, the `launch` that has started this process, if there is one. When it is gone, the process
 /// ends, unless it has asked to be [told](tell).
 pub(crate) fn watch() {
     let tie = env::var(VARIABLE).ok();
@@ -152,16 +153,16 @@ pub(crate) fn watch() {
         way.wait();
         end();
     };
-    // Without the thread all is as it is without `launch`.
+    // Without the thread, the process behaves as without `launch`.
     let _ = thread::Builder::new().name("tether".to_owned()).spawn(wait);
 }
 
-/// Has the flag raised at the end of `launch`, in place of the end of this process. Once per process.
+/// Requests that the end of `launch` sets this flag instead of ending this process. Call it once per process.
 pub(crate) fn tell(stop: Arc<AtomicBool>, says_so: bool) {
     let _ = STOP.set((stop, says_so));
 }
 
-/// Returns true if this process runs below a `launch` whose end it learns of, which passes signals on to it.
+/// Returns true if this process runs below a `launch`, which passes signals on to it and whose end it is notified of.
 pub(crate) fn is_tied() -> bool {
     IS_TIED.load(Ordering::Relaxed)
 }
@@ -169,7 +170,7 @@ pub(crate) fn is_tied() -> bool {
 fn end() {
     match STOP.get() {
         Some((stop, says_so)) => {
-            // First: whoever reads what is told may be gone, too, and let it wait.
+            // Set the flag first: the reader of the message may also be gone, and printing may block.
             stop.store(true, Ordering::Relaxed);
             if *says_so {
                 console::tell(
@@ -184,7 +185,7 @@ fn end() {
     }
 }
 
-/// Returns the path by which this process opens one of its open files again.
+/// Returns the path under which this process can reopen one of its open files.
 fn path_of(end: i32) -> String {
     format!("/dev/fd/{end}")
 }
@@ -207,7 +208,7 @@ mod tests {
         let tether = Tether::new().expect("a pipe");
         let other = Tether::new().expect("a pipe");
         let mut tie = tether.tie;
-        // The number that a process below has for something else.
+        // A process below uses this descriptor for another file.
         tie.end = other.tie.end;
         if tie.started.is_some() {
             let way = tie.way().expect("this process is in the list");

@@ -1,4 +1,4 @@
-//! The generation of text by a model.
+//! Text generation by a model.
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fsdp::collectives::Error as CollectiveError;
@@ -8,28 +8,27 @@ use burn_fsdp_models::{KeyValueCache, LanguageModel, TextCodec};
 use crate::error::RankError;
 use crate::random::Random;
 
-/// Divisor of logits; below 1, so that likely tokens become likelier: a little training shows
-/// better.
+/// Divisor of the logits. A value below 1 favors likely tokens, which suits models that were trained only briefly.
 pub(crate) const TEMPERATURE: f64 = 0.8;
 
-/// The configuration of a generated text.
+/// The configuration of a text generation.
 pub(crate) struct Sample<'a> {
     pub(crate) codec: &'a TextCodec,
-    /// Maximum number of tokens that the model looks back on.
+    /// Maximum number of earlier tokens that the model sees.
     pub(crate) seq: usize,
     pub(crate) num_tokens: usize,
-    /// Tokens after which the text is over.
+    /// Tokens that end the text.
     pub(crate) ends: Vec<u32>,
     pub(crate) seed: u64,
-    /// Divisor of logits; 0 for the likeliest token.
+    /// Divisor of the logits; 0 picks the likeliest token.
     pub(crate) temperature: f64,
     /// The device of the model.
     pub(crate) device: Device,
 }
 
 impl Sample<'_> {
-    /// Appends the tokens that the model generates, until there are enough, the text is over or it is told to stop,
-    /// and returns the text of all. The model is without autodiff.
+    /// Appends tokens that the model generates until there are enough, the text ends, or the run is told to stop.
+    /// Returns the text of all tokens. The model is without autodiff.
     pub(crate) fn go_on<M: LanguageModel>(
         &self,
         model: &M,
@@ -56,9 +55,11 @@ impl Sample<'_> {
         self.ends.iter().any(|end| i64::from(*end) == token)
     }
 
-    /// Returns the logits of the token after `tokens`, of those that the text can have: the vocabulary may be larger.
+    /// Returns the logits of the token after `tokens`. Only tokens that occur in text count: the vocabulary may be
+    /// larger.
     ///
-    /// Beyond the longest sequence, each token moves all before it to other positions, so that nothing of them can be kept.
+    /// Beyond the longest sequence, each token shifts all earlier ones to other positions, so the cache cannot be
+    /// reused.
     fn next_logits<M: LanguageModel>(
         &self,
         model: &M,
@@ -81,8 +82,9 @@ impl Sample<'_> {
     }
 }
 
-/// Chooses the token at `position`, from 0 to 1, of a line along which each token has a length by its
-/// likelihood, or the likeliest one at a temperature of 0; `None` of a model that has diverged and gives no numbers.
+/// Chooses the token at `position`, from 0 to 1, on a line on which each token has a length proportional to its
+/// likelihood. A temperature of 0 chooses the likeliest token. Returns `None` for a model that has diverged and gives
+/// no numbers.
 fn choose(logits: &[f32], temperature: f64, position: f64) -> Option<i64> {
     let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let divisor = if temperature > 0.0 { temperature } else { 1.0 };
@@ -102,7 +104,7 @@ fn choose(logits: &[f32], temperature: f64, position: f64) -> Option<i64> {
             return Some(token);
         }
     }
-    // By rounding.
+    // Rounding can lead here.
     Some(logits.len() as i64 - 1)
 }
 
@@ -110,9 +112,9 @@ fn choose(logits: &[f32], temperature: f64, position: f64) -> Option<i64> {
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum NextToken {
     Is(i64),
-    /// No token: the model gives no numbers to choose by.
+    /// No token: the model gives no valid numbers.
     NoNumbers,
-    /// The end: some rank was told to stop.
+    /// The end: a rank was told to stop.
     Stop,
 }
 
@@ -138,8 +140,8 @@ fn next_token(
     })
 }
 
-/// Returns bytes as text that is safe to print: bytes that are not UTF-8 and control characters are
-/// replaced, but for newlines and tabs.
+/// Returns bytes as text that is safe to print. Bytes that are not UTF-8 and control characters except newlines and
+/// tabs are replaced.
 pub(crate) fn printable(bytes: &[u8]) -> String {
     let is_safe = |c: char| !c.is_control() || c == '\n' || c == '\t';
     String::from_utf8_lossy(bytes)

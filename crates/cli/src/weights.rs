@@ -1,4 +1,4 @@
-//! Weights of files, of which each rank reads those of its shards.
+//! Weights from files. Each rank reads the weights of its shards.
 
 use std::path::Path;
 
@@ -20,7 +20,7 @@ pub(crate) fn check(model: &ModelConfig, path: &Path) -> Result<(), ModelError> 
     }
 }
 
-/// Reads this rank's shards of a sharded model. The factors of adapters stay as they are.
+/// Reads this rank's shards of a sharded model. The adapters' factors stay unchanged.
 pub(crate) fn read_shards<A: Architecture>(
     sizes: A,
     path: &Path,
@@ -38,8 +38,8 @@ pub(crate) fn read_shards<A: Architecture>(
     })
 }
 
-/// Reads this rank's part of a tensor of a compiled step; `None` for what is not in a file: everything without one, and the
-/// factors of adapters.
+/// Reads this rank's part of a tensor of a compiled step. Returns `None` for tensors that are not in a file: all
+/// tensors if there is no file, and the adapters' factors.
 pub(crate) fn read_part<A: Architecture>(
     file: Option<&WeightsFile<A>>,
     part: &ShardSpec<'_>,

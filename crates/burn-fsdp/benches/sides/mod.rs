@@ -1,4 +1,4 @@
-//! Sides of comparisons: the engines with one GPT, each on its rank's rows.
+//! The sides of comparisons: both engines with one GPT, each on its rank's rows.
 
 #![allow(dead_code, reason = "a benchmark takes of it what it needs")]
 
@@ -10,7 +10,7 @@ use burn_fsdp::optim::SealedOptimizer;
 use burn_fsdp::{Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard};
 use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream, fused};
 
-/// The default shape of the peer programs.
+/// The peer programs' default shape.
 pub(crate) const CONFIG: GptConfig = GptConfig {
     layers: 6,
     dim: 384,
@@ -18,7 +18,7 @@ pub(crate) const CONFIG: GptConfig = GptConfig {
     vocab: 4096,
     seq: 256,
 };
-/// Rows of a step in that shape, all ranks together.
+/// Rows of a step in that shape, on all ranks together.
 pub(crate) const BATCH: usize = 8;
 
 pub(crate) type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
@@ -26,7 +26,7 @@ pub(crate) type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 /// One side of a comparison.
 pub(crate) trait Side {
-    /// Makes one step; returns the loss of this rank's rows, or of all ranks'.
+    /// Runs one step. Returns the loss of this rank's rows, or of all ranks' rows.
     fn train(&mut self, batch: &Tokens) -> Result<f64, Failure>;
 }
 
@@ -58,7 +58,7 @@ impl Side for Eager {
     }
 }
 
-/// The operations that a step is traced in.
+/// The operations that a step is traced with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Operations {
     Elementary,
@@ -93,7 +93,7 @@ impl Side for Compiled {
     }
 }
 
-/// The rows of a step of `batch` rows that a rank takes, on a device.
+/// Returns a rank's rows in a step of `batch` rows, on a device.
 pub(crate) fn rows(world: &ProcessGroup, batch: usize, step: usize, device: &Device) -> Tokens {
     let rows = batch / world.size();
     let first = world.rank() * rows;
@@ -107,7 +107,7 @@ pub(crate) fn rows(world: &ProcessGroup, batch: usize, step: usize, device: &Dev
     batches.rows(step, first..first + rows).to_tensors(device)
 }
 
-/// The devices of the eager engine and of compiled steps.
+/// Returns the devices of the eager engine and of compiled steps.
 pub(crate) fn devices() -> [Device; 2] {
     [
         Device::flex().autodiff().gradient_checkpointing(),

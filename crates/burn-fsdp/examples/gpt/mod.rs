@@ -1,4 +1,4 @@
-//! What several examples train: a small GPT, on tokens that are computed.
+//! The model and the data of several examples: a small GPT, and synthetic tokens.
 
 use burn::tensor::Device;
 use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream};
@@ -14,15 +14,15 @@ const CONFIG: GptConfig = GptConfig {
 pub(crate) const STEPS: usize = 8;
 pub(crate) const RANKS: usize = 2;
 
-/// Rows of a step on each rank.
+/// Rows in a step on each rank.
 pub(crate) const ROWS: usize = 3;
 
-/// The same weights wherever they are drawn.
+/// Creates the model. The weights are the same on every rank.
 pub(crate) fn init(device: &Device) -> Gpt {
     CONFIG.init(device, 1).expect("the configuration is valid")
 }
 
-/// The batches of all ranks together.
+/// Returns the batches of all ranks together.
 pub(crate) fn batches() -> Batches {
     Batches {
         stream: TokenStream::Synthetic {

@@ -1,12 +1,13 @@
-//! The processes below `launch`: who is told of a signal, and who is waited for.
+//! The processes below `launch`: which of them receive a signal, and which of them `launch` waits for.
 //!
-//! A training is told itself, however deep below, by one signal; what stands between (shells, `timeout`, `mpirun`) is not, and
-//! ends as it always does when the training has ended. Only where there is no process of this program is the whole process group
-//! of the command told, as by a terminal. A process whose parent has died of that is told when it is seen.
+//! A training receives one signal directly, at any depth. The processes in between (shells, `timeout`, `mpirun`)
+//! receive none, and end as usual when the training has ended. Only if there is no process of this program, the whole
+//! process group of the command receives the signal, as from a terminal. A process that loses its parent through this
+//! receives the signal when it is seen.
 //!
-//! A script may go on behind a training that was told: what it does then in a short time it may do, and if that lasts the process
-//! group is told after all. Who is told itself and goes on does so by a trap of its own, and is told nothing more before the user
-//! says so again. After a second signal everything has a short time as well, and is killed then.
+//! A script may continue for a short time after its training. If it takes longer, the process group receives the signal
+//! after all. A process that received the signal and continues has its own trap for it. It receives nothing more until
+//! the user sends another signal. After a second signal, all processes have a short time to end, and are then killed.
 
 use std::collections::HashSet;
 use std::fs;
@@ -20,57 +21,57 @@ use super::signals::Order;
 use crate::console;
 use crate::process::Process;
 
-/// The time that a script has to end behind a training that was told, and that everything has to end at once: less than
-/// schedulers wait between a signal and a kill.
+/// The time that a script has to end after its training was told to end, and that all processes have to end at once. It
+/// is shorter than the time that schedulers wait between a signal and a kill.
 const GRACE: Duration = Duration::from_secs(5);
 
 /// The processes below.
 #[derive(Debug)]
 pub(super) struct Below {
-    /// The first process of the command, whose group has its number.
+    /// The first process of the command; the process group has its number.
     first: u32,
-    /// When it was started, where the system tells.
+    /// Its start time, if the system reports it.
     started: Option<u64>,
-    /// An entry that the environments of all have.
+    /// An entry that all their environments have.
     entry: String,
-    /// The order that they are told.
+    /// The order that was passed on to them.
     order: Option<Order>,
-    /// Those that were told, by number and start.
+    /// The processes that received the order, by number and start time.
     told: HashSet<(u32, u64)>,
-    /// Those of them that are waited for.
+    /// The told processes that `launch` waits for.
     awaited: Vec<Process>,
-    /// True once the group was told.
+    /// True once the process group has received the order.
     is_group_told: bool,
-    /// The others that were there when the order came.
+    /// The processes of other programs that existed when the order came.
     known: HashSet<Image>,
-    /// Since when no training is left, after the order.
+    /// The time since which no training is left, after the order.
     over_since: Option<Instant>,
-    /// When the first order came to end at once.
+    /// The time of the first order to end at once.
     at_once_since: Option<Instant>,
-    /// True once what is left was killed.
+    /// True once the remaining processes were killed.
     has_killed: bool,
 }
 
-/// A process, and the program that it runs: a shell may give its place to its last command.
+/// A process and the program that it runs. A shell may replace itself with its last command.
 type Image = (u32, u64, Option<PathBuf>);
 
-/// The processes that are there at a moment.
+/// The processes that exist at one moment.
 struct Seen {
-    /// Processes of this program, each the first of its kind on the way down.
+    /// Processes of this program that are not below another one.
     own: Vec<Process>,
     others: Vec<Process>,
 }
 
-/// What is left behind a command.
+/// The processes that a command left behind.
 pub(super) struct Left {
-    /// The number of processes that are waited for: those of this program, and those that were told to end.
+    /// The number of processes to wait for: those of this program, and those that were told to end.
     pub(super) num_awaited: usize,
     /// True if there are processes of other programs.
     pub(super) has_others: bool,
 }
 
 impl Below {
-    /// Takes the first process of a command, whose environment has this variable.
+    /// Creates the record of a command from its first process and a variable in its environment.
     pub(super) fn new(first: u32, (name, value): (&str, String)) -> Self {
         Self {
             first,
@@ -87,12 +88,12 @@ impl Below {
         }
     }
 
-    /// Passes an order on to everyone, once.
+    /// Passes an order on to all processes, once.
     pub(super) fn obey(&mut self, order: Order) {
         self.order = Some(order);
         let is_at_once = matches!(order, Order::AtOnce(_));
         if is_at_once {
-            // Again, and nobody but trainings is waited for.
+            // Tell all of them again, and wait only for trainings.
             self.told.clear();
             self.awaited.clear();
             self.at_once_since.get_or_insert_with(Instant::now);
@@ -106,7 +107,7 @@ impl Below {
         }
     }
 
-    /// Passes the order, if there is one, on to those that were not there before, or had a parent to care for them.
+    /// Passes an existing order on to processes that did not exist before or that have lost their parent.
     pub(super) fn tell_late(&mut self) {
         if self.order.is_none() {
             return;
@@ -117,11 +118,12 @@ impl Below {
         }
         let trains_on = self.tell_own(&seen);
         let late = self.late(&seen);
-        // A script that starts the next training, or a long command, when a training was told to end has to be told itself.
+        // A script that starts the next training or a long command after a training was told to end must receive the
+        // order itself.
         if (trains_on || !late.is_empty()) && !self.is_group_told {
             self.is_group_told = true;
             self.tell_group(&seen);
-            // Of another group, and below a shell that may be of another one, too.
+            // They are in another group, and so may be the shell above them.
             late.iter().for_each(|late| self.tell(late));
         }
         if self.is_group_told {
@@ -134,12 +136,12 @@ impl Below {
         }
     }
 
-    /// Returns true if something was passed on.
+    /// Returns true if an order was passed on.
     pub(super) fn has_order(&self) -> bool {
         self.order.is_some()
     }
 
-    /// Returns what is left behind the command.
+    /// Returns the processes that the command left behind.
     pub(super) fn left(&mut self) -> Left {
         self.awaited.retain(Process::is_alive);
         let awaited = &self.awaited;
@@ -155,11 +157,11 @@ impl Below {
         let parent = |of: &Process| all.iter().find(|process| process.id == of.parent);
         let this = std::process::id();
         let above = |of: &Process| {
-            // No chain is longer than there are processes.
+            // A chain is at most as long as the number of processes.
             let up = std::iter::successors(parent(of), |process| parent(process));
             up.take(all.len()).take_while(|process| process.id != this)
         };
-        // When all of the group have ended, its number may be that of another process.
+        // If the whole group has ended, another process may have its number.
         let mut holders = all.iter().filter(|process| process.id == self.first);
         let is_ours = holders.all(|holder| Some(holder.started) == self.started);
         let is_near = |process: &Process| {
@@ -174,14 +176,14 @@ impl Below {
         let below: Vec<_> = all.iter().filter(is_below).copied().collect();
         let (mut own, others): (Vec<_>, Vec<_>) =
             below.into_iter().partition(Process::is_of_this_program);
-        // A `launch` below tells those below it.
+        // A `launch` below passes the order on to the processes below itself.
         let ids: HashSet<_> = own.iter().map(|own| own.id).collect();
         own.retain(|own| !above(own).any(|up| ids.contains(&up.id)));
         Seen { own, others }
     }
 
-    /// Returns what was started after the order, and is still there when the trainings have been over for a while. What was there
-    /// before may have to wait for trainings of other machines, as `mpirun` does.
+    /// Returns processes that were started after the order and still exist some time after the end of the trainings.
+    /// Older processes may be waiting for trainings on other machines, as `mpirun` does.
     fn late(&mut self, seen: &Seen) -> Vec<Process> {
         if !seen.own.is_empty() {
             self.over_since = None;
@@ -195,7 +197,7 @@ impl Below {
         seen.others.iter().filter(is_new).copied().collect()
     }
 
-    /// Kills everything that is left.
+    /// Kills all remaining processes.
     fn kill(&mut self, seen: &Seen) {
         let left: Vec<_> = seen.own.iter().chain(&seen.others).collect();
         if !left.is_empty() && !std::mem::replace(&mut self.has_killed, true) {
@@ -207,25 +209,25 @@ impl Below {
         left.into_iter().for_each(|left| send(SIGKILL, left));
     }
 
-    /// Returns true for one that is below, whose parent is not, or no more.
+    /// Returns true for a process below whose parent is not below, or no longer exists.
     fn is_orphan(&self, process: &Process, seen: &Seen) -> bool {
         let is_parent = |other: &Process| other.id == process.parent;
         process.group != self.first && !seen.own.iter().chain(&seen.others).any(is_parent)
     }
 
-    /// Tells those of this program; returns true if one of them had not been told.
+    /// Passes the order on to processes of this program. Returns true if one of them had not received it.
     fn tell_own(&mut self, seen: &Seen) -> bool {
         let before = self.told.len();
         seen.own.iter().for_each(|own| self.tell(own));
         self.told.len() > before
     }
 
-    /// Tells one, if it has not been told.
+    /// Passes the order on to a process that has not received it.
     fn tell(&mut self, process: &Process) {
         let (signal, is_awaited) = match self.order {
             Some(Order::AtOnce(_)) if process.is_of_this_program() => (SIGQUIT, true),
             Some(Order::AtOnce(signal)) => (signal, false),
-            // Shells have what they start in the background ignore SIGINT. Who ignores SIGHUP is to outlive a terminal.
+            // Shells make background processes ignore SIGINT. A process that ignores SIGHUP should outlive a terminal.
             Some(Order::End(signal)) if signal != SIGHUP && process.ignores(signal) => {
                 (SIGTERM, true)
             }
@@ -240,7 +242,8 @@ impl Below {
         }
     }
 
-    /// Tells the process group of the command, if it has a member. Where the system lists no processes, it is all there is.
+    /// Passes the order on to the process group of the command, if it has a member. If the system lists no processes,
+    /// this is the only way.
     fn tell_group(&mut self, seen: &Seen) {
         let Some(Order::End(signal) | Order::AtOnce(signal)) = self.order else {
             return;
@@ -249,7 +252,7 @@ impl Below {
         let members: Vec<_> = seen.others.iter().filter(is_member).copied().collect();
         let is_listed = Process::find(std::process::id()).is_some();
         if !is_listed || !members.is_empty() {
-            // The last may have ended meanwhile.
+            // The last member may have ended in the meantime.
             kill(signal, &format!("-{}", self.first));
         }
         for member in members {
@@ -261,7 +264,7 @@ impl Below {
     }
 }
 
-/// Returns true when what began then has had its time.
+/// Returns true if the grace period since that time is over.
 fn is_over(since: Option<Instant>) -> bool {
     since.is_some_and(|since| since.elapsed() >= GRACE)
 }
@@ -271,7 +274,7 @@ fn image(process: &Process) -> Image {
     (process.id, process.started, program.ok())
 }
 
-/// Sends a signal to a process, and says so if that cannot be.
+/// Sends a signal to a process, and prints a warning if this fails.
 fn send(signal: i32, process: &Process) {
     if !kill(signal, &process.id.to_string()) && process.is_alive() {
         console::tell(format_args!(
@@ -281,7 +284,8 @@ fn send(signal: i32, process: &Process) {
     }
 }
 
-/// Returns true if the signal was sent. The standard library can send none but SIGKILL; every shell can.
+/// Returns true if the signal was sent. The standard library can only send SIGKILL, but every shell can send any
+/// signal.
 fn kill(signal: i32, target: &str) -> bool {
     let line = format!("kill -{signal} {target} 2>/dev/null");
     let sent = Command::new("sh").args(["-c", &line]).status();

@@ -1,4 +1,4 @@
-//! Running a training again after a failure, and handing signals to it.
+//! Restarts of a failed training, and signals for it.
 
 mod below;
 mod signals;
@@ -48,20 +48,20 @@ after its trainings. What ignores the first signal, or has a trap for it, is wai
 everything that is left is killed. If this process is killed, the trainings below save and end as well. The exit code is the command's, 128 + N where signal N ended
 it.";
 
-/// Exit code of a command that could not understand its input: it would not the next time either.
+/// Exit code of a command with an error in its input, which a restart would not change.
 const INPUT: i32 = 2;
 
-/// The time between two looks whether the command has ended.
+/// The time between two checks whether the command has ended.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// The time between two looks at what is below it, while that ends.
+/// The time between two checks of the processes below, while the command is ending.
 const LOOK_BELOW_EVERY: Duration = Duration::from_millis(100);
 
-/// The time for which what a command leaves behind may still become a training: `setsid` and `nohup` leave a process that runs
-/// the next program only when they have ended.
+/// The time in which a process that a command leaves behind may still become a training: `setsid` and `nohup` leave a
+/// process that starts the next program only after they have ended.
 const SETTLING: Duration = Duration::from_secs(1);
 
-/// The maximum of the pause before a restart.
+/// The longest pause before a restart.
 const MOST_PAUSE: Duration = Duration::from_secs(30);
 
 /// The variable of the command's environment with the number of the restart.
@@ -70,8 +70,8 @@ pub(crate) const RESTART: &str = "BURN_FSDP_RESTART";
 /// The placeholder for the number of ranks.
 const RANKS: &str = "{ranks}";
 
-/// Runs the command until it succeeds, and at most as many times again as the arguments allow. Returns the exit code
-/// of its last run.
+/// Runs the command until it succeeds, with at most as many restarts as the arguments allow. Returns the exit code of
+/// its last run.
 pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode, Failure> {
     check(args)?;
     let signals = Signals::obey();
@@ -114,7 +114,7 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode, Failure> {
     }
 }
 
-/// Refuses what could not do what it says.
+/// Rejects arguments that could not have the intended effect.
 fn check(args: &LaunchArgs) -> Result<(), InputError> {
     let has_place = args.command.iter().any(|word| word.contains(RANKS));
     if !args.ranks.is_empty() && !has_place {
@@ -140,7 +140,7 @@ fn check(args: &LaunchArgs) -> Result<(), InputError> {
     Ok(())
 }
 
-/// Starts the command, with the number of ranks of this attempt in the place of `{ranks}`.
+/// Starts the command, with this attempt's number of ranks in place of `{ranks}`.
 fn start(args: &LaunchArgs, restarts: usize, tether: &Tether) -> Result<Child, InputError> {
     let ranks = args.ranks.get(restarts).or(args.ranks.last());
     let filled = |word: &String| match ranks {
@@ -153,7 +153,7 @@ fn start(args: &LaunchArgs, restarts: usize, tether: &Tether) -> Result<Child, I
     command.args(words);
     let (tie, value) = tether.variable();
     command.env(RESTART, restarts.to_string()).env(tie, value);
-    // A signal of the terminal comes to this process alone, which passes it on: once.
+    // Only this process receives a terminal's signal, and it passes the signal on once.
     command.process_group(0);
     command.spawn().map_err(|error| cannot_run(args, &error))
 }
@@ -165,8 +165,8 @@ fn cannot_run(args: &LaunchArgs, error: &std::io::Error) -> InputError {
     }
 }
 
-/// Waits for the end of the command and of the trainings below it, and passes signals on. Trainings that a command leaves
-/// behind which has failed are told to end: they would be in the way of its next start.
+/// Waits for the end of the command and of the trainings below it, and passes signals on. Trainings that a failed
+/// command leaves behind are told to end, because they would block the next start.
 fn wait(child: &mut Child, below: &mut Below, signals: &Signals) -> std::io::Result<ExitStatus> {
     let mut ended = None;
     let mut look_at = Instant::now();
@@ -193,7 +193,7 @@ fn wait(child: &mut Child, below: &mut Below, signals: &Signals) -> std::io::Res
                 } = below.left();
                 let may_train = Instant::now() < settled_at && !below.has_order() && has_others;
                 let is_empty = num_awaited == 0 && !may_train;
-                // A process that begins a program has no environment for a moment, and is not seen.
+                // While a process starts a program, it has no environment for a moment, and is not seen.
                 if is_empty && was_empty {
                     return Ok(status);
                 }
@@ -210,7 +210,7 @@ fn wait(child: &mut Child, below: &mut Below, signals: &Signals) -> std::io::Res
     }
 }
 
-/// Returns the exit code of a command, as a shell counts it where a signal ended it.
+/// Returns the exit code of a command; for a signal, the code that a shell would report.
 fn code_of(status: ExitStatus) -> i32 {
     match status.signal() {
         Some(signal) => 128 + signal,

@@ -1,4 +1,4 @@
-//! The signals that end a command, so that no restart follows.
+//! The signals that end a command and prevent restarts.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -11,36 +11,37 @@ use signal_hook::flag;
 use crate::process::is_ignored;
 use crate::tether;
 
-/// The time in which signals are one request: `timeout` and some schedulers tell a process and then its group.
+/// The time in which several signals count as one request: `timeout` and some schedulers signal a process and then its
+/// group.
 pub(crate) const ONE_REQUEST: Duration = Duration::from_secs(1);
 
-/// The request of a signal.
+/// The request that a signal makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Order {
-    /// To end in good order; the first signal.
+    /// End in good order: the first signal.
     End(i32),
-    /// To end at once: a later signal, or SIGQUIT.
+    /// End at once: a later signal, or SIGQUIT.
     AtOnce(i32),
 }
 
-/// The signals that this process hears.
+/// The signals that this process handles.
 #[derive(Debug)]
 pub(super) struct Signals {
-    /// Each with a flag that is up from when it comes until it is taken.
+    /// Each signal with a flag that is set when the signal arrives and cleared when it is taken.
     flags: Vec<(i32, Arc<AtomicBool>)>,
-    /// When the first was taken.
+    /// The time when the first signal was taken.
     first: Cell<Option<Instant>>,
 }
 
 impl Signals {
-    /// Registers them: this process lives until the command has ended. Those that it was started to ignore, as by
-    /// `nohup`, it goes on to ignore. The end of a `launch` above is as SIGTERM.
+    /// Registers the signals, because this process lives until the command has ended. Signals that this process was
+    /// started to ignore, as by `nohup`, stay ignored. The end of a parent `launch` counts as SIGTERM.
     pub(super) fn obey() -> Self {
         let signals = [SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGQUIT].into_iter();
         let flags = signals.filter(|signal| !is_ignored(*signal));
         let flags = flags.map(|signal| {
             let flag = Arc::new(AtomicBool::new(false));
-            // Where the system refuses, signals do what they always did.
+            // If the system refuses, signals keep their default effect.
             let _ = flag::register(signal, flag.clone());
             (signal, flag)
         });
@@ -54,7 +55,7 @@ impl Signals {
         }
     }
 
-    /// Takes what has come since the last time.
+    /// Takes the signals that have arrived since the last call.
     pub(super) fn take(&self) -> Option<Order> {
         let flags = self.flags.iter();
         let come = flags.filter(|(_, flag)| flag.swap(false, Ordering::Relaxed));
@@ -72,7 +73,7 @@ impl Signals {
         }
     }
 
-    /// Returns true if any was taken.
+    /// Returns true if any signal was taken.
     pub(super) fn have_come(&self) -> bool {
         self.first.get().is_some()
     }

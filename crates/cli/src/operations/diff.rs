@@ -27,30 +27,30 @@ Example:
 
 Exit code: 0 if all operations carry the same bytes on all ranks, 3 if not";
 
-/// The operations of a run, by rank, in the order in which they ended.
+/// The operations of a run, by rank, in the order in which they finished.
 type Run = Vec<Vec<Line>>;
 
-/// The way in which two runs differ in an operation.
+/// The way two runs differ in an operation.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum How {
-    /// The first run did it alone: the second one did something else, or nothing more.
+    /// Only one run has this operation. The other has another one in its place, or none.
     OtherCall(Option<String>),
-    /// A tensor that the rank gave.
+    /// A tensor that the rank sent.
     Gave(usize),
-    /// A tensor that the rank got, although it gave the same.
+    /// A tensor that the rank received, although it sent the same bytes.
     Got(usize),
 }
 
-/// The first difference of a rank.
+/// The first difference on a rank.
 #[derive(Debug)]
 struct Difference {
     how: How,
-    /// The index of the operation among those of the rank.
+    /// The operation's index in the rank's operations.
     index: usize,
     line: Line,
 }
 
-/// Prints that two runs carry the same; the first difference is the error.
+/// Prints that two runs carry the same bytes. The first difference is returned as an error.
 pub(crate) fn run(args: &DiffArgs) -> Result<(), Failure> {
     let [a, b] = [&args.run_a, &args.run_b].map(|folder| read(folder));
     let (a, b) = (a?, b?);
@@ -60,7 +60,7 @@ pub(crate) fn run(args: &DiffArgs) -> Result<(), Failure> {
     }
     let ranks = a.iter().zip(&b).enumerate();
     let firsts = ranks.filter_map(|(rank, (a, b))| Some((rank, first(a, b)?)));
-    // The earliest step; in it who gives something else, before those who get it.
+    // The earliest step counts. Within a step, a rank that sends other bytes comes before the ranks that receive them.
     let key = |(rank, found): &(usize, Difference)| {
         (found.line.step, found.how.clone(), found.index, *rank)
     };
@@ -78,12 +78,12 @@ pub(crate) fn run(args: &DiffArgs) -> Result<(), Failure> {
     }
 }
 
-/// Returns the first operation in which a rank's runs differ. Operations of a group are compared by their number, as
-/// those of different groups may end in another order.
+/// Returns the first operation in which a rank's runs differ. A group's operations are compared by their number,
+/// because operations of different groups may finish in another order.
 fn first(a: &[Line], b: &[Line]) -> Option<Difference> {
     let key = |line: &Line| (line.group.clone(), line.sequence);
     let mut others: HashMap<_, Vec<&Line>> = HashMap::new();
-    // Groups of one name follow each other: the last comes first here.
+    // Several groups may have the same name, one after the other. Here the last comes first.
     b.iter()
         .rev()
         .for_each(|line| others.entry(key(line)).or_default().push(line));
@@ -97,7 +97,7 @@ fn first(a: &[Line], b: &[Line]) -> Option<Difference> {
         })
     };
     let found = a.iter().enumerate().find_map(differs);
-    // What the second run did beyond.
+    // The second run has an additional operation.
     let beyond = || {
         let line = b.get(a.len())?;
         Some(Difference {
@@ -121,7 +121,7 @@ fn difference(line: &Line, other: Option<&Line>) -> Option<How> {
         return Some(How::OtherCall(Some(call)));
     }
     let position = |a: &[u64], b: &[u64]| a.iter().zip(b).position(|(a, b)| a != b);
-    // What a rank gives has an entry for each rank and part.
+    // What a rank sends has an entry for each rank and part.
     let parts = line.got.len().max(1);
     let gave = position(&line.given, &other.given).map(|index| How::Gave(index % parts));
     gave.or_else(|| position(&line.got, &other.got).map(How::Got))
@@ -146,7 +146,7 @@ fn read(folder: &Path) -> Result<Run, InputError> {
     std::iter::once(Ok(first)).chain(others).collect()
 }
 
-/// Returns the number of ranks that the file of a rank says, and its operations.
+/// Returns the number of ranks in the header of a rank's file, and the operations in the file.
 fn read_rank(folder: &Path, rank: usize) -> Result<(usize, Vec<Line>), InputError> {
     let path = folder.join(file_name(rank));
     let text = fs::read_to_string(&path).map_err(|error| unreadable(&path, error))?;
@@ -166,12 +166,12 @@ fn read_rank(folder: &Path, rank: usize) -> Result<(usize, Vec<Line>), InputErro
     Ok((header.ranks, lines.collect::<Result<_, _>>()?))
 }
 
-/// Returns what a line says, which has this number.
+/// Parses the line with this number.
 fn parsed<T: DeserializeOwned>(
     path: &Path,
     (line, number): (&str, usize),
 ) -> Result<T, InputError> {
-    // The reader counts lines for itself, and has seen one.
+    // The parser counts lines from its own input, which is a single line.
     let problem = |error: serde_json::Error| {
         let text = error.to_string();
         let text = text.split(" at line ").next().unwrap_or_default();

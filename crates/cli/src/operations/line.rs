@@ -1,9 +1,9 @@
-//! The lines of a rank's file: whose it is, and one for each operation.
+//! The lines of a rank's file: a header, and one line for each operation.
 
 use burn_fsdp::collectives::Carried;
 use serde::{Deserialize, Serialize};
 
-/// What an operation carried; see [`Carried`].
+/// The contents of an operation; see [`Carried`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Line {
     pub(super) step: Option<u64>,
@@ -31,7 +31,7 @@ impl From<Carried> for Line {
     }
 }
 
-/// The first line of a file: whose it is.
+/// The first line of a file, which identifies its rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Header {
     pub(super) rank: usize,
@@ -39,7 +39,7 @@ pub(super) struct Header {
     pub(super) ranks: usize,
 }
 
-/// Returns the name of the file of a rank.
+/// Returns the name of a rank's file.
 pub(super) fn file_name(rank: usize) -> String {
     format!("rank-{rank}.jsonl")
 }

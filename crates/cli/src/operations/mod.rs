@@ -1,4 +1,4 @@
-//! The operations of a run, written down and compared with those of another.
+//! Records of a run's operations, and their comparison between runs.
 
 pub(crate) mod diff;
 mod line;

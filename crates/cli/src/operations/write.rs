@@ -1,4 +1,4 @@
-//! Writing the operations of a run.
+//! The record of a run's operations.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -12,12 +12,12 @@ use super::line::{Header, Line, file_name};
 use crate::console;
 use crate::error::InputError;
 
-/// What was told of operations that could not be written, if anything was.
+/// The warning about operations that could not be written, if there was one.
 pub(crate) type Lost = Arc<OnceLock<String>>;
 
-/// Writes from now on a line for each operation of this rank, into a file of its own in the folder, which is made
-/// where it is not there. Lines that cannot be written are told once; the training goes on. Returns where that is kept, for
-/// the report.
+/// Starts writing a line for each operation of this rank into its own file in the folder. Creates the folder if
+/// necessary. The first line that cannot be written causes a warning, and the training continues. Returns the place of
+/// that warning, for the report.
 pub(crate) fn write(folder: &Path, world: &ProcessGroup) -> Result<Lost, InputError> {
     let path = folder.join(file_name(world.rank()));
     let created = fs::create_dir_all(folder)
@@ -42,20 +42,20 @@ pub(crate) fn write(folder: &Path, world: &ProcessGroup) -> Result<Lost, InputEr
         }
         let written = serde_json::to_string(&Line::from(carried))
             .map_err(io::Error::from)
-            // In one piece, so that a rank that is stopped leaves no half of a line.
+            // One write, so a rank that is stopped does not leave half a line.
             .and_then(|line| file.write_all(format!("{line}\n").as_bytes()));
         if let Err(error) = written {
             let path = path.display();
             let problem = format!("no more operations are written to {path}: {error}");
             console::tell(format_args!("warning: {problem}"));
-            // Set once, as it was not there a moment ago.
+            // The warning was not set above, so this sets it.
             let _ = told.set(problem);
         }
     });
     Ok(lost)
 }
 
-/// Removes what a run of more ranks has left in the folder; rank 0 does.
+/// Removes the files that a run of more ranks left in the folder. Only rank 0 does this.
 fn remove_others(folder: &Path, world: &ProcessGroup) -> io::Result<()> {
     if world.rank() > 0 {
         return Ok(());

@@ -1,4 +1,4 @@
-//! The models that are known by name.
+//! The models that have a name.
 
 use burn_fsdp::plan::Transformer;
 use burn_fsdp_models::{GptConfig, LlamaConfig};
@@ -6,7 +6,7 @@ use burn_fsdp_models::{GptConfig, LlamaConfig};
 use crate::args::ModelArg;
 use crate::error::InputError;
 
-/// A configuration that is known by name.
+/// A configuration that has a name.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Preset {
     Gpt(GptConfig),
@@ -43,7 +43,7 @@ impl Preset {
         }
     }
 
-    /// Returns the same model with that many blocks.
+    /// Returns the same model with this number of blocks.
     pub(crate) fn with_layers(self, layers: usize) -> Self {
         match self {
             Self::Gpt(config) => Self::Gpt(GptConfig { layers, ..config }),
@@ -51,7 +51,7 @@ impl Preset {
         }
     }
 
-    /// Returns the same model with blocks of a few elements.
+    /// Returns the same model with blocks of only a few elements.
     pub(crate) fn narrow(self) -> Self {
         match self {
             Self::Gpt(config) => Self::Gpt(GptConfig {
@@ -73,7 +73,7 @@ impl Preset {
         }
     }
 
-    /// Returns the sizes that formulas need.
+    /// Returns the sizes that the formulas need.
     pub(crate) fn transformer(&self, name: &str) -> Transformer {
         match *self {
             Self::Gpt(config) => gpt(&config, &format!("gpt {name}")),

@@ -1,4 +1,4 @@
-//! The proof of a plan, as it is printed.
+//! The proof of a plan, as printed.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use burn_fsdp::compile::{Error, prove};
 use burn_fsdp::plan::TracedEstimate;
 use serde::Serialize;
 
-/// An estimate, with the proof that was asked for.
+/// An estimate, with the requested proof.
 #[derive(Serialize)]
 pub(super) struct Proved<'a> {
     #[serde(flatten)]
@@ -18,7 +18,7 @@ pub(super) struct Proved<'a> {
     pub(super) proof: Option<Proof>,
 }
 
-/// A proof of the plan of a narrow form of a model.
+/// A proof of the plan for a narrow version of a model.
 #[derive(Serialize)]
 pub(super) struct Proof {
     blocks: usize,
@@ -26,11 +26,11 @@ pub(super) struct Proof {
     num_nodes: usize,
     num_tensors: usize,
     seconds: f64,
-    /// Passes that made the plan, in order.
+    /// Passes that produced the plan, in order.
     passes: Vec<String>,
-    /// Operations of which nothing is known but that equal operands give equal results.
+    /// Operations about which the proof only assumes that equal operands give equal results.
     taken_as_they_are: Vec<String>,
-    /// Kernels that were compared with what they are composed of on random numbers.
+    /// Kernels that were compared with their composition of simple operations, on random numbers.
     checked_in_floats: Vec<String>,
 }
 
@@ -62,7 +62,7 @@ impl fmt::Display for Proof {
 }
 
 impl Proof {
-    /// Proves the last of `stages` from the first, and names the pass at fault if it cannot.
+    /// Proves that the last of `stages` follows from the first. If it cannot, the error names the pass at fault.
     pub(super) fn of(stages: &[Graph], blocks: usize, ranks: usize) -> Result<Self, Error> {
         let certificate = prove(stages, &Mesh::line("data", ranks)?, None)?;
         Ok(Self {

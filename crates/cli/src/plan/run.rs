@@ -1,4 +1,4 @@
-//! The plan of a training from arguments to printed text, JSON or a drawing.
+//! The plan of a training, from arguments to printed text, JSON or a drawing.
 
 use burn::module::Module;
 use burn::optim::AdamWConfig;
@@ -21,14 +21,14 @@ use crate::plan::preset::Preset;
 use crate::plan::proof::{Proof, Proved};
 use crate::{console, output};
 
-/// Maximum number of ranks. More is refused, as are more tokens, so that no product overflows.
+/// Maximum number of ranks. More ranks, like more tokens, are refused, so no product overflows.
 const MOST_RANKS: usize = 1 << 20;
 const MOST_TOKENS: usize = 1 << 24;
-/// Numbers of blocks from which models of more blocks are extrapolated.
+/// Numbers of blocks from which larger models are extrapolated.
 const FEW_BLOCKS: usize = 6;
 const MORE_BLOCKS: usize = 8;
 
-/// Plans, and prints or draws what the arguments ask for.
+/// Computes the plan, and prints or draws the requested output.
 pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
     let name = &args.preset;
     let preset = Preset::named(args.model, name)?;
@@ -107,7 +107,7 @@ fn traced(
     })
 }
 
-/// Proves that the passes make a plan of all blocks that computes what was traced.
+/// Proves that the passes produce a plan of all blocks that computes the traced step.
 fn proof(args: &PlanArgs, preset: &Preset, job: &Job) -> Result<Proof, InputError> {
     const MOST_PROVED_RANKS: usize = 8;
     let narrow = preset.narrow();
@@ -128,7 +128,7 @@ fn proof(args: &PlanArgs, preset: &Preset, job: &Job) -> Result<Proof, InputErro
     )?)
 }
 
-/// Returns the plan of a traced step, and its peak if nothing were computed again.
+/// Returns the plan of a traced step, and its peak without recomputation.
 fn traced_blocks(
     args: &PlanArgs,
     preset: &Preset,
@@ -167,7 +167,7 @@ fn options(args: &PlanArgs, preset: &Preset, job: &Job) -> Options {
 
 type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
 
-/// Traces the train step of a preset, before it is divided.
+/// Traces the train step of a preset, before it is sharded.
 fn traced_graph(preset: &Preset, job: &Job) -> Result<Graph, InputError> {
     let expected = "presets are valid, their tests say";
     match *preset {
@@ -189,7 +189,7 @@ fn step<M: Module>(
     loss: impl Fn(&M, Tokens) -> Tensor<1>,
     job: &Job,
 ) -> Result<Graph, InputError> {
-    // One element, seen as many: only the shape is used.
+    // One element, expanded to the full shape: only the shape is used.
     let tokens = || Tensor::<2, Int>::zeros([1, 1], &Device::flex()).expand([job.batch, job.seq]);
     let optimizer = AdamWConfig::new().build();
     let batch = (tokens(), tokens());
@@ -270,7 +270,7 @@ fn precision(args: &PlanArgs) -> Precision {
     }
 }
 
-/// Returns the types in which a compiled step of a job computes.
+/// Returns the compute types of a job's compiled step.
 fn compute_types(job: &Job) -> burn_fsdp::Precision {
     match job.precision {
         Precision::F32 => burn_fsdp::Precision::default(),
@@ -294,7 +294,7 @@ fn check_compiled(args: &PlanArgs) -> Result<(), InputError> {
     Ok(())
 }
 
-/// Describes the job that is planned, with its assumptions.
+/// Describes the planned job and its assumptions.
 fn heading(job: &Job, how: &str) -> String {
     let billions = job.model.num_params() as f64 / 1e9;
     let precision = match job.precision {

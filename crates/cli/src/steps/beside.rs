@@ -1,4 +1,5 @@
-//! What a folder in Hugging Face's form has beside weights and sizes: how text becomes tokens, and where it ends.
+//! The parts of a folder in Hugging Face's format other than weights and sizes: the tokenizer, and the tokens that end
+//! a text.
 
 use std::fs;
 use std::path::Path;
@@ -8,10 +9,10 @@ use serde_json::Value;
 
 use crate::error::InputError;
 
-/// The ids of tokens that a `config.json` says, beside sizes.
+/// The token ids in a `config.json`.
 const IDS: [&str; 3] = ["bos_token_id", "eos_token_id", "pad_token_id"];
 
-/// The names of the files, or what they begin with.
+/// The file names, or prefixes of them.
 const FILES: [&str; 8] = [
     "added_tokens.json",
     "chat_template.",
@@ -23,16 +24,16 @@ const FILES: [&str; 8] = [
     "vocab.",
 ];
 
-/// The files of such a folder, and the ids of its `config.json`.
+/// These files of a folder, and the token ids of its `config.json`.
 #[derive(Debug, Default)]
 pub(crate) struct Beside {
-    /// By name, in order.
+    /// Sorted by name.
     pub(crate) files: Vec<(String, Vec<u8>)>,
     ids: Vec<(&'static str, Value)>,
 }
 
 impl Beside {
-    /// Reads those of a folder whose model has the sizes of this one. Another's tokens would be no tokens of it.
+    /// Reads a folder whose model has the same sizes as this one. Token ids of another model would be wrong for it.
     pub(crate) fn of(model: &ModelConfig, folder: &Path) -> Result<Self, InputError> {
         let unfit = |problem: String| InputError::Beside {
             path: folder.to_owned(),
@@ -81,7 +82,7 @@ impl Beside {
         Ok(beside)
     }
 
-    /// Says the ids in a `config.json` of sizes.
+    /// Adds the token ids to a `config.json` that has the sizes.
     pub(crate) fn complete(&self, config: &mut Value) {
         if let Some(config) = config.as_object_mut() {
             for (name, id) in &self.ids {

@@ -72,7 +72,7 @@ fn write(args: &ConsolidateArgs, step: &Step) -> Result<Consolidated, Failure> {
     let config = ConsolidationConfig {
         max_shard_size: args.max_shard_size,
         replace: args.overwrite,
-        // `format: pt` is said of what PyTorch can read.
+        // `format: pt` marks files that PyTorch can read.
         metadata: match table {
             Some(_) => defaults.metadata,
             None => HashMap::from([("producer".to_owned(), "burn-fsdp".to_owned())]),
@@ -90,7 +90,7 @@ fn write(args: &ConsolidateArgs, step: &Step) -> Result<Consolidated, Failure> {
     Ok(written.map_err(InputError::from)?)
 }
 
-/// Writes a folder with everything that a reader of Hugging Face's models asks for.
+/// Writes a folder with all files that a reader of Hugging Face's models needs.
 fn write_hugging_face(args: &ConsolidateArgs, step: &Step) -> Result<Consolidated, Failure> {
     if args.names == Some(NamesArg::Burn) {
         return Err(InputError::Excludes {
@@ -140,13 +140,13 @@ fn text_of(json: &Value) -> Vec<u8> {
     format!("{json:#}\n").into_bytes()
 }
 
-/// Returns the model that was saved, if it is one that this command knows.
+/// Returns the saved model, if this command knows it.
 fn model_of(step: &Step) -> Option<ModelConfig> {
     serde_json::from_value(step.index().model.clone()).ok()
 }
 
-/// Returns, by path, the name and orientation in which every tensor of the step's model is written.
-/// The step's model has these tensors and no others.
+/// Returns the name and orientation with which each tensor of the step's model is written, by path. Checks that the
+/// step's model has exactly these tensors.
 fn table(step: &Step) -> Result<BTreeMap<String, PlainTensor>, InputError> {
     let model = model_of(step).ok_or_else(|| no_table(step))?;
     let other = |expected: String, found: String| other_tensors(step, &model, expected, found);
@@ -181,7 +181,8 @@ fn table(step: &Step) -> Result<BTreeMap<String, PlainTensor>, InputError> {
     Ok(parameters.into_iter().map(entry).collect())
 }
 
-/// Returns the table of a model, which is not made of sizes that anyone may have written: of no more layers than tensors.
+/// Returns the table of a model. The sizes come from a file and may be anything, so the number of layers must not
+/// exceed the number of tensors.
 fn bounded_table(step: &Step, model: &ModelConfig) -> Result<Vec<ParameterSpec>, InputError> {
     let num_tensors = step.index().tensors.len();
     if model.num_layers() > num_tensors {

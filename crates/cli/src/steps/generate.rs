@@ -25,14 +25,14 @@ use crate::text::{Sample, printable};
 use crate::train::{Ranks, tokenizer_of};
 use crate::weights;
 
-/// What the ranks generate from.
+/// The ranks' input for the generation.
 struct Job {
     args: GenerateArgs,
     model: ModelConfig,
     adapters: Option<AdapterSizes>,
     step: Option<Step>,
     codec: TextCodec,
-    /// Tokens after which the text is over, as the folder of --init says.
+    /// Tokens that end the text, from the folder of --init.
     ends: Vec<u32>,
     prompt: Vec<i64>,
 }
@@ -54,7 +54,7 @@ pub(crate) fn run(args: GenerateArgs) -> Result<(), Failure> {
     }
 }
 
-/// Says which settings of a folder would have transformers choose other tokens.
+/// Warns about the folder's settings with which transformers would choose other tokens.
 fn warn_of_rules(folder: &Path) -> Result<(), InputError> {
     let rules = ModelConfig::generation_rules(folder)?;
     if !rules.is_empty() {
@@ -104,7 +104,7 @@ fn on_ranks(job: Job, ranks: &Ranks, threads: usize) -> Result<Vec<u8>, Failure>
 }
 
 impl Job {
-    /// Finds the model, and checks all files before any rank starts.
+    /// Finds the model. Checks all files before any rank starts.
     fn new(args: GenerateArgs, step: Option<Step>, ranks: &Ranks) -> Result<Self, InputError> {
         let training = step.as_ref().map(|step| &step.index().training);
         let adapters = training.and_then(Adapters::of_step);
@@ -144,7 +144,8 @@ impl Job {
         }
     }
 
-    /// Generates on one rank. The shards of a unit are gathered around its use, and no two units are whole at once. Collective.
+    /// Generates on one rank. A unit's shards are gathered around its use, and no two units are full at once.
+    /// Collective.
     fn generate<A: Architecture>(
         &self,
         sizes: A,
@@ -186,7 +187,7 @@ impl Job {
     }
 }
 
-/// Reads this rank's part of a parameter of a folder. The factors of adapters are those of the step.
+/// Reads this rank's part of a parameter from a folder. Adapters' factors come from the step.
 fn of_file<A: Architecture>(
     weights: &WeightsFile<A>,
     part: &InitialPart<'_>,
@@ -200,7 +201,7 @@ fn of_file<A: Architecture>(
     ))
 }
 
-/// Reads this rank's part of a parameter of a step.
+/// Reads this rank's part of a parameter from a step.
 fn of_step(step: &Step, part: &InitialPart<'_>) -> Result<Option<Vec<u8>>, RankError> {
     let expected = ExpectedTensor {
         name: part.path.to_owned(),
@@ -221,14 +222,14 @@ fn unread(step: &Step, error: impl Into<RankError>) -> RankError {
     }
 }
 
-/// Returns the model of a folder in Hugging Face's form, which has its weights.
+/// Returns the model of a folder in Hugging Face's format that has its weights.
 fn model_of_folder(folder: &Path) -> Result<ModelConfig, InputError> {
     let model = ModelConfig::from_hugging_face(folder)?;
     weights::check(&model, folder)?;
     Ok(model)
 }
 
-/// Returns the model of a folder, on which a step has adapters.
+/// Returns the model of the folder that a step's adapters belong to.
 fn adapted_model(
     step: &Step,
     adapters: Option<AdapterSizes>,
@@ -248,10 +249,10 @@ fn adapted_model(
     }
 }
 
-/// Returns the configuration in the index, if the tensors beside it are of such a model.
+/// Returns the configuration in the index, if the step's tensors match such a model.
 ///
-/// The index may be from anyone, and its configuration may ask for a model of any size. That of the
-/// tensors is bounded by the files, so it is compared before a model is made.
+/// The index may come from anyone, and its configuration may describe a model of any size. The size of the tensors is
+/// bounded by the files, so it is compared before a model is created.
 fn whole_model(step: &Step, adapters: Option<AdapterSizes>) -> Result<ModelConfig, InputError> {
     let unknown = |problem: String| unknown(step.path(), problem);
     if adapters.is_some() {
@@ -266,7 +267,7 @@ fn whole_model(step: &Step, adapters: Option<AdapterSizes>) -> Result<ModelConfi
         .filter(|tensor| tensor.kind == TensorKind::Parameter)
         .collect();
     let elements: usize = parameters.iter().map(|tensor| tensor.num_elements()).sum();
-    // The number of elements first: it bounds how many parameters there can be.
+    // Compare the number of elements first: it bounds the number of parameters.
     if elements != model.num_params() || parameters.len() != model.parameters()?.len() {
         return Err(unknown(format!(
             "its model would have {} parameters, but {elements} in {} tensors are saved",
@@ -289,7 +290,7 @@ fn unknown(path: &Path, problem: String) -> InputError {
     InputError::UnknownModel { path, problem }
 }
 
-/// Checks that the ranks of this process can hold their shards, a unit that is whole, and the keys and values of `tokens`.
+/// Checks that the ranks of this process can hold their shards, one full unit, and the keys and values of `tokens`.
 fn check_memory(model: &ModelConfig, ranks: &Ranks, tokens: usize) -> Result<(), InputError> {
     let Some(available) = host::memory_bytes(ranks.processes_here()) else {
         return Ok(());
@@ -318,7 +319,7 @@ fn check_memory(model: &ModelConfig, ranks: &Ranks, tokens: usize) -> Result<(),
     }
 }
 
-/// Returns the elements of the largest unit: a block, or what is in none.
+/// Returns the number of elements of the largest unit: a block, or the parameters outside all blocks.
 fn largest_unit(model: &ModelConfig) -> Result<usize, InputError> {
     let mut units: BTreeMap<String, usize> = BTreeMap::new();
     for spec in model.parameters()? {
@@ -332,8 +333,8 @@ fn largest_unit(model: &ModelConfig) -> Result<usize, InputError> {
     Ok(units.into_values().max().unwrap_or_default())
 }
 
-/// Finds the way between text and tokens, which must be that which a step was trained on. Of several processes the first one
-/// passes warnings on.
+/// Finds the codec, which must be the one that the step was trained with. If there are several processes, only the
+/// first prints warnings.
 fn codec(
     args: &GenerateArgs,
     step: Option<&Step>,
@@ -355,7 +356,7 @@ fn codec(
         }
         _ => {}
     }
-    // A step tells what its tokens are.
+    // A step specifies its tokens.
     let of_init = args.init.as_ref().filter(|_| step.is_none());
     let warnings = chosen.warnings(of_init.map(|_| model)).into_iter();
     for warning in warnings.filter(|_| is_first) {
@@ -379,7 +380,7 @@ mod tests {
             dim: 16,
             heads: 2,
         };
-        // What three blocks have more than two is one.
+        // The difference between three blocks and two is one block.
         let of = |layers| ModelConfig::Gpt(GptConfig { layers, ..sizes(5) }).num_params();
         let block = of(3) - of(2);
         assert_eq!(largest_unit(&ModelConfig::Gpt(sizes(5))).ok(), Some(block));

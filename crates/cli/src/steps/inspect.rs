@@ -9,22 +9,22 @@ use crate::console;
 use crate::error::{Failure, InputError};
 use crate::steps::open::with_step;
 
-/// The contents of a step, and its damage.
+/// The contents of a step, and the damage to it.
 #[derive(Serialize)]
 struct Findings {
     #[serde(flatten)]
     inspection: Inspection,
-    /// Damage that was found; `None`, in JSON `null`, if nothing was verified.
+    /// The damage that was found; `None`, in JSON `null`, if nothing was verified.
     damage: Option<Vec<String>>,
 }
 
-/// Prints the contents of a step; damage is the error.
+/// Prints the contents of a step. Damage is returned as an error.
 pub(crate) fn run(args: InspectArgs) -> Result<(), Failure> {
     let (inspection, damage) = with_step(&args.step, |step| {
         let inspection = Inspection::new(&step);
         let damage = (!args.no_verify).then(|| damage_of(&step));
         match damage {
-            // A step that was removed meanwhile is not damaged.
+            // A step that was removed in the meantime is not damaged.
             Some(mut damage) if !damage.is_empty() && !step.path().exists() => {
                 Err(InputError::from(damage.swap_remove(0)).into())
             }

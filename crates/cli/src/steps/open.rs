@@ -6,11 +6,11 @@ use burn_fsdp::checkpoint::{Checkpoints, Step};
 
 use crate::error::{Failure, InputError};
 
-/// Maximum number of attempts to read the newest step when it is removed while it is read.
+/// Maximum number of attempts to read the newest step if it is removed during reading.
 const ATTEMPTS: usize = 5;
 
-/// Reads the step at `path`, or the newest of the folder of checkpoints there. Starts again with
-/// the newest if it is removed meanwhile, as a training that keeps its last steps does.
+/// Reads the step at `path`, or the newest step if it is a folder of checkpoints. Starts again with the newest step if
+/// the step is removed during reading, which a training that keeps only its last steps does.
 pub(crate) fn with_step<T>(
     path: &Path,
     mut read: impl FnMut(Step) -> Result<T, Failure>,
@@ -22,7 +22,7 @@ pub(crate) fn with_step<T>(
         let mut opened = path.to_owned();
         let result = open(&folder, is_folder, path).and_then(|step| {
             opened = step.path().to_owned();
-            // What is wrong with a file is told by whoever reads it.
+            // Readers report the errors of a file.
             let _ = step.hold();
             read(step)
         });

@@ -1,4 +1,4 @@
-//! The form of adapters that Hugging Face's `peft` loads.
+//! The adapter format of Hugging Face's `peft`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,11 +8,11 @@ use serde_json::{Value, json};
 
 use crate::adapters::AdapterSizes;
 
-/// Returns, by path, the name and orientation of the factors of a step's adapters. The model's table has the names of the matrices
-/// that they adapt.
+/// Returns the name and orientation of each factor of a step's adapters, by path. The model's table provides the names
+/// of the adapted matrices.
 ///
-/// The product of Burn's factors, `[in, rank]` and `[rank, out]`, is added to a matrix of `[in, out]`; those of peft are both the
-/// other way round.
+/// The product of Burn's factors, `[in, rank]` and `[rank, out]`, is added to a matrix of `[in, out]`. Both factors of
+/// peft are transposed.
 pub(crate) fn table(step: &Step, parameters: &[ParameterSpec]) -> BTreeMap<String, PlainTensor> {
     let names: BTreeMap<_, _> = parameters
         .iter()
@@ -36,7 +36,7 @@ pub(crate) fn table(step: &Step, parameters: &[ParameterSpec]) -> BTreeMap<Strin
     factors.collect()
 }
 
-/// Returns what `adapter_config.json` says of adapters of all matrices of the blocks of a model.
+/// Returns the `adapter_config.json` for adapters of all matrices in the blocks of a model.
 pub(crate) fn config(model: &ModelConfig, adapters: AdapterSizes) -> Value {
     let (modules, is_of_conv): (&[&str], bool) = match model {
         ModelConfig::Gpt(_) => (&["qkv", "proj", "fc", "out"], false),

@@ -1,4 +1,5 @@
-//! Checks of a run before it starts: what a compiled step has not, what cannot be counted, and what does not fit.
+//! Checks of a run before it starts: flags that compiled steps do not support, token counts that overflow, and runs
+//! that do not fit.
 
 use burn_fsdp::Strategy;
 use burn_fsdp_models::ModelConfig;
@@ -60,7 +61,7 @@ pub(super) fn check_compiled(args: &TrainArgs, has_owners: bool) -> Result<(), I
     }
 }
 
-/// Refuses sums of gradients that are too small for their type.
+/// Refuses runs in which gradient sums are too small for their type.
 pub(super) fn check_reduction(args: &TrainArgs) -> Result<(), InputError> {
     let training = &args.training;
     match training.reduce_dtype == Some(Float::F16) && training.precision != Float::F16 {
@@ -73,7 +74,7 @@ pub(super) fn check_reduction(args: &TrainArgs) -> Result<(), InputError> {
     }
 }
 
-/// Checks that the number of all tokens of the run can be counted.
+/// Checks that the number of all tokens of the run does not overflow.
 pub(super) fn check_size(args: &TrainArgs) -> Result<(), InputError> {
     let steps = args.training.steps.checked_add(args.training.warmup);
     steps
@@ -84,11 +85,10 @@ pub(super) fn check_size(args: &TrainArgs) -> Result<(), InputError> {
         .ok_or(InputError::TooManyTokens)
 }
 
-/// Refuses a run that cannot fit, as the allocator would end the process without a message.
+/// Refuses a run that cannot fit, because the allocator would end the process without a message.
 ///
-/// The ranks of this process hold parameters, gradients and the optimizer's state, divided or not,
-/// and the logits with their gradient. That is a lower bound; a run that passes may still be too
-/// large.
+/// The ranks of this process hold parameters, gradients and optimizer state, sharded or not, and the logits with their
+/// gradient. This is a lower bound: a run that passes may still be too large.
 pub(super) fn check_memory(
     args: &TrainArgs,
     (model, optimizer): (&ModelConfig, &Recipe),
@@ -106,7 +106,7 @@ pub(super) fn check_memory(
         Strategy::FullShard | Strategy::ShardGradOp => replicas as u128,
     };
     let values = match (args.model.lora, &args.sharding.offload) {
-        // What is frozen has neither a gradient nor moments.
+        // Frozen parameters have neither gradients nor moments.
         (Some(_), _) => params as u128,
         (None, Some(_)) => 2 * params as u128,
         (None, None) => 2 * params as u128 + optimizer.num_values() as u128,
@@ -114,8 +114,8 @@ pub(super) fn check_memory(
     let (batch, seq) = (args.training.batch as u128, args.model.seq as u128);
     let state = 4 * values * copies * own / number;
     let logits = 8 * batch * seq * (model.vocab() as u128) * own / number;
-    // A rank has a thread and an entry for each other rank; each of its parameters is an object, however
-    // few elements it has.
+    // A rank has a thread and an entry for each other rank. Each of its parameters is an object, even with few
+    // elements.
     let per_rank = (64 << 10) + 24 * number + 12 * 1024 * model.num_layers() as u128;
     let needed = state.saturating_add(logits);
     let needed = needed.saturating_add(per_rank.saturating_mul(own));

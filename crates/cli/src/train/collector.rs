@@ -7,27 +7,27 @@ use crate::host;
 use crate::train::config::TrainConfig;
 use crate::train::outcome::RankOutcome;
 
-/// The way of the ranks' results to the process that reports.
+/// The channel through which results reach the process that reports.
 pub(crate) enum Collector {
-    /// Results of threads are in that process already.
+    /// Threads: their results are already in that process.
     Threads,
-    /// A group that waits as long as a save may take.
+    /// Processes: a group with a deadline that allows for a save.
     Processes(ProcessGroup),
 }
 
 impl Collector {
-    /// Makes the way. Collective.
+    /// Creates the collector. Collective.
     pub(crate) fn new(config: &TrainConfig, world: &ProcessGroup) -> Result<Self, RankError> {
         if !config.ranks.are_processes() {
             return Ok(Self::Threads);
         }
-        // The last save of another rank may take so long.
+        // Another rank may still be in its last save.
         let group = world.isolate("results", config.deadline + config.save_deadline())?;
         Ok(Self::Processes(group))
     }
 
-    /// Returns the results that this rank is to hand on: its own, or, if each rank is a process, those of all on
-    /// rank 0 and none on the others. Collective.
+    /// Returns the results that this rank passes on. If ranks are threads, these are its own. If each rank is a
+    /// process, rank 0 gets the results of all ranks and the others get none. Collective.
     pub(crate) fn collect(&self, own: RankOutcome) -> Result<Vec<RankOutcome>, RankError> {
         let Self::Processes(group) = self else {
             return Ok(vec![own]);

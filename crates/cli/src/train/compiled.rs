@@ -35,7 +35,7 @@ use crate::weights;
 
 type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
 
-/// A compiled step, with its parameters and optimizer states.
+/// A compiled step, with its parameters and optimizer state.
 pub(crate) struct Compiled<'a, A: Architecture> {
     sizes: A,
     config: &'a TrainConfig,
@@ -43,29 +43,29 @@ pub(crate) struct Compiled<'a, A: Architecture> {
     mesh: &'a ProcessMesh,
     batches: Batches,
     step: CompiledStep<Tokens>,
-    /// Number of traces so far, and maximum of the bytes of full parameters and gradients at once
-    /// in the graph that was traced last.
+    /// Number of traces so far, and peak bytes of full parameters and gradients in the latest traced graph.
     unsharded: Option<(usize, usize)>,
     gradients: Gradients,
-    /// The loss alone, for text that was held out.
+    /// Only the loss, for held-out text.
     loss: Evaluation<Tokens, Tensor<1>>,
-    /// Units that are computed again in backward so that a step stays within its budget of memory.
+    /// Units that are recomputed in backward to keep a step within its memory budget.
     recomputed: Vec<String>,
-    /// A sharded model to generate with, made when it is first needed.
+    /// A sharded model for generation, created when it is first needed.
     model: Option<A::Model>,
-    /// The adapters, if they alone are trained.
+    /// The adapters, if only they are trained.
     adapters: Option<Adapters>,
 }
 
-/// What the last step has found out about gradients.
+/// Information from the last step about its gradients.
 struct Gradients {
-    /// Their norm, if it is not finite and the run is to stop at that.
+    /// The gradient norm, if it is not finite and the run should stop in this case.
     norm_not_finite: Option<f64>,
-    /// The scale of the loss, as it is saved, if it is scaled.
+    /// The loss scale to be saved, if the loss is scaled.
     scaler: Option<LossScaler>,
 }
 
-/// Returns the mode, with passes that divide a step as the configuration says, and the units that are computed again so that a step stays within its budget of memory.
+/// Returns the mode, with the configuration's sharding and passes, and the units that are recomputed to keep a step
+/// within its memory budget.
 fn mode<A: Architecture>(
     sizes: A,
     config: &TrainConfig,
@@ -107,7 +107,7 @@ fn mode<A: Architecture>(
     Ok((mode.options(fitted.options), units))
 }
 
-/// Traces a step of a model on a batch of this shape, before it is divided.
+/// Traces a step of a model on a batch of this shape, before the step is sharded.
 fn traced<A: Architecture>(
     sizes: A,
     config: &TrainConfig,
@@ -116,7 +116,7 @@ fn traced<A: Architecture>(
 ) -> Result<Graph, RankError> {
     let (seed, adapters) = (config.seed, config.adapters);
     sizes.validate()?;
-    // One element, seen as many: only the shape is used, and the type that tokens have.
+    // One element, expanded to the full shape: only the shape and the element type are used.
     let one = || Tensor::<2, Int>::from_data(TensorData::new(vec![0i64], [1, 1]), &Device::flex());
     let tokens = || one().expand(shape);
     let init = move |device: &Device| lazy(sizes, adapters, device, seed);
@@ -132,20 +132,21 @@ fn traced<A: Architecture>(
     Ok(kernels().describe(graph)?)
 }
 
-/// Proves the plans of the steps of a run, and says so: that of the first, whose optimizer has no states, that of all others, and
-/// those of steps at a rate of zero, where optimizers leave operations out. They are planned for the model, rows and tokens of a
-/// rank, and proved at the first of some small shapes at which a narrower model does the same operations.
+/// Proves the plans of a run's steps, and prints the result. Three kinds of steps have plans of their own: the first
+/// step, whose optimizer has no state, all later steps, and steps with a learning rate of zero, in which optimizers
+/// omit operations. The plans are made for the model, rows and tokens of a rank. The proof uses the first of several
+/// small shapes at which a narrower model does the same operations.
 fn prove<A: Architecture>(
     sizes: A,
     config: &TrainConfig,
     mode: &Mode,
     ranks: usize,
 ) -> Result<Vec<Certificate>, RankError> {
-    /// Rows and tokens, and the least widths, no more than there are.
+    /// Rows, tokens and minimum widths. Rows and tokens are at most the real ones.
     const SMALL: [[usize; 3]; 3] = [[2, 4, 6], [3, 5, 11], [5, 7, 23]];
     let rows = config.micro_rows_of(0, 0).len();
     let shape = [rows, config.seq];
-    // The first of each kind.
+    // The first step of each kind.
     let mut kinds: BTreeMap<(bool, bool), (usize, f64)> = BTreeMap::new();
     for number in 0..config.num_steps() {
         let rate = config.schedule.at(number);
@@ -174,7 +175,7 @@ fn prove<A: Architecture>(
                 Ok(certify_at(real, small, batches, mode)?)
             });
             match proved {
-                // At other shapes there may be no dims that are of one size by chance.
+                // At other shapes, no dims may have the same size by coincidence.
                 Err(RankError::Compiled(error)) if matches!(*error, Error::Proof(_)) => {
                     refused.get_or_insert(RankError::Compiled(error));
                     None
@@ -198,8 +199,8 @@ fn prove<A: Architecture>(
     Ok(certificates)
 }
 
-/// Makes the model that is trained, of sizes that were validated, with its adapters, whose factors Burn draws. All of it is
-/// lazy.
+/// Creates the model to train, with its adapters. The sizes must be valid. Burn draws the adapters' factors. Everything
+/// is lazy.
 fn lazy<A: Architecture>(
     sizes: A,
     adapters: Option<AdapterSizes>,
@@ -218,7 +219,7 @@ fn loss<M: LanguageModel>(model: &M, (inputs, targets): Tokens) -> Tensor<1> {
 }
 
 impl<'a, A: Architecture> Compiled<'a, A> {
-    /// Divides the initial weights among the ranks: from a file each reads its shards. Collective.
+    /// Shards the initial weights over the ranks. If they come from a file, each rank reads its shards. Collective.
     pub(crate) fn new(
         sizes: A,
         config: &'a TrainConfig,
@@ -228,7 +229,7 @@ impl<'a, A: Architecture> Compiled<'a, A> {
         let (seed, adapters) = (config.seed, config.adapters);
         sizes.validate()?;
         let init = move |device: &Device| {
-            // On other devices the model is only looked at.
+            // On other devices, the model is only inspected.
             if adapters.is_some() && *device == Device::flex() {
                 device.seed(seed);
             }
@@ -291,13 +292,13 @@ impl<'a, A: Architecture> Compiled<'a, A> {
         Ok(micro.collect())
     }
 
-    /// Takes over the scale of the loss, for what is saved.
+    /// Stores the current loss scale for the next save.
     fn look_at_scale(&mut self) {
         let scale = self.step.loss_scale();
         self.gradients.scaler = scale.map(|scale| LossScaler::default().restored(scale));
     }
 
-    /// Looks at what a step has left behind.
+    /// Collects the results of a step.
     fn end(&mut self) -> Result<(), RankError> {
         self.look_at_scale();
         let norm = self.step.grad_norm();
@@ -306,7 +307,7 @@ impl<'a, A: Architecture> Compiled<'a, A> {
         self.look_at_graph()
     }
 
-    /// Plans the memory of a graph that is new, and prints the size of the first one.
+    /// Plans the memory of a new graph, and prints the size of the first one.
     fn look_at_graph(&mut self) -> Result<(), RankError> {
         let traced = self.step.num_traces();
         let Some(graph) = self.step.graph() else {
@@ -409,7 +410,7 @@ impl<A: Architecture> Trainer for Compiled<'_, A> {
     }
 
     fn state_bytes(&self) -> Result<usize, RankError> {
-        // Between steps there is nothing else.
+        // Nothing else is live between steps.
         Ok(self.step.memory().live_bytes())
     }
 

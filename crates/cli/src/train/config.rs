@@ -1,4 +1,4 @@
-//! The configuration of a training run, complete and valid: errors of the user's input end here.
+//! The configuration of a training run, complete and valid. Later stages need not handle errors in the user's input.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -32,50 +32,50 @@ use crate::train::settings::{Division, Settings, tokenizer_of};
 use crate::train::sizes;
 use crate::weights;
 
-/// Steps between evaluations on text, where nothing else is said.
+/// Default number of steps between evaluations on text.
 const EVAL_EVERY: usize = 100;
 
-/// A training run.
+/// The configuration of a training run.
 #[derive(Debug)]
 pub(crate) struct TrainConfig {
     pub(crate) model: ModelConfig,
-    /// Tokens of a row of a batch; the model may have longer sequences.
+    /// Tokens in a row of a batch. The model may support longer sequences.
     pub(crate) seq: usize,
-    /// Adapters that are trained on frozen weights, in place of the weights.
+    /// Adapters that are trained instead of the weights, which are frozen.
     pub(crate) adapters: Option<AdapterSizes>,
     pub(crate) seed: u64,
-    /// File or folder with the weights to start from; if `None`, they are drawn.
+    /// File or folder with the initial weights; if `None`, they are random.
     pub(crate) init: Option<PathBuf>,
     pub(crate) save_init: Option<PathBuf>,
     pub(crate) data: Data,
-    /// A warning about the model, if there is one.
+    /// A warning about dropout in the model's configuration, if there is one.
     pub(crate) dropout: Option<String>,
     pub(crate) eval_every: usize,
     pub(crate) eval_batches: usize,
-    /// Sequences of a step, over all ranks; a multiple of `ranks`.
+    /// Sequences in a step, over all ranks; a multiple of `ranks`.
     pub(crate) batch: usize,
     pub(crate) steps: usize,
     pub(crate) warmup: usize,
     pub(crate) schedule: Schedule,
-    /// Settings that are saved with a step, and compared when a run goes on from it.
+    /// Settings that are saved with a step, and compared when a run resumes from it.
     pub(crate) settings: Settings,
     pub(crate) not_finite: NotFinite,
     pub(crate) optimizer: Recipe,
     pub(crate) ranks: Ranks,
-    /// Threads that compute for each rank.
+    /// Compute threads of each rank.
     pub(crate) threads: usize,
     /// The device of each rank of this process, without autodiff.
     pub(crate) devices: Vec<Device>,
     pub(crate) sharding: Sharding,
     pub(crate) step: StepConfig,
-    /// True if a compiled step trains, and not the eager engine.
+    /// True if a compiled step trains, false for the eager engine.
     pub(crate) is_compiled: bool,
     pub(crate) checkpoints: Option<CheckpointConfig>,
-    /// Flag that a signal sets, and the end of `launch`: the run then finishes the step, saves, and ends. `None` for a run that
-    /// leaves nothing behind, which a signal ends as it ends any process.
+    /// Flag that a signal or the end of `launch` sets. The run then finishes the step, saves, and ends. `None` for a
+    /// run without files to save or remove, which a signal ends like any other process.
     pub(crate) stop: Option<Arc<AtomicBool>>,
     pub(crate) deadline: Duration,
-    /// What ranks compare of each other.
+    /// What ranks compare in each operation.
     pub(crate) check: Check,
     pub(crate) fault: Option<Fault>,
     pub(crate) metrics: Option<PathBuf>,
@@ -87,21 +87,21 @@ pub(crate) struct TrainConfig {
     pub(crate) json: bool,
 }
 
-/// The division of the model over the ranks.
+/// The sharding of the model over the ranks.
 #[derive(Debug)]
 pub(crate) struct Sharding {
-    /// Name of the strategy in the report.
+    /// The strategy's name in the report.
     pub(crate) name: &'static str,
     pub(crate) strategy: Strategy,
-    /// Copies of the shards; 1 without hybrid sharding.
+    /// Number of copies of the shards; 1 without hybrid sharding.
     pub(crate) replicas: usize,
-    /// True if each machine is to have one of the copies.
+    /// True if each machine gets one of the copies.
     pub(crate) is_by_host: bool,
     pub(crate) prefetch: Option<usize>,
-    /// Minimum number of parameters of a unit; if `None`, the blocks are the units.
+    /// Minimum number of parameters in a unit; if `None`, the blocks are the units.
     pub(crate) unit_size: Option<usize>,
     pub(crate) precision: Precision,
-    /// Folder for the optimizer's state, if that is not in memory.
+    /// Folder for the optimizer state, if it is not in memory.
     pub(crate) offload: Option<PathBuf>,
 }
 
@@ -123,14 +123,14 @@ pub(crate) struct StepConfig {
     pub(crate) clip: Option<Clip>,
     pub(crate) scales_loss: bool,
     pub(crate) activation_checkpointing: bool,
-    /// Maximum of the bytes of a rank's compiled step.
+    /// Maximum bytes of a rank's compiled step.
     pub(crate) memory_budget: Option<u64>,
     /// True to prove a compiled plan before the first step.
     pub(crate) is_certified: bool,
 }
 
 impl TrainConfig {
-    /// Resolves and checks everything, the cheap checks first and the disk last.
+    /// Resolves and checks all arguments. Cheap checks come first, and disk access comes last.
     pub(crate) fn from_args(args: TrainArgs) -> Result<Self, InputError> {
         let check = args.sharding.check.check(args.output.operations.is_some());
         let codec = codec(&args)?;
@@ -156,7 +156,7 @@ impl TrainConfig {
         let data = Data::read(&args, codec, &model)?;
         let init = args.model.init.as_ref();
         init.map_or(Ok(()), |path| weights::check(&model, path))?;
-        // One process writes what there is one of.
+        // Only one process writes shared files.
         let is_first = all_ranks.have_first();
         if let Some(folder) = sharding.offload.as_ref().filter(|_| is_first) {
             output::check_offload(folder, ranks)?;
@@ -198,7 +198,7 @@ impl TrainConfig {
             step,
             is_compiled: args.training.compile,
             checkpoints,
-            // Clocks do not count further, and nobody waits longer.
+            // Clocks do not count further, and no rank waits that long.
             deadline: Duration::from_secs(args.sharding.deadline.min(1 << 31)),
             check,
             fault,
@@ -212,12 +212,12 @@ impl TrainConfig {
         })
     }
 
-    /// Returns the saved step that the run goes on from, if it does not start fresh.
+    /// Returns the saved step that the run resumes from, if it does not start fresh.
     pub(crate) fn resumed(&self) -> Option<&Resumed> {
         self.checkpoints.as_ref()?.resumed()
     }
 
-    /// Returns how long a save may take.
+    /// Returns the maximum duration of a save.
     pub(crate) fn save_deadline(&self) -> Duration {
         let checkpoints = self.checkpoints.as_ref();
         checkpoints.map_or(Duration::ZERO, |checkpoints| checkpoints.save_deadline)
@@ -229,17 +229,17 @@ impl TrainConfig {
         stop.is_some_and(|stop| stop.load(Ordering::Relaxed))
     }
 
-    /// Returns the number of all steps, the unmeasured ones included.
+    /// Returns the number of all steps, including unmeasured ones.
     pub(crate) fn num_steps(&self) -> usize {
         self.warmup + self.steps
     }
 
-    /// Returns the tokens of a step, over all ranks.
+    /// Returns the number of tokens in a step, over all ranks.
     pub(crate) fn tokens_per_step(&self) -> usize {
         self.batch * self.seq
     }
 
-    /// Returns the number of parameters that are trained: all, or those of adapters.
+    /// Returns the number of trained parameters: all parameters, or the adapters' factors.
     pub(crate) fn num_trained_params(&self) -> usize {
         let Some(adapters) = self.adapters else {
             return self.model.num_params();
@@ -251,21 +251,21 @@ impl TrainConfig {
         }
     }
 
-    /// Returns the number of values that the optimizer keeps of these.
+    /// Returns the number of values that the optimizer keeps for the trained parameters.
     pub(crate) fn num_optimizer_values(&self) -> usize {
         match self.adapters {
             None => self.optimizer.num_values(),
-            // Every factor is of one kind.
+            // All factors are of the same kind.
             Some(_) => self.num_trained_params() * self.optimizer.values_of(""),
         }
     }
 
-    /// Returns the sequences and the tokens of each in a batch, over all ranks.
+    /// Returns the number of sequences in a batch over all ranks, and the tokens in each sequence.
     pub(crate) fn batch_shape(&self) -> [usize; 2] {
         [self.batch, self.seq]
     }
 
-    /// Returns the device that a rank of this process computes on, without autodiff.
+    /// Returns the device, without autodiff, on which a rank of this process computes.
     pub(crate) fn device(&self, world: &ProcessGroup) -> Device {
         match self.devices.as_slice() {
             [device] => device.clone(),
@@ -294,14 +294,14 @@ impl TrainConfig {
     }
 }
 
-/// Returns true if a run that goes on has no use of `--init`. With adapters its weights are trained on, and a folder may say
-/// what the model's sizes and its tokenizer are.
+/// Returns true if a resumed run does not use `--init`. A run with adapters uses its weights, and a folder may specify
+/// the model's sizes and tokenizer.
 fn is_init_idle(args: &TrainArgs, adapters: Option<AdapterSizes>) -> bool {
     let path = args.model.init.as_ref();
     path.is_some_and(|path| adapters.is_none() && !path.is_dir())
 }
 
-/// Tells the user if a run that goes on trains no step, or leaves the weights of `--init` aside.
+/// Warns if a resumed run trains no step, or does not use the weights of `--init`.
 fn warn_of_idle(checkpoints: Option<&CheckpointConfig>, steps: usize, is_init_idle: bool) {
     let resumed = checkpoints.and_then(CheckpointConfig::resumed);
     if let Some(warning) = resumed.and_then(|resumed| resumed.idle(steps, is_init_idle)) {
@@ -309,7 +309,7 @@ fn warn_of_idle(checkpoints: Option<&CheckpointConfig>, steps: usize, is_init_id
     }
 }
 
-/// Finds the tokenizer, if text is not read as bytes.
+/// Finds the tokenizer, unless text is read as bytes.
 fn codec(args: &TrainArgs) -> Result<Chosen, InputError> {
     if args.data.synthetic {
         return Ok(Chosen::none());
@@ -318,7 +318,7 @@ fn codec(args: &TrainArgs) -> Result<Chosen, InputError> {
     Chosen::find(given, folder, || goes_on_in_bytes(&args.checkpoint))
 }
 
-/// Returns true if the step that a run goes on from was trained on bytes.
+/// Returns true if the step that a run resumes from was trained on bytes.
 fn goes_on_in_bytes(args: &CheckpointArgs) -> bool {
     let folder = args
         .checkpoint_dir
@@ -328,7 +328,7 @@ fn goes_on_in_bytes(args: &CheckpointArgs) -> bool {
     newest.is_some_and(|step| tokenizer_of(&step.index().training).is_none())
 }
 
-/// Reads the fault that the environment asks for.
+/// Reads the fault that the environment requests.
 fn asked_fault(
     training: &TrainingArgs,
     sharding: &Sharding,
@@ -427,7 +427,7 @@ fn sharding(args: &TrainArgs, ranks: &Ranks) -> Result<Sharding, InputError> {
     })
 }
 
-/// Returns the dtype of a precision; `None` for that in which the model is built anyway.
+/// Returns the dtype for a precision; `None` for the dtype in which the model is built anyway.
 fn float(float: Float) -> Option<FloatDType> {
     match float {
         Float::F32 => None,

@@ -1,19 +1,18 @@
-//! A picture of the loss curve.
+//! The drawing of the loss curve.
 
 use std::error::Error;
 
 use plotters::prelude::*;
 
 const SIZE: (u32, u32) = (800, 480);
-/// A point of the line is the mean of so small a part of the losses; every loss is a thin line below it.
+/// Each point of the line is a mean over this fraction of the losses. A thin line below it shows every loss.
 const MEANS: usize = 25;
 
-/// Draws an SVG of the loss over the steps from `first_step` on, and of the evaluations where there
-/// are any.
+/// Draws an SVG with the losses of the steps from `first_step` on, and the evaluations, if there are any.
 pub(crate) fn draw(first_step: usize, losses: &[f64], eval_losses: &[(usize, f64)]) -> String {
     let points: Vec<(usize, f64)> = (first_step..).zip(losses.iter().copied()).collect();
     let mut svg = String::new();
-    // Drawing into memory fails only where a picture makes no sense; then it stays without lines.
+    // Drawing into memory only fails if a picture makes no sense. The picture then has no lines.
     if draw_into(&mut svg, &finite(&points), &finite(eval_losses)).is_err() {
         svg.clear();
         let _ = SVGBackend::with_string(&mut svg, SIZE)
@@ -34,9 +33,9 @@ fn draw_into(
     let (low, high) = values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), loss| {
         (low.min(loss), high.max(loss))
     });
-    // Without any number there is still a frame to draw.
+    // Without any number, the frame is still drawn.
     let (low, high) = if low <= high { (low, high) } else { (0.0, 1.0) };
-    // A flat line needs some height, too.
+    // A flat line also needs some height.
     let margin = (0.05 * (high - low)).max(0.01);
     let steps = || losses.iter().chain(eval_losses).map(|(step, _)| *step);
     let first_step = steps().min().unwrap_or(0);
@@ -85,8 +84,8 @@ fn draw_into(
     Ok(())
 }
 
-/// Returns the mean of each loss with as many before it as `reach` says and as there are, and no more after it: the first
-/// losses fall fast, and the last one has none after it.
+/// Returns, for each loss, the mean of this loss and up to `reach` losses before it, but none after it. The first
+/// losses fall fast, and the last loss has no successors.
 fn smoothed(losses: &[(usize, f64)], reach: usize) -> Vec<(usize, f64)> {
     let mean = |(index, &(step, _)): (usize, &(usize, f64))| {
         let before = reach.min(index);

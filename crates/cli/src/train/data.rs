@@ -1,4 +1,4 @@
-//! The tokens to train and to evaluate on.
+//! The tokens for training and evaluation.
 
 use std::fmt;
 
@@ -11,7 +11,7 @@ use crate::codec::{self, Chosen};
 use crate::error::InputError;
 use crate::train::own_files::OwnFiles;
 
-/// Maximum bytes of text that are read: far more than a run on a CPU uses, and little memory.
+/// Maximum bytes of text that are read: far more than a run on a CPU uses, but little memory.
 const MAX_TEXT_BYTES: usize = 16 << 20;
 
 const MIB: f64 = (1 << 20) as f64;
@@ -19,24 +19,24 @@ const MIB: f64 = (1 << 20) as f64;
 /// The source of tokens.
 #[derive(Debug)]
 pub(crate) enum Data {
-    /// Computed tokens, the same on every machine.
+    /// Generated tokens, the same on every machine.
     Synthetic,
-    /// Text that was read, with a part held out.
+    /// Text from files, with a held-out part.
     Text(Box<Text>),
 }
 
-/// Text that was read.
+/// Text from files.
 #[derive(Debug)]
 pub(crate) struct Text {
     bytes: ByteText,
-    /// The text in the tokens of a tokenizer, if it is not read as bytes.
+    /// The text as a tokenizer's tokens, if it is not read as bytes.
     tokens: Option<TokenText>,
     pub(crate) codec: TextCodec,
-    /// The flags whose files lie in the text, and are no part of it.
+    /// The flags of the run's own files inside the text, which are excluded from it.
     own: Vec<&'static str>,
-    /// Number of the saved steps of other runs that lie in the text, and are no part of it.
+    /// Number of saved steps of other runs inside the text, which are excluded from it.
     num_steps: usize,
-    /// Warnings about its tokens.
+    /// Warnings about the text's tokens.
     warnings: Vec<String>,
 }
 
@@ -78,12 +78,12 @@ impl Text {
         tokens.map_or_else(|| self.bytes.held_out(), TokenText::held_out)
     }
 
-    /// Returns what is left out of the text, and what is not read as it lies there, in one sentence each.
+    /// Returns one sentence for each kind of data that is left out or converted.
     fn remarks(&self) -> Vec<String> {
         let remarks = self.bytes.remarks();
         let mut sentences = Vec::new();
         let left_out = remarks.iter().filter(|(remark, ..)| {
-            // The files of the run are named by flag.
+            // The run's own files are listed by flag.
             remark.is_left_out() && *remark != Remark::Excluded
         });
         let left_out: Vec<_> = left_out
@@ -130,7 +130,7 @@ impl Text {
     }
 }
 
-/// Says how much of a text is read, of how much.
+/// Describes how much of the text is read.
 fn first_of(unread: &Unread) -> String {
     let all = (MAX_TEXT_BYTES as u64 + unread.bytes) as f64 / MIB;
     let least = if unread.is_all { "" } else { "more than " };
@@ -140,7 +140,7 @@ fn first_of(unread: &Unread) -> String {
     )
 }
 
-/// Returns warnings about text that has no tokens of its own.
+/// Returns warnings about text that the tokenizer cannot represent.
 fn unlike_the_text(tokens: &TokenText) -> Vec<String> {
     let warnings = [
         (
@@ -163,7 +163,7 @@ fn unlike_the_text(tokens: &TokenText) -> Vec<String> {
 }
 
 impl Data {
-    /// Reads the text that the arguments name, and checks that it is enough for a step.
+    /// Reads the text that the arguments specify, and checks that it is long enough for a step.
     pub(crate) fn read(
         args: &TrainArgs,
         chosen: Chosen,
@@ -200,7 +200,7 @@ impl Data {
         Ok(Self::Text(Box::new(text)))
     }
 
-    /// Returns the batches to train on: windows of the text, drawn by the seed.
+    /// Returns the batches for training: windows of the text, at positions drawn with the seed.
     pub(crate) fn training(&self, vocab: usize, [batch, seq]: [usize; 2], seed: u64) -> Batches {
         let stream = match self {
             Self::Synthetic => TokenStream::Synthetic { vocab },
@@ -212,7 +212,7 @@ impl Data {
         Batches { stream, batch, seq }
     }
 
-    /// Returns the batches to evaluate on; `None` for synthetic tokens.
+    /// Returns the batches for evaluation; `None` for synthetic tokens.
     pub(crate) fn held_out(&self, [batch, seq]: [usize; 2]) -> Option<Batches> {
         match self {
             Self::Synthetic => None,
@@ -224,8 +224,8 @@ impl Data {
         }
     }
 
-    /// Describes the tokens by size and checksum, so that two texts differ wherever they were read
-    /// from.
+    /// Describes the tokens by size and checksum, which distinguishes two texts independently of the paths that they
+    /// were read from.
     pub(crate) fn identity(&self) -> String {
         let Self::Text(text) = self else {
             return "synthetic tokens".to_owned();
@@ -241,7 +241,7 @@ impl Data {
         )
     }
 
-    /// Describes the tokens of the text by the tokenizer; `None` for bytes and synthetic tokens.
+    /// Identifies the tokenizer of the text; `None` for bytes and synthetic tokens.
     pub(crate) fn tokenizer(&self) -> Option<String> {
         match self {
             Self::Synthetic => None,
@@ -249,7 +249,7 @@ impl Data {
         }
     }
 
-    /// Describes the tokenizer as former versions have saved it, by its file.
+    /// Identifies the tokenizer as earlier versions saved it: by its file.
     pub(crate) fn former_tokenizer(&self) -> Option<String> {
         match self {
             Self::Synthetic => None,
@@ -266,8 +266,8 @@ impl Data {
     }
 }
 
-/// Prints as `7000000 bytes of text in 700 files, 35 of them held out`, as `.. the last 5 % held out`, or as `synthetic
-/// tokens`; with how much is left out, where something is.
+/// Prints, for example, `7000000 bytes of text in 700 files, 35 of them held out`, `.. the last 5 % held out`, or
+/// `synthetic tokens`. Adds the amount that is left out, if any.
 impl fmt::Display for Data {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -25,7 +25,7 @@ use crate::train::trace::{Phases, eager_events};
 use crate::train::trainer::Trainer;
 use crate::train::{evaluation, model, sample};
 
-/// A block of a model of these sizes.
+/// The block type of a model with these sizes.
 type BlockOf<A> = <<A as Architecture>::Model as LanguageModel>::Block;
 
 /// A sharded model and its optimizer.
@@ -35,9 +35,9 @@ pub(crate) struct Eager<'a, A: Architecture> {
     mesh: &'a ProcessMesh,
     device: Device,
     batches: Batches,
-    /// The model; `None` during a step, and after one that failed.
+    /// The model; `None` during a step, and after a failed step.
     model: Option<A::Model>,
-    /// The adapters, if they alone are trained.
+    /// The adapters, if only they are trained.
     adapters: Option<Adapters>,
     plan: WrapPlan,
     optimizer: Optimizer,
@@ -47,7 +47,7 @@ pub(crate) struct Eager<'a, A: Architecture> {
 }
 
 impl<'a, A: Architecture> Eager<'a, A> {
-    /// Makes the model and its optimizer, and divides the model. Collective.
+    /// Creates the model and its optimizer, and shards the model. Collective.
     pub(crate) fn new(
         sizes: A,
         config: &'a TrainConfig,
@@ -83,7 +83,7 @@ impl<'a, A: Architecture> Eager<'a, A> {
         self.model.as_ref().ok_or(RankError::Ended)
     }
 
-    /// Computes the loss of a micro-batch, and the gradients of its part in the step's.
+    /// Computes the loss of a micro-batch, and its contribution to the step's gradients.
     fn micro_step(
         &self,
         step: usize,
@@ -120,7 +120,7 @@ impl<'a, A: Architecture> Eager<'a, A> {
         Ok((own_loss, gradients))
     }
 
-    /// Computes the loss of a whole step, and its gradients.
+    /// Computes the loss of a whole step, and the step's gradients.
     fn gradients(
         &self,
         step: usize,
@@ -145,8 +145,8 @@ impl<'a, A: Architecture> Eager<'a, A> {
         Ok((own_loss, accumulator.grads()))
     }
 
-    /// Returns the model after the optimizer's step, or unchanged if gradients overflowed or the
-    /// run is to stop at a norm that is not finite.
+    /// Returns the model after the optimizer's step. Returns it unchanged if gradients overflowed, or if the norm is
+    /// not finite and the run should stop in this case.
     fn update(
         &mut self,
         step: usize,
@@ -205,7 +205,7 @@ impl<A: Architecture> Trainer for Eager<'_, A> {
     }
 
     fn staged(&self) -> Result<[usize; 2], RankError> {
-        // Asked around each step: where nothing is copied, the module is not looked through for it.
+        // This is called around each step. If nothing is copied, there is no need to walk the module.
         if self.device.clone().without_autodiff() == Device::flex() {
             return Ok([0, 0]);
         }
@@ -256,7 +256,7 @@ impl<A: Architecture> Trainer for Eager<'_, A> {
     }
 
     fn state_bytes(&self) -> Result<usize, RankError> {
-        // The parameters themselves, and what the optimizer keeps for each that is trained.
+        // The parameters themselves, and the optimizer's values for each trained parameter.
         let model = self.model()?;
         let held = memory(model)?.parameters;
         if !self.optimizer.is_in_memory() {

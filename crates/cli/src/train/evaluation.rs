@@ -1,4 +1,4 @@
-//! The evaluation: the loss on text that was held out.
+//! The evaluation: the loss on held-out text.
 
 use std::ops::Range;
 
@@ -13,16 +13,16 @@ use crate::train::share;
 /// Rows of a batch that one rank evaluates.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Part {
-    /// Number of the rows, counted over all batches. All ranks have as many at a time.
+    /// The row numbers, counted over all batches. All parts of one batch have the same number of rows.
     rows: Range<usize>,
-    /// False of rows that are there so that all ranks gather alike.
+    /// False for rows that are only evaluated because all ranks must gather together.
     counts: bool,
 }
 
-/// Computes the mean of the losses of the tokens of the held-out text, as many as its batches have at most, or returns `None`
-/// without any. Each token counts once.
+/// Computes the mean loss per token of the held-out text, over at most the configured number of batches. Returns `None`
+/// if there is no held-out text. Each token counts once.
 ///
-/// All ranks evaluate the same number of batches of the same shapes, each its own rows, because every gather needs
+/// All ranks evaluate the same number of batches with the same shapes, but different rows, because every gather needs
 /// all of them.
 pub(crate) fn evaluate(
     config: &TrainConfig,
@@ -56,8 +56,8 @@ pub(crate) fn evaluate(
     Ok(Some(share::mean(world, "evaluation", own)?))
 }
 
-/// Divides `whole` rows into batches for `ranks` ranks, and returns the parts of one: whole batches as they are trained on,
-/// what is left in equal parts, and what is left of these one by one.
+/// Divides `whole` rows into batches for `ranks` ranks, and returns the parts of one rank. Whole batches are divided as
+/// in training, the remaining rows into equal parts, and the rest of these one row per rank.
 fn parts(whole: usize, batch: usize, (rank, ranks): (usize, usize)) -> Vec<Part> {
     let mut parts = Vec::new();
     let mut start = 0;

@@ -1,4 +1,4 @@
-//! The fault that the environment variable `BURN_FSDP_FAULT` asks for.
+//! The fault that the environment variable `BURN_FSDP_FAULT` requests.
 
 use std::env;
 
@@ -9,8 +9,8 @@ use crate::error::InputError;
 
 const FAULT_VARIABLE: &str = "BURN_FSDP_FAULT";
 
-/// Reads the fault from the environment. Refuses one that can never happen: it would make a test
-/// pass without testing anything.
+/// Reads the fault from the environment. Refuses a fault that can never happen, because a test with it would pass
+/// without testing anything.
 pub(crate) fn from_environment(
     ranks: usize,
     steps: usize,

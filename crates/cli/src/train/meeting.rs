@@ -1,4 +1,4 @@
-//! The rendezvous through which the ranks save.
+//! The rendezvous of the ranks for saves.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -9,18 +9,18 @@ use burn_fsdp::checkpoint::{GroupRendezvous, Rendezvous, ThreadRendezvous};
 use crate::error::RankError;
 use crate::train::ranks::Ranks;
 
-/// The way by which the ranks meet to save.
+/// The way in which the ranks meet to save.
 ///
-/// It is none of the process groups of the training, so that a disk may take longer than ranks wait for
-/// each other in a step, and whatever goes wrong with a save stays there.
+/// It is separate from the training's process groups. A disk may therefore take longer than ranks wait for each other
+/// in a step, and a failed save does not affect the training.
 #[derive(Debug)]
 pub(crate) enum Meeting {
-    /// The ends of a rendezvous of threads, one for each rank to take. It is no group isolated from those of the
-    /// training, as a failure of the training would end that one, too, and with it the save under way: here a
-    /// rank that fails still writes its part of the step before, which the next run goes on from.
+    /// The ends of a rendezvous of threads, one for each rank to take. It is not a process group isolated from the
+    /// training's: a failure of the training would also end such a group, and with it the save under way. Here, a
+    /// failed rank still writes its part of the previous step, from which the next run resumes.
     Threads(Mutex<Vec<Option<ThreadRendezvous>>>),
-    /// A group isolated from those of the training, with this deadline. Ranks that are processes have nothing
-    /// else to meet by: a failure of the training ends the save under way, which leaves the step before.
+    /// A group isolated from the training's groups, with this deadline. Processes have no other way to meet. A failure
+    /// of the training ends the save under way, and the previous step remains.
     Processes(Duration),
 }
 
@@ -33,7 +33,7 @@ impl Meeting {
         Self::Threads(Mutex::new(ends.map(Some).collect()))
     }
 
-    /// Takes the end of a rank of `world`, which can be done once. Collective where ranks are processes.
+    /// Takes the end of a rank of `world`, at most once per rank. Collective if ranks are processes.
     pub(crate) fn end_of(&self, world: &ProcessGroup) -> Result<Box<dyn Rendezvous>, RankError> {
         match self {
             Self::Threads(ends) => {

@@ -1,4 +1,4 @@
-//! The file of metrics: one JSON line per step, written as soon as the step is done.
+//! The metrics file: one JSON line per step, written as soon as the step is done.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -8,23 +8,23 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::InputError;
 
-/// Maximum bytes of a line. A longer one is none of ours, and is not read into memory.
+/// Maximum bytes of a line. A longer line is not from this program, and is not read into memory.
 const MAX_LINE_BYTES: u64 = 1 << 16;
 
 /// The metrics of one step.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct StepLine {
-    /// Number of the step, from 0 on, unmeasured steps included.
+    /// Number of the step, counted from 0, including unmeasured steps.
     pub(crate) step: usize,
     /// Mean loss over the ranks.
     pub(crate) loss: f64,
-    /// Tokens of all ranks together per second, by rank 0's clock.
+    /// Tokens per second of all ranks together, by rank 0's clock.
     pub(crate) tokens_per_s: f64,
     pub(crate) step_ms: f64,
     pub(crate) lr: f64,
-    /// True if the step counts for the report's times.
+    /// True if the report's times include the step.
     pub(crate) measured: bool,
-    /// Loss on held-out text after this step, where it was evaluated.
+    /// Loss on held-out text after this step, if it was evaluated.
     pub(crate) eval_loss: Option<f64>,
 }
 
@@ -36,16 +36,16 @@ pub(crate) struct Metrics(Option<Open>);
 struct Open {
     path: PathBuf,
     file: File,
-    /// The end of the last whole line; `None` of a pipe or a terminal, which has no length.
+    /// The end of the last complete line; `None` for a pipe or a terminal, which has no length.
     end: Option<u64>,
-    /// True if the user was told that lines are lost.
+    /// True if the user was warned about lost lines.
     has_failed: bool,
 }
 
 impl Metrics {
-    /// Begins a file, or goes on with that of a run that is resumed at `first_step`: its lines before
-    /// that stay, the first later or torn one goes with all that follow. A pipe or a terminal only gets
-    /// what is new; opening a pipe waits for its reader.
+    /// Starts a new file, or continues the file of a run that is resumed at `first_step`. Lines of earlier steps are
+    /// kept. The first later or incomplete line is removed, with all lines after it. A pipe or a terminal only gets new
+    /// lines; opening a pipe waits for its reader.
     pub(crate) fn open(path: Option<&Path>, first_step: usize) -> Result<Self, InputError> {
         let Some(path) = path else {
             return Ok(Self(None));
@@ -58,7 +58,7 @@ impl Metrics {
         Ok(Self(Some(opened)))
     }
 
-    /// Writes a line. The first failure is returned, to be told; training goes on.
+    /// Writes a line. The first failure is returned as a warning, and training continues.
     pub(crate) fn write(&mut self, line: &StepLine) -> Option<String> {
         let open = self.0.as_mut()?;
         let written = serde_json::to_string(line)
@@ -67,7 +67,7 @@ impl Metrics {
         open.first_failure(written)
     }
 
-    /// Returns when what was written survives a crash, so that no saved step is without its metrics.
+    /// Returns when the written lines would survive a crash. Every saved step then has its metrics.
     pub(crate) fn sync(&mut self) -> Option<String> {
         let open = self.0.as_mut()?;
         let synced = match open.end {
@@ -80,8 +80,8 @@ impl Metrics {
 
 impl Open {
     fn new(path: &Path, first_step: usize) -> io::Result<Self> {
-        // Never truncated as it is opened: a run that dies between that and the first line would take
-        // all older lines with it.
+        // The file is not truncated when it is opened: a run that dies between that and the first line would lose all
+        // older lines.
         let mut options = OpenOptions::new();
         let file = options.append(true).create(true).open(path)?;
         let mut end = None;
@@ -102,12 +102,12 @@ impl Open {
     }
 
     fn append(&mut self, line: &[u8]) -> io::Result<()> {
-        // One write a line: a reader never sees half of one.
+        // One write per line, so a reader never sees half of one.
         let written = self.file.write_all(line);
         if let Some(end) = &mut self.end {
             match written {
                 Ok(()) => *end += line.len() as u64,
-                // What was torn, by a full disk for one, goes: the next line begins a line.
+                // Remove an incomplete line, for example after a full disk, so the next line starts on a new line.
                 Err(_) => drop(self.file.set_len(*end)),
             }
         }
@@ -124,8 +124,8 @@ impl Open {
     }
 }
 
-/// Returns the offset of the first line that is torn or is of step `first_step` or a later one,
-/// else the end of the file. Lines that are none of ours stay.
+/// Returns the offset of the first line that is incomplete or belongs to step `first_step` or a later step. If there is
+/// none, returns the end of the file. Lines from other programs are kept.
 fn end_of_lines_before(file: File, first_step: usize) -> io::Result<u64> {
     #[derive(Deserialize)]
     struct Numbered {
@@ -154,7 +154,7 @@ fn end_of_lines_before(file: File, first_step: usize) -> io::Result<u64> {
     }
 }
 
-/// Reads on to the end of a line, in little memory, and returns the number of bytes.
+/// Skips to the end of a line, with little memory, and returns the number of bytes.
 fn skip_line(reader: &mut impl BufRead) -> io::Result<u64> {
     let mut skipped = 0;
     loop {

@@ -1,13 +1,13 @@
 //! The `burn-fsdp train` command, in the order of a run:
 //!
-//! - `config`: the configuration, complete and valid (`sizes`, `recipe`, `checks`, `ranks`, `data`, `own_files`, `schedule`, `settings`, `fault`,
-//!   `run_folder`, `resumed`).
+//! - `config`: the configuration, complete and valid (`sizes`, `recipe`, `checks`, `ranks`, `data`, `own_files`,
+//!   `schedule`, `settings`, `fault`, `run_folder`, `resumed`).
 //! - `run`: the whole run, from the initial weights to the report.
-//! - `rank`: the loop of one rank around its `trainer`: `eager` or `compiled`, of which neither knows
-//!   the other (`model`, `optimizer`, `evaluation`, `sample`, `share`, `saving`, `meeting`,
-//!   `progress`, `metrics`, `trace`).
-//! - `outcome`: the result of one rank. `collector`: the way of all results to the process that reports.
-//! - `report`, `summary`, `curve`: the results of all ranks, as JSON, text and a picture.
+//! - `rank`: the loop of one rank around its `trainer`, which is `eager` or `compiled`. Neither of these knows the
+//!   other (`model`, `optimizer`, `evaluation`, `sample`, `share`, `saving`, `meeting`, `progress`, `metrics`,
+//!   `trace`).
+//! - `outcome`: the result of one rank. `collector`: passes all results to the process that reports.
+//! - `report`, `summary`, `curve`: the results of all ranks, as JSON, text and a drawing.
 
 mod checks;
 mod collector;

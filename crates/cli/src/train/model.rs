@@ -1,5 +1,4 @@
-//! The model that a run trains: its initial weights, its device, the mesh of ranks and its division
-//! over them.
+//! The model that a run trains: its initial weights, its device, the mesh of ranks and its sharding over them.
 
 use burn::module::Module;
 use burn::tensor::Device;
@@ -12,7 +11,7 @@ use crate::train::config::TrainConfig;
 use crate::train::ranks;
 use crate::weights;
 
-/// Writes the weights that training starts from, made again from the same seed or file.
+/// Writes the initial weights of the training, created again from the same seed or file.
 pub(crate) fn save_initial(config: &TrainConfig) -> Result<(), ModelError> {
     match config.model {
         ModelConfig::Gpt(sizes) => save_initial_of(sizes, config),
@@ -28,14 +27,14 @@ fn save_initial_of<A: Architecture>(sizes: A, config: &TrainConfig) -> Result<()
     write_initial_weights(sizes, config.seed, config.init.as_deref(), path)
 }
 
-/// Returns the rank's device as one that can recompute, so that the eager engine may drop full
-/// parameters after forward.
+/// Returns the rank's device, with recomputation enabled, which allows the eager engine to drop full parameters after
+/// forward.
 pub(crate) fn device(config: &TrainConfig, world: &ProcessGroup) -> Device {
     config.device(world).autodiff().gradient_checkpointing()
 }
 
-/// Makes the model and divides it: from a file each rank reads its shards, and otherwise it gets them of rank 0, which draws
-/// the weights. Collective.
+/// Creates the model and shards it. If the weights come from a file, each rank reads its shards. Otherwise rank 0 draws
+/// the weights and sends the shards. Collective.
 pub(crate) fn sharded<A: Architecture>(
     sizes: A,
     config: &TrainConfig,
@@ -44,7 +43,7 @@ pub(crate) fn sharded<A: Architecture>(
 ) -> Result<A::Model, RankError> {
     let device = device(config, world);
     if config.adapters.is_some() && world.rank() == 0 {
-        // Initial factors are drawn by rank 0 alone, and by Burn's generator.
+        // Only rank 0 draws the initial factors, with Burn's generator.
         device.seed(config.seed);
     }
     let model = match &config.init {
@@ -58,7 +57,7 @@ pub(crate) fn sharded<A: Architecture>(
     }
 }
 
-/// Divides a model as the configuration says.
+/// Shards a model as configured.
 pub(crate) fn shard<A: Architecture>(
     sizes: A,
     config: &TrainConfig,
@@ -71,7 +70,7 @@ pub(crate) fn shard<A: Architecture>(
         .strategy(sharding.strategy)
         .prefetch(sharding.prefetch)
         .precision(sharding.precision.clone());
-    // Where every rank has all parameters whole there is nothing to own.
+    // If every rank has all parameters whole, there is nothing to own.
     let owned = config.optimizer.owned();
     if sharding.strategy != Strategy::NoShard && !owned.is_empty() {
         policy = policy.one_owner(owned);
@@ -85,7 +84,7 @@ pub(crate) fn shard<A: Architecture>(
     Ok(fully_shard(model, mesh, policy)?)
 }
 
-/// Returns the patterns of the units.
+/// Returns the patterns for the units.
 fn units<A: Architecture, M: Module>(config: &TrainConfig, model: &M) -> Vec<String> {
     match config.sharding.unit_size {
         None => vec![A::BLOCKS.to_owned()],
@@ -93,7 +92,7 @@ fn units<A: Architecture, M: Module>(config: &TrainConfig, model: &M) -> Vec<Str
     }
 }
 
-/// Makes the mesh of the ranks that the configuration asks for.
+/// Creates the mesh of ranks for the configuration.
 pub(crate) fn mesh(config: &TrainConfig, world: &ProcessGroup) -> Result<ProcessMesh, RankError> {
     let replicas = config.sharding.replicas;
     if config.sharding.is_by_host && config.ranks.are_processes() {
@@ -106,7 +105,7 @@ pub(crate) fn mesh(config: &TrainConfig, world: &ProcessGroup) -> Result<Process
     Ok(ProcessMesh::new(world, layout)?)
 }
 
-/// Checks that each machine has this many ranks, one machine after the other.
+/// Checks that each machine has this many ranks, with consecutive numbers.
 fn check_hosts(hosts: &[String], each: usize) -> Result<(), RankError> {
     let mut seen: Vec<&String> = Vec::new();
     let is_even = hosts.chunks(each.max(1)).all(|chunk| {

@@ -9,21 +9,21 @@ use burn_fsdp::{Mesh, catch};
 use crate::error::RankError;
 use crate::train::config::TrainConfig;
 
-/// Returns the optimizer without states, which seals those that it will have.
+/// Returns the optimizer without state. It seals the state that it creates.
 pub(crate) fn fresh(config: &TrainConfig) -> ModuleOptimizer {
     config.optimizer.sealed().into()
 }
 
-/// The optimizer.
+/// The optimizer, by the location of its state.
 pub(crate) enum Optimizer {
-    /// An optimizer whose state is in memory.
+    /// An optimizer with its state in memory.
     InMemory(Box<ModuleOptimizer>),
-    /// An optimizer whose state is in files, a unit at a time in memory.
+    /// An optimizer with its state in files. One unit's state is in memory at a time.
     InFiles(FileBackedOptimizer),
 }
 
 impl Optimizer {
-    /// Makes the optimizer for a sharded model, and checks that it may be used with shards.
+    /// Creates the optimizer for a sharded model, and checks that it supports shards.
     pub(crate) fn new<M: Module>(
         config: &TrainConfig,
         model: &M,
@@ -37,12 +37,12 @@ impl Optimizer {
         })
     }
 
-    /// Returns true if its state is in memory.
+    /// Returns true if the state is in memory.
     pub(crate) fn is_in_memory(&self) -> bool {
         matches!(self, Self::InMemory(_))
     }
 
-    /// Takes a snapshot of the model and of its state.
+    /// Takes a snapshot of the model and of the optimizer state.
     pub(crate) fn snapshot<M: Module>(
         &self,
         model: &M,
@@ -57,7 +57,7 @@ impl Optimizer {
         })
     }
 
-    /// Takes the state of a step, and returns the model with that of the step.
+    /// Restores the optimizer state from a step, and returns the model with the step's parameters.
     pub(crate) fn restore<M: Module>(
         &mut self,
         config: &TrainConfig,

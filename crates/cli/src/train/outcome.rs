@@ -4,46 +4,46 @@ use burn_fsdp::collectives::{OperationCounts, OperationKind};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// The result of one rank's run, serializable so that ranks need not be of one process.
+/// The result of one rank's run. It is serializable because ranks may be separate processes.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct RankOutcome {
     /// Name of the engine through which the ranks communicate.
     pub(crate) engine: String,
-    /// Mean loss over the ranks, of every step.
+    /// Mean loss over the ranks, for every step.
     pub(crate) losses: Vec<f64>,
     /// Duration of every step on this rank.
     pub(crate) seconds: Vec<f64>,
-    /// Step after which it took place, counted from 0, and loss, of every evaluation.
+    /// Step (counted from 0) and loss of every evaluation. The evaluation takes place after the step.
     pub(crate) eval_losses: Vec<(usize, f64)>,
-    /// Bytes of parameters and optimizer that this rank holds.
+    /// Bytes of parameters and optimizer state on this rank.
     pub(crate) state_bytes: usize,
-    /// Maximum of the bytes of full tensors at once, in the measured steps.
+    /// Peak bytes of full tensors in the measured steps.
     pub(crate) unsharded_peak: usize,
-    /// Bytes that collectives copied from a device to the host in the last step, and to a device.
+    /// Bytes that collectives copied in the last step: from a device to the host, and to a device.
     pub(crate) staged: [usize; 2],
     /// Collectives of the last step.
     pub(crate) collectives: Collectives,
-    /// Number of steps done before this run.
+    /// Number of steps completed before this run.
     pub(crate) first_step: usize,
     /// The newest step that was saved.
     pub(crate) saved_step: Option<u64>,
     /// True if a signal ended the run.
     pub(crate) interrupted: bool,
-    /// Message of why the run is not a success, though this rank came to its end.
+    /// The reason why the run is not a success, although this rank finished.
     pub(crate) failure: Option<String>,
-    /// Units that are computed again in backward so that a step stays within its budget of memory.
+    /// Units that are recomputed in backward to keep a step within its memory budget.
     pub(crate) recomputed_units: Vec<String>,
-    /// Remarks on the sharding.
+    /// Warnings about the sharding.
     pub(crate) warnings: Vec<String>,
-    /// Events of the step that was traced.
+    /// Events of the traced step.
     pub(crate) trace: Vec<Value>,
-    /// Maximum of the resident bytes of the rank's process, if it has one of its own.
+    /// Peak resident bytes of the rank's process, if the rank has its own process.
     pub(crate) peak_rss_bytes: Option<u64>,
-    /// Generated text, with the text it goes on from.
+    /// Generated text, including its prompt.
     pub(crate) sample: Option<Vec<u8>>,
 }
 
-/// The operations on tensors in a step, each counted once for all ranks.
+/// The operations on tensors in a step. An operation of all ranks counts once.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub(crate) struct Collectives {
     pub(crate) all_gather: Count,
@@ -69,7 +69,7 @@ impl RankOutcome {
             saved_step: None,
             interrupted: false,
             failure: None,
-            // The steps may be more than memory could hold losses of; it grows as they come.
+            // Memory might not hold the losses of all steps, so the vector grows during the run.
             losses: Vec::with_capacity(num_steps.min(1 << 16)),
             seconds: Vec::with_capacity(num_steps.min(1 << 16)),
             eval_losses: Vec::new(),

@@ -1,4 +1,4 @@
-//! The files and folders that a run itself reads and writes, which are no text to train on.
+//! The files and folders that a run itself reads and writes, which are excluded from its training text.
 
 use std::cell::Cell;
 use std::fs;
@@ -9,21 +9,21 @@ use crate::codec::TokenizerArg;
 use crate::output::{self, FileId};
 use crate::process::Process;
 
-/// Prefixes of the names that a run gives to entries of its folders.
+/// Prefixes of the names of entries in the run's folders.
 const NAMES: [&str; 5] = ["step-", "rank-", ".step-", ".lock", ".seen-by-all-"];
 
-/// The files and folders of a run that lie in the text of `--data`.
+/// The run's own files and folders inside the text of `--data`.
 #[derive(Debug)]
 pub(crate) struct OwnFiles {
-    /// The paths that flags name inside of the text, without links.
+    /// Paths from flags that are inside the text, with links resolved.
     inside: Vec<(&'static str, PathBuf)>,
-    /// The folders of the run that hold the text.
+    /// The run's folders that contain the text.
     around: Vec<PathBuf>,
-    /// The files that the output of the run goes to.
+    /// The files that receive the run's output.
     streams: Vec<FileId>,
-    /// True once such a file was met.
+    /// True once such a file was found in the text.
     has_met_stream: Cell<bool>,
-    /// Number of the saved steps of other runs that were met.
+    /// Number of saved steps of other runs that were found.
     num_steps: Cell<usize>,
 }
 
@@ -65,7 +65,8 @@ impl OwnFiles {
         }
     }
 
-    /// Returns true if a path without links is of the run, or a saved step of another one, and no text.
+    /// Returns true if a path with links resolved belongs to the run or is a saved step of another run, and is
+    /// therefore not text.
     pub(crate) fn has(&self, path: &Path) -> bool {
         let is_named = self.inside.iter().any(|(_, own)| own == path);
         let is_in = |folder: &PathBuf| path.parent() == Some(folder.as_path());
@@ -91,8 +92,8 @@ impl OwnFiles {
         self.num_steps.get()
     }
 
-    /// Returns the flags whose files lie in the text, whether these exist yet or not: a resumed run reports
-    /// the same.
+    /// Returns the flags whose files are inside the text, whether or not the files already exist. A resumed run
+    /// therefore reports the same flags.
     pub(crate) fn flags(&self) -> Vec<&'static str> {
         let mut flags: Vec<_> = self.inside.iter().map(|(flag, _)| *flag).collect();
         flags.extend(self.has_met_stream.get().then_some("the output"));
@@ -100,8 +101,8 @@ impl OwnFiles {
     }
 }
 
-/// Returns the regular files that the output of the run goes to: what this process prints to, and what other processes of the run
-/// write, other ranks, `mpirun`, which has files for the outputs of ranks, and `tee`.
+/// Returns the regular files that receive the run's output. These are the files that this process prints to, and the
+/// files of the run's other processes: other ranks, `mpirun`, which may write the ranks' output to files, and `tee`.
 fn streams() -> Vec<FileId> {
     let others = Process::of_this_run();
     let others = others.iter().flat_map(Process::written);
@@ -109,7 +110,7 @@ fn streams() -> Vec<FileId> {
     own_streams().into_iter().chain(others).collect()
 }
 
-/// Returns the regular files that this process prints to, also where the system lists no processes.
+/// Returns the regular files that this process prints to, even if the system does not list processes.
 fn own_streams() -> Vec<FileId> {
     #[cfg(unix)]
     {

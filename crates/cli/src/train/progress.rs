@@ -11,13 +11,13 @@ use crate::train::metrics::StepLine;
 const MIB: f64 = (1 << 20) as f64;
 const TEMPLATE: &str = "{bar:32} {pos}/{len} {msg}, {eta} left";
 
-/// A bar on stderr, on one rank, and only if that is a terminal.
+/// A bar on stderr, shown on one rank, and only if stderr is a terminal.
 pub(crate) struct Progress(ProgressBar);
 
 impl Progress {
     pub(crate) fn new(config: &TrainConfig, is_first: bool, first_step: usize) -> Self {
         let target = match is_first && !config.json {
-            // Hides itself when stderr is no terminal.
+            // The bar hides itself if stderr is not a terminal.
             true => ProgressDrawTarget::stderr(),
             false => ProgressDrawTarget::hidden(),
         };
@@ -45,7 +45,7 @@ impl Progress {
 }
 
 impl Drop for Progress {
-    /// Removes the bar, also when a rank fails, so that the message is not beside it.
+    /// Removes the bar, also when a rank fails, so that the message has its own line.
     fn drop(&mut self) {
         self.0.finish_and_clear();
     }

@@ -18,7 +18,7 @@ use crate::train::saving::{Saving, Started};
 use crate::train::share::{self, StepEnd};
 use crate::train::trainer::Trainer;
 
-/// Returns advice to the user about numbers that are not finite.
+/// Returns the user's options for numbers that are not finite.
 const fn advice(on_not_finite: NotFinite) -> &'static str {
     match on_not_finite {
         NotFinite::Stop => {
@@ -30,7 +30,7 @@ const fn advice(on_not_finite: NotFinite) -> &'static str {
     }
 }
 
-/// Runs a training on one rank. Times of traces count from `origin`; rank 0 has the metrics.
+/// Runs a training on one rank. Times in traces count from `origin`. Rank 0 has the metrics.
 pub(crate) fn train(
     config: &TrainConfig,
     world: &ProcessGroup,
@@ -75,7 +75,7 @@ pub(crate) fn train(
     };
     let trained = run.train(trainer.as_mut(), &mut observers, &mut result);
     if trained.is_err() && config.ranks.are_processes() {
-        // The others are told only after this: no save is waited for that they can have no part in any more.
+        // The other ranks are notified only after this. Skip waiting for a save in which they can no longer take part.
         std::mem::forget(observers.saving.take());
     }
     trained?;
@@ -96,8 +96,8 @@ pub(crate) fn train(
         result.sample = trainer.sample()?;
     }
     if let Some(mut saving) = saving {
-        // Last, as nothing of the training may wait for a disk. If the sample failed, dropping the saver
-        // waits for the save, too.
+        // The save comes last, because nothing in the training may wait for a disk. If the sample failed, dropping the
+        // saver also waits for the save.
         let steps = first_step + result.losses.len();
         let is_whole = result.failure.is_none();
         let (saved_step, failure) = saving.finish(steps, trainer.as_mut(), is_whole)?;
@@ -111,7 +111,7 @@ pub(crate) fn train(
     Ok(result)
 }
 
-/// Prints the size of the text, and warnings about it: the report comes when it is too late to stop.
+/// Prints the size of the text, and warnings about it. The report would be too late to stop the run.
 fn tell_of_data(config: &TrainConfig) {
     if !config.json {
         console::tell(&config.data);
@@ -121,7 +121,7 @@ fn tell_of_data(config: &TrainConfig) {
     }
 }
 
-/// Makes what trains a model of these sizes. Collective.
+/// Creates the trainer for a model with these sizes. Collective.
 fn trainer<'a, A: Architecture>(
     sizes: A,
     config: &'a TrainConfig,
@@ -141,12 +141,12 @@ struct Observers<'a> {
     saving: Option<Saving<'a>>,
     /// Warnings about metrics that could not be written, and about numbers that are not finite.
     lost: Vec<String>,
-    /// True if the user was told of numbers that are not finite.
+    /// True if the user was warned about numbers that are not finite.
     has_told: bool,
 }
 
 impl Observers<'_> {
-    /// Prints a warning at once, and keeps it for the report; training goes on.
+    /// Prints a warning at once, and keeps it for the report. Training continues.
     fn note(&mut self, problem: Option<String>) {
         if let Some(problem) = problem {
             console::tell(format_args!("warning: {problem}"));
@@ -155,7 +155,7 @@ impl Observers<'_> {
     }
 }
 
-/// The parts of a run that stay the same from step to step.
+/// The parts of a run that do not change between steps.
 struct Run<'a> {
     config: &'a TrainConfig,
     world: &'a ProcessGroup,
@@ -163,16 +163,15 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Returns the step to trace: the first measured one, but none of the first two of the run,
-    /// which prepare things, unless there are no others.
+    /// Returns the step to trace. This is the first measured step, but not one of the run's first two steps, which do
+    /// preparations, unless there are no others.
     fn traced_step(&self, first_step: usize) -> Option<usize> {
         self.config.trace.as_ref()?;
         let last = self.config.num_steps().checked_sub(1)?;
         Some(self.config.warmup.max(first_step + 2).min(last))
     }
 
-    /// Checks the numbers of a step that is done, and saves it if that is due. Returns a message if
-    /// the run must end.
+    /// Checks the numbers of a completed step, and saves it if a save is due. Returns a message if the run must end.
     fn end_step(
         &self,
         step: usize,
@@ -184,7 +183,7 @@ impl Run<'_> {
             if self.config.not_finite == NotFinite::Stop {
                 return Ok(Some(problem));
             }
-            // Once is enough: it does not get better.
+            // One warning is enough, because the numbers do not recover.
             if self.world.rank() == 0 && !std::mem::replace(&mut observers.has_told, true) {
                 observers.note(Some(problem));
             }
@@ -197,7 +196,7 @@ impl Run<'_> {
         if !is_last && !saving.is_due(step) {
             return Ok(None);
         }
-        // No saved step is without its metrics.
+        // Every saved step has its metrics.
         let problem = observers.metrics.sync();
         let started = saving.start(step + 1, trainer, (is_last, end.loss.is_finite()))?;
         observers.note(problem);
@@ -210,8 +209,8 @@ impl Run<'_> {
         })
     }
 
-    /// Describes the numbers of a step that are not finite, if there are any. Those of a loss that
-    /// is scaled overflow now and then, which the scaler deals with: the run ends when no scale is left.
+    /// Describes the numbers of a step that are not finite, if there are any. A scaled loss overflows occasionally,
+    /// which the scaler handles. The run ends when no scale is left.
     fn not_finite(&self, step: usize, loss: f64, trainer: &dyn Trainer) -> Option<String> {
         let advice = advice(self.config.not_finite);
         if let Some(norm) = trainer.norm_not_finite() {
@@ -254,7 +253,7 @@ impl Run<'_> {
             let loss = end_of_step.loss;
             let end = Instant::now();
             let seconds = (end - start).as_secs_f64();
-            // No gap between steps: their sum is the wall time of the loop.
+            // There is no gap between steps: their sum is the wall time of the loop.
             start = end;
             result.losses.push(loss);
             result.seconds.push(seconds);
@@ -283,7 +282,7 @@ impl Run<'_> {
                 break;
             }
             if eval_loss.is_some() {
-                // Evaluation is no part of a step.
+                // The evaluation does not count as part of a step.
                 start = Instant::now();
             }
             if end_of_step.stop {

@@ -1,4 +1,4 @@
-//! The ranks of a run: threads of this process, or processes that a launcher such as `mpirun` has started.
+//! The ranks of a run: threads of this process, or processes started by a launcher such as `mpirun`.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -13,25 +13,25 @@ use burn_fsdp::{DeviceName, LaunchConfig, ProcessGroup};
 use crate::error::{InputError, RankError};
 use crate::host;
 
-/// Number of threads where nothing else is said.
+/// Default number of threads.
 const THREADS: usize = 2;
 
-/// The ranks of a run, and where they are.
+/// The ranks of a run, and their location.
 #[derive(Debug, Clone)]
 pub(crate) enum Ranks {
-    /// All are threads of this process.
+    /// All ranks are threads of this process.
     Threads(usize),
-    /// Each is a process, this one of them.
+    /// Each rank is a process, including this one.
     Processes(Processes),
 }
 
 impl Ranks {
-    /// Finds the ranks, of which the user may have given the number.
+    /// Finds the ranks. `given` is the number that the user specified, if any.
     pub(crate) fn find(given: Option<usize>) -> Result<Self, InputError> {
         Self::find_or(given, threads)
     }
 
-    /// Finds the ranks; where nothing is said, `threads` of this process.
+    /// Finds the ranks. The default is `threads` threads of this process.
     pub(crate) fn find_or(
         given: Option<usize>,
         threads: impl FnOnce() -> usize,
@@ -58,7 +58,7 @@ impl Ranks {
         }
     }
 
-    /// Returns the threads that compute for each rank, of which the user may have given the number.
+    /// Returns the compute threads of each rank. `given` is the number that the user specified, if any.
     pub(crate) fn threads_of_each(&self, given: Option<usize>) -> Result<usize, InputError> {
         if given == Some(0) {
             return Err(InputError::Zero { flag: "--threads" });
@@ -106,7 +106,7 @@ impl Ranks {
         matches!(self, Self::Processes(_))
     }
 
-    /// Returns true if rank 0 is of this process, which then writes the files and the output of the run.
+    /// Returns true if rank 0 is in this process, which then writes the run's files and output.
     pub(crate) fn have_first(&self) -> bool {
         match self {
             Self::Threads(_) => true,
@@ -115,7 +115,7 @@ impl Ranks {
     }
 }
 
-/// Returns the number of threads where nothing else is said: one under a launcher that has started one process.
+/// Returns the default number of threads, which is one under a launcher that started one process.
 fn threads() -> usize {
     let sizes = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"];
     let is_one = |name| env::var(name).is_ok_and(|size| size == "1");
@@ -126,7 +126,7 @@ fn threads() -> usize {
     }
 }
 
-/// Returns the machine of each rank. Collective the first time; after that it is known.
+/// Returns the machine of each rank. Collective in the first call; later calls return the stored result.
 pub(crate) fn hosts(world: &ProcessGroup) -> Result<&'static [String], RankError> {
     if let Some(known) = HOSTS.get() {
         return Ok(known);
@@ -141,7 +141,7 @@ pub(crate) fn hosts(world: &ProcessGroup) -> Result<&'static [String], RankError
 ///
 /// # Errors
 ///
-/// [`RankError::Differs`] on every rank, with what differs, and on which rank and machine.
+/// [`RankError::Differs`] on every rank, with the difference, its rank and its machine.
 pub(crate) fn agree(world: &ProcessGroup, data: String) -> Result<(), RankError> {
     let own = serde_json::to_vec(&identity(data)).unwrap_or_default();
     let notes = world.exchange("identity of the run", own)?;
@@ -173,25 +173,25 @@ pub(crate) fn agree(world: &ProcessGroup, data: String) -> Result<(), RankError>
     Ok(())
 }
 
-/// The machine of each rank, once a process has asked.
+/// The machine of each rank, once a process has requested it.
 static HOSTS: OnceLock<Vec<String>> = OnceLock::new();
 
-/// Returns the machines of the ranks, as text, in a process that knows of others.
+/// Returns the machines of the ranks as text, if this process knows other machines.
 pub(crate) fn machines() -> Option<String> {
     HOSTS.get().map(|hosts| machines_of(hosts))
 }
 
-/// Waits for a moment, if this is one process of several, so that the launcher has passed on what the others have said.
+/// Waits for a moment, if this process is one of several, so that the launcher can pass on the output of the others.
 ///
-/// A launcher ends all processes as soon as one has ended with an error. MPICH's then loses what one that is still
-/// printing has to say, and reports that one's death in place of the error.
+/// A launcher ends all processes as soon as one of them ends with an error. MPICH's launcher then loses the output of a
+/// process that is still printing, and reports that process's death instead of the error.
 pub(crate) fn let_launcher_hear() {
     if matches!(processes(), Ok(Some(_))) {
         thread::sleep(Duration::from_millis(300));
     }
 }
 
-/// Joins ranks that follow each other on one machine: `ranks 0 to 3 on a, rank 4 on b`.
+/// Joins consecutive ranks on one machine: `ranks 0 to 3 on a, rank 4 on b`.
 fn machines_of(hosts: &[String]) -> String {
     let mut parts = Vec::new();
     let mut first = 0;
@@ -206,7 +206,7 @@ fn machines_of(hosts: &[String]) -> String {
     parts.join(", ")
 }
 
-/// Returns what must be the same for all processes, by name.
+/// Returns the values that must be the same in all processes, by name.
 fn identity(data: String) -> BTreeMap<String, String> {
     let mut identity = BTreeMap::new();
     let version = env!("CARGO_PKG_VERSION");
@@ -221,7 +221,7 @@ fn identity(data: String) -> BTreeMap<String, String> {
     identity.insert("the data".to_owned(), data);
     let mut flag = "the command".to_owned();
     for argument in env::args_os().skip(1) {
-        // Of any bytes.
+        // Arguments may contain any bytes.
         let argument = argument.to_string_lossy().into_owned();
         let (name, value) = match argument.split_once('=') {
             Some((name, value)) if name.starts_with("--") => (name, Some(value)),

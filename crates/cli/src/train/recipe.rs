@@ -1,4 +1,4 @@
-//! The optimizers of a run: which there are, for which parameters, and with which numbers.
+//! The optimizers of a run: their kinds, their parameters, and their hyperparameters.
 
 use burn::module::ParamGroup;
 use burn::optim::decay::WeightDecayConfig;
@@ -16,11 +16,11 @@ use serde_json::{Map, Value, json};
 use crate::args::{OptimizerArgs, OptimizerName, TrainArgs};
 use crate::error::InputError;
 
-/// Name of the setting that says which optimizer a step was trained by.
+/// Name of the setting for the optimizer that a step was trained with.
 pub(crate) const OPTIMIZER: &str = "--optimizer";
-/// Name of the setting that says which parameters do not decay.
+/// Name of the setting for the parameters without weight decay.
 pub(crate) const NO_DECAY: &str = "--no-decay";
-/// The pattern of all parameters of one dim.
+/// The pattern for all parameters of one dim.
 const VECTORS: &str = "vectors";
 
 /// The optimizers of a run.
@@ -28,13 +28,13 @@ const VECTORS: &str = "vectors";
 pub(crate) struct Recipe {
     name: OptimizerName,
     numbers: Numbers,
-    /// The parameters that do not decay, as they were named.
+    /// The parameters without weight decay, as specified by the user.
     no_decay: Vec<String>,
-    /// Paths of all parameters that are trained.
+    /// All trained parameters.
     members: Vec<Member>,
 }
 
-/// The numbers of an optimizer; those that it has not are not used.
+/// The hyperparameters of an optimizer. Those that it does not have are not used.
 #[derive(Debug, Clone, Copy)]
 struct Numbers {
     beta1: f32,
@@ -49,13 +49,13 @@ struct Numbers {
 struct Member {
     path: String,
     elements: usize,
-    /// True for a matrix of a block, which Muon steps.
+    /// True for a matrix in a block, which Muon steps.
     is_matrix: bool,
     decays: bool,
 }
 
 impl Numbers {
-    /// Returns those of an optimizer where nothing else is said.
+    /// Returns an optimizer's defaults.
     fn of(name: OptimizerName) -> Self {
         use OptimizerName::{Adam, Adamw, Adan, Lion, Muon, Rmsprop, Sgd};
         Self {
@@ -79,20 +79,20 @@ impl Numbers {
     }
 }
 
-/// The optimizers with these numbers.
+/// The optimizers with these hyperparameters.
 impl Numbers {
-    /// Returns the weight decay that Burn adds to gradients, or Muon takes by itself.
+    /// Returns the weight decay that Burn adds to gradients, or that Muon applies itself.
     fn decay(self) -> Option<WeightDecayConfig> {
         (self.weight_decay > 0.0).then(|| WeightDecayConfig::new(self.weight_decay))
     }
 
-    /// Returns the momentum as PyTorch has it, without dampening.
+    /// Returns PyTorch's momentum, without dampening.
     fn moving(self) -> MomentumConfig {
         let momentum = MomentumConfig::new().with_momentum(f64::from(self.momentum));
         momentum.with_dampening(0.0)
     }
 
-    /// As PyTorch has it: weight decay decoupled and scaled by the learning rate.
+    /// As in PyTorch, weight decay is decoupled and scaled by the learning rate.
     fn adamw(self) -> impl Optimizer {
         AdamWConfig::new()
             .with_beta_1(self.beta1)
@@ -161,7 +161,7 @@ impl Numbers {
     }
 }
 
-/// Returns true if an optimizer has that number.
+/// Returns true if an optimizer has the hyperparameter of this flag.
 fn has(name: OptimizerName, flag: &str) -> bool {
     use OptimizerName::{Adam, Adamw, Adan, Lion, Muon, Rmsprop, Sgd};
     match flag {
@@ -174,7 +174,7 @@ fn has(name: OptimizerName, flag: &str) -> bool {
 }
 
 impl Recipe {
-    /// Resolves and checks the flags, for a model.
+    /// Resolves and checks the flags for a model.
     pub(crate) fn new(args: &TrainArgs, model: &ModelConfig) -> Result<Self, InputError> {
         let given = &args.training.optimizer;
         let name = given.optimizer;
@@ -225,7 +225,7 @@ impl Recipe {
         self.joined(false)
     }
 
-    /// Returns the optimizers, which seal the states that they keep.
+    /// Returns the optimizers, with seals on the state that they keep.
     pub(crate) fn sealed(&self) -> OptimizerGroups {
         self.joined(true)
     }
@@ -253,7 +253,7 @@ impl Recipe {
         groups
     }
 
-    /// Adds one of the optimizers for a group, or begins with it.
+    /// Adds one of the optimizers for a group, or starts with it.
     fn with(
         &self,
         groups: Option<OptimizerGroups>,
@@ -278,7 +278,7 @@ impl Recipe {
         }
     }
 
-    /// Returns the paths of the parameters that a rank has to own: those that are stepped as whole matrices.
+    /// Returns the paths of the parameters that one rank must own, because they are stepped as whole matrices.
     pub(crate) fn owned(&self) -> Vec<&str> {
         let is_muon = self.name == OptimizerName::Muon;
         let owned = self
@@ -311,9 +311,9 @@ impl Recipe {
             .sum()
     }
 
-    /// Returns the settings that are compared when a run goes on.
+    /// Returns the settings that are compared when a run resumes.
     pub(crate) fn settings(&self) -> Map<String, Value> {
-        // As it was typed, and not the nearest of 32 bits written with 64.
+        // The number as it was typed, and not the nearest 32-bit number printed with 64 bits.
         let decimal = |value: f32| value.to_string().parse().unwrap_or(f64::from(value));
         let Numbers {
             beta1,
@@ -340,7 +340,7 @@ impl Recipe {
     }
 }
 
-/// Returns an optimizer of a group, with the others, and with seals of its states if that is asked for.
+/// Returns the optimizer of a group together with the others. Seals its state if requested.
 fn put(
     optimizer: impl Optimizer,
     (groups, members, seals): (Option<OptimizerGroups>, ParamGroup, bool),
@@ -361,7 +361,7 @@ fn put(
     }
 }
 
-/// Returns the parameters of a model, and whether each is in a block.
+/// Returns the parameters of a model, each with whether it is in a block.
 fn table<A: Architecture>(sizes: A) -> Vec<(ParameterSpec, bool)> {
     let blocks = Pattern::new(A::BLOCKS);
     let table = sizes.parameters().into_iter();
@@ -372,7 +372,7 @@ fn table<A: Architecture>(sizes: A) -> Vec<(ParameterSpec, bool)> {
     table.collect()
 }
 
-/// Returns the paths that these patterns stand for.
+/// Returns the paths that match these patterns.
 fn undecayed(
     patterns: &[String],
     table: &[(ParameterSpec, bool)],
@@ -410,7 +410,7 @@ fn check_rate(rate: f64) -> Result<(), InputError> {
     }
 }
 
-/// Checks the numbers, and that the optimizer has those that were given.
+/// Checks the hyperparameters, and that the optimizer has those that were specified.
 fn numbers(args: &OptimizerArgs) -> Result<Numbers, InputError> {
     let name = args.optimizer;
     let fraction = |value: f32| (0.0..1.0).contains(&value);
@@ -440,7 +440,7 @@ fn numbers(args: &OptimizerArgs) -> Result<Numbers, InputError> {
             continue;
         };
         if !is_valid(value) {
-            // As it was typed, and not as the nearest number of 32 bits.
+            // The number as it was typed, and not as the nearest 32-bit number.
             let value = value.to_string().parse().unwrap_or(f64::from(value));
             return Err(InputError::OutOfRange {
                 flag,

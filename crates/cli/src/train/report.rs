@@ -1,4 +1,4 @@
-//! The results of a run, from those of all ranks.
+//! The results of a run, from the results of all ranks.
 
 use serde::Serialize;
 
@@ -14,16 +14,16 @@ pub(crate) struct Report {
     /// Engine through which the ranks communicate.
     pub(crate) engine: String,
     pub(crate) strategy: &'static str,
-    /// True if a compiled step trained, and not the eager engine.
+    /// True if a compiled step trained, false for the eager engine.
     pub(crate) compiled: bool,
     pub(crate) ranks: usize,
-    /// Threads that compute for each rank.
+    /// Compute threads of each rank.
     pub(crate) threads: usize,
     /// Number of parameters of the whole model.
     pub(crate) params: usize,
-    /// Number of parameters that are trained: all, or those of adapters.
+    /// Number of trained parameters: all parameters, or the adapters' factors.
     pub(crate) trained_params: usize,
-    /// Number of values that the optimizer keeps of these.
+    /// Number of values that the optimizer keeps for the trained parameters.
     #[serde(skip)]
     pub(crate) optimizer_values: usize,
     pub(crate) model: &'static str,
@@ -36,39 +36,39 @@ pub(crate) struct Report {
     pub(crate) steps: usize,
     pub(crate) warmup: usize,
     pub(crate) data: String,
-    /// Tokens per second, by the median step; `None` without measured steps.
+    /// Tokens per second in the median step; `None` without measured steps.
     pub(crate) tokens_per_s: Option<f64>,
     pub(crate) step_ms: Option<StepMillis>,
-    /// The step that the run went on from; 0 if it is fresh.
+    /// The step that the run resumed from; 0 for a fresh run.
     pub(crate) first_step: usize,
-    /// Losses of all steps from `first_step` on, the unmeasured ones first.
+    /// Losses of all steps from `first_step` on. Unmeasured steps come first.
     pub(crate) losses: Vec<f64>,
     /// Loss of the last evaluation.
     pub(crate) eval_loss: Option<f64>,
     /// Step and loss of every evaluation.
     pub(crate) eval_losses: Vec<(usize, f64)>,
-    /// Bytes of parameters and optimizer that each rank holds.
+    /// Bytes of parameters and optimizer state on each rank.
     pub(crate) state_bytes: Vec<usize>,
-    /// Maximum of the bytes of full tensors at once, of each rank.
+    /// Peak bytes of full tensors on each rank.
     pub(crate) unsharded_peak_bytes: Vec<usize>,
-    /// Bytes that collectives copied in the last step from a device to the host, and to a device, of each rank.
+    /// Bytes that collectives copied on each rank in the last step: from a device to the host, and to a device.
     pub(crate) staged_bytes: Vec<[usize; 2]>,
-    /// Maximum of the resident bytes of each process.
+    /// Peak resident bytes of each process.
     pub(crate) peak_rss_bytes: Vec<u64>,
-    /// Resident bytes of this process before it trained.
+    /// Resident bytes of this process before the training.
     pub(crate) start_rss_bytes: Option<u64>,
     /// Collectives of the last training step.
     pub(crate) collectives: Collectives,
-    /// Units that are computed again in backward so that a step stays within its budget of memory.
+    /// Units that are recomputed in backward to keep a step within its memory budget.
     pub(crate) recomputed_units: Vec<String>,
     pub(crate) curve: String,
     pub(crate) sample: Option<String>,
-    /// The newest step in --checkpoint-dir that this run has saved.
+    /// The newest step that this run saved in --checkpoint-dir.
     pub(crate) saved_step: Option<u64>,
     /// True if a signal ended the run before its last step.
     pub(crate) interrupted: bool,
     pub(crate) warnings: Vec<String>,
-    /// Messages of why the run ends with an error, if it does.
+    /// The reasons why the run ends with an error, if it does.
     pub(crate) failures: Vec<String>,
 }
 
@@ -81,8 +81,7 @@ pub(crate) struct StepMillis {
 }
 
 impl Report {
-    /// Makes the report from the results of the ranks, of which there is at least one, and the bytes that were resident
-    /// before they began.
+    /// Creates the report from the results of at least one rank, and the resident bytes before they started.
     pub(crate) fn new(
         config: &TrainConfig,
         start_rss_bytes: Option<u64>,
@@ -162,12 +161,12 @@ impl Report {
     }
 
     pub(crate) fn to_json(&self) -> String {
-        // Strings, numbers and lists of them: there is nothing that JSON cannot say.
+        // Only strings, numbers and lists of them, which JSON can always represent.
         serde_json::to_string(self).unwrap_or_default()
     }
 }
 
-/// Returns the seconds of every step: those of its slowest rank.
+/// Returns the seconds of every step on its slowest rank.
 fn slowest(results: &[RankOutcome]) -> Vec<f64> {
     let num_steps = results.first().map_or(0, |first| first.seconds.len());
     let of_step = |step: usize| results.iter().map(move |result| result.seconds[step]);
@@ -176,7 +175,7 @@ fn slowest(results: &[RankOutcome]) -> Vec<f64> {
         .collect()
 }
 
-/// Collects all remarks, each once.
+/// Collects all warnings, without duplicates.
 fn warnings(config: &TrainConfig, results: &[RankOutcome]) -> Vec<String> {
     let mut warnings = config.data.warnings();
     warnings.extend(config.dropout.clone());

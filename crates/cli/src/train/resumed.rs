@@ -1,4 +1,4 @@
-//! The step that a run goes on from.
+//! The step that a run resumes from.
 
 use burn_fsdp::checkpoint::{Check, Checkpoints, Step};
 use burn_fsdp_models::ModelConfig;
@@ -9,19 +9,19 @@ use crate::console;
 use crate::error::InputError;
 use crate::train::settings::Settings;
 
-/// The saved step that a run goes on from. It is found before any rank starts: verifying may take
-/// longer than ranks wait for each other, and an error in a file is no failure of a rank.
+/// The saved step that a run resumes from. It is found before any rank starts: verification may take
+/// longer than ranks wait for each other, and an error in a file is not a failure of a rank.
 #[derive(Debug)]
 pub(crate) struct Resumed {
     pub(crate) step: Step,
-    /// Damaged steps that were passed over, which the run replaces when it comes to their numbers.
+    /// Damaged steps that were skipped. The run replaces them when it reaches their numbers.
     pub(crate) skipped: Vec<u64>,
     /// Warnings to the user.
     pub(crate) warnings: Vec<String>,
 }
 
 impl Resumed {
-    /// Returns the number of steps that were done before.
+    /// Returns the number of steps completed before.
     pub(crate) fn first_step(&self) -> usize {
         usize::try_from(self.step.index().training.step).unwrap_or(usize::MAX)
     }
@@ -40,7 +40,7 @@ impl Resumed {
         }
     }
 
-    /// Finds the step to go on from; `None` to start fresh, if there are no steps at all.
+    /// Finds the step to resume from. Returns `None` to start fresh, if there are no steps at all.
     pub(crate) fn find(
         folder: &Checkpoints,
         which: ResumeFrom,
@@ -73,7 +73,7 @@ impl Resumed {
         adapters::check_sizes(&step.index().training, adapters)?;
         settings.check_optimizer(&step.index().training)?;
         warnings.extend(settings.differences(&step.index().training));
-        // At once: the report comes when it is too late to stop.
+        // Print them at once: the report would be too late to stop the run.
         warnings
             .iter()
             .for_each(|warning| console::tell(format_args!("warning: {warning}")));
@@ -85,7 +85,7 @@ impl Resumed {
     }
 }
 
-/// Checks that a step has this model. Its tensors' shapes would not do: they do not depend on the
+/// Checks that a step has this model. The shapes of its tensors would not suffice, because they do not depend on the
 /// number of heads.
 fn check_model(step: &Step, expected: &ModelConfig) -> Result<(), InputError> {
     let found: Result<ModelConfig, _> = serde_json::from_value(step.index().model.clone());

@@ -30,15 +30,14 @@ use crate::train::ranks;
 use crate::train::report::Report;
 use crate::train::trace;
 
-/// Trains, and writes the files and the output that the configuration asks for.
+/// Trains, and writes the files and the output that the configuration requests.
 ///
-/// The report is printed even if writing another output fails: a report that is lost is a training
-/// lost.
+/// The report is printed even if another output cannot be written, because a lost report means a lost training.
 pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
     let config = Arc::new(config);
     let start_rss_bytes = host::rss_bytes();
     let is_first = config.ranks.have_first();
-    // Processes write nothing before they have agreed.
+    // Processes write nothing before they have agreed on their arguments and data.
     let metrics = match config.ranks.are_processes() {
         false => Some(begin_files(&config)?),
         true => None,
@@ -59,7 +58,7 @@ pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
         if let Err(error) = &result
             && error.is_input()
         {
-            // What another process says of it may come first, as text.
+            // Another process may report the same problem first, as text.
             let _ = INPUT_PROBLEM.set(error.to_string());
         }
         result
@@ -84,7 +83,7 @@ pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
         failures.extend(written.err().map(|error| error.to_string()));
     }
     let mut report = Report::new(&config, start_rss_bytes, results);
-    // Without a step there is no point to draw.
+    // Without a step, there is no point to draw.
     if !report.losses.is_empty() {
         let svg = curve::draw(report.first_step, &report.losses, &report.eval_losses);
         let written = output::write_whole("--curve", &config.curve, svg.as_bytes());
@@ -103,17 +102,17 @@ pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
     }
 }
 
-/// A problem of the input that a rank of this process has met.
+/// An input problem that a rank of this process met.
 static INPUT_PROBLEM: OnceLock<String> = OnceLock::new();
 
-/// What the ranks of this process begin with.
+/// The initial state of this process's ranks.
 struct Start {
-    /// For rank 0 to take; `None` if the files are to be begun by it.
+    /// Rank 0 takes the metrics; `None` if rank 0 must still create the files.
     metrics: Mutex<Option<Metrics>>,
     origin: Instant,
 }
 
-/// Runs one rank, whose results are those to report.
+/// Runs one rank, and returns the results that it passes on.
 fn run_rank(
     config: &TrainConfig,
     world: &ProcessGroup,
@@ -143,7 +142,7 @@ fn run_rank(
             None => begin_files(config).map_err(Box::new)?,
         };
     }
-    // The clocks of processes have no other point in common.
+    // The clocks of processes have no other common point.
     let origin = match are_processes {
         true => Instant::now(),
         false => start.origin,
@@ -154,43 +153,44 @@ fn run_rank(
     collector.collect(outcome)
 }
 
-/// Returns `result`, after all ranks have one where it is an error of the input: all find the same, and none is to hear of
-/// another's failure before. Collective in that case.
+/// Returns `result`. For an input error, which all ranks find, first waits until all ranks have it, so that none sees
+/// another's failure earlier. Collective in that case.
 fn known_to_all<T>(world: &ProcessGroup, result: Result<T, RankError>) -> Result<T, RankError> {
     if result.as_ref().is_err_and(RankError::is_input) {
-        // That it fails changes nothing.
+        // A failure of the barrier changes nothing.
         let _ = world.barrier("an error that all have found");
     }
     result
 }
 
-/// Writes the initial weights and begins the metrics.
+/// Writes the initial weights and starts the metrics file.
 fn begin_files(config: &TrainConfig) -> Result<Metrics, InputError> {
     model::save_initial(config)?;
     let first_step = config.resumed().map_or(0, |resumed| resumed.first_step());
     Metrics::open(config.metrics.as_deref(), first_step)
 }
 
-/// The signal that was last heard.
+/// The last signal received.
 static ENDED_BY: LazyLock<Arc<AtomicUsize>> = LazyLock::new(Arc::default);
 
-/// Ends this process by the signal that has ended its run, where nothing was saved: it has removed its files, and is to look as
-/// if the signal had its default effect.
+/// Ends this process by the signal that ended its run, if nothing was saved. The process has removed its files, and
+/// should look as if the signal had its default effect.
 fn end_by_signal(config: &TrainConfig) {
     if config.checkpoints.is_none() && config.is_stopped() {
         let signal = ENDED_BY.load(Ordering::Relaxed) as i32;
-        // None came: `launch` is gone, which is as SIGTERM.
+        // No signal arrived: `launch` is gone, which counts as SIGTERM.
         let signal = if signal == 0 { SIGTERM } else { signal };
         let _ = low_level::emulate_default_handler(signal);
     }
 }
 
-/// Registers signal handlers: a first signal ends the run after its step and a save, a second one
-/// ends it at once with exit code 1, and so does SIGQUIT. Without a folder for checkpoints the run has only files of
-/// `--offload` to remove; without these as well, signals keep their default effect.
+/// Registers signal handlers. A first signal ends the run after its step and a save. A second signal or SIGQUIT ends it
+/// at once with exit code 1. Without a folder for checkpoints, the run only has the files of `--offload` to remove.
+/// Without these files as well, signals keep their default effect.
 ///
-/// A process that a launcher has started hears of one request several times: from the launcher, as one of a group, from a
-/// scheduler that tells all processes of a job. A second signal changes nothing there; the launcher ends what does not end.
+/// A process started by a launcher may receive one request several times: from the launcher, as a member of a group,
+/// and from a scheduler that signals all processes of a job. A second signal has no effect there. The launcher ends
+/// processes that do not end.
 fn obey_signals(config: &TrainConfig) {
     let Some(stop) = &config.stop else {
         return;
@@ -202,13 +202,13 @@ fn obey_signals(config: &TrainConfig) {
     } else {
         arm_after_first(at_once.clone())
     };
-    // `mpirun` passes SIGUSR1 on, and schedulers are told to send it before the end of a job.
+    // `mpirun` passes SIGUSR1 on, and schedulers can send it before the end of a job.
     for signal in [SIGTERM, SIGINT, SIGHUP, SIGUSR1] {
-        // `nohup` has a run go on when its terminal is gone.
+        // `nohup` lets a run continue when its terminal is gone.
         if is_ignored(signal) {
             continue;
         }
-        // Where the system refuses, signals do what they always did.
+        // If the system refuses, signals keep their default effect.
         let _ = flag::register_conditional_shutdown(signal, 1, at_once.clone());
         let _ = flag::register(signal, stop.clone());
         let _ = flag::register_usize(signal, ENDED_BY.clone(), signal as usize);
@@ -220,12 +220,12 @@ fn obey_signals(config: &TrainConfig) {
     tether::tell(stop.clone(), config.ranks.have_first());
 }
 
-/// Raises the flag some time after the first signal, of which it hears by the end that is returned: until then, more of them
-/// are the same request.
+/// Sets the flag some time after the first signal, which arrives through the returned end. Until then, further signals
+/// count as the same request.
 fn arm_after_first(at_once: Arc<AtomicBool>) -> Option<UnixStream> {
     let (mut signals, waker) = UnixStream::pair().ok()?;
     let wait = move || {
-        // An error comes when nothing was registered.
+        // An error means that nothing was registered.
         if signals.read(&mut [0]).is_ok_and(|read| read > 0) {
             sleep(ONE_REQUEST);
             at_once.store(true, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! The folder of checkpoints of a run, locked before anything is trained, and held to its end.
+//! The checkpoint folder of a run. It is locked before training starts, and held until the end of the run.
 
 use std::env;
 use std::num::NonZeroUsize;
@@ -24,49 +24,49 @@ use crate::train::ranks::{self, Ranks};
 use crate::train::resumed::Resumed;
 use crate::train::settings::Settings;
 
-/// The time that a file of another machine may take to appear here.
+/// The maximum delay until a file from another machine appears here.
 const PATIENCE: Duration = Duration::from_secs(15);
 
-/// The time that a run which is started again waits for the end of the one before.
+/// The time for which a restarted run waits for the end of the previous run.
 const AFTER_RESTART: Duration = Duration::from_secs(300);
 
-/// The time between two looks for it.
+/// The time between two checks for the file.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// What a step must have, so that a run goes on from it: the model, its adapters, and the settings to compare.
+/// The values that a step is compared with before a run resumes from it: the model, its adapters, and the settings.
 type RunState<'a> = (&'a ModelConfig, Option<AdapterSizes>, &'a Settings);
 
-/// What rank 0 has found in the folder, for other processes.
+/// The state of the folder that rank 0 found, for other processes.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Found {
-    /// Name of a file in the folder that is there until all have looked for it.
+    /// Name of a file in the folder that exists until all processes have looked for it.
     token: Option<String>,
-    /// Number of the step to go on from.
+    /// Number of the step to resume from.
     step: Option<u64>,
-    /// Damaged steps that were passed over.
+    /// Damaged steps that were skipped.
     skipped: Vec<u64>,
 }
 
-/// The folder of checkpoints, with the steps to save and to go on from.
+/// The checkpoint folder, with the schedule of saves and the step to resume from.
 #[derive(Debug)]
 pub(crate) struct CheckpointConfig {
-    /// Folder of checkpoints. The process of rank 0 has it locked against other runs as long as this lives.
+    /// The folder. The process of rank 0 keeps it locked against other runs for the lifetime of this value.
     pub(crate) folder: Checkpoints,
     pub(crate) save_every: Option<usize>,
     pub(crate) keep_last: Option<NonZeroUsize>,
-    /// The saved step that the run goes on from, if it does not start fresh.
-    /// Not set yet in a process that has to hear of it from rank 0.
+    /// The saved step that the run resumes from, if it does not start fresh. Not yet set in a process that must learn
+    /// it from rank 0.
     resumed: OnceLock<Option<Resumed>>,
-    /// True if the steps that are there are to be removed.
+    /// True if existing steps must be removed.
     pub(crate) overwrite: bool,
-    /// How long a save may take.
+    /// The maximum duration of a save.
     pub(crate) save_deadline: Duration,
     pub(crate) meeting: Meeting,
 }
 
 impl CheckpointConfig {
-    /// Checks the arguments. In the process of rank 0 it also locks the folder for the life of the run, and finds
-    /// the step to go on from; other processes hear of that by [`agree`](Self::agree).
+    /// Checks the arguments. In the process of rank 0, also locks the folder for the lifetime of the run, and finds the
+    /// step to resume from. Other processes learn it through [`agree`](Self::agree).
     pub(crate) fn new(
         args: CheckpointArgs,
         ranks: &Ranks,
@@ -110,17 +110,17 @@ impl CheckpointConfig {
         }))
     }
 
-    /// Returns the saved step that the run goes on from, if it does not start fresh.
+    /// Returns the saved step that the run resumes from, if it does not start fresh.
     pub(crate) fn resumed(&self) -> Option<&Resumed> {
         self.resumed.get()?.as_ref()
     }
 
-    /// Tells other processes what rank 0 has found in the folder, and checks that they see the same folder.
-    /// Collective, where each rank is a process.
+    /// Tells other processes what rank 0 found in the folder, and checks that they see the same folder. Collective if
+    /// each rank is a process.
     ///
     /// # Errors
     ///
-    /// [`RankError::FolderNotShared`] on every rank, if one does not see it.
+    /// [`RankError::FolderNotShared`] on every rank, if one rank does not see the folder.
     pub(crate) fn agree(&self, world: &ProcessGroup, deadline: Duration) -> Result<(), RankError> {
         let path = self.folder.root();
         let mut own = Found::default();
@@ -149,7 +149,7 @@ impl CheckpointConfig {
             .and_then(|note| serde_json::from_slice(note).ok())
             .unwrap_or_default();
         let problem = match world.rank() {
-            // The file stays until all have looked.
+            // The file stays until all processes have looked for it.
             0 => {
                 let token = token.as_ref().and_then(|token| token.as_ref().err());
                 token.map(ToString::to_string)
@@ -172,14 +172,14 @@ impl CheckpointConfig {
         }
     }
 
-    /// Opens the step that rank 0 has found.
+    /// Opens the step that rank 0 found.
     fn follow(&self, found: &Found, deadline: Duration) -> Result<(), String> {
         let Some(token) = &found.token else {
             return Ok(());
         };
         let path = self.folder.root().join(token);
         let until = Instant::now() + PATIENCE.min(deadline / 2);
-        // File systems of networks show a new file after a while.
+        // Network file systems show a new file with a delay.
         while !path.exists() {
             if Instant::now() > until {
                 return Err("the files of rank 0 do not appear there".to_owned());
@@ -195,25 +195,25 @@ impl CheckpointConfig {
                 Some(Resumed {
                     step,
                     skipped: found.skipped.clone(),
-                    // Rank 0 has told the user.
+                    // Rank 0 has warned the user.
                     warnings: Vec::new(),
                 })
             }
             None => None,
         };
-        // It is set once, here.
+        // Only set here, once.
         let _ = self.resumed.set(resumed);
         Ok(())
     }
 
-    /// Returns true if a save may replace a step of this number: one that was found damaged.
+    /// Returns true if a save may replace the step with this number because it was found damaged.
     pub(crate) fn may_replace(&self, step: u64) -> bool {
         self.resumed()
             .is_some_and(|resumed| resumed.skipped.contains(&step))
     }
 }
 
-/// Locks the folder for the life of the run, and finds the step to go on from.
+/// Locks the folder for the lifetime of the run, and finds the step to resume from.
 fn take(
     args: &CheckpointArgs,
     path: PathBuf,
@@ -231,7 +231,7 @@ fn take(
             path.display()
         ));
     }
-    // What a run that died in the midst of a replacement left is back only now.
+    // The lock has restored files that a run left when it died during a replacement.
     if !may_have_steps && folder.is_begun()? {
         return Err(InputError::HasSteps { path });
     }
@@ -240,7 +240,7 @@ fn take(
     Ok((folder, resumed))
 }
 
-/// Locks the folder. After a restart the run before may still be about to end, on another machine, and is waited for.
+/// Locks the folder. After a restart, waits for the previous run, which may still be shutting down on another machine.
 fn acquire(folder: Checkpoints) -> Result<Checkpoints, InputError> {
     let is_restart = env::var(RESTART).is_ok_and(|restart| restart != "0");
     let until = Instant::now() + AFTER_RESTART;

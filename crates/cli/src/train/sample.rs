@@ -1,4 +1,4 @@
-//! The text with which a run shows what the model has learned.
+//! The text that shows what the model has learned in a run.
 
 use burn_fsdp::ProcessGroup;
 use burn_fsdp_models::{LanguageModel, TokenStream};
@@ -8,7 +8,7 @@ use crate::text::{Sample, TEMPERATURE};
 use crate::train::config::TrainConfig;
 use crate::train::data::Data;
 
-/// Maximum tokens of held-out text that the sample goes on from.
+/// Maximum number of held-out tokens that are the sample's prompt.
 const MAX_PROMPT_TOKENS: usize = 32;
 
 /// Returns true if a run ends with a sample.
@@ -16,10 +16,10 @@ pub(crate) fn is_wanted(config: &TrainConfig) -> bool {
     matches!(config.data, Data::Text(_)) && config.sample_tokens > 0
 }
 
-/// Returns the start of the held-out text and the text that the model adds; `None` if no sample is
-/// wanted, or if the model gives no numbers.
+/// Returns the start of the held-out text and the text that the model adds; `None` if no sample is requested, or if the
+/// model gives no valid numbers.
 ///
-/// All ranks run the sharded model together and go on with rank 0's choice.
+/// All ranks run the sharded model together and continue with rank 0's choice.
 pub(crate) fn generate<M: LanguageModel>(
     model: &M,
     config: &TrainConfig,
@@ -35,7 +35,7 @@ pub(crate) fn generate<M: LanguageModel>(
         codec: &text.codec,
         seq: config.model.seq(),
         num_tokens: config.sample_tokens,
-        // What it goes on with is the middle of a text.
+        // The prompt is from the middle of a text, so no token ends the sample.
         ends: Vec::new(),
         seed: config.seed,
         temperature: TEMPERATURE,
@@ -44,7 +44,7 @@ pub(crate) fn generate<M: LanguageModel>(
     let is_stopped = || config.is_stopped();
     let prompt = prompt(&text.held_out(), config.model.seq());
     match sample.go_on(&model.valid(), prompt, world, is_stopped) {
-        // The training is done; its losses say what is wrong.
+        // The training is complete, and its losses show the problem.
         Err(RankError::NoNumbers) => Ok(None),
         sample => sample.map(Some),
     }

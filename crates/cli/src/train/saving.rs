@@ -22,36 +22,36 @@ pub(crate) struct Saving<'a> {
     contents: Contents<'a>,
     is_first: bool,
     saves: Checkpointer,
-    /// The group in which processes agree whether the last save is tried again.
+    /// The group in which processes agree on whether to retry the last save.
     last_save: Option<ProcessGroup>,
     /// Warnings about saves.
     pub(crate) warnings: Vec<String>,
-    /// True once a step with a number that is not finite was saved.
+    /// True once the user was warned about a saved step with a number that is not finite.
     has_told_not_finite: bool,
-    /// The failures of saves that came again after they were told, and how often.
+    /// The save failures that recurred after their warning, and their counts.
     again: BTreeMap<String, usize>,
 }
 
-/// The contents of a saved step beside the tensors.
+/// The contents of a saved step other than tensors.
 struct Contents<'a> {
     config: &'a TrainConfig,
     checkpoints: &'a CheckpointConfig,
-    /// Number of steps to keep at the last save.
+    /// Number of steps to keep in the latest save.
     keep_last: Option<NonZeroUsize>,
 }
 
 /// The outcome of starting a save.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Started {
-    /// No obstacle: the step is being saved, or will be; or it was left out, and the user was told.
+    /// No obstacle: the step is saved now or later, or it was left out with a warning.
     Goes,
-    /// No save: this tensor is not finite, on this rank.
+    /// Not saved, because this tensor is not finite on this rank.
     NotFinite { tensor: String, rank: usize },
 }
 
 impl<'a> Saving<'a> {
-    /// Prepares the saves of a rank, if the run has a folder for checkpoints. Rank 0 removes old
-    /// steps if that was asked for.
+    /// Prepares the saves of a rank, if the run has a checkpoint folder. Rank 0 removes old steps if this was
+    /// requested.
     pub(crate) fn begin(
         config: &'a TrainConfig,
         world: &ProcessGroup,
@@ -77,7 +77,7 @@ impl<'a> Saving<'a> {
                 true => Some(world.isolate("last save", checkpoints.save_deadline)?),
                 false => None,
             },
-            // Less long than ranks wait for each other.
+            // Shorter than ranks wait for each other.
             saves: saves.patience(config.deadline / 2),
             warnings: Vec::new(),
             again: BTreeMap::new(),
@@ -91,12 +91,12 @@ impl<'a> Saving<'a> {
         every.is_some_and(|every| (step + 1).is_multiple_of(every))
     }
 
-    /// Begins to save the state after `steps` steps. The training goes on meanwhile.
+    /// Starts to save the state after `steps` steps. The training continues in the meantime.
     ///
-    /// If the save before is not done, this waits for it, but less long than ranks wait for each other;
-    /// then this save is left out, or comes at the end if it is the last.
+    /// If the previous save is not complete, this waits for it, but for less time than ranks wait for each other. After
+    /// that time, the save is left out, or it is done at the end if it is the last.
     ///
-    /// Collective: all ranks do so at the same point, and agree on what is done.
+    /// Collective: all ranks call it at the same point, and agree on the outcome.
     pub(crate) fn start(
         &mut self,
         steps: usize,
@@ -106,10 +106,10 @@ impl<'a> Saving<'a> {
         let offered = self.saves.offer(trainer.snapshot()?);
         self.tell();
         let offered = offered?;
-        // Whether a step gives finite losses shows in the next one, so the one before it stays, too.
+        // Only the next step shows whether a step gives finite losses, so the step before the newest is also kept.
         let least = |keep: NonZeroUsize| keep.max(NonZeroUsize::MIN.saturating_add(1));
         self.contents.keep_last = self.contents.checkpoints.keep_last.map(least);
-        // Nor does one whose loss was no number, where that does not end the run.
+        // A step whose loss was not finite, if this does not end the run, does not replace older ones.
         if !has_finite_loss {
             self.contents.keep_last = None;
         }
@@ -120,7 +120,7 @@ impl<'a> Saving<'a> {
                     rank: not_finite.rank,
                 });
             }
-            // A step of no numbers pushes out none that has some.
+            // A step with numbers that are not finite must not replace one with finite numbers.
             self.contents.keep_last = None;
             let (tensor, rank) = (&not_finite.tensor, not_finite.rank);
             if !std::mem::replace(&mut self.has_told_not_finite, true) {
@@ -141,16 +141,16 @@ impl<'a> Saving<'a> {
         Ok(Started::Goes)
     }
 
-    /// Notices the result of the save under way, if it is done.
+    /// Handles the result of the save under way, if it is complete.
     pub(crate) fn poll(&mut self) {
         self.saves.poll();
         self.tell();
     }
 
-    /// Waits for the last save, which is tried once more if it fails and was of the last step. Returns the
-    /// newest saved step, and a message if the last save failed.
+    /// Waits for the last save. If it fails and was a save of the last step, it is retried once. Returns the newest
+    /// saved step, and a message if the last save failed.
     ///
-    /// No collectives of the training: a disk may take its time.
+    /// Uses no collectives of the training, because a disk may take long.
     pub(crate) fn finish(
         &mut self,
         steps: usize,
@@ -182,7 +182,7 @@ impl<'a> Saving<'a> {
             self.tell();
         }
         let failure = failure.map(|error| {
-            // Where another rank failed the error says so itself.
+            // If another rank failed, the error already contains this text.
             let (said, text) = (format!("step {steps} was not saved"), error.to_string());
             match text.starts_with(&said) {
                 true => text,
@@ -192,8 +192,8 @@ impl<'a> Saving<'a> {
         Ok((self.saves.newest(), failure))
     }
 
-    /// Returns true if the last save is to be tried once more. Threads each ask themselves, as their attempts end when
-    /// one leaves; processes agree.
+    /// Returns true if the last save should be retried. Threads decide individually, because an attempt ends when one
+    /// of them leaves. Processes agree.
     fn is_tried_again(&self, may: Option<bool>) -> Result<bool, RankError> {
         let Some(group) = &self.last_save else {
             return Ok(may == Some(true));
@@ -208,7 +208,7 @@ impl<'a> Saving<'a> {
         Ok(has(1) && !has(2))
     }
 
-    /// Passes on the remarks of the saves as warnings.
+    /// Passes on the remarks about saves as warnings.
     fn tell(&mut self) {
         for remark in self.saves.remarks() {
             self.pass_on(&remark);
@@ -224,7 +224,7 @@ impl<'a> Saving<'a> {
         }
     }
 
-    /// Says how often saves have failed again.
+    /// Warns with the number of repeated save failures.
     fn tell_again(&mut self) {
         for (failure, times) in std::mem::take(&mut self.again) {
             self.warn(format!(
@@ -233,7 +233,7 @@ impl<'a> Saving<'a> {
         }
     }
 
-    /// Prints a warning on rank 0, which hears of every failure, and keeps it for the report; each once.
+    /// Prints each warning once on rank 0, which learns of every failure, and keeps it for the report.
     fn warn(&mut self, warning: String) {
         if self.is_first && !self.warnings.contains(&warning) {
             console::tell(format_args!("warning: {warning}"));

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::args::{LrSchedule, TrainingArgs};
 
-/// Part of the learning rate at the end of a cosine schedule.
+/// Fraction of the learning rate at the end of a cosine schedule.
 const COSINE_FLOOR: f64 = 0.1;
 
 /// A learning rate that rises linearly, then stays or falls.
@@ -39,7 +39,7 @@ impl Schedule {
         match self.shape {
             LrSchedule::Constant => self.peak,
             LrSchedule::Cosine => {
-                // The first step after the rise has the peak, the last one the floor.
+                // The first step after the rise has the highest rate, and the last step has the lowest.
                 let falling = self.total.saturating_sub(self.rise + 1).max(1);
                 let progress = ((step - self.rise) as f64 / falling as f64).min(1.0);
                 let height = (1.0 + (PI * progress).cos()) / 2.0;

@@ -1,5 +1,5 @@
-//! The settings that the numbers of a run depend on, beside its model: saved with each step, and
-//! compared when a run goes on from it.
+//! The settings that affect a run's numbers, in addition to its model. They are saved with each step, and compared when
+//! a run resumes from it.
 
 use burn_fsdp::checkpoint::TrainingState;
 use serde_json::{Map, Value, json};
@@ -15,21 +15,21 @@ use crate::train::recipe::{NO_DECAY, OPTIMIZER, Recipe};
 /// Name of the section of a saved step.
 const SECTION: &str = "settings";
 
-/// Name of the setting that says what was trained on.
+/// Name of the setting that identifies the training data.
 const DATA: &str = "data";
 
-/// Name of the setting that has the tokenizer, `null` for bytes.
+/// Name of the setting that identifies the tokenizer, `null` for bytes.
 const TOKENIZER: &str = "tokenizer";
 
-/// The flag of the type in which gradients travel.
+/// The flag for the type in which gradients are reduced.
 const REDUCE_DTYPE: &str = "--reduce-dtype";
 
-/// Returns the tokenizer of the text that a step was trained on; `None` for bytes, and where a step does not say.
+/// Returns the tokenizer of the text that a step was trained on; `None` for bytes, and if the step does not specify it.
 pub(crate) fn tokenizer_of(saved: &TrainingState) -> Option<&str> {
     saved.sections.get(SECTION)?.get(TOKENIZER)?.as_str()
 }
 
-/// The division of a step over the ranks, as it comes out of the flags.
+/// The sharding of a step over the ranks, as resolved from the flags.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Division {
     /// Name of the strategy.
@@ -39,13 +39,13 @@ pub(crate) struct Division {
     pub(crate) ranks: usize,
 }
 
-/// The settings by flag, as given or by default; and the tokenizer as former versions have saved it.
+/// The settings by flag, as specified or by default, and the tokenizer as earlier versions saved it.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings(Map<String, Value>, Value);
 
 impl Settings {
-    /// Every flag has its word here: a new one does not compile before somebody has said whether batches or numbers depend
-    /// on it. Steps that were written before a setting was compared do not have it, and are silent about it.
+    /// Collects the settings. Every flag is listed here: a new flag does not compile before its author decides whether
+    /// batches or numbers depend on it. Steps that were written before a setting was compared do not contain it.
     pub(crate) fn new(
         args: &TrainArgs,
         optimizer: &Recipe,
@@ -77,10 +77,10 @@ impl Settings {
         training.sections.insert(SECTION.to_owned(), settings);
     }
 
-    /// Refuses a step of another optimizer, whose states are not those of this run's.
+    /// Refuses a step of another optimizer, because its state does not fit this run's optimizer.
     pub(crate) fn check_optimizer(&self, saved: &TrainingState) -> Result<(), InputError> {
-        // A step of another program says nothing of its optimizer but the names of the states, which are looked at when they
-        // are taken.
+        // A step of another program does not identify its optimizer, except by the names of the state, which are
+        // checked when the state is restored.
         let Some(was) = saved.sections.get(SECTION).and_then(Value::as_object) else {
             return Ok(());
         };
@@ -95,15 +95,15 @@ impl Settings {
         }
     }
 
-    /// Returns one sentence for each setting that is not as it was when a step was saved.
+    /// Returns one sentence for each setting that differs from the saved step.
     pub(crate) fn differences(&self, saved: &TrainingState) -> Vec<String> {
         let step = saved.step;
         let was = match saved.sections.get(SECTION) {
             Some(Value::Object(was)) => was.clone(),
-            // A step from before there was such a section, or of another program.
+            // The step was saved before this section existed, or by another program.
             _ => older(saved),
         };
-        // Before there was a choice.
+        // There was only one optimizer in earlier versions.
         let was = with_former_optimizer(was);
         let rounds = is_rounded(&self.0) || is_rounded(&was);
         let own = self.0.iter();
@@ -134,7 +134,7 @@ impl Settings {
     }
 }
 
-/// Returns the settings of a step, with the optimizer that every step had which names none.
+/// Returns the settings of a step. If they name no optimizer, adds the only optimizer of earlier versions.
 fn with_former_optimizer(mut was: Map<String, Value>) -> Map<String, Value> {
     let former = [
         (OPTIMIZER, json!(OptimizerName::Adamw)),
@@ -150,13 +150,13 @@ fn of_model(args: &ModelArgs) -> Map<String, Value> {
     let ModelArgs {
         seq,
         seed,
-        // The model of the step is compared as a whole, and another one is refused.
+        // The step's model is compared as a whole, and another model is refused.
         model: _,
         layers: _,
         dim: _,
         heads: _,
         vocab: _,
-        // The weights are those of the step; of adapters, the checksum of their base and their sizes are compared.
+        // The weights come from the step. With adapters, the checksum of their base and their sizes are compared.
         init: _,
         lora: _,
         lora_alpha: _,
@@ -169,26 +169,27 @@ fn of_model(args: &ModelArgs) -> Map<String, Value> {
 fn of_training(args: &TrainingArgs) -> Map<String, Value> {
     let TrainingArgs {
         batch,
-        // Where a cosine falls to depends on how many there are, below; otherwise a run may go on for longer.
+        // The end of a cosine schedule depends on the number of steps, see below. Otherwise, a run may be continued for
+        // longer.
         steps,
         warmup,
         lr,
         lr_schedule,
         lr_warmup,
-        // As they come out, from the recipe.
+        // Resolved values, from the recipe.
         optimizer: _,
         accumulate,
         no_sync,
         clip_grad_norm,
         precision,
         reduce_dtype,
-        // It ends a run or lets it go on, and changes no number before that.
+        // It ends a run or lets it continue, and changes no number before that.
         nan: _,
         // The same operations, run twice.
         activation_checkpointing: _,
         memory_budget: _,
-        // Proofs, and what computes: steps are for every device and both engines, whose numbers are the same but for the
-        // order of sums.
+        // Proofs, and the choice of device and engine. Steps work on every device and with both engines, whose numbers
+        // only differ by the order of sums.
         certify: _,
         device: _,
         compile: _,
@@ -211,11 +212,11 @@ fn of_training(args: &TrainingArgs) -> Map<String, Value> {
     all
 }
 
-/// The settings of who sums with whom.
+/// The settings that determine which ranks sum with each other.
 const OF_SUMS: [&str; 3] = ["--ranks", "--strategy", "--replicate-size"];
 
-/// Returns true if gradients travel in 16 bits: then each rank rounds what it sends, and numbers depend on [`OF_SUMS`]. In
-/// 32 bits that is the order of a sum alone.
+/// Returns true if gradients are reduced in 16 bits. Each rank then rounds its gradients before it sends them, so
+/// numbers depend on [`OF_SUMS`]. In 32 bits, only the order of a sum depends on them.
 fn is_rounded(settings: &Map<String, Value>) -> bool {
     let reduced = settings.get(REDUCE_DTYPE);
     reduced.is_some_and(|dtype| *dtype != json!(name_of(Float::F32)))
@@ -223,11 +224,11 @@ fn is_rounded(settings: &Map<String, Value>) -> bool {
 
 fn of_sums(args: &ShardingArgs, division: Division) -> Map<String, Value> {
     let ShardingArgs {
-        // As they come out, below.
+        // Resolved values, see below.
         ranks: _,
         strategy: _,
         replicate_size: _,
-        // When and where something is done, and not what. Threads change the order of sums alone.
+        // These determine when and where work is done, but not its result. Threads only change the order of sums.
         threads: _,
         prefetch: _,
         unit_size: _,
@@ -244,10 +245,10 @@ fn of_sums(args: &ShardingArgs, division: Division) -> Map<String, Value> {
     names.into_iter().zip(values).collect()
 }
 
-/// Names the flags on which no batch and no number of a training depends.
+/// Lists the flags that affect neither batches nor numbers of a training.
 fn no_number_depends_on(data: &DataArgs, checkpoint: &CheckpointArgs, output: &OutputArgs) {
     let DataArgs {
-        // The text that was read is compared, and the tokenizer.
+        // The text and the tokenizer are compared.
         data: _,
         tokenizer: _,
         synthetic: _,
@@ -293,7 +294,7 @@ fn older(saved: &TrainingState) -> Map<String, Value> {
     was
 }
 
-/// Returns the flag of a setting. Steps have two under names without dashes.
+/// Returns the flag of a setting. Steps store two of them under names without dashes.
 fn flag_of(name: &str) -> String {
     match name {
         DATA | TOKENIZER => format!("--{name}"),
@@ -301,7 +302,7 @@ fn flag_of(name: &str) -> String {
     }
 }
 
-/// Returns true if two values are the same; numbers by value, however they are written.
+/// Returns true if two values are the same. Numbers are compared by value, regardless of their notation.
 fn is_same(was: &Value, own: &Value) -> bool {
     was == own || was.as_f64().is_some_and(|was| Some(was) == own.as_f64())
 }
@@ -317,7 +318,7 @@ fn shortened(value: &Value) -> String {
         }
         value => value.to_string(),
     };
-    // The file may be from anyone.
+    // The file may come from anyone.
     let printable = text.chars().filter(|c| !c.is_control());
     printable.take(100).collect()
 }

@@ -3,7 +3,7 @@
 use burn_fsdp::ProcessGroup;
 use burn_fsdp::collectives::Error;
 
-/// A sum of values, and how many they are.
+/// A sum of values, and their number.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Sum {
     sum: f64,
@@ -11,7 +11,7 @@ pub(crate) struct Sum {
 }
 
 impl Sum {
-    /// Adds `count` values by their mean.
+    /// Adds `count` values, given their mean.
     pub(crate) fn add(&mut self, mean: f32, count: usize) {
         self.sum += f64::from(mean) * count as f64;
         self.count += count as u64;
@@ -26,9 +26,9 @@ impl Sum {
     }
 }
 
-/// Returns the mean of the values of all ranks, the same bits on every rank.
+/// Returns the mean of the values of all ranks, with the same bits on every rank.
 ///
-/// An exchange of bytes, so that it does not count among the collectives of a step.
+/// This exchanges bytes, so it does not count as one of a step's collectives.
 pub(crate) fn mean(world: &ProcessGroup, label: &'static str, own: Sum) -> Result<f64, Error> {
     let note = [own.sum.to_le_bytes(), own.count.to_le_bytes()].concat();
     let notes = world.exchange(label, note)?;
@@ -44,7 +44,7 @@ pub(crate) fn mean(world: &ProcessGroup, label: &'static str, own: Sum) -> Resul
 /// The values that the ranks agree on at the end of a step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StepEnd {
-    /// The mean loss, the same bits on every rank.
+    /// The mean loss, with the same bits on every rank.
     pub(crate) loss: f64,
     /// True if any rank was told to stop.
     pub(crate) stop: bool,

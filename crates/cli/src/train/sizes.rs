@@ -8,7 +8,7 @@ use crate::adapters::AdapterSizes;
 use crate::args::{ModelArgs, TrainArgs, TrainedModelArg};
 use crate::error::InputError;
 
-/// The sizes of a GPT where nothing else is said.
+/// The default sizes of a GPT.
 const GPT: GptConfig = GptConfig {
     layers: 3,
     dim: 128,
@@ -17,7 +17,7 @@ const GPT: GptConfig = GptConfig {
     seq: 128,
 };
 
-/// Finds the sizes: those of the command line for a GPT, and those of the folder of `--init` for other models.
+/// Finds the sizes: from the command line for a GPT, and from the folder of `--init` for other models.
 pub(crate) fn model(args: &ModelArgs, codec: &TextCodec) -> Result<ModelConfig, InputError> {
     let folder = args.init.as_deref().filter(|path| path.is_dir());
     let has_sizes = folder.is_some_and(|folder| folder.join("config.json").exists());
@@ -52,7 +52,7 @@ fn gpt(args: &ModelArgs, codec: &TextCodec) -> ModelConfig {
     })
 }
 
-/// Reads the sizes of a folder in Hugging Face's form, where the command line has none.
+/// Reads the sizes from a folder in Hugging Face's format. The command line must not specify any.
 fn of_folder(args: &ModelArgs, folder: &Path) -> Result<ModelConfig, InputError> {
     let given = [
         ("--layers", args.layers),
@@ -76,7 +76,7 @@ fn of_folder(args: &ModelArgs, folder: &Path) -> Result<ModelConfig, InputError>
     }
 }
 
-/// Returns a warning if the folder that the sizes are of asks for dropout, which no model here has.
+/// Returns a warning if the model's folder requests dropout, which no model here supports.
 pub(crate) fn dropout(args: &ModelArgs, model: &ModelConfig) -> Result<Option<String>, InputError> {
     let folder = args.init.as_deref().filter(|path| path.is_dir());
     let folder = folder.filter(|_| !matches!(model, ModelConfig::Gpt(_)));
@@ -93,7 +93,7 @@ pub(crate) fn dropout(args: &ModelArgs, model: &ModelConfig) -> Result<Option<St
     }))
 }
 
-/// Returns the word of the command line for the kind of a model.
+/// Returns the command line's name for the kind of a model.
 fn name(model: &ModelConfig) -> &'static str {
     name_of(match model {
         ModelConfig::Llama(_) => TrainedModelArg::Llama,
@@ -110,7 +110,7 @@ fn name_of(model: TrainedModelArg) -> &'static str {
     }
 }
 
-/// Finds the sizes of the adapters that are trained on the frozen model, if any are.
+/// Finds the sizes of the adapters to train on the frozen model, if any.
 pub(crate) fn adapters(
     args: &TrainArgs,
     model: &ModelConfig,

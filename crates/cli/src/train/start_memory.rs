@@ -1,4 +1,4 @@
-//! Bytes of the start of a run: bounds that fail if a rank holds a whole model before its part of one.
+//! Memory at the start of a run: bounds that fail if a rank ever holds a whole model.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,13 +16,13 @@ use crate::train::compiled::Compiled;
 use crate::train::eager::Eager;
 use crate::train::model;
 
-/// The allocator counts for the whole process: one of these tests at a time.
+/// Locks the allocator, which counts bytes of the whole process, so only one of these tests may run at a time.
 fn alone() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Bytes of traces and tables, of all ranks together, and of what other tests do meanwhile.
+/// Bytes of traces and tables on all ranks together, and of other tests that run at the same time.
 const BOOKS: usize = 6 << 20;
 
 fn config(arguments: &str) -> TrainConfig {
@@ -34,7 +34,7 @@ fn config(arguments: &str) -> TrainConfig {
     TrainConfig::from_args(*args).unwrap_or_else(|error| panic!("{arguments}: {error}"))
 }
 
-/// The most that the heap grows by while all ranks start, and what is left of it.
+/// Returns the peak growth of the heap while all ranks start, and the growth that remains afterwards.
 fn of_start<A: Architecture>(sizes: A, arguments: &str) -> (usize, usize) {
     let config = Arc::new(config(arguments));
     let ranks = LaunchConfig::new(config.ranks.number());
@@ -59,7 +59,8 @@ fn of_start<A: Architecture>(sizes: A, arguments: &str) -> (usize, usize) {
     seen[0]
 }
 
-/// Asserts that all ranks together hold so many copies of the model, and while they start at most as many parameters more.
+/// Asserts that all ranks together hold this many copies of the model, and during the start at most this many
+/// additional bytes.
 fn assert_parts<A: Architecture>(
     (sizes, copies): (A, usize),
     (params, largest): (usize, usize),
@@ -68,7 +69,7 @@ fn assert_parts<A: Architecture>(
     let (peak, left) = of_start(sizes, arguments);
     let held = 4 * params * copies;
     let what = format!("{arguments}: {peak} bytes, {left} left, {held} of the model");
-    // What is left of a run before may go meanwhile.
+    // Remaining memory of an earlier run may be freed in the meantime.
     assert!((held / 2..held + 2 * BOOKS).contains(&left), "{what}");
     assert!(peak <= held + largest + 2 * BOOKS, "{what}");
 }
@@ -92,7 +93,7 @@ fn a_folder_is_read_in_parts() {
     for has_tied_head in [false, true] {
         let sizes = llama(has_tied_head);
         let params = ModelConfig::Llama(sizes).num_params();
-        // What a rank reads, and what that is made of.
+        // The values that a rank reads, and their source bytes.
         let largest = 4 * 4 * 384 * 1031;
         let place = tempfile::tempdir().expect("a folder");
         folder(sizes, place.path());
@@ -116,7 +117,7 @@ fn a_folder_is_read_in_parts() {
             let arguments = format!("{arguments} --init {path}");
             assert_parts((sizes, copies), (params, largest), &arguments);
         }
-        // The eager engine replaces shards of zeros when it has read all.
+        // The eager engine replaces its shards, which are zero at first, after it has read everything.
         let arguments = format!("--ranks 2 --init {path}");
         assert_parts((sizes, 1), (params, 4 * params + largest), &arguments);
     }
@@ -167,7 +168,7 @@ fn initial_weights_are_written_one_parameter_at_a_time() {
         HEAP.reset_peak_usage();
         model::save_initial(&config).unwrap_or_else(|error| panic!("{from}: {error}"));
         let peak = HEAP.peak_usage() - before;
-        // What is read or drawn, the other way round, and as bytes.
+        // The values that are read or drawn, transposed, and as bytes.
         let largest = 4 * 4 * 384 * 4 * 384;
         assert!(
             peak <= 2 * largest + BOOKS,
@@ -178,7 +179,7 @@ fn initial_weights_are_written_one_parameter_at_a_time() {
     }
 }
 
-/// A plan is proved on a narrow model: what that takes does not grow with the width of the model.
+/// A plan is proved on a narrow model, so the memory for it does not grow with the model's width.
 #[test]
 fn a_proof_holds_no_model() {
     let _turn = alone();
@@ -195,7 +196,7 @@ fn a_proof_holds_no_model() {
         let (peak, _) = of_start(sizes, &format!("{flags} --dim {dim}"));
         (peak, params)
     });
-    // What is read or drawn of the largest parameter, and as bytes.
+    // The largest parameter's values that are read or drawn, and as bytes.
     let largest = 4 * 4 * 768 * 4 * 768;
     let most = narrow.0 + (wide.1 - narrow.1) + largest + BOOKS;
     assert!(wide.0 <= most, "{wide:?} of {narrow:?}");

@@ -1,10 +1,10 @@
-//! The report as text for people.
+//! The report as human-readable text.
 
 use std::fmt;
 
 use crate::train::report::Report;
 
-/// Bytes of a parameter in 32 bits.
+/// Bytes of a parameter with 32 bits.
 const PARAMETER_BYTES: usize = 4;
 const MIB: f64 = (1 << 20) as f64;
 
@@ -82,7 +82,7 @@ impl Report {
         )?;
         let mut whole = PARAMETER_BYTES * (self.params + self.optimizer_values);
         if self.trained_params != self.params {
-            // Adapters are parameters beside those of the model.
+            // Adapters add parameters to the model's own.
             whole += PARAMETER_BYTES * self.trained_params;
         }
         let held = self.state_bytes.iter().max().copied().unwrap_or(whole);

@@ -1,5 +1,5 @@
-//! The Chrome trace of one step, for `chrome://tracing` and Perfetto: a process per rank with a row
-//! for its computation, a row for its communication, and a curve of its memory.
+//! The Chrome trace of one step, for `chrome://tracing` and Perfetto. Each rank is a process with a row for
+//! computation, a row for communication, and a curve of its memory.
 
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use burn_fsdp::collectives::{CommSpan, CommStage};
 use serde_json::{Value, json};
 
-/// Row of a rank's computation; the next one is that of its communication.
+/// Row of a rank's computation; the next row is for its communication.
 const COMPUTE: usize = 0;
 const COMMUNICATION: usize = 1;
 
-/// The recorded phases of a step of the eager engine; `None` while nothing records.
+/// The recorded phases of a step of the eager engine; `None` while nothing is recorded.
 #[derive(Debug, Default)]
 pub(crate) struct Phases(RefCell<Option<Vec<Phase>>>);
 
@@ -24,17 +24,17 @@ pub(crate) struct Phase {
 }
 
 impl Phases {
-    /// Starts to record.
+    /// Starts a recording.
     pub(crate) fn begin(&self) {
         self.0.replace(Some(Vec::new()));
     }
 
-    /// Ends the recording, and returns it.
+    /// Ends the recording and returns it.
     pub(crate) fn end(&self) -> Vec<Phase> {
         self.0.take().unwrap_or_default()
     }
 
-    /// Records a phase that ends now, if a recording was started.
+    /// Records a phase that ends now, if a recording is active.
     pub(crate) fn add(&self, name: &'static str, start: Instant) {
         if let Some(phases) = &mut *self.0.borrow_mut() {
             phases.push(Phase {
@@ -46,8 +46,8 @@ impl Phases {
     }
 }
 
-/// Makes the events of a rank of the eager engine. The time between its operations is computation,
-/// inside of the phase that it belongs to.
+/// Creates the events of a rank of the eager engine. The time between its operations counts as computation, within the
+/// phase that it belongs to.
 pub(crate) fn eager_events(
     rank: usize,
     origin: Instant,
@@ -65,7 +65,7 @@ pub(crate) fn eager_events(
             if span.start < start || span.end > end {
                 continue;
             }
-            // An operation that starts at once leaves nothing to see before its wait.
+            // An operation that starts immediately has no visible time before its wait.
             if span.start > from {
                 let name = format!("compute after {after}");
                 events.push(clock.span(&name, "compute", COMPUTE, from, span.start));
@@ -105,7 +105,7 @@ pub(crate) fn eager_events(
     events
 }
 
-/// The clock of a rank, with its times as a trace has them.
+/// The clock of a rank, which converts its times to a trace's.
 struct Clock {
     rank: usize,
     origin: Instant,
@@ -136,7 +136,7 @@ fn micros(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e6
 }
 
-/// Shifts the times of events to an origin that is so much earlier than theirs.
+/// Shifts the times of events to an origin that is earlier by this duration.
 pub(crate) fn shifted(mut events: Vec<Value>, by: Duration) -> Vec<Value> {
     for event in &mut events {
         if let Some(ts) = event.get("ts").and_then(Value::as_f64) {
@@ -146,10 +146,10 @@ pub(crate) fn shifted(mut events: Vec<Value>, by: Duration) -> Vec<Value> {
     events
 }
 
-/// Returns the contents of a trace file: the events of all ranks, names first, then by time.
+/// Returns the contents of a trace file: the events of all ranks, with names first, then by time.
 pub(crate) fn file(mut events: Vec<Value>) -> String {
     let time = |event: &Value| event.get("ts").and_then(Value::as_f64).unwrap_or(-1.0);
     events.sort_by(|a, b| time(a).total_cmp(&time(b)));
-    // Strings and numbers: there is nothing that JSON cannot say.
+    // Only strings and numbers, which JSON can always represent.
     serde_json::to_string(&events).unwrap_or_default()
 }

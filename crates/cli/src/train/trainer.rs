@@ -1,4 +1,4 @@
-//! The interface of the eager engine and of a compiled step to the loop around them.
+//! The interface of the eager engine and of compiled steps to the training loop.
 
 use std::time::Instant;
 
@@ -11,33 +11,33 @@ use crate::error::RankError;
 
 /// One rank's model and optimizer. All ranks call the same methods in the same order.
 pub(crate) trait Trainer {
-    /// Trains one step on this rank's rows, and returns the loss before it, of these rows or of all.
+    /// Trains one step on this rank's rows. Returns the loss before the update, of these rows or of all rows.
     fn step(&mut self, step: usize) -> Result<f32, RankError>;
 
-    /// Trains one step as [`step`](Self::step) does, and returns its events of a Chrome trace as
-    /// well, with times since `origin`.
+    /// Trains one step as [`step`](Self::step) does. Also returns its events of a Chrome trace, with times since
+    /// `origin`.
     fn traced_step(&mut self, step: usize, origin: Instant)
     -> Result<(f32, Vec<Value>), RankError>;
 
-    /// Returns the maximum of the bytes of full tensors at once in the last step.
+    /// Returns the peak bytes of full tensors in the last step.
     fn unsharded_peak(&self) -> Result<usize, RankError>;
 
-    /// Returns the bytes that collectives have copied from a device to the host so far, and to a device. None where
-    /// the host computes.
+    /// Returns the bytes that collectives have copied so far from a device to the host, and to a device. Both are zero
+    /// if the host computes.
     fn staged(&self) -> Result<[usize; 2], RankError> {
         Ok([0, 0])
     }
 
-    /// Computes the mean loss on the held-out text, or `None` without any.
+    /// Computes the mean loss on the held-out text; `None` if there is none.
     fn evaluate(&mut self) -> Result<Option<f64>, RankError>;
 
-    /// Returns the norm of the last step's gradients, if it is not finite and the run is to stop at that. The step was
-    /// not taken, or has left values that are not finite.
+    /// Returns the norm of the last step's gradients, if it is not finite and the run should stop in this case. The
+    /// update was skipped, or has left values that are not finite.
     fn norm_not_finite(&self) -> Option<f64> {
         None
     }
 
-    /// Copies the state that is to be saved.
+    /// Copies the state to be saved.
     fn snapshot(&mut self) -> Result<TrainingSnapshot, RankError>;
 
     /// Returns the loss scaler, if there is one.
@@ -45,7 +45,7 @@ pub(crate) trait Trainer {
         None
     }
 
-    /// Returns the adapters that are saved in place of the whole model, if they alone are trained.
+    /// Returns the adapters that are saved instead of the whole model, if only they are trained.
     fn adapters(&self) -> Option<&Adapters> {
         None
     }
@@ -53,17 +53,17 @@ pub(crate) trait Trainer {
     /// Loads the state of a saved step.
     fn resume(&mut self, saved: &Step) -> Result<(), RankError>;
 
-    /// Returns the bytes of parameters and optimizer that this rank holds.
+    /// Returns the bytes of parameters and optimizer state on this rank.
     fn state_bytes(&self) -> Result<usize, RankError>;
 
-    /// Returns remarks on the division of the model.
+    /// Returns warnings about the sharding of the model.
     fn warnings(&self) -> Result<Vec<String>, RankError>;
 
-    /// Returns the units that are computed again in backward so that a step stays within its budget of memory.
+    /// Returns the units that are recomputed in backward to keep a step within its memory budget.
     fn recomputed_units(&self) -> &[String] {
         &[]
     }
 
-    /// Generates the sample text with the trained model; `None` if the run ends without one.
+    /// Generates the sample text with the trained model; `None` if no sample is requested.
     fn sample(&mut self) -> Result<Option<Vec<u8>>, RankError>;
 }

@@ -1,8 +1,8 @@
-//! Every flag with values that nobody meant: an answer or an error, never a panic, an abort or a hang.
+//! Every flag with unintended values: the command answers or reports an error, but never panics, aborts or hangs.
 
 use crate::command::{Folder, Random, is_long};
 
-/// Flags of a training that take a number. Each run is of one step at most.
+/// Training flags that take a number. Each run has at most one step.
 const NUMBERS: [&str; 30] = [
     "--layers",
     "--dim",
@@ -59,7 +59,7 @@ const VALUES: [&str; 20] = [
     "..",
 ];
 
-/// Paths in place of files and folders that are to be read or written.
+/// Paths for files and folders to read or write.
 const PATHS: [&str; 12] = [
     "/dev/null",
     "/dev/full",
@@ -75,7 +75,7 @@ const PATHS: [&str; 12] = [
     "\u{1f980}",
 ];
 
-/// Runs a command and expects one of the exit codes of the table in the help.
+/// Runs a command and expects one of the exit codes in the help's table.
 fn assert_ends_well(folder: &Folder, arguments: &[&str]) -> i32 {
     let mut command = folder.command("");
     command.args(arguments);
@@ -129,7 +129,7 @@ fn numbers_of_every_size_are_answered_or_refused() {
     for flag in NUMBERS {
         all.extend(VALUES.iter().map(|value| (flag, *value)));
     }
-    // A run of very many steps that it may do is what was asked for.
+    // A run of very many steps may be intended, and would take too long here.
     all.retain(|(flag, value)| !(["--steps", "--warmup"].contains(flag) && *value == "4294967296"));
     let count = if is_long() { all.len() } else { 48 };
     let mut codes = [0; 4];
@@ -140,7 +140,7 @@ fn numbers_of_every_size_are_answered_or_refused() {
             random.choice(&all)
         };
         let mut arguments: Vec<&str> = TINY.to_vec();
-        // A flag may be given once.
+        // A flag may only be specified once.
         if let Some(place) = arguments.iter().position(|argument| *argument == flag) {
             arguments.drain(place..place + 2);
         }
@@ -168,13 +168,13 @@ fn paths_of_every_kind_are_answered_or_refused() {
     assert_eq!(assert_ends_well(&folder, &saved), 0);
     let mut all: Vec<Vec<&str>> = Vec::new();
     for path in PATHS {
-        // An output that is named is written, so that it is not the file that is looked at below.
+        // An output file is overwritten, so it must not be the file that is inspected below.
         let output = if path == "file" { "output" } else { path };
         for flag in ["--metrics", "--curve", "--trace", "--save-init"] {
             all.push([&TINY[..], &[flag, output]].concat());
         }
         all.push([&TINY[..], &["--init", path]].concat());
-        // What may be written into is written into: not outside of the test's own folder.
+        // The command writes into writable folders, so only use the test's own folder.
         if !["/", ".."].contains(&path) {
             all.push([&TINY[..], &["--checkpoint-dir", path]].concat());
             all.push([&TINY[..], &["--offload", path]].concat());
@@ -185,7 +185,7 @@ fn paths_of_every_kind_are_answered_or_refused() {
             .copied()
             .filter(|argument| *argument != "--synthetic")
             .collect();
-        // All of a disk is what was asked for.
+        // The whole disk would be read, as requested.
         if !["/", "..", "/proc/self"].contains(&path) {
             all.push([&text[..], &["--data", path, "--sample", "2"]].concat());
         }

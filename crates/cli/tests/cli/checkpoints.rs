@@ -1,4 +1,4 @@
-//! Saving, resuming, and what can be done with a saved step.
+//! Saving, resuming, and the commands for a saved step.
 
 use std::process::Stdio;
 use std::thread::sleep;
@@ -10,7 +10,7 @@ use crate::command::{Folder, Run, last_report, losses, send};
 
 pub(crate) const DIR: &str = "--synthetic --checkpoint-dir steps --metrics metrics.jsonl";
 
-/// Step and bits of the loss, from the file of metrics.
+/// Returns the step and the bits of the loss in each line of the metrics file.
 pub(crate) fn metrics(folder: &Folder) -> Vec<(u64, u64)> {
     let lines = folder.read("metrics.jsonl");
     let parse = |line: &str| -> Value { serde_json::from_str(line).expect("a whole line") };
@@ -44,7 +44,7 @@ fn a_resumed_run_goes_on_to_the_bit() {
     }
 }
 
-/// The optimizer's state goes from files into steps and back, or on in memory.
+/// Optimizer state moves from files into steps and back, or a run continues with the state in memory.
 #[test]
 fn a_run_with_its_optimizer_in_files_goes_on_to_the_bit() {
     let whole = Folder::new();
@@ -67,7 +67,7 @@ fn a_run_with_its_optimizer_in_files_goes_on_to_the_bit() {
     }
 }
 
-/// Other commands take the folder of a step, and a training might be given one.
+/// Other commands take the folder of a step, so a user might also pass it to a training.
 #[test]
 fn no_training_saves_into_a_step() {
     let folder = Folder::new();
@@ -163,7 +163,7 @@ fn a_damaged_step_is_an_error_or_passed_over() {
 #[test]
 fn a_signal_ends_the_run_after_a_save() {
     ends_after_a_save("TERM");
-    // A terminal that is gone; but those started by `nohup` are to go on.
+    // A terminal that is gone. Runs started by `nohup` must continue.
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
@@ -192,7 +192,7 @@ fn ends_after_a_save(signal: &str) {
     assert_eq!(report["first_step"], done);
 }
 
-/// The training is done and saved, and writes what nobody wants to wait for.
+/// The training is complete and saved. Then it writes a sample that nobody wants to wait for.
 #[test]
 fn a_signal_ends_the_sample_and_the_report_is_there() {
     let folder = Folder::new();
@@ -245,7 +245,7 @@ fn a_step_is_consolidated_inspected_and_sampled() {
         header.contains("\"blocks.0.fc.weight\"") && !header.contains("moment"),
         "{header}"
     );
-    // What is no plain file is not replaced by one.
+    // A path that is not a regular file is not replaced by one.
     std::os::unix::fs::symlink("elsewhere", folder.path("link")).expect("a link");
     let onto = folder.run("consolidate steps link --overwrite");
     assert_eq!(onto.code, 2, "{}", onto.stderr);

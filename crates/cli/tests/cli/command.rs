@@ -1,4 +1,4 @@
-//! Running the command in a folder of its own.
+//! The command in a folder of its own.
 
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
@@ -16,10 +16,10 @@ use tempfile::TempDir;
 const TINY: &str =
     "--layers 2 --dim 16 --heads 2 --vocab 256 --seq 8 --batch 12 --eps 0.01 --lr 0.01";
 
-/// A folder that is empty but for what the test puts there.
+/// A folder that only contains the test's files.
 pub(crate) struct Folder(TempDir);
 
-/// How a run ended.
+/// The result of a run.
 pub(crate) struct Run {
     pub(crate) code: i32,
     pub(crate) stdout: String,
@@ -28,7 +28,7 @@ pub(crate) struct Run {
 
 impl Folder {
     pub(crate) fn new() -> Self {
-        // Jobs in the background of a script ignore it, and so would the command.
+        // A script's background jobs ignore SIGINT, and so would the command.
         static HEARS_INTERRUPTS: Once = Once::new();
         HEARS_INTERRUPTS.call_once(|| {
             let always = Arc::new(AtomicBool::new(true));
@@ -50,7 +50,7 @@ impl Folder {
         std::fs::read_to_string(self.path(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
     }
 
-    /// Header and data of a safetensors file.
+    /// Returns the header and data of a safetensors file.
     pub(crate) fn weights(&self, name: &str) -> (String, Vec<u8>) {
         let bytes = std::fs::read(self.path(name)).unwrap_or_else(|e| panic!("{name}: {e}"));
         let (length, rest) = bytes.split_first_chunk::<8>().expect("a length");
@@ -59,7 +59,7 @@ impl Folder {
         (header, data.to_vec())
     }
 
-    /// Values of a tensor of a safetensors file.
+    /// Returns the values of a tensor in a safetensors file.
     pub(crate) fn tensor(&self, file: &str, name: &str) -> Vec<f32> {
         let (header, data) = self.weights(file);
         let header: Value = serde_json::from_str(&header).expect("a header");
@@ -70,7 +70,7 @@ impl Folder {
         bytes.map(value).collect()
     }
 
-    /// Names of the files that are there, sorted.
+    /// Returns the sorted names of the files in this folder.
     pub(crate) fn names(&self) -> Vec<String> {
         let entries = std::fs::read_dir(self.0.path()).expect("a readable folder");
         let mut names: Vec<String> = entries
@@ -86,7 +86,7 @@ impl Folder {
         names
     }
 
-    /// The same of a folder in it.
+    /// Returns the sorted names of the files in a subfolder.
     pub(crate) fn names_in(&self, folder: &str) -> Vec<String> {
         let entries = std::fs::read_dir(self.path(folder)).expect("a readable folder");
         let name = |entry: std::io::Result<std::fs::DirEntry>| entry.expect("an entry").file_name();
@@ -99,7 +99,7 @@ impl Folder {
         texts.collect()
     }
 
-    /// The command with these arguments, divided at spaces, in this folder.
+    /// Returns the command with these arguments, separated by spaces, in this folder.
     pub(crate) fn command(&self, arguments: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_burn-fsdp"));
         command
@@ -109,7 +109,7 @@ impl Folder {
         command
     }
 
-    /// Runs it.
+    /// Runs the command with these arguments.
     pub(crate) fn run(&self, arguments: &str) -> Run {
         Run::of(
             self.command(arguments)
@@ -118,8 +118,8 @@ impl Folder {
         )
     }
 
-    /// Runs `burn-fsdp train` with the tiny model and these arguments, divided at spaces. A later
-    /// size replaces the tiny model's.
+    /// Runs `burn-fsdp train` with the tiny model and these arguments, separated by spaces. A size in the arguments
+    /// replaces the tiny model's.
     pub(crate) fn train(&self, arguments: &str) -> Run {
         self.train_with(arguments, None)
     }
@@ -135,7 +135,7 @@ impl Folder {
         last_report(&run)
     }
 
-    /// `burn-fsdp train` with the tiny model and these arguments.
+    /// Returns `burn-fsdp train` with the tiny model and these arguments.
     pub(crate) fn train_command(&self, arguments: &str) -> Command {
         let mut command = self.command("train");
         command.args(merged(arguments));
@@ -156,19 +156,19 @@ impl Run {
         Self {
             code: output.status.code().unwrap_or(-1),
             stdout: String::from_utf8(output.stdout).expect("UTF-8 on stdout"),
-            // An error names the path that was given, which may be any bytes.
+            // An error names the given path, which may contain any bytes.
             stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
         }
     }
 }
 
-/// The last line of stdout, as `--json` prints it.
+/// Parses the last line of stdout, which `--json` prints.
 pub(crate) fn last_report(run: &Run) -> Value {
     let last = run.stdout.lines().last().unwrap_or_default();
     serde_json::from_str(last).unwrap_or_else(|e| panic!("{e}: {last}: {}", run.stderr))
 }
 
-/// How a command ended, or `None` if it never does: it is killed after a time that no command takes.
+/// Returns the result of a command. Returns `None` if it does not end: it is killed after a time that no command needs.
 pub(crate) fn bounded(mut command: Command) -> Option<Run> {
     const FAR_TOO_LONG: Duration = Duration::from_secs(120);
     let child = command
@@ -202,12 +202,12 @@ pub(crate) fn send(signal: &str, process: u32) {
     assert!(kill.expect("kill").success());
 }
 
-/// Whether the long forms of tests are to be run, which take minutes.
+/// Returns true if the long forms of tests should run, which take minutes.
 pub(crate) fn is_long() -> bool {
     std::env::var_os("BURN_FSDP_LONG").is_some_and(|value| value != "0" && !value.is_empty())
 }
 
-/// Numbers that are the same in every run (xorshift).
+/// Random numbers that are the same in every run (xorshift).
 pub(crate) struct Random(u64);
 
 impl Random {
@@ -215,7 +215,7 @@ impl Random {
         Self(0x9e37_79b9_7f4a_7c15 ^ (seed << 1))
     }
 
-    /// A number from 0 to below `end`.
+    /// Returns a number in the range 0 to `end`, excluding `end`.
     pub(crate) fn below(&mut self, end: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
@@ -236,7 +236,7 @@ pub(crate) fn losses(report: &Value) -> Vec<f64> {
         .collect()
 }
 
-/// The warnings of a report, but for the one that so small a model has one large unit.
+/// Returns the warnings of a report, except the one that such a small model has one large unit.
 pub(crate) fn warnings(report: &Value) -> Vec<&str> {
     let warnings = report["warnings"].as_array().expect("a list");
     let warnings = warnings.iter().map(|text| text.as_str().expect("a text"));
@@ -245,14 +245,14 @@ pub(crate) fn warnings(report: &Value) -> Vec<&str> {
         .collect()
 }
 
-/// The largest difference relative to the first list.
+/// Returns the largest difference relative to the first list.
 pub(crate) fn relative_difference(want: &[f64], got: &[f64]) -> f64 {
     assert_eq!(want.len(), got.len());
     let differences = want.iter().zip(got).map(|(w, g)| ((w - g) / w).abs());
     differences.fold(0.0, f64::max)
 }
 
-/// The tiny model's arguments without those that are given, and those that are given.
+/// Returns the tiny model's arguments, without those that are overridden, followed by the given arguments.
 fn merged(arguments: &str) -> Vec<String> {
     let given: Vec<&str> = arguments.split_whitespace().collect();
     let tiny: Vec<&str> = TINY.split_whitespace().collect();
@@ -266,7 +266,8 @@ fn merged(arguments: &str) -> Vec<String> {
     merged.into_iter().map(str::to_owned).collect()
 }
 
-/// The folder of this crate as the test runs. What is compiled may come from another clone, by a shared target folder.
+/// Returns the folder of this crate at run time. The test may have been compiled in another clone with a shared target
+/// folder.
 pub(crate) fn crate_folder() -> PathBuf {
     let folder = std::env::var_os("CARGO_MANIFEST_DIR");
     folder.expect("cargo runs the test").into()

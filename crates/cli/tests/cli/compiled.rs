@@ -1,4 +1,4 @@
-//! `train --compile`: a compiled step in place of the eager engine, alike in everything that can be seen.
+//! `train --compile`: a compiled step instead of the eager engine, with the same visible behavior.
 
 use serde_json::Value;
 
@@ -44,7 +44,7 @@ fn a_compiled_step_trains_like_the_eager_engine() {
             assert_eq!(bytes.len(), ranks);
             assert!(bytes.iter().all(|bytes| bytes.as_u64() > Some(0)), "{key}");
         }
-        // Parameters and two states of each, whole or divided, and nothing else.
+        // Parameters and two states of each, whole or sharded, and nothing else.
         let params = compiled["params"].as_u64().expect("a number");
         let whole = 12 * params;
         let held = compiled["state_bytes"][0].as_u64().expect("a number");
@@ -54,7 +54,8 @@ fn a_compiled_step_trains_like_the_eager_engine() {
             _ => whole / ranks as u64,
         };
         assert!((least..least + 2000).contains(&held), "{held} {least}");
-        // Counted are the operations of all ranks: those of shards with copies are of smaller groups.
+        // Only operations of all ranks are counted. With copies of the shards, the shards' operations belong to smaller
+        // groups.
         let reduced = compiled["collectives"]["reduce_scatter"]["count"].as_u64();
         let is_whole =
             ["no-shard", "hybrid-shard"].contains(&eager["strategy"].as_str().unwrap_or(""));
@@ -233,7 +234,7 @@ fn blocks_that_are_computed_again_keep_the_losses() {
 
 #[test]
 fn a_plan_is_proved_before_the_first_step() {
-    // Values of 65,536 elements and more, which passes plan in another way than small ones.
+    // Tensors of 65,536 elements or more, which passes plan differently from small ones.
     let sizes =
         "--layers 2 --dim 64 --heads 2 --batch 24 --seq 128 --synthetic --steps 3 --warmup 0";
     for (flags, plans) in [
@@ -244,7 +245,7 @@ fn a_plan_is_proved_before_the_first_step() {
             2,
         ),
         ("--ranks 2 --precision bf16", 2),
-        // Without decay in the steps at a rate of zero.
+        // Steps at a rate of zero omit weight decay.
         ("--ranks 2 --lr 0", 2),
     ] {
         let run = Folder::new().train(&format!("{sizes} --compile --certify {flags}"));
@@ -281,7 +282,7 @@ fn a_budget_of_memory_is_kept_by_computing_blocks_again() {
     }
 }
 
-/// Trains with the least memory that the command says there is.
+/// Trains with the minimum memory that the command reports.
 fn kept_within_the_least(sizes: &str) {
     let kept = Folder::new().report(sizes);
     assert_eq!(kept["recomputed_units"].as_array().map(Vec::len), Some(0));

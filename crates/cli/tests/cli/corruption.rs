@@ -1,4 +1,4 @@
-//! Steps that are damaged, or were made by somebody who means harm, through every command.
+//! Steps that are damaged or maliciously crafted, passed to every command.
 
 use std::path::{Path, PathBuf};
 
@@ -15,7 +15,7 @@ const FILES: [&str; 4] = [
     "rank-00001.safetensors",
 ];
 
-/// A folder with steps 2 and 4.
+/// Creates a folder with steps 2 and 4.
 fn saved() -> Folder {
     let folder = Folder::new();
     folder.report(&format!("{RUN} --steps 4 --save-every 2"));
@@ -53,7 +53,7 @@ fn ends(folder: &Folder, arguments: &str) -> Run {
     run
 }
 
-/// What was done to a file, and whether it is to be noticed.
+/// Damages a file. Returns a description of the damage.
 fn damage(path: &Path, other: &Path, random: &mut Random) -> String {
     let mut bytes = std::fs::read(path).expect("reads");
     let place = random.below(bytes.len() as u64) as usize;
@@ -75,7 +75,7 @@ fn damage(path: &Path, other: &Path, random: &mut Random) -> String {
             std::fs::create_dir(path).expect("makes");
         }
         6 => {
-            // Sparse: it takes no room, and would take all memory.
+            // A sparse file takes no disk space, but reading it would take all memory.
             let file = std::fs::File::create(path).expect("makes");
             file.set_len(1 << 40).expect("grows");
         }
@@ -108,7 +108,7 @@ fn damage_is_found_by_every_command_and_older_steps_are_gone_on_from() {
             "generate steps --prompt a --bytes 1",
         ] {
             let run = ends(&folder, command);
-            // An optimizer's tensor is of no matter to those who want the model alone.
+            // A damaged optimizer tensor does not matter to commands that only read the model.
             if command == "inspect steps" {
                 assert_eq!(run.code, 2, "{what}: {}", run.stderr);
             }
@@ -140,7 +140,7 @@ fn damage_is_found_by_every_command_and_older_steps_are_gone_on_from() {
     println!("{count} damages");
 }
 
-/// The index of a step, changed and sealed again.
+/// Changes the index of a step and updates its checksum.
 fn reseal(step: &Path, edit: impl FnOnce(&mut Value)) {
     let text = std::fs::read(step.join("index.json")).expect("reads");
     let mut index: Value = serde_json::from_slice(&text).expect("JSON");
@@ -205,7 +205,7 @@ fn an_index_of_any_content_is_answered_or_refused() {
         let step = folder.path("steps/step-000004");
         let mut what = String::new();
         reseal(&step, |index| {
-            // A walk to some value of the tree.
+            // Walk to a random value of the tree.
             let mut at = index;
             loop {
                 let size = match &*at {

@@ -1,5 +1,4 @@
-//! The text that a run trains on is the text that was meant: what is left out of it is counted, and each token of what is held
-//! out counts once.
+//! A run trains on the intended text. Files that are left out are counted, and each held-out token counts once.
 
 use std::fs;
 
@@ -11,7 +10,7 @@ use crate::command::{Folder, Random, Run, last_report, losses, warnings};
 
 const RUN: &str = "--steps 2 --warmup 0 --sample 0 --eval-batches 0";
 
-/// Lines of words that are the same in every run.
+/// Returns lines of words that are the same in every run.
 fn prose(bytes: usize) -> String {
     let words = [
         "the", "cat", "sat", "on", "a", "mat", "and", "saw", "another", "dog",
@@ -87,13 +86,13 @@ fn what_is_hidden_or_no_text_is_left_out_and_counted() {
     );
     assert_eq!(losses(&report), losses(&want));
     assert_warned(&report, &["5 hidden", ".DS_Store", "3 binary", "a.png"]);
-    // At once, too: the report comes when all is over.
+    // The warnings are also printed at once, because the report comes only at the end.
     assert!(
         run.stderr.contains("warning: left out of the text"),
         "{}",
         run.stderr
     );
-    // Nothing sensible is left.
+    // No usable text is left.
     fs::remove_file(folder.path("proj/notes.txt")).expect("removes");
     refused(&folder, "--data proj", &["0 bytes of text", "3 binary"]);
     write(&folder, "proj/short", "abcdefgh");
@@ -135,7 +134,7 @@ fn encodings_are_read_as_what_they_are() {
             assert!(data(&report).contains(word), "{}", data(&report));
         }
     }
-    // Without a mark its encoding is unknown.
+    // Without a byte order mark, the encoding is unknown.
     write(&folder, "other/a", &little);
     refused(&folder, "--data other", &["0 bytes of text", "1 binary"]);
     let latin: Vec<u8> = text
@@ -145,7 +144,7 @@ fn encodings_are_read_as_what_they_are() {
     write(&folder, "other/a", latin);
     let report = folder.report(&format!("{RUN} --data other"));
     assert_warned(&report, &["1 files", "not of UTF-8", "other/a"]);
-    // A file that is named itself is read, with a warning.
+    // A file that is named explicitly is read, with a warning.
     write(&folder, "packed", noise(5000));
     let report = folder.report(&format!("{RUN} --data packed"));
     assert!(data(&report).starts_with("5000 bytes"), "{}", data(&report));
@@ -184,7 +183,7 @@ fn what_follows_the_first_16_mib_is_said_to_be_there() {
     assert_warned(&report, &["the first 16 MiB of 24.0", "one"]);
 }
 
-/// Runs twice, the second time from the step of the first, and returns both reports.
+/// Runs twice, the second time from the first run's step, and returns both reports.
 fn twice(folder: &Folder, arguments: &str) -> [Value; 2] {
     [4, 8].map(|steps| {
         let run = folder.train(&format!("{arguments} --steps {steps} --resume --json"));
@@ -193,7 +192,7 @@ fn twice(folder: &Folder, arguments: &str) -> [Value; 2] {
     })
 }
 
-/// A run reads no output of its own, by whatever path it was named, and says so from the first time on.
+/// A run does not read its own outputs, whichever path named them, and reports this from the first run on.
 #[test]
 fn outputs_that_lie_in_the_text_are_no_part_of_it() {
     const COMMON: &str = "--warmup 0 --sample 0 --eval-batches 0 --ranks 2";
@@ -257,7 +256,7 @@ fn outputs_that_lie_in_the_text_are_no_part_of_it() {
     }
 }
 
-/// Nor the steps of a run before, whose folder no flag names any more.
+/// The steps of an earlier run are also excluded, although no flag names their folder any more.
 #[test]
 fn saved_steps_of_other_runs_are_no_text() {
     let folder = Folder::new();
@@ -304,7 +303,7 @@ fn what_a_run_prints_into_its_text_is_no_part_of_it() {
     assert_eq!(seen[0], seen[1]);
 }
 
-/// Nor what another process of the run writes there: a shell around it, `tee`, another rank.
+/// Files that other processes of the run write are also excluded: a surrounding shell, `tee`, another rank.
 #[cfg(target_os = "linux")]
 #[test]
 fn what_is_written_around_a_run_is_no_part_of_its_text() {
@@ -341,7 +340,7 @@ fn text_among_the_steps_is_refused() {
         "--data run/step-000001/text --checkpoint-dir run --overwrite",
         &["--data", "among the saved steps"],
     );
-    // Beside them it is text.
+    // Next to the steps, it is text.
     write(&folder, "more/text", prose(20_000));
     let [first, second] = twice(
         &folder,
@@ -363,7 +362,7 @@ fn links_in_a_folder_of_text_are_followed() {
     write(&folder, "plain/a", &text[..10_000]);
     write(&folder, "plain/b/c", &text[10_000..]);
     let want = folder.report(&format!("{RUN} --data plain"));
-    // As a cache has them: names that lead to blobs.
+    // Like a cache: names that link to blobs.
     write(&folder, "cache/.blobs/0", &text[..10_000]);
     write(&folder, "elsewhere/c", &text[10_000..]);
     fs::create_dir_all(folder.path("cache/snapshot")).expect("makes");
@@ -372,7 +371,7 @@ fn links_in_a_folder_of_text_are_followed() {
     let report = folder.report(&format!("{RUN} --data cache/snapshot"));
     assert_eq!(data(&report), data(&want));
     assert_eq!(losses(&report), losses(&want));
-    // In a circle, twice, and to nothing.
+    // A cycle, a duplicate and a dangling link.
     symlink("..", folder.path("cache/snapshot/up")).expect("links");
     symlink("a", folder.path("cache/snapshot/once-more")).expect("links");
     symlink("gone", folder.path("cache/snapshot/z")).expect("links");
@@ -386,7 +385,7 @@ fn links_in_a_folder_of_text_are_followed() {
     assert_warned(&report, &["snapshot/z"]);
 }
 
-/// The mean loss of the tokens of the held-out end of a text, one row of `seq` after the other, by plain Burn.
+/// Computes the mean loss of the tokens in a text's held-out end, in consecutive rows of `seq`, with plain Burn.
 fn held_out_loss(folder: &Folder, text: &str, seq: usize) -> f64 {
     let sizes = GptConfig {
         layers: 2,
@@ -426,11 +425,11 @@ fn each_token_of_what_is_held_out_counts_once() {
     let folder = Folder::new();
     let text = prose(3_000);
     folder.write("text", &text);
-    // The weights stay what they are.
+    // The weights do not change.
     let still =
         "--data text --steps 1 --warmup 0 --lr 0 --weight-decay 0 --sample 0 --eval-batches 100";
     folder.report(&format!("{still} --save-init init.safetensors --batch 2"));
-    // 150 tokens, of which 149 have one before: 18 rows of 8, and 5 tokens.
+    // 149 of the 150 tokens have a predecessor: 18 rows of 8, and 5 tokens.
     let want = held_out_loss(&folder, &text, 8);
     for (batch, ranks, engine) in [
         (2, 1, ""),
@@ -454,10 +453,10 @@ fn each_token_of_what_is_held_out_counts_once() {
             "batch {batch}, {ranks} ranks {engine}: {got}, not {want}"
         );
     }
-    // As many batches as are asked for.
+    // As many batches as requested.
     let report = folder.report(&format!("{still} --batch 4").replace("batches 100", "batches 2"));
     assert_ne!(report["eval_loss"].as_f64().expect("a loss"), want);
-    // A text that is held out whose tokens fill no row.
+    // A held-out text with too few tokens for a row.
     let short = &text[..200];
     folder.write("text", short);
     let want = held_out_loss(&folder, short, 8);

@@ -1,4 +1,4 @@
-//! `train --device`: where a rank computes.
+//! `train --device`: the device of a rank.
 
 use crate::command::Folder;
 
@@ -25,7 +25,7 @@ fn devices_that_are_not_there_are_refused_by_name() {
     assert_eq!(run.code, 0, "{}", run.stderr);
 }
 
-/// With a device of the backend: CI brings one of software.
+/// These tests need a device of the backend. CI provides one in software.
 #[cfg(feature = "wgpu")]
 mod wgpu {
     use serde_json::Value;

@@ -1,4 +1,4 @@
-//! `--dump-graphs`: the graphs of compiled steps, as a user finds them.
+//! `--dump-graphs`: the graphs of compiled steps, as users get them.
 
 use crate::command::{Folder, losses};
 
@@ -10,7 +10,7 @@ fn graphs_of_a_training_are_written_by_one_rank_and_change_nothing() {
     let without = folder.report(RUN);
     let with = folder.report(&format!("{RUN} --dump-graphs out/graphs"));
     assert_eq!(losses(&with), losses(&without));
-    // Of the first step, and of those after it, whose optimizer has states.
+    // One graph for the first step, and one for later steps, in which the optimizer has state.
     assert_eq!(folder.names_in("out/graphs"), ["graph-0", "graph-1"]);
     let names = folder.names_in("out/graphs/graph-1");
     assert!(names.contains(&"changes.txt".to_owned()), "{names:?}");
@@ -36,7 +36,7 @@ fn graphs_of_a_training_are_written_by_one_rank_and_change_nothing() {
         trace.contains("parameter blocks.1.fc.weight f32[16, 64]"),
         "{trace}"
     );
-    // A shorter run, of another kind, takes their place.
+    // A shorter run of another kind replaces them.
     let other = "--synthetic --warmup 0 --steps 1 --compile --accumulate 2";
     folder.report(&format!("{other} --dump-graphs out/graphs"));
     assert_eq!(folder.names_in("out/graphs"), ["graph-0"]);
@@ -96,7 +96,7 @@ fn graphs_are_refused_where_there_are_none_or_no_place_for_them() {
             &["among the saved steps"],
         ),
     ] {
-        // So many steps that it must be known before the first of them.
+        // With this many steps, the problem must be found before the first of them.
         let run = folder.train(&format!(
             "{flags} --compile --steps 1000000000 --dump-graphs {path}"
         ));
@@ -117,7 +117,7 @@ fn a_plan_shows_its_graphs() {
     let run = folder.run(&format!("{plan} --dump-graphs graphs"));
     assert_eq!(run.code, 0, "{}", run.stderr);
     assert_eq!(run.stdout, without.stdout);
-    // Of fewer blocks, from which the rest follows.
+    // The graphs have fewer blocks, from which the rest is extrapolated.
     assert_eq!(folder.names_in("graphs"), ["graph-0", "graph-1"]);
     for (graph, blocks) in [("graph-0", 6), ("graph-1", 8)] {
         let changes = folder.read(&format!("graphs/{graph}/changes.txt"));

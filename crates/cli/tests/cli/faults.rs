@@ -1,4 +1,4 @@
-//! A rank that fails ends the whole command, by its name, and without waiting for a deadline.
+//! A failed rank ends the whole command without waiting for a deadline, and the message names the rank.
 
 use crate::command::{Folder, Run};
 
@@ -12,7 +12,7 @@ fn fails(at: &str, how: &str, deadline: u64) -> Run {
     );
     assert_eq!(run.code, 3, "{at} {how}: {}", run.stderr);
     assert_eq!(folder.names(), ["metrics.jsonl"], "no curve of half a run");
-    // Rank 1 may fail before rank 0 has seen the end of the step before.
+    // Rank 1 may fail before rank 0 has seen the end of the previous step.
     let num_lines = folder.read("metrics.jsonl").lines().count();
     assert!((2..=3).contains(&num_lines), "{at} {how}: {num_lines}");
     run
@@ -54,7 +54,7 @@ fn a_stall_ends_with_the_deadline() {
     }
 }
 
-/// A bit of what rank 1 gives flips in step 3: by the eager engine and by the compiler.
+/// A bit in rank 1's data flips in step 3, in the eager engine and in the compiled step.
 const FLIP: &str = "rank:1,step:3,at:collective,how:flip";
 
 #[test]

@@ -1,4 +1,4 @@
-//! The flags that change how a step is made: the losses stay what they are.
+//! Flags that change the implementation of a step, but not the losses.
 
 use crate::command::{Folder, losses};
 
@@ -52,7 +52,7 @@ fn ways_to_make_a_step_agree() {
     ] {
         assert_close(&losses_of(arguments), &want, tolerance, arguments);
     }
-    // A tight norm does change them, the same for any number of ranks.
+    // A tight norm changes the losses, but equally for any number of ranks.
     let clipped = losses_of("--ranks 1 --clip-grad-norm 0.01");
     assert!(clipped != want);
     for arguments in [

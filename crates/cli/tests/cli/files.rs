@@ -1,4 +1,4 @@
-//! What a run leaves on disk.
+//! The files that a run leaves on disk.
 
 use serde_json::Value;
 

@@ -1,4 +1,4 @@
-//! A run and its folder of checkpoints: nobody's steps are lost, and nobody else's run gets in.
+//! A run and its checkpoint folder: no step is lost, and no other run can use the folder.
 
 use std::process::Stdio;
 use std::thread::sleep;
@@ -24,7 +24,7 @@ fn a_folder_with_steps_wants_to_know_what_for() {
     }
     assert_eq!(metrics(&folder), lines, "the metrics stay, too");
     assert_eq!(folder.read("steps/step-000006/index.json"), index);
-    // Of a shorter run, no step of the longer one is left to be taken for its own.
+    // After a shorter run, no step of the longer run is left that could be mistaken for its own.
     let report = folder.report(&format!("{DIR} --warmup 0 --steps 3 --seed 2 --overwrite"));
     assert_eq!(report["first_step"], 0);
     assert_eq!(folder.names_in("steps"), ["step-000003"]);
@@ -80,7 +80,7 @@ fn a_second_run_is_kept_out_as_long_as_the_first_lives() {
             run.stderr
         );
     }
-    // Readers are welcome, whatever is removed under them.
+    // Readers are allowed, even if steps are removed during reading.
     for _ in 0..3 {
         for reader in [
             "inspect steps",
@@ -103,7 +103,7 @@ fn a_second_run_is_kept_out_as_long_as_the_first_lives() {
 fn steps_that_cannot_be_read_are_not_passed_over() {
     let folder = Folder::new();
     folder.report(&format!("{RUN} --steps 6 --save-every 2"));
-    // Every step is damaged: not a reason to begin again and replace them.
+    // Even if every step is damaged, the run must not start again and replace them.
     for step in ["step-000002", "step-000004", "step-000006"] {
         let file = format!("steps/{step}/rank-00001.safetensors");
         let mut bytes = std::fs::read(folder.path(&file)).expect("reads");

@@ -1,4 +1,4 @@
-//! Folders and files of other programs, as the command reads them and they find its own.
+//! Folders and files of other programs, as the command reads and writes them.
 
 use std::path::PathBuf;
 
@@ -32,7 +32,7 @@ const GPT2: Gpt2Config = Gpt2Config {
     seq: 16,
 };
 
-/// The folders `llama` and `gpt2`, whose heads are the tables of their embeddings.
+/// Creates the folders `llama` and `gpt2`, whose heads are tied to the embedding tables.
 pub(crate) fn folders() -> Folder {
     let folder = Folder::new();
     let device = Device::flex();
@@ -48,7 +48,7 @@ pub(crate) fn folders() -> Folder {
     folder
 }
 
-/// Copies a folder, with its tensors by other names and more of them.
+/// Copies a folder, with other tensor names and additional tensors.
 fn changed(
     folder: &Folder,
     from: &str,
@@ -124,7 +124,7 @@ fn what_follows_from_other_tensors_is_left_out() {
             assert_eq!(want, got, "{more} {extra}");
         }
     }
-    // Another head is one of its own, which the settings deny.
+    // A head with different values is not tied, which contradicts the settings.
     for (name, mut values) in [("llama", llama), ("gpt2", gpt2)] {
         values[3] += 1.0;
         let head = [("lm_head.weight", vec![300, 16], values)];
@@ -156,7 +156,7 @@ fn wrapped_names_are_refused_with_their_wrapper() {
     }
 }
 
-/// Whatever the process's mask leaves, others may read, of each file that is written.
+/// Each written file has the permissions that the process's mask leaves.
 #[cfg(unix)]
 #[test]
 fn written_files_have_the_modes_of_the_mask() {
@@ -217,7 +217,7 @@ fn written_files_have_the_modes_of_the_mask() {
     }
 }
 
-/// A file that its owner has closed to others is not opened to them by the one that replaces it.
+/// A replaced file keeps its permissions: a file that was closed to others stays closed.
 #[cfg(unix)]
 #[test]
 fn a_file_that_is_replaced_keeps_its_mode() {
@@ -240,7 +240,7 @@ fn a_file_that_is_replaced_keeps_its_mode() {
     }
 }
 
-/// Dropout that a folder asks for is told of where it would count.
+/// A training warns about dropout in a folder's settings, because `transformers` would use it.
 #[test]
 fn a_training_tells_of_dropout_that_it_does_not_have() {
     let folder = folders();
@@ -299,7 +299,7 @@ fn a_training_tells_of_dropout_that_it_does_not_have() {
     assert_eq!((run.code, run.stderr.as_str()), (0, ""));
 }
 
-/// The files in a folder and in folders in it, but for hidden ones.
+/// Returns the files in a folder and its subfolders, except hidden ones.
 #[cfg(unix)]
 fn files_in(folder: &std::path::Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).expect("a folder");

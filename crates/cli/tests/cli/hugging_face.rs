@@ -1,6 +1,7 @@
-//! Models of folders in Hugging Face's form: trained, adapted, written and generated from.
+//! Models in Hugging Face's format: trained, adapted, written, and used for generation.
 //!
-//! Tests that run transformers say that they did not where it is not installed; `BURN_FSDP_PYTHON` names a Python that has it.
+//! Tests that run transformers print that they are skipped if it is not installed. `BURN_FSDP_PYTHON` names a Python
+//! that has it.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -20,7 +21,7 @@ use crate::skipped::python;
 
 const TOKENIZER: &str = include_str!("../../../models/tests/models/tokenizer.json");
 
-/// Three query heads for each key head, and a head of its own.
+/// Three query heads per key head, and a head that is not tied.
 const LLAMA: LlamaConfig = LlamaConfig {
     layers: 2,
     dim: 24,
@@ -42,10 +43,10 @@ const GPT2: Gpt2Config = Gpt2Config {
     seq: 16,
 };
 
-/// What all trainings here have. Steps have other batches each.
+/// The arguments of all trainings here. Each step has another batch.
 const TRAIN: &str = "--warmup 0 --batch 4 --seq 6 --lr 0.01 --eps 0.01 --sample 8";
 
-/// A mapper that multiplies matrices: with initial weights, all tokens are about as likely.
+/// A mapper that scales matrices: with initial weights, all tokens have about the same likelihood.
 struct Larger(f32);
 
 impl ModuleMapper for Larger {
@@ -55,7 +56,7 @@ impl ModuleMapper for Larger {
     }
 }
 
-/// Writes the folders `llama` and `gpt2`, with random weights.
+/// Creates the folders `llama` and `gpt2`, with random weights.
 fn folders() -> Folder {
     let folder = Folder::new();
     let device = Device::flex();
@@ -74,7 +75,7 @@ fn folders() -> Folder {
     folder
 }
 
-/// Trains with what all trainings here have, but for what is given.
+/// Trains with the common arguments, except those that are overridden.
 fn train(folder: &Folder, arguments: &str) -> Run {
     let given: Vec<&str> = arguments.split_whitespace().collect();
     let common: Vec<&str> = TRAIN.split_whitespace().collect();
@@ -95,7 +96,7 @@ fn ok(folder: &Folder, arguments: &str) -> Run {
     run
 }
 
-/// Losses of plain Burn on one rank, of the whole batch.
+/// Returns the losses of plain Burn on one rank, with the whole batch.
 fn plainly<M: LanguageModel>(mut model: M, steps: usize, device: &Device) -> Vec<f64> {
     let batches = Batches {
         stream: TokenStream::Synthetic { vocab: 300 },
@@ -153,7 +154,7 @@ fn losses_are_those_of_plain_burn() {
             assert_eq!(report["seq"], 6);
         }
     }
-    // The kind is that of config.json, where nothing is said.
+    // By default, the architecture comes from config.json.
     let report = report(&folder, "--init gpt2 --synthetic --steps 1");
     assert_eq!(report["model"], "GPT-2");
     assert_eq!(report["params"], GPT2.num_params());
@@ -172,7 +173,7 @@ fn low_precision_trains_too() {
     }
 }
 
-/// Values of the factors of a step of adapters, by Burn's paths, put into a module that has them.
+/// The values of a saved step's adapter factors, by Burn's paths, which are written into a module.
 struct Factors<'a> {
     folder: &'a Folder,
     path: Vec<String>,
@@ -200,7 +201,7 @@ impl ModuleMapper for Factors<'_> {
     }
 }
 
-/// The paths of the matrices of blocks.
+/// The paths of the matrices in blocks.
 struct Matrices {
     path: Vec<String>,
     of_blocks: &'static str,
@@ -224,7 +225,7 @@ impl ModuleVisitor for Matrices {
     }
 }
 
-/// Losses of Burn's own adapters, which begin with those of a step.
+/// Returns the losses of Burn's own adapters, which start with the factors of a step.
 fn adapted_plainly<A: Architecture>(folder: &Folder, name: &str, sizes: A) -> Vec<f64> {
     let device = Device::flex().autodiff();
     let model = loaded(folder, name, sizes);
@@ -247,7 +248,7 @@ fn adapters_train_as_those_of_burn() {
     let folder = folders();
     for model in ["llama", "gpt2"] {
         let run = format!("--init {model} --lora 2 --lora-alpha 3 --synthetic");
-        // Without a learning rate, the step has the factors that trainings begin with.
+        // With a learning rate of zero, the step contains the initial factors.
         report(
             &folder,
             &format!("{run} --steps 1 --lr 0 --weight-decay 0 --checkpoint-dir {model}-begun"),
@@ -294,11 +295,11 @@ fn adapters_are_saved_alone_and_resumed() {
     let inspected = ok(&folder, "inspect steps --json");
     let inspected: Value = serde_json::from_str(&inspected.stdout).expect("JSON");
     let tensors = inspected["tensors"].as_array().expect("tensors");
-    // Two factors of seven matrices in two blocks, and two moments of each.
+    // Two factors for each of seven matrices in two blocks, and two moments of each factor.
     assert_eq!(tensors.len(), 3 * 2 * 7 * 2);
     let name = |tensor: &Value| tensor["name"].as_str().expect("a name").to_owned();
     assert!(tensors.iter().all(|tensor| name(tensor).contains(".lora.")));
-    // A compiled step writes the same names, and either engine goes on from both.
+    // A compiled step writes the same names, and each engine resumes from both.
     report(
         &folder,
         &format!("{run} --steps 3 --checkpoint-dir compiled --ranks 2 --compile"),
@@ -400,12 +401,12 @@ fn text_is_read_in_the_tokens_of_the_folder() {
         of_folder["data"]
     );
     let sample = of_folder["sample"].as_str().expect("a sample");
-    // The sample goes on from the held-out text, which the tokenizer gives back as it was.
+    // The sample continues the held-out text, which the tokenizer decodes unchanged.
     let held_out = &text.repeat(200)[text.len() * 200 - text.len() * 10..];
     assert!(sample.starts_with(&held_out[..20]), "{sample:?}");
     let finite = of_folder["eval_loss"].as_f64().expect("a number");
     assert!(finite.is_finite());
-    // The same, named; and otherwise bytes.
+    // The same tokenizer, specified by name; without it, bytes.
     folder.write("named.json", TOKENIZER);
     let named = report(
         &folder,
@@ -506,7 +507,7 @@ fn a_consolidated_folder_is_read_back() {
                 serde_json::from_str(&folder.read(&format!("{name}/config.json"))).expect("JSON")
             };
             assert_eq!(config(&out), config(model));
-            // The loss of a later step, from the weights that were written.
+            // The loss of a later step, from the written weights.
             let resumed = format!(
                 "{run} --steps 4 --checkpoint-dir {model}-{name}-steps --resume --lr 0 --weight-decay 0"
             );
@@ -515,7 +516,7 @@ fn a_consolidated_folder_is_read_back() {
                 &folder.path(&format!("{model}-{name}-steps")),
             );
             let next = losses(&report(&folder, &resumed));
-            // Without a learning rate, the last step has that loss again.
+            // With a learning rate of zero, the last step has that loss again.
             let unchanged = format!("--init {out} --synthetic --steps 4 --lr 0 --weight-decay 0");
             let all = losses(&report(&folder, &unchanged));
             assert_eq!(all[3..], next, "{out}: the same bits");
@@ -543,7 +544,7 @@ fn text_is_generated_by_any_number_of_ranks() {
     folder.write("llama/tokenizer.json", TOKENIZER);
     folder.write("gpt2/tokenizer.json", TOKENIZER);
     for model in ["llama", "gpt2"] {
-        // Beyond the 16 tokens of the longest sequence.
+        // Longer than the longest sequence of 16 tokens.
         for extra in ["--temperature 0", "--seed 3", ""] {
             let generate = |ranks: usize| {
                 let mut command = folder.command(&format!(
@@ -565,14 +566,14 @@ fn text_is_generated_by_any_number_of_ranks() {
     }
 }
 
-/// Goes on with "the" by its likeliest tokens, on two ranks.
+/// Continues "the" with the likeliest tokens, on two ranks.
 fn generate(folder: &Folder, arguments: &str) -> Run {
     folder.run(&format!(
         "generate {arguments} --prompt the --tokens 6 --temperature 0 --ranks 2"
     ))
 }
 
-/// Returns the text that was generated.
+/// Returns the generated text.
 fn generated(folder: &Folder, arguments: &str) -> String {
     let run = generate(folder, arguments);
     assert_eq!(run.code, 0, "{arguments}: {}", run.stderr);
@@ -599,7 +600,7 @@ fn a_text_ends_where_the_folder_says() {
     );
 }
 
-/// Writes the step of `whole` with what its base has beside weights.
+/// Writes the step of `whole` with the tokenizer and token ids of its base.
 fn what_is_beside_weights_is_copied(folder: &Folder, whole: &str) {
     let config = folder.read("llama/config.json");
     let mut config: Value = serde_json::from_str(&config).expect("JSON");
@@ -611,7 +612,7 @@ fn what_is_beside_weights_is_copied(folder: &Folder, whole: &str) {
         folder,
         "consolidate whole copied --format hugging-face --init llama",
     );
-    // With the tokenizer, the text needs no other.
+    // The folder has a tokenizer, so no other is needed.
     assert_eq!(generated(folder, "--init copied"), whole);
     let got: Value = serde_json::from_str(&folder.read("copied/config.json")).expect("JSON");
     assert_eq!(got["eos_token_id"], config["eos_token_id"]);
@@ -652,7 +653,7 @@ fn text_is_generated_from_steps_and_adapters() {
     let adapted = text("adapted --init llama");
     assert_ne!(whole, base);
     assert_ne!(adapted, base);
-    // Written, and generated from again.
+    // Write the model, and generate from it again.
     ok(&folder, "consolidate whole written --format hugging-face");
     assert_eq!(
         text("--init written --tokenizer llama/tokenizer.json"),
@@ -702,7 +703,7 @@ fn peer_loss(python: &Path, folder: &Folder, arguments: &str) -> Vec<f64> {
     vec![serde_json::from_str(&loss).expect("a number")]
 }
 
-/// From transformers, trained here, and back.
+/// Weights from transformers are trained here and read back by transformers.
 #[test]
 fn transformers_reads_what_is_written_and_writes_what_is_read() {
     let Some(python) = python("torch, transformers, peft") else {
@@ -755,7 +756,7 @@ fn transformers_reads_what_is_written_and_writes_what_is_read() {
         );
         let base = peer_loss(&python, &folder, kind);
         let theirs = peer_loss(&python, &folder, &format!("{kind} {kind}-peft"));
-        // Batches of the four steps differ; with 300 tokens, step 25 has that of step 0 again.
+        // The four steps have different batches. With 300 tokens, step 25 has the same batch as step 0.
         let run = format!("--init {kind} --lora 3 {still} --checkpoint-dir {kind}-again --resume");
         let ours = losses(&report(&folder, &run.replace("--steps 1", "--steps 26")));
         assert_close(&theirs, &ours[21..], &format!("{kind} in peft"));
@@ -781,7 +782,7 @@ fn transformers_chooses_the_same_tokens() {
     }
 }
 
-/// The likeliest tokens by the library, with a cache.
+/// Returns the likeliest tokens according to the library, with a cache.
 fn greedy<A: Architecture>(sizes: A, folder: &Path) -> Vec<i64> {
     let device = Device::flex();
     let weights = WeightsFile::open(folder, sizes).expect("it fits the model");
@@ -798,8 +799,7 @@ fn greedy<A: Architecture>(sizes: A, folder: &Path) -> Vec<i64> {
     tokens
 }
 
-/// The sizes and the tokenizer are those of the folder, so that a run that goes on needs it; and what it reads
-/// of the text is compared.
+/// A resumed run of a folder needs the folder for the sizes and the tokenizer. The text that it reads is compared.
 #[test]
 fn a_resumed_run_of_a_folder_needs_it_and_names_what_differs() {
     let folder = folders();
@@ -818,7 +818,7 @@ fn a_resumed_run_of_a_folder_needs_it_and_names_what_differs() {
     assert_eq!(without.code, 2, "another model: {}", without.stderr);
 }
 
-/// The files of the model that is read stay; beside them there is room.
+/// The files of the model cannot be replaced, but new files can be added to the folder.
 #[test]
 fn no_output_takes_the_place_of_a_file_of_the_folder() {
     let folder = folders();
@@ -836,7 +836,7 @@ fn no_output_takes_the_place_of_a_file_of_the_folder() {
             );
         }
     }
-    // Twice: the second replaces that of the first.
+    // Twice, because the second run replaces the first run's file.
     for _ in 0..2 {
         report(
             &folder,

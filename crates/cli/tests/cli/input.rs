@@ -1,10 +1,10 @@
-//! Wrong input: one clear line, exit code 2, and nothing written.
+//! Wrong input: one clear line, exit code 2, and no written files.
 
 use crate::command::Folder;
 
 const OUTPUTS: &str = "--save-init init.safetensors --metrics metrics.jsonl --curve curve.svg";
 
-/// Runs with every output asked for, and expects a refusal that leaves the folder as it was.
+/// Runs with all outputs requested. Expects an error that leaves the folder unchanged.
 fn refused(folder: &Folder, arguments: &str) -> String {
     let before = folder.names();
     let run = folder.train(&format!("{OUTPUTS} {arguments}"));
@@ -42,7 +42,7 @@ fn sizes_of_zero_are_named() {
     }
 }
 
-/// What would do nothing, or harm, is said and not taken.
+/// Flags that would have no effect, or a harmful one, are reported as errors.
 #[test]
 fn flags_without_what_they_are_for_are_refused() {
     for (arguments, words) in [
@@ -186,7 +186,7 @@ fn sources_of_tokens_exclude_each_other() {
     assert!(run.stderr.contains("--synthetic"), "{}", run.stderr);
 }
 
-/// Weights of the tiny model, with the header's text changed.
+/// Creates weights of the tiny model with a changed header.
 fn changed_weights(change: impl Fn(&str) -> String) -> Folder {
     let folder = Folder::new();
     folder.report("--synthetic --warmup 0 --steps 0 --save-init good");

@@ -1,7 +1,7 @@
 //! Weights from PyTorch and to PyTorch, and back again.
 //!
-//! `data/torch_gpt.safetensors` was written by `torch_peer.py train` with PyTorch 2.15. Tests that run PyTorch
-//! say that they did not where it is not installed; `BURN_FSDP_PYTHON` names a Python that has it.
+//! `data/torch_gpt.safetensors` was written by `torch_peer.py train` with PyTorch 2.15. Tests that run PyTorch print
+//! that they are skipped if it is not installed. `BURN_FSDP_PYTHON` names a Python that has it.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -20,7 +20,7 @@ use crate::skipped::python;
 
 const TORCH_FILE: &[u8] = include_bytes!("../data/torch_gpt.safetensors");
 
-/// What `torch_peer.py losses data/torch_gpt.safetensors 2 6` prints with PyTorch 2.15.
+/// The output of `torch_peer.py losses data/torch_gpt.safetensors 2 6` with PyTorch 2.15.
 const TORCH_LOSSES: [f64; 6] = [
     2.955_392_122_268_676_8,
     3.017_248_868_942_260_7,
@@ -30,10 +30,10 @@ const TORCH_LOSSES: [f64; 6] = [
     2.685_388_803_482_055_7,
 ];
 
-/// The model and the training of `torch_peer.py`, with what all tests of the command have.
+/// Together with the arguments of all tests of the command: the model and the training of `torch_peer.py`.
 const TRAIN: &str = "--synthetic --warmup 0 --seq 12 --batch 4";
 
-/// Shape and bytes of every tensor.
+/// Shape and bytes of each tensor.
 type Tensors = BTreeMap<String, (Value, Vec<u8>)>;
 
 fn read_file(folder: &Folder, name: &str) -> Tensors {
@@ -49,7 +49,7 @@ fn read_file(folder: &Folder, name: &str) -> Tensors {
     tensors.collect()
 }
 
-/// Of a folder in Hugging Face's form, by its index.
+/// Reads a folder in Hugging Face's format by its index.
 fn read_folder(folder: &Folder, name: &str) -> Tensors {
     let index = folder.read(&format!("{name}/model.safetensors.index.json"));
     let index: Value = serde_json::from_str(&index).expect("an index");
@@ -114,8 +114,8 @@ fn weights_of_pytorch_train_as_in_pytorch() {
     }
 }
 
-/// With 24 tokens, all steps have the same batch, so that the loss after some steps is the first loss of
-/// a training that starts from there.
+/// With 24 tokens, all steps have the same batch. The loss after some steps is therefore the first loss of a training
+/// that starts from there.
 #[test]
 fn a_consolidated_model_goes_on_with_the_same_loss() {
     for extra in [
@@ -174,7 +174,7 @@ fn a_model_without_a_table_is_written_as_it_is() {
     let folder = Folder::new();
     for (name, model) in [
         ("none", Value::Null),
-        // Sizes of a GPT that has other tensors, and more of them than a table should ever have.
+        // Sizes of a GPT with other tensors, and with more of them than a table should ever have.
         ("other", gpt_sizes(1)),
         ("huge", gpt_sizes(1 << 40)),
     ] {
@@ -212,7 +212,7 @@ fn gpt_sizes(layers: u64) -> Value {
     serde_json::json!({"layers": layers, "dim": 1, "heads": 1, "vocab": 2, "seq": 3})
 }
 
-/// A step of one tensor, as any program may write it.
+/// Saves a step with one tensor, as any program may write it.
 fn save_matrix(folder: &Path, model: Value) {
     let mesh = Mesh::line("shard", 1).expect("a mesh");
     let layout = Layout::flat(&mesh, "shard").expect("an axis");

@@ -1,4 +1,4 @@
-//! Killed without a chance to say goodbye, in the midst of saves, and resumed.
+//! Runs that are killed without warning during saves, and then resumed.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -9,20 +9,20 @@ use crate::checkpoints::{DIR, metrics};
 use crate::command::{Folder, Random};
 use crate::skipped::skipped;
 
-/// Whether a save is under way, or was when the process died.
+/// Returns true if a save is under way, or was when the process died.
 fn is_saving(folder: &Path) -> bool {
     let Ok(entries) = std::fs::read_dir(folder) else {
         return false;
     };
     let names = entries.filter_map(|entry| Some(entry.ok()?.file_name()));
     let names = names.map(|name| name.to_string_lossy().into_owned());
-    // Step 0 is what a run tries the folder with as it starts.
+    // At its start, a run tests the folder with step 0.
     let mut names = names.filter(|name| !name.contains("step-000000"));
     names.any(|name| name.contains(".partial-"))
 }
 
-/// Kills a run `kills` times, each time while it saves, and expects the rest of it to be as if nothing
-/// had happened. Returns how many of the kills left a save that had begun and was not done.
+/// Kills a run `kills` times, each time while it saves, and expects the final result to be as if nothing had happened.
+/// Returns the number of kills that interrupted a save.
 fn kill_in_saves(arguments: &str, last_step: usize, kills: usize, seed: u64) -> usize {
     let whole = Folder::new();
     whole.report(&format!("{DIR} {arguments} --resume"));
@@ -31,7 +31,7 @@ fn kill_in_saves(arguments: &str, last_step: usize, kills: usize, seed: u64) -> 
     let mut random = Random::new(seed);
     let mut struck = 0;
     let mut killed = 0;
-    // A fast machine may come to the end before it is killed as often as was asked for.
+    // A fast machine may finish before all kills have happened.
     while killed < kills && !folder.path(&format!("steps/step-{last_step:06}")).exists() {
         let mut child = folder
             .train_command(&format!("{DIR} {arguments} --resume --json"))
@@ -39,7 +39,7 @@ fn kill_in_saves(arguments: &str, last_step: usize, kills: usize, seed: u64) -> 
             .stderr(Stdio::null())
             .spawn()
             .expect("a process");
-        // Past the start, and then at any moment of a save.
+        // After the start, at a random moment of a save.
         sleep(Duration::from_millis(random.below(30)));
         while !is_saving(&steps) && child.try_wait().expect("asks").is_none() {
             sleep(Duration::from_micros(100));
@@ -73,7 +73,7 @@ fn a_run_killed_again_and_again_ends_as_if_it_never_was() {
     assert!(struck >= 2, "only {struck} kills struck a save");
 }
 
-/// More kills, shards of more than 16 MiB, one rank of several threads, and every way to divide a model.
+/// More kills, shards of more than 16 MiB, one rank with several threads, and every sharding strategy.
 #[test]
 fn kills_of_every_kind_of_run() {
     if !crate::command::is_long() {

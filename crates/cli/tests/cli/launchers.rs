@@ -1,4 +1,4 @@
-//! Launchers of parallel programs through which ranks do not find each other.
+//! Launchers of parallel programs through which ranks cannot find each other.
 
 use std::process::Command;
 
@@ -6,7 +6,7 @@ use crate::command::{Folder, Run, last_report};
 
 type Variables = &'static [(&'static str, &'static str)];
 
-/// The variables of launchers in one of several processes, and the variable that the message names.
+/// The variables that launchers set in one of several processes, and the variable that the message names.
 const SEVERAL: [(Variables, &str); 9] = [
     (
         &[
@@ -48,7 +48,7 @@ const SEVERAL: [(Variables, &str); 9] = [
         &[("HOROVOD_SIZE", "2"), ("HOROVOD_RANK", "1")],
         "HOROVOD_SIZE=2",
     ),
-    // One task of srun, in which torchrun has started two.
+    // One task of srun, in which torchrun started two.
     (
         &[
             ("SLURM_STEP_NUM_TASKS", "1"),
@@ -61,7 +61,7 @@ const SEVERAL: [(Variables, &str); 9] = [
     ),
 ];
 
-/// The variables of a process that is alone.
+/// The variables of a process that was started by itself.
 const ALONE: [Variables; 6] = [
     &[("RANK", "2")],
     &[("WORLD_SIZE", "4"), ("MASTER_ADDR", "localhost")],
@@ -70,7 +70,7 @@ const ALONE: [Variables; 6] = [
         ("RANK", "0"),
         ("TORCHELASTIC_RUN_ID", "none"),
     ],
-    // The script of a job of several tasks, which has started none of them.
+    // The script of a job with several tasks, which has started none of them.
     &[
         ("SLURM_JOB_ID", "1"),
         ("SLURM_NTASKS", "8"),
@@ -96,7 +96,7 @@ fn run(mut command: Command, variables: Variables) -> Run {
     Run::of(command.output().expect("it starts"))
 }
 
-/// Checks that a command ends with one sentence on the launcher, and prints nothing else.
+/// Checks that a command exits with one sentence about the launcher, and prints nothing else.
 fn is_refused(run: &Run, variable: &str) {
     assert_eq!(run.code, 2, "{variable}: {}", run.stderr);
     assert_eq!(
@@ -135,12 +135,12 @@ fn every_command_that_starts_ranks_asks_for_the_launcher() {
     ] {
         is_refused(&run(folder.command(arguments), variables), variable);
     }
-    // Below launch as well, which does not try it again.
+    // The same below launch, which does not restart it.
     let train = folder.train_command(&format!("{TRAIN} --checkpoint-dir other --resume"));
     let mut launch = folder.command("launch --max-restarts 2 --");
     launch.arg(train.get_program()).args(train.get_args());
     is_refused(&run(launch, variables), variable);
-    // What starts none does not ask.
+    // Commands that start no ranks do not check the launcher.
     let shown = run(folder.command("inspect steps"), variables);
     assert_eq!(shown.code, 0, "{}", shown.stderr);
 }

@@ -1,4 +1,4 @@
-//! Files of a killed run do not stop the next one, and files of others stay.
+//! A killed run's files do not block the next run, and other files are kept.
 #![cfg(unix)]
 
 use std::os::unix::process::ExitStatusExt;
@@ -10,7 +10,7 @@ use crate::command::{Folder, Run, last_report, send, warnings};
 
 const OFFLOADED: &str = "--synthetic --warmup 0 --offload off";
 
-/// Begins a run that does not end, and returns it when there is a file in a folder.
+/// Starts an endless run, and returns it when a file appears in a folder.
 fn begun(folder: &Folder, arguments: &str, in_folder: &str) -> Child {
     let mut command = folder.train_command(&format!("{arguments} --steps 100000000"));
     command.stdout(Stdio::null()).stderr(Stdio::null());
@@ -34,13 +34,14 @@ fn offloaded_state_of_a_run_that_was_killed_makes_way() {
     let folder = Folder::new();
     for signal in ["-INT", "-TERM", "-KILL"] {
         let mut child = begun(&folder, &format!("{OFFLOADED} --ranks 3"), "off/rank-0");
-        // As long as it lives, nobody else has its folder.
+        // While it lives, no other run can use its folder.
         let run = folder.train(&format!("{OFFLOADED} --steps 2"));
         assert_eq!(run.code, 2, "{}", run.stderr);
         assert!(run.stderr.contains("under way"), "{}", run.stderr);
         send(signal, child.id());
         let status = child.wait().expect("an end");
-        // Signals that can be heard end it after its step; it leaves nothing then, and looks as if it had been killed.
+        // Signals with a handler end it after its step. It then leaves nothing behind, and exits as if the signal had
+        // killed it.
         let (number, leaves) = match signal {
             "-INT" => (2, false),
             "-TERM" => (15, false),
@@ -48,7 +49,7 @@ fn offloaded_state_of_a_run_that_was_killed_makes_way() {
         };
         assert_eq!(status.signal(), Some(number), "{signal}");
         assert_eq!(!folder.names_in("off").is_empty(), leaves, "{signal}");
-        // One that Burn had not put in its place yet.
+        // A state that Burn had not yet moved to its place.
         std::fs::create_dir_all(folder.path("off/rank-1")).expect("makes");
         folder.write("off/rank-1/00007-blocks.0.bpk.4711-3.tmp", "half");
         let report = folder.report(&format!("{OFFLOADED} --steps 2"));
@@ -84,7 +85,7 @@ fn offloaded_state_is_neither_written_nor_removed_through_a_link() {
     std::fs::create_dir(folder.path("docs")).expect("makes");
     std::fs::create_dir(folder.path("real")).expect("makes");
     folder.write("docs/00000-x.bpk", "mine");
-    // The folder that is named may be a link, as that of checkpoints may be; what is in it may not.
+    // The named folder may be a link, as the checkpoint folder may be. Entries inside it may not.
     std::os::unix::fs::symlink("real", folder.path("off")).expect("links");
     folder.report(&format!("{OFFLOADED} --steps 2"));
     std::os::unix::fs::symlink("../docs", folder.path("real/rank-1")).expect("links");
@@ -96,7 +97,7 @@ fn offloaded_state_is_neither_written_nor_removed_through_a_link() {
     assert_eq!(folder.read("docs/00000-x.bpk"), "mine");
 }
 
-/// Failures of saves that read alike are one warning, and a number at the end.
+/// Save failures with the same text give one warning, and a count at the end.
 #[test]
 fn saves_that_fail_again_in_the_same_way_are_counted() {
     let folder = Folder::new();
@@ -123,7 +124,7 @@ fn saves_that_fail_again_in_the_same_way_are_counted() {
     assert_eq!(run.code, 3, "{}", run.stderr);
     let report = last_report(&run);
     let all = warnings(&report);
-    // The save that was being written may fail in its own way.
+    // The save that was under way may fail in another way.
     let one = "a save failed, training goes on: cannot create steps:";
     let told: Vec<_> = all.iter().filter(|warning| warning.contains(one)).collect();
     let [first, again] = told[..] else {
@@ -155,7 +156,7 @@ fn steps_that_stay_for_what_is_in_them_are_told_of_once() {
         assert!(warning.contains(word), "{word}: {warning}");
     }
     assert_eq!(run.stderr.matches("notes.txt").count(), 1, "{}", run.stderr);
-    // Moved away, they make way.
+    // Once these files are gone, the steps are removed.
     for step in [2, 4] {
         std::fs::remove_file(folder.path(&format!("steps/step-00000{step}/notes.txt")))
             .expect("removes");

@@ -1,4 +1,4 @@
-//! Links are not followed, and nothing outside of what was named is touched.
+//! Links are not followed, and nothing outside the named folder is touched.
 #![cfg(unix)]
 
 use std::os::unix::fs::symlink;
@@ -52,14 +52,14 @@ fn a_step_moved_away_behind_a_link_is_told_and_kept() {
     assert_eq!(run.code, 2, "{}", run.stderr);
     assert!(run.stderr.contains("is a link"), "{}", run.stderr);
     assert_eq!(folder.run("inspect elsewhere").code, 0, "still whole");
-    // A link that is named by the user is the user's business.
+    // A link that the user names explicitly is followed.
     assert_eq!(folder.run("inspect steps/step-000010").code, 0);
 }
 
 #[test]
 fn files_are_written_through_no_planted_link() {
     let folder = with_docs();
-    // Names that are not drawn at random could be foreseen: these were, with the process's number.
+    // Temporary names must be random. Names with the process's number, which were used before, can be predicted.
     let mut command = folder.train_command("--synthetic --steps 2 --curve c.svg --trace t.json");
     let child = command
         .stdout(std::process::Stdio::null())
@@ -74,7 +74,7 @@ fn files_are_written_through_no_planted_link() {
     assert!(child.wait_with_output().expect("an end").status.success());
     assert_eq!(folder.read("docs/thesis.txt"), "important");
     assert!(folder.read("c.svg").starts_with("<svg"));
-    // Readable by those whom the mask of the process allows, as any file.
+    // Readable by those whom the process's mask permits, like any file.
     use std::os::unix::fs::PermissionsExt;
     let mode = |name: &str| {
         let metadata = std::fs::metadata(folder.path(name)).expect("there");

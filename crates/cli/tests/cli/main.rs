@@ -1,4 +1,4 @@
-//! The command as a user runs it: a process with arguments, files, output and an exit code.
+//! The command as users run it: a process with arguments, files, output and an exit code.
 
 mod arguments;
 mod checkpoints;

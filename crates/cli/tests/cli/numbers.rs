@@ -4,7 +4,7 @@ use crate::command::{Folder, last_report};
 
 const RUN: &str = "--synthetic --warmup 0 --checkpoint-dir steps --save-every 5 --keep-last 3";
 
-/// A folder with steps 10, 15 and 20.
+/// Creates a folder with steps 10, 15 and 20.
 fn saved() -> Folder {
     let folder = Folder::new();
     folder.report(&format!("{RUN} --steps 20"));
@@ -32,7 +32,7 @@ fn a_loss_that_is_not_finite_stops_the_run_and_removes_nothing() {
         );
         assert!(run.stderr.contains("--nan continue"), "{}", run.stderr);
         assert_eq!(folder.names_in("steps"), before, "{engine}");
-        // What was trained is told all the same.
+        // The report still covers the trained steps.
         let report = last_report(&run);
         assert_eq!(report["first_step"], 20);
         assert!(!report["failures"].as_array().expect("a list").is_empty());
@@ -42,13 +42,13 @@ fn a_loss_that_is_not_finite_stops_the_run_and_removes_nothing() {
 
 #[test]
 fn a_step_of_no_numbers_is_not_saved_before_the_loss_shows_it() {
-    // Each step is saved as soon as it is done, and only the newest is kept.
+    // Each step is saved as soon as it is complete, and only the newest is kept.
     let folder = saved();
     let each = "--synthetic --warmup 0 --checkpoint-dir steps --save-every 1 --keep-last 1";
     let run = folder.train(&format!("{each} --steps 80 --lr 1e38 --resume"));
     assert_eq!(run.code, 3, "{}", run.stderr);
     let left = folder.names_in("steps");
-    // The newest may have numbers that are finite and give no finite loss, so that it was saved.
+    // The newest step may have finite numbers but give a loss that is not finite. It was then saved.
     assert!(left.contains(&"step-000020".to_owned()), "{left:?}");
     let said = folder.run("generate steps/step-000020 --prompt a --bytes 2");
     assert_eq!(said.code, 0, "{}", said.stderr);

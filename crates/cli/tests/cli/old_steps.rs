@@ -1,4 +1,5 @@
-//! Steps that older versions of the command wrote, in `tests/fixtures/steps`: they resume, whatever the format becomes.
+//! Steps that older versions of the command wrote, in `tests/fixtures/steps`. They must resume, whatever happens to the
+//! format.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +12,7 @@ fn fixtures() -> PathBuf {
     crate_folder().join("tests/fixtures/steps")
 }
 
-/// Names of the runs that were saved.
+/// Returns the names of the saved runs.
 fn saved_runs() -> Vec<String> {
     let entries = fs::read_dir(fixtures()).expect("the fixtures");
     let names = entries.map(|entry| entry.expect("an entry").file_name());
@@ -36,7 +37,7 @@ fn copy_folder(from: &Path, to: &Path) {
     }
 }
 
-/// The arguments of the run, and its losses from step 4 on.
+/// Returns the arguments of the run, and its losses from step 4 on.
 fn expected(name: &str) -> (Vec<String>, Vec<f64>) {
     let text = fs::read_to_string(fixtures().join(format!("{name}.expected.json")));
     let expected: Value = serde_json::from_str(&text.expect("a file")).expect("JSON");
@@ -46,7 +47,7 @@ fn expected(name: &str) -> (Vec<String>, Vec<f64>) {
     (arguments, losses.expect("a list of losses"))
 }
 
-/// Resumes a copy of the saved steps.
+/// Resumes from a copy of the saved steps.
 fn resume(folder: &Folder, name: &str, arguments: &[String]) -> Run {
     copy_folder(&fixtures().join(name), &folder.path(name));
     if arguments.iter().any(|argument| argument == "hf") {
@@ -59,7 +60,7 @@ fn resume(folder: &Folder, name: &str, arguments: &[String]) -> Run {
     Run::of(command.output().expect("the command starts"))
 }
 
-/// On the processor that wrote them the losses have the same bits; other processors add up in another order.
+/// On the processor that wrote them, the losses have the same bits. Other processors add in another order.
 #[test]
 fn steps_of_older_versions_resume_with_the_losses_they_had() {
     let names = saved_runs();
@@ -79,7 +80,7 @@ fn steps_of_older_versions_resume_with_the_losses_they_had() {
     }
 }
 
-/// The same weights with fresh states of the optimizer give other losses: the states of old steps count.
+/// The same weights with fresh optimizer state give other losses, so the states of old steps are used.
 #[test]
 fn without_their_states_the_losses_would_be_others() {
     let name = "eager-2";

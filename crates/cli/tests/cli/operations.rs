@@ -1,4 +1,4 @@
-//! What the operations of runs carry, written down and compared.
+//! Records of a run's operations, written and compared.
 
 use crate::command::{Folder, Run};
 
@@ -31,7 +31,7 @@ fn runs_of_the_same_arguments_carry_the_same() {
 fn the_first_operation_that_differs_is_named() {
     let folder = Folder::new();
     write(&folder, "a", "");
-    // The first step is the same; what it makes of the parameters is not.
+    // The first step is the same, but its update of the parameters is not.
     write(&folder, "rate", "--lr 0.02");
     write(&folder, "strategy", "--strategy no-shard");
     for (other, words) in [
@@ -53,7 +53,7 @@ fn the_first_operation_that_differs_is_named() {
 fn what_cannot_be_compared_is_refused() {
     let folder = Folder::new();
     write(&folder, "four", "--ranks 4");
-    // What a run of more ranks has left is gone.
+    // Files of an earlier run with more ranks are removed.
     write(&folder, "a", "--ranks 4");
     write(&folder, "a", "");
     std::fs::create_dir(folder.path("torn")).unwrap();
@@ -61,7 +61,7 @@ fn what_cannot_be_compared_is_refused() {
     folder.write("torn/rank-0.jsonl", &whole[..whole.len() - 9]);
     std::fs::create_dir(folder.path("garbled")).unwrap();
     folder.write("garbled/rank-0.jsonl", "{\"step\":");
-    // A run that was gathered from several machines but for one rank is not one of fewer ranks.
+    // If one rank's file is missing, the rest must not be mistaken for a run with fewer ranks.
     write(&folder, "lost", "");
     std::fs::remove_file(folder.path("lost/rank-1.jsonl")).unwrap();
     let last = format!("line {}: EOF", whole.lines().count());

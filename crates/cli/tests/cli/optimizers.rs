@@ -1,4 +1,4 @@
-//! `--optimizer` and `--no-decay`: the losses of plain Burn with the same optimizers and groups, by either engine.
+//! `--optimizer` and `--no-decay`: the same losses as plain Burn with the same optimizers and groups, in both engines.
 
 use burn::module::{Module, ModuleVisitor, Param, ParamGroup};
 use burn::optim::decay::WeightDecayConfig;
@@ -31,7 +31,7 @@ fn report(folder: &Folder, flags: &str) -> Value {
     last_report(&run)
 }
 
-/// Paths of the parameters of a model that a number of dims, and a path, choose.
+/// Returns the paths of the model's parameters that a predicate on path and number of dims selects.
 fn paths(is_chosen: impl Fn(&str, usize) -> bool) -> Vec<String> {
     struct Paths<F>(Vec<String>, Vec<String>, F);
     impl<F: Fn(&str, usize) -> bool> ModuleVisitor for Paths<F> {
@@ -54,7 +54,7 @@ fn paths(is_chosen: impl Fn(&str, usize) -> bool) -> Vec<String> {
     paths.1
 }
 
-/// Losses of plain Burn on one rank, of the whole batch.
+/// Returns the losses of plain Burn on one rank, with the whole batch.
 fn plainly(mut optimizer: ModuleOptimizer, rate: impl Fn(usize) -> f64) -> Vec<f64> {
     let device = Device::flex().autodiff();
     let mut model = GPT.init(&device, 3).unwrap();
@@ -95,7 +95,7 @@ fn muon(momentum: f64, decay: f32) -> MuonConfig {
     muon.with_weight_decay((decay > 0.0).then(|| WeightDecayConfig::new(decay)))
 }
 
-/// Two optimizers: one for all, and one for the parameters of a group.
+/// Combines two optimizers: one for all parameters, and one for a group.
 fn two(all: impl Optimizer, of: Vec<String>, one: impl Optimizer) -> ModuleOptimizer {
     ModuleOptimizer::from(all).with_group(ParamGroup::from_paths(of), one, None)
 }
@@ -108,7 +108,7 @@ fn matrices() -> Vec<String> {
     paths(|path, dims| dims == 2 && path.starts_with("blocks."))
 }
 
-/// Flags, the optimizer of plain Burn that they stand for, and the values that it keeps for each element.
+/// Returns the flags, the equivalent optimizer of plain Burn, and the number of values that it keeps for each element.
 fn settings() -> Vec<(&'static str, ModuleOptimizer, usize)> {
     let added = |decay| Some(WeightDecayConfig::new(decay));
     let adam = || AdamConfig::new().with_epsilon(0.01);
@@ -283,7 +283,7 @@ fn rate_of(flags: &str) -> f64 {
     rate.unwrap().parse().unwrap()
 }
 
-/// Trains by each of these ways, and returns what is far from plain Burn.
+/// Trains in each of these ways, and returns those that deviate from plain Burn.
 fn far(flags: &str, optimizer: &ModuleOptimizer, ways: &[&str]) -> Vec<String> {
     let want = plainly(optimizer.clone(), |_| rate_of(flags));
     let far = ways.iter().filter_map(|way| {
@@ -312,7 +312,7 @@ fn losses_are_those_of_plain_burn_with_the_same_optimizers() {
     for (flags, optimizer, _) in settings() {
         wrong.extend(far(flags, &optimizer, &ways));
         let losses = plainly(optimizer, |_| rate_of(flags));
-        // No setting could pass for another.
+        // All settings give different losses.
         let same = all
             .iter()
             .any(|other| relative_difference(other, &losses) < 1e-4);
@@ -356,7 +356,8 @@ fn a_rank_holds_the_states_that_its_optimizer_has() {
             let report = report(&Folder::new(), &format!("{flags} --steps 2 {way}"));
             let params = report["params"].as_u64().unwrap();
             let held = report["state_bytes"][0].as_u64().unwrap();
-            // RmsProp keeps the mean of squares under two names: the eager engine once, as Burn does, and a compiled step twice.
+            // RmsProp stores the mean of squares under two names. The eager engine keeps it once, like Burn, and a
+            // compiled step twice.
             let is_twice = flags.contains("rmsprop") && way.contains("--compile");
             let want = 4 * params * (1 + values as u64 + u64::from(is_twice));
             assert!(
@@ -422,7 +423,7 @@ fn a_step_of_another_optimizer_is_refused() {
     report(&folder, "--steps 2 --checkpoint-dir steps");
     for engine in ["", "--compile"] {
         let run = format!("{RUN} --steps 3 --checkpoint-dir steps --resume {engine}");
-        // Adam keeps states of the same names.
+        // Adam's state has the same names.
         for name in ["adam", "sgd"] {
             let run = folder.run(&format!("{run} --optimizer {name}"));
             assert_eq!(run.code, 2, "{}", run.stderr);

@@ -1,4 +1,4 @@
-//! Outputs that fail, late or at once: what is there stays, and what there is to tell is told.
+//! Outputs that fail, early or late: existing files are kept, and the results are still reported.
 #![cfg(unix)]
 
 use std::fs::File;
@@ -17,7 +17,7 @@ fn a_stderr_that_nobody_reads_is_no_panic() {
             .open("/dev/full")
             .expect("a device")
     };
-    // Something is said on stderr in each: an error, a plan, a warning.
+    // Each of these prints to stderr: an error, a plan, a warning.
     for (arguments, code) in [
         ("inspect nowhere", 2),
         ("train --synthetic --steps 2", 0),
@@ -123,8 +123,7 @@ fn resuming_into_a_pipe_does_not_read_from_it() {
     }
 }
 
-/// At the moment when the resumed run has opened its metrics and trained nothing, the lines of before are
-/// all there.
+/// At the moment when the resumed run has opened its metrics but trained nothing, all earlier lines are still there.
 #[test]
 fn metrics_survive_a_resumed_run_that_dies_at_once() {
     let folder = Folder::new();
@@ -134,7 +133,7 @@ fn metrics_survive_a_resumed_run_that_dies_at_once() {
     let run = folder.train_with_fault(&format!("{DIR} --warmup 0 --steps 9 --resume"), fault);
     assert_eq!(run.code, 3, "{}", run.stderr);
     assert_eq!(metrics(&folder), before);
-    // Nor does an open for writing truncate: the file's number is the same.
+    // Opening the file does not truncate it, and the inode number is the same.
     use std::os::unix::fs::MetadataExt;
     let number = || {
         std::fs::metadata(folder.path("metrics.jsonl"))
@@ -148,7 +147,7 @@ fn metrics_survive_a_resumed_run_that_dies_at_once() {
     assert_eq!(steps, [0, 1, 2, 3, 4, 5, 6, 7, 8]);
 }
 
-/// The folder goes away while the run trains: the last save and the curve fail, and the report is there.
+/// The folder disappears during the run. The last save and the curve fail, but the report is printed.
 #[test]
 fn the_report_is_printed_whatever_fails_last() {
     let folder = Folder::new();
@@ -192,7 +191,8 @@ fn the_report_is_printed_whatever_fails_last() {
     }
 }
 
-/// What a run reads is never what it writes: not by another name of the same file, and not inside of a folder.
+/// A run's inputs are never overwritten by its outputs, not through another name of the same file, and not inside a
+/// folder.
 #[test]
 fn no_output_takes_the_place_of_what_is_read() {
     let folder = Folder::new();
@@ -230,7 +230,7 @@ fn no_output_takes_the_place_of_what_is_read() {
         }
     }
     assert_eq!(folder.names_in("steps/step-000002"), step);
-    // A file of another name with the same bytes is another one.
+    // A file with another name but the same bytes is a different file.
     folder.report("--data text --steps 1 --curve more");
 }
 
@@ -242,7 +242,7 @@ fn more_ranks_than_a_process_has_are_refused_as_input() {
     assert!(run.stderr.contains("1024"), "{}", run.stderr);
 }
 
-/// A file that does not fit is no fault of the command line.
+/// A file that does not fit is not an error in the command line.
 #[test]
 fn a_model_that_does_not_fit_on_the_disk_is_told_as_one() {
     let folder = Folder::new();
@@ -255,7 +255,7 @@ fn a_model_that_does_not_fit_on_the_disk_is_told_as_one() {
             "first.safetensors",
         ),
     ] {
-        // A kibibyte.
+        // One kibibyte.
         let script = format!("ulimit -f 1; exec {program} {command}");
         let mut shell = Command::new("bash");
         shell.args(["-c", &script]).current_dir(folder.path(""));

@@ -1,4 +1,4 @@
-//! `burn-fsdp plan`: what a run would take.
+//! `burn-fsdp plan`: the cost of a run.
 
 use std::process::Command;
 
@@ -42,7 +42,7 @@ fn every_size_of_every_model_is_answered() {
                     (params / billions - 1.0).abs() < 0.07,
                     "{arguments}: {params}"
                 );
-                // On one of 64 ranks at least its part of parameters and states.
+                // Each of 64 ranks needs at least its shard of parameters and states.
                 let peak = match compile {
                     "" => total(&answer["peak"]["bytes"]),
                     _ => answer["peak"].as_u64().unwrap_or(0),
@@ -53,7 +53,7 @@ fn every_size_of_every_model_is_answered() {
     }
 }
 
-/// The largest batch that is planned. It is planned by its shape: nothing of its size is allocated.
+/// The largest batch that can be planned. The plan only uses its shape and allocates nothing of its size.
 #[test]
 fn a_huge_batch_is_planned_without_its_memory() {
     let answer = planned("--model gpt --preset 7b --batch 8192 --ranks 4 --compile");
@@ -134,7 +134,7 @@ fn the_plan_of_all_blocks_is_proved() {
         let blocks = if arguments.contains("13b") { 40 } else { 32 };
         assert_eq!(number("blocks"), blocks);
         assert!((3..=8).contains(&number("ranks")), "{proof}");
-        // Parameters and two states of each, in steps that follow each other.
+        // Parameters and two states of each, in consecutive steps.
         assert!(number("num_tensors") > 30 * blocks, "{proof}");
         let run = plan(&Folder::new(), &arguments);
         let says = format!("a plan of all {blocks} blocks");
@@ -145,7 +145,7 @@ fn the_plan_of_all_blocks_is_proved() {
         );
     }
     let peak = |more: &str| {
-        // Long enough for activations to be more than the shards that are cast.
+        // Long enough for activations to be larger than the shards that are cast.
         let sizes = "--model gpt --preset 7b --batch 4 --compile";
         planned(&format!("{sizes} {more}"))["peak"]
             .as_u64()

@@ -1,4 +1,4 @@
-//! Ranks that are processes, under `mpirun`, beside the same ranks as threads.
+//! Ranks as processes under `mpirun`, compared with the same ranks as threads.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::command::{Folder, Run, bounded, is_long, last_report, send};
 use crate::launcher;
 
-/// `mpirun -n PROCESSES burn-fsdp train ..`, or nothing where there is no `mpirun`.
+/// Returns `mpirun -n PROCESSES burn-fsdp train ..`, or `None` if there is no `mpirun`.
 fn mpirun(folder: &Folder, processes: usize, arguments: &str) -> Option<Command> {
     let mut command = launcher::mpirun(processes)?;
     let train = folder.train_command(arguments);
@@ -21,22 +21,22 @@ fn mpirun(folder: &Folder, processes: usize, arguments: &str) -> Option<Command>
     Some(command)
 }
 
-/// Checks the code that the processes have ended with, and that the launcher should pass on.
+/// Checks the processes' exit code, which the launcher should pass on.
 ///
-/// Open MPI's does. MPICH's at times has a code of its own, or that of one that it killed.
+/// Open MPI's launcher does. MPICH's launcher sometimes returns its own code, or the code of a process that it killed.
 fn check_code(run: &Run, code: i32) {
     let is_open_mpi = std::env::var_os("BURN_FSDP_MPIRUN").is_none();
     let is_right = run.code == code || (!is_open_mpi && run.code != 0);
     assert!(is_right, "{} and not {code}: {}", run.code, run.stderr);
 }
 
-/// Runs it to its end.
+/// Runs it until it ends.
 fn run(folder: &Folder, processes: usize, arguments: &str) -> Option<Run> {
     let command = mpirun(folder, processes, arguments)?;
     Some(bounded(command).expect("it ends"))
 }
 
-/// The files of a step, by name.
+/// Returns the files of a step, by name.
 fn files(folder: &Folder, step: &str) -> Vec<(String, Vec<u8>)> {
     let names = folder.names_in(step).into_iter();
     let read = |name: String| {
@@ -46,7 +46,7 @@ fn files(folder: &Folder, step: &str) -> Vec<(String, Vec<u8>)> {
     names.map(read).collect()
 }
 
-/// What is the same for threads and processes.
+/// Returns the parts of a report that are equal for threads and processes.
 fn comparable(report: &Value) -> Value {
     let mut report = report.clone();
     let object = report.as_object_mut().expect("an object");
@@ -82,7 +82,7 @@ fn losses_and_saved_files_are_those_of_threads() {
             "{flags} --synthetic --warmup 0 --steps {steps} --checkpoint-dir steps --save-every 3"
         );
         let threads = Folder::new();
-        // What processes do where nothing is said.
+        // The default of processes.
         let early = match flags.contains("--prefetch") {
             true => "",
             false => "--prefetch 1",
@@ -162,7 +162,7 @@ fn what_differs_among_processes_is_named() {
     };
     check_code(&run, 2);
     assert!(run.stderr.contains("asked for 3 ranks"), "{}", run.stderr);
-    // Two programs of one job, of which the second has another learning rate.
+    // Two programs in one job. The second has another learning rate.
     let mut command = mpirun(&folder, 1, "--synthetic --steps 2").expect("mpirun is there");
     let other = folder.train_command("--synthetic --steps 2 --lr 0.5");
     command
@@ -176,7 +176,7 @@ fn what_differs_among_processes_is_named() {
         "{}",
         run.stderr
     );
-    // Other data under one name, and a folder that is another one there.
+    // Different data under one name, and a folder that differs between processes.
     for (arguments, expected) in [
         ("--data text --steps 2", "the data differs"),
         (
@@ -196,7 +196,7 @@ fn what_differs_among_processes_is_named() {
         );
         let mut command = mpirun(&own, 1, arguments).expect("mpirun is there");
         let other = own.train_command(arguments);
-        // Launchers differ in how they are told of a folder.
+        // Launchers use different options for the folder.
         command
             .args([":", "-n", "1", "env", "-C"])
             .arg(elsewhere.path(""));
@@ -207,7 +207,7 @@ fn what_differs_among_processes_is_named() {
     }
 }
 
-/// The process ids of the ranks of a run in this folder.
+/// Returns the process ids of the ranks of a run in this folder.
 fn processes_in(folder: &Path) -> Vec<u32> {
     let entries = std::fs::read_dir("/proc").expect("processes");
     let ids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
@@ -221,7 +221,7 @@ fn processes_in(folder: &Path) -> Vec<u32> {
     ids
 }
 
-/// Starts a run that does not end by itself, and waits until it trains.
+/// Starts an endless run, and waits until it trains.
 fn endless(folder: &Folder, processes: usize, flags: &str) -> Option<std::process::Child> {
     let arguments =
         format!("--synthetic --warmup 0 --steps 1000000 --metrics lines --json {flags}");
@@ -246,7 +246,8 @@ fn a_signal_to_mpirun_saves_and_ends_all() {
     let Some(child) = endless(&folder, 3, "--checkpoint-dir steps") else {
         return;
     };
-    // A launcher that is told to end ends with another code than 0, whatever its processes do; this it passes on.
+    // A launcher that is told to end exits with a code other than 0, whatever its processes do. It passes this signal
+    // on.
     send("-USR1", child.id());
     let run = Run::of(child.wait_with_output().expect("an end"));
     assert_eq!(run.code, 0, "{}", run.stderr);
@@ -285,7 +286,7 @@ fn endless_below_launch(folder: &Folder, is_script: bool) -> Option<std::process
     Some(child)
 }
 
-/// Checks that a run was told to end once, and has saved one whole step, in time for it to be the last.
+/// Checks that a run was told to end once, and saved one complete step, before its last.
 fn saved_once(folder: &Folder) {
     let out = folder.read("out");
     let reports: Vec<Value> = out
@@ -369,7 +370,7 @@ fn a_rank_that_stops_is_named_and_all_others_end() {
     assert_eq!(ids.len(), 3);
     send("-STOP", ids[1]);
     let began = Instant::now();
-    // The launcher ends the stopped one when the others have failed.
+    // The launcher kills the stopped process when the others have failed.
     let run = Run::of(child.wait_with_output().expect("an end"));
     assert!(began.elapsed() < Duration::from_secs(60));
     check_code(&run, 3);
@@ -399,7 +400,7 @@ fn a_run_that_is_killed_is_started_again() {
         let lines = std::fs::read_to_string(folder.path("lines")).unwrap_or_default();
         let count = lines.lines().count();
         let ranks: Vec<_> = processes_in(&home);
-        // A few steps further than the last time.
+        // A few steps after the last time.
         if count >= seen + 8 && ranks.len() > 3 {
             send("-KILL", ranks[1 + killed % 3]);
             killed += 1;
@@ -419,7 +420,7 @@ fn a_run_that_is_killed_is_started_again() {
     );
 }
 
-/// Warnings about tokens are those of the run, and not of each of its processes.
+/// Warnings about tokens belong to the run, so only one process prints them.
 #[test]
 fn a_generation_warns_once() {
     let folder = crate::foreign::folders();
@@ -435,7 +436,7 @@ fn a_generation_warns_once() {
     assert_eq!(warnings.count(), 1, "{}", run.stderr);
 }
 
-/// The files into which the launcher puts what ranks print are no text, for any of them.
+/// The launcher writes the ranks' output to files, which are not text for any rank.
 #[test]
 fn what_other_ranks_print_into_the_text_is_no_part_of_it() {
     let folder = Folder::new();
@@ -443,7 +444,7 @@ fn what_other_ranks_print_into_the_text_is_no_part_of_it() {
     std::fs::create_dir(folder.path("text")).expect("a writable folder");
     folder.write("text/a", &text);
     if std::env::var_os("BURN_FSDP_MPIRUN").is_some() {
-        // The option is Open MPI's.
+        // Only Open MPI has this option.
         return;
     }
     let Some(mut command) = launcher::mpirun(2) else {

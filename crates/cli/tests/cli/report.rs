@@ -1,4 +1,4 @@
-//! What a run says when it is done.
+//! The output of a run at its end.
 
 use serde_json::Value;
 
@@ -6,7 +6,7 @@ use crate::command::{Folder, losses};
 
 /// Parameters of the tiny model: two tables and a head, two blocks, the last norm.
 const PARAMS: u64 = 256 * 16 + 8 * 16 + 2 * (12 * 16 * 16 + 13 * 16) + 2 * 16 + 256 * 16;
-/// Of these, in vectors, which every rank holds whole.
+/// The parameters in vectors, which every rank holds whole.
 const VECTORS: u64 = 2 * 13 * 16 + 2 * 16;
 
 fn text() -> String {
@@ -32,11 +32,11 @@ fn json_has_every_field() {
     assert_eq!(report["peak_rss_bytes"].as_array().unwrap().len(), 1);
     assert!(report["peak_rss_bytes"][0].as_u64().unwrap() > 1 << 20);
     assert!(report["sample"].as_str().unwrap().len() >= 20);
-    // Each remark once, not once per rank: the tables are most of so small a model.
+    // Each warning appears once, not once per rank. The tables are the largest part of such a small model.
     let warnings = report["warnings"].as_array().unwrap();
     assert_eq!(warnings.len(), 1, "{warnings:?}");
     assert!(warnings[0].as_str().unwrap().contains("`root`"));
-    // Parameters and two moments in four bytes each, the matrices divided by two.
+    // Parameters and two moments with four bytes each. The matrices are divided by two.
     let state = 3 * 4 * ((PARAMS - VECTORS) / 2 + VECTORS);
     assert_eq!(report["state_bytes"], serde_json::json!([state, state]));
     for rank in 0..2 {

@@ -1,4 +1,4 @@
-//! `launch`: a command that is run again when it fails.
+//! `launch`: restarts a failed command.
 
 use crate::command::{Folder, last_report, losses, send};
 
@@ -9,7 +9,7 @@ fn a_run_that_fails_is_started_again_and_goes_on() {
         "--synthetic --ranks 2 --warmup 0 --steps 8 --checkpoint-dir steps --save-every 2 --resume";
     let expected = whole.report(arguments);
     let folder = Folder::new();
-    // The first start fails in step 5, and those after it do not know the fault.
+    // The first start fails in step 5. Later starts do not have the fault.
     let train = folder.train_command(&format!("{arguments} --json"));
     let program = train.get_program().to_string_lossy().into_owned();
     let words: Vec<_> = train
@@ -45,7 +45,7 @@ fn a_command_is_given_up_after_as_many_restarts_as_are_allowed() {
         "{}",
         run.stderr
     );
-    // An error in the input would be there again.
+    // An error in the input would occur again.
     let mut launch = folder.command("launch --max-restarts 5 -- sh -c");
     let output = launch.arg("echo run >> once; exit 2").output();
     assert_eq!(output.expect("it starts").status.code(), Some(2));

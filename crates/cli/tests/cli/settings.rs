@@ -1,4 +1,4 @@
-//! A resumed run says where it is not the run that was saved.
+//! A resumed run reports its differences from the saved run.
 
 use crate::command::Folder;
 
@@ -59,7 +59,7 @@ fn settings_that_differ_are_named() {
         "{}",
         run.stderr
     );
-    // Longer, on other ranks, divided in another way: nothing that the numbers depend on.
+    // Longer, with other ranks and another sharding, none of which affects the numbers.
     let report = folder.report(&format!(
         "{RUN} --steps 6 --resume --ranks 3 --strategy no-shard --save-every 1 --nan continue --compile"
     ));
@@ -72,7 +72,7 @@ fn settings_that_differ_are_named() {
     );
 }
 
-/// Where gradients travel in 16 bits, each rank rounds what it sends.
+/// If gradients are reduced in 16 bits, each rank rounds what it sends.
 #[test]
 fn ranks_are_named_where_they_round() {
     let folder = Folder::new();
@@ -99,7 +99,7 @@ fn ranks_are_named_where_they_round() {
     );
 }
 
-/// It is enough that one of the two runs rounds; and in 32 bits nobody is told of ranks.
+/// A warning about ranks needs only one of the two runs to round. In 32 bits, there is no such warning.
 #[test]
 fn ranks_are_named_where_one_of_the_runs_rounds() {
     let rounded = "--reduce-dtype bf16";
@@ -112,7 +112,7 @@ fn ranks_are_named_where_one_of_the_runs_rounds() {
     }
 }
 
-/// A step from before a setting was compared says nothing about it.
+/// A step without a setting, because older versions did not compare it, causes no warning about it.
 #[test]
 fn a_step_without_a_setting_is_silent_about_it() {
     let folder = Folder::new();

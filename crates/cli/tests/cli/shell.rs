@@ -1,4 +1,4 @@
-//! Completions and pages of the manual.
+//! Completions and manual pages.
 
 use crate::command::Folder;
 

@@ -1,4 +1,4 @@
-//! Signals to `launch`, and its death, with all that may stand between it and a training.
+//! Signals to `launch`, and its death, with different processes between it and a training.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -10,19 +10,19 @@ use serde_json::Value;
 
 use crate::command::{Folder, send};
 
-/// A time that nothing takes here: then a test has failed, and ends what it has started.
+/// A time that nothing takes here. After it, a test has failed, and ends the processes that it started.
 const FAR_TOO_LONG: Duration = Duration::from_secs(120);
 
-/// A time after which a signal is another request, and not the same by another way.
+/// A time after which a signal counts as a new request, and not as another copy of the same one.
 const LATER: Duration = Duration::from_millis(1500);
 
-/// A training of `launch`, in a folder of its own.
+/// A training below `launch`, in a folder of its own.
 struct Launched {
     folder: Folder,
     child: Child,
 }
 
-/// The end of it.
+/// The result of the training.
 struct Ended {
     code: Option<i32>,
     out: String,
@@ -71,7 +71,7 @@ impl Launched {
         }
     }
 
-    /// The processes of this program in the folder, with a word of their command line.
+    /// Returns the processes of this program in the folder that have a word in their command line.
     fn own(&self, word: &str) -> Vec<u32> {
         let home = fs::canonicalize(self.folder.path("")).expect("a folder");
         let entries = fs::read_dir("/proc").expect("processes").flatten();
@@ -127,14 +127,14 @@ impl Launched {
     }
 }
 
-/// A test that fails leaves nothing running.
+/// A failed test leaves no process running.
 impl Drop for Launched {
     fn drop(&mut self) {
         self.kill_all();
     }
 }
 
-/// The one report in the text, and the one step that is saved, which is whole.
+/// Returns the only report in the text. Checks that one step is saved, and that it is complete.
 fn saved_once(folder: &Folder, out: &str) -> Value {
     let reports: Vec<Value> = out
         .lines()
@@ -150,10 +150,10 @@ fn saved_once(folder: &Folder, out: &str) -> Value {
     reports[0].clone()
 }
 
-/// Scripts that do not give their place to the training, and end with its code.
+/// Scripts that are not replaced by the training, and exit with its code.
 const SCRIPTS: [(&str, &str); 13] = [
     ("script", "$TRAIN; exit $?"),
-    // Which ignores SIGINT then.
+    // The training then ignores SIGINT.
     ("background", "$TRAIN & wait $!; exit $?"),
     ("pipeline", "set -o pipefail; $TRAIN | cat; exit $?"),
     (
@@ -170,7 +170,7 @@ const SCRIPTS: [(&str, &str); 13] = [
         "launch",
         "$PROGRAM launch --max-restarts 0 -- bash -c '$TRAIN; exit $?'; exit $?",
     ),
-    // It passes the signal on itself: two signals for the training, were it told.
+    // The script passes the signal on itself. If the training were told as well, it would get two signals.
     (
         "trap",
         "trap 'kill -TERM $pid; wait $pid; exit $?' TERM INT HUP; $TRAIN & pid=$!; wait $pid; exit $?",
@@ -207,7 +207,7 @@ fn a_script_goes_on_behind_a_training_that_was_told_to_end() {
 fn a_script_that_runs_on_behind_a_training_is_ended_as_well() {
     let scripts = [
         "$TRAIN; sleep 1000; echo >after",
-        // The shell gives its place to its last command.
+        // The shell is replaced by its last command.
         "$TRAIN; exec sleep 1000",
         "$TRAIN; while true; do sleep 0.1; done",
         "$TRAIN; setsid --wait sleep 1000; echo >after",
@@ -265,7 +265,7 @@ fn what_no_signal_ends_is_waited_for_and_killed_after_a_second_one() {
 fn a_script_that_trains_again_and_again_is_ended_as_well() {
     let launched = Launched::start("while true; do $TRAIN; sleep 0.01; done");
     send("-TERM", launched.child.id());
-    // No matter by which code.
+    // Any exit code is fine.
     let (folder, ended) = launched.end();
     assert!(!ended.err.contains("start 2 of 2"), "{}", ended.err);
     let shown = folder.run("inspect steps");
@@ -274,7 +274,7 @@ fn a_script_that_trains_again_and_again_is_ended_as_well() {
 
 #[test]
 fn signals_by_several_ways_are_one() {
-    // A scheduler tells each process of a job.
+    // A scheduler signals each process of a job.
     let each = |launched: &Launched| {
         let trainer = launched.trainer();
         send("-TERM", trainer);
@@ -286,12 +286,12 @@ fn signals_by_several_ways_are_one() {
                 .status();
         }
     };
-    // `timeout` tells its command, and then all of its own group.
+    // `timeout` signals its command, and then its whole group.
     let twice = |launched: &Launched| {
         send("-TERM", launched.child.id());
         send("-INT", launched.child.id());
     };
-    // A training that has ended before `launch` hears of it leaves the script alone, which is told then.
+    // If a training ends before `launch` gets the signal, only the script is left, which is then told.
     let tell: [&dyn Fn(&Launched); 2] = [&each, &twice];
     for (tell, codes) in tell.into_iter().zip([&[0, 143][..], &[0]]) {
         let launched = Launched::start("timeout 1000 nice $TRAIN; exit $?");
@@ -309,7 +309,7 @@ fn a_training_alone_takes_two_signals_of_one_moment_as_one() {
     let train = folder.train_command(
         "--synthetic --warmup 0 --steps 100000000 --checkpoint-dir steps --json --metrics lines",
     );
-    // `timeout` tells its command, and then its own group, in which the command is.
+    // `timeout` signals its command, and then its own group, which contains the command.
     let script = "\"$@\" & trainer=$!; until [ $(wc -l <lines) -gt 2 ]; do sleep 0.05; done; \
                   kill -TERM $trainer; kill -USR1 $trainer; wait $trainer";
     let mut command = Command::new("bash");
@@ -323,12 +323,12 @@ fn a_training_alone_takes_two_signals_of_one_moment_as_one() {
     saved_once(&folder, &String::from_utf8_lossy(&output.stdout));
 }
 
-/// A training that never ends in good order, as a rank of it waits for ever.
+/// Makes a training never end in good order, because one of its ranks waits forever.
 fn stalled(launch: &mut Command) {
     launch.env("BURN_FSDP_FAULT", "rank:1,step:4,at:forward,how:stall");
 }
 
-/// Starts it, and waits until it has come to that step: before, one signal ends it.
+/// Starts such a training, and waits until it reaches the step with the fault. Before that, one signal would end it.
 fn start_stalled(script: &str) -> Launched {
     let launched = Launched::start_with(script, stalled);
     sleep(Duration::from_millis(500));
@@ -337,7 +337,7 @@ fn start_stalled(script: &str) -> Launched {
 
 #[test]
 fn a_later_signal_to_launch_ends_all_at_once() {
-    // The script is told as well, and may hear of it before it sees the end of the training.
+    // The script also receives the signal, possibly before it sees the end of the training.
     let cases: [(&str, &str, &[i32]); 3] = [
         ("exec $TRAIN", "-TERM", &[1]),
         ("setsid --wait $TRAIN; exit 7", "-INT", &[7, 130]),
@@ -365,12 +365,12 @@ fn a_later_signal_to_launch_ends_all_at_once() {
 
 #[test]
 fn sigquit_ends_a_training_at_once() {
-    // What a shell starts in the background ignores SIGQUIT, unless it wants to hear it.
+    // Processes that a shell starts in the background ignore SIGQUIT, unless they have a handler for it.
     let launched = start_stalled("$TRAIN & wait $!; exit $?");
     send("-QUIT", launched.trainer());
     let says = |text: &str| launched.folder.read("err").contains(text);
     launched.wait_until("the next start", || says("start 2 of 2"));
-    // No matter whether that has begun.
+    // It does not matter whether the shutdown has started.
     send("-QUIT", launched.child.id());
     let (folder, _) = launched.end();
     assert!(!folder.path("steps/step-000004").exists());
@@ -378,7 +378,7 @@ fn sigquit_ends_a_training_at_once() {
 
 #[test]
 fn a_training_saves_and_ends_when_launch_is_killed() {
-    // As `mpirun` does it.
+    // This is what `mpirun` does.
     let closing = "for file in /proc/$$/fd/*; do file=${file##*/}; [ $file -gt 2 ] && eval \"exec $file<&-\"; done; $TRAIN";
     for script in [
         "$TRAIN; exit $?",
@@ -393,7 +393,7 @@ fn a_training_saves_and_ends_when_launch_is_killed() {
         launched.wait_until("the training has ended", || {
             launched.own("train").is_empty()
         });
-        // Another process may have to write it yet.
+        // Another process may still have to write it.
         launched.wait_until("the report", || launched.folder.read("out").ends_with('\n'));
         let (out, err) = (launched.folder.read("out"), launched.folder.read("err"));
         assert!(
@@ -404,7 +404,7 @@ fn a_training_saves_and_ends_when_launch_is_killed() {
     }
 }
 
-/// `setsid` leaves behind what is not yet the training.
+/// `setsid` leaves a process behind that only later becomes the training.
 #[test]
 fn a_training_that_begins_behind_the_command_is_waited_for() {
     let late = "(sleep 0.3; exec $TRAIN) & exit 0";
@@ -454,7 +454,7 @@ fn what_a_failed_command_leaves_behind_does_not_stop_the_next() {
 fn what_is_of_another_program_is_told_as_a_group_and_as_orphans() {
     let folder = Folder::new();
     let mut launch = folder.command("launch --max-restarts 0 -- bash -c");
-    // Another session, whose parent is a shell that dies of the signal.
+    // Another session, whose parent is a shell that is killed by the signal.
     let script = "setsid --fork bash -c 'trap \"echo told >>told; exit\" TERM; echo $$ >ready; while :; do sleep 0.05; done'; \
                   sleep 1000; echo after >after";
     let mut child = launch.arg(script).spawn().expect("it starts");

@@ -1,4 +1,4 @@
-//! Where training starts from, and that the number of ranks does not matter.
+//! The start of a training, which does not depend on the number of ranks.
 
 use serde_json::Value;
 
@@ -50,7 +50,7 @@ fn saving_loaded_weights_copies_them() {
     ));
     let (header, data) = folder.weights("a.safetensors");
     let (copied_header, copied_data) = folder.weights("b.safetensors");
-    // Parsed, as the order of the metadata's entries is left to chance.
+    // Parsed, because the order of entries in the metadata is random.
     let parse = |header: &str| serde_json::from_str::<Value>(header).expect("a JSON header");
     assert_eq!(parse(&header), parse(&copied_header));
     assert!(data == copied_data, "the same bits");
@@ -70,7 +70,7 @@ fn prefetching_changes_no_bit() {
     let none = with("--prefetch 0");
     assert_eq!(losses(&none), want);
     assert_eq!(losses(&with("--prefetch 3")), want);
-    // Threads gain nothing by it: none is what they do by default.
+    // Threads gain nothing from prefetching, so by default they prefetch nothing.
     let peak = "unsharded_peak_bytes";
     assert_eq!(with("")[peak], none[peak]);
     assert_ne!(one[peak], none[peak]);

@@ -1,4 +1,4 @@
-//! Threads that compute for each rank.
+//! Compute threads of each rank.
 
 use std::process::Command;
 #[cfg(target_os = "linux")]
@@ -81,7 +81,7 @@ fn numbers_that_cannot_be_are_refused() {
     assert!(texts.iter().all(|text| *text == texts[0]), "{texts:?}");
 }
 
-/// The ticks of the processor that each thread of a process has had whose name begins with `rank`.
+/// Returns the processor ticks of each thread of a process whose name starts with `rank`.
 #[cfg(target_os = "linux")]
 fn ticks(process: u32) -> Vec<u64> {
     let tasks = fs::read_dir(format!("/proc/{process}/task")).expect("its threads");
@@ -121,7 +121,7 @@ fn as_many_threads_compute_as_are_asked_for() {
         let busy = loop {
             sleep(Duration::from_millis(50));
             let ticks = ticks(child.id());
-            // A hundred ticks are a second of the processor, whenever it gets that.
+            // A hundred ticks are one second of processor time.
             if ticks.iter().sum::<u64>() > 150 {
                 break ticks;
             }
@@ -129,7 +129,7 @@ fn as_many_threads_compute_as_are_asked_for() {
         };
         child.kill().expect("it is there");
         child.wait().expect("an end");
-        // One more waits for the rank's end.
+        // One additional thread waits for the rank's end.
         assert_eq!(busy.len(), threads + 1, "{flags} {variable:?}: {busy:?}");
         let computing = busy.iter().filter(|ticks| **ticks * 50 > busy[0]).count();
         assert!(

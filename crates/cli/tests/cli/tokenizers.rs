@@ -1,4 +1,4 @@
-//! A tokenizer is the one of the model: another form of it is refused, and is the same whatever its file looks like.
+//! A tokenizer belongs to a model. Other formats are refused, and the layout of its file does not matter.
 
 use burn::tensor::Device;
 use burn_fsdp_models::{LlamaConfig, LlamaVariant};
@@ -10,7 +10,7 @@ const TOKENIZER: &str = include_str!("../../../models/tests/models/tokenizer.jso
 
 const RUN: &str = "--warmup 0 --batch 4 --seq 8 --lr 0.01 --eps 0.01 --sample 0 --eval-batches 0";
 
-/// A folder with a model `d` in Hugging Face's form of so many tokens, and a `text`.
+/// Creates a folder with a `text` and a model `d` in Hugging Face's format, with this vocabulary size.
 fn folder(vocab: usize) -> Folder {
     let folder = Folder::new();
     let sizes = LlamaConfig {
@@ -71,7 +71,7 @@ fn a_tokenizer_in_another_form_does_not_become_bytes() {
         let words = [files[0], "tokenizer.json", "--tokenizer bytes"];
         refuses(&train(&folder, "--init d --data text --steps 1"), &words);
         refuses(&generate(&folder, "--init d"), &words);
-        // With a word for it, bytes they are; and without text there is nothing to say.
+        // An explicit request for bytes is accepted. Without text, there is no warning.
         let given = report(&folder, "--init d --data text --steps 1 --tokenizer bytes");
         assert!(warnings(&given).is_empty(), "{given}");
         let run = generate(&folder, "--init d --tokenizer bytes");
@@ -99,7 +99,7 @@ fn a_run_that_began_with_bytes_goes_on() {
         "--init d --data text --tokenizer bytes --steps 2 --lora 2 --checkpoint-dir adapted",
     );
     assert_eq!(generate(&folder, "adapted --init d").code, 0);
-    // One that starts fresh is refused.
+    // A run that starts fresh is refused.
     let fresh = "--init d --data text --steps 4 --checkpoint-dir fresh --resume";
     refuses(&train(&folder, fresh), &["tokenizer.model"]);
 }
@@ -131,7 +131,7 @@ fn bytes_for_the_tokens_of_a_larger_vocabulary_are_warned_of() {
     let run = generate(&of_300, "--init d");
     assert_eq!(run.code, 0, "{}", run.stderr);
     assert!(run.stderr.contains(words), "{}", run.stderr);
-    // A vocabulary of bytes, a model that begins here, and a step are what they are.
+    // There is no warning for a vocabulary of bytes, for a new model, and for a saved step.
     let of_256 = folder(256);
     let bytes = report(&of_256, "--init d --data text --steps 1");
     assert!(warnings(&bytes).is_empty(), "{bytes}");
@@ -166,7 +166,7 @@ fn another_tokenizer_than_that_of_the_folder_is_warned_of() {
     );
 }
 
-/// The same tokens, written by another program, in another order, and with merges in their older form.
+/// The same tokenizer, written by another program, in another order, and with merges in their older format.
 fn same_tokenizers() -> [String; 3] {
     let json: Value = serde_json::from_str(TOKENIZER).expect("JSON");
     let pretty = serde_json::to_string_pretty(&json).expect("JSON");
@@ -237,7 +237,7 @@ fn a_prompt_is_the_beginning_of_a_text_and_not_its_end() {
     );
 }
 
-/// A normalizer's mark in front of a text is there once, however long the text is.
+/// A normalizer's prefix appears only once, however long the text is.
 #[test]
 fn long_text_has_the_tokens_that_it_has_as_a_whole() {
     let folder = folder(300);

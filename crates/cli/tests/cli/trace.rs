@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use crate::command::{Folder, losses};
 
-/// A span of a trace: rank, row, beginning, end, name, kinds.
+/// A span of a trace: rank, row, start, end, name, kinds.
 #[derive(Debug, Clone)]
 struct Span {
     rank: u64,
@@ -44,7 +44,7 @@ fn traced(flags: &str) -> Vec<Value> {
     events.as_array().expect("an array of events").clone()
 }
 
-/// What every trace has; returns its spans.
+/// Checks the properties that all traces have, and returns the spans.
 fn checked(flags: &str, ranks: u64, counter: &str) -> Vec<Span> {
     let events = traced(flags);
     let of_kind = |kind: &'static str| events.iter().filter(move |event| event["ph"] == kind);
@@ -89,7 +89,7 @@ fn checked(flags: &str, ranks: u64, counter: &str) -> Vec<Span> {
     let times = events.iter().filter_map(|event| event["ts"].as_f64());
     let times: Vec<_> = times.collect();
     assert!(times.is_sorted(), "{flags}: by time");
-    // All of it is one step: the ranks' steps overlap.
+    // Everything belongs to one step: the ranks' steps overlap.
     let begin = |rank| {
         spans
             .iter()
@@ -109,9 +109,9 @@ fn checked(flags: &str, ranks: u64, counter: &str) -> Vec<Span> {
     spans
 }
 
-/// Spans of a row lie one after the other or one in the other.
+/// Checks that the spans of a row are consecutive or nested.
 fn nested(row: &[Span], flags: &str) {
-    // Sums of microseconds in floating point.
+    // Rounding of sums of microseconds.
     const ROUNDING: f64 = 1e-3;
     let mut row = row.to_vec();
     row.sort_by(|a, b| a.start.total_cmp(&b.start).then(b.end.total_cmp(&a.end)));
