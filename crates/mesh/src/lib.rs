@@ -1,11 +1,11 @@
-//! Layout arithmetic of burn-fsdp: which rank owns which part of which tensor.
+//! Layout arithmetic of burn-fsdp: which rank owns which part of a tensor.
 //!
 //! - [`Mesh`]: ranks laid out as an n-d array with named [`Axis`]es.
 //! - [`Placement`]: the arrangement of a tensor on one mesh axis.
 //! - [`Layout`]: the placements of a tensor on a whole mesh, and where shards may begin; [`Region`]: the elements
 //!   that one rank holds.
 //! - [`Partition`]: the ranges of one tensor's elements that the ranks own.
-//! - [`Strategy`]: the choice of what is sharded, and how long full parameters are kept.
+//! - [`Strategy`]: the choice of the sharded state, and of how long full parameters are kept.
 //! - [`Clip`]: the maximum norm of gradients; [`Measure`]: each element's contribution to a norm.
 //! - [`Precision`]: the types in which parameters compute and gradients travel.
 //! - [`LossScaling`]: the scale of a loss in half precision, from step to step.

@@ -33,7 +33,7 @@ pub enum NonFinite {
     /// turns all elements to NaN.
     #[default]
     Scale,
-    /// Returns an error on all ranks. The eager engine has not changed anything at that point. A compiled step has
+    /// Returns an error on all ranks. The eager engine leaves everything unchanged in this case. A compiled step has
     /// already updated running statistics, so training can only continue from a checkpoint.
     Refuse,
 }

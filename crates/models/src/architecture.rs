@@ -66,7 +66,7 @@ pub trait Architecture: Copy + Send + Sync + 'static {
 }
 
 /// Returns the smallest size of at least `least` that leaves the same remainders as `size` modulo `ranks` and modulo
-/// two.
+/// two. Returns `size` if it is below `least`.
 fn narrow(size: usize, ranks: usize, least: usize) -> usize {
     let step = if ranks.is_multiple_of(2) {
         ranks

@@ -82,7 +82,8 @@ impl<A: Architecture> WeightsFile<A> {
         if let Some([name, table]) = tied
             && let Some(entry) = found.remove(name)
         {
-            // The files have only the head or only the embedding. It depends on the writer which name is kept.
+            // If the files have only the head, it is also the embedding. The writer decides which of the two names is
+            // kept.
             if found.contains_key(table) {
                 head = Some(entry);
             } else {

@@ -1,8 +1,8 @@
 //! The bytes that the transport holds in addition to the tensors.
 //!
 //! A rank's [`BufferPool`](burn_fsdp_collectives::BufferPool) keeps the memory of dropped buffers for the next buffer
-//! of the same size. It always has as many bytes as were once in use at the same time. The process's allocator counts
-//! all of them, and the executor's table only counts those that tensors use.
+//! of the same size. Used and kept buffers together never exceed the maximum that was in use at the same time. The
+//! process's allocator counts all of them, and the executor's table only counts those that tensors use.
 
 use std::collections::VecDeque;
 
