@@ -1,8 +1,8 @@
-//! The flags of a benchmark's command line.
+//! The flags on a benchmark's command line.
 
 use std::env::Args;
 
-/// What follows a flag.
+/// The words after a flag.
 pub(crate) struct Value<'a> {
     flag: &'a str,
     words: &'a mut Args,
@@ -22,10 +22,10 @@ impl Value<'_> {
     }
 }
 
-/// Calls `set` with each flag, which takes the flag's value if it has one.
+/// Calls `set` with each flag, which reads the flag's value if it has one.
 pub(crate) fn for_each(mut set: impl FnMut(&str, Value<'_>)) {
     let mut words = std::env::args();
-    // The program.
+    // The name of the program.
     words.next();
     while let Some(flag) = words.next() {
         let words = &mut words;

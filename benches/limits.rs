@@ -1,12 +1,12 @@
-//! What the machine can do at most, beside a step that was measured in the same run.
+//! The machine's limits, next to a step that was measured in the same run.
 
 #[path = "measured.rs"]
 mod measured;
 
 pub(crate) use measured::Limits;
 
-/// Lines beside a step of `num_params` parameters and `tokens` tokens, all ranks together, that takes
-/// so many milliseconds. Six operations a parameter and token are the usual estimate.
+/// Returns lines that compare the limits with a step of `num_params` parameters and `tokens` tokens on all ranks
+/// together, which takes `millis` milliseconds. Six operations per parameter and token are the usual estimate.
 pub(crate) fn beside(
     limits: &Limits,
     num_params: usize,

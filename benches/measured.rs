@@ -1,4 +1,4 @@
-//! What the machine can do at most, measured in the run whose numbers stand beside it.
+//! The machine's limits, measured in the same run as the numbers that are compared with them.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -8,7 +8,7 @@ use burn_fsdp::ProcessGroup;
 use burn_fsdp::collectives::Error;
 use serde::Serialize;
 
-/// Limits of all ranks together, each at work at the same time.
+/// Limits of all ranks together, while all of them work at the same time.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(crate) struct Limits {
     /// Bytes per second of copying.
@@ -22,7 +22,7 @@ const COPIED: usize = 64 << 20;
 const WIDTH: usize = 768;
 
 impl Limits {
-    /// Collective.
+    /// Measures the limits. Collective: all ranks must call it.
     pub(crate) fn measure(world: &ProcessGroup) -> Result<Self, Error> {
         let ranks = world.size() as f64;
         let (source, mut target) = (vec![1u8; COPIED], vec![0u8; COPIED]);
@@ -45,7 +45,7 @@ impl Limits {
     }
 }
 
-/// Seconds that the slowest rank takes, in the middle of several rounds. The first pays for fresh pages.
+/// Returns the median over several rounds of the slowest rank's seconds. An additional first round maps fresh pages.
 fn median(world: &ProcessGroup, mut work: impl FnMut()) -> Result<f64, Error> {
     work();
     let mut seconds = Vec::with_capacity(ROUNDS);

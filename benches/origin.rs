@@ -1,17 +1,16 @@
-//! Of what commit, machine and command a benchmark's numbers are: printed above them and recorded with
-//! them.
+//! The commit, machine and command of a benchmark's numbers, printed above them and recorded with them.
 
 use std::fmt;
 use std::process::Command;
 
-/// What a reader needs to repeat a run.
+/// Everything that is needed to repeat a run.
 #[derive(Debug, Clone)]
 pub(crate) struct Run {
     name: &'static str,
     commit: String,
     date: String,
     processor: String,
-    /// Those of its instructions that decide how fast products are.
+    /// The processor's instruction sets that determine the speed of products.
     instructions: String,
     cores: usize,
     memory_gib: f64,
@@ -19,14 +18,14 @@ pub(crate) struct Run {
 }
 
 impl Run {
-    /// This process.
+    /// Describes this process.
     pub(crate) fn here(name: &'static str) -> Self {
-        // Cargo passes its own.
+        // Cargo adds this flag.
         let flags = std::env::args().skip(1).filter(|flag| flag != "--bench");
         let kibibytes = line_of("/proc/meminfo", "MemTotal:");
         let kibibytes = kibibytes.split_whitespace().next();
         let kibibytes = kibibytes.and_then(|number| number.parse::<f64>().ok());
-        // Of the sources that this program is built from, wherever it is started.
+        // The commit of the sources from which this program was built, wherever it is started.
         let sources = env!("CARGO_MANIFEST_DIR");
         let describe = ["describe", "--always", "--dirty", "--abbrev=12"];
         Self {
@@ -41,7 +40,7 @@ impl Run {
         }
     }
 
-    /// The same for the file of raw results.
+    /// Returns the same for the file of raw results.
     pub(crate) fn to_json(&self) -> serde_json::Value {
         serde_json::json!({
             "benchmark": self.name,
@@ -77,7 +76,7 @@ impl fmt::Display for Run {
     }
 }
 
-/// Returns the sets of vector instructions that the processor has, of those that products use.
+/// Returns the processor's vector instruction sets that products use.
 fn instructions() -> Vec<&'static str> {
     let flags = line_of("/proc/cpuinfo", "flags");
     let has = |name: &str| flags.split_whitespace().any(|flag| flag == name);
@@ -85,7 +84,7 @@ fn instructions() -> Vec<&'static str> {
     of_products.into_iter().filter(|name| has(name)).collect()
 }
 
-/// What a program prints; `unknown` where it is not there.
+/// Returns the output of a program, or `unknown` if it cannot be run.
 fn output_of(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output();
     let text = output.ok().filter(|output| output.status.success());
@@ -93,7 +92,7 @@ fn output_of(program: &str, arguments: &[&str]) -> String {
     text.unwrap_or_else(|| "unknown".to_owned())
 }
 
-/// What stands behind a name in a file of the system; `unknown` where it is not there.
+/// Returns the text after a name in a system file, or `unknown` if it is missing.
 fn line_of(path: &str, name: &str) -> String {
     let text = std::fs::read_to_string(path).unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix(name));

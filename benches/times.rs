@@ -1,19 +1,19 @@
-//! Times of what ran, and what lies in the middle of them.
+//! Measured times and their medians.
 
 #![allow(dead_code, reason = "a benchmark takes of it what it needs")]
 
 use std::fmt;
 use std::time::Instant;
 
-/// Milliseconds of something that all ranks did: by the clock, and of processors, all threads of the process together,
-/// which other programs disturb less.
+/// Milliseconds of an operation that all ranks did: wall time, and processor time of all threads of the process
+/// together. Other programs disturb the processor time less.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Millis {
     pub(crate) clock: f64,
     pub(crate) processors: f64,
 }
 
-/// The begin of what is timed.
+/// The start of a measurement.
 pub(crate) struct Begun {
     clock: Instant,
     processors: f64,
@@ -35,10 +35,11 @@ impl Begun {
     }
 }
 
-/// What the process has used so far, in steps of ten; 0 where the system does not say.
+/// Returns the processor time of this process so far, in steps of ten milliseconds, or 0 if the system does not
+/// provide it.
 fn processor_millis() -> f64 {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
-    // The name before may have spaces.
+    // The preceding name may contain spaces.
     let (_, fields) = stat.rsplit_once(')').unwrap_or_default();
     let ticks = fields.split_whitespace().skip(11).take(2);
     let ticks = ticks.filter_map(|field| field.parse::<f64>().ok());
@@ -54,7 +55,7 @@ pub(crate) struct Middle {
 }
 
 impl Middle {
-    /// Returns the middle of at least one value.
+    /// Returns the median of at least one value, with its interval.
     pub(crate) fn of(values: impl Iterator<Item = f64>) -> Self {
         let mut sorted: Vec<f64> = values.collect();
         sorted.sort_by(f64::total_cmp);

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Kills and fails a training at its system calls, one at a time, and checks after each that every visible
-# step is whole, and that the resumed run ends with the losses of a run that was left alone.
+# Kills a training or makes it fail at its system calls, one call at a time. Checks after each that every visible
+# step is complete, and that the resumed run ends with the losses of an undisturbed run.
 #
 #   ci/faults-by-system-call.sh [BINARY] [PLACES]
 #
-# BINARY is built if it is not given. PLACES (default 6) is how many calls of each kind are struck, spread
-# over the run. Needs strace; without it, this says what it skipped and succeeds.
+# BINARY is built if it is not given. PLACES (default 6) is the number of calls of each kind that are hit, spread
+# over the run. Needs strace. Without it, the script reports that it skipped the tests, and succeeds.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 places=${2:-6}
@@ -30,7 +30,7 @@ cd "$work" || exit 1
 model=(train --synthetic --layers 1 --dim 16 --heads 2 --vocab 256 --seq 16 --batch 4 --ranks 2 --json
     --warmup 0 --steps 12 --checkpoint-dir steps --save-every 2 --keep-last 2 --resume
     --metrics metrics.jsonl)
-# Exit codes that the command documents, 137 for a kill, and 127 for a loader that could not load.
+# The documented exit codes of the command, 137 for a kill, and 127 for a loader that failed.
 documented=" 0 1 2 3 137 127 "
 failures=0
 runs=0
@@ -38,7 +38,7 @@ runs=0
 losses() { sed -n 's/.*"step":\([0-9]*\),"loss":\([^,]*\),.*/\1 \2/p' metrics.jsonl; }
 fail() { echo "FAILED: $1"; failures=$((failures + 1)); }
 
-# What must hold after a run that was struck, whatever became of it.
+# Checks the conditions that must hold after every disturbed run, whatever its result.
 check() {
     local what=$1 step
     for step in steps/step-*; do
@@ -80,7 +80,7 @@ for call in $calls; do
     done
 done
 
-# A disk that takes longer than ranks wait for each other: no training ends for that.
+# A disk that takes longer than ranks wait for each other must not end a training.
 rm -rf steps metrics.jsonl
 strace -f -qq -o /dev/null -e trace=fsync -e inject=fsync:delay_enter=3000000:when=3 \
     "$binary" "${model[@]}" --deadline 2 >slow.json 2>run.log || fail "a slow disk: $(tail -1 run.log)"
@@ -100,7 +100,7 @@ for odd in fsync:error=EINVAL flock:error=ENOSYS flock:error=EOPNOTSUPP; do
     runs=$((runs + 1))
 done
 
-# Limits on files and memory: an error of the write, and no damage.
+# A limit on the size of files: the write fails, and nothing is damaged.
 rm -rf steps metrics.jsonl
 (ulimit -f 16; "$binary" "${model[@]}" >/dev/null 2>run.log)
 code=$?

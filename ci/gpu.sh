@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The tests of parity, of offload and of copies on Burn's wgpu, on Mesa's software device unless the machine has a better
-# one. It installs the driver where it is root, and otherwise says what it skipped.
+# Runs the tests of parity, offload and copies on Burn's wgpu, on Mesa's software device unless the machine has a better
+# one. Installs the driver if it runs as root, and otherwise reports what it skipped.
 #
-#     ci/gpu.sh [TEST..]          FEATURES: those of the build
+#     ci/gpu.sh [TEST..]          FEATURES: the features of the build
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,7 +19,7 @@ if [ -z "$(drivers)" ]; then
     exit 0
 fi
 
-# A driver looks for a window system there.
+# Drivers look for a window system in this folder.
 XDG_RUNTIME_DIR="${XDG_RUNTIME_DIR:-$(mktemp -d)}"
 export XDG_RUNTIME_DIR BURN_FSDP_TEST_DEVICE="${BURN_FSDP_TEST_DEVICE:-wgpu}"
 if [ $# = 0 ]; then

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Several hosts on one machine: network namespaces, each with an address of its own, joined by a bridge, and ranks under
-# Open MPI's mpirun on each. They train and agree with threads of one process; one is cut off in the middle of a step;
-# their links are made slow and lossy. Leaves nothing behind, also on failure.
+# Simulates several hosts on one machine: network namespaces with separate addresses, joined by a bridge, with ranks
+# under Open MPI's mpirun on each. They train, and must agree with threads of one process. One host is cut off in the
+# middle of a step, and links are made slow and lossy. Leaves nothing behind, even on failure.
 #
-# It needs root, iproute2, Open MPI and a `burn-fsdp` with the feature `mpi`:
-#     ci/hosts.sh target/release/burn-fsdp [HOSTS..]          CUTS: how many times a host is cut off
+# Needs root, iproute2, Open MPI and a `burn-fsdp` with the feature `mpi`:
+#     ci/hosts.sh target/release/burn-fsdp [HOSTS..]          CUTS: number of times a host is cut off
 set -euo pipefail
 
 program=$(realpath "${1:?the burn-fsdp program, built with the feature mpi}")
@@ -33,7 +33,7 @@ down() {
 }
 trap 'down; rm -rf "$work"' EXIT
 
-# Makes hosts 0 to N-1 with the addresses 10.77.0.1 to 10.77.0.N.
+# Creates hosts 0 to N-1 with the addresses 10.77.0.1 to 10.77.0.N.
 up() {
     local hosts=$1 i
     ip netns add bf-switch
@@ -49,7 +49,7 @@ up() {
     done
 }
 
-# Stands for ssh: it is called with options, a host and a command.
+# Replaces ssh. It is called with options, a host and a command.
 cat >"$work/agent" <<'AGENT'
 #!/bin/sh
 while [ "${1#-}" != "$1" ]; do shift; done
@@ -59,7 +59,7 @@ exec ip netns exec "bf-host$i" unshare --uts sh -c "hostname host$i; $*"
 AGENT
 chmod +x "$work/agent"
 
-# across HOSTS SLOTS ARGUMENTS..: trains with so many ranks on each host.
+# across HOSTS SLOTS ARGUMENTS..: trains with SLOTS ranks on each host.
 across() {
     local hosts=$1 slots=$2 list="" i
     shift 2
@@ -70,7 +70,7 @@ across() {
         --mca oob_tcp_if_include 10.77.0.0/24 -H "${list#,}" -n $((hosts * slots)) "$program" train "$@")
 }
 
-# make_slow HOSTS LINK: limits what each host sends, and drops one packet in a hundred if LINK says so.
+# make_slow HOSTS LINK: limits the rate of each host, and drops one packet in a hundred if LINK contains "loss".
 make_slow() {
     local i
     for ((i = 0; i < $1; i++)); do
@@ -88,7 +88,7 @@ larger=(--layers 4 --dim 256 --heads 4 --seq 128 --batch 12 --synthetic --warmup
 losses() { tail -n 1 "$1" | grep -o '"losses":[^]]*]' || echo "no losses in $1"; }
 field() { tail -n 1 "$1" | grep -o "\"$2\":[0-9.]*" | head -1; }
 
-# Cuts the last of some hosts off in the middle of a run: all ranks end, and say what was missing.
+# Cuts off the last host in the middle of a run. All ranks must end, and report what was missing.
 cut_off() {
     local hosts=$1 run began
     rm -f "$work/lines"
@@ -101,7 +101,7 @@ cut_off() {
     done
     began=$SECONDS
     ip -n bf-switch link set "port$((hosts - 1))" down
-    # The ranks end by themselves; what the launcher waits for after that is its own.
+    # The ranks end by themselves. The launcher may wait longer.
     while pgrep -f "^$program train .*--metrics $work/lines" >/dev/null; do
         sleep 0.2
         if [ $((SECONDS - began)) -gt 60 ]; then

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Instructions of one train step of the command, beside those of ci/instructions.txt: on machines that others use, times
-# cannot be asserted, and these can. It fails where a step takes a fifth more, and remarks where it takes a tenth less.
+# Compares the instructions of one train step of the command with ci/instructions.txt. On machines that others use,
+# times cannot be asserted, but numbers of instructions can. Fails if a step takes a fifth more, and prints a remark if
+# it takes a tenth less.
 #
 #     ci/instructions.sh BURN_FSDP [write]
 #
-# Counted by valgrind, which knows no AVX-512: the instructions are those of AVX2 on every x86-64. One core, so that no
-# thread counts while it waits.
+# Valgrind counts them. It does not support AVX-512, so the instructions are those for AVX2 on every x86-64. With one
+# core, waiting threads do not count.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -29,7 +30,7 @@ if ! valgrind --tool=none "$program" --version >/dev/null 2>&1; then
     exit 0
 fi
 
-# Instructions of a whole run of so many steps.
+# Prints the instructions of a whole run with this many steps.
 run() {
     local steps=$1
     shift
@@ -45,7 +46,7 @@ run() {
 failed=0
 measured=()
 while read -r name flags; do
-    # The first step traces and allocates. What is left of two runs is that of steps alone.
+    # The first step traces and allocates. The difference between two runs contains only later steps.
     # shellcheck disable=SC2086
     few=$(run 2 $flags)
     # shellcheck disable=SC2086

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The long forms of the tests of files and runs: kills in saves, arguments, corruption, fuzzing, and faults
-# by system call. Takes some tens of minutes; for a nightly run. Prints the counts of each.
+# Runs the long variants of the tests of files and runs: kills during saves, arguments, corruption, fuzzing, and faults
+# by system call. Takes tens of minutes, for a nightly run. Prints the counts of each.
 set -eu
 cd "$(dirname "$0")/.."
 target=${CARGO_TARGET_DIR:-target}
-# Selected from the root and not by package: the features, and so the dependencies, are then those of all tests.
+# Selected from the root instead of by package, so features and dependencies are the same as for all tests.
 BURN_FSDP_LONG=1 cargo test --locked --release --test cli -- --nocapture --test-threads 2 \
     kill:: arguments:: corruption::
 FUZZ_CASES=${FUZZ_CASES:-20000} cargo test --locked --release --test fuzz_corpus

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests of ranks that are processes, built and started by MPICH in place of Open MPI.
+# Runs the tests of ranks that are processes, built and started by MPICH instead of Open MPI.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -8,7 +8,7 @@ if ! command -v mpicc.mpich >/dev/null; then
     exit 0
 fi
 export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}"
-# The build script of the bindings looks for an MPI when it runs, and does not run again for another one.
+# The build script of the bindings detects MPI when it runs, and does not run again for another MPI.
 again() { cargo clean --release --quiet -p mpi-sys; }
 again
 trap again EXIT

@@ -3,7 +3,7 @@
 use burn::backend::Backend;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 
-/// The operations and their gradients, for a backend to compute or to record.
+/// The operations and their gradients, which a backend computes or records.
 pub(crate) trait Kernels: Backend {
     fn gelu_kernel(x: FloatTensor<Self>) -> FloatTensor<Self>;
 
@@ -37,13 +37,13 @@ pub(crate) trait Kernels: Backend {
         heads: usize,
     ) -> FloatTensor<Self>;
 
-    /// Returns the gradient of the logits, and the loss.
+    /// Returns the gradient of the logits and the loss.
     fn cross_entropy_kernel(
         logits: FloatTensor<Self>,
         targets: IntTensor<Self>,
     ) -> [FloatTensor<Self>; 2];
 
-    /// Returns the gradient of the logits times one element.
+    /// Returns the gradient of the logits multiplied by a single element.
     fn cross_entropy_gradient(
         logits_gradient: FloatTensor<Self>,
         grad: FloatTensor<Self>,

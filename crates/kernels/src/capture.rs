@@ -1,4 +1,4 @@
-//! Burn's capture device records.
+//! The kernels on Burn's capture device, which records them.
 
 use burn::backend::TensorMetadata;
 use burn::tensor::{DType, Shape};
@@ -11,7 +11,7 @@ use crate::operation::FusedOperation;
 
 type Recorded = RouterTensor<CaptureClient>;
 
-/// Records instead of computing.
+/// Records the operations instead of computing them.
 impl Kernels for CaptureBackend {
     fn gelu_kernel(x: Recorded) -> Recorded {
         let kind = kind(&x);
@@ -70,7 +70,7 @@ impl Kernels for CaptureBackend {
     }
 
     fn cross_entropy_kernel(logits: Recorded, targets: Recorded) -> [Recorded; 2] {
-        // The loss is of 32 bits, whatever the logits are.
+        // The loss has 32 bits, whatever the type of the logits.
         let kinds = [kind(&logits), (Shape::new([1]), DType::F32)];
         record(FusedOperation::CrossEntropy, [logits, targets], kinds, [])
     }
@@ -87,7 +87,7 @@ fn float(value: f32) -> ScalarIr {
     ScalarIr::Float(value.into())
 }
 
-/// The shape and the type of a tensor.
+/// The shape and type of a tensor.
 type TensorKind = (Shape, DType);
 
 fn kind(tensor: &Recorded) -> TensorKind {

@@ -1,9 +1,9 @@
-//! The same of elementary operations, for any backend and type.
+//! The same operations, composed of elementary operations for any backend and type.
 
 use burn::tensor::activation::{log_softmax, softmax};
 use burn::tensor::{DType, Device, Int, Tensor};
 
-/// Computes [`causal_attention`](crate::causal_attention) by elementary operations.
+/// Computes [`causal_attention`](crate::causal_attention) from elementary operations.
 pub(crate) fn causal_attention(qkv: &Tensor<2>, batch: usize, heads: usize) -> Tensor<2> {
     let [rows, width] = qkv.dims();
     let (time, dim) = (rows / batch, width / 3);
@@ -23,14 +23,14 @@ pub(crate) fn causal_attention(qkv: &Tensor<2>, batch: usize, heads: usize) -> T
         .reshape([rows, dim])
 }
 
-/// Returns zero where a position may look, minus infinity ahead of it: `[1, 1, time, time]`.
+/// Returns zero for the keys that a position may see, and minus infinity for later ones: `[1, 1, time, time]`.
 fn causal_mask(time: usize, device: &Device) -> Tensor<4> {
     let position = |shape| Tensor::<1, Int>::arange(0..time as i64, device).reshape(shape);
     let ahead = position([1, 1, 1, time]).greater(position([1, 1, time, 1]));
     Tensor::zeros([1, 1, time, time], device).mask_fill(ahead, f32::NEG_INFINITY)
 }
 
-/// Computes [`cross_entropy`](fn@crate::cross_entropy) by elementary operations.
+/// Computes [`cross_entropy`](fn@crate::cross_entropy) from elementary operations.
 pub(crate) fn cross_entropy(logits: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
     let logits = logits.cast(DType::F32);
     log_softmax(logits, 1)

@@ -39,10 +39,10 @@ pub(crate) fn tracked<B: Kernels, C: CheckpointStrategy>(
     }
 }
 
-/// Returns the gradient of the logits, in their memory and of their type, and the loss of 32 bits.
+/// Returns the gradient of the logits, in their memory and type, and the 32-bit loss.
 ///
-/// Logits are the largest tensor of a small model. Nothing needs them after the
-/// loss, and their gradient is at hand when the loss is computed.
+/// Logits are the largest tensor of a small model. They are not needed after the loss, and their gradient can be
+/// computed together with the loss.
 pub(crate) fn forward(logits: FlexTensor, targets: &FlexTensor) -> [FlexTensor; 2] {
     let mut logits = contiguous(logits);
     let [num_rows, vocab] = matrix_dims(&logits);
@@ -66,7 +66,7 @@ struct Forward<'a> {
 }
 
 impl RowKernel for Forward<'_> {
-    /// Sum of the losses of the rows.
+    /// Sum of the rows' losses.
     type Output = f64;
 
     #[inline(always)]
@@ -80,7 +80,7 @@ impl RowKernel for Forward<'_> {
     }
 }
 
-/// Replaces a row of logits by `share` of its gradient, and returns the loss.
+/// Replaces a row of logits by its gradient times `share`, and returns the loss.
 #[inline(always)]
 fn replace_row(row: &mut [f32], target: usize, share: f32) -> f32 {
     let (max, logit) = (max(row), row[target]);
@@ -93,7 +93,7 @@ fn replace_row(row: &mut [f32], target: usize, share: f32) -> f32 {
 pub(crate) fn backward(logits_gradient: FlexTensor, grad: FlexTensor) -> FlexTensor {
     let factor = contiguous(grad).storage::<f32>()[0];
     let mut logits_gradient = logits_gradient;
-    // One, unless the loss was scaled or is a part of another one.
+    // The factor is one unless the loss was scaled or is part of another loss.
     if factor != 1.0 {
         map_rows(&mut logits_gradient, None, &Scale { factor });
     }
@@ -113,11 +113,11 @@ impl RowKernel for Scale {
     }
 }
 
-/// Returns the classes of rows, integers of any type, in order.
+/// Returns the class of each row in order. The tensor may hold integers of any type.
 ///
 /// # Panics
 ///
-/// If one is not of these classes.
+/// If a class is negative or not below `num_classes`.
 pub(crate) fn target_indices(targets: &FlexTensor, num_classes: usize) -> Vec<usize> {
     let data = targets.clone().into_data();
     let targets = data.iter::<i64>().enumerate();

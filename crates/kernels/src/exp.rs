@@ -1,10 +1,9 @@
 //! Exponentials.
 
-/// Below this, `exp` is so small that it is not told from zero.
+/// Below this, `exp` is treated as zero.
 const SMALLEST_EXPONENT: f32 = -87.0;
 
-/// Adding this rounds a small number to an integer, which is then found in the
-/// lowest bits.
+/// Adding this number rounds a small number to an integer, which is then in the lowest bits.
 const ROUND: f32 = 12_582_912.0;
 
 /// `ln 2` in two parts; multiples of the first are exact.
@@ -13,11 +12,11 @@ const LN_2_LOW: f32 = -2.121_944_4e-4;
 
 /// Returns `e^x` for `x <= 0`, to about one unit in the last place.
 ///
-/// The code has no branch and no call, so that a loop over it becomes vector instructions. The
-/// polynomial is that of the Cephes library.
+/// The code has no branches and no calls, so a loop over it becomes vector instructions. The polynomial comes from
+/// the Cephes library.
 #[inline(always)]
 fn exp_nonpositive(x: f32) -> f32 {
-    // Written so that NaN stays NaN.
+    // This form keeps NaN.
     let x = if x < SMALLEST_EXPONENT {
         SMALLEST_EXPONENT
     } else {
@@ -31,13 +30,13 @@ fn exp_nonpositive(x: f32) -> f32 {
         series = series * r + coefficient;
     }
     let exp_r = series * r * r + r + 1.0;
-    // 2^n by its exponent bits: 127 is the bias.
+    // 2^n, built from its exponent bits with the bias 127.
     let exponent = rounded.to_bits().wrapping_sub(ROUND.to_bits());
     exp_r * f32::from_bits(exponent.wrapping_add(127) << 23)
 }
 
-/// Returns `e^x` for `x <= 0`, and zero where that is less than a normal number: what is masked counts nothing, however
-/// large it is multiplied with.
+/// Returns `e^x` for `x <= 0`, or zero if the result is below about the smallest normal number. So masked elements
+/// contribute nothing, however large their factor is.
 #[inline(always)]
 pub(crate) fn exp_or_zero(x: f32) -> f32 {
     let exp = exp_nonpositive(x);

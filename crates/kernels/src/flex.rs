@@ -1,4 +1,4 @@
-//! Burn's CPU backend computes.
+//! The kernels on Burn's CPU backend, which computes them.
 
 use burn::backend::Flex;
 use burn_flex::FlexTensor;

@@ -1,7 +1,7 @@
-//! Memory that is written for the first time by the threads that compute in it.
+//! Memory that is first written by the threads that compute in it.
 //!
-//! A tensor that is filled or copied before it is computed is gone over once more, by one thread, and is no longer in that
-//! thread's cache when it is computed.
+//! If a tensor is filled or copied before it is computed, one thread makes an additional pass over the memory. The
+//! elements are then no longer in the cache of the thread that computes them.
 
 #![allow(
     unsafe_code,
@@ -13,8 +13,8 @@ use std::mem::MaybeUninit;
 use bytemuck::Pod;
 use rayon::prelude::*;
 
-/// Returns a copy of elements that `change` has changed, and what it returned of each part of `len` elements. It gets the
-/// number of the part, and scratch of the thread.
+/// Returns a copy of the elements, modified by `change`, and the results of `change` for all parts of `len` elements.
+/// `change` receives the part's index, the part's copy, and the thread's scratch.
 pub(crate) fn changed_copy<T, S, R>(
     elements: &[T],
     len: usize,
@@ -34,17 +34,18 @@ where
             change(number, part.write_copy_of_slice(source), scratch)
         })
         .collect();
-    // SAFETY: that many are allocated. The chunks of both are as many and as long, so that all have been written.
+    // SAFETY: that many elements are allocated. The chunks of both slices agree in number and length, so all elements
+    // have been written.
     unsafe { copy.set_len(total) };
     (copy, results)
 }
 
-/// Returns vectors of so many elements, each cut into parts of equal length. `add` gets the number of a part, and that part
-/// of each vector: zeros, to which it adds.
+/// Returns vectors of these lengths, each divided into `num_parts` parts of equal length. `add` receives a part's
+/// index and that part of each vector, filled with zeros, to which it adds.
 ///
 /// # Panics
 ///
-/// If a vector cannot be cut into so many.
+/// If a vector cannot be divided evenly.
 pub(crate) fn added_parts<T: Pod + Send + Sync, const N: usize>(
     lens: [usize; N],
     num_parts: usize,
@@ -68,7 +69,8 @@ pub(crate) fn added_parts<T: Pod + Send + Sync, const N: usize>(
     let parts = parts.into_par_iter().enumerate();
     parts.for_each(|(number, parts)| add(number, parts.map(zeroed)));
     for (vector, len) in vectors.iter_mut().zip(lens) {
-        // SAFETY: that many are allocated. Each is in one of the parts, as the assertion says, and those were filled.
+        // SAFETY: that many elements are allocated. The assertion ensures that each is in one of the parts, and all
+        // parts were filled.
         unsafe { vector.set_len(len) };
     }
     vectors
@@ -76,7 +78,7 @@ pub(crate) fn added_parts<T: Pod + Send + Sync, const N: usize>(
 
 fn zeroed<T: Pod>(part: &mut [MaybeUninit<T>]) -> &mut [T] {
     part.fill(MaybeUninit::new(T::zeroed()));
-    // SAFETY: all have just been written.
+    // SAFETY: all elements have just been written.
     unsafe { part.assume_init_mut() }
 }
 

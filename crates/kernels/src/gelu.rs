@@ -69,7 +69,7 @@ impl RowKernel for Forward {
     }
 }
 
-/// Turns the gradient of the output into that of the input, which is beside.
+/// Turns the gradient of the output into the gradient of the input, which is the second matrix.
 struct Gradient;
 
 impl RowKernel for Gradient {
@@ -92,8 +92,8 @@ struct Normal {
 }
 
 impl Normal {
-    /// Computes the distribution by formula 7.1.26 of Abramowitz and Stegun, as PyTorch's
-    /// vectorized `erf` does; its error is at most 7.5e-8.
+    /// Computes the distribution by formula 7.1.26 of Abramowitz and Stegun, as PyTorch's vectorized `erf` does. The
+    /// error is at most 7.5e-8.
     #[inline(always)]
     fn at(x: f32) -> Self {
         let exp = exp_or_zero(-0.5 * x * x);
@@ -121,7 +121,7 @@ mod tests {
 
     #[test]
     fn the_density_of_what_is_huge_is_zero() {
-        // However large the value is that it is multiplied with: the gradient there is that of the value itself.
+        // This holds however large the other factor is. The gradient there is the gradient of the value itself.
         for x in [20.0, 1e19, 1e35, 3e38] {
             assert_eq!(x * Normal::at(x).density, 0.0);
             assert_eq!(x * Normal::at(-x).cumulative, 0.0);

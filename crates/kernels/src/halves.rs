@@ -1,4 +1,4 @@
-//! Halves of 16 bits (`bf16`), which kernels widen to 32 bits, and round once at the end.
+//! 16-bit halves (`bf16`), which kernels widen to 32 bits and round once at the end.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -12,7 +12,7 @@ use crate::vectors::{Kernel, vectorized};
 /// Elements that a thread converts at a time.
 const CHUNK: usize = 1 << 14;
 
-/// Returns true for the types of floats that the kernels take: of 32 bits, and `bf16`.
+/// Returns true for the float types that the kernels support: `f32` and `bf16`.
 pub fn takes(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16)
 }
@@ -20,9 +20,9 @@ pub fn takes(dtype: DType) -> bool {
 /// The elements of a tensor in order.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Elements<'a> {
-    /// Of 32 bits.
+    /// 32-bit floats.
     Full(&'a [f32]),
-    /// Of 16 bits.
+    /// 16-bit halves.
     Half(&'a [bf16]),
 }
 
@@ -35,8 +35,8 @@ impl<'a> Elements<'a> {
         }
     }
 
-    /// Returns some of them as 32-bit floats, widened into `buffer` if they are not. Of no elements at all there
-    /// is no part.
+    /// Returns a range of the elements as 32-bit floats, widened into `buffer` if necessary. If there are no elements
+    /// at all, the result is empty.
     pub(crate) fn part<'b>(self, range: Range<usize>, buffer: &'b mut Vec<f32>) -> &'b [f32]
     where
         'a: 'b,
@@ -49,7 +49,7 @@ impl<'a> Elements<'a> {
     }
 }
 
-/// Returns all elements of a tensor in order as 32-bit floats.
+/// Returns all elements of a tensor in order, as 32-bit floats.
 pub(crate) fn floats(tensor: &FlexTensor) -> Cow<'_, [f32]> {
     match Elements::of(tensor) {
         Elements::Full(elements) => Cow::Borrowed(elements),
@@ -61,7 +61,7 @@ pub(crate) fn floats(tensor: &FlexTensor) -> Cow<'_, [f32]> {
     }
 }
 
-/// Returns a tensor of floats, rounded to a type that the kernels take.
+/// Returns a tensor of floats, rounded to a type that the kernels support.
 pub(crate) fn vector(values: Vec<f32>, dtype: DType) -> FlexTensor {
     let layout = Layout::contiguous([values.len()].into());
     if dtype == DType::BF16 {
@@ -72,7 +72,7 @@ pub(crate) fn vector(values: Vec<f32>, dtype: DType) -> FlexTensor {
     FlexTensor::new(Bytes::from_elems(values), layout, dtype)
 }
 
-/// Returns a tensor of zeros, in memory that is taken once: Burn's own is copied to where it is aligned.
+/// Returns a tensor of zeros in memory that is allocated once. Burn's own function copies it to aligned memory.
 pub(crate) fn zeros(shape: Shape, dtype: DType) -> FlexTensor {
     let len = shape.num_elements();
     let bytes = match dtype {
@@ -82,7 +82,7 @@ pub(crate) fn zeros(shape: Shape, dtype: DType) -> FlexTensor {
     FlexTensor::new(bytes, Layout::contiguous(shape), dtype)
 }
 
-/// Returns a tensor that is in order in another of the types that the kernels take.
+/// Casts a tensor to another type that the kernels support. The tensor must be in order.
 pub(crate) fn cast(tensor: FlexTensor, dtype: DType) -> FlexTensor {
     let layout = Layout::contiguous(tensor.layout().shape().clone());
     let len = layout.num_elements();
@@ -104,8 +104,8 @@ pub(crate) fn cast(tensor: FlexTensor, dtype: DType) -> FlexTensor {
     FlexTensor::new(bytes, layout, dtype)
 }
 
-/// Returns `[1, rows, heads, width]` of 32-bit floats: halves that lie at these distances from each other, one head's width
-/// in a row.
+/// Returns `[1, rows, heads, width]` as 32-bit floats. Rows and heads of the halves are `row_step` and `head_step`
+/// elements apart, and a head's `width` elements are contiguous.
 pub(crate) fn widened_heads(
     halves: &[bf16],
     [rows, heads, width]: [usize; 3],
@@ -149,7 +149,7 @@ impl Kernel for WidenHeads<'_> {
     }
 }
 
-/// Widens halves into a buffer, and returns its part with them.
+/// Widens halves into a buffer, and returns the part of the buffer that holds them.
 pub(crate) fn widen<'b>(halves: &[bf16], buffer: &'b mut Vec<f32>) -> &'b mut [f32] {
     if buffer.len() < halves.len() {
         buffer.resize(halves.len(), 0.0);
@@ -208,7 +208,7 @@ pub(crate) fn narrow_into(floats: &[f32], halves: &mut [bf16]) {
     }
 }
 
-/// Rounds floats to numbers that halves have, as a part of a [`Kernel`].
+/// Rounds floats to numbers that are exact in halves, as a part of a [`Kernel`].
 #[inline(always)]
 pub(crate) fn round(floats: &mut [f32]) {
     for float in floats {
@@ -216,13 +216,13 @@ pub(crate) fn round(floats: &mut [f32]) {
     }
 }
 
-/// Returns the same number, without a call.
+/// Returns the same number, without a function call.
 #[inline(always)]
 pub(crate) fn widened(half: bf16) -> f32 {
     f32::from_bits(u32::from(half.to_bits()) << 16)
 }
 
-/// Returns the nearest half, the even one of two, as [`bf16::from_f32`] does, without a branch: a loop over it
+/// Returns the nearest half, with ties to even, like [`bf16::from_f32`]. It has no branches, so a loop over it
 /// becomes vector instructions.
 #[inline(always)]
 pub(crate) fn rounded(float: f32) -> bf16 {
@@ -242,7 +242,7 @@ mod tests {
 
     #[test]
     fn rounding_is_that_of_the_type() {
-        // Every upper half, with lower halves about the middle between two.
+        // Every upper half, with lower halves around the midpoint between two.
         for upper in 0..=u16::MAX {
             for lower in [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF] {
                 let float = f32::from_bits(u32::from(upper) << 16 | lower);

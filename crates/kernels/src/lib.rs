@@ -1,19 +1,17 @@
-//! Operations of models with a gradient written by hand, for 32-bit floats and halves (`bf16`) on Burn's CPU
-//! backend.
+//! Model operations with handwritten gradients, for 32-bit floats and halves (`bf16`) on Burn's CPU backend.
 //!
-//! Composed of Burn's elementary operations, attention or a layer norm makes a
-//! dozen passes over memory and saves as many tensors for the backward pass. Here
-//! each of them is one node of the graph that saves its input alone, computes
-//! whole rows while they are in the cache, and uses vector instructions for `exp`
-//! and `erf`. They count as expensive, so that a gradient checkpointing device keeps
-//! their outputs: nothing but gathered weights is left to recompute.
+//! Attention or a layer norm that is composed of Burn's elementary operations makes a dozen passes over memory. It
+//! also saves as many tensors for the backward pass. Here each operation is a single node of the graph that saves
+//! only its input. It computes whole rows while they are in the cache, and uses vector instructions for `exp` and
+//! `erf`. The operations count as expensive, so a gradient checkpointing device keeps their outputs: only gathered
+//! weights are left to recompute.
 //!
-//! The mathematics is that of the composed operations, which every other backend
-//! and type uses, and which the tests compare with.
+//! The mathematics is the same as in the composed operations, which every other backend and type uses. The tests
+//! compare the two.
 //!
-//! On Burn's capture device, which records graphs for others to run, they are recorded as
-//! [`FusedOperation`]s inside of [`recorded`], and composed outside: whoever runs the graph must
-//! know them.
+//! Burn's capture device records graphs for later execution. There the operations are recorded as [`FusedOperation`]s
+//! inside [`recorded`], and composed of elementary operations elsewhere. The executor of such a graph must support
+//! fused operations.
 //!
 //! ```
 //! use burn::tensor::{Device, Tensor};
@@ -27,7 +25,7 @@
 //! let gradients = output.sum().backward();
 //! assert!(qkv.grad(&gradients).is_some());
 //! ```
-// `product.rs` and `fresh.rs` write to memory which holds nothing yet. Nothing else is unsafe.
+// `product.rs` and `fresh.rs` write to uninitialized memory. Nothing else is unsafe.
 
 mod attention;
 mod backend;

@@ -1,4 +1,4 @@
-//! Logarithms of the probabilities of chosen classes: what a cross entropy of logits reads of a softmax.
+//! Log probabilities of chosen classes: the part of a softmax that a cross entropy of logits needs.
 
 use std::ops::Range;
 
@@ -12,10 +12,11 @@ use crate::halves::{Elements, floats, vector};
 use crate::rows::{CHUNK_ROWS, RowKernel, contiguous, map_rows, matrix_dims, max, sum_by};
 use crate::vectors::{Kernel, vectorized};
 
-/// What is kept of a row: its greatest logit, and the logarithm of the sum of the exponentials of the row less that.
+/// Numbers kept for each row: its maximum logit, and the logarithm of the sum of `exp(logit - maximum)`.
 const KEPT: usize = 2;
 
-/// Returns the logarithm of the probability of one class of each row, `[.., 1]`, and what is kept of the rows, of 32 bits: `[.., 2]`.
+/// Returns the log probability of one class of each row, `[.., 1]`, and the 32-bit numbers kept for the rows,
+/// `[.., 2]`.
 ///
 /// # Panics
 ///
@@ -54,8 +55,8 @@ pub(crate) fn forward(logits: &FlexTensor, classes: &FlexTensor) -> [FlexTensor;
     ]
 }
 
-/// Returns the bytes that the classes of so many rows take as indices, and beside them a number for each: in backward the
-/// gradient, and in forward, of halves, the result before it is rounded.
+/// Returns the bytes for the rows' classes as indices and, if needed, a number for each row. In backward this number
+/// is the gradient. In forward with halves, it is the result before rounding.
 pub(crate) fn scratch_bytes(rows: usize, dtype: DType, is_backward: bool) -> usize {
     let is_beside = is_backward || dtype == DType::BF16;
     let beside = if is_beside { size_of::<f32>() } else { 0 };
@@ -91,7 +92,7 @@ impl Kernel for Forward<'_> {
     }
 }
 
-/// Returns the gradient of the logits, in their memory, from that of the logarithms, `[.., 1]`.
+/// Returns the gradient of the logits, in their memory, from the gradient of the log probabilities, `[.., 1]`.
 pub(crate) fn backward(
     logits: FlexTensor,
     classes: &FlexTensor,

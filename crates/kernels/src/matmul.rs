@@ -1,9 +1,10 @@
 //! Matrix products.
 //!
-//! Burn's CPU backend fills the memory of a result with zeros, copies it to where it is aligned, and writes the product
-//! there; products of halves it makes of 32-bit copies of the operands, converted element by element. Here a product is
-//! written once, by the same library, so that it has the same bits. Halves are multiplied as they are, with sums of 32 bits that
-//! are rounded once: processors that know them (AVX512-BF16) are twice as fast, and others read half as much.
+//! Burn's CPU backend fills the memory of a result with zeros, copies it to aligned memory, and writes the product
+//! there. For products of halves, it converts the operands to 32-bit copies, element by element. Here a product is
+//! written once, by the same library, so it has the same bits. Halves are multiplied as they are, with 32-bit sums
+//! that are rounded once. Processors with instructions for halves (AVX512-BF16) are twice as fast, and others read
+//! half as much memory.
 
 use burn::backend::Flex;
 use burn::backend::ops::FloatTensorOps;
@@ -13,11 +14,11 @@ use burn_flex::{FlexTensor, Layout};
 use crate::matrix::Matrix;
 use crate::product::{Factor, add_products, products};
 
-/// Returns the product of the last two dims of tensors, whose other dims are broadcast.
+/// Returns the product of the last two dims of two tensors. The other dims are broadcast.
 ///
 /// # Panics
 ///
-/// As Burn's: if the types differ, or the sizes do not match.
+/// Like Burn: if the types differ, or the sizes do not match.
 pub(crate) fn matmul(lhs: FlexTensor, rhs: FlexTensor) -> FlexTensor {
     let is_forward = |tensor: &FlexTensor| tensor.layout().has_positive_strides();
     match (lhs.dtype(), rhs.dtype()) {
@@ -31,7 +32,7 @@ pub(crate) fn matmul(lhs: FlexTensor, rhs: FlexTensor) -> FlexTensor {
             });
             of_type::<bf16>(&lhs, &rhs)
         }
-        // What is flipped Burn multiplies in another order.
+        // Burn multiplies flipped tensors in another order.
         _ => Flex::float_matmul(lhs, rhs),
     }
 }
@@ -50,12 +51,12 @@ fn of_type<T: Factor>(lhs: &FlexTensor, rhs: &FlexTensor) -> FlexTensor {
     FlexTensor::new(bytes, Layout::contiguous(shape), T::dtype())
 }
 
-/// Adds the product of two batches of 32-bit matrices, `[n, rows, ..]` and `[n, .., columns]`, to rows of a matrix that are `row_len`
-/// long: each to as many columns, side by side from column `first` on.
+/// Adds products of two batches of 32-bit matrices, `[n, rows, ..]` and `[n, .., columns]`, to a matrix with rows of
+/// length `row_len`. Each product has its own columns, side by side from column `first`.
 ///
 /// # Panics
 ///
-/// If the sizes do not match, or the columns are not there.
+/// If the sizes do not match, or the columns are out of range.
 pub(crate) fn add_matmul(
     lhs: FlexTensor,
     rhs: FlexTensor,
@@ -93,7 +94,7 @@ fn shape_of(lhs: &FlexTensor, rhs: &FlexTensor) -> Shape {
     Shape::from(batch.chain(matrix).collect::<Vec<_>>())
 }
 
-/// The matrices of a tensor: those of its last two dims.
+/// The matrices in the last two dims of a tensor.
 struct Batch<'a, T> {
     elements: &'a [T],
     /// Sizes and strides of the other dims.
@@ -120,7 +121,7 @@ impl<'a, T: Factor> Batch<'a, T> {
         }
     }
 
-    /// Returns the matrix for that product of a batch of products.
+    /// Returns the matrix that belongs to product `index` of a batch of products.
     fn matrix(&self, index: usize, batch: &[usize]) -> Matrix<'a, T> {
         let mut rest = index;
         let mut offset = 0;
@@ -155,7 +156,8 @@ mod tests {
         FlexTensor::from_data(data.convert_dtype(DType::F64))
     }
 
-    /// Compares a product with the one in 64 bits: it is that, rounded once, or its neighbour.
+    /// Compares a product with the product in 64 bits: it must be equal after one rounding, or the neighbouring
+    /// number.
     #[track_caller]
     fn assert_product(lhs: FlexTensor, rhs: FlexTensor) {
         let exact = Flex::float_matmul(in_64_bits(&lhs), in_64_bits(&rhs));
@@ -190,7 +192,7 @@ mod tests {
         }
     }
 
-    /// Every shape for which Burn has a way of its own: small and large, one and many.
+    /// Covers every shape that Burn handles in its own way: small and large, single and batched.
     #[test]
     fn products_of_32_bits_have_burns_bits() {
         let floats = |shape: &[usize], seed| {
@@ -219,7 +221,7 @@ mod tests {
                 (&[200, 768], &[768, 129]),
                 (&[128, 4096], &[4096, 383]),
                 (&[3, 150, 512], &[3, 512, 47]),
-                // So few columns that the library sums up in another order.
+                // So few columns that the library adds in another order.
                 (&[128, 256], &[256, 2]),
                 (&[130, 256], &[256, 16]),
             ] {
@@ -237,7 +239,7 @@ mod tests {
                 let expected = Flex::float_matmul(lhs.clone(), turned.clone());
                 assert_eq!(bits(matmul(lhs, turned)), bits(expected));
             }
-            // A view of some columns of such a factor: rows that are no multiple of a cache line.
+            // A view of some columns of such a factor. The length of its rows is not a multiple of a cache line.
             let lhs = floats(&[150, 250], 5);
             let turned = floats(&[200, 256], 6).narrow(1, 3, 250).transpose(0, 1);
             let expected = Flex::float_matmul(lhs.clone(), turned.clone());
@@ -255,7 +257,7 @@ mod tests {
         ] {
             assert_product(tensor(lhs, 1), tensor(rhs, 2));
         }
-        // Burn takes the batch of one for the larger one here.
+        // Burn broadcasts the batch of one here.
         let nothing = matmul(tensor(&[0, 5, 7], 1), tensor(&[1, 7, 4], 2));
         assert_eq!(nothing.layout().shape().as_slice(), [0, 5, 4]);
         let heads = tensor(&[2, 9, 3, 8], 7).permute(&[0, 2, 1, 3]);
@@ -280,7 +282,7 @@ mod tests {
         let run = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
             let products = || {
-                // Among them such that a part would have few rows.
+                // Some numbers of rows leave a part with few rows.
                 [500, 257, 65, 48].map(|rows| {
                     let product = matmul(tensor(&[rows, 384], 1), tensor(&[384, 200], 2));
                     product.into_data().try_to_vec::<bf16>().expect("halves")

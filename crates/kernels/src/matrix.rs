@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-/// A matrix in memory, from its first element on.
+/// A matrix in memory, starting at its first element.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Matrix<'a, T> {
     pub(crate) elements: &'a [T],
@@ -13,9 +13,11 @@ pub(crate) struct Matrix<'a, T> {
 }
 
 impl<'a, T> Matrix<'a, T> {
+    /// Creates a matrix.
+    ///
     /// # Panics
     ///
-    /// If there are fewer elements.
+    /// If there are too few elements.
     pub(crate) fn new(elements: &'a [T], [rows, columns]: [usize; 2], strides: [usize; 2]) -> Self {
         if rows > 0 && columns > 0 {
             let [along_rows, along_columns] =
@@ -33,19 +35,19 @@ impl<'a, T> Matrix<'a, T> {
         }
     }
 
-    /// Returns some of the rows.
+    /// Returns a range of rows.
     pub(crate) fn part_of_rows(self, rows: Range<usize>) -> Self {
         let elements = &self.elements[rows.start * self.strides[0]..];
         Self::new(elements, [rows.len(), self.columns], self.strides)
     }
 
-    /// Returns some of the columns.
+    /// Returns a range of columns.
     pub(crate) fn part_of_columns(self, columns: Range<usize>) -> Self {
         let elements = &self.elements[columns.start * self.strides[1]..];
         Self::new(elements, [self.rows, columns.len()], self.strides)
     }
 
-    /// Returns the distances between rows, and between columns.
+    /// Returns the distances between rows and between columns as signed numbers.
     pub(crate) fn signed(self) -> [isize; 2] {
         self.strides.map(|stride| stride as isize)
     }

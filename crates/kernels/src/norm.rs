@@ -1,4 +1,4 @@
-//! Layer norms, and norms by the root of the mean square.
+//! Layer norms and root mean square norms.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -65,16 +65,16 @@ pub(crate) fn tracked<B: Kernels, C: CheckpointStrategy>(
     }
 }
 
-/// What a norm does to a row before it scales it.
+/// The normalization of a row before it is scaled.
 #[derive(Clone, Copy)]
 enum Form {
-    /// Takes its mean away, and divides it by its deviation.
+    /// Subtracts the mean, and divides by the standard deviation.
     Layer,
-    /// Divides it by the root of its mean square.
+    /// Divides by the root mean square.
     RootMeanSquare,
 }
 
-/// The layer norm of rows, scaled by gamma and shifted by beta.
+/// Returns the layer norm of rows, scaled by gamma and shifted by beta.
 pub(crate) fn forward(
     x: FlexTensor,
     gamma: FlexTensor,
@@ -84,7 +84,7 @@ pub(crate) fn forward(
     scaled(x, gamma, Some(beta), (Form::Layer, epsilon))
 }
 
-/// Rows over the root of their mean square, scaled by gamma.
+/// Returns rows divided by their root mean square and scaled by gamma.
 pub(crate) fn root_mean_square(x: FlexTensor, gamma: FlexTensor, epsilon: f32) -> FlexTensor {
     scaled(x, gamma, None, (Form::RootMeanSquare, epsilon))
 }
@@ -97,7 +97,7 @@ fn scaled(
 ) -> FlexTensor {
     let (gamma, beta) = (contiguous(gamma), beta.map(contiguous));
     let beta = beta.as_ref().map(floats);
-    // Where others hold the input, writing to it makes the one copy we need.
+    // If others hold the input, writing to it makes the single necessary copy.
     let mut output = contiguous(x);
     let kernel = Forward {
         gamma: &floats(&gamma),
@@ -165,7 +165,7 @@ pub(crate) fn root_mean_square_gradients(
     [of_x, vector(sums.gamma, dtype)]
 }
 
-/// Returns the gradient of the input, and those of the vectors.
+/// Returns the gradient of the input and the gradients of the vectors.
 fn gradients(
     x: FlexTensor,
     gamma: FlexTensor,
@@ -188,12 +188,12 @@ fn gradients(
     (grad, total)
 }
 
-/// Returns the bytes of the sums of gradients of so many vectors: one of each chunk of rows.
+/// Returns the bytes for the gradients of this many vectors: one sum for each chunk of rows.
 pub(crate) fn scratch_bytes([rows, width]: [usize; 2], vectors: usize) -> usize {
     rows.div_ceil(CHUNK_ROWS) * vectors * width * size_of::<f32>()
 }
 
-/// Turns the gradient of the output into that of the input, which is beside.
+/// Turns the gradient of the output into the gradient of the input, which is the second matrix.
 struct Gradient<'a> {
     gamma: &'a [f32],
     form: Form,
@@ -224,8 +224,8 @@ impl RowKernel for Gradient<'_> {
     }
 }
 
-/// Turns the gradient of a row that has been normalized into that of the row. `mean` is that of the gradient, where the norm
-/// takes the row's away.
+/// Turns the gradient of a normalized row into the gradient of the row. `mean` is the mean of the gradient if the
+/// norm subtracts the row's mean.
 #[inline(always)]
 fn replace_row(grad: &mut [f32], x: &[f32], mean: f32, moments: Moments) {
     let width = grad.len() as f32;
@@ -235,7 +235,7 @@ fn replace_row(grad: &mut [f32], x: &[f32], mean: f32, moments: Moments) {
     }
 }
 
-/// Mean and deviation of a row, or zero and the root of its mean square.
+/// Mean and inverse standard deviation of a row, or zero and its inverse root mean square.
 #[derive(Clone, Copy)]
 struct Moments {
     mean: f32,
@@ -266,7 +266,7 @@ impl Moments {
 /// Gradients of gamma and beta, summed over rows.
 struct VectorSums {
     gamma: Vec<f32>,
-    /// Empty for a norm that has none.
+    /// Empty for a norm without beta.
     beta: Vec<f32>,
 }
 

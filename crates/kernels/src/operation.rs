@@ -1,4 +1,4 @@
-//! The operations as graphs hold them.
+//! Fused operations in captured graphs.
 
 use burn::tensor::{DType, Shape};
 use burn_flex::FlexTensor;
@@ -11,11 +11,12 @@ use crate::softmax::{self, Form};
 use crate::{attention, cross_entropy, gelu, halves, likelihood, matmul, norm, product, rows};
 use crate::{silu, sum};
 
-/// A fused operation in a captured graph: there it is an
-/// [`OperationIr::Custom`](burn_ir::OperationIr::Custom) of this [name](Self::name), which [`run`](Self::run) computes.
+/// A fused operation in a captured graph. It is an [`OperationIr::Custom`](burn_ir::OperationIr::Custom) with this
+/// [name](Self::name), which [`run`](Self::run) computes.
 ///
-/// Inputs and outputs are those of the kernels, all of 32-bit floats or all of halves (`bf16`), which are widened where they
-/// are read and rounded once; the loss, and the factor of `models.cross_entropy_backward`, are of 32 bits:
+/// Inputs and outputs are those of the kernels, either all 32-bit floats or all halves (`bf16`). Halves are widened
+/// when they are read, and results are rounded once. The loss and the factor of `models.cross_entropy_backward`
+/// always have 32 bits:
 ///
 /// | name | inputs | outputs | scalars |
 /// |---|---|---|---|
@@ -31,7 +32,7 @@ use crate::{silu, sum};
 /// | `models.rms_norm_backward` | x, gamma, gradient of y | gradients of x, gamma | epsilon |
 /// | `models.causal_attention` | qkv | y | batch, heads |
 /// | `models.causal_attention_backward` | qkv, gradient of y | gradient of qkv | batch, heads |
-/// | `models.attention` | queries, keys, values, masks, factors | values, mixed | factor on the scores, number for each mask, factor on all probabilities |
+/// | `models.attention` | queries, keys, values, masks, factors | mixed values | factor on the scores, number for each mask, factor on all probabilities |
 /// | `models.attention_backward` | queries, keys, values, gradient of the result, masks, factors | gradients of queries, keys, values | as above |
 /// | `models.cross_entropy` | logits, targets | gradient of the logits, loss | |
 /// | `models.cross_entropy_backward` | gradient of the logits, factor `[1]` | their product | |
@@ -39,24 +40,25 @@ use crate::{silu, sum};
 /// | `models.softmax_backward` | y, gradient of y | gradient of x | |
 /// | `models.log_softmax` | x | y | |
 /// | `models.log_softmax_backward` | y, gradient of y | gradient of x | |
-/// | `models.log_likelihood` | logits, classes | logarithms of their probabilities, what is kept of each row, of 32 bits | |
-/// | `models.log_likelihood_backward` | logits, classes, what was kept, gradient of the logarithms | gradient of the logits | |
+/// | `models.log_likelihood` | logits, classes | log probabilities of the classes, 32-bit numbers kept for each row | |
+/// | `models.log_likelihood_backward` | logits, classes, kept numbers, gradient of the log probabilities | gradient of the logits | |
 /// | `models.matmul` | lhs, rhs | product | |
-/// | `models.sum_dim` | x | its sums, of 32 bits inside | dim |
-/// | `models.cast` | x of either type | x of the other | |
-/// | `models.pointwise` | those of the program, which broadcast to y | y | the [program](PointwiseProgram::to_scalars) |
+/// | `models.sum_dim` | x | its sums, computed in 32 bits | dim |
+/// | `models.cast` | x of either type | x of the other type | |
+/// | `models.pointwise` | the program's inputs, which broadcast to y | y | the [program](PointwiseProgram::to_scalars) |
 ///
-/// Queries, keys and values of `models.attention`, and its result, are `[batch, time, heads, width]`; a mask has bools,
-/// `[batch or 1, heads or 1, queries or 1, keys or 1]`, and where it is set the scaled score becomes its number. Factors,
-/// `[batch, heads, queries, keys]`, multiply the probabilities, as dropout does; where there are none, neither they nor
-/// their number are given.
+/// Queries, keys, values and the result of `models.attention` are `[batch, time, heads, width]`. A mask contains
+/// bools, `[batch or 1, heads or 1, queries or 1, keys or 1]`. The mask's number replaces the scaled score wherever
+/// the mask is set. Factors, `[batch, heads, queries, keys]`, multiply the probabilities, as in dropout. If there are
+/// no factors, both the input and the common factor are absent.
 ///
-/// Classes are integers, `[.., 1]`, as are the logarithms of their probabilities; what is kept of the rows is `[.., 2]`.
+/// Classes are integers, `[.., 1]`, and the log probabilities have the same shape. The numbers kept for the rows are
+/// `[.., 2]`.
 ///
-/// GELU, SiLU, both norms and both kinds of softmax take tensors of any number of dims, whose last is that of the rows.
+/// GELU, SiLU, both norms and both kinds of softmax take tensors with any number of dims. The last dim is the row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FusedOperation {
-    /// `x` times the probability that a normal variable is smaller.
+    /// `x` times the probability that a normal variable is smaller than `x`.
     Gelu,
     /// The gradient of [`Gelu`](Self::Gelu).
     GeluBackward,
@@ -72,11 +74,11 @@ pub enum FusedOperation {
     LayerNorm,
     /// The gradients of [`LayerNorm`](Self::LayerNorm).
     LayerNormBackward,
-    /// Rows over the root of their mean square, scaled.
+    /// Rows divided by their root mean square, scaled.
     RmsNorm,
     /// The gradients of [`RmsNorm`](Self::RmsNorm).
     RmsNormBackward,
-    /// Attention of every position to those before it and itself.
+    /// Attention of every position to itself and all earlier positions.
     CausalAttention,
     /// The gradient of [`CausalAttention`](Self::CausalAttention).
     CausalAttentionBackward,
@@ -84,9 +86,9 @@ pub enum FusedOperation {
     Attention,
     /// The gradients of [`Attention`](Self::Attention).
     AttentionBackward,
-    /// Mean of minus the log probability of the targets, with its gradient.
+    /// The mean negative log probability of the targets, with its gradient.
     CrossEntropy,
-    /// The gradient of the logits times that of the loss.
+    /// The gradient of the logits times the gradient of the loss.
     CrossEntropyBackward,
     /// Rows of probabilities.
     Softmax,
@@ -96,11 +98,11 @@ pub enum FusedOperation {
     LogSoftmax,
     /// The gradient of [`LogSoftmax`](Self::LogSoftmax).
     LogSoftmaxBackward,
-    /// The logarithms of the probabilities of one class of each row.
+    /// The log probability of one class of each row.
     LogLikelihood,
     /// The gradient of [`LogLikelihood`](Self::LogLikelihood).
     LogLikelihoodBackward,
-    /// The product of matrices, whose sums are of 32 bits.
+    /// The product of matrices, with 32-bit sums.
     Matmul,
     /// The sums along a dim.
     SumDim,
@@ -110,14 +112,14 @@ pub enum FusedOperation {
     Pointwise,
 }
 
-/// The work of a fused operation, and its memory beside operands and results.
+/// The work of a fused operation, and its memory in addition to operands and results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FusedCost {
-    /// Operations on floats in matrix products; a multiplication and an addition are two.
+    /// Floating-point operations in matrix products. A multiplication and an addition count as two.
     pub matmul: u64,
-    /// Other operations on floats: one per element of the largest tensor.
+    /// Other floating-point operations: one per element of the largest tensor.
     pub pointwise: u64,
-    /// Bytes that it allocates and frees, at most.
+    /// Maximum number of bytes that it allocates and frees.
     pub scratch_bytes: u64,
 }
 
@@ -152,7 +154,7 @@ impl FusedOperation {
         Self::Pointwise,
     ];
 
-    /// Returns its name in captured graphs.
+    /// Returns the operation's name in captured graphs.
     pub fn name(self) -> &'static str {
         match self {
             Self::Gelu => "models.gelu",
@@ -184,16 +186,16 @@ impl FusedOperation {
         }
     }
 
-    /// Returns the operation of that name.
+    /// Returns the operation with this name.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|known| known.name() == name)
     }
 
-    /// Computes it on Burn's CPU backend. What nobody else holds of the inputs is written over.
+    /// Computes the operation on Burn's CPU backend. Inputs that nobody else holds are overwritten.
     ///
     /// # Panics
     ///
-    /// If the inputs are not those that the operation was captured with.
+    /// If the inputs are not the ones that the operation was captured with.
     pub fn run(self, call: &CustomOpIr, inputs: Vec<FlexTensor>) -> Vec<FlexTensor> {
         if self == Self::Pointwise {
             return vec![pointwise::run(
@@ -257,8 +259,8 @@ impl FusedOperation {
         }
     }
 
-    /// Returns the input that the first output of a call is written over, if nobody else holds it and it is
-    /// contiguous; all other outputs are in memory of their own.
+    /// Returns the input that the first output of a call overwrites if nobody else holds it and it is contiguous. All
+    /// other outputs have their own memory.
     pub fn written_over(self, call: &CustomOpIr) -> Option<usize> {
         match self {
             Self::Pointwise => program(call).written_over(),
@@ -288,8 +290,8 @@ impl FusedOperation {
         }
     }
 
-    /// Returns true if it costs little more than to read and write its operands, so that it is
-    /// worth to compute it again to save memory.
+    /// Returns true if the operation costs little more than reading and writing its operands. Recomputing it to save
+    /// memory is then worthwhile.
     pub fn is_cheap(self) -> bool {
         matches!(
             self,
@@ -303,7 +305,7 @@ impl FusedOperation {
         )
     }
 
-    /// Returns the work of a call, and its memory beside operands and results.
+    /// Returns the work of a call, and its memory in addition to operands and results.
     pub fn cost(self, call: &CustomOpIr) -> FusedCost {
         let tensors = call.inputs.iter().chain(&call.outputs);
         let largest = tensors.map(|tensor| tensor.shape.num_elements()).max();
@@ -348,7 +350,7 @@ impl FusedOperation {
                     has_factors: false,
                     is_half,
                 };
-                // Of queries and keys on average half are seen.
+                // On average, half of the queries and keys are seen.
                 (batch, shape[0] * (time + 1) / 2, sizes)
             }
         };
@@ -361,7 +363,7 @@ impl FusedOperation {
         }
     }
 
-    /// Returns the bytes that an operation on rows allocates and frees, at most.
+    /// Returns the maximum number of bytes that an operation on rows allocates and frees.
     fn scratch_of_rows(self, call: &CustomOpIr) -> u64 {
         let input = &call.inputs[0];
         let has_beside = match self {
@@ -400,8 +402,8 @@ impl FusedOperation {
     }
 }
 
-/// Returns the work of a product. What is copied of factors of 32-bit floats depends on their order, and is not in the scratch:
-/// see [`copied_columns`](crate::copied_columns), and the library's own rules.
+/// Returns the work of a product. The scratch does not include copies of 32-bit factors, which depend on their memory
+/// order. See [`copied_columns`](crate::copied_columns) and the library's own rules.
 fn product_cost(call: &CustomOpIr) -> FusedCost {
     let (lhs, out) = (&call.inputs[0], &call.outputs[0]);
     let dims = |shape: &Shape| match shape.as_slice() {
@@ -438,8 +440,8 @@ fn pointwise_cost(call: &CustomOpIr, num_elements: u64) -> FusedCost {
     }
 }
 
-/// Returns the input of an attention that is its factors: the last, if that is neither a mask nor one of those that all
-/// have.
+/// Returns the index of an attention's input that holds its factors: the last input, if it is neither a mask nor an
+/// input that every attention has.
 fn factors_of(call: &CustomOpIr) -> Option<usize> {
     let is_backward = call.id == FusedOperation::AttentionBackward.name();
     let given = if is_backward { 4 } else { 3 };
@@ -447,7 +449,7 @@ fn factors_of(call: &CustomOpIr) -> Option<usize> {
     (last >= given && call.inputs[last].dtype.is_float()).then_some(last)
 }
 
-/// Returns what an attention does to its scores: of a call and the inputs behind the operands.
+/// Returns the weighting of a call from its scalars and the inputs after the operands.
 fn weighting(call: &CustomOpIr, inputs: impl Iterator<Item = FlexTensor>) -> Weighting {
     let mut inputs: Vec<FlexTensor> = inputs.collect();
     let number = |scalar: &ScalarIr| scalar.elem::<f32>();

@@ -1,4 +1,4 @@
-//! The operations for models to use, on any backend.
+//! The operations for use in models, on any backend.
 
 use burn::nn::LayerNorm;
 use burn::tensor::{DType, Int, Tensor, activation};
@@ -6,7 +6,7 @@ use burn::tensor::{DType, Int, Tensor, activation};
 use crate::composed;
 use crate::route::{self, supports};
 
-/// Computes the exact GELU: `x` times the probability that a normal variable is smaller.
+/// Computes the exact GELU: `x` times the probability that a normal variable is smaller than `x`.
 pub fn gelu(x: Tensor<2>) -> Tensor<2> {
     if supports(&x) {
         route::gelu(x)
@@ -15,8 +15,8 @@ pub fn gelu(x: Tensor<2>) -> Tensor<2> {
     }
 }
 
-/// Returns rows with mean zero and variance one, scaled and shifted by the parameters of `norm`. `epsilon` is
-/// the norm's own, which Burn shows nobody.
+/// Normalizes rows to mean zero and variance one, then scales and shifts them by the parameters of `norm`. `epsilon`
+/// must be the norm's own, which Burn does not expose.
 pub fn layer_norm(norm: &LayerNorm, epsilon: f64, x: Tensor<2>) -> Tensor<2> {
     match &norm.beta {
         Some(beta) if supports(&x) && has_type(x.dtype(), [&norm.gamma.val(), &beta.val()]) => {
@@ -26,13 +26,13 @@ pub fn layer_norm(norm: &LayerNorm, epsilon: f64, x: Tensor<2>) -> Tensor<2> {
     }
 }
 
-/// Returns true if vectors are of a type.
+/// Returns true if both vectors have this type.
 fn has_type(dtype: DType, vectors: [&Tensor<1>; 2]) -> bool {
     vectors.iter().all(|vector| vector.dtype() == dtype)
 }
 
-/// Computes causal self-attention over the rows of `qkv`, which are queries, keys and values side
-/// by side, each cut into heads.
+/// Computes causal self-attention over the rows of `qkv`: queries, keys and values side by side, each split into
+/// heads.
 ///
 /// # Shapes
 ///
@@ -46,7 +46,7 @@ pub fn causal_attention(qkv: Tensor<2>, batch: usize, heads: usize) -> Tensor<2>
     }
 }
 
-/// Returns the mean over the rows of minus the log probability of the target, in f32.
+/// Returns the mean over the rows of the target's negative log probability, in f32.
 ///
 /// # Shapes
 ///

@@ -1,4 +1,4 @@
-//! Products of two matrices, written to memory that holds nothing yet, or added to what is there.
+//! Products of two matrices, written to uninitialized memory or added to existing values.
 
 #![allow(
     unsafe_code,
@@ -15,29 +15,30 @@ use crate::matrix::Matrix;
 use crate::threads::Threads;
 use crate::turned;
 
-/// Rows of a product of halves that are not divided among threads.
+/// Number of rows of a product of halves that are not divided among threads.
 const ROWS: usize = 32;
 
-/// Multiplications from which on one product is divided among threads, as Burn's CPU backend does.
+/// Number of multiplications from which one product is divided among threads, as in Burn's CPU backend.
 const LARGE: usize = 192 * 192 * 192;
 
-/// Multiplications from which on a batch of products is.
+/// Number of multiplications from which a batch of products is divided among threads.
 const LARGE_BATCH: usize = 128 * 128 * 128;
 
-/// The types of which there are products.
+/// The element types that have products.
 pub(crate) trait Factor: Element + Pod + Send + Sync {
     /// Calls the library.
     ///
     /// # Safety
     ///
-    /// `out` must be valid for writes of the rows of `lhs` times the columns of `rhs`, in order. The
-    /// matrices must be as large as they say, the columns of `lhs` as many as the rows of `rhs`, and at least one.
+    /// `out` must be valid for writes of the rows of `lhs` times the columns of `rhs`, in order. The matrices must
+    /// have the sizes that they state. The number of columns of `lhs` must equal the number of rows of `rhs` and be
+    /// at least one.
     unsafe fn multiply(lhs: Matrix<'_, Self>, rhs: Matrix<'_, Self>, out: *mut Self, by: Threads);
 }
 
-/// Returns products, each of these sizes, one after the other. `factors` returns the two matrices of each.
+/// Returns products of these sizes, one after the other. `factors` returns the two matrices of each product.
 ///
-/// They are divided among threads as Burn does.
+/// They are divided among threads as in Burn.
 ///
 /// # Panics
 ///
@@ -66,7 +67,7 @@ pub(crate) fn products<'a, T: Factor>(
         true => Threads::Pool,
         false => Threads::One,
     };
-    // Each part has the size of one product, which `multiply` checks, and all of them are written.
+    // Each part has the size of one product, which `multiply` checks, and all parts are written.
     if by == Threads::One && num_products > 1 && of_batch >= LARGE_BATCH {
         let parts = out.par_chunks_exact_mut(len).enumerate();
         parts.for_each(|(index, out)| write(index, out, by));
@@ -74,17 +75,17 @@ pub(crate) fn products<'a, T: Factor>(
         let parts = out.chunks_exact_mut(len).enumerate();
         parts.for_each(|(index, out)| write(index, out, by));
     }
-    // SAFETY: that many are allocated, and all have been written.
+    // SAFETY: that many elements are allocated, and all have been written.
     unsafe { elements.set_len(total) };
     elements
 }
 
-/// Adds products, each of these sizes, to rows of a matrix whose rows are `row_len` long: to as many columns each, side by
-/// side from column `first` on. `factors` returns the two matrices of each.
+/// Adds products of these sizes to a matrix with rows of length `row_len`. Each product has its own columns, side by
+/// side from column `first`. `factors` returns the two matrices of each product.
 ///
 /// # Panics
 ///
-/// If the sizes do not match, or the columns are not there.
+/// If the sizes do not match, or the columns are out of range.
 pub(crate) fn add_products<'a>(
     num_products: usize,
     [rows, columns]: [usize; 2],
@@ -114,12 +115,13 @@ pub(crate) fn add_products<'a>(
             return;
         }
         let into = Target {
-            // SAFETY: the first row has these columns, as is asserted above.
+            // SAFETY: the first row has these columns, as asserted above.
             elements: unsafe { into.at(first + index * columns) },
             row_stride: row_len,
             adds: true,
         };
-        // SAFETY: the rows are in `into`, as is asserted above, and so are these columns of each; no other product has them.
+        // SAFETY: the rows are in `into`, as asserted above, and so are these columns of each row. No other product
+        // has them.
         unsafe { multiply_floats(lhs, rhs, into, Threads::One) };
     };
     let size = rows
@@ -132,7 +134,7 @@ pub(crate) fn add_products<'a>(
     }
 }
 
-/// The rows of a matrix, of which each thread writes columns of its own.
+/// The rows of a matrix in which each thread writes its own columns.
 #[derive(Clone, Copy)]
 struct Columns(*mut f32);
 
@@ -143,17 +145,17 @@ impl Columns {
     ///
     /// The first row must have that column.
     unsafe fn at(self, column: usize) -> *mut f32 {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.0.add(column) }
     }
 }
 
-// SAFETY: it is a place alone. Who writes there says why nobody else does.
+// SAFETY: this is only a pointer. The code that writes there explains why there are no other writers.
 unsafe impl Send for Columns {}
 // SAFETY: as above.
 unsafe impl Sync for Columns {}
 
-/// Writes a product. The library of 32-bit floats divides it among threads by itself.
+/// Writes a product. The library for 32-bit floats divides the work among threads by itself.
 fn multiply_among_threads<T: Factor>(
     lhs: Matrix<'_, T>,
     rhs: Matrix<'_, T>,
@@ -174,8 +176,9 @@ fn multiply_among_threads<T: Factor>(
     });
 }
 
-/// Returns the rows of a part of a product of halves. The last part has more than few rows, or there is one part: for a few rows
-/// the library takes another way, whose sums round otherwise, and the bits shall not depend on the threads.
+/// Returns the number of rows in a part of a product of halves. Unless there is only one part, the last part has more
+/// than a few rows. For few rows the library uses another method, whose sums round differently, and the bits must not
+/// depend on the number of threads.
 fn rows_of_part(rows: usize, num_threads: usize) -> usize {
     const FEW: usize = 16;
     let mut part = rows.div_ceil(num_threads).next_multiple_of(ROWS);
@@ -185,12 +188,13 @@ fn rows_of_part(rows: usize, num_threads: usize) -> usize {
     part
 }
 
-/// Returns the bytes in which the library of halves has copies of a product's factors, and sums of 32 bits where there are many
-/// addends, on the threads of this pool.
+/// Returns the bytes that the library for halves takes for copies of a product's factors on the threads of this pool.
+/// With many addends, this includes 32-bit sums.
 pub(crate) fn scratch_of_halves([rows, columns, addends]: [usize; 3]) -> usize {
     /// Columns of the right factor that are copied at a time.
     const COLUMNS: usize = 256;
-    /// Addends from which on the library goes over them in parts, at the earliest: it depends on the caches.
+    /// Minimum number of addends for which the library processes them in parts. The actual number depends on the
+    /// caches.
     const MANY: usize = 5000;
     let num_threads = rayon::current_num_threads();
     let part = rows_of_part(rows, num_threads).min(rows);
@@ -217,7 +221,7 @@ fn multiply<T: Factor>(
         out.fill(MaybeUninit::new(T::zeroed()));
         return;
     }
-    // SAFETY: the assertions above and those of `Matrix::new` are what it asks for.
+    // SAFETY: the assertions above and in `Matrix::new` are the requirements.
     unsafe { T::multiply(lhs, rhs, out.as_mut_ptr().cast(), by) };
 }
 
@@ -226,46 +230,47 @@ impl Factor for f32 {
         let width = rhs.columns;
         let copied = turned::copied_columns([lhs.rows, width], rhs.strides);
         let part = |first: usize| Target {
-            // SAFETY: the caller's; the columns of a strip are some of the result's.
+            // SAFETY: guaranteed by the caller. The columns of a strip are among the result's columns.
             elements: unsafe { out.add(first) },
             row_stride: width,
             adds: false,
         };
         if copied == 0 {
-            // SAFETY: the caller's.
+            // SAFETY: guaranteed by the caller.
             return unsafe { multiply_floats(lhs, rhs, part(0), by) };
         }
         let mut copy = Vec::with_capacity(rhs.rows * copied);
         for strip in turned::strips(width) {
             let columns = rhs.part_of_columns(strip.clone());
             let columns = turned::copy_in_order(columns, &mut copy, by);
-            // SAFETY: the strips are parts of the rows that the caller vouches for.
+            // SAFETY: the strips are parts of the rows that the caller guarantees.
             unsafe { multiply_floats(lhs, columns, part(strip.start), by) };
         }
     }
 }
 
-/// Where a product of 32-bit floats goes.
+/// The destination of a product of 32-bit floats.
 struct Target {
     elements: *mut f32,
-    /// Distance between the beginnings of rows.
+    /// Distance between the starts of two rows.
     row_stride: usize,
-    /// True if it is added to what is there, which must have been written then.
+    /// True if the product is added to the existing values, which must be initialized.
     adds: bool,
 }
 
-/// Calls the library of 32-bit floats.
+/// Calls the library for 32-bit floats.
 ///
 /// # Safety
 ///
-/// As of [`Factor::multiply`], with the rows of the target.
+/// As for [`Factor::multiply`], with the rows of the target.
 unsafe fn multiply_floats(lhs: Matrix<'_, f32>, rhs: Matrix<'_, f32>, out: Target, by: Threads) {
     let ([lhs_rows, lhs_columns], [rhs_rows, rhs_columns]) = (lhs.signed(), rhs.signed());
     let parallelism = match by {
         Threads::One => gemm::Parallelism::None,
         Threads::Pool => gemm::Parallelism::Rayon(0),
     };
-    // SAFETY: the caller's; what is there is read only to add to it, as the flag in front of `lhs` says.
+    // SAFETY: guaranteed by the caller. Existing values are read only if the product is added to them, as the flag
+    // before `lhs` specifies.
     unsafe {
         gemm::gemm(
             lhs.rows,
@@ -294,9 +299,9 @@ unsafe fn multiply_floats(lhs: Matrix<'_, f32>, rhs: Matrix<'_, f32>, out: Targe
 impl Factor for bf16 {
     unsafe fn multiply(lhs: Matrix<'_, Self>, rhs: Matrix<'_, Self>, out: *mut Self, _: Threads) {
         let ([lhs_rows, lhs_columns], [rhs_rows, rhs_columns]) = (lhs.signed(), rhs.signed());
-        // Freed after the product: the library's own would stay with the thread.
+        // Freed after the product, because the library's own workspace would stay with the thread.
         let mut copies = gemmkit::Workspace::new();
-        // SAFETY: the caller's; `out` is not read, as the factor in front of it is zero.
+        // SAFETY: guaranteed by the caller. `out` is not read, because its factor is zero.
         unsafe {
             gemmkit::gemm_unchecked_with(
                 &mut copies,

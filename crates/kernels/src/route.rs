@@ -1,4 +1,4 @@
-//! The routes by which Burn brings a fused operation to the backend of its tensors.
+//! The routes by which Burn dispatches a fused operation to the backend of its tensors.
 
 use std::cell::Cell;
 
@@ -15,10 +15,11 @@ thread_local! {
     static IS_RECORDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls `record`, and has the functions of this crate record each fused operation as one operation of its
-/// own when they run on Burn's capture device, forward and backward.
+/// Calls `record`. In this call, the functions of this crate record each fused operation as a single operation on
+/// Burn's capture device, forward and backward.
 ///
-/// Whoever runs the graph must run [`FusedOperation`](crate::FusedOperation)s, which compute on Burn's CPU backend.
+/// The executor of the graph must run [`FusedOperation`](crate::FusedOperation)s, which compute on Burn's CPU
+/// backend.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
@@ -35,7 +36,7 @@ thread_local! {
 /// assert!(names.iter().any(|name| name.contains("models.gelu")));
 /// ```
 pub fn recorded<T>(record: impl FnOnce() -> T) -> T {
-    /// Undone by a panic, too: that is how Burn refuses to capture something.
+    /// Also restores on a panic, because Burn panics when it cannot capture an operation.
     struct Restore(bool);
     impl Drop for Restore {
         fn drop(&mut self) {
@@ -46,21 +47,21 @@ pub fn recorded<T>(record: impl FnOnce() -> T) -> T {
     record()
 }
 
-/// Returns true if a tensor is of a type and on a backend that have the kernels; for others the functions of
-/// this crate compose elementary operations.
+/// Returns true if kernels exist for the tensor's type and backend. Otherwise the functions of this crate compose
+/// elementary operations.
 pub fn supports<const D: usize>(tensor: &Tensor<D>) -> bool {
     let device = tensor.device().without_autodiff();
     let has_kernels = match device.as_dispatch() {
         DispatchDevice::Flex(_) => true,
         DispatchDevice::Capture(_) => IS_RECORDED.get(),
-        // Without any other backend compiled in, the arms above are all there are.
+        // If no other backend is compiled in, the arms above are exhaustive.
         #[allow(unreachable_patterns)]
         _ => false,
     };
     has_kernels && takes(tensor.dtype())
 }
 
-/// Runs [`crate::gelu`](fn@crate::gelu) on the backend of its tensors, which must have the kernels.
+/// Runs [`crate::gelu`](fn@crate::gelu) on the backend of its tensor, which must have the kernels.
 pub(crate) fn gelu(x: Tensor<2>) -> Tensor<2> {
     Tensor::from_dispatch(Dispatch::fused_gelu(x.into_dispatch()))
 }
@@ -97,7 +98,7 @@ pub(crate) fn cross_entropy(logits: Tensor<2>, targets: Tensor<1, Int>) -> Tenso
     ))
 }
 
-/// The operations, for Burn to route to the backend of their tensors.
+/// The operations that Burn routes to the backend of their tensors.
 #[backend_extension(Flex, Capture, Autodiff)]
 trait FusedOps: Backend {
     fn fused_gelu(x: FloatTensor<Self>) -> FloatTensor<Self>;

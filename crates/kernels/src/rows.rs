@@ -1,4 +1,4 @@
-//! Rows of a matrix: their sums, and loops over them on several threads.
+//! Rows of a matrix: their sums, and multithreaded loops over them.
 
 use burn::tensor::{Bytes, DType, Element};
 use burn_flex::FlexTensor;
@@ -10,16 +10,15 @@ use crate::fresh::changed_copy;
 use crate::halves::{Elements, narrow, widen};
 use crate::vectors::{Kernel, vectorized};
 
-/// Partial sums that are kept apart, so that additions become vector
-/// instructions: the widest vectors have this many floats.
+/// Number of separate partial sums, so additions become vector instructions. The widest vectors have this many
+/// floats.
 const LANES: usize = 16;
 
-/// Rows that a thread takes at a time. Fixed, so that sums over rows do not
-/// depend on the number of threads.
+/// Number of rows that a thread processes at a time. It is fixed, so sums over rows do not depend on the number of
+/// threads.
 pub(crate) const CHUNK_ROWS: usize = 32;
 
-/// Returns the tensor in row-major order from the start of its buffer, copied only if it
-/// is not already.
+/// Returns the tensor in row-major order from the start of its buffer. Copies it only if necessary.
 pub(crate) fn contiguous(tensor: FlexTensor) -> FlexTensor {
     let elements = tensor.layout().num_elements();
     match tensor.layout().contiguous_offsets() {
@@ -32,7 +31,7 @@ pub(crate) fn contiguous(tensor: FlexTensor) -> FlexTensor {
     }
 }
 
-/// Returns the number of rows and their width: all dims but the last count rows.
+/// Returns the number of rows and their width. All dims except the last count rows.
 pub(crate) fn matrix_dims(tensor: &FlexTensor) -> [usize; 2] {
     let shape = tensor.layout().shape();
     let (width, rows) = shape
@@ -41,18 +40,19 @@ pub(crate) fn matrix_dims(tensor: &FlexTensor) -> [usize; 2] {
     [rows.iter().product(), width]
 }
 
-/// A function of whole rows of 32-bit floats, which it replaces.
+/// A function that replaces whole rows of 32-bit floats.
 ///
-/// As [`Kernel::run`], [`run`](Self::run) must be `#[inline(always)]`.
+/// Like [`Kernel::run`], [`run`](Self::run) must be `#[inline(always)]`.
 pub(crate) trait RowKernel: Sync {
     type Output: Send;
 
-    /// Computes rows from the one of that number on. `beside` has the same rows of another matrix, if there is one.
+    /// Computes rows, beginning at row `first_row`. The last argument has the same rows of a second matrix, if there
+    /// is one.
     fn run(&self, first_row: usize, rows: &mut [f32], beside: &[f32]) -> Self::Output;
 }
 
-/// Runs a kernel on each chunk of the rows of a tensor that is in order, on several threads, and returns what it
-/// returns in the order of the rows. Halves are widened, and the results rounded, chunk by chunk.
+/// Runs a kernel on each chunk of a tensor's rows, on several threads, and returns its results in the order of the
+/// rows. The tensor must be in order. Halves are widened and the results rounded, chunk by chunk.
 pub(crate) fn map_rows<K: RowKernel>(
     tensor: &mut FlexTensor,
     beside: Option<Elements<'_>>,
@@ -82,8 +82,8 @@ pub(crate) fn map_rows<K: RowKernel>(
     }
 }
 
-/// Calls `run` with the number of each chunk of a tensor, its elements and scratch of the thread, and returns what it returns
-/// in their order. If others hold the tensor's memory, it writes to a copy.
+/// Calls `run` with the index of each chunk of a tensor, the chunk's elements and the thread's scratch, and returns
+/// the results in order. If others hold the tensor's memory, it writes to a copy.
 fn map_chunks<T: Element + Pod + Send + Sync, S: Default, R: Send>(
     tensor: &mut FlexTensor,
     len: usize,
@@ -102,7 +102,7 @@ fn map_chunks<T: Element + Pod + Send + Sync, S: Default, R: Send>(
     results
 }
 
-/// Returns the bytes that [`map_rows`] allocates and frees, at most, for rows of that type.
+/// Returns the maximum number of bytes that [`map_rows`] allocates and frees for rows of this type.
 pub(crate) fn scratch_bytes([rows, width]: [usize; 2], dtype: DType, has_beside: bool) -> usize {
     if dtype == DType::F32 {
         return 0;
@@ -163,7 +163,7 @@ pub(crate) fn sum_pairs_by(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) ->
     sums.iter().sum::<f32>() + rest
 }
 
-/// Returns the largest value of the row, not counting NaN.
+/// Returns the largest value of the row, ignoring NaN.
 #[inline(always)]
 pub(crate) fn max(row: &[f32]) -> f32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };

@@ -1,4 +1,4 @@
-//! SiLU, and values that it gates.
+//! SiLU and SwiGLU.
 
 use burn::tensor::{DType, bf16};
 use burn_flex::FlexTensor;
@@ -9,17 +9,17 @@ use crate::halves::{Elements, narrow, widen, zeros};
 use crate::rows::{RowKernel, contiguous, map_rows};
 use crate::vectors::{Kernel, vectorized};
 
-/// Elements that a thread takes at a time, where there are more than two operands.
+/// Number of elements that a thread processes at a time if there are more than two operands.
 const CHUNK: usize = 1 << 12;
 
-/// `x` times its sigmoid.
+/// Returns `x` times its sigmoid.
 pub(crate) fn forward(x: FlexTensor) -> FlexTensor {
     let mut x = contiguous(x);
     map_rows(&mut x, None, &Forward);
     x
 }
 
-/// The gradient of [`forward`]'s input, in the memory of that of the output.
+/// Returns the gradient of [`forward`]'s input, in the memory of the output's gradient.
 pub(crate) fn backward(x: FlexTensor, grad: FlexTensor) -> FlexTensor {
     let x = contiguous(x);
     let mut grad = contiguous(grad);
@@ -27,7 +27,7 @@ pub(crate) fn backward(x: FlexTensor, grad: FlexTensor) -> FlexTensor {
     grad
 }
 
-/// Values times the SiLU of a gate, both of one shape, in the memory of the gate.
+/// Returns the values times the SiLU of a gate of the same shape, in the memory of the gate.
 pub(crate) fn gated(gate: FlexTensor, values: FlexTensor) -> FlexTensor {
     let mut gate = contiguous(gate);
     let values = contiguous(values);
@@ -35,7 +35,7 @@ pub(crate) fn gated(gate: FlexTensor, values: FlexTensor) -> FlexTensor {
     gate
 }
 
-/// The gradients of gate and values of [`gated`], the first in the memory of the gradient of its result.
+/// Returns the gradients of gate and values of [`gated`]. The first is in the memory of the gradient of the result.
 pub(crate) fn gated_gradients(
     gate: FlexTensor,
     values: FlexTensor,
@@ -46,7 +46,7 @@ pub(crate) fn gated_gradients(
     let dtype = of_gate.dtype();
     let mut of_values = zeros(of_gate.layout().shape().clone(), dtype);
     let operands = [&gate, &values].map(Elements::of);
-    // The gradient of the result becomes that of the gate.
+    // The gradient of the result becomes the gradient of the gate.
     let run =
         |number: usize, grad: &mut [f32], of_values: &mut [f32], buffers: &mut [Vec<f32>; 2]| {
             let range = number * CHUNK..number * CHUNK + grad.len();
@@ -84,7 +84,7 @@ pub(crate) fn gated_gradients(
     [of_gate, of_values]
 }
 
-/// Returns the bytes that [`gated_gradients`] allocates and frees beside its results, at most.
+/// Returns the maximum number of bytes that [`gated_gradients`] allocates and frees in addition to its results.
 pub(crate) fn scratch_bytes(num_elements: usize, dtype: DType) -> usize {
     const WIDENED: usize = 4;
     if dtype == DType::F32 {
@@ -109,7 +109,7 @@ impl RowKernel for Forward {
     }
 }
 
-/// Turns the gradient of the output into that of the input, which is beside.
+/// Turns the gradient of the output into the gradient of the input, which is the second matrix.
 struct Gradient;
 
 impl RowKernel for Gradient {
@@ -123,7 +123,7 @@ impl RowKernel for Gradient {
     }
 }
 
-/// Turns the gate into the result; values are beside.
+/// Turns the gate into the result. The values are the second matrix.
 struct Gated;
 
 impl RowKernel for Gated {
@@ -137,7 +137,7 @@ impl RowKernel for Gated {
     }
 }
 
-/// Turns the gradient of the result into that of the gate, and writes that of the values.
+/// Turns the gradient of the result into the gradient of the gate, and writes the gradient of the values.
 struct GatedGradient<'a> {
     gate: &'a [f32],
     values: &'a [f32],
@@ -160,8 +160,8 @@ impl Kernel for GatedGradient<'_> {
     }
 }
 
-/// Returns the gradient of `x`, of that of its SiLU. The sum of two parts, as it is composed: where one of them is no number,
-/// neither is the sum.
+/// Returns the gradient of `x` from the gradient of its SiLU. It is the sum of two parts, as in the composed
+/// operation. If one of them is NaN, so is the sum.
 #[inline(always)]
 fn gradient(x: f32, sigmoid: f32, grad: f32) -> f32 {
     grad * sigmoid + grad * x * sigmoid * (1.0 - sigmoid)

@@ -6,7 +6,7 @@ use crate::exp::exp_or_zero;
 use crate::halves::Elements;
 use crate::rows::{RowKernel, contiguous, map_rows, matrix_dims, max, scale, sum_by, sum_pairs_by};
 
-/// The function of a row.
+/// The function that is applied to rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Form {
     /// Probabilities.
@@ -15,7 +15,7 @@ pub(crate) enum Form {
     Log,
 }
 
-/// Returns the function of each row, in its memory.
+/// Returns the function of each row, in the memory of `x`.
 pub(crate) fn forward(x: FlexTensor, form: Form) -> FlexTensor {
     let mut x = contiguous(x);
     let [_, width] = matrix_dims(&x);
@@ -55,7 +55,7 @@ impl RowKernel for Forward {
     }
 }
 
-/// Returns the gradient of the input, in the memory of that of the output `y`.
+/// Returns the gradient of the input, in the memory of the gradient of the output `y`.
 pub(crate) fn backward(y: FlexTensor, grad: FlexTensor, form: Form) -> FlexTensor {
     let y = contiguous(y);
     let mut grad = contiguous(grad);
@@ -64,7 +64,7 @@ pub(crate) fn backward(y: FlexTensor, grad: FlexTensor, form: Form) -> FlexTenso
     grad
 }
 
-/// Turns the gradient of the output into that of the input; the output is beside.
+/// Turns the gradient of the output into the gradient of the input. The output is the second matrix.
 struct Gradient {
     width: usize,
     form: Form,

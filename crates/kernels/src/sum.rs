@@ -1,4 +1,4 @@
-//! Sums along a dim, divided among threads by columns; of halves in 32 bits, which are rounded once.
+//! Sums along a dim, divided among threads by columns. Halves are summed in 32 bits and rounded once.
 
 use burn::backend::Flex;
 use burn::backend::ops::FloatTensorOps;
@@ -10,16 +10,17 @@ use crate::halves::{narrow, widened, zeros};
 use crate::rows::contiguous;
 use crate::vectors::{Kernel, vectorized};
 
-/// Columns that a thread adds at a time: some cache lines of a row, so that a few hundred columns are divided, too.
+/// Number of columns that a thread adds at a time: a few cache lines of a row, so even a few hundred columns are
+/// divided.
 const COLUMNS: usize = 64;
 
-/// Returns the sums along a dim, which then has one element. Addends are taken in their order, as Burn's CPU
-/// backend does, so that the sums have the same bits.
+/// Returns the sums along a dim, which then has one element. Addends are added in order, as in Burn's CPU backend, so
+/// the sums have the same bits.
 pub(crate) fn sum_dim(x: FlexTensor, dim: usize) -> FlexTensor {
     let shape = x.layout().shape().clone();
     let (rows, columns) = (shape[dim], shape[dim + 1..].iter().product::<usize>());
     if x.dtype() != DType::BF16 && (columns <= 1 || !x.is_contiguous()) {
-        // Burn takes the addends of such in other orders.
+        // Burn adds in other orders here.
         return Flex::float_sum_dim(x, dim);
     }
     let x = contiguous(x);
@@ -36,7 +37,7 @@ pub(crate) fn sum_dim(x: FlexTensor, dim: usize) -> FlexTensor {
     sums
 }
 
-/// Calls `add` for columns of each matrix of rows, with the matrix, the first of the columns and their sums, which are zero.
+/// Calls `add` for groups of columns of each matrix of rows, with the columns and their sums, which are zero.
 fn add_columns<T: Send + Sync>(
     x: &[T],
     rows: usize,
@@ -55,7 +56,7 @@ fn add_columns<T: Send + Sync>(
     });
 }
 
-/// The columns of a matrix from one on.
+/// The columns of a matrix from `first` on.
 struct Columns<'a, T> {
     x: &'a [T],
     columns: usize,
@@ -136,7 +137,7 @@ mod tests {
             let floats: Vec<f32> = (0..len).map(|at| value(at) / 3.0).collect();
             let x = FlexTensor::from_data(TensorData::new(floats, shape.to_vec()));
             assert_burns_bits(x.clone(), dim);
-            // Of another order in memory, and a part of what is there.
+            // A tensor in another memory order, and a part of a tensor.
             let last = shape.len() - 1;
             assert_burns_bits(x.transpose(0, last), dim);
             assert_burns_bits(x.narrow(0, shape[0] / 2, shape[0] - shape[0] / 2), dim);

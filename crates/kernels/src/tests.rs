@@ -1,4 +1,4 @@
-//! The fused operations against the composed ones, values and gradients.
+//! Tests of the fused operations against the composed ones: values and gradients.
 
 use burn::nn::{LayerNorm, LayerNormConfig, RmsNormConfig};
 use burn::tensor::activation;
@@ -16,7 +16,7 @@ fn norm(dim: usize, device: &Device) -> LayerNorm {
     LayerNormConfig::new(dim).with_epsilon(EPSILON).init(device)
 }
 
-/// Returns two devices: one that keeps what backward needs, one that computes again what is cheap.
+/// Returns two devices: one keeps everything that backward needs, and one recomputes cheap operations.
 fn devices() -> [Device; 2] {
     let device = Device::flex().autodiff();
     [device.clone(), device.gradient_checkpointing()]
@@ -36,7 +36,7 @@ fn assert_close<const D: usize>(found: Tensor<D>, expected: Tensor<D>) {
     let expected = values(expected);
     let largest = expected.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
     for (found, expected) in values(found).into_iter().zip(expected) {
-        // Not `>`, which lets NaN pass.
+        // Not `>`, which would accept NaN.
         let is_close = (found - expected).abs() <= 2e-6 + 2e-6 * largest;
         assert!(is_close, "{found} is not {expected}");
     }
@@ -63,7 +63,7 @@ fn assert_same<const D: usize>(
 #[test]
 fn gelu_is_burns() {
     for device in devices() {
-        // More rows than a chunk, and a width that is no multiple of the lanes.
+        // More rows than a chunk, and a width that is not a multiple of the lanes.
         let x = random([70, 19], &device);
         assert_same(&x, route::gelu, activation::gelu);
     }
@@ -97,7 +97,7 @@ fn layer_norm_is_burns() {
     }
 }
 
-/// Returns the gradients of gamma and beta when each output counts differently.
+/// Returns the gradients of gamma and beta when each output has a different weight.
 fn parameter_gradients(norm: &LayerNorm, output: Tensor<2>) -> [Tensor<1>; 2] {
     let [rows, width] = output.dims();
     let weights = Tensor::<1, Int>::arange(0..(rows * width) as i64, &output.device());
@@ -155,7 +155,7 @@ fn rms_norm_is_burns() {
 #[test]
 fn attention_is_the_composed_one() {
     for device in devices() {
-        // Shorter than a block, one block, several, and a rest; one head and more.
+        // Shorter than a block, one block, several blocks, and a remainder; one head and more.
         for (batch, time, heads) in [(1, 1, 1), (3, 5, 2), (1, 64, 3), (2, 130, 2)] {
             let x = random([batch * time, 3 * 6 * heads], &device);
             assert_same(
@@ -237,7 +237,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
     assert_eq!(run(1), run(3));
 }
 
-/// Rows of a tensor of three dims, some with what is masked or overflows.
+/// Returns rows of a tensor with three dims. Some contain masked or overflowing elements.
 fn rows_of(shape: [usize; 3], special: Option<f32>) -> Vec<f32> {
     let len = shape.iter().product::<usize>();
     let mut values: Vec<f32> = (0..len)
@@ -295,7 +295,7 @@ fn softmax_of_any_rows_is_burns() {
         let specials = [f32::NEG_INFINITY, f32::INFINITY, f32::NAN, -1e4, 1e30];
         for special in specials.map(Some).into_iter().chain([None]) {
             let data = TensorData::new(rows_of(shape, special), shape);
-            // Composed in 64 bits: in 32 a thousand addends one after the other are not exact to 1e-6.
+            // Composed in 64 bits, because a sequential sum of a thousand addends in 32 bits is not exact to 1e-6.
             let x = Tensor::<3>::from_data(data.clone(), (&device, DType::F64)).require_grad();
             let weights = TensorData::new(rows_of(shape, None), shape);
             for is_log in [false, true] {
@@ -308,7 +308,7 @@ fn softmax_of_any_rows_is_burns() {
                 };
                 let what = format!("{of:?} of {shape:?} with {special:?}");
                 if shape.contains(&0) {
-                    // Burn has no maximum of nothing.
+                    // Burn has no maximum of an empty tensor.
                     let fused = run(of, vec![FlexTensor::from_data(data.clone())]);
                     assert!(fused.is_empty(), "{what}");
                     continue;
@@ -326,7 +326,7 @@ fn softmax_of_any_rows_is_burns() {
                 let expected = values(expected.cast(DType::F32));
                 let y = FlexTensor::from_data(TensorData::new(fused, shape));
                 let grad = FlexTensor::from_data(weights.clone());
-                // A sum over the row is in each.
+                // Each contains a sum over the row.
                 let found = run(gradient_of, vec![y, grad]);
                 assert_near(&what, &found, &expected, 1e-5);
             }
@@ -403,7 +403,7 @@ fn gelu_of_any_rows_is_burns() {
 #[test]
 fn silu_and_what_it_gates_are_burns() {
     let device = Device::flex().autodiff();
-    // The last has more elements than one thread takes at a time.
+    // The last shape has more elements than one thread processes at a time.
     for shape in [[2, 3, 5], [1, 1, 1], [4, 7, 33], [0, 3, 2], [3, 41, 67]] {
         let specials = [f32::NEG_INFINITY, f32::INFINITY, f32::NAN, 0.0, -95.0, 3e38];
         for special in specials {
@@ -413,7 +413,7 @@ fn silu_and_what_it_gates_are_burns() {
                 Tensor::<3>::from_data(data, &device)
             };
             let gate = tensor(Some(special)).require_grad();
-            // Each of another order, so that rows are not mixed up.
+            // Each in another order, so an exchange of rows is found.
             let up = tensor(None).sin().require_grad();
             let grad = tensor(None).cos();
             let fused = |of: Tensor<3>| FlexTensor::from_data(of.inner().into_data());

@@ -1,10 +1,10 @@
-//! Who computes.
+//! The threads that compute.
 
-/// Whether work is divided among threads.
+/// The division of work among threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Threads {
-    /// It is computed by the calling thread.
+    /// The calling thread computes everything.
     One,
-    /// It is divided among those of the calling thread's pool, where that pays.
+    /// The threads of the calling thread's pool share the work if that is faster.
     Pool,
 }

@@ -1,9 +1,9 @@
-//! Matrices whose columns are in memory one after the other, copied so that the rows are.
+//! Matrices with contiguous columns, copied so that their rows are contiguous.
 //!
-//! The library of 32-bit products copies such a factor by itself, some elements of many columns at a time. Where the columns
-//! begin at a multiple of 1 KiB from each other, as those of a weight of 768 or 4096 columns do, they fall into a few sets of the
-//! cache and drive each other out: such a product ran at 85 % of the speed of others. Here a strip of columns is copied by whole
-//! cache lines before it is multiplied.
+//! The library for 32-bit products copies such a factor by itself, a few elements of many columns at a time. If the
+//! distance between columns is a multiple of 1 KiB, as in a weight of 768 or 4096 columns, the columns share a few
+//! sets of the cache and evict each other. Such a product ran at 85 % of the speed of others. Here a strip of columns
+//! is copied by whole cache lines before it is multiplied.
 
 use std::ops::Range;
 
@@ -13,24 +13,24 @@ use crate::matrix::Matrix;
 use crate::threads::Threads;
 use crate::vectors::{Kernel, vectorized};
 
-/// Columns that are copied before they are multiplied, at least: 512 KiB for a thousand rows.
+/// Minimum number of columns that are copied before they are multiplied: 512 KiB for a thousand rows.
 const STRIP: usize = 128;
 
-/// Rows and columns that are exchanged at a time: a cache line of 32-bit floats.
+/// Number of rows and columns that are transposed at a time: a cache line of 32-bit floats.
 const BLOCK: usize = 16;
 
-/// Rows of the other factor from which on a copy costs little beside the product.
+/// Number of rows of the other factor from which a copy costs little compared with the product.
 const MANY_ROWS: usize = 128;
 
-/// Distance in bytes, of which a multiple between columns lets them share sets of a cache.
+/// Distance in bytes. Columns whose distance is a multiple of it share sets of the cache.
 const CONFLICT: usize = 1024;
 
-/// Returns the columns that are copied at a time of the right factor of a 32-bit product, at most; zero if it is multiplied as
-/// it is. `sizes` are the rows and columns of the result, and `strides` the distances in elements between rows and between columns
-/// of the factor.
+/// Returns the maximum number of columns of a 32-bit product's right factor that are copied at a time, or zero if the
+/// factor is multiplied as it is. The first argument has the rows and columns of the result. The second has the
+/// distances in elements between rows and between columns of the factor.
 ///
-/// A factor of few columns is never copied: where the result is small, the library sums up products of turned factors in
-/// another order, and the bits shall be those of the factor as it is.
+/// A factor with few columns is never copied. For a small result, the library sums products of transposed factors in
+/// another order, and the bits must be the same as without a copy.
 pub fn copied_columns([rows, columns]: [usize; 2], [row, column]: [usize; 2]) -> usize {
     let shares_sets = column > 1 && (column * size_of::<f32>()).is_multiple_of(CONFLICT);
     let is_copied = rows >= MANY_ROWS && columns >= BLOCK && row == 1 && shares_sets;
@@ -40,8 +40,8 @@ pub fn copied_columns([rows, columns]: [usize; 2], [row, column]: [usize; 2]) ->
     }
 }
 
-/// Returns strips of columns, all of which have enough columns that the library sums up each product of the strip as it would in
-/// the whole.
+/// Returns strips of columns. Each has enough columns for the library to sum its products as it would for the whole
+/// factor.
 pub(crate) fn strips(columns: usize) -> impl Iterator<Item = Range<usize>> {
     let num_strips = (columns / STRIP).max(1);
     (0..num_strips).map(move |strip| {
@@ -53,7 +53,7 @@ pub(crate) fn strips(columns: usize) -> impl Iterator<Item = Range<usize>> {
     })
 }
 
-/// Returns a copy of a matrix whose columns are in order, row after row.
+/// Returns a copy with contiguous rows of a matrix that has contiguous columns.
 pub(crate) fn copy_in_order<'a>(
     of: Matrix<'_, f32>,
     copy: &'a mut Vec<f32>,
@@ -80,7 +80,7 @@ pub(crate) fn copy_in_order<'a>(
     Matrix::new(copy, [of.rows, of.columns], [of.columns, 1])
 }
 
-/// Copies some rows of a matrix whose columns are in order.
+/// Copies some rows of a matrix that has contiguous columns.
 struct Turn<'a> {
     of: Matrix<'a, f32>,
     first_row: usize,

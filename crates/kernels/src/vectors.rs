@@ -4,8 +4,8 @@ use pulp::{Arch, Simd, WithSimd};
 
 /// A loop over floats, compiled once for every set of vector instructions.
 ///
-/// A trait and not a closure, because `run` and all that it calls must be
-/// `#[inline(always)]` to be compiled with those instructions.
+/// This is a trait instead of a closure because `run` and everything it calls must be `#[inline(always)]` to be
+/// compiled with those instructions.
 pub(crate) trait Kernel {
     type Output;
 

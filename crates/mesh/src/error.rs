@@ -4,79 +4,79 @@
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A mesh without axes.
+    /// A mesh has no axes.
     #[error("a mesh needs at least one axis; for ranks in a line use Mesh::line(\"shard\", n)")]
     NoAxes,
 
-    /// A mesh axis of no ranks.
+    /// A mesh axis has no ranks.
     #[error("mesh axis \"{axis}\" has size 0; give every axis at least one rank")]
     EmptyAxis {
         /// Name of the axis.
         axis: String,
     },
 
-    /// Two mesh axes of the same name.
+    /// Two mesh axes have the same name.
     #[error("mesh axis \"{axis}\" is named twice; give every axis its own name")]
     DuplicateAxis {
         /// The name that occurs more than once.
         axis: String,
     },
 
-    /// More ranks than a `usize` counts.
+    /// A mesh has more ranks than fit in a `usize`.
     #[error("the mesh {mesh} has more ranks than a usize can count; make its axes smaller")]
     TooManyRanks {
-        /// The axes as asked for, `name=size` joined by `x`.
+        /// The requested axes, as `name=size` joined by `x`.
         mesh: String,
     },
 
-    /// An axis that the mesh does not have.
+    /// The mesh does not have this axis.
     #[error("mesh {mesh} has no axis \"{axis}\"; use one of its own")]
     UnknownAxis {
-        /// The name asked for.
+        /// The requested name.
         axis: String,
-        /// The mesh, as it prints.
+        /// The mesh, in its display form.
         mesh: String,
     },
 
-    /// A rank outside the mesh.
+    /// The rank is outside the mesh.
     #[error("rank {rank} is not in mesh {mesh}; its ranks are 0 to {last}", last = num_ranks - 1)]
     RankOutOfRange {
-        /// The rank asked for.
+        /// The requested rank.
         rank: usize,
         /// Number of ranks in the mesh.
         num_ranks: usize,
-        /// The mesh, as it prints.
+        /// The mesh, in its display form.
         mesh: String,
     },
 
-    /// An owner that is none of the shards.
+    /// No shard has the index of the requested owner.
     #[error("shard {owner} cannot own a tensor in {num_shards} shards; name one of 0 to {last}", last = num_shards - 1)]
     NoSuchShard {
-        /// The owner asked for.
+        /// The requested owner.
         owner: usize,
         /// Number of shards, at least 1.
         num_shards: usize,
     },
 
-    /// A coordinate that has not one index per axis, or an index outside its axis.
+    /// A coordinate does not have one index per axis, or an index is outside its axis.
     #[error(
         "coordinate {coordinate:?} is not in mesh {mesh}; give one index per axis, each below the axis' size"
     )]
     CoordinateOutOfRange {
-        /// The coordinate asked for.
+        /// The requested coordinate.
         coordinate: Vec<usize>,
-        /// The mesh, as it prints.
+        /// The mesh, in its display form.
         mesh: String,
     },
 
-    /// A partition into no shards.
+    /// A partition has no shards.
     #[error("cannot cut {num_elements} elements into 0 shards; give at least one")]
     NoShards {
         /// Number of elements of the tensor.
         num_elements: usize,
     },
 
-    /// A tensor whose padded size does not fit a `usize`.
+    /// A tensor's padded size does not fit in a `usize`.
     #[error(
         "{num_shards} shards of a tensor of shape {shape:?} hold more elements than a usize can count"
     )]
@@ -87,23 +87,23 @@ pub enum Error {
         num_shards: usize,
     },
 
-    /// A layout that a tensor or a mesh cannot have.
+    /// A tensor or a mesh cannot have this layout.
     #[error("the layout {got} is not possible; expected {expected}")]
     InvalidLayout {
-        /// A layout that would be.
+        /// A description of a valid layout.
         expected: String,
-        /// The layout asked for, as it prints.
+        /// The requested layout, in its display form.
         got: String,
     },
 
-    /// Two partitions that are not of the same tensor.
+    /// Two partitions are not of the same tensor.
     #[error(
         "cannot move a tensor of {from} elements into a partition of {to}; both must cut the same tensor"
     )]
     DifferentTensors {
-        /// Number of elements of the partition to move from.
+        /// Number of elements of the source partition.
         from: usize,
-        /// Number of elements of the partition to move to.
+        /// Number of elements of the target partition.
         to: usize,
     },
 }

@@ -1,7 +1,7 @@
 //! Arithmetic in the field of the integers modulo 2^61 - 1, a prime: sums, products and quotients without rounding.
 //!
-//! Both engines check by it what they do to gradients: what stands for a gradient is a random element, and two expressions
-//! that agree on it are equal, but for a probability of their degree over 2^61 (Schwartz and Zippel).
+//! Both engines use it to check what they do to gradients. A random element represents each gradient. Two different
+//! expressions agree on it with a probability of at most their degree over 2^61 (Schwartz and Zippel).
 //!
 //! ```
 //! use burn_fsdp_mesh::field;
@@ -16,7 +16,7 @@ pub const MODULUS: u64 = (1 << 61) - 1;
 /// An element of the field, below [`MODULUS`].
 pub type Element = u64;
 
-/// Returns the element that a sum of products is congruent to.
+/// Reduces a sum of products to the congruent element.
 pub fn reduce(value: u128) -> Element {
     // 2^61 is congruent to 1.
     let low = (value as u64) & MODULUS;
@@ -37,7 +37,7 @@ pub fn add(a: Element, b: Element) -> Element {
     }
 }
 
-/// Returns the element whose sum with `a` is zero.
+/// Returns the additive inverse of `a`.
 pub fn neg(a: Element) -> Element {
     match a {
         0 => 0,
@@ -55,7 +55,7 @@ pub fn mul(a: Element, b: Element) -> Element {
     reduce(u128::from(a) * u128::from(b))
 }
 
-/// Returns the product of `exponent` factors `base`.
+/// Returns `base` raised to `exponent`.
 pub fn power(base: Element, mut exponent: u64) -> Element {
     let (mut square, mut result) = (base, 1);
     while exponent > 0 {
@@ -68,17 +68,17 @@ pub fn power(base: Element, mut exponent: u64) -> Element {
     result
 }
 
-/// Returns the inverse, by Fermat's little theorem; zero of zero.
+/// Returns the inverse, by Fermat's little theorem. The inverse of zero is zero.
 pub fn inverse(a: Element) -> Element {
     power(a, MODULUS - 2)
 }
 
-/// Returns the quotient; zero by zero.
+/// Returns the quotient. Division by zero returns zero.
 pub fn div(a: Element, b: Element) -> Element {
     mul(a, inverse(b))
 }
 
-/// Returns the element of an integer.
+/// Returns the element that represents an integer.
 pub fn of_integer(value: i64) -> Element {
     let magnitude = reduce(u128::from(value.unsigned_abs()));
     match value < 0 {
@@ -87,8 +87,10 @@ pub fn of_integer(value: i64) -> Element {
     }
 }
 
-/// Returns the element of a finite number: that of a fraction of one if the number is one as far as 52 bits tell, as a third
-/// is, and otherwise that of its bits, which are an integer times a power of two.
+/// Returns the element that represents a finite number.
+///
+/// A number that is the nearest `f64` to `1 / n`, such as a third, becomes the inverse of `n`, for `n` up to 65,536.
+/// Any other number becomes its exact value: an integer times a power of two.
 pub fn of_number(value: f64) -> Element {
     const LARGEST_DENOMINATOR: f64 = 65_536.0;
     let inverse_of = 1.0 / value;

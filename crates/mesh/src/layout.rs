@@ -1,4 +1,4 @@
-//! The layout of a tensor on the ranks of a mesh.
+//! Layouts of tensors on the ranks of a mesh.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,12 +12,12 @@ use crate::{Error, Mesh, Partition, Placement, Region};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cut {
-    /// Cuts between any two elements in row-major order ([`Partition::flat`]), so that all ranks hold nearly
-    /// the same; only `Shard(0)` occurs.
+    /// Cuts between any two elements in row-major order ([`Partition::flat`]). All ranks hold nearly equal shards.
+    /// Only `Shard(0)` occurs.
     #[default]
     Elements,
-    /// Cuts between rows of the dim that the placement names, in the sizes of `torch.chunk`, as PyTorch's
-    /// `fully_shard` does for dim 0.
+    /// Cuts between rows of the dim that the placement names. The sizes are those that `torch.chunk` chooses, as in
+    /// PyTorch's `fully_shard` for dim 0.
     Dims,
 }
 
@@ -33,8 +33,8 @@ impl fmt::Display for Cut {
 
 /// The layout of a tensor on a mesh: one [`Placement`] per axis, and where shards may begin.
 ///
-/// Several sharded axes cut one after the other, the slowest axis first. Padding is no part of a
-/// layout: it is never stored.
+/// If several axes are sharded, they cut one after the other, the slowest axis first. A layout has no padding, which
+/// is never stored.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Layout {
@@ -45,7 +45,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Returns the layout of a tensor that one rank holds alone, on a mesh without axes.
+    /// Returns the layout of a tensor that is on a single rank, in a mesh without axes.
     pub fn one_rank() -> Self {
         Self {
             placements: Vec::new(),
@@ -59,11 +59,12 @@ impl Layout {
         placements.all(|placement| *placement == Placement::Replicate)
     }
 
-    /// Returns the shape in which `rank` holds its part of a tensor of this shape: one dim where elements are cut.
+    /// Returns the shape of the part of a tensor of shape `shape` that `rank` holds. It has one dim if elements are
+    /// cut.
     ///
     /// # Errors
     ///
-    /// Those of [`region`](Self::region).
+    /// The same as [`region`](Self::region).
     pub fn part_shape(
         &self,
         shape: &[usize],
@@ -87,7 +88,7 @@ impl Layout {
         }
     }
 
-    /// Returns the layout of flat shards along one axis of the mesh, and copies along the others.
+    /// Returns the layout with flat shards along one axis of the mesh, and copies along the others.
     ///
     /// # Errors
     ///
@@ -96,7 +97,7 @@ impl Layout {
         Self::along(mesh, axis, 0, Cut::Elements)
     }
 
-    /// Returns the layout of shards of a dim along one axis of the mesh, and copies along the others.
+    /// Returns the layout with shards of a dim along one axis of the mesh, and copies along the others.
     ///
     /// # Errors
     ///
@@ -117,12 +118,12 @@ impl Layout {
         })
     }
 
-    /// Returns the elements of a tensor of this shape that `rank` holds, possibly none.
+    /// Returns the elements that `rank` holds of a tensor of shape `shape`, possibly none.
     ///
     /// # Errors
     ///
-    /// A rank outside the mesh, not one placement per axis, a dim that the tensor lacks, a
-    /// [`Partial`](Placement::Partial) tensor, or more elements than a `usize` counts.
+    /// A rank outside the mesh, a number of placements that differs from the number of axes, a dim that the tensor
+    /// lacks, a [`Partial`](Placement::Partial) tensor, or more elements than fit in a `usize`.
     pub fn region(&self, shape: &[usize], mesh: &Mesh, rank: usize) -> Result<Region, Error> {
         // A scalar is one row, as in `Partition::rows`.
         let shape = if shape.is_empty() { &[1] } else { shape };
@@ -135,7 +136,7 @@ impl Layout {
             return Ok(Region::Flat(range));
         }
         let (offsets, sizes) = self.bounds(shape, mesh, rank)?;
-        // The same kind of region on every rank, whatever the sizes.
+        // Every rank gets the same kind of region, whatever the sizes.
         if self.cuts_rows_only() {
             let row_len = shape.get(1..).map_or(Some(1), num_elements).unwrap_or(0);
             let start = offsets.first().copied().unwrap_or(0) * row_len;
@@ -145,7 +146,7 @@ impl Layout {
         Ok(Region::Box { offsets, sizes })
     }
 
-    /// Returns the first index and the number of indices along each dim of what `rank` holds.
+    /// Returns the first index and the number of indices of `rank`'s part along each dim.
     fn bounds(
         &self,
         shape: &[usize],
@@ -162,7 +163,7 @@ impl Layout {
         Ok((offsets, sizes))
     }
 
-    /// Returns the dim that each sharded axis cuts, into how many shards, and which of them `rank` has.
+    /// Returns for each sharded axis the dim that it cuts, the number of shards, and the index of `rank`'s shard.
     fn shards(
         &self,
         shape: &[usize],
@@ -181,7 +182,7 @@ impl Layout {
         )
     }
 
-    /// Returns true if no dim but 0 is cut.
+    /// Returns true if only dim 0 is cut, or none.
     fn cuts_rows_only(&self) -> bool {
         self.placements
             .iter()
@@ -216,7 +217,7 @@ impl Layout {
     }
 }
 
-/// Prints as `shard(0)` or `replicate x shard(1)`, with `flat ` before it where elements are cut.
+/// Prints as `shard(0)` or `replicate x shard(1)`, with the prefix `flat ` if elements are cut.
 impl fmt::Display for Layout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let placements: Vec<_> = self.placements.iter().map(ToString::to_string).collect();
@@ -227,14 +228,14 @@ impl fmt::Display for Layout {
     }
 }
 
-/// A placement on one axis of a mesh, with what is known of the axis.
+/// A placement on one axis of a mesh, with the axis' name and size.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AxisPlacement {
     /// Name of the axis.
     pub axis: Arc<str>,
-    /// Number of ranks along it.
+    /// Number of ranks along the axis.
     pub num_ranks: usize,
-    /// The placement of the tensor on it.
+    /// The tensor's placement on the axis.
     pub placement: Placement,
 }
 
@@ -245,9 +246,10 @@ impl fmt::Display for AxisPlacement {
     }
 }
 
-/// Returns the shape in which every rank holds its part of a tensor that a step computes with: each dim that is cut is that
-/// many times shorter, rounded up. Of a dim that does not divide the last ranks have fewer rows than that, in the sizes of
-/// [`Cut::Dims`], and padding behind them.
+/// Returns the shape in which every rank holds its part of a tensor that a step computes with.
+///
+/// Each cut dim is divided by the number of ranks and rounded up. If a dim does not divide evenly, the last ranks
+/// have fewer rows, in the sizes of [`Cut::Dims`], followed by padding.
 pub fn local_shape(shape: &[usize], placements: &[AxisPlacement]) -> Vec<usize> {
     let mut local = shape.to_vec();
     for placement in placements {

@@ -1,21 +1,20 @@
-//! Layout arithmetic of burn-fsdp: who owns which part of what.
+//! Layout arithmetic of burn-fsdp: which rank owns which part of a tensor.
 //!
 //! - [`Mesh`]: ranks laid out as an n-d array with named [`Axis`]es.
 //! - [`Placement`]: the arrangement of a tensor on one mesh axis.
-//! - [`Layout`]: the placements of a tensor on a whole mesh, and where shards may begin; [`Region`]: the
-//!   elements that one rank holds of it.
+//! - [`Layout`]: the placements of a tensor on a whole mesh, and where shards may begin; [`Region`]: the elements
+//!   that one rank holds.
 //! - [`Partition`]: the ranges of one tensor's elements that the ranks own.
-//! - [`Strategy`]: the choice of what ranks divide, and until when full parameters stay.
-//! - [`Clip`]: the greatest norm that gradients may have; [`Measure`]: what each element adds to a norm.
+//! - [`Strategy`]: the choice of the sharded state, and of how long full parameters are kept.
+//! - [`Clip`]: the maximum norm of gradients; [`Measure`]: each element's contribution to a norm.
 //! - [`Precision`]: the types in which parameters compute and gradients travel.
 //! - [`LossScaling`]: the scale of a loss in half precision, from step to step.
 //! - [`Pattern`]: a set of dotted paths.
-//! - [`transfers`]: the pieces that move when a tensor is cut anew.
-//! - [`field`]: arithmetic without rounding, by which both engines check what they do to gradients.
+//! - [`transfers`]: the pieces that move when a tensor is resharded.
+//! - [`field`]: arithmetic without rounding, with which both engines check what they do to gradients.
 //!
-//! Everything here is a small value computed from sizes. The crate knows nothing of tensors,
-//! threads, files or communication, and every rank that computes a layout from the same sizes
-//! computes the same layout.
+//! Everything here is a small value computed from sizes. The crate does not know about tensors, threads, files or
+//! communication. Ranks that compute a layout from the same sizes get the same layout.
 //!
 //! ```
 //! use burn_fsdp_mesh::{Mesh, Partition};

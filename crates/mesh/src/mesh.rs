@@ -6,10 +6,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::Error;
 
-/// A named direction of a [`Mesh`].
+/// A named dimension of a [`Mesh`].
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Axis {
-    /// Name of the axis, such as `shard`. Unique in its mesh.
+    /// Name of the axis, such as `shard`. It is unique in its mesh.
     pub name: String,
     /// Number of ranks along the axis, at least 1.
     pub size: usize,
@@ -17,12 +17,10 @@ pub struct Axis {
 
 /// Ranks `0..size` laid out as an n-d array with named axes, row-major: the last axis is fastest.
 ///
-/// In a mesh `replicate=2 x shard=4`, rank 6 lies at coordinate `[1, 2]`. Its sub-group *along* an
-/// axis is the ranks that differ from it in that one index: `[4, 5, 6, 7]` along `shard`,
-/// `[2, 6]` along `replicate`.
+/// In a mesh `replicate=2 x shard=4`, rank 6 is at coordinate `[1, 2]`. Its sub-group *along* an axis consists of the
+/// ranks that differ from it only in that index: `[4, 5, 6, 7]` along `shard`, `[2, 6]` along `replicate`.
 ///
-/// There is at least one axis, no axis is empty and no name occurs twice; a deserialised mesh is
-/// checked like a new one.
+/// There is at least one axis, no axis is empty, and names are unique. A deserialised mesh is checked like a new one.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "Vec<Axis>", into = "Vec<Axis>")]
 pub struct Mesh {
@@ -31,11 +29,11 @@ pub struct Mesh {
 }
 
 impl Mesh {
-    /// Returns the mesh of the axes `(name, size)`, slowest first.
+    /// Creates a mesh from the axes `(name, size)`, slowest first.
     ///
     /// # Errors
     ///
-    /// No axes, an axis of size 0, a name given twice, or more ranks than a `usize` counts.
+    /// No axes, an axis of size 0, a duplicate name, or more ranks than fit in a `usize`.
     pub fn new<N: Into<String>>(axes: impl IntoIterator<Item = (N, usize)>) -> Result<Self, Error> {
         let axes = axes.into_iter().map(|(name, size)| Axis {
             name: name.into(),
@@ -44,7 +42,7 @@ impl Mesh {
         Self::try_from(axes.collect::<Vec<_>>())
     }
 
-    /// Returns the mesh of `num_ranks` ranks along a single axis.
+    /// Creates a mesh of `num_ranks` ranks along a single axis.
     ///
     /// # Errors
     ///
@@ -63,7 +61,7 @@ impl Mesh {
         &self.axes
     }
 
-    /// Returns the axis of this name.
+    /// Returns the axis with this name.
     ///
     /// # Errors
     ///
@@ -88,7 +86,7 @@ impl Mesh {
         Ok(coordinate)
     }
 
-    /// Returns the index of `rank` on the axis of this name.
+    /// Returns the index of `rank` on the axis with this name.
     ///
     /// # Errors
     ///
@@ -120,7 +118,7 @@ impl Mesh {
         Ok(indices.fold(0, |rank, (index, axis)| rank * axis.size + index))
     }
 
-    /// Returns the ranks that differ from `rank` only along one axis, itself included, in axis order.
+    /// Returns the ranks that differ from `rank` only along one axis, including `rank` itself, in axis order.
     ///
     /// # Errors
     ///
@@ -135,9 +133,9 @@ impl Mesh {
             .collect())
     }
 
-    /// Returns the index of the sub-group along an axis that `rank` is in, below `size / axis.size`.
+    /// Returns the index of the sub-group along an axis that contains `rank`, below `size / axis.size`.
     ///
-    /// Two ranks have the same color exactly if [`Mesh::ranks_along`] is the same for both.
+    /// Two ranks have the same color if and only if [`Mesh::ranks_along`] returns the same ranks for both.
     ///
     /// # Errors
     ///
@@ -149,7 +147,7 @@ impl Mesh {
         Ok(rank / (stride * self.axes[index].size) * stride + rank % stride)
     }
 
-    /// Returns the difference in rank of two neighbours along an axis.
+    /// Returns the difference between the ranks of two neighbours along an axis.
     fn stride(&self, axis_index: usize) -> usize {
         self.axes[axis_index + 1..]
             .iter()

@@ -1,10 +1,10 @@
-//! The norm of all gradients of a module, and what clipping by it asks for: numbers and choices that the eager engine
-//! and compiled steps share.
+//! The norm of all gradients of a module and the options for clipping by it, shared by the eager engine and compiled
+//! steps.
 
-/// Number of elements whose sum is a number of its own, added to the others in order: the result
-/// does not depend on how the work is shared.
+/// Number of elements in a partial sum. Partial sums are added in order, so the result does not depend on how the
+/// work is divided.
 const CHUNK: usize = 1 << 16;
-/// Number of sums kept side by side, so that additions need not wait for each other.
+/// Number of independent running sums, so additions need not wait for each other.
 const LANES: usize = 8;
 /// The number that PyTorch adds to a norm before dividing by it.
 const EPSILON: f64 = 1e-6;
@@ -12,8 +12,8 @@ const EPSILON: f64 = 1e-6;
 /// A vector norm.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Norm {
-    /// `(sum |x|^p)^(1/p)`, with `p` at least 1. Computed in `f64`, without rescaling: `|x|^p` should
-    /// lie within 1e-300 and 1e300.
+    /// `(sum |x|^p)^(1/p)`, with `p` at least 1. It is computed in `f64` without rescaling, so `|x|^p` should be
+    /// between 1e-300 and 1e300.
     P(f64),
     /// The largest `|x|`.
     Infinity,
@@ -29,16 +29,16 @@ impl Default for Norm {
 /// The treatment of a norm that is infinite or not a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum NonFinite {
-    /// Scaling all the same, as PyTorch does by default: an infinite norm turns finite elements to
-    /// zero, one that is not a number turns all to NaN.
+    /// Scales anyway, as PyTorch does by default. An infinite norm turns finite elements to zero, and a NaN norm
+    /// turns all elements to NaN.
     #[default]
     Scale,
-    /// An error, on all ranks. The eager engine has changed nothing then; a compiled step has moved running statistics,
-    /// and goes on from a checkpoint alone.
+    /// Returns an error on all ranks. The eager engine leaves everything unchanged in this case. A compiled step has
+    /// already updated running statistics, so training can only continue from a checkpoint.
     Refuse,
 }
 
-/// The greatest norm that the gradients of a module may have, taken as one vector, and what is done with more.
+/// The maximum norm of a module's gradients, taken as one vector, and what to do if they exceed it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[must_use]
 pub struct Clip {
@@ -57,60 +57,60 @@ impl Clip {
         }
     }
 
-    /// Sets another norm.
+    /// Sets the kind of norm.
     pub fn norm(mut self, norm: Norm) -> Self {
         self.norm = norm;
         self
     }
 
-    /// Sets what to do with a norm that is not finite.
+    /// Sets how a norm that is not finite is treated.
     pub fn nonfinite(mut self, nonfinite: NonFinite) -> Self {
         self.nonfinite = nonfinite;
         self
     }
 
-    /// Returns the greatest norm that gradients may have.
+    /// Returns the maximum norm of the gradients.
     pub fn max_norm(&self) -> f64 {
         self.max_norm
     }
 
-    /// Returns the norm that is measured.
+    /// Returns the kind of norm.
     pub fn measured(&self) -> Norm {
         self.norm
     }
 
-    /// Returns true if a norm that is not finite is refused.
+    /// Returns true if a norm that is not finite is an error.
     pub fn refuses_nonfinite(&self) -> bool {
         self.nonfinite == NonFinite::Refuse
     }
 
-    /// Returns true if gradients can be clipped so: to a number that is not negative.
+    /// Returns true if these options are valid: the maximum is not negative and the norm's order is at least 1.
     pub fn is_valid(&self) -> bool {
         self.max_norm >= 0.0 && Measure::new(self.norm).is_some()
     }
 
-    /// Returns the factor by which gradients of that norm are multiplied: `max_norm / (total_norm + 1e-6)`, at most 1,
-    /// after PyTorch's `clip_grad_norm_`.
+    /// Returns the factor that multiplies gradients with the norm `total_norm`: `max_norm / (total_norm + 1e-6)`, at
+    /// most 1, as in PyTorch's `clip_grad_norm_`.
     pub fn coefficient(&self, total_norm: f64) -> f64 {
         (self.max_norm / (total_norm + EPSILON)).clamp(0.0, 1.0)
     }
 }
 
-/// The number that each element contributes to a norm, and how these numbers come together.
+/// Each element's contribution to a norm, and how contributions are combined.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Measure {
     /// The sum of absolute values.
     Absolute,
     /// The sum of squares.
     Square,
-    /// The sum of that power of absolute values.
+    /// The sum of this power of absolute values.
     Power(f64),
     /// The largest absolute value.
     Largest,
 }
 
 impl Measure {
-    /// Returns the measure of a norm; `None` for an order below 1 or that is not a number.
+    /// Returns the measure of a norm, or `None` for an order that is below 1 or NaN.
     pub fn new(norm: Norm) -> Option<Self> {
         match norm {
             Norm::Infinity | Norm::P(f64::INFINITY) => Some(Self::Largest),
@@ -120,13 +120,14 @@ impl Measure {
         }
     }
 
-    /// Returns the contribution of the 32-bit floats in these bytes, in an order that depends on their number alone.
-    /// Burn's own sums over many elements are shared among threads and need not add up in the same order twice.
+    /// Returns the contribution of the 32-bit floats in these bytes. The order of the sum depends only on their
+    /// number. Burn's own sums over many elements are divided among threads and may add up in a different order each
+    /// time.
     pub fn of_f32(self, bytes: &[u8]) -> f64 {
         self.of(bytes, |x| f64::from(f32::from_ne_bytes(x)))
     }
 
-    /// Returns the contribution of the 64-bit floats in these bytes, as [`of_f32`](Self::of_f32) does.
+    /// Returns the contribution of the 64-bit floats in these bytes, like [`of_f32`](Self::of_f32).
     pub fn of_f64(self, bytes: &[u8]) -> f64 {
         self.of(bytes, f64::from_ne_bytes)
     }
@@ -140,7 +141,7 @@ impl Measure {
         }
     }
 
-    /// Joins the contributions of two sets of elements.
+    /// Combines the contributions of two sets of elements.
     pub fn join(self, one: f64, other: f64) -> f64 {
         match self {
             Self::Largest => larger(one, other),
@@ -148,12 +149,12 @@ impl Measure {
         }
     }
 
-    /// Returns true if contributions are joined by their maximum, and false if by their sum.
+    /// Returns true if contributions are combined by their maximum, and false if by their sum.
     pub fn is_largest(self) -> bool {
         self == Self::Largest
     }
 
-    /// Returns the norm of all elements, of what they contribute together.
+    /// Returns the norm of all elements from their combined contribution.
     pub fn root(self, total: f64) -> f64 {
         match self {
             Self::Absolute | Self::Largest => total,
@@ -163,7 +164,7 @@ impl Measure {
     }
 }
 
-/// Returns the larger, or NaN if one is.
+/// Returns the larger number, or NaN if one of them is NaN.
 fn larger(one: f64, other: f64) -> f64 {
     match one >= other || one.is_nan() {
         true => one,

@@ -10,17 +10,16 @@ use crate::Error;
 
 /// The ranges of one tensor's elements, in row-major order, that contiguous shards hold.
 ///
-/// The tensor is a sequence of rows that are never cut: single elements for
-/// [`flat`](Self::flat), rows of dim 0 for [`rows`](Self::rows). Every shard holds
-/// `ceil(num_rows / num_shards)` rows until they run out, so the last shards may be shorter or
-/// empty, as with `torch.chunk`:
+/// The tensor is a sequence of rows that are never cut: single elements for [`flat`](Self::flat), rows of dim 0 for
+/// [`rows`](Self::rows). Every shard holds `ceil(num_rows / num_shards)` rows until they run out, so the last shards
+/// may be shorter or empty, as with `torch.chunk`:
 ///
 /// ```text
 /// 7 rows in 4 shards:  [0 1] [2 3] [4 5] [6]
 /// 5 rows in 4 shards:  [0 1] [2 3] [4] []
 /// ```
 ///
-/// Of a tensor with [one owner](Self::one_owner) one shard has all elements, and the others none.
+/// If a tensor has [one owner](Self::one_owner), one shard has all elements and the others have none.
 ///
 /// All lengths and ranges are in elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -38,13 +37,13 @@ struct Rows {
     num_rows: usize,
     row_len: usize,
     num_shards: usize,
-    /// The shard with all rows, if they are not divided.
+    /// The shard with all rows, if the rows are not divided.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     owner: Option<usize>,
 }
 
 impl Partition {
-    /// Cuts `num_elements` elements between any two elements. No elements at all are allowed.
+    /// Divides `num_elements` elements, with cuts between any two of them. `num_elements` may be 0.
     ///
     /// # Errors
     ///
@@ -59,7 +58,7 @@ impl Partition {
         .try_into()
     }
 
-    /// Gives all of `num_elements` elements to the shard `owner`, and none to the others.
+    /// Gives all `num_elements` elements to the shard `owner`, and none to the others.
     ///
     /// # Errors
     ///
@@ -74,17 +73,16 @@ impl Partition {
         .try_into()
     }
 
-    /// Cuts a tensor of this shape between rows of dim 0; a scalar (shape `[]`) is one row.
+    /// Cuts a tensor of this shape between rows of dim 0. A scalar (shape `[]`) is one row.
     ///
     /// # Errors
     ///
-    /// [`Error::NoShards`], or [`Error::TooManyElements`] if the number of elements or `padded_len`
-    /// overflows.
+    /// [`Error::NoShards`], or [`Error::TooManyElements`] if the number of elements or `padded_len` overflows.
     pub fn rows(shape: &[usize], num_shards: usize) -> Result<Self, Error> {
         let (num_rows, row_dims) = shape
             .split_first()
             .map_or((1, shape), |(n, dims)| (*n, dims));
-        // An empty dim makes the tensor empty even where the others alone would overflow.
+        // An empty dim makes the tensor empty, even if the product of the other dims would overflow.
         let row_len = match row_dims.contains(&0) {
             true => Some(0),
             false => row_dims
@@ -107,7 +105,7 @@ impl Partition {
         })
     }
 
-    /// Returns the number of shards, empty ones included. At least 1.
+    /// Returns the number of shards, including empty ones. At least 1.
     pub fn num_shards(&self) -> usize {
         self.rows.num_shards
     }
@@ -127,14 +125,14 @@ impl Partition {
         self.rows.row_len
     }
 
-    /// Returns the shard that has all elements by agreement, however many there are: that of
-    /// [`one_owner`](Self::one_owner). `None` for what is divided.
+    /// Returns the shard that owns all elements by definition, however many there are: the owner of
+    /// [`one_owner`](Self::one_owner). Returns `None` if the tensor is divided.
     pub fn sole_owner(&self) -> Option<usize> {
         self.rows.owner
     }
 
-    /// Returns the elements of a shard. An empty shard is an empty range where it would lie: at the end of the tensor, or
-    /// at its beginning before a sole owner.
+    /// Returns the elements of a shard. An empty shard is an empty range at its position: the end of the tensor, or
+    /// the beginning for a shard before a sole owner.
     ///
     /// # Panics
     ///
@@ -174,7 +172,7 @@ impl Partition {
         self.num_elements() == 0
     }
 
-    /// Returns the number of elements of the largest shard: the first, or the sole owner's.
+    /// Returns the number of elements of the largest shard: the first shard, or the sole owner's.
     pub fn chunk_len(&self) -> usize {
         self.chunk_len
     }
@@ -184,7 +182,7 @@ impl Partition {
         self.chunk_len * self.num_shards()
     }
 
-    /// Returns the number of elements that a shard lacks to the largest.
+    /// Returns the number of elements that a shard has fewer than the largest.
     ///
     /// # Panics
     ///
@@ -209,13 +207,13 @@ impl Partition {
         self.rows.owner.unwrap_or(element / self.chunk_len)
     }
 
-    /// Returns the ranges of all shards in order, empty ones included.
+    /// Returns the ranges of all shards in order, including empty ones.
     pub fn ranges(&self) -> impl ExactSizeIterator<Item = Range<usize>> + use<> {
         let partition = *self;
         (0..self.num_shards()).map(move |shard| partition.range(shard))
     }
 
-    /// Returns the shards that hold at least one element, `(shard, range)` in order.
+    /// Returns the shards that hold at least one element, as `(shard, range)` in order.
     pub fn non_empty(&self) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
         self.ranges()
             .enumerate()

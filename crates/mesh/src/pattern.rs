@@ -2,13 +2,13 @@
 
 use std::fmt;
 
-/// A set of dotted paths: one language for units, placements and whatever else goes by path.
+/// A set of dotted paths: the pattern language for units, placements and everything else that is chosen by path.
 ///
-/// | in a pattern | stands for |
+/// | in a pattern | matches |
 /// |---|---|
 /// | `*` as a whole name | exactly one name |
-/// | `*` in a name, such as `conv*` | any characters of that name, none included |
-/// | `**` | any number of names, none included |
+/// | `*` in a name, such as `conv*` | any characters of that name, possibly none |
+/// | `**` | any number of names, possibly none |
 /// | anything else | itself |
 ///
 /// ```
@@ -23,7 +23,7 @@ use std::fmt;
 pub struct Pattern(String);
 
 impl Pattern {
-    /// Returns the set of paths that `pattern` stands for.
+    /// Creates the set of paths that `pattern` matches.
     pub fn new(pattern: impl Into<String>) -> Self {
         Self(pattern.into())
     }
@@ -33,14 +33,14 @@ impl Pattern {
         &self.0
     }
 
-    /// Returns true if the pattern stands for the whole path.
+    /// Returns true if the pattern matches the whole path.
     pub fn matches(&self, path: &str) -> bool {
         let (wanted, found) = (names(&self.0), names(path));
         matches_names(&wanted, &found)
     }
 
-    /// Returns the longest beginning of the path, up to the end of a name, that the pattern stands
-    /// for: the module of a parameter, say.
+    /// Returns the longest prefix of the path, up to the end of a name, that the pattern matches. For example, this
+    /// is the module that contains a parameter.
     ///
     /// ```
     /// use burn_fsdp_mesh::Pattern;
@@ -55,13 +55,13 @@ impl Pattern {
         prefixes.rfind(|prefix| self.matches(prefix))
     }
 
-    /// Returns the innermost module that the pattern stands for and that contains the parameter at `path`.
+    /// Returns the innermost module that the pattern matches and that contains the parameter at `path`.
     pub fn module_of<'a>(&self, path: &'a str) -> Option<&'a str> {
         let (module, _) = path.rsplit_once('.')?;
         self.prefix_of(module)
     }
 
-    /// Returns true if the pattern stands for a module that contains the parameter at `path`.
+    /// Returns true if the pattern matches a module that contains the parameter at `path`.
     pub fn is_around(&self, path: &str) -> bool {
         self.module_of(path).is_some()
     }
@@ -90,9 +90,10 @@ fn names(path: &str) -> Vec<&str> {
     path.split('.').collect()
 }
 
-/// Returns true if the names of the pattern stand for those of the path. `fits[n]` is true if the names of the
-/// pattern so far stand for the first `n` of the path. One row per name of the pattern keeps the time bounded
-/// by the product of both lengths, whatever the stars.
+/// Returns true if the names of the pattern match the names of the path.
+///
+/// `fits[n]` is true if the names of the pattern so far match the first `n` names of the path. There is one row per
+/// name of the pattern, so the time is bounded by the product of both lengths, however many stars there are.
 fn matches_names(pattern: &[&str], path: &[&str]) -> bool {
     let mut fits: Vec<bool> = (0..=path.len()).map(|count| count == 0).collect();
     for wanted in pattern {
@@ -115,8 +116,8 @@ fn matches_names(pattern: &[&str], path: &[&str]) -> bool {
     fits[path.len()]
 }
 
-/// Returns true if the pattern of one name stands for `name`: the pieces between stars occur in order, the
-/// first at the beginning and the last at the end.
+/// Returns true if a pattern of one name matches `name`. The pieces between stars must occur in order, the first at
+/// the beginning and the last at the end.
 fn matches_name(pattern: &str, name: &str) -> bool {
     let Some((first, rest)) = pattern.split_once('*') else {
         return pattern == name;

@@ -12,11 +12,11 @@ pub enum Placement {
     Replicate,
     /// A part of the tensor on every rank, cut along this dim; see [`Partition`](crate::Partition).
     Shard(usize),
-    /// An addend of the tensor's full shape on every rank; combining all of them gives the tensor.
+    /// An addend of the tensor's full shape on every rank. Combining all addends gives the tensor.
     Partial(ReduceOp),
 }
 
-/// The operation that makes one value of the addends of several ranks.
+/// The operation that combines the addends of several ranks into one value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReduceOp {

@@ -1,9 +1,9 @@
-//! Mixed precision: in which types parameters compute and gradients travel.
+//! Mixed precision: the types in which parameters compute and gradients travel.
 
 use crate::pattern::Pattern;
 
-/// Element types of a sharded module, as `T` names them. Shards, and with them the optimizer, keep the type in which
-/// the module was built: the master copy.
+/// The element types of a sharded module, in the type `T`. Shards, and with them the optimizer, keep the type in
+/// which the module was built: the master copy.
 ///
 /// ```
 /// use burn_fsdp_mesh::Precision;
@@ -20,7 +20,7 @@ pub struct Precision<T> {
     full_in: Vec<Pattern>,
 }
 
-/// Everything stays in the type in which the module was built.
+/// The default keeps everything in the type in which the module was built.
 impl<T> Default for Precision<T> {
     fn default() -> Self {
         Self {
@@ -32,8 +32,8 @@ impl<T> Default for Precision<T> {
 }
 
 impl<T: Copy> Precision<T> {
-    /// Returns the precision with full parameters, and so activations and gradients, of type
-    /// `compute`. Shards are cast before they are gathered, which for 16 bits halves the traffic.
+    /// Creates a precision in which full parameters, and therefore activations and gradients, have the type
+    /// `compute`. Shards are cast before they are gathered, which halves the traffic for 16-bit types.
     pub fn new(compute: T) -> Self {
         Self {
             compute: Some(compute),
@@ -41,38 +41,39 @@ impl<T: Copy> Precision<T> {
         }
     }
 
-    /// Casts gradients to `dtype` before they are reduced. Default: they travel in the type in
-    /// which they were computed. Sums are made in 32 bits at least in any case, and arrive at the
-    /// shards in the shards' type without having been rounded.
+    /// Casts gradients to `dtype` before they are reduced. By default they travel in the type in which they were
+    /// computed. Sums always use at least 32 bits and reach the shards in the shards' type without rounding in
+    /// between.
     pub fn reduce(mut self, dtype: T) -> Self {
         self.reduce = Some(dtype);
         self
     }
 
-    /// Makes parameters in modules that match one of `patterns` compute in the shards' type: those
-    /// of normalization layers, say. Each pattern must match a module.
+    /// Makes parameters in modules that match one of `patterns` compute in the shards' type, for example those in
+    /// normalization layers. Each pattern must match a module.
     ///
-    /// Burn has no hooks before a module's forward, so the model itself casts what goes in and comes
-    /// out. Written so, it computes the same in any type, also without sharding:
+    /// Burn has no hooks before a module's forward, so the model itself casts inputs and outputs. This form computes
+    /// the same in any type, also without sharding:
     ///
     /// ```text
     /// let dtype = x.dtype();
     /// let x = self.norm.forward(x.cast(DType::F32)).cast(dtype);
     /// ```
     ///
-    /// A model that does not cast may do the following:
+    /// A model that does not cast has these choices:
     ///
-    /// - Norms without states: be left out of `patterns`. `RmsNorm` takes its statistics in 32 bits by itself, `LayerNorm` and
-    ///   `GroupNorm` in `F16`, and `LayerNorm` may stay in full beside `F16`.
-    /// - `BatchNorm` and Burn's recurrent layers, whose states have the device's type: in compiled steps, be left out. The eager
-    ///   engine refuses them in 16 bits, so that they need to be in `patterns`, and the model to cast.
+    /// - Norms without states: leave them out of `patterns`. `RmsNorm` takes its statistics in 32 bits by itself.
+    ///   `LayerNorm` and `GroupNorm` do so in `F16`. `LayerNorm` may stay in full precision in an `F16` model.
+    /// - `BatchNorm` and Burn's recurrent layers, whose states have the device's type: leave them out in compiled
+    ///   steps. The eager engine refuses them in 16 bits, so there they must be in `patterns`, and the model must
+    ///   cast.
     pub fn full_in<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.full_in = patterns.into_iter().map(Pattern::new).collect();
         self
     }
 
-    /// Returns the type in which parameters compute that are in no pattern of [`full_in`](Self::full_in), if it is another than
-    /// that in which they are stored.
+    /// Returns the compute type of parameters that match no pattern of [`full_in`](Self::full_in), or `None` if they
+    /// compute in the type in which they are stored.
     pub fn compute(&self) -> Option<T> {
         self.compute
     }
@@ -87,7 +88,7 @@ impl<T: Copy> Precision<T> {
         unmatched.map(Pattern::as_str)
     }
 
-    /// Returns the type in which the parameter at `path`, stored as `stored`, computes.
+    /// Returns the compute type of the parameter at `path`, which is stored as `stored`.
     pub fn compute_of<D: From<T>>(&self, path: &str, stored: D) -> D {
         let mut patterns = self.full_in.iter();
         match self.compute {

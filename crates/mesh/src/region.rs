@@ -1,14 +1,14 @@
-//! Some elements of a tensor: a flat range, or a box.
+//! Subsets of a tensor's elements: a flat range, or a box.
 
 use std::fmt;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-/// Some elements of a tensor, stored and read in row-major order.
+/// A subset of a tensor's elements, stored and read in row-major order.
 ///
-/// Rows of dim 0 follow each other in row-major order, so that a flat shard and a shard of dim 0
-/// are both [`Flat`](Self::Flat). Shards of other dims are boxes.
+/// Rows of dim 0 are contiguous in row-major order, so both a flat shard and a shard of dim 0 are
+/// [`Flat`](Self::Flat). Shards of other dims are boxes.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Region {
@@ -26,13 +26,12 @@ pub enum Region {
 impl Region {
     /// Returns the region of all elements of a tensor of this shape.
     ///
-    /// Saturates where the shape has more elements than a `usize` counts; no tensor of a
-    /// checkpoint has.
+    /// Saturates if the shape has more elements than fit in a `usize`. No tensor of a checkpoint has so many.
     pub fn whole(shape: &[usize]) -> Self {
         Self::Flat(0..num_elements(shape).unwrap_or(usize::MAX))
     }
 
-    /// Returns the number of elements; saturates if a box has more than a `usize` counts.
+    /// Returns the number of elements. Saturates if a box has more than fit in a `usize`.
     pub fn len(&self) -> usize {
         match self {
             Self::Flat(range) => range.len(),
@@ -45,8 +44,8 @@ impl Region {
         self.len() == 0
     }
 
-    /// Returns the shape in which the elements are stored: that of the box; whole rows keep their
-    /// shape; any other range is one-dimensional.
+    /// Returns the shape in which the elements are stored. A box has its own sizes, whole rows keep their shape, and
+    /// any other range is one-dimensional.
     pub fn stored_shape(&self, shape: &[usize]) -> Vec<usize> {
         match self {
             Self::Box { sizes, .. } => sizes.clone(),
@@ -68,7 +67,8 @@ impl Region {
         }
     }
 
-    /// Checks that this is a region of a tensor of this shape, whose elements a `usize` counts.
+    /// Checks that this is a region of a tensor of this shape, and that the tensor's number of elements fits in a
+    /// `usize`.
     pub fn check(&self, shape: &[usize]) -> Result<(), String> {
         match self {
             Self::Flat(range) => {
@@ -110,7 +110,7 @@ impl fmt::Display for Region {
     }
 }
 
-/// Returns the product of a shape, if a `usize` counts it. An empty dim makes it 0 whatever the others are.
+/// Returns the product of a shape if it fits in a `usize`. An empty dim makes it 0, whatever the other dims are.
 pub fn num_elements(shape: &[usize]) -> Option<usize> {
     if shape.contains(&0) {
         return Some(0);

@@ -2,15 +2,15 @@
 
 use serde::{Deserialize, Serialize};
 
-/// How the scale of a loss begins, grows and backs off. The defaults are PyTorch's.
+/// The initial scale of a loss, and how it grows and backs off. The defaults are PyTorch's.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LossScaling {
     /// The scale of the first step. Default 65536.
     pub initial_scale: f64,
-    /// The factor of the scale after `growth_interval` steps without overflow. Default 2.
+    /// The factor that is applied to the scale after `growth_interval` steps without overflow. Default 2.
     pub growth_factor: f64,
-    /// The factor of the scale after an overflow. Default 0.5.
+    /// The factor that is applied to the scale after an overflow. Default 0.5.
     pub backoff_factor: f64,
     /// Steps without overflow before the scale grows. Default 2000.
     pub growth_interval: u32,
@@ -27,11 +27,12 @@ impl Default for LossScaling {
     }
 }
 
-/// The scale of a loss, which changes from step to step: put it into checkpoints. The same on all ranks.
+/// The scale of a loss, which changes from step to step. It must be saved in checkpoints and is the same on all
+/// ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LossScalerState {
-    /// The factor of the loss.
+    /// The factor that is applied to the loss.
     pub scale: f64,
     /// Steps without overflow since the scale last changed.
     pub growth_tracker: u32,
@@ -58,7 +59,7 @@ impl LossScaling {
             backoff_factor,
             growth_interval,
         } = *self;
-        // The factor of the loss is one of 32 bits.
+        // The factor of the loss has 32 bits.
         let range = f64::from(f32::MIN_POSITIVE)..=f64::from(f32::MAX);
         let all = [
             (
@@ -102,8 +103,10 @@ impl LossScaling {
         }
     }
 
-    /// Returns the state after a step that was skipped, as a gradient had overflowed; `None` where the scale comes to
-    /// nothing: the product of loss and scale would be zero, and every step would be skipped, in silence.
+    /// Returns the state after a step that was skipped because a gradient overflowed.
+    ///
+    /// Returns `None` if the scale becomes too small: the product of loss and scale would be zero, and every step
+    /// would be silently skipped.
     pub fn back_off(&self, state: LossScalerState) -> Option<LossScalerState> {
         let scale = state.scale * self.backoff_factor;
         (scale >= f64::from(f32::MIN_POSITIVE)).then_some(LossScalerState {

@@ -1,21 +1,21 @@
-//! The strategy of sharded training: what ranks divide, and until when full parameters stay.
+//! The strategy of sharded training: the sharded state, and how long full parameters are kept.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// The choice of what ranks divide among them, and until when full parameters stay.
+/// The choice of the state that is sharded among the ranks, and of how long full parameters are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Strategy {
-    /// Sharded parameters, gradients and optimizer state; full parameters are dropped after a unit's forward
-    /// and gathered again for its backward (ZeRO-3).
+    /// Sharded parameters, gradients and optimizer state. Full parameters are dropped after a unit's forward and
+    /// gathered again for its backward (ZeRO-3).
     #[default]
     FullShard,
-    /// The same shards at rest, and full parameters that stay from forward to backward: fewer gathers, more
-    /// memory (ZeRO-2).
+    /// The same shards between steps, but full parameters stay from forward to backward: fewer gathers, more memory
+    /// (ZeRO-2).
     ShardGradOp,
-    /// No shards: every rank holds everything; gradients are averaged by all-reduce (DDP).
+    /// No shards: every rank holds everything, and gradients are averaged by all-reduce (DDP).
     NoShard,
 }
 

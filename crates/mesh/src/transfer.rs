@@ -1,4 +1,4 @@
-//! The elements that move from shard to shard when a tensor is cut anew.
+//! The elements that move from shard to shard when a tensor is resharded.
 
 use std::ops::Range;
 
@@ -6,21 +6,21 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Partition};
 
-/// A run of elements that one shard of the old partition hands to one shard of the new.
+/// A contiguous range of elements that one shard of the old partition gives to one shard of the new partition.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Transfer {
     /// The shard of the old partition that holds the elements.
     pub from_shard: usize,
-    /// The shard of the new partition that gets them.
+    /// The shard of the new partition that receives the elements.
     pub to_shard: usize,
-    /// The elements, counted in the whole tensor; never empty.
+    /// The elements, as indices into the whole tensor. Never empty.
     pub range: Range<usize>,
 }
 
 /// Returns the pieces that turn shards of `from` into shards of `to`, in the order of the tensor.
 ///
-/// Together they cover every element once, and no two neighbours could be one piece. There are
-/// fewer than `from.num_shards() + to.num_shards()` of them.
+/// Together they cover every element once, and no two neighbours could be merged. There are fewer than
+/// `from.num_shards() + to.num_shards()` of them.
 ///
 /// # Errors
 ///

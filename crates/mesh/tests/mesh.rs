@@ -1,4 +1,4 @@
-//! Meshes: coordinates, sub-groups along axes, and what is refused.
+//! Tests of meshes: coordinates, sub-groups along axes, and rejected arguments.
 
 use burn_fsdp_mesh::{Error, Mesh};
 use proptest::prelude::*;

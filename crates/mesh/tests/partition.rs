@@ -1,4 +1,4 @@
-//! Partitions: every element once, in order, in shards of the stated sizes.
+//! Tests of partitions: every element once, in order, in shards of the stated sizes.
 
 use burn_fsdp_mesh::{Error, Partition, Placement, ReduceOp, transfers};
 use proptest::prelude::*;
@@ -124,7 +124,7 @@ fn an_owner_is_one_of_the_shards() {
     );
     let partition = Partition::one_owner(5, 3, 1).unwrap();
     assert_eq!(partition.to_string(), "5 elements in shard 1 of 3");
-    // What one rank owns is another partition than what happens to lie on one rank.
+    // A tensor with one owner differs from a tensor that happens to be on one rank.
     assert_ne!(Partition::one_owner(5, 1, 0), Partition::flat(5, 1));
     assert_eq!(Partition::flat(5, 1).unwrap().sole_owner(), None);
 }

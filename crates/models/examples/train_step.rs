@@ -1,4 +1,4 @@
-//! Times training steps of the model alone, without ranks or shards: forward, backward and AdamW.
+//! Measures training steps of the model by itself, without ranks or shards: forward, backward and AdamW.
 //!
 //! ```text
 //! cargo run --release -p burn-fsdp-models --example train_step -- 10

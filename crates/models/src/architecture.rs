@@ -1,4 +1,4 @@
-//! The trait that all models have in common, and the sizes of any model.
+//! The trait that all models share, and the configuration of any model.
 
 use burn::tensor::Device;
 use serde::{Deserialize, Serialize};
@@ -9,61 +9,64 @@ use crate::{
     Gpt, Gpt2, Gpt2Config, GptConfig, LanguageModel, Llama, LlamaConfig, ModelError, ParameterSpec,
 };
 
-/// The sizes of a model: what is needed to make it, and to know its files.
+/// The configuration of a model: everything that is needed to build it and to interpret its files.
 pub trait Architecture: Copy + Send + Sync + 'static {
     /// The Burn module.
     type Model: LanguageModel;
 
-    /// The pattern of the paths of its blocks.
+    /// Pattern of the paths of the model's blocks.
     const BLOCKS: &'static str;
 
     /// Builds the model on a device.
     ///
     /// # Errors
     ///
-    /// If such a model cannot exist.
+    /// If the configuration is not valid.
     fn init(&self, device: &Device, seed: u64) -> Result<Self::Model, ModelError>;
 
-    /// Builds the model on a device with zeros for matrices, where its weights are read later.
+    /// Builds the model on a device with matrices of zeros, for weights that are read later.
     ///
     /// # Errors
     ///
-    /// If such a model cannot exist.
+    /// If the configuration is not valid.
     fn blank(&self, device: &Device) -> Result<Self::Model, ModelError>;
 
-    /// Checks that such a model can exist.
+    /// Checks that the configuration is valid.
     ///
     /// # Errors
     ///
-    /// If a size is at fault.
+    /// If a size is not valid.
     fn validate(&self) -> Result<(), ModelError>;
 
-    /// Returns the table of its parameters.
+    /// Returns the table of the model's parameters.
     fn parameters(&self) -> Vec<ParameterSpec>;
 
-    /// Returns the sizes of a model for sequences of `seq` tokens, and otherwise like this one.
+    /// Returns the same configuration for sequences of `seq` tokens.
     #[must_use]
     fn for_sequences_of(self, seq: usize) -> Self;
 
-    /// Returns the sizes of a model that does the same operations with narrower tensors: as many blocks and heads, and widths and
-    /// a vocabulary that are at least `least`, or what they are, and that leave the remainders of the true ones over `ranks` and
-    /// over two.
+    /// Returns the configuration of a model that does the same operations with narrower tensors.
+    ///
+    /// The numbers of blocks and heads stay. Each width and the vocabulary size become the smallest size of at least
+    /// `least` with the original remainders modulo `ranks` and modulo two, if that is smaller than the original.
     #[must_use]
     fn narrowed(self, ranks: usize, least: usize) -> Self;
 
-    /// Returns the table's name of a tensor that a file names `name`; `None` for one that files may have in addition to the
-    /// parameters, and that the model does not need.
+    /// Returns the table's name of a tensor that is called `name` in a file. Returns `None` for a tensor that files
+    /// may contain in addition to the parameters and that the model does not need.
     fn name_of(&self, name: String) -> Option<String> {
         Some(name)
     }
 
-    /// Returns the name of the head in files, and the table's name of the parameter that it is, of a model whose head is tied.
+    /// Returns the name of the head in files and the table's name of the parameter that it shares, for a model with a
+    /// tied head.
     fn tied_head(&self) -> Option<[&'static str; 2]> {
         None
     }
 }
 
-/// Returns the smallest size that is `least` or more, and leaves the remainders of `size` over `ranks` and two.
+/// Returns the smallest size of at least `least` that leaves the same remainders as `size` modulo `ranks` and modulo
+/// two. Returns `size` if it is below `least`.
 fn narrow(size: usize, ranks: usize, least: usize) -> usize {
     let step = if ranks.is_multiple_of(2) {
         ranks
@@ -76,13 +79,14 @@ fn narrow(size: usize, ranks: usize, least: usize) -> usize {
     }
 }
 
-/// Returns the width of `heads` heads that are narrower than those of `dim`.
+/// Returns the width of `heads` heads that are narrower than the heads of `dim`.
 fn narrow_heads(dim: usize, heads: usize, ranks: usize, least: usize) -> usize {
     let least = least.div_ceil(heads).max(2);
     heads * narrow(dim / heads, ranks, least)
 }
 
-/// Beginnings of the names of what transformers and TRL put on a decoder for other tasks. No part of the decoder depends on them.
+/// Prefixes of the names of heads that transformers and TRL add to a decoder for other tasks. No part of the decoder
+/// depends on them.
 const OTHER_HEADS: [&str; 5] = [
     "score.",
     "classifier.",
@@ -96,7 +100,7 @@ fn is_of_other_head(name: &str) -> bool {
     OTHER_HEADS.iter().any(|start| name.starts_with(start))
 }
 
-/// Returns a name with the part in front of it that files of a model without a head leave out.
+/// Returns the name with the prefix that files of a model without a head leave out.
 fn with_top(name: String, top: &str, starts: &[&str]) -> String {
     if starts.iter().any(|start| name.starts_with(start)) {
         format!("{top}.{name}")
@@ -173,7 +177,7 @@ impl Architecture for Gpt2Config {
         Self::parameters(self)
     }
 
-    /// The first published files have the names of the bare model, and the masks of the attention.
+    /// The first published files use the names of the bare model and contain the attention masks.
     fn name_of(&self, name: String) -> Option<String> {
         let is_mask = [".attn.bias", ".attn.masked_bias"]
             .iter()
@@ -224,8 +228,8 @@ impl Architecture for LlamaConfig {
         Self::parameters(self)
     }
 
-    /// Files of a bare model have shorter names; those of older versions have the speeds of the rotary positions, which follow
-    /// from the sizes.
+    /// Files of a bare model have shorter names. Files of older versions contain the speeds of the rotary positions,
+    /// which follow from the configuration.
     fn name_of(&self, name: String) -> Option<String> {
         let ends = ["inv_freq", "cos_cached", "sin_cached"];
         let is_rotary = name.contains("rotary_emb.") && ends.iter().any(|end| name.ends_with(end));
@@ -242,8 +246,7 @@ impl Architecture for LlamaConfig {
     }
 }
 
-/// The sizes of any model of this crate, as a saved run has them: each kind is known by its sizes'
-/// names.
+/// The configuration of any model of this crate, as saved in checkpoints. The names of the sizes identify the kind.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum ModelConfig {
@@ -255,7 +258,7 @@ pub enum ModelConfig {
     Gpt2(Gpt2Config),
 }
 
-/// Applies an expression to the sizes of whatever kind.
+/// Evaluates an expression with the configuration of any kind.
 macro_rules! of_any {
     ($config:expr, $sizes:ident => $body:expr) => {
         match $config {
@@ -267,7 +270,7 @@ macro_rules! of_any {
 }
 
 impl ModelConfig {
-    /// Returns the usual name of the model's kind.
+    /// Returns the common name of the model's kind.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -295,23 +298,23 @@ impl ModelConfig {
         of_any!(self, sizes => sizes.heads)
     }
 
-    /// Returns the number of different tokens.
+    /// Returns the vocabulary size.
     #[must_use]
     pub fn vocab(&self) -> usize {
         of_any!(self, sizes => sizes.vocab)
     }
 
-    /// Returns the tokens of the longest sequence.
+    /// Returns the maximum sequence length in tokens.
     #[must_use]
     pub fn seq(&self) -> usize {
         of_any!(self, sizes => sizes.seq)
     }
 
-    /// Checks that such a model can exist.
+    /// Checks that the configuration is valid.
     ///
     /// # Errors
     ///
-    /// If a size is at fault.
+    /// If a size is not valid.
     pub fn validate(&self) -> Result<(), ModelError> {
         of_any!(self, sizes => sizes.validate())
     }
@@ -320,17 +323,17 @@ impl ModelConfig {
     ///
     /// # Panics
     ///
-    /// If the number overflows, which [`validate`](Self::validate) finds first.
+    /// If the number overflows, which [`validate`](Self::validate) reports as an error.
     #[must_use]
     pub fn num_params(&self) -> usize {
         of_any!(self, sizes => sizes.num_params())
     }
 
-    /// Returns the table of its parameters.
+    /// Returns the table of the model's parameters.
     ///
     /// # Errors
     ///
-    /// If such a model cannot exist.
+    /// If the configuration is not valid.
     pub fn parameters(&self) -> Result<Vec<ParameterSpec>, ModelError> {
         of_any!(self, sizes => sizes.validate().map(|()| sizes.parameters()))
     }

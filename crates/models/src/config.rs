@@ -1,4 +1,4 @@
-//! The sizes of a GPT.
+//! The configuration of a GPT.
 
 use crate::ModelError;
 use serde::{Deserialize, Serialize};
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 /// Standard deviation of the initial weights, except for those that write to
 /// the residual stream.
 const INIT_STD: f64 = 0.02;
-/// The most layers of a model: each is built, also where a file of a few bytes asks for it.
+/// Maximum number of layers. Every layer is built, even if a file of a few bytes asks for it.
 pub(crate) const MAX_LAYERS: usize = 1 << 16;
 
 /// Sizes of a [`Gpt`](crate::Gpt).
@@ -17,21 +17,20 @@ pub struct GptConfig {
     pub layers: usize,
     /// Width of the residual stream.
     pub dim: usize,
-    /// Attention heads of a block; they divide `dim`.
+    /// Number of attention heads of a block. It divides `dim`.
     pub heads: usize,
-    /// Number of different tokens.
+    /// Vocabulary size.
     pub vocab: usize,
-    /// Longest sequence, in tokens.
+    /// Maximum sequence length in tokens.
     pub seq: usize,
 }
 
 impl GptConfig {
-    /// Checks that such a model can exist.
+    /// Checks that the configuration is valid.
     ///
     /// # Errors
     ///
-    /// If a size is zero, if `heads` does not divide `dim`, or if the number of
-    /// parameters overflows.
+    /// If a size is zero, if `heads` does not divide `dim`, or if the number of parameters overflows.
     pub fn validate(&self) -> Result<(), ModelError> {
         let sizes = [
             ("layers", self.layers),
@@ -58,7 +57,7 @@ impl GptConfig {
     ///
     /// # Panics
     ///
-    /// If the number overflows, which [`validate`](Self::validate) finds first.
+    /// If the number overflows, which [`validate`](Self::validate) reports as an error.
     #[must_use]
     pub fn num_params(&self) -> usize {
         self.checked_num_params()
@@ -72,8 +71,8 @@ impl GptConfig {
 
     /// Returns the standard deviation of weights that write to the residual stream.
     ///
-    /// Smaller, so that the stream's variance does not grow with the depth: each
-    /// of the `layers` blocks adds to it twice.
+    /// It is smaller, which keeps the stream's variance from growing with the depth: each of the `layers` blocks adds
+    /// to it twice.
     pub(crate) fn residual_init_std(&self) -> f64 {
         INIT_STD / (2.0 * self.layers as f64).sqrt()
     }
@@ -82,7 +81,8 @@ impl GptConfig {
         if self.layers > MAX_LAYERS {
             return None;
         }
-        // Weights 12 dim^2 and vectors 13 dim a block, vectors 2 dim at the end.
+        // A block has weights of 12 dim^2 elements and vectors of 13 dim elements. The final norm has vectors of 2
+        // dim elements.
         let dim = self.dim;
         let block = dim
             .checked_mul(dim)?

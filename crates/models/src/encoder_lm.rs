@@ -1,4 +1,4 @@
-//! A language model of Burn's own layers.
+//! A language model made of Burn's own layers.
 
 use std::ops::Range;
 
@@ -14,20 +14,20 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 /// The sizes of an [`EncoderLm`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EncoderLmConfig {
-    /// Layers of the encoder.
+    /// Number of encoder layers.
     pub layers: usize,
-    /// Width of the residual stream; that of the perceptrons is four times as much.
+    /// Width of the residual stream. The MLPs are four times as wide.
     pub dim: usize,
-    /// Attention heads of a layer; they divide the width.
+    /// Number of attention heads of a layer. It divides `dim`.
     pub heads: usize,
-    /// Different tokens.
+    /// Vocabulary size.
     pub vocab: usize,
-    /// Tokens of a sequence.
+    /// Number of tokens of a sequence.
     pub seq: usize,
 }
 
 impl Default for EncoderLmConfig {
-    /// Six layers of width 384 with six heads, vocabulary 4096, 256 tokens.
+    /// Returns six layers of width 384 with six heads, a vocabulary of 4096 tokens and sequences of 256 tokens.
     fn default() -> Self {
         Self {
             layers: 6,
@@ -39,9 +39,9 @@ impl Default for EncoderLmConfig {
     }
 }
 
-/// A causal language model that is put together of Burn's layers as they are ([`TransformerEncoder`], [`Embedding`],
-/// [`Linear`]): none of its operations is written for this project. Norms come first, positions are learned and
-/// averaged with tokens, and nothing is dropped out.
+/// A causal language model made of Burn's unmodified layers ([`TransformerEncoder`], [`Embedding`], [`Linear`]). None
+/// of its operations is written for this project. It is pre-norm, position embeddings are learned and averaged with
+/// token embeddings, and there is no dropout.
 ///
 /// ```
 /// use burn::tensor::Device;
@@ -74,8 +74,8 @@ impl EncoderLmConfig {
         }
     }
 
-    /// Returns some rows of the batch of a step, inputs and targets, both `[rows, seq]`: numbers that look random, and
-    /// are the same wherever they are asked for.
+    /// Returns some rows of a step's batch: inputs and targets, both `[rows, seq]`. The tokens are pseudorandom and
+    /// depend only on the step and the row.
     #[must_use]
     pub fn batch(
         &self,
@@ -98,7 +98,7 @@ impl EncoderLmConfig {
 }
 
 impl EncoderLm {
-    /// Returns the mean cross-entropy of the targets, `[1]`; inputs and targets are `[batch, time]`.
+    /// Returns the mean cross entropy of the targets, `[1]`. Inputs and targets are `[batch, time]`.
     #[must_use]
     pub fn loss(&self, (tokens, targets): (Tensor<2, Int>, Tensor<2, Int>)) -> Tensor<1> {
         let [batch, time] = tokens.dims();

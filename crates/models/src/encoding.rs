@@ -1,17 +1,17 @@
-//! The encoding of a file: its first bytes name it, or it is taken for UTF-8.
+//! The encoding of a file. Its first bytes identify it, and otherwise UTF-8 is assumed.
 
 use crate::remark::Remark;
 
-/// The bytes at the start of a file that tell text from other files.
+/// Number of bytes at the start of a file that distinguish text from other files.
 pub(crate) const HEAD_BYTES: usize = 8 << 10;
 
-/// Bytes of text for each control character that it may have.
+/// Minimum number of bytes of text for each control character.
 const BYTES_PER_CONTROL: usize = 100;
 
-/// Starts of files that are no text and have no other sign of it.
+/// First bytes of files that are not text but contain no other sign of it.
 const NO_TEXT: [&[u8]; 2] = [b"%PDF-", b"\x1f\x8b"];
 
-/// The encodings that a mark at the start of a file names.
+/// The encodings that a byte order mark identifies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Marked {
     Utf8,
@@ -20,9 +20,9 @@ pub(crate) enum Marked {
 }
 
 impl Marked {
-    /// Returns the encoding that the mark at the start of a file names, if there is one.
+    /// Returns the encoding that the byte order mark at the start of a file identifies, if there is one.
     pub(crate) fn of(head: &[u8]) -> Option<Self> {
-        // The mark of 32 bits begins with the one of 16.
+        // The 32-bit mark begins with the 16-bit one.
         let marks: [(&[u8], Self); 5] = [
             (b"\xef\xbb\xbf", Self::Utf8),
             (
@@ -62,7 +62,7 @@ impl Marked {
         }
     }
 
-    /// Returns the most bytes of a file, its mark included, that make `len` bytes of UTF-8.
+    /// Returns the maximum number of bytes of a file, including its mark, that become `len` bytes of UTF-8.
     pub(crate) fn most_bytes(self, len: usize) -> usize {
         let factor = match self {
             Self::Utf8 => 1,
@@ -72,8 +72,8 @@ impl Marked {
         len.saturating_mul(factor).saturating_add(self.mark_bytes())
     }
 
-    /// Returns the text behind the mark in UTF-8; `None` if it is not in the encoding. The end of a file that `is_cut` may be
-    /// half a character.
+    /// Returns the text after the mark as UTF-8, or `None` if it is not valid in the encoding. If the file `is_cut`,
+    /// its end may be half a character.
     fn decode(self, bytes: &[u8], is_cut: bool) -> Option<Vec<u8>> {
         let bytes = &bytes[self.mark_bytes()..];
         let text = match self {
@@ -127,8 +127,8 @@ pub(crate) fn may_be_text(head: &[u8]) -> bool {
     !has_other_start && !head.contains(&0) && !is_full_of_controls(head)
 }
 
-/// Returns the text of a file, as UTF-8 if its encoding is known, with the remark on it. `Err` returns the bytes if they are no
-/// text.
+/// Returns the text of a file, with a remark if there is one. The text becomes UTF-8 if its encoding is known. `Err`
+/// returns the bytes if they are not text.
 pub(crate) fn text_of(bytes: Vec<u8>, is_cut: bool) -> Result<(Vec<u8>, Option<Remark>), Vec<u8>> {
     let head = &bytes[..bytes.len().min(HEAD_BYTES)];
     if !may_be_text(head) {
@@ -154,14 +154,14 @@ pub(crate) fn text_of(bytes: Vec<u8>, is_cut: bool) -> Result<(Vec<u8>, Option<R
 fn is_utf8(text: &[u8], is_cut: bool) -> bool {
     match std::str::from_utf8(text) {
         Ok(_) => true,
-        // Without a length, the end has half a character.
+        // An error without a length means that the text ends within a character.
         Err(error) => is_cut && error.error_len().is_none(),
     }
 }
 
-/// Returns true if there are more control characters than in any text: in compressed data, every tenth byte is one.
+/// Returns true if there are more control characters than in any text. In compressed data, every tenth byte is one.
 fn is_full_of_controls(bytes: &[u8]) -> bool {
-    // Texts have spaces of all kinds, backspaces, colors of terminals, and the end-of-file mark of old systems.
+    // Text contains all kinds of spaces, backspaces, terminal colors, and the end-of-file mark of old systems.
     let is_control = |byte: &&u8| matches!(**byte, 0..=7 | 0x0e..=0x19 | 0x1c..=0x1f);
     bytes.iter().filter(is_control).count() * BYTES_PER_CONTROL > bytes.len()
 }
@@ -196,7 +196,7 @@ mod tests {
         ] {
             let marked = [mark, &bytes].concat();
             assert_eq!(read(&marked), Some((text.to_owned(), Some(remark))));
-            // Half a character is an error, but where reading has cut it.
+            // Half a character is an error unless it is where reading stopped.
             if remark == Remark::Decoded {
                 let cut = &marked[..marked.len() - 3];
                 assert_eq!(read(cut), None);
@@ -217,7 +217,7 @@ mod tests {
             let (text, remark) = text_of(bytes.to_vec(), false).unwrap();
             assert_eq!((&text[..], remark), (bytes, Some(Remark::NotUtf8)));
         }
-        // A character that reading has cut is none.
+        // A character that is cut where reading stopped is not an error.
         let cut = &"né".as_bytes()[..2];
         assert_eq!(text_of(cut.to_vec(), true), Ok((cut.to_vec(), None)));
         assert_eq!(
@@ -232,7 +232,7 @@ mod tests {
         let noise: Vec<u8> = (0..300)
             .map(|_| {
                 random = random.wrapping_mul(6364136223846793005).wrapping_add(1);
-                // No zero, which would give it away.
+                // No zero, because a zero would identify binary data.
                 ((random >> 33) as u8).max(1)
             })
             .collect();
@@ -246,7 +246,7 @@ mod tests {
         ] {
             assert_eq!(read(bytes), None, "{bytes:?}");
         }
-        // Pages, colors of terminals, and one character that is no text.
+        // Page breaks, terminal colors, and one character that does not occur in text.
         let page = format!("{}\x0c\x1b[1mx\x01", "line\n".repeat(100));
         assert_eq!(read(page.as_bytes()), Some((page, None)));
     }

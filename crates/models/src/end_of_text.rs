@@ -1,5 +1,5 @@
-//! What a folder in Hugging Face's form says of a model beside its sizes: how it generates text, at which tokens it ends it, and
-//! dropout.
+//! Settings of a folder in Hugging Face's form in addition to the sizes: how the model generates text, which tokens
+//! end it, and dropout.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::settings::read_json;
 use crate::{ModelConfig, ModelError};
 
-/// Files that may name them, the first that does so counts: as transformers does it.
+/// Files that may name these tokens. The first one that does counts, as in transformers.
 const FILES: [&str; 2] = ["generation_config.json", "config.json"];
 
 #[derive(Deserialize)]
@@ -22,7 +22,7 @@ enum Ids {
     Several(Vec<u32>),
 }
 
-/// Settings of what transformers drops out of the decoders of this crate in training.
+/// Settings of the dropout that transformers applies in training to the decoders of this crate.
 const DROPOUTS: [&str; 4] = [
     "attn_pdrop",
     "resid_pdrop",
@@ -30,8 +30,8 @@ const DROPOUTS: [&str; 4] = [
     "attention_dropout",
 ];
 
-/// Settings by which transformers chooses tokens otherwise than by their logits, the temperature and a seed. One of no effect is
-/// null, false, empty, 0 if it names no token, or 1 for a factor or a number.
+/// Settings that make transformers choose tokens by more than their logits, the temperature and a seed. A setting
+/// without effect is null, false or empty, or it is 0 if it names no token, or 1 if it is a factor or a number.
 const RULES: [&str; 20] = [
     "bad_words_ids",
     "begin_suppress_tokens",
@@ -55,7 +55,7 @@ const RULES: [&str; 20] = [
     "suppress_tokens",
 ];
 
-/// Those of [`RULES`] that have no effect at 1.
+/// The [`RULES`] that have no effect at 1.
 const NEUTRAL_AT_ONE: [&str; 4] = [
     "encoder_repetition_penalty",
     "guidance_scale",
@@ -64,12 +64,12 @@ const NEUTRAL_AT_ONE: [&str; 4] = [
 ];
 
 impl ModelConfig {
-    /// Returns the settings of a folder in Hugging Face's form, by name, by which transformers chooses tokens otherwise than this
-    /// crate does: `repetition_penalty`, say. They are read from `generation_config.json`.
+    /// Returns the names of settings in a folder in Hugging Face's form that make transformers choose tokens in
+    /// another way than this crate, such as `repetition_penalty`. They are read from `generation_config.json`.
     ///
     /// # Errors
     ///
-    /// If the file is there and cannot be read.
+    /// If the file exists and cannot be read.
     pub fn generation_rules(folder: impl AsRef<Path>) -> Result<Vec<&'static str>, ModelError> {
         let path = folder.as_ref().join(FILES[0]);
         if !path.exists() {
@@ -92,8 +92,8 @@ impl ModelConfig {
         Ok(RULES.iter().filter(has_effect).copied().collect())
     }
 
-    /// Returns the settings of dropout above zero of a folder in Hugging Face's form, by name: `attn_pdrop`, say. The models of this
-    /// crate have no dropout.
+    /// Returns the names and values of dropout settings above zero in a folder in Hugging Face's form, such as
+    /// `attn_pdrop`. The models of this crate have no dropout.
     ///
     /// # Errors
     ///
@@ -105,12 +105,12 @@ impl ModelConfig {
         Ok(given.filter(|(_, share)| *share > 0.0).collect())
     }
 
-    /// Returns the ids of the tokens after which a model in a folder in Hugging Face's form has no more to say: `eos_token_id` of
-    /// `generation_config.json`, or of `config.json`; none if neither says so.
+    /// Returns the ids of the tokens that end a text for a model in a folder in Hugging Face's form: `eos_token_id`
+    /// of `generation_config.json`, or of `config.json`. Returns no ids if neither file has the setting.
     ///
     /// # Errors
     ///
-    /// If a file cannot be read, or has something else in their place.
+    /// If a file cannot be read, or the setting has another form.
     pub fn ends_of_text(folder: impl AsRef<Path>) -> Result<Vec<u32>, ModelError> {
         let present = FILES.map(|name| folder.as_ref().join(name));
         for path in present.iter().filter(|path| path.exists()) {

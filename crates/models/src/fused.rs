@@ -1,4 +1,3 @@
-//! The operations with gradients written by hand that the models are made of: those of
-//! [`burn_fsdp_kernels`].
+//! The operations with handwritten gradients that the models use, from [`burn_fsdp_kernels`].
 
 pub use burn_fsdp_kernels::{FusedCost, FusedOperation, recorded};

@@ -27,8 +27,8 @@ pub struct Gpt {
     head: Linear,
 }
 
-/// A transformer block: attention, then a perceptron four times as wide, each
-/// behind a layer norm and added to the residual stream.
+/// A transformer block: attention, then an MLP four times as wide. Each follows a layer norm and is added to the
+/// residual stream.
 #[derive(Module, Debug)]
 pub struct Block {
     ln1: LayerNorm,
@@ -44,8 +44,7 @@ pub struct Block {
 impl GptConfig {
     /// Builds the model on a device.
     ///
-    /// The same seed gives the same weights on every device and however the
-    /// parameters are first used.
+    /// The same seed gives the same weights on every device, in whatever order the parameters are first used.
     ///
     /// # Errors
     ///
@@ -78,7 +77,7 @@ impl GptConfig {
 }
 
 impl Gpt {
-    /// Returns the sizes of this very model.
+    /// Returns the configuration of this model.
     pub(crate) fn config(&self) -> GptConfig {
         let [vocab, dim] = self.wte.weight.shape().dims();
         let [seq, _] = self.wpe.weight.shape().dims();
@@ -95,7 +94,7 @@ impl Gpt {
     ///
     /// # Shapes
     ///
-    /// - tokens: `[batch, time]`, time no longer than the model's `seq`
+    /// - tokens: `[batch, time]`, with `time` at most the model's `seq`
     /// - output: `[batch, time, vocab]`
     ///
     /// # Panics
@@ -124,10 +123,10 @@ impl Gpt {
         self.mean_loss(tokens, targets)
     }
 
-    /// Returns the [`loss`](Self::loss), with each block run by `run`: by [`Block::forward`], and
-    /// with whatever the caller does around it, such as computing it again in the backward pass.
+    /// Returns the [`loss`](Self::loss), with each block run by `run`. `run` calls [`Block::forward`] and may add to
+    /// it, for example to recompute the block in the backward pass.
     ///
-    /// Logits of 16 bits become 32 bits before the logarithm is taken.
+    /// 16-bit logits are widened to 32 bits before the logarithm.
     ///
     /// # Panics
     ///
@@ -193,11 +192,11 @@ impl Block {
         }
     }
 
-    /// Runs one step of the residual stream.
+    /// Runs the block on the residual stream.
     ///
     /// # Shapes
     ///
-    /// - x and output: `[batch * time, dim]`, sequences end to end
+    /// - x and output: `[batch * time, dim]`, one sequence after the other
     #[must_use]
     pub fn forward(&self, x: Tensor<2>, batch: usize) -> Tensor<2> {
         self.run(x, batch, None)

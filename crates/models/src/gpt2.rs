@@ -1,4 +1,4 @@
-//! GPT-2 as it was published.
+//! GPT-2 as published.
 
 use std::ops::Range;
 
@@ -25,21 +25,21 @@ pub struct Gpt2Config {
     pub layers: usize,
     /// Width of the residual stream.
     pub dim: usize,
-    /// Attention heads of a block; they divide `dim`.
+    /// Number of attention heads of a block. It divides `dim`.
     pub heads: usize,
-    /// Width of the perceptron.
+    /// Width of the MLP.
     pub hidden: usize,
-    /// Number of different tokens.
+    /// Vocabulary size.
     pub vocab: usize,
-    /// Longest sequence, in tokens.
+    /// Maximum sequence length in tokens.
     pub seq: usize,
 }
 
-/// GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners"), as Hugging Face's `GPT2LMHeadModel` computes
-/// it without dropout: learned positions, blocks behind layer norms, the activation by `tanh`, and a head that is the table of the
-/// embedding.
+/// GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners"), as Hugging Face's `GPT2LMHeadModel`
+/// computes it without dropout. It has learned positions, pre-LN blocks, the `tanh` approximation of GELU, and a head
+/// that is tied to the embedding.
 ///
-/// [`Gpt`](crate::Gpt) is like it with a head of its own, the exact activation, and the names of the usual PyTorch program.
+/// [`Gpt`](crate::Gpt) is similar, with an untied head, the exact GELU, and the names of the usual PyTorch program.
 ///
 /// Parameters are initialised lazily, so building even a large model costs nothing until they are used.
 #[derive(Module, Debug)]
@@ -52,7 +52,7 @@ pub struct Gpt2 {
     heads: usize,
 }
 
-/// A transformer block: attention, then a perceptron, each behind a layer norm and added to the residual stream.
+/// A transformer block: attention, then an MLP. Each follows a layer norm and is added to the residual stream.
 #[derive(Module, Debug)]
 pub struct Gpt2Block {
     ln_1: LayerNorm,
@@ -60,12 +60,12 @@ pub struct Gpt2Block {
     c_proj: Linear,
     ln_2: LayerNorm,
     c_fc: Linear,
-    /// Back to the residual stream.
+    /// The projection back to the residual stream.
     mlp_proj: Linear,
 }
 
 impl Gpt2Config {
-    /// Checks that such a model can exist.
+    /// Checks that the configuration is valid.
     ///
     /// # Errors
     ///
@@ -90,7 +90,7 @@ impl Gpt2Config {
     ///
     /// # Panics
     ///
-    /// If the number overflows, which [`validate`](Self::validate) finds first.
+    /// If the number overflows, which [`validate`](Self::validate) reports as an error.
     #[must_use]
     pub fn num_params(&self) -> usize {
         self.checked_num_params()
@@ -98,8 +98,8 @@ impl Gpt2Config {
     }
 
     fn checked_num_params(&self) -> Option<usize> {
-        // Four matrices of the attention and two of the perceptron, their biases, and two norms a block; a norm at the
-        // end, and two tables.
+        // Each block has four attention matrices, two MLP matrices, their biases, and two norms. A final norm and two
+        // tables are added.
         let (dim, hidden) = (self.dim, self.hidden);
         let block = dim
             .checked_mul(4)?
@@ -115,7 +115,7 @@ impl Gpt2Config {
 
     /// Builds the model on a device.
     ///
-    /// The same seed gives the same weights on every device and however the parameters are first used.
+    /// The same seed gives the same weights on every device, in whatever order the parameters are first used.
     ///
     /// # Errors
     ///
@@ -144,7 +144,7 @@ impl Gpt2Config {
 }
 
 impl Gpt2 {
-    /// Returns the sizes of this very model.
+    /// Returns the configuration of this model.
     pub(crate) fn config(&self) -> Gpt2Config {
         let [vocab, dim] = self.wte.weight.shape().dims();
         let [seq, _] = self.wpe.weight.shape().dims();
@@ -163,7 +163,7 @@ impl Gpt2 {
     ///
     /// # Shapes
     ///
-    /// - tokens: `[batch, time]`, time no longer than the model's `seq`
+    /// - tokens: `[batch, time]`, with `time` at most the model's `seq`
     /// - output: `[batch, time, vocab]`
     ///
     /// # Panics
@@ -193,7 +193,7 @@ impl Gpt2 {
     }
 }
 
-/// What the blocks of a forward share.
+/// The values that the blocks of a forward share.
 #[derive(Debug, Clone, Copy)]
 pub struct Gpt2Shared {
     batch: usize,
@@ -231,7 +231,8 @@ impl LanguageModel for Gpt2 {
     }
 }
 
-/// Returns the embeddings of tokens `[batch, time]` and of their positions from `start` on, `[batch * time, dim]`.
+/// Returns the embeddings of tokens `[batch, time]` plus the embeddings of their positions from `start`,
+/// `[batch * time, dim]`.
 pub(crate) fn embed_with_positions(
     of_tokens: &Embedding,
     of_positions: &Embedding,
@@ -245,7 +246,8 @@ pub(crate) fn embed_with_positions(
     x.flatten(0, 1)
 }
 
-/// Returns what packed queries see of packed keys and values, `[batch * time, 3 * dim]`, and of those in a cache.
+/// Returns the attention of packed queries to packed keys and values, `[batch * time, 3 * dim]`, and to the keys and
+/// values in a cache.
 pub(crate) fn attend_packed(
     packed: Tensor<2>,
     batch: usize,
@@ -261,7 +263,7 @@ pub(crate) fn attend_packed(
 impl Gpt2Block {
     fn new(config: &Gpt2Config, values: &mut InitialValues<'_>, device: &Device) -> Self {
         let (dim, hidden) = (config.dim, config.hidden);
-        // Each of two writes to the residual stream in each block.
+        // Each block writes to the residual stream twice.
         let residual_std = INIT_STD / (2.0 * config.layers as f64).sqrt();
         let mut linear = |shape: [usize; 2], std| Linear {
             weight: values.normal(shape, std),
@@ -277,7 +279,7 @@ impl Gpt2Block {
         }
     }
 
-    /// Runs one step of the residual stream `[batch * time, dim]`.
+    /// Runs the block on the residual stream `[batch * time, dim]`.
     fn forward(
         &self,
         x: Tensor<2>,

@@ -1,4 +1,4 @@
-//! The `config.json` of a GPT-2 in Hugging Face's form, read and written.
+//! The `config.json` of a GPT-2 in Hugging Face's form: reading and writing.
 
 use std::path::Path;
 
@@ -11,7 +11,8 @@ use crate::{Gpt2Config, ModelError};
 /// Hugging Face's name of the model.
 pub(crate) const MODEL_TYPE: &str = "gpt2";
 
-/// Hugging Face's names of the activation by `tanh`, the first of which is written: they differ in how it is computed, not in what.
+/// Hugging Face's names of the `tanh` approximation of GELU. The first is the one that is written. They differ only
+/// in how they compute it.
 const ACTIVATIONS: [&str; 5] = [
     "gelu_new",
     "gelu_fast",
@@ -21,19 +22,21 @@ const ACTIVATIONS: [&str; 5] = [
 ];
 
 impl Gpt2Config {
-    /// Reads the sizes of a GPT-2 from the `config.json` of a folder in Hugging Face's form. What the file asks for and
-    /// [`Gpt2`](crate::Gpt2) does not compute is refused, by the name of the setting, but for dropout, which is left out. Sizes
-    /// have GPT-2's names or those that transformers has for all models; absent ones have transformers' defaults.
+    /// Reads the configuration of a GPT-2 from the `config.json` of a folder in Hugging Face's form.
+    ///
+    /// Settings that [`Gpt2`](crate::Gpt2) does not support are refused by name. Dropout is an exception: it is
+    /// ignored. Sizes have GPT-2's names or the names that transformers uses for all models. Absent settings have
+    /// transformers' defaults.
     ///
     /// # Errors
     ///
-    /// If the file cannot be read, is of another model, or asks for what this GPT-2 does not compute; if two names of one setting
-    /// contradict each other; and if such a model cannot exist.
+    /// If the file cannot be read, describes another model, or needs an unsupported computation; if two names of one
+    /// setting contradict each other; or if the configuration is not valid.
     pub fn from_hugging_face(folder: impl AsRef<Path>) -> Result<Self, ModelError> {
         read_config(folder.as_ref(), sizes, Self::validate)
     }
 
-    /// Returns the `config.json` of such a model in a folder in Hugging Face's form, with weights of 32 bits.
+    /// Returns the `config.json` of this model for a folder in Hugging Face's form, with 32-bit weights.
     #[must_use]
     pub fn to_hugging_face(&self) -> Value {
         json!({
@@ -53,7 +56,7 @@ impl Gpt2Config {
     }
 }
 
-/// Returns the sizes by the settings. Numbers that are absent are those of transformers' `GPT2Config`.
+/// Returns the sizes from the settings. Absent numbers have the defaults of transformers' `GPT2Config`.
 fn sizes(settings: Settings<'_>) -> Result<Gpt2Config, String> {
     let activation = settings.word(&["activation_function"], ACTIVATIONS[0])?;
     let epsilon = settings.number("layer_norm_epsilon")?.unwrap_or(EPSILON);
@@ -102,7 +105,7 @@ fn sizes(settings: Settings<'_>) -> Result<Gpt2Config, String> {
         layers: settings.size(&["n_layer", "num_hidden_layers"], 12)?,
         dim,
         heads: settings.size(&["n_head", "num_attention_heads"], 12)?,
-        // Too many elements are found when the sizes are checked.
+        // Sizes that are too large are reported by `validate`.
         hidden: hidden.unwrap_or_else(|| dim.saturating_mul(4)),
         vocab: settings.size(&["vocab_size"], 50_257)?,
         seq: settings.size(&["n_positions", "max_position_embeddings"], 1024)?,

@@ -1,4 +1,4 @@
-//! The header of a safetensors file, which may be from anyone.
+//! The header of a safetensors file, which may come from an untrusted source.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,14 +7,14 @@ use std::io::{self, Read};
 use serde::Deserialize;
 use serde::de::{Deserializer, Error, MapAccess, Visitor};
 
-/// Longest header that is read, so that a wrong length cannot ask for more
-/// memory than any real header needs. The limit of the safetensors crate.
+/// Maximum length of a header, the same as in the safetensors crate. It prevents a wrong length from requesting more
+/// memory than any real header needs.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// What a pointer of Git LFS begins with. As a length it would be larger than any file.
+/// First bytes of a Git LFS pointer. As a length, they would be larger than any file.
 const LFS: &[u8; LENGTH_BYTES as usize] = b"version ";
 
-/// Length of the number in front of the header.
+/// Length of the number before the header.
 const LENGTH_BYTES: u64 = 8;
 
 /// The header of a safetensors file, checked against the length of the file.
@@ -23,7 +23,7 @@ const LENGTH_BYTES: u64 = 8;
 /// tensor whose size is wrong.
 #[derive(Debug)]
 pub(crate) struct Header {
-    /// Position of the first byte of the tensors.
+    /// Position of the first byte of the tensors' data.
     pub(crate) data_start: u64,
     pub(crate) tensors: BTreeMap<String, TensorEntry>,
 }
@@ -45,7 +45,7 @@ struct HeaderJson {
     tensors: BTreeMap<String, TensorEntry>,
 }
 
-/// Reads the tensors, none of which may be named twice: which of the entries counts would be anybody's guess.
+/// Reads the tensors. A duplicate name is an error, because it would be unclear which entry counts.
 fn each_once<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<BTreeMap<String, TensorEntry>, D::Error> {
@@ -76,8 +76,7 @@ fn each_once<'de, D: Deserializer<'de>>(
 impl Header {
     /// Reads and checks a header.
     ///
-    /// The outer error is the disk's, the inner one says what is wrong with the
-    /// file.
+    /// The outer error is an I/O error. The inner error describes what is wrong with the file.
     pub(crate) fn read(file: &mut impl Read, file_bytes: u64) -> io::Result<Result<Self, String>> {
         if file_bytes < LENGTH_BYTES {
             return Ok(Err(format!(
@@ -121,7 +120,7 @@ impl Header {
 }
 
 impl TensorEntry {
-    /// Returns the position of its first byte after the header.
+    /// Returns the position of the tensor's first byte after the header.
     pub(crate) fn start(&self) -> u64 {
         self.data_offsets.0
     }
@@ -140,7 +139,7 @@ impl TensorEntry {
                 "has {claimed} bytes, its shape {:?} of type {} needs {needed}",
                 self.shape, self.dtype
             )),
-            // Types that we never load are compared by nobody.
+            // The sizes of types that are never loaded are not compared.
             None if element_bytes(&self.dtype).is_none() => Ok(()),
             None => Err(format!("has a shape {:?} too large to exist", self.shape)),
         }
@@ -155,7 +154,7 @@ impl TensorEntry {
     }
 }
 
-/// Returns the bytes of an element, for the types that have whole bytes.
+/// Returns the number of bytes of an element, for types with whole bytes.
 fn element_bytes(dtype: &str) -> Option<u64> {
     match dtype {
         "BOOL" | "U8" | "I8" => Some(1),
@@ -166,8 +165,7 @@ fn element_bytes(dtype: &str) -> Option<u64> {
     }
 }
 
-/// Tensors must cover the data without overlap, and without bytes that belong to
-/// none of them.
+/// Checks that the tensors cover the data without overlaps and without gaps.
 fn check_tiling(tensors: &BTreeMap<String, TensorEntry>, data_bytes: u64) -> Result<(), String> {
     let mut by_offset: Vec<_> = tensors.iter().collect();
     by_offset.sort_by_key(|(_, entry)| entry.data_offsets);

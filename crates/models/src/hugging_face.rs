@@ -1,4 +1,4 @@
-//! Folders in Hugging Face's form, of any model of this crate that transformers has.
+//! Folders in Hugging Face's form, for every model of this crate that transformers has.
 
 use std::path::Path;
 
@@ -7,14 +7,14 @@ use serde_json::Value;
 use crate::settings::{Settings, read_config};
 use crate::{Gpt2, Gpt2Config, Llama, LlamaConfig, ModelConfig, ModelError, gpt2_json, llama_json};
 
-/// The kinds of models that transformers and this crate have.
+/// The kinds of models that both transformers and this crate have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Llama,
     Gpt2,
 }
 
-/// Beginnings of the names of classes of transformers in `architectures`.
+/// Prefixes of the class names of transformers in `architectures`.
 const CLASSES: [(&str, Kind); 3] = [
     ("LlamaFor", Kind::Llama),
     ("LLaMAFor", Kind::Llama),
@@ -22,7 +22,7 @@ const CLASSES: [(&str, Kind); 3] = [
 ];
 
 impl Kind {
-    /// Returns the kind that the settings name: by `model_type`, or by the class in files that are older than it.
+    /// Returns the kind that the settings name. `model_type` names it, or the class in older files.
     fn of(settings: Settings<'_>) -> Result<Self, String> {
         let (llama, gpt2) = (llama_json::MODEL_TYPE, gpt2_json::MODEL_TYPE);
         let named = settings.word(&["model_type"], "")?;
@@ -51,12 +51,13 @@ impl Kind {
 }
 
 impl ModelConfig {
-    /// Reads the sizes of a model from the `config.json` of a folder in Hugging Face's form, of whichever kind the file names.
+    /// Reads the configuration of a model from the `config.json` of a folder in Hugging Face's form. The file names
+    /// the kind of model.
     ///
     /// # Errors
     ///
-    /// If the file cannot be read or is of a model that this crate does not have, and as [`LlamaConfig::from_hugging_face`] and
-    /// [`Gpt2Config::from_hugging_face`].
+    /// If the file cannot be read or describes a model that this crate does not have, and as
+    /// [`LlamaConfig::from_hugging_face`] and [`Gpt2Config::from_hugging_face`].
     pub fn from_hugging_face(folder: impl AsRef<Path>) -> Result<Self, ModelError> {
         let folder = folder.as_ref();
         Ok(match read_config(folder, Kind::of, |_| Ok(()))? {
@@ -65,8 +66,8 @@ impl ModelConfig {
         })
     }
 
-    /// Returns the `config.json` of such a model in a folder in Hugging Face's form, with weights of 32 bits; `None` for one that
-    /// transformers does not have.
+    /// Returns the `config.json` of this model for a folder in Hugging Face's form, with 32-bit weights. Returns
+    /// `None` if transformers does not have this kind of model.
     #[must_use]
     pub fn to_hugging_face(&self) -> Option<Value> {
         match self {
@@ -78,12 +79,12 @@ impl ModelConfig {
 }
 
 impl Llama {
-    /// Writes `config.json` and `model.safetensors` into a folder, from which transformers' `from_pretrained` and
-    /// [`WeightsFile`](crate::WeightsFile) read the model.
+    /// Writes `config.json` and `model.safetensors` into a folder. Both transformers' `from_pretrained` and
+    /// [`WeightsFile`](crate::WeightsFile) can read the model from it.
     ///
     /// # Errors
     ///
-    /// If a file cannot be written, or if the model's parameters are not those of its table.
+    /// If a file cannot be written, or if the model's parameters do not match its table.
     pub fn save_hugging_face(&self, folder: impl AsRef<Path>) -> Result<(), ModelError> {
         let folder = folder.as_ref();
         write(folder, &self.config().to_hugging_face())?;
@@ -92,12 +93,12 @@ impl Llama {
 }
 
 impl Gpt2 {
-    /// Writes `config.json` and `model.safetensors` into a folder, from which transformers' `from_pretrained` and
-    /// [`WeightsFile`](crate::WeightsFile) read the model.
+    /// Writes `config.json` and `model.safetensors` into a folder. Both transformers' `from_pretrained` and
+    /// [`WeightsFile`](crate::WeightsFile) can read the model from it.
     ///
     /// # Errors
     ///
-    /// If a file cannot be written, or if the model's parameters are not those of its table.
+    /// If a file cannot be written, or if the model's parameters do not match its table.
     pub fn save_hugging_face(&self, folder: impl AsRef<Path>) -> Result<(), ModelError> {
         let folder = folder.as_ref();
         write(folder, &self.config().to_hugging_face())?;

@@ -5,11 +5,10 @@ use burn::tensor::{Device, Distribution, Shape, Tensor, TensorData};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 
-/// The stream of random numbers that initial weights are drawn from, or of zeros where others are read later.
+/// The random numbers for initial weights, or zeros if weights are read later.
 ///
-/// Every parameter has a generator of its own, seeded by the model's seed and the
-/// parameter's number. Its values therefore do not depend on the order in which
-/// parameters are first used, on the device, or on other threads that draw random
+/// Every parameter has its own generator, seeded by the model's seed and the parameter's number. Its values therefore
+/// do not depend on the order in which parameters are first used, on the device, or on other threads that draw random
 /// numbers at the same time.
 #[derive(Debug)]
 pub(crate) struct InitialValues<'a> {
@@ -28,7 +27,7 @@ impl<'a> InitialValues<'a> {
         }
     }
 
-    /// Returns zeros, which take no time.
+    /// Creates a source of zeros, which take no time.
     pub(crate) fn zeros(device: &'a Device) -> Self {
         Self {
             device,

@@ -1,4 +1,4 @@
-//! The weights that a training begins with, written without the model that has them.
+//! Initial weights for training, written without building the whole model.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,15 +12,15 @@ use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
 use crate::saving::{transposed, write};
 use crate::{Architecture, ModelError, ParameterSpec, WeightsFile};
 
-/// Writes the weights that a training begins with as safetensors, by the names and in the layout of the model's
-/// [table](Architecture::parameters): those of the file or folder `from`, and without one those that are drawn for the seed. One
-/// parameter at a time is in memory.
+/// Writes the initial weights for training as safetensors, with the names and layout of the model's
+/// [table](Architecture::parameters).
 ///
-/// The file is written beside its place and renamed into it when complete.
+/// The weights come from the file or folder `from`, or are drawn for the seed if it is `None`. Only one parameter at
+/// a time is in memory. The file is written to a temporary file in the same folder and renamed when complete.
 ///
 /// # Errors
 ///
-/// If `from` is not of the model, or cannot be read; if the file cannot be written.
+/// If `from` does not belong to the model or cannot be read, or if the file cannot be written.
 pub fn write_initial_weights<A: Architecture>(
     config: A,
     seed: u64,
@@ -47,7 +47,7 @@ pub fn write_initial_weights<A: Architecture>(
     write(&shapes, adapter, path)
 }
 
-/// Returns one parameter of a new model: no other is made.
+/// Returns one parameter of a new model. No other parameter is created.
 fn drawn<A: Architecture>(config: A, seed: u64, path: &str) -> Result<TensorData, ModelError> {
     struct One<'a>(&'a str, Vec<String>, Option<TensorData>);
     impl ModuleVisitor for One<'_> {
@@ -72,7 +72,7 @@ fn drawn<A: Architecture>(config: A, seed: u64, path: &str) -> Result<TensorData
     })
 }
 
-/// A mapper to parameters of the same shapes and one element each.
+/// A mapper to parameters with the same shapes and a single stored element.
 struct StandIns;
 
 impl ModuleMapper for StandIns {
@@ -82,11 +82,11 @@ impl ModuleMapper for StandIns {
     }
 }
 
-/// The value of a parameter.
+/// A function that returns the value of a parameter.
 type Value = dyn Fn(&ParameterSpec) -> Result<TensorData, ModelError> + Send + Sync;
 
-/// The adapter that gives parameters their values, when somebody draws them, under their names and in their order of dims in
-/// files.
+/// The adapter that provides parameters under their names and dim order in files. It computes their values when they
+/// are written.
 #[derive(Clone)]
 struct Given {
     /// The parameters by path.

@@ -1,12 +1,12 @@
-//! Keys and values of tokens that a model has seen, so that the next token is computed alone.
+//! Keys and values of the tokens so far, with which only the next token needs to be computed.
 
 use burn::tensor::activation::softmax;
 use burn::tensor::{Bool, Int, Tensor};
 
-/// The keys and values of the tokens that a model has seen, of each block: what
-/// [`LanguageModel::next_logits`](crate::LanguageModel::next_logits) goes on from.
+/// The keys and values of each block for the tokens so far, from which
+/// [`LanguageModel::next_logits`](crate::LanguageModel::next_logits) continues.
 ///
-/// It belongs to one model and one batch of sequences of the same length, and grows with each token by
+/// A cache belongs to one model and one batch of sequences of equal length. Each token adds
 /// `2 * blocks * batch * kv_heads * head_dim` elements.
 #[derive(Debug, Clone, Default)]
 pub struct KeyValueCache {
@@ -15,19 +15,19 @@ pub struct KeyValueCache {
 }
 
 impl KeyValueCache {
-    /// Returns the cache of a model that has seen nothing.
+    /// Creates an empty cache.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Returns the number of tokens of each sequence that the model has seen.
+    /// Returns the number of tokens of each sequence in the cache.
     #[must_use]
     pub fn num_tokens(&self) -> usize {
         self.num_tokens
     }
 
-    /// Returns the bytes of all keys and values.
+    /// Returns the number of bytes of all keys and values.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
         let kept = self.blocks.iter().flat_map(|block| &block.kept);
@@ -42,7 +42,7 @@ impl KeyValueCache {
         &mut self.blocks
     }
 
-    /// Counts tokens whose keys and values are there now.
+    /// Counts tokens whose keys and values have been added.
     pub(crate) fn count(&mut self, num_tokens: usize) {
         self.num_tokens += num_tokens;
     }
@@ -54,8 +54,8 @@ pub struct KeyValues {
     kept: Option<(Tensor<4>, Tensor<4>)>,
 }
 
-/// New queries, keys and values, each `[batch, time, heads, head_dim]`. There may be several query heads for each of the keys
-/// and values, side by side.
+/// New queries, keys and values, each `[batch, time, heads, head_dim]`. Several adjacent query heads may share a key
+/// and value head.
 pub(crate) struct Heads {
     pub(crate) queries: Tensor<4>,
     pub(crate) keys: Tensor<4>,
@@ -63,7 +63,7 @@ pub(crate) struct Heads {
 }
 
 impl Heads {
-    /// Cuts packed queries, keys and values of `[batch * time, 3 * dim]`.
+    /// Splits packed queries, keys and values of `[batch * time, 3 * dim]`.
     pub(crate) fn of_packed(packed: Tensor<2>, batch: usize, heads: usize) -> Self {
         let [rows, width] = packed.dims();
         let part = |index: usize| {
@@ -80,8 +80,8 @@ impl Heads {
 }
 
 impl KeyValues {
-    /// Keeps new keys and values, and returns what the new queries see of them and of those before: `[batch * time, dim]`.
-    /// A query sees the keys up to its own.
+    /// Adds new keys and values, and returns the attention of the new queries to them and to earlier ones,
+    /// `[batch * time, dim]`. A query sees the keys up to its own position.
     pub(crate) fn attend(&mut self, new: Heads) -> Tensor<2> {
         let [batch, time, heads, head_dim] = new.queries.dims();
         let (keys, values) = (new.keys.swap_dims(1, 2), new.values.swap_dims(1, 2));
@@ -95,7 +95,7 @@ impl KeyValues {
         self.kept = Some((keys.clone(), values.clone()));
         let [_, kv_heads, all, _] = keys.dims();
         let group = heads / kv_heads;
-        // Queries of one key head are rows of one matrix, so that no key is repeated.
+        // The queries of one key head are rows of one matrix, so keys are not repeated.
         let queries = new.queries.swap_dims(1, 2);
         let queries = queries.reshape([batch, kv_heads, group * time, head_dim]);
         let scale = 1.0 / (head_dim as f64).sqrt();
@@ -115,7 +115,8 @@ impl KeyValues {
     }
 }
 
-/// Returns which of `all` keys come after the query, of the last `time` queries: `[1, 1, time, all]`.
+/// Returns a mask of the keys that come after the query, for the last `time` queries and `all` keys:
+/// `[1, 1, time, all]`.
 fn hidden(time: usize, all: usize, like: &Tensor<4>) -> Tensor<4, Bool> {
     let device = like.device();
     let keys = Tensor::<1, Int>::arange(0..all as i64, &device).reshape([1, 1, 1, all]);

@@ -1,4 +1,4 @@
-//! What the decoders of this crate have in common: text in, blocks on one residual stream, logits out.
+//! The common interface of this crate's decoders: tokens in, blocks on one residual stream, logits out.
 
 use std::ops::Range;
 
@@ -11,24 +11,25 @@ use crate::key_values::{KeyValueCache, KeyValues};
 
 /// A decoder: an embedding, blocks that each add to one residual stream, and a head.
 ///
-/// Each block is run by itself, so that a caller may do something around it: compute it again in the backward pass, say.
+/// Each block runs separately, so a caller can wrap it, for example to recompute it in the backward pass.
 pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
     /// A block.
     type Block: Module + Sync + 'static;
-    /// What the blocks of one forward share beside the stream. No part of it is trained.
+    /// Values that the blocks of a forward share in addition to the stream. They are not trained.
     type Shared: Clone + Send + Sync + 'static;
 
     /// Returns the blocks, in order.
     fn blocks(&self) -> &[Self::Block];
 
-    /// Returns what the blocks share for `batch` sequences of tokens at these positions.
+    /// Returns the shared values for `batch` sequences of tokens at these positions.
     fn shared(&self, batch: usize, positions: Range<usize>, device: &Device) -> Self::Shared;
 
-    /// Returns the stream before the first block, `[batch * time, dim]`, of tokens `[batch, time]` from position `start` on.
+    /// Returns the stream before the first block, `[batch * time, dim]`, for tokens `[batch, time]` from position
+    /// `start`.
     fn embed(&self, tokens: Tensor<2, Int>, start: usize) -> Tensor<2>;
 
-    /// Returns the stream `[batch * time, dim]` after a block. With a cache it is that of new tokens, which see those that are
-    /// in the cache, too.
+    /// Returns the stream `[batch * time, dim]` after a block. With a cache, `x` is the stream of new tokens, which
+    /// also see the tokens in the cache.
     fn run_block(
         block: &Self::Block,
         x: Tensor<2>,
@@ -39,14 +40,14 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
     /// Returns the logits `[rows, vocab]` of the stream `[rows, dim]` after the last block.
     fn head(&self, x: Tensor<2>) -> Tensor<2>;
 
-    /// Returns the mean cross entropy of the targets, in nats, `[1]`, of tokens and targets `[batch, time]`, with each block run
-    /// by `run`: by [`run_block`](Self::run_block), and with whatever the caller does around it.
+    /// Returns the mean cross entropy of the targets, in nats, `[1]`. Tokens and targets are `[batch, time]`. `run`
+    /// runs each block: it calls [`run_block`](Self::run_block) and may add to it.
     ///
-    /// Logits of 16 bits become 32 bits before the logarithm is taken.
+    /// 16-bit logits are widened to 32 bits before the logarithm.
     ///
     /// # Panics
     ///
-    /// If a token is not below the number of tokens of the model, or the sequences are longer than its positions.
+    /// If a token is not below the vocabulary size, or the sequences are longer than the model's maximum.
     fn loss_by(
         &self,
         tokens: Tensor<2, Int>,
@@ -62,11 +63,12 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
         cross_entropy(logits, targets.reshape([batch * time]))
     }
 
-    /// Returns the logits `[batch * time, vocab]` of the token after each of `[batch, time]`, with each block run by `run`.
+    /// Returns the logits `[batch * time, vocab]` of the token after each position of `[batch, time]`. `run` runs
+    /// each block.
     ///
-    /// Sequences lie end to end in one matrix from the embedding to the head: a linear layer then multiplies with its weight
-    /// as it is. On inputs of three dimensions Burn reshapes the weight first, and autodiff keeps that view, and with it the
-    /// weight, until the backward pass.
+    /// The sequences form one matrix from the embedding to the head, so a linear layer multiplies with its weight as
+    /// it is. For inputs with three dimensions, Burn first reshapes the weight. Autodiff then keeps that view, and
+    /// with it the weight, until the backward pass.
     ///
     /// # Panics
     ///
@@ -85,7 +87,7 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
         self.head(x)
     }
 
-    /// Returns the mean cross entropy of the targets, in nats, `[1]`, of tokens and targets `[batch, time]`.
+    /// Returns the mean cross entropy of the targets, in nats, `[1]`. Tokens and targets are `[batch, time]`.
     ///
     /// # Panics
     ///
@@ -96,15 +98,16 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
         })
     }
 
-    /// Returns the logits `[batch, vocab]` of the token after the last of `[batch, time]`, which follow those that the cache has
-    /// seen, and adds these to the cache. Equal to those of all tokens at once, but for rounding, and computed for the new
-    /// ones alone.
+    /// Returns the logits `[batch, vocab]` of the token after the last of `[batch, time]`. The tokens continue the
+    /// sequences in the cache and are added to it.
     ///
-    /// For models without autodiff: `model.valid()`. Of a model that is divided among ranks, all ranks call it alike.
+    /// The logits equal those of all tokens at once, except for rounding. Only the new tokens are computed. Call it
+    /// on a model without autodiff: `model.valid()`. If the model is sharded among ranks, all ranks must make the
+    /// same call.
     ///
     /// # Panics
     ///
-    /// If there is no token, or the cache is of other sequences; as [`loss_by`](Self::loss_by).
+    /// If there is no token, or the cache belongs to other sequences; as [`loss_by`](Self::loss_by).
     fn next_logits(&self, tokens: Tensor<2, Int>, cache: &mut KeyValueCache) -> Tensor<2> {
         let [batch, time] = tokens.dims();
         let start = cache.num_tokens();

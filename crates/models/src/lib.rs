@@ -1,24 +1,25 @@
 //! GPT and Llama as plain Burn modules, weights on disk, and byte-level text.
 //!
-//! - [`GptConfig`] and [`Gpt`]: a GPT-2 style decoder, with the mathematics and the parameter names
-//!   of the usual PyTorch program.
-//! - [`LlamaConfig`] and [`Llama`]: a decoder with root-mean-square norms, rotary positions, gated
-//!   perceptrons and grouped key and value heads.
-//! - [`Gpt2Config`] and [`Gpt2`]: GPT-2 as it was published, by Hugging Face's names.
-//! - [`EncoderLmConfig`] and [`EncoderLm`]: a language model of Burn's own layers as they are, to measure and to try.
-//! - [`GptConfig::preset`], [`LlamaConfig::preset`]: the sizes that are known by their number of
-//!   parameters.
-//! - [`Architecture::parameters`]: the table of a model's parameters, as the module has them and as
-//!   files for other programs do. [`WeightsFile`], [`Gpt::save`] and [`Llama::save`] read and write
-//!   safetensors by it, whole or some elements at a time; [`write_initial_weights`] writes what training starts from. [`LlamaConfig::from_hugging_face`] and
-//!   [`Gpt2Config::from_hugging_face`] read sizes. Files to load are not trusted.
-//! - [`fused`]: the operations with gradients written by hand, and how graphs hold them.
-//! - [`LanguageModel`] and [`KeyValueCache`]: what all of them have in common, block by block, and generation that computes
-//!   new tokens alone.
-//! - [`ByteText`], [`TokenStream`] and [`Batches`]: text as bytes, cut into batches; [`Tokenizer`]: text in the tokens of a
-//!   `tokenizer.json`.
+//! - [`GptConfig`] and [`Gpt`]: a GPT-2 style decoder, with the mathematics and the parameter names of the usual
+//!   PyTorch program.
+//! - [`LlamaConfig`] and [`Llama`]: a decoder with RMS norms, rotary positions, gated MLPs and grouped key and value
+//!   heads.
+//! - [`Gpt2Config`] and [`Gpt2`]: GPT-2 as published, with Hugging Face's names.
+//! - [`EncoderLmConfig`] and [`EncoderLm`]: a language model of Burn's unmodified layers, for measurements and
+//!   experiments.
+//! - [`GptConfig::preset`], [`LlamaConfig::preset`]: configurations that are known by their number of parameters.
+//! - [`Architecture::parameters`]: the table of a model's parameters, with their names and shapes in the module and
+//!   in files for other programs. [`WeightsFile`], [`Gpt::save`] and [`Llama::save`] use it to read and write
+//!   safetensors, whole or some elements at a time. [`write_initial_weights`] writes the initial weights for
+//!   training. [`LlamaConfig::from_hugging_face`] and [`Gpt2Config::from_hugging_face`] read configurations. Loaded
+//!   files are not trusted.
+//! - [`fused`]: the operations with handwritten gradients, and their form in graphs.
+//! - [`LanguageModel`] and [`KeyValueCache`]: the common interface of all models, block by block, and generation that
+//!   computes only new tokens.
+//! - [`ByteText`], [`TokenStream`] and [`Batches`]: text as bytes, divided into batches; [`Tokenizer`]: text in the
+//!   tokens of a `tokenizer.json`.
 //!
-//! The crate knows nothing of ranks or shards: whoever divides the work gives each worker its rows.
+//! The crate does not know about ranks or shards. A caller that divides the work gives each worker its rows.
 //!
 //! ```
 //! use burn::optim::{AdamWConfig, GradientsParams};

@@ -14,17 +14,16 @@ use crate::llama_config::INIT_STD;
 use crate::rotary::Rotary;
 use crate::{LanguageModel, LlamaConfig, LlamaVariant, ModelError};
 
-/// A Llama style decoder: rotary positions, pre-norm blocks with grouped key and value heads and
-/// gated perceptrons, no bias anywhere, and a head of its own or the table of the embedding.
+/// A Llama style decoder: rotary positions, pre-norm blocks with grouped key and value heads and gated MLPs, no
+/// biases, and a head that is either separate or tied to the embedding.
 ///
-/// Parameters are initialised lazily, so building even a large model costs
-/// nothing until they are used.
+/// Parameters are initialised lazily, so building even a large model costs nothing until they are used.
 #[derive(Module, Debug)]
 pub struct Llama {
     tok_embeddings: Embedding,
     layers: Vec<LlamaBlock>,
     norm: RmsNorm,
-    /// The head, if it is no table of the embedding.
+    /// The head, unless it is tied to the embedding.
     output: Option<Linear>,
     #[module(skip)]
     head_dim: usize,
@@ -36,8 +35,7 @@ pub struct Llama {
     variant: LlamaVariant,
 }
 
-/// A transformer block: attention, then a gated perceptron, each behind a
-/// root-mean-square norm and added to the residual stream.
+/// A transformer block: attention, then a gated MLP. Each follows an RMS norm and is added to the residual stream.
 #[derive(Module, Debug)]
 pub struct LlamaBlock {
     attention_norm: RmsNorm,
@@ -48,7 +46,7 @@ pub struct LlamaBlock {
     ffn_norm: RmsNorm,
     /// The gate.
     w1: Linear,
-    /// Back to the residual stream.
+    /// The projection back to the residual stream.
     w2: Linear,
     /// The projection that the gate multiplies.
     w3: Linear,
@@ -61,8 +59,7 @@ pub struct LlamaBlock {
 impl LlamaConfig {
     /// Builds the model on a device.
     ///
-    /// The same seed gives the same weights on every device and however the
-    /// parameters are first used.
+    /// The same seed gives the same weights on every device, in whatever order the parameters are first used.
     ///
     /// # Errors
     ///
@@ -95,7 +92,7 @@ impl LlamaConfig {
 }
 
 impl Llama {
-    /// Returns the sizes of this very model.
+    /// Returns the configuration of this model.
     pub(crate) fn config(&self) -> LlamaConfig {
         let [vocab, dim] = self.tok_embeddings.weight.shape().dims();
         let heads = dim / self.head_dim;
@@ -147,7 +144,7 @@ impl Llama {
     }
 }
 
-/// What the blocks of a forward share.
+/// The values that the blocks of a forward share.
 #[derive(Debug, Clone)]
 pub struct LlamaShared {
     batch: usize,
@@ -208,7 +205,7 @@ impl LlamaBlock {
         }
     }
 
-    /// Runs one step of the residual stream `[batch * time, dim]`.
+    /// Runs the block on the residual stream `[batch * time, dim]`.
     fn forward(
         &self,
         x: Tensor<2>,
@@ -240,7 +237,7 @@ impl LlamaBlock {
         self.wo.forward(attended)
     }
 
-    /// Attends to whole sequences.
+    /// Computes the attention over whole sequences.
     fn attend_all(&self, new: Heads, batch: usize) -> Tensor<2> {
         let group = self.heads / self.kv_heads;
         let (keys, values) = (repeat(new.keys, group), repeat(new.values, group));
@@ -273,7 +270,7 @@ fn merge(x: Tensor<4>) -> Tensor<2> {
     x.reshape([batch * time, heads * head_dim])
 }
 
-/// Repeats every head as many times as queries share it, side by side.
+/// Repeats every head, side by side, once for each query head that shares it.
 fn repeat(x: Tensor<4>, times: usize) -> Tensor<4> {
     let [batch, time, heads, head_dim] = x.dims();
     if times == 1 {

@@ -1,4 +1,4 @@
-//! The sizes of a Llama.
+//! The configuration of a Llama.
 
 use serde::{Deserialize, Serialize};
 
@@ -16,30 +16,30 @@ pub struct LlamaConfig {
     pub layers: usize,
     /// Width of the residual stream.
     pub dim: usize,
-    /// Query heads of a block; they divide `dim`.
+    /// Number of query heads of a block. It divides `dim`.
     pub heads: usize,
-    /// Key and value heads of a block; they divide `heads`.
+    /// Number of key and value heads of a block. It divides `heads`.
     pub kv_heads: usize,
-    /// Width of the gated perceptron.
+    /// Width of the gated MLP.
     pub hidden: usize,
-    /// Number of different tokens.
+    /// Vocabulary size.
     pub vocab: usize,
-    /// Longest sequence, in tokens.
+    /// Maximum sequence length in tokens.
     pub seq: usize,
-    /// The slowest rotary position turns once in about `2 pi` times as many tokens.
+    /// Base of the rotary positions. The slowest one makes a full turn in about `2 pi` times this many tokens.
     pub rope_base: usize,
-    /// What tells it from others of its size.
+    /// Choices other than sizes.
     #[serde(default)]
     pub variant: LlamaVariant,
 }
 
 impl LlamaConfig {
-    /// Checks that such a model can exist.
+    /// Checks that the configuration is valid.
     ///
     /// # Errors
     ///
-    /// If a size is zero, if `heads` does not divide `dim` into heads of an even number of elements,
-    /// if `kv_heads` does not divide `heads`, if a number of the [variant](LlamaVariant) makes no sense, or if the number of
+    /// If a size is zero, if `heads` does not divide `dim` into heads of an even number of elements, if `kv_heads`
+    /// does not divide `heads`, if a number of the [variant](LlamaVariant) is not meaningful, or if the number of
     /// parameters overflows.
     pub fn validate(&self) -> Result<(), ModelError> {
         let sizes = [
@@ -88,7 +88,7 @@ impl LlamaConfig {
     ///
     /// # Panics
     ///
-    /// If the number overflows, which [`validate`](Self::validate) finds first.
+    /// If the number overflows, which [`validate`](Self::validate) reports as an error.
     #[must_use]
     pub fn num_params(&self) -> usize {
         self.checked_num_params()
@@ -101,15 +101,16 @@ impl LlamaConfig {
         self.dim / self.heads
     }
 
-    /// Returns the number of elements of all key heads, or of all value heads, of a token.
+    /// Returns the number of elements that all key heads, or all value heads, have for a token.
     #[must_use]
     pub fn kv_dim(&self) -> usize {
         self.kv_heads * self.head_dim()
     }
 
     fn checked_num_params(&self) -> Option<usize> {
-        // Queries and output dim^2, keys and values dim * kv_dim, perceptron 3 dim * hidden and two
-        // norms a block; a norm at the end, and two tables, or one that is both.
+        // In each block, queries and output have dim^2 elements each, keys and values dim * kv_dim each, the MLP 3
+        // dim * hidden, and there are two norms. A final norm and two tables are added, or one table if the head is
+        // tied.
         if self.layers > MAX_LAYERS {
             return None;
         }

@@ -1,4 +1,4 @@
-//! The `config.json` of a Llama in Hugging Face's form, read and written.
+//! The `config.json` of a Llama in Hugging Face's form: reading and writing.
 
 use std::path::Path;
 
@@ -10,30 +10,31 @@ use crate::{LlamaConfig, LlamaVariant, ModelError, RopeScaling};
 /// Hugging Face's name of the model.
 pub(crate) const MODEL_TYPE: &str = "llama";
 
-/// Hugging Face's names of the activation, the first of which is written.
+/// Hugging Face's names of the activation. The first is the one that is written.
 const ACTIVATIONS: [&str; 2] = ["silu", "swish"];
 
-/// The setting of the scaling until transformers 4, and from 5 on.
+/// The names of the scaling setting, up to transformers 4 and from version 5.
 const ROPE: [&str; 2] = ["rope_scaling", "rope_parameters"];
 
-/// Names of the kind of the scaling. Transformers writes both where it was read by the older one.
+/// The names of the kind of scaling. Transformers writes both if the file that it read had the older one.
 const ROPE_TYPE: [&str; 2] = ["rope_type", "type"];
 
 impl LlamaConfig {
-    /// Reads the sizes of a Llama from the `config.json` of a folder in Hugging Face's form. What the file asks for
-    /// and [`Llama`](crate::Llama) does not compute is refused, by the name of the setting. Settings have the names of
-    /// transformers 4 or 5, or both; absent ones have transformers' defaults.
+    /// Reads the configuration of a Llama from the `config.json` of a folder in Hugging Face's form.
+    ///
+    /// Settings that [`Llama`](crate::Llama) does not support are refused by name. Settings have the names of
+    /// transformers 4 or 5, or both. Absent settings have transformers' defaults.
     ///
     /// # Errors
     ///
-    /// If the file cannot be read, is of another model, or asks for what this Llama does not compute: biases, another
-    /// activation, rotary positions scaled in another way than by `linear` or `llama3`; if two names of one setting contradict
-    /// each other; and if such a model cannot exist.
+    /// If the file cannot be read, describes another model, or needs an unsupported computation: biases, another
+    /// activation, or a scaling of rotary positions other than `linear` and `llama3`. If two names of one setting
+    /// contradict each other. If the configuration is not valid.
     pub fn from_hugging_face(folder: impl AsRef<Path>) -> Result<Self, ModelError> {
         read_config(folder.as_ref(), sizes, Self::validate)
     }
 
-    /// Returns the `config.json` of such a model in a folder in Hugging Face's form, with weights of 32 bits.
+    /// Returns the `config.json` of this model for a folder in Hugging Face's form, with 32-bit weights.
     #[must_use]
     pub fn to_hugging_face(&self) -> Value {
         let scaling = match self.variant.rope_scaling {
@@ -75,7 +76,7 @@ impl LlamaConfig {
     }
 }
 
-/// Returns the sizes by the settings. Numbers that are absent are those of transformers' `LlamaConfig`.
+/// Returns the sizes from the settings. Absent numbers have the defaults of transformers' `LlamaConfig`.
 fn sizes(settings: Settings<'_>) -> Result<LlamaConfig, String> {
     let (dim, heads) = (
         settings.size(&["hidden_size"], 4096)?,
@@ -136,7 +137,7 @@ fn sizes(settings: Settings<'_>) -> Result<LlamaConfig, String> {
     })
 }
 
-/// The rotary positions.
+/// The settings of the rotary positions.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Rope {
     theta: f64,
@@ -144,7 +145,7 @@ struct Rope {
 }
 
 impl Rope {
-    /// Returns those of a model of this longest sequence.
+    /// Reads the settings of a model with this maximum sequence length.
     fn of(settings: Settings<'_>, longest: usize) -> Result<Self, String> {
         let [older, newer] = ROPE;
         let read = |name| -> Result<Option<Self>, String> {
@@ -169,7 +170,7 @@ impl Rope {
         }
     }
 
-    /// Returns those of an object of their own, which has what is not in it beside it.
+    /// Reads the settings from a nested object. Some settings that it lacks are taken from the outer object.
     fn of_nested(
         settings: Settings<'_>,
         nested: Settings<'_>,
@@ -216,10 +217,10 @@ impl Rope {
     }
 }
 
-/// Transformers' base of the rotary positions where a file says nothing.
+/// Transformers' default base of the rotary positions.
 const THETA: f64 = 10_000.0;
 
-/// Returns the settings to ask for a name: the nested ones if they have it, or those around them.
+/// Returns the settings that have a name: the nested ones if they have it, or otherwise the outer ones.
 fn inner_or_outer<'a>(
     settings: Settings<'a>,
     nested: Settings<'a>,
@@ -235,7 +236,7 @@ fn inner_or_outer<'a>(
     }
 }
 
-/// Checks that all elements of a head are turned.
+/// Checks that all elements of a head are rotated.
 fn check_factor(settings: Settings<'_>) -> Result<(), String> {
     let name = "partial_rotary_factor";
     let is_partial = settings.given(name).is_some() && settings.number(name)? != Some(1.0);

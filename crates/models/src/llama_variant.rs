@@ -1,23 +1,23 @@
-//! What tells Llamas of one size apart.
+//! The choices that distinguish Llamas of the same size.
 
 use std::f64::consts::TAU;
 
 use serde::{Deserialize, Serialize};
 
-/// The choices of a [`Llama`](crate::Llama) that are no sizes.
+/// The choices of a [`Llama`](crate::Llama) other than sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LlamaVariant {
-    /// True if the head is the table of the embedding, which is one parameter then.
+    /// True if the head is tied to the embedding. Both are then one parameter.
     pub has_tied_head: bool,
-    /// The number that the norms add to the mean square, so that rows of zeros do not divide by zero.
+    /// The number that the norms add to the mean square, which prevents a division by zero for rows of zeros.
     pub norm_epsilon: f64,
-    /// The stretching of rotary positions for sequences longer than those of the first training.
+    /// The scaling of rotary positions for sequences longer than in the first training.
     pub rope_scaling: RopeScaling,
 }
 
 impl LlamaVariant {
-    /// The choices of Llama 2 and 3: a head of its own, an epsilon of 1e-5, positions as they are.
+    /// The choices of Llama 2 and 3: an untied head, an epsilon of 1e-5, and unscaled positions.
     pub const PLAIN: Self = Self {
         has_tied_head: false,
         norm_epsilon: 1e-5,
@@ -31,26 +31,26 @@ impl Default for LlamaVariant {
     }
 }
 
-/// The stretching of rotary positions, by Hugging Face's names.
+/// The scaling of rotary positions, with Hugging Face's names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RopeScaling {
-    /// Positions as they are.
+    /// Unscaled positions.
     #[default]
     None,
-    /// All positions are closer by a factor.
+    /// All positions divided by a factor.
     Linear {
         /// The factor.
         factor: f64,
     },
-    /// Slow turns are slower by a factor, fast ones stay: Llama 3.1 and later (transformers'
+    /// Slow rotations slowed down by a factor, and fast rotations unchanged: Llama 3.1 and later (transformers'
     /// `_compute_llama3_parameters`).
     Llama3 {
-        /// The factor of the slow turns.
+        /// The factor for slow rotations.
         factor: f64,
-        /// A turn of more tokens than the first context over this is slow.
+        /// A rotation is slow if a turn takes more tokens than the first context divided by this.
         low_freq_factor: f64,
-        /// A turn of fewer tokens than the first context over this is fast.
+        /// A rotation is fast if a turn takes fewer tokens than the first context divided by this.
         high_freq_factor: f64,
         /// The context of the first training, in tokens.
         original_max_position_embeddings: usize,
@@ -58,7 +58,7 @@ pub enum RopeScaling {
 }
 
 impl RopeScaling {
-    /// Returns the speed of a plane, in radians a token, that turns by `speed` as it is.
+    /// Returns the scaled speed, in radians per token, of a plane whose unscaled speed is `speed`.
     pub(crate) fn scaled(self, speed: f64) -> f64 {
         match self {
             Self::None => speed,
@@ -82,7 +82,7 @@ impl RopeScaling {
         }
     }
 
-    /// Returns true if every number of it makes sense.
+    /// Returns true if all numbers are meaningful.
     pub(crate) fn is_valid(self) -> bool {
         let is_positive = |value: f64| value.is_finite() && value > 0.0;
         match self {

@@ -1,12 +1,12 @@
-//! Sizes that are known by their number of parameters.
+//! Configurations that are known by their number of parameters.
 
 use crate::{GptConfig, LlamaConfig, LlamaVariant};
 
 impl GptConfig {
-    /// The names that [`preset`](Self::preset) knows.
+    /// The names that [`preset`](Self::preset) accepts.
     pub const PRESETS: [&'static str; 5] = ["7b", "13b", "70b", "175b", "1t"];
 
-    /// Returns the configuration of that name.
+    /// Returns the configuration with this name.
     #[must_use]
     pub fn preset(name: &str) -> Option<Self> {
         match name {
@@ -19,32 +19,33 @@ impl GptConfig {
         }
     }
 
-    /// Returns the sizes of 6.9 billion parameters: GPT-3 6.7B (arXiv 2005.14165, table 2.1), with an untied head.
+    /// Returns the configuration with 6.9 billion parameters: GPT-3 6.7B (arXiv 2005.14165, table 2.1), with an
+    /// untied head.
     #[must_use]
     pub fn gpt_7b() -> Self {
         gpt(32, 4096, 32)
     }
 
-    /// Returns the sizes of 13.1 billion parameters: GPT-3 13B, its width of 5140 rounded to whole heads.
+    /// Returns the configuration with 13.1 billion parameters: GPT-3 13B, its width of 5140 rounded to whole heads.
     #[must_use]
     pub fn gpt_13b() -> Self {
         gpt(40, 5120, 40)
     }
 
-    /// Returns the sizes of 65.3 billion parameters: those of Chinchilla 70B (arXiv 2203.15556, table 4), which
-    /// counts more for its positions.
+    /// Returns the configuration with 65.3 billion parameters: Chinchilla 70B (arXiv 2203.15556, table 4), which has
+    /// more parameters for its positions.
     #[must_use]
     pub fn gpt_70b() -> Self {
         gpt(80, 8192, 64)
     }
 
-    /// Returns the sizes of 175.2 billion parameters: GPT-3 175B, with an untied head.
+    /// Returns the configuration with 175.2 billion parameters: GPT-3 175B, with an untied head.
     #[must_use]
     pub fn gpt_175b() -> Self {
         gpt(96, 12288, 96)
     }
 
-    /// Returns the sizes of 1.01 trillion parameters: the largest model of arXiv 2104.04473, table 1.
+    /// Returns the configuration with 1.01 trillion parameters: the largest model of arXiv 2104.04473, table 1.
     #[must_use]
     pub fn gpt_1t() -> Self {
         gpt(128, 25600, 160)
@@ -62,10 +63,10 @@ fn gpt(layers: usize, dim: usize, heads: usize) -> GptConfig {
 }
 
 impl LlamaConfig {
-    /// The names that [`preset`](Self::preset) knows.
+    /// The names that [`preset`](Self::preset) accepts.
     pub const PRESETS: [&'static str; 7] = ["7b", "8b", "13b", "34b", "70b", "175b", "1t"];
 
-    /// Returns the configuration of that name.
+    /// Returns the configuration with this name.
     #[must_use]
     pub fn preset(name: &str) -> Option<Self> {
         match name {
@@ -80,13 +81,13 @@ impl LlamaConfig {
         }
     }
 
-    /// Returns the sizes of 6.7 billion parameters: Llama 2 7B (arXiv 2307.09288).
+    /// Returns the configuration with 6.7 billion parameters: Llama 2 7B (arXiv 2307.09288).
     #[must_use]
     pub fn llama_7b() -> Self {
         llama(32, 4096, [32, 32], 11_008)
     }
 
-    /// Returns the sizes of 8.0 billion parameters: Llama 3 8B (arXiv 2407.21783).
+    /// Returns the configuration with 8.0 billion parameters: Llama 3 8B (arXiv 2407.21783).
     #[must_use]
     pub fn llama_8b() -> Self {
         Self {
@@ -97,33 +98,34 @@ impl LlamaConfig {
         }
     }
 
-    /// Returns the sizes of 13.0 billion parameters: Llama 2 13B.
+    /// Returns the configuration with 13.0 billion parameters: Llama 2 13B.
     #[must_use]
     pub fn llama_13b() -> Self {
         llama(40, 5120, [40, 40], 13_824)
     }
 
-    /// Returns the sizes of 33.7 billion parameters: Llama 2 34B, those of Code Llama 34B (arXiv 2308.12950).
+    /// Returns the configuration with 33.7 billion parameters: Llama 2 34B, with the sizes of Code Llama 34B (arXiv
+    /// 2308.12950).
     #[must_use]
     pub fn llama_34b() -> Self {
         llama(48, 8192, [64, 8], 22_016)
     }
 
-    /// Returns the sizes of 69.0 billion parameters: Llama 2 70B.
+    /// Returns the configuration with 69.0 billion parameters: Llama 2 70B.
     #[must_use]
     pub fn llama_70b() -> Self {
         llama(80, 8192, [64, 8], 28_672)
     }
 
-    /// Returns the sizes of 177.2 billion parameters: as deep and wide as GPT-3 175B, with the blocks of Llama
-    /// 2 70B. No Llama of this size is published.
+    /// Returns the configuration with 177.2 billion parameters: as deep and wide as GPT-3 175B, with the blocks of
+    /// Llama 2 70B. No Llama of this size has been published.
     #[must_use]
     pub fn llama_175b() -> Self {
         llama(96, 12288, [96, 8], 40_960)
     }
 
-    /// Returns the sizes of 1.00 trillion parameters: as deep and wide as the GPT of that size, with the blocks
-    /// of Llama 2 70B. No Llama of this size is published.
+    /// Returns the configuration with 1.00 trillion parameters: as deep and wide as the GPT of this size, with the
+    /// blocks of Llama 2 70B. No Llama of this size has been published.
     #[must_use]
     pub fn llama_1t() -> Self {
         llama(128, 25600, [160, 8], 83_968)

@@ -1,45 +1,45 @@
-//! The remarks of a reader of text: the reasons for which files are left out or changed.
+//! Remarks on the files of a text: the reasons why they are left out or changed.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// Why a file or folder is no part of a text, or is not read as it lies there.
+/// The reason why a file or folder is not part of a text, or why its text differs from its bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Remark {
-    /// Left out: its name begins with a dot, or it is the store of a version control.
+    /// Left out: its name begins with a dot, or it is the store of a version control system.
     Hidden,
-    /// Left out: it is of those that the caller has named.
+    /// Left out: the caller excluded it.
     Excluded,
-    /// Left out: its bytes are no text, but an image, an archive, or weights, say.
+    /// Left out: its bytes are not text, but for example an image, an archive, or weights.
     Binary,
-    /// Left out: a link leads to it, or back to where it lies, and it is read once.
+    /// Left out: it was already read through a link, or a link leads back to a folder that contains it.
     Again,
-    /// Left out: a link that leads nowhere.
+    /// Left out: a broken link.
     BrokenLink,
     /// Left out: it cannot be read.
     Unreadable,
     /// Left out: it is neither a file nor a folder.
     Special,
-    /// Read without the mark at its start that names UTF-8.
+    /// Read without the byte order mark of UTF-8 at its start.
     Marked,
-    /// Read as UTF-8, though it is of UTF-16 or UTF-32, by the mark at its start.
+    /// Decoded from UTF-16 or UTF-32, which the mark at its start identifies.
     Decoded,
-    /// Read byte by byte: it is text, and not of UTF-8.
+    /// Read byte by byte: it is text, but not UTF-8.
     NotUtf8,
-    /// Read byte by byte, though it is no text: it was named itself.
+    /// Read byte by byte although it is not text, because the caller named the file itself.
     NamedBinary,
 }
 
 impl Remark {
-    /// Returns true if what it is said of is no part of the text.
+    /// Returns true if the file or folder is not part of the text.
     #[must_use]
     pub fn is_left_out(self) -> bool {
         self <= Self::Special
     }
 
-    /// Returns a few words for a report, which follow a number.
+    /// Returns a few words that follow a number in a report.
     #[must_use]
     pub fn word(self) -> &'static str {
         match self {
@@ -57,7 +57,7 @@ impl Remark {
     }
 }
 
-/// The remarks on a text: how often each holds, and what it holds of first.
+/// The remarks on a text: how often each occurred, and the path where it first did.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Remarks(BTreeMap<Remark, (usize, PathBuf)>);
 
@@ -67,20 +67,21 @@ impl Remarks {
         *count += 1;
     }
 
-    /// Returns each remark, how many files or folders it holds of, and the first of these.
+    /// Returns each remark with its number of files or folders and the first path.
     pub fn iter(&self) -> impl Iterator<Item = (Remark, usize, &Path)> {
         let each = self.0.iter();
         each.map(|(remark, (count, first))| (*remark, *count, first.as_path()))
     }
 
-    /// Returns how many files or folders a remark holds of.
+    /// Returns the number of files or folders with a remark.
     #[must_use]
     pub fn count(&self, remark: Remark) -> usize {
         self.0.get(&remark).map_or(0, |(count, _)| *count)
     }
 }
 
-/// Prints what is left out as `; left out: 2 hidden, 1 binary`, and nothing if nothing is.
+/// Prints the files and folders that were left out, as `; left out: 2 hidden, 1 binary`, or nothing if there are
+/// none.
 impl fmt::Display for Remarks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let left_out = self.iter().filter(|(remark, ..)| remark.is_left_out());

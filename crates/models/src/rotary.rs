@@ -1,4 +1,4 @@
-//! Positions as rotations.
+//! Rotary positions.
 
 use std::ops::Range;
 
@@ -6,8 +6,8 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 
 use crate::RopeScaling;
 
-/// Rotary positions: the two halves of a head are the coordinates of points in planes, and a token's
-/// position turns each plane by an angle of its own.
+/// Rotary positions. The two halves of a head are the coordinates of points in planes, and a token's position rotates
+/// each plane by a different angle.
 #[derive(Debug, Clone)]
 pub(crate) struct Rotary {
     /// `[1, time, 1, head_dim / 2]`.
@@ -17,7 +17,8 @@ pub(crate) struct Rotary {
 }
 
 impl Rotary {
-    /// Makes the turns of these positions. Plane `i` of `n` turns by `base^(-i / n)` per token, before scaling.
+    /// Computes the rotations of these positions. Plane `i` of `n` rotates by `base^(-i / n)` per token, before
+    /// scaling.
     pub(crate) fn new(
         positions: Range<usize>,
         head_dim: usize,
@@ -48,7 +49,7 @@ impl Rotary {
         }
     }
 
-    /// Turns heads.
+    /// Rotates heads.
     ///
     /// # Shapes
     ///
@@ -60,7 +61,7 @@ impl Rotary {
             x.clone().narrow(3, 0, planes),
             x.clone().narrow(3, planes, planes),
         );
-        // The turns have 32 bits, as in transformers; what is turned may have fewer.
+        // The rotations have 32 bits, as in transformers. The rotated tensor may have fewer.
         let (cos, sin) = (self.cos.clone(), self.sin.clone());
         let (cos, sin) = match x.dtype() == cos.dtype() {
             true => (cos, sin),

@@ -18,46 +18,45 @@ use crate::table::HasTable;
 use crate::{Gpt, Gpt2, Llama, ModelError, ParameterSpec};
 
 impl Gpt {
-    /// Writes the weights as safetensors, by the names and in the layout of the model's
-    /// [table](crate::GptConfig::parameters), which are those of the PyTorch program.
+    /// Writes the weights as safetensors, with the names and layout of the model's
+    /// [table](crate::GptConfig::parameters), which match the PyTorch program.
     ///
-    /// The file is written beside its place and renamed into it when complete. It has the permissions of the file that it
-    /// replaces, or of any new file.
+    /// The file is written to a temporary file in the same folder and renamed when complete. It gets the permissions
+    /// of the file that it replaces, or the default permissions of new files.
     ///
     /// # Errors
     ///
-    /// If the file cannot be written, or if the model's parameters are not those of its table.
+    /// If the file cannot be written, or if the model's parameters do not match its table.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<(), ModelError> {
         save(self, path.as_ref())
     }
 }
 
 impl Llama {
-    /// Writes the weights as safetensors, by the names and in the layout of the model's
-    /// [table](crate::LlamaConfig::parameters), which are those of Hugging Face's
-    /// `LlamaForCausalLM`.
+    /// Writes the weights as safetensors, with the names and layout of the model's
+    /// [table](crate::LlamaConfig::parameters), which match Hugging Face's `LlamaForCausalLM`.
     ///
-    /// The file is written beside its place and renamed into it when complete. It has the permissions of the file that it
-    /// replaces, or of any new file.
+    /// The file is written to a temporary file in the same folder and renamed when complete. It gets the permissions
+    /// of the file that it replaces, or the default permissions of new files.
     ///
     /// # Errors
     ///
-    /// If the file cannot be written, or if the model's parameters are not those of its table.
+    /// If the file cannot be written, or if the model's parameters do not match its table.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<(), ModelError> {
         save(self, path.as_ref())
     }
 }
 
 impl Gpt2 {
-    /// Writes the weights as safetensors, by the names and in the layout of the model's
-    /// [table](crate::Gpt2Config::parameters), which are those of Hugging Face's `GPT2LMHeadModel`.
+    /// Writes the weights as safetensors, with the names and layout of the model's
+    /// [table](crate::Gpt2Config::parameters), which match Hugging Face's `GPT2LMHeadModel`.
     ///
-    /// The file is written beside its place and renamed into it when complete. It has the permissions of the file that it
-    /// replaces, or of any new file.
+    /// The file is written to a temporary file in the same folder and renamed when complete. It gets the permissions
+    /// of the file that it replaces, or the default permissions of new files.
     ///
     /// # Errors
     ///
-    /// If the file cannot be written, or if the model's parameters are not those of its table.
+    /// If the file cannot be written, or if the model's parameters do not match its table.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<(), ModelError> {
         save(self, path.as_ref())
     }
@@ -69,8 +68,8 @@ fn save<M: ModuleSnapshot + HasTable>(model: &M, path: &Path) -> Result<(), Mode
     write(model, ToFile::new(table), path)
 }
 
-/// Writes what an adapter makes of a module's parameters. The file is beside its place until it is complete, and has the permissions of
-/// the file that it replaces, or of any new file.
+/// Writes a module's parameters through an adapter. They are in a temporary file in the same folder until the file is
+/// complete. The file gets the permissions of the file that it replaces, or the default permissions of new files.
 pub(crate) fn write<M: ModuleSnapshot>(
     model: &M,
     adapter: impl ModuleAdapter + 'static,
@@ -78,7 +77,7 @@ pub(crate) fn write<M: ModuleSnapshot>(
 ) -> Result<(), ModelError> {
     let mut store = SafetensorsStore::from_file(path)
         .with_to_adapter(adapter)
-        // What readers of Hugging Face's models ask for.
+        // Readers of Hugging Face's models require this entry.
         .metadata("format", "pt")
         .skip_enum_variants(false)
         .overwrite(true);
@@ -89,7 +88,7 @@ pub(crate) fn write<M: ModuleSnapshot>(
     give(path, permissions).map_err(|source| file_error(path, source))
 }
 
-/// Returns the error of a store that could not write, with the system's own one where there is one.
+/// Returns the error of a store that could not write, with the system's own error if there is one.
 fn saving_error(path: &Path, error: &SafetensorsStoreError) -> ModelError {
     let of_system = match error {
         SafetensorsStoreError::Safetensors(error) => {
@@ -107,7 +106,7 @@ fn saving_error(path: &Path, error: &SafetensorsStoreError) -> ModelError {
     }
 }
 
-/// Returns the permissions that a file at `path` is to have: those of the file that is replaced, or those of any new file.
+/// Returns the permissions for a file at `path`: those of the file that is replaced, or the default for new files.
 fn permissions(path: &Path) -> io::Result<Permissions> {
     match path.metadata() {
         Ok(replaced) => Ok(replaced.permissions()),
@@ -117,7 +116,7 @@ fn permissions(path: &Path) -> io::Result<Permissions> {
             builder.prefix(".").suffix(".part");
             #[cfg(unix)]
             {
-                // The process's mask takes away what it takes from any file.
+                // The process's umask applies as for any file.
                 use std::os::unix::fs::PermissionsExt;
                 builder.permissions(Permissions::from_mode(0o666));
             }
@@ -128,7 +127,7 @@ fn permissions(path: &Path) -> io::Result<Permissions> {
     }
 }
 
-/// Gives a file its permissions: safetensors are written for their owner only.
+/// Sets the permissions of a file, because safetensors files are created readable for their owner only.
 fn give(path: &Path, permissions: Permissions) -> io::Result<()> {
     if path.metadata()?.permissions() == permissions {
         return Ok(());
@@ -143,7 +142,7 @@ fn file_error(path: &Path, source: io::Error) -> ModelError {
     }
 }
 
-/// Checks that the module has the parameters of its table, whole, and no others.
+/// Checks that the module has exactly the parameters of its table, each of them whole.
 fn check_module<M: ModuleSnapshot>(
     model: &M,
     table: &[ParameterSpec],
@@ -153,7 +152,7 @@ fn check_module<M: ModuleSnapshot>(
         .iter()
         .map(|spec| (spec.path.as_str(), spec.module_shape()))
         .collect();
-    // Nothing is read: tensors are collected as promises of their bytes.
+    // Nothing is read: the collected tensors provide their bytes later.
     for tensor in model.collect(None, None, false) {
         let found = tensor.shape.to_vec();
         if expected.remove(tensor.name.as_str()).as_ref() != Some(&found) {
@@ -174,7 +173,7 @@ fn check_module<M: ModuleSnapshot>(
     }
 }
 
-/// The adapter that gives tensors of a module their name and order of dims in files.
+/// The adapter that gives a module's tensors their names and dim order in files.
 #[derive(Debug, Clone)]
 struct ToFile {
     /// The parameters by path.
@@ -203,8 +202,8 @@ impl ModuleAdapter for ToFile {
     }
 }
 
-/// Returns the tensor under another name and, if asked for, with its two dims exchanged. Bytes are
-/// read and moved only when somebody draws them.
+/// Returns the tensor under another name and, with `transpose`, with its two dims exchanged. Bytes are read and moved
+/// only when they are used.
 fn adapted(mut tensor: PackedTensor, name: String, transpose: bool) -> PackedTensor {
     if !transpose {
         tensor.name = name;

@@ -1,7 +1,7 @@
 //! The settings of a `config.json`, by name, as transformers reads them.
 //!
-//! A setting that is absent has transformers' default. One that is null, or of another type than transformers takes, is refused by
-//! its name: guessing what it means would change the mathematics in silence.
+//! An absent setting has transformers' default. A setting that is null, or has a type that transformers does not
+//! accept, is refused by name. A guess at its meaning could silently change the mathematics.
 
 use std::path::Path;
 
@@ -9,16 +9,16 @@ use serde_json::{Map, Value};
 
 use crate::ModelError;
 
-/// Largest file that is read.
+/// Maximum size of a file.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// The settings of one object of JSON.
+/// The settings of one JSON object.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Settings<'a> {
     map: &'a Map<String, Value>,
 }
 
-/// A setting that is there: its name in the file, and its value.
+/// A setting that exists: its name in the file, and its value.
 type Setting<'a> = (&'a str, &'a Value);
 
 impl<'a> Settings<'a> {
@@ -26,7 +26,7 @@ impl<'a> Settings<'a> {
         Self { map }
     }
 
-    /// Returns a setting that is there, which may be null.
+    /// Returns a setting if it exists. It may be null.
     fn get(&self, name: &'a str) -> Option<&'a Value> {
         self.map.get(name)
     }
@@ -36,16 +36,16 @@ impl<'a> Settings<'a> {
         self.get(name).filter(|value| !value.is_null())
     }
 
-    /// Returns true if a setting has settings of its own.
+    /// Returns true if a setting is itself an object.
     pub(crate) fn has_objects(&self) -> bool {
         self.map.values().any(Value::is_object)
     }
 
-    /// Returns the one value of a setting of several names.
+    /// Returns the value of a setting that has several names.
     ///
     /// # Errors
     ///
-    /// If two of them have other values: versions of transformers differ in which of them counts.
+    /// If two of them have different values: versions of transformers differ in which one counts.
     fn one_of(&self, names: &[&'a str]) -> Result<Option<Setting<'a>>, String> {
         let there = names
             .iter()
@@ -63,7 +63,7 @@ impl<'a> Settings<'a> {
         Ok(first)
     }
 
-    /// Returns a whole number that must be there unless there is a default; the setting may have several names.
+    /// Returns a whole number, or the default. The setting may have several names.
     pub(crate) fn size(&self, names: &[&'a str], default: usize) -> Result<usize, String> {
         match self.one_of(names)? {
             None => Ok(default),
@@ -77,13 +77,13 @@ impl<'a> Settings<'a> {
         given.map(|value| size((name, value))).transpose()
     }
 
-    /// Returns a number.
+    /// Returns a number, or `None` if it is absent.
     pub(crate) fn number(&self, name: &'a str) -> Result<Option<f64>, String> {
         let value = self.get(name);
         value.map(|value| number((name, value))).transpose()
     }
 
-    /// Returns a choice between true and false.
+    /// Returns a boolean, or the default.
     pub(crate) fn flag(&self, name: &'a str, default: bool) -> Result<bool, String> {
         match self.get(name) {
             None => Ok(default),
@@ -92,7 +92,7 @@ impl<'a> Settings<'a> {
         }
     }
 
-    /// Returns a word, of a setting that may have several names.
+    /// Returns a string, or the default. The setting may have several names.
     pub(crate) fn word(&self, names: &[&'a str], default: &'a str) -> Result<&'a str, String> {
         match self.one_of(names)? {
             None => Ok(default),
@@ -101,7 +101,7 @@ impl<'a> Settings<'a> {
         }
     }
 
-    /// Returns settings in a setting; none if it is absent, null or empty.
+    /// Returns the settings in a nested object, or `None` if it is absent, null or empty.
     pub(crate) fn nested(&self, name: &'a str) -> Result<Option<Self>, String> {
         match self.given(name) {
             None => Ok(None),
@@ -134,7 +134,7 @@ fn unfit((name, value): Setting<'_>, expected: &str) -> String {
     format!("`{name}` is {value}, expected {expected}{default}")
 }
 
-/// Returns the message on two names of one setting whose values differ.
+/// Returns the message for two names of one setting with different values.
 pub(crate) fn contradiction(one: (&str, &Value), other: (&str, &Value)) -> String {
     format!(
         "`{}` is {} and `{}` is {}, but both name one setting, and versions of transformers differ in which of them counts; remove \
@@ -143,7 +143,7 @@ pub(crate) fn contradiction(one: (&str, &Value), other: (&str, &Value)) -> Strin
     )
 }
 
-/// Returns true for equal values: 1 and 1.0 are one number.
+/// Returns true for equal values. 1 and 1.0 are the same number.
 pub(crate) fn is_same(one: &Value, other: &Value) -> bool {
     match (one.as_f64(), other.as_f64()) {
         (Some(one), Some(other)) => one == other,
@@ -151,7 +151,7 @@ pub(crate) fn is_same(one: &Value, other: &Value) -> bool {
     }
 }
 
-/// Returns the first setting that is not what a model computes, as a problem of the file.
+/// Returns an error for the first setting that a model does not support.
 pub(crate) fn refuse(model: &str, asked: &[(&str, bool, &str)]) -> Result<(), String> {
     match asked.iter().find(|(_, differs, _)| *differs) {
         None => Ok(()),
@@ -159,7 +159,7 @@ pub(crate) fn refuse(model: &str, asked: &[(&str, bool, &str)]) -> Result<(), St
     }
 }
 
-/// Returns the message on a setting that is not what a model computes.
+/// Returns the message for a setting that a model does not support.
 pub(crate) fn refusal(model: &str, setting: &str, expected: &str) -> String {
     format!(
         "`{setting}` is not {expected}, which is all that this {model} computes; load a checkpoint that has it, or \
@@ -167,7 +167,7 @@ pub(crate) fn refusal(model: &str, setting: &str, expected: &str) -> String {
     )
 }
 
-/// Reads the `config.json` of a folder, and what a reader takes from its settings, if that is valid.
+/// Reads the `config.json` of a folder, converts its settings with `take`, and validates the result.
 pub(crate) fn read_config<C>(
     folder: &Path,
     take: impl FnOnce(Settings<'_>) -> Result<C, String>,
@@ -182,7 +182,7 @@ pub(crate) fn read_config<C>(
     taken.map_err(|problem| ModelError::MalformedConfig { path, problem })
 }
 
-/// Reads a small file of JSON, an object. Of a key that is there twice the last counts, as in Python.
+/// Reads a small JSON file that contains an object. The last of duplicate keys counts, as in Python.
 pub(crate) fn read_json(path: &Path) -> Result<Map<String, Value>, ModelError> {
     let malformed = |problem: String| ModelError::MalformedConfig {
         path: path.to_owned(),

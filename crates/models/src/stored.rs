@@ -1,4 +1,4 @@
-//! A tensor of a model in a file: where it lies, and how some of its elements are read.
+//! A tensor of a model in a file: its position, and how parts of it are read.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -10,7 +10,7 @@ use half::{bf16, f16};
 
 use crate::ParameterSpec;
 
-/// An element type of floats in files.
+/// A float type in files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum StoredType {
     F32,
@@ -19,7 +19,7 @@ pub(crate) enum StoredType {
 }
 
 impl StoredType {
-    /// Returns the type of this name, if it is one of those that are read.
+    /// Returns the type with this name, if it is supported.
     pub(crate) fn named(name: &str) -> Option<Self> {
         match name {
             "F32" => Some(Self::F32),
@@ -36,7 +36,7 @@ impl StoredType {
         }
     }
 
-    /// Returns an element of a file, whose bytes are in the order of x86.
+    /// Returns an element from its little-endian bytes.
     fn value(self, bytes: &[u8]) -> f32 {
         let two = || [bytes[0], bytes[1]];
         match self {
@@ -47,7 +47,7 @@ impl StoredType {
     }
 }
 
-/// A file as it was when its header was read.
+/// The state of a file when its header was read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct OpenedFile {
     path: PathBuf,
@@ -56,7 +56,7 @@ pub(crate) struct OpenedFile {
 }
 
 impl OpenedFile {
-    /// Describes the file at `path` as it is now.
+    /// Returns the current state of the file at `path`.
     pub(crate) fn of(path: &Path) -> io::Result<Self> {
         let metadata = path.metadata()?;
         Ok(Self {
@@ -66,7 +66,7 @@ impl OpenedFile {
         })
     }
 
-    /// Opens it again, if it is still what it was.
+    /// Opens the file again, if it has not changed.
     fn reopen(&self) -> io::Result<File> {
         match Self::of(&self.path)? == *self {
             true => File::open(&self.path),
@@ -79,41 +79,41 @@ impl OpenedFile {
 #[derive(Debug)]
 pub(crate) struct StoredTensor {
     pub(crate) file: OpenedFile,
-    /// Position of its first byte.
+    /// Position of the tensor's first byte.
     pub(crate) start: u64,
     pub(crate) dtype: StoredType,
     pub(crate) spec: ParameterSpec,
 }
 
-/// Elements that were read, and the reads that this took.
+/// Elements that were read, and the reads that were needed.
 pub(crate) struct Elements {
     pub(crate) values: Vec<f32>,
     pub(crate) traffic: Traffic,
 }
 
-/// Reads of a file.
+/// A count of reads.
 #[derive(Debug, Default)]
 pub(crate) struct Traffic {
     pub(crate) num_requests: u64,
     pub(crate) num_bytes: u64,
-    /// Bytes of them that are elements of the range, or in the first or the last row of the module that it is of.
+    /// Bytes of elements in the range, or in the module's rows in which the range begins and ends.
     pub(crate) num_bytes_taken: u64,
 }
 
-/// Most bytes that are asked for at once, unless one piece of a row is larger.
+/// Maximum number of bytes per request, unless one piece of a row is larger.
 const REQUEST_BYTES: usize = 1 << 20;
 
-/// Most bytes between two pieces of rows that are read with one request: to ask again takes about as long as to read so many,
-/// of a fast disk some 100 KiB, of a file system of a network more.
+/// Maximum number of bytes between two pieces of rows that are read with one request. Another request takes about as
+/// long as reading this many bytes: some 100 KiB on a fast disk, and more on a network file system.
 const GAP_BYTES: usize = 256 << 10;
 
 impl StoredTensor {
-    /// Returns the number of its elements.
+    /// Returns the number of elements.
     pub(crate) fn num_elements(&self) -> usize {
         self.spec.shape.iter().product()
     }
 
-    /// Reads elements of the module's parameter, by their place in it, in row-major order.
+    /// Reads elements of the module's parameter, counted in its row-major order.
     pub(crate) fn read(&self, range: Range<usize>) -> io::Result<Elements> {
         let mut elements = Elements {
             values: vec![0.0; range.len()],
@@ -141,12 +141,12 @@ impl StoredTensor {
 struct Requests<'a> {
     file: File,
     tensor: &'a StoredTensor,
-    /// What was read last.
+    /// The bytes of the last request.
     bytes: Vec<u8>,
 }
 
 impl Requests<'_> {
-    /// Reads elements that are in the file as they are in the module.
+    /// Reads elements that have the same order in the file and in the module.
     fn read_in_order(&mut self, elements: &mut Elements, range: Range<usize>) -> io::Result<()> {
         let dtype = self.tensor.dtype;
         let at_once = REQUEST_BYTES / dtype.size();
@@ -164,10 +164,10 @@ impl Requests<'_> {
         Ok(())
     }
 
-    /// Reads elements of a matrix that has `rows` rows of `columns` in the file, and is the other way round in the module.
+    /// Reads elements of a matrix that has `rows` rows of `columns` in the file and is transposed in the module.
     ///
-    /// The range is a piece of each row. Many rows are read at once, from the first one's piece to the last one's, unless the
-    /// pieces are far apart.
+    /// The range is a piece of each row. Many rows are read at once, from the first row's piece to the last row's
+    /// piece, unless the pieces are far apart.
     fn read_transposed(
         &mut self,
         elements: &mut Elements,
@@ -204,7 +204,7 @@ impl Requests<'_> {
         Ok(())
     }
 
-    /// Asks the file for elements by their place in it.
+    /// Reads elements by their position in the file.
     fn ask(&mut self, range: Range<usize>, traffic: &mut Traffic) -> io::Result<()> {
         let size = self.tensor.dtype.size();
         self.bytes.resize(range.len() * size, 0);

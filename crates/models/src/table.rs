@@ -1,20 +1,19 @@
-//! The parameters of each model, by their names here and in files for other programs.
+//! The parameters of each model, with their names here and in files for other programs.
 //!
-//! The table is the one place that knows both: what reads or writes such files goes by it.
+//! Only this table knows both names. All code that reads or writes such files uses it.
 
 use crate::{Gpt, Gpt2, Gpt2Config, GptConfig, Llama, LlamaConfig};
 
-/// A parameter, as the module has it and as files for other programs have it.
+/// A parameter, with its form in the module and in files for other programs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParameterSpec {
     /// Path in the Burn module, such as `blocks.0.ln1.gamma`.
     pub path: String,
     /// Name in files, such as `blocks.0.ln1.weight`.
     pub name: String,
-    /// Shape in files; weights of linear layers are `[out, in]`.
+    /// Shape in files. Weights of linear layers are `[out, in]`.
     pub shape: Vec<usize>,
-    /// True if the module has the other order of its two dims: weights of Burn's linear layers are
-    /// `[in, out]`.
+    /// True if the module has the two dims in the opposite order: weights of Burn's linear layers are `[in, out]`.
     pub is_transposed: bool,
 }
 
@@ -31,10 +30,9 @@ impl ParameterSpec {
 }
 
 impl GptConfig {
-    /// Returns every parameter in the order in which the forward pass meets them.
+    /// Returns all parameters in the order in which the forward pass uses them.
     ///
-    /// Names and shapes are those of the usual PyTorch program, whose modules are called as the
-    /// fields of [`Gpt`] are.
+    /// Names and shapes match the usual PyTorch program, whose modules have the names of the fields of [`Gpt`].
     #[must_use]
     pub fn parameters(&self) -> Vec<ParameterSpec> {
         let (dim, wide) = (self.dim, 4 * self.dim);
@@ -66,10 +64,10 @@ impl GptConfig {
 }
 
 impl LlamaConfig {
-    /// Returns every parameter in the order in which the forward pass meets them.
+    /// Returns all parameters in the order in which the forward pass uses them.
     ///
-    /// Names and shapes are those of Hugging Face's `LlamaForCausalLM`, which turns the halves of a
-    /// head against each other as [`Llama`] does. A tied head is no parameter of its own, there as here.
+    /// Names and shapes match Hugging Face's `LlamaForCausalLM`, which rotates the halves of a head against each
+    /// other like [`Llama`]. In both, a tied head is not a separate parameter.
     #[must_use]
     pub fn parameters(&self) -> Vec<ParameterSpec> {
         let (dim, kv_dim, hidden) = (self.dim, self.kv_dim(), self.hidden);
@@ -106,10 +104,10 @@ impl LlamaConfig {
 }
 
 impl Gpt2Config {
-    /// Returns every parameter in the order in which the forward pass meets them.
+    /// Returns all parameters in the order in which the forward pass uses them.
     ///
-    /// Names and shapes are those of Hugging Face's `GPT2LMHeadModel`, whose matrices are `[in, out]` as Burn's are. The head is
-    /// no parameter of its own, there as here.
+    /// Names and shapes match Hugging Face's `GPT2LMHeadModel`, whose matrices are `[in, out]` like Burn's. In both,
+    /// the head is not a separate parameter.
     #[must_use]
     pub fn parameters(&self) -> Vec<ParameterSpec> {
         let (dim, hidden) = (self.dim, self.hidden);
@@ -142,9 +140,9 @@ impl Gpt2Config {
     }
 }
 
-/// A module whose table follows from its own shapes.
+/// A module whose own shapes determine its table.
 pub(crate) trait HasTable {
-    /// Returns its parameters.
+    /// Returns the table of the module's parameters.
     fn table(&self) -> Vec<ParameterSpec>;
 }
 
@@ -175,7 +173,7 @@ fn spec(path: String, name: String, shape: &[usize], is_transposed: bool) -> Par
     }
 }
 
-/// Returns the table of one vector for each of `number` tokens or positions, never transposed.
+/// Returns an embedding with one vector for each of `number` tokens or positions. It is never transposed.
 fn embedding(path: &str, name: &str, number: usize, dim: usize) -> ParameterSpec {
     let shape = [number, dim];
     spec(

@@ -1,4 +1,4 @@
-//! Text as bytes, a part of it held out.
+//! Text as bytes, with a held-out part.
 
 use std::env;
 use std::ffi::OsStr;
@@ -11,13 +11,14 @@ use crate::remark::{Remark, Remarks};
 use crate::text_reader::{Reader, Unread};
 use crate::{ModelError, TokenRange, TokenStream};
 
-/// Number of tokens of byte-level text.
+/// Vocabulary size of byte-level text.
 pub const BYTE_VOCAB: usize = 256;
 
-/// The number of bytes, or of files, of which one is held out for evaluation.
+/// One of this many bytes, or files, is held out for evaluation.
 const HELD_OUT_FRACTION: usize = 20;
 
-/// The crates whose sources are the text of [`ByteText::crate_sources`]: wherever this crate was built, cargo has these versions.
+/// The crates whose sources are the text of [`ByteText::crate_sources`]. Cargo has these versions wherever this crate
+/// was built.
 const CRATES: [&str; 11] = [
     "burn-autodiff-0.22.1",
     "burn-backend-0.22.1",
@@ -35,10 +36,11 @@ const CRATES: [&str; 11] = [
 /// An input and its target, on both sides of the split.
 const MIN_PART_BYTES: usize = 2;
 
-/// Text as bytes, a twentieth of which is held out for evaluation: the end of what was [read](Self::read), every 20th
-/// file of [crates](Self::crate_sources).
+/// Text as bytes, with a twentieth held out for evaluation: the end of text that was [read](Self::read), or every
+/// 20th file of [crates](Self::crate_sources).
 ///
-/// Bytes need no tokenizer and no particular encoding, but files that name another one than UTF-8 are read as UTF-8.
+/// Bytes need no tokenizer and no particular encoding. Files with a mark of another encoding than UTF-8 are converted
+/// to UTF-8.
 #[derive(Clone, Debug)]
 pub struct ByteText {
     training: TokenRange,
@@ -50,25 +52,25 @@ pub struct ByteText {
 }
 
 impl ByteText {
-    /// Reads a file, or every file of a folder and its sub-folders, one after the other in the
-    /// order of their paths; `max_bytes` at most, and what is [unread](Self::unread) is counted.
+    /// Reads a file, or all files of a folder and its sub-folders in the order of their paths. At most `max_bytes`
+    /// are read, and the rest is counted as [unread](Self::unread).
     ///
-    /// A file of UTF-16 or UTF-32, by the mark at its start, is read as UTF-8, and a mark is no part of the text. All other
-    /// files are read byte by byte.
+    /// A UTF-16 or UTF-32 file, identified by the mark at its start, is converted to UTF-8. Marks are not part of the
+    /// text. All other files are read byte by byte.
     ///
-    /// In a folder, links are followed, and what several lead to is read once. Left out is what is
-    /// hidden, of a version control, no text, or cannot be read: [`remarks`](Self::remarks) has how much that is. A path that
-    /// is given itself is read whatever its name and its bytes are.
+    /// In a folder, links are followed, and a file that several links lead to is read once. Files are left out if
+    /// they are hidden, belong to version control, are not text, or cannot be read. [`remarks`](Self::remarks) counts
+    /// them. The given path itself is read whatever its name and content are.
     ///
     /// # Errors
     ///
-    /// If the path is not there, cannot be read, or holds less than 4 bytes of text.
+    /// If the path does not exist, cannot be read, or contains less than 4 bytes of text.
     pub fn read(path: impl AsRef<Path>, max_bytes: usize) -> Result<Self, ModelError> {
         Self::read_without(path, max_bytes, &|_| false)
     }
 
-    /// Reads as [`read`](Self::read) does, without the files and sub-folders that `is_excluded` returns true for. It is given
-    /// paths from the root on, without links.
+    /// Reads like [`read`](Self::read), without the files and sub-folders for which `is_excluded` returns true. It
+    /// receives absolute paths without links.
     ///
     /// # Errors
     ///
@@ -94,12 +96,12 @@ impl ByteText {
         with_end_apart(reader, path)
     }
 
-    /// Reads the Rust sources of Burn's crates, in the order of their names: real text of one hand that is already there
-    /// wherever this program was built, and the same everywhere.
+    /// Reads the Rust sources of Burn's crates, in the order of their names. This is real text in a uniform style. It
+    /// is available wherever this program was built, and is the same everywhere.
     ///
     /// # Errors
     ///
-    /// If cargo has not all of them.
+    /// If cargo does not have all of them.
     pub fn crate_sources() -> Result<Self, ModelError> {
         let path = registry_sources();
         let registries = || fs::read_dir(&path).into_iter().flatten().flatten();
@@ -117,25 +119,25 @@ impl ByteText {
         text.ok_or(ModelError::NoCrateSources { path })
     }
 
-    /// Returns the stream of the bytes to train on.
+    /// Returns the stream of the training bytes.
     #[must_use]
     pub fn training(&self) -> TokenStream {
         TokenStream::Text(self.training.clone())
     }
 
-    /// Returns the stream of the bytes to evaluate on.
+    /// Returns the stream of the evaluation bytes.
     #[must_use]
     pub fn held_out(&self) -> TokenStream {
         TokenStream::Text(self.held_out.clone())
     }
 
-    /// Returns the number of bytes, held out or not.
+    /// Returns the number of bytes, including held-out ones.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
         self.training.num_tokens() + self.held_out.num_tokens()
     }
 
-    /// Returns the bytes to train on, and those to evaluate on.
+    /// Returns the training bytes and the evaluation bytes.
     #[must_use]
     pub fn parts(&self) -> [&[u8]; 2] {
         [&self.training, &self.held_out].map(|part| part.as_bytes().unwrap_or_default())
@@ -147,19 +149,19 @@ impl ByteText {
         self.num_files
     }
 
-    /// Returns the number of files that are held out as a whole.
+    /// Returns the number of files that are held out whole.
     #[must_use]
     pub fn num_held_out(&self) -> usize {
         self.num_held_out
     }
 
-    /// Returns what was left out, and what was not read as it lies there.
+    /// Returns the remarks on files that were left out or whose text differs from their bytes.
     #[must_use]
     pub fn remarks(&self) -> &Remarks {
         &self.remarks
     }
 
-    /// Returns what was not read because there was enough; `None` if all was read.
+    /// Returns the text that was not read because of the limit, or `None` if everything was read.
     #[must_use]
     pub fn unread(&self) -> Option<&Unread> {
         self.unread.as_ref()
@@ -176,7 +178,7 @@ fn registry_sources() -> PathBuf {
     home.join("registry").join("src")
 }
 
-/// Holds out every 20th file, counted from the middle of the first ones; `None` if there are too few.
+/// Holds out every 20th file, beginning in the middle of the first 20. Returns `None` if there are too few.
 fn with_files_apart(reader: Reader<'_>) -> Option<ByteText> {
     let mut parts = [Vec::new(), Vec::new()];
     let mut num_held_out = 0;
@@ -202,7 +204,7 @@ fn with_files_apart(reader: Reader<'_>) -> Option<ByteText> {
     })
 }
 
-/// Holds out the end of what was read from `path`.
+/// Holds out the end of the text that was read from `path`.
 fn with_end_apart(reader: Reader<'_>, path: &Path) -> Result<ByteText, ModelError> {
     let len = reader.bytes.len();
     let bytes: Arc<[u8]> = reader.bytes.into();

@@ -9,35 +9,35 @@ use std::path::{Path, PathBuf};
 use crate::encoding::{HEAD_BYTES, Marked, may_be_text, text_of};
 use crate::remark::{Remark, Remarks};
 
-/// Names of folders of version controls that begin with no dot.
+/// Names of version control folders that do not begin with a dot.
 const VERSION_CONTROL: [&str; 2] = ["CVS", "_darcs"];
 
-/// The most files and folders to look at after there is enough text, to count how much is left.
+/// Maximum number of files and folders that are visited after the limit is reached, to count the remaining text.
 const MOST_UNREAD: usize = 1 << 16;
 
-/// The text that was not read because there was enough.
+/// The text that was not read because of the limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unread {
-    /// The file in which the text ends, or the first behind it.
+    /// The file in which the text ends, or the first file after it.
     pub from: PathBuf,
-    /// Bytes of files that were not read, be they text or not.
+    /// Number of bytes of files that were not read, whether they are text or not.
     pub bytes: u64,
-    /// False if there are so many files that not all were counted.
+    /// False if there are too many files to count all of them.
     pub is_all: bool,
 }
 
-/// A reader that appends files until there is enough.
+/// A reader that appends files until the limit is reached.
 pub(crate) struct Reader<'a> {
     max_bytes: usize,
     extension: Option<&'a OsStr>,
-    /// Tells what is to be left out, by its path without links.
+    /// Returns true for a path without links that must be left out.
     is_excluded: &'a dyn Fn(&Path) -> bool,
     pub(crate) bytes: Vec<u8>,
-    /// The end of each file.
+    /// The end of each file in `bytes`.
     pub(crate) ends: Vec<usize>,
     pub(crate) remarks: Remarks,
     pub(crate) unread: Option<Unread>,
-    /// Files and folders that may still be looked at without being read.
+    /// Number of files and folders that may still be visited without being read.
     looks: usize,
     /// The paths without links of all files and folders so far.
     seen: HashSet<PathBuf>,
@@ -62,19 +62,19 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Reads a file that was named itself, of any content.
+    /// Reads a file that the caller named, whatever its content.
     pub(crate) fn read_named(&mut self, path: &Path) -> io::Result<()> {
         self.read_file(path, true)
     }
 
-    /// Reads a folder that was named itself, of any name.
+    /// Reads a folder that the caller named, whatever its name.
     pub(crate) fn read_root(&mut self, path: &Path) -> io::Result<()> {
         let real = path.canonicalize()?;
         self.seen.insert(real.clone());
         self.read_folder(path, &real)
     }
 
-    /// Reads a folder, whose path without links is `real`, in the order of names. Only failing to list it is an error.
+    /// Reads a folder in the order of names. `real` is its path without links. Only a failure to list it is an error.
     fn read_folder(&mut self, path: &Path, real: &Path) -> io::Result<()> {
         let mut entries = fs::read_dir(path)?.collect::<io::Result<Vec<_>>>()?;
         entries.sort_by_key(DirEntry::file_name);
@@ -126,7 +126,7 @@ impl<'a> Reader<'a> {
         if !kind.is_dir() && !kind.is_file() {
             self.remarks.add(Remark::Special, &path);
         } else if kind.is_file() && !self.wants(&path) {
-            // Nobody asked for it.
+            // Another extension was requested.
         } else if parent.starts_with(&real) || !self.seen.insert(real.clone()) {
             self.remarks.add(Remark::Again, &path);
         } else if kind.is_dir() {
@@ -146,7 +146,7 @@ impl<'a> Reader<'a> {
         self.bytes.len() >= self.max_bytes
     }
 
-    /// Returns the account of what is not read, which begins with this file.
+    /// Returns the record of unread text, which begins with this file.
     fn unread_at(&mut self, path: &Path) -> &mut Unread {
         self.unread.get_or_insert_with(|| Unread {
             from: path.to_owned(),
@@ -155,7 +155,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Appends a file. One that is no text is left out, unless it `is_named`.
+    /// Appends a file. A file that is not text is left out unless it `is_named`.
     fn read_file(&mut self, path: &Path, is_named: bool) -> io::Result<()> {
         let left = self.max_bytes - self.bytes.len();
         if left == 0 {
@@ -175,7 +175,8 @@ impl<'a> Reader<'a> {
             return Ok(());
         }
         let most = Marked::of(&bytes).map_or(left, |marked| marked.most_bytes(left));
-        // Half a file would make the text depend on when reading failed: it is appended when it is all there.
+        // With half a file, the text would depend on when reading failed. So a file is appended only when it is
+        // complete.
         let rest = most.saturating_sub(bytes.len()) as u64;
         file.by_ref().take(rest).read_to_end(&mut bytes)?;
         let mut beyond = file.metadata()?.len().saturating_sub(bytes.len() as u64);
@@ -206,7 +207,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Returns true if a folder is the store of a version control: by its name, or as a bare repository.
+/// Returns true if a folder is the store of a version control system, by its name or as a bare repository.
 fn is_version_control(folder: &Path, name: &OsStr) -> bool {
     VERSION_CONTROL.iter().any(|known| name == *known)
         || (folder.join("HEAD").is_file()

@@ -5,15 +5,15 @@ use std::ops::Range;
 use crate::tokenizer::Placed;
 use crate::{ByteText, ModelError, TokenRange, TokenStream, Tokenizer};
 
-/// Sizes of the pieces in which a long text is tokenized: the memory for a token while it is made is many times its
-/// bytes.
+/// Sizes of the pieces in which a long text is tokenized. While a token is made, it takes many times its bytes in
+/// memory.
 #[derive(Debug, Clone, Copy)]
 struct Pieces {
-    /// Bytes of a piece, but for the rest of a line.
+    /// Number of bytes of a piece, without the rest of its last line.
     bytes: usize,
-    /// Bytes before and after a piece that are tokenized with it.
+    /// Number of bytes before and after a piece that are tokenized with it.
     around: usize,
-    /// Bytes up to which pieces are joined whose tokens do not meet.
+    /// Maximum number of bytes of two pieces that are joined because their tokens do not match.
     most: usize,
 }
 
@@ -23,13 +23,13 @@ const PIECES: Pieces = Pieces {
     most: 1 << 20,
 };
 
-/// Number of pieces that are tokenized side by side.
+/// Number of pieces that are tokenized in parallel.
 const AT_ONCE: usize = 16;
 
-/// Tokens on both sides of a place in which two pieces have to agree, to be joined there.
+/// Number of tokens that must agree on both sides of the position where two pieces are joined.
 const AGREEING: usize = 4;
 
-/// Text in the tokens of a tokenizer, a part of it held out for evaluation.
+/// Text in the tokens of a tokenizer, with a part held out for evaluation.
 #[derive(Clone, Debug)]
 pub struct TokenText {
     training: TokenRange,
@@ -40,32 +40,32 @@ pub struct TokenText {
 }
 
 impl TokenText {
-    /// Returns the stream of the tokens to train on.
+    /// Returns the stream of the training tokens.
     #[must_use]
     pub fn training(&self) -> TokenStream {
         TokenStream::Text(self.training.clone())
     }
 
-    /// Returns the stream of the tokens to evaluate on.
+    /// Returns the stream of the evaluation tokens.
     #[must_use]
     pub fn held_out(&self) -> TokenStream {
         TokenStream::Text(self.held_out.clone())
     }
 
-    /// Returns how often U+FFFD stands for bytes that are not UTF-8.
+    /// Returns the number of U+FFFD characters that replace bytes that are not UTF-8.
     #[must_use]
     pub fn num_replaced(&self) -> usize {
         self.num_replaced
     }
 
-    /// Returns how many tokens stand for text that the tokenizer does not know.
+    /// Returns the number of tokens that stand for text unknown to the tokenizer.
     #[must_use]
     pub fn num_unknown(&self) -> usize {
         self.num_unknown
     }
 
-    /// Returns how many characters have no token, spaces and controls not counted. There may be more: some tokenizers do not tell
-    /// where one is missing.
+    /// Returns the number of characters without a token, not counting spaces and controls. There may be more, because
+    /// some tokenizers do not show where one is missing.
     #[must_use]
     pub fn num_without(&self) -> usize {
         self.num_without
@@ -73,16 +73,17 @@ impl TokenText {
 }
 
 impl ByteText {
-    /// Returns the text in the tokens of a tokenizer. Bytes that are not UTF-8 are replaced, and
-    /// [counted](TokenText::num_replaced); a character that the end of the text cuts is left out.
+    /// Returns the text in the tokens of a tokenizer. Bytes that are not UTF-8 are replaced and
+    /// [counted](TokenText::num_replaced). A character that is cut at the end of the text is left out.
     ///
-    /// The text is tokenized as a whole, and nothing is put in front of it: where its end is held out, the tokens are that begin
-    /// there. Of files that are held out, and of the others, each part is tokenized for itself.
+    /// The text is tokenized as a whole, without tokens in front of it. If its end is held out, the held-out tokens
+    /// are the ones that begin there. If files are held out, the held-out files and the others are tokenized
+    /// separately.
     ///
     /// # Errors
     ///
-    /// If the tokenizer has no token for a part of the text, or none for a whole part; if most of the text is not UTF-8, or not
-    /// known to the tokenizer.
+    /// If the tokenizer has no token for a part of the text, or for the whole training or held-out part. If most of
+    /// the text is not UTF-8 or unknown to the tokenizer.
     pub fn tokenized(&self, tokenizer: &Tokenizer) -> Result<TokenText, ModelError> {
         let [training, held_out] = self.parts();
         let (training, held_out, num_replaced) = if self.num_held_out() > 0 {
@@ -125,7 +126,8 @@ impl ByteText {
     }
 }
 
-/// Returns the tokens of a part, which may be divided at a byte of its text, and how often U+FFFD stands for other bytes in it.
+/// Returns the tokens of a part of the text, and the number of U+FFFD characters that replace other bytes. `cut` is
+/// the byte at which the tokens are divided later.
 fn part(bytes: &[u8], cut: usize, tokenizer: &Tokenizer) -> Result<(Tokens, usize), ModelError> {
     let bytes = &bytes[..bytes.len() - cut_bytes(bytes)];
     let text = String::from_utf8_lossy(bytes);
@@ -138,15 +140,15 @@ fn part(bytes: &[u8], cut: usize, tokenizer: &Tokenizer) -> Result<(Tokens, usiz
     Ok((tokens_of(tokenizer, &text, cut, PIECES)?, num_replaced))
 }
 
-/// The tokens of a text, as far as it was tokenized.
+/// The tokens of a text up to a position.
 #[derive(Debug, Default)]
 struct Tokens {
     ids: Vec<u32>,
-    /// Byte of the text at which they are to be divided.
+    /// Byte of the text at which the tokens are divided.
     cut: usize,
-    /// Number of those that begin before it.
+    /// Number of tokens that begin before `cut`.
     num_before: usize,
-    /// Byte of the text up to which they go.
+    /// Byte of the text at which the tokens end.
     end: usize,
     num_without: usize,
 }
@@ -161,7 +163,8 @@ impl Tokens {
         }
     }
 
-    /// Divides them into those that begin before the cut and the others. Each part has one, where there are two.
+    /// Divides the tokens into those that begin before `cut` and the others. Each part has at least one token if
+    /// there are two.
     fn divided(mut self) -> (Self, Self) {
         let most = self.ids.len().saturating_sub(1);
         let rest = self.ids.split_off(self.num_before.max(1).min(most));
@@ -172,7 +175,7 @@ impl Tokens {
         (self, rest)
     }
 
-    /// Counts the characters before a byte of the text that no token stands for.
+    /// Counts the characters before byte `start` of the text that have no token.
     fn skip_to(&mut self, text: &str, start: usize) {
         let without = text.get(self.end..start).unwrap_or_default();
         let is_seen = |char: &char| !char.is_whitespace() && !char.is_control();
@@ -180,9 +183,9 @@ impl Tokens {
     }
 }
 
-/// Returns the number of bytes at the end that begin a character and do not end it.
+/// Returns the number of bytes at the end that begin a character without completing it.
 fn cut_bytes(text: &[u8]) -> usize {
-    // No character has more than four.
+    // A character has at most four bytes.
     let end = &text[text.len().saturating_sub(3)..];
     let starts = (1..=end.len()).map(|len| &end[end.len() - len..]);
     let is_cut = |end: &&[u8]| {
@@ -192,18 +195,20 @@ fn cut_bytes(text: &[u8]) -> usize {
     starts.into_iter().find(is_cut).map_or(0, <[u8]>::len)
 }
 
-/// The tokens of a piece of text and of its surroundings.
+/// The tokens of a piece of text and its surroundings.
 struct Window {
     range: Range<usize>,
-    /// Tokens, by the bytes of the whole text.
+    /// Tokens, with byte positions in the whole text.
     tokens: Vec<Placed>,
-    /// Number of the first token that is not yet among the ids.
+    /// Index of the first token that is not yet among the ids.
     begin: usize,
 }
 
-/// Returns the tokens of a text, the same as for the text as a whole. The tokenizer is given pieces, each with its surroundings: two
-/// neighbours have tokens in common there, and are joined at one of them, so that no end of a piece shows. `cut` is the byte at
-/// which the tokens are to be divided.
+/// Returns the tokens of a text, the same as for the text as a whole.
+///
+/// The tokenizer receives pieces, each with its surroundings. Two neighbouring pieces have common tokens there and
+/// are joined at one of them, so the ends of pieces have no effect. `cut` is the byte at which the tokens are divided
+/// later.
 fn tokens_of(
     tokenizer: &Tokenizer,
     text: &str,
@@ -243,8 +248,8 @@ fn tokens_of(
     Ok(done)
 }
 
-/// Appends the tokens of a window up to where the next one goes on, around `cut`, and returns that; or one window of both, if they
-/// have too little in common.
+/// Appends the tokens of a window up to the position near `cut` where the next window continues, and returns the next
+/// window. If the two have too little in common, the result is one window of both.
 fn join(
     tokenizer: &Tokenizer,
     text: &str,
@@ -261,7 +266,7 @@ fn join(
     let range = before.range.start..next.range.end;
     let mut again = match range.len() <= sizes.most {
         true => windows(tokenizer, text, vec![range])?,
-        // A megabyte in which nothing separates words is cut where it may be wrong.
+        // A megabyte without word boundaries is cut at a position that may be wrong.
         false => windows(tokenizer, text, vec![range.start..cut, cut..range.end])?,
     };
     again[0].begin = begin.map_or(0, |start| again[0].first_from(start));
@@ -273,14 +278,14 @@ fn join(
 }
 
 impl Window {
-    /// Returns the number of the first token that begins at a byte of the text or behind it.
+    /// Returns the index of the first token that begins at a byte of the text or after it.
     fn first_from(&self, start: usize) -> usize {
         self.tokens.partition_point(|token| token.start < start)
     }
 }
 
-/// Returns the numbers of the tokens at which one window ends and the other begins: the same token, with the same tokens on both
-/// sides, as near to `cut` as there is one.
+/// Returns the indices of the tokens at which one window ends and the other begins: the common token nearest to `cut`
+/// that has the same tokens on both sides.
 fn meeting(before: &Window, next: &Window, cut: usize) -> Option<(usize, usize)> {
     let first = before
         .first_from(next.range.start)
@@ -298,7 +303,7 @@ fn meeting(before: &Window, next: &Window, cut: usize) -> Option<(usize, usize)>
     candidates.min().map(|(_, index, other)| (index, other))
 }
 
-/// Tokenizes some parts of a text side by side.
+/// Tokenizes some parts of a text in parallel.
 fn windows(
     tokenizer: &Tokenizer,
     text: &str,
@@ -327,7 +332,7 @@ fn around(text: &str, piece: &Range<usize>, sizes: Pieces) -> Range<usize> {
     text.floor_char_boundary(start)..text.ceil_char_boundary(end)
 }
 
-/// Cuts a text at ends of lines, or of characters where a line is longer than a piece should be.
+/// Cuts a text at the ends of lines, or at characters if a line is longer than a piece should be.
 fn pieces(text: &str, bytes: usize) -> Vec<Range<usize>> {
     let mut pieces = Vec::new();
     let mut start = 0;
@@ -357,7 +362,7 @@ mod tests {
         most: 3000,
     };
 
-    /// The byte pairs of the tests, with other rules.
+    /// Returns the byte pairs of the tests, with other rules.
     fn with(rules: Value) -> Tokenizer {
         let mut all: Value =
             serde_json::from_str(include_str!("../tests/models/tokenizer.json")).unwrap();
@@ -374,7 +379,7 @@ mod tests {
         Tokenizer::open(path).unwrap()
     }
 
-    /// Letters and pairs of them without words, as SentencePiece's byte pairs have them.
+    /// Letters and pairs of them without words, as in SentencePiece's byte pairs.
     fn without_words() -> Value {
         let mut vocab = serde_json::Map::new();
         let mut add = |token: String| {
@@ -488,7 +493,7 @@ mod tests {
 
     #[test]
     fn a_line_without_end_is_tokenized_in_bounded_pieces() {
-        // Pairs of letters from the start of a text on, which no two pieces share.
+        // Pairs of letters counted from the start of a text, in which no two pieces agree.
         let mut json = without_words();
         json["model"]["vocab"]["zz"] = 99.into();
         json["model"]["merges"]
@@ -499,7 +504,7 @@ mod tests {
         let text = "z".repeat(20_001);
         let ids = tokens_of(&tokenizer, &text, 0, SMALL).unwrap().ids;
         let letters: usize = ids.iter().map(|id| if *id == 99 { 2 } else { 1 }).sum();
-        // The mark in front is a token of its own.
+        // The mark at the start is a separate token.
         assert!(letters.abs_diff(text.len() + 1) < 60, "{letters}");
     }
 
@@ -507,11 +512,11 @@ mod tests {
     fn characters_without_tokens_are_counted() {
         let mut json = without_words();
         let text = "the cat, on the mat: äöü on\n".repeat(300);
-        // Three letters and two marks of a line are unknown, next to each other or not.
+        // Three letters and two marks of each line are unknown, adjacent or not.
         let tokens = tokens_of(&of(&json), &text, 0, SMALL).unwrap();
         let unknown = tokens.ids.iter().filter(|id| **id == 0).count();
         assert_eq!((unknown, tokens.num_without), (3 * 300, 0));
-        // Without a token for them they would be gone.
+        // Without a token for unknown text, they would be lost.
         json["model"]["unk_token"] = Value::Null;
         let tokens = tokens_of(&of(&json), &text, 0, SMALL).unwrap();
         assert!(tokens.num_without > 0);

@@ -13,16 +13,16 @@ use tokenizers::{Encoding, PostProcessor, Token};
 
 use crate::{BYTE_VOCAB, ModelError};
 
-/// Largest `tokenizer.json` that is read; those of 256 thousand tokens have some 30 MB.
+/// Maximum size of a `tokenizer.json`. With 256 thousand tokens it has some 30 MB.
 const MAX_BYTES: u64 = 256 << 20;
 
-/// Keys of a `tokenizer.json` that change neither tokens nor text.
+/// Keys of a `tokenizer.json` that affect neither tokens nor text.
 const NO_RULES: [&str; 3] = ["version", "truncation", "padding"];
 
-/// A tokenizer of a `tokenizer.json`, as Hugging Face's models come with.
+/// A tokenizer from a `tokenizer.json`, the file that comes with Hugging Face's models.
 ///
-/// Truncation and padding in the file are ignored, as text is never cut in silence. So is dropout, with which the same text would
-/// have other tokens each time.
+/// Truncation and padding in the file are ignored, so text is never silently cut. Dropout is also ignored, because it
+/// would give the same text different tokens each time.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     inner: Box<tokenizers::Tokenizer>,
@@ -30,13 +30,13 @@ pub struct Tokenizer {
     num_ids: usize,
     hash: u64,
     checksum: u64,
-    /// The tokens that are put in front of a text.
+    /// The tokens that are added before a text.
     front: Vec<u32>,
-    /// The token of all that has no other.
+    /// The token for unknown text.
     unknown: Option<u32>,
 }
 
-/// A token with the bytes of the text that it stands for.
+/// A token with the bytes of the text that it covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Placed {
     pub(crate) id: u32,
@@ -49,7 +49,7 @@ impl Tokenizer {
     ///
     /// # Errors
     ///
-    /// If the file cannot be read, or is no tokenizer.
+    /// If the file cannot be read, or is not a tokenizer.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self, ModelError> {
         let path = path.into();
         let bytes = read(&path)?;
@@ -62,7 +62,7 @@ impl Tokenizer {
             inner.with_padding(None);
             inner.with_truncation(None)?;
             without_dropout(&mut inner);
-            // A file that names tokens which it has not shows that when these are put in front of a text.
+            // If a file names tokens that it does not define, adding tokens before a text fails.
             inner.encode_fast("", true)?;
             let (front, hash) = (front_of(&inner)?, hash_of(&inner)?);
             Ok((inner, front, hash))
@@ -84,37 +84,38 @@ impl Tokenizer {
         })
     }
 
-    /// Returns the file that it was read from.
+    /// Returns the file from which the tokenizer was read.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Returns the smallest number that is larger than all ids: a model needs as many tokens.
+    /// Returns the largest id plus one, which is the minimum vocabulary size of a model.
     #[must_use]
     pub fn num_ids(&self) -> usize {
         self.num_ids
     }
 
-    /// Returns a hash of its vocabulary, merges, rules and added tokens. Files in another order or form have the same one.
+    /// Returns a hash of the vocabulary, merges, rules and added tokens. It does not depend on the order or form of
+    /// the file.
     #[must_use]
     pub fn hash(&self) -> u64 {
         self.hash
     }
 
-    /// Returns a checksum of the file. Programs that write the same tokenizer give it files of other bytes: to tell
-    /// tokenizers apart, use the [`hash`](Self::hash).
+    /// Returns a checksum of the file. Programs write the same tokenizer as different bytes, so use the
+    /// [`hash`](Self::hash) to distinguish tokenizers.
     #[must_use]
     pub fn checksum(&self) -> u64 {
         self.checksum
     }
 
-    /// Returns the ids of a text, after the tokens that the file puts in front of a text (`<s>`, say) if `is_begun`. Tokens that
-    /// it puts behind a text are left out: the text goes on.
+    /// Returns the ids of a text. If `is_begun`, they follow the tokens that the file adds before a text, such as
+    /// `<s>`. Tokens that it adds after a text are left out, because the text continues.
     ///
     /// # Errors
     ///
-    /// If the tokenizer has no token for a part of the text, and none for what it does not know.
+    /// If the tokenizer has no token for a part of the text, and no token for unknown text.
     pub fn encode(&self, text: &str, is_begun: bool) -> Result<Vec<u32>, ModelError> {
         let encoded = caught(|| self.inner.encode_fast(text, false));
         let encoded = encoded.map_err(|problem| self.refused(problem))?;
@@ -122,12 +123,12 @@ impl Tokenizer {
         Ok([front, encoded.get_ids()].concat())
     }
 
-    /// Returns the token of all that has no other, if there is one.
+    /// Returns the token for unknown text, if there is one.
     pub(crate) fn unknown(&self) -> Option<u32> {
         self.unknown
     }
 
-    /// Returns the tokens of each of some texts.
+    /// Returns the tokens of several texts.
     pub(crate) fn encode_all(&self, texts: Vec<&str>) -> Result<Vec<Vec<Placed>>, ModelError> {
         let encoded = caught(|| self.inner.encode_batch(texts, false));
         let encoded = encoded.map_err(|problem| self.refused(problem))?;
@@ -139,7 +140,7 @@ impl Tokenizer {
         Ok(encoded.into_iter().map(tokens).collect())
     }
 
-    /// Returns the text of ids, without the tokens that stand for no text.
+    /// Returns the text of ids, without special tokens.
     ///
     /// # Errors
     ///
@@ -157,7 +158,7 @@ impl Tokenizer {
     }
 }
 
-/// Runs a part of the tokenizer, which panics at some files that do not fit together.
+/// Runs a part of the tokenizer, which panics for some inconsistent files.
 fn caught<T>(body: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(result) => result.map_err(|error| error.to_string()),
@@ -170,7 +171,7 @@ fn read(path: &Path) -> Result<Vec<u8>, ModelError> {
         path: path.to_owned(),
         source,
     };
-    // Before opening: opening a pipe would wait for somebody to write to it.
+    // This check comes before opening, because opening a pipe would wait for a writer.
     let metadata = path.metadata().map_err(file_error)?;
     if !metadata.is_file() || metadata.len() > MAX_BYTES {
         return Err(ModelError::NotATokenizer {
@@ -186,7 +187,7 @@ fn read(path: &Path) -> Result<Vec<u8>, ModelError> {
     Ok(bytes)
 }
 
-/// Takes out that some merges are left out by chance.
+/// Removes BPE dropout, which skips merges at random.
 fn without_dropout(inner: &mut tokenizers::Tokenizer) {
     if let ModelWrapper::BPE(model) = inner.get_model()
         && model.dropout.is_some()
@@ -197,7 +198,7 @@ fn without_dropout(inner: &mut tokenizers::Tokenizer) {
     }
 }
 
-/// Returns the token of all that has no other; `None` without one.
+/// Returns the token for unknown text, or `None` if there is none.
 fn unknown_of(inner: &tokenizers::Tokenizer) -> Option<u32> {
     let id = |token: &str| inner.token_to_id(token);
     match inner.get_model() {
@@ -211,7 +212,7 @@ fn unknown_of(inner: &tokenizers::Tokenizer) -> Option<u32> {
     }
 }
 
-/// Returns the tokens that are put in front of a text: those before the token of a text of one.
+/// Returns the tokens that are added before a text: those before the token of a text with a single token.
 fn front_of(inner: &tokenizers::Tokenizer) -> tokenizers::Result<Vec<u32>> {
     let Some(processor) = inner.get_post_processor() else {
         return Ok(Vec::new());
@@ -223,7 +224,8 @@ fn front_of(inner: &tokenizers::Tokenizer) -> tokenizers::Result<Vec<u32>> {
     Ok(whole.get_ids()[..len].to_vec())
 }
 
-/// Returns a hash of all that a tokenizer does, in the form that the library gives it whatever the file looked like.
+/// Returns a hash of the tokenizer's behaviour. It uses the library's own form, which does not depend on the form of
+/// the file.
 fn hash_of(inner: &tokenizers::Tokenizer) -> tokenizers::Result<u64> {
     let mut json = serde_json::to_value(inner)?;
     if let Some(parts) = json.as_object_mut() {
@@ -234,8 +236,8 @@ fn hash_of(inner: &tokenizers::Tokenizer) -> tokenizers::Result<u64> {
     Ok(hasher.finish())
 }
 
-/// Feeds a value to a hasher, with the names of objects in order. Empty, false and null count as absent: versions of the library
-/// differ in the defaults that they write.
+/// Feeds a value to a hasher, with the names of objects in order. Empty, false and null values count as absent,
+/// because versions of the library differ in the defaults that they write.
 fn feed(value: &Value, hasher: &mut SipHasher13) {
     let mut add = |kind: u8, bytes: &[u8]| {
         hasher.write(&[kind]);
@@ -263,7 +265,7 @@ fn feed(value: &Value, hasher: &mut SipHasher13) {
     }
 }
 
-/// Returns true if a value differs from one that is not there.
+/// Returns true if a value differs from an absent one.
 fn says(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => false,
@@ -274,7 +276,7 @@ fn says(value: &Value) -> bool {
     }
 }
 
-/// The way between text and the tokens of a model.
+/// The conversion between text and the tokens of a model.
 #[derive(Debug, Clone)]
 pub enum TextCodec {
     /// Each byte is a token.
@@ -284,7 +286,7 @@ pub enum TextCodec {
 }
 
 impl TextCodec {
-    /// Returns the number of tokens that a model needs at least.
+    /// Returns the minimum vocabulary size of a model.
     #[must_use]
     pub fn num_ids(&self) -> usize {
         match self {
@@ -293,7 +295,7 @@ impl TextCodec {
         }
     }
 
-    /// Checks that a model of `vocab` tokens has all of them.
+    /// Checks that a model with the vocabulary size `vocab` has all tokens.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! Tokens, and the batches that they are cut into.
+//! Tokens, and the batches into which they are divided.
 
 use std::hash::Hasher;
 use std::ops::Range;
@@ -7,39 +7,39 @@ use std::sync::Arc;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use siphasher::sip::SipHasher13;
 
-/// A prime, so that the synthetic tokens visit the whole vocabulary.
+/// A prime, which makes the synthetic tokens visit the whole vocabulary.
 const SYNTHETIC_STRIDE: usize = 7919;
 
 /// An endless sequence of tokens.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum TokenStream {
-    /// Token `i` is `i * 7919` modulo the vocabulary: enough to compare the
-    /// arithmetic of two programs, nothing to learn from.
+    /// Token `i` is `i * 7919` modulo the vocabulary size. This suffices to compare the arithmetic of two programs,
+    /// but there is nothing to learn.
     Synthetic {
-        /// Number of different tokens.
+        /// Vocabulary size.
         vocab: usize,
     },
-    /// Text, from the start again after its last token.
+    /// Text that starts again after its last token.
     Text(TokenRange),
-    /// Text of which each row is a window, drawn at random. Which one depends on the seed and the number of the row alone, so
-    /// that a run which goes on draws the windows that it would have drawn.
+    /// Text in which each row is a random window. The window depends only on the seed and the row's number, so a
+    /// resumed run draws the same windows.
     Windows {
         /// The tokens.
         tokens: TokenRange,
-        /// What the windows are drawn by.
+        /// The seed of the windows.
         seed: u64,
     },
 }
 
-/// A part of some tokens that others may hold parts of too; it is never empty.
+/// A range of tokens that may be shared with other ranges. It is never empty.
 #[derive(Clone, Debug)]
 pub struct TokenRange {
     tokens: SharedTokens,
     range: Range<usize>,
 }
 
-/// Tokens in as few bytes as they need.
+/// Tokens in as few bytes as possible.
 #[derive(Clone, Debug)]
 enum SharedTokens {
     Bytes(Arc<[u8]>),
@@ -47,7 +47,7 @@ enum SharedTokens {
 }
 
 impl TokenRange {
-    /// Returns the range `range` of bytes, each of which is a token; `None` if it is empty or reaches too far.
+    /// Returns a range of bytes, each of which is a token. Returns `None` if the range is empty or out of bounds.
     #[must_use]
     pub fn of_bytes(bytes: Arc<[u8]>, range: Range<usize>) -> Option<Self> {
         let is_valid = !range.is_empty() && range.end <= bytes.len();
@@ -55,7 +55,7 @@ impl TokenRange {
         is_valid.then_some(Self { tokens, range })
     }
 
-    /// Returns all of the ids of a tokenizer; `None` if there are none.
+    /// Returns all ids of a tokenizer, or `None` if there are none.
     #[must_use]
     pub fn of_ids(ids: Arc<[u32]>) -> Option<Self> {
         let range = 0..ids.len();
@@ -69,7 +69,7 @@ impl TokenRange {
         self.range.len()
     }
 
-    /// Returns the token at a position, from the start again after the last one.
+    /// Returns the token at a position. Positions after the last token start again at the first.
     #[must_use]
     pub fn token(&self, index: usize) -> i64 {
         let index = self.range.start + index % self.num_tokens();
@@ -79,7 +79,7 @@ impl TokenRange {
         }
     }
 
-    /// Returns the bytes themselves; `None` of ids.
+    /// Returns the bytes, or `None` if the tokens are ids.
     #[must_use]
     pub fn as_bytes(&self) -> Option<&[u8]> {
         match &self.tokens {
@@ -99,7 +99,7 @@ impl TokenStream {
         }
     }
 
-    /// Returns the number of tokens before the stream repeats itself, if it does.
+    /// Returns the number of tokens before the stream repeats itself, or `None` if it does not.
     #[must_use]
     pub fn period(&self) -> Option<usize> {
         match self {
@@ -108,7 +108,7 @@ impl TokenStream {
         }
     }
 
-    /// Returns the position of the first of the `seq` tokens of a row, counted over all steps.
+    /// Returns the position of the first of a row's `seq` tokens. Rows are counted over all steps.
     fn start_of(&self, row: usize, seq: usize) -> usize {
         match self {
             Self::Synthetic { .. } | Self::Text(_) => row * seq,
@@ -123,22 +123,22 @@ impl TokenStream {
     }
 }
 
-/// A stream cut into batches of rows.
+/// A stream divided into batches of rows.
 ///
-/// Row `r` of step `s` is the `seq` tokens from position `(s * batch + r) * seq`,
-/// so that every token is an input once before the stream starts again; or it is the
-/// window that [`TokenStream::Windows`] draws for that number `s * batch + r`.
+/// Row `r` of step `s` consists of the `seq` tokens from position `(s * batch + r) * seq`, so every token is an input
+/// once before the stream starts again. With [`TokenStream::Windows`], it is the window for the number
+/// `s * batch + r`.
 #[derive(Clone, Debug)]
 pub struct Batches {
     /// The stream that the tokens come from.
     pub stream: TokenStream,
-    /// Rows of a step.
+    /// Number of rows of a step.
     pub batch: usize,
-    /// Tokens of a row.
+    /// Number of tokens of a row.
     pub seq: usize,
 }
 
-/// Some rows of a step, with the target of every token: the token after it.
+/// Some rows of a step. The target of every token is the next token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rows {
     inputs: Vec<i64>,
@@ -147,7 +147,7 @@ pub struct Rows {
 }
 
 impl Batches {
-    /// Returns the rows `rows` of the batch of a step.
+    /// Returns the given rows of a step's batch.
     #[must_use]
     pub fn rows(&self, step: usize, rows: Range<usize>) -> Rows {
         let first = step * self.batch;
@@ -155,14 +155,14 @@ impl Batches {
         self.rows_from(&starts.collect::<Vec<_>>(), self.seq)
     }
 
-    /// Returns the number of rows of `seq` tokens in which no token is twice, and no target; `None` if the stream does not
-    /// repeat itself.
+    /// Returns the number of rows of `seq` tokens in which no token and no target occurs twice. Returns `None` if the
+    /// stream does not repeat itself.
     #[must_use]
     pub fn num_whole_rows(&self) -> Option<usize> {
         Some(self.num_targets()? / self.seq)
     }
 
-    /// Returns the tokens behind the [whole rows](Self::num_whole_rows) as a shorter row; `None` if there are none.
+    /// Returns the tokens after the [whole rows](Self::num_whole_rows) as a shorter row, or `None` if there are none.
     #[must_use]
     pub fn rest(&self) -> Option<Rows> {
         let targets = self.num_targets()?;
@@ -170,7 +170,7 @@ impl Batches {
         (len > 0).then(|| self.rows_from(&[targets - len], len))
     }
 
-    /// Returns the number of tokens that follow another one.
+    /// Returns the number of tokens that follow another token.
     fn num_targets(&self) -> Option<usize> {
         Some(self.stream.period()?.saturating_sub(1))
     }
@@ -205,7 +205,7 @@ impl Rows {
         &self.targets
     }
 
-    /// Inputs and targets as tensors `[rows, seq]`.
+    /// Returns inputs and targets as tensors `[rows, seq]`.
     #[must_use]
     pub fn to_tensors(&self, device: &Device) -> (Tensor<2, Int>, Tensor<2, Int>) {
         let tensor = |tokens: &[i64]| {

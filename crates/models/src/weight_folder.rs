@@ -9,20 +9,20 @@ use serde::Deserialize;
 
 use crate::ModelError;
 
-/// The file with all weights, if there is one only.
+/// The file with all weights, if there is only one.
 const SINGLE_FILE: &str = "model.safetensors";
 
-/// The index that tells which file has which tensor.
+/// The index that maps tensors to files.
 const INDEX_FILE: &str = "model.safetensors.index.json";
 
-/// Longest index that is read: as long as the longest header of safetensors.
+/// Maximum size of the index, the same as for a safetensors header.
 const MAX_INDEX_BYTES: u64 = 100_000_000;
 
-/// The files of a folder, and what each is said to hold.
+/// The files of a folder, with their tensors according to the index.
 #[derive(Debug)]
 pub(crate) struct WeightFolder {
     path: PathBuf,
-    /// Names of tensors by file; `None` if there is one file without an index.
+    /// Names of tensors by file, or `None` for a single file without an index.
     index: Option<BTreeMap<String, BTreeSet<String>>>,
 }
 
@@ -32,7 +32,7 @@ struct IndexJson {
 }
 
 impl WeightFolder {
-    /// Reads the index, if there is one. Of a folder that has both forms the single file counts, as in transformers.
+    /// Reads the index, if there is one. If a folder has both forms, the single file counts, as in transformers.
     pub(crate) fn open(path: &Path) -> Result<Self, ModelError> {
         let index_path = path.join(INDEX_FILE);
         let index = if path.join(SINGLE_FILE).exists() {
@@ -60,7 +60,8 @@ impl WeightFolder {
         }
     }
 
-    /// Checks that a file has the tensors of the index that are needed, so that no reader takes another file's.
+    /// Checks that a file has the needed tensors that the index assigns to it. This prevents a tensor from being read
+    /// from another file.
     pub(crate) fn check<'a>(
         &self,
         file: &Path,
@@ -88,7 +89,7 @@ impl WeightFolder {
     }
 }
 
-/// Files that other programs read, and how they are made into what is read here.
+/// Files of other programs, and how to convert them.
 const OTHER_FORMS: [(&str, &str, &str); 7] = [
     ("adapter_model", "", "an adapter of PEFT without its base"),
     ("pytorch_model", ".bin", "in PyTorch's form"),
@@ -103,7 +104,7 @@ const OTHER_FORMS: [(&str, &str, &str); 7] = [
     ),
 ];
 
-/// Returns what a folder without weights has in their place, as the rest of a sentence.
+/// Describes what a folder without weights contains instead, as the rest of a sentence.
 fn what_is_there(folder: &Path) -> String {
     let entries = folder.read_dir().into_iter().flatten().flatten();
     let mut names: Vec<String> = entries

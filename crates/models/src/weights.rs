@@ -16,21 +16,21 @@ use crate::stored::{Elements, OpenedFile, StoredTensor, StoredType};
 use crate::weight_folder::WeightFolder;
 use crate::{Architecture, GptConfig, ModelError, ParameterSpec};
 
-/// The safetensors that hold the weights of one model by the names and the layout of its [table](Architecture::parameters): one
-/// file, or a folder in Hugging Face's form, which may be of several files with an index.
+/// The safetensors with the weights of one model, in the names and layout of its [table](Architecture::parameters).
+/// They are one file, or a folder in Hugging Face's form that may have several files and an index.
 ///
-/// They hold all weights, and nothing that the model would need and does not have. What follows from the sizes is left out, and so
-/// are heads for other tasks. A tied head may be there if it is equal to the table of the embedding, or in its place.
+/// The files must have all weights of the model and no weights of another model. Tensors that follow from the sizes
+/// are ignored, and so are heads for other tasks. A tied head may be present in addition to the embedding if both are
+/// equal, or instead of it.
 ///
-/// There is no way to make one but [`open`](Self::open), which reads the headers
-/// and compares them with the model, so that [`load`](Self::load) has
-/// nothing left to complain about but the disk.
+/// The only constructor is [`open`](Self::open). It reads the headers and compares them with the model, so
+/// [`load`](Self::load) can only fail because of the disk.
 #[derive(Debug)]
 pub struct WeightsFile<A: Architecture = GptConfig> {
     path: PathBuf,
     /// The tensors of the model, by path in its module.
     tensors: BTreeMap<String, StoredTensor>,
-    /// The tied head, where the files have it in addition to its table.
+    /// The tied head, if the files have it in addition to the embedding.
     head: Option<TiedHead>,
     config: A,
     num_bytes_read: AtomicU64,
@@ -38,41 +38,41 @@ pub struct WeightsFile<A: Architecture = GptConfig> {
     num_bytes_requested: AtomicU64,
 }
 
-/// A tensor that is to be equal to a parameter.
+/// A tensor that must equal a parameter.
 #[derive(Debug)]
 struct TiedHead {
     tensor: StoredTensor,
     /// Path of the parameter in the module.
     table: String,
-    /// Its name in files.
+    /// The parameter's name in files.
     table_name: String,
 }
 
-/// A tensor in a file, as its header has it.
+/// A tensor in a file, as described by its header.
 #[derive(Debug)]
 struct Found {
     file: OpenedFile,
-    /// Position of the tensors in the file.
+    /// Position of the tensors' data in the file.
     start: u64,
     entry: TensorEntry,
-    /// Its name there.
+    /// The tensor's name in the file.
     name: String,
 }
 
-/// Elements of a tied head that are compared with the table at once, and how many times when a file is opened. Whatever is read
-/// later is compared before it is used.
+/// Number of elements of a tied head that are compared with the embedding at once, and how often this is done when a
+/// file is opened. Elements that are read later are compared before they are used.
 const COMPARED: (usize, usize) = (1 << 14, 16);
 
 impl<A: Architecture> WeightsFile<A> {
-    /// Checks that a file or folder holds the weights of the configured model.
+    /// Checks that a file or folder has the weights of the configured model.
     ///
-    /// Nothing in it is trusted: headers are read with bounds on every number, and no file outside
-    /// of the folder is opened.
+    /// The content is not trusted: headers are read with bounds on every number, and no file outside the folder is
+    /// opened.
     ///
     /// # Errors
     ///
-    /// If a file cannot be read, is not well formed, or lacks a tensor of the
-    /// model, has one more, or has one of another shape or type.
+    /// If a file cannot be read, is not well-formed, or if a tensor is missing, unexpected, or has another shape or
+    /// type.
     pub fn open(path: impl Into<PathBuf>, config: A) -> Result<Self, ModelError> {
         config.validate()?;
         let path = path.into();
@@ -82,7 +82,8 @@ impl<A: Architecture> WeightsFile<A> {
         if let Some([name, table]) = tied
             && let Some(entry) = found.remove(name)
         {
-            // The head alone is the table: which of the two names is kept depends on who writes.
+            // If the files have only the head, it is also the embedding. The writer decides which of the two names is
+            // kept.
             if found.contains_key(table) {
                 head = Some(entry);
             } else {
@@ -132,7 +133,7 @@ impl<A: Architecture> WeightsFile<A> {
         Ok(opened)
     }
 
-    /// Compares parts of a tied head with its table.
+    /// Compares parts of a tied head with the embedding.
     fn compare_head(&self) -> Result<(), ModelError> {
         let Some(head) = &self.head else {
             return Ok(());
@@ -146,20 +147,22 @@ impl<A: Architecture> WeightsFile<A> {
         Ok(())
     }
 
-    /// Returns the sizes of the model.
+    /// Returns the configuration of the model.
     pub fn config(&self) -> A {
         self.config
     }
 
-    /// Reads the elements `range` of the parameter at `path` in the module, in row-major order of the module's shape, as 32-bit
-    /// floats: the shard of one rank, say. A matrix that files have the other way round has a piece of the range in each of its
-    /// rows there. Pieces are read one by one where they are far apart, and otherwise many with one request, together with
-    /// what is between them. No request is of more than a mebibyte, unless one piece is larger.
+    /// Reads the elements `range` of the parameter at `path` in the module as 32-bit floats, for example the shard of
+    /// one rank. The range counts in row-major order of the module's shape.
+    ///
+    /// If files have the matrix transposed, each of its rows there has a piece of the range. Pieces that are far
+    /// apart are read one by one. Otherwise many pieces are read with one request, together with the bytes between
+    /// them. A request has at most one mebibyte, unless a single piece is larger.
     ///
     /// # Errors
     ///
-    /// [`ModelError::NoParameter`] for a path or a range that the model does not have; if a file cannot be read any more, or has
-    /// changed since it was opened; and if a tied head in the file has other values there.
+    /// [`ModelError::NoParameter`] for a path or a range that the model does not have. Also if a file can no longer
+    /// be read or has changed since it was opened, or if a tied head in the file has other values there.
     pub fn read(&self, path: &str, range: Range<usize>) -> Result<Vec<f32>, ModelError> {
         let stored = self.tensors.get(path);
         let is_inside =
@@ -204,7 +207,7 @@ impl<A: Architecture> WeightsFile<A> {
         Ok(values)
     }
 
-    /// Returns the error of a tied head that has other values than its table.
+    /// Returns the error of a tied head whose values differ from the embedding's.
     fn other_head(&self, head: &TiedHead) -> ModelError {
         ModelError::UnexpectedTensor {
             path: self.path.clone(),
@@ -218,17 +221,17 @@ impl<A: Architecture> WeightsFile<A> {
         }
     }
 
-    /// Returns the bytes of elements of parameters that were read since it was opened.
+    /// Returns the number of bytes of parameter elements that were read since the file was opened.
     pub fn num_bytes_read(&self) -> u64 {
         self.num_bytes_read.load(Ordering::Relaxed)
     }
 
-    /// Returns the number of reads of tensors that the files were asked for since it was opened.
+    /// Returns the number of read requests for tensors since the file was opened.
     pub fn num_requests(&self) -> u64 {
         self.num_requests.load(Ordering::Relaxed)
     }
 
-    /// Returns the bytes of these reads: those of elements, and those between pieces of rows.
+    /// Returns the number of bytes of these requests, including the bytes between pieces of rows.
     pub fn num_bytes_requested(&self) -> u64 {
         self.num_bytes_requested.load(Ordering::Relaxed)
     }
@@ -237,7 +240,7 @@ impl<A: Architecture> WeightsFile<A> {
     ///
     /// # Errors
     ///
-    /// If a file cannot be read any more, or has changed since it was opened.
+    /// If a file can no longer be read or has changed since it was opened.
     pub fn load(&self, device: &Device) -> Result<A::Model, ModelError> {
         let mut model = self.config.blank(device)?;
         let mut tensors = Vec::new();
@@ -267,7 +270,8 @@ impl<A: Architecture> WeightsFile<A> {
     }
 }
 
-/// Returns true for equal numbers, and for what is no number in the same bits: a model that has diverged is tied all the same.
+/// Returns true for equal numbers, and for NaNs with the same bits, because the head of a diverged model is still
+/// tied.
 fn are_same(head: &[f32], table: &[f32]) -> bool {
     let is_same = |(head, table): (&f32, &f32)| head == table || head.to_bits() == table.to_bits();
     head.len() == table.len() && head.iter().zip(table).all(is_same)
@@ -282,7 +286,7 @@ fn read_header(path: &Path) -> Result<(OpenedFile, Header), ModelError> {
         path: path.to_owned(),
         problem,
     };
-    // Before opening: opening a pipe would wait for somebody to write to it.
+    // This check comes before opening, because opening a pipe would wait for a writer.
     let metadata = path.metadata().map_err(file_error)?;
     if !metadata.is_file() {
         return Err(malformed("not a regular file".to_owned()));
@@ -295,7 +299,7 @@ fn read_header(path: &Path) -> Result<(OpenedFile, Header), ModelError> {
     Ok((opened, header))
 }
 
-/// Returns the tensors of a file or folder, by the table's names.
+/// Returns the tensors of a file or folder, with the table's names.
 fn found_in<A: Architecture>(
     path: &Path,
     config: &A,
@@ -308,8 +312,8 @@ fn found_in<A: Architecture>(
         Some(folder) => folder.files(),
         None => vec![path.to_owned()],
     };
-    // Files may lack what the model does not need, also where an index says that they have it; of a tied head and its table
-    // one is enough.
+    // Files may lack tensors that the model does not need, even if an index lists them. Either a tied head or its
+    // embedding suffices.
     let tied = config.tied_head();
     let is_needed = |name: &str| {
         let known = config.name_of(name.to_owned());
@@ -351,7 +355,7 @@ fn unexpected(path: PathBuf, found: Found, problem: String) -> ModelError {
     }
 }
 
-/// Returns the reason why a model does not have a tensor, as far as its name tells.
+/// Returns the reason why a model does not have a tensor, as far as its name shows it.
 fn reason_against<A: Architecture>(config: &A, name: &str) -> String {
     let table = config.parameters();
     let has = |name: &str| {
@@ -378,7 +382,7 @@ fn reason_against<A: Architecture>(config: &A, name: &str) -> String {
     format!("{reason}; was the file written for another configuration?")
 }
 
-/// Returns the error of a parameter that the files lack, or have under a longer name.
+/// Returns the error for a parameter that the files lack or have under a longer name.
 fn missing_tensor<A: Architecture>(
     path: PathBuf,
     config: &A,
@@ -408,7 +412,7 @@ fn missing_tensor<A: Architecture>(
     }
 }
 
-/// Returns a parameter's tensor in a file, if it is what the model has.
+/// Returns a parameter's tensor in a file, if its shape and type are as the model expects.
 fn stored_tensor(
     path: &Path,
     spec: ParameterSpec,

@@ -1,4 +1,4 @@
-//! The schedule of a step that stays within a budget of memory.
+//! The search for a schedule within a memory budget.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,37 +15,37 @@ use crate::machine::Machine;
 use crate::size::Size;
 use crate::step::{MemoryPlan, TimePlan, node_seconds};
 
-/// Greatest number of units of which all choices are tried.
+/// Maximum number of units for which all choices are tried.
 const FEW: usize = 6;
 
-/// A choice of the units to compute again, by which a step stays within a budget.
+/// A choice of units to recompute with which a step stays within a budget.
 #[derive(Debug, Clone)]
 pub struct Fitted {
-    /// The options of the mode, with these units.
+    /// The mode's options, with these units.
     pub options: Options,
-    /// Units whose forward is computed again in backward, in the order of forward.
+    /// Units whose forward is recomputed in backward, in the order of forward.
     pub units: Vec<Arc<str>>,
-    /// Maximum of the bytes of a rank at once, with scratch and transport.
+    /// Peak bytes of a rank, with scratch and transport.
     pub peak_bytes: u64,
-    /// Estimate of the step's seconds.
+    /// Estimated seconds of the step.
     pub seconds: f64,
-    /// Number of schedules that were planned to find it.
+    /// Number of schedules that were planned in the search.
     pub tried: usize,
 }
 
-/// Why there is no schedule within a budget.
+/// The reason why no schedule is within a budget.
 #[derive(Debug, thiserror::Error)]
 pub enum BudgetError {
-    /// No choice that was tried needs so little.
+    /// No choice that was tried needs so little memory.
     #[error(
         "the least found for a rank's step is {} of memory, {least} bytes, where {budget} bytes are allowed; raise the budget, \
          shard over more ranks, or make the batch smaller",
         Size(*.least).trimmed()
     )]
     TooSmall {
-        /// The bytes that were allowed.
+        /// The allowed bytes.
         budget: u64,
-        /// The least that a choice needs which was tried.
+        /// The fewest bytes that any tried choice needs.
         least: u64,
     },
     /// The step cannot be lowered.
@@ -53,23 +53,25 @@ pub enum BudgetError {
     Step(#[from] Error),
 }
 
-/// Chooses which units of a step to compute again in backward, so that no rank has more than `bytes` at once, and as little
-/// as it takes is computed again.
+/// Chooses the units of a step to recompute in backward, such that no rank exceeds `bytes` at any time and as little
+/// as possible is recomputed.
 ///
-/// The memory is that of the plan ([`MemoryPlan::allocated`]): tensors, what operations allocate beside them, and the
-/// transport. Where everything fits, nothing is computed again. Otherwise, of up to six units all choices are tried, and the
-/// fastest of those that fit is taken, by the plan; of more, units are taken from the first one on, as many as are needed,
-/// and given back where it fits without them. Steps of several micro-batches need more.
+/// The memory is the plan's ([`MemoryPlan::allocated`]): tensors, the bytes that operations allocate in addition, and
+/// the transport. If everything fits, nothing is recomputed. Otherwise the choice depends on the number of units.
+/// With up to six units, all choices are tried, and the fastest one that fits according to the plan is taken. With
+/// more, units are taken from the first on, as many as necessary. Those without which the step also fits are then
+/// removed. Steps with several micro-batches need more memory.
 ///
-/// `graph` is one of [`trace`](burn_fsdp_spmd::trace::trace), on which nothing was done; `options` are those of the
-/// mode, of which [`recompute_units`](Options::recompute_units) is replaced. Not collective: ranks that call it with
-/// equal arguments, and have as many threads each, choose the same; a step of ranks that do not is refused before it runs.
+/// `graph` must come unchanged from [`trace`](burn_fsdp_spmd::trace::trace). `options` are the mode's options, in
+/// which [`recompute_units`](Options::recompute_units) is replaced. The call is not collective. Ranks choose the same
+/// units if they pass equal arguments and have equal numbers of threads. If they choose differently, the step is
+/// refused before it runs.
 ///
 /// # Errors
 ///
-/// [`BudgetError::TooSmall`], with the least of what was tried; [`Error::Precision`] if the graph was traced without the
-/// [types](burn_fsdp_spmd::trace::TraceConfig::precision) in which the options compute, or for a loss that is
-/// [scaled](Options::scale_loss); errors of lowering.
+/// [`BudgetError::TooSmall`], with the fewest bytes of all choices that were tried. [`Error::Precision`] if the graph
+/// was traced without the [types](burn_fsdp_spmd::trace::TraceConfig::precision) in which the options compute, or for
+/// a loss that is [scaled](Options::scale_loss). Errors of lowering.
 pub fn fit(
     graph: &Graph,
     mode: &Mode,
@@ -87,7 +89,7 @@ pub fn fit(
     }
     let named = AssignUnits(options.units.clone()).transform(graph.clone())?;
     let mut units: Vec<Unit> = Vec::new();
-    // What belongs to no module is no unit to name.
+    // Nodes outside all modules do not belong to a unit with a name.
     let visits = unit_visits(&named).into_iter();
     for visit in visits.filter(|visit| !visit.unit.is_empty()) {
         let cost = cost(&named, &visit);
@@ -118,7 +120,8 @@ pub fn fit(
     })
 }
 
-/// Returns true if every parameter that forward reads is cast to the type in which the options compute, if that is another.
+/// Returns true if every parameter that forward reads is cast to the type in which the options compute, if that
+/// differs from its own.
 fn computes_as(graph: &Graph, options: &Options) -> bool {
     let types = graph.parameters().iter().filter(|of| !of.is_buffer);
     let types = types.filter_map(|parameter| {
@@ -135,12 +138,12 @@ fn computes_as(graph: &Graph, options: &Options) -> bool {
             _ => None,
         };
         let of = types.get(&input);
-        // Whoever computes in the parameter's own type may cast it as it likes.
+        // A model that computes in the parameter's own type may cast it freely.
         of.is_none_or(|(own, compute)| own == compute || cast == Some(*compute))
     })
 }
 
-/// A unit, with the seconds that its forward takes.
+/// A unit and the seconds that its forward takes.
 struct Unit {
     name: Arc<str>,
     cost: f64,
@@ -163,13 +166,13 @@ struct Search<'a> {
     options: &'a Options,
     budget: u64,
     units: Vec<Unit>,
-    /// The least bytes of all that was tried.
+    /// The fewest bytes of all choices that were tried.
     least: u64,
     tried: usize,
 }
 
 impl Search<'_> {
-    /// Plans the step that computes these units again; `None` if it needs too much.
+    /// Plans the step that recomputes these units. Returns `None` if it needs too much memory.
     fn plan(&mut self, chosen: &BTreeSet<usize>) -> Result<Option<Fitted>, Error> {
         let units: Vec<_> = chosen
             .iter()
@@ -182,7 +185,7 @@ impl Search<'_> {
             &self.mode.clone().options(options.clone()),
         )?;
         self.tried += 1;
-        // The shards of the first rank are the longest, and the last one's differ most from them.
+        // The first rank has the longest shards, and the last rank's shards differ most from them.
         let last = lowered.num_ranks().saturating_sub(1);
         let mut peak_bytes = 0;
         for rank in BTreeSet::from([0, last]) {
@@ -198,8 +201,8 @@ impl Search<'_> {
         }))
     }
 
-    /// Computes nothing again where that fits, and else takes the fastest of all choices that do. Units do not simply add
-    /// up: what two of them compute again may become one operation.
+    /// Recomputes nothing if that fits, and otherwise takes the fastest of all choices that fit. The costs of units
+    /// do not simply add up, because operations that two units recompute may become one.
     fn all(&mut self) -> Result<Option<Fitted>, Error> {
         let number = self.units.len();
         if let Some(found) = self.plan(&BTreeSet::new())? {
@@ -222,14 +225,14 @@ impl Search<'_> {
         Ok(best)
     }
 
-    /// Takes units from the first one on, and gives back those that are not needed, the costliest first.
+    /// Takes units from the first on, and then removes the unnecessary ones, most expensive first.
     fn first_ones(&mut self) -> Result<Option<Fitted>, Error> {
         let first = |number: usize| (0..number).collect::<BTreeSet<_>>();
         let number = self.units.len();
         if let Some(found) = self.plan(&first(0))? {
             return Ok(Some(found));
         }
-        // The head's activations are needed at once: to compute them again may need more.
+        // The head's activations are needed at once, so recomputing them may need more memory.
         let mut best = None;
         for most in (1..=number).rev() {
             best = self.plan(&first(most))?.map(|found| (most, found));
@@ -240,7 +243,7 @@ impl Search<'_> {
         let Some((most, mut found)) = best else {
             return Ok(None);
         };
-        // `low` is too few, `high` is enough.
+        // `low` is too few, and `high` is enough.
         let (mut low, mut high) = (0, most);
         while high - low > 1 {
             let middle = usize::midpoint(low, high);
@@ -252,7 +255,7 @@ impl Search<'_> {
         let mut chosen = first(high);
         let mut by_cost: Vec<usize> = chosen.iter().copied().collect();
         by_cost.sort_by(|a, b| self.units[*b].cost.total_cmp(&self.units[*a].cost));
-        // Equal blocks: what cannot do without one of them cannot do without another.
+        // Equal blocks are equivalent: if one of them is necessary, so are the others.
         by_cost.dedup_by(|a, b| self.units[*a].cost == self.units[*b].cost);
         for unit in by_cost {
             let mut fewer = chosen.clone();

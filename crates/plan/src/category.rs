@@ -14,11 +14,11 @@ use burn_fsdp_spmd::graph::{Graph, Phase, Role, Stage};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Category {
-    /// This rank's part of the parameters.
+    /// This rank's shards of the parameters.
     Parameters,
-    /// Gradients, full or of this rank's part.
+    /// Gradients, full or this rank's shards.
     Gradients,
-    /// This rank's part of the optimizer's states.
+    /// This rank's shards of the optimizer states.
     OptimizerState,
     /// Parameters gathered from all ranks.
     FullParameters,
@@ -26,7 +26,7 @@ pub enum Category {
     Activations,
     /// Everything else that backward and the optimizer compute.
     Temporaries,
-    /// Tensors of the module that are not trained, constants and the batch.
+    /// Untrained tensors of the module, constants and the batch.
     Buffers,
 }
 
@@ -42,7 +42,7 @@ impl Category {
         Self::Temporaries,
     ];
 
-    /// Returns the name, such as `full parameters`.
+    /// Returns the category's name, such as `full parameters`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Parameters => "parameters",
@@ -65,11 +65,11 @@ impl fmt::Display for Category {
 /// Bytes by category.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Bytes {
-    /// This rank's part of the parameters.
+    /// This rank's shards of the parameters.
     pub parameters: u64,
-    /// Gradients, full or of this rank's part.
+    /// Gradients, full or this rank's shards.
     pub gradients: u64,
-    /// This rank's part of the optimizer's states.
+    /// This rank's shards of the optimizer states.
     pub optimizer_state: u64,
     /// Parameters gathered from all ranks.
     pub full_parameters: u64,
@@ -77,7 +77,7 @@ pub struct Bytes {
     pub activations: u64,
     /// Everything else that backward and the optimizer compute.
     pub temporaries: u64,
-    /// Tensors of the module that are not trained, constants and the batch.
+    /// Untrained tensors of the module, constants and the batch.
     pub buffers: u64,
 }
 
@@ -150,7 +150,7 @@ pub(crate) fn categories(graph: &Graph) -> BTreeMap<TensorId, Category> {
         let is_reduction = contract.is_some_and(|contract| contract.reduces)
             && collective.is_some_and(|collective| collective.stage != Stage::Wait);
         if is_reduction && node.phase != Phase::Forward {
-            // What is reduced is a gradient before, too.
+            // The operand of a reduction is also a gradient.
             categories.extend(node.inputs().map(|id| (id, Category::Gradients)));
         }
         for output in node.outputs() {

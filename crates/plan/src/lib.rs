@@ -2,21 +2,21 @@
 //!
 //! There are two kinds:
 //!
-//! - [`Plan::new`] takes a **scheduled graph** and gives one rank's live bytes at every node, exactly as
-//!   the executor's table will count them, what the process's allocator has beside them, its collectives, its
-//!   arithmetic and a time estimate.
-//! - [`Estimate::new`] takes a [`Job`]: a decoder by its sizes, and how it is to be trained. It answers
-//!   by formula, for the eager engine and for sizes that no graph is needed for, whether the job
-//!   fits, when its peak is and what would make it fit.
+//! - [`Plan::new`] takes a **scheduled graph**. It returns one rank's live bytes at every node, exactly as the
+//!   executor's table will count them, and the bytes that the process's allocator has in addition. It also counts
+//!   collectives and arithmetic, and estimates the time.
+//! - [`Estimate::new`] takes a [`Job`]: the sizes of a decoder and the settings of its training. It uses formulas for
+//!   the eager engine, and for sizes that need no graph. It answers whether the job fits, when its peak occurs and
+//!   what would make it fit.
 //!
 //! Both are printed by `Display`, as JSON by `serde`, and as an SVG of memory over the step.
 //!
-//! | module | what |
+//! | module | content |
 //! |---|---|
 //! | `step` | plans of graphs |
-//! | `budget` | the choice of what to compute again, by plans |
+//! | `budget` | the choice of units to recompute, based on plans |
 //! | `formula` | estimates of jobs |
-//! | `backend` | where Burn's CPU backend puts results, and what it allocates beside them |
+//! | `backend` | the memory of results on Burn's CPU backend, and what it allocates in addition |
 #![forbid(unsafe_code)]
 
 mod backend;

@@ -1,8 +1,8 @@
-//! The machine that the ranks run on.
+//! The machine that runs the ranks.
 
 use serde::Serialize;
 
-/// A connection, as one end of it sees it.
+/// A connection from the point of view of one end.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Link {
     /// Bytes per second in one direction.
@@ -11,26 +11,26 @@ pub struct Link {
     pub latency: f64,
 }
 
-/// A cluster of equal nodes of equal devices, one rank per device.
+/// A cluster of equal nodes with equal devices, with one rank per device.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Machine {
-    /// Name.
+    /// Name of the machine.
     pub name: String,
-    /// Operations per second of one device in 16-bit matrix products, by its data sheet.
+    /// Operations per second of one device in 16-bit matrix products, according to its data sheet.
     pub peak_flops_16: f64,
-    /// Operations per second of one device in 32-bit matrix products, by its data sheet.
+    /// Operations per second of one device in 32-bit matrix products, according to its data sheet.
     pub peak_flops_32: f64,
-    /// Part of the peak that whole train steps reach while they compute, `0..=1`.
+    /// Fraction of the peak that whole train steps reach while they compute, `0..=1`.
     pub achievable: f64,
     /// Bytes per second of one device's memory.
     pub memory_bandwidth: f64,
     /// Bytes of one device's memory.
     pub memory_bytes: u64,
-    /// Devices of a node.
+    /// Number of devices of a node.
     pub ranks_per_node: usize,
     /// The link between devices of one node, per device.
     pub within: Link,
-    /// The link between nodes, per node: its devices share it.
+    /// The link between nodes, per node. Its devices share it.
     pub between: Link,
     /// The link between a device and the memory of its host, per device.
     pub host: Link,
@@ -38,19 +38,19 @@ pub struct Machine {
     pub host_bandwidth: f64,
 }
 
-/// The achievable part of A100 devices, fitted on one published point: GPT-175B, one sequence per GPU,
-/// 173 TFLOP/s per GPU (arXiv 2304.11277, section 5.4).
+/// The achievable fraction of A100 devices, fitted to one published point: GPT-175B, one sequence per GPU, 173
+/// TFLOP/s per GPU (arXiv 2304.11277, section 5.4).
 pub(super) const A100_ACHIEVABLE: f64 = 0.5553;
-/// The achievable part of H100 devices, fitted on one published point: Llama 2 7B on 96 GPUs with 800 Gb/s a
-/// node and no activation checkpointing, 7500 tokens/s per GPU (IBM and PyTorch, "Maximizing training
-/// throughput using PyTorch FSDP").
+/// The achievable fraction of H100 devices, fitted to one published point: Llama 2 7B on 96 GPUs with 800 Gb/s per
+/// node and no activation checkpointing, 7500 tokens/s per GPU (IBM and PyTorch, "Maximizing training throughput
+/// using PyTorch FSDP").
 pub(super) const H100_ACHIEVABLE: f64 = 0.3529;
 
 impl Machine {
-    /// The names that [`named`](Self::named) knows.
+    /// The names that [`named`](Self::named) accepts.
     pub const NAMES: [&'static str; 4] = ["a100-80g", "a100-40g", "h100", "cpu"];
 
-    /// Returns the machine of that name.
+    /// Returns the machine with this name.
     pub fn named(name: &str) -> Option<Self> {
         match name {
             "a100-80g" => Some(Self::a100_80g()),
@@ -61,8 +61,7 @@ impl Machine {
         }
     }
 
-    /// Describes nodes of eight A100 with 80 GB, 2 Tb/s between nodes: the cluster of arXiv
-    /// 2304.11277.
+    /// Returns nodes of eight A100 with 80 GB and 2 Tb/s between nodes: the cluster of arXiv 2304.11277.
     pub fn a100_80g() -> Self {
         Self {
             name: "a100-80g".to_owned(),
@@ -88,7 +87,7 @@ impl Machine {
         }
     }
 
-    /// Describes nodes of eight A100 with 40 GB, 400 Gb/s between nodes: AWS `p4d.24xlarge`.
+    /// Returns nodes of eight A100 with 40 GB and 400 Gb/s between nodes: AWS `p4d.24xlarge`.
     pub fn a100_40g() -> Self {
         Self {
             name: "a100-40g".to_owned(),
@@ -102,7 +101,7 @@ impl Machine {
         }
     }
 
-    /// Describes nodes of eight H100 with 96 GB, 400 Gb/s per device between nodes.
+    /// Returns nodes of eight H100 with 96 GB and 400 Gb/s per device between nodes.
     pub fn h100() -> Self {
         Self {
             name: "h100".to_owned(),
@@ -128,8 +127,7 @@ impl Machine {
         }
     }
 
-    /// Describes two cores of a server with AVX-512 and the memory between them: the machine of the
-    /// tests.
+    /// Returns two cores of a server with AVX-512 and the memory between them: the machine of the tests.
     pub fn cpu() -> Self {
         Self {
             name: "cpu".to_owned(),
@@ -155,7 +153,7 @@ impl Machine {
         }
     }
 
-    /// Returns the operations per second that steps reach, for elements of that many bytes.
+    /// Returns the operations per second that steps reach with elements of this many bytes.
     pub fn flops(&self, element_size: usize) -> f64 {
         let peak = match element_size {
             0..=2 => self.peak_flops_16,
@@ -164,11 +162,12 @@ impl Machine {
         peak * self.achievable
     }
 
-    /// Returns the seconds until every one of `ranks` has all of `bytes`, of which each had an
-    /// equal part. A reduction of so many bytes to a part for each takes as long. Rings: `(n - 1)
-    /// (latency + bytes / n / bandwidth)` (Thakur, Rabenseifner, Gropp, "Optimization of collective
-    /// communication operations in MPICH", 2005, section 4.1), between the nodes at the node's
-    /// bandwidth and within them at the device's, at the same time.
+    /// Returns the seconds until each of `ranks` ranks has all of `bytes`, if each began with an equal part. A
+    /// reduction of the same bytes to a part for each rank takes equally long.
+    ///
+    /// The model is a ring: `(n - 1) (latency + bytes / n / bandwidth)` (Thakur, Rabenseifner, Gropp, "Optimization
+    /// of collective communication operations in MPICH", 2005, section 4.1). Rings between the nodes at the node's
+    /// bandwidth and within the nodes at the device's bandwidth run at the same time.
     pub fn gather_seconds(&self, bytes: f64, ranks: usize) -> f64 {
         let ring = |link: Link, members: usize, bytes: f64| match members {
             0 | 1 => 0.0,

@@ -7,14 +7,14 @@ use plotters::prelude::*;
 use crate::category::{Bytes, Category};
 
 const SIZE: (u32, u32) = (900, 480);
-/// Maximum number of points; more are joined into groups, of which the largest point is kept.
+/// Maximum number of points. More points are grouped, and the largest of each group is kept.
 const MAX_POINTS: usize = 1500;
 const GIB: f64 = (1u64 << 30) as f64;
 
 /// Draws an SVG of bytes over the step, stacked by category, with the peak marked.
 pub(crate) fn draw(title: &str, x_label: &str, series: &[Bytes]) -> String {
     let mut svg = String::new();
-    // Drawing into memory fails only where a picture makes no sense; then it stays empty.
+    // Drawing into memory fails only if the picture makes no sense. It then stays empty.
     if draw_into(&mut svg, title, x_label, series).is_err() {
         svg.clear();
         let _ = SVGBackend::with_string(&mut svg, SIZE)
@@ -96,7 +96,7 @@ fn draw_into(
     Ok(())
 }
 
-/// Picks at most [`MAX_POINTS`] points, among them the largest.
+/// Picks at most [`MAX_POINTS`] points, including the largest.
 fn thinned(series: &[Bytes]) -> Vec<(usize, Bytes)> {
     let group = series.len().div_ceil(MAX_POINTS).max(1);
     let indexed: Vec<_> = series.iter().copied().enumerate().collect();

@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::category::{Bytes, Category};
 
-/// The categories that have bytes, a line each.
+/// The categories that have bytes, one per line.
 pub(crate) struct Breakdown<'a>(pub(crate) &'a Bytes);
 
 impl fmt::Display for Breakdown<'_> {
@@ -19,8 +19,7 @@ impl fmt::Display for Breakdown<'_> {
     }
 }
 
-/// A number of bytes that prints in the largest unit of which there is one, right-aligned in eleven
-/// columns.
+/// A number of bytes. Prints in the largest unit that gives at least one, right-aligned in eleven columns.
 #[derive(Debug, Clone, Copy)]
 pub struct Size(pub u64);
 

@@ -8,30 +8,29 @@ use crate::formula::{Advice, Job, Verdict, advise};
 use crate::size::Size;
 use crate::step::Plan;
 
-/// The plan of a job's graph, its verdict, and advice extrapolated to other batches and numbers of
-/// ranks.
+/// The plan of a job's graph, its verdict, and advice extrapolated to other batches and numbers of ranks.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TracedEstimate {
-    /// The job that the graph was traced for.
+    /// The job for which the graph was traced.
     pub job: Job,
-    /// Parameters of the model.
+    /// Number of the model's parameters.
     pub num_params: u64,
-    /// Device memory of a rank.
+    /// Bytes of device memory per rank.
     pub available: u64,
-    /// The peak in bytes: exact, if every block was traced.
+    /// The peak in bytes. It is exact if every block was traced.
     pub peak: u64,
     /// True if the peak is at most `available`.
     pub fits: bool,
-    /// Changes that would make it fit, extrapolated from the plan.
+    /// Changes that would make the job fit, extrapolated from the plan.
     pub advice: Vec<Advice>,
-    /// The peak in bytes if nothing of forward were computed again in backward.
+    /// The peak in bytes if no result of forward were recomputed in backward.
     pub peak_without_recompute: u64,
     /// The plan of the graph.
     pub plan: Plan,
 }
 
 impl TracedEstimate {
-    /// Makes the estimate of a job whose graph has that plan, and that peak without
+    /// Creates the estimate of a job from the plan of its graph, and from the peak without
     /// [`Recompute`](burn_fsdp_spmd::passes::Recompute).
     pub fn new(job: &Job, plan: Plan, peak_without_recompute: u64, available: u64) -> Self {
         let peak = plan.memory.peak_bytes();
@@ -53,10 +52,9 @@ impl TracedEstimate {
     }
 }
 
-/// Scales the peak of the plan to another batch or number of ranks: parts of parameters and states
-/// are inversely proportional to the ranks; activations, temporaries and buffers proportional to
-/// the batch; full parameters and gradients neither. `None` for other changes, which a compiled
-/// step does not have.
+/// Scales the plan's peak to another batch or number of ranks. Shards of parameters and states are inversely
+/// proportional to the number of ranks. Activations, temporaries and buffers are proportional to the batch. Full
+/// parameters and gradients do not change. Returns `None` for other changes, which a compiled step does not support.
 fn scaled(job: &Job, plan: &Plan, other: &Job) -> Option<u64> {
     let comparable = Job {
         ranks: job.ranks,

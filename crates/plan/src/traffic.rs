@@ -11,8 +11,8 @@ pub struct Tally {
     pub operations: u64,
     /// Bytes of the whole tensors.
     pub bytes: u64,
-    /// Bytes that one rank sends, as rings: `(n - 1) / n` of the whole, twice that for
-    /// all-reduce, and `(n - 1) / n` of a rank's part for all-to-all.
+    /// Bytes that one rank sends in ring algorithms: `(n - 1) / n` of the whole tensors, twice that for all-reduce,
+    /// and `(n - 1) / n` of a rank's part for all-to-all.
     pub sent: u64,
 }
 
@@ -21,11 +21,11 @@ pub struct Tally {
 pub struct Traffic {
     /// Gathers of shards into whole tensors.
     pub all_gather: Tally,
-    /// Reductions of whole tensors to shards of the combination.
+    /// Reductions of whole tensors to shards of the result.
     pub reduce_scatter: Tally,
-    /// Reductions of whole tensors to the whole combination.
+    /// Reductions of whole tensors to the whole result.
     pub all_reduce: Tally,
-    /// Exchanges of parts along one dim for parts along another.
+    /// Exchanges of shards along one dim for shards along another.
     pub all_to_all: Tally,
 }
 

@@ -1,8 +1,8 @@
-//! Who imports whom, file by file, inside of one crate.
+//! The imports between the files of one crate.
 //!
-//! An arrow `a.rs -> b.rs` says that a path in `a.rs` leads to an item that `b.rs` defines. Re-exports are looked
-//! through, and are no arrows themselves; neither is `mod child`. Methods cannot be followed without types: what
-//! an `impl` in another file adds to a type has no arrow.
+//! An arrow `a.rs -> b.rs` means that a path in `a.rs` leads to an item defined in `b.rs`. Re-exports are followed
+//! and are not arrows themselves, and neither is `mod child`. Methods cannot be followed without types, so methods
+//! that an `impl` in another file adds to a type have no arrow.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -13,17 +13,17 @@ use syn::{Attribute, ImplItemFn, ItemFn, ItemUse, Macro, Meta, PatIdent};
 
 use crate::modules::{Modules, imports, is_reexport, is_test};
 
-/// The files of a crate and what each imports.
+/// The files of a crate and the imports of each.
 #[derive(Debug)]
 pub struct Imports {
     /// Paths below `src`, with `/`.
     pub files: Vec<String>,
-    /// From the file that imports to the one that defines: the names.
+    /// The imported names, from the importing file to the defining file.
     pub arrows: BTreeMap<(usize, usize), BTreeSet<String>>,
 }
 
 impl Imports {
-    /// Reads a crate from its folder of sources. `name` is that of its library.
+    /// Reads a crate from its source folder. `name` is the name of its library.
     pub fn read(src: &Path, name: &str) -> Self {
         let modules = Modules::read(src, name);
         let mut arrows = BTreeMap::new();
@@ -44,8 +44,8 @@ impl Imports {
         }
     }
 
-    /// Files that import each other in a loop: the strongly connected components of more than one file, by path
-    /// (Tarjan).
+    /// Returns the groups of files that import each other in a circle, by path: the strongly connected components
+    /// with more than one file (Tarjan).
     pub fn circles(&self) -> Vec<Vec<usize>> {
         let mut search = Search {
             imports: self,
@@ -68,7 +68,7 @@ impl Imports {
         circles
     }
 
-    /// What a file imports.
+    /// Returns the files that a file imports.
     pub fn of(&self, file: usize) -> impl Iterator<Item = usize> {
         let arrows = self.arrows.range((file, 0)..(file + 1, 0));
         arrows.map(|((_, to), _)| *to)
@@ -118,7 +118,7 @@ impl Search<'_> {
 struct Reader<'a> {
     modules: &'a Modules,
     module: usize,
-    /// Names of variables in the function that is being read: they hide functions of that name.
+    /// Names of variables in the current function, which hide functions with the same name.
     bound: BTreeSet<String>,
     arrows: &'a mut BTreeMap<(usize, usize), BTreeSet<String>>,
 }
@@ -137,7 +137,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Reads a function: the names of its variables first.
+    /// Reads a function, beginning with the names of its variables.
     fn function(&mut self, bound: Bound, read: impl FnOnce(&mut Self)) {
         let before = self.bound.clone();
         self.bound.extend(bound.0);
@@ -145,8 +145,8 @@ impl Reader<'_> {
         self.bound = before;
     }
 
-    /// Reads the paths among the tokens of a macro. A lone name in lower case may be a variable or a key: it
-    /// counts where it is called, or given as a value in an attribute.
+    /// Reads the paths among the tokens of a macro. A single lower-case name may be a variable or a key, so it only
+    /// counts if it is called, or is a value in an attribute.
     fn tokens(&mut self, tokens: TokenStream, is_attribute: bool) {
         let tokens: Vec<TokenTree> = tokens.into_iter().collect();
         let mut at = 0;
@@ -278,7 +278,7 @@ impl<'ast> Visit<'ast> for Bound {
     }
 }
 
-/// The path at the beginning of some tokens, and how many tokens it has.
+/// Returns the path at the beginning of some tokens, and its number of tokens.
 fn path_at(tokens: &[TokenTree]) -> (Vec<String>, usize) {
     let (mut path, mut len) = (Vec::new(), 0);
     while let Some(TokenTree::Ident(ident)) = tokens.get(len) {

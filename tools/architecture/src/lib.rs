@@ -1,6 +1,7 @@
-//! Reads the sources of a crate: its modules, their imports, the sizes of what they define, and the words of their comments.
+//! Reads the sources of a crate: its modules, their imports, the sizes of their definitions, and the words of their
+//! comments.
 //!
-//! The test `architecture` holds the workspace to its rules. The example `imports` draws who imports whom.
+//! The test `architecture` enforces the workspace's rules. The example `imports` draws the imports.
 
 pub mod face;
 pub mod imports;

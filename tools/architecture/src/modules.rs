@@ -1,5 +1,5 @@
-//! The modules of a crate and the names in them, as the compiler finds them: from `lib.rs` and `main.rs` down,
-//! re-exports looked through.
+//! The modules of a crate and their names, as the compiler resolves them: from `lib.rs` and `main.rs` down, with
+//! re-exports followed.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -8,10 +8,10 @@ use std::{fs, iter};
 use proc_macro2::TokenTree;
 use syn::{Attribute, Item, ItemUse, Meta, UseTree, Visibility};
 
-/// A module: a file, or a block of one.
+/// A module: a file, or an inline module in a file.
 pub(crate) struct Module {
     pub(crate) file: usize,
-    /// Items of the module itself, without those of its child modules.
+    /// Items of the module itself, without the items of its child modules.
     pub(crate) items: Vec<Item>,
     parent: Option<usize>,
     root: usize,
@@ -19,11 +19,11 @@ pub(crate) struct Module {
     globs: Vec<Vec<String>>,
 }
 
-/// What a name stands for in a module.
+/// The meaning of a name in a module.
 #[derive(Clone)]
 enum Named {
     Module(usize),
-    /// An item that is defined here. Only types have something below them.
+    /// An item that is defined here. Only types have further names below them.
     Item {
         is_type: bool,
     },
@@ -31,17 +31,17 @@ enum Named {
     Import(Vec<String>),
 }
 
-/// What a path leads to.
+/// The target of a path.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Target {
     Module(usize),
     Item { file: usize, is_type: bool },
 }
 
-/// An import: the path, without a last `*`.
+/// An import with its path, without a final `*`.
 pub(crate) struct Import {
     pub(crate) path: Vec<String>,
-    /// The name it has from here on; none for a `*`.
+    /// The name that it has in the importing module, or `None` for a `*`.
     pub(crate) name: Option<String>,
 }
 
@@ -50,15 +50,15 @@ pub(crate) struct Modules {
     /// Paths below `src`, with `/`. Test modules are left out.
     pub(crate) files: Vec<String>,
     pub(crate) modules: Vec<Module>,
-    /// Macros have one scope for the whole crate: name and file.
+    /// Macros, by name, with their file. They have one scope for the whole crate.
     macros: BTreeMap<String, usize>,
-    /// The name of the library, as its own binaries call it, and its module.
+    /// The library's name, as its own binaries use it, and its module.
     library: Option<(String, usize)>,
     src: PathBuf,
 }
 
 impl Modules {
-    /// Reads a crate from its folder of sources. `name` is that of its library.
+    /// Reads a crate from its source folder. `name` is the name of its library.
     pub(crate) fn read(src: &Path, name: &str) -> Self {
         let mut modules = Self {
             files: Vec::new(),
@@ -78,8 +78,8 @@ impl Modules {
         modules
     }
 
-    /// The files in which the item of a path is defined, as the module sees it, with its name. Paths to
-    /// modules and to other crates lead to none.
+    /// Returns the files that define the item of a path, as seen from the module, with the item's name. Paths to
+    /// modules and to other crates return nothing.
     pub(crate) fn definitions(&self, module: usize, path: &[String]) -> Vec<(usize, String)> {
         let mut found = Vec::new();
         let mut targets = self.first(module, path, &mut Vec::new());
@@ -103,12 +103,12 @@ impl Modules {
         found
     }
 
-    /// The file that defines a macro of this name.
+    /// Returns the file that defines a macro with this name.
     pub(crate) fn macro_definition(&self, name: &str) -> Option<usize> {
         self.macros.get(name).copied()
     }
 
-    /// Adds a file and the modules below it; `inside` is the folder of its child modules.
+    /// Adds a file and the modules below it. `inside` is the folder of its child modules.
     fn add_file(&mut self, path: String, inside: &str, parent: Option<usize>) -> usize {
         let full = self.src.join(&path);
         let text =
@@ -183,7 +183,7 @@ impl Modules {
         names.entry(name).or_default().push(named);
     }
 
-    /// What a path leads to. `open` are the imports that are being looked through.
+    /// Returns the targets of a path. `open` contains the imports that are being followed.
     fn resolve(
         &self,
         module: usize,
@@ -219,7 +219,7 @@ impl Modules {
         }
     }
 
-    /// What a further segment of a path leads to; what is below a type belongs to the type.
+    /// Returns the targets of a further segment of a path. Names below a type belong to the type.
     fn below(
         &self,
         targets: &[Target],
@@ -241,7 +241,7 @@ impl Modules {
         found
     }
 
-    /// What a name stands for in a module.
+    /// Returns the targets of a name in a module.
     fn lookup(&self, module: usize, name: &str, open: &mut Vec<(usize, String)>) -> Vec<Target> {
         let this = &self.modules[module];
         let key = (module, name.to_owned());
@@ -275,7 +275,7 @@ impl Modules {
     }
 }
 
-/// The imports of a `use`.
+/// Returns the imports of a `use`.
 pub(crate) fn imports(item: &ItemUse) -> Vec<Import> {
     fn collect(tree: &UseTree, before: &[String], into: &mut Vec<Import>) {
         let with = |name: String| {
@@ -315,12 +315,12 @@ pub(crate) fn imports(item: &ItemUse) -> Vec<Import> {
     found
 }
 
-/// Whether a `use` hands its names on.
+/// Returns true if a `use` re-exports its names.
 pub(crate) fn is_reexport(item: &ItemUse) -> bool {
     !matches!(item.vis, Visibility::Inherited)
 }
 
-/// Whether the attributes make an item part of the tests alone.
+/// Returns true if the attributes restrict an item to tests.
 pub(crate) fn is_test(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         let Meta::List(list) = &attribute.meta else {
@@ -332,7 +332,7 @@ pub(crate) fn is_test(attributes: &[Attribute]) -> bool {
     })
 }
 
-/// The name that an item defines, and whether it has something below it.
+/// Returns the name that an item defines, and whether it has further names below it.
 fn defined(item: &Item) -> Option<(String, bool)> {
     let (ident, is_type) = match item {
         Item::Const(item) => (&item.ident, false),

@@ -1,9 +1,9 @@
-//! Words that comments should do without.
+//! Words that comments should not contain.
 
 use std::fs;
 use std::path::Path;
 
-/// A doc comment should begin with a statement, not with a clause.
+/// Words that begin a clause. A doc comment should begin with a statement instead.
 const CLAUSES: [&str; 4] = ["What", "Whether", "How", "Where"];
 
 /// Counts doc comments that begin with a clause.
@@ -21,7 +21,7 @@ pub fn num_clauses(file: &Path) -> usize {
     num_clauses
 }
 
-/// The lines of comments with a phrase in them, whole words only.
+/// Returns the lines of comments that contain a phrase as whole words.
 pub fn lines_with(file: &Path, phrase: &str) -> Vec<usize> {
     let text = read(file);
     let lines = text.lines().enumerate();

@@ -1,4 +1,4 @@
-//! How large files, functions and structs are. Tests do not count.
+//! The sizes of files, functions and structs, without tests.
 
 use std::path::Path;
 use std::{fmt, fs};
@@ -15,14 +15,14 @@ const MOST_LINES_OF_FILE: usize = 500;
 const MOST_LINES_OF_FUNCTION: usize = 80;
 const MOST_FIELDS: usize = 12;
 
-/// Something that is larger than the house rules allow.
+/// An item that exceeds the size limits of this project.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct TooLarge {
     /// `file`, `function` or `struct`.
     pub kind: String,
-    /// The file, from the root of the repository, and after a space the name of what is in it.
+    /// The file, as a path from the root of the repository. For an item in it, a space and the item's name follow.
     pub place: String,
-    /// How large it is; nothing in a list of exceptions.
+    /// The item's size. It is empty in a list of exceptions.
     pub size: String,
 }
 
@@ -32,7 +32,7 @@ impl fmt::Display for TooLarge {
     }
 }
 
-/// Measures a file. `path` is from the root of the repository.
+/// Measures a file. `path` is relative to the root of the repository.
 pub fn too_large(root: &Path, path: &str) -> Vec<TooLarge> {
     let text = fs::read_to_string(root.join(path)).expect("sources can be read");
     let syntax = syn::parse_file(&text).expect("sources are Rust");
@@ -50,7 +50,7 @@ pub fn too_large(root: &Path, path: &str) -> Vec<TooLarge> {
 
 struct Ruler<'a> {
     path: &'a str,
-    /// The type or the trait whose functions are being measured.
+    /// The type or trait whose functions are being measured.
     owner: Option<String>,
     num_test_lines: usize,
     found: Vec<TooLarge>,
@@ -141,7 +141,7 @@ impl<'ast> Visit<'ast> for Ruler<'_> {
     }
 }
 
-/// The lines from the first of one to the last of another.
+/// Returns the number of lines from the first line of one span to the last line of another.
 fn num_lines(first: Span, last: Span) -> usize {
     last.end().line - first.start().line + 1
 }

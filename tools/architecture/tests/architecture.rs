@@ -1,4 +1,5 @@
-//! The rooms depend on each other in one direction only, files do so inside of a room, and nothing grows too large.
+//! Tests that crates depend on each other in one direction only, that the files inside a crate do so as well, and
+//! that nothing grows too large.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -10,7 +11,7 @@ use burn_fsdp_architecture::sizes::{self, TooLarge};
 use burn_fsdp_architecture::{face, prose};
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
-/// For each crate of the workspace, the crates of the workspace that it may use.
+/// For each crate of the workspace, the workspace crates that it may use.
 const ALLOWED: [(&str, &[&str]); 12] = [
     ("burn-fsdp-mesh", &[]),
     ("burn-fsdp-collectives", &["burn-fsdp-mesh"]),
@@ -49,7 +50,7 @@ const ALLOWED: [(&str, &[&str]); 12] = [
     ("burn-fsdp-architecture", &[]),
 ];
 
-/// Crates that must not know Burn.
+/// Crates that must not depend on Burn.
 const WITHOUT_BURN: [&str; 3] = [
     "burn-fsdp-mesh",
     "burn-fsdp-collectives",
@@ -90,11 +91,11 @@ fn dependencies_flow_one_way() {
     }
 }
 
-/// Circles of imports that still stand: the crate and the circle's files. To empty this table, untie a circle; the
-/// test then asks for its line to go.
+/// Remaining circles of imports: the crate and the circle's files. When a circle is removed, the test requires that
+/// its line is removed.
 const CIRCLES: [(&str, &[&str]); 0] = [];
 
-/// Private words, and the crates whose comments still have them.
+/// Private words, and the crates whose comments still contain them.
 const METAPHORS: [(&str, &[&str]); 6] = [
     ("bell", &["collectives"]),
     ("books", &["spmd"]),
@@ -185,7 +186,7 @@ fn nothing_is_too_large_without_a_reason() {
     assert!(said.is_empty(), "\n{said}");
 }
 
-/// The most names that the root of the facade may have, modules aside: they should fit on a page.
+/// Maximum number of names at the root of the facade, without modules. They should fit on a page.
 const MOST_NAMES: usize = 26;
 
 #[test]
@@ -247,7 +248,7 @@ fn the_page_names_files_that_are_there() {
     assert!(gone.is_empty(), "ARCHITECTURE.md names {gone:?}");
 }
 
-/// Every crate of the workspace: its folder's name, its sources from the root of the repository, its imports.
+/// Returns all crates of the workspace: folder name, source paths from the root of the repository, imports.
 fn crates() -> Vec<(String, String, Imports)> {
     ["crates", "tools"]
         .into_iter()
@@ -275,7 +276,7 @@ fn crates_in(place: &str) -> Vec<(String, String, Imports)> {
     names.into_iter().map(read).collect()
 }
 
-/// A row of the table of exceptions in ARCHITECTURE.md: what it is, where, and why.
+/// Parses a row of the table of exceptions in ARCHITECTURE.md: its kind, place and reason.
 fn exception(row: &str) -> Option<((String, String), &str)> {
     let cells: Vec<&str> = row
         .strip_prefix('|')?
@@ -289,7 +290,8 @@ fn exception(row: &str) -> Option<((String, String), &str)> {
     Some(((kind.to_owned(), place.replace('`', "")), reason))
 }
 
-/// The root of the repository as the test runs. What is compiled may come from another clone, by a shared target folder.
+/// Returns the root of the repository when the test runs. With a shared target folder, the test may have been
+/// compiled in another clone.
 fn root() -> PathBuf {
     let folder = std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo runs the test");
     Path::new(&folder).join("../..")

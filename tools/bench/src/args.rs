@@ -17,7 +17,7 @@ PyTorch comes by pip, once, into the folder of --peers (some GB); with --python 
 
 Exit code: 0 done; 2 an argument, a program or a file is at fault; 3 a rank failed";
 
-/// Measure training against PyTorch, both in turn on the same cores
+/// Measure training against PyTorch, in turns on the same cores
 #[derive(Debug, Parser)]
 #[command(version, after_help = AFTER_HELP, args_conflicts_with_subcommands = true)]
 pub(crate) struct Cli {
@@ -30,35 +30,35 @@ pub(crate) struct Cli {
 /// A program of our side that a benchmark starts.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Program {
-    /// Train a model of Burn's own layers on numbers that look random
+    /// Train a model of Burn's own layers on pseudorandom numbers
     #[command(hide = true)]
     EncoderStep(EncoderArgs),
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
-    /// What to measure; give it several times for several [default: all]
+    /// Case to measure; repeat for several [default: all]
     #[arg(long = "case", value_enum, value_name = "CASE")]
     pub(crate) cases: Vec<Case>,
-    /// Runs of each side of a case; which side goes first alternates
+    /// Number of runs of each side of a case; the side that runs first alternates
     #[arg(long, default_value_t = 20)]
     pub(crate) pairs: usize,
-    /// Measured steps of a run
+    /// Number of measured steps per run
     #[arg(long, default_value_t = 8)]
     pub(crate) steps: usize,
-    /// Unmeasured steps before them
+    /// Number of unmeasured steps before them
     #[arg(long, default_value_t = 2)]
     pub(crate) warmup: usize,
-    /// Folder of PyTorch's programs and of the Python that runs them [default: burn-fsdp/peers in the user's cache]
+    /// Folder for PyTorch's programs and the Python that runs them [default: burn-fsdp/peers in the user's cache]
     #[arg(long, value_name = "FOLDER")]
     pub(crate) peers: Option<PathBuf>,
-    /// Python with torch and numpy to run them with, in place of one that is installed for it
+    /// Python with torch and numpy that runs these programs, instead of one that is installed for them
     #[arg(long, value_name = "PYTHON")]
     pub(crate) python: Option<PathBuf>,
-    /// The `burn-fsdp` to measure [default: the one in the folder of this program]
+    /// The `burn-fsdp` program to measure [default: the one in the folder of this program]
     #[arg(long, value_name = "PROGRAM")]
     pub(crate) command: Option<PathBuf>,
-    /// Measure our side alone
+    /// Measure only our side
     #[arg(long, conflicts_with_all = ["peers", "python"])]
     pub(crate) no_peers: bool,
     /// Write every measurement to this file, as JSON, after each pair

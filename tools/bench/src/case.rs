@@ -1,31 +1,31 @@
-//! What is measured.
+//! The measured cases.
 
 use std::path::Path;
 
 use clap::ValueEnum;
 use serde::Serialize;
 
-/// A training that both sides do, of equal sizes.
+/// A training that both sides run with equal sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Case {
     /// A GPT (6 layers, dim 384, vocabulary 4096, 256 tokens, batch 8), compiled, fully sharded over 2 ranks,
     /// against FSDP2
     FullShard,
-    /// The same of 12 layers, dim 768, vocabulary 8192, batch 4
+    /// The same with 12 layers, dim 768, vocabulary 8192, batch 4
     FullShardLarge,
-    /// The first GPT, compiled, on 2 ranks that hold all of it, against DDP
+    /// The first GPT, compiled, on 2 ranks without sharding, against DDP
     NoShard,
-    /// The first GPT, compiled, on 1 rank of all cores, against one process of PyTorch
+    /// The first GPT, compiled, on 1 rank with all cores, against one process of PyTorch
     OneRank,
-    /// The first GPT, by the eager engine, fully sharded over 2 ranks, against FSDP2
+    /// The first GPT, with the eager engine, fully sharded over 2 ranks, against FSDP2
     Eager,
     /// The first GPT, compiled in bf16, fully sharded over 2 ranks, against FSDP2 in bf16
     Bf16,
-    /// A model of Burn's own layers as they are (TransformerEncoder, 6 layers, dim 384, batch 8), compiled, fully
-    /// sharded over 2 ranks, against a model of PyTorch's own layers in FSDP2
+    /// A model of Burn's unmodified layers (TransformerEncoder, 6 layers, dim 384, batch 8), compiled, fully sharded
+    /// over 2 ranks, against a model of PyTorch's own layers in FSDP2
     Encoder,
-    /// The same on 1 rank of all cores, against one process of PyTorch
+    /// The same on 1 rank with all cores, against one process of PyTorch
     EncoderOneRank,
 }
 
@@ -47,12 +47,12 @@ pub(crate) struct Steps {
     pub(crate) warmup: usize,
 }
 
-/// A program of the peer, with arguments.
+/// A program of the peer with its arguments.
 #[derive(Debug, Clone)]
 pub(crate) struct PeerCommand {
     pub(crate) script: &'static str,
     pub(crate) words: Vec<String>,
-    /// Forms of which the fastest is compared with: words to add.
+    /// Variants, as words to add. The fastest one is used for the comparison.
     pub(crate) forms: &'static [&'static [&'static str]],
 }
 
@@ -82,7 +82,7 @@ impl Case {
         Self::value_variants().to_vec()
     }
 
-    /// Returns the name, as it is typed.
+    /// Returns the name as typed on the command line.
     pub(crate) fn name(self) -> String {
         let value = self.to_possible_value();
         value.map_or_else(String::new, |value| value.get_name().to_owned())
@@ -107,14 +107,15 @@ impl Case {
         matches!(self, Self::Encoder | Self::EncoderOneRank)
     }
 
-    /// Returns the arguments by which a GPT is the same on both sides, weights included.
+    /// Returns the arguments that make a GPT equal on both sides, including its weights. Returns `None` for an
+    /// encoder.
     pub(crate) fn shape(self) -> Option<Vec<String>> {
         let sizes = self.sizes();
         (!self.is_encoder()).then(|| sizes.words())
     }
 
-    /// Returns the operations on floats for a token, in matrix products: six for each weight of a matrix, and the half
-    /// of attention that a causal mask leaves.
+    /// Returns the floating-point operations per token in matrix products: six for each weight of a matrix, and the
+    /// half of attention that a causal mask leaves.
     pub(crate) fn flop_per_token(self) -> f64 {
         let Sizes {
             layers,
@@ -126,7 +127,7 @@ impl Case {
         6.0 * (layers * 12 * dim * dim + vocab * dim + layers * seq * dim) as f64
     }
 
-    /// Returns the arguments of this command for our side.
+    /// Returns the arguments for our side's command.
     pub(crate) fn ours(self, steps: Steps, weights: Option<&Path>, scratch: &Path) -> Vec<String> {
         let mut words = Words::default();
         if self.is_encoder() {
@@ -203,7 +204,7 @@ impl Sizes {
     }
 }
 
-/// Arguments as they are put together.
+/// Arguments under construction.
 #[derive(Default)]
 struct Words(Vec<String>);
 
@@ -217,7 +218,7 @@ impl Words {
         self.add(["--warmup", &steps.warmup.to_string()]);
     }
 
-    /// With these, losses show the size of gradients: Adam divides by it otherwise.
+    /// With these arguments, losses show the size of gradients, which Adam would otherwise divide out.
     fn training(&mut self, steps: Steps) {
         self.steps(steps);
         self.add(["--lr", "0.01", "--eps", "0.01"]);

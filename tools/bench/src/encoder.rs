@@ -1,4 +1,4 @@
-//! Steps of a model of Burn's own layers: our program of the cases that compare with PyTorch's own layers.
+//! Steps of a model of Burn's own layers: our program for the cases that compare with PyTorch's own layers.
 
 use std::time::Instant;
 
@@ -24,7 +24,7 @@ pub(crate) struct EncoderArgs {
     warmup: usize,
 }
 
-/// The seconds of a rank's steps, and their losses.
+/// The seconds and losses of a rank's steps.
 #[derive(Debug, Default)]
 struct Steps {
     seconds: Vec<f64>,
@@ -62,7 +62,7 @@ pub(crate) fn run(args: &EncoderArgs) -> Result<String, Error> {
     .to_string())
 }
 
-/// Returns a number of resident bytes of this process, where the system knows it.
+/// Returns a number of resident bytes of this process, if the system provides it.
 fn resident_bytes(name: &str) -> Option<u64> {
     let text = std::fs::read_to_string("/proc/self/status").ok()?;
     let value = text.lines().find_map(|line| line.strip_prefix(name))?;

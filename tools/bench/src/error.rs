@@ -37,7 +37,7 @@ pub(crate) enum Error {
 }
 
 impl Error {
-    /// Returns 3 if a rank failed or the answer was lost, and 2 for all that the user can mend.
+    /// Returns 3 if a rank failed or the result was lost, and 2 for all errors that the user can fix.
     pub(crate) fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
             Self::Rank(_) | Self::Stdout(_) => 3,

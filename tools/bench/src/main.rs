@@ -1,13 +1,13 @@
-//! Training measured against PyTorch, both in turn on the same cores.
+//! Measures training against PyTorch, in turns on the same cores.
 //!
 //! - `args`: the arguments.
 //! - `case`: the trainings, and the commands of both sides.
 //! - `peers`: PyTorch's programs, and the Python that runs them.
 //! - `program`: one run of a program, and the numbers that it prints.
-//! - `pairs`: the runs of a case, ours and the peer's in turn.
-//! - `limits`, `origin`: what the machine can do at most, and the commit and machine of the numbers.
+//! - `pairs`: the runs of a case, alternating between the sides.
+//! - `limits`, `origin`: the machine's limits, and the commit and machine of the numbers.
 //! - `report`, `picture`: the table, the JSON and the picture.
-//! - `encoder`: our program of the cases of Burn's own layers.
+//! - `encoder`: our program for the cases with Burn's own layers.
 
 mod args;
 mod case;
@@ -48,14 +48,14 @@ fn main() -> ExitCode {
     match done.and_then(|text| answer(&text)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Nobody can be told that stderr is closed.
+            // If stderr is closed, the error cannot be reported.
             let _ = writeln!(io::stderr(), "error: {error}");
             error.exit_code()
         }
     }
 }
 
-/// Prints the result. A reader that has stopped reading is no error.
+/// Prints the result. It is not an error if the reader has stopped reading.
 fn answer(text: &str) -> Result<(), Error> {
     let mut out = io::stdout().lock();
     match writeln!(out, "{text}").and_then(|()| out.flush()) {
@@ -64,7 +64,7 @@ fn answer(text: &str) -> Result<(), Error> {
     }
 }
 
-/// Refuses a benchmark that could not be measured or written, and returns the command of our side.
+/// Refuses a benchmark that could not be measured or written. Returns our side's command.
 fn check(args: &BenchArgs) -> Result<PathBuf, Error> {
     for (flag, value) in [("--pairs", args.pairs), ("--steps", args.steps)] {
         if value == 0 {
@@ -95,13 +95,13 @@ fn check(args: &BenchArgs) -> Result<PathBuf, Error> {
     }
 }
 
-/// Returns where cargo builds `burn-fsdp`: the folder of this program.
+/// Returns the path at which cargo builds `burn-fsdp`: the folder of this program.
 fn beside_this_program() -> io::Result<PathBuf> {
     let name = format!("burn-fsdp{}", std::env::consts::EXE_SUFFIX);
     Ok(std::env::current_exe()?.with_file_name(name))
 }
 
-/// Refuses a file that cannot be written, before hours of measurements. It leaves no new file behind.
+/// Refuses a file that cannot be written before hours of measurements. Leaves no new file behind.
 fn check_writable(flag: &'static str, path: &Path) -> Result<(), Error> {
     let is_new = !path.exists();
     let opened = File::options().append(true).create(true).open(path);
@@ -119,7 +119,7 @@ fn check_writable(flag: &'static str, path: &Path) -> Result<(), Error> {
     })
 }
 
-/// Measures all cases, one after the other, writes what was asked for, and returns the text to print.
+/// Measures all cases one after the other, writes the requested files, and returns the text to print.
 fn run(args: &BenchArgs) -> Result<String, Error> {
     let command = check(args)?;
     let peers = if args.no_peers {
@@ -136,7 +136,7 @@ fn run(args: &BenchArgs) -> Result<String, Error> {
     cases.retain(|case| !seen.contains(case) && (seen.push(*case), true).1);
     // The commit that was built, even if the working tree changes before the last case ends.
     let run = Run::here("bench");
-    // Written after every pair: a benchmark takes hours, and whatever stops it leaves its measurements so far.
+    // Written after every pair, because a benchmark takes hours. The measurements so far survive an interruption.
     let write = |results: &[CaseResult]| match &args.out {
         Some(path) => {
             let report = Report::new(&run, peers.as_ref(), results.to_vec());
@@ -156,7 +156,7 @@ fn run(args: &BenchArgs) -> Result<String, Error> {
     })
 }
 
-/// Replaces a file by a whole one, so that a reader never sees half of it.
+/// Replaces a file atomically, so a reader never sees half of it.
 fn write_whole(flag: &'static str, path: &Path, contents: &str) -> Result<(), Error> {
     let part = path.with_extension("part");
     let written = fs::write(&part, contents).and_then(|()| fs::rename(&part, path));

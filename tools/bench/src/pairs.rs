@@ -1,4 +1,4 @@
-//! The runs of a case, ours and the peer's in turn.
+//! The runs of a case, alternating between the two sides.
 
 use std::path::{Path, PathBuf};
 
@@ -13,32 +13,32 @@ use crate::limits::Limits;
 use crate::peers::Peers;
 use crate::program::{Measurement, json_of};
 
-/// Pairs after which the limits are measured again: they are those of the same minutes. An odd number, so that they come before a
-/// run of either side as often.
+/// Number of pairs after which the limits are measured again, to have limits from the same minutes as the runs. It is
+/// odd, so the limits precede runs of both sides equally often.
 const PAIRS_A_LIMIT: usize = 5;
 
 const TEMPLATE: &str = "{bar:32} {pos}/{len} {msg}, {eta} left";
 
-/// A run of each side, one right after the other.
+/// One run of each side, in direct succession.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Pair {
     pub(crate) ours: Measurement,
-    /// `None` where our side is measured alone.
+    /// `None` if only our side is measured.
     pub(crate) peer: Option<Measurement>,
 }
 
-/// Everything that was measured of a case.
+/// All measurements of a case.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct CaseResult {
     pub(crate) case: Case,
-    /// Words by which the peer was fastest, of the forms that it has.
+    /// The words of the peer's fastest variant, if it has variants.
     pub(crate) peer_form: Option<String>,
     pub(crate) pairs: Vec<Pair>,
-    /// Measured between the pairs: of products that of Burn or the peer, whichever has more.
+    /// Limits measured between the pairs. For products, the limit is the higher one of Burn's and the peer's.
     pub(crate) limits: Vec<Limits>,
 }
 
-/// What is told of all measurements so far, after every pair.
+/// A function that receives all measurements so far, after every pair.
 type Keep<'a> = &'a dyn Fn(&[CaseResult]) -> Result<(), Error>;
 
 /// Measures cases, one after the other.
@@ -59,7 +59,7 @@ pub(crate) fn measure(
     })?;
     let target = match args.json {
         true => ProgressDrawTarget::hidden(),
-        // Hides itself when stderr is no terminal.
+        // Hidden automatically if stderr is not a terminal.
         false => ProgressDrawTarget::stderr(),
     };
     let bar = ProgressBar::with_draw_target(Some((cases.len() * args.pairs) as u64), target);
@@ -86,7 +86,7 @@ pub(crate) fn measure(
 }
 
 struct Bench<'a> {
-    /// `burn-fsdp`, and this program.
+    /// The programs `burn-fsdp` and this one.
     command: PathBuf,
     own: PathBuf,
     peers: Option<&'a Peers>,
@@ -97,7 +97,7 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    /// Measures a case, and adds it to the results of those before.
+    /// Measures a case and adds it to the results so far.
     fn measure(
         &self,
         case: Case,
@@ -133,7 +133,7 @@ impl Bench<'_> {
             if number % PAIRS_A_LIMIT == 0 {
                 results[own].limits.push(self.limits()?);
             }
-            // What the machine does to a run that comes second, it does to each side as often.
+            // The machine affects the second run of a pair, so each side is second equally often.
             let pair = match number % 2 {
                 0 => {
                     let ours = ours()?;
@@ -163,7 +163,7 @@ impl Bench<'_> {
         keep(results)
     }
 
-    /// Writes the weights that both sides begin with, where both can read them.
+    /// Writes the initial weights of both sides, if both can read them.
     fn weights(&self, case: Case) -> Result<Option<PathBuf>, Error> {
         let (Some(peers), Some(shape)) = (self.peers, case.shape()) else {
             return Ok(None);
@@ -183,7 +183,7 @@ impl Bench<'_> {
         Ok(Some(path))
     }
 
-    /// Returns the form in which the peer is fastest, by one run of each.
+    /// Returns the peer's fastest variant, based on one run of each.
     fn fastest_form(
         &self,
         peers: &Peers,
@@ -195,7 +195,7 @@ impl Bench<'_> {
             return Ok(best.1);
         }
         for form in command.forms {
-            // A form that does not run here, such as one that asks for a compiler, is none to compare with.
+            // A variant that does not run here, for example because it needs a compiler, is not used for comparison.
             match run_peer(peers, case, command, form) {
                 Ok(run) if run.tokens_per_s > best.0 => best = (run.tokens_per_s, form),
                 Err(error) if form.is_empty() => return Err(error),

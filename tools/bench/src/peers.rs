@@ -10,7 +10,7 @@ use crate::case::PeerCommand;
 use crate::error::Error;
 use crate::program::json_of;
 
-/// The programs, as this command brings them.
+/// The programs that are part of this command.
 const SCRIPTS: [(&str, &str); 6] = [
     ("train_peer.py", include_str!("../peers/train_peer.py")),
     ("encoder_peer.py", include_str!("../peers/encoder_peer.py")),
@@ -33,7 +33,8 @@ pub(crate) struct Peers {
 }
 
 impl Peers {
-    /// Writes the programs into their folder, and installs PyTorch there unless a Python with it is given or there.
+    /// Writes the programs into their folder. Also installs PyTorch there unless a Python with PyTorch is given or
+    /// already exists.
     pub(crate) fn prepare(args: &BenchArgs) -> Result<Self, Error> {
         let folder = args.peers.clone().or_else(default_folder);
         let folder = folder.ok_or_else(|| Error::CannotRun {
@@ -100,7 +101,7 @@ fn default_folder() -> Option<PathBuf> {
     Some(cache.join("burn-fsdp").join("peers"))
 }
 
-/// Returns the Python of the folder, with PyTorch, which is installed if it is not there.
+/// Returns the folder's Python with PyTorch, which is installed if it is missing.
 fn installed(folder: &Path) -> Result<PathBuf, Error> {
     let venv = folder.join("venv");
     let python = venv.join("bin").join("python");

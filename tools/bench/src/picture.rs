@@ -9,7 +9,7 @@ use crate::report::{Ratio, Summary};
 const WIDTH: u32 = 800;
 const ROW: u32 = 44;
 
-/// Draws an SVG with a row for each case: a point for each pair, a line for the median, a band for its interval.
+/// Draws an SVG with a row for each case: a point for each pair, a line for the median, and a band for its interval.
 pub(crate) fn draw(cases: &[Summary]) -> String {
     let rows: Vec<(&str, &Ratio)> = cases
         .iter()
@@ -17,7 +17,7 @@ pub(crate) fn draw(cases: &[Summary]) -> String {
         .collect();
     let size = (WIDTH, 90 + ROW * rows.len().max(1) as u32);
     let mut svg = String::new();
-    // Drawing into memory fails only where a picture makes no sense; then it stays without rows.
+    // Drawing into memory fails only if the picture makes no sense. It then stays without rows.
     if draw_into(&mut svg, size, &rows).is_err() {
         svg.clear();
         let _ = SVGBackend::with_string(&mut svg, size)

@@ -1,4 +1,4 @@
-//! One run of a program, and what it says of itself.
+//! One run of a program, and the numbers that it reports.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,11 +8,11 @@ use serde_json::Value;
 
 use crate::error::Error;
 
-/// What one run of a training says.
+/// The results of one run of a training.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Measurement {
     pub(crate) tokens_per_s: f64,
-    /// Greatest resident bytes of a rank beyond those at its start.
+    /// Maximum resident bytes of a rank minus those at its start.
     pub(crate) peak_bytes: Option<f64>,
     pub(crate) losses: Vec<f64>,
 }
@@ -38,7 +38,7 @@ pub(crate) fn json_of(program: &Path, words: &[String]) -> Result<Value, Error> 
 }
 
 impl Measurement {
-    /// Reads what `burn-fsdp` or a program of the peer has printed.
+    /// Reads the output of `burn-fsdp` or of a program of the peer.
     pub(crate) fn read(from: &Value, ranks: usize) -> Result<Self, Error> {
         let tokens_per_s = from["tokens_per_s"].as_f64();
         let numbers = |field: &Value| -> Vec<f64> {

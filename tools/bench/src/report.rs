@@ -1,4 +1,4 @@
-//! What was measured, as a table and as JSON.
+//! The measurements, as a table and as JSON.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use crate::pairs::{CaseResult, Pair};
 use crate::peers::Peers;
 use crate::program::Measurement;
 
-/// Everything that comes out of a benchmark.
+/// The results of a benchmark.
 #[derive(Debug, Serialize)]
 pub(crate) struct Report {
     /// Commit, date, machine and flags.
@@ -22,40 +22,40 @@ pub(crate) struct Report {
     pub(crate) cases: Vec<Summary>,
 }
 
-/// A case in numbers.
+/// The numbers of a case.
 #[derive(Debug, Serialize)]
 pub(crate) struct Summary {
     pub(crate) name: String,
     ours: Side,
     peer: Option<Side>,
     pub(crate) ratio: Option<Ratio>,
-    /// Operations per second of matrix products on all cores, in the median of the measurements between the pairs.
+    /// Operations per second of matrix products on all cores, as the median of the measurements between the pairs.
     product_limit: f64,
-    /// Bytes per second of copies on all cores, the same.
+    /// Bytes per second of copies on all cores, also as the median.
     copy_limit: f64,
-    /// Greatest relative difference of two losses of a pair, where both sides begin with equal weights.
+    /// Maximum relative difference between the two losses of a pair, if both sides begin with equal weights.
     losses_differ: Option<f64>,
-    /// What it is a summary of.
+    /// The measurements that this summarizes.
     measured: CaseResult,
 }
 
-/// One side of a case, in the median of its runs.
+/// One side of a case, as the median of its runs.
 #[derive(Debug, Serialize)]
 struct Side {
     tokens_per_s: f64,
-    /// Part of the limit of matrix products.
+    /// Fraction of the matrix product limit.
     share: f64,
-    /// Greatest bytes of a rank beyond those at its start.
+    /// Maximum bytes of a rank minus those at its start.
     peak_bytes: Option<f64>,
 }
 
-/// The ratios of pairs, ours over the peer's tokens per second.
+/// The ratios of pairs: our tokens per second divided by the peer's.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Ratio {
     pub(crate) median: f64,
-    /// The 95 % interval of the median, by order statistics, of which fewer than six pairs have none.
+    /// The 95 % interval of the median, by order statistics. Fewer than six pairs have none.
     pub(crate) interval: Option<[f64; 2]>,
-    /// Of all pairs, ascending.
+    /// The ratios of all pairs, ascending.
     pub(crate) all: Vec<f64>,
 }
 
@@ -124,7 +124,7 @@ impl Report {
     }
 
     pub(crate) fn to_json(&self) -> String {
-        // Strings, numbers and lists of them: there is nothing that JSON cannot say.
+        // The report contains only strings, numbers and lists of them, which JSON can always represent.
         serde_json::to_string(self).unwrap_or_default()
     }
 }
@@ -181,7 +181,7 @@ fn sorted(values: impl Iterator<Item = f64>) -> Vec<f64> {
     values
 }
 
-/// Returns the middle of numbers in ascending order, or of the middle two.
+/// Returns the median of ascending numbers, or the mean of the middle two.
 fn median(sorted: &[f64]) -> Option<f64> {
     let middle = sorted.len() / 2;
     match sorted.len() % 2 {
@@ -190,7 +190,8 @@ fn median(sorted: &[f64]) -> Option<f64> {
     }
 }
 
-/// Returns the greatest relative difference of two losses of one step, or `None` if no two are of one.
+/// Returns the maximum relative difference between two losses of the same step, or `None` if there are no such
+/// losses.
 fn difference(pairs: &[Pair]) -> Option<f64> {
     let of_pair = |pair: &Pair| {
         let peer = pair.peer.as_ref()?;

@@ -1,4 +1,4 @@
-//! The benchmark as a user runs it, with a peer that is a script.
+//! Tests of the benchmark as a user runs it, with a script as the peer.
 
 use std::path::PathBuf;
 use std::process::{Command, Output};
@@ -8,7 +8,7 @@ use tempfile::TempDir;
 
 struct Folder(TempDir);
 
-/// How a run ended.
+/// The result of a run.
 struct Run {
     code: i32,
     stdout: String,
@@ -32,7 +32,7 @@ impl Folder {
         std::fs::read_to_string(self.path(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
     }
 
-    /// The benchmark with these arguments, divided at spaces, in this folder.
+    /// Returns the benchmark's command with these arguments, separated by spaces, in this folder.
     fn command(&self, arguments: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_burn-fsdp-bench"));
         command.current_dir(self.0.path());
@@ -55,7 +55,7 @@ impl Run {
     }
 }
 
-/// The command whose training is measured, which another package builds.
+/// Returns the command whose training is measured, which another package builds.
 fn trained() -> PathBuf {
     let bench = PathBuf::from(env!("CARGO_BIN_EXE_burn-fsdp-bench"));
     let command = bench.with_file_name("burn-fsdp");
@@ -66,7 +66,8 @@ fn trained() -> PathBuf {
     command
 }
 
-/// A stand-in for Python: it says what every program of the peer says. One form is faster than the others.
+/// A substitute for Python that prints the output of every program of the peer. One variant is faster than the
+/// others.
 const PEER: &str = r#"#!/bin/sh
 case "$*" in
     *product_peer*) echo '{"version": "0.0", "flop_per_s": 1e15}' ;;

@@ -1,4 +1,4 @@
-//! Factors on probabilities, as dropout has them.
+//! Factors that multiply attention probabilities, as in dropout.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use crate::halves::Elements;
 use crate::rows::contiguous;
 use crate::vectors::{Kernel, vectorized};
 
-/// A factor for each probability, and one for all.
+/// A factor for each probability, and a common factor for all of them.
 #[derive(Clone, Debug)]
 pub(crate) struct Factors {
     tensor: FlexTensor, // [batch, heads, queries, keys], in order
@@ -17,7 +17,7 @@ pub(crate) struct Factors {
 }
 
 impl Factors {
-    /// Takes factors, `[batch, heads, queries, keys]`.
+    /// Creates the factors from `tensor`, `[batch, heads, queries, keys]`, and the common factor `scale`.
     pub(crate) fn new(tensor: FlexTensor, scale: f32) -> Self {
         Self {
             tensor: contiguous(tensor),
@@ -38,7 +38,7 @@ impl Factors {
         }
     }
 
-    /// Multiplies the probabilities of some queries to some keys, `[heads, queries, keys]`, or their gradient.
+    /// Multiplies the probabilities of some queries and keys, `[heads, queries, keys]`, or their gradient.
     pub(super) fn multiply(
         &self,
         probabilities: &mut FlexTensor,

@@ -1,4 +1,4 @@
-//! Queries, keys and values, cut into heads and blocks of queries.
+//! Queries, keys and values, split into heads and blocks of queries.
 
 use std::ops::Range;
 
@@ -14,8 +14,8 @@ use crate::matmul::{add_matmul, matmul};
 use crate::rows::sum_by;
 use crate::vectors::{Kernel, vectorized};
 
-/// Queries that are handled together. Under a mask they meet only the keys that one of them sees, so that smaller
-/// blocks waste less, and larger ones make better matrix products.
+/// Number of queries that are handled together. Under a mask, a block computes only the keys that one of its queries
+/// sees. So smaller blocks waste less, and larger blocks make better matrix products.
 pub(super) const BLOCK: usize = 64;
 
 /// Queries, keys and values, each `[batch, time, heads, width]` with any strides.
@@ -25,7 +25,7 @@ pub(super) struct Operands {
     mask: Mask,
     /// The factor on the scores.
     scale: f32,
-    /// What multiplies the probabilities.
+    /// The factors on the probabilities, if any.
     factors: Option<Factors>,
 }
 
@@ -36,23 +36,24 @@ enum Part {
     Values = 2,
 }
 
-/// The attention of each query of a block to some keys, all others having none: `[heads, queries, keys]`.
+/// The attention probabilities of a block's queries to a range of keys, `[heads, queries, keys]`. They are zero for
+/// all other keys.
 struct Probabilities {
     tensor: FlexTensor,
     keys: Range<usize>,
     codes: Option<Codes>,
 }
 
-/// The memory of the gradients of a sequence.
+/// The memory for the gradients of a sequence.
 enum Target<'a> {
     /// All three side by side in each row.
     Packed(&'a mut [f32]),
-    /// One after the other, each of its own.
+    /// Separate memory for each of the three.
     Apart([&'a mut [f32]; 3]),
 }
 
 impl Operands {
-    /// Cuts the columns of packed operands, `[batch * time, 3 * dim]` in order.
+    /// Splits the columns of packed operands, `[batch * time, 3 * dim]` in order.
     pub(super) fn packed(qkv: FlexTensor, batch: usize, heads: usize) -> Self {
         let shape = qkv.layout().shape();
         let (rows, width) = (shape[0], shape[1]);
@@ -98,12 +99,12 @@ impl Operands {
         self.dims(Part::Queries)[2]
     }
 
-    /// Returns the number of queries, and of keys, of a sequence.
+    /// Returns the numbers of queries and keys of a sequence.
     pub(super) fn times(&self) -> [usize; 2] {
         [Part::Queries, Part::Keys].map(|part| self.dims(part)[1])
     }
 
-    /// Returns the width of a head of queries, keys and values.
+    /// Returns the widths of a head of queries, keys and values.
     pub(super) fn widths(&self) -> [usize; 3] {
         [Part::Queries, Part::Keys, Part::Values].map(|part| self.dims(part)[3])
     }
@@ -112,7 +113,7 @@ impl Operands {
         self.parts[0].dtype()
     }
 
-    /// Returns the operands of one sequence, of 32-bit floats: of a batch of one.
+    /// Returns the operands of one sequence as 32-bit floats, in a batch of one.
     fn sequence(&self, index: usize) -> Self {
         let parts = self.parts.each_ref();
         Self {
@@ -137,7 +138,7 @@ impl Operands {
         view(&self.parts[part as usize], rows)
     }
 
-    /// Returns the values, mixed: `[batch, queries, heads, width]`.
+    /// Returns the mixed values, `[batch, queries, heads, width]`.
     pub(super) fn forward(&self) -> FlexTensor {
         let ([time, _], [.., width]) = (self.times(), self.widths());
         let shape = [self.batch(), time, self.heads(), width];
@@ -166,7 +167,8 @@ impl Operands {
         }
     }
 
-    /// Returns true if masked keys may be left out of sums: what they would be multiplied by zero is finite.
+    /// Returns true if masked keys may be left out of sums: their products with zero are zero because the other
+    /// factors are finite.
     fn may_leave_out(&self, parts: &[Part], grad: Option<&FlexTensor>) -> bool {
         let operands = parts.iter().map(|part| &self.parts[*part as usize]);
         let is_filled = matches!(&self.mask, Mask::Filled(fills) if !fills.is_empty());
@@ -220,7 +222,7 @@ impl Operands {
         }
     }
 
-    /// Returns the products of the queries of a block with some keys.
+    /// Returns the products of a block's queries with some keys.
     fn scores(&self, block: &Range<usize>, keys: &Range<usize>) -> FlexTensor {
         let queries = self.part(Part::Queries, block);
         let keys = self.part(Part::Keys, keys);
@@ -252,7 +254,7 @@ impl Operands {
         })
     }
 
-    /// Adds the gradients of one sequence, block after block.
+    /// Adds the gradients of one sequence, block by block.
     fn add_gradients(&self, grad: &FlexTensor, mut target: Target<'_>, leaves_out: bool) {
         for block in self.blocks() {
             let grad = view(grad, &block);
@@ -305,7 +307,7 @@ impl Operands {
 }
 
 impl Target<'_> {
-    /// Returns the rows of a part, their width, and its first column.
+    /// Returns the rows that hold a part, the length of a row, and the part's first column.
     fn part(&mut self, part: Part, widths: [usize; 3]) -> (&mut [f32], usize, usize) {
         let index = part as usize;
         match self {
@@ -320,7 +322,7 @@ fn dims(tensor: &FlexTensor) -> [usize; 4] {
     [shape[0], shape[1], shape[2], shape[3]]
 }
 
-/// Returns a sequence of `[batch, time, heads, width]`, of 32-bit floats: `[1, time, heads, width]`.
+/// Returns a sequence of `[batch, time, heads, width]` as 32-bit floats, `[1, time, heads, width]`.
 fn sequence_of(tensor: &FlexTensor, index: usize) -> FlexTensor {
     let sequence = tensor.narrow(0, index, 1);
     if sequence.dtype() != DType::BF16 {
@@ -337,7 +339,7 @@ fn sequence_of(tensor: &FlexTensor, index: usize) -> FlexTensor {
     }
 }
 
-/// Returns a view of some rows of a sequence, `[1, time, heads, width]`: `[heads, rows, width]`.
+/// Returns some rows of a sequence, `[1, time, heads, width]`, as a view `[heads, rows, width]`.
 fn view(tensor: &FlexTensor, rows: &Range<usize>) -> FlexTensor {
     let [_, _, heads, width] = dims(tensor);
     let layout = tensor.layout();
@@ -352,8 +354,8 @@ fn view(tensor: &FlexTensor, rows: &Range<usize>) -> FlexTensor {
     tensor.clone().with_layout(view)
 }
 
-/// Returns tensors of these shapes, `[batch, ..]`: `add` is called for each sequence, in parallel, with its parts of them, which
-/// are zeros. Halves are added up as 32-bit floats, and rounded afterwards.
+/// Returns tensors of these shapes, `[batch, ..]`. Calls `add` for each sequence, in parallel, with the sequence's
+/// part of each tensor, filled with zeros. Halves are summed as 32-bit floats and rounded afterwards.
 fn by_sequence<const N: usize>(
     shapes: [&[usize]; N],
     dtype: DType,
@@ -379,7 +381,7 @@ fn by_sequence<const N: usize>(
     })
 }
 
-/// Returns true if a tensor in order has finite elements alone.
+/// Returns true if all elements of a tensor are finite. The tensor must be in order.
 fn is_finite(tensor: &FlexTensor) -> bool {
     if tensor.dtype() == DType::BF16 {
         let elements = tensor.as_slice::<bf16>();
@@ -398,7 +400,7 @@ impl Kernel for Finite<'_> {
 
     #[inline(always)]
     fn run(self) -> bool {
-        // Anything else times zero is not a number.
+        // The product of zero and a number that is not finite is NaN.
         sum_by(self.0, |x| x * 0.0) == 0.0
     }
 }

@@ -1,4 +1,4 @@
-//! Which keys a query sees.
+//! The keys that a query sees.
 
 use std::ops::Range;
 
@@ -11,13 +11,13 @@ use crate::vectors::Kernel;
 /// The keys that queries see.
 #[derive(Clone, Debug)]
 pub(super) enum Mask {
-    /// A query sees the keys at its own place and before it.
+    /// A query sees the keys at its own position and before it.
     Causal,
-    /// The scores where a mask is set are replaced by numbers, one mask after the other.
+    /// Scores are replaced by numbers wherever a mask is set, one mask after the other.
     Filled(Vec<Fill>),
 }
 
-/// A mask, with what scores become where it is set.
+/// A mask and the number that replaces the scores where it is set.
 #[derive(Clone, Debug)]
 pub(crate) struct Fill {
     /// Bools, `[batch or 1, heads or 1, queries or 1, keys or 1]`.
@@ -25,7 +25,8 @@ pub(crate) struct Fill {
     pub(crate) value: f32,
 }
 
-/// The masks of a block of queries: for each key zero, or the number of the last mask that is set, counted from one.
+/// The masks of a block of queries. The code of each key is zero, or the number of the last mask that is set, counted
+/// from one.
 pub(super) struct Codes {
     codes: Vec<u8>, // [heads or 1, queries, keys]
     planes: usize,
@@ -34,7 +35,8 @@ pub(super) struct Codes {
     values: Vec<f32>,
 }
 
-/// What is left out of a row of scores counts nothing if it lies below the greatest by more: `exp` of that is zero.
+/// A left-out score contributes nothing if it is more than this below the row's maximum, because `exp` of the
+/// difference is zero.
 const NOTHING: f32 = 104.0;
 
 impl Mask {
@@ -75,7 +77,7 @@ impl Codes {
         }
     }
 
-    /// Returns the keys from the first to the last that a query sees, or `None` if one sees none.
+    /// Returns the keys from the first to the last that any query sees, or `None` if a query sees no key.
     pub(super) fn seen(&self) -> Option<Range<usize>> {
         let mut seen = self.keys..0;
         for row in self.codes.chunks_exact(self.keys.max(1)) {
@@ -86,7 +88,7 @@ impl Codes {
         (!seen.is_empty()).then_some(seen)
     }
 
-    /// Returns the codes of a row of scores to some keys.
+    /// Returns the codes of a row of scores for some keys.
     #[inline(always)]
     fn row(&self, head: usize, query: usize, keys: &Range<usize>) -> &[u8] {
         let plane = if self.planes > 1 { head } else { 0 };
@@ -94,7 +96,7 @@ impl Codes {
         &self.codes[start + keys.start..start + keys.end]
     }
 
-    /// Returns the greatest number that a mask fills in; not a number if one is none.
+    /// Returns the greatest number that a mask fills in, or NaN if one of them is NaN.
     fn highest(&self) -> f32 {
         let larger = |a: f32, b: f32| if a > b || a.is_nan() { a } else { b };
         let values = self.values.iter().copied();
@@ -112,7 +114,7 @@ impl Fill {
         }
     }
 
-    /// Writes the number where the mask of a query is set.
+    /// Writes the number wherever the mask of a query is set.
     fn mark(&self, row: &mut [u8], [plane, query]: [usize; 2], number: u8) {
         let (shape, strides) = (self.mask.layout().shape(), self.mask.layout().strides());
         let at = [0, plane, query];
@@ -136,7 +138,7 @@ impl Fill {
     }
 }
 
-/// Softmax of rows of scores, each up to its query's own key.
+/// Softmax of rows of scores, each up to the query's own key.
 pub(super) struct CausalSoftmax<'a> {
     pub(super) scores: &'a mut [f32], // [heads, queries, keys]
     pub(super) queries: Range<usize>,
@@ -161,7 +163,7 @@ impl Kernel for CausalSoftmax<'_> {
     }
 }
 
-/// Softmax of rows of scores, under masks. Returns true if the keys that are left out count nothing.
+/// Softmax of rows of scores under masks. Returns true if the left-out keys contribute nothing.
 pub(super) struct MaskedSoftmax<'a> {
     pub(super) scores: &'a mut [f32], // [heads, queries, keys]
     pub(super) keys: Range<usize>,
@@ -202,7 +204,8 @@ impl Kernel for MaskedSoftmax<'_> {
     }
 }
 
-/// Gradient of the unscaled scores, in place of that of the probabilities. What a mask has filled has none.
+/// Computes the gradient of the unscaled scores in place of the probabilities' gradient. Scores that a mask has
+/// filled get zero.
 pub(super) struct SoftmaxGradient<'a> {
     pub(super) grad: &'a mut [f32],
     pub(super) probabilities: &'a [f32],

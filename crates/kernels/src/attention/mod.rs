@@ -1,8 +1,8 @@
 //! Attention: causal over one packed tensor, and with any masks over queries, keys and values.
 //!
-//! - `factors`: what multiplies probabilities, as dropout does.
-//! - `heads`: the operands, cut into heads and blocks of queries.
-//! - `mask`: which keys a query sees.
+//! - `factors`: factors on probabilities, as in dropout.
+//! - `heads`: the operands, split into heads and blocks of queries.
+//! - `mask`: the keys that a query sees.
 
 mod factors;
 mod heads;
@@ -64,7 +64,8 @@ pub(crate) fn tracked<B: Kernels, C: CheckpointStrategy>(
     }
 }
 
-/// Causal self-attention of packed queries, keys and values, `[batch * time, 3 * dim]`: `[batch * time, dim]`.
+/// Computes causal self-attention of packed queries, keys and values: `[batch * time, 3 * dim]` to
+/// `[batch * time, dim]`.
 pub(crate) fn causal(qkv: FlexTensor, batch: usize, heads: usize) -> FlexTensor {
     let rows = qkv.layout().shape()[0];
     let output = Operands::packed(contiguous(qkv), batch, heads).forward();
@@ -72,7 +73,7 @@ pub(crate) fn causal(qkv: FlexTensor, batch: usize, heads: usize) -> FlexTensor 
     output.reshape([rows, width].into())
 }
 
-/// The gradient of [`causal`]'s input.
+/// Returns the gradient of [`causal`]'s input.
 pub(crate) fn causal_gradient(
     qkv: FlexTensor,
     grad: FlexTensor,
@@ -86,13 +87,13 @@ pub(crate) fn causal_gradient(
     operands.packed_gradient(&grad).reshape(shape)
 }
 
-/// What an attention does to its scores and probabilities.
+/// The changes that an attention makes to its scores and probabilities.
 pub(crate) struct Weighting {
     /// The factor on the scores.
     pub(crate) scale: f32,
-    /// What scores become where masks are set.
+    /// The masks, with the numbers that replace scores where they are set.
     pub(crate) fills: Vec<Fill>,
-    /// What multiplies the probabilities.
+    /// The factors on the probabilities, if any.
     pub(crate) factors: Option<Factors>,
 }
 
@@ -102,13 +103,13 @@ impl Weighting {
     }
 }
 
-/// Attention of queries to keys, each `[batch, time, heads, head_dim]`: the values, mixed,
+/// Computes the attention of queries to keys, each `[batch, time, heads, head_dim]`. Returns the mixed values,
 /// `[batch, time of queries, heads, width of values]`.
 pub(crate) fn weighted(qkv: [FlexTensor; 3], weighting: Weighting) -> FlexTensor {
     weighting.of(qkv).forward()
 }
 
-/// The gradients of queries, keys and values of [`weighted`].
+/// Returns the gradients of queries, keys and values of [`weighted`].
 pub(crate) fn weighted_gradients(
     qkv: [FlexTensor; 3],
     grad: &FlexTensor,
@@ -121,18 +122,19 @@ pub(crate) fn weighted_gradients(
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sizes {
     pub(crate) heads: usize,
-    /// Queries and keys of a sequence.
+    /// Numbers of queries and keys of a sequence.
     pub(crate) times: [usize; 2],
-    /// Widths of a head of keys and of values.
+    /// Widths of a head of keys and a head of values.
     pub(crate) widths: [usize; 2],
     pub(crate) is_masked: bool,
     pub(crate) has_factors: bool,
-    /// Operands of 16 bits, which are widened for each sequence.
+    /// True for 16-bit operands, which are widened for each sequence.
     pub(crate) is_half: bool,
 }
 
 impl Sizes {
-    /// Returns the bytes that one sequence takes at once: the scores of a block, what is made of them, and their codes.
+    /// Returns the bytes that one sequence takes at a time: the scores of a block, the values derived from them, and
+    /// their codes.
     pub(crate) fn scratch_bytes(self, is_backward: bool) -> usize {
         let [queries, keys] = self.times;
         let queries = BLOCK.min(queries);
@@ -140,13 +142,14 @@ impl Sizes {
         let scores = queries * keys;
         let beside = if is_backward { scores } else { 0 };
         let codes = if self.is_masked { scores } else { 0 };
-        // Probabilities as they are, and multiplied; and a row of widened factors.
+        // Probabilities both unchanged and multiplied, and a row of widened factors.
         let multiplied = match self.has_factors {
             true if is_backward => scores + keys,
             true => keys,
             false => 0,
         };
-        // Queries, keys and values, and the result; or its gradient, and those of all three.
+        // Queries, keys, values and the result. In backward, the result's gradient replaces the result, and the
+        // gradients of all three are added.
         let parts = self.times[0] * width + keys * (width + values);
         let result = self.times[0] * values;
         let widened = match (self.is_half, is_backward) {

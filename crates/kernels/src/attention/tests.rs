@@ -1,4 +1,4 @@
-//! Attention under masks against the composed one in 64 bits, values and gradients.
+//! Tests of masked attention against the composed attention in 64 bits: values and gradients.
 
 use burn::tensor::activation::softmax;
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
@@ -32,7 +32,7 @@ struct Case {
     factors: Option<Vec<f32>>,
 }
 
-/// The factor on all probabilities, beside their own.
+/// The common factor on all probabilities, in addition to their own.
 const KEPT: f32 = 1.25;
 
 impl Case {
@@ -60,7 +60,7 @@ impl Case {
         }
     }
 
-    /// Drops some probabilities, and changes others.
+    /// Drops some probabilities and changes others.
     fn multiplied(mut self) -> Self {
         let [batch, heads, queries, keys, ..] = self.sizes;
         let factor = |at: usize| [0.0, 1.0, 1.0, -0.5, 0.0][at * 31 % 5];
@@ -97,7 +97,7 @@ impl Case {
         ]
     }
 
-    /// Result and gradients as composed of Burn's operations in 64 bits, heads before time.
+    /// Returns the result and gradients composed of Burn's operations in 64 bits, heads before time.
     fn composed(&self) -> [Vec<f32>; 4] {
         let device = Device::flex().autodiff();
         let shapes = self.shapes();
@@ -125,7 +125,7 @@ impl Case {
         [floats(result.inner()), of(&q), of(&k), of(&v)]
     }
 
-    /// The same by the kernels. The operands are views, heads before time in memory.
+    /// Returns the same from the kernels. The operands are views, heads before time in memory.
     fn fused(&self) -> [Vec<f32>; 4] {
         let shapes = self.shapes();
         let tensor = |index: usize| {
@@ -154,7 +154,7 @@ impl Case {
             turned.into_data().try_to_vec().unwrap()
         };
         let result = weighted(operands(), weighting());
-        // In the order of their dims, as they are in a step: what is masked may be left out there.
+        // Once more in the order of their dims, as in a step: masked keys may be left out there.
         let again = weighted(operands().map(contiguous), weighting());
         assert_eq!(floats(result.clone()).len(), floats(again.clone()).len());
         assert_near("in order", &floats(again), &floats(result.clone()));
@@ -185,7 +185,8 @@ impl Case {
 #[track_caller]
 fn assert_near(what: &str, found: &[f32], expected: &[f32]) {
     assert_eq!(found.len(), expected.len(), "{what}");
-    // What a huge operand has made huge is compared with itself, and the rest with its like.
+    // Numbers that a huge operand has made huge are compared with themselves, and the others with numbers of their
+    // size.
     let ordinary = expected.iter().filter(|x| x.abs() < 1e20);
     let largest = ordinary.fold(1.0f32, |most, x| most.max(x.abs()));
     for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
@@ -262,7 +263,7 @@ fn what_is_no_number_behind_a_mask_comes_out_as_it_does_when_composed() {
             let mut case = Case::new(sizes)
                 .fill([true, false, true, true], -1e4, causal)
                 .multiplied();
-            // That of the last key for the first query, which does not see it.
+            // The factor of the last key for the first query, which does not see it.
             case.factors.as_mut().unwrap()[keys - 1] = special;
             case.check(&format!("{special} as a factor"));
         }
@@ -271,7 +272,7 @@ fn what_is_no_number_behind_a_mask_comes_out_as_it_does_when_composed() {
 
 #[test]
 fn scores_far_below_what_fills_in_are_not_left_out_for_it() {
-    // All that a query sees lies at -3e4, and masked keys at -1e4 win.
+    // All keys that a query sees have scores of -3e4, so masked keys at -1e4 win.
     let sizes = [1, 1, 3, 5, 1, 2];
     let mut case = Case::new(sizes);
     case.parts[0].fill(300.0);

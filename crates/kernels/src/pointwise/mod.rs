@@ -1,8 +1,8 @@
-//! Programs of pointwise operations, which read and write memory once.
+//! Programs of pointwise operations, which read and write memory only once.
 //!
-//! Composed, each of `n` operations on a tensor that is larger than the caches reads and writes it; a program goes
-//! through all of them while a block of elements is in the first cache. Every operation is the one that Burn's CPU
-//! backend has, with the same rounding, so that the results have the same bits.
+//! If a tensor is larger than the caches, each of `n` separate operations reads and writes it. A program runs all
+//! operations while a block of elements is in the first-level cache. Every operation is the same as in Burn's CPU
+//! backend, with the same rounding, so the results have the same bits.
 
 mod program;
 mod run;

@@ -1,9 +1,9 @@
-//! Programs: their steps, and how a call holds them.
+//! Programs: their steps, and their encoding in a call.
 
 use burn_ir::ScalarIr;
 
-/// A program on the elements of tensors: every element of its result depends on the elements at its own place alone,
-/// after broadcasting.
+/// A program on the elements of tensors. After broadcasting, every element of its result depends only on the elements
+/// at the same position.
 ///
 /// ```
 /// use burn_fsdp_kernels::{PointwiseOperand, PointwiseOperation, PointwiseProgram};
@@ -19,11 +19,11 @@ use burn_ir::ScalarIr;
 /// ```
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct PointwiseProgram {
-    /// The steps, of which the last makes the result.
+    /// The steps. The last one computes the result.
     steps: Vec<Step>,
-    /// Numbers that steps take.
+    /// The numbers that steps use.
     numbers: Vec<f64>,
-    /// Index of the input in whose memory the result is written, if it can be.
+    /// Index of the input whose memory receives the result, if possible.
     written_over: Option<usize>,
 }
 
@@ -32,25 +32,25 @@ pub struct PointwiseProgram {
 pub(crate) struct Step {
     pub(crate) operation: PointwiseOperation,
     pub(crate) first: PointwiseOperand,
-    /// [`first`](Self::first) again for operations of one operand.
+    /// [`first`](Self::first) again for unary operations.
     pub(crate) second: PointwiseOperand,
 }
 
-/// What a step of a program takes.
+/// An operand of a step of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PointwiseOperand {
-    /// The elements of the input of that index.
+    /// The elements of the input with this index.
     Input(usize),
-    /// The result of the step of that index, which is earlier.
+    /// The result of the earlier step with this index.
     Step(usize),
-    /// The number of that index.
+    /// The number with this index.
     Number(usize),
 }
 
 macro_rules! operations {
     ($($(#[$doc:meta])* $name:ident),+ $(,)?) => {
-        /// An operation of a program, on 32-bit floats, or on halves, to which every result and number is rounded. Each is
-        /// Burn's on its CPU backend, to the bit.
+        /// An operation of a program, on 32-bit floats or on halves. With halves, every result and number is rounded
+        /// to a half. Each operation equals Burn's on its CPU backend, to the bit.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         pub enum PointwiseOperation { $($(#[$doc])* $name),+ }
 
@@ -62,21 +62,21 @@ macro_rules! operations {
 }
 
 operations! {
-    /// The sum of two.
+    /// The sum of both operands.
     Add,
-    /// The first without the second.
+    /// The first operand minus the second.
     Sub,
-    /// The product of two.
+    /// The product of both operands.
     Mul,
-    /// The first over the second.
+    /// The first operand divided by the second.
     Div,
-    /// The first to the power of the second.
+    /// The first operand to the power of the second.
     Powf,
-    /// Minus the first.
+    /// The negated first operand.
     Neg,
-    /// The first without its sign.
+    /// The absolute value.
     Abs,
-    /// One over the first.
+    /// The reciprocal.
     Recip,
     /// The square root.
     Sqrt,
@@ -86,18 +86,19 @@ operations! {
     Log,
     /// The hyperbolic tangent.
     Tanh,
-    /// The first where it is above zero, or not a number, and else zero.
+    /// The first operand if it is above zero or NaN, and otherwise zero.
     Relu,
-    /// The second where the first, a result of [`Relu`](Self::Relu), is above zero, or not a number, and else zero.
+    /// The second operand if the first, a result of [`Relu`](Self::Relu), is above zero or NaN, and otherwise zero.
     ReluBackward,
-    /// One over one and the exponential of minus the first.
+    /// The logistic sigmoid, `1 / (1 + exp(-x))`.
     Sigmoid,
-    /// The gradient of [`Sigmoid`](Self::Sigmoid), whose result is the first, and the gradient of that the second.
+    /// The gradient of [`Sigmoid`](Self::Sigmoid): the first operand is its result, and the second is the gradient of
+    /// that result.
     SigmoidBackward,
 }
 
 impl PointwiseOperation {
-    /// Returns true for an operation of two operands.
+    /// Returns true for an operation with two operands.
     pub fn is_binary(self) -> bool {
         matches!(
             self,
@@ -112,7 +113,7 @@ impl PointwiseOperation {
     }
 }
 
-/// Numbers that an operand is written as: its kind is the remainder by as many as there are kinds.
+/// Number of operand kinds. An operand is encoded as a number whose remainder by this is its kind.
 const KINDS: u64 = 3;
 
 impl PointwiseOperand {
@@ -139,11 +140,11 @@ impl PointwiseOperand {
 }
 
 impl PointwiseProgram {
-    /// Adds a step, and returns its result as an operand. An operation of one operand takes no second.
+    /// Adds a step and returns its result as an operand. `second` is `None` for unary operations.
     ///
     /// # Panics
     ///
-    /// If the number of operands is not that of the operation.
+    /// If the operation needs another number of operands.
     pub fn push(
         &mut self,
         operation: PointwiseOperation,
@@ -160,18 +161,18 @@ impl PointwiseProgram {
         PointwiseOperand::Step(self.steps.len() - 1)
     }
 
-    /// Adds a number, and returns it as an operand.
+    /// Adds a number and returns it as an operand.
     pub fn number(&mut self, number: f64) -> PointwiseOperand {
         self.numbers.push(number);
         PointwiseOperand::Number(self.numbers.len() - 1)
     }
 
-    /// Lets the result be written in the memory of an input, if nobody else holds it and it has all elements in order.
+    /// Lets the result overwrite an input, if nobody else holds it and it has all elements in order.
     pub fn write_over(&mut self, input: Option<usize>) {
         self.written_over = input;
     }
 
-    /// Returns the input in whose memory the result is written, if it can be.
+    /// Returns the input that the result overwrites, if possible.
     pub fn written_over(&self) -> Option<usize> {
         self.written_over
     }
@@ -181,17 +182,17 @@ impl PointwiseProgram {
         self.steps.len()
     }
 
-    /// Returns true if there is no step, and so no result.
+    /// Returns true if there are no steps and therefore no result.
     pub fn is_empty(&self) -> bool {
         self.steps.is_empty()
     }
 
-    /// Returns the place of a number among the scalars of a call.
+    /// Returns the position of a number among the scalars of a call.
     pub fn place_of(&self, number: usize) -> usize {
         HEADER + 3 * self.steps.len() + number
     }
 
-    /// Returns the steps: each operation with its operands, of which the second is the first again where there is one.
+    /// Returns the steps: each operation with its two operands. For a unary operation, both are the same.
     pub fn parts(
         &self,
     ) -> impl Iterator<Item = (PointwiseOperation, PointwiseOperand, PointwiseOperand)> + '_ {
@@ -204,12 +205,12 @@ impl PointwiseProgram {
     }
 
     pub(crate) fn numbers(&self) -> impl Iterator<Item = f32> + '_ {
-        // As Burn's CPU backend does.
+        // Burn's CPU backend converts the same way.
         self.numbers.iter().map(|number| *number as f32)
     }
 
-    /// Returns the program as the scalars of a call: the number of steps, the input that is written over and one more,
-    /// three numbers for each step, and the numbers that steps take.
+    /// Encodes the program as the scalars of a call: the number of steps, the index of the overwritten input plus
+    /// one, three numbers for each step, and the numbers that steps use.
     pub fn to_scalars(&self) -> Vec<ScalarIr> {
         let over = self.written_over.map_or(0, |input| input as u64 + 1);
         let header = [self.steps.len() as u64, over].map(ScalarIr::UInt);
@@ -221,7 +222,7 @@ impl PointwiseProgram {
         header.into_iter().chain(steps).chain(numbers).collect()
     }
 
-    /// Returns the program of the scalars of a call; `None` if they are of none.
+    /// Decodes a program from the scalars of a call. Returns `None` if they do not encode one.
     pub fn from_scalars(scalars: &[ScalarIr]) -> Option<Self> {
         let [ScalarIr::UInt(num_steps), ScalarIr::UInt(over), rest @ ..] = scalars else {
             return None;
@@ -260,5 +261,5 @@ impl PointwiseProgram {
     }
 }
 
-/// Scalars in front of a program's steps.
+/// Scalars before a program's steps.
 const HEADER: usize = 2;

@@ -1,4 +1,4 @@
-//! The run of a program, block by block.
+//! The execution of a program, block by block.
 
 use burn::tensor::{DType, Shape, bf16};
 use burn_flex::FlexTensor;
@@ -8,17 +8,19 @@ use super::program::{PointwiseOperand, PointwiseOperation, PointwiseProgram, Ste
 use crate::halves::{self, Elements, narrow_into, round, rounded, widen_into, widened};
 use crate::vectors::{Kernel, vectorized};
 
-/// Elements that all steps go over before the next ones: a few results of them fit into the first cache.
+/// Number of elements that every step processes before the next step begins. A few results of this size fit into the
+/// first-level cache.
 const BLOCK: usize = 1024;
 
-/// Elements that a thread takes at a time.
+/// Number of elements that a thread processes at a time.
 pub(crate) const CHUNK: usize = 16 * BLOCK;
 
-/// Runs a program on inputs that are broadcast to a shape, all of one type. Of halves, the result of every step is one.
+/// Runs a program on inputs of one type, which are broadcast to `shape`. With halves, the result of every step is
+/// rounded to a half.
 ///
 /// # Panics
 ///
-/// If an input does not broadcast to the shape, or there are fewer than the program reads.
+/// If an input does not broadcast to the shape, or the program reads more inputs than there are.
 pub(crate) fn run(
     program: &PointwiseProgram,
     inputs: Vec<FlexTensor>,
@@ -42,7 +44,7 @@ pub(crate) fn run(
     };
     let sources = inputs.iter().enumerate().map(|(index, input)| match input {
         Some(input) => Source::of(input, shape),
-        // Its block is copied before it is written over.
+        // Its block is copied before it is overwritten.
         None if over == Some(index) => Source::Result,
         None => panic!("input {index} of a program of pointwise operations is gone"),
     });
@@ -77,13 +79,13 @@ pub(crate) fn run(
     result
 }
 
-/// Returns the bytes that a thread takes beside inputs and result, at most.
+/// Returns the maximum number of bytes that a thread takes in addition to inputs and result.
 pub(crate) fn scratch_bytes(program: &PointwiseProgram, num_inputs: usize) -> usize {
-    // One more for a result of halves.
+    // One more for a result in halves.
     (Registers::of(program).count + num_inputs + 1) * BLOCK * size_of::<f32>()
 }
 
-/// Returns true if a tensor may be written over and has the elements of that shape in order.
+/// Returns true if a tensor may be overwritten and has the elements of this shape in order.
 fn is_whole(tensor: &FlexTensor, shape: &Shape) -> bool {
     let layout = tensor.layout();
     tensor.is_unique()
@@ -91,19 +93,19 @@ fn is_whole(tensor: &FlexTensor, shape: &Shape) -> bool {
         && layout.contiguous_offsets() == Some((0, shape.num_elements()))
 }
 
-/// Where the elements of an input are.
+/// The location of an input's elements.
 enum Source<'a> {
-    /// One after the other.
+    /// Contiguous 32-bit floats.
     Flat(&'a [f32]),
-    /// One after the other, of 16 bits.
+    /// Contiguous 16-bit halves.
     FlatHalves(&'a [bf16]),
-    /// At the ends of strides: those of each dim of the result, with its size, zero along dims that are broadcast.
+    /// Elements with strides. Each dim of the result has a size and a stride, which is zero along broadcast dims.
     Strided {
         elements: Elements<'a>,
         offset: usize,
         dims: Vec<(usize, isize)>,
     },
-    /// Where the result is written.
+    /// The memory of the result.
     Result,
 }
 
@@ -135,7 +137,7 @@ impl<'a> Source<'a> {
                 None => 0,
             };
             match dims.last_mut() {
-                // Both are walked as one.
+                // Both dims are walked as one.
                 Some(outer) if outer.1 == stride * size as isize => {
                     *outer = (outer.0 * size, stride)
                 }
@@ -150,7 +152,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Copies the elements from one on.
+    /// Copies a block of elements, beginning at element `start`.
     #[inline(always)]
     fn copy(&self, start: usize, block: &mut [f32]) {
         match self {
@@ -167,7 +169,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Copies elements that are at the ends of strides.
+    /// Copies elements with strides.
     #[inline(always)]
     fn walk<T: Copy>(
         &self,
@@ -214,14 +216,14 @@ impl<'a> Source<'a> {
     }
 }
 
-/// Which block the result of each step is in, from when it is made until it is read last.
+/// The block that holds each step's result, from its computation until its last read.
 struct Registers {
     of_step: Vec<usize>,
     count: usize,
 }
 
 impl Registers {
-    /// Assigns blocks to all steps but the last, which writes the result.
+    /// Assigns blocks to all steps except the last, which writes the result.
     fn of(program: &PointwiseProgram) -> Self {
         let steps = program.steps();
         let mut last_reads = vec![0; steps.len()];
@@ -240,7 +242,7 @@ impl Registers {
                 count += 1;
                 count - 1
             }));
-            // What this step reads is not free before it has ended.
+            // The operands of this step are not free before it ends.
             let ended = (0..index + 1).filter(|earlier| last_reads[*earlier] == index);
             free.extend(
                 ended
@@ -258,7 +260,7 @@ enum Target<'a> {
     Half(&'a mut [bf16]),
 }
 
-/// The run on a part of the result.
+/// The execution of a program on a part of the result.
 struct Run<'a> {
     steps: &'a [Step],
     registers: &'a Registers,
@@ -271,11 +273,11 @@ struct Run<'a> {
     out: Target<'a>,
 }
 
-/// Blocks of elements that a run goes over.
+/// The blocks of elements that a run uses.
 struct Blocks {
-    /// Those of each input that is not flat.
+    /// Blocks for each input that is not flat.
     copies: Vec<Vec<f32>>,
-    /// Those of the steps.
+    /// Blocks for the results of steps.
     results: Vec<Vec<f32>>,
 }
 
@@ -310,7 +312,7 @@ impl Kernel for Run<'_> {
                 let mut floats = block();
                 for (number, halves) in halves.chunks_mut(BLOCK).enumerate() {
                     let floats = &mut floats[..halves.len()];
-                    // An input may be there.
+                    // An input may be in this memory.
                     widen_into(halves, floats);
                     self.block(self.start + number * BLOCK, floats, &mut blocks);
                     narrow_into(floats, halves);
@@ -321,7 +323,7 @@ impl Kernel for Run<'_> {
 }
 
 impl Run<'_> {
-    /// Computes one block of the result, from that element on.
+    /// Computes one block of the result, beginning at element `start`.
     #[inline(always)]
     fn block(&self, start: usize, out: &mut [f32], blocks: &mut Blocks) {
         let len = out.len();
@@ -339,7 +341,7 @@ impl Run<'_> {
         let last = self.steps.len() - 1;
         for (index, step) in self.steps.iter().enumerate() {
             let register = (index < last).then(|| of_step[index]);
-            // Never one that the step reads.
+            // Never a block that the step reads.
             let mut own = register.map(|register| std::mem::take(&mut results[register]));
             let operand = |operand| match operand {
                 PointwiseOperand::Input(input) => Operand::Elements(match &self.sources[input] {
@@ -439,7 +441,7 @@ fn binary(operands: [Operand<'_>; 2], to: &mut [f32], f: impl Fn(f32, f32) -> f3
     }
 }
 
-/// As Burn's, which never takes the exponential of what is above zero.
+/// Matches Burn's, which never takes the exponential of a positive number.
 fn sigmoid(x: f32) -> f32 {
     if x >= 0.0 {
         1.0 / (1.0 + (-x).exp())

@@ -1,4 +1,4 @@
-//! Programs against Burn's operations, to the bit.
+//! Tests of programs against Burn's operations, to the bit.
 
 use burn::backend::{Backend, Flex};
 use burn::tensor::{DType, Shape, TensorData};
@@ -6,7 +6,7 @@ use burn_flex::FlexTensor;
 
 use super::{PointwiseOperand as Operand, PointwiseOperation as Op, PointwiseProgram, run};
 
-/// Numbers that look random, the same in each run.
+/// Pseudorandom numbers, the same in each run.
 struct Numbers(u64);
 
 impl Numbers {
@@ -22,7 +22,7 @@ impl Numbers {
         (self.next() % limit as u64) as usize
     }
 
-    /// Mostly about one, at times an infinity, a zero of either sign, or not a number.
+    /// Returns a number, mostly around one, sometimes infinite, a zero of either sign, or NaN.
     fn value(&mut self) -> f32 {
         match self.below(40) {
             0 => f32::INFINITY,
@@ -47,7 +47,8 @@ const SHAPES: [[usize; 3]; 7] = [
     [17, 64, 65],
 ];
 
-/// An input that broadcasts to a shape: flat, with dims of one, with fewer dims, transposed, or a part of another.
+/// Returns an input that broadcasts to a shape: flat, with dims of one, with fewer dims, transposed, or a part of
+/// another tensor.
 fn input(numbers: &mut Numbers, shape: [usize; 3], dtype: DType) -> FlexTensor {
     let mut own = shape.to_vec();
     match numbers.below(7) {
@@ -137,7 +138,7 @@ fn composed<B: Backend>(
 fn bits(tensor: FlexTensor) -> Vec<u32> {
     let data = tensor.into_data().convert_dtype(DType::F32);
     let values: Vec<f32> = data.try_to_vec().expect("f32 values");
-    // Which of two numbers that are none comes out is not defined.
+    // It is not defined which of two NaNs results.
     let bits = |value: f32| if value.is_nan() { f32::NAN } else { value }.to_bits();
     values.into_iter().map(bits).collect()
 }
@@ -164,7 +165,7 @@ fn has_burns_bits(dtype: DType) {
         let program = program(&mut numbers, num_inputs);
         let expand = |tensor: &FlexTensor| {
             let zeros = FlexTensor::zeros(Shape::from(shape), dtype);
-            // The sum with minus zero is the number itself.
+            // Adding minus zero does not change a number.
             expand::<Flex>(tensor.clone(), zeros)
         };
         let wide: Vec<FlexTensor> = inputs.iter().map(expand).collect();
@@ -175,7 +176,7 @@ fn has_burns_bits(dtype: DType) {
         let expected = bits(composed::<Flex>(&program, &wide, number));
         let decoded = PointwiseProgram::from_scalars(&program.to_scalars());
         assert_eq!(decoded.as_ref().map(bits_of), Some(bits_of(&program)));
-        // Once with inputs that others hold, once with its own.
+        // Once with inputs that others hold, and once with inputs that nobody else holds.
         let held = inputs.clone();
         let found = run(&program, inputs.clone(), &Shape::from(shape));
         assert_eq!(bits(found), expected, "seed {seed}: {program:?}");
@@ -202,7 +203,7 @@ fn has_burns_bits(dtype: DType) {
     assert!(num_wide > 50);
 }
 
-/// A program without numbers that are not equal to themselves.
+/// Returns the program as text, in which NaNs compare equal.
 fn bits_of(program: &PointwiseProgram) -> String {
     format!("{program:?}")
 }

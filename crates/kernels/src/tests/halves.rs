@@ -1,4 +1,4 @@
-//! Kernels on halves: each is the kernel on the same numbers in 32 bits, whose results are rounded once.
+//! Tests of kernels on halves: each equals the kernel on the same numbers in 32 bits, with the results rounded once.
 
 use burn::tensor::{DType, TensorData, bf16};
 use burn_flex::FlexTensor;
@@ -6,7 +6,7 @@ use burn_ir::{CustomOpIr, ScalarIr, TensorId, TensorIr};
 
 use crate::FusedOperation as Op;
 
-/// An operand with numbers that halves have.
+/// An operand with numbers that are exact in halves.
 #[derive(Clone)]
 struct Operand {
     values: Vec<f32>,
@@ -27,7 +27,7 @@ impl Operand {
         }
     }
 
-    /// The same as 32-bit floats, which only some operands of a call are.
+    /// Returns the same operand as 32-bit floats. Only some operands of a call are.
     fn full(self) -> Self {
         Self {
             kind: DType::F32,
@@ -75,7 +75,7 @@ fn floats(tensor: FlexTensor) -> Vec<f32> {
     data.try_to_vec().expect("32-bit floats")
 }
 
-/// Compares a call on halves with the same on 32-bit floats.
+/// Compares a call on halves with the same call on 32-bit floats.
 #[track_caller]
 fn assert_rounded(operation: Op, operands: &[Operand], scalars: &[ScalarIr]) {
     let halves = run(operation, operands, scalars, DType::BF16);
@@ -83,7 +83,7 @@ fn assert_rounded(operation: Op, operands: &[Operand], scalars: &[ScalarIr]) {
     assert_eq!(halves.len(), full.len());
     for (number, (half, full)) in halves.into_iter().zip(full).enumerate() {
         assert_eq!(half.layout().shape(), full.layout().shape());
-        // A loss is of 32 bits, whatever the logits are, and so is what is kept of their rows.
+        // A loss has 32 bits, whatever the type of the logits, and so do the numbers kept for the rows.
         let is_loss = [Op::CrossEntropy, Op::LogLikelihood].contains(&operation) && number == 1;
         assert_eq!(half.dtype(), if is_loss { DType::F32 } else { DType::BF16 });
         for (found, expected) in floats(half).into_iter().zip(floats(full)) {
@@ -99,7 +99,7 @@ fn assert_rounded(operation: Op, operands: &[Operand], scalars: &[ScalarIr]) {
 
 #[test]
 fn rows_of_halves_are_computed_in_32_bits() {
-    // More rows than a chunk, and a width that is no multiple of the lanes; and numbers that are none.
+    // More rows than a chunk, a width that is not a multiple of the lanes, and special numbers.
     for shape in [&[70, 19][..], &[2, 40, 64], &[1, 1], &[3, 1000], &[0, 4]] {
         let width = shape[shape.len() - 1];
         let len: usize = shape.iter().product();
@@ -199,7 +199,7 @@ fn a_cast_is_the_number_rounded_once() {
         let call = CustomOpIr::with_scalars(Op::Cast.name(), &[], &declared(dtype), Vec::new());
         Op::Cast.run(&call, vec![x]).remove(0)
     };
-    // Of a view, too.
+    // Also from a view.
     let halves = cast(full.transpose(0, 1), DType::BF16);
     assert_eq!(halves.dtype(), DType::BF16);
     let expected = floats(full.transpose(0, 1));

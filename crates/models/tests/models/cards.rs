@@ -1,6 +1,7 @@
-//! Folders as they lie on the hub, in their own words: read as transformers reads them, or refused by the name of what differs.
+//! Tests of the exact `config.json` contents of folders on the hub. They are read as transformers reads them, or
+//! refused with the name of the setting that differs.
 //!
-//! `cards/cards.py` says where they are from, and computes what they are held against.
+//! `cards/cards.py` names their origins and computes the expected results.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -27,11 +28,11 @@ struct Card {
     layout: Layout,
     /// The mean loss in transformers.
     loss: Option<f32>,
-    /// The logits there behind the last token.
+    /// The logits in transformers after the last token.
     last: Option<Vec<f32>>,
 }
 
-/// How files differ from one file of 32 bits by the names of the whole model.
+/// The differences of files from a single 32-bit file with the names of the whole model.
 #[derive(Deserialize)]
 #[serde(default)]
 struct Layout {
@@ -72,7 +73,7 @@ fn encoded(dtype: &str, values: &[f32]) -> Vec<u8> {
     bytes.collect()
 }
 
-/// Returns the tensors of the files, as `cards.py` makes them.
+/// Returns the tensors of the files, as `cards.py` generates them.
 fn tensors(mut parameters: Vec<ParameterSpec>, layout: &Layout) -> BTreeMap<String, Stored> {
     parameters.sort_by(|a, b| a.name.cmp(&b.name));
     let mut made = BTreeMap::new();
@@ -142,7 +143,7 @@ fn write_weights(folder: &Path, tensors: BTreeMap<String, Stored>, layout: &Layo
     .expect("writable");
 }
 
-/// Returns the loss of the weights of a folder, and the logits behind the last token.
+/// Returns the loss for the weights of a folder, and the logits after the last token.
 fn computed<A: Architecture>(folder: &Path, sizes: A) -> Result<(f32, Vec<f32>), ModelError> {
     let device = Device::flex();
     let model = WeightsFile::open(folder, sizes)?.load(&device)?;

@@ -1,4 +1,5 @@
-//! What other programs leave in folders: names, forms and settings that are read, or refused with their true cause.
+//! Tests of folders from other programs: names, forms and settings that are accepted, or refused with their true
+//! cause.
 
 use std::fs;
 use std::path::Path;
@@ -62,7 +63,7 @@ fn what_a_wrapper_puts_in_front_of_names_is_named() {
             assert!(matches!(error, ModelError::WrappedNames { .. }), "{text}");
         }
     }
-    // No wrapper: a tensor is not there.
+    // Not a wrapper: a tensor is missing.
     let other = folder();
     renamed(CONFIG.parameters(), other.path(), |name| {
         name.replace("model.norm.weight", "model.final.weight")
@@ -87,7 +88,7 @@ fn the_form_of_a_folder_without_safetensors_is_named() {
         let text = error.to_string();
         assert!(text.contains(file) && text.contains(word), "{text}");
         assert!(!text.contains("valid safetensors"), "{text}");
-        // In addition to what is read, it is left alone.
+        // It is ignored if there are also supported files.
         renamed(CONFIG.parameters(), folder.path(), str::to_owned);
         WeightsFile::open(folder.path(), CONFIG).expect("weights");
     }
@@ -145,7 +146,7 @@ fn the_reason_against_a_tensor_is_its_own() {
             .to_string();
         assert!(words.iter().all(|word| error.contains(word)), "{error}");
     }
-    // A head that is not there, of a model that has one of its own.
+    // A missing head in a model with an untied head.
     let folder = folder();
     let path = folder.path().join("model.safetensors");
     let mut container = Container::of_parameters(CONFIG.parameters());
@@ -159,7 +160,8 @@ fn the_reason_against_a_tensor_is_its_own() {
     assert!(error.contains("tie_word_embeddings"), "{error}");
 }
 
-/// A head that differs where nothing was compared yet: a rank that reads it finds it, and no other number is wrong.
+/// A head differs at a position that was not compared when the file was opened. A rank that reads it reports an
+/// error, and no other rank reads wrong numbers.
 #[test]
 fn a_tied_head_is_compared_wherever_it_is_read() {
     let config = LlamaConfig {
@@ -189,7 +191,8 @@ fn a_tied_head_is_compared_wherever_it_is_read() {
         table.end
     );
     equal.load(&Device::flex()).expect("equal");
-    // In the first block that is compared when the file is opened, and between two of them.
+    // The first is in the first block that is compared when the file is opened, and the second is between two such
+    // blocks.
     let early = write(Some(5));
     let error = WeightsFile::open(early.path(), config).expect_err("another head");
     assert!(error.to_string().contains("tie_word_embeddings"), "{error}");
@@ -207,7 +210,7 @@ fn a_tied_head_is_compared_wherever_it_is_read() {
     assert!(late.load(&Device::flex()).is_err());
 }
 
-/// What is no number is equal to itself here: training that has diverged is written and read.
+/// NaN is equal to itself here, because diverged models are also written and read.
 #[test]
 fn a_tied_head_of_a_diverged_model_is_its_table() {
     let open = |table: u32, head: u32| {
@@ -235,7 +238,7 @@ fn config_of(json: &Value) -> Result<ModelConfig, ModelError> {
     ModelConfig::from_hugging_face(folder.path())
 }
 
-/// The settings with some of them changed.
+/// Returns the settings with some of them changed.
 fn with(mut json: Value, changes: Value) -> Value {
     let Value::Object(changes) = changes else {
         panic!("an object");
@@ -398,7 +401,7 @@ fn settings_that_are_null_are_absent_or_named() {
     }
 }
 
-/// Safetensors are made by a program that lets their owner alone read them.
+/// The safetensors writer creates files that only their owner can read.
 #[cfg(unix)]
 #[test]
 fn written_files_have_the_permissions_of_any_file() {
@@ -418,7 +421,7 @@ fn written_files_have_the_permissions_of_any_file() {
     for name in ["llama", "gpt2", "model.safetensors", "config.json"] {
         assert_eq!(mode(name), mode("any"), "{name}");
     }
-    // A file that is replaced keeps its own.
+    // A replaced file keeps its permissions.
     for kept in [0o640, 0o604, 0o600] {
         let permissions = fs::Permissions::from_mode(kept);
         fs::set_permissions(folder.path().join("gpt2"), permissions).expect("ours");

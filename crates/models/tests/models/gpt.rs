@@ -96,8 +96,8 @@ fn a_later_token_does_not_change_earlier_logits() {
 
 #[test]
 fn a_later_target_gives_earlier_tokens_no_gradient_from_the_future() {
-    // Only the first position has a loss that depends on the first token alone:
-    // its gradient must not change with the tokens after it.
+    // Only the first position has a loss that depends on the first token and no other: its gradient must not change
+    // with the tokens after it.
     let device = Device::flex().autodiff();
     let model = CONFIG.init(&device, 1).unwrap();
     let gradient = |row: [i64; 4]| {

@@ -1,4 +1,4 @@
-//! Llama beside the one of Hugging Face's transformers.
+//! Tests of Llama and GPT-2 against Hugging Face's transformers.
 
 use std::fs;
 use std::path::Path;
@@ -29,8 +29,8 @@ pub(crate) const CONFIG: LlamaConfig = LlamaConfig {
     variant: LlamaVariant::PLAIN,
 };
 
-/// As Llama 3.2 has it: the head is the embedding's table, positions are stretched. One turn of four is fast, one between, two
-/// are slow.
+/// A configuration like Llama 3.2, with a tied head and scaled positions. Of its four rotations, one is fast, one is
+/// between, and two are slow.
 pub(crate) const TIED: LlamaConfig = LlamaConfig {
     heads: 2,
     kv_heads: 1,
@@ -72,7 +72,7 @@ fn loss(model: &Llama) -> f32 {
     model.loss(tokens(), targets()).into_scalar()
 }
 
-/// Each tensor a formula of its number by name.
+/// Writes a file in which a formula of each tensor's number by name gives its values.
 fn file_of_formulas(mut parameters: Vec<ParameterSpec>, path: &Path) {
     parameters.sort_by(|a, b| a.name.cmp(&b.name));
     Container::of_parameters(parameters).write(path);
@@ -105,7 +105,7 @@ struct Printed {
     logits: Vec<f32>,
 }
 
-/// Asserts that transformers reads a folder, and comes to this loss and these logits.
+/// Asserts that transformers reads a folder and computes this loss and these logits.
 fn assert_theirs(python: &Path, folder: &Path, ours: f32, logits: Tensor<3>) {
     let script = "tests/models/hugging_face_losses.py";
     let script = Path::new(&std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo runs the test"))
@@ -160,10 +160,11 @@ const GPT2: Gpt2Config = Gpt2Config {
     seq: 8,
 };
 
-/// What `hugging_face_losses.py --formulas` prints with transformers 5.23.
+/// The loss that `hugging_face_losses.py --formulas` prints with transformers 5.23.
 const GPT2_LOSS: f32 = 3.0404897;
 
-/// By the names that transformers saves, and by those of the first published files, which have the masks beside them.
+/// The files have the names that transformers saves, or the names of the first published files, which also contain
+/// the masks.
 #[test]
 fn a_gpt2_of_hugging_face_has_its_loss() {
     for is_bare in [false, true] {
@@ -217,7 +218,7 @@ fn what_this_gpt2_does_not_compute_is_refused_by_name() {
         let names = [setting, "heads", "hidden", "string"];
         assert!(names.iter().any(|name| message.contains(name)), "{message}");
     }
-    // A head of its own, and two tensors of one name.
+    // An untied head, and two tensors with the same name.
     for extra in ["lm_head.weight", "wte.weight"] {
         let folder = TempDir::new().expect("a temporary folder");
         let path = folder.path().join("model.safetensors");
@@ -232,7 +233,7 @@ fn what_this_gpt2_does_not_compute_is_refused_by_name() {
     }
 }
 
-/// A tied head is the embedding's table, once: its gradient is that of both uses.
+/// A tied head and the embedding are a single parameter, and its gradient is the sum of both uses.
 #[test]
 fn a_tied_head_is_one_parameter() {
     let device = Device::flex().autodiff();
@@ -252,7 +253,7 @@ fn a_tied_head_is_one_parameter() {
         apart.num_params(),
         TIED.num_params() + TIED.vocab * TIED.dim
     );
-    // A file with a head beside the table is of another model.
+    // A file with a head in addition to the embedding belongs to another model.
     let folder = TempDir::new().expect("a temporary folder");
     let path = folder.path().join("model.safetensors");
     file_of_formulas(apart.parameters(), &path);

@@ -1,4 +1,4 @@
-//! Generation with the keys and values of earlier tokens, against the whole sequence at once.
+//! Tests of generation with cached keys and values against the whole sequence at once.
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fsdp_models::{
@@ -23,7 +23,7 @@ const GPT2: Gpt2Config = Gpt2Config {
     seq: 24,
 };
 
-/// Three query heads for each key head, a tied head, and stretched positions.
+/// Three query heads for each key head, a tied head, and scaled positions.
 const LLAMA: LlamaConfig = LlamaConfig {
     layers: 3,
     dim: 24,
@@ -47,7 +47,7 @@ fn tensor(tokens: &[Vec<i64>]) -> Tensor<2, Int> {
     Tensor::from_data(TensorData::new(tokens.concat(), shape), &Device::flex())
 }
 
-/// The logits after the last tokens, computed from all of them.
+/// Returns the logits after the last tokens, computed from all tokens.
 fn all_at_once<M: LanguageModel>(model: &M, tokens: &[Vec<i64>]) -> Vec<f32> {
     let time = tokens[0].len();
     let logits = model.logits_by(tensor(tokens), |block, x, shared| {
@@ -68,7 +68,7 @@ fn likeliest(logits: &[f32]) -> Vec<i64> {
     best.map(|best| best.expect("a token") as i64).collect()
 }
 
-/// Initial weights are too small to tell tokens apart: larger ones.
+/// Returns a model with larger weights, because initial weights are too small to distinguish tokens.
 fn model<A: Architecture>(sizes: A) -> A::Model {
     struct Larger;
     impl burn::module::ModuleMapper for Larger {
@@ -129,6 +129,6 @@ fn a_gpt2_goes_on_from_its_cache() {
 
 #[test]
 fn a_llama_goes_on_from_its_cache() {
-    // Keys are kept once for all queries that share them.
+    // The cache has one copy of the keys for all queries that share them.
     assert_equal_generation(LLAMA, 4 * BATCH * 2 * LLAMA.layers * LLAMA.kv_dim());
 }

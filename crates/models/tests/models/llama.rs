@@ -86,8 +86,8 @@ fn a_later_token_does_not_change_earlier_logits() {
     assert_ne!(before[changed..], after[changed..]);
 }
 
-/// Attention sees positions only as differences: tokens in front that carry the same value as those
-/// after them move everything by one.
+/// Attention depends only on differences of positions: leading tokens with the same values as the following ones
+/// shift everything by one.
 #[test]
 fn positions_are_relative() {
     let device = Device::flex();
@@ -104,7 +104,7 @@ fn positions_are_relative() {
     assert_ne!(last(order([1, 2, 3, 4])), last(order([2, 1, 3, 4])));
 }
 
-/// Copies each head of keys and values for all the query heads that share it.
+/// Copies each key and value head for all query heads that share it.
 struct Repeat {
     path: Vec<String>,
     times: usize,
@@ -135,7 +135,7 @@ impl ModuleMapper for Repeat {
     }
 }
 
-/// Query heads that share keys and values compute what they would with copies of their own.
+/// Query heads that share keys and values compute the same as with their own copies.
 #[test]
 fn as_many_key_heads_as_queries_is_plain_attention() {
     let device = Device::flex();
@@ -148,7 +148,7 @@ fn as_many_key_heads_as_queries_is_plain_attention() {
         path: Vec::new(),
         times: CONFIG.heads / CONFIG.kv_heads,
     };
-    // The number of key heads is no parameter: the repeated weights go into a model that has it.
+    // The number of key heads is not a parameter: the repeated weights are loaded into a model that has this number.
     let record = grouped.clone().map(&mut repeat).into_record();
     let plain = config.init(&device, 2).unwrap().load_record(record);
     let logits = |model: &Llama| values(model.forward(tokens([1, 2, 3, 4, 5, 6, 7, 8], &device)));

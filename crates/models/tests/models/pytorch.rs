@@ -5,8 +5,7 @@ use tempfile::TempDir;
 
 use crate::safetensors::Container;
 
-/// The sequence is longer than a block of the fused attention, and no multiple of
-/// it.
+/// The sequence is longer than a block of the fused attention, and not a multiple of it.
 const CONFIG: GptConfig = GptConfig {
     layers: 2,
     dim: 16,
@@ -15,7 +14,7 @@ const CONFIG: GptConfig = GptConfig {
     seq: 80,
 };
 
-/// What `torch_losses.py` prints with PyTorch 2.15.
+/// The losses that `torch_losses.py` prints with PyTorch 2.15.
 const LOSSES: [f32; 6] = [
     3.9586816, 3.4344501, 3.3118014, 3.2332776, 3.2591636, 3.2786076,
 ];

@@ -1,4 +1,4 @@
-//! Parameters that are read a part at a time, in any of the types that files have.
+//! Tests of parameters that are read in parts, in every type that files may have.
 
 use std::fs;
 use std::ops::Range;
@@ -15,7 +15,7 @@ use tempfile::TempDir;
 use crate::hugging_face::CONFIG;
 use crate::safetensors::Container;
 
-/// The model with its weights in one file of this type, and what they are as 32-bit floats.
+/// Returns a folder with the model's weights in one file of this type, and their values as 32-bit floats.
 fn folder(dtype: &str) -> (TempDir, Container) {
     let whole = Container::of_parameters(CONFIG.parameters());
     let mut stored = Container {
@@ -58,7 +58,7 @@ fn folder(dtype: &str) -> (TempDir, Container) {
     (folder, rounded)
 }
 
-/// Every parameter of a plain model, by path.
+/// Returns all parameters of a plain model, by path.
 fn parameters(model: &Llama) -> Vec<(String, Vec<f32>)> {
     let tensors = model.collect(None, None, false).into_iter();
     let values = tensors.map(|tensor| {
@@ -73,7 +73,7 @@ fn parameters(model: &Llama) -> Vec<(String, Vec<f32>)> {
     values.collect()
 }
 
-/// The ranges of each of `num` ranks' flat shares, uneven ones.
+/// Returns the ranges of the uneven flat shards of `num` ranks.
 fn shares(len: usize, num: usize) -> Vec<Range<usize>> {
     let chunk = len.div_ceil(num);
     (0..num)
@@ -104,7 +104,7 @@ fn shares_together_are_the_whole_in_every_type() {
     }
 }
 
-/// Of a matrix that the file has the other way round, two rows of the module more at most.
+/// For a matrix that is transposed in the file, a shard reads at most two more rows of the module.
 #[test]
 fn a_share_reads_its_own_bytes() {
     let (folder, _) = folder("BF16");
@@ -140,7 +140,7 @@ fn what_cannot_be_read_is_named() {
         weights.read("norm.gamma", 16..16).unwrap(),
         Vec::<f32>::new()
     );
-    // Not what was checked when it was opened.
+    // No longer the file that was checked when it was opened.
     let (other, _) = self::folder("BF16");
     fs::copy(
         other.path().join("model.safetensors"),
@@ -247,7 +247,7 @@ fn what_this_llama_does_not_compute_is_refused_by_name() {
     assert!(matches!(missing, ModelError::File { .. }), "{missing}");
 }
 
-/// Each choice that a file may make, as it is written and read back.
+/// Every choice that a file may make is the same after writing and reading.
 #[test]
 fn config_json_is_read_back() {
     let llama3 = RopeScaling::Llama3 {
@@ -275,7 +275,7 @@ fn config_json_is_read_back() {
             config
         );
     }
-    // Transformers' own epsilon where a file says nothing, and sizes that were saved before there was a choice.
+    // Transformers' own epsilon for a file without one, and sizes that were saved before there were variants.
     let mut json = config_json();
     json.as_object_mut().unwrap().remove("rms_norm_eps");
     assert_eq!(read_config(&json).unwrap().variant.norm_epsilon, 1e-6);
@@ -287,7 +287,7 @@ fn config_json_is_read_back() {
     );
 }
 
-/// A file of a few bytes must not build models until memory ends.
+/// A file of a few bytes must not build models until memory is exhausted.
 #[test]
 fn layers_without_end_are_refused() {
     let mut json = config_json();

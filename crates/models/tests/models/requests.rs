@@ -1,4 +1,4 @@
-//! How often files are asked for the shards of ranks, and for how much.
+//! Tests of the number and size of file requests for the shards of ranks.
 
 use burn_fsdp_models::{LlamaConfig, LlamaVariant, ParameterSpec, WeightsFile};
 use serde_json::json;
@@ -19,7 +19,7 @@ const SMALL: LlamaConfig = LlamaConfig {
     variant: LlamaVariant::PLAIN,
 };
 
-/// Matrices of more than a request: 5,000 rows of 1 KiB in 32 bits, and rows of 320,000 bytes.
+/// Matrices larger than a request: 5,000 rows of 1 KiB in 32 bits, and rows of 320,000 bytes.
 const LARGE: LlamaConfig = LlamaConfig {
     layers: 1,
     dim: 256,
@@ -34,7 +34,7 @@ const LARGE: LlamaConfig = LlamaConfig {
 
 const MIB: usize = 1 << 20;
 
-/// Writes weights of zeros, of this many bytes an element.
+/// Writes weights of zeros, with this many bytes per element.
 fn zeros(config: LlamaConfig, dtype: &str, size: usize) -> TempDir {
     let folder = TempDir::new().expect("a temporary folder");
     let mut container = Container::empty();
@@ -49,13 +49,13 @@ fn zeros(config: LlamaConfig, dtype: &str, size: usize) -> TempDir {
     container.write(&path);
     let file = std::fs::OpenOptions::new().append(true).open(&path);
     let file = file.expect("our own");
-    // Without a byte on disk.
+    // The file takes no space on disk.
     let len = file.metadata().expect("our own").len();
     file.set_len(len + end as u64).expect("a sparse file");
     folder
 }
 
-/// Reads the shards of all ranks, and returns the requests and bytes that this took.
+/// Reads the shards of all ranks, and returns the numbers of requests and bytes.
 fn shards(weights: &WeightsFile<LlamaConfig>, spec: &ParameterSpec, ranks: usize) -> (u64, u64) {
     let before = (weights.num_requests(), weights.num_bytes_requested());
     let len: usize = spec.shape.iter().product();
@@ -101,22 +101,22 @@ fn requests_are_bounded_and_pieces_that_are_far_apart_are_read_alone() {
         spec.expect("a parameter").clone()
     };
     for ranks in [1, 2, 4] {
-        // 1024 rows of 1 KiB are a request.
+        // A request has 1024 rows of 1 KiB.
         let head = named("lm_head");
         let (requests, bytes) = shards(&weights, &head, ranks);
         assert_eq!(requests, ranks as u64 * 5_000_u64.div_ceil(1024));
         assert!(bytes <= (ranks * 4 * 5_000 * 256) as u64);
-        // Elements that are in order are cut into requests of the same size.
+        // Elements that are in order are divided into requests of the same size.
         let (requests, bytes) = shards(&weights, &named("embed_tokens"), ranks);
         let share = 4 * 5_000 * 256 / ranks;
         assert_eq!(requests, (ranks * share.div_ceil(MIB)) as u64);
         assert_eq!(bytes, 4 * 5_000 * 256);
     }
-    // A rank of four has pieces of 80,000 bytes with 240,000 between them: three rows are a request.
+    // With four ranks, each has pieces of 80,000 bytes with 240,000 between them: a request has three rows.
     let down = named("down_proj");
     let (requests, _) = shards(&weights, &down, 4);
     assert_eq!(requests, 4 * 256_u64.div_ceil(3));
-    // A rank of eight has 40,000 bytes of each row, and 280,000 that it leaves out.
+    // With eight ranks, each has 40,000 bytes of each row, and leaves out 280,000.
     let (requests, bytes) = shards(&weights, &down, 8);
     assert_eq!(requests, 8 * 256);
     assert_eq!(bytes, 4 * 256 * 80_000);

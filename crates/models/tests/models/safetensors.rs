@@ -1,4 +1,4 @@
-//! Safetensors files written by hand, good and bad ones.
+//! Handwritten safetensors files, valid and invalid.
 
 use std::fs;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use burn_fsdp_models::{GptConfig, ParameterSpec};
 use serde_json::{Map, Value, json};
 
-/// A header and data that are written as they are, however wrong.
+/// A header and data that are written unchanged, even if they are wrong.
 #[derive(Clone)]
 pub(crate) struct Container {
     pub(crate) header: Map<String, Value>,
@@ -14,13 +14,12 @@ pub(crate) struct Container {
 }
 
 impl Container {
-    /// The weights of a model, each value a formula of its parameter's number
-    /// and its own.
+    /// Returns the weights of a model. Each value is a formula of the parameter's number and the value's index.
     pub(crate) fn of_model(config: &GptConfig) -> Self {
         Self::of_parameters(config.parameters())
     }
 
-    /// The same of a table.
+    /// Returns the same for a table.
     pub(crate) fn of_parameters(parameters: Vec<ParameterSpec>) -> Self {
         let mut container = Self {
             header: Map::new(),
@@ -33,7 +32,7 @@ impl Container {
         container
     }
 
-    /// No tensor.
+    /// Returns a container without tensors.
     pub(crate) fn empty() -> Self {
         Self {
             header: Map::new(),
@@ -61,7 +60,7 @@ impl Container {
         self.header.insert(name.to_owned(), entry);
     }
 
-    /// The entry of a tensor, to be made wrong.
+    /// Returns the entry of a tensor, which a test may corrupt.
     pub(crate) fn entry(&mut self, name: &str) -> &mut Map<String, Value> {
         self.header[name]
             .as_object_mut()
@@ -81,8 +80,8 @@ impl Container {
     }
 }
 
-/// Values that a program in any language can compute again: a sine of the value's
-/// number, around one for the scale of a layer norm and around zero otherwise.
+/// Returns values that a program in any language can recompute: a sine of the value's index, around one for the scale
+/// of a layer norm and around zero otherwise.
 pub(crate) fn formula_values(number: usize, spec: &ParameterSpec) -> Vec<f32> {
     let is_norm = spec.name.contains("ln") || spec.name.contains("norm");
     let is_scale = is_norm && spec.name.ends_with("weight");

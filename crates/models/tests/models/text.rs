@@ -47,7 +47,7 @@ fn a_folder_is_read_in_the_order_of_its_paths() {
     assert_eq!(text.unread(), None);
 }
 
-/// The remarks on a text, by number.
+/// Returns the remarks on a text with their counts.
 fn remarks(text: &ByteText) -> Vec<(Remark, usize)> {
     let remarks = text.remarks().iter();
     remarks.map(|(remark, count, _)| (remark, count)).collect()
@@ -78,12 +78,12 @@ fn what_is_no_text_is_left_out_and_counted() {
     let of = [(Remark::Hidden, 4), (Remark::Binary, 3)];
     assert_eq!(remarks(&text), of);
     assert_eq!(text.remarks().to_string(), "; left out: 4 hidden, 3 binary");
-    // Where nothing is left, the error says what there was.
+    // If no text is left, the error reports what was left out.
     fs::remove_file(folder.path().join("text")).unwrap();
     fs::remove_file(folder.path().join("HEAD")).unwrap();
     let error = ByteText::read(folder.path(), NO_LIMIT).unwrap_err();
     assert!(error.to_string().contains("4 hidden, 3 binary"), "{error}");
-    // What is named itself is read, whatever it is.
+    // A path that is named itself is read, whatever it is.
     let text = ByteText::read(folder.path().join("picture.png"), NO_LIMIT).unwrap();
     assert_eq!(text.num_bytes(), 16);
     assert_eq!(remarks(&text), [(Remark::NamedBinary, 1)]);
@@ -114,7 +114,7 @@ fn encodings_that_are_named_are_read_as_utf8() {
             assert_eq!(all, lines.as_bytes());
             let want: Vec<_> = remark.into_iter().map(|remark| (remark, 1)).collect();
             assert_eq!(remarks(&text), want);
-            // Of a part, as much is read as of the text in UTF-8.
+            // With a limit, as many bytes are read as of the text in UTF-8.
             let text = ByteText::read(&path, 101).unwrap();
             let all = [slice(&text.training()), slice(&text.held_out())].concat();
             assert_eq!(all, &lines.as_bytes()[..101]);
@@ -160,7 +160,7 @@ fn reading_stops_at_the_limit() {
     let unread = text.unread().expect("there is more");
     assert_eq!((unread.bytes, unread.is_all), (15, true));
     assert_eq!(unread.from, folder.path().join("b"));
-    // As much as there is, and no more.
+    // The limit equals the length of the text.
     let text = ByteText::read(folder.path(), 30).unwrap();
     assert_eq!((text.num_bytes(), text.unread()), (30, None));
     let text = ByteText::read(folder.path().join("a"), 4).unwrap();
@@ -220,10 +220,10 @@ mod unix {
         fs::write(inside(".blob"), "of a blob").unwrap();
         fs::create_dir(other.path().join("more")).unwrap();
         fs::write(other.path().join("more/text"), "elsewhere").unwrap();
-        // Out of sight, and elsewhere.
+        // Hidden files, and files elsewhere.
         symlink(inside(".blob"), inside("a-blob")).unwrap();
         symlink(other.path().join("more"), inside("b-folder")).unwrap();
-        // Back to where they lie, to each other, and to nothing.
+        // Links back to their own folders, to each other, and to nothing.
         symlink(folder.path(), inside("sub/loop")).unwrap();
         symlink("/", inside("sub/root")).unwrap();
         symlink(folder.path(), other.path().join("more/back")).unwrap();
@@ -243,7 +243,7 @@ mod unix {
             (Remark::BrokenLink, 3),
         ];
         assert_eq!(remarks(&text), want);
-        // Nothing changes when the folder itself is named by a link.
+        // Nothing changes if the folder itself is named by a link.
         let link = other.path().join("link");
         symlink(folder.path(), &link).unwrap();
         let again = ByteText::read(&link, NO_LIMIT).unwrap();
@@ -256,7 +256,7 @@ mod unix {
         let folder = TempDir::new().unwrap();
         fs::write(folder.path().join("text"), "some text").unwrap();
         let _listener = UnixListener::bind(folder.path().join("socket")).unwrap();
-        // It can be opened, and reading it fails, for everybody.
+        // It can be opened, but reading it fails for every user.
         #[cfg(target_os = "linux")]
         symlink("/proc/self/mem", folder.path().join("mem")).unwrap();
         let text = ByteText::read(folder.path(), NO_LIMIT).unwrap();
@@ -288,7 +288,7 @@ mod unix {
 #[test]
 fn the_sources_of_burn_are_the_same_everywhere() {
     let text = ByteText::crate_sources().unwrap();
-    // Of the versions that this crate is built with; with others, this changes.
+    // The versions with which this crate is built. Other versions give other numbers.
     assert_eq!(
         (text.num_bytes(), text.num_files(), text.num_held_out()),
         (5_767_902, 440, 22)
@@ -296,7 +296,7 @@ fn the_sources_of_burn_are_the_same_everywhere() {
     let (training, held_out) = (text.training(), text.held_out());
     let (training, held_out) = (slice(&training), slice(&held_out));
     assert!(held_out.len() > text.num_bytes() / 50 && held_out.len() < text.num_bytes() / 10);
-    // No file is on both sides.
+    // No file is in both parts.
     let first_lines = &held_out[..2000];
     assert!(
         !training

@@ -1,5 +1,5 @@
-//! A tokenizer of 300 tokens in Hugging Face's form, byte pairs of a few lines, which cuts text to 8 tokens and fills it up to as many
-//! in other programs. The ids are those of the Python package `tokenizers` 0.23.
+//! Tests of a tokenizer with 300 tokens in Hugging Face's form: byte pairs of a few lines. Other programs truncate
+//! and pad text to 8 tokens with it. The ids are those of the Python package `tokenizers` 0.23.
 
 use std::path::{Path, PathBuf};
 
@@ -61,7 +61,7 @@ fn a_codec_goes_both_ways() {
     }
 }
 
-/// A text of several pieces is the tokens of its lines, one after the other.
+/// The tokens of a text with several pieces are the tokens of its lines, one after the other.
 #[test]
 fn long_text_is_tokenized_in_pieces() {
     let folder = TempDir::new().expect("a folder");
@@ -83,14 +83,14 @@ fn long_text_is_tokenized_in_pieces() {
         seq: of_line.len(),
     };
     let want: Vec<i64> = of_line.iter().map(|id| i64::from(*id)).collect();
-    // Also where one piece ends and the next begins.
+    // Also at the boundary between two pieces.
     for row in 0..training.len() / line.len() {
         assert_eq!(batches.rows(row, 0..1).inputs(), want, "line {row}");
     }
     assert!(!held_out.is_empty());
 }
 
-/// The tokenizer with some parts changed.
+/// Returns the tokenizer with some parts changed.
 fn changed(change: impl FnOnce(&mut Value)) -> Tokenizer {
     let mut json: Value = serde_json::from_str(JSON).expect("JSON");
     change(&mut json);
@@ -98,7 +98,7 @@ fn changed(change: impl FnOnce(&mut Value)) -> Tokenizer {
     Tokenizer::open(file(&folder, json.to_string())).expect("a tokenizer")
 }
 
-/// What a template puts behind a text would be in the midst of one that goes on.
+/// Tokens that a template adds after a text would be in the middle of a text that continues.
 #[test]
 fn only_what_is_in_front_of_a_text_is_put_there() {
     let token = |id: &str| json!({"SpecialToken": {"id": id, "type_id": 0}});
@@ -141,7 +141,7 @@ fn a_hash_is_of_what_a_tokenizer_does() {
     let own = tokenizer();
     let folder = TempDir::new().expect("a folder");
     let json: Value = serde_json::from_str(JSON).expect("JSON");
-    // The same, in another order and form.
+    // The same tokenizer in another order and form.
     let pretty = serde_json::to_string_pretty(&json).expect("JSON");
     let indented = Tokenizer::open(file(&folder, pretty)).expect("a tokenizer");
     assert_ne!(indented.checksum(), own.checksum());
@@ -174,7 +174,7 @@ fn a_hash_is_of_what_a_tokenizer_does() {
             own.encode(TEXT, true).unwrap()
         );
     }
-    // Another one: its tokens, merges, rules, or added tokens.
+    // Other tokenizers: other tokens, merges, rules, or added tokens.
     let others = [
         changed(|json| {
             let vocab = json["model"]["vocab"].as_object_mut().expect("tokens");
@@ -204,7 +204,8 @@ fn a_hash_is_of_what_a_tokenizer_does() {
     }
 }
 
-/// Wherever the end begins, within words and characters too, the two parts have the tokens of the whole text.
+/// Wherever the held-out end begins, even within words and characters, the two parts have the tokens of the whole
+/// text.
 #[test]
 fn an_end_is_held_out_between_tokens() {
     let folder = TempDir::new().expect("a folder");
@@ -276,7 +277,7 @@ fn wrong_files_are_named() {
     assert!(matches!(error, ModelError::NotATokenizer { .. }), "{error}");
 }
 
-/// Files may be from anyone: one that was changed anywhere is a tokenizer or an error.
+/// Files may come from untrusted sources: a file that is changed anywhere must be a tokenizer or an error.
 #[test]
 fn changed_files_are_tokenizers_or_errors() {
     let folder = TempDir::new().expect("a folder");

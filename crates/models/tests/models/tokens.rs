@@ -127,7 +127,7 @@ fn windows_are_drawn_by_seed_and_row() {
         assert_eq!(&targets[..15], &window[1..]);
         assert_eq!(targets[15], inputs[0] + 16);
     }
-    // Whoever takes which rows, they are the same ones; another step or seed draws others.
+    // Every worker draws the same rows, and another step or seed draws others.
     let halves = [windows(1).rows(7, 0..2), windows(1).rows(7, 2..4)];
     let inputs: Vec<i64> = halves
         .iter()
@@ -136,7 +136,7 @@ fn windows_are_drawn_by_seed_and_row() {
     assert_eq!(inputs, all.inputs());
     assert_ne!(windows(1).rows(8, 0..4), all);
     assert_ne!(windows(2).rows(7, 0..4), all);
-    // They are spread over all of the text, its end included.
+    // They are spread over the whole text, including its end.
     let starts: Vec<i64> = (0..100)
         .map(|step| windows(3).rows(step, 0..1).inputs()[0])
         .collect();

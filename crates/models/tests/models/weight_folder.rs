@@ -1,4 +1,4 @@
-//! Folders in Hugging Face's form, good and bad ones.
+//! Tests of folders in Hugging Face's form, valid and invalid.
 
 use std::fs;
 use std::path::Path;
@@ -21,7 +21,7 @@ const CONFIG: GptConfig = GptConfig {
 
 const INDEX: &str = "model.safetensors.index.json";
 
-/// The model in two files, cut in the middle.
+/// Returns the model in two files, divided in the middle.
 fn folder() -> (TempDir, Value) {
     let folder = TempDir::new().expect("a temporary folder");
     let whole = Container::of_model(&CONFIG);
@@ -93,7 +93,7 @@ fn a_folder_without_weights_is_named() {
     assert!(error.contains("neither model.safetensors nor"), "{error}");
 }
 
-/// As in transformers: an index in addition to the single file is not read, whatever it says.
+/// As in transformers, an index next to the single file is not read, whatever it contains.
 #[test]
 fn of_two_forms_the_single_file_counts() {
     let mut other = Container::of_model(&CONFIG);
@@ -139,7 +139,7 @@ fn files_outside_of_the_folder_are_not_opened() {
     }
 }
 
-/// What makes an index wrong.
+/// A change that makes an index invalid.
 type Change<'a> = &'a dyn Fn(&mut Value);
 
 #[test]

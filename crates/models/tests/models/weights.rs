@@ -37,7 +37,7 @@ fn logits(model: &Gpt, device: &Device) -> Vec<f32> {
         .expect("f32 logits")
 }
 
-/// Change a good file and report what opening it says.
+/// Changes a valid file and returns the error of opening it.
 fn open_changed(change: impl FnOnce(&mut Container)) -> ModelError {
     let (_folder, path) = file();
     let mut container = Container::of_model(&CONFIG);
@@ -181,7 +181,7 @@ fn a_module_of_other_parameters_is_not_written() {
     assert!(!path.exists());
 }
 
-/// Leaves half of the last weight, as a divided model would have.
+/// Keeps half of the last weight, as in a sharded model.
 struct HalveHead;
 
 impl ModuleMapper for HalveHead {

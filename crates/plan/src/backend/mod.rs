@@ -1,4 +1,4 @@
-//! The rules of the backend that runs a step, as far as a plan of memory needs them.
+//! The backend's rules that a memory plan needs.
 
 mod flex;
 mod model;

@@ -1,29 +1,29 @@
-//! The interface for a backend's rules about each operation's memory.
+//! The interface for a backend's rules about the memory of operations.
 
 use burn_ir::OperationIr;
 
 use super::strides::Strides;
 
-/// A backend's rules: the places of results, and the bytes that it allocates beside them.
+/// A backend's rules: the memory of results, and the bytes that operations allocate in addition.
 pub(crate) trait Backend {
-    /// Returns the place of the first result of an operation; further ones are new. `operands` are
-    /// in the order in which the operation lists its inputs.
+    /// Returns the place of the first result of an operation. Further results are new. `operands` are in the order in
+    /// which the operation lists its inputs.
     fn place(&self, operation: &OperationIr, operands: &[Operand]) -> Allocation;
 
-    /// Returns the bytes that an operation allocates and frees while it runs, beside its operands
-    /// and results.
+    /// Returns the bytes that an operation allocates and frees while it runs, in addition to its operands and
+    /// results.
     fn scratch(&self, operation: &OperationIr, operands: &[Operand]) -> u64;
 
-    /// Returns the place of the first result of an operation that is not Burn's and may write over
-    /// the operand of that index; `None` if it cannot.
+    /// Returns the place of the first result of an operation that is not Burn's and may overwrite the operand with
+    /// this index. Returns `None` if it cannot.
     fn written_over(&self, operand: &Operand, index: usize) -> Option<Allocation>;
 }
 
-/// An input as the operation finds it.
+/// An operand of an operation.
 #[derive(Debug, Clone)]
 pub(crate) struct Operand {
     pub(crate) strides: Strides,
-    /// True if no other tensor is in its memory: the operation may write over it.
+    /// True if no other tensor uses its memory, so the operation may overwrite it.
     pub(crate) is_unique: bool,
     /// Number of elements of its memory.
     pub(crate) memory_elements: usize,
@@ -32,11 +32,11 @@ pub(crate) struct Operand {
 /// The memory of a result.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Allocation {
-    /// The memory of that input, whose elements are unchanged.
+    /// The memory of the input with this index, whose elements are unchanged.
     View(usize, Strides),
-    /// The memory of that input, which is written over.
+    /// The memory of the input with this index, which is overwritten.
     Over(usize, Strides),
-    /// New memory of that many elements.
+    /// New memory with this many elements.
     New(Strides, usize),
 }
 

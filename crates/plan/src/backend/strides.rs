@@ -13,7 +13,7 @@ pub(crate) struct Strides {
 const MAX_DIMS: usize = 8;
 
 impl Strides {
-    /// Returns the strides of a shape row by row, from the start of the memory.
+    /// Returns the row-major strides of a shape, from the start of the memory.
     pub(crate) fn contiguous(shape: &[usize]) -> Self {
         let mut strides = vec![1; shape.len()];
         for dim in (0..shape.len().saturating_sub(1)).rev() {
@@ -35,8 +35,8 @@ impl Strides {
         self.strides[dim]
     }
 
-    /// Returns true if the elements are row by row without gaps. A stride of zero is a gap, even of
-    /// a dim of size 1.
+    /// Returns true if the elements are in row-major order without gaps. A stride of zero is a gap, even for a dim of
+    /// size 1.
     pub(crate) fn is_contiguous(&self) -> bool {
         if self.shape.is_empty() || self.num_elements() == 0 {
             return true;
@@ -49,8 +49,8 @@ impl Strides {
         self.offset == 0 && self.is_contiguous()
     }
 
-    /// Returns true if a loop over this operand and another of its shape visits this one element by
-    /// element from the start, so that the result can be written over it.
+    /// Returns true if a loop over this operand and another of the same shape visits this one element by element from
+    /// the start. The result can then overwrite it.
     pub(crate) fn is_dense_beside(&self, other: &Self) -> bool {
         let strides = self.strides.iter().chain(&other.strides);
         self.shape.len() <= MAX_DIMS
@@ -75,8 +75,8 @@ impl Strides {
         true
     }
 
-    /// Returns true if the tensor has all elements of memory of that many, from its start and in
-    /// whatever order.
+    /// Returns true if the tensor contains all `num_elements` elements of its memory, from the start and in any
+    /// order.
     pub(crate) fn covers(&self, num_elements: usize) -> bool {
         self.offset == 0
             && self.num_elements() == num_elements
@@ -98,8 +98,7 @@ impl Strides {
         }
     }
 
-    /// Returns the strides after an expansion: dims of size 1, and new ones in front, repeat their
-    /// element.
+    /// Returns the strides after an expansion. Dims of size 1 and new leading dims repeat their element.
     pub(crate) fn expanded(&self, shape: &[usize]) -> Self {
         let new = shape.len().saturating_sub(self.shape.len());
         let strides = shape.iter().enumerate().map(|(dim, size)| {
@@ -116,7 +115,7 @@ impl Strides {
         }
     }
 
-    /// Returns the strides of the same elements in another shape, if that needs no copy.
+    /// Returns the strides of the same elements in another shape, or `None` if it needs a copy.
     pub(crate) fn reshaped(&self, shape: &[usize]) -> Option<Self> {
         self.is_contiguous().then(|| Self {
             offset: self.offset,
@@ -124,7 +123,7 @@ impl Strides {
         })
     }
 
-    /// Returns the strides of a slice: `starts` has a start and a step for each dim.
+    /// Returns the strides of a slice. `starts` has a start and a step for each dim.
     pub(crate) fn sliced(&self, shape: &[usize], starts: &[(usize, isize)]) -> Self {
         let mut strides = self.clone();
         strides.shape = shape.to_vec();
@@ -140,7 +139,7 @@ impl Strides {
         strides
     }
 
-    /// Returns the strides with windows over a dim, as a new dim at the end.
+    /// Returns the strides with windows over a dim, as a new last dim.
     pub(crate) fn unfolded(&self, shape: &[usize], dim: usize, step: usize) -> Self {
         let mut strides = self.clone();
         let stride = strides.strides[dim];
@@ -151,7 +150,7 @@ impl Strides {
     }
 }
 
-/// Returns the shape that two operands are expanded to.
+/// Returns the shape to which two operands are expanded.
 pub(crate) fn broadcast(lhs: &[usize], rhs: &[usize]) -> Vec<usize> {
     let num_dims = lhs.len().max(rhs.len());
     let size = |shape: &[usize], dim: usize| {

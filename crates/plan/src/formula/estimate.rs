@@ -1,4 +1,4 @@
-//! The estimate of a job by formula, as text, JSON and a picture.
+//! The estimate of a job by formulas, as text, JSON and a picture.
 
 use std::fmt;
 
@@ -15,34 +15,34 @@ use crate::traffic::Traffic;
 /// The estimated cost of a job, whether it fits, and advice if it does not.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Estimate {
-    /// The job: model, ranks, batch and the like.
+    /// The job: model, ranks, batch and so on.
     pub job: Job,
-    /// The machine that it runs on.
+    /// The machine that runs the job.
     pub machine: Machine,
-    /// Parameters of the model.
+    /// Number of the model's parameters.
     pub num_params: u64,
-    /// Device memory of a rank.
+    /// Bytes of device memory per rank.
     pub available: u64,
-    /// The moment with the most bytes at once, and those bytes.
+    /// The moment with the most bytes, and those bytes.
     pub peak: Stop,
     /// True if the peak is at most `available`.
     pub fits: bool,
-    /// Host memory of a rank.
+    /// Bytes of host memory per rank.
     pub host_bytes: u64,
-    /// Changes that would make it fit; empty if it does, or if nothing would.
+    /// Changes that would make the job fit. Empty if it fits, or if no change is found.
     pub advice: Vec<Advice>,
     /// Collectives of a step.
     pub traffic: Traffic,
-    /// Operations of a step on one rank that the model asks for.
+    /// Floating-point operations of a step on one rank that the model requires.
     pub model_flops: f64,
-    /// Operations of a step on one rank that are done.
+    /// Floating-point operations of a step on one rank that are executed.
     pub hardware_flops: f64,
     /// Duration of a step.
     pub time: Duration,
 }
 
 impl Estimate {
-    /// Estimates a job on a machine whose devices have `available` bytes.
+    /// Estimates a job on a machine whose devices have `available` bytes of memory.
     pub fn new(job: &Job, machine: &Machine, available: u64) -> Self {
         let peak = job.peak();
         let fits = peak.bytes.total() <= available;
@@ -66,7 +66,7 @@ impl Estimate {
         }
     }
 
-    /// Returns the operations that one rank does per second, over the step.
+    /// Returns the operations that one rank executes per second, over the step.
     pub fn flops_per_second(&self) -> f64 {
         self.hardware_flops / self.time.step
     }
@@ -76,7 +76,7 @@ impl Estimate {
         self.job.tokens() / self.time.step
     }
 
-    /// Draws memory over the step by category, with the peak marked. Needs the feature `draw`.
+    /// Draws memory over the step by category, with the peak marked. Requires the feature `draw`.
     #[cfg(feature = "draw")]
     pub fn to_svg(&self) -> String {
         let series: Vec<_> = self.job.timeline().iter().map(|stop| stop.bytes).collect();
@@ -128,8 +128,8 @@ impl fmt::Display for Estimate {
     }
 }
 
-/// The lines about whether a job fits, and about changes that would make it: the peak as text,
-/// `fits`, the bytes available, and the changes.
+/// The lines that report whether a job fits, and which changes would make it fit: the peak as text, `fits`, the
+/// available bytes, and the changes.
 pub(crate) struct Verdict<'a>(
     pub(crate) &'a str,
     pub(crate) bool,

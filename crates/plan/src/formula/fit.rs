@@ -5,23 +5,22 @@ use serde::Serialize;
 use super::job::{Checkpointing, Job};
 use burn_fsdp_spmd::Strategy;
 
-/// One change, or several together, after which a job fits.
+/// A change, or a combination of changes, with which a job fits.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Advice {
-    /// The change, in words.
+    /// A description of the change.
     pub change: String,
     /// The job after the change.
     pub job: Job,
-    /// Peak of that job in bytes.
+    /// Peak of the changed job in bytes.
     pub peak: u64,
 }
 
-/// Maximum number of ranks that are considered.
+/// Maximum number of ranks in the search.
 const MAX_RANKS: usize = 1 << 20;
 
-/// Finds changes after which a job takes at most `available` bytes: each one alone that suffices,
-/// or, if none does, the first of several together that do. `peak` gives the bytes of a job, or
-/// nothing if the engine in question cannot do it.
+/// Finds changes with which a job takes at most `available` bytes: each single change that suffices, or otherwise the
+/// first combination that does. `peak` returns the bytes of a job, or `None` if the engine does not support it.
 pub fn advise(job: &Job, available: u64, peak: &dyn Fn(&Job) -> Option<u64>) -> Vec<Advice> {
     let search = Search { available, peak };
     let alone: Vec<_> = Change::ALL
@@ -84,7 +83,7 @@ impl Search<'_> {
         (self.peak)(job).filter(|peak| *peak <= self.available)
     }
 
-    /// Makes this change alone; `None` if the job does not fit then.
+    /// Makes only this change. Returns `None` if the job does not fit with it.
     fn with(&self, job: &Job, change: Change) -> Option<Advice> {
         let (job, text) = match change {
             Change::Batch => self.smaller_batch(job)?,
@@ -99,7 +98,7 @@ impl Search<'_> {
         })
     }
 
-    /// Makes one change after the other, until the job fits.
+    /// Makes one change after the other until the job fits.
     fn together(&self, job: &Job, changes: &[Change]) -> Option<Advice> {
         let mut changed = job.clone();
         let mut texts: Vec<String> = Vec::new();
@@ -157,7 +156,7 @@ impl Search<'_> {
     }
 }
 
-/// Makes a change to the full extent; `None` if the job has it already.
+/// Makes a change to its full extent. Returns `None` if the job already has it.
 fn apply(job: &Job, change: Change) -> Option<(Job, String)> {
     let mut job = job.clone();
     let text = match change {

@@ -1,4 +1,4 @@
-//! A training run of a decoder, with its cost by formula.
+//! A training run of a decoder, with its cost by formulas.
 
 use serde::Serialize;
 
@@ -9,7 +9,7 @@ use crate::traffic::Traffic;
 use burn_fsdp_spmd::Strategy;
 use burn_fsdp_spmd::graph::CollectiveKind;
 
-/// The results of forward that are computed again in backward instead of being kept.
+/// The results of forward that are recomputed in backward instead of being kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Checkpointing {
@@ -17,12 +17,12 @@ pub enum Checkpointing {
     None,
     /// Every second matrix product of a block, and cheap results.
     Selective,
-    /// Whole blocks: only their inputs are kept.
+    /// Whole blocks, with only their inputs kept.
     Full,
 }
 
-/// The precision of gathered parameters and of activations. Parameters at rest, their gradients and
-/// the optimizer's states have 32 bits in both.
+/// The precision of gathered parameters and activations. Parameters at rest, their gradients and the optimizer states
+/// have 32 bits in both cases.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Precision {
@@ -33,7 +33,7 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// Returns the bytes of an element.
+    /// Returns the number of bytes of an element.
     pub fn size(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -42,31 +42,30 @@ impl Precision {
     }
 }
 
-/// A training run with AdamW, fully determined.
+/// A fully specified training run with AdamW.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Job {
     /// The model.
     pub model: Transformer,
     /// Number of ranks, one per device.
     pub ranks: usize,
-    /// Sequences of a step on each rank.
+    /// Number of sequences per step on each rank.
     pub batch: usize,
-    /// Tokens of a sequence.
+    /// Number of tokens of a sequence.
     pub seq: usize,
-    /// Precision of gathered parameters and of activations.
+    /// Precision of gathered parameters and activations.
     pub precision: Precision,
-    /// Strategy: what ranks divide, and until when full parameters stay.
+    /// Strategy: what is sharded, and how long full parameters are kept.
     pub strategy: Strategy,
-    /// Results that are computed again in backward.
+    /// Results that are recomputed in backward.
     pub checkpointing: Checkpointing,
-    /// True if parameters at rest, gradients at rest and optimizer states are in the host's memory,
-    /// where the optimizer runs.
+    /// True if parameters, gradients and optimizer states at rest are in host memory, where the optimizer runs.
     pub is_offloaded: bool,
-    /// Units gathered ahead of their use.
+    /// Number of units gathered ahead of their use.
     pub prefetch: usize,
 }
 
-/// Bytes of a parameter at rest, of its gradient, and of AdamW's two states.
+/// Bytes per parameter of the parameter at rest, its gradient, and AdamW's two states.
 const MASTER: f64 = 4.0;
 const GRADIENT: f64 = 4.0;
 const STATES: f64 = 8.0;
@@ -74,14 +73,14 @@ const STATES: f64 = 8.0;
 /// A moment of the step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Stop {
-    /// A description, such as `backward of block 3`.
+    /// A description of the moment, such as `backward of block 3`.
     pub moment: String,
-    /// Bytes of device memory at that moment.
+    /// Bytes of device memory at the moment.
     pub bytes: Bytes,
 }
 
 impl Job {
-    /// Returns the tokens of a step on one rank.
+    /// Returns the number of tokens of a step on one rank.
     pub fn tokens(&self) -> f64 {
         self.batch as f64 * self.seq as f64
     }
@@ -90,7 +89,7 @@ impl Job {
         self.precision.size() as f64
     }
 
-    /// Returns the part of the states that a rank has.
+    /// Returns the fraction of the states that a rank has.
     fn share(&self) -> f64 {
         match self.strategy {
             Strategy::NoShard => 1.0,
@@ -100,11 +99,12 @@ impl Job {
 
     /// Lists the bytes of device memory by category over the step, block by block.
     ///
-    /// At rest, of `P` parameters on `N` ranks: `(4 + 8) P / N`, and `4 P / N` of gradients that grow
-    /// over backward: the `16 P / N` of arXiv 1910.02054, section 3.1. Full parameters and full
-    /// gradients in flight are those of the eager engine: the root from its first use to
-    /// its last, its gradient too, and of the blocks one in use, those prefetched, and the full
-    /// gradients of the one that is reduced and the one that is computed.
+    /// For `P` parameters on `N` ranks, `(4 + 8) P / N` bytes are at rest, and `4 P / N` bytes of gradients grow over
+    /// backward. Together these are the `16 P / N` of arXiv 1910.02054, section 3.1.
+    ///
+    /// Full parameters and full gradients in flight follow the eager engine. The root's parameters and gradient stay
+    /// from its first use to its last. The full blocks are the one in use and the prefetched ones. The full gradients
+    /// are those of the block that is being reduced and the block that is being computed.
     pub fn timeline(&self) -> Vec<Stop> {
         let layers = self.model.layers;
         let part = |blocks: usize| blocks as f64 / layers as f64;
@@ -124,8 +124,8 @@ impl Job {
             .collect()
     }
 
-    /// Finds the moment with the most bytes. Among equal ones the optimizer step goes first, then
-    /// the earliest.
+    /// Returns the moment with the most bytes. Of equal moments, the optimizer step takes precedence, then the
+    /// earliest one.
     pub fn peak(&self) -> Stop {
         let mut peak = Stop {
             moment: "the optimizer step".to_owned(),
@@ -144,7 +144,7 @@ impl Job {
         self.peak().bytes.total()
     }
 
-    /// Returns the bytes between steps, with that part of the gradients.
+    /// Returns the bytes between steps, with this fraction of the gradients.
     fn at_rest(&self, gradients: f64) -> Bytes {
         if self.is_offloaded {
             return Bytes::default();
@@ -158,8 +158,7 @@ impl Job {
         }
     }
 
-    /// Returns the bytes of full parameters, of the root and of the blocks that are gathered at
-    /// once.
+    /// Returns the bytes of the root's full parameters and of the blocks that are gathered at once.
     fn gathered(&self) -> f64 {
         let (root, block) = (
             self.model.root_params() as f64,
@@ -167,7 +166,7 @@ impl Job {
         );
         let all = self.model.num_params() as f64;
         match self.strategy {
-            // Whole parameters are those at rest, unless they are computed with in fewer bits.
+            // The whole parameters are the ones at rest, unless the computation uses fewer bits.
             Strategy::NoShard if self.precision == Precision::F32 => 0.0,
             Strategy::NoShard | Strategy::ShardGradOp => self.size() * all,
             Strategy::FullShard => {
@@ -177,10 +176,11 @@ impl Job {
         }
     }
 
-    /// Returns the bytes that the loss takes. In 32 bits the models' cross entropy is one
-    /// operation: logits and their gradient. In 16 it is composed: logits, and in 32 bits the log
-    /// probabilities, their gradient and that of the logits (so it is in PyTorch's
-    /// `cross_entropy(logits.float(), ..)`).
+    /// Returns the bytes that the loss takes.
+    ///
+    /// In 32 bits, the models' cross entropy is one operation that needs the logits and their gradient. In 16 bits it
+    /// is composed. It then needs the logits, and in 32 bits the log probabilities, their gradient and the logits'
+    /// gradient, like PyTorch's `cross_entropy(logits.float(), ..)`.
     fn logits(&self) -> f64 {
         let bytes = match self.precision {
             Precision::F32 => 4.0 + 4.0,
@@ -189,8 +189,7 @@ impl Job {
         self.tokens() * self.model.vocab as f64 * bytes
     }
 
-    /// Returns the bytes that all blocks keep from forward to backward, without those that are
-    /// computed again.
+    /// Returns the bytes that all blocks keep from forward to backward, without recomputed results.
     fn kept(&self) -> f64 {
         let per_token = match self.checkpointing {
             Checkpointing::None => self.model.block_elements(),
@@ -200,7 +199,7 @@ impl Job {
         self.tokens() * per_token * self.size() * self.model.layers as f64
     }
 
-    /// Returns the bytes that are computed again for one block.
+    /// Returns the recomputed bytes of one block.
     fn recomputed(&self) -> f64 {
         let kept = match self.checkpointing {
             Checkpointing::None => return 0.0,
@@ -210,7 +209,7 @@ impl Job {
         self.tokens() * (self.model.block_elements() - kept) * self.size()
     }
 
-    /// Returns the bytes in forward, with the activations of that part of the blocks.
+    /// Returns the bytes in forward, with the activations of this fraction of the blocks.
     fn in_forward(&self, done: f64) -> Bytes {
         let mut bytes = self.at_rest(0.0);
         bytes.full_parameters += self.gathered() as u64;
@@ -226,7 +225,7 @@ impl Job {
         bytes
     }
 
-    /// Returns the bytes in backward, with the activations of that part of the blocks still kept.
+    /// Returns the bytes in backward, while this fraction of the blocks still keeps its activations.
     fn in_backward(&self, left: f64) -> Bytes {
         let full = if self.strategy == Strategy::NoShard {
             1.0
@@ -240,13 +239,13 @@ impl Job {
         let root = self.model.root_params() as f64 * self.size();
         bytes.gradients += (root + blocks * block) as u64;
         bytes.activations += (self.kept() * left + self.recomputed()) as u64;
-        // The gradient of the widest result of the block, and of the residual stream.
+        // The gradients of the block's widest result and of the residual stream.
         let widest = (self.model.hidden + self.model.dim) as f64;
         bytes.temporaries += (self.tokens() * widest * self.size()) as u64;
         bytes
     }
 
-    /// Returns the bytes of the host's memory that one rank takes.
+    /// Returns the bytes of host memory per rank.
     pub fn host_bytes(&self) -> u64 {
         match self.is_offloaded {
             true => {
@@ -257,15 +256,15 @@ impl Job {
         }
     }
 
-    /// Returns the operations of a step on one rank that the model asks for: forward, and twice
-    /// that for backward.
+    /// Returns the floating-point operations of a step on one rank that the model requires: forward, and twice as
+    /// many for backward.
     pub fn model_flops(&self) -> f64 {
         let forward = self.model.block_flops(self.seq) + self.model.head_flops();
         3.0 * self.tokens() * forward
     }
 
-    /// Returns the operations of a step on one rank that are done: with checkpointing, all of
-    /// forward over the blocks or half of it is repeated.
+    /// Returns the floating-point operations of a step on one rank that are executed. Checkpointing repeats all or
+    /// half of the blocks' forward.
     pub fn hardware_flops(&self) -> f64 {
         let again = match self.checkpointing {
             Checkpointing::None => 0.0,
@@ -275,9 +274,8 @@ impl Job {
         self.model_flops() + again * self.tokens() * self.model.block_flops(self.seq)
     }
 
-    /// Counts the collectives of a step: with full sharding a gather per unit in forward and, but
-    /// for the root, in backward, and a reduction per unit (the `3 P` of arXiv 1910.02054, section
-    /// 7.2.2).
+    /// Counts the collectives of a step. With full sharding, each unit has a gather in forward, a gather in backward
+    /// (except the root), and a reduction: the `3 P` of arXiv 1910.02054, section 7.2.2.
     pub fn traffic(&self) -> Traffic {
         let mut traffic = Traffic::default();
         let size = self.precision.size() as u64;
@@ -310,7 +308,7 @@ impl Job {
             gather(self.model.root_params()),
         );
         let (in_forward, in_backward, alone) = match self.strategy {
-            // The root's gather begins the step and its reduction ends it.
+            // The root's gather begins the step, and its reduction ends it.
             Strategy::FullShard => (layers * block, 2.0 * layers * block, 2.0 * root),
             Strategy::ShardGradOp => (layers * block, layers * block, 2.0 * root),
             Strategy::NoShard => (0.0, 2.0 * layers * block, 2.0 * root),
@@ -333,8 +331,7 @@ impl Job {
         }
     }
 
-    /// Returns the seconds of copies between host and device: of shards for both gathers, and of
-    /// gradients.
+    /// Returns the seconds of copies between host and device: the shards for both gathers, and the gradients.
     fn offload_seconds(&self, machine: &Machine) -> f64 {
         if !self.is_offloaded {
             return 0.0;
@@ -343,8 +340,8 @@ impl Job {
         params * (2.0 * self.size() + GRADIENT) / machine.host.bandwidth
     }
 
-    /// Returns the seconds of the optimizer step: AdamW reads parameters, gradients and states and
-    /// writes all but gradients.
+    /// Returns the seconds of the optimizer step. AdamW reads parameters, gradients and states, and writes all of
+    /// them except gradients.
     fn optimizer_seconds(&self, machine: &Machine) -> f64 {
         let params = self.model.num_params() as f64 * self.share();
         let bytes = params * (2.0 * (MASTER + STATES) + GRADIENT);
@@ -355,10 +352,11 @@ impl Job {
     }
 }
 
-/// An estimate of one step, in seconds. Forward takes as long as its arithmetic or as the
-/// collectives or the copies to the host beside it, whichever is longest, and so does backward.
-/// Without prefetching, arithmetic and the longer of the other two are added up. The root's gather
-/// and reduction and the optimizer step come on top.
+/// An estimate of one step, in seconds.
+///
+/// Forward takes as long as its arithmetic, its collectives or its copies to the host, whichever is longest, and so
+/// does backward. Without prefetching, it takes the sum of the arithmetic and the longer of the other two. The root's
+/// gather and reduction and the optimizer step are added.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Duration {
     /// The whole step, from the batch to the new parameters.

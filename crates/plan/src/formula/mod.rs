@@ -1,4 +1,4 @@
-//! Estimates by formula of a decoder, given by its sizes, that the eager engine trains.
+//! Estimates for the eager engine by formulas from a decoder's sizes.
 
 mod estimate;
 mod fit;

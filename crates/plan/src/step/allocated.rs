@@ -1,4 +1,4 @@
-//! The bytes that the process's allocator has beside the tensors, by kernel.
+//! The bytes that the process's allocator has in addition to the tensors, by kernel.
 
 use std::collections::BTreeMap;
 
@@ -7,22 +7,21 @@ use serde::Serialize;
 use super::memory::MemoryPlan;
 use burn_fsdp_spmd::graph::Graph;
 
-/// An operation that allocates beside its operands and results, all its nodes together.
+/// An operation that allocates in addition to its operands and results, with all its nodes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct KernelScratch {
-    /// Name, such as `Float.Matmul`.
+    /// Name of the operation, such as `Float.Matmul`.
     pub name: String,
-    /// Number of its nodes that have scratch.
+    /// Number of nodes with scratch.
     pub times: u64,
-    /// Maximum of the scratch bytes of one node.
+    /// Maximum number of scratch bytes of one node.
     pub scratch: u64,
-    /// Maximum of the bytes that the allocator has while one node runs: tensors, scratch and
-    /// transport.
+    /// Maximum number of bytes that the allocator has while one node runs: tensors, scratch and transport.
     pub allocated: u64,
 }
 
 impl KernelScratch {
-    /// Lists all kernels with scratch, those first during which the allocator has most.
+    /// Lists all kernels with scratch, in descending order of the bytes that the allocator has while they run.
     pub(super) fn of_plan(graph: &Graph, plan: &MemoryPlan) -> Vec<Self> {
         let mut kernels = BTreeMap::<String, Self>::new();
         for moment in plan.moments.iter().filter(|moment| moment.scratch > 0) {

@@ -51,10 +51,12 @@ impl Line {
 }
 
 impl Plan {
-    /// Extrapolates the plan of `blocks` equal blocks from those of fewer: `few` and `more` with
-    /// their numbers. Every block costs the same, so that all numbers are on a line. The peak is
-    /// too as long as it is at the same node, as it is in a decoder once activations outweigh the
-    /// loss. Moments are those of `more`, each category in proportion to its peak.
+    /// Extrapolates the plan of `blocks` equal blocks from plans with fewer: `few` and `more`, with their numbers of
+    /// blocks.
+    ///
+    /// Every block costs the same, so all numbers are linear in the number of blocks. This includes the peak as long
+    /// as it is at the same node, which is the case in a decoder once activations outweigh the loss. The moments are
+    /// those of `more`, with each category scaled to its peak.
     pub fn extrapolated(few: (&Self, usize), more: (&Self, usize), blocks: usize) -> Self {
         let ((few, few_blocks), (more, more_blocks)) = (few, more);
         let span = more_blocks as f64 - few_blocks as f64;
@@ -103,12 +105,12 @@ impl Plan {
     }
 }
 
-/// Strips the index from a node in words.
+/// Strips the index from the description of a node.
 fn unnumbered(node: &str) -> &str {
     node.split_once(": ").map_or(node, |(_, what)| what)
 }
 
-/// Extrapolates scratch: operations work on one block, so that each takes as much, but more often.
+/// Extrapolates scratch. Operations work on one block, so each takes equally much, but occurs more often.
 fn kernels(line: Line, few: &[KernelScratch], more: &[KernelScratch]) -> Vec<KernelScratch> {
     let kernels = more.iter().map(|kernel| {
         let before = few.iter().find(|other| other.name == kernel.name);

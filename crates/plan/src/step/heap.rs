@@ -17,10 +17,10 @@ use burn_fsdp_spmd::graph::{Graph, Node, Role, Stage};
 pub(super) struct Memory {
     num_bytes: u64,
     num_tensors: usize,
-    /// True if it is a buffer of the transport, of which a writer gets a copy.
+    /// True if it is a buffer of the transport. A writer gets a copy.
     is_received: bool,
-    /// The buffer of the transport that lives as long as this memory. A copy keeps the buffer that
-    /// it was copied from, because the one tensor owns both.
+    /// The buffer of the transport that lives as long as this memory. A copy keeps the original's buffer, because the
+    /// same tensor owns both.
     buffer: Option<Buffer>,
     category: Category,
 }
@@ -32,7 +32,7 @@ struct Tensor {
     element_size: usize,
 }
 
-/// The tensors of a rank, the memory of each, and the transport's buffers.
+/// The tensors of a rank, their memory, and the transport's buffers.
 pub(super) struct Heap<'a> {
     backend: &'a dyn Backend,
     categories: BTreeMap<TensorId, Category>,
@@ -41,11 +41,11 @@ pub(super) struct Heap<'a> {
     next_memory: usize,
     live: Bytes,
     transport: Transport,
-    /// True if operations write over operands whose memory no other tensor has.
+    /// True if operations overwrite operands whose memory no other tensor uses.
     is_reusing: bool,
 }
 
-/// The state of the heap that a step depends on.
+/// The state of the heap on which the next step depends.
 pub(super) type State = (Vec<(TensorId, Strides, Option<Memory>)>, Transport);
 
 /// A result that is not counted yet.
@@ -56,14 +56,14 @@ struct Written {
     new: Option<Memory>,
 }
 
-/// The bytes that running a node took.
+/// The bytes that a node takes while it runs.
 #[derive(Debug, Default)]
 struct Run {
     during: Bytes,
     /// Bytes written over operands.
     reused: u64,
     scratch: u64,
-    /// Bytes that the transport held beside those of tensors.
+    /// Bytes that the transport holds in addition to tensors.
     transport: u64,
 }
 
@@ -71,7 +71,7 @@ struct Run {
 #[derive(Default)]
 struct Received {
     written: Vec<Written>,
-    /// Buffers that are given back once the results are complete.
+    /// Buffers that are returned once the results are complete.
     spare: Vec<Buffer>,
     scratch: u64,
 }
@@ -81,7 +81,7 @@ fn bytes_of(tensor: &TensorIr) -> u64 {
 }
 
 impl<'a> Heap<'a> {
-    /// Makes a heap with the tensors that exist between steps.
+    /// Creates a heap with the tensors that exist between steps.
     pub(super) fn new(graph: &Graph, backend: &'a dyn Backend, is_reusing: bool) -> Self {
         let mut heap = Self {
             backend,
@@ -112,7 +112,7 @@ impl<'a> Heap<'a> {
         category.copied().unwrap_or(Category::Temporaries)
     }
 
-    /// Makes a result in new memory of that many elements, or of as many as its shape has.
+    /// Creates a result in new memory with this many elements, or as many as its shape has.
     fn fresh(
         &mut self,
         id: TensorId,
@@ -172,7 +172,7 @@ impl<'a> Heap<'a> {
         }
     }
 
-    /// Returns all that the next step depends on.
+    /// Returns the state on which the next step depends.
     pub(super) fn state(&self) -> State {
         let tensors = self.tensors.iter();
         let tensors = tensors
@@ -186,7 +186,7 @@ impl<'a> Heap<'a> {
 
     /// Replays one step, from the batch to the new parameters.
     pub(super) fn step(&mut self, graph: &Graph, rank: usize) -> Result<MemoryPlan, Error> {
-        // What waits for an optimizer that takes it, and leaves none, is of the step before.
+        // Pending values that an optimizer step consumes without producing new ones come from the previous step.
         for value in graph.values() {
             if matches!(value.role, Role::Pending(_)) && !self.tensors.contains_key(&value.id) {
                 self.give(value.id, &value.shape, value.dtype.size());
@@ -234,7 +234,7 @@ impl<'a> Heap<'a> {
             (Some(_), _) => {
                 let received = self.received(node, rank)?;
                 run.scratch = received.scratch;
-                // At its most before what only this operation needs is given back.
+                // The maximum, before the buffers that only this operation needs are returned.
                 run.transport = self.transport.hidden_bytes();
                 for buffer in received.spare {
                     self.transport.give_back(buffer);
@@ -255,14 +255,13 @@ impl<'a> Heap<'a> {
         for memory in written.iter().filter_map(|written| written.new.as_ref()) {
             run.during[memory.category] += memory.num_bytes;
         }
-        // Results first, so that memory that they share with operands is not given up in between.
+        // Results are added first, so memory that they share with operands is not freed in between.
         written.into_iter().for_each(|written| self.add(written));
         taken.into_iter().for_each(|id| self.remove(id));
         Ok(run)
     }
 
-    /// Makes the results of a collective: in buffers of the transport, or in new memory if they
-    /// were padded.
+    /// Creates the results of a collective in buffers of the transport, or in new memory if they were padded.
     fn received(&mut self, node: &Node, rank: usize) -> Result<Received, Error> {
         let mut received = Received::default();
         let Some(collective) = &node.collective else {
@@ -271,7 +270,7 @@ impl<'a> Heap<'a> {
         let (stage, contract) = (collective.stage, collective.kind.contract());
         let inputs: Vec<&TensorIr> = node.operation.inputs().collect();
         if stage != Stage::Wait {
-            // What does not lie in order is sent from a copy.
+            // An operand that is not in order is sent from a copy.
             for input in &inputs {
                 if !self.operand(input)?.strides.is_contiguous() {
                     received.scratch += bytes_of(input);
@@ -283,11 +282,11 @@ impl<'a> Heap<'a> {
             let strides = Strides::contiguous(&output.shape);
             let mut written = self.fresh(output.id, strides, None, output.dtype.size());
             let (gives, gets) = (contract.gives.share, contract.gets.share);
-            // On a mesh of several axes a group is smaller than all ranks; the last axis is the fastest.
+            // On a mesh with several axes, a group is smaller than all ranks. The last axis is the fastest.
             let rank = rank % part.partition.num_shards();
             let is_padded = part.share_len(gets, rank) != part.padded_len(gets);
             let bytes = |share| (part.share_len(share, rank) * part.result.size()) as u64;
-            // Between start and wait, the buffer is that of the reserved memory.
+            // Between start and wait, the reserved memory has the buffer.
             let reserved = inputs.get(index).filter(|_| stage == Stage::Wait);
             let buffer = match reserved.and_then(|input| self.detach(input.id)) {
                 Some(buffer) => buffer,
@@ -299,7 +298,7 @@ impl<'a> Heap<'a> {
                 received.spare.push(self.transport.take(bytes(Share::Own)));
             }
             if is_padded && stage != Stage::Start {
-                // Filled up in bytes without alignment, which are then copied to where they have it.
+                // Filled up in unaligned bytes, which are then copied to aligned memory.
                 received.scratch = received.scratch.max(bytes_of(output));
                 let buffer = self.transport.hide(buffer);
                 received.spare.push(buffer);
@@ -312,7 +311,7 @@ impl<'a> Heap<'a> {
         Ok(received)
     }
 
-    /// Takes the transport's buffer away from the memory of a tensor.
+    /// Removes the transport's buffer from the memory of a tensor.
     fn detach(&mut self, id: TensorId) -> Option<Buffer> {
         let memory = self.tensors.get(&id)?.memory;
         self.memories.get_mut(&memory)?.buffer.take()
@@ -361,7 +360,7 @@ impl<'a> Heap<'a> {
 
     fn operand(&self, input: &TensorIr) -> Result<Operand, Error> {
         let Some(tensor) = self.tensors.get(&input.id) else {
-            // Nothing counts tensors without elements.
+            // Tensors without elements are not tracked.
             if input.shape.num_elements() == 0 {
                 return Ok(Operand {
                     strides: Strides::contiguous(&input.shape),
@@ -384,8 +383,7 @@ impl<'a> Heap<'a> {
         })
     }
 
-    /// Makes a result in the memory of an operand, or in a copy if it writes to a buffer of the
-    /// transport.
+    /// Creates a result in the memory of an operand, or in a copy if it writes to a buffer of the transport.
     fn shared(
         &mut self,
         output: &TensorIr,
@@ -422,7 +420,7 @@ impl<'a> Heap<'a> {
         }
     }
 
-    /// Gives memory that is written over the category of its new contents.
+    /// Moves overwritten memory to the category of its new contents.
     fn recategorize(&mut self, key: usize, id: TensorId) {
         let category = self.category(id);
         if let Some(memory) = self.memories.get_mut(&key) {
@@ -432,7 +430,7 @@ impl<'a> Heap<'a> {
         }
     }
 
-    /// Gives the updates of the step to the tensors that the next one reads, and frees the rest.
+    /// Moves the updates of the step to the tensors that the next step reads, and frees the rest.
     fn finish(&mut self, graph: &Graph) {
         let updates: Vec<_> = graph
             .updates()

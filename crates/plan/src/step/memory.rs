@@ -9,13 +9,13 @@ use crate::category::Bytes;
 pub struct Moment {
     /// Index of the node in the schedule.
     pub node: usize,
-    /// Live tensor bytes while it runs, its operands and results included.
+    /// Live tensor bytes while the node runs, including its operands and results.
     pub during: Bytes,
-    /// Live tensor bytes when it is done.
+    /// Live tensor bytes after the node.
     pub after: u64,
-    /// Bytes that the operation allocates and frees while it runs, beside its operands and results.
+    /// Bytes that the operation allocates and frees while it runs, in addition to its operands and results.
     pub scratch: u64,
-    /// Bytes that the transport holds while it runs, beside those of tensors.
+    /// Bytes that the transport holds while the node runs, in addition to tensors.
     pub transport: u64,
 }
 
@@ -28,41 +28,40 @@ impl Moment {
 
 /// The live tensor bytes over one step on one rank.
 ///
-/// They are counted as the executor's [`MemoryTable`](burn_fsdp_spmd::run::MemoryTable) counts them: by memory, not
-/// by tensor, so that views are free and an operation that writes over its operand makes nothing new.
+/// They are counted like the executor's [`MemoryTable`](burn_fsdp_spmd::run::MemoryTable): by memory, not by tensor.
+/// Views are free, and an operation that overwrites its operand allocates nothing new.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct MemoryPlan {
     /// Bytes between steps.
     pub at_rest: Bytes,
-    /// Maximum of the bytes at once.
+    /// Peak bytes.
     pub peak: Bytes,
-    /// The node at which `peak` is first reached; `None` if that is when the batch is loaded.
+    /// The node at which `peak` is first reached, or `None` if that is when the batch is loaded.
     pub peak_node: Option<usize>,
-    /// The moments of all nodes but drops, in order.
+    /// The moments of all nodes except drops, in order.
     pub moments: Vec<Moment>,
-    /// Bytes that results did not need, because they were written over an operand.
+    /// Bytes that results did not need because they overwrote an operand.
     pub reused_in_place: u64,
-    /// Maximum of the bytes, beside those of tensors of the graph, that one operation allocates and
-    /// frees while it runs: known of Burn's CPU backend with one thread per rank, and of operations
-    /// that are not Burn's and say so.
+    /// Maximum number of bytes that one operation allocates and frees while it runs, in addition to tensors of the
+    /// graph. They are known for Burn's CPU backend with one thread per rank, and for operations that are not Burn's
+    /// and declare them.
     pub scratch: u64,
-    /// Maximum of the bytes at once with scratch and with those that the transport holds, as the
-    /// process's allocator counts them.
+    /// Peak bytes with scratch and the transport's memory, as the process's allocator counts them.
     pub allocated: u64,
-    /// The node at which `allocated` is first reached; `None` if that is when the batch is loaded.
+    /// The node at which `allocated` is first reached, or `None` if that is when the batch is loaded.
     pub allocated_node: Option<usize>,
-    /// Maximum of the bytes that the transport holds beside those of tensors.
+    /// Maximum number of bytes that the transport holds in addition to tensors.
     pub transport: u64,
 }
 
 impl MemoryPlan {
-    /// Returns the maximum of the bytes at once.
+    /// Returns the peak bytes.
     pub fn peak_bytes(&self) -> u64 {
         self.peak.total()
     }
 
-    /// Makes an empty plan for a step: bytes at rest, bytes once the batch is loaded, bytes held by
-    /// the transport.
+    /// Creates an empty plan for a step: bytes at rest, bytes once the batch is loaded, and bytes held by the
+    /// transport.
     pub(super) fn begin(at_rest: Bytes, live: Bytes, transport: u64, num_nodes: usize) -> Self {
         Self {
             at_rest,

@@ -1,5 +1,4 @@
-//! The plan of a scheduled graph: one rank's bytes at every node, its collectives, arithmetic and
-//! time.
+//! Plans of scheduled graphs: one rank's bytes at every node, its collectives, arithmetic and time.
 
 mod allocated;
 mod extrapolate;

@@ -1,15 +1,15 @@
-//! The bytes that the transport holds beside the tensors.
+//! The bytes that the transport holds in addition to the tensors.
 //!
-//! A rank's [`BufferPool`](burn_fsdp_collectives::BufferPool) keeps the memory of dropped buffers for the
-//! next of the same size, so that it has as many bytes at all times as once were in use. The process's
-//! allocator counts all of them, the executor's table those that tensors lie in.
+//! A rank's [`BufferPool`](burn_fsdp_collectives::BufferPool) keeps the memory of dropped buffers for the next buffer
+//! of the same size. Used and kept buffers together never exceed the maximum that was in use at the same time. The
+//! process's allocator counts all of them, and the executor's table only counts those that tensors use.
 
 use std::collections::VecDeque;
 
-/// A model of the pool, which counts by the same rules without memory.
+/// A model of the pool that counts by the same rules, without memory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Transport {
-    /// Sizes of the buffers that are kept, the most recent last.
+    /// Sizes of the kept buffers, the most recent last.
     kept: VecDeque<u64>,
     kept_bytes: u64,
     used_bytes: u64,
@@ -22,12 +22,12 @@ pub(super) struct Transport {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Buffer {
     num_bytes: u64,
-    /// True if a tensor is in it, which counts its bytes.
+    /// True if a tensor uses it and counts its bytes.
     is_visible: bool,
 }
 
 impl Transport {
-    /// Takes a buffer, in which no tensor is yet.
+    /// Takes a buffer that no tensor uses yet.
     pub(super) fn take(&mut self, num_bytes: u64) -> Buffer {
         let num_bytes = num_bytes.next_multiple_of(8);
         self.used_bytes += num_bytes;
@@ -51,7 +51,7 @@ impl Transport {
         self.evict();
     }
 
-    /// Marks a buffer as that of a tensor.
+    /// Marks a buffer as used by a tensor.
     pub(super) fn show(&mut self, buffer: Buffer) -> Buffer {
         if !buffer.is_visible {
             self.visible_bytes += buffer.num_bytes;
@@ -62,7 +62,7 @@ impl Transport {
         }
     }
 
-    /// Marks a buffer as that of no tensor.
+    /// Marks a buffer as used by no tensor.
     pub(super) fn hide(&mut self, buffer: Buffer) -> Buffer {
         if buffer.is_visible {
             self.visible_bytes -= buffer.num_bytes;
@@ -73,7 +73,7 @@ impl Transport {
         }
     }
 
-    /// Returns the bytes that belong to no tensor.
+    /// Returns the bytes that no tensor uses.
     pub(super) fn hidden_bytes(&self) -> u64 {
         self.used_bytes + self.kept_bytes - self.visible_bytes
     }
@@ -94,7 +94,7 @@ mod tests {
 
     use super::*;
 
-    /// Compares the counts with those of the pool itself after the same calls.
+    /// Compares the counts with the pool's own counts after the same calls.
     #[test]
     fn the_books_are_the_pools() {
         let (pool, mut books) = (BufferPool::new(), Transport::default());

@@ -8,19 +8,19 @@ use super::memory::MemoryPlan;
 use crate::backend::Flex;
 
 impl MemoryPlan {
-    /// Plans the memory of a scheduled graph on that rank, in any step after the first two.
+    /// Plans the memory of a scheduled graph on rank `rank`, for any step after the first two.
     ///
-    /// The graph must have been through the [`Liveness`](burn_fsdp_spmd::passes::Liveness) pass: without
-    /// it, nothing is freed.
+    /// The [`Liveness`](burn_fsdp_spmd::passes::Liveness) pass must have been applied to the graph. Without it,
+    /// nothing is freed.
     ///
     /// # Errors
     ///
-    /// [`Error::Internal`] for a node that reads what nothing wrote.
+    /// [`Error::Internal`] for a node that reads a value that was never written.
     pub fn new(graph: &Graph, rank: usize) -> Result<Self, Error> {
         Self::simulate(graph, rank, true)
     }
 
-    /// Plans the memory as [`new`](Self::new) does, if no operation wrote over an operand.
+    /// Plans the memory like [`new`](Self::new), but as if no operation overwrote its operand.
     ///
     /// # Errors
     ///
@@ -31,8 +31,8 @@ impl MemoryPlan {
 
     fn simulate(graph: &Graph, rank: usize, is_reusing: bool) -> Result<Self, Error> {
         let mut heap = Heap::new(graph, &Flex, is_reusing);
-        // What a step leaves is what the next begins with. Where the memory of new parameters and states
-        // comes from is usually as it was, and settled after two steps at most.
+        // A step begins with the state that the previous one leaves. The origin of the memory of new parameters and
+        // states usually does not change, and it settles after at most two steps.
         for _ in 0..2 {
             let before = heap.state();
             let plan = heap.step(graph, rank)?;

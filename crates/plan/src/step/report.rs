@@ -46,33 +46,33 @@ use burn_fsdp_spmd::graph::Graph;
 pub struct Plan {
     /// Number of ranks.
     pub num_ranks: usize,
-    /// The rank of this plan.
+    /// The rank for which the plan was made.
     pub rank: usize,
-    /// Number of nodes of the schedule.
+    /// Number of nodes in the schedule.
     pub num_nodes: usize,
-    /// The node of the peak, in words.
+    /// A description of the peak's node.
     pub peak_at: String,
     /// Live bytes over the step.
     pub memory: MemoryPlan,
-    /// The node at which the process's allocator has most, in words.
+    /// A description of the node at which the process's allocator has most bytes.
     pub allocated_at: String,
-    /// Bytes that operations allocate beside tensors, those operations first during which the
-    /// allocator has most.
+    /// Bytes that operations allocate in addition to tensors, in descending order of the allocator's bytes during the
+    /// operation.
     pub kernels: Vec<KernelScratch>,
-    /// The peak in bytes if no operation wrote over an operand.
+    /// The peak in bytes if no operation overwrote its operand.
     pub peak_without_reuse: u64,
     /// Collectives.
     pub traffic: Traffic,
     /// Arithmetic.
     pub flops: Flops,
-    /// Estimate of the time.
+    /// The time estimate.
     pub time: TimePlan,
-    /// The machine that the step runs on.
+    /// The machine that runs the step.
     pub machine: Machine,
 }
 
 impl Plan {
-    /// Plans a step of a scheduled graph on that rank.
+    /// Plans a step of a scheduled graph on rank `rank`.
     ///
     /// # Errors
     ///
@@ -95,16 +95,16 @@ impl Plan {
         })
     }
 
-    /// Writes the plan as one JSON object.
+    /// Returns the plan as a JSON object.
     ///
     /// # Errors
     ///
-    /// [`Error::Internal`] if a number cannot be written, such as an infinite bandwidth.
+    /// [`Error::Internal`] if a number cannot be represented, such as an infinite bandwidth.
     pub fn to_json(&self) -> Result<String, Error> {
         serde_json::to_string(self).map_err(|error| Error::Internal(error.to_string()))
     }
 
-    /// Draws memory over the step by category, with the peak marked. Needs the feature `draw`.
+    /// Draws memory over the step by category, with the peak marked. Requires the feature `draw`.
     #[cfg(feature = "draw")]
     pub fn to_svg(&self) -> String {
         let series: Vec<_> = self.memory.moments.iter().map(|m| m.during).collect();

@@ -18,16 +18,16 @@ pub struct TimePlan {
     pub compute: f64,
     /// Time of collectives, hidden or not.
     pub communication: f64,
-    /// Time in which nothing computes and collectives are waited for.
+    /// Time in which nothing computes because collectives are not complete.
     pub exposed: f64,
 }
 
 impl TimePlan {
-    /// Estimates the time of a scheduled graph: its nodes in order, each as long as its arithmetic
-    /// or its memory traffic takes, whichever is longer (the roofline model: Williams, Waterman,
-    /// Patterson, 2009).
-    /// Collectives run one after the other beside them, from where they are started to where
-    /// they are waited for; those that are not split are waited for at once.
+    /// Estimates the time of a scheduled graph.
+    ///
+    /// Nodes run in order. Each takes as long as its arithmetic or its memory traffic, whichever is longer (the
+    /// roofline model: Williams, Waterman, Patterson, 2009). Collectives run one after the other at the same time as
+    /// other nodes, from their start to their wait. A collective that is not split is waited for immediately.
     pub fn of_graph(graph: &Graph, machine: &Machine) -> Self {
         let mut clock = Clock::default();
         for node in graph.nodes() {

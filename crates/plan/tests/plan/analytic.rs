@@ -1,4 +1,4 @@
-//! Formulas against graphs.
+//! Tests of formulas against graphs.
 
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Int, Tensor};
@@ -69,7 +69,7 @@ fn both_count_the_same_states_and_arithmetic() {
     let bytes = plan.memory.at_rest;
     let states = 12 * job.model.num_params() / 4;
     let graph = bytes.parameters + bytes.optimizer_state;
-    // Every tensor's part is rounded up to whole elements.
+    // Every tensor's shard is rounded up to whole elements.
     assert!(graph.abs_diff(states) < 1000, "{graph} {states}");
     assert_eq!(plan.flops.matmul as f64, job.model_flops());
     assert_eq!(plan.flops.convolution, 0);

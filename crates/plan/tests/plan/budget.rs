@@ -1,4 +1,4 @@
-//! Schedules that stay within a budget of memory.
+//! Tests of schedules within a memory budget.
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
@@ -14,7 +14,7 @@ use burn_fsdp_spmd::{Error, LossScaling, Mode, Precision, Strategy, compile, low
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-/// Perceptrons of widths of their own, with residual connections.
+/// MLPs of different widths with residual connections.
 #[derive(Module, Debug)]
 struct Net {
     blocks: Vec<Block>,
@@ -81,7 +81,7 @@ fn loss(net: &Net, x: Tensor<2>) -> Tensor<1> {
     net.head.forward(x).square().mean()
 }
 
-/// A case: ranks, strategy and options.
+/// A test case: ranks, strategy and options.
 #[derive(Debug, Clone)]
 struct Case {
     sizes: Sizes,
@@ -122,7 +122,7 @@ impl Case {
         self.mode(ProcessGroup::fake(self.ranks, 0))
     }
 
-    /// Returns the greatest bytes of any rank, and the seconds.
+    /// Returns the maximum number of bytes of any rank, and the seconds.
     fn cost(&self, graph: &Graph, options: &Options) -> (u64, f64) {
         let lowered = lower(graph.clone(), &self.fake().options(options.clone())).unwrap();
         let ranks = 0..self.ranks;
@@ -131,7 +131,7 @@ impl Case {
         (bytes.max().unwrap(), seconds)
     }
 
-    /// Returns the most bytes of tensors that a rank has had in some steps.
+    /// Returns the maximum number of tensor bytes that a rank has in a few steps.
     fn measured(&self, options: &Options) -> u64 {
         let case = self.clone();
         let options = options.clone();
@@ -215,7 +215,7 @@ fn on_small_graphs_nothing_that_fits_is_faster() {
         let all: Vec<(u64, f64)> = choices.collect();
         for (budget, _) in &all {
             let fits = all.iter().filter(|(bytes, _)| bytes <= budget);
-            // The first computes nothing again, which is not asked where it fits.
+            // The first choice recomputes nothing. If it fits, no other one is tried.
             let fits = fits.take(if all[0].0 <= *budget { 1 } else { all.len() });
             let fastest = fits.map(|(_, seconds)| *seconds).fold(f64::MAX, f64::min);
             let fitted = fit(&graph, &case.fake(), &case.options, *budget).unwrap();
@@ -247,12 +247,12 @@ fn a_graph_of_other_types_than_those_that_compute_is_refused() {
         "{error}"
     );
     assert!(fit(&sizes.graph(&half), &of_half, &half, u64::MAX).is_ok());
-    // Several graphs, of which none has the memory of all.
+    // There are several graphs, and none of them has the memory of all.
     let scaled = half.clone().scale_loss(LossScaling::default());
     let of_scaled = mode().options(scaled.clone());
     let error = fit(&sizes.graph(&half), &of_scaled, &scaled, u64::MAX).unwrap_err();
     assert!(error.to_string().contains("loss is scaled"), "{error}");
-    // Casts that the model makes itself are its own.
+    // Casts by the model itself are its own choice.
     let of_full = mode().options(full.clone());
     assert!(fit(&sizes.graph(&half), &of_full, &full, u64::MAX).is_ok());
 }

@@ -1,4 +1,4 @@
-//! Operations that are not Burn's: what is said of them is planned with.
+//! Tests of operations that are not Burn's: plans use their declarations.
 
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Int, Tensor};
@@ -78,9 +78,9 @@ fn what_is_said_of_an_operation_reaches_the_passes_and_the_plan() {
     };
     assert_eq!(count(true, true), 4);
     assert_eq!(count(true, false), 2);
-    // What is not pure is never repeated.
+    // An operation that is not pure is never repeated.
     assert_eq!(count(false, true), 2);
-    // What is said to be written in place saves memory.
+    // Declared in-place writes save memory.
     let reused = |operations| {
         let graph = graph_with(operations);
         MemoryPlan::new(&graph, 0).unwrap().reused_in_place

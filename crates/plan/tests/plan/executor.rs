@@ -1,4 +1,4 @@
-//! The plan's bytes are the executor's, node by node.
+//! Tests that the planned bytes equal the executor's, node by node.
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
@@ -17,7 +17,7 @@ use burn_fsdp_spmd::{Batch, Error, Expand, Mode, Strategy, compile};
 
 use crate::models::{Cnn, Encoder, Gpt, Recurrent, images, sequences, tokens};
 
-/// What both say: peak, node of the peak, bytes after each node.
+/// The values that both report: peak, node of the peak, bytes after each node.
 #[derive(Debug, Clone, PartialEq)]
 struct Said {
     peak: u64,
@@ -49,7 +49,7 @@ fn same<M: Module + 'static, B: Batch>(
     }
 }
 
-/// What was planned and executed; returns the lines of the graph.
+/// Compares the planned and executed values, and returns the lines of the graph.
 fn compare<M: Module + 'static, B: Batch>(
     name: &str,
     init: fn(&Device) -> M,
@@ -185,8 +185,8 @@ fn a_gpt_of_fused_operations_takes_what_was_planned() {
     );
 }
 
-/// The graphs of a training whose optimizer is put off begin with the same parameters, states and gradients, and each
-/// can be planned by itself.
+/// The graphs of a training with a deferred optimizer begin with the same parameters, states and gradients, and each
+/// can be planned separately.
 #[test]
 fn an_optimizer_that_is_put_off_is_planned_by_itself() {
     let device = Device::flex();
@@ -210,7 +210,7 @@ fn an_optimizer_that_is_put_off_is_planned_by_itself() {
         assert_eq!(main, alone);
     }
     assert_eq!(alone.at_rest.gradients, alone.at_rest.parameters);
-    // Each of its operations writes over what its result replaces.
+    // Each of its operations overwrites the value that its result replaces.
     assert_eq!(alone.peak_bytes(), alone.at_rest.total());
     assert_eq!(alone.peak.full_parameters, 0);
 }

@@ -1,4 +1,4 @@
-//! Plans against what runs.
+//! Tests of plans against real runs.
 
 mod analytic;
 mod budget;

@@ -1,7 +1,7 @@
 //! An allocator that counts the bytes of each rank.
 //!
-//! Every block remembers which rank's thread asked for it, and is counted for that rank until it is
-//! freed, whoever frees it. What is in front of a block for that is not counted.
+//! Every block stores the rank whose thread allocated it, and is counted for that rank until any thread frees it. The
+//! header before a block that stores this is not counted.
 
 #![allow(unsafe_code, reason = "an allocator cannot be written without")]
 
@@ -9,7 +9,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// Threads that are no rank's, and at most seven ranks.
+/// Threads that belong to no rank, and at most seven ranks.
 const OWNERS: usize = 8;
 
 pub(crate) struct Counting {
@@ -21,13 +21,13 @@ thread_local! {
     static OWNER: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Counts what this thread allocates from now on for that rank.
+/// Counts this thread's allocations from now on for this rank.
 pub(crate) fn count_for(rank: usize) {
     assert!(rank + 1 < OWNERS, "there is no count for rank {rank}");
     OWNER.set(rank + 1);
 }
 
-/// Gives the system back what other tests have freed, so that it is not used again without being noticed.
+/// Returns memory that other tests have freed to the system, because reusing it would not be noticed.
 pub(crate) fn give_back_what_is_free() {
     #[cfg(target_env = "gnu")]
     {
@@ -39,7 +39,7 @@ pub(crate) fn give_back_what_is_free() {
 }
 
 fn owner() -> usize {
-    // A thread that is ending has no such value any more.
+    // A thread that is ending no longer has this value.
     OWNER.try_with(Cell::get).unwrap_or(0)
 }
 
@@ -51,12 +51,12 @@ impl Counting {
         }
     }
 
-    /// Bytes that this thread's rank has now.
+    /// Returns the bytes that this thread's rank has now.
     pub(crate) fn live(&self) -> usize {
         self.live[owner()].load(Relaxed)
     }
 
-    /// The most that it had since the last [`reset_peak`](Self::reset_peak).
+    /// Returns the maximum number of bytes since the last [`reset_peak`](Self::reset_peak).
     pub(crate) fn peak(&self) -> usize {
         self.peak[owner()].load(Relaxed)
     }
@@ -76,7 +76,7 @@ impl Counting {
     }
 }
 
-/// Bytes in front of a block, of which the first word is the owner.
+/// Returns the number of bytes before a block. Their first word is the owner.
 fn front(layout: Layout) -> usize {
     layout.align().max(align_of::<usize>()).max(16)
 }
@@ -87,16 +87,18 @@ fn with_front(layout: Layout, num_bytes: usize) -> Option<Layout> {
 }
 
 impl Counting {
+    /// Writes the owner into the header, and returns the start of the block after it.
+    ///
     /// # Safety
     ///
-    /// `block` is null, or what the system gave for `layout` and its front.
+    /// `block` must be null, or the system's allocation for `layout` and its header.
     unsafe fn begin(&self, block: *mut u8, layout: Layout) -> *mut u8 {
         if block.is_null() {
             return block;
         }
         let owner = owner();
         self.add(owner, layout.size());
-        // SAFETY: the front has room for the word, is aligned for it, and is part of the block.
+        // SAFETY: the header has room for the word, is aligned for it, and is part of the block.
         unsafe {
             block.cast::<usize>().write(owner);
             block.add(front(layout))
@@ -104,12 +106,12 @@ impl Counting {
     }
 }
 
-// SAFETY: all memory is the system's; what is given out lies behind the front of its block, which is a
-// multiple of the alignment.
+// SAFETY: all memory comes from the system. Returned blocks begin after their header, whose size is a multiple of the
+// alignment.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         match with_front(layout, layout.size()) {
-            // SAFETY: the layout is not empty, and the block is of it.
+            // SAFETY: the layout is not empty, and the block has this layout.
             Some(whole) => unsafe { self.begin(System.alloc(whole), layout) },
             None => std::ptr::null_mut(),
         }
@@ -127,7 +129,7 @@ unsafe impl GlobalAlloc for Counting {
         let Some(whole) = with_front(layout, layout.size()) else {
             return;
         };
-        // SAFETY: `given` came from here with this layout, so that the block begins a front before it.
+        // SAFETY: `given` was allocated here with this layout, so the system's block begins one header before it.
         unsafe {
             let block = given.sub(front(layout));
             self.remove(block.cast::<usize>().read(), layout.size());
@@ -144,7 +146,7 @@ unsafe impl GlobalAlloc for Counting {
             return std::ptr::null_mut();
         };
         let front = front(layout);
-        // SAFETY: as above; the front is moved with the block.
+        // SAFETY: as above. The header is moved with the block.
         unsafe {
             let block = given.sub(front);
             let owner = block.cast::<usize>().read();
@@ -152,7 +154,7 @@ unsafe impl GlobalAlloc for Counting {
             if moved.is_null() {
                 return moved;
             }
-            // Grown first, so that no count goes below zero.
+            // The count is increased first, so it never goes below zero.
             self.add(owner, num_bytes.saturating_sub(layout.size()));
             self.remove(owner, layout.size().saturating_sub(num_bytes));
             moved.add(front)

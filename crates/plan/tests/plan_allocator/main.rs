@@ -1,8 +1,8 @@
-//! Plans against an allocator that counts every byte of a rank.
+//! Tests of plans against an allocator that counts every byte of a rank.
 //!
-//! Its peak over a step is compared with the plan's peak of live tensors, what the operations allocate beside
-//! them and what the transport holds; and, on one rank, its peak during every operation with what the plan says
-//! of that operation alone.
+//! The allocator's peak over a step is compared with the plan's peak: live tensors, the bytes that operations
+//! allocate in addition, and the transport's bytes. On one rank, its peak during every operation is also compared
+//! with the plan for that operation.
 //!
 //! Every rank has one thread, as the plan assumes.
 
@@ -34,7 +34,7 @@ mod replay;
 #[global_allocator]
 static ALLOCATOR: Counting = Counting::new();
 
-/// One measurement at a time.
+/// Allows only one measurement at a time.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE
@@ -42,22 +42,22 @@ fn alone() -> MutexGuard<'static, ()> {
         .unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// Bytes of a step that are no tensor's, at most: the optimizer's operations, which are followed on the host, and what
-/// ranks tell each other. They are the same whatever the sizes are.
+/// Maximum number of bytes of a step outside tensors: the optimizer's operations, which are traced on the host, and
+/// messages between ranks. They do not depend on the sizes.
 const HOST_BYTES: usize = 96 << 10;
 
-/// Steps that are measured. The one in the middle counts: a rank whose message is still with a slow peer takes
-/// another buffer for the next, now and then.
+/// Number of measured steps. The median counts, because a rank occasionally takes another buffer for the next message
+/// while the last one is still with a slow peer.
 const STEPS: usize = 5;
 
-/// Bytes of one step on one rank.
+/// The bytes of one step on one rank.
 #[derive(Debug, Clone, Copy)]
 struct Measured {
     /// The planned peak of live tensors.
     tensors: usize,
     /// The planned peak with scratch and transport.
     planned: usize,
-    /// What the allocator counted at most.
+    /// The maximum that the allocator counted.
     counted: usize,
 }
 
@@ -86,8 +86,8 @@ fn measure<M: Module + 'static, B: Batch>(
         drop(graph);
         let mut counted = [0; STEPS];
         for counted in &mut counted {
-            // Between two steps every buffer is with its owner. What is neither a tensor's nor the
-            // transport's is the program, the graph and the batch.
+            // Between two steps, every buffer is with its owner. The bytes that are neither in tensors nor in the
+            // transport are the program, the graph and the batch.
             world.barrier("before").expect("the ranks are there");
             let pool = world.pool();
             let known = step.memory().live_bytes() + pool.live_bytes() + pool.kept_bytes();
@@ -112,7 +112,7 @@ fn percent(counted: usize, planned: usize) -> f64 {
     100.0 * (counted as f64 / planned as f64 - 1.0)
 }
 
-/// Fully sharded by default.
+/// Checks a model with full sharding and the default options.
 fn check<M: Module + 'static, B: Batch>(
     name: &str,
     init: fn(&Device) -> M,
@@ -226,10 +226,10 @@ fn other_schedules_and_styles_take_what_was_planned_of_the_process() {
     }
 }
 
-/// Bytes that an operation's own bookkeeping may take, and shapes and handles between operations.
+/// Bytes that an operation's bookkeeping may take, and shapes and handles between operations.
 const SMALL: i64 = 4096;
 
-/// Whether this processor's matrix products copy operands in the tiles that the plan assumes.
+/// Returns true if this processor's matrix products copy operands in the tiles that the plan assumes.
 fn has_known_tiles() -> bool {
     #[cfg(target_arch = "x86_64")]
     return std::arch::is_x86_feature_detected!("avx512f");
@@ -237,16 +237,16 @@ fn has_known_tiles() -> bool {
     return false;
 }
 
-/// Who computes the operations of a graph.
+/// The implementation of a graph's operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Engine {
-    /// Burn alone.
+    /// Only Burn.
     Burn,
-    /// The crate `kernels`, where it has them.
+    /// The crate `kernels`, for the operations that it has.
     Kernels,
 }
 
-/// Every operation, alone on one rank, by Burn and by kernels.
+/// Checks every operation separately on one rank, with Burn and with kernels.
 fn check_each<M: Module + 'static, B: Batch>(
     name: &'static str,
     init: fn(&Device) -> M,
@@ -280,7 +280,7 @@ fn check_each_by<M: Module + 'static, B: Batch>(
         }
         let mut graph = passes.then(Recompute::default()).run(graph)?;
         if engine == Engine::Kernels {
-            // Behind the collectives, of which there are none here.
+            // These passes come after the collectives. There are none here.
             graph = SelectKernels.transform(FusePointwise.transform(graph)?)?;
         }
         let graph = Liveness.transform(graph)?;
@@ -288,7 +288,7 @@ fn check_each_by<M: Module + 'static, B: Batch>(
         let measured = replay::run(&graph, 3);
         assert_eq!(plan.moments.len(), measured.len());
         let at_rest = plan.at_rest.total() as i64;
-        // What bookkeeping leaves grows from operation to operation, and is not this one's.
+        // Bytes left by bookkeeping grow from operation to operation, and do not belong to this one.
         let mut left = 0;
         for (moment, (index, peak, after)) in plan.moments.iter().zip(measured) {
             assert_eq!(moment.node, index);
@@ -310,7 +310,7 @@ fn check_each_by<M: Module + 'static, B: Batch>(
                 .inputs()
                 .map(|input| input.shape.to_vec())
                 .collect();
-            // Of chains and norms the plan says the most that their parts take at once.
+            // For chains and norms, the plan has the maximum that their parts take at once.
             let is_most = ["pointwise", "norm"]
                 .iter()
                 .any(|it| name_of_node.contains(it));
@@ -368,8 +368,8 @@ fn what_the_allocator_has_beside_tensors_is_listed_by_kernel() {
     let largest = &plan.kernels[0];
     assert_eq!(largest.name, "Module.Conv2dWeightBackward");
     assert_eq!(largest.times, 2);
-    // The gradient of the second convolution's weights: operands with channels and batch swapped, the
-    // input with channels last and the gradient as weights once more, and rows of windows.
+    // The gradient of the second convolution's weights: operands with channels and batch swapped, once more the input
+    // with channels last and the gradient as weights, and rows of windows.
     let (x, grad) = (16 * 32 * 30 * 30, 16 * 64 * 14 * 14);
     let window = 16 * 14 * 14;
     let (rows, product, packed) = (window * 16, 64 * 16, 64 * 512);
@@ -407,8 +407,8 @@ fn thirteen_billion_parameters_are_traced_and_planned_in_little_memory() {
     let scheduled = start.elapsed();
     let plan = Plan::new(&graph, &Machine::a100_80g(), 0).unwrap();
     let planned = start.elapsed();
-    // Memory that is there: zeros that stand for the optimizer's states are asked for, and never touched. The
-    // system counts pages for each processor and adds them up now and then, so that both peaks are near ones.
+    // Resident memory: the zeros that represent the optimizer states are allocated but never touched. The system
+    // counts pages per processor and sums them up only occasionally, so both peaks are approximate.
     let bytes = peak_resident().saturating_sub(resident);
     println!(
         "{} nodes traced after {traced:?}, scheduled after {scheduled:?}, planned after {planned:?}, \
@@ -417,13 +417,13 @@ fn thirteen_billion_parameters_are_traced_and_planned_in_little_memory() {
         bytes / 1_000_000
     );
     assert!(bytes < 300_000_000, "{bytes} bytes");
-    // The states are exact: three tensors of four bytes for each parameter, an eighth of them here.
+    // The states are exact: three tensors of four bytes for each parameter, an eighth of them on this rank.
     let states = 12 * config.num_params() as u64 / 8;
     let at_rest = plan.memory.at_rest.total() - plan.memory.at_rest.buffers;
     assert!(at_rest.abs_diff(states) < 1_000_000, "{at_rest} {states}");
 }
 
-/// The most memory that this process has had, in bytes.
+/// Returns the maximum resident memory of this process so far, in bytes.
 fn peak_resident() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").expect("a status");
     let line = status.lines().find(|line| line.starts_with("VmHWM:"));

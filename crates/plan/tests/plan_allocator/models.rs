@@ -1,4 +1,4 @@
-//! Models of Burn's own layers, large enough that tensors outweigh the bookkeeping.
+//! Models of Burn's own layers, large enough for tensors to outweigh the bookkeeping.
 
 use burn::module::Module;
 use burn::nn::conv::{Conv2d, Conv2dConfig};
@@ -76,7 +76,7 @@ pub(crate) fn images(device: &Device) -> Images {
     (images, Tensor::<1, Int>::zeros([16], device))
 }
 
-/// Convolutions and a head that reads every pixel: most parameters are in one matrix.
+/// Convolutions and a head that reads every pixel. Most parameters are in one matrix.
 #[derive(Module, Debug)]
 pub(crate) struct WideHead {
     conv1: Conv2d,

@@ -1,4 +1,4 @@
-//! Runs a graph of one rank operation by operation, and says what each takes.
+//! Runs a graph of one rank operation by operation, and reports the bytes of each.
 
 use burn::tensor::{Bytes, DType, Shape, TensorData};
 use burn_flex::Flex;
@@ -9,8 +9,8 @@ use burn_router::{CustomOpRegistry, TensorInterpreter};
 
 use crate::ALLOCATOR;
 
-/// Of every node but drops: its index, and the bytes above those between steps while it ran at most, and after it.
-/// Every step but the last is only there to leave tensors where a step leaves them.
+/// Returns for every node except drops: its index, its peak bytes above those between steps, and the bytes after it.
+/// All steps except the last only create the tensors that a step leaves.
 pub(crate) fn run(graph: &Graph, num_steps: usize) -> Vec<(usize, usize, usize)> {
     let mut interpreter = TensorInterpreter::with_custom_ops(Default::default(), kernels());
     let given = |interpreter: &mut TensorInterpreter<Flex>, is_input: bool| {
@@ -27,7 +27,7 @@ pub(crate) fn run(graph: &Graph, num_steps: usize) -> Vec<(usize, usize, usize)>
     for (id, data) in graph.constants() {
         interpreter.register_tensor_data_id(*id, data.as_ref().clone());
     }
-    // Does not grow while it is measured.
+    // Must not grow during the measurement.
     let mut measured = Vec::with_capacity(graph.nodes().len());
     for step in 0..num_steps {
         let at_rest = ALLOCATOR.live();
@@ -70,9 +70,9 @@ fn kernels() -> CustomOpRegistry<Flex> {
 
 /// Makes the interpreter's table of tensors far larger than the graph needs.
 ///
-/// What is removed leaves marks in a hash table. Which operation meets so many of them that the table must be built
-/// anew depends on the hash, which is another one in each run; it is built in place where there is room to spare, and
-/// otherwise in new memory, which that operation would seem to take.
+/// Removed entries leave tombstones in a hash table. Once there are too many, the table is rebuilt. The operation
+/// that triggers this depends on the hash, which differs in each run. The table is rebuilt in place if there is
+/// enough room, and otherwise in new memory, which would be attributed to that operation.
 fn make_room(interpreter: &mut TensorInterpreter<Flex>, graph: &Graph) {
     let ids =
         (0..4 * graph.values().count() as u64).map(|index| TensorId::new(u64::MAX / 2 + index));
@@ -92,7 +92,7 @@ fn free(interpreter: &mut TensorInterpreter<Flex>, id: TensorId) {
     interpreter.register_op(OperationIr::Drop(tensor));
 }
 
-/// Feeds back what the step computed, and frees what it leaves.
+/// Feeds the results of the step back, and frees the remaining values.
 fn finish(interpreter: &mut TensorInterpreter<Flex>, graph: &Graph) {
     let fresh = |index: usize| TensorId::new(u64::MAX - index as u64);
     for (index, update) in graph.updates().iter().enumerate() {

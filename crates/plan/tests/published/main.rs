@@ -1,10 +1,8 @@
-//! A table of predictions next to published figures.
+//! A comparison of predictions with published figures.
 //!
-//! The rows are data, in `published.csv` in this folder: each source's figures of
-//! its run, and the kind of evidence that the row is. Each kind of device has one constant that is
-//! fitted, the part of its peak that
-//! train steps reach, and it is fitted on the row that is marked so. Everything else is from data
-//! sheets, from the publications, or from the formulas.
+//! The rows are in `published.csv` in this folder: each source's figures of its run, and the row's kind of evidence.
+//! Each kind of device has one fitted constant, the fraction of its peak that train steps reach. It is fitted to the
+//! row that is marked as such. Everything else comes from data sheets, publications, or formulas.
 
 use std::path::Path;
 
@@ -14,7 +12,7 @@ use burn_fsdp_spmd::Strategy;
 
 const ROWS: &str = include_str!("published.csv");
 
-/// Largest difference in percent of a prediction that is not marked as missed.
+/// Maximum difference in percent of a prediction that is not marked as missed.
 const NEAR_PERCENT: f64 = 15.0;
 
 const GIB: f64 = (1u64 << 30) as f64;
@@ -22,30 +20,30 @@ const GIB: f64 = (1u64 << 30) as f64;
 /// A published figure of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Figure {
-    /// TFLOP/s per device, recomputation included.
+    /// TFLOP/s per device, including recomputation.
     Teraflops(f64),
     /// Tokens per second and device.
     Tokens(f64),
     /// Peak of device memory in GiB.
     Gibibytes(f64),
-    /// Device memory that the allocator has taken, in GiB.
+    /// Device memory reserved by the allocator, in GiB.
     Reserved(f64),
-    /// Part of the step that is backward, in percent.
+    /// Fraction of the step that is backward, in percent.
     Backward(f64),
-    /// The fact that it runs.
+    /// The run took place.
     Runs,
 }
 
-/// The kind of evidence that a row is for the formulas.
+/// The kind of evidence that a row provides for the formulas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Evidence {
-    /// None: the constant of its device is the one that makes it right.
+    /// None: the device's constant was fitted to this row.
     Fitted,
     /// Little: the prediction is the fitted constant again, whatever the formulas are.
     Repeats,
-    /// Little: a ratio of arithmetic stands beside one of time.
+    /// Little: a ratio of arithmetic is compared with a ratio of time.
     Ratio,
-    /// Little: the source names no device, and one on which it runs was chosen.
+    /// Little: the source names no device, and one was chosen on which the run fits.
     Chosen,
     /// A prediction by the formulas.
     Predicted,
@@ -65,11 +63,11 @@ struct Comparison {
     name: &'static str,
     published: String,
     predicted: String,
-    /// Difference in percent, where both are numbers of one kind.
+    /// Difference in percent, if both values are numbers of the same kind.
     percent: Option<f64>,
 }
 
-/// Makes the table of `docs/plan.md`, with a summary below it.
+/// Returns the table of `docs/plan.md`, with a summary below it.
 fn table() -> String {
     let mut table = String::from(
         "| source | model | ranks | machine | batch x tokens | recomputed | figure | published | predicted | difference | planned GiB |\n\
@@ -141,7 +139,7 @@ impl Row {
         Estimate::new(&self.job, &self.machine, self.machine.memory_bytes)
     }
 
-    /// Compares the bytes of the plan with those of the device.
+    /// Compares the planned bytes with the device's memory.
     fn memory(&self) -> String {
         let estimate = self.estimate();
         let [peak, available] = [estimate.peak.bytes.total(), estimate.available];
@@ -162,7 +160,7 @@ impl Row {
     fn difference(&self) -> String {
         let percent = self.compare().percent;
         let percent = percent.map(|percent| {
-            // Adding zero makes a negative one positive.
+            // Adding zero turns a negative zero into a positive one.
             format!("{:+.1}", (10.0 * percent).round() / 10.0 + 0.0)
         });
         match (self.evidence, percent) {
@@ -201,7 +199,7 @@ impl Row {
                 let forward = estimate.model_flops / 3.0;
                 let predicted = 100.0 * (1.0 - forward / estimate.hardware_flops);
                 Comparison {
-                    // Of percentages the difference counts, not the ratio.
+                    // For percentages, the difference counts instead of the ratio.
                     percent: Some(predicted - published),
                     ..of("backward, %", published, predicted, 0)
                 }
@@ -339,8 +337,7 @@ fn every_line_is_a_row() {
     }
 }
 
-/// Checks that the fitted rows differ by less than 0.05 percent, which rounding of the
-/// constants leaves open.
+/// Checks that the fitted rows differ by less than 0.05 percent, a margin for the rounding of the constants.
 #[test]
 fn the_constants_are_those_of_the_fitted_rows_and_of_no_other() {
     let mut machines = Vec::new();
@@ -365,7 +362,7 @@ fn rows_that_repeat_a_fit_are_predicted_as_the_fit() {
     }
 }
 
-/// The table in the documentation is the one that is computed here.
+/// The table in the documentation must equal the computed one.
 #[test]
 fn published_figures_in_the_documentation_are_recomputed() {
     let folder = std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo runs the test");
@@ -376,8 +373,8 @@ fn published_figures_in_the_documentation_are_recomputed() {
     }
 }
 
-/// What is missed, what does not fit, and nothing else: a change of a formula that mends a row, or that
-/// breaks one, shows here.
+/// Lists the missed rows and those that do not fit, and no others. A change of a formula that improves or breaks a
+/// row shows here.
 #[test]
 fn the_table_of_published_figures_says_what_it_misses() {
     let table = table();
@@ -390,7 +387,7 @@ fn the_table_of_published_figures_says_what_it_misses() {
             "{}: {}, {} ranks, {}",
             cells[1], cells[2], cells[3], cells[4]
         );
-        // The marks are what the numbers say.
+        // The marks must match the numbers.
         let percent = cells[10].trim_matches('*').split(" %").next();
         let percent = percent.and_then(|percent| percent.parse::<f64>().ok());
         let is_far = percent.is_some_and(|percent| percent.abs() > 15.0);

@@ -1,13 +1,14 @@
-//! Puts the files of a crate on floors: each above all that it imports, but for the arrows that close a circle.
+//! Arranges the files of a crate on floors. Each is above everything that it imports, except for the arrows that
+//! close a circle.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use burn_fsdp_architecture::imports::Imports;
 
-/// The colour of an arrow.
+/// The kind of an arrow, which determines its colour.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) enum Kind {
-    /// Down, to something that does not import the file in turn.
+    /// Down, to a file that does not import this one in turn.
     Down,
     /// Down, as a part of a circle.
     Circle,
@@ -17,9 +18,9 @@ pub(crate) enum Kind {
 
 /// The files of a crate on floors.
 pub(crate) struct Floors {
-    /// By file: 0 is the ground.
+    /// The floor of each file. 0 is the ground.
     pub(crate) floor: Vec<usize>,
-    /// Who imports whom, and the colour of it.
+    /// The imports between files, with their kinds.
     pub(crate) arrows: BTreeMap<(usize, usize), Kind>,
 }
 
@@ -54,7 +55,7 @@ impl Floors {
         floors
     }
 
-    /// Longest paths: repeats until nothing rises any more. Without the arrows back up there is no circle.
+    /// Computes longest paths: repeats until no file rises any more. Without the arrows back up, there is no circle.
     fn build(&mut self) {
         let mut rises = true;
         while rises {
@@ -68,7 +69,8 @@ impl Floors {
         }
     }
 
-    /// An arrow back up that does not run up: no path leads from its end down to its start, so it may be one down.
+    /// Returns an arrow back up that is not necessary: no path leads from its end down to its start, so it may point
+    /// down.
     fn falls(&self) -> Option<(usize, usize)> {
         let mut up = self.arrows.iter().filter(|(_, kind)| **kind == Kind::Up);
         let arrow = up.find(|((from, to), _)| self.floor[*from] >= self.floor[*to]);
@@ -76,8 +78,8 @@ impl Floors {
     }
 }
 
-/// An order of a circle's files with few arrows from a later one to an earlier one (Eades, Lin and Smyth): files that
-/// import most and are imported least come first.
+/// Returns an order of a circle's files with few arrows from a later one to an earlier one (Eades, Lin and Smyth).
+/// Files that import most and are imported least come first.
 fn top_down(imports: &Imports, circle: &[usize]) -> Vec<usize> {
     let mut left: BTreeSet<usize> = circle.iter().copied().collect();
     let (mut first, mut last) = (Vec::new(), Vec::new());

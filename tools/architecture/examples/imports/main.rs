@@ -1,6 +1,6 @@
-//! Draws who imports whom inside of each crate: one SVG a crate, files on floors.
+//! Draws the imports inside each crate: one SVG per crate, with files on floors.
 //!
-//! `cargo run --release --example imports` writes `target/imports/*.svg`; a folder and names of crates may follow.
+//! `cargo run --release --example imports` writes `target/imports/*.svg`. A folder and names of crates may follow.
 
 mod floors;
 mod plan;

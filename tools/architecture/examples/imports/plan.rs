@@ -1,17 +1,18 @@
-//! The plan of a drawing: files and the bends of long arrows in rows, in an order with few crossings, and their places.
+//! The plan of a drawing: rows of files and of the bends of long arrows, in an order with few crossings, and their
+//! positions.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::floors::{Floors, Kind};
 
-/// The room between two neighbours of a row.
+/// The space between two neighbours in a row.
 const GAP: f64 = 14.0;
 
-/// A place in a row: a file, or a bend of arrows that pass through.
+/// A position in a row: a file, or a bend of arrows that pass through.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) enum Spot {
     File(usize),
-    /// All arrows of a kind to one file share their bends; those back up share them by where they come to.
+    /// All arrows of a kind to one file share their bends. Arrows back up share them by their end.
     Bend {
         kind: Kind,
         end: usize,
@@ -21,16 +22,16 @@ pub(crate) enum Spot {
 
 /// Rows of spots and the lines between neighbouring rows.
 pub(crate) struct Plan {
-    /// From the ground up, each from left to right.
+    /// The rows from the ground up, each from left to right.
     pub(crate) rows: Vec<Vec<Spot>>,
-    /// From a spot down to one in the row below.
+    /// Lines from a spot down to one in the row below.
     pub(crate) lines: BTreeSet<(Kind, Spot, Spot)>,
-    /// The middle of each spot.
+    /// The centre of each spot.
     pub(crate) x: BTreeMap<Spot, f64>,
 }
 
 impl Plan {
-    /// Plans a drawing. `width` is that of a file's box.
+    /// Plans a drawing. `width` returns the width of a file's box.
     pub(crate) fn of(floors: &Floors, width: impl Fn(usize) -> f64) -> Self {
         let lines = lines(floors);
         let mut spots: BTreeSet<Spot> = BTreeSet::new();
@@ -59,7 +60,7 @@ impl Plan {
         plan
     }
 
-    /// Sweeps up and down, sorting each row by the mean place of its neighbours, and keeps the best order.
+    /// Sweeps up and down, sorts each row by the mean position of its neighbours, and keeps the best order.
     fn order(&mut self) {
         let mut best = (self.num_crossings(), self.rows.clone());
         for sweep in 0..60 {
@@ -99,7 +100,7 @@ impl Plan {
         self.rows = best.1;
     }
 
-    /// Of each spot, those in the row below, or above.
+    /// Returns the neighbours of each spot in the row below, or above.
     fn neighbours(&self, below: bool) -> BTreeMap<Spot, Vec<Spot>> {
         let mut found: BTreeMap<Spot, Vec<Spot>> = BTreeMap::new();
         for (_, upper, lower) in &self.lines {
@@ -136,7 +137,7 @@ impl Plan {
             .sum()
     }
 
-    /// Moves spots towards the middle of their neighbours, in their order and with room between them.
+    /// Moves spots towards the centre of their neighbours, without changing their order and with space between them.
     fn place(&mut self, width: impl Fn(Spot) -> f64) {
         for row in &self.rows {
             let mut right = 0.0;
@@ -183,7 +184,7 @@ impl Plan {
     }
 }
 
-/// Arrows cut at every row that they pass.
+/// Returns the arrows, cut at every row that they pass.
 fn lines(floors: &Floors) -> BTreeSet<(Kind, Spot, Spot)> {
     let mut lines = BTreeSet::new();
     for ((from, to), kind) in &floors.arrows {
@@ -213,8 +214,8 @@ fn index(row: &[Spot]) -> BTreeMap<Spot, usize> {
         .collect()
 }
 
-/// The places nearest to those wanted that keep the order and the room between neighbours: neighbours that would
-/// touch move together, as one block.
+/// Returns the positions nearest to the wanted ones that keep the order and the space between neighbours. Neighbours
+/// that would touch move together, as one block.
 fn spread(wanted: &[f64], widths: &[f64]) -> Vec<f64> {
     let mut offsets = Vec::with_capacity(wanted.len());
     let mut offset = 0.0;

@@ -9,12 +9,12 @@ use burn_fsdp_architecture::imports::Imports;
 
 const BOX_HEIGHT: f64 = 34.0;
 const FLOOR_HEIGHT: f64 = 96.0;
-/// The room for the numbers of the floors.
+/// The space for the numbers of the floors.
 const LEFT: f64 = 56.0;
 const MARGIN: f64 = 24.0;
-/// The room for the title and the legend.
+/// The space for the title and the legend.
 const TOP: f64 = 84.0;
-/// No letter of the font is wider, at 12 pixels.
+/// Maximum width of a letter of the font, at 12 pixels.
 const LETTER: f64 = 7.3;
 
 /// Draws the imports of a crate.
@@ -95,7 +95,7 @@ impl Drawing<'_> {
         svg
     }
 
-    /// The files without any arrow, in lines.
+    /// Returns the files without any arrow, in lines.
     fn apart(&self) -> Vec<String> {
         let files = self.imports.files.iter().enumerate();
         let apart: Vec<&str> = files
@@ -214,7 +214,7 @@ impl Drawing<'_> {
         }
     }
 
-    /// Where lines of a kind touch a spot: those back up beside the others.
+    /// Returns the position at which lines of a kind touch a spot. Lines back up are next to the others.
     fn port(&self, kind: Kind, spot: Spot) -> f64 {
         match (kind, spot) {
             (Kind::Up, Spot::File(_)) => self.x(spot) + 7.0,

@@ -1,8 +1,8 @@
-//! The places of the results of each operation on Burn's CPU backend.
+//! The memory of each operation's results on Burn's CPU backend.
 //!
-//! The rules are those of `burn-flex` 0.22.1, operation by operation: views share memory; elementwise
-//! operations write over an operand that they alone hold and that is contiguous; everything else
-//! makes memory of its own. What a rule does not know makes new, contiguous memory.
+//! The rules follow `burn-flex` 0.22.1, operation by operation. Views share memory. Elementwise operations overwrite
+//! a contiguous operand whose memory no other tensor shares. Everything else allocates. If no rule covers a case, the
+//! result gets new, contiguous memory.
 
 use burn_ir::{
     ActivationOperationIr as A, BaseOperationIr as Base, BinaryOpIr, BoolOperationIr,
@@ -13,8 +13,8 @@ use burn_ir::{
 use crate::backend::model::{Allocation, Operand};
 use crate::backend::strides::{Strides, broadcast};
 
-/// Returns the place of the first result; further ones are new. `operands` are in the order in
-/// which the operation lists its inputs.
+/// Returns the place of the first result. Further results are new. `operands` are in the order in which the operation
+/// lists its inputs.
 pub(super) fn place(operation: &OperationIr, operands: &[Operand]) -> Allocation {
     let shape = |tensor: &TensorIr| tensor.shape.to_vec();
     let found = match operation {
@@ -119,7 +119,7 @@ fn activation(op: &A, operands: &[Operand]) -> Option<Allocation> {
         | A::GeluBackward(op)
         | A::SigmoidBackward(op)
         | A::LogSigmoidBackward(op) => binary(op, operands),
-        // Subtracts a reduced tensor, and works on the difference from then on.
+        // Subtracts a reduced tensor, and then works on the difference.
         A::LogSoftmax(_) => over_start(operands.first()?),
         _ => None,
     }
@@ -157,8 +157,8 @@ fn module(op: &M, operands: &[Operand]) -> Option<Allocation> {
                 let window = op.options.stride[dim] * grad.saturating_sub(1) + 1;
                 (x + 2 * before).saturating_sub(window) / op.options.dilation[dim] + 1
             };
-            // A convolution of the input with the gradient, batch and channels swapped, of which
-            // the result is a view.
+            // A convolution of the input with the gradient, with batch and channels swapped. The result is a view of
+            // its output.
             let computed = [op.x.shape[1], op.output_grad.shape[1], size(0), size(1)];
             let whole = Strides::contiguous(&computed);
             let num_elements = whole.num_elements();
@@ -169,7 +169,7 @@ fn module(op: &M, operands: &[Operand]) -> Option<Allocation> {
     }
 }
 
-/// Places the result of `x` to a constant power; some exponents have rules of their own.
+/// Places the result of `x` to a constant power. Some exponents have special rules.
 fn power(op: &ScalarOpIr, operands: &[Operand]) -> Option<Allocation> {
     let operand = operands.first()?;
     let exponent = match op.rhs {
@@ -225,7 +225,7 @@ fn unary(operand: &Operand) -> Option<Allocation> {
     if let Some(place) = over_start(operand) {
         return Some(place);
     }
-    // The whole memory is mapped as it lies, and the result keeps the strides.
+    // The whole memory is mapped in its own order, and the result keeps the strides.
     if operand.strides.covers(operand.memory_elements) {
         let num_elements = operand.memory_elements;
         return Some(Allocation::New(operand.strides.clone(), num_elements));
@@ -233,14 +233,14 @@ fn unary(operand: &Operand) -> Option<Allocation> {
     None
 }
 
-/// Returns the place over an operand that is contiguous from the start of memory in which no other
-/// tensor is.
+/// Returns the place over an operand that starts at the beginning of its memory, is contiguous, and shares the memory
+/// with no other tensor.
 fn over_start(operand: &Operand) -> Option<Allocation> {
     (operand.is_unique && operand.strides.is_from_start())
         .then(|| Allocation::Over(0, operand.strides.clone()))
 }
 
-/// Returns the same place as [`over_start`] does, wherever in the memory the operand starts.
+/// Returns the same place as [`over_start`], wherever the operand starts in its memory.
 fn over(operand: &Operand) -> Option<Allocation> {
     (operand.is_unique && operand.strides.is_contiguous())
         .then(|| Allocation::Over(0, operand.strides.clone()))
@@ -270,8 +270,7 @@ fn sliced(op: &SliceOpIr, strides: &Strides) -> Strides {
     strides.sliced(&op.out.shape, &starts)
 }
 
-/// Returns the place of the first result of an operation that is not Burn's, which writes over that
-/// operand.
+/// Returns the place of the first result of an operation that is not Burn's and overwrites this operand.
 pub(super) fn over_whole(operand: &Operand, index: usize) -> Option<Allocation> {
     let is_whole = operand.strides.num_elements() == operand.memory_elements;
     match over_start(operand).filter(|_| is_whole)? {

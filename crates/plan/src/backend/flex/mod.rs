@@ -1,5 +1,5 @@
-//! The rules of Burn's CPU backend, `burn-flex` 0.22.1, operation by operation. A Burn upgrade has
-//! to check them.
+//! The rules of Burn's CPU backend, `burn-flex` 0.22.1, operation by operation. They must be checked for every
+//! upgrade of Burn.
 
 mod kernel;
 mod scratch;

@@ -1,22 +1,21 @@
-//! The scratch bytes of convolutions: copies in another order, windows copied into rows, products
-//! of tiles.
+//! The scratch bytes of convolutions: copies in another order, windows copied into rows, and products of tiles.
 //!
-//! The rules are those of `burn-flex` 0.22.1, `ops/conv.rs` and `ops/conv_transpose.rs`, and of the gradients in
-//! `burn-backend` 0.22.1, `backend/ops/modules/conv.rs`. Every thread has a tile of its own; one is counted.
+//! The rules follow `burn-flex` 0.22.1, `ops/conv.rs` and `ops/conv_transpose.rs`, and for the gradients
+//! `burn-backend` 0.22.1, `backend/ops/modules/conv.rs`. Every thread has a separate tile, but only one is counted.
 
 use super::product::Product;
 
-/// Number of positions of the output whose windows are copied into rows at once.
+/// Number of output positions whose windows are copied into rows at once.
 const TILE: usize = 512;
-/// Maximum bytes of the columns of a transposed convolution that are made at once.
+/// Maximum number of bytes of a transposed convolution's columns that are computed at once.
 const COLUMN_BYTES: usize = 8 << 20;
 
-/// A tensor as a convolution finds it.
+/// An operand of a convolution.
 #[derive(Debug, Clone)]
 pub(super) struct Given {
-    /// Shape with all three dims of space; those in front are 1 if there are fewer.
+    /// Shape with all three spatial dims. If there are fewer, the leading ones are 1.
     pub(super) shape: [usize; 5],
-    /// True if it is copied first: its elements are not in order, or not alone in their memory.
+    /// True if the tensor is copied first, because its elements are not in order or do not fill their memory.
     pub(super) is_copied: bool,
 }
 
@@ -32,7 +31,7 @@ impl Given {
         }
     }
 
-    /// Swaps batch and channels, which takes a copy unless one of them is 1.
+    /// Swaps batch and channels, which copies the tensor unless one of them is 1.
     fn swapped(&self) -> Self {
         let mut given = self.clone();
         given.shape.swap(0, 1);
@@ -64,7 +63,7 @@ impl Given {
     }
 }
 
-/// The strides, padding and dilation of the window, along all three dims of space, and the groups.
+/// The strides, padding and dilation of the window along all three spatial dims, and the number of groups.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Window {
     pub(super) stride: [usize; 3],
@@ -74,7 +73,7 @@ pub(super) struct Window {
     pub(super) groups: usize,
 }
 
-/// Padding of a dim, of which some options have one for both sides.
+/// Padding of a dim. Some options have a single number for both sides.
 pub(super) trait Sides {
     fn sides(&self) -> (usize, usize);
 }
@@ -116,8 +115,8 @@ impl Window {
         self.padding.iter().any(|(before, after)| before != after)
     }
 
-    /// Pads `x` with zeros, in new memory, if the padding differs from side to side. Returns the
-    /// elements of that memory, too.
+    /// Pads `x` with zeros, in new memory, if the padding differs between the sides. Also returns the number of
+    /// elements of that memory.
     fn padded(&self, x: &Given) -> (Given, usize) {
         if !self.is_lopsided() {
             return (x.clone(), 0);
@@ -150,7 +149,7 @@ impl Window {
     }
 }
 
-/// Returns the bytes beside operands and output of a convolution.
+/// Returns the bytes of a convolution in addition to its operands and output.
 pub(super) fn forward(x: &Given, weight: &Given, window: &Window, element_size: usize) -> u64 {
     let (x, padded) = window.padded(x);
     let window = window.symmetric();
@@ -158,7 +157,7 @@ pub(super) fn forward(x: &Given, weight: &Given, window: &Window, element_size: 
     (copies * element_size) as u64 + inner(&x, weight, &window, element_size)
 }
 
-/// Returns the bytes of a convolution whose operands are in order, beside them and the output.
+/// Returns the bytes of a convolution with operands in order, in addition to the operands and the output.
 fn inner(x: &Given, weight: &Given, window: &Window, element_size: usize) -> u64 {
     let [_, channels_in, ..] = x.shape;
     let [channels_out, group_channels, ..] = weight.shape;
@@ -167,7 +166,7 @@ fn inner(x: &Given, weight: &Given, window: &Window, element_size: usize) -> u64
     let space: usize = window.output(x.space(), kernel).iter().product();
     let group_out = channels_out / groups;
     let is_unpadded = window.padding == [(0, 0); 3];
-    // Rows of weights times columns of the input, both as they lie.
+    // Rows of weights times columns of the input, both in their order in memory.
     let product = Product {
         m: group_out,
         n: space,
@@ -183,7 +182,7 @@ fn inner(x: &Given, weight: &Given, window: &Window, element_size: usize) -> u64
     let is_flat = kernel[0] == 1 && x.shape[2] == 1 && window.stride[0] == 1;
     let is_depthwise = group_channels == 1 && groups == channels_in && channels_out == channels_in;
     let is_narrow = groups == 1 && channels_in <= 4 && channels_out <= 16;
-    // These add up the windows where they lie.
+    // These add up the windows in place.
     if is_flat && (is_depthwise || is_narrow) {
         return 0;
     }
@@ -215,8 +214,8 @@ fn inner(x: &Given, weight: &Given, window: &Window, element_size: usize) -> u64
     (elements * element_size) as u64 + product.packed_bytes(element_size)
 }
 
-/// Returns the bytes beside operands and result of the gradient of a convolution's input, which is
-/// a transposed convolution of the output's gradient.
+/// Returns the bytes of the gradient of a convolution's input in addition to its operands and result. It is a
+/// transposed convolution of the output's gradient.
 pub(super) fn input_gradient(
     grad: &Given,
     weight: &Given,
@@ -225,7 +224,7 @@ pub(super) fn input_gradient(
     element_size: usize,
 ) -> u64 {
     let (padded, num_padded) = window.padded(x);
-    // The gradient of the padded input is there beside its inner part.
+    // The gradient of the padded input exists at the same time as its inner part.
     let cropped = match window.is_lopsided() {
         true => num_padded + padded.num_elements(),
         false => 0,
@@ -233,7 +232,7 @@ pub(super) fn input_gradient(
     (cropped * element_size) as u64 + transposed(grad, weight, window.groups, element_size)
 }
 
-/// Returns the bytes beside operands and output of a transposed convolution.
+/// Returns the bytes of a transposed convolution in addition to its operands and output.
 pub(super) fn transposed(x: &Given, weight: &Given, groups: usize, element_size: usize) -> u64 {
     let space: usize = x.space().iter().product();
     let columns: usize = weight.shape[1..].iter().product();
@@ -252,8 +251,8 @@ pub(super) fn transposed(x: &Given, weight: &Given, groups: usize, element_size:
     (elements * element_size) as u64 + product.packed_bytes(element_size)
 }
 
-/// Returns the bytes beside operands and result of the gradient of a convolution's weights: a
-/// convolution of the input with the gradient, batch and channels swapped.
+/// Returns the bytes of the gradient of a convolution's weights in addition to its operands and result. It is a
+/// convolution of the input with the gradient, with batch and channels swapped.
 pub(super) fn weight_gradient(
     x: &Given,
     grad: &Given,
@@ -274,7 +273,7 @@ pub(super) fn weight_gradient(
     let (x, grad) = (x.group(groups).swapped(), grad.group(groups).swapped());
     let mut bytes = (padded * element_size) as u64 + forward(&x, &grad, &swapped, element_size);
     if groups > 1 {
-        // One group at a time, before it is written where it belongs.
+        // The result of one group at a time, before it is written to its place.
         let result = weight.iter().product::<usize>() / groups;
         bytes += (result * element_size) as u64;
     }

@@ -1,10 +1,10 @@
-//! Bytes that operations of Burn's CPU backend allocate and free while they run, beside their operands and
+//! Bytes that operations of Burn's CPU backend allocate and free while they run, in addition to their operands and
 //! results.
 //!
-//! The rules are those of `burn-flex` 0.22.1, operation by operation, for ranks of one thread: a further
-//! thread adds at most one tile of a convolution or a copied operand of a product. What a rule does
-//! not know takes nothing. No tensor of the graph lies in these bytes, so that the executor's table does
-//! not have them; the process's allocator does.
+//! The rules follow `burn-flex` 0.22.1, operation by operation, for ranks with one thread. Each further thread adds
+//! at most one tile of a convolution or a copied operand of a product. If no rule covers an operation, it takes no
+//! bytes. These bytes hold no tensor of the graph. The executor's table therefore does not count them, but the
+//! process's allocator does.
 
 mod convolution;
 mod product;
@@ -20,8 +20,8 @@ use self::convolution::{Given, Window, forward, input_gradient, transposed, weig
 use self::product::Product;
 use crate::backend::model::Operand;
 
-/// Returns the bytes that an operation takes beside its operands and results. `operands` are in the
-/// order in which the operation lists its inputs.
+/// Returns the bytes that an operation takes in addition to its operands and results. `operands` are in the order in
+/// which the operation lists its inputs.
 pub(super) fn scratch(operation: &OperationIr, operands: &[Operand]) -> u64 {
     match operation {
         OperationIr::BaseFloat(op) | OperationIr::BaseInt(op) | OperationIr::BaseBool(op) => {
@@ -36,7 +36,7 @@ pub(super) fn scratch(operation: &OperationIr, operands: &[Operand]) -> u64 {
     }
 }
 
-/// Returns the bytes of a kernel that are not in its profile, as they depend on the order of its operands.
+/// Returns the bytes of a kernel that are not in its profile because they depend on the memory order of its operands.
 fn kernel(operation: &OperationIr, operands: &[Operand]) -> u64 {
     match plain(operation) {
         Some(OperationIr::Float(DType::F32, F::Matmul(_))) => {
@@ -46,7 +46,7 @@ fn kernel(operation: &OperationIr, operands: &[Operand]) -> u64 {
             let is_in_order = is_in_order(operands);
             let behind: usize = op.input.shape[op.axis + 1..].iter().product();
             match dtype == DType::F32 && (behind <= 1 || !is_in_order) {
-                // Burn's own.
+                // Burn's own operation.
                 true => reduced(&op.input.shape.to_vec(), op.axis, &op.out, is_in_order),
                 false => copied(operands.first(), &op.input),
             }
@@ -56,13 +56,13 @@ fn kernel(operation: &OperationIr, operands: &[Operand]) -> u64 {
     }
 }
 
-/// Returns the bytes of a product of 32-bit floats by the kernel, which copies some right factors strip by strip.
+/// Returns the bytes of a 32-bit product by the kernel, which copies some right factors strip by strip.
 fn kernel_product(product: Product, right: &Operand) -> u64 {
     let (sizes, dims) = ([product.m, product.n], right.strides.shape.len());
     let strides = [dims - 2, dims - 1].map(|dim| usize::try_from(right.strides.stride(dim)));
     let columns = match strides {
         [Ok(row), Ok(column)] => copied_columns(sizes, [row, column]),
-        // What is flipped Burn multiplies.
+        // Burn multiplies flipped tensors.
         _ => 0,
     };
     if columns == 0 {
@@ -81,14 +81,13 @@ fn bytes(tensor: &TensorIr) -> u64 {
     (tensor.shape.num_elements() * tensor.dtype.size()) as u64
 }
 
-/// Returns true if the elements of the first operand follow each other in the order of its dims, as far as is known.
+/// Returns true if the elements of the first operand are contiguous in the order of its dims, as far as is known.
 fn is_in_order(operands: &[Operand]) -> bool {
     let first = operands.first();
     first.is_none_or(|operand| operand.strides.is_contiguous())
 }
 
-/// Returns true if `FlexTensor::to_contiguous` copies: unless the elements are in order and alone
-/// in their memory.
+/// Returns true if `FlexTensor::to_contiguous` copies: unless the elements are in order and fill their memory.
 fn is_copied(operand: &Operand) -> bool {
     !(operand.strides.is_from_start() && operand.strides.num_elements() == operand.memory_elements)
 }
@@ -102,7 +101,7 @@ fn copied(operand: Option<&Operand>, tensor: &TensorIr) -> u64 {
 
 fn base(op: &Base, operands: &[Operand]) -> u64 {
     match op {
-        // `FlexTensor::empty` makes bytes without alignment first, which are copied to where they have it.
+        // `FlexTensor::empty` first allocates unaligned bytes, which are copied to aligned memory.
         Base::Empty(op) | Base::Zeros(op) => bytes(&op.out),
         Base::RepeatDim(op) => bytes(&op.out) + copied(operands.first(), &op.tensor),
         Base::Gather(op) => indices(&op.indices),
@@ -132,9 +131,8 @@ fn numeric(op: &N, operands: &[Operand]) -> u64 {
     }
 }
 
-/// Returns the bytes of `reduce_dim_f32`: an input that is not in order is copied if more than one
-/// dim is before or after the one reduced, and sums over any but the last dim are made in aligned
-/// memory and copied.
+/// Returns the bytes of `reduce_dim_f32`. An input that is not in order is copied if more than one dim is before or
+/// after the reduced one. Sums over any dim except the last are computed in aligned memory and copied.
 fn reduced(shape: &[usize], axis: usize, out: &TensorIr, is_in_order: bool) -> u64 {
     let size = out.dtype.size();
     let num_bytes = shape.iter().product::<usize>() * size;
@@ -161,12 +159,11 @@ fn reduced_in_turn(op: &ReduceDimsOpIr, is_in_order: bool) -> u64 {
         most = most.max(input + beside + output);
         (input, is_in_order) = (output, true);
     }
-    // The last one's output is the result.
+    // The output of the last reduction is the result.
     most.saturating_sub(bytes(&op.out))
 }
 
-/// Returns the bytes of `matmul`: the output is zeroed first, see [`base`], and operands are copied
-/// after that.
+/// Returns the bytes of `matmul`. The output is zeroed first, see [`base`], and operands are copied after that.
 fn matmul(op: &MatmulOpIr, operands: &[Operand]) -> u64 {
     let is_half = op.out.dtype == DType::BF16;
     let ([left, right], Some(product)) = (operands, product(is_half, operands)) else {
@@ -183,7 +180,7 @@ fn matmul(op: &MatmulOpIr, operands: &[Operand]) -> u64 {
     bytes(&op.out).max(product.packed_bytes(op.out.dtype.size()))
 }
 
-/// Returns the product of operands; those of halves are put in order first.
+/// Returns the product of the operands. Halves are put in order first.
 fn product(is_half: bool, operands: &[Operand]) -> Option<Product> {
     let [left, right] = operands else { return None };
     let (left_dims, right_dims) = (left.strides.shape.len(), right.strides.shape.len());
@@ -207,7 +204,7 @@ fn module(op: &M, operands: &[Operand]) -> u64 {
         Given::new(&tensor.shape.to_vec(), is_copied)
     };
     let copy = |tensor: &TensorIr, index: usize| copied(operands.get(index), tensor);
-    // Options of convolutions in one, two and three dims are of different types.
+    // The options of convolutions in one, two and three dims have different types.
     macro_rules! window {
         ($op:expr) => {{
             let options = &$op.options;
@@ -223,7 +220,7 @@ fn module(op: &M, operands: &[Operand]) -> u64 {
         let work = |size| transposed(&given(x, 0), &given(weight, 1), groups, size);
         in_32_bits([x, weight, out], work)
     };
-    // Both gradients list input, weights and gradient of the output.
+    // Both gradients list the input, the weights and the gradient of the output.
     let input_gradient = |x: &TensorIr, weight: &TensorIr, grad: &TensorIr, window: Window| {
         let [given_x, given_grad] = [given(x, 0), given(grad, 2)];
         let work = |size| input_gradient(&given_grad, &given(weight, 1), &given_x, &window, size);
@@ -250,7 +247,7 @@ fn module(op: &M, operands: &[Operand]) -> u64 {
         M::Conv3dWeightBackward(op) => {
             weight_gradient(&op.x, &op.weight, &op.output_grad, window!(op))
         }
-        // Channels first, which the reshape copies.
+        // Channels come first, which makes the reshape copy.
         M::Conv1dBiasBackward(op) => bias_gradient(&op.output_grad, operands.get(2)),
         M::Conv2dBiasBackward(op) => bias_gradient(&op.output_grad, operands.get(2)),
         M::Conv3dBiasBackward(op) => bias_gradient(&op.output_grad, operands.get(2)),
@@ -281,8 +278,8 @@ fn bias_gradient(grad: &TensorIr, operand: Option<&Operand>) -> u64 {
     }
 }
 
-/// Returns the bytes of `bf16_via_f32`: operands and output in 32 bits beside those in 16, and the
-/// work on the former.
+/// Returns the bytes of `bf16_via_f32`: operands and output in 32 bits in addition to those in 16, and the work in 32
+/// bits.
 fn in_32_bits(tensors: [&TensorIr; 3], work: impl Fn(usize) -> u64) -> u64 {
     let [first, ..] = tensors;
     if first.dtype != DType::BF16 {

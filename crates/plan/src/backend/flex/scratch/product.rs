@@ -1,8 +1,7 @@
 //! The bytes that a matrix product copies into the order in which its loops read them.
 //!
-//! The rules are those of `gemm-common` 0.19.0, `gemm_basic_generic` and `kernel_params`, with the tile of
-//! processors with AVX-512 and caches of this size. Others have smaller tiles, so that they copy a few
-//! rows less.
+//! The rules follow `gemm-common` 0.19.0, `gemm_basic_generic` and `kernel_params`, with the tile of processors with
+//! AVX-512 and caches of this size. Other processors have smaller tiles and copy a few rows less.
 
 /// Rows of a tile in bytes: four registers of AVX-512.
 const TILE_ROW_BYTES: usize = 256;
@@ -10,17 +9,16 @@ const TILE_ROW_BYTES: usize = 256;
 const TILE_COLUMNS: usize = 6;
 /// Number of registers that the rows of a tile fill.
 const REGISTERS: usize = 4;
-/// Maximum number of elements of the common dim that are handled at once.
+/// Maximum number of elements of the inner dim that are handled at once.
 const DEPTH: usize = 512;
-/// Bytes that the left operand may take of a second-level cache of 1 MiB and 16 ways.
+/// Number of bytes that the left operand may take in a second-level cache of 1 MiB with 16 ways.
 const LEFT_CACHE_BYTES: usize = 14 * (1 << 16);
 /// Maximum number of rows of tiles that are handled at once.
 const MAX_TILES: usize = 8;
-/// Number of tiles above which a right operand is copied even if its order allows to read it
-/// directly.
+/// Number of tiles above which a right operand is copied, even if its order allows direct reads.
 const RIGHT_TILES: usize = 128;
 
-/// A product of a matrix of `m` by `k` and one of `k` by `n`, written row by row.
+/// A product of an `m` by `k` matrix and a `k` by `n` matrix, written row by row.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Product {
     pub(super) m: usize,
@@ -37,9 +35,9 @@ pub(super) struct Product {
 }
 
 impl Product {
-    /// Returns the bytes that are copied, for elements of that size.
+    /// Returns the bytes that are copied, for elements of this size.
     pub(super) fn packed_bytes(self, element_size: usize) -> u64 {
-        // Written row by row, it is computed as the product of the transposed matrices, right one first.
+        // A row-by-row result is computed as the product of the transposed matrices, the right one first.
         let (rows, columns, depth) = (self.n, self.m, self.k);
         if rows == 0 || columns == 0 || depth <= 2 {
             return 0;
