@@ -52,7 +52,11 @@ fn each_copy_has_its_own_value_in_all_fields() {
             let after = assert_equal(&model.valid());
             assert_ne!(before, after);
             assert_eq!(assert_equal(&kept), before);
-            assert_eq!(assert_equal(&kept.clone().clone()), before);
+            let again = kept.clone();
+            let thrice = again.clone();
+            assert_eq!(assert_equal(&thrice), before);
+            assert_eq!(assert_equal(&again), before);
+            drop((again, thrice));
             assert_eq!(assert_equal(&evaluated), before);
             // A step of the clone, which the module does not see.
             let (kept, _) = step(kept, &mut optimizer(), (world.rank(), 1))?;
@@ -77,7 +81,8 @@ fn a_field_without_the_first_is_refused() {
         let error = catch(|| head.weight.val()).expect_err("alone");
         assert_names(&error, "embed.weight", "head.weight");
         // The module is as it was, and so is a clone of it.
-        assert_equal(&model.clone());
+        let clone = model.clone();
+        assert_eq!(assert_equal(&clone), assert_equal(&model));
         Ok(())
     });
 }
@@ -206,7 +211,7 @@ fn a_summoned_copy_is_tied_and_comes_back_if_it_still_is() {
                 full
             });
             assert_names(
-                &error.err().expect("they differ"),
+                &error.expect_err("they differ"),
                 "embed.weight",
                 "head.weight",
             );
@@ -323,7 +328,7 @@ fn it_is_read_under_any_of_its_paths() {
             Ok::<_, Error>(is_table.then(|| values.collect()))
         });
         assert_names(
-            &error.err().expect("they differ"),
+            &error.expect_err("they differ"),
             "embed.weight",
             "head.weight",
         );

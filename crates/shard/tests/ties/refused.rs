@@ -11,7 +11,7 @@ fn refused(change: fn(Tied) -> Tied, policy: ShardPolicy, says: &'static str) {
     on_ranks(1, move |world| {
         let model = change(Tied::of_rank(0, &device()));
         let error = fully_shard(model, &mesh(&world, 1)?, policy.clone());
-        let error = error.err().expect("refused");
+        let error = error.expect_err("refused");
         assert!(matches!(error, Error::Tied { .. }), "{error}");
         let text = error.to_string();
         assert!(
@@ -27,7 +27,8 @@ fn values_shapes_and_training_must_be_equal() {
     let policy = ShardPolicy::new;
     refused(
         |mut model| {
-            let other = |value: burn::tensor::Tensor<2>| (value + 1.0).detach().require_grad();
+            let other =
+                |value: burn::tensor::Tensor<2>| (value.inner() + 1.0).autodiff().require_grad();
             model.head.weight = model.head.weight.map(other);
             model
         },
