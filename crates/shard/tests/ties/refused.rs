@@ -38,7 +38,7 @@ fn values_shapes_and_training_must_be_equal() {
     refused(
         |mut model| {
             let id = model.embed.weight.id;
-            let transposed = model.head.weight.val().detach().transpose();
+            let transposed = model.head.weight.val().inner().transpose().autodiff();
             model.head.weight = Param::initialized(id, transposed.require_grad());
             model
         },

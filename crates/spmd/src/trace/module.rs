@@ -287,6 +287,7 @@ pub(super) fn computing<M: Module>(module: M, precision: &Precision, running: &[
         path: Vec::new(),
         containers: Vec::new(),
         running: running.iter(),
+        cast: BTreeMap::new(),
     })
 }
 
@@ -348,6 +349,8 @@ struct Casts<'a> {
     containers: Vec<String>,
     /// True for each tensor to come that is a running statistic.
     running: std::slice::Iter<'a, bool>,
+    /// What was cast, by what it was: fields that share a parameter read one tensor.
+    cast: BTreeMap<TensorId, Box<dyn Any>>,
 }
 
 impl ModuleMapper for Casts<'_> {
@@ -360,7 +363,18 @@ impl ModuleMapper for Casts<'_> {
         let is_kept = self.running.next() == Some(&true) && is_own;
         match is_kept || compute == tensor.dtype() {
             true => param,
-            false => Param::initialized(param.id, tensor.cast(compute)),
+            false => {
+                let cast = match float_id(&tensor) {
+                    Some(captured) => {
+                        let known = self.cast.entry(captured.id);
+                        let known = known.or_insert_with(|| Box::new(tensor.cast(compute)));
+                        let known = known.downcast_ref::<Tensor<D>>();
+                        known.expect("what is shared has one shape").clone()
+                    }
+                    None => tensor.cast(compute),
+                };
+                Param::initialized(param.id, cast)
+            }
         }
     }
 

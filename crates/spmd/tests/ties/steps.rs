@@ -175,15 +175,18 @@ fn the_norm_counts_them_once() {
         halves,
         STEPS,
         adamw().init(),
-        (0.05, norm),
+        (0.01, norm),
     );
-    assert!(norms.iter().all(|norm| *norm > 0.06), "{norms:?}: it clips");
+    assert!(
+        norms.iter().all(|norm| *norm > 0.012),
+        "{norms:?}: it clips"
+    );
     let floats = want.parameters.into_iter();
     let floats = floats.map(|(path, data)| (path, values(&data)));
     let want: Run = (want.losses, floats.collect());
     for ranks in [1, 2, 3] {
         let runs = on_ranks(ranks, move |world| {
-            let options = Options::default().clip_grad_norm(Clip::to(0.05));
+            let options = Options::default().clip_grad_norm(Clip::to(0.01));
             let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
             let mode = mode.options(options).verified();
             let mut step = compile(Tied::new, Tied::loss, adamw().build(), mode)?;
@@ -206,7 +209,7 @@ fn the_norm_counts_them_once() {
 fn an_evaluation_reads_what_was_trained_in_all_fields() {
     for ranks in 1..=3 {
         on_ranks(ranks, |world| {
-            let mode = Mode::data_parallel(world.clone(), Strategy::FullShard).verified();
+            let mode = Mode::data_parallel(world, Strategy::FullShard).verified();
             let mut step = compile(Tied::new, Tied::loss, adamw().build(), mode)?;
             let device = Device::flex();
             step.step(1e-1, &words(0, 0..4, &device))?;
