@@ -23,6 +23,7 @@ use crate::optimizer_record::{Kept, RANK_KEY, kept_in, owner_of, state_name};
 use crate::restore::region_of;
 use crate::scaler::saved_scale;
 use crate::snapshot::{Elements, TrainingSnapshot};
+use crate::tied::{self, Names};
 
 /// Takes a snapshot of a compiled step, as [`snapshot`](crate::checkpoint::snapshot) does of a sharded model and its
 /// optimizer, in the same form: either engine goes on from it. `mesh` is that of all ranks that save,
@@ -71,6 +72,7 @@ pub fn snapshot_compiled_matching<B: Batch, O>(
     for parameter in wanted {
         let ParameterSpec {
             path,
+            tied: paths,
             shape,
             dtype,
             is_trained,
@@ -86,13 +88,8 @@ pub fn snapshot_compiled_matching<B: Batch, O>(
             false => TensorKind::Buffer,
         };
         let dtype = dtype_of(&path, dtype)?;
-        specs.push(TensorSpec::new(
-            &path,
-            shape.clone(),
-            dtype,
-            kind,
-            layout.clone(),
-        ));
+        let spec = TensorSpec::new(&path, shape.clone(), dtype, kind, layout.clone());
+        specs.push(tied::with_paths(spec, &paths));
         snapshot.insert(&path, Elements(step.shard(&path)?));
         if !is_trained {
             let idle = step.idle_states().iter();
@@ -228,20 +225,26 @@ pub fn restore_compiled_matching<B: Batch, O>(
 ) -> Result<(), CheckpointError> {
     let mut specs = step.parameters().to_vec();
     specs.retain(|spec| is_wanted(&spec.path));
-    let expected = specs.iter().map(|spec| {
-        Ok(ExpectedTensor {
-            name: spec.path.to_string(),
-            shape: spec.shape.clone(),
-            dtype: Some(dtype_of(&spec.path, spec.dtype)?),
+    let names: Vec<_> = specs
+        .iter()
+        .map(|spec| Names::of(saved, &spec.path, &spec.tied))
+        .collect();
+    let expected = specs.iter().zip(&names).flat_map(|(spec, names)| {
+        names.all().map(|name| {
+            Ok(ExpectedTensor {
+                name: name.to_owned(),
+                shape: spec.shape.clone(),
+                dtype: Some(dtype_of(&spec.path, spec.dtype)?),
+            })
         })
     });
     let expected = expected.collect::<Result<Vec<_>, CheckpointError>>()?;
     let is_compared = |tensor: &TensorEntry| tensor.kind.is_model() && is_wanted(&tensor.name);
     saved.compare(&expected, is_compared, Extra::Refuse)?;
     let mut parameters = Vec::new();
-    for spec in &specs {
+    for (spec, names) in specs.iter().zip(&names) {
         let place = Place::of(step, spec)?;
-        let bytes = saved.read(&spec.path, &place.region)?;
+        let bytes = names.read(saved, &place.region)?;
         let data = TensorData::from_bytes_vec(bytes, place.shape, spec.dtype);
         step.check_shard(&spec.path, &data)?;
         parameters.push((spec.path.to_string(), data));

@@ -185,6 +185,17 @@ pub enum CheckpointError {
         /// The scale of the model.
         got: f64,
     },
+    /// A step with other values under one path of a parameter that several fields share than under another.
+    #[error(
+        "the step has other values for `{first}` than for `{second}`, which are one parameter of the model; restore into a model \
+         that has two, or save a step in which they are equal"
+    )]
+    Tied {
+        /// The path that is read.
+        first: String,
+        /// The other path.
+        second: String,
+    },
     /// A state that an optimizer keeps in another type than it would get it back in.
     #[error(
         "the optimizer keeps `{field}` of `{path}` in {dtype:?}, and Burn makes it {back:?} when it is loaded, with which no step could be \

@@ -82,6 +82,7 @@ mod restore;
 mod scaler;
 mod snapshot;
 mod state_types;
+mod tied;
 #[cfg(feature = "train")]
 pub mod train;
 

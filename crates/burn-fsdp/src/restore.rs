@@ -1,5 +1,6 @@
 //! A sharded model and its optimizer as they were when a step was saved.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use burn::module::Module;
@@ -13,6 +14,7 @@ use crate::error::CheckpointError;
 use crate::optimizer_cut::{WholeState, cut_optimizer};
 use crate::optimizer_record::{kept_in, owner_of};
 use crate::snapshot::ADAPTER_SCALE;
+use crate::tied::Names;
 
 /// Gives a sharded model, and the optimizer that trains it, the state of `step`, whatever the ranks
 /// were that saved it. Each rank reads the bytes that it needs.
@@ -80,22 +82,31 @@ pub fn restore_matching<M: Module>(
 ) -> Result<M, CheckpointError> {
     let state = local_state(&model)?;
     let wanted = state.iter().filter(|tensor| is_wanted(&tensor.path));
-    let expected: Result<Vec<_>, CheckpointError> = wanted
+    let names: BTreeMap<_, _> = wanted
+        .clone()
         .map(|tensor| {
-            Ok(ExpectedTensor {
-                name: tensor.path.clone(),
-                shape: tensor.shape.clone(),
-                dtype: Some(dtype_of(&tensor.path, tensor.dtype)?),
+            let names = Names::of(step, &tensor.path, &tensor.tied);
+            (tensor.path.clone(), names)
+        })
+        .collect();
+    let expected: Result<Vec<_>, CheckpointError> = wanted
+        .flat_map(|tensor| {
+            names[&tensor.path].all().map(|name| {
+                Ok(ExpectedTensor {
+                    name: name.to_owned(),
+                    shape: tensor.shape.clone(),
+                    dtype: Some(dtype_of(&tensor.path, tensor.dtype)?),
+                })
             })
         })
         .collect();
     let is_compared = |tensor: &TensorEntry| tensor.kind.is_model() && is_wanted(&tensor.name);
     step.compare(&expected?, is_compared, Extra::Refuse)?;
     for tensor in state.iter().filter(|tensor| is_wanted(&tensor.path)) {
-        check_scale(tensor, step.tensor(&tensor.path)?)?;
+        check_scale(tensor, step.tensor(names[&tensor.path].first())?)?;
     }
     load_local_state(model, |tensor| match is_wanted(&tensor.path) {
-        true => Ok(Some(step.read(&tensor.path, &region_of(tensor))?)),
+        true => Ok(Some(names[&tensor.path].read(step, &region_of(tensor))?)),
         false => Ok(None),
     })
 }

@@ -21,6 +21,7 @@ use crate::error::{CheckpointError, optimizer_error};
 use crate::optimizer_record::{Kept, OptimizerParts, check_taken, state_name};
 use crate::optimizer_state::{Holders, StateTensor, add_empty, not_elementwise, states};
 use crate::piecewise::taken_in_pieces;
+use crate::tied;
 
 /// The metadata of a factor of an adapter that says what the product of the factors is multiplied by.
 pub(crate) const ADAPTER_SCALE: &str = "adapter_scale";
@@ -199,6 +200,7 @@ impl Tensors<'_> {
         let dtype = dtype_of(&local.path, local.dtype)?;
         let layout = self.place.layout_of(local)?;
         let mut spec = TensorSpec::new(&local.path, local.shape.clone(), dtype, kind, layout);
+        spec = tied::with_paths(spec, &local.tied);
         if let Some(scale) = local.adapter_scale {
             spec = spec.with(ADAPTER_SCALE, scale);
         }

@@ -130,15 +130,15 @@ pub enum Error {
         /// Name of the reparameterization that is there.
         name: String,
     },
-    /// A parameter that is reachable under two paths.
-    #[error(
-        "parameters `{first}` and `{second}` are one parameter (same id); keep it in one place of a module and pass its value to the other"
-    )]
+    /// A parameter of two fields that cannot share it.
+    #[error("parameters `{first}` and `{second}` are one parameter (same id), {problem}")]
     Tied {
         /// The path seen first.
         first: String,
         /// The path seen second.
         second: String,
+        /// The reason why they cannot be one, and the way out.
+        problem: &'static str,
     },
     /// A backend that this build has no gather operation for.
     #[error(

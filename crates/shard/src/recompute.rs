@@ -22,7 +22,7 @@ use crate::error::Error;
 use crate::inspect;
 use crate::numbers::Numbers;
 use crate::op::{self, HandedOn, Region};
-use crate::parameter::ShardedParam;
+use crate::parameter::Attached;
 use crate::path::{self, Location};
 use crate::region::{self, RegionState, within};
 use crate::thrown::throw;
@@ -125,7 +125,7 @@ struct Untrained(bool);
 
 impl path::Visitor for Untrained {
     fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
-        let is_plain = !place.is_nested() && param.reparameterization::<ShardedParam>().is_none();
+        let is_plain = !place.is_nested() && param.reparameterization::<Attached>().is_none();
         self.0 |= is_plain && !param.base().is_require_grad();
     }
 }

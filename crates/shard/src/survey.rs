@@ -21,6 +21,8 @@ pub(crate) struct Found {
     pub(crate) shape: Vec<usize>,
     pub(crate) dtype: DType,
     pub(crate) device: Device,
+    /// True if it is configured to be trained.
+    pub(crate) is_trainable: bool,
     /// Path of the parameter that it adapts, if it is a factor of an adapter that is about to be made.
     pub(crate) factor_of: Option<String>,
     /// The layer around it, if that computes in one type alone.
@@ -258,18 +260,22 @@ impl path::Visitor for Details {
                 self.survey.buffer_ids.push(param.id);
             }
             Kind::Foreign(name) => self.survey.foreign.push((path, name.clone())),
-            Kind::Parameter => self.survey.parameters.push(Found {
-                path,
-                id: param.id,
-                shape: Declared::of(param).shape.to_vec(),
-                dtype: match param.is_initialized() {
-                    true => param.base().dtype(),
-                    false => device.settings().float_dtype.into(),
-                },
-                layer: layer::around(place, &self.containers, &device),
-                device,
-                factor_of: None,
-            }),
+            Kind::Parameter => {
+                let declared = Declared::of(param);
+                self.survey.parameters.push(Found {
+                    path,
+                    id: param.id,
+                    shape: declared.shape.to_vec(),
+                    dtype: match param.is_initialized() {
+                        true => param.base().dtype(),
+                        false => device.settings().float_dtype.into(),
+                    },
+                    is_trainable: declared.is_trainable,
+                    layer: layer::around(place, &self.containers, &device),
+                    device,
+                    factor_of: None,
+                });
+            }
         }
     }
 }

@@ -15,6 +15,7 @@ mod restored;
 mod scaler;
 mod state;
 mod step;
+mod ties;
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -251,15 +252,20 @@ where
         false => mode.without_kernels(),
     };
     let defaults = Some(Defaults::of(device));
+    let options = mode.trace_options(defaults);
     let own = parameters_with(defaults, &init)?;
     let traced = parameters_with(defaults, |device| over.replace(init(device)))?;
     let added = overrides::added(&own, traced)?;
     let named = [own.as_slice(), added.as_slice()].concat();
     let specs: Vec<_> = named.iter().map(|(_, spec)| spec.clone()).collect();
     let parameters = specs.iter().filter(|spec| !spec.is_buffer);
-    let parameters: Vec<_> = parameters.map(|spec| (&*spec.path, spec.dtype)).collect();
+    let parameters: Vec<_> = parameters
+        .flat_map(|spec| ties::paths(spec).map(|path| (path, spec.dtype)))
+        .collect();
     mode.check_precision(&parameters)?;
-    let scalars = host_side(optimizer.into(), named.iter().map(|(id, spec)| (*id, spec)))?;
+    let optimizers = optimizer.into();
+    ties::check(&named, &optimizers, &options.precision)?;
+    let scalars = host_side(optimizers, named.iter().map(|(id, spec)| (*id, spec)))?;
     let [own, added] = [own, added].map(|named| {
         let specs = named.into_iter().map(|(_, spec)| spec);
         specs.collect::<Vec<_>>()
@@ -267,7 +273,6 @@ where
     let initial = initial_values((&init, read), &over, [&own, &added], &mode, device)?;
     let executor = Executor::new(backend_device, mode.ranks().group().clone());
     let executor = executor.axes(mode.ranks().axes()?);
-    let options = mode.trace_options(defaults);
     let templates = Arc::new(Mutex::new(Vec::new()));
     let kept = templates.clone();
     let paths: Vec<Arc<str>> = specs.iter().map(|spec| spec.path.clone()).collect();

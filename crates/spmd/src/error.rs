@@ -39,16 +39,15 @@ pub enum Error {
         reason: String,
     },
 
-    /// Parameters that are one: copies of a trained `Param`, which Burn does not keep equal either.
-    #[error(
-        "parameters `{first}` and `{second}` are one parameter (same id); \
-         a parameter has one place in a module: keep it in one of them and pass its value to the other"
-    )]
+    /// Parameters of one id that cannot be one.
+    #[error("parameters `{first}` and `{second}` are one parameter (same id), {problem}")]
     Tied {
         /// The path seen first.
         first: String,
         /// The path seen second.
         second: String,
+        /// The reason why they cannot be one, and the way out.
+        problem: &'static str,
     },
 
     /// `init` panicked where the initial values are computed.

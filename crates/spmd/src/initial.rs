@@ -1,6 +1,8 @@
 //! Initial values, one parameter at a time: sent from rank 0 to all ranks, or read by each rank for itself.
 
 use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::iter;
 use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, Param};
@@ -64,6 +66,7 @@ impl InitialValues {
             ranks,
             path: Vec::new(),
             values: BTreeMap::new(),
+            made: BTreeMap::new(),
             error: None,
         };
         if ranks.rank() == 0 {
@@ -194,6 +197,8 @@ struct Receiver<'a, R, E> {
     ranks: &'a Ranks,
     path: Vec<String>,
     values: BTreeMap<Arc<str>, Held>,
+    /// Hashes of the values that were made of parameters that several fields share.
+    made: BTreeMap<Arc<str>, u64>,
     error: Option<E>,
 }
 
@@ -206,9 +211,63 @@ where
         let path = self.path.join(".");
         let specs = self.specs;
         let spec = specs.iter().find(|spec| *spec.path == *path);
-        if let Some(spec) = spec {
-            self.receive(spec, || Some(data()));
+        match spec {
+            Some(spec) if spec.tied.is_empty() => self.receive(spec, || Some(data())),
+            Some(spec) => {
+                let mut hash = None;
+                self.receive(spec, || {
+                    let data = data();
+                    hash = Some(hash_of(&data));
+                    Some(data)
+                });
+                self.made.extend(hash.map(|hash| (spec.path.clone(), hash)));
+            }
+            None => self.compare(&path, data),
         }
+    }
+
+    /// Refuses another value of a field than the one that was made of the parameter that it shares.
+    fn compare(&mut self, path: &str, data: impl FnOnce() -> TensorData) {
+        let is_of = |spec: &&ParameterSpec| spec.tied.iter().any(|tied| **tied == *path);
+        let first = self.specs.iter().find(is_of);
+        let made = first.and_then(|first| Some((&first.path, *self.made.get(&first.path)?)));
+        if let Some((first, hash)) = made
+            && self.error.is_none()
+            && hash_of(&data()) != hash
+        {
+            let problem = "but of different values; make the second by cloning the first when the module is built";
+            self.error = Some(tied(first, path, problem).into());
+        }
+    }
+
+    /// Reads this rank's part under the path of the first field that it is read for; all that are read must be equal.
+    fn read_of(
+        &mut self,
+        spec: &ParameterSpec,
+        shard: &ShardSpec<'_>,
+    ) -> Result<Option<TensorData>, E> {
+        let mut known: Option<(Arc<str>, TensorData)> = None;
+        for path in iter::once(&spec.path).chain(&spec.tied) {
+            let path = path.clone();
+            let whole = ParameterSpec {
+                path,
+                ..spec.clone()
+            };
+            let asked = ShardSpec {
+                whole: &whole,
+                ..shard.clone()
+            };
+            match (&known, (self.read)(&asked)?) {
+                (Some((first, one)), Some(other)) if one.as_bytes() != other.as_bytes() => {
+                    let problem = "but what is read has other values for one than for the other; read one name, or the \
+                                   same for both";
+                    return Err(tied(first, &whole.path, problem).into());
+                }
+                (None, Some(data)) => known = Some((whole.path, data)),
+                _ => {}
+            }
+        }
+        Ok(known.map(|(_, data)| data))
     }
 
     fn receive(&mut self, spec: &ParameterSpec, data: impl FnOnce() -> Option<TensorData>) {
@@ -235,7 +294,7 @@ where
             ranks: self.ranks,
         };
         let shard = asked(spec, &divided)?;
-        let data = match (self.read)(&shard)? {
+        let data = match self.read_of(spec, &shard)? {
             Some(data) => {
                 let (path, expected) =
                     (spec.path.to_string(), (shard.shape.as_slice(), spec.dtype));
@@ -251,6 +310,20 @@ where
             layout,
             data,
         })
+    }
+}
+
+fn hash_of(data: &TensorData) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (data.shape().as_slice(), data.as_bytes()).hash(&mut hasher);
+    hasher.finish()
+}
+
+fn tied(first: &str, second: &str, problem: &'static str) -> Error {
+    Error::Tied {
+        first: first.to_owned(),
+        second: second.to_owned(),
+        problem,
     }
 }
 

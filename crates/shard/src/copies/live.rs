@@ -71,6 +71,14 @@ impl Copies {
         Generation::joined(&sources)
     }
 
+    /// Returns the values of the unit in the copy `copy` of the module, if that holds the parameter of `slot`.
+    pub(crate) fn held_by(&self, copy: u64, slot: usize) -> Option<Arc<Generation>> {
+        let live = self.live();
+        let mut live = live.iter();
+        let is_held = live.any(|held| held.holders.is_of(copy, slot));
+        is_held.then(|| self.values_of(copy, None))
+    }
+
     /// Returns the values of the unit in the copy `copy` of the module.
     ///
     /// A clone of a part of a module knows nothing of the other units: it is taken for the copy that it was

@@ -1,6 +1,8 @@
 //! Units by size.
 
-use burn::module::{Module, Param};
+use std::collections::HashSet;
+
+use burn::module::{Module, Param, ParamId};
 use burn::tensor::Tensor;
 
 use crate::inspect;
@@ -38,6 +40,7 @@ pub fn auto_units<M: Module>(module: &M, min_params: usize) -> Vec<String> {
         min_params: min_params.max(1),
         open: vec![Open::default()],
         units: Vec::new(),
+        seen: HashSet::new(),
     };
     inspect::visit(module, &mut sizes);
     sizes.units
@@ -56,6 +59,8 @@ struct Sizes {
     min_params: usize,
     open: Vec<Open>,
     units: Vec<String>,
+    /// Ids of what was counted: fields that share a parameter count once.
+    seen: HashSet<ParamId>,
 }
 
 impl path::Visitor for Sizes {
@@ -81,7 +86,9 @@ impl path::Visitor for Sizes {
     }
 
     fn float<const D: usize>(&mut self, _place: &Location, param: &Param<Tensor<D>>) {
-        if let Some(open) = self.open.last_mut() {
+        if let Some(open) = self.open.last_mut()
+            && self.seen.insert(param.id)
+        {
             open.left += param.lazy_shape().num_elements();
         }
     }

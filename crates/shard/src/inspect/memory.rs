@@ -147,7 +147,7 @@ pub fn dummy_forward<M: Module>(module: &M) -> Result<Tensor<1>, Error> {
     let buffers = survey(module)?.buffers;
     let mut means = Means {
         // A visitor is shown a stand-in, and not what the parameter stands for.
-        members: inspect::places(module).into_iter().collect(),
+        members: inspect::fields(module).into_iter().collect(),
         left_out: buffers,
         sum: None,
     };
@@ -169,6 +169,7 @@ impl path::Visitor for Means {
             return;
         }
         let value: Tensor<D> = match self.members.remove(&path) {
+            Some(member) if member.is_tied => return,
             Some(member) => member.full().unwrap_or_else(|error| throw(error)),
             None => param.val(),
         };

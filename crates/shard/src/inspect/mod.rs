@@ -19,7 +19,7 @@ use crate::error::Error;
 use crate::path::{self, CONTAINER, Location, NAME};
 use crate::root::Root;
 
-pub(crate) use crate::parameter::member::{Member, visit};
+pub(crate) use crate::parameter::member::{Key, Member, visit};
 
 struct Nothing;
 
@@ -27,9 +27,11 @@ impl path::Visitor for Nothing {
     fn float<const D: usize>(&mut self, _place: &Location, _param: &Param<Tensor<D>>) {}
 }
 
-/// Returns the sharded parameters of `module`, in its own order.
+/// Returns the sharded parameters of `module`, in its own order: each once, for the first of the fields that share it.
 pub(crate) fn members<M: Module>(module: &M) -> Vec<Member> {
-    visit(module, &mut Nothing)
+    let mut members = visit(module, &mut Nothing);
+    members.retain(|member| !member.is_tied);
+    members
 }
 
 /// Gives the shards of `module` the ids that belong to a record which has just been loaded.
@@ -42,10 +44,18 @@ pub fn settle_ids<M: Module>(module: &M) {
     drop(members(module));
 }
 
-/// Returns the sharded parameters of `module` with their paths in it, in its own order.
+/// Returns the sharded parameters of `module` with their paths in it, in its own order: each once, for the first of the fields
+/// that share it.
 ///
 /// A slot knows only its path in the module that was sharded, which may be a child of this one.
 pub(crate) fn places<M: Module>(module: &M) -> Vec<(String, Member)> {
+    let mut fields = fields(module);
+    fields.retain(|(_, member)| !member.is_tied);
+    fields
+}
+
+/// Returns the sharded parameters of `module` by path as [`places`] does, for all of the fields that share one.
+pub(crate) fn fields<M: Module>(module: &M) -> Vec<(String, Member)> {
     let mut paths = Paths::default();
     let members = visit(module, &mut paths);
     paths.sharded.into_iter().zip(members).collect()

@@ -1,8 +1,9 @@
 //! The wrap plan: the units of a sharded module and their cost.
 
+use std::collections::HashSet;
 use std::fmt;
 
-use burn::module::{Module, Param};
+use burn::module::{Module, Param, ParamId};
 use burn::tensor::Tensor;
 
 use crate::error::Error;
@@ -164,7 +165,8 @@ fn bytes(count: usize) -> String {
     }
 }
 
-/// Returns the number of parameters (elements) of the whole module, sharded or not.
+/// Returns the number of parameters (elements) of the whole module, sharded or not. One that several fields share (one id)
+/// counts once.
 ///
 /// Burn's own `Module::num_params` counts every parameter of a sharded module and its shard.
 pub fn num_params<M: Module>(module: &M) -> usize {
@@ -176,10 +178,13 @@ pub fn num_params<M: Module>(module: &M) -> usize {
 #[derive(Default)]
 struct Count {
     elements: usize,
+    seen: HashSet<ParamId>,
 }
 
 impl path::Visitor for Count {
     fn float<const D: usize>(&mut self, _place: &Location, param: &Param<Tensor<D>>) {
-        self.elements += param.lazy_shape().num_elements();
+        if self.seen.insert(param.id) {
+            self.elements += param.lazy_shape().num_elements();
+        }
     }
 }

@@ -291,7 +291,7 @@ impl Parameter<'_> {
 /// Calls `body` for each parameter of `module`, managed or not, in its order; running states are
 /// among those that are not.
 fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
-    let mut members = inspect::places(module).into_iter().peekable();
+    let mut members = inspect::fields(module).into_iter().peekable();
     let mut plain = Plain::default();
     inspect::visit(module, &mut plain);
     // A tied parameter is visited under each of its paths.
@@ -299,6 +299,9 @@ fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
     for (path, id, by_rank) in &plain.found {
         let member = members.next_if(|(place, _)| place == path);
         let member = member.as_ref().map(|(_, member)| member);
+        if member.is_some_and(|member| member.is_tied) {
+            continue;
+        }
         let parameter = Parameter {
             path,
             id: member.map_or(*id, |member| member.id),

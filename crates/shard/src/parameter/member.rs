@@ -12,11 +12,12 @@ use burn::tensor::{Bool, Int, Tensor};
 use crate::ambient::{Purpose, is_within, within};
 use crate::copies::{Copied, Generation};
 use crate::error::Error;
-use crate::parameter::identity::Identity;
+use crate::parameter::identity::{Identity, counterpart};
 use crate::parameter::owned::{Owned, RootLink};
 use crate::path::{self, Location};
 use crate::shown::Shown;
 use crate::slot::Slot;
+use crate::unit::Unit;
 
 /// One sharded parameter of a module.
 #[derive(Clone)]
@@ -27,6 +28,8 @@ pub(crate) struct Member {
     pub(crate) copy: Copied,
     /// The id of the value that optimizers and gradients see.
     pub(crate) id: ParamId,
+    /// True for another field that shares the parameter, which is a member under the first.
+    pub(crate) is_tied: bool,
     /// An uncounted hold, to read the full parameter by.
     owned: Owned,
     /// The parent of the full parameter in a graph.
@@ -49,10 +52,18 @@ impl Member {
         self.owned.root_link()
     }
 
+    /// Returns what is equal for all fields that share the parameter.
+    pub(crate) fn key(&self) -> Key {
+        (Arc::as_ptr(&self.generation.unit), self.index)
+    }
+
     pub(crate) fn slot(&self) -> &Slot {
         &self.generation.unit.slots[self.index]
     }
 }
+
+/// A parameter, whatever its values: its unit, and its index there.
+pub(crate) type Key = (*const Unit, usize);
 
 thread_local! {
     static MEMBERS: RefCell<Vec<Member>> = const { RefCell::new(Vec::new()) };
@@ -60,8 +71,8 @@ thread_local! {
     static LAST: Cell<Option<ParamId>> = const { Cell::new(None) };
 }
 
-/// Visits `module` without its shards, and returns them. Shards learn by it which ids their stand-ins
-/// have.
+/// Visits `module` without its shards, and returns them, with the other fields that share them. Shards learn by it which ids
+/// their stand-ins have.
 pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl path::Visitor) -> Vec<Member> {
     // What an earlier walk left that was broken off.
     drop(MEMBERS.take());
@@ -112,9 +123,28 @@ pub(crate) fn answer(owned: &Owned, value: &Shown, identity: &Identity) -> bool 
             index: owned.slot,
             copy: owned.copy(),
             id,
+            is_tied: false,
             owned: within(Purpose::CopyForGraph, || owned.clone()),
             parent: value.parent(),
         });
     });
     true
+}
+
+/// Adds a field that shares the parameter of another one, whose values `of` are, to the members that a walk on this thread
+/// collects.
+pub(crate) fn answer_tied(of: Owned) {
+    let index = of.slot;
+    let parent = of.own_leaf(index);
+    MEMBERS.with_borrow_mut(|members| {
+        members.push(Member {
+            generation: Arc::clone(&of),
+            index,
+            copy: of.copy(),
+            id: counterpart(LAST.get().unwrap_or_default()),
+            is_tied: true,
+            owned: of,
+            parent,
+        });
+    });
 }

@@ -1,6 +1,7 @@
 //! The form in which Burn sees a sharded parameter: a reparameterization with the shard as its own parameter.
 //!
-//! - `owned`: a module's hold on it, and the link to its root. `identity`: the id it is known by.
+//! - `sharded`: the parameter. `owned`: a module's hold on it, and the link to its root. `identity`: the id it is known by.
+//! - `tied`: another field that shares it.
 //! - `current`: the one that an optimizer works on.
 //! - `member`: the walk that finds it. `mailbox`: the message that a walk leaves for it.
 
@@ -9,112 +10,28 @@ pub(crate) mod identity;
 pub(crate) mod mailbox;
 pub(crate) mod member;
 pub(crate) mod owned;
+mod sharded;
+pub(crate) mod tied;
 
 use burn::module::{
-    Devices, LoraAdapter, Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization,
+    Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization,
 };
 use burn::tensor::{Device, Tensor};
-use burn_fsdp_collectives::{At, ProcessGroup};
-use std::sync::Arc;
 
-use crate::ambient::{self, Purpose, is_within};
-use crate::copies::{Generation, Transition};
-use crate::error::Error;
-use crate::parameter::current::Current;
-use crate::parameter::identity::Identity;
-use crate::parameter::owned::{Owned, RootLink};
-use crate::path::{CONTAINER, NAME};
-use crate::shown::Shown;
+use crate::ambient::{Purpose, is_within};
+use crate::path::NAME;
 use crate::thrown::throw;
 
-/// The name of the container in which the factors of an adapter are shown: parameters of the module, and no part of
-/// what the engine attaches.
-const ADAPTER: &str = "LoraAdapter";
+pub(crate) use sharded::ShardedParam;
+use tied::TiedParam;
 
-/// The value of one parameter on this rank: its shard, or the whole where it is kept whole.
-///
-/// Optimizers and gradients see a shard as a parameter of one dimension, and what is whole as it was, under the path and the
-/// id of the parameter it stands for. The parameter itself is a stand-in of the full shape without memory.
-#[derive(Clone)]
-pub(crate) struct ShardedParam {
-    value: Shown,
-    /// The id, in place of that in `value`, which a record cannot change in time.
-    identity: Identity,
-    generation: Owned,
-    /// The factors of its adapter, which the engine reads from their slots: here they are shown to optimizers and
-    /// records.
-    adapter: Option<Box<LoraAdapter>>,
-}
-
-impl std::fmt::Debug for ShardedParam {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let slot = &self.generation.unit.slots[self.generation.slot];
-        f.debug_struct("ShardedParam")
-            .field("path", &slot.path)
-            .field("shape", &slot.shape)
-            .field("shard", &self.value.shape())
-            .finish_non_exhaustive()
-    }
-}
-
-impl ShardedParam {
-    /// Returns the parameter in `slot` of a unit's first generation.
-    pub(crate) fn new(
-        value: Shown,
-        adapter: Option<LoraAdapter>,
-        slot: usize,
-        generation: Arc<Generation>,
-        root_link: Arc<RootLink>,
-    ) -> Self {
-        generation.set(slot, &value);
-        Self {
-            identity: Identity::new(value.id()),
-            value: guarded(value, &generation, slot),
-            generation: Owned::new(generation, slot, root_link),
-            adapter: adapter.map(Box::new),
-        }
-    }
-
-    /// Returns the id of a parameter whose stand-in has the id `stand_in`.
-    pub(crate) fn settled_id(&self, stand_in: ParamId) -> ParamId {
-        self.identity.settle(stand_in)
-    }
-
-    /// Returns the parameter without its adapter, with `value` in place of its own.
-    fn descend(from: &Owned, transition: Transition, identity: Identity, value: Shown) -> Self {
-        let generation = from.descend(from.slot, transition, &value);
-        Self {
-            value,
-            identity,
-            generation: from.moved_to(generation, transition),
-            adapter: None,
-        }
-    }
-
-    /// Returns the parameter without its adapter, with `value` in place of its own, after a move of the module to
-    /// `device`.
-    fn moved(from: &Owned, identity: Identity, value: Shown, device: &Device) -> Self {
-        let moved = Self::descend(from, Transition::Device, identity, value);
-        moved.generation.compute_on(device);
-        moved
-    }
-
-    /// Returns it with the factors of its adapter as `change` makes them.
-    fn with_adapter(
-        self,
-        adapter: Option<Box<LoraAdapter>>,
-        change: impl FnOnce(LoraAdapter) -> LoraAdapter,
-    ) -> Self {
-        Self {
-            adapter: adapter.map(|adapter| Box::new(change(*adapter))),
-            ..self
-        }
-    }
-
-    /// Returns the value under the id by which it is known.
-    fn shown(value: &Shown, identity: &Identity, path: &str) -> Shown {
-        value.clone().with_id(identity.shown(path))
-    }
+/// What the engine attaches to a stand-in.
+#[derive(Debug, Clone)]
+pub(crate) enum Attached {
+    /// The parameter itself.
+    Own(Box<ShardedParam>),
+    /// The way to the parameter, which another field has.
+    Tied(TiedParam),
 }
 
 /// Returns the id by which optimizers, gradients and groups know a parameter, sharded or not. The
@@ -129,169 +46,64 @@ impl ShardedParam {
 /// assert_eq!(param_id(&layer.weight), layer.weight.id);
 /// ```
 pub fn param_id<const D: usize>(param: &Param<Tensor<D>>) -> ParamId {
-    match param.reparameterization::<ShardedParam>() {
-        Some(sharded) => sharded.settled_id(param.id),
+    match param.reparameterization::<Attached>() {
+        Some(Attached::Own(sharded)) => sharded.settled_id(param.id),
+        // Its stand-in is recorded with the id of that of the first field.
+        Some(Attached::Tied(_)) => identity::counterpart(param.id),
         None => param.id,
     }
 }
 
-/// Returns `value` with a mapper that refuses to record it. Burn asks a shard for what to record only if the
-/// stand-in has not answered: a mapper has dropped what the stand-in does when it is recorded, or a group has
-/// left it out. The record would hold a shard in the place of the parameter.
-fn guarded(value: Shown, generation: &Arc<Generation>, slot: usize) -> Shown {
-    let unit = generation.unit.clone();
-    value.guarded(move || {
-        throw(Error::Unrecordable {
-            path: unit.slots[slot].path.clone(),
-        })
-    })
-}
-
-/// Looks whether what a mapper of the program's is about to read is what was written, where ranks compare bytes. Returns the
-/// parameter that it is then.
-fn checked(generation: &Owned) -> Result<Option<Current>, Error> {
-    let root = generation.root_link().root();
-    let looks = |group: &ProcessGroup| group.compares_bytes() || group.awaits_flip(At::State);
-    let Some(root) = root.filter(|root| looks(&root.group) && !ambient::is_engine()) else {
-        return Ok(None);
-    };
-    root.check_before_update(generation, generation.slot)?;
-    Ok(Some(Current {
-        group: root.group.clone(),
-        path: generation.unit.slots[generation.slot].path.clone(),
-    }))
-}
-
-/// Maps over what is shown of a parameter. Tries the optimizer first, if `mapper` may be its first step.
-fn mapped<M: ModuleMapper>(generation: &Owned, shown: Shown, path: &str, mapper: &mut M) -> Shown {
-    let root = generation.root_link().root();
-    let slot = &generation.unit.slots[generation.slot];
-    let may_step = slot.is_flattened() && !ambient::is_engine();
-    let root = root.filter(|root| may_step && root.num_finished() > 0);
-    // What is whole and has its own shape is to the optimizer what it was before.
-    let unknown = match (&root, &shown) {
-        (Some(root), Shown::One(shown)) => root.trial.show(shown, path, mapper),
-        _ => None,
-    };
-    let current = checked(generation).unwrap_or_else(|error| throw(error));
-    let map = || current::at(current, || shown.mapped(mapper));
-    match root {
-        Some(root) => root.trial.watched(unknown, path, map),
-        None => map(),
-    }
-}
-
-impl Reparameterization for ShardedParam {
+impl Reparameterization for Attached {
     const NAME: &'static str = NAME;
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
         if is_within(Purpose::KeepBase) {
             return base;
         }
-        self.generation
-            .full(self.value.parent())
-            .unwrap_or_else(|error| throw(error))
+        let full = match self {
+            Self::Own(sharded) => sharded.full(),
+            Self::Tied(tied) => tied.full(),
+        };
+        full.unwrap_or_else(|error| throw(error))
     }
 }
 
-impl Module for ShardedParam {
-    /// Collects the devices of inputs: offloaded shards are not where the module computes.
+/// A field that shares the parameter of another one has no value of its own: there is nothing to map, and nothing to move.
+impl Module for Attached {
     fn collect_devices(&self, devices: Devices) -> Devices {
-        match self.generation.unit.offload {
-            None => self.value.collect_devices(devices),
-            Some(_) => devices,
+        match self {
+            Self::Own(sharded) => sharded.collect_devices(devices),
+            Self::Tied(_) => devices,
         }
     }
 
     fn fork(self, device: &Device) -> Self {
-        let Self {
-            value,
-            identity,
-            generation,
-            adapter,
-        } = self;
-        let value = value.fork(&generation.unit.home(device));
-        Self::moved(&generation, identity, value, device)
-            .with_adapter(adapter, |adapter| adapter.fork(device))
+        match self {
+            Self::Own(sharded) => Self::Own(Box::new(sharded.fork(device))),
+            Self::Tied(tied) => Self::Tied(tied),
+        }
     }
 
     fn to_device(self, device: &Device) -> Self {
-        let Self {
-            value,
-            identity,
-            generation,
-            adapter,
-        } = self;
-        let value = value.moved_to(&generation.unit.home(device));
-        Self::moved(&generation, identity, value, device)
-            .with_adapter(adapter, |adapter| adapter.to_device(device))
+        match self {
+            Self::Own(sharded) => Self::Own(Box::new(sharded.to_device(device))),
+            Self::Tied(tied) => Self::Tied(tied),
+        }
     }
 
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
-        let slot = self.generation.slot;
-        let is_seen = member::answer(&self.generation, &self.value, &self.identity)
-            // A record has just taken the whole value under the parameter's own path.
-            || mailbox::take_recorded(&self.generation.unit, slot);
-        if is_seen && self.adapter.is_none() {
-            return;
+        match self {
+            Self::Own(sharded) => sharded.visit(visitor),
+            Self::Tied(tied) => tied.answer(),
         }
-        // Under the path of the parameter it stands for, so that groups by path go on to work.
-        visitor.exit_module(NAME, CONTAINER);
-        if !is_seen {
-            let path = &self.generation.unit.slots[slot].path;
-            Self::shown(&self.value, &self.identity, path).visit(visitor);
-        }
-        if let Some(adapter) = &self.adapter {
-            visitor.enter_module(LoraAdapter::NAME, ADAPTER);
-            adapter.visit(visitor);
-            visitor.exit_module(LoraAdapter::NAME, ADAPTER);
-        }
-        visitor.enter_module(NAME, CONTAINER);
     }
 
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
-        if is_within(Purpose::Prepare) {
-            return self;
+        match self {
+            Self::Own(sharded) => Self::Own(Box::new(sharded.map(mapper))),
+            Self::Tied(tied) => Self::Tied(tied.compared()),
         }
-        let Self {
-            value,
-            identity,
-            generation,
-            adapter,
-        } = self;
-        let (value, identity) = match mailbox::take_value(&generation.unit, generation.slot) {
-            Some((loaded, keeps_id)) => {
-                let value = value.with_elements(loaded);
-                let identity = match keeps_id {
-                    true => identity,
-                    false => identity.unsettled(),
-                };
-                (value, identity)
-            }
-            None => {
-                let path = &generation.unit.slots[generation.slot].path;
-                let shown = Self::shown(&value, &identity, path);
-                let before = shown.id();
-                mapper.exit_module(NAME, CONTAINER);
-                let value = mapped(&generation, shown, path, mapper);
-                mapper.enter_module(NAME, CONTAINER);
-                let identity = match value.id() == before {
-                    true => identity,
-                    false => Identity::new(value.id()),
-                };
-                (guarded(value, &generation, generation.slot), identity)
-            }
-        };
-        let mapped = Self::descend(&generation, Transition::Map, identity, value);
-        if adapter.is_none() {
-            return mapped;
-        }
-        mapper.exit_module(NAME, CONTAINER);
-        mapper.enter_module(LoraAdapter::NAME, ADAPTER);
-        let mapped = mapped.with_adapter(adapter, |adapter| adapter.map(mapper));
-        mapper.exit_module(LoraAdapter::NAME, ADAPTER);
-        mapper.enter_module(NAME, CONTAINER);
-        mapped
     }
 
     fn materialize(self) -> Self {
@@ -299,28 +111,16 @@ impl Module for ShardedParam {
     }
 
     fn valid(&self) -> Self {
-        if is_within(Purpose::OwnStates) {
-            return self.clone();
+        match self {
+            Self::Own(sharded) => Self::Own(Box::new(sharded.valid())),
+            Self::Tied(tied) => Self::Tied(tied.clone()),
         }
-        let value = self.value.valid();
-        let identity = self.identity.clone();
-        Self::descend(&self.generation, Transition::Valid, identity, value)
-            .with_adapter(self.adapter.clone(), |adapter| adapter.valid())
     }
 
     fn train(self) -> Self {
-        if is_within(Purpose::OwnStates) {
-            return self;
+        match self {
+            Self::Own(sharded) => Self::Own(Box::new(sharded.train())),
+            Self::Tied(tied) => Self::Tied(tied),
         }
-        let Self {
-            value,
-            identity,
-            generation,
-            adapter,
-        } = self;
-        let strategy = generation.unit.strategy;
-        let value = value.train(strategy);
-        Self::descend(&generation, Transition::Train, identity, value)
-            .with_adapter(adapter, Module::train)
     }
 }

@@ -1,16 +1,15 @@
 //! The hold of a module's copy on a parameter, and the link to the root of its unit.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use burn::tensor::Tensor;
 use burn_fsdp_collectives::Fingerprint;
 use parking_lot::Mutex;
 
-use crate::ambient::{Purpose, is_within};
+use crate::ambient::{Purpose, is_within, within};
 use crate::copies::{Copied, Copies, Generation, Transition};
 use crate::error::Error;
-use crate::root::Root;
+use crate::root::{Place, Root};
 
 /// A module's hold on one parameter of a generation: counted, because backward graphs hold
 /// generations too, and must not make an abandoned copy look alive.
@@ -19,11 +18,42 @@ pub(crate) struct Owned {
     /// Index of the parameter in its unit.
     pub(crate) slot: usize,
     copy: Copied,
-    /// Number of copies that were made of it.
-    num_clones: AtomicU64,
+    clones: Arc<Clones>,
     /// False if a graph holds it.
     is_counted: bool,
     root_link: Arc<RootLink>,
+}
+
+/// The copies that were made of a parameter in one copy of the module: how many, and the last of them.
+#[derive(Default)]
+pub(crate) struct Clones(Mutex<(u64, Option<LastClone>)>);
+
+/// A copy, and the copies that were made of it.
+type LastClone = (Copied, Weak<Clones>);
+
+impl Clones {
+    /// Returns the number of copies that were made.
+    pub(super) fn count(&self) -> u64 {
+        self.0.lock().0
+    }
+
+    /// Returns the copy that was made last, if any of it is left.
+    pub(super) fn last(&self) -> Option<(Copied, Arc<Self>)> {
+        let last = self.0.lock().1.clone();
+        last.and_then(|(copy, clones)| Some((copy, clones.upgrade()?)))
+    }
+
+    /// Returns the next copy of `copy`. Parameters of one module are copied together, so they get one number.
+    fn add(&self, copy: Copied) -> (Copied, Arc<Self>) {
+        let mut made = self.0.lock();
+        let next = Copied {
+            number: Fingerprint::of(&(copy.number, made.0)),
+            parent: copy.number,
+        };
+        let clones = Arc::<Self>::default();
+        *made = (made.0 + 1, Some((next, Arc::downgrade(&clones))));
+        (next, clones)
+    }
 }
 
 /// The root that orders a unit's operations: another one, once its module is a part of a larger one.
@@ -45,14 +75,31 @@ impl RootLink {
 impl Owned {
     /// Takes hold, in the copy of the module that was sharded.
     pub(crate) fn new(generation: Arc<Generation>, slot: usize, root_link: Arc<RootLink>) -> Self {
-        Self::of(generation, slot, Copied::default(), 0, root_link)
+        Self::of(
+            generation,
+            slot,
+            (Copied::default(), Arc::default()),
+            root_link,
+        )
+    }
+
+    /// Returns a hold in the copy `copy` of the module that is not counted.
+    pub(super) fn uncounted(
+        generation: Arc<Generation>,
+        slot: usize,
+        copy: Copied,
+        root_link: Arc<RootLink>,
+    ) -> Self {
+        let copy = (copy, Arc::default());
+        within(Purpose::CopyForGraph, || {
+            Self::of(generation, slot, copy, root_link)
+        })
     }
 
     fn of(
         generation: Arc<Generation>,
         slot: usize,
-        copy: Copied,
-        num_clones: u64,
+        (copy, clones): (Copied, Arc<Clones>),
         root_link: Arc<RootLink>,
     ) -> Self {
         let is_counted = !is_within(Purpose::CopyForGraph);
@@ -63,7 +110,7 @@ impl Owned {
             generation,
             slot,
             copy,
-            num_clones: AtomicU64::new(num_clones),
+            clones,
             is_counted,
             root_link,
         }
@@ -71,32 +118,19 @@ impl Owned {
 
     /// Returns the hold on what `transition` made of the parameter, in `generation`.
     pub(crate) fn moved_to(&self, generation: Arc<Generation>, transition: Transition) -> Self {
-        match transition {
+        let copy = match transition {
             // The module that it is made of stays.
-            Transition::Valid => Self::of(
-                generation,
-                self.slot,
-                self.cloned(),
-                0,
-                self.root_link.clone(),
-            ),
-            Transition::Map | Transition::Train | Transition::Device => Self::of(
-                generation,
-                self.slot,
-                self.copy,
-                self.num_clones.load(Ordering::Relaxed),
-                self.root_link.clone(),
-            ),
-        }
+            Transition::Valid => self.clones.add(self.copy),
+            Transition::Map | Transition::Train | Transition::Device => {
+                (self.copy, self.clones.clone())
+            }
+        };
+        Self::of(generation, self.slot, copy, self.root_link.clone())
     }
 
-    /// Returns a new copy. Parameters of one module are copied together, so they get one number.
-    fn cloned(&self) -> Copied {
-        let ordinal = self.num_clones.fetch_add(1, Ordering::Relaxed);
-        Copied {
-            number: Fingerprint::of(&(self.copy.number, ordinal)),
-            parent: self.copy.number,
-        }
+    /// Returns the copies that were made of it.
+    pub(super) fn clones(&self) -> &Arc<Clones> {
+        &self.clones
     }
 
     /// Returns the copy of the module that it belongs to.
@@ -112,12 +146,9 @@ impl Owned {
     /// Returns the full parameter, as the model's own code gets it, as a function of `parent`. Collective.
     pub(crate) fn full<const D: usize>(&self, parent: Tensor<1>) -> Result<Tensor<D>, Error> {
         let root = self.root_link.root();
-        root.expect("a sharded module has a root").access(
-            &self.values(),
-            self.slot,
-            self.copy,
-            parent,
-        )
+        let place = Place::own(self.slot);
+        root.expect("a sharded module has a root")
+            .access(&self.values(), place, self.copy, parent)
     }
 
     /// Returns all values of the unit in this copy of the module.
@@ -133,15 +164,14 @@ impl Clone for Owned {
     fn clone(&self) -> Self {
         let copy = if is_within(Purpose::CopyForGraph) {
             // A recomputed region's module is a part of the one around it.
-            self.copy
+            (self.copy, Arc::default())
         } else {
-            self.cloned()
+            self.clones.add(self.copy)
         };
         Self::of(
             self.generation.clone(),
             self.slot,
             copy,
-            0,
             self.root_link.clone(),
         )
     }

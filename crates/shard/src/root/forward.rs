@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn::tensor::Tensor;
 
 use super::access::{Access, Finish, UnitEnd};
-use super::pass::{Pass, Recomputation, Use, UseKind};
+use super::pass::{Pass, Place, Recomputation, Use, UseKind};
 use super::state::{Phase, Progress, Root};
 use crate::copies::{Copied, Generation};
 use crate::device;
@@ -48,15 +48,16 @@ impl Use {
 }
 
 impl Root {
-    /// Returns the full parameter in `slot` of `generation`, which the copy `copy` of the module has, and of
+    /// Returns the full parameter at `place` in `generation`, which the copy `copy` of the module has, and of
     /// which this rank holds `value`. Called by the model's own code, through `Param::val`.
     pub(crate) fn access<const D: usize>(
         self: &Arc<Self>,
         generation: &Arc<Generation>,
-        slot: usize,
+        place: Place,
         copy: Copied,
         value: Tensor<1>,
     ) -> Result<Tensor<D>, Error> {
+        let slot = place.slot;
         read::note(&generation.unit, slot);
         let of = &generation.unit.slots[slot];
         if let Some(layer) = &of.unfit {
@@ -75,12 +76,12 @@ impl Root {
                 self.clear(progress);
             }
             progress.phase = Phase::Forward;
-            progress.begin_pass(self, generation, copy, slot)?;
+            progress.begin_pass(self, generation, copy, place)?;
             if region::state() == RegionState::Plain {
-                progress.open_use(self, generation, slot, UseKind::Plain)?;
+                progress.open_use(self, generation, UseKind::Plain)?;
                 return progress.plain(self, generation, slot);
             }
-            progress.open_use(self, generation, slot, UseKind::Tracked)?;
+            progress.open_use(self, generation, UseKind::Tracked)?;
             progress.node(self, slot, value)
         })
     }
@@ -175,9 +176,9 @@ impl Progress {
         root: &Arc<Root>,
         generation: &Arc<Generation>,
         copy: Copied,
-        slot: usize,
+        place: Place,
     ) -> Result<(), Error> {
-        let place = (generation.unit.position(), slot);
+        let place = (generation.unit.position(), place);
         let again = self
             .uses
             .pass
@@ -205,17 +206,16 @@ impl Progress {
         &mut self,
         root: &Arc<Root>,
         generation: &Arc<Generation>,
-        slot: usize,
         kind: UseKind,
     ) -> Result<(), Error> {
-        let place = (generation.unit.position(), slot);
+        let position = generation.unit.position();
         let pass = self.uses.pass.as_mut().expect("a pass has begun");
         let is_current =
             |used: &Use| used.kind == kind && Arc::ptr_eq(&used.generation, generation);
         if pass.current.as_ref().is_some_and(is_current) {
             return Ok(());
         }
-        pass.left_first |= place.0 != pass.first.0;
+        pass.left_first |= position != pass.first.0;
         if let Some(last) = pass.current.take() {
             if last.generation.unit.keeps() {
                 pass.kept.push(last.set_aside());
@@ -338,8 +338,8 @@ impl Progress {
 }
 
 impl Pass {
-    fn begin(root: &Arc<Root>, generation: &Generation, first: (usize, usize)) -> Self {
-        let token = leaf_token(generation, first.1);
+    fn begin(root: &Arc<Root>, generation: &Generation, first: (usize, Place)) -> Self {
+        let token = leaf_token(generation, first.1.slot);
         Self {
             number: 0,
             copy: 0,

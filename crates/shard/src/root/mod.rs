@@ -30,4 +30,5 @@ mod ruler;
 mod state;
 
 pub(crate) use evaluation::{Evaluable, Evaluation, are_equal};
+pub(crate) use pass::Place;
 pub(crate) use state::Root;

@@ -11,6 +11,22 @@ use crate::error::Error;
 use crate::slot::Slots;
 use crate::unit::Unit;
 
+/// A parameter as a field of the module reads it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// Index of the parameter in its unit.
+    pub(crate) slot: usize,
+    /// Number of the field among those that share the parameter.
+    pub(crate) field: usize,
+}
+
+impl Place {
+    /// Returns the place of a parameter in the first of its fields.
+    pub(crate) fn own(slot: usize) -> Self {
+        Self { slot, field: 0 }
+    }
+}
+
 /// The uses of units that are under way.
 #[derive(Default)]
 pub(super) struct Uses {
@@ -29,8 +45,8 @@ pub(super) struct Pass {
     pub(super) number: u64,
     /// The number of the copy of the module that began it.
     pub(super) copy: u64,
-    /// The parameter touched first: touching it again after another unit begins a new pass.
-    pub(super) first: (usize, usize),
+    /// The parameter touched first, by unit: touching it again after another unit begins a new pass.
+    pub(super) first: (usize, Place),
     pub(super) left_first: bool,
     pub(super) token: Tensor<1>,
     /// The depth of the ruler beside the last link of the token.

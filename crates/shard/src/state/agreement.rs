@@ -41,7 +41,7 @@ pub enum Agreement {
 pub fn check_agreement<M: Module>(module: &M, of: Agreement) -> Result<(), Error> {
     let group = inspect::root_of(module)?.group.clone();
     let mut sums = Checksums {
-        members: inspect::places(module).into_iter().collect(),
+        members: inspect::fields(module).into_iter().collect(),
         left_out: match of {
             Agreement::Parameters => survey(module)?.buffers,
             Agreement::ParametersAndBuffers => {
@@ -144,6 +144,7 @@ impl path::Visitor for Checksums {
             return;
         }
         let sum = match self.members.remove(&path) {
+            Some(member) if member.is_tied => return,
             Some(member) => {
                 let piece = match member.slot().is_gathered() {
                     true => member.generation.unit.groups.shard.rank(),

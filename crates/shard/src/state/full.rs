@@ -1,6 +1,6 @@
 //! Whole parameters outside of training: to read, change, export or evaluate.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use burn::module::{Module, Param};
@@ -9,7 +9,7 @@ use burn_fsdp_collectives::{Buffer, BufferPool, Label, Source};
 
 use crate::ambient::{Purpose, within};
 use crate::error::Error;
-use crate::inspect::{self, Member};
+use crate::inspect::{self, Key, Member};
 use crate::parameter::mailbox;
 use crate::path::{self, FACTOR_A, FACTOR_B, Location};
 use crate::state::record;
@@ -52,20 +52,20 @@ pub fn summon_full_params<M: Module>(
     body: impl FnOnce(M) -> M,
 ) -> Result<M, Error> {
     inspect::root_of(&module)?;
-    let places = inspect::places(&module);
+    let fields = inspect::fields(&module);
     let is_adapted = |(_, member): &(String, Member)| member.slot().adapter.is_some();
-    if write_back == WriteBack::Keep && places.iter().any(is_adapted) {
+    if write_back == WriteBack::Keep && fields.iter().any(is_adapted) {
         return Err(Error::Option {
             option: "write_back",
             expected: "`WriteBack::Discard`: the whole weights have the adapters merged into them",
             got: "`WriteBack::Keep` for a module with LoRA adapters".to_owned(),
         });
     }
-    let full = plain(&module, &places, true)?;
+    let full = plain(&module, &fields, true)?;
     let returned = body(full);
     match write_back {
         WriteBack::Discard => Ok(module),
-        WriteBack::Keep => take_back(module, places, &returned),
+        WriteBack::Keep => take_back(module, fields, &returned),
     }
 }
 
@@ -79,20 +79,30 @@ pub fn summon_full_params<M: Module>(
 /// [`Error::NotSharded`]; a failed collective.
 pub fn unsharded<M: Module>(module: &M, keep: bool) -> Result<Option<M>, Error> {
     inspect::root_of(module)?;
-    let full = plain(module, &inspect::places(module), keep)?;
+    let full = plain(module, &inspect::fields(module), keep)?;
     Ok(keep.then_some(full))
 }
 
 /// Returns the module without autodiff and without shards: with whole values if they are to be kept, or with none.
-fn plain<M: Module>(module: &M, places: &[(String, Member)], keep: bool) -> Result<M, Error> {
-    let mut members: HashMap<_, _> = places.iter().cloned().collect();
-    for (path, _) in places {
+fn plain<M: Module>(module: &M, fields: &[(String, Member)], keep: bool) -> Result<M, Error> {
+    let mut members: HashMap<_, _> = fields.iter().cloned().collect();
+    for (path, _) in fields {
         // Of an adapted parameter they are read with it, and no module of `materialize` has them.
         members.remove(&format!("{path}.{FACTOR_A}"));
         members.remove(&format!("{path}.{FACTOR_B}"));
     }
     // `valid` also gives the copy running states of its own.
-    let filled = catch(|| path::map(module.valid(), &mut Fill { members, keep }))?;
+    let mut fill = Fill {
+        members,
+        keep,
+        tied: fields
+            .iter()
+            .filter(|(_, member)| member.is_tied)
+            .map(|(_, member)| member.key())
+            .collect(),
+        shared: HashMap::new(),
+    };
+    let filled = catch(|| path::map(module.valid(), &mut fill))?;
     // Burn lets go of a reparameterization in `materialize` alone.
     Ok(within(Purpose::KeepBase, || filled.materialize()))
 }
@@ -102,6 +112,10 @@ struct Fill {
     members: HashMap<String, Member>,
     /// False to let go of each value as it comes.
     keep: bool,
+    /// The parameters that several fields share.
+    tied: HashSet<Key>,
+    /// The whole values of those.
+    shared: HashMap<Key, Tensor<1>>,
 }
 
 impl path::Mapper for Fill {
@@ -118,13 +132,20 @@ impl path::Mapper for Fill {
             let whole = record::whole(&member.generation, slot);
             whole.unwrap_or_else(|error| throw(error))
         };
-        let base = whole(member.index);
-        let whole = match &member.slot().adapter {
-            Some(adapter) => adapter.applied(base, whole(adapter.a), whole(adapter.b)),
-            None => base,
+        let whole = match (self.shared.get(&member.key()), &member.slot().adapter) {
+            (Some(shared), _) => shared.clone(),
+            // Every rank has gathered it with the first field.
+            (None, _) if member.is_tied => return param,
+            (None, Some(adapter)) => {
+                adapter.applied(whole(member.index), whole(adapter.a), whole(adapter.b))
+            }
+            (None, None) => whole(member.index),
         };
         if !self.keep {
             return param;
+        }
+        if self.tied.contains(&member.key()) {
+            self.shared.insert(member.key(), whole.clone());
         }
         let mut shape = [0; D];
         shape.copy_from_slice(&member.slot().shape);
@@ -140,12 +161,12 @@ impl path::Mapper for Fill {
 }
 
 /// Returns the sharded module with the values of `full`.
-fn take_back<M: Module>(module: M, places: Vec<(String, Member)>, full: &M) -> Result<M, Error> {
+fn take_back<M: Module>(module: M, fields: Vec<(String, Member)>, full: &M) -> Result<M, Error> {
     // Running states show their last update after `valid` only.
     let mut values = Values::default();
     path::visit(&full.valid(), &mut values);
     let mut narrow = Narrow {
-        members: places.into_iter().collect(),
+        members: fields.into_iter().collect(),
         values: values.found,
     };
     narrow.check(&module)?;
@@ -200,6 +221,7 @@ impl Narrow {
                 }),
             });
         }
+        self.check_ties(wanted.found.iter().map(|(path, _)| path))?;
         let is_extra = |path: &&String| wanted.found.iter().all(|(known, _)| known != *path);
         match self.values.keys().filter(is_extra).min() {
             None => Ok(()),
@@ -209,6 +231,25 @@ impl Narrow {
                 got: "one".to_owned(),
             }),
         }
+    }
+
+    /// Checks that fields which share a parameter have equal values; `paths` are those of the module, in its order.
+    fn check_ties<'a>(&self, paths: impl Iterator<Item = &'a String>) -> Result<(), Error> {
+        let mut firsts = HashMap::new();
+        for path in paths {
+            let Some(member) = self.members.get(path) else {
+                continue;
+            };
+            let first = *firsts.entry(member.key()).or_insert(path);
+            if self.values.get(first) != self.values.get(path) {
+                return Err(Error::Tied {
+                    first: first.clone(),
+                    second: path.clone(),
+                    problem: "but other values were returned for one than for the other; change both alike",
+                });
+            }
+        }
+        Ok(())
     }
 
     fn take(&mut self, place: &Location) -> Option<TensorData> {
@@ -251,6 +292,7 @@ impl path::Mapper for Narrow {
             return param;
         };
         match self.members.remove(&place.path()) {
+            Some(member) if member.is_tied => param,
             Some(member) => {
                 let device = param.lazy_device();
                 let plain = device.clone().without_autodiff();
@@ -386,7 +428,7 @@ pub(crate) fn tensors<M: Module>(module: &M) -> Vec<StateTensor> {
     // Running states show their last update after `valid` only.
     drop(module.valid());
     let mut all = All {
-        members: inspect::places(module).into_iter().collect(),
+        members: inspect::fields(module).into_iter().collect(),
         found: Vec::new(),
     };
     inspect::visit(module, &mut all);
@@ -402,6 +444,7 @@ impl path::Visitor for All {
     fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
         let path = place.path();
         let tensor = match self.members.remove(&path) {
+            Some(member) if member.is_tied => return,
             Some(member) => {
                 let slot = member.slot();
                 StateTensor {

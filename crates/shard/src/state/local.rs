@@ -23,6 +23,8 @@ use crate::transport;
 pub struct LocalTensor {
     /// Path in the module, such as `blocks.3.fc.weight`.
     pub path: String,
+    /// The other paths of a sharded parameter that several fields share.
+    pub tied: Vec<String>,
     /// Shape of the whole tensor.
     pub shape: Vec<usize>,
     /// Element type as it is stored.
@@ -56,7 +58,7 @@ pub enum LocalPart {
 }
 
 /// Returns the tensors of a sharded module, in its order, with this rank's part of each. Nothing is
-/// copied or communicated.
+/// copied or communicated. A parameter that several fields share is there once, under the path of the first.
 ///
 /// Running states are the ranks' own: [`sync_buffers`](crate::sync_buffers) first, if one of them is
 /// to stand for all.
@@ -66,12 +68,17 @@ pub enum LocalPart {
 /// [`Error::NotSharded`]; [`Error::Collective`] if an element has changed by itself, where ranks compare bytes.
 pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
     inspect::root_of(module)?;
-    let managed: HashMap<_, _> = inspect::places(module).into_iter().collect();
+    let (tied, managed): (Vec<_>, Vec<_>) = inspect::fields(module)
+        .into_iter()
+        .partition(|(_, member)| member.is_tied);
+    let managed: HashMap<_, _> = managed.into_iter().collect();
     for member in managed.values() {
         member.generation.check(member.index)?;
     }
     let tensors = full::tensors(module).into_iter().map(|tensor| {
         let source = |flat| transport::source(flat, None);
+        let key = managed.get(&tensor.path).map(Member::key);
+        let others = tied.iter().filter(|(_, other)| Some(other.key()) == key);
         let mut adapter_scale = None;
         let (part, elements) = match tensor.held {
             Held::Sharded(member) => {
@@ -94,6 +101,7 @@ pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
             Held::Read(elements) => (LocalPart::Own, elements),
         };
         LocalTensor {
+            tied: others.map(|(path, _)| path.clone()).collect(),
             path: tensor.path,
             shape: tensor.shape,
             dtype: tensor.dtype,

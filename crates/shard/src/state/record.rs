@@ -57,7 +57,8 @@ pub(crate) fn within_record<M: Module, T>(module: &M, body: impl FnOnce() -> T) 
             drop(RECORDED.take());
         }
     }
-    RECORDED.set(inspect::members(module));
+    let fields = inspect::fields(module).into_iter();
+    RECORDED.set(fields.map(|(_, member)| member).collect());
     let _forget = Forget;
     body()
 }

@@ -44,7 +44,7 @@ pub fn recorded_state<M: Module>(
     let root = inspect::root_of(module)?;
     buffers::settle(module)?;
     let mut each = Each {
-        members: inspect::places(module).into_iter().collect(),
+        members: inspect::fields(module).into_iter().collect(),
         is_first: root.group.rank() == 0,
         visit,
     };

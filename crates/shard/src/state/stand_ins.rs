@@ -50,8 +50,8 @@ pub fn renew_stand_ins<M: Module>(module: M) -> Result<M, Error> {
 }
 
 fn paths<M: Module>(module: &M) -> HashSet<String> {
-    let places = inspect::places(module).into_iter();
-    places.map(|(path, _)| path).collect()
+    let fields = inspect::fields(module).into_iter();
+    fields.map(|(path, _)| path).collect()
 }
 
 struct Bytes {

@@ -46,6 +46,7 @@ pub(super) fn with_factors(parameters: Vec<Found>, lora: &Lora) -> Result<Vec<Fo
             shape: shape.to_vec(),
             dtype: base.dtype,
             device: base.device.clone(),
+            is_trainable: true,
             factor_of: Some(base.path.clone()),
             layer: base.layer.clone(),
         };

@@ -109,14 +109,23 @@ pub(crate) struct Grouping {
 }
 
 impl Grouping {
-    /// Groups `parameters` by the policy's patterns.
+    /// Groups `parameters` by the policy's patterns, of which one may also stand for fields that share a parameter with another
+    /// one, at the paths `tied`.
     ///
     /// # Errors
     ///
     /// [`Error::UnmatchedPattern`].
-    pub(crate) fn new(parameters: &[Found], policy: &ShardPolicy) -> Result<Self, Error> {
+    pub(crate) fn new<'a>(
+        parameters: &[Found],
+        tied: impl Iterator<Item = &'a str> + Clone,
+        policy: &ShardPolicy,
+    ) -> Result<Self, Error> {
         let named = named_units(policy);
-        let mut matched = vec![false; named.len()];
+        let is_tied = |(pattern, _): &(&Pattern, _)| {
+            let mut tied = tied.clone();
+            tied.any(|path| pattern.module_of(path).is_some())
+        };
+        let mut matched: Vec<_> = named.iter().map(is_tied).collect();
         let mut by_unit: Vec<(String, Vec<Found>)> = vec![(String::new(), Vec::new())];
         for found in parameters {
             let (mut innermost, mut unit) = ("", "");

@@ -6,6 +6,7 @@
 //! - `placed`: units with their paths in the module, those of earlier calls too.
 //! - `sharder`: from a parameter to a stand-in with its shard beside it; `initial`: rank 0's values; `read`: those that
 //!   each rank reads.
+//! - `ties`: fields that share a parameter.
 //! - `own_states`: running states that ranks must not share.
 
 mod factors;
@@ -17,6 +18,7 @@ mod placed;
 mod ranks;
 mod read;
 mod sharder;
+mod ties;
 
 use std::collections::HashMap;
 use std::hash::{Hash, Hasher};
@@ -43,6 +45,7 @@ use ranks::Ranks;
 pub use read::InitialPart;
 use read::Read;
 use sharder::Sharder;
+use ties::Ties;
 
 /// Shards `module` over the policy's axis of `mesh` and returns it, with the same type and to be
 /// used in the same way.
@@ -60,6 +63,9 @@ use sharder::Sharder;
 /// Each shard has the id of its parameter, so that groups of ids made before go on to match; see
 /// [`param_id`](crate::param_id).
 ///
+/// Fields that are clones of one parameter (one id) stay one parameter: the first of them in the order of the module is
+/// sharded, under its path, and all others give its value, in each copy of the module and after whatever is done to it.
+///
 /// Applied to a child first and to its parent later, the parent takes the parameters that are
 /// left and orders the operations of both.
 ///
@@ -70,8 +76,8 @@ use sharder::Sharder;
 ///
 /// # Errors
 ///
-/// A pattern without a module, parameters that cannot be sharded or are not reached, a child in the
-/// middle of a step, or a failed collective.
+/// A pattern without a module, parameters that cannot be sharded or are not reached, [`Error::Tied`] for fields of one id that
+/// cannot be one parameter, a child in the middle of a step, or a failed collective.
 pub fn fully_shard<M: Module>(
     module: M,
     mesh: &impl AsMesh,
@@ -156,7 +162,7 @@ fn wrap<M: Module>(
     let mesh = mesh.as_mesh(&policy.axis)?;
     let ranks = Ranks::new(&mesh, policy)?;
     let survey = survey(&module)?;
-    let earlier = earlier_units(&module, &survey.sharded);
+    let earlier = earlier_units(&module);
     let (left_alone, adopted) = match form {
         Form::Replicate => (earlier, Vec::new()),
         Form::Shard => split_off_replicas(earlier),
@@ -169,6 +175,7 @@ fn wrap<M: Module>(
         });
     }
     let ignored = Ignored::new(&survey, policy)?;
+    let ties = Ties::new(&module, &survey, &ignored, policy)?;
     let found = survey.parameters.iter().map(|found| &found.path);
     let paths: Vec<_> = found.chain(&survey.sharded).map(String::as_str).collect();
     if let Some(pattern) = policy.precision.unmatched(&paths) {
@@ -178,6 +185,7 @@ fn wrap<M: Module>(
         .parameters
         .iter()
         .filter(|found| !ignored.contains(&found.path))
+        .filter(|found| !ties.contains(&found.path))
         // Of a parameter without elements there is nothing to share.
         .filter(|found| !found.shape.contains(&0))
         .cloned()
@@ -186,7 +194,6 @@ fn wrap<M: Module>(
         Some(lora) => factors::with_factors(parameters, lora)?,
         None => parameters,
     };
-    check_ids(&module, &survey)?;
     check(&survey, &parameters, &adopted, &left_alone)?;
     for earlier in &adopted {
         check_groups(earlier, &ranks.groups)?;
@@ -194,7 +201,7 @@ fn wrap<M: Module>(
             root.expect_between_steps()?;
         }
     }
-    let grouping = Grouping::new(&parameters, policy)?;
+    let grouping = Grouping::new(&parameters, ties.paths(), policy)?;
     let factors: HashMap<_, _> = parameters
         .iter()
         .filter(|found| found.factor_of.is_some())
@@ -210,7 +217,7 @@ fn wrap<M: Module>(
 
     let first = units.into_iter().map(Generation::first).collect();
     let (sharder, made) = Sharder::new(first, &survey, policy.lora.clone(), factors);
-    let sharder = sharder.reading(read);
+    let sharder = sharder.reading(read).tying(ties);
     let module = catch(|| module.apply_reparameterization(sharder))?;
     for earlier in &adopted {
         earlier.copies.unit.demote(&earlier.prefix);
@@ -222,22 +229,6 @@ fn wrap<M: Module>(
     begin_history(&module);
     memory::warn_at_wrap(&root);
     Ok(module)
-}
-
-/// Refuses parameters of one id, sharded by now or by an earlier call, or to be left alone: of two leaves
-/// with one id the optimizer would train one, with the gradient of the other.
-fn check_ids<M: Module>(module: &M, survey: &Survey) -> Result<(), Error> {
-    let sharded = inspect::places(module).into_iter();
-    let mut seen: HashMap<_, _> = sharded.map(|(path, member)| (member.id, path)).collect();
-    for found in &survey.parameters {
-        if let Some(first) = seen.insert(found.id, found.path.clone()) {
-            return Err(Error::Tied {
-                first,
-                second: found.path.clone(),
-            });
-        }
-    }
-    Ok(())
 }
 
 /// Refuses what cannot be sharded.

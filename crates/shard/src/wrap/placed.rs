@@ -39,10 +39,10 @@ pub(super) fn split_off_replicas(earlier: Vec<Placed>) -> (Vec<Placed>, Vec<Plac
 }
 
 /// Returns the units that earlier calls made, in the order of the module, each with the path in
-/// `module` of the module that the call was made on. `paths` are those of their parameters.
-pub(super) fn earlier_units<M: Module>(module: &M, paths: &[String]) -> Vec<Placed> {
+/// `module` of the module that the call was made on.
+pub(super) fn earlier_units<M: Module>(module: &M) -> Vec<Placed> {
     let mut units: Vec<Placed> = Vec::new();
-    for (member, path) in inspect::members(module).iter().zip(paths) {
+    for (path, member) in &inspect::places(module) {
         let unit = &member.generation.unit;
         let mut known = units.iter().map(|placed| &placed.copies.unit);
         if known.any(|known| Arc::ptr_eq(known, unit)) {

@@ -26,16 +26,17 @@ pub struct InitialPart<'a> {
 /// What reads the bytes of a part; `None` for a parameter that begins with rank 0's value.
 pub(super) type Read<'a> = &'a mut dyn FnMut(&InitialPart<'_>) -> Result<Option<Vec<u8>>, Error>;
 
-/// Returns this rank's value of a parameter as it is read, if it is.
+/// Returns this rank's value of a parameter as it is read for the field at `path`, if it is.
 pub(super) fn value(
     read: Read<'_>,
     unit: &Unit,
     slot: &Slot,
+    path: &str,
     device: &Device,
 ) -> Result<Option<Tensor<1>>, Error> {
     let dtype = slot.elements.stored.dtype;
     let part = InitialPart {
-        path: &slot.path,
+        path,
         shape: &slot.shape,
         dtype,
         range: slot.held_range(unit.groups.shard.rank()),
@@ -46,7 +47,7 @@ pub(super) fn value(
     let expected = part.range.len() * dtype.size();
     if bytes.len() != expected {
         return Err(Error::LocalLength {
-            path: slot.path.clone(),
+            path: path.to_owned(),
             expected,
             got: bytes.len(),
         });

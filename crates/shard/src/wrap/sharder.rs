@@ -1,6 +1,7 @@
 //! The replacement of a parameter by a stand-in with its shard beside it.
 
 use std::collections::{HashMap, HashSet};
+use std::iter;
 use std::sync::Arc;
 
 use burn::module::{
@@ -11,12 +12,14 @@ use burn::tensor::{Device, Distribution, Shape, Tensor};
 use super::initial;
 use super::placed::Placed;
 use super::read::{self, Read};
+use super::ties::{self, Field, Ties};
 use crate::adapter::Adapter;
 use crate::copies::{Copies, Generation};
 use crate::error::Error;
-use crate::parameter::ShardedParam;
 use crate::parameter::identity::counterpart;
-use crate::parameter::owned::RootLink;
+use crate::parameter::owned::{Clones, RootLink};
+use crate::parameter::tied::{Tie, TiedParam};
+use crate::parameter::{Attached, ShardedParam};
 use crate::path::{FACTOR_A, FACTOR_B};
 use crate::shown::Shown;
 use crate::slot::Slot;
@@ -25,6 +28,9 @@ use crate::survey::{Declared, Found, Survey, stand_in};
 use crate::thrown::throw;
 use crate::transport;
 use crate::unit::Unit;
+
+/// The problem of a parameter whose fields are read as if they were two.
+const READ_TWICE: &str = "but what is read has other values for one than for the other; read one name, or the same for both";
 
 /// A reparameterizer that replaces each parameter by a stand-in with its value beside it.
 pub(super) struct Sharder<'a> {
@@ -37,6 +43,18 @@ pub(super) struct Sharder<'a> {
     factors: HashMap<String, Found>,
     /// What reads the values that are not rank 0's.
     read: Option<Read<'a>>,
+    /// The fields that share a parameter with an earlier one.
+    ties: Ties,
+    /// The parameters that were made for those, by path.
+    firsts: HashMap<String, First>,
+}
+
+/// A parameter that several fields share, as the first of them has it.
+struct First {
+    generation: Arc<Generation>,
+    slot: usize,
+    root_link: Arc<RootLink>,
+    clones: Arc<Clones>,
 }
 
 impl<'a> Sharder<'a> {
@@ -69,6 +87,8 @@ impl<'a> Sharder<'a> {
             lora,
             factors,
             read: None,
+            ties: Ties::default(),
+            firsts: HashMap::new(),
         };
         (sharder, made)
     }
@@ -78,30 +98,77 @@ impl<'a> Sharder<'a> {
         Self { read, ..self }
     }
 
-    /// Returns this rank's value of a parameter.
+    /// Sets the fields that share a parameter with an earlier one.
+    pub(super) fn tying(self, ties: Ties) -> Self {
+        Self { ties, ..self }
+    }
+
+    /// Returns this rank's value of a parameter: as it is read for the first of its fields for which it is, or rank 0's.
     fn value<const D: usize>(
         &mut self,
         unit: &Unit,
         slot: &Slot,
         param: &Param<Tensor<D>>,
     ) -> Result<Tensor<1>, Error> {
-        let read = self.read.as_deref_mut();
-        let read = read.map(|read| read::value(read, unit, slot, &param.lazy_device()));
-        match read.transpose()?.flatten() {
-            Some(value) => Ok(value),
+        let Some(read) = self.read.as_deref_mut() else {
+            return initial::value(unit, slot, param);
+        };
+        let others = self.ties.of(&slot.path);
+        let others = others.map(|field| field.found.path.as_str());
+        let mut known: Option<(&str, Tensor<1>)> = None;
+        for path in iter::once(slot.path.as_str()).chain(others) {
+            let value = read::value(read, unit, slot, path, &param.lazy_device())?;
+            match (&known, value) {
+                (Some((first, one)), Some(other)) => {
+                    if one.clone().into_data() != other.into_data() {
+                        return Err(ties::tied(first, path, READ_TWICE));
+                    }
+                }
+                (None, Some(value)) => known = Some((path, value)),
+                (_, None) => {}
+            }
+        }
+        match known {
+            Some((_, value)) => Ok(value),
             None => initial::value(unit, slot, param),
         }
+    }
+
+    /// Returns the stand-in of a field that shares the parameter of an earlier one.
+    fn tied<const D: usize>(
+        &self,
+        field: &Field,
+        param: &Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<Attached>) {
+        let first = &self.firsts[&field.first];
+        let unit = &first.generation.unit;
+        let compute = unit.slots[first.slot].elements.compute.dtype;
+        let layer = field.found.layer.clone();
+        let tie = Tie {
+            copies: Copies::of(&first.generation),
+            slot: first.slot,
+            field: field.number,
+            path: field.found.path.clone(),
+            unfit: layer.filter(|layer| layer.dtype != compute),
+            root_link: first.root_link.clone(),
+        };
+        let base = stand_in_of(param, &first.generation, first.slot);
+        let tied = TiedParam::new(tie, first.clones.clone());
+        (base, Some(Attached::Tied(tied)))
     }
 }
 
 impl Reparameterizer for Sharder<'_> {
-    type Reparam = ShardedParam;
+    type Reparam = Attached;
 
     fn reparameterize<const D: usize>(
         &mut self,
         path: &str,
         param: Param<Tensor<D>>,
-    ) -> (Param<Tensor<D>>, Option<ShardedParam>) {
+    ) -> (Param<Tensor<D>>, Option<Attached>) {
+        if let Some(field) = self.ties.at(path) {
+            return self.tied(field, &param);
+        }
         let Some((generation, index, root_link)) = self.places.remove(path) else {
             let param = match self.others.contains(path) {
                 true => own_leaf(param),
@@ -113,30 +180,44 @@ impl Reparameterizer for Sharder<'_> {
             };
         };
         let unit = generation.unit.clone();
-        let device = param.lazy_device();
-        let declared = Declared::of(&param);
+        let is_trainable = Declared::of(&param).is_trainable;
         let id = param.id;
+        let base = stand_in_of(&param, &generation, index);
         let value = self.value(&unit, &unit.slots[index], &param);
         drop(param);
         let value = value.unwrap_or_else(|error| throw(error));
         let shape = unit.slots[index].shown_shape(unit.groups.shard.rank());
         let is_frozen = self.lora.is_some() && !self.factors.contains_key(path);
-        let shown = Shown::new(id, value, &shape, declared.is_trainable && !is_frozen);
+        let shown = Shown::new(id, value, &shape, is_trainable && !is_frozen);
         let adapter = unit.slots[index].adapter.as_ref();
         let adapter = adapter.map(|adapter| sharded_factors(self, path, adapter));
-        let base = base(&declared, &device, counterpart(id));
-        let own = declared.mapper;
-        let stand_in = stand_in(declared.shape, &device);
-        let base = base
-            .load_mapper(record::load(unit, index, own.clone(), stand_in))
-            .save_mapper(record::save(Copies::of(&generation), index, own));
-        (
-            base,
-            Some(ShardedParam::new(
-                shown, adapter, index, generation, root_link,
-            )),
-        )
+        let sharded =
+            ShardedParam::new(shown, adapter, index, generation.clone(), root_link.clone());
+        let first = First {
+            generation,
+            slot: index,
+            root_link,
+            clones: sharded.clones().clone(),
+        };
+        self.firsts.insert(path.to_owned(), first);
+        (base, Some(Attached::Own(Box::new(sharded))))
     }
+}
+
+/// Returns the stand-in of a parameter, with mappers that load and record the one in `slot` of `generation`.
+fn stand_in_of<const D: usize>(
+    param: &Param<Tensor<D>>,
+    generation: &Arc<Generation>,
+    slot: usize,
+) -> Param<Tensor<D>> {
+    let device = param.lazy_device();
+    let declared = Declared::of(param);
+    let base = base(&declared, &device, counterpart(param.id));
+    let own = declared.mapper;
+    let stand_in = stand_in(declared.shape, &device);
+    let unit = generation.unit.clone();
+    base.load_mapper(record::load(unit, slot, own.clone(), stand_in))
+        .save_mapper(record::save(Copies::of(generation), slot, own))
 }
 
 /// Returns the factors of the parameter at `path`, sharded, to be seen by optimizers and records.
@@ -185,13 +266,13 @@ struct Below<'a, 'b> {
 }
 
 impl Reparameterizer for Below<'_, '_> {
-    type Reparam = ShardedParam;
+    type Reparam = Attached;
 
     fn reparameterize<const D: usize>(
         &mut self,
         path: &str,
         param: Param<Tensor<D>>,
-    ) -> (Param<Tensor<D>>, Option<ShardedParam>) {
+    ) -> (Param<Tensor<D>>, Option<Attached>) {
         let path = format!("{}.{}.{path}", self.prefix, LoraAdapter::NAME);
         self.sharder.reparameterize(&path, param)
     }

@@ -112,7 +112,13 @@ pub(super) fn added(
         let Some((_, other)) = traced.iter().find(|(_, other)| other.path == spec.path) else {
             return Err(OverrideError::Lacks { path }.into());
         };
-        if other != spec {
+        // Which fields share it is the module's own business.
+        let tied = spec.tied.clone();
+        if (ParameterSpec {
+            tied,
+            ..other.clone()
+        }) != *spec
+        {
             return Err(OverrideError::Differs {
                 path,
                 expected: described(spec),

@@ -1,6 +1,7 @@
 //! Access to the parameters and optimizer states that a step holds between two calls, whole or in this rank's part.
 
 use std::collections::BTreeMap;
+use std::iter;
 use std::sync::Arc;
 
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
@@ -47,7 +48,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// [`Error::UnknownName`], [`Error::Collective`].
     pub fn parameter(&mut self, path: &str) -> Result<TensorData, Error> {
-        self.spec(path)?;
+        let path = &*self.spec(path)?.path.clone();
         self.flush()?;
         if let Some(initial) = &self.initial {
             return initial.whole(path, self.mode.ranks());
@@ -67,7 +68,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// [`Error::UnknownName`].
     pub fn shard(&mut self, path: &str) -> Result<TensorData, Error> {
-        self.spec(path)?;
+        let path = &*self.spec(path)?.path.clone();
         self.flush()?;
         if let Some(initial) = &self.initial {
             let (shape, layout) = (&self.spec(path)?.shape, initial.layout(path)?);
@@ -94,6 +95,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
                 &data,
             ));
         }
+        let path = &*spec.path.clone();
         if let Some(initial) = &mut self.initial {
             return initial.set(path, data, self.mode.ranks());
         }
@@ -110,7 +112,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// [`Error::UnknownName`], [`Error::Collective`].
     pub fn states(&mut self, path: &str) -> Result<Vec<(String, TensorData)>, Error> {
-        self.spec(path)?;
+        let path = &*self.spec(path)?.path.clone();
         self.flush()?;
         let Some(graph) = self.current.clone() else {
             return Ok(Vec::new());
@@ -161,7 +163,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// [`Error::UnknownName`] for the path. A slot that does not exist, or data of another shape or type,
     /// is found by the next step.
     pub fn set_state(&mut self, path: &str, slot: &str, data: TensorData) -> Result<(), Error> {
-        self.spec(path)?;
+        let path = &*self.spec(path)?.path.clone();
         self.flush()?;
         let key = (path.to_owned(), slot.to_owned());
         self.restored.insert(key, Restored::Whole(data));
@@ -224,7 +226,11 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 
     fn spec(&self, path: &str) -> Result<&ParameterSpec, Error> {
-        let found = self.specs.iter().find(|spec| &*spec.path == path);
+        let is_it = |spec: &&ParameterSpec| {
+            let mut paths = iter::once(&spec.path).chain(&spec.tied);
+            paths.any(|known| **known == *path)
+        };
+        let found = self.specs.iter().find(is_it);
         found.ok_or_else(|| {
             let known = self.specs.iter().take(8).map(|spec| spec.path.as_ref());
             Error::UnknownName {
@@ -251,7 +257,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// [`Error::UnknownName`].
     pub fn layout(&self, path: &str) -> Result<Layout, Error> {
-        self.spec(path)?;
+        let path = &*self.spec(path)?.path.clone();
         match &self.initial {
             Some(initial) => Ok(initial.layout(path)?.clone()),
             None => Ok(self.located(path)?.0.layout),
@@ -384,7 +390,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         slot: &str,
         data: TensorData,
     ) -> Result<(), Error> {
-        self.spec(path)?;
+        let path = &*self.spec(path)?.path.clone();
         self.flush()?;
         let layout = match self.state_place(path, slot) {
             Ok((_, layout)) => layout,

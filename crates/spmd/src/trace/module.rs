@@ -1,5 +1,6 @@
 //! The parameters and buffers of a module, as the capture device sees them.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -7,6 +8,7 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor};
 use burn_capture::CaptureBackend;
+use burn_ir::TensorId;
 
 use crate::Precision;
 
@@ -46,6 +48,7 @@ pub(super) fn with_fakes<M: Module>(
         tracked,
         stored,
         path: Vec::new(),
+        trained: BTreeMap::new(),
     })
 }
 
@@ -54,6 +57,8 @@ struct Fakes<'a> {
     tracked: &'a Device,
     stored: &'a Stored,
     path: Vec<String>,
+    /// The fakes of trained parameters, of any number of dims: fields that share one read one tensor.
+    trained: BTreeMap<ParamId, Box<dyn Any>>,
 }
 
 impl ModuleMapper for Fakes<'_> {
@@ -98,8 +103,21 @@ impl ModuleMapper for Fakes<'_> {
         };
         let said = (!self.stored.is_empty()).then(|| self.stored.get(self.path.join(".").as_str()));
         let dtype = said.flatten().copied().unwrap_or(dtype);
+        if is_trained {
+            let known = self.trained.get(&id);
+            let known = known.and_then(|known| known.downcast_ref::<Tensor<D>>());
+            if let Some(known) = known.filter(|known| known.shape() == shape) {
+                return Param::initialized(id, known.clone());
+            }
+        }
         match is_trained {
-            true => Param::initialized(id, fake(shape, dtype).require_grad()),
+            true => {
+                let leaf = fake(shape, dtype).require_grad();
+                self.trained
+                    .entry(id)
+                    .or_insert_with(|| Box::new(leaf.clone()));
+                Param::initialized(id, leaf)
+            }
             // Off the tape: Burn does not move untracked tensors between capture devices.
             false => Param::initialized(id, Tensor::<D>::empty(shape, (self.device, dtype))),
         }
@@ -269,20 +287,36 @@ pub(super) fn computing<M: Module>(module: M, precision: &Precision, running: &[
         path: Vec::new(),
         containers: Vec::new(),
         running: running.iter(),
+        cast: BTreeMap::new(),
     })
 }
 
 /// Replaces every tensor of a module that was made off the tape by a fake one off the tape, of the shapes and types of
 /// the same module on the tape: lazy parameters do not know theirs.
 pub(super) fn off_tape<M: Module>(module: M, device: &Device, shapes: &[Leaf]) -> M {
-    struct OffTape<'a>(&'a Device, std::slice::Iter<'a, Leaf>);
+    /// The fakes by what they stand for: fields that share a parameter read one tensor.
+    struct OffTape<'a>(
+        &'a Device,
+        std::slice::Iter<'a, Leaf>,
+        BTreeMap<TensorId, Box<dyn Any>>,
+    );
     impl ModuleMapper for OffTape<'_> {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
             let Some(leaf) = self.1.next() else {
                 return param;
             };
             let (shape, dtype) = (Shape::from(leaf.shape.clone()), leaf.dtype);
-            Param::initialized(param.id, Tensor::<D>::empty(shape, (self.0, dtype)))
+            let fake = || Tensor::<D>::empty(shape, (self.0, dtype));
+            let fake = match &leaf.captured {
+                Some(captured) if leaf.is_trained => {
+                    let known = self.2.entry(captured.id);
+                    let known = known.or_insert_with(|| Box::new(fake()));
+                    let known = known.downcast_ref::<Tensor<D>>();
+                    known.expect("what is shared has one shape").clone()
+                }
+                _ => fake(),
+            };
+            Param::initialized(param.id, fake)
         }
 
         fn map_int<const D: usize>(
@@ -305,7 +339,7 @@ pub(super) fn off_tape<M: Module>(module: M, device: &Device, shapes: &[Leaf]) -
             Param::initialized(param.id, fake)
         }
     }
-    module.map(&mut OffTape(device, shapes.iter()))
+    module.map(&mut OffTape(device, shapes.iter(), BTreeMap::new()))
 }
 
 struct Casts<'a> {
@@ -315,6 +349,8 @@ struct Casts<'a> {
     containers: Vec<String>,
     /// True for each tensor to come that is a running statistic.
     running: std::slice::Iter<'a, bool>,
+    /// What was cast, by what it was: fields that share a parameter read one tensor.
+    cast: BTreeMap<TensorId, Box<dyn Any>>,
 }
 
 impl ModuleMapper for Casts<'_> {
@@ -327,7 +363,18 @@ impl ModuleMapper for Casts<'_> {
         let is_kept = self.running.next() == Some(&true) && is_own;
         match is_kept || compute == tensor.dtype() {
             true => param,
-            false => Param::initialized(param.id, tensor.cast(compute)),
+            false => {
+                let cast = match float_id(&tensor) {
+                    Some(captured) => {
+                        let known = self.cast.entry(captured.id);
+                        let known = known.or_insert_with(|| Box::new(tensor.cast(compute)));
+                        let known = known.downcast_ref::<Tensor<D>>();
+                        known.expect("what is shared has one shape").clone()
+                    }
+                    None => tensor.cast(compute),
+                };
+                Param::initialized(param.id, cast)
+            }
         }
     }
 

@@ -1,6 +1,6 @@
 //! The tensors of a module by path, shape and type, without their values.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use burn::module::{Module, ParamId};
@@ -15,6 +15,8 @@ use crate::error::Error;
 pub struct ParameterSpec {
     /// Dotted path.
     pub path: Arc<str>,
+    /// The other paths of a trained parameter that several fields share.
+    pub tied: Vec<Arc<str>>,
     /// Shape of the whole.
     pub shape: Vec<usize>,
     /// Type of the elements.
@@ -29,12 +31,13 @@ pub struct ParameterSpec {
 }
 
 /// Returns the tensors of the module that `init` makes, in the order in which it is visited. A running statistic that
-/// occurs under several paths is there once, under the first. No weight is computed.
+/// occurs under several paths, and a trained parameter that several fields share (clones of it, with one id), is there once, under
+/// the first. No weight is computed.
 ///
 /// # Errors
 ///
 /// [`Error::Uncapturable`] if `init` reads the value of a tensor; [`Error::Tied`] if two trained parameters
-/// are one.
+/// of one id have different shapes.
 pub fn parameters<M: Module>(init: impl FnOnce(&Device) -> M) -> Result<Vec<ParameterSpec>, Error> {
     let found = parameters_with(None, init)?.into_iter();
     Ok(found.map(|(_, spec)| spec).collect())
@@ -53,25 +56,27 @@ pub(crate) fn parameters_with<M: Module>(
         let found = leaves(&model, None);
         let running = running(&with_marks(model, &tracked));
         let mut owners: BTreeMap<_, Arc<str>> = BTreeMap::new();
-        let mut seen = BTreeSet::new();
-        let mut specs = Vec::with_capacity(found.len());
+        let mut seen = BTreeMap::new();
+        let mut specs: Vec<(ParamId, ParameterSpec)> = Vec::with_capacity(found.len());
         for ((leaf, is_trained), is_running) in found.into_iter().zip(trained).zip(running) {
-            if !leaf
-                .captured
-                .iter()
-                .all(|captured| seen.insert(captured.id))
-            {
-                continue;
+            if let Some(captured) = &leaf.captured {
+                let first = *seen.entry(captured.id).or_insert(specs.len());
+                if let Some((_, first)) = specs.get_mut(first) {
+                    first.tied.extend(is_trained.then_some(leaf.path));
+                    continue;
+                }
             }
             // A frozen copy keeps its own values, and that is no tie.
             if is_trained && let Some(first) = owners.insert(leaf.id, leaf.path.clone()) {
                 return Err(Error::Tied {
                     first: first.to_string(),
                     second: leaf.path.to_string(),
+                    problem: "but of different shapes; store one tensor, and transpose its value where it is used",
                 });
             }
             let spec = ParameterSpec {
                 path: leaf.path,
+                tied: Vec::new(),
                 shape: leaf.shape,
                 dtype: leaf.dtype,
                 is_trained,

@@ -98,7 +98,7 @@ impl OptimizerGroups {
     }
 
     /// Returns the number of the optimizer for a parameter.
-    pub(super) fn of(&self, id: ParamId, path: &str) -> usize {
+    pub(crate) fn of(&self, id: ParamId, path: &str) -> usize {
         let mut groups = self.groups.iter();
         let found = groups.rposition(|group| group.members.matches(&id, Some(path)));
         found.unwrap_or(0)

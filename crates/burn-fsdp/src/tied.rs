@@ -1,0 +1,87 @@
+//! Parameters that several fields of a model share, in steps on disk: saved once, under the path of the first, with the others
+//! beside it. A step that was saved by a model that has them apart may have several of these names, and one whose first field has
+//! another path only another one.
+
+use burn_fsdp_checkpoint::{Region, Step, TensorEntry, TensorSpec};
+use serde_json::Value;
+
+use crate::error::CheckpointError;
+
+/// The other paths of a parameter, in the metadata of its tensor.
+const TIED: &str = "tied";
+
+/// Returns the description of a parameter with the other paths of it, if it has some.
+pub(crate) fn with_paths<S: AsRef<str>>(spec: TensorSpec, tied: &[S]) -> TensorSpec {
+    match tied {
+        [] => spec,
+        tied => {
+            let paths = tied.iter().map(|path| Value::from(path.as_ref()));
+            spec.with(TIED, paths.collect::<Vec<_>>())
+        }
+    }
+}
+
+/// The names under which a step has a parameter, the first of which is read.
+pub(crate) struct Names(Vec<String>);
+
+impl Names {
+    /// Finds the names under which `step` has the parameter of `path` and of the other paths `tied`. Where it has none of them,
+    /// it may have a parameter that was one with it; otherwise the name is the path, which the step lacks.
+    pub(crate) fn of<S: AsRef<str>>(step: &Step, path: &str, tied: &[S]) -> Self {
+        let own: Vec<_> = std::iter::once(path)
+            .chain(tied.iter().map(AsRef::as_ref))
+            .collect();
+        let tensors = || step.index().tensors.iter();
+        let models = || tensors().filter(|tensor| tensor.kind.is_model());
+        let is_there = |path: &&&str| models().any(|tensor| tensor.name == ***path);
+        let mut names: Vec<_> = own
+            .iter()
+            .filter(is_there)
+            .map(|path| (*path).to_owned())
+            .collect();
+        if names.is_empty() {
+            let is_it = |tensor: &&TensorEntry| {
+                let mut others = others(tensor);
+                others.any(|other| own.contains(&other))
+            };
+            names.extend(models().find(is_it).map(|tensor| tensor.name.clone()));
+        }
+        if names.is_empty() {
+            names.push(path.to_owned());
+        }
+        Self(names)
+    }
+
+    /// Returns the name that is read.
+    pub(crate) fn first(&self) -> &str {
+        &self.0[0]
+    }
+
+    /// Returns all names.
+    pub(crate) fn all(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(String::as_str)
+    }
+
+    /// Reads a region of the parameter.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Tied`] if the step has other values there under another of the names; damage.
+    pub(crate) fn read(&self, step: &Step, region: &Region) -> Result<Vec<u8>, CheckpointError> {
+        let bytes = step.read(self.first(), region)?;
+        for other in self.all().skip(1) {
+            if step.read(other, region)? != bytes {
+                return Err(CheckpointError::Tied {
+                    first: self.first().to_owned(),
+                    second: other.to_owned(),
+                });
+            }
+        }
+        Ok(bytes)
+    }
+}
+
+fn others(tensor: &TensorEntry) -> impl Iterator<Item = &str> {
+    let paths = tensor.metadata.get(TIED).and_then(Value::as_array);
+    paths.into_iter().flatten().filter_map(Value::as_str)
+}

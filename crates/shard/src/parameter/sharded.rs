@@ -1,0 +1,296 @@
+//! A sharded parameter, as the engine attaches it to its stand-in.
+
+use burn::module::{
+    Devices, LoraAdapter, Module, ModuleMapper, ModuleVisitor, ParamId, Reparameterization,
+};
+use burn::tensor::{Device, Tensor};
+use burn_fsdp_collectives::{At, ProcessGroup};
+use std::sync::Arc;
+
+use super::current::{self, Current};
+use super::identity::Identity;
+use super::owned::{Clones, Owned, RootLink};
+use super::{mailbox, member};
+use crate::ambient::{self, Purpose, is_within};
+use crate::copies::{Generation, Transition};
+use crate::error::Error;
+use crate::path::{CONTAINER, NAME};
+use crate::shown::Shown;
+use crate::thrown::throw;
+
+/// The name of the container in which the factors of an adapter are shown: parameters of the module, and no part of
+/// what the engine attaches.
+const ADAPTER: &str = "LoraAdapter";
+
+/// The value of one parameter on this rank: its shard, or the whole where it is kept whole.
+///
+/// Optimizers and gradients see a shard as a parameter of one dimension, and what is whole as it was, under the path and the
+/// id of the parameter it stands for. The parameter itself is a stand-in of the full shape without memory.
+#[derive(Clone)]
+pub(crate) struct ShardedParam {
+    value: Shown,
+    /// The id, in place of that in `value`, which a record cannot change in time.
+    identity: Identity,
+    generation: Owned,
+    /// The factors of its adapter, which the engine reads from their slots: here they are shown to optimizers and
+    /// records.
+    adapter: Option<Box<LoraAdapter>>,
+}
+
+impl std::fmt::Debug for ShardedParam {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let slot = &self.generation.unit.slots[self.generation.slot];
+        f.debug_struct("ShardedParam")
+            .field("path", &slot.path)
+            .field("shape", &slot.shape)
+            .field("shard", &self.value.shape())
+            .finish_non_exhaustive()
+    }
+}
+
+impl ShardedParam {
+    /// Returns the parameter in `slot` of a unit's first generation.
+    pub(crate) fn new(
+        value: Shown,
+        adapter: Option<LoraAdapter>,
+        slot: usize,
+        generation: Arc<Generation>,
+        root_link: Arc<RootLink>,
+    ) -> Self {
+        generation.set(slot, &value);
+        Self {
+            identity: Identity::new(value.id()),
+            value: guarded(value, &generation, slot),
+            generation: Owned::new(generation, slot, root_link),
+            adapter: adapter.map(Box::new),
+        }
+    }
+
+    /// Returns the full parameter, as the model's own code gets it. Collective.
+    pub(crate) fn full<const D: usize>(&self) -> Result<Tensor<D>, Error> {
+        self.generation.full(self.value.parent())
+    }
+
+    /// Returns the log of the copies that are made of it, for the fields that share it.
+    pub(crate) fn clones(&self) -> &Arc<Clones> {
+        self.generation.clones()
+    }
+
+    /// Returns the id of a parameter whose stand-in has the id `stand_in`.
+    pub(crate) fn settled_id(&self, stand_in: ParamId) -> ParamId {
+        self.identity.settle(stand_in)
+    }
+
+    /// Returns the parameter without its adapter, with `value` in place of its own.
+    fn descend(from: &Owned, transition: Transition, identity: Identity, value: Shown) -> Self {
+        let generation = from.descend(from.slot, transition, &value);
+        Self {
+            value,
+            identity,
+            generation: from.moved_to(generation, transition),
+            adapter: None,
+        }
+    }
+
+    /// Returns the parameter without its adapter, with `value` in place of its own, after a move of the module to
+    /// `device`.
+    fn moved(from: &Owned, identity: Identity, value: Shown, device: &Device) -> Self {
+        let moved = Self::descend(from, Transition::Device, identity, value);
+        moved.generation.compute_on(device);
+        moved
+    }
+
+    /// Returns it with the factors of its adapter as `change` makes them.
+    fn with_adapter(
+        self,
+        adapter: Option<Box<LoraAdapter>>,
+        change: impl FnOnce(LoraAdapter) -> LoraAdapter,
+    ) -> Self {
+        Self {
+            adapter: adapter.map(|adapter| Box::new(change(*adapter))),
+            ..self
+        }
+    }
+
+    /// Returns the value under the id by which it is known.
+    fn shown(value: &Shown, identity: &Identity, path: &str) -> Shown {
+        value.clone().with_id(identity.shown(path))
+    }
+}
+
+/// Returns `value` with a mapper that refuses to record it. Burn asks a shard for what to record only if the
+/// stand-in has not answered: a mapper has dropped what the stand-in does when it is recorded, or a group has
+/// left it out. The record would hold a shard in the place of the parameter.
+fn guarded(value: Shown, generation: &Arc<Generation>, slot: usize) -> Shown {
+    let unit = generation.unit.clone();
+    value.guarded(move || {
+        throw(Error::Unrecordable {
+            path: unit.slots[slot].path.clone(),
+        })
+    })
+}
+
+/// Looks whether what a mapper of the program's is about to read is what was written, where ranks compare bytes. Returns the
+/// parameter that it is then.
+fn checked(generation: &Owned) -> Result<Option<Current>, Error> {
+    let root = generation.root_link().root();
+    let looks = |group: &ProcessGroup| group.compares_bytes() || group.awaits_flip(At::State);
+    let Some(root) = root.filter(|root| looks(&root.group) && !ambient::is_engine()) else {
+        return Ok(None);
+    };
+    root.check_before_update(generation, generation.slot)?;
+    Ok(Some(Current {
+        group: root.group.clone(),
+        path: generation.unit.slots[generation.slot].path.clone(),
+    }))
+}
+
+/// Maps over what is shown of a parameter. Tries the optimizer first, if `mapper` may be its first step.
+fn mapped<M: ModuleMapper>(generation: &Owned, shown: Shown, path: &str, mapper: &mut M) -> Shown {
+    let root = generation.root_link().root();
+    let slot = &generation.unit.slots[generation.slot];
+    let may_step = slot.is_flattened() && !ambient::is_engine();
+    let root = root.filter(|root| may_step && root.num_finished() > 0);
+    // What is whole and has its own shape is to the optimizer what it was before.
+    let unknown = match (&root, &shown) {
+        (Some(root), Shown::One(shown)) => root.trial.show(shown, path, mapper),
+        _ => None,
+    };
+    let current = checked(generation).unwrap_or_else(|error| throw(error));
+    let map = || current::at(current, || shown.mapped(mapper));
+    match root {
+        Some(root) => root.trial.watched(unknown, path, map),
+        None => map(),
+    }
+}
+
+impl Module for ShardedParam {
+    /// Collects the devices of inputs: offloaded shards are not where the module computes.
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        match self.generation.unit.offload {
+            None => self.value.collect_devices(devices),
+            Some(_) => devices,
+        }
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        let Self {
+            value,
+            identity,
+            generation,
+            adapter,
+        } = self;
+        let value = value.fork(&generation.unit.home(device));
+        Self::moved(&generation, identity, value, device)
+            .with_adapter(adapter, |adapter| adapter.fork(device))
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        let Self {
+            value,
+            identity,
+            generation,
+            adapter,
+        } = self;
+        let value = value.moved_to(&generation.unit.home(device));
+        Self::moved(&generation, identity, value, device)
+            .with_adapter(adapter, |adapter| adapter.to_device(device))
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        let slot = self.generation.slot;
+        let is_seen = member::answer(&self.generation, &self.value, &self.identity)
+            // A record has just taken the whole value under the parameter's own path.
+            || mailbox::take_recorded(&self.generation.unit, slot);
+        if is_seen && self.adapter.is_none() {
+            return;
+        }
+        // Under the path of the parameter it stands for, so that groups by path go on to work.
+        visitor.exit_module(NAME, CONTAINER);
+        if !is_seen {
+            let path = &self.generation.unit.slots[slot].path;
+            Self::shown(&self.value, &self.identity, path).visit(visitor);
+        }
+        if let Some(adapter) = &self.adapter {
+            visitor.enter_module(LoraAdapter::NAME, ADAPTER);
+            adapter.visit(visitor);
+            visitor.exit_module(LoraAdapter::NAME, ADAPTER);
+        }
+        visitor.enter_module(NAME, CONTAINER);
+    }
+
+    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        if is_within(Purpose::Prepare) {
+            return self;
+        }
+        let Self {
+            value,
+            identity,
+            generation,
+            adapter,
+        } = self;
+        let (value, identity) = match mailbox::take_value(&generation.unit, generation.slot) {
+            Some((loaded, keeps_id)) => {
+                let value = value.with_elements(loaded);
+                let identity = match keeps_id {
+                    true => identity,
+                    false => identity.unsettled(),
+                };
+                (value, identity)
+            }
+            None => {
+                let path = &generation.unit.slots[generation.slot].path;
+                let shown = Self::shown(&value, &identity, path);
+                let before = shown.id();
+                mapper.exit_module(NAME, CONTAINER);
+                let value = mapped(&generation, shown, path, mapper);
+                mapper.enter_module(NAME, CONTAINER);
+                let identity = match value.id() == before {
+                    true => identity,
+                    false => Identity::new(value.id()),
+                };
+                (guarded(value, &generation, generation.slot), identity)
+            }
+        };
+        let mapped = Self::descend(&generation, Transition::Map, identity, value);
+        if adapter.is_none() {
+            return mapped;
+        }
+        mapper.exit_module(NAME, CONTAINER);
+        mapper.enter_module(LoraAdapter::NAME, ADAPTER);
+        let mapped = mapped.with_adapter(adapter, |adapter| adapter.map(mapper));
+        mapper.exit_module(LoraAdapter::NAME, ADAPTER);
+        mapper.enter_module(NAME, CONTAINER);
+        mapped
+    }
+
+    fn materialize(self) -> Self {
+        self
+    }
+
+    fn valid(&self) -> Self {
+        if is_within(Purpose::OwnStates) {
+            return self.clone();
+        }
+        let value = self.value.valid();
+        let identity = self.identity.clone();
+        Self::descend(&self.generation, Transition::Valid, identity, value)
+            .with_adapter(self.adapter.clone(), |adapter| adapter.valid())
+    }
+
+    fn train(self) -> Self {
+        if is_within(Purpose::OwnStates) {
+            return self;
+        }
+        let Self {
+            value,
+            identity,
+            generation,
+            adapter,
+        } = self;
+        let strategy = generation.unit.strategy;
+        let value = value.train(strategy);
+        Self::descend(&generation, Transition::Train, identity, value)
+            .with_adapter(adapter, Module::train)
+    }
+}

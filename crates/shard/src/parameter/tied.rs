@@ -1,0 +1,184 @@
+//! Another field that shares a sharded parameter.
+//!
+//! Burn has no shared parameters but clones of one, with one id. Of these the first field of the module is sharded, and every
+//! other one has a [`TiedParam`] in its place: it holds no value, and gives what the first one holds in the same copy of the
+//! module. So there is one shard and one gradient, and whatever a pass over the module does to the first is done to all.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use burn::tensor::Tensor;
+
+use super::mailbox;
+use super::member;
+use super::owned::{Clones, Owned, RootLink};
+use crate::ambient::{Purpose, is_within};
+use crate::copies::{Copied, Copies, Generation};
+use crate::error::Error;
+use crate::layer::Layer;
+use crate::root::Place;
+use crate::thrown::throw;
+
+/// The problem of a field that was copied or kept without the first one.
+const ALONE: &str =
+    "and this copy of the module has only the second: clone, and keep, the module that has both";
+/// The problem of a record of both.
+const RECORDED_TWICE: &str =
+    "but a record has other values for one than for the other; load one in which they are equal";
+
+/// The part of a tied field that no copy of the module changes.
+pub(crate) struct Tie {
+    /// The unit of the parameter.
+    pub(crate) copies: Copies,
+    /// Index of the parameter in its unit.
+    pub(crate) slot: usize,
+    /// Number of the field among those that share the parameter: the first has 0.
+    pub(crate) field: usize,
+    /// Path of the field.
+    pub(crate) path: String,
+    /// The layer around it, if that does not compute in the type in which the parameter does.
+    pub(crate) unfit: Option<Arc<Layer>>,
+    pub(crate) root_link: Arc<RootLink>,
+}
+
+/// A field that shares a sharded parameter.
+pub(crate) struct TiedParam {
+    tie: Arc<Tie>,
+    /// The copy of the module that it belongs to; `None` for one that was made without the first field.
+    copy: Option<Held>,
+    /// The values that a backward graph may need when the module is gone.
+    of_graph: Option<Arc<Generation>>,
+}
+
+/// A copy of the module, as the first field has it.
+struct Held {
+    copy: Copied,
+    /// The copies that were made of the first field.
+    clones: Arc<Clones>,
+    /// Number of those when this field was copied last.
+    num_seen: AtomicU64,
+}
+
+impl Held {
+    fn new((copy, clones): (Copied, Arc<Clones>)) -> Self {
+        Self {
+            copy,
+            num_seen: AtomicU64::new(clones.count()),
+            clones,
+        }
+    }
+
+    /// Returns the copy that was just made of the first field, if there is one: fields are copied in the order of the module.
+    fn followed(&self) -> Option<Self> {
+        let count = self.clones.count();
+        let is_new = self.num_seen.swap(count, Ordering::Relaxed) != count;
+        is_new.then(|| self.clones.last()).flatten().map(Self::new)
+    }
+}
+
+impl std::fmt::Debug for TiedParam {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TiedParam")
+            .field("path", &self.tie.path)
+            .field("to", &self.tie.first())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Tie {
+    /// Returns the path of the first field.
+    fn first(&self) -> String {
+        self.copies.unit.slots[self.slot].path.clone()
+    }
+
+    fn refused(&self, problem: &'static str) -> Error {
+        Error::Tied {
+            first: self.first(),
+            second: self.path.clone(),
+            problem,
+        }
+    }
+}
+
+impl TiedParam {
+    /// Returns the field beside its first one, of which `clones` are the copies, in the module that was sharded.
+    pub(crate) fn new(tie: Tie, clones: Arc<Clones>) -> Self {
+        Self {
+            tie: Arc::new(tie),
+            copy: Some(Held::new((Copied::default(), clones))),
+            of_graph: None,
+        }
+    }
+
+    /// Returns the full parameter, as the model's own code gets it. Collective.
+    pub(super) fn full<const D: usize>(&self) -> Result<Tensor<D>, Error> {
+        let (copy, values) = self.values()?;
+        let Tie { slot, field, .. } = *self.tie;
+        if let Some(layer) = &self.tie.unfit {
+            let compute = values.unit.slots[slot].elements.compute.dtype;
+            return Err(layer.refuses(&self.tie.path, compute));
+        }
+        let root = self.tie.root_link.root();
+        let parent = values.own_leaf(slot);
+        let place = Place { slot, field };
+        root.expect("a sharded module has a root")
+            .access(&values, place, copy, parent)
+    }
+
+    /// Returns the copy of the module, and the values of the unit in it.
+    fn values(&self) -> Result<(Copied, Arc<Generation>), Error> {
+        let held = self.copy.as_ref().and_then(|held| {
+            let values = self.tie.copies.held_by(held.copy.number, self.tie.slot);
+            let values = values.or_else(|| self.of_graph.clone())?;
+            Some((held.copy, values))
+        });
+        held.ok_or_else(|| self.tie.refused(ALONE))
+    }
+
+    /// Adds itself to what a walk of the engine collects; other walks see nothing of it.
+    pub(super) fn answer(&self) {
+        if !is_within(Purpose::Inspect) {
+            // A record has just taken the whole value under the field's own path.
+            mailbox::take_recorded(&self.tie.copies.unit, self.tie.slot);
+            return;
+        }
+        let (copy, values) = self.values().unwrap_or_else(|error| throw(error));
+        let root_link = self.tie.root_link.clone();
+        let owned = Owned::uncounted(values, self.tie.slot, copy, root_link);
+        member::answer_tied(owned);
+    }
+
+    /// Returns it after a map. Refuses a value that a record has for this field, if the first field has another one by now.
+    pub(super) fn compared(self) -> Self {
+        if is_within(Purpose::Prepare) {
+            return self;
+        }
+        let Some((loaded, _)) = mailbox::take_value(&self.tie.copies.unit, self.tie.slot) else {
+            return self;
+        };
+        let (_, values) = self.values().unwrap_or_else(|error| throw(error));
+        let held = values.plain(self.tie.slot);
+        if held.into_data() != loaded.into_data() {
+            throw(self.tie.refused(RECORDED_TWICE));
+        }
+        self
+    }
+}
+
+impl Clone for TiedParam {
+    fn clone(&self) -> Self {
+        let (copy, of_graph) = if is_within(Purpose::CopyForGraph) {
+            // A recomputed region's module is a part of the one around it.
+            let same = |held: &Held| Held::new((held.copy, held.clones.clone()));
+            let values = self.values().ok().map(|(_, values)| values);
+            (self.copy.as_ref().map(same), values)
+        } else {
+            (self.copy.as_ref().and_then(Held::followed), None)
+        };
+        Self {
+            tie: self.tie.clone(),
+            copy,
+            of_graph,
+        }
+    }
+}
