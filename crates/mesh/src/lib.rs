@@ -5,6 +5,7 @@
 //! - [`Layout`]: the placements of a tensor on a whole mesh, and where shards may begin; [`Region`]: the
 //!   elements that one rank holds of it.
 //! - [`Partition`]: the ranges of one tensor's elements that the ranks own.
+//! - [`balanced_owners`]: the ranks that own what is not divided.
 //! - [`Strategy`]: the choice of what ranks divide, and until when full parameters stay.
 //! - [`Clip`]: the greatest norm that gradients may have; [`Measure`]: what each element adds to a norm.
 //! - [`Precision`]: the types in which parameters compute and gradients travel.
@@ -37,6 +38,7 @@ pub mod field;
 mod layout;
 mod mesh;
 mod norm;
+mod owners;
 mod partition;
 mod pattern;
 mod placement;
@@ -50,6 +52,7 @@ pub use error::Error;
 pub use layout::{AxisPlacement, Cut, Layout, local_shape};
 pub use mesh::{Axis, Mesh};
 pub use norm::{Clip, Measure, NonFinite, Norm};
+pub use owners::balanced_owners;
 pub use partition::Partition;
 pub use pattern::Pattern;
 pub use placement::{Placement, ReduceOp};

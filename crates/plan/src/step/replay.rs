@@ -30,16 +30,16 @@ impl MemoryPlan {
     }
 
     fn simulate(graph: &Graph, rank: usize, is_reusing: bool) -> Result<Self, Error> {
-        let mut heap = Heap::new(graph, &Flex, is_reusing);
+        let mut heap = Heap::new((graph, rank), &Flex, is_reusing)?;
         // What a step leaves is what the next begins with. Where the memory of new parameters and states
         // comes from is usually as it was, and settled after two steps at most.
         for _ in 0..2 {
             let before = heap.state();
-            let plan = heap.step(graph, rank)?;
+            let plan = heap.step(graph)?;
             if heap.state() == before {
                 return Ok(plan);
             }
         }
-        heap.step(graph, rank)
+        heap.step(graph)
     }
 }
