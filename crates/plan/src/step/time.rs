@@ -6,6 +6,7 @@ use burn_ir::{FloatOperationIr, OperationIr, TensorId};
 use serde::Serialize;
 
 use crate::machine::Machine;
+use burn_fsdp_spmd::Error;
 use burn_fsdp_spmd::graph::{Collective, Graph, Node, Stage};
 use burn_fsdp_spmd::graph::{Flops, touched_bytes};
 
@@ -27,15 +28,21 @@ impl TimePlan {
     /// or its memory traffic takes, whichever is longer (the roofline model: Williams, Waterman,
     /// Patterson, 2009).
     /// Collectives run one after the other beside them, from where they are started to where
-    /// they are waited for; those that are not split are waited for at once.
-    pub fn of_graph(graph: &Graph, machine: &Machine) -> Self {
+    /// they are waited for; those that are not split are waited for at once. What other ranks do for parameters that they
+    /// own takes this one no time.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Mesh`] for a rank that the graph has not.
+    pub fn of_graph(graph: &Graph, machine: &Machine, rank: usize) -> Result<Self, Error> {
+        let absent = graph.absent_on(rank)?;
         let mut clock = Clock::default();
-        for node in graph.nodes() {
+        for node in graph.nodes().iter().filter(|node| !absent.skips(node)) {
             clock.run(node, graph.num_ranks(), machine);
         }
         let Clock { mut time, now, .. } = clock;
         time.step = now;
-        time
+        Ok(time)
     }
 }
 

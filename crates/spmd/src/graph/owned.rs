@@ -20,20 +20,29 @@ pub(crate) struct Owner {
 pub struct Absent(BTreeSet<TensorId>);
 
 impl Absent {
+    /// Returns true if the rank has all values.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Returns true if the rank has not this value.
     pub fn contains(&self, id: TensorId) -> bool {
         self.0.contains(&id)
     }
 
-    /// Returns true if the rank leaves a node out: a collective of which it has no operand and no result, or any other
-    /// node whose results, or of a drop whose operand, it has not.
+    /// Returns true if the rank leaves a node out: a combination of copies of which it has none, or any other
+    /// node but collectives whose results, or of a drop whose operand, it has not.
     pub fn skips(&self, node: &Node) -> bool {
         if self.0.is_empty() {
             return false;
         }
         let mut operands = node.inputs().chain(node.outputs());
         match (&node.collective, node.is_drop()) {
-            (Some(_), _) => operands.all(|id| self.contains(id)),
+            (Some(collective), _) => {
+                // What goes to an owner, or comes from one, is for the ranks along the axis of the owners.
+                let contract = collective.kind.contract();
+                contract.gives.share == contract.gets.share && operands.all(|id| self.contains(id))
+            }
             (None, true) => operands.any(|id| self.contains(id)),
             (None, false) => node.outputs().any(|id| self.contains(id)),
         }
