@@ -83,6 +83,7 @@ pub fn snapshot_compiled_matching<B: Batch, O>(
         let layout = layout_of(step, &held, (mesh, axis))?;
         let is_own = !is_trained && held.is_whole();
         regions.push(regions_of(mesh, &layout, &shape, is_own)?);
+        let layout = listed(layout);
         let kind = match is_trained {
             true => TensorKind::Parameter,
             false => TensorKind::Buffer,
@@ -98,8 +99,8 @@ pub fn snapshot_compiled_matching<B: Batch, O>(
                 for tensor in &state.tensors {
                     let layout = layout_of(step, &tensor.layout, (mesh, axis))?;
                     regions.push(regions_of(mesh, &layout, &tensor.shape, false)?);
-                    let spec =
-                        state_spec(&path, &tensor.slot, (&tensor.shape, layout), &tensor.data)?;
+                    let of = (tensor.shape.as_slice(), listed(layout));
+                    let spec = state_spec(&path, &tensor.slot, of, &tensor.data)?;
                     snapshot.insert(spec.name.clone(), Elements(tensor.data.clone()));
                     specs.push(spec);
                 }
@@ -113,7 +114,7 @@ pub fn snapshot_compiled_matching<B: Batch, O>(
             let (shape, held) = step.state_place(&path, &field)?;
             let layout = layout_of(step, &held, (mesh, axis))?;
             regions.push(regions_of(mesh, &layout, &shape, false)?);
-            let spec = state_spec(&path, &field, (&shape, layout), &data)?;
+            let spec = state_spec(&path, &field, (&shape, listed(layout)), &data)?;
             snapshot.insert(spec.name.clone(), Elements(data));
             specs.push(spec);
         }
@@ -159,7 +160,7 @@ fn layout_of<B: Batch, O>(
     if held.is_whole() {
         return Ok(layout);
     }
-    layout.cut = held.cut;
+    (layout.cut, layout.owner) = (held.cut, held.owner);
     let own = step.mesh()?;
     for (held, placement) in own.axes().iter().zip(&held.placements) {
         let name = match own.axes().len() {
@@ -174,6 +175,14 @@ fn layout_of<B: Batch, O>(
         }
     }
     Ok(layout)
+}
+
+/// Returns the layout by which a tensor is listed, as the eager engine does: what one rank owns is one part of it.
+fn listed(layout: Layout) -> Layout {
+    Layout {
+        owner: None,
+        ..layout
+    }
 }
 
 /// Returns the region of a tensor that each rank writes: rank 0 alone writes a tensor that is each rank's own.
@@ -243,7 +252,7 @@ pub fn restore_compiled_matching<B: Batch, O>(
     saved.compare(&expected, is_compared, Extra::Refuse)?;
     let mut parameters = Vec::new();
     for (spec, names) in specs.iter().zip(&names) {
-        let place = Place::of(step, spec)?;
+        let place = Place::of(step, &spec.path, &spec.shape)?;
         let bytes = names.read(saved, &place.region)?;
         let data = TensorData::from_bytes_vec(bytes, place.shape, spec.dtype);
         step.check_shard(&spec.path, &data)?;
@@ -303,8 +312,9 @@ fn states_of<B: Batch, O>(
                 .push(idle_tensor(saved, (entry, field), (&own_mesh, rank))?);
             continue;
         }
-        let place = match spec.shape == entry.shape {
-            true => Place::of(step, spec)?,
+        let has_owner = step.layout(path)?.owner.is_some();
+        let place = match spec.shape == entry.shape || has_owner {
+            true => Place::of(step, path, &entry.shape)?,
             // A state of another shape is whole on every rank.
             false => Place::whole(&entry.shape),
         };
@@ -386,18 +396,20 @@ impl Place {
         }
     }
 
+    /// Returns the place of a tensor that lies as a parameter does.
     fn of<B: Batch, O>(
         step: &CompiledStep<B, Flex, O>,
-        spec: &ParameterSpec,
+        path: &str,
+        shape: &[usize],
     ) -> Result<Self, CheckpointError> {
-        let layout = step.layout(&spec.path)?;
+        let layout = step.layout(path)?;
         if layout.is_whole() {
-            return Ok(Self::whole(&spec.shape));
+            return Ok(Self::whole(shape));
         }
         let (mesh, rank) = (step.mesh()?, step.rank());
         let of_checkpoint = burn_fsdp_checkpoint::Error::from;
-        let region = layout.region(&spec.shape, &mesh, rank);
-        let shape = layout.part_shape(&spec.shape, &mesh, rank);
+        let region = layout.region(shape, &mesh, rank);
+        let shape = layout.part_shape(shape, &mesh, rank);
         Ok(Self {
             region: region.map_err(of_checkpoint)?,
             shape: shape.map_err(of_checkpoint)?,

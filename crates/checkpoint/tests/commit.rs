@@ -336,7 +336,11 @@ fn tensors_that_cannot_be_saved_are_refused() {
         TensorSpec::new(name, shape, dtype, TensorKind::Parameter, layout.clone())
     };
     let flat = Layout::flat(&mesh, "shard").expect("an axis");
-    let of = |placements: Vec<Placement>, cut| Layout { placements, cut };
+    let of = |placements: Vec<Placement>, cut| Layout {
+        placements,
+        cut,
+        owner: None,
+    };
     let partial = Placement::Partial(burn_fsdp_mesh::ReduceOp::Sum);
     use burn_fsdp_checkpoint::Cut::{Dims, Elements};
     for (tensors, expected) in [

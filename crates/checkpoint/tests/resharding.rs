@@ -115,6 +115,7 @@ fn tensors_cut_along_two_dims_load_flat() {
     let placements = |a, b| Layout {
         placements: vec![a, b],
         cut: burn_fsdp_checkpoint::Cut::Dims,
+        owner: None,
     };
     let shard = Placement::Shard;
     let layouts = [

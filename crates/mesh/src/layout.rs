@@ -42,6 +42,10 @@ pub struct Layout {
     pub placements: Vec<Placement>,
     /// The places where shards may begin.
     pub cut: Cut,
+    /// The index along the one axis that shards of the ranks that hold all elements, where others hold none, see
+    /// [`owned`](Self::owned).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<usize>,
 }
 
 impl Layout {
@@ -50,6 +54,7 @@ impl Layout {
         Self {
             placements: Vec::new(),
             cut: Cut::Dims,
+            owner: None,
         }
     }
 
@@ -59,8 +64,8 @@ impl Layout {
         placements.all(|placement| *placement == Placement::Replicate)
     }
 
-    /// Returns the shape of the part of a tensor of shape `shape` that `rank` holds. It has one dim if elements are
-    /// cut.
+    /// Returns the shape in which `rank` holds its part of a tensor of shape `shape`. It has one dim if elements are
+    /// cut. An owner holds the tensor's own shape.
     ///
     /// # Errors
     ///
@@ -75,7 +80,9 @@ impl Layout {
             return Ok(shape.to_vec());
         }
         if self.cut == Cut::Elements {
-            return Ok(vec![self.region(shape, mesh, rank)?.len()]);
+            let len = self.region(shape, mesh, rank)?.len();
+            let is_all = self.owner.is_some() && num_elements(shape) == Some(len);
+            return Ok(if is_all { shape.to_vec() } else { vec![len] });
         }
         Ok(self.bounds(shape, mesh, rank)?.1)
     }
@@ -85,6 +92,7 @@ impl Layout {
         Self {
             placements: vec![Placement::Replicate; mesh.axes().len()],
             cut: Cut::Dims,
+            owner: None,
         }
     }
 
@@ -95,6 +103,20 @@ impl Layout {
     /// [`Error::UnknownAxis`].
     pub fn flat(mesh: &Mesh, axis: &str) -> Result<Self, Error> {
         Self::along(mesh, axis, 0, Cut::Elements)
+    }
+
+    /// Returns the layout of a tensor that one rank owns: the ranks at index `owner` along one axis of the mesh hold all
+    /// of its elements, and the others none. The other axes have copies.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownAxis`]; [`Error::NoSuchShard`].
+    pub fn owned(mesh: &Mesh, axis: &str, owner: usize) -> Result<Self, Error> {
+        Partition::one_owner(0, mesh.axis(axis)?.size, owner)?;
+        Ok(Self {
+            owner: Some(owner),
+            ..Self::flat(mesh, axis)?
+        })
     }
 
     /// Returns the layout with shards of a dim along one axis of the mesh, and copies along the others.
@@ -115,6 +137,7 @@ impl Layout {
         Ok(Self {
             placements: mesh.axes().iter().map(|a| placement(&a.name)).collect(),
             cut,
+            owner: None,
         })
     }
 
@@ -130,7 +153,11 @@ impl Layout {
         if self.cut == Cut::Elements {
             let mut range = 0..num_elements(shape).ok_or_else(|| too_many(shape, mesh))?;
             for (_, num_shards, index) in self.shards(shape, mesh, rank)? {
-                let part = Partition::flat(range.len(), num_shards)?.range(index);
+                let part = match self.owner {
+                    Some(owner) => Partition::one_owner(range.len(), num_shards, owner)?,
+                    None => Partition::flat(range.len(), num_shards)?,
+                };
+                let part = part.range(index);
                 range = range.start + part.start..range.start + part.end;
             }
             return Ok(Region::Flat(range));
@@ -195,6 +222,12 @@ impl Layout {
             let expected = format!("one placement for each axis of the mesh {mesh}");
             return invalid(expected, self.to_string());
         }
+        let cuts = self.placements.iter();
+        let num_cuts = cuts.filter(|on| matches!(on, Placement::Shard(_))).count();
+        if self.owner.is_some() && (self.cut, num_cuts) != (Cut::Elements, 1) {
+            let expected = "an owner along the one axis that cuts elements".to_owned();
+            return invalid(expected, self.to_string());
+        }
         for placement in &self.placements {
             match placement {
                 Placement::Partial(_) => {
@@ -217,12 +250,15 @@ impl Layout {
     }
 }
 
-/// Prints as `shard(0)` or `replicate x shard(1)`, with the prefix `flat ` if elements are cut.
+/// Prints as `shard(0)` or `replicate x shard(1)`, with the prefix `flat ` if elements are cut, and the prefix
+/// `all at 2 of ` if one rank holds all of them.
 impl fmt::Display for Layout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let placements: Vec<_> = self.placements.iter().map(ToString::to_string).collect();
-        if self.cut == Cut::Elements {
-            f.write_str("flat ")?;
+        match (self.owner, self.cut) {
+            (Some(owner), _) => write!(f, "all at {owner} of ")?,
+            (None, Cut::Elements) => f.write_str("flat ")?,
+            (None, Cut::Dims) => {}
         }
         f.write_str(&placements.join(" x "))
     }

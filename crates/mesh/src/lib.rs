@@ -5,6 +5,7 @@
 //! - [`Layout`]: the placements of a tensor on a whole mesh, and where shards may begin; [`Region`]: the elements
 //!   that one rank holds.
 //! - [`Partition`]: the ranges of one tensor's elements that the ranks own.
+//! - [`balanced_owners`]: the owners of parameters that are not divided.
 //! - [`Strategy`]: the choice of the sharded state, and of how long full parameters are kept.
 //! - [`Clip`]: the maximum norm of gradients; [`Measure`]: each element's contribution to a norm.
 //! - [`Precision`]: the types in which parameters compute and gradients travel.
@@ -36,6 +37,7 @@ pub mod field;
 mod layout;
 mod mesh;
 mod norm;
+mod owners;
 mod partition;
 mod pattern;
 mod placement;
@@ -49,6 +51,7 @@ pub use error::Error;
 pub use layout::{AxisPlacement, Cut, Layout, local_shape};
 pub use mesh::{Axis, Mesh};
 pub use norm::{Clip, Measure, NonFinite, Norm};
+pub use owners::balanced_owners;
 pub use partition::Partition;
 pub use pattern::Pattern;
 pub use placement::{Placement, ReduceOp};

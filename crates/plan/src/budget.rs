@@ -185,18 +185,22 @@ impl Search<'_> {
             &self.mode.clone().options(options.clone()),
         )?;
         self.tried += 1;
-        // The first rank has the longest shards, and the last rank's shards differ most from them.
+        // The shards of the first rank are the longest, and the last rank's shards differ most from them. Owners all
+        // differ.
         let last = lowered.num_ranks().saturating_sub(1);
-        let mut peak_bytes = 0;
-        for rank in BTreeSet::from([0, last]) {
-            peak_bytes = peak_bytes.max(MemoryPlan::new(&lowered, rank)?.allocated);
+        let (mut peak_bytes, mut seconds) = (0, 0f64);
+        for rank in 0..=last {
+            if rank == 0 || rank == last || !lowered.absent_on(rank)?.is_empty() {
+                peak_bytes = peak_bytes.max(MemoryPlan::new(&lowered, rank)?.allocated);
+                seconds = seconds.max(TimePlan::of_graph(&lowered, &machine(), rank)?.step);
+            }
         }
         self.least = self.least.min(peak_bytes);
-        Ok((peak_bytes <= self.budget).then(|| Fitted {
+        Ok((peak_bytes <= self.budget).then_some(Fitted {
             options,
             units,
             peak_bytes,
-            seconds: TimePlan::of_graph(&lowered, &machine()).step,
+            seconds,
             tried: self.tried,
         }))
     }

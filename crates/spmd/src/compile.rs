@@ -247,7 +247,7 @@ where
     V: Override<M> + 'static,
     E: From<Error>,
 {
-    let mode = match has_kernels::<Be>() {
+    let mut mode = match has_kernels::<Be>() {
         true => mode,
         false => mode.without_kernels(),
     };
@@ -259,6 +259,8 @@ where
     let named = [own.as_slice(), added.as_slice()].concat();
     let specs: Vec<_> = named.iter().map(|(_, spec)| spec.clone()).collect();
     let parameters = specs.iter().filter(|spec| !spec.is_buffer);
+    let shapes = parameters.clone();
+    mode.assign_owners(shapes.map(|spec| (&spec.path, spec.shape.as_slice())))?;
     let parameters: Vec<_> = parameters
         .flat_map(|spec| ties::paths(spec).map(|path| (path, spec.dtype)))
         .collect();

@@ -358,14 +358,20 @@ fn sent(
         return divided.localize(&data.0);
     };
     let copies = divided.copies()?;
+    let shape = divided.held_shape(partition)?;
     let is_first = copies.iter().all(|group| group.rank() == 0);
     let mut data = match is_first {
-        true => Some(scattered(spec, data, partition, divided.flat_group()?)?),
+        true => Some(scattered(
+            spec,
+            data,
+            (partition, &shape),
+            divided.flat_group()?,
+        )?),
         false => None,
     };
     // The ranks that have divided the values hand them to those that hold the same parts.
     for copies in copies {
-        let known = (&[partition.chunk_len()][..], spec.dtype);
+        let known = (shape.as_slice(), spec.dtype);
         let own = (copies.rank() == 0).then_some(data).flatten();
         let held = broadcast(copies, path, own, known)?;
         data = Some(owned(held));
@@ -383,11 +389,11 @@ fn owned(lent: Arc<Lent>) -> TensorData {
     )
 }
 
-/// Returns this rank's flat shard, padded, of the values that the first rank of the group has.
+/// Returns this rank's part, of that shape, of the values that the first rank of the group has.
 fn scattered(
     spec: &ParameterSpec,
     data: Option<TensorData>,
-    partition: Partition,
+    (partition, shape): (Partition, &[usize]),
     group: &ProcessGroup,
 ) -> Result<TensorData, Error> {
     let element = element_of(&spec.path, spec.dtype)?;
@@ -403,10 +409,10 @@ fn scattered(
         .start_scatter(label, Vec::new(), 0, vec![part], vec![into])
         .and_then(Pending::wait_released)
         .map_err(Error::among_ranks)?;
-    let mut bytes = Vec::with_capacity(partition.chunk_len() * size);
+    let num_bytes = shape.iter().product::<usize>() * size;
+    let mut bytes = Vec::with_capacity(num_bytes);
     bytes.extend_from_slice(received.buffers[0].as_ref());
-    bytes.resize(partition.chunk_len() * size, 0);
-    let shape = [partition.chunk_len()];
+    bytes.resize(num_bytes, 0);
     Ok(TensorData::from_bytes_vec(bytes, shape, spec.dtype))
 }
 

@@ -4,6 +4,7 @@ mod certify;
 mod division;
 mod draws;
 mod dumps;
+mod owners;
 mod pipelines;
 mod proofs;
 
@@ -26,14 +27,14 @@ use crate::trace::{Defaults, InputSpec, LOSS_FACTOR, ParameterSpec, TraceOptions
 use crate::transform::GraphTransform;
 use certify::Certify;
 use division::Division;
+use owners::Owners;
 
 /// The ranks that a step is compiled for, and the passes that compile it.
 #[derive(Debug, Clone)]
 pub struct Mode {
     ranks: Ranks,
     division: Division,
-    /// Names of inputs that all ranks have alike.
-    shared: Vec<Pattern>,
+    names: Names,
     pub(crate) options: schedule::Options,
     pub(crate) cache: usize,
     pub(crate) verify: bool,
@@ -47,6 +48,15 @@ pub struct Mode {
     seed: Option<u64>,
     user: UserPasses,
     dump: Option<GraphDump>,
+}
+
+/// What the user says by patterns.
+#[derive(Debug, Clone, Default)]
+struct Names {
+    /// The inputs that all ranks have alike.
+    shared: Vec<Pattern>,
+    /// The parameters that one rank has whole.
+    owners: Owners,
 }
 
 /// The passes of the user.
@@ -135,7 +145,7 @@ impl Mode {
         Self {
             ranks,
             division,
-            shared: Vec::new(),
+            names: Names::default(),
             options: schedule::Options::default(),
             cache: 8,
             verify: cfg!(debug_assertions),
@@ -217,7 +227,7 @@ impl Mode {
     /// their first dim; [`Expand`] replicates what it does not name, and the other styles join nothing.
     #[must_use]
     pub fn shared_input(mut self, pattern: impl Into<Pattern>) -> Self {
-        self.shared.push(pattern.into());
+        self.names.shared.push(pattern.into());
         self
     }
 
@@ -248,7 +258,11 @@ impl Mode {
             Division::Expand(mesh, expand) => expand.joined_shape(mesh, name, shape),
             Division::Least(_) => {
                 let mut shape = shape.to_vec();
-                let is_shared = self.shared.iter().any(|pattern| pattern.matches(name));
+                let is_shared = self
+                    .names
+                    .shared
+                    .iter()
+                    .any(|pattern| pattern.matches(name));
                 let is_shared = is_shared || name == LOSS_FACTOR;
                 if let Some(rows) = shape.first_mut().filter(|_| !is_shared) {
                     *rows *= self.ranks.size();
@@ -274,7 +288,8 @@ impl Mode {
 
     /// Returns the layout of a parameter or buffer until there is a graph.
     pub(crate) fn initial_layout(&self, spec: &ParameterSpec) -> Result<Layout, Error> {
-        self.division.initial_layout(&self.ranks.mesh()?, spec)
+        let (mesh, owners) = (self.ranks.mesh()?, &self.names.owners);
+        self.division.initial_layout(&mesh, spec, owners)
     }
 
     /// Refuses patterns that match no parameter or input.
@@ -283,7 +298,7 @@ impl Mode {
         specs: &[ParameterSpec],
         inputs: &[InputSpec],
     ) -> Result<(), Error> {
-        for pattern in &self.shared {
+        for pattern in &self.names.shared {
             if !inputs.iter().any(|input| pattern.matches(&input.name)) {
                 let known: Vec<_> = inputs.iter().map(|input| input.name.as_str()).collect();
                 return Err(Error::UnknownName {
@@ -386,7 +401,10 @@ impl Mode {
     /// are left open.
     pub(crate) fn prepare(&mut self, graph: Graph) -> Result<Graph, Error> {
         let parameters = graph.parameters().iter().filter(|of| !of.is_buffer);
-        let parameters: Vec<_> = parameters.map(|of| (&*of.path, of.dtype)).collect();
+        let parameters: Vec<_> = parameters.collect();
+        let shapes = parameters.iter().map(|of| (&of.path, of.shape.as_slice()));
+        self.assign_owners(shapes)?;
+        let parameters: Vec<_> = parameters.iter().map(|of| (&*of.path, of.dtype)).collect();
         self.check_precision(&parameters)?;
         if self.options.loss_scaling.is_some() && !takes_loss_factor(&graph) {
             return Err(ScaleError::NotTraced.into());
@@ -410,12 +428,12 @@ impl Mode {
         match &mut self.division {
             Division::DataParallel(_) | Division::Hybrid { .. } | Division::Expand(..) => Ok(()),
             Division::Least(Some(found)) => {
-                found.add_inputs(cut_inputs(graph, DATA_AXIS, &self.shared));
+                found.add_inputs(cut_inputs(graph, DATA_AXIS, &self.names.shared));
                 Ok(())
             }
             Division::Least(None) => {
                 let mesh = self.ranks.mesh()?;
-                let of = (DATA_AXIS, self.shared.as_slice());
+                let of = (DATA_AXIS, self.names.shared.as_slice());
                 let found = least_communication_with(graph, &mesh, of, &self.options.precision)?;
                 self.division = Division::Least(Some(found));
                 Ok(())

@@ -23,14 +23,26 @@ pub(crate) struct Divided<'a> {
 }
 
 impl Divided<'_> {
-    /// Returns the partition into flat shards, if the layout cuts between elements.
+    /// Returns the partition of the elements, if the layout cuts between them or gives them to one rank.
     pub(crate) fn partition(&self) -> Result<Option<Partition>, Error> {
         if self.layout.is_whole() || self.layout.cut != Cut::Elements {
             return Ok(None);
         }
         let num_elements = self.shape.iter().product();
         let num_parts = self.flat_group()?.size();
-        Ok(Some(Partition::flat(num_elements, num_parts)?))
+        Ok(Some(match self.layout.owner {
+            Some(owner) => Partition::one_owner(num_elements, num_parts, owner)?,
+            None => Partition::flat(num_elements, num_parts)?,
+        }))
+    }
+
+    /// Returns the shape in which the executor holds this rank's part of such a partition: flat shards of one length, and
+    /// what one rank owns in its own shape there and as nothing elsewhere.
+    pub(crate) fn held_shape(&self, partition: Partition) -> Result<Vec<usize>, Error> {
+        match self.layout.owner {
+            Some(_) => self.part_shape(),
+            None => Ok(vec![partition.chunk_len()]),
+        }
     }
 
     /// Returns the ranks that divide the elements, one flat shard each.
@@ -124,15 +136,16 @@ impl Divided<'_> {
             return Ok(resized(data, &shape));
         };
         let dtype = data.dtype();
+        let shape = self.held_shape(partition)?;
         let mut bytes = data.as_bytes().to_vec();
-        bytes.resize(partition.chunk_len() * dtype.size(), 0);
-        let shape = [partition.chunk_len()];
+        bytes.resize(shape.iter().product::<usize>() * dtype.size(), 0);
         Ok(TensorData::from_bytes_vec(bytes, shape, dtype))
     }
 
     /// Returns a part without its padding.
     pub(crate) fn unpadded(&self, data: TensorData) -> Result<TensorData, Error> {
         Ok(match self.partition()? {
+            Some(_) if self.layout.owner.is_some() => data,
             Some(partition) => slice(&data, 0..partition.len(self.flat_group()?.rank())),
             None => resized(data, &self.part_shape()?),
         })

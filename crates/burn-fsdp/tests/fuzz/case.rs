@@ -108,7 +108,7 @@ impl Case {
             for leg in &mut self.legs {
                 match &mut leg.engine {
                     Engine::Eager(eager) => eager.has_owners = true,
-                    Engine::Compiled(compiled) => compiled.strategy = Sharding::NoShard,
+                    Engine::Compiled(compiled) => compiled.has_owners = true,
                     // Gradients that are added up over micro-batches are cut before the optimizer has them.
                     Engine::Placed(placed) if self.micro_batches > 1 => {
                         placed.is_automatic = false;

@@ -111,6 +111,10 @@ impl Case {
             Ranks::Copies(_) => Mode::hybrid(mesh.clone(), "replicate", compiled.strategy)?,
             _ => Mode::data_parallel(mesh.world().clone(), compiled.strategy),
         };
+        let mode = match compiled.has_owners {
+            true => mode.one_owner(["**"]),
+            false => mode,
+        };
         Ok(moving(mode.options(self.options(compiled)), compiled.moves))
     }
 

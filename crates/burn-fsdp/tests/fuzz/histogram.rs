@@ -92,6 +92,9 @@ fn of_leg(case: &Case, leg: &Leg) -> Vec<String> {
             if compiled.moves.is_some() {
                 drawn.push("compiled, nodes in the next step".to_owned());
             }
+            if compiled.has_owners {
+                drawn.push("compiled, owners".to_owned());
+            }
         }
         Engine::Placed(placed) => {
             if placed.moves.is_some() {

@@ -111,6 +111,8 @@ impl Accumulation {
 #[derive(Debug, Clone)]
 pub(crate) struct Compiled {
     pub(crate) strategy: Sharding,
+    /// Each parameter is one rank's.
+    pub(crate) has_owners: bool,
     /// By paths, or by patterns.
     pub(crate) units: Option<Vec<&'static str>>,
     pub(crate) kernels: bool,
@@ -349,7 +351,7 @@ fn compiled() -> impl Strategy<Value = Engine> {
     (
         strategies(),
         select(units.to_vec()),
-        any::<[bool; 9]>(),
+        any::<[bool; 10]>(),
         select(places.to_vec()),
         halves(&[FloatDType::BF16, FloatDType::F16]),
         moves(),
@@ -365,11 +367,13 @@ fn compiled() -> impl Strategy<Value = Engine> {
                 reshards,
                 buckets,
                 prefetches,
+                has_owners,
             ] = flags;
             let has_layers = units.as_deref() == Some(&["layers.*"]);
             let recomputes_layers = recomputes_layers && has_layers;
             Engine::Compiled(Compiled {
                 strategy,
+                has_owners,
                 units,
                 kernels,
                 fuse,

@@ -37,6 +37,7 @@ pub(crate) fn refused(engines: Engines) -> impl Strategy<Value = Case> {
                     }
                     Engine::Compiled(compiled) => {
                         compiled.strategy = Sharding::FullShard;
+                        compiled.has_owners = false;
                         compiled.halves = Halves::default();
                     }
                     Engine::Placed(placed) => placed.halves = Halves::default(),

@@ -50,8 +50,7 @@ pub(crate) enum OptimizerName {
     Adan,
     /// Lion
     Lion,
-    /// Muon for the matrices of blocks, each whole on one rank, and AdamW for the rest. With --compile for
-    /// --strategy no-shard
+    /// Muon for the matrices of blocks, each whole on one rank, and AdamW for the rest
     Muon,
 }
 

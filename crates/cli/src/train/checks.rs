@@ -4,25 +4,20 @@
 use burn_fsdp::Strategy;
 use burn_fsdp_models::ModelConfig;
 
-use crate::args::{Float, StrategyArg, TrainArgs};
+use crate::args::{Float, TrainArgs};
 use crate::error::InputError;
 use crate::host;
 use crate::train::ranks::Ranks;
 use crate::train::recipe::Recipe;
 
 /// Refuses flags that a compiled step does not support.
-pub(super) fn check_compiled(args: &TrainArgs, has_owners: bool) -> Result<(), InputError> {
+pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
     let (training, sharding) = (&args.training, &args.sharding);
     let refusals = [
         (
             sharding.offload.is_some(),
             "--offload",
             "all their tensors are on the device",
-        ),
-        (
-            has_owners && sharding.strategy != StrategyArg::NoShard,
-            training.optimizer.optimizer.flag(),
-            "it steps whole matrices, which compiled steps have with --strategy no-shard alone",
         ),
         (
             !training.device.is_host(),

@@ -144,7 +144,7 @@ impl TrainConfig {
         let sharding = sharding(&args, &all_ranks)?;
         let step = step(&args.training)?;
         if args.training.compile {
-            check_compiled(&args, !optimizer.owned().is_empty())?;
+            check_compiled(&args)?;
         }
         let (steps, warmup) = (args.training.steps, args.training.warmup);
         check_size(&args)?;

@@ -10,7 +10,7 @@ use super::pool::{Buffer, Transport};
 use crate::backend::{Allocation, Backend, Operand, Strides};
 use crate::category::{Bytes, Category, categories};
 use burn_fsdp_spmd::Error;
-use burn_fsdp_spmd::graph::{Graph, Node, Role, Stage};
+use burn_fsdp_spmd::graph::{Absent, Graph, Node, Role, Stage};
 
 /// The memory of one or more tensors.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,6 +43,9 @@ pub(super) struct Heap<'a> {
     transport: Transport,
     /// True if operations overwrite operands whose memory no other tensor uses.
     is_reusing: bool,
+    /// What another rank owns.
+    absent: Absent,
+    rank: usize,
 }
 
 /// The state of the heap on which the next step depends.
@@ -81,8 +84,12 @@ fn bytes_of(tensor: &TensorIr) -> u64 {
 }
 
 impl<'a> Heap<'a> {
-    /// Creates a heap with the tensors that exist between steps.
-    pub(super) fn new(graph: &Graph, backend: &'a dyn Backend, is_reusing: bool) -> Self {
+    /// Creates a heap with the tensors that a rank has between steps.
+    pub(super) fn new(
+        (graph, rank): (&Graph, usize),
+        backend: &'a dyn Backend,
+        is_reusing: bool,
+    ) -> Result<Self, Error> {
         let mut heap = Self {
             backend,
             categories: categories(graph),
@@ -92,17 +99,22 @@ impl<'a> Heap<'a> {
             live: Bytes::default(),
             transport: Transport::default(),
             is_reusing,
+            absent: graph.absent_on(rank)?,
+            rank,
         };
         for value in graph.values() {
             if value.role.is_given() && !matches!(value.role, Role::Input(_)) {
                 heap.give(value.id, &value.shape, value.dtype.size());
             }
         }
-        heap
+        Ok(heap)
     }
 
-    /// Adds a tensor from outside, in new memory.
+    /// Adds a tensor from outside, in new memory, unless another rank owns it.
     fn give(&mut self, id: TensorId, shape: &[usize], element_size: usize) {
+        if self.absent.contains(id) {
+            return;
+        }
         let written = self.fresh(id, Strides::contiguous(shape), None, element_size);
         self.add(written);
     }
@@ -185,7 +197,7 @@ impl<'a> Heap<'a> {
     }
 
     /// Replays one step, from the batch to the new parameters.
-    pub(super) fn step(&mut self, graph: &Graph, rank: usize) -> Result<MemoryPlan, Error> {
+    pub(super) fn step(&mut self, graph: &Graph) -> Result<MemoryPlan, Error> {
         // Pending values that an optimizer step consumes without producing new ones come from the previous step.
         for value in graph.values() {
             if matches!(value.role, Role::Pending(_)) && !self.tensors.contains_key(&value.id) {
@@ -202,7 +214,11 @@ impl<'a> Heap<'a> {
         let num_nodes = graph.nodes().len();
         let mut plan = MemoryPlan::begin(at_rest, self.live, transport, num_nodes);
         for (index, node) in graph.nodes().iter().enumerate() {
-            let run = self.run_node(node, rank)?;
+            if self.absent.skips(node) {
+                self.skip(node);
+                continue;
+            }
+            let run = self.run_node(node)?;
             plan.reused_in_place += run.reused;
             if !node.is_drop() {
                 plan.record(Moment {
@@ -218,7 +234,14 @@ impl<'a> Heap<'a> {
         Ok(plan)
     }
 
-    fn run_node(&mut self, node: &Node, rank: usize) -> Result<Run, Error> {
+    /// Frees what a node would have taken that another rank runs.
+    fn skip(&mut self, node: &Node) {
+        let taken = node.operation.inputs();
+        let taken = taken.filter(|input| input.status == TensorStatus::ReadWrite);
+        taken.for_each(|input| self.remove(input.id));
+    }
+
+    fn run_node(&mut self, node: &Node) -> Result<Run, Error> {
         let stage = node.collective.as_ref().map(|collective| collective.stage);
         let taken: Vec<_> = node
             .operation
@@ -232,7 +255,7 @@ impl<'a> Heap<'a> {
         };
         let written = match (&node.collective, node.is_drop()) {
             (Some(_), _) => {
-                let received = self.received(node, rank)?;
+                let received = self.received(node)?;
                 run.scratch = received.scratch;
                 // The maximum, before the buffers that only this operation needs are returned.
                 run.transport = self.transport.hidden_bytes();
@@ -262,7 +285,7 @@ impl<'a> Heap<'a> {
     }
 
     /// Creates the results of a collective in buffers of the transport, or in new memory if they were padded.
-    fn received(&mut self, node: &Node, rank: usize) -> Result<Received, Error> {
+    fn received(&mut self, node: &Node) -> Result<Received, Error> {
         let mut received = Received::default();
         let Some(collective) = &node.collective else {
             return Ok(received);
@@ -271,7 +294,7 @@ impl<'a> Heap<'a> {
         let inputs: Vec<&TensorIr> = node.operation.inputs().collect();
         if stage != Stage::Wait {
             // An operand that is not in order is sent from a copy.
-            for input in &inputs {
+            for input in inputs.iter().filter(|of| !self.absent.contains(of.id)) {
                 if !self.operand(input)?.strides.is_contiguous() {
                     received.scratch += bytes_of(input);
                 }
@@ -279,11 +302,14 @@ impl<'a> Heap<'a> {
         }
         let outputs: Vec<TensorIr> = node.operation.outputs().cloned().collect();
         for (index, (output, part)) in outputs.iter().zip(&collective.parts).enumerate() {
+            if self.absent.contains(output.id) {
+                continue;
+            }
             let strides = Strides::contiguous(&output.shape);
             let mut written = self.fresh(output.id, strides, None, output.dtype.size());
             let (gives, gets) = (contract.gives.share, contract.gets.share);
             // On a mesh with several axes, a group is smaller than all ranks. The last axis is the fastest.
-            let rank = rank % part.partition.num_shards();
+            let rank = self.rank % part.partition.num_shards();
             let is_padded = part.share_len(gets, rank) != part.padded_len(gets);
             let bytes = |share| (part.share_len(share, rank) * part.result.size()) as u64;
             // Between start and wait, the reserved memory has the buffer.
@@ -318,7 +344,9 @@ impl<'a> Heap<'a> {
     }
 
     fn computed(&mut self, node: &Node, run: &mut Run) -> Result<Vec<Written>, Error> {
-        let inputs: Vec<&TensorIr> = node.operation.inputs().collect();
+        // A norm is of what this rank has.
+        let is_here = |input: &&TensorIr| !self.absent.contains(input.id);
+        let inputs: Vec<&TensorIr> = node.operation.inputs().filter(is_here).collect();
         let operands = inputs
             .iter()
             .map(|input| self.operand(input))

@@ -30,16 +30,16 @@ impl MemoryPlan {
     }
 
     fn simulate(graph: &Graph, rank: usize, is_reusing: bool) -> Result<Self, Error> {
-        let mut heap = Heap::new(graph, &Flex, is_reusing);
+        let mut heap = Heap::new((graph, rank), &Flex, is_reusing)?;
         // A step begins with the state that the previous one leaves. The origin of the memory of new parameters and
         // states usually does not change, and it settles after at most two steps.
         for _ in 0..2 {
             let before = heap.state();
-            let plan = heap.step(graph, rank)?;
+            let plan = heap.step(graph)?;
             if heap.state() == before {
                 return Ok(plan);
             }
         }
-        heap.step(graph, rank)
+        heap.step(graph)
     }
 }

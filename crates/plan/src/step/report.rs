@@ -88,8 +88,8 @@ impl Plan {
             kernels: KernelScratch::of_plan(graph, &memory),
             peak_without_reuse: MemoryPlan::without_reuse(graph, rank)?.peak_bytes(),
             traffic: Traffic::of_graph(graph),
-            flops: Flops::of_graph(graph),
-            time: TimePlan::of_graph(graph, machine),
+            flops: Flops::of_graph(graph, rank)?,
+            time: TimePlan::of_graph(graph, machine, rank)?,
             machine: machine.clone(),
             memory,
         })

@@ -6,6 +6,7 @@ use burn_ir::{FloatOperationIr, OperationIr, TensorId};
 use serde::Serialize;
 
 use crate::machine::Machine;
+use burn_fsdp_spmd::Error;
 use burn_fsdp_spmd::graph::{Collective, Graph, Node, Stage};
 use burn_fsdp_spmd::graph::{Flops, touched_bytes};
 
@@ -23,19 +24,25 @@ pub struct TimePlan {
 }
 
 impl TimePlan {
-    /// Estimates the time of a scheduled graph.
+    /// Estimates the time of a scheduled graph on that rank.
     ///
     /// Nodes run in order. Each takes as long as its arithmetic or its memory traffic, whichever is longer (the
     /// roofline model: Williams, Waterman, Patterson, 2009). Collectives run one after the other at the same time as
-    /// other nodes, from their start to their wait. A collective that is not split is waited for immediately.
-    pub fn of_graph(graph: &Graph, machine: &Machine) -> Self {
+    /// other nodes, from their start to their wait. A collective that is not split is waited for immediately. Nodes
+    /// that only other ranks run, for parameters that they own, take this rank no time.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Mesh`] if the graph does not have that rank.
+    pub fn of_graph(graph: &Graph, machine: &Machine, rank: usize) -> Result<Self, Error> {
+        let absent = graph.absent_on(rank)?;
         let mut clock = Clock::default();
-        for node in graph.nodes() {
+        for node in graph.nodes().iter().filter(|node| !absent.skips(node)) {
             clock.run(node, graph.num_ranks(), machine);
         }
         let Clock { mut time, now, .. } = clock;
         time.step = now;
-        time
+        Ok(time)
     }
 }
 

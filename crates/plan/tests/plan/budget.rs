@@ -127,7 +127,9 @@ impl Case {
         let lowered = lower(graph.clone(), &self.fake().options(options.clone())).unwrap();
         let ranks = 0..self.ranks;
         let bytes = ranks.map(|rank| MemoryPlan::new(&lowered, rank).unwrap().allocated);
-        let seconds = TimePlan::of_graph(&lowered, &Machine::cpu()).step;
+        let seconds = TimePlan::of_graph(&lowered, &Machine::cpu(), 0)
+            .unwrap()
+            .step;
         (bytes.max().unwrap(), seconds)
     }
 

@@ -3,9 +3,9 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
-use burn_fsdp_mesh::{Partition, Pattern};
+use burn_fsdp_mesh::{Partition, Pattern, balanced_owners};
 
-use super::{factors, owners};
+use super::factors;
 use crate::error::Error;
 use crate::offload::Offload;
 use crate::policy::ShardPolicy;
@@ -192,7 +192,7 @@ impl Grouping {
         }
         let sizes: Vec<_> = owned.iter().map(|found| found.num_elements()).collect();
         let paths = owned.iter().map(|found| found.path.clone());
-        Ok(paths.zip(owners::balanced(&sizes, num_ranks)).collect())
+        Ok(paths.zip(balanced_owners(&sizes, num_ranks)).collect())
     }
 
     /// Returns the units, without values or a root; `is_replica` if `replicate` makes them.

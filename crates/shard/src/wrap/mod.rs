@@ -1,8 +1,7 @@
 //! `fully_shard`: from a plain module to a sharded one.
 //!
 //! - `factors`: the parameters of adapters that are made on the way.
-//! - `ranks`: the ranks that take part. `grouping`: the parameters of each unit. `owners`: the owner of
-//!   each parameter that is not divided.
+//! - `ranks`: the ranks that take part. `grouping`: the parameters of each unit, and the owner of each that is not divided.
 //! - `placed`: units with their paths in the module, those of earlier calls too.
 //! - `sharder`: from a parameter to a stand-in with its shard beside it; `initial`: rank 0's values; `read`: those that
 //!   each rank reads.
@@ -13,7 +12,6 @@ mod factors;
 mod grouping;
 mod initial;
 mod own_states;
-mod owners;
 mod placed;
 mod ranks;
 mod read;

@@ -142,6 +142,7 @@ impl Call<'_> {
                     let layout = Layout {
                         placements: placements.clone(),
                         cut: Cut::Dims,
+                        owner: None,
                     };
                     let whole = filled(seed, &whole_shape(shape, placements, mesh), kind);
                     cut((&whole, kind), &layout, mesh, *rank, shape)

@@ -92,6 +92,7 @@ impl Given<'_> {
         let layout = Layout {
             placements: placed.into_iter().map(|axis| axis.placement).collect(),
             cut: Cut::Dims,
+            owner: None,
         };
         let whole = filled(seed, &shape, kind);
         cut((&whole, kind), &layout, &self.mesh, rank, &value.shape)
@@ -108,11 +109,16 @@ impl Given<'_> {
 pub(super) fn part_of<'a>(
     graph: &'a Graph,
     path: &str,
-    value: &Value,
+    value: &'a Value,
 ) -> Option<(&'a Layout, &'a [usize])> {
     let parameter = graph.parameter(path)?;
     let is_cut = !parameter.layout.is_whole() && !parameter.whole_states.contains(&value.id);
-    is_cut.then_some((&parameter.layout, parameter.shape.as_slice()))
+    // What has an owner has its own shape there, states of another shape than the parameter among it.
+    let shape = match parameter.layout.owner {
+        Some(_) => &value.shape,
+        None => &parameter.shape,
+    };
+    is_cut.then_some((&parameter.layout, shape.as_slice()))
 }
 
 /// Returns a rank's part of a whole tensor of a kind, padded to its shape: flat shards with zeros, which norms add up, and parts

@@ -10,7 +10,8 @@ use super::given::{Given, part_of};
 use super::scalar::Scalar;
 use super::tensor::Tensor;
 use super::transport::exchanged;
-use crate::graph::{Collective, Graph, Node, Role, Stage, Update, Value};
+use crate::graph::{Absent, Collective, Graph, Node, Role, Stage, Update, Value};
+use crate::place::owned_of;
 
 /// What a graph does that has no meaning: it reads what is not there, say.
 #[derive(Debug, Clone)]
@@ -29,6 +30,8 @@ struct Rank {
     started: HashMap<TensorId, Vec<Tensor>>,
     /// Hashes of everything that nodes have written, if they are noted.
     written: HashMap<TensorId, u64>,
+    /// What another rank has of the graph that runs.
+    absent: Absent,
 }
 
 /// The ranks of a mesh, which run one node after the other, each of them on all ranks.
@@ -84,6 +87,11 @@ impl Machine {
         self.ranks[rank].values.get(&id)
     }
 
+    /// Returns true if another rank owns a value of the graph that runs.
+    pub(super) fn is_absent(&self, rank: usize, id: TensorId) -> bool {
+        self.ranks[rank].absent.contains(id)
+    }
+
     /// Sets a value of a rank.
     pub(super) fn set(&mut self, rank: usize, id: TensorId, tensor: Tensor) {
         self.ranks[rank].values.insert(id, tensor);
@@ -92,6 +100,15 @@ impl Machine {
     /// Begins a run: gives all ranks what they have not got from the run before, and a new batch.
     pub(super) fn begin(&mut self, graph: &Graph, given: &Given<'_>) -> Result<(), Fault> {
         self.run = given.run;
+        let owned = owned_of(graph);
+        for (number, rank) in self.ranks.iter_mut().enumerate() {
+            let absent = graph.absent_of(number, &owned);
+            rank.absent = absent.map_err(|error| Fault {
+                node: 0,
+                rank: number,
+                reason: error.to_string(),
+            })?;
+        }
         self.draws = given.joined.map(|_| {
             let drawn = graph.nodes().iter().filter(|node| node.is_opaque());
             let drawn = drawn.flat_map(Node::outputs);
@@ -108,7 +125,8 @@ impl Machine {
             |value: &&Value| value.role.is_given() && !matches!(value.role, Role::Pending(_));
         for value in graph.values().filter(is_new) {
             for rank in 0..self.ranks.len() {
-                if self.ranks[rank].values.contains_key(&value.id) {
+                if self.ranks[rank].values.contains_key(&value.id) || self.is_absent(rank, value.id)
+                {
                     continue;
                 }
                 if rank > 0
@@ -146,8 +164,12 @@ impl Machine {
             None => {
                 let scalars = Scalar::all_of(node);
                 for rank in 0..self.ranks.len() {
+                    if self.ranks[rank].absent.skips(node) {
+                        continue;
+                    }
                     let results = self.call(rank, node, &scalars).map_err(fault(rank))?;
-                    self.write(rank, node, results).map_err(fault(rank))?;
+                    let results = node.operation.outputs().zip(results);
+                    self.write(rank, results).map_err(fault(rank))?;
                 }
             }
         }
@@ -162,7 +184,8 @@ impl Machine {
 
     fn call(&self, rank: usize, node: &Node, scalars: &[Scalar]) -> Result<Vec<Tensor>, String> {
         let shifted = self.shifted(rank, node)?;
-        let node = shifted.as_ref().unwrap_or(node);
+        let own = shifted.or_else(|| self.ranks[rank].absent.node_without(node));
+        let node = own.as_ref().unwrap_or(node);
         let call = Call {
             node,
             values: &self.ranks[rank].values,
@@ -213,8 +236,12 @@ impl Machine {
         Ok(Some(node))
     }
 
-    fn write(&mut self, rank: usize, node: &Node, results: Vec<Tensor>) -> Result<(), String> {
-        for (output, tensor) in node.operation.outputs().zip(results) {
+    fn write<'a>(
+        &mut self,
+        rank: usize,
+        results: impl IntoIterator<Item = (&'a TensorIr, Tensor)>,
+    ) -> Result<(), String> {
+        for (output, tensor) in results {
             if tensor.shape != output.shape.as_slice() {
                 return Err(format!(
                     "it makes {:?} where {:?} is declared",
@@ -249,12 +276,15 @@ impl Machine {
         for rank in 0..self.ranks.len() {
             let started = key.and_then(|key| self.ranks[rank].started.remove(&key));
             let results = started.ok_or_else(|| (rank, "it was not started".to_owned()))?;
-            let shaped = results.iter().zip(node.operation.outputs());
-            let shaped = shaped.map(|(result, output)| result.reshaped(output.shape.as_slice()));
+            let own = node.operation.outputs().zip(results);
+            let own = own.filter(|(output, _)| !self.is_absent(rank, output.id));
+            let shaped = own.map(|(output, result)| {
+                let shaped = result.reshaped(output.shape.as_slice())?;
+                Ok((output, shaped))
+            });
             let shaped = shaped.collect::<Result<Vec<_>, _>>();
             let shaped = shaped.map_err(|reason| (rank, reason))?;
-            self.write(rank, node, shaped)
-                .map_err(|reason| (rank, reason))?;
+            self.write(rank, shaped).map_err(|reason| (rank, reason))?;
         }
         Ok(())
     }
@@ -275,6 +305,10 @@ impl Machine {
                 let given = group.iter().map(|rank| {
                     let own = self.ranks[*rank].values.get(&input.id);
                     let own = own.map(|own| own.elements.as_slice());
+                    let own = match self.is_absent(*rank, input.id) {
+                        true => Some(&[][..]),
+                        false => own,
+                    };
                     let id = input.id.value();
                     own.ok_or_else(|| (*rank, format!("it reads %{id}, which is not there")))
                 });
@@ -304,6 +338,7 @@ impl Machine {
         };
         for (number, rank) in self.ranks.iter_mut().enumerate() {
             let updates = graph.updates().iter().filter(is_meant);
+            let updates = updates.filter(|update| !rank.absent.contains(update.from));
             let fresh = updates.map(|update| {
                 let from = rank.values.get(&update.from).cloned();
                 let from = from.ok_or_else(|| Fault {

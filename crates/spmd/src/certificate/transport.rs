@@ -37,7 +37,9 @@ pub(super) fn exchanged(
                 let own = own.filter(|_| whole.len() == partition.num_elements());
                 let own = own.ok_or("its tensor has another length than what is cut")?;
                 let mut own = own.to_vec();
-                own.resize(partition.chunk_len(), 0);
+                if partition.sole_owner().is_none() {
+                    own.resize(partition.chunk_len(), 0);
+                }
                 Ok(own)
             });
             parts.collect()

@@ -76,7 +76,7 @@ pub(super) fn divided<'a>(place: &'a Parameter, ranks: &'a Ranks) -> Divided<'a>
 }
 
 /// Returns a state of the optimizer as if it were a parameter: a state of the parameter's shape is divided like the
-/// parameter, and any other is whole.
+/// parameter, any other is whole, and those of a parameter that one rank owns are there in their own shapes.
 pub(super) fn state_of(graph: &Graph, path: &str, slot: &str) -> Result<Parameter, Error> {
     let parameter = graph.parameter(path);
     let states = parameter.map(|parameter| parameter.states.as_slice());
@@ -98,9 +98,11 @@ pub(super) fn state_of(graph: &Graph, path: &str, slot: &str) -> Result<Paramete
             known: known.join(", "),
         });
     };
-    let (shape, layout) = match parameter.whole_states.contains(&value.id) {
-        true => (value.shape.clone(), Layout::one_rank()),
-        false => (parameter.shape.clone(), parameter.layout.clone()),
+    let is_whole = parameter.whole_states.contains(&value.id);
+    let (shape, layout) = match (is_whole, parameter.layout.owner) {
+        (true, _) => (value.shape.clone(), Layout::one_rank()),
+        (false, Some(_)) => (value.shape.clone(), parameter.layout.clone()),
+        (false, None) => (parameter.shape.clone(), parameter.layout.clone()),
     };
     Ok(Parameter {
         value: value.id,

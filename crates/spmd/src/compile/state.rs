@@ -341,7 +341,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 
     /// Returns the shape of a whole state of the optimizer, and its layout: a state of the parameter's shape is divided
-    /// like the parameter, and any other is whole.
+    /// like the parameter, any other is whole, and all states of a parameter that one rank owns are there.
     ///
     /// # Errors
     ///
@@ -357,8 +357,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
                 known: known.join(", "),
             });
         };
-        let layout = match found.shape == spec.shape {
-            true => self.layout(path)?,
+        let own = self.layout(path)?;
+        let layout = match found.shape == spec.shape || own.owner.is_some() {
+            true => own,
             false => Layout::one_rank(),
         };
         Ok((found.shape.clone(), layout))

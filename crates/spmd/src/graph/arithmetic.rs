@@ -6,15 +6,21 @@ use super::Graph;
 use super::flops::Flops;
 use super::node::Node;
 use super::storage::{Storage, storage_of};
+use crate::error::Error;
 
 impl Flops {
-    /// Counts the arithmetic of a whole graph.
-    pub fn of_graph(graph: &Graph) -> Self {
+    /// Counts the arithmetic of a graph on a rank, without what other ranks do for parameters that they own.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Mesh`] for a rank that the graph has not.
+    pub fn of_graph(graph: &Graph, rank: usize) -> Result<Self, Error> {
+        let absent = graph.absent_on(rank)?;
         let mut sum = Self::default();
-        for node in graph.nodes() {
+        for node in graph.nodes().iter().filter(|node| !absent.skips(node)) {
             sum += Self::of_node(node);
         }
-        sum
+        Ok(sum)
     }
 
     /// Counts the arithmetic of one node: none for views, drops and collectives.

@@ -27,6 +27,9 @@ impl Graph {
                 (&collective.label, collective.kind, collective.stage).hash(&mut hasher);
                 let reduction = collective.reduction.map(|op| op.to_string());
                 (&collective.axis, reduction, collective.payload).hash(&mut hasher);
+                let parts = collective.parts.iter();
+                let owners = parts.filter_map(|part| part.partition.sole_owner());
+                owners.for_each(|owner| owner.hash(&mut hasher));
             }
         }
         for update in &self.updates {

@@ -7,15 +7,24 @@ use burn_ir::TensorId;
 
 use super::{Graph, Node, Role};
 
+/// What the ranks of each axis hold of a value that waits for the next step.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Carried {
+    /// A placement for each axis; none for values of the ranks' own.
+    pub(crate) on: Vec<Option<Placement>>,
+    /// The index of the owner along the axis that shards, if one rank has all of it.
+    pub(crate) owner: Option<usize>,
+}
+
 impl Graph {
-    /// Declares what the ranks of each axis hold of a value that waits for the next step: none for values of their own.
-    pub(crate) fn carry(&mut self, id: TensorId, on: Vec<Option<Placement>>) {
-        self.ranks.carried.insert(id, on);
+    /// Declares what the ranks of each axis hold of a value that waits for the next step.
+    pub(crate) fn carry(&mut self, id: TensorId, carried: Carried) {
+        self.ranks.carried.insert(id, carried);
     }
 
     /// Returns what the ranks of each axis hold of a value that waits for the next step.
-    pub(crate) fn carried(&self, id: TensorId) -> Option<&[Option<Placement>]> {
-        self.ranks.carried.get(&id).map(Vec::as_slice)
+    pub(crate) fn carried(&self, id: TensorId) -> Option<&Carried> {
+        self.ranks.carried.get(&id)
     }
 
     /// Returns the pending gradients that nodes read, and that no update replaces or hands on: the optimizer has taken

@@ -42,6 +42,7 @@ mod ir;
 mod node;
 mod operation;
 mod order;
+mod owned;
 mod print;
 mod shift;
 mod sizes;
@@ -62,13 +63,16 @@ pub use draw::Draw;
 pub use flops::Flops;
 pub use node::{CustomProfile, Node, Phase, ScalarSlot};
 pub use operation::operation_name;
+pub use owned::Absent;
 pub use shift::AxisShift;
 pub use storage::{Storage, storage_of};
 pub use value::{Parameter, Role, Update, Value};
 
 pub(crate) use draw::random_of;
+pub(crate) use held::Carried;
 pub(crate) use node::{rename, set_status};
 pub(crate) use operation::{Trait, is};
+pub(crate) use owned::Owner;
 pub(crate) use print::Type;
 pub(crate) use sizes::Sizes;
 pub(crate) use value::NamedActivation;
@@ -107,7 +111,9 @@ struct OnRanks {
     /// The placements of values, one per axis of the mesh, as far as they were chosen by value.
     placements: BTreeMap<TensorId, Vec<Placement>>,
     /// What the ranks of each axis hold of values that wait for the next step.
-    carried: BTreeMap<TensorId, Vec<Option<Placement>>>,
+    carried: BTreeMap<TensorId, Carried>,
+    /// The owners of values that one rank has alone, once the last order is known.
+    owned: BTreeMap<TensorId, Owner>,
 }
 
 /// What comes out of a step and is gone afterwards, and what the user has named on the way.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use burn_fsdp_mesh::{Axis, Cut, Layout, Mesh, Strategy};
 
+use super::owners::Owners;
 use crate::error::Error;
 use crate::passes::schedule::{self, Options};
 use crate::passes::{InsertCollectives, Pipeline, Replicate};
@@ -38,12 +39,25 @@ impl Division {
         }
     }
 
+    /// Returns the axis along which ranks hold shards of parameters, where they do in data parallelism.
+    pub(super) fn shard_axis(&self, mesh: &Mesh) -> Option<Axis> {
+        match self {
+            Self::DataParallel(style) if style.is_sharded() => mesh.axes().first().cloned(),
+            Self::Hybrid { shard, .. } => Some(shard.clone()),
+            _ => None,
+        }
+    }
+
     /// Returns the layout of a parameter or buffer until there is a graph.
     pub(super) fn initial_layout(
         &self,
         mesh: &Mesh,
         spec: &ParameterSpec,
+        owners: &Owners,
     ) -> Result<Layout, Error> {
+        if let (Some(axis), Some(owner)) = (self.shard_axis(mesh), owners.of(&spec.path)) {
+            return Ok(Layout::owned(mesh, &axis.name, owner)?);
+        }
         match self {
             Self::DataParallel(style) if style.is_sharded() && !spec.is_buffer => {
                 Ok(Layout::flat(mesh, DATA_AXIS)?)
@@ -56,6 +70,7 @@ impl Division {
                 Ok(Layout {
                     placements: placed.into_iter().map(|axis| axis.placement).collect(),
                     cut: Cut::Dims,
+                    owner: None,
                 })
             }
             _ => Ok(Layout::replicated(mesh)),
@@ -66,7 +81,7 @@ impl Division {
     pub(super) fn pipeline(
         &self,
         ranks: &Ranks,
-        options: &Options,
+        (options, owners): (&Options, &Owners),
         transforms: &[Arc<dyn GraphTransform>],
     ) -> Result<Pipeline, Error> {
         Ok(match self {
@@ -77,6 +92,7 @@ impl Division {
                     axis: DATA_AXIS.into(),
                     replicate: None,
                     precision: options.precision.clone(),
+                    owners: owners.by_path().clone(),
                 };
                 let axes = ranks.mesh()?.axes().to_vec();
                 schedule::divided(insert, options, axes, transforms)
@@ -92,6 +108,7 @@ impl Division {
                     axis: shard.name.as_str().into(),
                     replicate: Some(replicate.clone()),
                     precision: options.precision.clone(),
+                    owners: owners.by_path().clone(),
                 };
                 let axes = ranks.mesh()?.axes().to_vec();
                 schedule::divided(insert, options, axes, transforms)

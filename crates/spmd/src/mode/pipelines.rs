@@ -43,7 +43,9 @@ impl Mode {
         let prefetch = options.prefetch.unwrap_or(self.ranks.overlaps());
         let options = options.clone().prefetch(prefetch);
         let transforms = &self.user.transforms;
-        let pipeline = self.division.pipeline(&self.ranks, &options, transforms)?;
+        let pipeline =
+            self.division
+                .pipeline(&self.ranks, (&options, &self.names.owners), transforms)?;
         #[cfg(test)]
         let pipeline = self.planted(pipeline);
         Ok(self.checked(pipeline))

@@ -9,6 +9,7 @@ use burn_ir::{TensorId, TensorStatus};
 use crate::error::Error;
 use crate::graph::{Graph, Node, Stage, set_status};
 use crate::pass_id::PassId;
+use crate::place::owned_of;
 use crate::transform::GraphTransform;
 
 /// The pass that frees every value at its last use, in place where that is possible.
@@ -25,7 +26,8 @@ use crate::transform::GraphTransform;
 ///                                 drop %2
 /// ```
 ///
-/// It is the last pass: every other changes which node reads a value last.
+/// It is the last pass: every other changes which node reads a value last. What has an [owner](Graph::absent_on) is known from
+/// here on.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Liveness;
 
@@ -98,6 +100,8 @@ impl GraphTransform for Liveness {
             }
         }
         graph.set_nodes(scheduled);
+        let owned = owned_of(&graph);
+        graph.set_owned(owned);
         Ok(graph)
     }
 }

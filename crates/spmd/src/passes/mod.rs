@@ -19,6 +19,7 @@ mod dedup;
 mod deferred_optimizer;
 mod early_optimizer;
 mod halves;
+mod holding;
 mod iteration;
 mod iteration_parts;
 mod kernels;

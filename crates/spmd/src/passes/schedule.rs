@@ -1,5 +1,6 @@
 //! The passes of a compiled step, in order.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::{
@@ -221,6 +222,7 @@ pub fn pipeline(
         axis: DATA_AXIS.into(),
         replicate: None,
         precision: options.precision.clone(),
+        owners: BTreeMap::new(),
     };
     let axis = Axis {
         name: DATA_AXIS.to_owned(),

@@ -6,17 +6,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use burn::tensor::DType;
-use burn_fsdp_mesh::{Axis, Cut, Layout, Mesh, Partition, Placement, ReduceOp, Strategy};
+use burn_fsdp_mesh::{Axis, Mesh, Partition, ReduceOp, Strategy};
 use burn_ir::{BaseOperationIr, CastOpIr, OperationIr, TensorId};
 
 use super::casts::{cast_of, widened_early};
+use super::holding::{Holding, local_shape};
 use super::replicate::{Replicate, mesh_of};
 use crate::Precision;
 use crate::elements::element_type;
 use crate::error::Error;
 use crate::graph::{
-    Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role, Stage, Trait,
-    is, operation_name, rename,
+    Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role, Stage, rename,
 };
 use crate::pass_id::PassId;
 use crate::place::{DataParallel, ExpandPlacements, least_communication_with};
@@ -27,7 +27,9 @@ use crate::transform::GraphTransform;
 ///
 /// With [`Strategy::NoShard`] every gradient is averaged by an all-reduce before the optimizer reads it. With
 /// [`Strategy::FullShard`] parameters become flat padded shards, an all-gather precedes every use, gradients are averaged by a
-/// reduce-scatter, and the optimizer works on shards, which needs an optimizer that treats all elements alike.
+/// reduce-scatter, and the optimizer works on shards, which needs an optimizer that treats all elements alike. A parameter with
+/// an owner is whole there: its gather is taken from one rank, its gradient reduced to that rank, and its part of the optimizer,
+/// which may combine elements, has results there alone.
 ///
 /// ```text
 /// before                                after (fully sharded on 2 ranks)
@@ -58,6 +60,8 @@ pub struct InsertCollectives {
     pub replicate: Option<Replicate>,
     /// Types in which parameters compute and gradients travel. The casts of parameters are in the graph already.
     pub precision: Precision,
+    /// The ranks along the axis that own a parameter each, whole, in place of a shard on every rank, by path.
+    pub owners: BTreeMap<Arc<str>, usize>,
 }
 
 impl InsertCollectives {
@@ -91,6 +95,7 @@ impl GraphTransform for InsertCollectives {
             pass: self,
             graph,
             averaged: BTreeMap::new(),
+            sent: BTreeMap::new(),
         };
         let mesh = mesh_of((&self.axis, self.num_ranks), self.replicate.as_ref())?;
         insertion.graph.set_mesh(mesh);
@@ -114,8 +119,10 @@ impl GraphTransform for InsertCollectives {
 struct Insertion<'a> {
     pass: &'a InsertCollectives,
     graph: Graph,
-    /// The averaged value that the optimizer reads instead of each gradient.
-    averaged: BTreeMap<TensorId, TensorId>,
+    /// The averaged value that the optimizer reads instead of each gradient, of parameters with that owner or with none.
+    averaged: BTreeMap<(TensorId, Option<usize>), TensorId>,
+    /// Each gradient as it travels.
+    sent: BTreeMap<TensorId, TensorId>,
 }
 
 impl Insertion<'_> {
@@ -134,31 +141,23 @@ impl Insertion<'_> {
                     dtype,
                 });
             }
-            let partition = Partition::flat(parameter.num_elements(), self.pass.num_ranks)?;
+            let owner = self.pass.owners.get(&path).copied();
+            let holding = Holding::new(parameter, self.pass.num_ranks, owner)?;
             let states = parameter.states.clone();
-            let shape = parameter.shape.clone();
-            self.check_states(&path, &states, &shape)?;
-            let mut placements = vec![Placement::Shard(0)];
-            if let Some(other) = &self.pass.replicate {
-                placements.insert(usize::from(!other.is_first), Placement::Replicate);
+            holding.check_states(&self.graph, &states)?;
+            let parameter = &mut self.graph.parameters_mut()[index];
+            parameter.layout = holding.layout(self.pass.replicate.as_ref());
+            if holding.is_owned() {
+                parameter.whole_states.clear();
+            } else {
+                for id in states.into_iter().chain([value]) {
+                    self.set_shape(id, holding.local_shape());
+                }
             }
-            self.graph.parameters_mut()[index].layout = Layout {
-                placements,
-                cut: Cut::Elements,
-            };
-            for id in states.into_iter().chain([value]) {
-                self.set_shape(id, vec![partition.chunk_len()]);
-            }
-            sharded.insert(value, (path, partition, shape));
+            sharded.insert(value, holding);
         }
-        let by_path: BTreeMap<_, _> = sharded
-            .values()
-            .map(
-                |(path, partition, shape): &(Arc<str>, Partition, Vec<usize>)| {
-                    (path.clone(), (*partition, shape.clone()))
-                },
-            )
-            .collect();
+        let by_path = sharded.values().map(|of| (of.path.clone(), of.clone()));
+        let by_path: BTreeMap<Arc<str>, Holding> = by_path.collect();
         let (mut scheduled, nodes) = self.cast_shards(nodes, &mut sharded);
         for mut node in nodes {
             if node.phase == Phase::Optimizer {
@@ -172,8 +171,7 @@ impl Insertion<'_> {
                 .collect();
             let mut gathered = BTreeMap::new();
             for id in read {
-                let (path, partition, shape) = &sharded[&id];
-                let full = self.gather(&mut scheduled, id, path, *partition, shape, node.phase)?;
+                let full = self.gather(&mut scheduled, id, &sharded[&id], node.phase)?;
                 gathered.insert(id, full);
             }
             rename(&mut node.operation, &gathered);
@@ -187,7 +185,7 @@ impl Insertion<'_> {
     fn cast_shards(
         &mut self,
         nodes: Vec<Node>,
-        sharded: &mut BTreeMap<TensorId, (Arc<str>, Partition, Vec<usize>)>,
+        sharded: &mut BTreeMap<TensorId, Holding>,
     ) -> (Vec<Node>, Vec<Node>) {
         let mut casts: Vec<Node> = Vec::new();
         let mut rest = Vec::with_capacity(nodes.len());
@@ -195,8 +193,8 @@ impl Insertion<'_> {
         for mut node in nodes {
             rename(&mut node.operation, &same);
             let found = cast_of(&node).and_then(|cast| Some((cast, sharded.get(&cast.input.id)?)));
-            let Some((cast, of)) = found.filter(|(cast, (path, ..))| {
-                let compute = self.pass.precision.compute_of(path, cast.input.dtype);
+            let Some((cast, of)) = found.filter(|(cast, of)| {
+                let compute = self.pass.precision.compute_of(&of.path, cast.input.dtype);
                 compute == cast.out.dtype && compute != cast.input.dtype
             }) else {
                 rest.push(node);
@@ -210,26 +208,12 @@ impl Insertion<'_> {
                 continue;
             }
             let (out, of) = (cast.out.id, of.clone());
-            self.set_shape(out, vec![of.1.chunk_len()]);
+            self.set_shape(out, of.local_shape());
             sharded.insert(out, of);
             node.phase = Phase::Forward;
             casts.push(node);
         }
         (casts, rest)
-    }
-
-    fn check_states(&self, path: &str, states: &[TensorId], shape: &[usize]) -> Result<(), Error> {
-        let other = states.iter().find_map(|id| {
-            let value = self.graph.value(*id)?;
-            (value.shape != shape).then(|| value.role.to_string())
-        });
-        match other {
-            Some(state) => Err(Error::OptimizerNotElementwise {
-                path: path.to_owned(),
-                operation: format!("its {state} has another shape"),
-            }),
-            None => Ok(()),
-        }
     }
 
     fn set_shape(&mut self, id: TensorId, shape: Vec<usize>) {
@@ -242,18 +226,18 @@ impl Insertion<'_> {
         &mut self,
         scheduled: &mut Vec<Node>,
         shard: TensorId,
-        path: &Arc<str>,
-        partition: Partition,
-        shape: &[usize],
+        of: &Holding,
         phase: Phase,
     ) -> Result<TensorId, Error> {
         let dtype = self.graph.read(shard)?.dtype;
-        let full = self.graph.add_value(shape.to_vec(), dtype, Role::Temporary);
+        let full = self
+            .graph
+            .add_value(of.shape.clone(), dtype, Role::Temporary);
         let collective = self.collective(
             CollectiveKind::AllGather,
             &self.pass.axis,
-            path,
-            partition,
+            &of.path,
+            of.partition,
             (dtype, dtype),
         );
         let node = self
@@ -293,31 +277,16 @@ impl Insertion<'_> {
     }
 
     /// Gives the results of an optimizer's operation the shape of the shard.
-    fn flatten(
-        &mut self,
-        node: &Node,
-        by_path: &BTreeMap<Arc<str>, (Partition, Vec<usize>)>,
-    ) -> Result<(), Error> {
-        let Some(path) = &node.path else {
-            return Ok(());
-        };
-        let Some((partition, shape)) = by_path.get(path) else {
+    fn flatten(&mut self, node: &Node, by_path: &BTreeMap<Arc<str>, Holding>) -> Result<(), Error> {
+        let Some(of) = node.path.as_ref().and_then(|path| by_path.get(path)) else {
             return Ok(());
         };
         // Shapes in the operation are still those of the trace.
-        let keeps_shape = node
-            .operation
-            .nodes()
-            .iter()
-            .all(|tensor| tensor.shape.to_vec() == *shape);
-        if !is(&node.operation, Trait::Elementwise) || !keeps_shape {
-            return Err(Error::OptimizerNotElementwise {
-                path: path.to_string(),
-                operation: operation_name(&node.operation),
-            });
-        }
-        for output in node.outputs() {
-            self.set_shape(output, vec![partition.chunk_len()]);
+        of.check_step(node)?;
+        if !of.is_owned() {
+            for output in node.outputs() {
+                self.set_shape(output, of.local_shape());
+            }
         }
         Ok(())
     }
@@ -339,7 +308,13 @@ impl Insertion<'_> {
         let mut scheduled: Vec<Node> = Vec::with_capacity(nodes.len() * 2);
         for mut node in nodes {
             if node.phase == Phase::Optimizer {
-                rename(&mut node.operation, &self.averaged);
+                let owner = node.path.as_deref().and_then(|path| self.owner(path));
+                let read: BTreeSet<TensorId> = node.inputs().collect();
+                let mean = |id| Some((id, *self.averaged.get(&(id, owner))?));
+                rename(
+                    &mut node.operation,
+                    &read.into_iter().filter_map(mean).collect(),
+                );
                 scheduled.push(node);
                 continue;
             }
@@ -352,32 +327,64 @@ impl Insertion<'_> {
                     let mean = self.reduce(&mut scheduled, both, &"loss".into(), None, phase)?;
                     self.graph.set_loss(mean);
                 }
-                if let Some(owners) = owners.get(&output) {
-                    let parameter = &self.graph.parameters()[owners[0]];
-                    let path = parameter.path.clone();
-                    let num_elements = parameter.num_elements();
-                    let partition = match parameter.layout.is_whole() {
-                        true => None,
-                        false => Some(Partition::flat(num_elements, self.pass.num_ranks)?),
-                    };
-                    let local = self.travelling(&mut scheduled, output, &read)?;
-                    let both = (output, local);
-                    let mean = self.reduce(&mut scheduled, both, &path, partition, phase)?;
-                    self.averaged.insert(output, mean);
-                    for owner in owners {
-                        self.graph.parameters_mut()[*owner].gradient = Some(mean);
-                    }
+                for index in owners.get(&output).into_iter().flatten() {
+                    let mean = self.complete(&mut scheduled, (output, *index), &read, phase)?;
+                    self.graph.parameters_mut()[*index].gradient = Some(mean);
                 }
             }
         }
         // Some optimizers keep the first gradient as it is.
-        for update in self.graph.updates_mut() {
-            if let Some(mean) = self.averaged.get(&update.from) {
+        let mut updates = self.graph.updates().to_vec();
+        for update in &mut updates {
+            let role = self.graph.value(update.into).map(|value| &value.role);
+            let owner = role.and_then(Role::path).and_then(|path| self.owner(path));
+            if let Some(mean) = self.averaged.get(&(update.from, owner)) {
                 update.from = *mean;
             }
         }
+        *self.graph.updates_mut() = updates;
         self.graph.set_nodes(scheduled);
         Ok(())
+    }
+
+    fn owner(&self, path: &str) -> Option<usize> {
+        self.graph.parameter(path)?.layout.owner
+    }
+
+    /// Returns the mean of a gradient, which the last node has written, as the parameter of that index is held. Parameters
+    /// that share a gradient share its mean, but for those of other owners.
+    fn complete(
+        &mut self,
+        scheduled: &mut Vec<Node>,
+        (gradient, index): (TensorId, usize),
+        read: &BTreeSet<TensorId>,
+        phase: Phase,
+    ) -> Result<TensorId, Error> {
+        let parameter = &self.graph.parameters()[index];
+        let (path, layout) = (parameter.path.clone(), &parameter.layout);
+        let key = (gradient, layout.owner);
+        if let Some(mean) = self.averaged.get(&key) {
+            return Ok(*mean);
+        }
+        let partition = match layout.is_whole() {
+            true => None,
+            false => {
+                let of = Holding::new(parameter, self.pass.num_ranks, layout.owner)?;
+                Some(of.partition)
+            }
+        };
+        let before = self.sent.get(&gradient).copied();
+        let local = match before {
+            Some(local) => local,
+            None => self.travelling(scheduled, gradient, read)?,
+        };
+        let mean = self.reduce(scheduled, (gradient, local), &path, partition, phase)?;
+        if let (Some(_), Some(value)) = (before, self.graph.value_mut(mean)) {
+            value.role = Role::Gradient(path);
+        }
+        self.sent.insert(gradient, local);
+        self.averaged.insert(key, mean);
+        Ok(mean)
     }
 
     /// Returns the gradient in the type in which it travels, of one that the last node has written.
@@ -421,22 +428,17 @@ impl Insertion<'_> {
         partition: Option<Partition>,
         phase: Phase,
     ) -> Result<TensorId, Error> {
-        let (shape, dtype) = match self.graph.value_mut(of) {
-            Some(value) => {
-                let role = std::mem::replace(&mut value.role, Role::Temporary);
-                let known = (value.shape.clone(), value.dtype);
-                let shape = match partition {
-                    Some(partition) => vec![partition.chunk_len()],
-                    None => known.0.clone(),
-                };
-                let mean = self.graph.add_value(shape, known.1, role);
-                return self.push_reduce(scheduled, local, mean, path, partition, phase);
-            }
-            None => (Vec::<usize>::new(), "undeclared"),
+        let value = self.graph.value_mut(of);
+        let value = value
+            .ok_or_else(|| Error::Internal(format!("the gradient of {path} is not declared")))?;
+        let role = std::mem::replace(&mut value.role, Role::Temporary);
+        let (whole, dtype) = (value.shape.clone(), value.dtype);
+        let shape = match partition {
+            Some(partition) => local_shape(partition, &whole),
+            None => whole,
         };
-        Err(Error::Internal(format!(
-            "gradient of {path} is {dtype} {shape:?}"
-        )))
+        let mean = self.graph.add_value(shape, dtype, role);
+        self.push_reduce(scheduled, local, mean, path, partition, phase)
     }
 
     fn push_reduce(

@@ -50,7 +50,7 @@ pub use search::least_communication;
 pub use burn_fsdp_mesh::{AxisPlacement, Strategy, local_shape};
 
 pub(crate) use search::{cut_inputs, least_communication_with};
-pub(crate) use typing::{check as check_types, types_of};
+pub(crate) use typing::{check as check_types, owned_of, types_of};
 
 /// The layout of the parameters of a step whose batch the ranks divide.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -165,6 +165,7 @@ impl ExpandPlacements {
             parameter.layout = Layout {
                 placements: placements.into_iter().map(|axis| axis.placement).collect(),
                 cut: Cut::Dims,
+                owner: None,
             };
         }
         given.extend(self.inputs(&graph)?);

@@ -7,7 +7,7 @@ use burn_backend::try_read_sync;
 use burn_flex::FlexTensor;
 use burn_fsdp_collectives::{
     Buffer, CrossPart, ElementType, FullPart, Part, Pending, ProcessGroup, ReduceOp, Reduction,
-    Seal, Source,
+    Seal, Share, Source,
 };
 use burn_ir::{BackendIr, HandleKind};
 
@@ -43,17 +43,17 @@ fn crossed((source, part, element): Given<'_>) -> Result<CrossPart, Failure> {
     Ok(CrossPart::new(source, part.partition, across, element))
 }
 
-/// Starts a collective of these tensors, one per part, with their seals.
+/// Starts a collective of these tensors, one per part, with their seals; none of what other ranks own.
 pub(super) fn start<B: BackendIr>(
     group: &ProcessGroup,
     collective: &Collective,
-    tensors: Vec<(HandleKind<B>, Option<Sealed>)>,
+    tensors: Vec<Option<(HandleKind<B>, Option<Sealed>)>>,
 ) -> Result<Started, Failure> {
     let contract = collective.kind.contract();
     let mut given = Vec::new();
     let mut into = Vec::new();
     let mut results = Vec::new();
-    for (part, (tensor, sealed)) in collective.parts.iter().zip(tensors) {
+    for (part, tensor) in collective.parts.iter().zip(tensors) {
         let dtype = part.dtype;
         let element = match contract.reduces {
             true => element_type(dtype),
@@ -61,20 +61,27 @@ pub(super) fn start<B: BackendIr>(
         };
         let element =
             element.ok_or_else(|| Failure::Other(format!("{dtype:?} elements cannot be moved")))?;
+        let (gives, gets) = (contract.gives.share, contract.gets.share);
         let len = |share| part.share_len(share, group.rank());
-        given.push((
-            source::<B>(
-                group,
-                tensor,
-                len(contract.gives.share) * dtype.size(),
-                sealed,
-            )?,
-            part,
-            element,
-        ));
-        let result = part.result;
-        into.push(group.pool().take(len(contract.gets.share) * result.size()));
-        results.push((part.padded_len(contract.gets.share), result));
+        let (is_here, result) = (tensor.is_some(), part.result);
+        let source = match tensor {
+            Some((tensor, sealed)) => {
+                source::<B>(group, tensor, len(gives) * dtype.size(), sealed)?
+            }
+            None => Source::new(Vec::new()),
+        };
+        given.push((source, part, element));
+        // Copies of what is owned are combined among its owners.
+        let (len, padded) = match is_here || gives != gets {
+            true => (len(gets), part.padded_len(gets)),
+            false => (0, 0),
+        };
+        let padded = match (part.partition.sole_owner(), gets) {
+            (Some(owner), Share::Own) if owner != group.rank() => 0,
+            _ => padded,
+        };
+        into.push(group.pool().take(len * result.size()));
+        results.push((padded, result));
     }
     let label = collective.label.to_string();
     let reduction = reduction(collective);

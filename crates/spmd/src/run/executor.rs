@@ -1,6 +1,6 @@
 //! The executor: one rank's tensors, and the run of a graph's nodes over them.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use super::sealed::Seals;
 use super::timeline::Timeline;
 use crate::custom::CustomOperations;
 use crate::error::Error;
-use crate::graph::{AxisShift, Draw, Graph, Node, Stage};
+use crate::graph::{Absent, AxisShift, Draw, Graph, Node, Stage};
 use crate::kernels::kernels_of;
 use crate::norm::with_norms;
 use crate::panics::message;
@@ -48,11 +48,13 @@ pub struct Executor<B: BackendIr> {
     pub(super) group: ProcessGroup,
     /// The ranks along each mesh axis.
     axes: BTreeMap<Arc<str>, ProcessGroup>,
-    table: MemoryTable,
+    pub(super) table: MemoryTable,
     /// Collectives under way, by the first value that they write.
     started: BTreeMap<TensorId, Started>,
     /// Shapes and types of the given values that are set.
     pub(super) present: BTreeMap<TensorId, (Vec<usize>, DType)>,
+    /// The values of the graph that runs which another rank has.
+    pub(super) absent: Absent,
     constants: Vec<TensorId>,
     operations: CustomOperations<B>,
     pub(super) seals: Seals,
@@ -72,6 +74,7 @@ impl<B: BackendIr> Executor<B> {
             table: MemoryTable::default(),
             started: BTreeMap::new(),
             present: BTreeMap::new(),
+            absent: Absent::default(),
             constants: Vec::new(),
             operations: with_norms(kernels_of()),
             seals: Seals::default(),
@@ -171,7 +174,7 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    fn free(&mut self, id: TensorId) {
+    pub(super) fn free(&mut self, id: TensorId) {
         self.table.remove(id);
         self.seals.remove(id);
         let tensor = TensorIr {
@@ -230,10 +233,15 @@ impl<B: BackendIr> Executor<B> {
         scalars: &StepScalars,
         timeline: &mut Option<&mut Timeline>,
     ) -> Result<(), Error> {
+        self.absent = graph.absent_on(self.group.rank())?;
         self.check(graph)?;
         self.seal_given(graph)?;
         self.await_written(graph);
         for (index, node) in graph.nodes().iter().enumerate() {
+            if self.absent.skips(node) {
+                self.skip(node);
+                continue;
+            }
             let start = timeline.is_some().then(Instant::now);
             let carried = self.look_at_taken(index, node)?;
             self.run_node(index, node, scalars)?;
@@ -257,9 +265,13 @@ impl<B: BackendIr> Executor<B> {
         }
         for node in graph.nodes() {
             for input in node.inputs() {
-                let Some(value) = graph.value(input).filter(|value| value.role.is_given()) else {
+                let value = graph.value(input);
+                let Some(value) = value.filter(|of| of.role.is_given()) else {
                     continue;
                 };
+                if self.absent.contains(input) {
+                    continue;
+                }
                 let Some((shape, dtype)) = self.present.get(&input) else {
                     return Err(Error::Missing {
                         what: value.role.to_string(),
@@ -310,6 +322,8 @@ impl<B: BackendIr> Executor<B> {
             run.map_err(|payload| failed(index, node, message(payload.as_ref())))?;
         }
         let outputs = node.operation.outputs();
+        let outputs = outputs.filter(|output| !self.absent.contains(output.id));
+        let outputs = outputs.collect::<Vec<&TensorIr>>().into_iter();
         let stage = node.collective.as_ref().map(|collective| collective.stage);
         let written: Vec<_> = match stage {
             Some(Stage::Start) => outputs
@@ -364,6 +378,10 @@ impl<B: BackendIr> Executor<B> {
 
     /// Runs an operation that is not Burn's.
     fn run_custom(&mut self, index: usize, node: &Node, call: &CustomOpIr) -> Result<(), Error> {
+        let Some(own) = self.own_call(call)? else {
+            return Ok(());
+        };
+        let call = &own;
         let operation = self.operations.get(call)?;
         let tensors = call.inputs.iter();
         let inputs = tensors.map(|input| self.interpreter.get_tensor(input));
@@ -404,7 +422,8 @@ impl<B: BackendIr> Executor<B> {
                 let inputs = node.operation.inputs();
                 let given = inputs.map(|input| {
                     let sealed = self.seals.get(input.id).cloned();
-                    (self.interpreter.get_tensor(input), sealed)
+                    let is_here = !self.absent.contains(input.id);
+                    is_here.then(|| (self.interpreter.get_tensor(input), sealed))
                 });
                 let tensors = given.collect();
                 let group = self.along(&collective.axis);
@@ -421,45 +440,15 @@ impl<B: BackendIr> Executor<B> {
         let results = started.wait(&self.group).map_err(fail)?;
         let outputs = node.operation.outputs();
         for (part, (output, result)) in outputs.zip(results).enumerate() {
+            if self.absent.contains(output.id) {
+                continue;
+            }
             let data = self.seal_result(output.id, (collective, part), result);
             let (bytes, ..) = data.into_parts();
             let data = TensorData::from_bytes(bytes, output.shape.clone(), output.dtype);
             self.interpreter.register_tensor_data_id(output.id, data);
         }
         Ok(())
-    }
-
-    /// Makes the graph's updates, and frees the results and the inputs.
-    fn finish(&mut self, graph: &Graph) {
-        // All at once: an update may read what another replaces.
-        let fresh = |index: usize| TensorId::new(u64::MAX - index as u64);
-        for (index, update) in graph.updates().iter().enumerate() {
-            self.interpreter.register_alias(fresh(index), update.from);
-            self.table.rename(update.from, fresh(index));
-        }
-        let sources = graph.updates().iter().map(|update| update.from);
-        let ended: BTreeSet<TensorId> = sources.chain(graph.results()).collect();
-        for source in ended {
-            if !graph.is_given(source) {
-                self.free(source);
-            }
-        }
-        for (index, update) in graph.updates().iter().enumerate() {
-            self.interpreter.register_alias(update.into, fresh(index));
-            self.table.rename(fresh(index), update.into);
-            self.free(fresh(index));
-            if let Some(value) = graph.value(update.into) {
-                let known = (value.shape.clone(), value.dtype);
-                self.present.insert(update.into, known);
-            }
-        }
-        for input in graph.inputs() {
-            self.remove(*input);
-        }
-        // Nodes have taken their memory.
-        for id in graph.used_up() {
-            self.present.remove(&id);
-        }
     }
 
     /// Returns the address of a result.

@@ -8,6 +8,7 @@
 mod collective;
 mod executor;
 mod failed;
+mod finish;
 mod memory;
 mod patched;
 mod random;

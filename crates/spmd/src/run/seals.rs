@@ -105,7 +105,8 @@ impl<B: BackendIr> Executor<B> {
             _ => None,
         };
         let given = graph.values().filter_map(|value| {
-            let at = at(&value.role).filter(|_| self.has(value.id))?;
+            let is_here = self.has(value.id) && !self.absent.contains(value.id);
+            let at = at(&value.role).filter(|_| is_here)?;
             Some((value.id, at, value.role.clone()))
         });
         for (id, at, role) in given.collect::<Vec<_>>() {
@@ -149,7 +150,8 @@ impl<B: BackendIr> Executor<B> {
     /// Says which values of this run are to be sealed when a node has written them.
     pub(super) fn await_written(&mut self, graph: &Graph) {
         let updates = graph.updates().iter();
-        let fresh = updates.filter(|_| self.group.compares_bytes());
+        let is_sealed = |from| self.group.compares_bytes() && !self.absent.contains(from);
+        let fresh = updates.filter(|update| is_sealed(update.from));
         self.seals.fresh = fresh.map(|update| (update.from, None)).collect();
     }
 
@@ -195,7 +197,8 @@ impl<B: BackendIr> Executor<B> {
         }
         let fresh = std::mem::take(&mut self.seals.fresh);
         for update in graph.updates() {
-            let Some(value) = graph.value(update.into) else {
+            let value = graph.value(update.into);
+            let Some(value) = value.filter(|of| !self.absent.contains(of.id)) else {
                 continue;
             };
             match fresh.get(&update.from).cloned().flatten() {

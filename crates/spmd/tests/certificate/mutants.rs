@@ -491,6 +491,7 @@ fn passes(strategy: Strategy) -> Vec<Box<dyn GraphTransform>> {
         axis: "data".into(),
         replicate: None,
         precision: Precision::default(),
+        owners: Default::default(),
     };
     vec![
         Box::new(AssignUnits(Units::by_path())),

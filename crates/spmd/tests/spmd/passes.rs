@@ -41,6 +41,7 @@ fn sharded() -> InsertCollectives {
         axis: "data".into(),
         replicate: None,
         precision: Precision::default(),
+        owners: Default::default(),
     }
 }
 

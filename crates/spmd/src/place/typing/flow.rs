@@ -1,14 +1,14 @@
 //! The flow of types through a graph.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
-use burn_fsdp_kernels::{FusedOperation, PointwiseProgram};
-use burn_fsdp_mesh::{Placement, ReduceOp};
-use burn_ir::{BaseOperationIr, CustomOpIr, OperationIr, TensorId};
+use burn_fsdp_kernels::FusedOperation;
+use burn_fsdp_mesh::Placement;
+use burn_ir::{CustomOpIr, OperationIr, TensorId};
 
 use super::SpmdType;
-use super::program::of_program;
-use crate::graph::{Collective, Graph, Node, Parameter, Phase, Role, Stage, Trait, Value, is};
+use super::way::{WHOLE, Way, addends, is_drawn, of_owner, parts, spreads};
+use crate::graph::{Collective, Graph, Node, Owner, Parameter, Phase, Role, Stage, Value};
 use crate::kernels::plain_node;
 use crate::norm::LOCAL_NORM;
 use crate::place::rules;
@@ -87,10 +87,9 @@ impl Flow<'_> {
     /// Returns the types of a given value.
     fn given(&self, value: &Value) -> Types {
         if let Some(carried) = self.graph.carried(value.id) {
-            let types = carried.iter();
-            return types
-                .map(|on| on.map_or(SpmdType::Varying, SpmdType::from))
-                .collect();
+            let of = |on| SpmdType::of_placement(on, carried.owner);
+            let types = carried.on.iter();
+            return types.map(|on| on.map_or(SpmdType::Varying, of)).collect();
         }
         if let Some(placed) = self.placed(value.id) {
             return placed;
@@ -114,8 +113,9 @@ impl Flow<'_> {
         match parameter.filter(is_cut) {
             None => self.all(SpmdType::Replicate),
             Some(parameter) => {
-                let placements = parameter.layout.placements.iter();
-                placements.map(|on| SpmdType::from(*on)).collect()
+                let layout = &parameter.layout;
+                let of = |on: &Placement| SpmdType::of_placement(*on, layout.owner);
+                layout.placements.iter().map(of).collect()
             }
         }
     }
@@ -203,9 +203,51 @@ impl Flow<'_> {
         let parameter = self.graph.parameter(node.path.as_deref()?)?;
         let shape = |id| self.graph.value(id).map(|value| &value.shape);
         let is_like = shape(output) == shape(parameter.value);
-        is_like
-            .then(|| self.of(parameter.value, axis).ok())
-            .flatten()
+        let of = self.of(parameter.value, axis).ok();
+        of.filter(|of| is_like || of.owner().is_some())
+    }
+
+    /// Returns the way of a node that its owner alone runs: one that reads what it owns, or is of the optimizer's part for its
+    /// parameter. Norms are of each rank's parts, of which some have none.
+    fn way_of_owner(
+        &self,
+        node: &Node,
+        inputs: &mut [(TensorId, SpmdType)],
+        axis: usize,
+    ) -> Result<Option<Way>, &'static str> {
+        if matches!(&node.operation, OperationIr::Custom(call) if call.id == LOCAL_NORM) {
+            let owned = inputs.iter_mut().filter(|(_, of)| of.owner().is_some());
+            owned.for_each(|(_, of)| *of = SpmdType::Shard);
+            return Ok(None);
+        }
+        let of_parameter = || {
+            let path = node
+                .path
+                .as_deref()
+                .filter(|_| node.phase == Phase::Optimizer)?;
+            let parameter = self.graph.parameter(path)?;
+            Some((parameter.value, self.of(parameter.value, axis).ok()?))
+        };
+        match of_parameter() {
+            Some(own) if own.1.owner().is_some() => {
+                let all = inputs.iter().copied().chain([own]);
+                of_owner(&all.collect::<Vec<_>>())
+            }
+            _ => of_owner(inputs),
+        }
+    }
+
+    /// Returns the owners of the values that one rank has alone.
+    pub(super) fn owned(self) -> BTreeMap<TensorId, Owner> {
+        let axes = self.axes;
+        let owned = self.types.into_iter().filter_map(|(id, types)| {
+            let mut types = axes.iter().zip(types).filter(|((_, size), _)| *size > 1);
+            types.find_map(|((axis, _), of)| {
+                let axis = (*axis).into();
+                of.owner().map(|index| (id, Owner { axis, index }))
+            })
+        });
+        owned.collect()
     }
 
     fn of(&self, id: TensorId, axis: usize) -> Result<SpmdType, String> {
@@ -223,6 +265,11 @@ impl Flow<'_> {
     ) -> Result<Way, &'static str> {
         let plain = plain_node(node);
         let node = plain.as_ref().unwrap_or(node);
+        let mut inputs = inputs.to_vec();
+        if let Some(way) = self.way_of_owner(node, &mut inputs, axis)? {
+            return Ok(way);
+        }
+        let inputs = inputs.as_slice();
         let has = |of: fn(&SpmdType) -> bool| inputs.iter().any(|(_, own)| of(own));
         let has_addends = has(|own| matches!(own, SpmdType::Partial(_)));
         let has_parts = has(|own| *own == SpmdType::Shard);
@@ -277,7 +324,8 @@ impl Flow<'_> {
             .iter()
             .position(|(name, _)| *name == &*collective.axis);
         let axis = known.ok_or_else(|| format!("there is no axis {}", collective.axis))?;
-        let results = node.inputs().zip(node.outputs()).map(|(input, output)| {
+        let ends = node.inputs().zip(node.outputs());
+        let results = ends.zip(&collective.parts).map(|((input, output), part)| {
             let types = (0..self.axes.len()).map(|other| self.of(input, other));
             let mut types = types.collect::<Result<Types, String>>()?;
             // A wait has what its start has made.
@@ -294,7 +342,8 @@ impl Flow<'_> {
                 return Err(refused("it has to be combined there first", late));
             }
             if self.axes[axis].1 > 1 {
-                let after = types[axis].after(collective.kind, collective.reduction);
+                let (kind, reduction) = (collective.kind, collective.reduction);
+                let after = types[axis].after(kind, reduction, part.partition.sole_owner());
                 types[axis] = after.map_err(|reason| refused(reason, axis))?;
             }
             Ok((output, types))
@@ -362,138 +411,4 @@ impl Flow<'_> {
         }
         Ok(())
     }
-}
-
-/// The way in which a node runs on the ranks of one axis.
-#[derive(Debug, Clone, PartialEq)]
-enum Way {
-    /// It makes what it needs of nothing.
-    Made,
-    /// It draws random numbers, other ones on each rank.
-    Drawn,
-    /// It repeats what is the same on all ranks along a dim that its operands lack, all of it or a part.
-    Spread,
-    /// Its results are of the type of its operands.
-    Alike(SpmdType),
-    /// It runs on parts: its results are parts, or addends of these reductions. Of operations on the elements at one place
-    /// nobody has to say which.
-    Parts {
-        reductions: Vec<ReduceOp>,
-        is_local: bool,
-    },
-}
-
-impl Way {
-    /// Returns the type of a result that is said to have a type; `None` if it cannot have it.
-    fn result(&self, said: Option<SpmdType>) -> Option<SpmdType> {
-        let is_partial = |of: &SpmdType| matches!(of, SpmdType::Partial(_));
-        match (self, said) {
-            (Self::Made | Self::Spread, said) => said
-                .or(Some(SpmdType::Replicate))
-                .filter(|of| !is_partial(of)),
-            (Self::Drawn, None) => Some(SpmdType::Varying),
-            (Self::Drawn, Some(said)) => (said == SpmdType::Shard).then_some(said),
-            (Self::Alike(own), None) => Some(*own),
-            (Self::Alike(own), Some(said)) => (said == *own).then_some(said),
-            (Self::Parts { is_local, .. }, None) => is_local.then_some(SpmdType::Shard),
-            (Self::Parts { .. }, Some(SpmdType::Shard)) => Some(SpmdType::Shard),
-            (Self::Parts { reductions, .. }, Some(SpmdType::Partial(op))) => {
-                reductions.contains(&op).then_some(SpmdType::Partial(op))
-            }
-            (Self::Parts { .. }, Some(_)) => None,
-        }
-    }
-}
-
-impl std::fmt::Display for Way {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Made => f.write_str("made of nothing"),
-            Self::Drawn => f.write_str("drawn by each rank"),
-            Self::Spread => f.write_str("repeated"),
-            Self::Alike(of) => of.fmt(f),
-            Self::Parts { .. } => f.write_str("made of parts"),
-        }
-    }
-}
-
-fn is_drawn(node: &Node) -> bool {
-    node.is_opaque() && node.custom.is_none()
-}
-
-/// Returns true if a result has a dim that no operand has.
-fn spreads(node: &Node) -> bool {
-    if node.custom.is_some() || !rules::may_wait(&node.operation) {
-        return false;
-    }
-    let signature = rules::signature(&node.operation);
-    let is_given = |letter| {
-        signature
-            .inputs
-            .iter()
-            .any(|input| input.dim_of(letter).is_some())
-    };
-    signature
-        .letters()
-        .into_iter()
-        .any(|letter| !is_given(letter))
-}
-
-/// Why an operation cannot run on parts.
-const WHOLE: &str = "it takes parts for the whole";
-
-/// Returns the way of an operation of Burn that reads parts.
-fn parts(operation: &OperationIr) -> Result<Way, &'static str> {
-    let signature = rules::signature(operation);
-    let is_local = is(operation, Trait::Pointwise) || is(operation, Trait::View);
-    if signature.letters().is_empty() && !is_local {
-        return Err(WHOLE);
-    }
-    Ok(Way::Parts {
-        reductions: signature.contracted.into_values().collect(),
-        is_local,
-    })
-}
-
-/// Returns the type of the result of a node that reads addends.
-fn addends(node: &Node, inputs: &[(TensorId, SpmdType)]) -> Result<SpmdType, &'static str> {
-    const NOT_LINEAR: &str = "it is not linear in the addends that it reads";
-    if let OperationIr::Custom(call) = &node.operation
-        && call.id == FusedOperation::Pointwise.name()
-    {
-        let program = PointwiseProgram::from_scalars(&call.scalars);
-        let types: Vec<SpmdType> = inputs.iter().map(|(_, of)| *of).collect();
-        let of = program.and_then(|program| of_program(&program, &types));
-        return of.ok_or(NOT_LINEAR);
-    }
-    let partial = inputs.iter().filter(|(_, of)| *of != SpmdType::Replicate);
-    let partial: BTreeMap<TensorId, SpmdType> = partial.copied().collect();
-    let mut ops = partial.values();
-    let first = *ops.next().ok_or(NOT_LINEAR)?;
-    let signature = match &node.operation {
-        OperationIr::Custom(call) => rules::of_kernel(call).ok_or(NOT_LINEAR)?,
-        operation => rules::signature(operation),
-    };
-    let is_set = |set: &Vec<TensorId>| {
-        set.iter().copied().collect::<BTreeSet<_>>() == partial.keys().copied().collect()
-    };
-    let is_linear = signature.linear.iter().any(is_set)
-        || cast_or_cleared(&node.operation).is_some_and(|id| is_set(&vec![id]));
-    match is_linear && ops.all(|op| *op == first) {
-        true => Ok(first),
-        false => Err(NOT_LINEAR),
-    }
-}
-
-/// Returns the float that a node casts, or of which it sets elements to zero, as of padding: it is linear in it.
-fn cast_or_cleared(operation: &OperationIr) -> Option<TensorId> {
-    if let OperationIr::BaseFloat(BaseOperationIr::Cast(op)) = operation {
-        return Some(op.input.id);
-    }
-    let (OperationIr::BaseFloat(BaseOperationIr::MaskFill(op))
-    | OperationIr::BaseInt(BaseOperationIr::MaskFill(op))) = operation
-    else {
-        return None;
-    };
-    (op.value.elem::<f64>() == 0.0).then_some(op.tensor.id)
 }

@@ -7,24 +7,34 @@
 mod flow;
 mod program;
 mod spmd_type;
+mod way;
 
 use std::collections::BTreeMap;
 
-use burn_fsdp_mesh::Placement;
 use burn_ir::TensorId;
 
-use crate::graph::Graph;
+use crate::graph::{Carried, Graph, Owner};
 pub(crate) use flow::check;
 use flow::flow_of;
 use spmd_type::SpmdType;
 
 /// Returns what the ranks of each axis hold of the values of a graph of several ranks, as far as it is known: a placement, without
 /// its dim, or none for values of their own.
-pub(crate) fn types_of(graph: &Graph) -> BTreeMap<TensorId, Vec<Option<Placement>>> {
+pub(crate) fn types_of(graph: &Graph) -> BTreeMap<TensorId, Carried> {
     let types = flow_of(graph).map_or_else(BTreeMap::new, |(flow, _)| flow.types);
     let placed = types.into_iter().map(|(id, types)| {
+        let owner = types.iter().find_map(|of| of.owner());
         let on = types.into_iter().map(SpmdType::to_placement);
-        (id, on.collect())
+        let on = on.collect();
+        (id, Carried { on, owner })
     });
     placed.collect()
+}
+
+/// Returns the owners of the values of a graph that one rank has alone.
+pub(crate) fn owned_of(graph: &Graph) -> BTreeMap<TensorId, Owner> {
+    if !graph.has_owners() {
+        return BTreeMap::new();
+    }
+    flow_of(graph).map_or_else(BTreeMap::new, |(flow, _)| flow.owned())
 }

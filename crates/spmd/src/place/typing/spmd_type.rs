@@ -14,6 +14,7 @@ use crate::graph::CollectiveKind;
 /// | shard | parts of one whole | shard | a part: shard |
 /// | partial | addends of one whole | replicate: a sum hands its gradient to every addend | the same |
 /// | varying | values of their own rows | varying | varying |
+/// | owned(r) | all of it on the rank at index r, nothing on the others | owned(r) | nobody uses it but its owner |
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SpmdType {
     /// All ranks hold the same value.
@@ -25,6 +26,8 @@ pub(crate) enum SpmdType {
     /// Every rank holds a value of its own: it comes of the rank's own rows, where ranks divide the batch and none of
     /// them knows of the joined one.
     Varying,
+    /// The rank at this index has all of it, and the others nothing: they leave the nodes out that read or write it.
+    Owned(usize),
 }
 
 impl From<Placement> for SpmdType {
@@ -37,7 +40,7 @@ impl From<Placement> for SpmdType {
     }
 }
 
-/// Prints as `replicate`, `shard`, `partial(sum)` or `varying`.
+/// Prints as `replicate`, `shard`, `partial(sum)`, `varying` or `owned(1)`.
 impl fmt::Display for SpmdType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -45,16 +48,33 @@ impl fmt::Display for SpmdType {
             Self::Shard => f.write_str("shard"),
             Self::Partial(op) => write!(f, "partial({op})"),
             Self::Varying => f.write_str("varying"),
+            Self::Owned(owner) => write!(f, "owned({owner})"),
         }
     }
 }
 
 impl SpmdType {
-    /// Returns a placement of this type, if it is one.
+    /// Returns the type of what is placed so, by an owner where one rank has all that is sharded.
+    pub(super) fn of_placement(placement: Placement, owner: Option<usize>) -> Self {
+        match (placement, owner) {
+            (Placement::Shard(_), Some(owner)) => Self::Owned(owner),
+            _ => placement.into(),
+        }
+    }
+
+    /// Returns the index of the owner, of what one rank has alone.
+    pub(super) fn owner(self) -> Option<usize> {
+        match self {
+            Self::Owned(owner) => Some(owner),
+            _ => None,
+        }
+    }
+
+    /// Returns a placement of this type, if it is one: that of parts for what one rank owns.
     pub(super) fn to_placement(self) -> Option<Placement> {
         match self {
             Self::Replicate => Some(Placement::Replicate),
-            Self::Shard => Some(Placement::Shard(0)),
+            Self::Shard | Self::Owned(_) => Some(Placement::Shard(0)),
             Self::Partial(op) => Some(Placement::Partial(op)),
             Self::Varying => None,
         }
@@ -64,7 +84,7 @@ impl SpmdType {
     /// their sum.
     pub(crate) fn of_gradient(self) -> Self {
         match self {
-            Self::Replicate | Self::Shard | Self::Varying => self,
+            Self::Replicate | Self::Shard | Self::Varying | Self::Owned(_) => self,
             Self::Partial(_) => Self::Replicate,
         }
     }
@@ -76,17 +96,23 @@ impl SpmdType {
     }
 
     /// Returns the type of what a collective along the axis makes of a value of this type; an error says why it makes
-    /// nothing of it.
+    /// nothing of it. `owner` gives or gets all of it, where it is not divided.
     pub(crate) fn after(
         self,
         kind: CollectiveKind,
         reduction: Option<ReduceOp>,
+        owner: Option<usize>,
     ) -> Result<Self, &'static str> {
         let combined = match kind {
             CollectiveKind::AllReduce => Self::Replicate,
-            CollectiveKind::ReduceScatter => Self::Shard,
+            CollectiveKind::ReduceScatter => owner.map_or(Self::Shard, Self::Owned),
             CollectiveKind::AllGather => {
                 return match self {
+                    Self::Owned(own) if Some(own) == owner => Ok(Self::Replicate),
+                    Self::Owned(_) => Err("it takes it from ranks that have none of it"),
+                    Self::Shard | Self::Varying if owner.is_some() => {
+                        Err("it takes all of it from one rank")
+                    }
                     Self::Shard | Self::Varying => Ok(Self::Replicate),
                     Self::Replicate => Err("all ranks have the same of it already"),
                     Self::Partial(_) => Err("it puts addends side by side"),
@@ -97,6 +123,7 @@ impl SpmdType {
                     Self::Shard | Self::Varying => Ok(self),
                     Self::Replicate => Err("all ranks have the same of it already"),
                     Self::Partial(_) => Err("it exchanges addends"),
+                    Self::Owned(_) => Err("one rank has all of it"),
                 };
             }
         };
@@ -111,6 +138,7 @@ impl SpmdType {
             }
             (Self::Replicate, Some(_)) => Ok(combined),
             (Self::Shard, Some(_)) => Err("it combines parts that are of different elements"),
+            (Self::Owned(_), Some(_)) => Err("one rank has all of it, and the others have none"),
         }
     }
 
@@ -134,30 +162,50 @@ mod tests {
     /// A parameter is gathered, and its gradient reduced, by collectives that are each other's gradients.
     #[test]
     fn the_gradient_of_a_gather_is_a_reduction_and_of_a_reduction_a_gather() {
-        let gathered = SpmdType::Shard.after(AllGather, None).unwrap();
+        let gathered = SpmdType::Shard.after(AllGather, None, None).unwrap();
         assert_eq!(gathered, SpmdType::Replicate);
         // Each rank's use of what is the same on all adds to the gradient.
-        let scattered = SUM.after(ReduceScatter, Some(ReduceOp::Sum)).unwrap();
+        let scattered = SUM.after(ReduceScatter, Some(ReduceOp::Sum), None).unwrap();
         assert_eq!(scattered, SpmdType::Shard.of_gradient());
-        let reduced = SUM.after(AllReduce, Some(ReduceOp::Sum)).unwrap();
+        let reduced = SUM.after(AllReduce, Some(ReduceOp::Sum), None).unwrap();
         assert_eq!(reduced, SUM.of_gradient());
-        assert_eq!(SpmdType::Shard.after(AllToAll, None), Ok(SpmdType::Shard));
+        assert_eq!(
+            SpmdType::Shard.after(AllToAll, None, None),
+            Ok(SpmdType::Shard)
+        );
     }
 
     #[test]
     fn nothing_is_reduced_twice_or_by_another_reduction() {
-        let reduced = SUM.after(AllReduce, Some(ReduceOp::Sum)).unwrap();
-        assert!(reduced.after(AllReduce, Some(ReduceOp::Sum)).is_err());
-        assert!(reduced.after(AllReduce, Some(ReduceOp::Mean)).is_ok());
-        assert!(SUM.after(AllReduce, Some(ReduceOp::Mean)).is_err());
-        assert!(SUM.after(ReduceScatter, None).is_err());
+        let reduced = SUM.after(AllReduce, Some(ReduceOp::Sum), None).unwrap();
+        assert!(reduced.after(AllReduce, Some(ReduceOp::Sum), None).is_err());
+        assert!(reduced.after(AllReduce, Some(ReduceOp::Mean), None).is_ok());
+        assert!(SUM.after(AllReduce, Some(ReduceOp::Mean), None).is_err());
+        assert!(SUM.after(ReduceScatter, None, None).is_err());
         assert!(
             SpmdType::Shard
-                .after(AllReduce, Some(ReduceOp::Sum))
+                .after(AllReduce, Some(ReduceOp::Sum), None)
                 .is_err()
         );
-        assert!(SUM.after(AllGather, None).is_err());
+        assert!(SUM.after(AllGather, None, None).is_err());
         assert!(!SUM.commutes_with(Some(ReduceOp::Max)));
         assert!(SUM.commutes_with(Some(ReduceOp::Mean)));
+    }
+
+    #[test]
+    fn what_one_rank_owns_comes_from_it_and_goes_to_it() {
+        let mean = Some(ReduceOp::Mean);
+        let owned = SpmdType::Varying.after(ReduceScatter, mean, Some(1));
+        assert_eq!(owned, Ok(SpmdType::Owned(1)));
+        let owned = SpmdType::Owned(1);
+        assert_eq!(
+            owned.after(AllGather, None, Some(1)),
+            Ok(SpmdType::Replicate)
+        );
+        assert!(owned.after(AllGather, None, Some(0)).is_err());
+        assert!(owned.after(AllGather, None, None).is_err());
+        assert!(SpmdType::Shard.after(AllGather, None, Some(1)).is_err());
+        assert!(owned.after(AllReduce, mean, None).is_err());
+        assert!(owned.after(AllToAll, None, None).is_err());
     }
 }

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 
 /// Returns an owner for each size: the largest first, each to the rank with the least so far, the first of several. The
 /// largest sum is at most 4/3 of the least possible (Graham, "Bounds on multiprocessing timing anomalies", 1969).
-pub(super) fn balanced(sizes: &[usize], num_ranks: usize) -> Vec<usize> {
+pub fn balanced_owners(sizes: &[usize], num_ranks: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..sizes.len()).collect();
     order.sort_by_key(|&index| Reverse(sizes[index]));
     let mut loads = vec![0usize; num_ranks];
@@ -19,7 +19,7 @@ pub(super) fn balanced(sizes: &[usize], num_ranks: usize) -> Vec<usize> {
 
 #[cfg(test)]
 mod tests {
-    use super::balanced;
+    use super::balanced_owners as balanced;
 
     fn largest_over_mean(sizes: &[usize], num_ranks: usize) -> f64 {
         let mut loads = vec![0usize; num_ranks];

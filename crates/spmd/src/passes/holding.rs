@@ -1,0 +1,97 @@
+//! How ranks hold a parameter in data parallelism: in flat shards, or all of it on one rank.
+
+use std::sync::Arc;
+
+use burn_fsdp_mesh::{Cut, Layout, Partition, Placement};
+use burn_ir::TensorId;
+
+use super::replicate::Replicate;
+use crate::error::Error;
+use crate::graph::{Graph, Node, Parameter, Trait, is, operation_name};
+
+/// How the ranks along the axis of the shards hold a parameter, its gradient and its states.
+#[derive(Debug, Clone)]
+pub(super) struct Holding {
+    pub(super) path: Arc<str>,
+    pub(super) partition: Partition,
+    /// Shape of the whole.
+    pub(super) shape: Vec<usize>,
+}
+
+impl Holding {
+    /// Returns how so many ranks hold a parameter, of which `owner` may have all.
+    pub(super) fn new(
+        parameter: &Parameter,
+        num_ranks: usize,
+        owner: Option<usize>,
+    ) -> Result<Self, Error> {
+        let num_elements = parameter.num_elements();
+        Ok(Self {
+            path: parameter.path.clone(),
+            partition: match owner {
+                Some(owner) => Partition::one_owner(num_elements, num_ranks, owner)?,
+                None => Partition::flat(num_elements, num_ranks)?,
+            },
+            shape: parameter.shape.clone(),
+        })
+    }
+
+    /// Returns true if one rank has all of it.
+    pub(super) fn is_owned(&self) -> bool {
+        self.partition.sole_owner().is_some()
+    }
+
+    /// Returns the shape on a rank that has a part.
+    pub(super) fn local_shape(&self) -> Vec<usize> {
+        local_shape(self.partition, &self.shape)
+    }
+
+    /// Returns the layout, with copies along another axis.
+    pub(super) fn layout(&self, copies: Option<&Replicate>) -> Layout {
+        let mut placements = vec![Placement::Shard(0)];
+        if let Some(other) = copies {
+            placements.insert(usize::from(!other.is_first), Placement::Replicate);
+        }
+        Layout {
+            placements,
+            cut: Cut::Elements,
+            owner: self.partition.sole_owner(),
+        }
+    }
+
+    /// Refuses states of which nobody knows how to cut them.
+    pub(super) fn check_states(&self, graph: &Graph, states: &[TensorId]) -> Result<(), Error> {
+        let other = states.iter().find_map(|id| {
+            let value = graph.value(*id)?;
+            (value.shape != self.shape).then(|| value.role.to_string())
+        });
+        match other.filter(|_| !self.is_owned()) {
+            Some(state) => Err(Error::OptimizerNotElementwise {
+                path: self.path.to_string(),
+                operation: format!("its {state} has another shape"),
+            }),
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses an operation of the optimizer, as it was traced, that cannot run on a part of the parameter.
+    pub(super) fn check_step(&self, node: &Node) -> Result<(), Error> {
+        let mut tensors = node.operation.nodes().into_iter();
+        let keeps_shape = tensors.all(|tensor| tensor.shape.to_vec() == self.shape);
+        match self.is_owned() || is(&node.operation, Trait::Elementwise) && keeps_shape {
+            true => Ok(()),
+            false => Err(Error::OptimizerNotElementwise {
+                path: self.path.to_string(),
+                operation: operation_name(&node.operation),
+            }),
+        }
+    }
+}
+
+/// Returns the shape in which a rank that has a part of a tensor holds it: flat, but for what one rank has all of.
+pub(super) fn local_shape(partition: Partition, whole: &[usize]) -> Vec<usize> {
+    match partition.sole_owner() {
+        Some(_) => whole.to_vec(),
+        None => vec![partition.chunk_len()],
+    }
+}

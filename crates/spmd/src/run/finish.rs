@@ -1,0 +1,94 @@
+//! The end of a run, and what a rank does of a node that another one runs.
+
+use std::collections::BTreeSet;
+
+use burn::tensor::{DType, TensorData};
+use burn_ir::{BackendIr, CustomOpIr, TensorId, TensorStatus};
+
+use super::executor::Executor;
+use crate::error::Error;
+use crate::graph::{Graph, Node, Update};
+use crate::norm::LOCAL_NORM;
+
+impl<B: BackendIr> Executor<B> {
+    /// Frees what a node would have taken that another rank runs.
+    pub(super) fn skip(&mut self, node: &Node) {
+        let taken = node.operation.inputs();
+        let taken = taken.filter(|input| input.status == TensorStatus::ReadWrite);
+        let own = taken.map(|input| input.id);
+        let own: Vec<TensorId> = own.filter(|id| !self.absent.contains(*id)).collect();
+        own.into_iter().for_each(|id| self.free(id));
+    }
+
+    /// Returns the call of an operation that is not Burn's with the operands that this rank has; `None` if it has none of
+    /// them. Then the norm of them is zero, and it is written.
+    pub(super) fn own_call(&mut self, call: &CustomOpIr) -> Result<Option<CustomOpIr>, Error> {
+        let Some(own) = self.absent.without(call) else {
+            return Ok(Some(call.clone()));
+        };
+        if !own.inputs.is_empty() {
+            return Ok(Some(own));
+        }
+        match call.outputs.as_slice() {
+            [norm] if call.id == LOCAL_NORM => {
+                let zeros = TensorData::zeros::<f32, _>(norm.shape.clone());
+                let zeros = zeros.convert_dtype(norm.dtype);
+                self.interpreter.register_tensor_data_id(norm.id, zeros);
+                Ok(None)
+            }
+            _ => Err(Error::Internal(format!(
+                "{} reads what other ranks own",
+                call.id
+            ))),
+        }
+    }
+
+    /// Makes the graph's updates, and frees the results and the inputs.
+    pub(super) fn finish(&mut self, graph: &Graph) {
+        // All at once: an update may read what another replaces.
+        let fresh = |index: usize| TensorId::new(u64::MAX - index as u64);
+        let updates = graph.updates().iter();
+        let (others, updates): (Vec<&Update>, Vec<&Update>) =
+            updates.partition(|update| self.absent.contains(update.from));
+        for (index, update) in updates.iter().enumerate() {
+            self.interpreter.register_alias(fresh(index), update.from);
+            self.table.rename(update.from, fresh(index));
+        }
+        let sources = updates.iter().map(|update| update.from);
+        let ended: BTreeSet<TensorId> = sources.chain(graph.results()).collect();
+        for source in ended {
+            if !graph.is_given(source) {
+                self.free(source);
+            }
+        }
+        for (index, update) in updates.iter().enumerate() {
+            self.interpreter.register_alias(update.into, fresh(index));
+            self.table.rename(fresh(index), update.into);
+            self.free(fresh(index));
+            if let Some(value) = graph.value(update.into) {
+                let known = (value.shape.clone(), value.dtype);
+                self.present.insert(update.into, known);
+            }
+        }
+        for update in others {
+            if let Some(value) = graph.value(update.into).filter(|of| !self.has(of.id)) {
+                self.set(value.id, nothing(value.dtype));
+            }
+        }
+        for input in graph.inputs() {
+            self.remove(*input);
+        }
+        // Nodes have taken their memory.
+        for id in graph.used_up() {
+            match self.absent.contains(id) {
+                true => self.remove(id),
+                false => drop(self.present.remove(&id)),
+            }
+        }
+    }
+}
+
+/// Returns what a rank has of a tensor that another one owns.
+fn nothing(dtype: DType) -> TensorData {
+    TensorData::from_bytes_vec(Vec::new(), [0], dtype)
+}
