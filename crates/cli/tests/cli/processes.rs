@@ -209,16 +209,25 @@ fn what_differs_among_processes_is_named() {
 
 /// Returns the process ids of the ranks of a run in this folder.
 fn processes_in(folder: &Path) -> Vec<u32> {
-    let entries = std::fs::read_dir("/proc").expect("processes");
-    let ids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
-    let is_rank = |id: &u32| {
-        let name = std::fs::read_link(format!("/proc/{id}/exe")).ok();
-        let folder_of = std::fs::read_link(format!("/proc/{id}/cwd")).ok();
-        name.is_some_and(|name| name.ends_with("burn-fsdp")) && folder_of.as_deref() == Some(folder)
+    let is_command = |id: &u32| {
+        let program = std::fs::read_link(format!("/proc/{id}/exe")).ok();
+        program.is_some_and(|program| program.ends_with("burn-fsdp"))
     };
-    let mut ids: Vec<_> = ids.filter(is_rank).collect();
+    let mut ids = all_processes_in(folder);
+    ids.retain(is_command);
     ids.sort_unstable();
     ids
+}
+
+/// Processes of any program that run in that folder.
+fn all_processes_in(folder: &Path) -> Vec<u32> {
+    let entries = std::fs::read_dir("/proc").expect("processes");
+    let ids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
+    let is_there = |id: &u32| {
+        let of = std::fs::read_link(format!("/proc/{id}/cwd")).ok();
+        of.as_deref() == Some(folder)
+    };
+    ids.filter(is_there).collect()
 }
 
 /// Starts an endless run, and waits until it trains.
@@ -343,7 +352,8 @@ fn ranks_save_and_end_when_launch_is_killed() {
     child.wait().expect("an end");
     let home = std::fs::canonicalize(folder.path("")).expect("a folder");
     let until = Instant::now() + Duration::from_secs(60);
-    while !processes_in(&home).is_empty() {
+    // `mpirun` forwards what the ranks have printed after they have ended.
+    while !all_processes_in(&home).is_empty() {
         assert!(
             Instant::now() < until,
             "ranks go on: {}",

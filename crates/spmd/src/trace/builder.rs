@@ -49,6 +49,8 @@ pub(super) struct Builder {
     operations: Vec<OperationIr>,
     constants: BTreeMap<TensorId, Arc<TensorData>>,
     pub(super) leaves: Vec<Leaf>,
+    /// The tensors of the batch.
+    inputs: Vec<(InputSpec, Captured)>,
     /// The buffers that change, with their new values.
     changed: Vec<(TensorId, TensorId)>,
     loss: Option<TensorId>,
@@ -60,7 +62,7 @@ pub(super) struct Builder {
 }
 
 impl Builder {
-    /// Creates a builder, and gives every given value a role and an id.
+    /// Creates a builder, and gives every parameter and buffer a role and an id.
     pub(super) fn new(
         recording: Recording<Captures>,
         specs: Vec<InputSpec>,
@@ -108,21 +110,15 @@ impl Builder {
                 ..leaf
             });
         }
-        if loss.is_none() {
-            graph.number_apart();
-        }
-        for (spec, captured) in specs.into_iter().zip(inputs) {
-            let captured = captured.ok_or_else(|| {
-                Error::Internal("an input is not on the capture device".to_owned())
-            })?;
-            let role = Role::Input(spec.name.as_str().into());
-            let value = graph.add_value(captured.shape, captured.dtype, role);
-            graph.add_input(value);
-            ids.insert(captured.id, value);
-        }
+        let input = |(spec, captured): (InputSpec, Option<Captured>)| {
+            let outside = || Error::Internal("an input is not on the capture device".to_owned());
+            Ok((spec, captured.ok_or_else(outside)?))
+        };
+        let inputs = specs.into_iter().zip(inputs).map(input);
         Ok(Self {
             graph,
             ids,
+            inputs: inputs.collect::<Result<_, Error>>()?,
             regions: region::values(&operations, &regions),
             operations,
             is_narrow,
@@ -144,6 +140,7 @@ impl Builder {
             return Err(Error::NoGradient);
         }
         self.add_states(step);
+        self.add_inputs();
         self.add_forward_and_backward()?;
         self.add_outputs()?;
         self.add_activations()?;
@@ -157,6 +154,8 @@ impl Builder {
 
     /// Returns the graph of an evaluation: the parameters, and what the outputs need.
     pub(super) fn build_forward(mut self) -> Result<Graph, Error> {
+        self.graph.number_apart();
+        self.add_inputs();
         self.add_forward_and_backward()?;
         self.add_outputs()?;
         self.add_activations()?;
@@ -165,8 +164,9 @@ impl Builder {
         Ok(graph)
     }
 
-    /// Declares the optimizer's states, before anything whose number depends on the batch: of all trained
-    /// parameters, because other batches may give gradients to others of them.
+    /// Declares the optimizer's states, before anything whose number depends on the batch, so that a state has one id
+    /// in the graphs of all batches. It declares those of all trained parameters, because other batches may give
+    /// gradients to other parameters.
     fn add_states(&mut self, step: &StepScalars) {
         for (index, leaf) in self.leaves.iter().enumerate() {
             let of_parameter = step.of(&leaf.path);
@@ -182,6 +182,16 @@ impl Builder {
                     parameter.whole_states.push(id);
                 }
             }
+        }
+    }
+
+    /// Declares the tensors of the batch. A batch with another option or length may have more or fewer of them.
+    fn add_inputs(&mut self) {
+        for (spec, captured) in std::mem::take(&mut self.inputs) {
+            let role = Role::Input(spec.name.as_str().into());
+            let value = self.graph.add_value(captured.shape, captured.dtype, role);
+            self.graph.add_input(value);
+            self.ids.insert(captured.id, value);
         }
     }
 
