@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::time::Duration;
 
-use burn::module::{Module, ModuleMapper, Param};
+use burn::module::{Module, ModuleDisplay, ModuleMapper, Param};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fsdp::checkpoint::{
@@ -52,7 +52,7 @@ type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
 
 /// A model and a clone of it.
 #[derive(Module, Debug)]
-struct Two<M: Module> {
+struct Two<M> {
     first: M,
     second: M,
 }
@@ -72,7 +72,7 @@ impl<M> Clone for Case<M> {
 
 impl<M> Copy for Case<M> {}
 
-impl<M: Module> Case<M> {
+impl<M: Module + ModuleDisplay> Case<M> {
     fn both(self, first: &M, second: &M, (tokens, targets): Tokens) -> Tensor<1> {
         let backwards = (targets.clone().flip([1]), tokens.clone().flip([1]));
         (self.loss)(first, (tokens, targets)) + (self.loss)(second, backwards).mul_scalar(0.5)
@@ -106,7 +106,7 @@ fn adamw() -> AdamWConfig {
     AdamWConfig::new().with_epsilon(1e-2)
 }
 
-fn plainly<M: Module>(case: Case<M>) -> Vec<f32> {
+fn plainly<M: Module + ModuleDisplay>(case: Case<M>) -> Vec<f32> {
     let device = Device::flex().autodiff();
     let mut model = (case.init)(&device);
     let mut optimizer = adamw().init();
@@ -147,12 +147,17 @@ fn saved(
     };
     let request = SaveRequest::new(taken.plan, training);
     let mut meet = GroupRendezvous::new(world);
-    save_step(&Checkpoints::new(folder), &request, &mut taken.snapshot, &mut meet)?;
+    save_step(
+        &Checkpoints::new(folder),
+        &request,
+        &mut taken.snapshot,
+        &mut meet,
+    )?;
     Ok(())
 }
 
 /// Losses of some steps by the eager engine.
-fn eagerly<M: Module + 'static>(
+fn eagerly<M: Module + ModuleDisplay + 'static>(
     case: Case<M>,
     ranks: usize,
     folder: &Path,
@@ -186,7 +191,7 @@ fn eagerly<M: Module + 'static>(
 }
 
 /// Losses of some steps by a compiled step.
-fn compiled<M: Module + 'static>(
+fn compiled<M: Module + ModuleDisplay + 'static>(
     case: Case<M>,
     ranks: usize,
     folder: &Path,
@@ -218,17 +223,27 @@ fn compiled<M: Module + 'static>(
 
 type Run<M> = fn(Case<M>, usize, &Path, Range<usize>) -> Vec<f32>;
 
-fn assert_tied<M: Module + 'static>(case: Case<M>) {
+fn assert_tied<M: Module + ModuleDisplay + 'static>(case: Case<M>) {
     let want = plainly(case);
     assert!(want[STEPS - 1] < want[0]);
     let runs: [Run<M>; 2] = [eagerly, compiled];
-    for (ranks, [from, to]) in [(1, [0, 0]), (2, [0, 1]), (3, [1, 0]), (4, [1, 1]), (4, [0, 0])] {
+    for (ranks, [from, to]) in [
+        (1, [0, 0]),
+        (2, [0, 1]),
+        (3, [1, 0]),
+        (4, [1, 1]),
+        (4, [0, 0]),
+    ] {
         let folder = tempfile::tempdir().expect("a folder");
         let mut got = runs[from](case, ranks, folder.path(), 0..2);
         let step = Checkpoints::new(folder.path()).newest().expect("saved");
         for tensor in &step.index().tensors {
             let of_first = tensor.name.contains("first.");
-            assert!(of_first && !tensor.name.contains("second."), "{}", tensor.name);
+            assert!(
+                of_first && !tensor.name.contains("second."),
+                "{}",
+                tensor.name
+            );
             if tensor.kind.is_model() {
                 let second = tensor.name.replace("first.", "second.");
                 assert_eq!(tensor.metadata["tied"], serde_json::json!([second]));
@@ -275,7 +290,11 @@ impl ModuleMapper for Shift {
         self.path.pop();
     }
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let by = if self.path[0] == self.of { self.by } else { 0.0 };
+        let by = if self.path[0] == self.of {
+            self.by
+        } else {
+            0.0
+        };
         let value = (param.val().inner() + by).autodiff().require_grad();
         // Apart: an id of its own.
         Param::initialized(burn::module::ParamId::new(), value)
@@ -296,7 +315,11 @@ fn steps_with_both_names_or_one_are_read_if_the_values_are_equal() {
                 first: init(device),
                 second: init(device),
             };
-            let shift = |of| Shift { path: Vec::new(), of, by };
+            let shift = |of| Shift {
+                path: Vec::new(),
+                of,
+                by,
+            };
             let apart = two(&device).map(&mut shift("second"));
             let apart = fully_shard(apart, &mesh, ShardPolicy::new())?;
             let optimizer = adamw().init();
@@ -305,13 +328,19 @@ fn steps_with_both_names_or_one_are_read_if_the_values_are_equal() {
             let step = Checkpoints::new(&path).newest()?;
             let tied = || {
                 let first = init(&device);
-                Two { second: first.clone(), first }
+                Two {
+                    second: first.clone(),
+                    first,
+                }
             };
             let tied = fully_shard(tied(), &mesh, ShardPolicy::new())?;
             let mut compiled = compile(
                 move |device: &Device| {
                     let first = init(device);
-                    Two { second: first.clone(), first }
+                    Two {
+                        second: first.clone(),
+                        first,
+                    }
                 },
                 |model: &Two<Gpt2>, (tokens, targets): Tokens| model.second.loss(tokens, targets),
                 adamw().build(),
@@ -320,10 +349,16 @@ fn steps_with_both_names_or_one_are_read_if_the_values_are_equal() {
             let got = restore_model(tied, &step);
             let by_compiled = restore_compiled(&mut compiled, &step);
             if by > 0.0 {
-                let messages = [got.err().map(|e| e.to_string()), by_compiled.err().map(|e| e.to_string())];
+                let messages = [
+                    got.err().map(|e| e.to_string()),
+                    by_compiled.err().map(|e| e.to_string()),
+                ];
                 for message in messages {
                     let message = message.expect("they differ");
-                    assert!(message.contains("`first.") && message.contains("`second."), "{message}");
+                    assert!(
+                        message.contains("`first.") && message.contains("`second."),
+                        "{message}"
+                    );
                 }
                 return Ok(());
             }
@@ -332,13 +367,22 @@ fn steps_with_both_names_or_one_are_read_if_the_values_are_equal() {
             let taken = snapshot(&got, &adamw().init(), mesh.mesh(), "shard")?;
             saved(&path, world, taken, 2)?;
             let step = Checkpoints::new(&path).newest()?;
-            let other = fully_shard(two(&device).map(&mut shift("first")), &mesh, ShardPolicy::new())?;
+            let other = fully_shard(
+                two(&device).map(&mut shift("first")),
+                &mesh,
+                ShardPolicy::new(),
+            )?;
             let other = restore_model(other, &step)?;
             let (want, got) = (local_state(&apart)?, local_state(&other)?);
             assert_eq!(want.len(), got.len());
             for (want, got) in want.iter().zip(&got) {
                 assert_eq!(want.path, got.path);
-                assert_eq!(want.elements.as_bytes(), got.elements.as_bytes(), "{}", want.path);
+                assert_eq!(
+                    want.elements.as_bytes(),
+                    got.elements.as_bytes(),
+                    "{}",
+                    want.path
+                );
             }
             Ok(())
         });
