@@ -31,20 +31,19 @@ impl Names {
         let own: Vec<_> = std::iter::once(path)
             .chain(tied.iter().map(AsRef::as_ref))
             .collect();
-        let tensors = || step.index().tensors.iter();
-        let models = || tensors().filter(|tensor| tensor.kind.is_model());
-        let is_there = |path: &&&str| models().any(|tensor| tensor.name == ***path);
-        let mut names: Vec<_> = own
-            .iter()
-            .filter(is_there)
-            .map(|path| (*path).to_owned())
-            .collect();
+        let is_there = |path: &&&str| {
+            let found = step.tensor(path);
+            found.is_ok_and(|tensor| tensor.kind.is_model())
+        };
+        let there = own.iter().filter(is_there);
+        let mut names: Vec<_> = there.map(|path| (*path).to_owned()).collect();
         if names.is_empty() {
+            let mut models = step.index().tensors.iter();
             let is_it = |tensor: &&TensorEntry| {
                 let mut others = others(tensor);
                 others.any(|other| own.contains(&other))
             };
-            names.extend(models().find(is_it).map(|tensor| tensor.name.clone()));
+            names.extend(models.find(is_it).map(|tensor| tensor.name.clone()));
         }
         if names.is_empty() {
             names.push(path.to_owned());

@@ -70,7 +70,15 @@ fn fault(name: &str) -> Option<String> {
         [binary, module, _, test] => (binary, Some(module), Some(test)),
         _ => return Some("is no test's name".to_owned()),
     };
-    let file = file_of(binary, module);
+    let file = match parts[..] {
+        // Of a binary with modules, in a crate with several.
+        [of, binary, inner, _] => {
+            let tests = crate_folder().join(format!("../{of}/tests/{binary}"));
+            Some(tests.join(format!("{inner}.rs"))).filter(|file| file.exists())
+        }
+        _ => None,
+    };
+    let file = file.unwrap_or_else(|| file_of(binary, module));
     let Ok(text) = std::fs::read_to_string(&file) else {
         return Some(format!("has no file {}", file.display()));
     };

@@ -36,7 +36,7 @@
 //! - `state`: what a module holds between steps, read, saved and changed. `optim`: work on
 //!   gradients between backward and the optimizer.
 //! - `wrap`: [`fully_shard`] groups parameters into units by path, cuts rank 0's values and puts a
-//!   `ShardedParam` beside each parameter.
+//!   `ShardedParam` beside each parameter, or a `TiedParam` beside a clone of one.
 //! - `unmanaged`: parameters that nobody would reduce.
 //! - `recompute` (activations computed again), `numbers` (random ones, drawn again), `leaves` and `step` ([`backward`] and what surrounds it).
 //! - `wrapper` offers all of it as methods.

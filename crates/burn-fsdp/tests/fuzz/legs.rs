@@ -290,6 +290,7 @@ fn eager() -> impl Strategy<Value = Engine> {
         vec!["layers.*", "layers.*.**"],
         vec!["layers"],
         vec!["layers.0", "head"],
+        vec!["embed", "layers.*", "table"],
     ];
     (
         strategies(),

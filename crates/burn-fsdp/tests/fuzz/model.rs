@@ -48,6 +48,8 @@ enum Head {
     Linear,
     /// The table of the embedding.
     Tied,
+    /// The same, by another field: a clone of it. Plain Burn reads the embedding's.
+    Field,
     /// A frozen embedding in front of a trained head.
     BehindFrozen,
 }
@@ -73,7 +75,7 @@ pub(crate) struct Adapters {
 pub(crate) fn plans() -> impl Strategy<Value = Plan> {
     let layers = prop::collection::vec((select(&KINDS[..]), prop::bool::weighted(0.2)), 1..5);
     let route = prop::collection::vec((any::<prop::sample::Index>(), any::<bool>()), 1..6);
-    let heads = select(&[Head::Linear, Head::Tied, Head::BehindFrozen][..]);
+    let heads = select(&[Head::Linear, Head::Tied, Head::Field, Head::BehindFrozen][..]);
     let losses = [
         Loss::Squares,
         Loss::CrossEntropy,
@@ -109,7 +111,11 @@ pub(crate) fn plans() -> impl Strategy<Value = Plan> {
                 layers,
                 frozen,
                 switched: Vec::new(),
-                head,
+                // No adapter may be on it.
+                head: match head {
+                    Head::Field if adapters.is_some() => Head::Tied,
+                    head => head,
+                },
                 loss,
                 shapes,
                 seed,
@@ -125,6 +131,13 @@ pub(crate) struct Net {
     embed: Embedding,
     layers: Vec<Layer>,
     head: Option<Linear>,
+    table: Option<Table>,
+}
+
+/// Another field for the table of the embedding.
+#[derive(Module, Debug)]
+struct Table {
+    weight: Param<Tensor<2>>,
 }
 
 impl Net {
@@ -172,11 +185,25 @@ impl Plan {
             },
             layers: layers.collect(),
             head: match self.head {
-                Head::Tied => None,
+                Head::Tied | Head::Field => None,
                 _ => Some(LinearConfig::new(DIM, VOCAB).init(device)),
             },
+            table: None,
         };
-        self.switched(net.map(&mut Values::new(self.seed, nudge, rounding)))
+        let mut net = net.map(&mut Values::new(self.seed, nudge, rounding));
+        net.table = (self.head == Head::Field).then(|| Table {
+            weight: net.embed.weight.clone(),
+        });
+        self.switched(net)
+    }
+
+    /// Returns the description of the same model with one field for what several share, which is read for each of them.
+    pub(crate) fn without_fields(&self) -> Self {
+        let mut plan = self.clone();
+        if plan.head == Head::Field {
+            plan.head = Head::Tied;
+        }
+        plan
     }
 
     /// Returns what the adapters are.
@@ -215,6 +242,8 @@ impl Plan {
     pub(crate) fn has_units(&self, pattern: &str) -> bool {
         match pattern {
             "head" => self.has_head(),
+            "embed" => true,
+            "table" => self.head == Head::Field,
             "layers.0" => self.has_params(0),
             "**" => true,
             _ => (0..self.layers.len()).any(|layer| self.has_params(layer)),
@@ -300,7 +329,7 @@ impl Plan {
     }
 
     pub(crate) fn has_head(&self) -> bool {
-        self.head != Head::Tied
+        !matches!(self.head, Head::Tied | Head::Field)
     }
 
     /// Returns the mean loss of a batch, and calls a function before each layer.
@@ -355,9 +384,10 @@ impl Plan {
             };
         }
         let x = cast(x, halves.of_head(self));
-        let logits = match &net.head {
-            Some(head) => head.forward(x),
-            None => x.matmul(net.embed.weight.val().transpose().unsqueeze()),
+        let logits = match (&net.head, &net.table) {
+            (Some(head), _) => head.forward(x),
+            (None, Some(table)) => x.matmul(table.weight.val().transpose().unsqueeze()),
+            (None, None) => x.matmul(net.embed.weight.val().transpose().unsqueeze()),
         };
         let logits = cast(
             logits,
@@ -386,7 +416,7 @@ impl Plan {
     }
 }
 
-/// Returns the path and the shape of each parameter, and of each running state.
+/// Returns the path and the shape of each parameter, once, and of each running state.
 fn shapes_of(net: &Net) -> Vec<(String, Vec<usize>)> {
     struct Shapes(Vec<String>, Vec<(String, Vec<usize>)>);
     impl ModuleVisitor for Shapes {
@@ -402,5 +432,6 @@ fn shapes_of(net: &Net) -> Vec<(String, Vec<usize>)> {
     }
     let mut shapes = Shapes(Vec::new(), Vec::new());
     net.visit(&mut shapes);
+    shapes.1.retain(|(path, _)| path != "table.weight");
     shapes.1
 }

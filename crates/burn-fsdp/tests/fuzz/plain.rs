@@ -33,11 +33,12 @@ impl Case {
             true => rounding / 8.0,
             false => rounding,
         };
+        let plan = self.plan.without_fields();
         let mut plainly = Plainly {
             case: self,
-            net: self.plan.init_nudged(&device, nudge, rounding),
-            optimizer: self.optimizer.init(&self.plan),
-            plan: self.plan.clone(),
+            net: plan.init_nudged(&device, nudge, rounding),
+            optimizer: self.optimizer.init(&plan),
+            plan,
             scale: None,
             nudge,
             device,

@@ -116,6 +116,8 @@ impl Halves {
         let mut full: Vec<_> = layers.map(|layer| format!("layers.{layer}")).collect();
         if in_full(self.of_embedding()) {
             full.push("embed".to_owned());
+            // Another field for the same parameter.
+            full.extend(plan.has_units("table").then(|| "table".to_owned()));
         }
         if plan.has_head() && in_full(self.of_head(plan)) {
             full.push("head".to_owned());

@@ -20,7 +20,6 @@ use crate::slot::Slot;
 use crate::unit::Unit;
 
 /// One sharded parameter of a module.
-#[derive(Clone)]
 pub(crate) struct Member {
     pub(crate) generation: Arc<Generation>,
     pub(crate) index: usize,
@@ -34,6 +33,18 @@ pub(crate) struct Member {
     owned: Owned,
     /// The parent of the full parameter in a graph.
     parent: Tensor<1>,
+}
+
+impl Clone for Member {
+    /// Returns the same member: no copy of the module, which would have a number of its own.
+    fn clone(&self) -> Self {
+        Self {
+            generation: self.generation.clone(),
+            owned: within(Purpose::CopyForGraph, || self.owned.clone()),
+            parent: self.parent.clone(),
+            ..*self
+        }
+    }
 }
 
 impl Member {

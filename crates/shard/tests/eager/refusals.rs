@@ -48,7 +48,9 @@ struct Tied {
 fn a_tied_parameter_is_named_by_both_paths() {
     let tied = || {
         let first = LinearConfig::new(3, 3).init(&device());
-        let second = first.clone();
+        let mut second = first.clone();
+        let other = |value: Tensor<2>| (value.inner() + 1.0).autodiff().require_grad();
+        second.weight = second.weight.map(other);
         Tied { first, second }
     };
     let message = refusal(tied, ShardPolicy::new());

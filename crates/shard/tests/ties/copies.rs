@@ -225,6 +225,22 @@ fn a_summoned_copy_is_tied_and_comes_back_if_it_still_is() {
     }
 }
 
+/// What the engine holds of the module meanwhile is no copy of it.
+#[test]
+fn another_copy_may_be_read_while_the_module_is_summoned() {
+    on_ranks(2, |world| {
+        let model = build(&world, apart())?;
+        let kept = model.clone();
+        let before = assert_equal(&kept);
+        let (model, _) = step(model, &mut optimizer(), (world.rank(), 0))?;
+        summon_full_params(model, WriteBack::Discard, |full| {
+            assert_eq!(assert_equal(&kept), before);
+            full
+        })?;
+        Ok(())
+    });
+}
+
 #[test]
 fn state_counts_and_plans_have_it_once() {
     for ranks in 1..=3 {

@@ -77,29 +77,6 @@ fn one_parameter_may_be_read_twice() {
 }
 
 #[derive(Module, Debug)]
-struct Tied {
-    a: Linear,
-    b: Linear,
-}
-
-#[test]
-fn copies_of_a_trained_parameter_are_refused_by_name() {
-    let _guard = seeded();
-    let init = |device: &Device| {
-        let a = LinearConfig::new(5, 5).with_bias(false).init(device);
-        Tied { b: a.clone(), a }
-    };
-    let loss = |model: &Tied, x: Tensor<2>| model.b.forward(model.a.forward(x)).mean();
-    let error = compile(init, loss, SgdConfig::new().build(), Mode::single()).unwrap_err();
-    let text = error.to_string();
-    assert!(matches!(error, Error::Tied { .. }), "{text}");
-    assert!(
-        text.contains("a.weight") && text.contains("b.weight"),
-        "{text}"
-    );
-}
-
-#[derive(Module, Debug)]
 struct Features {
     frequencies: Tensor<2>,
     head: Linear,
