@@ -5,6 +5,7 @@ mod division;
 mod draws;
 mod dumps;
 mod owners;
+mod owning;
 mod pipelines;
 mod proofs;
 

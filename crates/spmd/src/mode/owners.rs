@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use burn_fsdp_mesh::{Pattern, balanced_owners};
 
-use super::Mode;
 use crate::error::Error;
 
 /// The parameters that one rank has whole, and which.
@@ -27,63 +26,31 @@ impl Owners {
     pub(super) fn by_path(&self) -> &BTreeMap<Arc<str>, usize> {
         self.by_path.as_ref().unwrap_or(&self.none)
     }
-}
 
-impl Mode {
-    /// Gives every parameter that matches to one rank, which has all of it between steps and steps it, in place of a shard to
-    /// every rank. A pattern names a parameter, or a module with all that is in it, as in the eager engine's
-    /// `ShardPolicy::one_owner`.
-    ///
-    /// It is for optimizers that compute with whole tensors, such as Muon, Adafactor and LAMB: for these parameters the owner
-    /// alone runs the optimizer, on the whole parameter and gradient, and has its states. A gradient is reduced to the owner,
-    /// and the next gather spreads what the optimizer has made of the parameter: no more bytes travel than for shards. The
-    /// ranks along the axis of the shards share these parameters by their numbers of elements, the largest first, each to the
-    /// rank that owns least. With [`Strategy::NoShard`](burn_fsdp_mesh::Strategy::NoShard), where every rank has all, it changes nothing.
-    ///
-    /// A pattern without any parameter is an [`Error::UnknownName`] of [`compile`](crate::compile()), and a step by placements
-    /// ([`expand`](Self::expand), [`DataParallel::Automatic`](crate::DataParallel::Automatic)), where each parameter lies as these say,
-    /// an [`Error::Placement`].
-    ///
-    /// ```
-    /// use burn::nn::{Linear, LinearConfig};
-    /// use burn::optim::AdafactorConfig;
-    /// use burn::tensor::{Device, Tensor};
-    /// use burn_fsdp_collectives::ProcessGroup;
-    /// use burn_fsdp_mesh::Strategy;
-    /// use burn_fsdp_spmd::{Mode, compile};
-    ///
-    /// let mode = Mode::data_parallel(ProcessGroup::solo(), Strategy::FullShard).one_owner(["**"]);
-    /// let init = |device: &Device| LinearConfig::new(3, 2).init(device);
-    /// let loss = |model: &Linear, x: Tensor<2>| model.forward(x).square().mean();
-    /// let mut step = compile(init, loss, AdafactorConfig::new().build(), mode)?;
-    /// step.step(1e-2, &Tensor::ones([4, 3], &Device::flex()))?;
-    /// # Ok::<(), burn_fsdp_spmd::Error>(())
-    /// ```
-    #[must_use]
-    pub fn one_owner<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
-        let patterns = patterns.into_iter().map(Pattern::new);
-        self.names.owners = Owners {
+    /// Takes the parameters that match from here on.
+    pub(super) fn matching(patterns: impl Iterator<Item = Pattern>) -> Self {
+        Self {
             patterns: patterns.collect(),
-            ..Owners::default()
-        };
-        self
+            ..Self::default()
+        }
     }
 
-    /// Decides which rank owns each parameter that matches, of the parameters of a step with their shapes, unless that is
-    /// decided.
-    pub(crate) fn assign_owners<'a>(
+    /// Decides which of so many ranks, where they hold shards, owns each parameter that matches, of the parameters of a step
+    /// with their shapes, unless that is decided.
+    pub(super) fn assign<'a>(
         &mut self,
         parameters: impl Iterator<Item = (&'a Arc<str>, &'a [usize])> + Clone,
+        num_ranks: Option<usize>,
+        is_placed: bool,
     ) -> Result<(), Error> {
-        let owners = &self.names.owners;
-        if owners.patterns.is_empty() || owners.by_path.is_some() {
+        if self.patterns.is_empty() || self.by_path.is_some() {
             return Ok(());
         }
         let matches = |pattern: &Pattern, path: &str| pattern.prefix_of(path).is_some();
-        for pattern in &owners.patterns {
+        for pattern in &self.patterns {
             let mut matching = parameters.clone();
             match matching.find(|(path, _)| matches(pattern, path)) {
-                Some((path, shape)) if self.division.is_placed() => {
+                Some((path, shape)) if is_placed => {
                     return Err(Error::Placement {
                         what: "parameter",
                         name: path.to_string(),
@@ -106,15 +73,15 @@ impl Mode {
             }
         }
         let mut by_path = BTreeMap::new();
-        if let Some(axis) = self.division.shard_axis(&self.ranks.mesh()?) {
-            let is_owned = |path: &str| owners.patterns.iter().any(|of| matches(of, path));
+        if let Some(num_ranks) = num_ranks {
+            let is_owned = |path: &str| self.patterns.iter().any(|of| matches(of, path));
             let owned = parameters.filter(|(path, _)| is_owned(path));
             let owned = owned.map(|(path, shape)| (path.clone(), shape.iter().product::<usize>()));
             let (paths, sizes): (Vec<_>, Vec<_>) = owned.unzip();
-            let owners = balanced_owners(&sizes, axis.size);
+            let owners = balanced_owners(&sizes, num_ranks);
             by_path.extend(paths.into_iter().zip(owners));
         }
-        self.names.owners.by_path = Some(by_path);
+        self.by_path = Some(by_path);
         Ok(())
     }
 }

@@ -461,9 +461,8 @@ impl Insertion<'_> {
         let axis = &self.pass.axis;
         let result = self.graph.read(mean)?.dtype;
         let collective = self.collective(kind, axis, path, partition, (tensor.dtype, result));
-        let node = self
-            .graph
-            .collective_node(collective, &[local], &[mean], phase)?;
+        let graph = &self.graph;
+        let node = graph.collective_node(collective, &[local], &[mean], phase)?;
         scheduled.push(node);
         match self.pass.replicate.clone() {
             Some(other) => self.over_copies(scheduled, mean, path, &other.axis, phase),
@@ -483,9 +482,8 @@ impl Insertion<'_> {
         let tensor = self.graph.read(own)?;
         let role = self.graph.value(own).map(|value| value.role.clone());
         let role = role.unwrap_or(Role::Temporary);
-        let mean = self
-            .graph
-            .add_value(tensor.shape.to_vec(), tensor.dtype, role);
+        let shape = tensor.shape.to_vec();
+        let mean = self.graph.add_value(shape, tensor.dtype, role);
         if let Some(value) = self.graph.value_mut(own) {
             value.role = Role::Temporary;
         }
@@ -493,9 +491,8 @@ impl Insertion<'_> {
         let (kind, name) = (CollectiveKind::AllReduce, Arc::from(axis.name.as_str()));
         let types = (tensor.dtype, tensor.dtype);
         let collective = self.collective(kind, &name, path, partition, types);
-        let node = self
-            .graph
-            .collective_node(collective, &[own], &[mean], phase)?;
+        let graph = &self.graph;
+        let node = graph.collective_node(collective, &[own], &[mean], phase)?;
         scheduled.push(node);
         Ok(mean)
     }

@@ -1,0 +1,57 @@
+//! The choice of the parameters that one rank has whole.
+
+use std::sync::Arc;
+
+use burn_fsdp_mesh::Pattern;
+
+use super::Mode;
+use super::owners::Owners;
+use crate::error::Error;
+
+impl Mode {
+    /// Gives every parameter that matches to one rank, which has all of it between steps and steps it, in place of a shard to
+    /// every rank. A pattern names a parameter, or a module with all that is in it, as in the eager engine's
+    /// `ShardPolicy::one_owner`.
+    ///
+    /// It is for optimizers that compute with whole tensors, such as Muon, Adafactor and LAMB: for these parameters the owner
+    /// alone runs the optimizer, on the whole parameter and gradient, and has its states. A gradient is reduced to the owner,
+    /// and the next gather spreads what the optimizer has made of the parameter: no more bytes travel than for shards. The
+    /// ranks along the axis of the shards share these parameters by their numbers of elements, the largest first, each to the
+    /// rank that owns least. With [`Strategy::NoShard`](burn_fsdp_mesh::Strategy::NoShard), where every rank has all, it changes nothing.
+    ///
+    /// A pattern without any parameter is an [`Error::UnknownName`] of [`compile`](crate::compile()), and a step by placements
+    /// ([`expand`](Self::expand), [`DataParallel::Automatic`](crate::DataParallel::Automatic)), where each parameter lies as these say,
+    /// an [`Error::Placement`].
+    ///
+    /// ```
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::optim::AdafactorConfig;
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fsdp_collectives::ProcessGroup;
+    /// use burn_fsdp_mesh::Strategy;
+    /// use burn_fsdp_spmd::{Mode, compile};
+    ///
+    /// let mode = Mode::data_parallel(ProcessGroup::solo(), Strategy::FullShard).one_owner(["**"]);
+    /// let init = |device: &Device| LinearConfig::new(3, 2).init(device);
+    /// let loss = |model: &Linear, x: Tensor<2>| model.forward(x).square().mean();
+    /// let mut step = compile(init, loss, AdafactorConfig::new().build(), mode)?;
+    /// step.step(1e-2, &Tensor::ones([4, 3], &Device::flex()))?;
+    /// # Ok::<(), burn_fsdp_spmd::Error>(())
+    /// ```
+    #[must_use]
+    pub fn one_owner<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
+        self.names.owners = Owners::matching(patterns.into_iter().map(Pattern::new));
+        self
+    }
+
+    /// Decides which rank owns each parameter that matches, of the parameters of a step with their shapes, unless that is
+    /// decided.
+    pub(crate) fn assign_owners<'a>(
+        &mut self,
+        parameters: impl Iterator<Item = (&'a Arc<str>, &'a [usize])> + Clone,
+    ) -> Result<(), Error> {
+        let axis = self.division.shard_axis(&self.ranks.mesh()?);
+        let (num_ranks, is_placed) = (axis.map(|axis| axis.size), self.division.is_placed());
+        self.names.owners.assign(parameters, num_ranks, is_placed)
+    }
+}
