@@ -117,6 +117,11 @@ impl Unit {
         }
     }
 
+    /// Returns true if nothing keeps reduced gradients from crossing to the replicas.
+    pub(crate) fn crosses(&self) -> bool {
+        self.groups.replicas.is_none() || self.switches.all_reduce.load(Ordering::Relaxed)
+    }
+
     /// Returns true if full weights stay from forward to backward.
     pub(crate) fn keeps(&self) -> bool {
         *self.keep.lock() != Keep::No

@@ -8,8 +8,10 @@ mod contract;
 #[path = "../launcher/mod.rs"]
 mod launcher;
 
+use std::hint::black_box;
+use std::path::Path;
 use std::process::{Command, ExitCode, Output};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use burn_fsdp_collectives::{
     Check, ElementType, Error, Fault, FullPart, LaunchConfig, Part, Partition, ProcessGroup,
@@ -57,6 +59,7 @@ fn direct() -> ExitCode {
         ];
         expect(&output, Some(3), &words);
     }
+    overlap();
     let output = mpirun(2, "fewer");
     expect(&output, Some(3), &["asked for 7 ranks", "2 processes"]);
     let output = mpirun(3, "error");
@@ -86,6 +89,19 @@ fn direct() -> ExitCode {
     assert!(!output.status.success(), "{output:?}");
     println!("test result: ok");
     ExitCode::SUCCESS
+}
+
+/// The name of the scene in which a rank computes while its bytes travel, before the path of a file.
+const OVERLAP: &str = "overlap by ";
+
+/// Shows that bytes go to and from a rank that computes.
+fn overlap() {
+    let file = format!("burn-fsdp-overlap-{}", std::process::id());
+    let file = std::env::temp_dir().join(file);
+    let scene = format!("{OVERLAP}{}", file.display());
+    let output = mpirun(2, &scene);
+    let _ = std::fs::remove_file(&file);
+    expect(&output, Some(0), &["all has come while rank 0 computed"]);
 }
 
 fn mpirun(processes: usize, scene: &str) -> Output {
@@ -139,6 +155,9 @@ fn act(scene: &str, world: &ProcessGroup) -> Result<(), Box<dyn std::error::Erro
     if scene.starts_with("flip") {
         return Ok(flip(scene, world)?);
     }
+    if let Some(file) = scene.strip_prefix(OVERLAP) {
+        return Ok(compute_meanwhile(world, file.as_ref())?);
+    }
     world.barrier("begin")?;
     if world.rank() == 1 {
         match scene {
@@ -180,6 +199,35 @@ fn flip(scene: &str, world: &ProcessGroup) -> Result<(), Error> {
         }
     }
     world.barrier("not before the flip is found")
+}
+
+/// Rank 0 starts a gather and computes. It waits when rank 1 has told it, by a file, that it has what rank 0 gave, and that rank 0
+/// has what it gave: so bytes have come and gone while rank 0 did not wait.
+fn compute_meanwhile(world: &ProcessGroup, file: &Path) -> Result<(), Error> {
+    let shard = 4 << 20;
+    let partition = Partition::flat(shard * world.size(), world.size())?;
+    let source = Source::new(vec![world.rank() as u8; shard]);
+    let part = Part::new(source, partition, ElementType::U8);
+    let into = vec![world.pool().take(shard * world.size())];
+    let pending = world.start_all_gather("meanwhile", vec![], vec![part], into)?;
+    let received = if world.rank() == 0 {
+        let deadline = Instant::now() + Duration::from_secs(50);
+        let mut sum = 0_u64;
+        while !file.exists() {
+            assert!(Instant::now() < deadline, "nothing travels without a wait");
+            sum = black_box((0..10_000_u64).fold(sum, u64::wrapping_add));
+        }
+        println!("all has come while rank 0 computed");
+        pending.wait()?
+    } else {
+        let received = pending.wait_released()?;
+        std::fs::write(file, "").expect("a temporary file is written");
+        received
+    };
+    for (rank, bytes) in received.buffers[0].as_ref().chunks(shard).enumerate() {
+        assert!(bytes.iter().all(|byte| usize::from(*byte) == rank));
+    }
+    world.barrier("end")
 }
 
 fn signal(signal: &str) {

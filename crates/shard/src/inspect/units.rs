@@ -97,6 +97,20 @@ impl UnitHandle {
         self.switch(&self.unit.switches.all_reduce, all_reduce)
     }
 
+    /// Sets whether the backwards from here on hand their gradients out, those of all units of the module: the default. The
+    /// gradients of a backward that does not are empty: its reductions take place, their sums wait on the shards, and nothing
+    /// crosses to replicas. The next backward that does hands the sum of all out, of units that it does not use, too. It is for
+    /// micro-batches whose full gradients, which [`no_sync`] holds back, are too much.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::State`] inside a backward.
+    pub fn set_is_last_backward(&self, is_last: bool) -> Result<(), Error> {
+        self.root.expect_outside_backward(ADVICE)?;
+        self.root.set_last(is_last);
+        Ok(())
+    }
+
     /// Sets whether full parameters are dropped when backward is through with them. Otherwise they
     /// stay until the parameters change: for micro-batches between which no optimizer steps.
     ///
@@ -149,8 +163,9 @@ impl UnitHandle {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] inside a backward, while a forward waits for its backward, and while gradients that were divided wait to
-    /// cross to the replicas ([`set_requires_all_reduce`](Self::set_requires_all_reduce)).
+    /// [`Error::State`] inside a backward, while a forward waits for its backward, and while gradients that were divided wait on
+    /// the shards, to cross to the replicas ([`set_requires_all_reduce`](Self::set_requires_all_reduce)) or for the last backward
+    /// ([`set_is_last_backward`](Self::set_is_last_backward)).
     pub fn set_divide_factors(
         &self,
         factors: impl Into<Option<DivideFactors>>,
@@ -159,9 +174,10 @@ impl UnitHandle {
         if self.root.holds_sums_of(&self.unit) {
             return Err(Error::State {
                 unit: self.name(),
-                expected: "without gradients that wait to cross to the replicas".to_owned(),
+                expected: "without gradients that wait on the shards".to_owned(),
                 got: "with such gradients, which were divided already".to_owned(),
-                advice: "let a backward cross, by `set_requires_all_reduce(true)`, and set the factors then",
+                advice: "let a backward hand them out, by `set_requires_all_reduce(true)` and \
+                         `set_is_last_backward(true)`, and set the factors then",
             });
         }
         *self.unit.switches.factors.lock() = factors.into();

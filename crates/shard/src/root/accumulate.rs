@@ -12,6 +12,7 @@ use crate::error::Error;
 use crate::seal;
 use crate::slot::Slots;
 use crate::transport::cast;
+use crate::unit::Unit;
 
 /// The words for a gradient that waits for another backward.
 const HELD: &str = "the gradient held back";
@@ -54,8 +55,10 @@ pub(super) struct Accumulation {
     pub(super) ended: Vec<Ended>,
     /// Gradients of steps without reduction, by unit, until its next reduction.
     pub(super) held: BTreeMap<usize, Slots<Gradient>>,
-    /// Shards' gradients that have not crossed to the replicas yet, by unit.
+    /// Shards' gradients that have not crossed to the replicas yet, or wait for the last backward, by unit.
     pub(super) partial: BTreeMap<usize, Slots<Sum>>,
+    /// Gradients of parameters kept whole that are reduced and wait for the last backward, by unit.
+    pub(super) whole: BTreeMap<usize, Slots<Sum>>,
 }
 
 impl Accumulation {
@@ -117,6 +120,14 @@ impl Accumulation {
             }
         }
         Ok(())
+    }
+
+    /// Returns true if gradients of a unit wait for a reduction in this backward. What waits on the shards does so if it is the
+    /// last.
+    pub(super) fn wait_for(&self, unit: &Unit, is_last: bool) -> bool {
+        let index = unit.position();
+        let is_due = is_last && unit.crosses() && self.partial.contains_key(&index);
+        unit.syncs() && (is_due || self.held.contains_key(&index))
     }
 
     /// Returns the bytes of gradients held back.

@@ -150,7 +150,13 @@ pub(super) fn sums(
     slots.iter().zip(arrived).map(sum).collect()
 }
 
-fn sum(generation: &Generation, index: usize, arrived: Arrived, arrival: Arrival) -> Option<Sum> {
+/// Returns the reduced gradient of one slot, as [`sums`] does.
+pub(super) fn sum(
+    generation: &Generation,
+    index: usize,
+    arrived: Arrived,
+    arrival: Arrival,
+) -> Option<Sum> {
     if !arrived.is_used {
         return None;
     }

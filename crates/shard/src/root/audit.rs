@@ -1,7 +1,6 @@
 //! The audit of a step's gradients, with the root's units in the place of numbers.
 
 use std::fmt::Write;
-use std::sync::atomic::Ordering::Relaxed;
 
 use burn::backend::autodiff::NodeId;
 use burn_fsdp_collectives::ProcessGroup;
@@ -37,8 +36,8 @@ impl AtEnd<'_> {
     /// Returns true if gradients of `parameter` are reduced in this step, and do not wait for a later one.
     fn is_reduced(&self, parameter: usize) -> bool {
         self.slot(parameter).is_none_or(|(unit, slot)| {
-            let crosses = unit.groups.replicas.is_none() || unit.switches.all_reduce.load(Relaxed);
-            unit.syncs() && (crosses || unit.slots[slot].holding == Holding::Whole)
+            let crosses = unit.crosses() || unit.slots[slot].holding == Holding::Whole;
+            unit.syncs() && crosses && self.root.is_last()
         })
     }
 

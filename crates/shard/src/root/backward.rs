@@ -1,5 +1,6 @@
 //! Backward: gather again, collect gradients, hand them over unit by unit.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -125,6 +126,9 @@ impl Progress {
         self.enter_backward(root)?;
         self.reduce_held(root)?;
         self.advance(root, Operation::Finish)?;
+        if root.is_last() {
+            self.hand_out_whole(root)?;
+        }
         for copies in root.live() {
             copies.drop_pieces();
         }
@@ -136,13 +140,16 @@ impl Progress {
         Ok(std::mem::take(&mut self.reductions.done))
     }
 
-    /// Reduces what steps without reduction have left of units that this step did not use.
+    /// Reduces what earlier backwards have left of units that this step did not use: gradients without a reduction, and sums
+    /// that wait on the shards.
     fn reduce_held(&mut self, root: &Root) -> Result<(), Error> {
-        let held: Vec<_> = self.gradients.held.keys().copied().collect();
-        for index in held {
-            let syncs = root.unit(index).is_some_and(|unit| unit.syncs());
+        let gradients = &self.gradients;
+        let waiting = gradients.held.keys().chain(gradients.partial.keys());
+        let waiting: BTreeSet<usize> = waiting.copied().collect();
+        for index in waiting {
             // What comes before it in the order may have taken them along.
-            if syncs && self.gradients.held.contains_key(&index) {
+            let waits = |unit: Arc<Unit>| self.gradients.wait_for(&unit, root.is_last());
+            if root.unit(index).is_some_and(waits) {
                 let operation = Operation::Reduce(index);
                 self.advance(root, operation)?;
                 let generation = self.copy_in_use(root, operation)?;

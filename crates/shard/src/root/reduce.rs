@@ -8,7 +8,7 @@ use burn_fsdp_collectives::{
 };
 
 use super::accumulate::{Gradient, Sum};
-use super::arrival::{Arrival, Arrived, Given, arrived, given, gradients_of, reduced, sums};
+use super::arrival::{Arrival, Arrived, Given, arrived, given, gradients_of, reduced, sum, sums};
 use super::reductions::Reduction;
 use super::state::{Progress, Root};
 use crate::copies::{Copies, Generation};
@@ -28,7 +28,18 @@ impl Root {
     /// Returns true if reduced gradients of a unit wait to cross to the replicas.
     pub(crate) fn holds_sums_of(&self, unit: &Unit) -> bool {
         let progress = self.progress();
-        progress.gradients.partial.contains_key(&unit.position())
+        let (index, gradients) = (unit.position(), &progress.gradients);
+        gradients.partial.contains_key(&index) || gradients.whole.contains_key(&index)
+    }
+
+    /// Returns false if the gradients of a backward wait for those of a later one.
+    pub(super) fn is_last(&self) -> bool {
+        self.is_last.load(Relaxed)
+    }
+
+    /// Sets whether the gradients of the backwards from here on are handed out.
+    pub(crate) fn set_last(&self, is_last: bool) {
+        self.is_last.store(is_last, Relaxed);
     }
 }
 
@@ -123,7 +134,7 @@ impl Progress {
         Ok(())
     }
 
-    /// Lets what the shards' ranks have reduced arrive: at once, or by way of the replicas.
+    /// Lets what the shards' ranks have reduced arrive: at once, or by way of the replicas. What is not the last waits.
     fn cross_over(
         &mut self,
         root: &Root,
@@ -131,16 +142,21 @@ impl Progress {
         slots: &[usize],
         sums: Vec<Option<Sum>>,
     ) -> Result<(), Error> {
-        let gradients = match &generation.unit.groups.replicas {
+        let unit = &generation.unit;
+        let mut waiting = self.with_aside(root, generation, slots, sums)?;
+        if !root.is_last() || !unit.crosses() {
+            self.gradients.partial.insert(unit.position(), waiting);
+            return Ok(());
+        }
+        let gradients = match &unit.groups.replicas {
             None => {
-                let all = slots.iter().zip(sums);
-                let arrived = all.filter_map(|(&slot, sum)| reduced(generation, slot, sum?));
+                let arrived = slots.iter();
+                let arrived =
+                    arrived.filter_map(|&slot| reduced(generation, slot, waiting[slot].take()?));
                 arrived.collect()
             }
             Some(replicas) => {
-                let Some(crossed) = self.cross(root, replicas, generation, slots, sums)? else {
-                    return Ok(());
-                };
+                let crossed = self.cross(root, replicas, generation, slots, waiting)?;
                 let leaves = slots.iter().map(|&slot| (generation, slot));
                 gradients_of(leaves, crossed, Arrival::AsHeld)
             }
@@ -148,16 +164,14 @@ impl Progress {
         self.arrive(root, gradients)
     }
 
-    /// Adds up the shards' gradients of all replicas; or puts them aside, where that is switched
-    /// off.
-    fn cross(
+    /// Returns the shards' gradients with those that were put aside before.
+    fn with_aside(
         &mut self,
         root: &Root,
-        replicas: &ProcessGroup,
         generation: &Generation,
         slots: &[usize],
         sums: Vec<Option<Sum>>,
-    ) -> Result<Option<Vec<Arrived>>, Error> {
+    ) -> Result<Slots<Sum>, Error> {
         let unit = &generation.unit;
         let mut aside = self
             .gradients
@@ -166,26 +180,21 @@ impl Progress {
             .unwrap_or_else(|| unit.empty_slots());
         let mut waiting = unit.empty_slots();
         for (&index, sum) in slots.iter().zip(sums) {
-            waiting[index] = match (aside[index].take(), sum) {
-                (Some(earlier), Some(sum)) => {
-                    for addend in [&earlier, &sum] {
-                        let named = || generation.named_as(SUM, index);
-                        seal::check(&root.group, addend.seal.as_ref(), &addend.tensor, named)?;
-                    }
-                    let tensor = earlier.tensor + sum.tensor;
-                    Some(Sum {
-                        seal: seal::seal(&root.group, &tensor),
-                        tensor,
-                        tag: earlier.tag.plus(sum.tag),
-                    })
-                }
-                (earlier, sum) => earlier.or(sum),
-            };
+            waiting[index] = added(root, generation, index, aside[index].take(), sum)?;
         }
-        if !unit.switches.all_reduce.load(Relaxed) {
-            self.gradients.partial.insert(unit.position(), waiting);
-            return Ok(None);
-        }
+        Ok(waiting)
+    }
+
+    /// Adds up the shards' gradients of all replicas.
+    fn cross(
+        &mut self,
+        root: &Root,
+        replicas: &ProcessGroup,
+        generation: &Generation,
+        slots: &[usize],
+        mut waiting: Slots<Sum>,
+    ) -> Result<Vec<Arrived>, Error> {
+        let unit = &generation.unit;
         let own = unit.groups.shard.rank();
         let mut parts = Vec::with_capacity(slots.len());
         let mut into = Vec::with_capacity(slots.len());
@@ -214,7 +223,7 @@ impl Progress {
         let pending = replicas.start_all_reduce(label, note, sum, parts, into)?;
         self.audited.carries(Some(unit), pending.operation());
         let received = pending.wait_released()?;
-        Ok(Some(arrived(received, &sum, replicas.size())))
+        Ok(arrived(received, &sum, replicas.size()))
     }
 
     /// Completes all reductions and averages the gradients of the parameters that every rank holds
@@ -328,10 +337,55 @@ impl Progress {
         let notes = std::mem::take(&mut received.notes);
         received.notes = of_reduction(&notes);
         let arrived = arrived(received, &mean, root.group.size());
-        let leaves = leaves.iter().map(|(generation, slot)| (generation, *slot));
-        let gradients = gradients_of(leaves, arrived, arrival);
+        let mut gradients = Vec::with_capacity(leaves.len());
+        for ((generation, slot), arrived) in leaves.iter().zip(arrived) {
+            let sum = sum(generation, *slot, arrived, arrival);
+            gradients.extend(self.whole_or_later(root, generation, *slot, sum)?);
+        }
         self.arrive(root, gradients)?;
         Ok(notes)
+    }
+
+    /// Returns the gradient of a parameter kept whole, with what has waited for the last backward; `None` if it goes on waiting.
+    fn whole_or_later(
+        &mut self,
+        root: &Root,
+        generation: &Generation,
+        slot: usize,
+        sum: Option<Sum>,
+    ) -> Result<Option<Reduced>, Error> {
+        let unit = &generation.unit;
+        let waiting = &mut self.gradients.whole;
+        let earlier = waiting.get_mut(&unit.position());
+        let earlier = earlier.and_then(|waiting| waiting[slot].take());
+        let sum = added(root, generation, slot, earlier, sum)?;
+        if root.is_last() {
+            return Ok(sum.and_then(|sum| reduced(generation, slot, sum)));
+        }
+        let waiting = waiting.entry(unit.position());
+        waiting.or_insert_with(|| unit.empty_slots())[slot] = sum;
+        Ok(None)
+    }
+
+    /// Hands out what has waited for the last backward of parameters kept whole that this one did not use.
+    pub(super) fn hand_out_whole(&mut self, root: &Root) -> Result<(), Error> {
+        for (index, mut waiting) in std::mem::take(&mut self.gradients.whole) {
+            let Some(unit) = root.unit(index) else {
+                continue;
+            };
+            if !unit.syncs() {
+                self.gradients.whole.insert(index, waiting);
+                continue;
+            }
+            let generation = self.copy_in_use(root, Operation::Reduce(index))?;
+            self.audited.reduces(&generation);
+            let slots = 0..unit.slots.len();
+            let gradients =
+                slots.filter_map(|slot| reduced(&generation, slot, waiting[slot].take()?));
+            let gradients = gradients.collect();
+            self.arrive(root, gradients)?;
+        }
+        Ok(())
     }
 
     /// Keeps gradients that have arrived until they go into Burn's `Gradients`, and holds those that are sealed until an
@@ -344,6 +398,30 @@ impl Progress {
         self.reductions.done.extend(arrived);
         Ok(())
     }
+}
+
+/// Returns the sum of two gradients of a shard, of which one may be missing.
+fn added(
+    root: &Root,
+    generation: &Generation,
+    slot: usize,
+    earlier: Option<Sum>,
+    sum: Option<Sum>,
+) -> Result<Option<Sum>, Error> {
+    let (earlier, sum) = match (earlier, sum) {
+        (Some(earlier), Some(sum)) => (earlier, sum),
+        (earlier, sum) => return Ok(earlier.or(sum)),
+    };
+    for addend in [&earlier, &sum] {
+        let named = || generation.named_as(SUM, slot);
+        seal::check(&root.group, addend.seal.as_ref(), &addend.tensor, named)?;
+    }
+    let tensor = earlier.tensor + sum.tensor;
+    Ok(Some(Sum {
+        seal: seal::seal(&root.group, &tensor),
+        tensor,
+        tag: earlier.tag.plus(sum.tag),
+    }))
 }
 
 /// Tells the ranks that hold the same values of a unit what this one has written there.

@@ -44,6 +44,8 @@ pub(crate) struct Root {
     /// True while some thread is inside a part of a step.
     stepping: AtomicBool,
     progress: Mutex<Progress>,
+    /// False if the gradients of a backward wait for those of a later one.
+    pub(super) is_last: AtomicBool,
     /// The trial of the optimizer.
     pub(crate) trial: Trial,
     /// Path and id of the parameters that the policy ignored.
@@ -125,6 +127,7 @@ impl Root {
             units: Mutex::default(),
             rulers: Mutex::default(),
             stepping: AtomicBool::new(false),
+            is_last: AtomicBool::new(true),
             progress: Mutex::new(progress),
             trial: Trial::default(),
             left_alone,
@@ -179,8 +182,8 @@ impl Root {
             .collect()
     }
 
-    /// Returns the switches on which the way of gradients depends: whether each unit reduces them, and whether it
-    /// crosses to the replicas.
+    /// Returns the switches on which the way of gradients depends: whether each unit reduces them, whether it crosses to the
+    /// replicas, and whether they are handed out.
     pub(super) fn switches(&self) -> Vec<bool> {
         let mut switches = self.choice();
         let units = self.units.lock();
@@ -188,6 +191,7 @@ impl Root {
             let copies = copies.upgrade();
             copies.is_none_or(|copies| copies.unit.switches.all_reduce.load(Ordering::Relaxed))
         }));
+        switches.push(self.is_last());
         switches
     }
 

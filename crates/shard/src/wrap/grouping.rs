@@ -3,6 +3,7 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
+use burn::tensor::DType;
 use burn_fsdp_mesh::{Partition, Pattern, balanced_owners};
 
 use super::factors;
@@ -256,6 +257,27 @@ fn holding(found: &Found, policy: &ShardPolicy) -> Holding {
     }
 }
 
+/// Checks that gradients can be reduced from the types of a policy to that of the shards.
+///
+/// # Errors
+///
+/// [`Error::Option`].
+fn expect_types(found: &Found, compute: DType, reduce: DType) -> Result<(), Error> {
+    let types = [found.dtype, compute, reduce];
+    let is_double = types.contains(&DType::F64) && types != [DType::F64; 3];
+    match is_double || [compute, reduce].contains(&DType::Flex32) {
+        true => Err(Error::Option {
+            option: "a type of `Precision`",
+            expected: "f32, bf16 or f16, or leave a module in f64 as it is",
+            got: format!(
+                "{compute:?}, reduced as {reduce:?}, for `{}` in {:?}",
+                found.path, found.dtype
+            ),
+        }),
+        false => Ok(()),
+    }
+}
+
 fn slot(
     found: &Found,
     num_shards: usize,
@@ -265,6 +287,7 @@ fn slot(
     let num_elements = found.num_elements();
     let compute = policy.precision.compute_of(&found.path, found.dtype);
     let reduce = policy.precision.reduce_of(compute);
+    expect_types(found, compute, reduce)?;
     let element_of = |dtype| match transport::element_type(dtype) {
         Some(wire) => Ok(Element { dtype, wire }),
         None => Err(Error::ElementType {

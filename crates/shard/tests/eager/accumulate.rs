@@ -2,14 +2,18 @@
 
 use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
-use burn_fsdp_collectives::OperationKind;
+use burn_fsdp_collectives::{OperationKind, ProcessGroup, ProcessMesh};
+use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
-    Error, ShardPolicy, Strategy, backward, memory, no_sync, num_params, units, unused_units,
+    Audit, Error, ShardPolicy, Strategy, backward, fully_shard, memory, no_sync, num_params, units,
+    unused_units,
 };
 
 use super::bench::{
-    Case, Outcome, assert_close, build, device, joined, on_ranks, optimizer, plainly, whole_params,
+    Case, Outcome, assert_close, build, device, joined, on_ranks, optimizer, plainly,
+    seeded_by_rank, whole_params,
 };
+use super::hybrid;
 use super::nets::{CONV_NET, MLP, RECURRENT};
 
 const STEPS: usize = 10;
@@ -128,6 +132,117 @@ fn traffic_and_memory_are_exact() {
         println!("no_sync: {held} bytes of gradients held back, for no reduction at all");
         assert_eq!(held, 4 * (params - whole));
         assert_eq!(after, 0);
+    }
+}
+
+/// Sets whether backwards hand their gradients out.
+fn set_last<M: Module>(model: &M, is_last: bool) -> Result<(), Error> {
+    let units = units(model)?;
+    units
+        .iter()
+        .try_for_each(|unit| unit.set_is_last_backward(is_last))
+}
+
+/// Trains by micro-batches of which the last alone hands gradients out.
+fn handed_out_last<M: Module + 'static>(
+    case: Case<M>,
+    layout: [usize; 2],
+    policy: ShardPolicy,
+) -> Outcome {
+    let outcomes = on_ranks(layout[0] * layout[1], move |world| {
+        let device = device();
+        let mut model = hybrid::build(case, &world, layout, policy.clone())?;
+        let mut optim = optimizer();
+        let mut losses = Vec::new();
+        for step in 0..STEPS {
+            let mut value = 0.0;
+            for micro in 0..MICRO {
+                let is_last = micro + 1 == MICRO;
+                set_last(&model, is_last)?;
+                let rank = micro * world.size() + world.rank();
+                let loss = (case.loss)(&model, rank, step, &device).div_scalar(MICRO as f32);
+                value += loss.clone().into_scalar::<f32>();
+                let before = world.counts();
+                let gradients = backward(loss, &model)?;
+                let counts = world.counts().since(&before);
+                assert_eq!(memory(&model)?.unreduced, 0, "no gradient is held whole");
+                assert!(counts.total().operations > 0);
+                match is_last {
+                    true => model = optim.step(1e-2, model, gradients),
+                    false => assert_eq!(gradients.len(), 0, "nothing for the optimizer yet"),
+                }
+            }
+            losses.push(value);
+        }
+        Ok(Outcome {
+            losses,
+            params: whole_params((case.build)(&device), &model),
+        })
+    });
+    joined(&outcomes)
+}
+
+#[test]
+fn the_last_backward_hands_out_the_gradients_of_all() {
+    let blocks = || {
+        ShardPolicy::new()
+            .units(["blocks.*"])
+            .audit(Audit::EveryStep)
+    };
+    for policy in [
+        blocks(),
+        blocks().prefetch(1),
+        blocks().shard_vectors(true),
+        blocks().strategy(Strategy::ShardGradOp),
+        blocks().strategy(Strategy::NoShard),
+    ] {
+        for ranks in [1, 2, 3] {
+            let want = plainly(MLP, ranks * MICRO, STEPS);
+            let got = handed_out_last(MLP, [1, ranks], policy.clone());
+            assert_close(&got, &want, 1e-5);
+        }
+        let want = plainly(MLP, 4 * MICRO, STEPS);
+        assert_close(&handed_out_last(MLP, [2, 2], policy), &want, 1e-5);
+    }
+    let want = plainly(CONV_NET, 2 * MICRO, STEPS);
+    let convs = ShardPolicy::new().units(["convs.*"]);
+    assert_close(&handed_out_last(CONV_NET, [1, 2], convs), &want, 1e-5);
+}
+
+/// What reductions there are before the last backward, and that divisors stay while their sums wait.
+#[test]
+fn sums_wait_on_the_shards_for_the_last_backward() {
+    let seen = on_ranks(4, |world| {
+        let device = device();
+        let layout = Mesh::new([("replicate", 2), ("shard", 2)])?;
+        let mesh = ProcessMesh::new(&world, layout)?;
+        let policy = ShardPolicy::new().units(["blocks.*"]);
+        let model = seeded_by_rank((MLP.build)(&device), world.rank());
+        let model = fully_shard(model, &mesh, policy.replicate_axis("replicate"))?;
+        let groups = [mesh.along("shard")?, mesh.along("replicate")?, &world];
+        let mut seen = Vec::new();
+        for step in 0..4 {
+            set_last(&model, step % 2 == 1)?;
+            let before = groups.map(ProcessGroup::counts);
+            backward((MLP.loss)(&model, world.rank(), step, &device), &model)?;
+            let counts = groups.iter().zip(before).zip([
+                OperationKind::ReduceScatter,
+                OperationKind::AllReduce,
+                OperationKind::AllReduce,
+            ]);
+            let counts = counts.map(|((group, before), kind)| {
+                let counts = group.counts().since(&before);
+                counts.of(kind).operations
+            });
+            seen.push(counts.collect::<Vec<_>>());
+            let divided = units(&model)?[0].set_divide_factors(None);
+            assert_eq!(divided.is_err(), step % 2 == 0, "{divided:?}");
+        }
+        Ok(seen)
+    });
+    for seen in seen {
+        // Four units, which cross to the replicas once, and what is kept whole.
+        assert_eq!(seen, [[4, 0, 1], [4, 4, 1], [4, 0, 1], [4, 4, 1]]);
     }
 }
 

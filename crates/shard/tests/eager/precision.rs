@@ -181,6 +181,22 @@ fn norms_in_full_of_a_model_that_does_not_cast() {
     assert!(message.contains("dtype mismatch"), "{message}");
 }
 
+/// What no reduction brings back to shards of 32 bits.
+#[test]
+fn other_types_than_three_are_refused_by_path() {
+    for precision in [
+        Precision::new(FloatDType::F64),
+        Precision::new(FloatDType::Flex32),
+        Precision::new(FloatDType::BF16).reduce(FloatDType::F64),
+        Precision::default().reduce(FloatDType::Flex32),
+    ] {
+        let message = panic_of(|| sharded(MLP, 2, 1, blocks().precision(precision.clone())));
+        for part in ["`Precision`", "embed.weight", "F32", "f32, bf16 or f16"] {
+            assert!(message.contains(part), "{message}");
+        }
+    }
+}
+
 /// The types that a model sees, that optimizers see, and that a checkpoint holds.
 #[test]
 fn patterns_say_what_computes_in_full() {

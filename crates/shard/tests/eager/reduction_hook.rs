@@ -189,7 +189,10 @@ fn divisors_stay_while_sums_wait_for_the_replicas() {
         let refused = handles[0]
             .set_divide_factors(factors)
             .expect_err("sums wait");
-        assert!(refused.to_string().contains("wait to cross"), "{refused}");
+        assert!(
+            refused.to_string().contains("wait on the shards"),
+            "{refused}"
+        );
         for unit in &handles {
             unit.set_requires_all_reduce(true)?;
         }

@@ -12,8 +12,9 @@ use burn_fsdp_shard::{
 
 use super::bench::{
     Case, Outcome, SEED, assert_close, build, device, joined, on_ranks, optimizer, panic_of,
-    plainly, ready, seeded, seeded_by_rank, sharded, whole_params,
+    plainly, plainly_stepped, ready, seeded, seeded_by_rank, sharded, whole_params,
 };
+use super::hybrid;
 use super::nets::{ConvNet, MLP, Mlp, input};
 
 /// Four layers, of which ranks take different ones.
@@ -51,6 +52,11 @@ impl Routed {
         self.through(layers, rank, step, device)
     }
 
+    /// All layers, and then the first alone.
+    fn twice(&self, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+        self.through(&[0, 1, 2, 3], rank, step, device) + self.through(&[0], rank, step + 1, device)
+    }
+
     /// The last rank uses nothing but the first layer.
     fn barely(&self, rank: usize, step: usize, device: &Device) -> Tensor<1> {
         match rank {
@@ -68,6 +74,11 @@ const UNEVEN: Case<Routed> = Case {
     loss: Routed::unevenly,
 };
 
+const TWICE: Case<Routed> = Case {
+    build: Routed::new,
+    loss: Routed::twice,
+};
+
 const BARE: Case<Routed> = Case {
     build: Routed::new,
     loss: Routed::barely,
@@ -75,6 +86,37 @@ const BARE: Case<Routed> = Case {
 
 fn layers() -> ShardPolicy {
     ShardPolicy::new().units(["layers.*"])
+}
+
+/// What an earlier backward has left of units that the last one does not use.
+#[test]
+fn the_last_backward_hands_out_what_it_does_not_use() {
+    for layout in [[1, 1], [1, 3], [2, 2], [3, 1]] {
+        for policy in [layers(), layers().strategy(Strategy::NoShard)] {
+            let ranks = layout[0] * layout[1];
+            let outcomes = on_ranks(ranks, move |world| {
+                let device = device();
+                let model = hybrid::build(TWICE, &world, layout, policy.clone())?;
+                let handles = units(&model)?;
+                for unit in &handles {
+                    unit.set_is_last_backward(false)?;
+                }
+                let all = model.through(&[0, 1, 2, 3], world.rank(), 0, &device);
+                assert_eq!(backward(all, &model)?.len(), 0);
+                handles[0].set_is_last_backward(true)?;
+                let one = model.through(&[0], world.rank(), 1, &device);
+                let gradients = backward(one, &model)?;
+                let model = optimizer().step(1e-2, model, gradients);
+                let params = whole_params((TWICE.build)(&device), &model);
+                Ok(Outcome {
+                    losses: Vec::new(),
+                    params,
+                })
+            });
+            let want = plainly_stepped(TWICE, ranks);
+            assert_close(&joined(&outcomes), &want, 1e-5);
+        }
+    }
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Bytes: bounds that fail if a full weight stays alive.
 
+mod forecast;
 mod growth;
 mod held;
 mod optimizers;
