@@ -25,12 +25,19 @@ pub(crate) struct Divided<'a> {
 impl Divided<'_> {
     /// Returns the partition into flat shards, if the layout cuts between elements.
     pub(crate) fn partition(&self) -> Result<Option<Partition>, Error> {
-        if self.layout.is_whole() || self.layout.cut != Cut::Elements {
-            return Ok(None);
-        }
+        let multiple = match self.layout.cut {
+            _ if self.layout.is_whole() => return Ok(None),
+            Cut::Dims => return Ok(None),
+            Cut::Elements => 1,
+            Cut::Multiples(multiple) => multiple,
+        };
         let num_elements = self.shape.iter().product();
         let num_parts = self.flat_group()?.size();
-        Ok(Some(Partition::flat(num_elements, num_parts)?))
+        Ok(Some(Partition::multiples(
+            num_elements,
+            multiple,
+            num_parts,
+        )?))
     }
 
     /// Returns the ranks that divide the elements, one flat shard each.
