@@ -195,7 +195,7 @@ fn rounded_to_levels(values: &[f32], name: &str, roundings: u64) -> Vec<f32> {
                 let (below, above) = (levels[code] * largest, levels[code + 1] * largest);
                 let part = f64::from(size - below) / f64::from(above - below);
                 let draw = draw(name, roundings, block * 256 + at);
-                if f64::from(draw) / 4_294_967_296.0 < part || code == 0 && size > 0.0 {
+                if f64::from(draw) / 4_294_967_296.0 < part || below == 0.0 && size > 0.0 {
                     code += 1;
                 }
             }
@@ -456,7 +456,7 @@ fn shards_that_divide_a_block_are_refused_by_all_ranks() {
         let mut optimizer = ModuleOptimizer::from(optimizer);
         let gradients = backward(model.loss(0, &device()), &model)?;
         let refused = catch(|| optimizer.step(1e-2, model, gradients));
-        Ok(refused.err().expect("blocks in two shards").to_string())
+        Ok(refused.expect_err("blocks in two shards").to_string())
     });
     for message in refused {
         assert!(message.contains("Cut::Multiples(STATE_BLOCK)"), "{message}");
@@ -496,7 +496,7 @@ fn compiled_steps_refuse_it_by_name() {
             Ok(step) => step,
         };
         let x = Tensor::<2>::ones([2, 9], &Device::flex());
-        Ok(step.step(1e-2, &x).err().expect("refused").to_string())
+        Ok(step.step(1e-2, &x).expect_err("refused").to_string())
     });
     assert!(refused[0].contains("LowBitOptimizer"), "{}", refused[0]);
 }

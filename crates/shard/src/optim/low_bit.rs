@@ -348,7 +348,8 @@ fn encode(values: &[f32], draw: impl Fn(usize) -> u32, codes: &mut Vec<i8>) -> f
         let above = levels.partition_point(|level| *level <= size).min(127);
         let below = above.saturating_sub(1);
         let part = f64::from(size - levels[below]) / f64::from(levels[above] - levels[below]);
-        let is_up = below == 0 && size > 0.0 || f64::from(draw(at)) < part * 2f64.powi(32);
+        let is_up =
+            levels[below] == 0.0 && size > 0.0 || f64::from(draw(at)) < part * 2f64.powi(32);
         let code = match (size >= levels[127], is_up) {
             (true, _) => 127,
             (false, true) => above as i8,
@@ -387,5 +388,80 @@ impl<S: RecordState> RecordState for LowBitState<S> {
             form: Form::Wide(state),
             num_roundings: u64::try_from(num_roundings).ok()?,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::TensorData;
+
+    use super::{Rounded, Rounding, STATE_BLOCK, StateFormat};
+
+    fn rounded(values: &[f32], format: StateFormat, num_roundings: u64) -> Vec<f32> {
+        let data = TensorData::new(values.to_vec(), [values.len()]);
+        let rounding = Rounding::new("a state", num_roundings, STATE_BLOCK);
+        let rounded = Rounded::of(data, format, rounding).expect("of 32 bits");
+        rounded.widened().try_to_vec().expect("floats")
+    }
+
+    /// Of every size, from the smallest number there is to the largest, and blocks of small ones alone.
+    fn values() -> Vec<f32> {
+        let sizes = [
+            1e-45,
+            3e-42,
+            1e-38,
+            1e-30,
+            1e-12,
+            1e-3,
+            0.0,
+            1.0,
+            7e5,
+            f32::MAX,
+        ];
+        let of_block = |most: usize| (0..STATE_BLOCK).map(move |i| sizes[i * 7 % most]);
+        let values = (1..=sizes.len()).flat_map(of_block).enumerate();
+        values
+            .map(|(i, size)| size * ((i * 31 % 64) as f32 / 32.0 - 1.0))
+            .collect()
+    }
+
+    #[test]
+    fn what_was_rounded_is_rounded_to_itself() {
+        for format in [StateFormat::Bf16, StateFormat::Block8] {
+            let once = rounded(&values(), format, 0);
+            assert_ne!(once, values());
+            for again in 1..20 {
+                assert_eq!(rounded(&once, format, again), once, "{format:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_zero_does_not_become_zero_nor_infinite() {
+        for format in [StateFormat::Bf16, StateFormat::Block8] {
+            for draw in 0..20 {
+                for (value, got) in values().into_iter().zip(rounded(&values(), format, draw)) {
+                    assert_eq!(value == 0.0, got == 0.0, "{format:?}: {value}, {got}");
+                    assert!(
+                        got.is_finite() && value * got >= 0.0,
+                        "{format:?}: {value}, {got}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_number_is_not_hidden() {
+        for wrong in [f32::NAN, f32::INFINITY] {
+            let mut values = vec![1.0; 2 * STATE_BLOCK];
+            values[3] = wrong;
+            let got = rounded(&values, StateFormat::Block8, 0);
+            assert!(got[..STATE_BLOCK].iter().all(|value| value.is_nan()));
+            assert!(got[STATE_BLOCK..].iter().all(|value| *value == 1.0));
+            let got = rounded(&values, StateFormat::Bf16, 0);
+            assert_eq!(got[3].is_nan(), wrong.is_nan());
+            assert!(!got[3].is_finite() && got[4] == 1.0);
+        }
     }
 }
