@@ -134,9 +134,10 @@ pub mod state {
 pub mod optim {
     pub use crate::file_backed::FileBackedOptimizer;
     pub use burn_fsdp_shard::{
-        Clipped, LossScalerState, LossScaling, NonFinite, Norm, SealedOptimizer, SealedState,
-        UnitGradients, check_elementwise, check_elementwise_once, check_same_optimizer, grad_norm,
-        gradients_by_unit, owner_groups, params_with_gradient,
+        Clipped, LossScalerState, LossScaling, LowBitOptimizer, LowBitState, NonFinite, Norm,
+        STATE_BLOCK, SealedOptimizer, SealedState, StateFormat, UnitGradients, check_elementwise,
+        check_elementwise_once, check_same_optimizer, grad_norm, gradients_by_unit, owner_groups,
+        params_with_gradient,
     };
 }
 

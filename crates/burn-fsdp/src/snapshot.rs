@@ -295,6 +295,10 @@ impl Ranks<'_> {
         let LocalPart::Shard { partition, .. } = &local.part else {
             return Ok(Layout::replicated(self.mesh));
         };
+        if partition.multiple() > 1 {
+            let multiple = partition.multiple();
+            return Ok(Layout::multiples(self.mesh, self.axis, multiple)?);
+        }
         let flat = Partition::flat(partition.num_elements(), partition.num_shards());
         let is_flat = partition.sole_owner().is_some() || flat.as_ref() == Ok(partition);
         Ok(match is_flat {

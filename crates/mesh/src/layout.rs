@@ -19,15 +19,30 @@ pub enum Cut {
     /// Cuts between rows of the dim that the placement names. The sizes are those that `torch.chunk` chooses, as in
     /// PyTorch's `fully_shard` for dim 0.
     Dims,
+    /// Cuts between elements at multiples of this number ([`Partition::multiples`]), for what keeps something of each block of
+    /// elements; only `Shard(0)` occurs.
+    Multiples(usize),
 }
 
-/// Prints as `flat` or `rows`.
+impl Cut {
+    /// Returns the number at whose multiples elements are cut, whatever their rows; `None` where dims are.
+    fn multiple(self) -> Option<usize> {
+        match self {
+            Self::Elements => Some(1),
+            Self::Multiples(multiple) => Some(multiple),
+            Self::Dims => None,
+        }
+    }
+}
+
+/// Prints as `flat`, `rows` or `multiples of 256`.
 impl fmt::Display for Cut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Elements => "flat",
-            Self::Dims => "rows",
-        })
+        match self {
+            Self::Elements => f.write_str("flat"),
+            Self::Dims => f.write_str("rows"),
+            Self::Multiples(multiple) => write!(f, "multiples of {multiple}"),
+        }
     }
 }
 
@@ -79,7 +94,7 @@ impl Layout {
         if self.is_whole() {
             return Ok(shape.to_vec());
         }
-        if self.cut == Cut::Elements {
+        if self.cut.multiple().is_some() {
             let len = self.region(shape, mesh, rank)?.len();
             let is_all = self.owner.is_some() && num_elements(shape) == Some(len);
             return Ok(if is_all { shape.to_vec() } else { vec![len] });
@@ -119,6 +134,16 @@ impl Layout {
         })
     }
 
+    /// Returns the layout of flat shards that begin at multiples of a number, along one axis of the mesh, and copies
+    /// along the others.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownAxis`].
+    pub fn multiples(mesh: &Mesh, axis: &str, multiple: usize) -> Result<Self, Error> {
+        Self::along(mesh, axis, 0, Cut::Multiples(multiple))
+    }
+
     /// Returns the layout with shards of a dim along one axis of the mesh, and copies along the others.
     ///
     /// # Errors
@@ -150,12 +175,12 @@ impl Layout {
     pub fn region(&self, shape: &[usize], mesh: &Mesh, rank: usize) -> Result<Region, Error> {
         // A scalar is one row, as in `Partition::rows`.
         let shape = if shape.is_empty() { &[1] } else { shape };
-        if self.cut == Cut::Elements {
+        if let Some(multiple) = self.cut.multiple() {
             let mut range = 0..num_elements(shape).ok_or_else(|| too_many(shape, mesh))?;
             for (_, num_shards, index) in self.shards(shape, mesh, rank)? {
                 let part = match self.owner {
                     Some(owner) => Partition::one_owner(range.len(), num_shards, owner)?,
-                    None => Partition::flat(range.len(), num_shards)?,
+                    None => Partition::multiples(range.len(), multiple, num_shards)?,
                 };
                 let part = part.range(index);
                 range = range.start + part.start..range.start + part.end;
@@ -234,8 +259,8 @@ impl Layout {
                     let expected = "a tensor whose addends are reduced".to_owned();
                     return invalid(expected, self.to_string());
                 }
-                Placement::Shard(0) if self.cut == Cut::Elements => {}
-                Placement::Shard(_) if self.cut == Cut::Elements => {
+                Placement::Shard(0) if self.cut.multiple().is_some() => {}
+                Placement::Shard(_) if self.cut.multiple().is_some() => {
                     let expected = "shard(0) or replicate where elements are cut".to_owned();
                     return invalid(expected, self.to_string());
                 }
@@ -250,14 +275,15 @@ impl Layout {
     }
 }
 
-/// Prints as `shard(0)` or `replicate x shard(1)`, with the prefix `flat ` if elements are cut, and the prefix
-/// `all at 2 of ` if one rank holds all of them.
+/// Prints as `shard(0)` or `replicate x shard(1)`, with the prefix `flat ` or `flat, multiples of 256, ` if elements are
+/// cut, and the prefix `all at 2 of ` if one rank holds all of them.
 impl fmt::Display for Layout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let placements: Vec<_> = self.placements.iter().map(ToString::to_string).collect();
         match (self.owner, self.cut) {
             (Some(owner), _) => write!(f, "all at {owner} of ")?,
             (None, Cut::Elements) => f.write_str("flat ")?,
+            (None, Cut::Multiples(multiple)) => write!(f, "flat, multiples of {multiple}, ")?,
             (None, Cut::Dims) => {}
         }
         f.write_str(&placements.join(" x "))

@@ -19,7 +19,8 @@ use crate::Error;
 /// 5 rows in 4 shards:  [0 1] [2 3] [4] []
 /// ```
 ///
-/// If a tensor has [one owner](Self::one_owner), one shard has all elements and the others have none.
+/// If a tensor has [one owner](Self::one_owner), one shard has all elements and the others have none. Flat shards may
+/// begin only at [multiples](Self::multiples) of a number.
 ///
 /// All lengths and ranges are in elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -40,6 +41,17 @@ struct Rows {
     /// The shard with all rows, if the rows are not divided.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     owner: Option<usize>,
+    /// The number of rows that are cut as one.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    multiple: usize,
+}
+
+fn one() -> usize {
+    1
+}
+
+fn is_one(multiple: &usize) -> bool {
+    *multiple == 1
 }
 
 impl Partition {
@@ -49,11 +61,29 @@ impl Partition {
     ///
     /// [`Error::NoShards`], or [`Error::TooManyElements`] if `padded_len` overflows.
     pub fn flat(num_elements: usize, num_shards: usize) -> Result<Self, Error> {
+        Self::multiples(num_elements, 1, num_shards)
+    }
+
+    /// Cuts `num_elements` elements at multiples of `multiple` alone, so that a block of so many elements is in one shard. 0 is 1.
+    ///
+    /// ```text
+    /// 7 elements at multiples of 2 in 3 shards:  [0 1 2 3] [4 5 6] []
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Those of [`flat`](Self::flat).
+    pub fn multiples(
+        num_elements: usize,
+        multiple: usize,
+        num_shards: usize,
+    ) -> Result<Self, Error> {
         Rows {
             num_rows: num_elements,
             row_len: 1,
             num_shards,
             owner: None,
+            multiple: multiple.max(1),
         }
         .try_into()
     }
@@ -69,6 +99,7 @@ impl Partition {
             row_len: 1,
             num_shards,
             owner: Some(owner),
+            multiple: 1,
         }
         .try_into()
     }
@@ -98,6 +129,7 @@ impl Partition {
             row_len: row_len.ok_or_else(too_many)?,
             num_shards,
             owner: None,
+            multiple: 1,
         };
         rows.try_into().map_err(|error| match error {
             Error::TooManyElements { .. } => too_many(),
@@ -123,6 +155,11 @@ impl Partition {
     /// Returns the number of elements of a row: 1 for [`flat`](Self::flat).
     pub fn row_len(&self) -> usize {
         self.rows.row_len
+    }
+
+    /// Returns the number of rows that are cut as one: 1, except for [`multiples`](Self::multiples).
+    pub fn multiple(&self) -> usize {
+        self.rows.multiple
     }
 
     /// Returns the shard that owns all elements by definition, however many there are: the owner of
@@ -230,6 +267,7 @@ impl TryFrom<Rows> for Partition {
             row_len,
             num_shards,
             owner,
+            multiple,
         } = rows;
         if num_shards == 0 {
             return Err(Error::NoShards {
@@ -240,10 +278,14 @@ impl TryFrom<Rows> for Partition {
             return Err(Error::NoSuchShard { owner, num_shards });
         }
         let largest = match owner {
-            Some(_) => num_rows,
-            None => num_rows.div_ceil(num_shards),
+            Some(_) => Some(num_rows),
+            None => {
+                let largest = num_rows.div_ceil(num_shards);
+                let largest = largest.checked_next_multiple_of(multiple);
+                largest.map(|largest| largest.min(num_rows))
+            }
         };
-        let chunk_len = largest.checked_mul(row_len);
+        let chunk_len = largest.and_then(|largest| largest.checked_mul(row_len));
         let padded_len = chunk_len.and_then(|chunk_len| chunk_len.checked_mul(num_shards));
         match (chunk_len, padded_len) {
             (Some(chunk_len), Some(_)) => Ok(Self { rows, chunk_len }),
@@ -276,9 +318,10 @@ impl fmt::Display for Partition {
             "{num_elements} elements in {num_shards} shards of {}",
             self.chunk_len
         )?;
-        match self.row_len() {
-            1 => Ok(()),
-            row_len => write!(f, " (rows of {row_len})"),
+        match (self.row_len(), self.multiple()) {
+            (1, 1) => Ok(()),
+            (1, multiple) => write!(f, " (multiples of {multiple})"),
+            (row_len, _) => write!(f, " (rows of {row_len})"),
         }
     }
 }

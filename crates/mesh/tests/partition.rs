@@ -17,6 +17,24 @@ fn last_shards_are_shorter_or_empty() {
 }
 
 #[test]
+fn blocks_are_kept_whole() {
+    let lens = |n, multiple, shards| lens(&Partition::multiples(n, multiple, shards).unwrap());
+    assert_eq!(lens(7, 2, 3), [4, 3, 0]);
+    assert_eq!(lens(1000, 256, 3), [512, 488, 0]);
+    assert_eq!(lens(1000, 256, 2), [512, 488]);
+    assert_eq!(lens(5, 256, 2), [5, 0]);
+    assert_eq!(lens(0, 256, 2), [0, 0]);
+    // 0 is 1, which is none.
+    assert_eq!(Partition::multiples(7, 0, 3), Partition::flat(7, 3));
+    let partition = Partition::multiples(1000, 256, 3).unwrap();
+    assert_eq!(
+        partition.to_string(),
+        "1000 elements in 3 shards of 512 (multiples of 256)"
+    );
+    assert!(Partition::multiples(usize::MAX, 256, 1).is_err());
+}
+
+#[test]
 fn rows_are_kept_whole() {
     let partition = Partition::rows(&[7, 3, 5], 4).unwrap();
     assert_eq!(lens(&partition), [30, 30, 30, 15]);
@@ -108,6 +126,8 @@ fn reading_back_checks_again() {
     assert_eq!(serde_json::from_str::<Partition>(&text).unwrap(), partition);
     let none = r#"{"num_rows":7,"row_len":15,"num_shards":0}"#;
     assert!(serde_json::from_str::<Partition>(none).is_err());
+    let none = r#"{"num_rows":7,"row_len":1,"num_shards":2,"multiple":0}"#;
+    assert!(serde_json::from_str::<Partition>(none).is_err());
 }
 
 #[test]
@@ -143,7 +163,9 @@ fn partitions() -> impl Strategy<Value = Partition> {
     let flat = (0usize..200, 1usize..9).prop_map(|(n, shards)| Partition::flat(n, shards));
     let rows = (prop::collection::vec(0usize..7, 0..4), 1usize..9)
         .prop_map(|(shape, shards)| Partition::rows(&shape, shards));
-    prop_oneof![flat, rows].prop_map(Result::unwrap)
+    let multiples = (0usize..200, 1usize..40, 1usize..9)
+        .prop_map(|(n, multiple, shards)| Partition::multiples(n, multiple, shards));
+    prop_oneof![flat, rows, multiples].prop_map(Result::unwrap)
 }
 
 fn with_one_owner() -> impl Strategy<Value = Partition> {
@@ -177,6 +199,13 @@ proptest! {
             prop_assert_eq!(len + partition.padding(shard), chunk);
             prop_assert!(partition.row_len() == 0 || len % partition.row_len() == 0);
         }
+        for range in partition.ranges() {
+            let is_end = range.end == partition.num_elements();
+            let multiple = partition.multiple() * partition.row_len();
+            prop_assert!(is_end || range.end.is_multiple_of(multiple));
+        }
+        let text = serde_json::to_string(&partition).unwrap();
+        prop_assert_eq!(serde_json::from_str::<Partition>(&text).unwrap(), partition);
         prop_assert_eq!(partition.padded_len(), chunk * partition.num_shards());
     }
 

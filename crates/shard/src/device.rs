@@ -64,6 +64,13 @@ pub(crate) fn is_host(device: &Device) -> bool {
     matches!(plain.as_dispatch(), DispatchDevice::Flex(_))
 }
 
+/// Returns true if `device` notes operations, and computes nothing.
+pub(crate) fn is_capture(device: &Device) -> bool {
+    let plain = device.clone().without_autodiff();
+    // The name alone: builds without compiled steps do not have the backend.
+    format!("{:?}", plain.as_dispatch()).starts_with("Capture")
+}
+
 /// Returns `device` with the autodiff of `source`, or without if `source` has none.
 pub(crate) fn alike(device: &Device, source: &Device) -> Device {
     let plain = device.clone().without_autodiff();

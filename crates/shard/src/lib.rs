@@ -14,6 +14,7 @@
 //! - `probes`: the trial of the optimizer that makes a first step: may it work on shards?
 //! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region it is in.
 //! - `audit`: whether each gradient of a step was summed and divided once.
+//! - `packing`: shards in 8 bits, on their way.
 //! - `adapter`: a weight and its low-rank adapter in arithmetic.
 //! - `schedule`: the order of operations, recorded in the first step and followed after it.
 //! - `op`: the nodes in Burn's autodiff graph, and the token that makes backward go unit by unit.
@@ -60,6 +61,7 @@ mod numbers;
 mod offload;
 mod op;
 mod optim;
+mod packing;
 mod parameter;
 mod path;
 mod pins;
@@ -117,6 +119,7 @@ pub use optim::gradients::{
     UnitGradients, gradients_by_unit, owner_groups, params_with_gradient, shard_groups,
     units_of_params,
 };
+pub use optim::low_bit::{LowBitOptimizer, LowBitState, STATE_BLOCK, StateFormat};
 pub use optim::scaler::LossScaler;
 pub use optim::sealed::{SealedOptimizer, SealedState};
 pub use parameter::param_id;

@@ -42,6 +42,7 @@ pub struct ShardPolicy {
     pub(crate) reduce_group: ReduceGroup,
     pub(crate) hook: Option<GradientHook>,
     pub(crate) reduction: Option<ReductionHook>,
+    pub(crate) gathers_in_8_bits: bool,
     pub(crate) offload: Option<Device>,
     pub(crate) lora: Option<Lora>,
     pub(crate) audit: Audit,
@@ -112,6 +113,7 @@ impl ShardPolicy {
             reduce_group: ReduceGroup::Shared,
             hook: None,
             reduction: None,
+            gathers_in_8_bits: false,
             offload: None,
             lora: None,
             audit: Audit::default(),
@@ -265,6 +267,24 @@ impl ShardPolicy {
     /// Sets the communicator that reductions go through.
     pub fn reduce_group(mut self, group: ReduceGroup) -> Self {
         self.reduce_group = group;
+        self
+    }
+
+    /// Sets whether shards travel to gathers in 8 bits, as ZeRO++'s quantized weights do: about a quarter of the bytes, for
+    /// weights that are rounded. Default: they travel as they compute.
+    ///
+    /// Each block of 256 elements of a shard, counted from the first that the rank holds, has a scale of 32 bits, a 127th of the
+    /// largest magnitude in it, and each element a whole number of such steps, to the nearest: it is off by at most
+    /// a 254th of the largest of its block. All ranks compute with the same rounded weights, whose gradients are those of
+    /// the exact ones; these are kept, stepped, saved and summoned as ever. With
+    /// [`Cut::Multiples`](crate::Cut::Multiples)`(256)` blocks are those of the whole parameter, so that the weights do not depend on the
+    /// number of ranks, one among them. An infinite or undefined element makes its block undefined.
+    ///
+    /// What every rank holds whole (parameters of one dimension, those below [`whole_below`](Self::whole_below), all with
+    /// [`Strategy::NoShard`]) is not rounded. What [`reshard_after_forward_to`](Self::reshard_after_forward_to) leaves with neighbours
+    /// travels among them as it computes. Rounding is the host's work.
+    pub fn gather_in_8_bits(mut self, packs: bool) -> Self {
+        self.gathers_in_8_bits = packs;
         self
     }
 

@@ -10,6 +10,7 @@ use burn_fsdp_mesh::Partition;
 
 use crate::adapter::Adapter;
 use crate::layer::Layer;
+use crate::packing::Packing;
 
 /// The part of a parameter that a rank holds between steps, and the way in which its gradient is reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,6 +67,8 @@ pub(crate) struct Slot {
     pub(crate) partition: Partition,
     /// The part that this rank holds.
     pub(crate) holding: Holding,
+    /// The form in which shards travel to gathers, if that is one of 8 bits.
+    pub(crate) packing: Option<Packing>,
     /// What adapts it.
     pub(crate) adapter: Option<Adapter>,
     /// The layer around it, if that does not compute in the type in which the parameter does.

@@ -11,6 +11,8 @@ use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
 use std::path::Path;
 use std::sync::Once;
 
+use burn_fsdp_collectives::Unwound;
+
 thread_local! {
     /// Number of calls of [`caught`] that the thread is in.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
@@ -73,8 +75,11 @@ fn install() {
     }));
 }
 
-/// Returns the message of a panic.
+/// Returns the message of a panic, or of an error that unwound.
 pub(crate) fn message(payload: &(dyn Any + Send)) -> String {
+    if let Some(Unwound(error)) = payload.downcast_ref::<Unwound>() {
+        return error.to_string();
+    }
     if let Some(text) = payload.downcast_ref::<String>() {
         return text.clone();
     }

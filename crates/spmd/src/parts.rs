@@ -25,14 +25,17 @@ pub(crate) struct Divided<'a> {
 impl Divided<'_> {
     /// Returns the partition of the elements, if the layout cuts between them or gives them to one rank.
     pub(crate) fn partition(&self) -> Result<Option<Partition>, Error> {
-        if self.layout.is_whole() || self.layout.cut != Cut::Elements {
-            return Ok(None);
-        }
+        let multiple = match self.layout.cut {
+            _ if self.layout.is_whole() => return Ok(None),
+            Cut::Dims => return Ok(None),
+            Cut::Elements => 1,
+            Cut::Multiples(multiple) => multiple,
+        };
         let num_elements = self.shape.iter().product();
         let num_parts = self.flat_group()?.size();
         Ok(Some(match self.layout.owner {
             Some(owner) => Partition::one_owner(num_elements, num_parts, owner)?,
-            None => Partition::flat(num_elements, num_parts)?,
+            None => Partition::multiples(num_elements, multiple, num_parts)?,
         }))
     }
 

@@ -295,7 +295,7 @@ fn eager() -> impl Strategy<Value = Engine> {
     (
         strategies(),
         select(units.to_vec()),
-        select(&[Cut::Elements, Cut::Dims][..]),
+        select(&[Cut::Elements, Cut::Dims, Cut::Multiples(16)][..]),
         select(&[0, 7, 40, 1000][..]),
         0..3_usize,
         any::<[bool; 9]>(),

@@ -241,6 +241,7 @@ impl Writer {
         self.word(partition.num_shards() as u64);
         // One more than the index of the sole owner; 0 if there is none.
         self.word(partition.sole_owner().map_or(0, |owner| owner as u64 + 1));
+        self.word(partition.multiple() as u64);
     }
 }
 
@@ -285,9 +286,14 @@ impl<'a> Reader<'a> {
     fn partition(&mut self) -> Option<Partition> {
         let shape = [self.index()?, self.index()?];
         let num_shards = self.index()?;
-        match self.index()?.checked_sub(1) {
-            None => Partition::rows(&shape, num_shards).ok(),
-            Some(owner) => {
+        let owner = self.index()?.checked_sub(1);
+        match (owner, self.index()?) {
+            (None, 1) => Partition::rows(&shape, num_shards).ok(),
+            (None, multiple) if shape[1] == 1 => {
+                Partition::multiples(shape[0], multiple, num_shards).ok()
+            }
+            (None, _) => None,
+            (Some(owner), _) => {
                 let num_elements = shape[0].checked_mul(shape[1])?;
                 Partition::one_owner(num_elements, num_shards, owner).ok()
             }
@@ -324,6 +330,10 @@ mod tests {
                     Extent {
                         partition: Partition::one_owner(7, 3, 2).unwrap(),
                         ..extent(ElementType::F32, &[7, 3], None)
+                    },
+                    Extent {
+                        partition: Partition::multiples(7, 2, 3).unwrap(),
+                        ..extent(ElementType::F32, &[7], None)
                     },
                 ],
                 ..plain.clone()

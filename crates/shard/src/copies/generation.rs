@@ -14,7 +14,7 @@ use std::sync::{Arc, Weak};
 
 use burn::backend::autodiff::NodeId;
 use burn::tensor::{Device, Tensor};
-use burn_fsdp_collectives::{At, Fingerprint, Label, Part, Partition, ProcessGroup, Seal};
+use burn_fsdp_collectives::{At, Fingerprint, Partition, ProcessGroup, Seal};
 use parking_lot::Mutex;
 
 use super::holders::Holders;
@@ -201,7 +201,7 @@ impl Generation {
     }
 
     /// Returns the ranks among which the values are divided, of which this is one.
-    fn holders_group(&self) -> &ProcessGroup {
+    pub(crate) fn holders_group(&self) -> &ProcessGroup {
         &self.unit.groups.shard
     }
 
@@ -429,29 +429,8 @@ impl Generation {
         *self.pieces.lock() = None;
     }
 
-    /// Returns this rank's shards, ready to be gathered, in the type that computes.
-    pub(crate) fn shards(&self) -> Result<Vec<Part>, Error> {
-        let slots = self.unit.gathered_slots();
-        let parts = slots.map(|index| {
-            self.flip_if_told(index);
-            let slot = &self.unit.slots[index];
-            let is_given = slot.elements.stored.dtype == slot.elements.compute.dtype;
-            let seal = match is_given {
-                true => self.seal(index),
-                false => {
-                    self.check(index)?;
-                    None
-                }
-            };
-            let source = self.unit.staging.source(self.computing(index), None);
-            let source = source.sealed(seal, || Label::from(self.named(index)));
-            Ok(slot.part(source, slot.elements.compute))
-        });
-        parts.collect()
-    }
-
     /// Returns what this rank holds of the parameter in slot `index`, in the type that computes.
-    fn computing(&self, index: usize) -> Tensor<1> {
+    pub(crate) fn computing(&self, index: usize) -> Tensor<1> {
         cast(
             self.plain(index),
             self.unit.slots[index].elements.compute.dtype,

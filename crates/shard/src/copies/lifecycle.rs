@@ -34,15 +34,24 @@ pub(crate) struct Full {
     pub(crate) seals: Slots<Seal>,
 }
 
+/// A gather that is under way.
+pub(crate) enum Gather {
+    /// The shard is the whole.
+    Own,
+    /// Of shards, in the form in which they travel.
+    Shards(Pending<Received>),
+    /// Among neighbours, of pieces of the full parameters.
+    Pieces(Pending<Received>),
+}
+
 /// The state of the full parameters, with what exists of them.
 #[derive(Default)]
 enum State {
     /// Only the shards exist.
     #[default]
     Sharded,
-    /// A gather is under way; its buffers are allocated, the shards are published. Without a
-    /// pending operation the shard is the whole.
-    Gathering(Option<Pending<Received>>),
+    /// A gather is under way; its buffers are allocated, the shards are published.
+    Gathering(Gather),
     /// The full parameters exist.
     Unsharded(Full),
 }
@@ -78,26 +87,26 @@ impl LifeCycle {
         self.state() == UnitState::Sharded
     }
 
-    /// Begins a gather that `pending` completes; `None` if the shard is the whole.
-    pub(crate) fn begin_gather(&self, pending: Option<Pending<Received>>) {
-        *self.0.lock() = State::Gathering(pending);
+    /// Begins a gather.
+    pub(crate) fn begin_gather(&self, gather: Gather) {
+        *self.0.lock() = State::Gathering(gather);
     }
 
     /// Makes the full parameters of the gather under way: `arrive` waits for it and says what else is to be
     /// known. Returns `None` if no gather is under way. After an error only the shards exist.
     pub(crate) fn fill<T>(
         &self,
-        arrive: impl FnOnce(Option<Pending<Received>>) -> Result<(Full, T), Error>,
+        arrive: impl FnOnce(Gather) -> Result<(Full, T), Error>,
     ) -> Result<Option<T>, Error> {
         let mut state = self.0.lock();
-        let pending = match std::mem::take(&mut *state) {
-            State::Gathering(pending) => pending,
+        let gather = match std::mem::take(&mut *state) {
+            State::Gathering(gather) => gather,
             other => {
                 *state = other;
                 return Ok(None);
             }
         };
-        let (full, told) = arrive(pending)?;
+        let (full, told) = arrive(gather)?;
         *state = State::Unsharded(full);
         Ok(Some(told))
     }

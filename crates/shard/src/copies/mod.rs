@@ -15,5 +15,5 @@ pub use lifecycle::UnitState;
 
 pub(crate) use generation::{Generation, Transition};
 pub(crate) use holders::Copied;
-pub(crate) use lifecycle::Full;
+pub(crate) use lifecycle::{Full, Gather};
 pub(crate) use live::{Copies, WeakCopies};

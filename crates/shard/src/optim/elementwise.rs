@@ -10,6 +10,7 @@ use burn_fsdp_collectives::Fingerprint;
 
 use crate::error::Error;
 use crate::inspect::{self, Member};
+use crate::parameter::current::trying;
 use crate::probes::{LEN, SIDE, element, gradient_of_halves, tensor_of};
 
 const NUM_STEPS: usize = 3;
@@ -69,7 +70,7 @@ pub fn check_elementwise<M: Module>(module: &M, optimizer: &ModuleOptimizer) -> 
         let trial = Trial::of(optimizer, &path, &member);
         let num_shards = if slot.is_cut() { 2 } else { 1 };
         let mut all = Gradients::ALL.into_iter();
-        if !all.all(|gradients| trial.passes(num_shards, gradients)) {
+        if !all.all(|gradients| trying(|| trial.passes(num_shards, gradients))) {
             return Err(Error::WholeTensors { path });
         }
         let unit = &member.generation.unit;

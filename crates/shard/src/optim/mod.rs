@@ -1,10 +1,12 @@
 //! The work on gradients between backward and the optimizer.
 //!
 //! - `gradients`: each gradient, and the ranks that hold it. `clip`: their norm. `scaler`: loss scaling.
-//! - `elementwise`: the check that an optimizer may be used. `sealed`: one whose states are looked at.
+//! - `elementwise`: the check that an optimizer may be used. `sealed`: one whose states are looked at. `low_bit`: one whose states are in fewer
+//!   bits.
 
 pub(crate) mod clip;
 pub(crate) mod elementwise;
 pub(crate) mod gradients;
+pub(crate) mod low_bit;
 pub(crate) mod scaler;
 pub(crate) mod sealed;

@@ -63,7 +63,7 @@ impl<O: Optimizer> Optimizer for SealedOptimizer<O> {
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
         let device = grad.device();
-        let current = current().filter(|_| is_host(&device));
+        let current = current().filter(|current| current.sealed_in.is_some() && is_host(&device));
         let state = state.and_then(|state| {
             let whole = state.checked(current.as_ref(), &device);
             whole.unwrap_or_else(|error| throw(error))
@@ -85,7 +85,7 @@ impl<O: Optimizer> Optimizer for SealedOptimizer<O> {
 impl<S: RecordState> SealedState<S> {
     /// Takes a state apart and seals it, where ranks compare bytes.
     fn of(state: S, current: Option<&Current>) -> Self {
-        let Some(current) = current else {
+        let Some(group) = current.and_then(|current| current.sealed_in.as_ref()) else {
             return Self(Form::Whole(state));
         };
         let mut sink = StateSink::default();
@@ -93,7 +93,7 @@ impl<S: RecordState> SealedState<S> {
         let tensors = std::mem::take(&mut sink.tensors)
             .into_iter()
             .map(|(name, data)| {
-                let seal = current.group.seal(data.as_bytes());
+                let seal = group.seal(data.as_bytes());
                 (name, data, seal)
             });
         let tensors = tensors.collect();
@@ -109,11 +109,13 @@ impl<S: RecordState> SealedState<S> {
         };
         let mut source = StateSource::new(rest.scalars.iter().cloned().collect());
         for (name, mut data, seal) in tensors {
-            if let Some(current) = current {
-                flip_if_told(&current.group, &mut data);
-                let what = || format!("the optimizer's state `{name}` of `{}`", current.path);
-                let looked =
-                    seal.map(|seal| current.group.check_seal(&seal, data.as_bytes(), what));
+            let sealed_in =
+                current.and_then(|current| Some((current, current.sealed_in.as_ref()?)));
+            if let Some((current, group)) = sealed_in {
+                flip_if_told(group, &mut data);
+                let path = &current.slot().path;
+                let what = || format!("the optimizer's state `{name}` of `{path}`");
+                let looked = seal.map(|seal| group.check_seal(&seal, data.as_bytes(), what));
                 looked.transpose()?;
             }
             source.insert_tensor(name, data);

@@ -1,19 +1,47 @@
 //! The parameter that an optimizer works on, which Burn does not tell it.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
 
 use burn_fsdp_collectives::ProcessGroup;
 
-/// A parameter that a mapper is at, and the ranks that hold its module.
+use crate::slot::Slot;
+use crate::unit::Unit;
+
+/// A parameter that a mapper is at.
 #[derive(Clone)]
 pub(crate) struct Current {
-    pub(crate) group: ProcessGroup,
-    /// Path in the module.
-    pub(crate) path: String,
+    unit: Arc<Unit>,
+    slot: usize,
+    /// The ranks that hold its module, where ranks compare bytes.
+    pub(crate) sealed_in: Option<ProcessGroup>,
+}
+
+impl Current {
+    /// Returns the parameter in `slot` of `unit`.
+    pub(crate) fn new(unit: Arc<Unit>, slot: usize, sealed_in: Option<ProcessGroup>) -> Self {
+        Self {
+            unit,
+            slot,
+            sealed_in,
+        }
+    }
+
+    /// Returns its slot.
+    pub(crate) fn slot(&self) -> &Slot {
+        &self.unit.slots[self.slot]
+    }
+
+    /// Returns the flat index in the whole parameter of the first element that this rank holds.
+    pub(crate) fn start(&self) -> usize {
+        let range = self.slot().held_range(self.unit.groups.shard.rank());
+        range.start
+    }
 }
 
 thread_local! {
     static CURRENT: RefCell<Option<Current>> = const { RefCell::new(None) };
+    static IS_TRIAL: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Ends the work on a parameter, by unwinding or otherwise.
@@ -25,14 +53,31 @@ impl Drop for Entered {
     }
 }
 
-/// Runs `body` as work on `current`, if that is to be known.
+/// Runs `body` as work on `current`.
 pub(crate) fn at<T>(current: Option<Current>, body: impl FnOnce() -> T) -> T {
     let _entered = Entered;
     CURRENT.set(current);
     body()
 }
 
-/// Returns the parameter that the thread works on, if it is to be known.
+/// Returns the sharded parameter that the thread works on, if it works on one.
 pub(crate) fn current() -> Option<Current> {
     CURRENT.with_borrow(Clone::clone)
+}
+
+/// Runs `body`, in which an optimizer is tried on pieces of a matrix that stand for no elements of a parameter.
+pub(crate) fn trying<T>(body: impl FnOnce() -> T) -> T {
+    struct Leave(bool);
+    impl Drop for Leave {
+        fn drop(&mut self) {
+            IS_TRIAL.set(self.0);
+        }
+    }
+    let _leave = Leave(IS_TRIAL.replace(true));
+    body()
+}
+
+/// Returns true within [`trying`].
+pub(crate) fn is_trial() -> bool {
+    IS_TRIAL.get()
 }

@@ -131,18 +131,20 @@ fn guarded(value: Shown, generation: &Arc<Generation>, slot: usize) -> Shown {
 }
 
 /// Looks whether what a mapper of the program's is about to read is what was written, where ranks compare bytes. Returns the
-/// parameter that it is then.
-fn checked(generation: &Owned) -> Result<Option<Current>, Error> {
+/// parameter that it is.
+fn checked(generation: &Owned) -> Result<Current, Error> {
     let root = generation.root_link().root();
     let looks = |group: &ProcessGroup| group.compares_bytes() || group.awaits_flip(At::State);
-    let Some(root) = root.filter(|root| looks(&root.group) && !ambient::is_engine()) else {
-        return Ok(None);
-    };
-    root.check_before_update(generation, generation.slot)?;
-    Ok(Some(Current {
-        group: root.group.clone(),
-        path: generation.unit.slots[generation.slot].path.clone(),
-    }))
+    let root = root.filter(|root| looks(&root.group) && !ambient::is_engine());
+    if let Some(root) = &root {
+        root.check_before_update(generation, generation.slot)?;
+    }
+    let sealed_in = root.map(|root| root.group.clone());
+    Ok(Current::new(
+        generation.unit.clone(),
+        generation.slot,
+        sealed_in,
+    ))
 }
 
 /// Maps over what is shown of a parameter. Tries the optimizer first, if `mapper` may be its first step.
@@ -153,11 +155,11 @@ fn mapped<M: ModuleMapper>(generation: &Owned, shown: Shown, path: &str, mapper:
     let root = root.filter(|root| may_step && root.num_finished() > 0);
     // What is whole and has its own shape is to the optimizer what it was before.
     let unknown = match (&root, &shown) {
-        (Some(root), Shown::One(shown)) => root.trial.show(shown, path, mapper),
+        (Some(root), Shown::One(shown)) => current::trying(|| root.trial.show(shown, path, mapper)),
         _ => None,
     };
     let current = checked(generation).unwrap_or_else(|error| throw(error));
-    let map = || current::at(current, || shown.mapped(mapper));
+    let map = || current::at(Some(current), || shown.mapped(mapper));
     match root {
         Some(root) => root.trial.watched(unknown, path, map),
         None => map(),

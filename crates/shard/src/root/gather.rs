@@ -2,15 +2,20 @@
 
 use std::sync::Arc;
 
-use burn_fsdp_collectives::{At, Label, Part, Partition, Pending, ProcessGroup, Received};
+use burn::tensor::{DType, Tensor};
+use burn_fsdp_collectives::{
+    At, ElementType, Label, Part, Partition, Pending, ProcessGroup, Received, Source,
+};
 
 use super::state::Root;
-use crate::copies::{Full, Generation, UnitState};
+use crate::copies::{Full, Gather, Generation, UnitState};
 use crate::device::is_host;
 use crate::error::Error;
+use crate::packing::Packing;
 use crate::pins::{Mark, Marked};
 use crate::schedule::Operation;
 use crate::seal;
+use crate::transport::{self, cast};
 
 impl Root {
     /// Starts a gather that the program asks for itself, outside of the order.
@@ -43,17 +48,27 @@ impl Root {
         if unit.groups.shard.size() == 1 {
             // The shard is the whole: nothing to copy, but the same operation in the same order.
             self.join_gather(generation, operation)?;
-            generation.life.begin_gather(None);
+            generation.life.begin_gather(Gather::Own);
             return Ok(());
         }
-        let into = unit
-            .gathered_slots()
-            .map(|slot| self.pool.take(unit.slots[slot].unsharded_bytes()))
-            .collect();
-        let (group, parts) = sources(generation, operation)?;
+        let Sources {
+            group,
+            parts,
+            are_pieces,
+        } = sources(generation, operation)?;
+        let into = unit.gathered_slots().map(|index| {
+            let slot = &unit.slots[index];
+            match (are_pieces, slot.packing) {
+                (false, Some(packing)) => self.pool.take(packing.len()),
+                _ => self.pool.take(slot.unsharded_bytes()),
+            }
+        });
         let label = self.gather_label(generation, operation);
-        let pending = group.start_all_gather(label, Vec::new(), parts, into)?;
-        generation.life.begin_gather(Some(pending));
+        let pending = group.start_all_gather(label, Vec::new(), parts, into.collect())?;
+        generation.life.begin_gather(match are_pieces {
+            true => Gather::Pieces(pending),
+            false => Gather::Shards(pending),
+        });
         Ok(())
     }
 
@@ -78,7 +93,7 @@ impl Root {
         if !generation.unit.is_gathered() {
             return Ok(None);
         }
-        let (group, parts) = sources(generation, operation)?;
+        let Sources { group, parts, .. } = sources(generation, operation)?;
         let label = self.gather_label(generation, operation);
         Ok(Some(group.join_all_gather(label, Vec::new(), parts)?))
     }
@@ -88,7 +103,7 @@ impl Root {
     /// Returns the buffers now filled, as marks that live as long as they do.
     pub(super) fn finish_gather(&self, generation: &Generation) -> Result<Vec<Mark>, Error> {
         let unit = &generation.unit;
-        let marks = generation.life.fill(|pending| {
+        let marks = generation.life.fill(|gather| {
             let mut marks = Vec::new();
             let mut full = Full {
                 tensors: unit.empty_slots(),
@@ -97,24 +112,47 @@ impl Root {
             if let Some(slot) = unit.gathered_slots().next() {
                 unit.staging.make_room(&generation.device(slot));
             }
-            let Some(pending) = pending else {
-                for slot in unit.gathered_slots() {
-                    full.tensors[slot] = Some(generation.held_there(slot));
+            let (pending, are_packed) = match gather {
+                Gather::Shards(pending) => (pending, true),
+                Gather::Pieces(pending) => (pending, false),
+                Gather::Own => {
+                    for slot in unit.gathered_slots() {
+                        full.tensors[slot] = Some(match &unit.slots[slot].packing {
+                            None => generation.held_there(slot),
+                            // As many ranks would have it.
+                            Some(packing) => {
+                                let record = packed(generation, packing, slot)?;
+                                let (tensor, mark) =
+                                    self.unpacked(generation, slot, packing, &record);
+                                marks.push(mark);
+                                tensor
+                            }
+                        });
+                    }
+                    return Ok((full, marks));
                 }
-                return Ok((full, marks));
             };
             let received = pending.wait()?;
             let mut seals = received.seals.into_iter();
             for (slot, buffer) in unit.gathered_slots().zip(received.buffers) {
                 let seal = seals.next();
-                let (marked, mark) = Marked::new(buffer);
-                marks.push(mark);
+                let packing = unit.slots[slot].packing.as_ref();
                 let device = generation.device(slot).without_autodiff();
-                let dtype = unit.slots[slot].elements.compute.dtype;
-                let mut tensor = unit.staging.tensor(marked, dtype, &device);
+                let (mut tensor, mark) = match packing.filter(|_| are_packed) {
+                    Some(packing) => self.unpacked(generation, slot, packing, buffer.as_ref()),
+                    None => {
+                        let (marked, mark) = Marked::new(buffer);
+                        let dtype = unit.slots[slot].elements.compute.dtype;
+                        (unit.staging.tensor(marked, dtype, &device), mark)
+                    }
+                };
+                marks.push(mark);
+                full.seals[slot] = match packing.filter(|_| are_packed) {
+                    Some(_) => seal::seal(&unit.groups.shard, &tensor),
+                    None => seal.filter(|_| is_host(&device)),
+                };
                 seal::flip_if_told(&self.group, At::Weight, &mut tensor);
                 full.tensors[slot] = Some(tensor);
-                full.seals[slot] = seal.filter(|_| is_host(&device));
             }
             Ok((full, marks))
         })?;
@@ -122,12 +160,33 @@ impl Root {
         Ok(marks.unwrap_or_default())
     }
 
-    /// Returns the full value of a slot, flat and plain. The unit must be unsharded.
-    pub(super) fn full(
+    /// Returns the full parameter of a slot from the records of its shards, and the mark of its buffer.
+    fn unpacked(
         &self,
         generation: &Generation,
         slot: usize,
-    ) -> Result<burn::tensor::Tensor<1>, Error> {
+        packing: &Packing,
+        records: &[u8],
+    ) -> (Tensor<1>, Mark) {
+        let (unit, device) = (&generation.unit, generation.device(slot).without_autodiff());
+        let slot = &unit.slots[slot];
+        let len = slot.partition.num_elements();
+        let dtype = slot.elements.compute.dtype;
+        let mut buffer = self.pool.take(slot.unsharded_bytes());
+        if dtype == DType::F32 {
+            packing.unpack(records, buffer.as_mut());
+        } else {
+            let mut wide = vec![0; len * DType::F32.size()];
+            packing.unpack(records, &mut wide);
+            let elements = transport::owned_data(wide, [len], DType::F32).convert_dtype(dtype);
+            buffer.as_mut().copy_from_slice(elements.as_bytes());
+        }
+        let (marked, mark) = Marked::new(buffer);
+        (unit.staging.tensor(marked, dtype, &device), mark)
+    }
+
+    /// Returns the full value of a slot, flat and plain. The unit must be unsharded.
+    pub(super) fn full(&self, generation: &Generation, slot: usize) -> Result<Tensor<1>, Error> {
         let unit = &generation.unit;
         if !unit.slots[slot].is_gathered() {
             generation.flip_if_told(slot);
@@ -148,11 +207,7 @@ impl Root {
 
     /// Returns what the model computes with in the place of a slot's value, flat and plain: the full value, with what its
     /// adapter adds. The unit must be unsharded.
-    pub(super) fn weight(
-        &self,
-        generation: &Generation,
-        slot: usize,
-    ) -> Result<burn::tensor::Tensor<1>, Error> {
+    pub(super) fn weight(&self, generation: &Generation, slot: usize) -> Result<Tensor<1>, Error> {
         let full = self.full(generation, slot)?;
         let Some(adapter) = &generation.unit.slots[slot].adapter else {
             return Ok(full);
@@ -175,12 +230,18 @@ impl Root {
     }
 }
 
-/// Returns what this rank publishes for a gather, and to whom: its pieces among the neighbours for
+/// What a rank publishes for a gather.
+struct Sources<'a> {
+    /// To whom.
+    group: &'a ProcessGroup,
+    parts: Vec<Part>,
+    /// Pieces of full parameters, and not shards.
+    are_pieces: bool,
+}
+
+/// Returns what this rank publishes for a gather: its pieces among the neighbours for
 /// a backward, if forward has left them, otherwise its shards.
-fn sources(
-    generation: &Generation,
-    operation: Operation,
-) -> Result<(&ProcessGroup, Vec<Part>), Error> {
+fn sources(generation: &Generation, operation: Operation) -> Result<Sources<'_>, Error> {
     let unit = &generation.unit;
     match (&unit.groups.neighbours, generation.pieces(), operation) {
         (Some(neighbours), Some(pieces), Operation::UnshardBackward(_)) => {
@@ -195,8 +256,52 @@ fn sources(
                 })
             });
             let parts: Result<_, Error> = parts.collect();
-            Ok((neighbours, parts?))
+            Ok(Sources {
+                group: neighbours,
+                parts: parts?,
+                are_pieces: true,
+            })
         }
-        _ => Ok((&unit.groups.shard, generation.shards()?)),
+        _ => Ok(Sources {
+            group: &unit.groups.shard,
+            parts: shards(generation)?,
+            are_pieces: false,
+        }),
     }
+}
+
+/// Returns this rank's shards, in the form in which they travel.
+fn shards(generation: &Generation) -> Result<Vec<Part>, Error> {
+    let unit = &generation.unit;
+    let parts = unit.gathered_slots().map(|index| {
+        generation.flip_if_told(index);
+        let slot = &unit.slots[index];
+        if let Some(packing) = &slot.packing {
+            return Ok(Part {
+                source: Source::new(packed(generation, packing, index)?),
+                partition: packing.bytes,
+                element: ElementType::U8,
+            });
+        }
+        let is_given = slot.elements.stored.dtype == slot.elements.compute.dtype;
+        let seal = match is_given {
+            true => generation.seal(index),
+            false => {
+                generation.check(index)?;
+                None
+            }
+        };
+        let source = unit.staging.source(generation.computing(index), None);
+        let source = source.sealed(seal, || Label::from(generation.named(index)));
+        Ok(slot.part(source, slot.elements.compute))
+    });
+    parts.collect()
+}
+
+/// Returns what this rank holds of the parameter in slot `index`, in 8 bits.
+fn packed(generation: &Generation, packing: &Packing, index: usize) -> Result<Vec<u8>, Error> {
+    generation.check(index)?;
+    let held = cast(generation.plain(index), DType::F32);
+    let held = generation.unit.staging.source(held, None);
+    Ok(packing.packed(held.as_bytes(), generation.holders_group().rank()))
 }

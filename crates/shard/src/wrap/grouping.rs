@@ -9,6 +9,7 @@ use burn_fsdp_mesh::{Partition, Pattern, balanced_owners};
 use super::factors;
 use crate::error::Error;
 use crate::offload::Offload;
+use crate::packing::Packing;
 use crate::policy::ShardPolicy;
 use crate::slot::{Element, Elements, Holding, MAX_DIMS, Slot};
 use crate::spec::{GradientOptions, Groups, UnitSpec};
@@ -303,6 +304,9 @@ fn slot(
     let partition = match (holding, cut) {
         (Holding::Shard, Cut::Elements) => Partition::flat(num_elements, num_shards)?,
         (Holding::Shard, Cut::Dims) => Partition::rows(&found.shape, num_shards)?,
+        (Holding::Shard, Cut::Multiples(multiple)) => {
+            Partition::multiples(num_elements, multiple, num_shards)?
+        }
         (Holding::Whole | Holding::Replica, _) => Partition::flat(num_elements, 1)?,
     };
     let partition = match owner {
@@ -319,6 +323,10 @@ fn slot(
         },
         partition,
         holding,
+        packing: match holding {
+            Holding::Shard if policy.gathers_in_8_bits => Some(Packing::new(partition)?),
+            _ => None,
+        },
         adapter: None,
         unfit: found.layer.clone().filter(|layer| layer.dtype != compute),
     })

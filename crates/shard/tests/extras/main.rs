@@ -27,6 +27,7 @@ mod identity;
 mod lora;
 mod offload;
 mod owners;
+mod packed;
 mod refused;
 mod restores;
 mod running;

@@ -1,0 +1,467 @@
+//! An optimizer whose states are kept in fewer bits.
+
+use std::sync::{Arc, LazyLock};
+
+use burn::optim::{Optimizer, RecordState, StateSink, StateSource};
+use burn::tensor::{DType, Device, Shape, Tensor, TensorData};
+use burn_fsdp_mesh::Partition;
+
+use crate::device::is_capture;
+use crate::error::Error;
+use crate::parameter::current::{Current, current, is_trial};
+use crate::thrown::throw;
+use crate::transport;
+
+/// The number of elements of a [block](StateFormat::Block8), counted from the first element of the whole parameter.
+pub const STATE_BLOCK: usize = 256;
+
+/// The form in which a [`LowBitOptimizer`] keeps states from step to step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StateFormat {
+    /// 16 bits each, the upper half of a 32-bit float: 8 bits of precision. Half the memory.
+    Bf16,
+    /// 8 bits each, and 32 for each block of [`STATE_BLOCK`] elements: the largest magnitude of the block, which is kept exactly, and
+    /// for each element a sign and one of 128 levels relative to it (the dynamic tree of Dettmers et al., 2021: 64 levels for the
+    /// tenth of it and more, half as many for each tenth below). A quarter of the memory.
+    ///
+    /// Where shards would divide a block, the step is refused: cut by [`Cut::Multiples`](crate::Cut::Multiples).
+    Block8,
+}
+
+/// An optimizer of Burn that keeps its states in fewer bits: every tensor of 32 bits that `O` keeps of a parameter, in a
+/// [`StateFormat`]. A step of a parameter makes its states 32-bit floats, lets `O` update in 32 bits, and rounds the new states.
+///
+/// *Rounding is stochastic*: up or down, with odds by the distance, so that the mean of many roundings is the value. To the nearest,
+/// an average that moves by less than half of what the type can tell would never move at all: Adam's second moment with
+/// `beta_2` 0.999 changes by a thousandth, and bf16 tells 1/256. What is not zero does not become zero, so that nobody divides by it.
+///
+/// *The bits are those of one rank*: whether an element is rounded up is drawn by a hash of the state's name, the number of
+/// steps that it has made, and the element's flat index in the whole parameter; blocks are counted by that index, too.
+///
+/// *Records and checkpoints* have the states in 32 bits, as `O` has them, with the number of steps beside: what was rounded once is
+/// the same when rounded again, so that a step is resumed with its bits on any number of ranks. An optimizer without this
+/// around it refuses them, and the reverse.
+///
+/// States are in the memory of the host, whatever device the parameter is on, and are read back to it in each step. Around this, a
+/// [`SealedOptimizer`](crate::SealedOptimizer) would keep the record's 32 bits, and inside of it, it seals nothing. A state with
+/// an infinite or undefined number makes its block undefined: a loss that is no number follows, and not a wrong one.
+///
+/// A step ends with [`Error::Option`], which [`catch`](crate::catch) makes a value, where shards divide a block, the states of `O` are not in 32 bits
+/// (which they are if the parameter is), or a compiled step is traced.
+///
+/// ```
+/// use burn::optim::{AdamWConfig, ModuleOptimizer};
+/// use burn_fsdp_shard::{Cut, LowBitOptimizer, STATE_BLOCK, ShardPolicy, StateFormat};
+///
+/// let policy = ShardPolicy::new().cut(Cut::Multiples(STATE_BLOCK));
+/// let adamw = AdamWConfig::new().build();
+/// let optimizer: ModuleOptimizer = LowBitOptimizer::new(adamw, StateFormat::Block8).into();
+/// # let _ = policy;
+/// ```
+#[derive(Debug, Clone)]
+pub struct LowBitOptimizer<O> {
+    optimizer: O,
+    format: StateFormat,
+}
+
+impl<O: Optimizer> LowBitOptimizer<O> {
+    /// Returns `optimizer` with its states in `format`.
+    pub fn new(optimizer: O, format: StateFormat) -> Self {
+        Self { optimizer, format }
+    }
+}
+
+/// The state of a [`LowBitOptimizer`].
+#[derive(Debug, Clone)]
+pub struct LowBitState<S> {
+    form: Form<S>,
+    /// Number of times that it was rounded.
+    num_roundings: u64,
+}
+
+#[derive(Debug, Clone)]
+enum Form<S> {
+    /// As the optimizer has it: of a record, until its first step.
+    Wide(S),
+    Rounded {
+        tensors: Vec<(String, Rounded)>,
+        /// The numbers beside them.
+        rest: Arc<StateSink>,
+    },
+}
+
+/// A tensor in fewer bits.
+#[derive(Debug, Clone)]
+struct Rounded {
+    shape: Shape,
+    elements: Elements,
+}
+
+#[derive(Debug, Clone)]
+enum Elements {
+    Bf16(Vec<u16>),
+    Block8 { codes: Vec<i8>, scales: Vec<f32> },
+}
+
+/// The name of [`LowBitState::num_roundings`] in records.
+const NUM_ROUNDINGS: &str = "num_roundings";
+
+impl<O: Optimizer> Optimizer for LowBitOptimizer<O> {
+    type State<const D: usize> = LowBitState<O::State<D>>;
+
+    fn step<const D: usize>(
+        &self,
+        lr: f64,
+        tensor: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<Self::State<D>>,
+    ) -> (Tensor<D>, Option<Self::State<D>>) {
+        let device = grad.device();
+        if is_capture(&device) {
+            throw(Error::Option {
+                option: "the optimizer of a compiled step",
+                expected: "one with states in 32 bits, or train by the eager engine",
+                got: "a `LowBitOptimizer`".to_owned(),
+            });
+        }
+        let num_roundings = state.as_ref().map_or(0, |state| state.num_roundings);
+        let state = state.and_then(|state| state.widened(&device));
+        let (tensor, state) = self.optimizer.step(lr, tensor, grad, state);
+        let state = state.map(|state| match is_trial() {
+            // Pieces of no parameter have no places to round by; it is the optimizer inside that is on trial.
+            true => LowBitState {
+                form: Form::Wide(state),
+                num_roundings,
+            },
+            false => {
+                let current = current();
+                let rounded = LowBitState::rounded(&state, self.format, num_roundings, &current);
+                rounded.unwrap_or_else(|error| throw(error))
+            }
+        });
+        (tensor, state)
+    }
+
+    fn to_device<const D: usize>(state: Self::State<D>, device: &Device) -> Self::State<D> {
+        let form = match state.form {
+            Form::Wide(state) => Form::Wide(O::to_device(state, device)),
+            // It is put together on the device of the step.
+            rounded => rounded,
+        };
+        LowBitState { form, ..state }
+    }
+}
+
+impl<S: RecordState> LowBitState<S> {
+    fn rounded(
+        state: &S,
+        format: StateFormat,
+        num_roundings: u64,
+        current: &Option<Current>,
+    ) -> Result<Self, Error> {
+        let start = match current {
+            Some(current) => start_of(current, format)?,
+            None => 0,
+        };
+        let mut sink = StateSink::default();
+        state.state_flatten("", &mut sink);
+        let tensors = std::mem::take(&mut sink.tensors).into_iter();
+        let tensors = tensors.map(|(name, data)| {
+            let rounding = Rounding::new(&name, num_roundings, start);
+            Ok((name, Rounded::of(data, format, rounding)?))
+        });
+        Ok(Self {
+            form: Form::Rounded {
+                tensors: tensors.collect::<Result<_, Error>>()?,
+                rest: Arc::new(sink),
+            },
+            num_roundings: num_roundings + 1,
+        })
+    }
+
+    /// Returns the state of the optimizer; `None` if it cannot be put together.
+    fn widened(self, device: &Device) -> Option<S> {
+        let (tensors, rest) = match self.form {
+            Form::Wide(state) => return Some(state),
+            Form::Rounded { tensors, rest } => (tensors, rest),
+        };
+        let mut source = StateSource::new(rest.scalars.iter().cloned().collect());
+        for (name, rounded) in tensors {
+            source.insert_tensor(name, rounded.widened());
+        }
+        S::state_unflatten("", &mut source, device)
+    }
+}
+
+/// Returns the flat index of the first element that this rank holds of a parameter, if no shard divides a block.
+fn start_of(current: &Current, format: StateFormat) -> Result<usize, Error> {
+    let slot = current.slot();
+    let partition = &slot.partition;
+    if format == StateFormat::Block8 && slot.is_gathered() && divides_blocks(partition) {
+        return Err(Error::Option {
+            option: "ShardPolicy::cut",
+            expected: "`Cut::Multiples(STATE_BLOCK)`, or keep the states as `StateFormat::Bf16`",
+            got: format!(
+                "a division of blocks of {STATE_BLOCK} elements, whose states share a scale: `{}` has {partition}",
+                slot.path
+            ),
+        });
+    }
+    Ok(current.start())
+}
+
+/// Asked of all shards, so that all ranks give the same answer.
+fn divides_blocks(partition: &Partition) -> bool {
+    let len = partition.num_elements();
+    let mut ends = partition.ranges().map(|range| range.end);
+    ends.any(|end| end < len && !end.is_multiple_of(STATE_BLOCK))
+}
+
+/// The draws by which the elements of one tensor are rounded.
+#[derive(Debug, Clone, Copy)]
+struct Rounding {
+    seed: u64,
+    /// The flat index of the first element.
+    start: usize,
+}
+
+impl Rounding {
+    fn new(name: &str, num_roundings: u64, start: usize) -> Self {
+        let seed = name.bytes().fold(mixed(num_roundings), |seed, byte| {
+            mixed(seed ^ u64::from(byte))
+        });
+        Self { seed, start }
+    }
+
+    /// Returns a number of 32 bits for the element at a place in the tensor.
+    fn draw(self, at: usize) -> u32 {
+        (mixed(self.seed ^ (self.start + at) as u64) >> 32) as u32
+    }
+}
+
+/// The finalizer of splitmix64.
+fn mixed(word: u64) -> u64 {
+    let word = word.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ (word >> 31)
+}
+
+impl Rounded {
+    fn of(data: TensorData, format: StateFormat, rounding: Rounding) -> Result<Self, Error> {
+        let shape = data.shape().clone();
+        if data.dtype() != DType::F32 {
+            return Err(Error::Option {
+                option: "a state of `LowBitOptimizer`",
+                expected: "of 32 bits: give the module parameters in 32 bits, or use the optimizer without it",
+                got: format!("of type {:?}", data.dtype()),
+            });
+        }
+        let (words, _) = data.as_bytes().as_chunks::<4>();
+        let values = words.iter().map(|word| f32::from_ne_bytes(*word));
+        let elements = match format {
+            StateFormat::Bf16 => Elements::Bf16(
+                values
+                    .enumerate()
+                    .map(|(at, value)| bf16(value, rounding.draw(at)))
+                    .collect(),
+            ),
+            StateFormat::Block8 => {
+                let values: Vec<f32> = values.collect();
+                let (mut codes, mut scales) = (Vec::with_capacity(values.len()), Vec::new());
+                for (block, values) in values.chunks(STATE_BLOCK).enumerate() {
+                    let draw = |at| rounding.draw(block * STATE_BLOCK + at);
+                    scales.push(encode(values, draw, &mut codes));
+                }
+                Elements::Block8 { codes, scales }
+            }
+        };
+        Ok(Self { shape, elements })
+    }
+
+    fn widened(self) -> TensorData {
+        let bytes = match self.elements {
+            Elements::Bf16(halves) => halves
+                .iter()
+                .flat_map(|half| (u32::from(*half) << 16).to_ne_bytes())
+                .collect(),
+            Elements::Block8 { codes, scales } => {
+                let mut bytes = Vec::with_capacity(4 * codes.len());
+                for (codes, scale) in codes.chunks(STATE_BLOCK).zip(scales) {
+                    let levels = LEVELS.map(|level| level * scale);
+                    bytes.extend(codes.iter().flat_map(|code| {
+                        let value = levels[usize::from(code.unsigned_abs())];
+                        let signed = if *code < 0 { -value } else { value };
+                        signed.to_ne_bytes()
+                    }));
+                }
+                bytes
+            }
+        };
+        transport::owned_data(bytes, self.shape, DType::F32)
+    }
+}
+
+/// Returns the upper half of `value`, after a number below the lowest bit of it was added.
+fn bf16(value: f32, draw: u32) -> u16 {
+    let bits = value.to_bits();
+    let half = |bits: u32| (bits >> 16) as u16;
+    let up = f32::from_bits(bits.wrapping_add(draw & 0xffff) & 0xffff_0000);
+    match (value.is_nan(), value.is_finite() && up.is_finite()) {
+        // Whatever is left of its bits.
+        (true, _) => half(bits) | 0x40,
+        // Not beyond the largest.
+        (false, false) => half(bits),
+        // A number that is not zero stays so.
+        (false, true) if up == 0.0 && value != 0.0 => half(bits) | 1,
+        (false, true) => half(up.to_bits()),
+    }
+}
+
+/// The levels of the magnitude relative to the largest: for each tenth half as many as for the next, in equal distances, and the last
+/// one is the largest itself.
+static LEVELS: LazyLock<[f32; 128]> = LazyLock::new(|| {
+    const TENTHS: [f64; 7] = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0];
+    let mut levels = [0.0; 128];
+    for (exponent, tenth) in TENTHS.into_iter().enumerate() {
+        let len = 1 << exponent;
+        for i in 0..len {
+            let middle = 0.1 + 0.9 * (i as f64 + 0.5) / len as f64;
+            levels[len + i] = (middle * tenth) as f32;
+        }
+    }
+    levels[127] = 1.0;
+    levels
+});
+
+/// Adds the codes of a block to `codes`. Returns its scale.
+fn encode(values: &[f32], draw: impl Fn(usize) -> u32, codes: &mut Vec<i8>) -> f32 {
+    let is_finite = values.iter().all(|value| value.is_finite());
+    let largest = values
+        .iter()
+        .fold(0.0, |max: f32, value| max.max(value.abs()));
+    let scale = if is_finite { largest } else { f32::NAN };
+    // Compared as they will be decoded, so that what was decoded is met again.
+    let levels = LEVELS.map(|level| level * scale);
+    codes.extend(values.iter().enumerate().map(|(at, value)| {
+        let size = value.abs();
+        let above = levels.partition_point(|level| *level <= size).min(127);
+        let below = above.saturating_sub(1);
+        let part = f64::from(size - levels[below]) / f64::from(levels[above] - levels[below]);
+        let is_up =
+            levels[below] == 0.0 && size > 0.0 || f64::from(draw(at)) < part * 2f64.powi(32);
+        let code = match (size >= levels[127], is_up) {
+            (true, _) => 127,
+            (false, true) => above as i8,
+            (false, false) => below as i8,
+        };
+        if value.is_sign_negative() {
+            -code
+        } else {
+            code
+        }
+    }));
+    scale
+}
+
+/// That of the optimizer, and a number.
+impl<S: RecordState> RecordState for LowBitState<S> {
+    fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
+        match &self.form {
+            Form::Wide(state) => state.state_flatten(prefix, out),
+            Form::Rounded { tensors, rest } => {
+                for (name, rounded) in tensors {
+                    out.push_tensor(prefix, name, rounded.clone().widened());
+                }
+                for (name, scalar) in &rest.scalars {
+                    out.push_scalar(prefix, name, *scalar);
+                }
+            }
+        }
+        out.push_scalar(prefix, NUM_ROUNDINGS, self.num_roundings.into());
+    }
+
+    fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
+        let state = S::state_unflatten(prefix, src, device)?;
+        let num_roundings = src.take_scalar(prefix, NUM_ROUNDINGS)?;
+        Some(Self {
+            form: Form::Wide(state),
+            num_roundings: u64::try_from(num_roundings).ok()?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::TensorData;
+
+    use super::{Rounded, Rounding, STATE_BLOCK, StateFormat};
+
+    fn rounded(values: &[f32], format: StateFormat, num_roundings: u64) -> Vec<f32> {
+        let data = TensorData::new(values.to_vec(), [values.len()]);
+        let rounding = Rounding::new("a state", num_roundings, STATE_BLOCK);
+        let rounded = Rounded::of(data, format, rounding).expect("of 32 bits");
+        rounded.widened().try_to_vec().expect("floats")
+    }
+
+    /// Of every size, from the smallest number there is to the largest, and blocks of small ones alone.
+    fn values() -> Vec<f32> {
+        let sizes = [
+            1e-45,
+            3e-42,
+            1e-38,
+            1e-30,
+            1e-12,
+            1e-3,
+            0.0,
+            1.0,
+            7e5,
+            f32::MAX,
+        ];
+        let of_block = |most: usize| (0..STATE_BLOCK).map(move |i| sizes[i * 7 % most]);
+        let values = (1..=sizes.len()).flat_map(of_block).enumerate();
+        values
+            .map(|(i, size)| size * ((i * 31 % 64) as f32 / 32.0 - 1.0))
+            .collect()
+    }
+
+    #[test]
+    fn what_was_rounded_is_rounded_to_itself() {
+        for format in [StateFormat::Bf16, StateFormat::Block8] {
+            let once = rounded(&values(), format, 0);
+            assert_ne!(once, values());
+            for again in 1..20 {
+                assert_eq!(rounded(&once, format, again), once, "{format:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_zero_does_not_become_zero_nor_infinite() {
+        for format in [StateFormat::Bf16, StateFormat::Block8] {
+            for draw in 0..20 {
+                for (value, got) in values().into_iter().zip(rounded(&values(), format, draw)) {
+                    assert_eq!(value == 0.0, got == 0.0, "{format:?}: {value}, {got}");
+                    assert!(
+                        got.is_finite() && value * got >= 0.0,
+                        "{format:?}: {value}, {got}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_number_is_not_hidden() {
+        for wrong in [f32::NAN, f32::INFINITY] {
+            let mut values = vec![1.0; 2 * STATE_BLOCK];
+            values[3] = wrong;
+            let got = rounded(&values, StateFormat::Block8, 0);
+            assert!(got[..STATE_BLOCK].iter().all(|value| value.is_nan()));
+            assert!(got[STATE_BLOCK..].iter().all(|value| *value == 1.0));
+            let got = rounded(&values, StateFormat::Bf16, 0);
+            assert_eq!(got[3].is_nan(), wrong.is_nan());
+            assert!(!got[3].is_finite() && got[4] == 1.0);
+        }
+    }
+}

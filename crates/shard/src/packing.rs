@@ -1,0 +1,173 @@
+//! The form in which shards travel in 8 bits.
+
+use burn_fsdp_mesh::{Error, Partition};
+
+/// Number of elements that share a scale, counted from the first of a shard.
+pub(crate) const BLOCK: usize = 256;
+
+/// The shards of one parameter in 8 bits, on their way to all ranks: a record for each shard, of equal length, with a code of 8
+/// bits for each element of the largest shard, and after them a scale of 32 bits for each block of [`BLOCK`].
+///
+/// An element is its code, from -127 to 127, times the scale, a 127th of the largest magnitude of the block. The rank whose
+/// shard it is computes with that, too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Packing {
+    elements: Partition,
+    /// The partition of the records.
+    pub(crate) bytes: Partition,
+}
+
+impl Packing {
+    /// Returns the form for a parameter whose elements are divided so.
+    ///
+    /// # Errors
+    ///
+    /// More bytes than there are numbers for.
+    pub(crate) fn new(elements: Partition) -> Result<Self, Error> {
+        let num_shards = elements.num_shards();
+        let len = record_len(elements.chunk_len());
+        let bytes = match elements.sole_owner() {
+            Some(owner) => Partition::one_owner(len, num_shards, owner)?,
+            None => Partition::rows(&[num_shards, len], num_shards)?,
+        };
+        Ok(Self { elements, bytes })
+    }
+
+    /// Returns the bytes of all records.
+    pub(crate) fn len(&self) -> usize {
+        self.bytes.num_elements()
+    }
+
+    /// Returns the record of the shard with these elements, the machine's bytes of 32-bit floats; nothing for a shard that has no
+    /// record.
+    pub(crate) fn packed(&self, elements: &[u8], shard: usize) -> Vec<u8> {
+        let mut record = vec![0; self.bytes.len(shard)];
+        if record.is_empty() {
+            return record;
+        }
+        let (codes, scales) = record.split_at_mut(self.elements.chunk_len());
+        let (scales, _) = scales.as_chunks_mut::<4>();
+        let (words, _) = elements.as_chunks::<4>();
+        let blocks = words.chunks(BLOCK).zip(codes.chunks_mut(BLOCK));
+        for ((words, codes), scale) in blocks.zip(scales) {
+            *scale = encode(words, codes).to_ne_bytes();
+        }
+        record
+    }
+
+    /// Writes all elements to `into`, as the machine's bytes of 32-bit floats.
+    pub(crate) fn unpack(&self, records: &[u8], into: &mut [u8]) {
+        for (shard, range) in self.elements.non_empty() {
+            let record = &records[self.bytes.range(shard)];
+            let (codes, scales) = record.split_at(self.elements.chunk_len());
+            let (scales, _) = scales.as_chunks::<4>();
+            let (words, _) = into.as_chunks_mut::<4>();
+            let words = words[range].chunks_mut(BLOCK);
+            for ((words, codes), scale) in words.zip(codes.chunks(BLOCK)).zip(scales) {
+                let scale = f32::from_ne_bytes(*scale);
+                for (word, code) in words.iter_mut().zip(codes) {
+                    *word = (f32::from(*code as i8) * scale).to_ne_bytes();
+                }
+            }
+        }
+    }
+}
+
+/// Returns the bytes of the record of a shard of so many elements.
+fn record_len(elements: usize) -> usize {
+    elements + size_of::<f32>() * elements.div_ceil(BLOCK)
+}
+
+/// Writes the codes of a block to `codes`. Returns its scale, which is no number if an element is infinite or none: the block is
+/// none then.
+fn encode(words: &[[u8; 4]], codes: &mut [u8]) -> f32 {
+    let value = |word: &[u8; 4]| f32::from_ne_bytes(*word);
+    let is_finite = words.iter().all(|word| value(word).is_finite());
+    let sizes = words.iter().map(|word| value(word).abs());
+    let largest = sizes.fold(0.0, f32::max);
+    let scale = if is_finite { largest / 127.0 } else { f32::NAN };
+    for (word, code) in words.iter().zip(codes) {
+        // Of a block of zeros 0/0, which is cast to 0.
+        let steps = (value(word) / scale).round_ties_even();
+        *code = steps.clamp(-127.0, 127.0) as i8 as u8;
+    }
+    scale
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_fsdp_mesh::Partition;
+
+    use super::{BLOCK, Packing};
+
+    fn bytes(values: &[f32]) -> Vec<u8> {
+        values
+            .iter()
+            .flat_map(|value| value.to_ne_bytes())
+            .collect()
+    }
+
+    /// What all ranks have of `values`.
+    fn arrived(values: &[f32], partition: Partition) -> Vec<f32> {
+        let packing = Packing::new(partition).expect("few");
+        let records: Vec<u8> = (partition.ranges().enumerate())
+            .flat_map(|(shard, range)| packing.packed(&bytes(&values[range]), shard))
+            .collect();
+        assert_eq!(records.len(), packing.len());
+        let mut into = vec![0xff; 4 * values.len()];
+        packing.unpack(&records, &mut into);
+        let (words, _) = into.as_chunks::<4>();
+        words.iter().map(|word| f32::from_ne_bytes(*word)).collect()
+    }
+
+    fn partitions(len: usize) -> Vec<Partition> {
+        let flat = (1..=4).map(|shards| Partition::flat(len, shards));
+        let multiples = (2..=4).map(|shards| Partition::multiples(len, BLOCK, shards));
+        let owned = (0..3).map(|owner| Partition::one_owner(len, 3, owner));
+        let all = flat.chain(multiples).chain(owned);
+        all.map(|partition| partition.expect("few")).collect()
+    }
+
+    #[test]
+    fn an_element_is_within_half_a_step_of_its_block() {
+        for len in [1, 3, 255, 256, 257, 1000, 2048] {
+            let values: Vec<f32> = (0..len)
+                .map(|i| ((i * 7919) % 1009) as f32 / 500.0 - 1.0)
+                .map(|value| value * 10f32.powi(len as i32 % 7 - 3))
+                .collect();
+            for partition in partitions(len) {
+                let got = arrived(&values, partition);
+                for range in partition.ranges() {
+                    for start in range.clone().step_by(BLOCK) {
+                        let block = start..(start + BLOCK).min(range.end);
+                        let sizes = values[block.clone()].iter().map(|value| value.abs());
+                        let bound = sizes.fold(0.0, f32::max) / 254.0;
+                        for i in block {
+                            let error = (got[i] - values[i]).abs();
+                            assert!(
+                                error <= bound * 1.0001,
+                                "{partition}: {i}: {error}, {bound}"
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_number_makes_its_block_none() {
+        let mut values = vec![1.0; 600];
+        values[300] = f32::INFINITY;
+        let got = arrived(&values, Partition::flat(600, 1).expect("few"));
+        assert!(got[256..512].iter().all(|value| value.is_nan()));
+        assert!(
+            got[..256]
+                .iter()
+                .chain(&got[512..])
+                .all(|value| *value == 1.0)
+        );
+        let zeros = arrived(&[0.0; 5], Partition::flat(5, 2).expect("few"));
+        assert_eq!(zeros, [0.0; 5]);
+    }
+}
