@@ -104,6 +104,7 @@ impl<'a> Parts<'a> {
 
 /// Checks the kernels of several graphs against their composed forms. Each graph is paired with its twin at small
 /// shapes or with itself. Returns the number of forms of each kernel.
+///
 /// # Errors
 ///
 /// [`Error::NotCertified`] with a kernel that differs from its composed form.

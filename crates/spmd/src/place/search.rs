@@ -17,7 +17,7 @@ const MAX_SWEEPS: usize = 3;
 
 /// Finds placements of batch and parameters on one axis with which a step moves few bytes. The batch is cut along its
 /// first dim. Each parameter is replicated or cut along the best dim, given the others. Parameters with paths that
-/// differ only in numbers have equal placements. Where cutting costs nothing, parameters are cut to save memory.
+/// differ only in numbers have equal placements. Parameters are cut if that costs nothing, to save memory.
 ///
 /// `graph` comes from [`trace`](crate::trace::trace), over the joined batch.
 ///

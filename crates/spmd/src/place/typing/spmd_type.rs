@@ -6,7 +6,7 @@ use burn_fsdp_mesh::{Placement, ReduceOp};
 
 use crate::graph::CollectiveKind;
 
-/// What the ranks of one axis hold of a value. A gradient also has a type:
+/// The type of a value on one axis: what its ranks hold. A gradient also has a type:
 ///
 /// | type | the ranks hold | the complete gradient | a use on parts, or on own rows, adds to the gradient |
 /// |---|---|---|---|
