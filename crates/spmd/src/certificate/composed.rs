@@ -202,7 +202,7 @@ impl<N: Number> KernelCall<'_, N> {
         ])
     }
 
-    /// Returns an attention from its operands and the masks and factors behind them.
+    /// Returns an attention from its operands and the masks and factors that follow them.
     fn attention<'a>(
         &self,
         operands: [&'a Tensor<N>; 3],

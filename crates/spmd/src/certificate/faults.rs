@@ -282,7 +282,7 @@ impl GraphTransform for Idle {
     }
 }
 
-/// The passes before a user's pass are proved, and so are the passes behind it.
+/// The passes before a user's pass are proved, and so are the passes after it.
 #[test]
 fn passes_around_one_of_the_user_are_proved() {
     let clipped = Options::default().clip_grad_norm(Clip::to(0.5));
@@ -302,7 +302,7 @@ fn passes_around_one_of_the_user_are_proved() {
     }
 }
 
-/// Behind the gradient clipping pass, the faulty pass is named instead of the clipping.
+/// After the gradient clipping pass, the faulty pass is named instead of the clipping.
 #[test]
 fn the_pass_at_fault_behind_clipping_is_named() {
     let options = Options::default().clip_grad_norm(Clip::to(0.5));

@@ -84,8 +84,8 @@ impl Hash {
         hash
     }
 
-    /// Adds a word. It uses the finalizer of SplitMix64 (Steele, Lea and Flood 2014), which is a bijection, and a
-    /// product that makes the result depend on the order of words.
+    /// Adds a word. The finalizer of SplitMix64 (Steele, Lea and Flood 2014), which is a bijection, mixes the word. A
+    /// product makes the result depend on the order of words.
     pub(super) fn write(&mut self, word: u64) {
         let mut mixed = word.wrapping_add(self.0.wrapping_mul(0xd129_0d32_f2c1_b6a5));
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

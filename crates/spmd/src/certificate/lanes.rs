@@ -42,7 +42,7 @@ pub(super) fn along(
     turned.taken(&turned.view().permuted(&back))
 }
 
-/// Returns the tensor with `axes` moved behind all other dims.
+/// Returns the tensor with `axes` moved after all other dims.
 fn in_lanes(input: &Tensor, axes: &[usize]) -> Tensor {
     let others = (0..input.shape.len()).filter(|axis| !axes.contains(axis));
     let permutation: Vec<usize> = others.chain(axes.iter().copied()).collect();

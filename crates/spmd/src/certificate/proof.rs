@@ -36,7 +36,7 @@ pub struct Certificate {
     /// Kernels that were taken as their composed forms, each with the number of forms that were checked against it in
     /// 64-bit floats.
     pub checked_in_floats: BTreeMap<String, usize>,
-    /// User passes, which may change the meaning of the step, and gradient clipping behind them. They are not proved.
+    /// User passes, which may change the meaning of the step, and gradient clipping after them. They are not proved.
     pub assumed: Vec<PassId>,
     /// Fingerprint of the plan that runs, over all graphs of a step. [`Mode::proved`](crate::Mode::proved) compares it.
     pub plan: u64,
@@ -442,7 +442,7 @@ fn is_divided(graph: &Graph) -> bool {
     graph.applied().contains(&PassId::InsertCollectives)
 }
 
-/// Returns true if a pass may have changed the meaning: a user's pass, or gradient clipping behind one, whose meaning
+/// Returns true if a pass may have changed the meaning: a user's pass, or gradient clipping after one, whose meaning
 /// is defined only for the trace.
 fn is_assumed(graph: &Graph) -> bool {
     let is_user = |pass: &PassId| matches!(pass, PassId::User(_));

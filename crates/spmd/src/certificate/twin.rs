@@ -90,8 +90,8 @@ impl Scale {
             || self.ranks.iter().any(is_part)
     }
 
-    /// Returns true if a number equals its twin, if the two are a pair of the traces, or if they are corresponding
-    /// sizes or the reciprocals of such.
+    /// Returns true if a number equals its twin, or if the two are a pair of the traces. Corresponding sizes, or their
+    /// reciprocals, are also accepted.
     fn explains_number(&self, (a, b): (f64, f64)) -> bool {
         let is_size = |a: f64, b: f64| {
             let is_whole = |of: f64| of >= 0.0 && of.fract() == 0.0 && of < 1e15;

@@ -7,7 +7,7 @@ use burn_ir::TensorId;
 
 use super::{Graph, Node, Role};
 
-/// What the ranks of each axis hold of a value that waits for the next step.
+/// The placements, one per axis, of a value that waits for the next step.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Carried {
     /// A placement for each axis; `None` if each rank has its own value.
@@ -17,12 +17,12 @@ pub(crate) struct Carried {
 }
 
 impl Graph {
-    /// Declares what the ranks of each axis hold of a value that waits for the next step.
+    /// Declares the placements of a value that waits for the next step.
     pub(crate) fn carry(&mut self, id: TensorId, carried: Carried) {
         self.ranks.carried.insert(id, carried);
     }
 
-    /// Returns what the ranks of each axis hold of a value that waits for the next step.
+    /// Returns the placements of a value that waits for the next step.
     pub(crate) fn carried(&self, id: TensorId) -> Option<&Carried> {
         self.ranks.carried.get(&id)
     }

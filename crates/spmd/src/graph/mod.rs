@@ -109,7 +109,7 @@ struct OnRanks {
     mesh: Option<Mesh>,
     /// The placements of values, one per axis of the mesh, where they were chosen by value.
     placements: BTreeMap<TensorId, Vec<Placement>>,
-    /// What the ranks of each axis hold of values that wait for the next step.
+    /// The placements of values that wait for the next step.
     carried: BTreeMap<TensorId, Carried>,
     /// The owners of values that only one rank has, after the final order is known.
     owned: BTreeMap<TensorId, Owner>,
@@ -181,8 +181,8 @@ impl Graph {
         self.values.get_mut(&id)
     }
 
-    /// Starts the ids of all further values beyond the ids of any step, so a graph without an optimizer can run next to
-    /// the states of a step.
+    /// Starts the ids of all further values beyond the ids of any step. A graph without an optimizer can then run next
+    /// to the states of a step.
     pub(crate) fn number_apart(&mut self) {
         self.next_id = self.next_id.max(1 << 32);
     }

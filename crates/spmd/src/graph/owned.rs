@@ -30,8 +30,8 @@ impl Absent {
         self.0.contains(&id)
     }
 
-    /// Returns true if the rank skips a node. It skips a combination of copies if it has none of them, a drop if it
-    /// lacks the operand, and any other node except collectives if it lacks a result.
+    /// Returns true if the rank skips a node. It skips a drop if it lacks the operand, and a combination of copies if
+    /// it has none of them. It skips any other node, except collectives, if it lacks a result.
     pub fn skips(&self, node: &Node) -> bool {
         if self.0.is_empty() {
             return false;

@@ -76,8 +76,8 @@ impl Expand {
     /// Places the activations whose name, given by [`named_activation`](crate::named_activation), matches `pattern` on
     /// `axis`. On other axes they keep the placements in which they are computed. Their gradients do so on all axes.
     ///
-    /// The nodes that read such an activation start from this placement. A norm or a dropout of an activation that is
-    /// cut along the tokens runs on each rank's tokens (sequence parallelism), and the product behind it gathers them.
+    /// The nodes that read such an activation start from this placement. If it is cut along the tokens, a norm or a
+    /// dropout runs on each rank's tokens (sequence parallelism), and the next product gathers them.
     #[must_use]
     pub fn activation(mut self, pattern: &str, axis: &str, placement: Placement) -> Self {
         self.activations.push(Wish::new(pattern, axis, placement));

@@ -202,7 +202,7 @@ impl Redistribution<'_> {
         Ok(out)
     }
 
-    /// Gathers a value along `dim`. The pieces are stacked, then moved next to each other, and everything behind the
+    /// Gathers a value along `dim`. The pieces are stacked, then moved next to each other, and everything beyond the
     /// end of the whole is cut off.
     fn all_gather(
         &mut self,

@@ -60,7 +60,7 @@ pub struct TraceConfig {
     /// Types in which parameters compute. They must match the [`Options`](crate::passes::schedule::Options::precision)
     /// with which the graph is lowered. Those options, not this field, determine the types in which gradients travel.
     pub precision: Precision,
-    /// True to multiply the loss by a factor that the graph takes behind the batch, as
+    /// True to multiply the loss by a factor that the graph takes after the batch, as
     /// [`Options::scale_loss`](crate::passes::schedule::Options::scale_loss) requests.
     pub scales_loss: bool,
 }

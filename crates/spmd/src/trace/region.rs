@@ -9,7 +9,7 @@ use burn_ir::{OperationIr, TensorId};
 use super::capture::float_id;
 use crate::graph::Graph;
 
-/// Marks before and behind a region. A mark is a tensor that nothing reads.
+/// Marks before and after a region. A mark is a tensor that nothing reads.
 pub(super) type Marks = [TensorId; 2];
 
 thread_local! {

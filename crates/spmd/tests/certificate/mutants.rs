@@ -286,7 +286,7 @@ fn change_number(node: &mut Node, rng: &mut StdRng) {
     assert!(node.set_scalar_values(&scalars));
 }
 
-/// Puts a second sum behind a reduction.
+/// Puts a second sum after a reduction.
 fn doubled(plan: &mut Graph, nodes: &mut Vec<Node>, rng: &mut StdRng) -> Option<String> {
     let places = nodes.iter().enumerate().filter(|(_, node)| {
         let collective = node.collective.as_ref();

@@ -25,8 +25,8 @@ pub(crate) struct IllTyped {
 /// The types of a value, one for each axis of the mesh.
 type Types = Vec<SpmdType>;
 
-/// Finds the first node in a graph of several ranks with an operand type that it cannot take, or with a result whose
-/// placement differs from the declared one. A graph of a single rank has no types.
+/// Finds the first node in a graph of several ranks with a type error. Its operand has a type that it cannot take, or
+/// its result has another placement than the declared one. A graph of a single rank has no types.
 pub(crate) fn check(graph: &Graph) -> Result<(), IllTyped> {
     let Some((flow, ill)) = flow_of(graph) else {
         return Ok(());

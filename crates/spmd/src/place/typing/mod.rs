@@ -1,4 +1,4 @@
-//! SPMD types: what the ranks hold of every value of a graph, and whether each node accepts it.
+//! SPMD types: how the ranks hold every value of a graph, and whether each node accepts it.
 //!
 //! Types follow from the types of given values, node by node, separately on each axis of the mesh. A wrong placement
 //! rule has no type. The same is true for a reduction that is missing, doubled or along another axis, and for an
