@@ -1,4 +1,4 @@
-//! Attentions as what they are composed of, on numbers of any kind.
+//! The composed forms of attention kernels, on numbers of any kind.
 
 use burn_ir::ScalarIr;
 
@@ -15,9 +15,9 @@ pub(super) struct Attention<'a, N> {
     operands: [&'a Tensor<N>; 3],
     /// The factor on the scores.
     scale: N,
-    /// Masks, and what scores become where they are set.
+    /// Masks, each with the value of the scores where it is set.
     fills: Vec<(&'a Tensor<N>, N)>,
-    /// Factors on the probabilities, and one for all of them.
+    /// Factors on the probabilities, and one number that multiplies all of them.
     factors: Option<(&'a Tensor<N>, N)>,
     /// `[batch, heads, queries, keys]`.
     probabilities: Tensor<N>,
@@ -79,7 +79,7 @@ impl<'a, N: Number> Attention<'a, N> {
     }
 }
 
-/// An attention of every position to those before it and itself, of queries, keys and values that are one tensor.
+/// An attention of every position to itself and the positions before it, with queries, keys and values in one tensor.
 pub(super) struct Causal<N> {
     /// Queries, keys, values: `[batch, time, heads, width]`.
     parts: [Tensor<N>; 3],
@@ -126,7 +126,7 @@ impl<N: Number> Causal<N> {
         mixed.reshaped(&[qkv.shape[0], qkv.shape[1] / 3])
     }
 
-    /// Returns the gradient of queries, keys and values, side by side.
+    /// Returns the gradients of queries, keys and values, next to each other in one tensor.
     pub(super) fn gradient(&self, qkv: &Tensor<N>, grad: &Tensor<N>) -> Result<Tensor<N>, String> {
         let [queries, keys, values] = &self.parts;
         let grad = grad.reshaped(&queries.shape)?;
@@ -147,9 +147,9 @@ impl<N: Number> Causal<N> {
     }
 }
 
-/// Returns the gradients of queries, keys and values from that of an attention's result; `multiplied` makes
-/// of the probabilities, and of their gradient, what it is behind the factors, and `through` brings the gradient of the scaled scores
-/// to that of the scores.
+/// Returns the gradients of queries, keys and values from the gradient of an attention's result. `multiplied` applies
+/// the factors to the probabilities and to their gradient. `through` turns the gradient of the scaled scores into the
+/// gradient of the scores.
 fn gradients<N: Number>(
     probabilities: &Tensor<N>,
     [queries, keys, values, grad]: [&Tensor<N>; 4],

@@ -76,7 +76,7 @@ impl Call<'_> {
                 let is_all = matches!(operation, Op::AllDim(_));
                 self.joined(input, &[op.axis], &op.out, is_all)
             }
-            // What is in memory that nothing has written is nobody's to read.
+            // No node may read memory that nothing has written.
             Op::Empty(_) => return self.drawn(),
             Op::ScatterNd(_) | Op::GatherNd(_) => return self.opaque(),
         };
@@ -207,7 +207,7 @@ impl Call<'_> {
     }
 }
 
-/// Returns the places in `tensor` of elements that are chosen along a dim, for each element of `shape`.
+/// Returns the places in `tensor` of the elements chosen along a dim, for each element of `shape`.
 fn chosen_along(
     tensor: &Tensor,
     shape: &[usize],
@@ -218,7 +218,7 @@ fn chosen_along(
     places_along(shape, &tensor.view(), dim, |at| wrapped(index(at), len))
 }
 
-/// Returns an index within a dim: what is out of it is brought back, alike wherever it is used.
+/// Returns an index within a dim. An index out of bounds is wrapped, alike wherever it is used.
 pub(super) fn wrapped(index: Element, len: usize) -> usize {
     (index as i64).rem_euclid(len.max(1) as i64) as usize
 }

@@ -17,16 +17,16 @@ use crate::graph::{Draw, Node, operation_name};
 /// The tensors of one rank.
 pub(super) type Values = HashMap<TensorId, Tensor>;
 
-/// What is known beside the field's arithmetic.
+/// Facts that the field's arithmetic does not express.
 #[derive(Default)]
 pub(super) struct Known {
-    /// Probabilities by their logarithms, as a logarithm of a softmax has made them.
+    /// Probabilities by their logarithms, recorded when a logarithm of a softmax is computed.
     pub(super) logarithms: RefCell<HashMap<Element, Element>>,
     /// Names of the operations that were taken as functions of whole tensors.
     pub(super) opaque: RefCell<BTreeSet<String>>,
 }
 
-/// An operation of one rank, with what it reads.
+/// An operation of one rank with the values it reads.
 pub(super) struct Call<'a> {
     pub(super) node: &'a Node,
     pub(super) values: &'a Values,
@@ -35,14 +35,14 @@ pub(super) struct Call<'a> {
     pub(super) known: &'a Known,
 }
 
-/// Where and when an operation runs, on which what it draws depends.
+/// The rank and the run of an operation, which its random numbers depend on.
 pub(super) struct Place<'a> {
     pub(super) mesh: &'a Mesh,
     pub(super) rank: usize,
-    /// Number of the run: what is drawn is drawn anew for each.
+    /// Number of the run. Each run draws new random numbers.
     pub(super) run: u64,
-    /// The placements of what is drawn for one joined batch, of which each rank has its part; without them every rank draws
-    /// numbers of its own.
+    /// The placements of random values in one joined batch; each rank has its part. Without them every rank
+    /// draws its own numbers.
     pub(super) draws: Option<&'a BTreeMap<TensorId, Vec<Placement>>>,
 }
 
@@ -55,14 +55,14 @@ impl Call<'_> {
             .ok_or_else(|| format!("it reads %{}, which is not there", id.value()))
     }
 
-    /// Returns the number of that index.
+    /// Returns the scalar at this index.
     pub(super) fn scalar(&self, index: usize) -> Result<Scalar, String> {
         let scalar = self.scalars.get(index).copied();
         scalar.ok_or_else(|| format!("it has no number {index}"))
     }
 
-    /// Returns results that depend on all that the operation reads, and on nothing else: an uninterpreted function of
-    /// whole tensors.
+    /// Returns results that depend exactly on everything that the operation reads: an uninterpreted function of whole
+    /// tensors.
     pub(super) fn opaque(&self) -> Result<Vec<Tensor>, String> {
         let name = operation_name(&self.node.operation);
         let mut hash = Hash::named(&name);
@@ -74,8 +74,8 @@ impl Call<'_> {
         Ok(self.drawn_from(hash))
     }
 
-    /// Returns results of which each plane, a channel of a sample, depends on that plane of the operands alone: planes are
-    /// numbered by the first two dims.
+    /// Returns results by plane. A plane is a channel of a sample, and planes are numbered by the first two dims. Each
+    /// depends only on the same plane of the operands.
     pub(super) fn by_plane(&self) -> Result<Vec<Tensor>, String> {
         let operation = &self.node.operation;
         let name = operation_name(operation);
@@ -109,8 +109,8 @@ impl Call<'_> {
         outputs.collect()
     }
 
-    /// Returns results that depend on which node draws them, in which run, and on the rank, unless they are of one joined
-    /// batch: then a rank has its part of what is drawn.
+    /// Returns random results. They depend on the node, the run, and the rank. In a joined batch, a rank has its part
+    /// of one draw.
     pub(super) fn drawn(&self) -> Result<Vec<Tensor>, String> {
         let Place {
             mesh,
@@ -152,7 +152,7 @@ impl Call<'_> {
         parts.collect()
     }
 
-    /// Returns the rank's part of what all ranks draw together.
+    /// Returns the rank's part of a tensor that all ranks draw together.
     fn part_of(&self, draw: &Draw, seed: Hash) -> Result<Vec<Tensor>, String> {
         let Place { mesh, rank, .. } = self.place;
         let start = draw.start(|axis| {
@@ -185,7 +185,7 @@ impl Call<'_> {
     }
 }
 
-/// Returns the shape of a tensor of whose equal parts each rank has one.
+/// Returns the shape of the whole tensor from a rank's part; all parts are equal.
 fn whole_shape(part: &[usize], placements: &[Placement], mesh: &Mesh) -> Vec<usize> {
     let mut shape = part.to_vec();
     for (placement, axis) in placements.iter().zip(mesh.axes()) {
@@ -196,12 +196,12 @@ fn whole_shape(part: &[usize], placements: &[Placement], mesh: &Mesh) -> Vec<usi
     shape
 }
 
-/// Returns a number for what an operation is beside its tensors: dims, strides, numbers, shapes.
+/// Returns a hash of everything about an operation except its tensors: dims, strides, numbers, shapes.
 fn parameters_of(operation: &OperationIr) -> u64 {
     parameters_with(operation, |_| {})
 }
 
-/// Returns the number of an operation whose tensors are changed by `change`.
+/// Returns the hash of an operation after `change` is applied to its tensors.
 fn parameters_with(operation: &OperationIr, change: impl FnMut(&mut TensorIr)) -> u64 {
     struct Neutral<F>(F);
     impl<F: FnMut(&mut TensorIr)> IrVisitorMut for Neutral<F> {

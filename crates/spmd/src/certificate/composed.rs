@@ -1,4 +1,4 @@
-//! Kernels as what they are composed of, on numbers of any kind.
+//! The composed forms of kernels, on numbers of any kind.
 
 use burn_fsdp_kernels::{FusedOperation, PointwiseOperand, PointwiseProgram};
 use burn_ir::CustomOpIr;
@@ -19,16 +19,16 @@ pub(super) struct KernelCall<'a, N> {
     pub(super) scalars: &'a [Scalar],
 }
 
-/// What is known of logarithms of probabilities.
+/// The knowledge of logarithms of probabilities.
 pub(super) trait Logarithms<N> {
-    /// Keeps which probability a logarithm is of.
+    /// Records a probability by its logarithm.
     fn keep(&self, logarithm: N, probability: N);
-    /// Returns the probability whose logarithm a number is.
+    /// Returns the probability with this logarithm.
     fn probability(&self, logarithm: N) -> N;
 }
 
 impl<N: Number> KernelCall<'_, N> {
-    /// Returns the results of the composed form; `None` for a call of another form than the kernel's.
+    /// Returns the results of the composed form; `None` if the call does not have the kernel's form.
     pub(super) fn results(
         &self,
         known: &impl Logarithms<N>,
@@ -112,7 +112,7 @@ impl<N: Number> KernelCall<'_, N> {
             .ok_or_else(|| format!("it has no number {index}"))
     }
 
-    /// Returns the sums along the dim that the call's number is.
+    /// Returns the sums along the dim that is the call's number.
     fn sums(&self, x: &Tensor<N>) -> Result<Tensor<N>, String> {
         let dim = self
             .call
@@ -202,7 +202,7 @@ impl<N: Number> KernelCall<'_, N> {
         ])
     }
 
-    /// Returns an attention, of its operands and what comes behind all of them.
+    /// Returns an attention from its operands and the masks and factors that follow them.
     fn attention<'a>(
         &self,
         operands: [&'a Tensor<N>; 3],
@@ -236,7 +236,7 @@ impl<N: Number> KernelCall<'_, N> {
     }
 }
 
-/// Returns the gradient of the logits and the loss, the mean of minus the logarithms of the targets' probabilities.
+/// Returns the gradient of the logits and the loss, which is the mean negative log-probability of the targets.
 fn cross_entropy<N: Number>(logits: &Tensor<N>, targets: &Tensor<N>) -> Vec<Tensor<N>> {
     let share = N::of_integer(targets.len() as i64).inverse();
     let mut loss = N::default();
@@ -259,8 +259,8 @@ fn cross_entropy<N: Number>(logits: &Tensor<N>, targets: &Tensor<N>) -> Vec<Tens
     vec![gradient, Tensor::new([1], vec![loss.mul(share)])]
 }
 
-/// Returns the logarithms of the probabilities of classes; and of each row the largest logit, and the logarithm of the sum of the
-/// exponentials of the row without it.
+/// Returns the log-probabilities of classes. Also returns, for each row, the largest logit and the logarithm of the sum
+/// of exponentials of the row after it is subtracted.
 fn log_likelihood<N: Number>(
     logits: &Tensor<N>,
     classes: &Tensor<N>,
@@ -306,7 +306,7 @@ fn log_likelihood_gradient<N: Number>(
     })
 }
 
-/// Returns the logarithms of probabilities, and notes of which.
+/// Returns the logarithms of probabilities, and records each probability.
 fn log_softmax<N: Number>(row: &[N], known: &impl Logarithms<N>) -> Vec<N> {
     let Softmax {
         shifted,
@@ -338,11 +338,11 @@ fn silu_gradient<N: Number>(x: N, grad: N) -> N {
     grad.mul(sigmoid.add(x.mul(slope)))
 }
 
-/// What a norm takes away from a row before it looks at squares.
+/// The value that a norm subtracts from a row before it computes squares.
 #[derive(Clone, Copy)]
 enum Middle {
     Mean,
-    /// Nothing: the norm is one by the root of the mean square.
+    /// Zero, for a root-mean-square norm.
     Zero,
 }
 
@@ -358,7 +358,7 @@ impl Middle {
 /// A row with its middle at zero and mean square one.
 struct Normal<N> {
     row: Vec<N>,
-    /// One over the deviation.
+    /// The reciprocal of the deviation.
     rate: N,
 }
 

@@ -1,4 +1,4 @@
-//! Operations that are not Burn's: kernels as what they are composed of, and the norms of clipping.
+//! Operations that are not Burn's: the composed forms of kernels, and the norms of clipping.
 
 use burn_fsdp_kernels::FusedOperation;
 use burn_ir::CustomOpIr;
@@ -46,7 +46,7 @@ impl Call<'_> {
         }
     }
 
-    /// Returns what stands for the norm of some gradients: the sum from which it is made, as norms are only combined.
+    /// Returns the representation of a gradient norm: the sum under it, because norms are only combined.
     fn local_norm(&self, call: &CustomOpIr) -> Result<Vec<Tensor>, String> {
         let order = self.scalar(1)?;
         let mut total = 0;
@@ -74,7 +74,7 @@ impl Call<'_> {
     }
 }
 
-/// Returns what an element adds to the sum of a norm of that order.
+/// Returns an element's addend to the sum of a norm of this order.
 pub(super) fn measured(element: Element, order: Scalar) -> Element {
     match order.number() {
         // Padding adds nothing to any norm.
@@ -96,7 +96,7 @@ pub(super) fn joined(a: Element, b: Element, order: Scalar) -> Element {
     }
 }
 
-/// Returns the norm of that sum, and the factor that brings it below a limit.
+/// Returns the norm of this sum, and the factor that brings it below a limit.
 pub(super) fn clipped(total: Element, limit: Scalar, order: Scalar) -> [Element; 2] {
     let words = [
         total,

@@ -1,4 +1,4 @@
-//! Faults that are planted in passes, as they might be at large shapes alone, and what proofs make of them.
+//! Proofs of passes with planted faults, as such faults might occur only at large shapes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,10 +19,10 @@ use crate::trace::{TraceConfig, trace};
 use crate::transform::GraphTransform;
 use crate::{Certificate, Strategy};
 
-/// Rows of a run: activations are of some hundred thousand elements.
+/// Rows of a run: activations have some hundred thousand elements.
 const ROWS: usize = 2_048;
 
-/// Rows at which plans are proved: enough for Burn's `Linear` to multiply them as it does those of the run.
+/// Rows of a proof: enough that Burn's `Linear` multiplies them as it does the rows of the run.
 const FEW: usize = 64;
 
 /// A pass, with a fault.
@@ -55,7 +55,7 @@ impl GraphTransform for Faulty {
     }
 }
 
-/// Returns the pass with a fault, if it is the one of that name.
+/// Plants a fault in the pass, if it is the one with this name.
 fn planted(
     pass: Box<dyn GraphTransform>,
     of: PassId,
@@ -70,17 +70,18 @@ fn planted(
 /// Elements of a value.
 type Count = fn(&Graph, TensorId) -> usize;
 
-/// The elements that a value has.
+/// Returns the number of elements of a value.
 fn own(graph: &Graph, id: TensorId) -> usize {
     graph.value(id).map_or(0, |value| value.num_elements())
 }
 
-/// The elements by which the pass decides.
+/// Returns the number of elements that the pass decides by.
 fn decisive(graph: &Graph, id: TensorId) -> usize {
     graph.sizes().elements(id, own(graph, id))
 }
 
-/// Lets the first node that a pass has made read another value of the same shape for an operand of at least so many elements.
+/// Makes the first new node of a pass read another value of the same shape, for an operand with at least `least`
+/// elements.
 fn misread(before: &Graph, mut graph: Graph, least: usize, count: Count) -> Graph {
     let known: BTreeSet<String> = before.nodes().iter().map(form).collect();
     let mut nodes = graph.take_nodes();
@@ -101,7 +102,7 @@ fn misread(before: &Graph, mut graph: Graph, least: usize, count: Count) -> Grap
     graph
 }
 
-/// What tells a node of a pass from those before: operation, operands and results.
+/// Returns the form that tells a new node of a pass from the old ones: operation, operands and results.
 fn form(node: &Node) -> String {
     let ids =
         |ids: &mut dyn Iterator<Item = TensorId>| ids.map(|id| id.value()).collect::<Vec<_>>();
@@ -114,7 +115,7 @@ fn form(node: &Node) -> String {
     )
 }
 
-/// Returns the last value of the shape of another that nodes have written.
+/// Returns the last written value with the same shape as another.
 fn other(graph: &Graph, nodes: &[Node], of: TensorId) -> Option<TensorId> {
     let value = graph.value(of)?;
     let mut written = nodes.iter().rev().flat_map(Node::outputs);
@@ -218,8 +219,8 @@ fn plans_of_many_rows_are_proved() {
     }
 }
 
-/// The three passes that decide by sizes, each with a fault that is there if values are large, and one where it acts as it
-/// does for large ones.
+/// A pass that decides by sizes, with two faults: one that occurs only for large values, and one that occurs where it
+/// acts as for large ones.
 type Case = (
     PassId,
     fn(Box<dyn GraphTransform>) -> Box<dyn GraphTransform>,
@@ -257,7 +258,7 @@ fn faults_at_large_shapes_are_found_and_named() {
     }
 }
 
-/// A few rows, for which the passes decide by their own sizes, say nothing of many: as it was.
+/// A few rows, for which the passes decide by their own sizes, do not represent many: this was the proof before.
 #[test]
 fn faults_at_large_shapes_are_not_found_at_small_ones() {
     for (pass, fault, _) in FAULTS {
@@ -281,7 +282,7 @@ impl GraphTransform for Idle {
     }
 }
 
-/// Passes before one of the user are proved, and those behind it.
+/// The passes before a user's pass are proved, and so are the passes after it.
 #[test]
 fn passes_around_one_of_the_user_are_proved() {
     let clipped = Options::default().clip_grad_norm(Clip::to(0.5));
@@ -301,7 +302,7 @@ fn passes_around_one_of_the_user_are_proved() {
     }
 }
 
-/// Behind the pass that clips gradients, the pass at fault is named, and not that one.
+/// After the gradient clipping pass, the faulty pass is named instead of the clipping.
 #[test]
 fn the_pass_at_fault_behind_clipping_is_named() {
     let options = Options::default().clip_grad_norm(Clip::to(0.5));

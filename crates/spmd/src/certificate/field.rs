@@ -1,9 +1,9 @@
 //! Arithmetic in the field of the integers modulo 2^61 - 1, a prime.
 //!
-//! Sums and products of floats become sums and products there, without rounding, whatever their order. Functions that
-//! are neither are *uninterpreted*: a hash of the function's name and its arguments stands for the value. Two programs
-//! that are equal as expressions over such functions agree on all arguments; two that are not agree on random ones
-//! with a probability of at most their degree over 2^61 (Schwartz and Zippel).
+//! Sums and products of floats are computed in the field, without rounding, whatever their order. All other functions
+//! are *uninterpreted*: a hash of the function's name and its arguments stands for the value. Two programs that are
+//! equal as expressions over such functions agree on all arguments. Two different ones agree on random arguments with a
+//! probability of at most their degree over 2^61 (Schwartz and Zippel).
 
 pub(super) use burn_fsdp_mesh::field::{
     Element, MODULUS, add, div, inverse, mul, neg, of_integer, power, reduce, sub,
@@ -11,10 +11,12 @@ pub(super) use burn_fsdp_mesh::field::{
 
 use burn_fsdp_mesh::field;
 
-/// Returns the element of a number: that of a fraction with a small denominator if the number is one as far as 52 bits
-/// tell, as a third is; that of the root of a small integer, or of one over it, if the number is one as far as a 32-bit
-/// float tells; and otherwise that of its bits, which are an integer times a power of two. Infinities and what is not a
-/// number are constants of their own.
+/// Returns the element of a number.
+///
+/// - A fraction with a small denominator, within 52 bits, becomes that fraction (a third, for example).
+/// - The root of a small integer, or its reciprocal, becomes that root, within the precision of a 32-bit float.
+/// - Any other finite number is an integer times a power of two, given by its bits.
+/// - Infinities and NaNs are constants of their own.
 pub(super) fn of_number(value: f64) -> Element {
     if !value.is_finite() {
         return function("constant", &[value.to_bits()]);
@@ -25,8 +27,8 @@ pub(super) fn of_number(value: f64) -> Element {
     field::of_number(value)
 }
 
-/// Returns the element of a number that is the root of an integer that is no square, or one over it. Scores of attention
-/// are divided by such a root, and Burn multiplies their gradient by one over it, rounded to 32 bits.
+/// Returns the element of a number that is the root of a non-square integer, or the reciprocal of one. Attention scores
+/// are divided by such a root, and Burn multiplies their gradient by the reciprocal, rounded to 32 bits.
 fn of_root(value: f64) -> Option<Element> {
     const LARGEST_SQUARE: f64 = 4_096.0;
     const ROUNDING: f64 = 2.0 * f32::EPSILON as f64;
@@ -49,8 +51,8 @@ fn of_root(value: f64) -> Option<Element> {
     Some(if value < 0.0 { neg(element) } else { element })
 }
 
-/// Returns where an element is in the order by which comparisons and maxima are decided: that of the representatives
-/// nearest to zero. Sums do not respect it.
+/// Returns the position of an element in the order that decides comparisons and maxima: the order of the
+/// representatives nearest to zero. Sums do not respect it.
 pub(super) fn order(a: Element) -> i64 {
     match a > MODULUS / 2 {
         true => a as i64 - MODULUS as i64,
@@ -70,7 +72,7 @@ pub(super) fn function(name: &str, arguments: &[u64]) -> Element {
 pub(super) struct Hash(u64);
 
 impl Hash {
-    /// Begins with a name.
+    /// Starts a hash with a name.
     pub(super) fn named(name: &str) -> Self {
         let mut hash = Self(0x9e37_79b9_7f4a_7c15);
         for chunk in name.as_bytes().chunks(8) {
@@ -82,8 +84,8 @@ impl Hash {
         hash
     }
 
-    /// Adds a word, by the finalizer of SplitMix64 (Steele, Lea and Flood 2014), which is a bijection, and a product
-    /// that makes the order of words count.
+    /// Adds a word. The finalizer of SplitMix64 (Steele, Lea and Flood 2014), which is a bijection, mixes the word. A
+    /// product makes the result depend on the order of words.
     pub(super) fn write(&mut self, word: u64) {
         let mut mixed = word.wrapping_add(self.0.wrapping_mul(0xd129_0d32_f2c1_b6a5));
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,7 +1,8 @@
 //! The check of kernels against their composed forms, in 64-bit floats.
 //!
-//! The field takes a kernel for what it is composed of. That it is so is checked on random numbers of its own shapes: the
-//! kernel runs in 32 bits, or in halves, as it will in the step, and its composed form in 64.
+//! The field replaces a kernel by its composed form. This module checks the replacement on random numbers of the
+//! kernel's own shapes. The kernel runs in 32 bits or in halves, as it will in the step, and its composed form in 64
+//! bits.
 
 use std::collections::BTreeMap;
 
@@ -17,29 +18,31 @@ use super::scalar::Scalar;
 use super::tensor::Tensor;
 use crate::graph::{Flops, Graph, Node};
 
-/// The largest difference that 32 bits explain, of the size of a result, or of one.
+/// The largest difference that 32-bit rounding explains, relative to the largest result, or to one if that is larger.
 const ROUNDING: f64 = 2e-5;
 
-/// As much for halves, which are rounded once at the end.
+/// The largest difference of halves, which are rounded once at the end, relative to the largest result. [`ROUNDING`] is
+/// added.
 const ROUNDING_OF_HALVES: f64 = 1.0 / 256.0;
 
-/// How much a result may differ for what its operands, changed by their last bits, change it.
+/// The allowed multiple of the change in a result when the last bits of its operands change.
 const STEEPNESS: f64 = 32.0;
 
-/// Operands that are changed by as much as 32 bits round.
+/// The relative change of operands that imitates 32-bit rounding.
 const NUDGE: f64 = 4.0 * f32::EPSILON as f64;
 
-/// A kernel that computes something else than its composed form.
+/// A kernel that differs from its composed form.
 pub(super) struct Difference {
     pub(super) node: usize,
     pub(super) reason: String,
 }
 
-/// Products and elements of a call up to which it is checked at its own shapes, and not at those of its twin.
+/// The largest number of products and elements for a check at a call's own shapes. Larger calls are checked at the
+/// shapes of the twin.
 const MOST_WORK: u64 = 1 << 21;
 
-/// Checks every kernel of a graph, each form of a call once, at the shapes of the graph, or, where that takes long, at those of its
-/// twin, which may be itself. Returns how many forms of each kernel there were.
+/// Checks every kernel of a graph, each form of a call once. The shapes are the graph's, or its twin's where the check
+/// would take long. The twin may be the graph itself. Returns the number of forms of each kernel.
 pub(super) fn check(graph: &Graph, twin: &Graph) -> Result<BTreeMap<String, usize>, Difference> {
     let mut forms: BTreeMap<String, Vec<CustomOpIr>> = BTreeMap::new();
     for (index, pair) in graph.nodes().iter().zip(twin.nodes()).enumerate() {
@@ -66,7 +69,8 @@ pub(super) fn check(graph: &Graph, twin: &Graph) -> Result<BTreeMap<String, usiz
         .collect())
 }
 
-/// Returns the number of products and elements of a call; of a product of matrices, a small one is checked, whatever its shape.
+/// Returns the number of products and elements of a call. Matrix products count zero, because a small one is checked
+/// whatever the shape.
 fn work(node: &Node) -> u64 {
     let elements = node.operation.nodes().into_iter();
     let elements: u64 = elements
@@ -78,7 +82,7 @@ fn work(node: &Node) -> u64 {
     }
 }
 
-/// Returns the kernel that a node calls, with numbers in the place of those that change from step to step.
+/// Returns the kernel that a node calls. A fixed number replaces the numbers that change from step to step.
 fn kernel_of(node: &Node) -> Option<(FusedOperation, CustomOpIr)> {
     const ANY: f64 = 0.75;
     let OperationIr::Custom(call) = &node.operation else {
@@ -97,7 +101,8 @@ fn kernel_of(node: &Node) -> Option<(FusedOperation, CustomOpIr)> {
     Some((kernel, call))
 }
 
-/// Makes a product small: its rows, columns and addends are all alike, and products of large matrices take long in 64 bits.
+/// Makes a matrix product small. Its rows, columns and addends are all alike, and products of large matrices take long
+/// in 64 bits.
 fn clip(call: &mut CustomOpIr) {
     const LARGEST: usize = 48;
     const LARGEST_BATCH: usize = 3;
@@ -127,12 +132,12 @@ fn compare(kernel: FusedOperation, call: &CustomOpIr) -> Result<(), String> {
         .enumerate()
         .map(|(number, input)| drawn(kernel, call, number, input))
         .collect();
-    // Of a chain of halves every step rounds, and a sign may change with it.
+    // Every step of a chain of halves rounds, and a sign may change with it.
     let is_half = call.outputs[0].dtype == DType::BF16;
     if is_half && kernel == FusedOperation::Pointwise {
         return Ok(());
     }
-    // Other types than those of the kernels have no kernel.
+    // The kernels support only their own float types.
     if call
         .inputs
         .iter()
@@ -181,7 +186,7 @@ fn compare(kernel: FusedOperation, call: &CustomOpIr) -> Result<(), String> {
                 .map_or(0.0, |beside| (beside - expected).abs());
             let allowed = rounding + STEEPNESS * steep;
             let difference = (f64::from(got[at]) - expected).abs();
-            // A result that is no number, or too large for 32 bits, says nothing.
+            // A NaN, or a result too large for 32 bits, is no evidence.
             let is_number = expected.is_finite() && allowed.is_finite();
             if is_number && (difference > allowed || difference.is_nan()) {
                 return Err(format!(
@@ -194,7 +199,7 @@ fn compare(kernel: FusedOperation, call: &CustomOpIr) -> Result<(), String> {
     Ok(())
 }
 
-/// What 64-bit floats know of a logarithm.
+/// The knowledge of logarithms in 64-bit floats.
 struct Plain;
 
 impl Logarithms<f64> for Plain {
@@ -221,7 +226,7 @@ fn composed(
     call.results(&Plain)
 }
 
-/// Returns numbers for an operand: each is one of its type.
+/// Returns random numbers for an operand, each representable in its type.
 fn drawn(
     kernel: FusedOperation,
     call: &CustomOpIr,
@@ -245,7 +250,7 @@ fn drawn(
             // Logarithms of probabilities.
             f64::from((-4.0 * unit - 0.05) as f32)
         } else if kernel == FusedOperation::Pointwise {
-            // Roots and logarithms have a value.
+            // Positive numbers, for which roots and logarithms have values.
             f64::from((0.5 + unit) as f32)
         } else {
             f64::from((3.0 * unit - 1.5) as f32)

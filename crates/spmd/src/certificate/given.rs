@@ -1,4 +1,4 @@
-//! What comes from outside of a step: random parameters, states and batches, cut as the ranks have them.
+//! The inputs of a step: random parameters, states and batches, in the shards of the ranks.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -12,10 +12,10 @@ use super::tensor::{Kind, Tensor, View, filled, strides};
 use crate::graph::{Graph, Role, Trait, Value, is};
 use crate::place::Expand;
 
-/// The values that are given to a step.
+/// The values that a step is given.
 pub(super) struct Given<'a> {
     pub(super) mesh: Mesh,
-    /// The numbers of indices that inputs of integers choose from, by name.
+    /// The number of indices that integer inputs choose from, by name.
     pub(super) bounds: &'a BTreeMap<Arc<str>, usize>,
     /// The placements of the batch's tensors, if it is one joined batch that the ranks share.
     pub(super) joined: Option<&'a Expand>,
@@ -24,7 +24,7 @@ pub(super) struct Given<'a> {
 }
 
 impl Given<'_> {
-    /// Returns a rank's part of a value that is given.
+    /// Returns a rank's part of a given value.
     pub(super) fn of(&self, graph: &Graph, value: &Value, rank: usize) -> Result<Tensor, String> {
         let kind = Kind::of(value.dtype);
         match &value.role {
@@ -45,7 +45,7 @@ impl Given<'_> {
                     _ => drawn,
                 })
             }
-            // Every rank has running statistics of its own rows, unless they are of the joined batch.
+            // Every rank has running statistics of its own rows, unless the batch is joined.
             Role::Buffer(_) => {
                 let of = if self.joined.is_some() {
                     0
@@ -105,7 +105,7 @@ impl Given<'_> {
     }
 }
 
-/// Returns layout and whole shape of a value that is cut as a parameter is.
+/// Returns the layout and the whole shape of a value that is sharded like a parameter.
 pub(super) fn part_of<'a>(
     graph: &'a Graph,
     path: &str,
@@ -113,7 +113,7 @@ pub(super) fn part_of<'a>(
 ) -> Option<(&'a Layout, &'a [usize])> {
     let parameter = graph.parameter(path)?;
     let is_cut = !parameter.layout.is_whole() && !parameter.whole_states.contains(&value.id);
-    // What has an owner has its own shape there, states of another shape than the parameter among it.
+    // A value with an owner has its own shape there. This includes states whose shape differs from the parameter's.
     let shape = match parameter.layout.owner {
         Some(_) => &value.shape,
         None => &parameter.shape,
@@ -121,8 +121,8 @@ pub(super) fn part_of<'a>(
     is_cut.then_some((&parameter.layout, shape.as_slice()))
 }
 
-/// Returns a rank's part of a whole tensor of a kind, padded to its shape: flat shards with zeros, which norms add up, and parts
-/// along dims with what no other rank has, which nothing may read.
+/// Returns a rank's part of a whole tensor of a kind, padded to its shape. Flat shards are padded with zeros, because
+/// norms add them up. Parts along dims are padded with elements that no other rank has, because nothing may read them.
 pub(super) fn cut(
     (whole, kind): (&Tensor, Kind),
     layout: &Layout,
@@ -146,10 +146,10 @@ pub(super) fn cut(
     Ok(Tensor::new(shape, elements))
 }
 
-/// Flat places of elements, each in the whole tensor and in the part of a rank.
+/// Flat places of elements, each in the whole tensor and in a rank's part.
 type Places = Vec<(usize, usize)>;
 
-/// Returns the flat places of the elements that a rank holds, each in the whole tensor and in the rank's padded part.
+/// Returns the flat places of a rank's elements, each in the whole tensor and in the rank's padded part.
 pub(super) fn places(
     layout: &Layout,
     (whole, part): (&[usize], &[usize]),
@@ -207,7 +207,7 @@ fn constant(data: &TensorData, kind: Kind) -> Result<Tensor, String> {
     }
 }
 
-/// Returns the numbers of indices that the inputs of a graph choose from: the least of each.
+/// Returns, for each input of a graph, the number of indices that it chooses from: the smallest over its uses.
 pub(super) fn bounds(graph: &Graph) -> BTreeMap<Arc<str>, usize> {
     let mut sources: HashMap<TensorId, Arc<str>> = HashMap::new();
     for id in graph.inputs() {
@@ -232,7 +232,7 @@ pub(super) fn bounds(graph: &Graph) -> BTreeMap<Arc<str>, usize> {
     bounds
 }
 
-/// Returns the indices that an operation takes, and the length of the dim that they choose from.
+/// Returns the indices that an operation takes, and the length of the dim they choose from.
 fn chosen(operation: &OperationIr) -> Option<(&TensorIr, usize)> {
     use BaseOperationIr as Base;
     match operation {

@@ -3,7 +3,7 @@
 use super::field::{Element, add, inverse, mul, of_integer};
 use super::tensor::{Kind, Tensor, View};
 
-/// Returns the tensor in which every lane along `axes` is one element, made of it by `of`.
+/// Returns the tensor in which `of` reduces every lane along `axes` to one element.
 pub(super) fn reduced(
     input: &Tensor,
     axes: &[usize],
@@ -13,14 +13,14 @@ pub(super) fn reduced(
     let len: usize = axes.iter().map(|axis| input.shape[*axis]).product();
     let lanes = in_lanes(input, axes);
     let elements: Vec<Element> = match len {
-        // A lane of nothing is one, too.
+        // An empty lane also gives one element.
         0 => (0..shape.iter().product()).map(|_| of(&[])).collect(),
         len => lanes.elements.chunks_exact(len).map(of).collect(),
     };
     Tensor::new(shape, elements)
 }
 
-/// Returns the tensor of shape `shape` in which every lane along `axis` is what `of` makes of it.
+/// Returns the tensor of shape `shape` in which `of` is applied to every lane along `axis`.
 pub(super) fn along(
     input: &Tensor,
     axis: usize,
@@ -32,7 +32,7 @@ pub(super) fn along(
         0 => Vec::new(),
         len => lanes.elements.chunks_exact(len).flat_map(of).collect(),
     };
-    // The axis is last now, and goes back.
+    // The axis is last now, and moves back.
     let mut moved = shape.to_vec();
     let len = moved.remove(axis);
     moved.push(len);
@@ -42,7 +42,7 @@ pub(super) fn along(
     turned.taken(&turned.view().permuted(&back))
 }
 
-/// Returns the tensor with `axes` moved behind all other dims.
+/// Returns the tensor with `axes` moved after all other dims.
 fn in_lanes(input: &Tensor, axes: &[usize]) -> Tensor {
     let others = (0..input.shape.len()).filter(|axis| !axes.contains(axis));
     let permutation: Vec<usize> = others.chain(axes.iter().copied()).collect();
@@ -97,15 +97,15 @@ pub(super) fn rows<E>(tensor: &Tensor<E>) -> impl Iterator<Item = &[E]> {
     tensor.elements.chunks_exact(width)
 }
 
-/// Returns the places of the elements that indices along a dim choose: `index_at` gives the flat place of an index from
-/// those along all dims of the result.
+/// Returns the places of the elements that indices along a dim choose. `index_at` returns the flat place of an index
+/// from the indices along all dims of the result.
 pub(super) fn places_along(
     shape: &[usize],
     view: &View,
     dim: usize,
     mut index_of: impl FnMut(usize) -> usize,
 ) -> Vec<usize> {
-    // The place in the other dims is that of a view in which the dim does not move.
+    // The place in the other dims comes from a view in which this dim does not move.
     let mut still = view.clone();
     still.shape = shape.to_vec();
     still.strides[dim] = 0;

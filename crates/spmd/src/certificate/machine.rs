@@ -1,4 +1,4 @@
-//! Ranks that run a graph in step, on exact tensors.
+//! Ranks that run a graph in lockstep, on exact tensors.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -13,10 +13,10 @@ use super::transport::exchanged;
 use crate::graph::{Absent, Collective, Graph, Node, Role, Stage, Update, Value};
 use crate::place::owned_of;
 
-/// What a graph does that has no meaning: it reads what is not there, say.
+/// An action of a graph that has no meaning, such as a read of a missing value.
 #[derive(Debug, Clone)]
 pub(super) struct Fault {
-    /// The node; the number of nodes for what is wrong after the last.
+    /// The node, or the number of nodes for a fault after the last one.
     pub(super) node: usize,
     pub(super) rank: usize,
     pub(super) reason: String,
@@ -26,21 +26,21 @@ pub(super) struct Fault {
 #[derive(Default)]
 struct Rank {
     values: Values,
-    /// Results of collectives under way, by the first value that the start reserves.
+    /// Results of collectives in flight, by the first value that the start reserves.
     started: HashMap<TensorId, Vec<Tensor>>,
-    /// Hashes of everything that nodes have written, if they are noted.
+    /// Hashes of everything that nodes wrote, if they are noted.
     written: HashMap<TensorId, u64>,
-    /// What another rank has of the graph that runs.
+    /// The values of the running graph that only another rank has.
     absent: Absent,
 }
 
-/// The ranks of a mesh, which run one node after the other, each of them on all ranks.
+/// The ranks of a mesh. Each node runs on all ranks before the next one.
 pub(super) struct Machine {
     mesh: Mesh,
     ranks: Vec<Rank>,
     known: Known,
     run: u64,
-    /// The placements of what is drawn, if the ranks divide one joined batch.
+    /// The placements of random values, if the ranks divide one joined batch.
     draws: Option<BTreeMap<TensorId, Vec<Placement>>>,
     notes: bool,
 }
@@ -58,7 +58,7 @@ impl Machine {
         }
     }
 
-    /// Notes hashes of all that nodes write.
+    /// Makes the machine note hashes of everything that nodes write.
     pub(super) fn noting(mut self) -> Self {
         self.notes = true;
         self
@@ -77,7 +77,7 @@ impl Machine {
         self.known.opaque.borrow().iter().cloned().collect()
     }
 
-    /// Returns the hash of what a node has written on a rank.
+    /// Returns the hash of a value that a node wrote on a rank.
     pub(super) fn written(&self, rank: usize, id: TensorId) -> Option<u64> {
         self.ranks.get(rank)?.written.get(&id).copied()
     }
@@ -87,7 +87,7 @@ impl Machine {
         self.ranks[rank].values.get(&id)
     }
 
-    /// Returns true if another rank owns a value of the graph that runs.
+    /// Returns true if another rank owns this value of the running graph.
     pub(super) fn is_absent(&self, rank: usize, id: TensorId) -> bool {
         self.ranks[rank].absent.contains(id)
     }
@@ -97,7 +97,7 @@ impl Machine {
         self.ranks[rank].values.insert(id, tensor);
     }
 
-    /// Begins a run: gives all ranks what they have not got from the run before, and a new batch.
+    /// Begins a run: gives all ranks a new batch and the values that the run before did not leave.
     pub(super) fn begin(&mut self, graph: &Graph, given: &Given<'_>) -> Result<(), Fault> {
         self.run = given.run;
         let owned = owned_of(graph);
@@ -120,7 +120,7 @@ impl Machine {
                 rank.values.remove(input);
             });
         }
-        // A pending gradient is there if the step before has left it, or no node may read it.
+        // A pending gradient exists only if the step before left it; otherwise no node may read it.
         let is_new =
             |value: &&Value| value.role.is_given() && !matches!(value.role, Role::Pending(_));
         for value in graph.values().filter(is_new) {
@@ -215,7 +215,7 @@ impl Machine {
         }
     }
 
-    /// Returns the node with the slice that this rank takes.
+    /// Returns the node with this rank's slice.
     fn shifted(&self, rank: usize, node: &Node) -> Result<Option<Node>, String> {
         let Some(shift) = &node.shift else {
             return Ok(None);
@@ -326,7 +326,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Makes the updates of values whose role `is_meant` holds of, all at once.
+    /// Applies the updates of values whose role satisfies `is_meant`, all at once.
     pub(super) fn update(
         &mut self,
         graph: &Graph,
@@ -354,7 +354,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Ends a run: makes the updates of values whose role `is_meant` holds of, and forgets what no later run may read.
+    /// Ends a run: applies the updates of values whose role satisfies `is_meant`, and drops the values that no later
+    /// run may read.
     pub(super) fn finish(
         &mut self,
         graph: &Graph,

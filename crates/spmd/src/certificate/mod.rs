@@ -1,6 +1,6 @@
-//! The certificate of a compiled plan: a proof, before it runs, that it computes what was traced.
+//! The certificate of a compiled plan: a proof, before it runs, that it computes the traced step.
 //!
-//! The README beside the code says what is proved, under which assumptions, and what is not seen.
+//! The README next to the code describes what is proved, under which assumptions, and the limits.
 
 mod attention;
 mod base;
@@ -36,12 +36,14 @@ pub use proof::Certificate;
 pub(crate) use proof::{Parts, Proof, checked_kernels};
 pub(crate) use twin::Scale;
 
-/// Proves that the last of these graphs computes what the first does, when the ranks of `mesh` divide the batch among
-/// them: each computes loss and gradients of its own rows, the optimizer steps with the means, clipped by `clip` if the
-/// plan clips, and the loss that comes out is the mean, too. The first graph is a trace of one rank; every other is what
-/// a pass has made of the one before it ([`Pipeline::stages`](crate::passes::Pipeline::stages)), and the last the plan.
+/// Proves that the last of these graphs computes the same as the first, when the ranks of `mesh` divide the batch among
+/// them. Each rank computes the loss and gradients of its own rows. The optimizer steps with the means, clipped by
+/// `clip` if the plan clips, and the reported loss is also the mean.
 ///
-/// Nothing runs, and no rank communicates: any rank may prove a plan alone.
+/// The first graph is a trace of one rank. Every other graph is the result of a pass on the one before it
+/// ([`Pipeline::stages`](crate::passes::Pipeline::stages)), and the last is the plan.
+///
+/// Nothing runs, and no rank communicates: a single rank may prove a plan.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -82,7 +84,7 @@ pub fn prove(stages: &[Graph], mesh: &Mesh, clip: Option<Clip>) -> Result<Certif
     })
 }
 
-/// Returns the number of products that a run of a graph of one rank takes, as its shapes tell.
+/// Estimates, from its shapes, the number of products in a run of a one-rank graph.
 pub(crate) fn work(graph: &Graph) -> u64 {
     let of_node = |node: &Node| {
         let elements = node.operation.nodes().into_iter();

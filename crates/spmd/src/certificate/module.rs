@@ -10,7 +10,7 @@ use super::pointwise::map;
 use super::products::{Convolution, accumulate, as_matrix, matmul, transposed};
 use super::tensor::{Kind, Tensor};
 
-/// Returns the geometry of a convolution of any number of dims from Burn's.
+/// Returns the geometry of a convolution of any number of dims from Burn's operation.
 macro_rules! convolution {
     ($op:expr, $x:expr, $weight:expr, $y:expr, $before:expr) => {
         Convolution {
@@ -151,7 +151,7 @@ impl Call<'_> {
         Ok(vec![one])
     }
 
-    /// Returns rows with statistics that are given, one of each for a channel.
+    /// Returns rows normalized with given statistics, one of each per channel.
     fn batch_norm(&self, op: &BatchNormOpIr) -> Result<Tensor, String> {
         let epsilon = self.scalar(0)?.element(Kind::Float);
         let x = self.get(&op.x)?;
@@ -166,7 +166,7 @@ impl Call<'_> {
         map(&x.shape, &[x, &mean, &rate, &beta], of)
     }
 
-    /// Returns the sums over all dims but that of the channels.
+    /// Returns the sums over all dims except the channels.
     fn bias_gradient(&self, grad: &TensorIr, out: &TensorIr) -> Result<Tensor, String> {
         let grad = self.get(grad)?;
         let axes: Vec<usize> = (0..grad.shape.len()).filter(|axis| *axis != 1).collect();

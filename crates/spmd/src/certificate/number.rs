@@ -8,7 +8,7 @@ use super::products;
 use super::scalar::Scalar;
 use super::tensor::{Kind, Tensor};
 
-/// A number that has the arithmetic of floats.
+/// A number with the arithmetic of floats.
 pub(super) trait Number: Copy + Default {
     const ONE: Self;
 
@@ -23,7 +23,7 @@ pub(super) trait Number: Copy + Default {
     fn index(self) -> usize;
     /// Returns the value of a function of one number, by name.
     fn function(name: &str, argument: Self) -> Self;
-    /// Returns the result of a step of a fused program; numbers that operands are, are given beside them.
+    /// Returns the result of a step of a fused program. A scalar operand is also given as a scalar.
     fn step(
         operation: PointwiseOperation,
         first: (Self, Option<Scalar>),
@@ -129,7 +129,7 @@ impl Number for f64 {
                 let density = (-0.5 * x * x).exp() / std::f64::consts::TAU.sqrt();
                 normal() + x * density
             }
-            // What has no value here differs from whatever a kernel says.
+            // A function without a value here differs from any kernel's result.
             _ => f64::NAN,
         }
     }

@@ -146,7 +146,7 @@ impl Call<'_> {
             Op::Powf(op) => self.powers(op)?,
             Op::PowfScalar(op) => self.power(op)?,
             Op::Recip(op) => self.unary(op, |_, a| inverse(a))?,
-            // An element of the field is a number.
+            // An element of the field is never NaN or infinite.
             Op::IsNan(op) | Op::IsInf(op) => self.unary(op, |_, _| 0)?,
             Op::IntoInt(op) => {
                 let input = self.get(&op.input)?;
@@ -184,7 +184,7 @@ impl Call<'_> {
     pub(super) fn bool(&self, operation: &BoolOperationIr) -> Result<Vec<Tensor>, String> {
         use BoolOperationIr as Op;
         let one = match operation {
-            // Zero and one are themselves in every type.
+            // Zero and one have the same representation in every type.
             Op::IntoFloat(op) | Op::IntoInt(op) => self.get(&op.input)?.clone(),
             Op::Not(op) => self.unary(op, |_, a| a ^ 1)?,
             Op::And(op) => self.two(op, |_, a, b| a & b)?,
@@ -252,7 +252,7 @@ impl Call<'_> {
 
     fn with_number(&self, op: &ScalarOpIr, of: Arithmetic) -> Result<Tensor, String> {
         let (kind, number) = (Kind::of(op.lhs.dtype), self.scalar(0)?);
-        // The inverse once, and not for every element: it takes sixty products.
+        // Computes the inverse once instead of per element: it takes sixty products.
         let (of, number) = match (kind, of) {
             (Kind::Float, Arithmetic::Div) => (Arithmetic::Mul, number.inverse()),
             _ => (of, number.element(kind)),

@@ -1,4 +1,4 @@
-//! What comes out of a step on all ranks, in a form that does not depend on how it is cut.
+//! The results of a step on all ranks, in a form that does not depend on sharding.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,15 +10,15 @@ use super::machine::{Fault, Machine};
 use super::tensor::Tensor;
 use crate::graph::{Graph, Role, Value};
 
-/// Tensors by name, for each rank the whole one.
+/// Tensors by name, each whole on every rank.
 pub(super) type Named = BTreeMap<String, Vec<Tensor>>;
 
-/// What comes out of a step, for each rank the whole tensor.
+/// The results of a step, each whole on every rank.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Outcome {
-    /// The loss, the outputs, and what replaces buffers.
+    /// The loss, the outputs, and the new values of buffers.
     pub(super) seen: Named,
-    /// What replaces parameters and states of the optimizer.
+    /// The new values of parameters and of the optimizer's states.
     pub(super) stepped: Named,
 }
 
@@ -34,7 +34,7 @@ pub(super) struct Difference {
 pub(super) const LOSS: &str = "the loss";
 
 impl Outcome {
-    /// Returns the outcome of a run that has come to its end, before its updates are made.
+    /// Returns the outcome of a finished run, before its updates are applied.
     pub(super) fn of(machine: &Machine, graph: &Graph) -> Result<Self, Fault> {
         let mut outcome = Self::default();
         let ranks = 0..machine.num_ranks();
@@ -79,7 +79,7 @@ impl Outcome {
         Ok(outcome)
     }
 
-    /// Returns what replaces the values that a graph replaces, and everything else.
+    /// Returns the new values that this graph's updates produce, and everything else.
     pub(super) fn divided(self, graph: &Graph) -> (Self, Self) {
         let replaced = graph.updates().iter().map(|update| update.into);
         let values = replaced.filter_map(|id| graph.value(id));
@@ -104,7 +104,7 @@ impl Outcome {
         self.seen.get(what).or(self.stepped.get(what))
     }
 
-    /// Returns the first difference of `got` from this.
+    /// Returns the first difference between this outcome and `got`.
     pub(super) fn difference(&self, got: &Self) -> Option<Difference> {
         for (what, expected) in self.tensors() {
             let difference = |rank, reason: String| {
@@ -144,14 +144,14 @@ impl Outcome {
         })
     }
 
-    /// Returns the number of elements that comparisons look at.
+    /// Returns the number of elements that a comparison covers.
     pub(super) fn num_elements(&self) -> usize {
         let tensors = self.tensors().flat_map(|(_, tensors)| tensors);
         tensors.map(Tensor::len).sum()
     }
 }
 
-/// Returns for each rank the whole of a value of which the ranks have these parts.
+/// Returns, for each rank, the whole of a value that the ranks hold in these parts.
 fn whole(
     machine: &Machine,
     graph: &Graph,
@@ -170,7 +170,7 @@ fn whole(
     Ok(vec![whole; parts.len()])
 }
 
-/// Returns the whole tensor of which every rank has a part. Ranks that have the same elements must agree on them.
+/// Returns the whole tensor from the parts of all ranks. Ranks that hold the same elements must agree on them.
 fn joined(
     machine: &Machine,
     (shape, layout): (&[usize], &Layout),

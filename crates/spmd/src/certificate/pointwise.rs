@@ -1,4 +1,4 @@
-//! Operations on elements, which tensors apply after broadcasting.
+//! Elementwise operations, which tensors apply after broadcasting.
 
 use burn_fsdp_kernels::PointwiseOperation;
 
@@ -6,7 +6,7 @@ use super::field::{Element, add, div, function, inverse, mul, neg, order, power,
 use super::scalar::Scalar;
 use super::tensor::{Kind, Tensor};
 
-/// Returns the tensor of what `of` makes of the operands' elements, at each place after broadcasting.
+/// Returns the tensor of `of` applied to the operands' elements, at each place after broadcasting.
 pub(super) fn map<E: Copy + Default>(
     shape: &[usize],
     operands: &[&Tensor<E>],
@@ -56,7 +56,7 @@ impl Arithmetic {
     }
 }
 
-/// Returns `base` to the power of a number: products for small integers, as they are equal to them.
+/// Returns `base` to the power of a number. Small integer powers are products, because they are equal to them.
 pub(super) fn power_of(base: Element, exponent: Scalar) -> Element {
     const LARGEST: f64 = 16.0;
     match exponent.number() {
@@ -90,7 +90,7 @@ pub(super) fn sign(a: Element) -> Element {
     }
 }
 
-/// Returns an element if another is above zero, and else zero.
+/// Returns `a` if `decides` is above zero, and zero otherwise.
 pub(super) fn where_above(decides: Element, a: Element) -> Element {
     match order(decides) > 0 {
         true => a,
@@ -103,7 +103,7 @@ pub(super) fn sigmoid_gradient(result: Element, grad: Element) -> Element {
     mul(grad, mul(result, sub(1, result)))
 }
 
-/// An operand of a step: the element, and the number where it is one.
+/// An operand of a step: the element, and the scalar if it is one.
 pub(super) type Operand = (Element, Option<Scalar>);
 
 /// Returns the result of a step of a fused program.

@@ -1,4 +1,4 @@
-//! The comparison of graphs: of each with the one before it, and of the parts of a step with the step.
+//! The comparison of each graph with the one before it, and of the parts of a step with the whole step.
 
 use std::collections::BTreeSet;
 use std::collections::btree_map::{BTreeMap, Entry};
@@ -21,32 +21,30 @@ use crate::place::Expand;
 /// A proof that a plan computes what was traced, on all its ranks.
 #[derive(Debug, Clone)]
 pub struct Certificate {
-    /// The ranks that the plan is for.
+    /// The number of ranks in the plan.
     pub num_ranks: usize,
-    /// The passes that made it, in order.
+    /// The applied passes, in order.
     pub passes: Vec<PassId>,
     /// Nodes of the plan.
     pub num_nodes: usize,
-    /// Tensors that come out of a step and were found equal, on each rank: loss, outputs, parameters, states, buffers.
+    /// Results of a step that were found equal on each rank: loss, outputs, parameters, states, buffers.
     pub num_tensors: usize,
     /// Elements that were compared.
     pub num_elements: usize,
-    /// Operations that stand for themselves: functions of which nothing is known but that equal operands give equal
-    /// results.
+    /// Operations that were taken as uninterpreted functions: only that equal operands give equal results is known.
     pub uninterpreted: Vec<String>,
-    /// Kernels that stand for what they are composed of, with how many forms of each were checked against that in 64-bit
-    /// floats.
+    /// Kernels that were taken as their composed forms, each with the number of forms that were checked against it in
+    /// 64-bit floats.
     pub checked_in_floats: BTreeMap<String, usize>,
-    /// Passes of the user, which change what the step means as they like, and the clipping of gradients behind them: it is not
-    /// proved that they are right.
+    /// User passes, which may change the meaning of the step, and gradient clipping after them. They are not proved.
     pub assumed: Vec<PassId>,
-    /// Fingerprint of the plan that runs, by which [`Mode::proved`](crate::Mode::proved) knows it: of all graphs of a step.
+    /// Fingerprint of the plan that runs, over all graphs of a step. [`Mode::proved`](crate::Mode::proved) compares it.
     pub plan: u64,
-    /// Time that the proof took.
+    /// Duration of the proof.
     pub elapsed: Duration,
 }
 
-/// Prints what was proved, in a line.
+/// Prints a summary in one line.
 impl fmt::Display for Certificate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
@@ -71,10 +69,10 @@ impl fmt::Display for Certificate {
     }
 }
 
-/// Steps one after the other: each begins with what the one before has left.
+/// Number of consecutive steps. Each begins with the state that the previous one left.
 const NUM_STEPS: usize = 2;
 
-/// What a plan is proved for.
+/// The setting of a proof.
 #[derive(Clone, Copy)]
 pub(crate) struct Proof<'a> {
     pub(crate) mesh: &'a Mesh,
@@ -87,15 +85,15 @@ pub(crate) struct Proof<'a> {
 /// The graphs of a step that has three.
 #[derive(Clone, Copy)]
 pub(crate) struct Parts<'a> {
-    /// Those of [`Iteration`](crate::passes::Iteration) or of [`MicroSteps`](crate::passes::MicroSteps), in the order of their
-    /// fields.
+    /// The graphs of [`Iteration`](crate::passes::Iteration) or of [`MicroSteps`](crate::passes::MicroSteps), in the
+    /// order of their fields.
     pub(crate) graphs: [&'a Graph; 3],
-    /// Micro-batches of a step; `None` where nodes of it run in the next one.
+    /// Micro-batches of a step; `None` if some of its nodes run in the next step.
     pub(crate) num_batches: Option<usize>,
 }
 
 impl<'a> Parts<'a> {
-    /// Returns the graph that tells which passes have made them.
+    /// Returns the graph that records the applied passes.
     fn plan(self) -> &'a Graph {
         match self.num_batches {
             None => self.graphs[1],
@@ -104,12 +102,12 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// Checks the kernels of several graphs against their composed forms, each beside its twin at small shapes or beside itself.
-/// Returns how many forms of each kernel there were.
+/// Checks the kernels of several graphs against their composed forms. Each graph is paired with its twin at small
+/// shapes or with itself. Returns the number of forms of each kernel.
 ///
 /// # Errors
 ///
-/// [`Error::NotCertified`] with a kernel that does not compute what it is composed of.
+/// [`Error::NotCertified`] with a kernel that differs from its composed form.
 pub(crate) fn checked_kernels<'a>(
     graphs: impl IntoIterator<Item = (&'a Graph, &'a Graph)>,
 ) -> Result<BTreeMap<String, usize>, Error> {
@@ -132,23 +130,24 @@ pub(crate) fn checked_kernels<'a>(
     Ok(all)
 }
 
-/// The numbers of indices that inputs choose from, by name.
+/// The number of indices that each input chooses from, by input name.
 type Bounds = BTreeMap<Arc<str>, usize>;
 
 impl Proof<'_> {
-    /// Proves that the last graph computes what the first does, if its kernels do what they are composed of.
+    /// Proves that the last graph computes the same as the first, if its kernels equal their composed forms.
     ///
     /// # Errors
     ///
-    /// [`Error::NotCertified`]; [`Error::NotProvable`] for a joined batch, of operations that the field knows nothing of.
+    /// [`Error::NotCertified`]; [`Error::NotProvable`] for a joined batch with operations that are unknown to the
+    /// field.
     pub(crate) fn of_passes(&self, stages: &[Graph]) -> Result<Certificate, Error> {
         let start = Instant::now();
         let [traced, .., plan] = stages else {
             return Err(Error::Internal("no pass has made a plan".to_owned()));
         };
         let bounds = bounds(traced);
-        // A pass of the user changes what the step means: what comes after it is compared with what it has left, and what comes
-        // before it with the trace.
+        // A user's pass changes the meaning of the step. The graphs before it are compared with the trace, and the
+        // graphs after it with its result.
         let (mut proved, mut opaque) = (Vec::new(), BTreeSet::new());
         for part in stages.chunk_by(|_, next| !is_assumed(next)) {
             let (expected, taken) = self.of_run(part, &bounds)?;
@@ -170,8 +169,8 @@ impl Proof<'_> {
         })
     }
 
-    /// Proves that the last of some graphs, between which no pass is the user's, computes what the first does. Returns what comes
-    /// out of its steps, and the operations that were taken as they are.
+    /// Proves that the last of some graphs, without a user's pass between them, computes the same as the first. Returns
+    /// the outcomes of its steps, and the operations that were taken as opaque.
     fn of_run(
         &self,
         stages: &[Graph],
@@ -188,7 +187,7 @@ impl Proof<'_> {
         if got.as_ref().is_ok_and(|got| *got == expected) {
             return Ok((expected, opaque));
         }
-        // A function of a whole tensor is another of a part of it, and may be right all the same.
+        // A function of a whole tensor is a different function of a part, so a difference may be no fault.
         Err(match self.joined.is_some() && !opaque.is_empty() {
             true => Error::NotProvable {
                 what: format!("by placements with {}", opaque.join(", ")),
@@ -197,13 +196,13 @@ impl Proof<'_> {
         })
     }
 
-    /// Proves that the three graphs of a step, run one after the other, compute the traced step: the last of `versions`, each of
-    /// which a pass has made of the one before it.
+    /// Proves that the three graphs of a step, run one after the other, compute the traced step. The plan is the last
+    /// of `versions`, each made by a pass from the one before it.
     ///
     /// # Errors
     ///
-    /// As [`of_passes`](Self::of_passes), with the first pass whose graphs do not compute it; [`Error::NotProvable`] if `stages`,
-    /// the graphs of the passes before, have been through one of the user that has changed what the step means.
+    /// As [`of_passes`](Self::of_passes), with the first pass whose graphs do not compute it. [`Error::NotProvable`] if
+    /// `stages`, the graphs of the passes before, include a user's pass that changed the meaning of the step.
     pub(crate) fn of_parts(&self, stages: &[Graph], versions: &[Parts<'_>]) -> Result<(), Error> {
         let (Some(traced), Some(last_version)) = (stages.first(), versions.last()) else {
             return Err(Error::Internal("a step has no graphs".to_owned()));
@@ -252,7 +251,7 @@ impl Proof<'_> {
         }
     }
 
-    /// Runs steps of which nodes run in the next one, and returns what comes out of each.
+    /// Runs steps with nodes that run in the next step, and returns the outcome of each.
     fn iterated<'g>(
         &self,
         machine: &mut Machine,
@@ -269,7 +268,7 @@ impl Proof<'_> {
             };
             let given = self.given(machine, bounds, step);
             let outcome = run(machine, graph, &given).map_err(|fault| (graph, fault))?;
-            // What moved is of the step before.
+            // The moved values belong to the step before.
             let (moved, own) = outcome.divided(cleanup);
             if let Some(before) = outcomes.last_mut() {
                 before.seen.extend(moved.seen);
@@ -282,7 +281,7 @@ impl Proof<'_> {
         Ok(outcomes)
     }
 
-    /// Runs steps of several micro-batches, and returns what comes out of each.
+    /// Runs steps of several micro-batches, and returns the outcome of each.
     fn accumulated<'g>(
         &self,
         machine: &mut Machine,
@@ -313,7 +312,7 @@ impl Proof<'_> {
         Ok(outcomes)
     }
 
-    /// Returns ranks to run a graph: one for the trace of a joined batch.
+    /// Returns the ranks that run a graph: one rank for the trace of a joined batch.
     fn machine(&self, graph: &Graph) -> Result<Machine, Error> {
         let mesh = match self.joined.is_some() && !is_divided(graph) {
             true => Mesh::line("one", 1)?,
@@ -331,7 +330,7 @@ impl Proof<'_> {
         }
     }
 
-    /// Returns what comes out of steps of a graph, with clipping as `like` has it.
+    /// Returns the outcomes of steps of a graph, with the clipping of `like`.
     fn outcomes(
         &self,
         machine: &mut Machine,
@@ -361,7 +360,7 @@ impl Proof<'_> {
         }
     }
 
-    /// Returns outcomes of one rank as those of all, for the trace of a joined batch.
+    /// Returns the outcomes of one rank as outcomes of all ranks, for the trace of a joined batch.
     fn on_all_ranks(&self, mut outcomes: Vec<Outcome>, graph: &Graph) -> Vec<Outcome> {
         if self.joined.is_some() && !is_divided(graph) {
             for outcome in &mut outcomes {
@@ -375,7 +374,7 @@ impl Proof<'_> {
         outcomes
     }
 
-    /// Returns the error of the first pass whose graph does not compute what the first graph does.
+    /// Returns the error of the first pass whose graph computes something else than the first graph.
     fn first_fault(&self, stages: &[Graph], bounds: &Bounds) -> Result<Error, Error> {
         let mut known: BTreeMap<bool, Vec<Outcome>> = BTreeMap::new();
         for pair in stages.windows(2) {
@@ -402,7 +401,7 @@ impl Proof<'_> {
         Ok(Error::Internal(lost))
     }
 
-    /// Returns the first node that writes another value than the graph before has of the same number.
+    /// Returns the first node that writes another value than the graph before under the same number.
     fn first_node(
         &self,
         (before, after): (&Graph, &Graph),
@@ -410,7 +409,7 @@ impl Proof<'_> {
     ) -> Result<Option<usize>, Error> {
         let noted = |graph: &Graph| {
             let mut machine = self.machine(graph)?.noting();
-            // What it has noted until it fails is enough.
+            // The values noted before a failure are enough.
             let _ = self.step(&mut machine, (graph, after), bounds, 0);
             Ok::<_, Error>(machine)
         };
@@ -443,8 +442,8 @@ fn is_divided(graph: &Graph) -> bool {
     graph.applied().contains(&PassId::InsertCollectives)
 }
 
-/// Returns true for what a pass has made that may mean something else than what it was made of: one of the user, or the clipping
-/// of gradients behind one, whose meaning is written down for the trace alone.
+/// Returns true if a pass may have changed the meaning: a user's pass, or gradient clipping after one, whose meaning
+/// is defined only for the trace.
 fn is_assumed(graph: &Graph) -> bool {
     let is_user = |pass: &PassId| matches!(pass, PassId::User(_));
     match graph.applied() {

@@ -1,5 +1,5 @@
-//! What a step means that was traced for one rank, when several divide the batch: each computes loss and gradients of
-//! its own rows, and the optimizer steps once, with the means over ranks and micro-batches.
+//! The meaning of a one-rank trace when several ranks divide the batch. Each computes the loss and gradients of its own
+//! rows, and the optimizer steps once, with the means over ranks and micro-batches.
 
 use std::collections::BTreeMap;
 
@@ -19,8 +19,8 @@ use crate::norm::{GRAD_NORM, scalars};
 /// The gradients of micro-batches, each the mean over ranks.
 type Gradients = BTreeMap<TensorId, Vec<Tensor>>;
 
-/// Runs a graph of one rank on each rank of the machine, once for each micro-batch, with the means of gradients and loss
-/// in place of its own.
+/// Runs a graph of one rank on each rank of the machine, once per micro-batch. The means replace each rank's own
+/// gradients and loss.
 pub(super) fn step(
     machine: &mut Machine,
     graph: &Graph,
@@ -59,7 +59,7 @@ pub(super) fn step(
     Ok(Outcome { seen, stepped })
 }
 
-/// Returns what comes out of a micro-batch under names that tell which of several it was.
+/// Returns the results of a micro-batch under names that include its index, if there are several.
 pub(super) fn of_batch(seen: Named, index: usize, num_batches: usize) -> Named {
     let name = |what: String| match num_batches {
         1 => what,
@@ -73,8 +73,8 @@ fn is_optimizer(node: &Node) -> bool {
     node.phase == Phase::Optimizer
 }
 
-/// Runs what comes before the optimizer, adds the gradients to those of the micro-batches before, and returns what comes
-/// out. Buffers have their new values then.
+/// Runs the nodes before the optimizer, appends the gradients to those from earlier micro-batches, and returns the
+/// results. Buffers then have their new values.
 fn forward_and_backward(
     machine: &mut Machine,
     graph: &Graph,
@@ -117,7 +117,7 @@ fn own(machine: &Machine, id: TensorId) -> Option<Vec<Tensor>> {
     ranks.map(|rank| machine.get(rank, id).cloned()).collect()
 }
 
-/// Scales the gradients by the factor that their norm as one vector asks for, and returns the norm.
+/// Scales the gradients by the clipping factor of their norm as one vector, and returns the norm.
 fn clip_means(graph: &Graph, means: &mut BTreeMap<TensorId, Tensor>, clip: &Clip) -> Tensor {
     let numbers = scalars(clip);
     let [limit, order] = [numbers[0], numbers[1]].map(Scalar::Number);

@@ -1,4 +1,4 @@
-//! Numbers that operations take beside tensors.
+//! The scalar arguments of operations.
 
 use burn_ir::ScalarIr;
 
@@ -6,12 +6,12 @@ use super::field::{Element, function, inverse, of_integer, of_number};
 use super::tensor::Kind;
 use crate::graph::Node;
 
-/// A number of an operation.
+/// A scalar argument of an operation.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Scalar {
-    /// One that is the same in every step.
+    /// A number that is the same in every step.
     Number(ScalarIr),
-    /// One that the optimizer computes anew in each step: any number, which is the same wherever it is used.
+    /// A number that the optimizer computes anew in each step: an unknown, the same wherever it is used.
     Symbol(Element),
 }
 
@@ -31,7 +31,7 @@ impl Scalar {
         all
     }
 
-    /// Returns the number as an element of tensors of that kind.
+    /// Returns the number as an element of tensors of this kind.
     pub(super) fn element(self, kind: Kind) -> Element {
         match (self, kind) {
             (Self::Symbol(element), _) => element,
@@ -41,7 +41,8 @@ impl Scalar {
         }
     }
 
-    /// Returns one over the number. Of a number it is that which a multiplication in place of the division would have.
+    /// Returns the reciprocal. For a known number it is the one that a multiplication would use in place of the
+    /// division.
     pub(super) fn inverse(self) -> Element {
         match self {
             Self::Symbol(element) => inverse(element),

@@ -28,7 +28,7 @@ pub(super) fn softmax<N: Number>(row: &[N]) -> Softmax<N> {
     }
 }
 
-/// Returns the gradient of the input of a softmax, of its result and the gradient of that.
+/// Returns the gradient of a softmax's input from its result and the result's gradient.
 pub(super) fn softmax_gradient<N: Number>(y: &Tensor<N>, grad: &Tensor<N>) -> Tensor<N> {
     two_rows(y, grad, |y, grad| {
         let along = dot(y, grad);

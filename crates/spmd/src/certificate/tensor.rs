@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::field::{Element, Hash, order};
 
-/// The elements of a tensor, by what Burn's type holds.
+/// The type of a tensor's elements, by Burn's type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// Floats of any width: elements of the field.
@@ -26,7 +26,7 @@ impl Kind {
         }
     }
 
-    /// Returns where an element is in the order of its kind.
+    /// Returns the position of an element in the order of its kind.
     pub(super) fn order(self, element: Element) -> i64 {
         match self {
             Self::Float => order(element),
@@ -66,7 +66,7 @@ impl<E: Copy> Tensor<E> {
         self.elements.len()
     }
 
-    /// Returns the tensor in another shape of as many elements.
+    /// Returns the tensor in another shape with the same number of elements.
     pub(super) fn reshaped(&self, shape: &[usize]) -> Result<Self, String> {
         let len: usize = shape.iter().product();
         match len == self.len() {
@@ -84,7 +84,7 @@ impl<E: Copy> Tensor<E> {
         Self::new(view.shape.clone(), elements.collect())
     }
 
-    /// Returns the view of all of it.
+    /// Returns a view of the whole tensor.
     pub(super) fn view(&self) -> View {
         View {
             strides: strides(&self.shape),
@@ -93,7 +93,7 @@ impl<E: Copy> Tensor<E> {
         }
     }
 
-    /// Returns the tensor with its dims of one element repeated to `shape`, to which dims are added in front.
+    /// Returns the tensor expanded to `shape`: dims of one element are repeated, and missing dims are added in front.
     pub(super) fn expanded(&self, shape: &[usize]) -> Result<Self, String> {
         match self.shape == shape {
             true => Ok(self.clone()),
@@ -103,7 +103,7 @@ impl<E: Copy> Tensor<E> {
 }
 
 impl Tensor {
-    /// Returns a number for all elements and the shape.
+    /// Returns a hash of all elements and the shape.
     pub(super) fn hash(&self) -> u64 {
         let mut hash = Hash::named("tensor");
         self.shape.iter().for_each(|dim| hash.write(*dim as u64));
@@ -114,9 +114,9 @@ impl Tensor {
     }
 }
 
-/// Returns a tensor of elements that follow from a seed.
+/// Returns a tensor of pseudorandom elements from a seed.
 pub(super) fn filled(seed: Hash, shape: &[usize], kind: Kind) -> Tensor {
-    /// Integers are small, as indices are.
+    /// Integers are small, like indices.
     const INTEGERS: u64 = 1 << 16;
     Tensor::from_fn(shape, |index| {
         let mut hash = seed;
@@ -130,7 +130,7 @@ pub(super) fn filled(seed: Hash, shape: &[usize], kind: Kind) -> Tensor {
     })
 }
 
-/// Returns how many elements apart the indices of each dim are.
+/// Returns the stride of each dim, in elements.
 pub(super) fn strides(shape: &[usize]) -> Vec<isize> {
     let mut strides = vec![1; shape.len()];
     for dim in (1..shape.len()).rev() {
@@ -200,7 +200,7 @@ impl View {
         })
     }
 
-    /// Returns a range of a dim, at every `step`th index: from the end where the step is negative.
+    /// Returns a range of a dim, at every `step`th index. A negative step starts from the end.
     pub(super) fn sliced(mut self, dim: usize, range: std::ops::Range<usize>, step: isize) -> Self {
         let len = range.len().div_ceil(step.unsigned_abs().max(1));
         let first = match step < 0 {

@@ -1,8 +1,9 @@
-//! The comparison of a graph with its twin: that of the same step at small shapes.
+//! The comparison of a graph with its twin, the graph of the same step at small shapes.
 //!
-//! A plan of the shapes of a run has too many elements to be run over the field. What is run is its twin, and this says that the
-//! two are one list of operations: node by node the same operation of the same values, with the same dims, numbers, collectives
-//! and marks of liveness. Sizes alone may differ, and only as those of the two traces do.
+//! A plan at the shapes of a run has too many elements to run over the field, so its twin runs instead. This module
+//! checks that the two are one list of operations. Node by node they have the same operation on the same values, with
+//! the same dims, numbers, collectives and marks of liveness. Only sizes may differ, and only as the sizes of the two
+//! traces do.
 
 use std::collections::BTreeSet;
 
@@ -14,27 +15,27 @@ use burn_ir::{BaseOperationIr, IrVisitorMut, OperationIr, ScalarIr, TensorId, Te
 use crate::error::{Error, ProofError};
 use crate::graph::{Flops, Graph, Node, Role};
 
-/// A size at the shapes of a run, and what it is at small ones.
+/// A size at the shapes of a run, and the corresponding small size.
 type Sizes = (usize, usize);
 
-/// How the sizes of a step at the shapes of a run go with those at small ones, as two traces of it tell.
+/// The correspondence between the sizes of a step at the shapes of a run and at small ones, taken from two traces.
 #[derive(Debug, Default)]
 pub(crate) struct Scale {
     /// Dims, numbers of elements, and ends of slices.
     sizes: BTreeSet<Sizes>,
     /// The sizes that differ, as fractions in lowest terms.
     ratios: BTreeSet<Sizes>,
-    /// Numbers of operations that differ, by their bits.
+    /// Differing scalars of operations, by their bits.
     numbers: BTreeSet<(u64, u64)>,
     /// Numbers of ranks among which a tensor may be divided.
     ranks: Vec<usize>,
-    /// The graph that was traced at the shapes of the run, and the other.
+    /// The graph traced at the shapes of the run, and the one at small shapes.
     traced: [Graph; 2],
 }
 
 impl Scale {
-    /// Compares two traces of a step, of which the second is of small shapes, and takes the sizes from them. The ranks of
-    /// `mesh` divide the step.
+    /// Compares two traces of a step and takes the sizes from them. The second has small shapes. The ranks of `mesh`
+    /// divide the step.
     ///
     /// # Errors
     ///
@@ -76,7 +77,7 @@ impl Scale {
         }
     }
 
-    /// Returns true if a size goes with another as those of the traces do, or as their parts on the ranks.
+    /// Returns true if two sizes correspond as in the traces, or as the parts of such sizes on the ranks.
     fn explains(&self, (a, b): Sizes) -> bool {
         let is_part = |ranks: &usize| {
             let part = |size: usize| size.div_ceil((*ranks).max(1));
@@ -89,7 +90,8 @@ impl Scale {
             || self.ranks.iter().any(is_part)
     }
 
-    /// Returns true if a number is its twin, or one of the trace's pairs, or a size or one over it.
+    /// Returns true if a number equals its twin, or if the two are a pair of the traces. Corresponding sizes, or their
+    /// reciprocals, are also accepted.
     fn explains_number(&self, (a, b): (f64, f64)) -> bool {
         let is_size = |a: f64, b: f64| {
             let is_whole = |of: f64| of >= 0.0 && of.fract() == 0.0 && of < 1e15;
@@ -210,7 +212,7 @@ impl Scale {
         }
     }
 
-    /// Returns true if constants have the same data, or each the data that was traced.
+    /// Returns true if constants have the same data, or if each has the traced data.
     fn is_known(&self, id: TensorId, graphs: [&Graph; 2]) -> bool {
         let [a, b] = graphs.map(|graph| graph.constants().get(&id));
         let is_traced = |(graph, own): (&Graph, _)| graph.constants().get(&id) == own;
@@ -228,12 +230,12 @@ fn lowest((a, b): Sizes) -> Sizes {
     (a / divisor.max(1), b / divisor.max(1))
 }
 
-/// A node without its sizes and numbers, and these.
+/// A node without its sizes and numbers, next to the extracted sizes and numbers.
 struct Form {
     node: Node,
     sizes: Vec<usize>,
     numbers: Vec<f64>,
-    /// Numbers that no shape changes.
+    /// Numbers that do not depend on shapes.
     fixed: Vec<u64>,
 }
 
@@ -279,7 +281,7 @@ impl Form {
     }
 
     fn visit(&mut self, operation: &mut OperationIr) {
-        // The numbers of these say what is done.
+        // The numbers of these operations specify what they do.
         let is_code = match &*operation {
             OperationIr::Custom(call) => matches!(
                 FusedOperation::named(&call.id),
@@ -327,7 +329,7 @@ impl Form {
     }
 }
 
-/// Returns how a partition cuts, of no elements.
+/// Returns how a partition cuts, with its sizes set to zero.
 fn without_size(partition: &Partition) -> Partition {
     let shards = partition.num_shards();
     let empty = match partition.sole_owner() {

@@ -1,4 +1,4 @@
-//! Values that the user has named, so that placements may be asked of them, or has put into regions.
+//! Values that the user named, so that placements can be requested for them, or put into regions.
 
 use std::collections::BTreeSet;
 
@@ -8,17 +8,17 @@ use super::Graph;
 use super::value::NamedActivation;
 
 impl Graph {
-    /// Declares that a placement is asked of a value by a name: until it is placed, every pass leaves it there.
+    /// Declares that a placement is requested for a value by name. Until it is placed, every pass keeps it.
     pub(crate) fn add_activation(&mut self, activation: NamedActivation) {
         self.results.activations.push(activation);
     }
 
-    /// Takes the values of which placements are asked out, to be placed.
+    /// Takes out the values with requested placements, to be placed.
     pub(crate) fn take_activations(&mut self) -> Vec<NamedActivation> {
         std::mem::take(&mut self.results.activations)
     }
 
-    /// Declares the values of a region, of which backward is to keep what comes in and goes out.
+    /// Declares the values of a region. Backward keeps the region's inputs and outputs.
     pub(crate) fn add_region(&mut self, values: BTreeSet<TensorId>) {
         self.results.regions.push(values);
     }
@@ -28,7 +28,7 @@ impl Graph {
         &self.results.regions
     }
 
-    /// Returns the values of which placements are asked.
+    /// Returns the values with requested placements.
     pub(super) fn activations(&self) -> impl Iterator<Item = TensorId> + '_ {
         let activations = self.results.activations.iter();
         activations.map(|activation| activation.value)

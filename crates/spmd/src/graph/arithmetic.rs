@@ -9,11 +9,11 @@ use super::storage::{Storage, storage_of};
 use crate::error::Error;
 
 impl Flops {
-    /// Counts the arithmetic of a graph on a rank, without what other ranks do for parameters that they own.
+    /// Counts the arithmetic of a graph on a rank. Nodes of other ranks, for parameters that they own, are excluded.
     ///
     /// # Errors
     ///
-    /// [`Error::Mesh`] for a rank that the graph has not.
+    /// [`Error::Mesh`] for a rank outside the graph's mesh.
     pub fn of_graph(graph: &Graph, rank: usize) -> Result<Self, Error> {
         let absent = graph.absent_on(rank)?;
         let mut sum = Self::default();
@@ -104,7 +104,7 @@ fn backward(gradient: &TensorIr, weight: &TensorIr) -> Flops {
     }
 }
 
-/// Returns the number of weights that make one element of the output.
+/// Returns the number of weights that contribute to one element of the output.
 fn per_channel(weight: &TensorIr) -> u64 {
     let channels = weight.shape.to_vec().first().copied().unwrap_or(1);
     elements(weight) / channels.max(1) as u64

@@ -8,18 +8,18 @@ use burn_fsdp_mesh::{Partition, ReduceOp};
 
 /// A collective operation of the schedule: the meaning of an `OperationIr::Custom` node.
 ///
-/// Its inputs and outputs are those of the node, one of each per part, in the same order:
+/// Its inputs and outputs are the node's, one of each per part, in the same order:
 ///
 /// | kind | input of a part | output of a part |
 /// |---|---|---|
 /// | all-gather | this rank's part, any shape of `chunk_len` elements | the whole, any shape of `num_elements` |
 /// | reduce-scatter | the whole, any shape | this rank's part, any shape of `chunk_len`, padding zero |
 /// | all-reduce | the whole | the whole |
-/// | all-to-all | for each rank in turn, what it gets of this rank's part | from each rank in turn, what it gave |
+/// | all-to-all | for each rank in turn, its share of this rank's part | from each rank in turn, what it gave |
 ///
-/// Where the operation is split in two nodes, that of stage [`Stage::Start`] has the inputs above and
-/// outputs of the shapes above that must not be read: their memory is being written. The node of
-/// stage [`Stage::Wait`] reads those and writes the results, in the same memory.
+/// If the operation is split in two nodes, the node with stage [`Stage::Start`] has the inputs above, and outputs of
+/// the shapes above. These must not be read while their memory is being written. The node with stage [`Stage::Wait`]
+/// reads them and writes the results, in the same memory.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Collective {
     /// Kind of the operation.
@@ -30,34 +30,34 @@ pub struct Collective {
     pub label: Arc<str>,
     /// The tensors that travel together.
     pub parts: Vec<CollectivePart>,
-    /// Reduction of addends; `None` where nothing is combined.
+    /// Reduction of addends; `None` if nothing is combined.
     pub reduction: Option<ReduceOp>,
     /// Role of the tensors in the step.
     pub payload: Payload,
-    /// The whole operation, or a half of it.
+    /// The whole operation, or one half of it.
     pub stage: Stage,
 }
 
 /// The kind of a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum CollectiveKind {
-    /// All-gather: every rank gets the shards of all.
+    /// All-gather: every rank gets the shards of all ranks.
     AllGather,
-    /// Reduce-scatter: every rank gets its shard of the combination of all.
+    /// Reduce-scatter: every rank gets its shard of the combination over all ranks.
     ReduceScatter,
-    /// All-reduce: every rank gets the combination of all.
+    /// All-reduce: every rank gets the combination over all ranks.
     AllReduce,
-    /// All-to-all: every rank gets its part along one dim of tensors of which each has a part along another.
+    /// All-to-all: every rank gets its part along one dim of tensors that are cut along another.
     AllToAll,
 }
 
-/// The role of the tensors that a collective moves, for passes that join and move collectives.
+/// The role of the tensors in a collective, for passes that join and move collectives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Payload {
     /// Parts of parameters, which are given and may be gathered at any time before their use.
     Parameter,
-    /// Gradients and the loss, whose results are read after backward: by the optimizer, by what clips them, or by a mean
-    /// over copies.
+    /// Gradients and the loss. Their results are read after backward: by the optimizer, by gradient clipping, or by a
+    /// mean over copies.
     Gradient,
     /// Values that the next operations read, or that do not exist before this node runs.
     Activation,
@@ -66,16 +66,16 @@ pub enum Payload {
 /// A tensor of a collective.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CollectivePart {
-    /// The parameter, gradient or other name of it.
+    /// Name of the tensor: the path of its parameter or gradient, or another name.
     pub path: Arc<str>,
     /// Partition of the elements among the ranks.
     pub partition: Partition,
     /// Partition after an all-to-all, along another dim. The tensor has one element for each pair of an element of
-    /// `partition` and one of this.
+    /// `partition` and an element of `across`.
     pub across: Option<Partition>,
     /// Type of the elements as they travel.
     pub dtype: DType,
-    /// Type of the elements of the result: another than `dtype` for a reduction, of which it may be a wider one.
+    /// Type of the result's elements. It may be wider than `dtype` for a reduction.
     pub result: DType,
 }
 
@@ -112,12 +112,12 @@ impl CollectivePart {
     }
 }
 
-/// The part of a collective that a node is: all of it, its start or its wait.
+/// The part of a collective in a node: all of it, its start or its wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Stage {
     /// The whole collective.
     Whole,
-    /// The start alone.
+    /// Only the start.
     Start,
     /// The wait for a collective that was started.
     Wait,
@@ -139,8 +139,8 @@ impl Collective {
         self.parts.iter().map(CollectivePart::num_bytes).sum()
     }
 
-    /// Returns the type of the results, where it is not that in which the addends of a reduction travel. It is one for
-    /// all parts.
+    /// Returns the type of the results, if it differs from the type in which a reduction's addends travel. It is the
+    /// same for all parts.
     pub fn widened(&self) -> Option<DType> {
         let mut parts = self.parts.iter();
         let widened = parts.find(|part| part.result != part.dtype);
@@ -174,7 +174,7 @@ impl CollectiveKind {
         self.operation().contract()
     }
 
-    /// Returns how often bytes go around a ring of the ranks: twice where a combination is then handed to all.
+    /// Returns the number of rounds over a ring of the ranks: two if a combination is then passed to all.
     pub fn rounds(self) -> u32 {
         let contract = self.contract();
         match contract.reduces && contract.gets.share == Share::Full {
@@ -183,8 +183,8 @@ impl CollectiveKind {
         }
     }
 
-    /// Returns the bytes that go around in each round, of tensors of `num_bytes`: all, or one rank's share where no
-    /// rank has all of them before or afterwards.
+    /// Returns the bytes that circulate in each round, for tensors of `num_bytes`. This is all of them, or one rank's
+    /// share if no rank has all of them before or afterwards.
     pub fn circulating_bytes(self, num_bytes: u64, num_ranks: usize) -> u64 {
         let contract = self.contract();
         match [contract.gives.share, contract.gets.share].contains(&Share::Full) {

@@ -7,23 +7,23 @@ use burn_ir::{FloatOperationIr, NumericOperationIr, OperationIr, RandomOpIr};
 
 use super::shift::AxisShift;
 
-/// The place of random numbers among all that a step draws from a seed. See [`Mode::seeded`](crate::Mode::seeded).
+/// The position of random numbers among all that a step draws from a seed. See [`Mode::seeded`](crate::Mode::seeded).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Draw {
     /// The seed.
     pub seed: u64,
     /// Number among the draws of a step, in the order in which they were traced.
     pub number: u32,
-    /// Shape of what is drawn, of which ranks take parts.
+    /// Shape of the whole draw. Ranks take parts of it.
     pub whole: Vec<usize>,
-    /// The parts that a rank takes, each along another dim; empty where it takes all.
+    /// The parts that a rank takes, each along another dim; empty if it takes everything.
     pub shifts: Vec<AxisShift>,
-    /// True if every rank draws for rows of its own, and numbers of its own for them.
+    /// True if every rank draws its own numbers, for its own rows.
     pub is_own: bool,
 }
 
 impl Draw {
-    /// Cuts what is drawn for each rank as the result lies.
+    /// Cuts the draw for each rank by the placements of the result.
     pub(crate) fn place(&mut self, placements: &[AxisPlacement]) {
         let mut local = self.whole.clone();
         self.shifts.clear();
@@ -43,7 +43,7 @@ impl Draw {
         }
     }
 
-    /// Returns where the part of a rank begins in each dim, which is at `along` of each mesh axis.
+    /// Returns the start of a rank's part in each dim. `along` returns the rank's index on a mesh axis.
     pub(crate) fn start(
         &self,
         along: impl Fn(&str) -> Result<usize, String>,
@@ -57,7 +57,7 @@ impl Draw {
     }
 }
 
-/// Returns what an operation draws, if it draws random numbers.
+/// Returns the draw of an operation, if it draws random numbers.
 pub(crate) fn random_of(operation: &OperationIr) -> Option<&RandomOpIr> {
     match operation {
         OperationIr::Float(_, FloatOperationIr::Random(op))

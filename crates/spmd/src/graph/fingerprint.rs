@@ -9,9 +9,9 @@ use burn_ir::{OperationIr, ScalarIr};
 use super::{Graph, Node};
 
 impl Graph {
-    /// Returns a number that is equal for equal graphs, whatever the process or rank. It covers schedule, shapes,
-    /// roles, updates and the data of constants, and no scalars that change from step to step: a graph that one rank has
-    /// traced earlier than another is the same.
+    /// Returns a number that is equal for equal graphs on every process and rank. It covers schedule, shapes, roles,
+    /// updates and the data of constants. It excludes scalars that change from step to step, so a graph has the same
+    /// number on ranks that traced it at different steps.
     pub fn fingerprint(&self) -> u64 {
         let mut hasher = Fingerprint::new();
         for value in self.values.values() {

@@ -4,10 +4,10 @@ use std::ops::AddAssign;
 
 use serde::Serialize;
 
-/// The number of arithmetic operations on floats of one rank; a multiplication and an addition are two.
+/// The number of one rank's floating-point operations; a multiplication and an addition count as two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Flops {
-    /// Operations of matrix products, also those of linear layers: `2 m k n`.
+    /// Operations of matrix products, including linear layers: `2 m k n`.
     pub matmul: u64,
     /// Operations of convolutions: `2` times output elements times weights per output channel.
     pub convolution: u64,
@@ -25,7 +25,7 @@ impl Flops {
 
 impl AddAssign for Flops {
     fn add_assign(&mut self, other: Self) {
-        // A trillion parameters and millions of tokens are more than 64 bits count.
+        // A trillion parameters and millions of tokens overflow 64 bits.
         self.matmul = self.matmul.saturating_add(other.matmul);
         self.convolution = self.convolution.saturating_add(other.convolution);
         self.pointwise = self.pointwise.saturating_add(other.pointwise);

@@ -1,4 +1,4 @@
-//! The values of a graph that are held beyond its last node.
+//! The values of a graph that are kept after its last node.
 
 use std::collections::BTreeSet;
 
@@ -7,27 +7,27 @@ use burn_ir::TensorId;
 
 use super::{Graph, Node, Role};
 
-/// What the ranks of each axis hold of a value that waits for the next step.
+/// The placements, one per axis, of a value that waits for the next step.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Carried {
-    /// A placement for each axis; none for values of the ranks' own.
+    /// A placement for each axis; `None` if each rank has its own value.
     pub(crate) on: Vec<Option<Placement>>,
-    /// The index of the owner along the axis that shards, if one rank has all of it.
+    /// The owner's index along the sharding axis, if one rank has the whole value.
     pub(crate) owner: Option<usize>,
 }
 
 impl Graph {
-    /// Declares what the ranks of each axis hold of a value that waits for the next step.
+    /// Declares the placements of a value that waits for the next step.
     pub(crate) fn carry(&mut self, id: TensorId, carried: Carried) {
         self.ranks.carried.insert(id, carried);
     }
 
-    /// Returns what the ranks of each axis hold of a value that waits for the next step.
+    /// Returns the placements of a value that waits for the next step.
     pub(crate) fn carried(&self, id: TensorId) -> Option<&Carried> {
         self.ranks.carried.get(&id)
     }
 
-    /// Returns the pending gradients that nodes read, and that no update replaces or hands on: the optimizer has taken
+    /// Returns the pending gradients that nodes read, and that no update replaces or passes on. The optimizer consumed
     /// them, and nothing reads them again.
     pub fn used_up(&self) -> Vec<TensorId> {
         let is_pending = |id: &TensorId| {
@@ -41,8 +41,8 @@ impl Graph {
         read.filter(|id| !updated.contains(id)).collect()
     }
 
-    /// Returns the values that must outlive the last node: the results, the sources of all updates, and given values that
-    /// no update replaces (the next step reads them again).
+    /// Returns the values that must outlive the last node: the results, the sources of all updates, and given values
+    /// without an update, which the next step reads again.
     pub fn kept(&self) -> BTreeSet<TensorId> {
         let replaced: BTreeSet<_> = self.updates.iter().map(|u| u.into).collect();
         let used: BTreeSet<_> = self.used_up().into_iter().collect();

@@ -1,10 +1,10 @@
-//! Graphs as Burn's.
+//! Conversion to Burn's graphs.
 
 use burn_ir::OperationIr;
 
 use super::Graph;
 
-/// Takes the operations as a graph of Burn's.
+/// Converts the operations to a graph of Burn's.
 impl From<&Graph> for burn_ir::GraphIr {
     fn from(graph: &Graph) -> Self {
         let operations: Vec<OperationIr> = graph

@@ -1,26 +1,25 @@
 //! The train step as data: values, and nodes in execution order.
 //!
-//! A [`Graph`] wraps Burn's own [`OperationIr`]. What it adds is what a train step needs to be
-//! placed, scheduled and planned:
+//! A [`Graph`] wraps Burn's own [`OperationIr`]. It adds the information for placing, scheduling and planning a train
+//! step:
 //!
-//! - The list of [`Node`]s **is the schedule**: they run in this order, on every rank. Every node
-//!   knows its [`Phase`]; collectives carry a typed [`Collective`] beside their `OperationIr::Custom`.
-//! - Every [`Value`] has a shape, a dtype and a [`Role`], which says by path what it is: parameter,
-//!   buffer, input, gradient, optimizer state. Every value is written by one node at most (static
-//!   single assignment); values with no writer are given from outside, see [`Role::is_given`].
-//! - An [`Update`] feeds a value computed in one step back into a given value for the next: new
-//!   parameters, optimizer states and changed buffers. Updates happen together, after the last node.
-//! - Scalars that change from step to step (learning rate, bias correction) are not constants: their
-//!   node has a [`ScalarSlot`], and the executor patches them.
+//! - The list of [`Node`]s **is the schedule**: they run in this order, on every rank. Every node knows its [`Phase`].
+//!   Collectives have a typed [`Collective`] in addition to their `OperationIr::Custom`.
+//! - Every [`Value`] has a shape, a dtype and a [`Role`], which names it by path: parameter, buffer, input, gradient,
+//!   optimizer state. At most one node writes each value (static single assignment). Values without a writer are given
+//!   from outside, see [`Role::is_given`].
+//! - An [`Update`] feeds a value computed in one step back into a given value for the next: new parameters, optimizer
+//!   states and changed buffers. Updates happen together, after the last node.
+//! - Scalars that change from step to step (learning rate, bias correction) are not constants. Their node has a
+//!   [`ScalarSlot`], and the executor patches them.
 //!
-//! Shapes are those on **one rank**: passes that shard a value change its shape.
+//! Shapes are local to **one rank**: passes that shard a value change its shape.
 //!
 //! # Liveness
 //!
-//! A graph fresh from tracing has no [`OperationIr::Drop`] nodes, and every read is marked
-//! `ReadOnly`. The liveness pass marks the last read of a value `ReadWrite` (the backend takes the
-//! memory: it frees or reuses it in place) and adds drops for what cannot be marked.
-//! See [`passes`](crate::passes).
+//! A newly traced graph has no [`OperationIr::Drop`] nodes, and every read is marked `ReadOnly`. The liveness pass
+//! marks the last read of a value `ReadWrite`: the backend takes the memory, and frees it or reuses it in place. It
+//! adds drops for values that cannot be marked. See [`passes`](crate::passes).
 //!
 //! ```text
 //! %0 parameter fc.weight f32[4, 2]
@@ -86,47 +85,47 @@ pub struct Graph {
     /// The nodes in execution order.
     nodes: Vec<Node>,
     values: BTreeMap<TensorId, Value>,
-    /// Data of the values of role [`Role::Constant`].
+    /// Data of the values with role [`Role::Constant`].
     constants: BTreeMap<TensorId, Arc<TensorData>>,
-    /// Values of role [`Role::Input`], in the order of the batch.
+    /// Values with role [`Role::Input`], in the order of the batch.
     inputs: Vec<TensorId>,
-    /// Every parameter and buffer, in the order in which the module is visited.
+    /// All parameters and buffers, in visiting order.
     parameters: Vec<Parameter>,
     updates: Vec<Update>,
     results: Results,
-    /// Unit of each parameter, once they are assigned.
+    /// Unit of each parameter, after units are assigned.
     units: BTreeMap<Arc<str>, Arc<str>>,
     ranks: OnRanks,
     applied: Vec<PassId>,
-    /// The sizes by which passes decide.
+    /// The sizes that passes decide by.
     sizes: Sizes,
     next_id: u64,
 }
 
-/// How a graph lies on ranks.
+/// The distribution of a graph over ranks.
 #[derive(Debug, Clone, Default)]
 struct OnRanks {
-    /// The ranks that run the graph, once it is one of several ranks.
+    /// The ranks that run the graph, if it is for several ranks.
     mesh: Option<Mesh>,
-    /// The placements of values, one per axis of the mesh, as far as they were chosen by value.
+    /// The placements of values, one per axis of the mesh, where they were chosen by value.
     placements: BTreeMap<TensorId, Vec<Placement>>,
-    /// What the ranks of each axis hold of values that wait for the next step.
+    /// The placements of values that wait for the next step.
     carried: BTreeMap<TensorId, Carried>,
-    /// The owners of values that one rank has alone, once the last order is known.
+    /// The owners of values that only one rank has, after the final order is known.
     owned: BTreeMap<TensorId, Owner>,
 }
 
-/// What comes out of a step and is gone afterwards, and what the user has named on the way.
+/// The results of a step that do not outlive it, and the values that the user named on the way.
 #[derive(Debug, Clone, Default)]
 struct Results {
     loss: Option<TensorId>,
-    /// Values beside the loss, by name.
+    /// Outputs other than the loss, by name.
     outputs: BTreeMap<Arc<str>, TensorId>,
-    /// Number of the trace, by which the outputs are put together again.
+    /// Number of the trace, which determines how the outputs are put together again.
     template: usize,
-    /// Values of which placements are asked, until they are placed.
+    /// Values with requested placements, until they are placed.
     activations: Vec<NamedActivation>,
-    /// The values of forward that the user wants to be computed again, by region.
+    /// The values of forward that the user wants to recompute, by region.
     regions: Vec<BTreeSet<TensorId>>,
 }
 
@@ -141,23 +140,22 @@ impl Graph {
         &self.nodes
     }
 
-    /// Replaces the schedule. Values that no node mentions any more stay declared until
-    /// [`prune`](Self::prune).
+    /// Replaces the schedule. Values that no node mentions stay declared until [`prune`](Self::prune).
     pub fn set_nodes(&mut self, nodes: Vec<Node>) {
         self.nodes = nodes;
     }
 
-    /// Takes the schedule out, to be put back by [`set_nodes`](Self::set_nodes).
+    /// Takes out the schedule. [`set_nodes`](Self::set_nodes) puts it back.
     pub fn take_nodes(&mut self) -> Vec<Node> {
         std::mem::take(&mut self.nodes)
     }
 
-    /// Returns the sizes by which passes decide.
+    /// Returns the sizes that passes decide by.
     pub(crate) fn sizes(&self) -> &Sizes {
         &self.sizes
     }
 
-    /// Lets passes decide by these sizes.
+    /// Makes passes decide by these sizes.
     pub(crate) fn decide_by(&mut self, sizes: Sizes) {
         self.sizes = sizes;
     }
@@ -172,24 +170,24 @@ impl Graph {
         self.values.values()
     }
 
-    /// Returns the value of that id.
+    /// Returns the value with this id.
     pub fn value(&self, id: TensorId) -> Option<&Value> {
         self.values.get(&id)
     }
 
-    /// Returns the value of that id, to be changed. Nodes that mention it get a new shape or type by
-    /// [`sync_nodes`](Self::sync_nodes) only.
+    /// Returns the value with this id for changes. Only [`sync_nodes`](Self::sync_nodes) updates its shape and type in
+    /// nodes.
     pub fn value_mut(&mut self, id: TensorId) -> Option<&mut Value> {
         self.values.get_mut(&id)
     }
 
-    /// Numbers all values from here on beyond those of any step, so that a graph without an optimizer can run beside the
-    /// states of one.
+    /// Starts the ids of all further values beyond the ids of any step. A graph without an optimizer can then run next
+    /// to the states of a step.
     pub(crate) fn number_apart(&mut self) {
         self.next_id = self.next_id.max(1 << 32);
     }
 
-    /// Declares a value of a new id.
+    /// Declares a value with a new id.
     pub fn add_value(
         &mut self,
         shape: impl Into<Vec<usize>>,
@@ -207,18 +205,18 @@ impl Graph {
         self.values.insert(value.id, value);
     }
 
-    /// Returns an id that no value has.
+    /// Returns an unused id.
     fn fresh_id(&mut self) -> TensorId {
         let id = TensorId::new(self.next_id);
         self.next_id += 1;
         id
     }
 
-    /// Returns a value as an operation that reads it mentions it: read-only.
+    /// Returns a value as a read operand of an operation: read-only.
     ///
     /// # Errors
     ///
-    /// [`Error::Internal`] if there is none of that id.
+    /// [`Error::Internal`] if no value has this id.
     pub fn read(&self, id: TensorId) -> Result<TensorIr, Error> {
         let value = self.values.get(&id);
         value
@@ -226,7 +224,7 @@ impl Graph {
             .ok_or_else(|| Error::Internal(format!("value {} is not declared", id.value())))
     }
 
-    /// Returns a value as the operation that writes it mentions it: not yet initialised.
+    /// Returns a value as a written operand of an operation: not yet initialised.
     ///
     /// # Errors
     ///
@@ -269,12 +267,12 @@ impl Graph {
         Ok(node)
     }
 
-    /// Returns the data of the constants: values that are the same in every step.
+    /// Returns the data of the constants, which are the same in every step.
     pub fn constants(&self) -> &BTreeMap<TensorId, Arc<TensorData>> {
         &self.constants
     }
 
-    /// Declares a constant of that id.
+    /// Declares a constant with this id.
     pub fn insert_constant(&mut self, id: TensorId, data: Arc<TensorData>) {
         let shape = data.shape().to_vec();
         self.insert_value(Value::new(id, shape, data.dtype(), Role::Constant));
@@ -286,37 +284,37 @@ impl Graph {
         &self.inputs
     }
 
-    /// Declares an input, after those there are.
+    /// Declares an input, after the existing ones.
     pub fn add_input(&mut self, id: TensorId) {
         self.inputs.push(id);
     }
 
-    /// Returns every parameter and buffer of the module, in the order in which it is visited.
+    /// Returns all parameters and buffers of the module, in visiting order.
     pub fn parameters(&self) -> &[Parameter] {
         &self.parameters
     }
 
-    /// Returns the parameters and buffers, to be changed by passes that shard them.
+    /// Returns the parameters and buffers for changes, for passes that shard them.
     pub fn parameters_mut(&mut self) -> &mut Vec<Parameter> {
         &mut self.parameters
     }
 
-    /// Returns the parameter or buffer of that path.
+    /// Returns the parameter or buffer with this path.
     pub fn parameter(&self, path: &str) -> Option<&Parameter> {
         self.parameters.iter().find(|p| &*p.path == path)
     }
 
-    /// Returns the updates that are made after the last node.
+    /// Returns the updates, which happen after the last node.
     pub fn updates(&self) -> &[Update] {
         &self.updates
     }
 
-    /// Returns the updates, to be changed.
+    /// Returns the updates for changes.
     pub fn updates_mut(&mut self) -> &mut Vec<Update> {
         &mut self.updates
     }
 
-    /// Returns true if an update is the optimizer's: those of buffers are forward's.
+    /// Returns true if an update belongs to the optimizer; updates of buffers belong to forward.
     pub(crate) fn is_of_optimizer(&self, update: &Update) -> bool {
         let role = self.value(update.into).map(|value| &value.role);
         matches!(role, Some(Role::Parameter(_) | Role::State { .. }))
@@ -332,12 +330,12 @@ impl Graph {
         self.results.loss = Some(id);
     }
 
-    /// Returns the values beside the loss that come out of a step, by name.
+    /// Returns the outputs of a step other than the loss, by name.
     pub fn outputs(&self) -> &BTreeMap<Arc<str>, TensorId> {
         &self.results.outputs
     }
 
-    /// Declares that a value comes out of a step under a name.
+    /// Declares that a step returns a value under a name.
     pub fn set_output(&mut self, name: Arc<str>, id: TensorId) {
         self.results.outputs.insert(name, id);
     }
@@ -347,12 +345,12 @@ impl Graph {
         self.results.template
     }
 
-    /// Numbers the trace.
+    /// Sets the number of the trace.
     pub(crate) fn set_template(&mut self, number: usize) {
         self.results.template = number;
     }
 
-    /// Returns the values that come out of a step and are gone afterwards: the loss, and those beside it.
+    /// Returns the results of a step that do not outlive it: the loss and the other outputs.
     pub fn results(&self) -> impl Iterator<Item = TensorId> + '_ {
         self.results
             .loss
@@ -360,7 +358,7 @@ impl Graph {
             .chain(self.results.outputs.values().copied())
     }
 
-    /// Forgets batch, loss and outputs: the graph that is left needs no input.
+    /// Removes batch, loss and outputs. The remaining graph needs no input.
     pub fn detach_batch(&mut self) {
         self.inputs.clear();
         self.results.activations.clear();
@@ -368,7 +366,7 @@ impl Graph {
         self.results.outputs.clear();
     }
 
-    /// Returns the unit of a parameter, once units are assigned.
+    /// Returns the unit of a parameter, after units are assigned.
     pub fn unit(&self, path: &str) -> Option<&str> {
         self.units.get(path).map(AsRef::as_ref)
     }
@@ -383,24 +381,24 @@ impl Graph {
         self.ranks.mesh.as_ref().map_or(1, Mesh::size)
     }
 
-    /// Returns the mesh of the ranks that run this graph together; `None` for a graph of one rank alone.
+    /// Returns the mesh of the ranks that run this graph together; `None` for a graph of a single rank.
     pub fn mesh(&self) -> Option<&Mesh> {
         self.ranks.mesh.as_ref()
     }
 
-    /// Declares which ranks the graph is for.
+    /// Declares the ranks of the graph.
     pub fn set_mesh(&mut self, mesh: Mesh) {
         self.ranks.mesh = Some(mesh);
     }
 
     /// Returns the placements of a value, one per axis of the mesh, if
-    /// [`ExpandPlacements`](crate::place::ExpandPlacements) has chosen them. What passes add later has
-    /// none, unless it is another of what has.
+    /// [`ExpandPlacements`](crate::place::ExpandPlacements) chose them. Values that later passes add have none, unless
+    /// they correspond to a value that has them.
     pub fn placements(&self, id: TensorId) -> Option<&[Placement]> {
         self.ranks.placements.get(&id).map(Vec::as_slice)
     }
 
-    /// Returns true if the placements of values were chosen one by one: the batch is joined.
+    /// Returns true if the placements of values were chosen one by one, so the batch is joined.
     pub(crate) fn is_placed(&self) -> bool {
         !self.ranks.placements.is_empty()
     }
@@ -435,7 +433,7 @@ impl Graph {
         writers
     }
 
-    /// Returns the indices of the nodes that read each value, in order, drops left out.
+    /// Returns the indices of the nodes that read each value, in order, without drops.
     pub fn readers(&self) -> BTreeMap<TensorId, Vec<usize>> {
         let mut readers: BTreeMap<TensorId, Vec<usize>> = BTreeMap::new();
         for (index, node) in self.nodes.iter().enumerate() {
@@ -461,12 +459,12 @@ impl Graph {
         self.set_nodes(nodes);
     }
 
-    /// Writes the shapes and types of the values into one node that is not in the schedule yet.
+    /// Writes the shapes and types of the values into a node that is not yet in the schedule.
     pub fn sync_node(&self, node: &mut Node) {
         node::set_values(&mut node.operation, &self.values);
     }
 
-    /// Forgets temporary values and constants that nothing mentions any more.
+    /// Removes temporary values and constants that nothing mentions.
     pub fn prune(&mut self) {
         let read: HashSet<TensorId> = self.nodes.iter().flat_map(Node::inputs).collect();
         let mut mentioned = read.clone();
@@ -483,7 +481,7 @@ impl Graph {
         });
     }
 
-    /// Returns the collectives in the order in which they are started, for comparison between ranks.
+    /// Returns the collectives in start order, for comparison between ranks.
     pub fn collectives(&self) -> impl Iterator<Item = (usize, &Collective)> {
         let nodes = self.nodes.iter().enumerate();
         nodes.filter_map(|(index, node)| {

@@ -18,18 +18,18 @@ use super::value::Value;
 pub struct Node {
     /// Burn's operation. [`OperationIr::Custom`] for collectives, [`OperationIr::Drop`] for drops.
     pub operation: OperationIr,
-    /// Part of the step that the node belongs to.
+    /// Phase of the step that the node belongs to.
     pub phase: Phase,
     /// The collective that the node runs, if it runs one.
     pub collective: Option<Collective>,
-    /// Sources of those of the operation's scalars that change from step to step.
+    /// Sources of the operation's scalars that change from step to step.
     pub scalars: Vec<ScalarSlot>,
-    /// Path of the parameter that the node serves: for optimizer nodes, and operations on one parameter.
+    /// Path of the parameter that the node belongs to: for optimizer nodes, and operations on one parameter.
     pub path: Option<Arc<str>>,
-    /// Part of a slice that each rank takes; `None` for all other operations, and for slices that are equal on all
+    /// Part of a slice that each rank takes; `None` for all other operations, and for slices that are the same on all
     /// ranks.
     pub shift: Option<AxisShift>,
-    /// The random numbers of a seed that the node draws; `None` for all other operations, and for numbers of the
+    /// The random numbers that the node draws from a seed; `None` for all other operations, and for numbers from the
     /// backend's generator.
     pub draw: Option<Draw>,
     /// Properties of an operation that is not Burn's; `None` for all others, and before it is
@@ -39,21 +39,21 @@ pub struct Node {
 
 /// The properties of an operation that is not Burn's, for passes and plans.
 ///
-/// By default it is pure, not cheap, makes new memory for its results, and takes nothing beside it.
+/// By default it is pure, not cheap, makes new memory for its results, and takes no scratch memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CustomProfile {
-    /// True if equal operands give equal results, and nothing else happens: such a node may be dropped, repeated and
+    /// True if equal operands give equal results, without other effects. Such a node may be dropped, repeated, or
     /// merged with an equal one.
     pub is_pure: bool,
-    /// True if it costs hardly more than to read and write its operands: then backward may compute it again instead of
+    /// True if it costs little more than reading and writing its operands. Backward may then recompute it instead of
     /// keeping its result.
     pub is_cheap: bool,
-    /// Index of the input in whose memory the first result is written, if no other tensor holds that memory and the
-    /// input is all of it, in the order of its dims. Every other result is in memory of its own.
+    /// Index of the input whose memory the first result overwrites. This requires that no other tensor holds that
+    /// memory, and that the input covers all of it, in the order of its dims. Every other result has memory of its own.
     pub written_over: Option<usize>,
     /// Arithmetic operations of a call.
     pub flops: Flops,
-    /// Bytes that it allocates and frees while it runs, at most.
+    /// Most bytes that it allocates and frees while it runs.
     pub scratch_bytes: u64,
 }
 
@@ -69,7 +69,7 @@ impl Default for CustomProfile {
     }
 }
 
-/// Part of a train step.
+/// A phase of a train step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Phase {
     /// The computation of the loss from the batch.
@@ -90,24 +90,24 @@ impl fmt::Display for Phase {
     }
 }
 
-/// Host scalars of an optimizer operation: they are patched before each step.
+/// Host scalars of an optimizer operation, which are patched before each step.
 ///
-/// The optimizer's step is recorded anew before each step, and the scalars are those of the operation at
-/// `position` in it, for the parameter that the node serves ([`Node::path`]).
+/// The optimizer's step is recorded anew each time. The scalars come from the operation at `position` in it, for the
+/// node's parameter ([`Node::path`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ScalarSlot {
     /// Index of the operation in the optimizer's step.
     pub position: usize,
-    /// Place of its first scalar among those of the node.
+    /// Index of its first scalar among the node's scalars.
     pub first: usize,
     /// Number of its scalars.
     pub len: usize,
-    /// True if they are those of the step before: the node was moved here from there.
+    /// True if the scalars belong to the step before, because the node was moved here from there.
     pub is_of_before: bool,
 }
 
 impl Node {
-    /// Creates a node of that phase, with all other fields `None`.
+    /// Creates a node in this phase, with all other fields `None`.
     pub fn new(operation: OperationIr, phase: Phase) -> Self {
         Self {
             operation,
@@ -130,7 +130,7 @@ impl Node {
         Self::new(OperationIr::Drop(value), phase)
     }
 
-    /// Returns the ids of the values that it reads, as often as it mentions them.
+    /// Returns the ids of the values that it reads, once per mention.
     pub fn inputs(&self) -> impl Iterator<Item = TensorId> + '_ {
         self.operation.inputs().map(|tensor| tensor.id)
     }
@@ -140,12 +140,12 @@ impl Node {
         self.operation.outputs().map(|tensor| tensor.id)
     }
 
-    /// Returns true if the node frees a value and does nothing else.
+    /// Returns true if the node only frees a value.
     pub fn is_drop(&self) -> bool {
         matches!(self.operation, OperationIr::Drop(_))
     }
 
-    /// Returns true if the result may depend on what ran before, or on the other ranks: such a node is never dropped,
+    /// Returns true if the result may depend on earlier operations or on other ranks. Such a node is never dropped,
     /// repeated or merged with another.
     pub fn is_opaque(&self) -> bool {
         match (&self.operation, &self.custom) {
@@ -171,13 +171,13 @@ impl Node {
             }
         }
         let mut collect = Collect(Vec::new());
-        // Burn's visitor wants to mutate; the copy is not kept.
+        // Burn's visitor needs a mutable operation; the copy is dropped.
         self.operation.clone().visit_mut(&mut collect);
         collect.0
     }
 
-    /// Replaces the operation's scalars. Returns false if there are not as many as the operation has; scalars without a
-    /// new one keep their values then.
+    /// Replaces the operation's scalars. Returns false if the number of scalars differs; scalars without a new value
+    /// then keep theirs.
     pub fn set_scalar_values(&mut self, scalars: &[ScalarIr]) -> bool {
         struct Patch<'a>(std::slice::Iter<'a, ScalarIr>, bool);
         impl IrVisitorMut for Patch<'_> {
@@ -194,7 +194,7 @@ impl Node {
     }
 }
 
-/// Gives every tensor of an operation the id that `map` has for it.
+/// Gives every tensor of an operation its id in `map`.
 pub(crate) fn rename(operation: &mut OperationIr, map: &BTreeMap<TensorId, TensorId>) {
     struct Rename<'a>(&'a BTreeMap<TensorId, TensorId>);
     impl IrVisitorMut for Rename<'_> {

@@ -1,8 +1,7 @@
 //! The table of the traits of Burn's operations, for passes and rules.
 //!
-//! Each of Burn's enums of operations has one match here, and none of them has an arm for the rest. An
-//! operation that a later Burn adds does not compile until it has an entry here, so that none gets traits by
-//! accident.
+//! Each of Burn's enums of operations has one match here, and no match has a wildcard arm. An operation that a later
+//! Burn adds does not compile until it has an entry here, so no operation gets traits by accident.
 
 use burn_ir::{
     ActivationOperationIr, BaseOperationIr, BoolOperationIr, DistributedOperationIr,
@@ -12,22 +11,22 @@ use burn_ir::{
 /// A property of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Trait {
-    /// Elementwise on floats and their masks: every element of the results depends on the elements at its own place
-    /// alone, so that an optimizer of such operations may run on any part of a parameter.
+    /// Elementwise on floats and their masks: every element of the results depends only on the elements at its own
+    /// place. An optimizer of such operations can run on any part of a parameter.
     Elementwise,
     /// Pointwise: every element of the results depends on the elements at its own place, after broadcasting.
     Pointwise,
-    /// Cheap: computing the operation again costs no more than reading and writing memory.
+    /// Cheap: recomputing the operation costs no more than reading and writing memory.
     Cheap,
     /// Linear: addends of the operands give addends of the result.
     Linear,
-    /// Linear on floats, and not on integers, which are rounded.
+    /// Linear on floats, but not on integers, which are rounded.
     LinearOnFloats,
-    /// A view: the result is in the memory of the first operand, on a backend with strided views such as Flex.
+    /// A view: the result shares the memory of the first operand, on a backend with strided views such as Flex.
     View,
-    /// A cast: the result has the elements of the operand in a type that is given.
+    /// A cast: the result has the operand's elements in a given type.
     Cast,
-    /// Opaque: the result depends on what ran before, or on the other ranks.
+    /// Opaque: the result depends on earlier operations or on other ranks.
     Opaque,
 }
 
@@ -48,7 +47,7 @@ macro_rules! rows {
 
 /// Returns an operation's family, its entry, and the traits of the entry that do not hold in this family.
 fn entry(operation: &OperationIr) -> (&'static str, Option<Row>, &'static [Trait]) {
-    // The table speaks of floats; optimizers of integers are nobody's.
+    // The table describes floats, and no optimizer steps integers.
     const ON_INTEGERS: &[Trait] = &[Trait::Elementwise, Trait::LinearOnFloats];
     match operation {
         OperationIr::BaseFloat(op) => ("BaseFloat", Some(base(op)), &[]),

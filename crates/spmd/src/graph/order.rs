@@ -1,4 +1,4 @@
-//! The order of a graph's parameters, and the numbers that follow from it.
+//! The order of a graph's parameters, and the ids that follow from it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,8 +8,8 @@ use burn_ir::TensorId;
 use super::{Graph, rename};
 
 impl Graph {
-    /// Brings parameters and buffers into the order of these paths, and gives them the numbers that their places there have, as
-    /// graphs of one step must agree on. Those of other paths come last.
+    /// Sorts parameters and buffers in the order of these paths, and gives them the ids of their positions. All graphs
+    /// of a step must agree on these ids. Parameters with other paths come last.
     pub(crate) fn order_parameters<'a>(&mut self, paths: impl IntoIterator<Item = &'a Arc<str>>) {
         let paths: BTreeMap<&Arc<str>, usize> = paths.into_iter().zip(0..).collect();
         let place = |path: &Arc<str>| paths.get(path).copied().unwrap_or(usize::MAX);

@@ -1,4 +1,4 @@
-//! The values that one rank has alone, and what the other ranks leave out.
+//! The values that only one rank has, and the nodes that the other ranks skip.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -8,14 +8,14 @@ use burn_ir::{CustomOpIr, OperationIr, TensorId};
 use super::{Graph, Node};
 use crate::error::Error;
 
-/// The ranks that alone have a value: those at an index along an axis.
+/// The ranks that own a value: the ones at an index along an axis.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Owner {
     pub(crate) axis: Arc<str>,
     pub(crate) index: usize,
 }
 
-/// The values that a rank has not, since another one owns them.
+/// The values that a rank lacks, because another rank owns them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Absent(BTreeSet<TensorId>);
 
@@ -25,13 +25,13 @@ impl Absent {
         self.0.is_empty()
     }
 
-    /// Returns true if the rank has not this value.
+    /// Returns true if the rank lacks this value.
     pub fn contains(&self, id: TensorId) -> bool {
         self.0.contains(&id)
     }
 
-    /// Returns true if the rank leaves a node out: a combination of copies of which it has none, or any other
-    /// node but collectives whose results, or of a drop whose operand, it has not.
+    /// Returns true if the rank skips a node. It skips a drop if it lacks the operand, and a combination of copies if
+    /// it has none of them. It skips any other node, except collectives, if it lacks a result.
     pub fn skips(&self, node: &Node) -> bool {
         if self.0.is_empty() {
             return false;
@@ -39,7 +39,7 @@ impl Absent {
         let mut operands = node.inputs().chain(node.outputs());
         match (&node.collective, node.is_drop()) {
             (Some(collective), _) => {
-                // What goes to an owner, or comes from one, is for the ranks along the axis of the owners.
+                // Transfers to or from an owner involve all ranks along the axis of the owners.
                 let contract = collective.kind.contract();
                 contract.gives.share == contract.gets.share && operands.all(|id| self.contains(id))
             }
@@ -48,7 +48,8 @@ impl Absent {
         }
     }
 
-    /// Returns the call of an operation that is not Burn's with the operands that the rank has; `None` if it has all.
+    /// Returns the call of an operation that is not Burn's with only the operands that the rank has; `None` if it has
+    /// all.
     pub fn without(&self, call: &CustomOpIr) -> Option<CustomOpIr> {
         if !call.inputs.iter().any(|input| self.contains(input.id)) {
             return None;
@@ -58,8 +59,8 @@ impl Absent {
         Some(call)
     }
 
-    /// Returns a node with the operands that the rank has; `None` if it has all, or is not of a [custom
-    /// operation](Self::without).
+    /// Returns a node with only the operands that the rank has. `None` if it has all, or if the node is not a
+    /// [custom operation](Self::without).
     pub(crate) fn node_without(&self, node: &Node) -> Option<Node> {
         match &node.operation {
             OperationIr::Custom(call) if node.collective.is_none() => {
@@ -84,17 +85,17 @@ impl Graph {
         parameters.any(|parameter| parameter.layout.owner.is_some())
     }
 
-    /// Returns the values that a rank has not, since another one owns them: what it neither computes nor keeps. They are
-    /// known behind the pass [`Liveness`](crate::passes::Liveness).
+    /// Returns the values that a rank lacks, because another rank owns them: it neither computes nor keeps them. They
+    /// are known after the pass [`Liveness`](crate::passes::Liveness).
     ///
     /// # Errors
     ///
-    /// [`Error::Mesh`] for a rank that the mesh has not.
+    /// [`Error::Mesh`] for a rank outside the mesh.
     pub fn absent_on(&self, rank: usize) -> Result<Absent, Error> {
         self.absent_of(rank, &self.ranks.owned)
     }
 
-    /// Returns those of some values with owners that a rank has not.
+    /// Returns the owned values in `owned` that a rank lacks.
     pub(crate) fn absent_of(
         &self,
         rank: usize,

@@ -9,8 +9,8 @@ use super::node::Node;
 use super::value::{Role, Value};
 use crate::ranks::DATA_AXIS;
 
-/// Prints one line per given value, node and update; see the [module](super) for an example. Values that a node takes
-/// the memory of are marked with `!`.
+/// Prints one line per given value, node and update; see the [module](super) for an example. The mark `!` denotes a
+/// value whose memory a node takes.
 impl fmt::Display for Graph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for value in self.values.values().filter(|value| value.role.is_given()) {
@@ -69,7 +69,7 @@ impl fmt::Display for Line<'_> {
         write!(f, " {}", node.phase)?;
         if let Some(collective) = &node.collective {
             write!(f, " [{}]", collective.label)?;
-            // Where there is only one axis, it is data.
+            // The data axis is the default and is not printed.
             if *collective.axis != *DATA_AXIS {
                 write!(f, " on {}", collective.axis)?;
             }

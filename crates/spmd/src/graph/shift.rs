@@ -1,9 +1,9 @@
-//! Parts of a whole that begin elsewhere on each rank.
+//! Parts of a whole that begin at another offset on each rank.
 
 use std::sync::Arc;
 
-/// The dependence of a slice on the rank: the operation has the ranges of the first rank of an axis, and those of `dim`
-/// begin `len` elements later on every next one.
+/// The dependence of a slice on the rank. The operation has the ranges of the first rank of an axis. On every next
+/// rank, the range of `dim` begins `len` elements later.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct AxisShift {
     /// The mesh axis.

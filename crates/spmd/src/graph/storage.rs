@@ -1,4 +1,4 @@
-//! The memory of a node's outputs: new, or that of an input.
+//! The memory of a node's outputs: new memory, or an input's.
 
 use burn_ir::TensorId;
 
@@ -9,11 +9,11 @@ use super::operation::{Trait, is};
 /// The memory of a node's outputs, on a backend with strided views such as Flex.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Storage {
-    /// Memory of their own, unless the backend reuses that of an input it may take.
+    /// Memory of their own, unless the backend reuses the memory of an input it may take.
     New,
     /// The memory of this input, which the output keeps alive.
     View(TensorId),
-    /// The memory of the input of the same index, for each output.
+    /// For each output, the memory of the input with the same index.
     Same,
     /// No memory: the node writes nothing.
     None,
@@ -21,8 +21,8 @@ pub enum Storage {
 
 /// Returns the memory of the outputs of a node.
 ///
-/// `Reshape` is a view only where the strides of its input allow it; [`Storage::View`] is then the
-/// usual case, and a backend may copy instead.
+/// `Reshape` is a view only if the strides of its input allow it. [`Storage::View`] is then the usual case, and a
+/// backend may copy instead.
 pub fn storage_of(node: &Node) -> Storage {
     if let Some(collective) = &node.collective {
         return match collective.stage {

@@ -25,7 +25,7 @@ pub struct Value {
 pub enum Role {
     /// A parameter of the module, trained or frozen. Given.
     Parameter(Arc<str>),
-    /// A tensor of the module that is no parameter, such as a running mean. Given.
+    /// A tensor of the module that is not a parameter, such as a running mean. Given.
     Buffer(Arc<str>),
     /// A tensor of the batch. Given anew at each step.
     Input(Arc<str>),
@@ -36,8 +36,8 @@ pub enum Role {
         /// Name of the tensor in the optimizer's state, such as `momentum.moment_1`.
         slot: Arc<str>,
     },
-    /// A value of the step before, for nodes that run in the next one: the gradient of the parameter of that path, for an
-    /// optimizer that has been put off, or any other by its number. Given.
+    /// A value of the step before, for nodes that run in the next one. It is the gradient of the parameter with this
+    /// path, for a postponed optimizer, or any other value by its number. Given.
     Pending(Arc<str>),
     /// A tensor that is the same in every step. Given, see [`Graph::constants`](super::Graph::constants).
     Constant,
@@ -86,7 +86,7 @@ impl fmt::Display for Role {
 }
 
 impl Value {
-    /// Creates a value of that id.
+    /// Creates a value with this id.
     pub fn new(id: TensorId, shape: impl Into<Vec<usize>>, dtype: DType, role: Role) -> Self {
         Self {
             id,
@@ -121,28 +121,27 @@ impl Value {
 pub struct Parameter {
     /// Dotted path in the module.
     pub path: Arc<str>,
-    /// The value that nodes read. Its shape is that of this rank's part.
+    /// The value that nodes read. It has the shape of this rank's part.
     pub value: TensorId,
-    /// Shape of the whole.
+    /// Shape of the whole parameter.
     pub shape: Vec<usize>,
     /// Type of the elements.
     pub dtype: DType,
-    /// Layout of the value, of the gradient and of states of the parameter's shape.
+    /// Layout of the value, of the gradient, and of states with the parameter's shape.
     pub layout: Layout,
-    /// The complete gradient that the optimizer reads; `None` for buffers and for parameters that
-    /// are frozen or unused.
+    /// The complete gradient that the optimizer reads; `None` for buffers and for parameters that are frozen or unused.
     pub gradient: Option<TensorId>,
     /// The optimizer's states, in its order.
     pub states: Vec<TensorId>,
-    /// Those of the states that have another shape than the parameter, and are whole on each rank. A shard of the parameter
-    /// may have the shape of such a state, which is still whole.
+    /// The states with another shape than the parameter, which are whole on each rank. A shard of the parameter may
+    /// have the shape of such a state, which is still whole.
     pub whole_states: Vec<TensorId>,
-    /// True for a tensor that is no parameter: it is never sharded.
+    /// True for a tensor that is not a parameter. It is never sharded.
     pub is_buffer: bool,
 }
 
 impl Parameter {
-    /// Returns the number of elements of the whole.
+    /// Returns the number of elements of the whole parameter.
     pub fn num_elements(&self) -> usize {
         self.shape.iter().product()
     }
@@ -157,7 +156,7 @@ pub struct Update {
     pub from: TensorId,
 }
 
-/// A value that the user has named, so that a placement may be asked of it; several may have one name.
+/// A value that the user named, so that a placement can be requested for it. Several values can share a name.
 #[derive(Debug, Clone)]
 pub(crate) struct NamedActivation {
     pub(crate) name: Arc<str>,

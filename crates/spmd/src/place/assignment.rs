@@ -1,4 +1,4 @@
-//! Assignments: the ways to run an operation that its signature allows, and the choice of the cheapest.
+//! Assignments: the ways to run an operation that its signature allows, and the choice of the cheapest one.
 
 use std::collections::BTreeMap;
 
@@ -12,24 +12,24 @@ use crate::elements::{element_type, gathered_type};
 use crate::error::Error;
 use crate::graph::Node;
 
-/// The placements with which an operation runs: those that its inputs need, and those of its outputs.
+/// The placements with which an operation runs: the required ones of its inputs, and the resulting ones of its outputs.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Assignment {
     pub(super) inputs: BTreeMap<TensorId, On>,
     pub(super) outputs: BTreeMap<TensorId, On>,
 }
 
-/// A way to run on one axis.
+/// A way to run an operation on one axis.
 #[derive(Debug, Clone)]
 pub(super) enum Candidate {
     Whole,
     Cut(Letter),
-    /// Addends: these inputs, with their placement.
+    /// These inputs are addends, with this placement.
     Addends(Vec<TensorId>, Placement),
 }
 
 impl Values {
-    /// Chooses the way to run that costs the least, one axis after the other.
+    /// Chooses the cheapest way to run, one axis after the other.
     pub(super) fn choose(&self, node: &Node, signature: &Signature) -> Result<Assignment, Error> {
         let mut assignment = Assignment::default();
         for axis in 0..self.axes.len() {
@@ -69,7 +69,7 @@ impl Values {
         if self.axes[axis].num_ranks == 1 {
             return candidates;
         }
-        // A dim that only the results have is nothing to divide work by.
+        // A dim that only the results have gives no work to divide.
         let is_given = |letter: &Letter| {
             let mut inputs = signature.inputs.iter();
             inputs.any(|input| input.dim_of(*letter).is_some())
@@ -87,7 +87,7 @@ impl Values {
         candidates
     }
 
-    /// Returns the placement of a value on an axis if its only copy is of addends of a sum or mean.
+    /// Returns the placement of a value on an axis if its only copy consists of addends of a sum or mean.
     fn addend(&self, id: TensorId, axis: usize) -> Option<Placement> {
         match self.located.get(&id) {
             Some(Located::Placed(versions)) if versions.len() == 1 => {
@@ -102,7 +102,7 @@ impl Values {
         }
     }
 
-    /// Returns the assignment with one more axis; `None` where the operation cannot run like that.
+    /// Returns the assignment with one more axis; `None` if the operation cannot run like that.
     pub(super) fn extend(
         &self,
         signature: &Signature,
@@ -136,7 +136,7 @@ impl Values {
                     }
                 },
             };
-            // A tensor that is read twice lies in one way.
+            // A tensor that is read twice has one placement.
             match seen.insert(input.id, placement) {
                 Some(other) if other != placement => return None,
                 Some(_) => {}
@@ -156,7 +156,8 @@ impl Values {
                     }
                     None => {
                         let op = *signature.contracted.get(letter)?;
-                        // Nothing could bring addends together that are no floats, but a sum on its way to one.
+                        // Addends of a type other than float cannot be combined, except for a sum before its conversion
+                        // to float.
                         let (_, dtype) = self.whole.get(&output.id)?;
                         if element_type(*dtype).is_none() && op != ReduceOp::Sum {
                             return None;
@@ -170,14 +171,14 @@ impl Values {
         Some(next)
     }
 
-    /// Returns true if a letter can be cut on an axis: with padding only where the user's placements need it.
+    /// Returns true if a letter can be cut on an axis. Padding is allowed only where the user's placements need it.
     fn divides(&self, signature: &Signature, axis: usize, letter: Letter) -> bool {
         let num_ranks = self.axes[axis].num_ranks;
         signature.divides(letter, num_ranks)
             || self.is_padded[axis] && signature.divides_padded(letter, num_ranks)
     }
 
-    /// Returns true if an input is cut, or an addend, on that axis as the assignment needs it.
+    /// Returns true if, on this axis, an input is already cut or an addend as the assignment needs it.
     fn is_given(&self, assignment: &Assignment, axis: usize) -> bool {
         assignment.inputs.iter().any(|(id, on)| {
             let lies = |version: &Version| version.on[axis] == on[axis];
@@ -190,26 +191,26 @@ impl Values {
         })
     }
 
-    /// Returns the cost of bringing results on one axis to where they are asked to be; `None` if nothing is asked.
+    /// Returns the cost of bringing results to their requested placements on one axis; `None` if none is requested.
     fn asked_of(&self, assignment: &Assignment, axis: usize) -> Option<f64> {
         let costs = assignment.outputs.iter().filter_map(|(id, on)| {
             let asked = (*self.asked.get(id)?.get(axis)?)?;
             let num_bytes = self.num_bytes(id)?;
-            // Nothing brings a value there: it is refused when it is settled.
+            // There is no way to the requested placement. Settling the value returns the error.
             let way = moved(on[axis], asked, num_bytes, self.axes[axis].num_ranks);
             Some(way.unwrap_or(f64::INFINITY))
         });
         costs.reduce(|a, b| a + b)
     }
 
-    /// Returns the bytes of a value on one rank that has everything.
+    /// Returns the bytes of the whole value.
     fn num_bytes(&self, id: &TensorId) -> Option<f64> {
         let (shape, dtype) = self.whole.get(id)?;
         Some((shape.iter().product::<usize>() * dtype.size()) as f64)
     }
 
-    /// Returns the cost of the redistributions on one axis before a node can run; `None` where there is no way. With
-    /// `is_asked` a placement is asked of the result: a reduce-scatter then costs what it moves.
+    /// Returns the cost of the redistributions on one axis before a node can run; `None` if there is no way. With
+    /// `is_asked` a placement of the result is requested, so a reduce-scatter costs only what it moves.
     fn cost(&self, assignment: &Assignment, axis: usize, is_asked: bool) -> Option<f64> {
         let mut total = 0.0;
         for (id, on) in &assignment.inputs {
@@ -221,7 +222,7 @@ impl Values {
             let num_ranks = self.axes[axis].num_ranks;
             let ways = versions.iter().filter_map(|version| {
                 let (from, to) = (version.on[axis], on[axis]);
-                // Every type is gathered, floats alone are added up.
+                // Every type can be gathered, but only floats can be added up.
                 let movable = match from {
                     Placement::Replicate => true,
                     Placement::Shard(_) => gathered_type(*dtype).is_some(),

@@ -9,18 +9,19 @@ use crate::error::Error;
 use crate::graph::AxisPlacement;
 use crate::trace::LOSS_FACTOR;
 
-/// The user's own placements: of parameters by path, of the batch's tensors by name, on each axis of a
-/// mesh. What is not named is replicated.
+/// The user's own placements on each axis of a mesh: of parameters by path, and of the batch's tensors by name.
+/// Everything else is replicated.
 ///
-/// Patterns are those of [`Pattern`]: `*` stands for one name, `conv*` for the names that begin so, and `**`
-/// for any number of names. Where several match, the last one given for an axis counts. Optimizer states lie like their
-/// parameter, gradients are brought there, and buffers are always replicated.
+/// In a [`Pattern`], `*` matches one name, `conv*` matches the names with this prefix, and `**` matches any number of
+/// names. If several patterns match, the last one given for an axis counts. Optimizer states have their parameter's
+/// placement, gradients are brought to it, and buffers are always replicated.
 ///
-/// A dim of a parameter or named activation need not divide: its parts are those of `torch.chunk`, and the last ranks have
-/// fewer rows, or none. Reductions over such a dim that are no sums, and operations that index along it, run on all of it.
+/// A dim of a parameter or named activation need not divide evenly. Its parts are then the same as in `torch.chunk`,
+/// and the last ranks have fewer rows, or none. Reductions over such a dim other than sums, and operations that index
+/// along it, run on the whole dim.
 ///
-/// The feed-forward part of a transformer over the axis `model`, after Megatron-LM: the first layer
-/// is cut by columns, the second by rows, and one all-reduce joins its results:
+/// The example places the feed-forward part of a transformer on the axis `model`, after Megatron-LM. The first layer is
+/// cut by columns, the second by rows, and one all-reduce joins its results:
 ///
 /// ```
 /// use burn_fsdp_mesh::Placement::Shard;
@@ -40,7 +41,7 @@ pub struct Expand {
     activations: Vec<Wish>,
 }
 
-/// The placement that a pattern asks for on an axis.
+/// The placement that a pattern requests on an axis.
 #[derive(Debug, Clone, PartialEq)]
 struct Wish {
     pattern: Pattern,
@@ -61,35 +62,36 @@ impl Expand {
         self
     }
 
-    /// Places the batch's tensors that match `pattern` on `axis`. A batch that is one tensor has the
-    /// name `batch`, tuples have `0`, `1` and so on.
+    /// Places the batch's tensors that match `pattern` on `axis`. A batch of one tensor has the name `batch`; the
+    /// tensors of a tuple are named `0`, `1` and so on.
     ///
-    /// Where a dim is cut, every rank passes its own part to the step, in the order of the ranks on the
-    /// axis; ranks with the same place on that axis must pass the same.
+    /// If a dim is cut, every rank passes its own part to the step, in the order of the ranks on the axis. Ranks at the
+    /// same index on that axis must pass the same part.
     #[must_use]
     pub fn input(mut self, pattern: &str, axis: &str, placement: Placement) -> Self {
         self.inputs.push(Wish::new(pattern, axis, placement));
         self
     }
 
-    /// Places the activations that [`named_activation`](crate::named_activation) has given a name that matches `pattern`
-    /// on `axis`. On other axes they lie as what computes them leaves them; so do their gradients on all.
+    /// Places the activations whose name, given by [`named_activation`](crate::named_activation), matches `pattern` on
+    /// `axis`. On other axes they keep the placements in which they are computed. Their gradients do so on all axes.
     ///
-    /// What reads such an activation starts from there: a norm or a dropout of one that is cut along the tokens runs on
-    /// the tokens of each rank (sequence parallelism), and the product behind it gathers them.
+    /// The nodes that read such an activation start from this placement. If it is cut along the tokens, a norm or a
+    /// dropout runs on each rank's tokens (sequence parallelism), and the next product gathers them.
     #[must_use]
     pub fn activation(mut self, pattern: &str, axis: &str, placement: Placement) -> Self {
         self.activations.push(Wish::new(pattern, axis, placement));
         self
     }
 
-    /// Returns the patterns of the activations of which placements are asked.
+    /// Returns the patterns of the activations with requested placements.
     pub(crate) fn asked_activations(&self) -> Vec<Pattern> {
         let wishes = self.activations.iter();
         wishes.map(|wish| wish.pattern.clone()).collect()
     }
 
-    /// Returns the placements that are asked of an activation, on the axes of several ranks where they are.
+    /// Returns the requested placements of an activation, one per axis; `None` without a request or on an axis of one
+    /// rank.
     pub(super) fn asked(&self, name: &str, axes: &[AxisPlacement]) -> Vec<Option<Placement>> {
         let asked = |axis: &AxisPlacement| {
             let wish = last_wish(&self.activations, &axis.axis, name)?;
@@ -98,8 +100,8 @@ impl Expand {
         axes.iter().map(asked).collect()
     }
 
-    /// Returns the placements of an activation: those that are asked, and `now` on the other axes. `shape` is that on one
-    /// rank that has everything.
+    /// Returns the placements of an activation: the requested ones, and `now` on the other axes. `shape` is the whole
+    /// shape.
     pub(super) fn of_activation(
         &self,
         name: &str,
@@ -112,7 +114,7 @@ impl Expand {
             ..axis.clone()
         });
         let placed: Vec<_> = placed.collect();
-        // Addends on an axis of which nothing is asked stay addends.
+        // Addends stay addends on an axis without a request.
         let checked = placed.iter().zip(&asked).filter(|(axis, asked)| {
             asked.is_some() || !matches!(axis.placement, Placement::Partial(_))
         });
@@ -121,15 +123,15 @@ impl Expand {
         Ok(placed)
     }
 
-    /// Returns the first of these inputs that no pattern matches, if some inputs are cut: the others of the step say how
-    /// they lie.
+    /// Returns the first of these inputs that no pattern matches, if some inputs are cut. The step specifies the
+    /// placements of the others.
     pub(crate) fn unplaced<'a>(&self, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
         let cuts = |wish: &Wish| matches!(wish.placement, Placement::Shard(_));
         let mut names = names.filter(|_| self.inputs.iter().any(cuts));
         names.find(|name| !self.inputs.iter().any(|wish| wish.pattern.matches(name)))
     }
 
-    /// Adds the placements of inputs that `other` has and this has not.
+    /// Adds the input placements of `other` that this one lacks.
     pub(crate) fn add_inputs(&mut self, other: Self) {
         for wish in other.inputs {
             if !self.inputs.contains(&wish) {
@@ -142,7 +144,7 @@ impl Expand {
     ///
     /// # Errors
     ///
-    /// [`Error::Placement`] if it cannot lie as asked.
+    /// [`Error::Placement`] if the requested placements are impossible.
     pub(crate) fn of_parameter(
         &self,
         mesh: &Mesh,
@@ -154,7 +156,7 @@ impl Expand {
         Ok(cut(found))
     }
 
-    /// Returns the placements of a tensor of the batch, one per axis of the mesh. `shape` is that of the joined one.
+    /// Returns the placements of a tensor of the batch, one per axis of the mesh. `shape` is the joined shape.
     pub(crate) fn of_joined_input(
         &self,
         mesh: &Mesh,
@@ -166,12 +168,12 @@ impl Expand {
         Ok(cut(found))
     }
 
-    /// Returns the shape of the joined tensor of the batch of which a rank has `shape`.
+    /// Returns the joined shape of a tensor of the batch; `shape` is one rank's part.
     pub(crate) fn joined_shape(&self, mesh: &Mesh, name: &str, shape: &[usize]) -> Vec<usize> {
         joined(shape, &self.of_input(mesh, name))
     }
 
-    /// Returns the placements that are asked of an input. The factor of the loss is no tensor of the batch.
+    /// Returns the requested placements of an input. The loss factor is not a tensor of the batch.
     fn of_input(&self, mesh: &Mesh, name: &str) -> Vec<AxisPlacement> {
         match name == LOSS_FACTOR {
             true => placements(&[], mesh, name),
@@ -179,7 +181,7 @@ impl Expand {
         }
     }
 
-    /// Refuses patterns that match nothing, and axes that are not there.
+    /// Rejects patterns that match nothing, and unknown axes.
     pub(crate) fn check_names<'a>(
         &self,
         mesh: &Mesh,
@@ -187,7 +189,7 @@ impl Expand {
         inputs: impl Iterator<Item = &'a str> + Clone,
     ) -> Result<(), Error> {
         check_names("parameter", &self.parameters, mesh, parameters)?;
-        // Names of activations are known once the loss has been traced.
+        // Names of activations are only known after the loss is traced.
         for wish in &self.activations {
             mesh.axis(&wish.axis)?;
         }
@@ -217,13 +219,13 @@ fn placements(wishes: &[Wish], mesh: &Mesh, name: &str) -> Vec<AxisPlacement> {
     axes.collect()
 }
 
-/// Returns the wish that counts for a name on an axis.
+/// Returns the wish that counts for a name on an axis, the last one.
 fn last_wish<'a>(wishes: &'a [Wish], axis: &str, name: &str) -> Option<&'a Wish> {
     let mut latest = wishes.iter().rev();
     latest.find(|wish| wish.axis == axis && wish.pattern.matches(name))
 }
 
-/// Replicates on axes of one rank.
+/// Replicates values on axes of one rank.
 fn cut(mut placements: Vec<AxisPlacement>) -> Vec<AxisPlacement> {
     for axis in &mut placements {
         if axis.num_ranks == 1 {
@@ -233,7 +235,7 @@ fn cut(mut placements: Vec<AxisPlacement>) -> Vec<AxisPlacement> {
     placements
 }
 
-/// Returns the shape of the whole of which a rank has `shape`.
+/// Returns the whole shape; `shape` is one rank's part.
 fn joined(shape: &[usize], placements: &[AxisPlacement]) -> Vec<usize> {
     let mut joined = shape.to_vec();
     for axis in placements {
@@ -270,7 +272,7 @@ fn check(
         };
         let reason = match shape.get(dim) {
             None => format!("it has {} dims", shape.len()),
-            // Every rank passes its own part of an input, and all pass as much.
+            // Every rank passes its own part of an input, and all parts have the same size.
             Some(size) if what == "input" && !size.is_multiple_of(axis.num_ranks) => {
                 format!("{size} cannot be cut in {} equal parts", axis.num_ranks)
             }

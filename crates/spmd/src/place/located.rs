@@ -1,4 +1,4 @@
-//! The placements of the values of a step that is being placed.
+//! The placements of values while a step is being placed.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -19,32 +19,32 @@ pub(super) struct Version {
     pub(super) on: On,
 }
 
-/// The copies of a value of the graph before.
+/// The copies of a value of the original graph.
 #[derive(Debug, Clone)]
 pub(super) enum Located {
     /// Copies that exist, each with its placements.
     Placed(Vec<Version>),
-    /// No copy yet: this node, a constant, random or other deferred one, is emitted when a reader needs the value.
+    /// No copy yet. This deferred node, such as a constant or random numbers, is emitted when a reader needs the value.
     Floating(Arc<Node>),
 }
 
-/// The values of a step that is being placed.
+/// The values of a step while it is being placed.
 pub(super) struct Values {
     /// The axes of the mesh, with nothing cut on them.
     pub(super) axes: Vec<AxisPlacement>,
     pub(super) graph: Graph,
-    /// Shapes and types on one rank that has everything.
+    /// Whole shapes and types.
     pub(super) whole: HashMap<TensorId, (Vec<usize>, DType)>,
     pub(super) located: HashMap<TensorId, Located>,
-    /// The placements that are asked of a value, on the axes where they are: of a named activation, and of what it is
-    /// computed of element by element.
+    /// The requested placements of a value, where there are any. Named activations have requests, and so do the values
+    /// from which they are computed element by element.
     pub(super) asked: HashMap<TensorId, Vec<Option<Placement>>>,
-    /// For each axis, whether the user's placements cut a dim on it that does not divide.
+    /// For each axis, whether the user's placements cut a dim on it that does not divide evenly.
     pub(super) is_padded: Vec<bool>,
 }
 
 impl Values {
-    /// Returns the placements with the axes that they are on.
+    /// Returns the placements together with their axes.
     pub(super) fn described(&self, on: &On) -> Vec<AxisPlacement> {
         let axes = self.axes.iter().zip(on);
         axes.map(|(axis, placement)| AxisPlacement {
@@ -55,16 +55,16 @@ impl Values {
     }
 }
 
-/// Returns the placements alone.
+/// Returns the placements without their axes.
 pub(super) fn on(placements: &[AxisPlacement]) -> On {
     placements.iter().map(|axis| axis.placement).collect()
 }
 
-/// The node for which a value is redistributed.
+/// The node that a value is redistributed for.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Reader {
     pub(super) phase: Phase,
-    /// Path of the parameter that the node serves.
+    /// Path of the parameter that the node belongs to.
     pub(super) path: Option<Arc<str>>,
 }
 

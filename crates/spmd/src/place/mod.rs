@@ -2,18 +2,18 @@
 //!
 //! There are two ways to divide a step among ranks:
 //!
-//! - [`DataParallel`]: every rank runs the loss on its part of the batch, as in eager training, and
-//!   ranks combine gradients. Statistics inside the loss are those of the rank's part.
-//! - [`Expand`]: the loss is that of the **joined** batch, and every value of the step gets a
-//!   [`Placement`](burn_fsdp_mesh::Placement) on every axis of a mesh, by propagation from those of
-//!   parameters and inputs. This is tensor parallelism where parameters are cut, data parallelism where
-//!   the batch is, and both on a mesh with two axes; the result is that of one rank.
+//! - [`DataParallel`]: every rank runs the loss on its part of the batch, as in eager training, and ranks combine
+//!   gradients. Statistics inside the loss cover only the rank's part.
+//! - [`Expand`]: the loss covers the **joined** batch, and every value of the step gets a
+//!   [`Placement`](burn_fsdp_mesh::Placement) on every axis of a mesh, propagated from the placements of parameters and
+//!   inputs. This is tensor parallelism where parameters are cut, data parallelism where the batch is cut, and both on
+//!   a mesh with two axes. The result is the same as on one rank.
 //!
 //! # Propagation
 //!
-//! Every operation has a signature that names its dims as in an einsum, see the files of `rules`. On
-//! each mesh axis it then runs in the way that moves the fewest bytes: on whole operands, on operands cut
-//! along one letter, or on addends. Where an operand lies otherwise it is redistributed before:
+//! Every operation has a signature that names its dims as in an einsum; see the files in `rules`. On each mesh axis it
+//! runs in the way that moves the fewest bytes: on whole operands, on operands cut along one letter, or on addends. An
+//! operand with another placement is redistributed first:
 //!
 //! | from | to | how |
 //! |---|---|---|
@@ -23,11 +23,10 @@
 //! | `partial(sum or mean)` | `shard(d)` | reduce-scatter |
 //! | `shard(c)` | `shard(d)` | all-to-all; all-gather and slice where another axis cuts `d` |
 //!
-//! Parts of a dim that does not divide are padded, see `padding.rs`.
+//! The parts of a dim that does not divide evenly are padded, see `padding.rs`.
 //!
-//! Constants and random numbers are deferred: they have no placement until a node reads them, and are emitted with the
-//! placement that this reader needs, or where their name asks them to be. A value that has been redistributed once is not
-//! moved again.
+//! Constants and random numbers are deferred: they have no placement until a node reads them. They are emitted with the
+//! placement that this reader needs, or the one requested for their name. A redistributed value is not moved again.
 
 mod assignment;
 mod expand;
@@ -52,15 +51,15 @@ pub use burn_fsdp_mesh::{AxisPlacement, Strategy, local_shape};
 pub(crate) use search::{cut_inputs, least_communication_with};
 pub(crate) use typing::{check as check_types, owned_of, types_of};
 
-/// The layout of the parameters of a step whose batch the ranks divide.
+/// The layout of the parameters when the ranks divide the batch of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DataParallel {
-    /// One strategy for all parameters: sharded parameters are flat shards that are gathered for their use, and whose
+    /// One strategy for all parameters. Sharded parameters are flat shards: they are gathered when used, and their
     /// gradients are averaged by reduce-scatter.
     Strategy(Strategy),
-    /// Least communication: the batch is joined, and every parameter is replicated or cut along the dim that makes the
-    /// whole step move few bytes, see [`least_communication`].
+    /// Least communication: the batch is joined. Every parameter is replicated, or cut along a dim chosen so that the
+    /// whole step moves few bytes, see [`least_communication`].
     Automatic,
 }
 

@@ -1,5 +1,5 @@
-//! Values whose parts are padded: they are lengthened where they are cut, cleared where they are summed, and trimmed where they are
-//! gathered.
+//! Values with padded parts. They are lengthened before they are cut, cleared before they are summed, and trimmed after
+//! they are gathered.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::graph::{AxisPlacement, AxisShift, Role};
 
 impl Redistribution<'_> {
-    /// Lengthens a dim that is to be cut on an axis to a multiple of its ranks.
+    /// Lengthens a dim that will be cut on an axis to a multiple of its ranks.
     pub(super) fn lengthened(
         &mut self,
         id: TensorId,
@@ -38,7 +38,7 @@ impl Redistribution<'_> {
         Ok(out)
     }
 
-    /// Leaves out the padding of a dim that is whole again.
+    /// Removes the padding of a dim that is whole again.
     pub(super) fn trimmed(&mut self, id: TensorId, dim: usize) -> Result<TensorId, Error> {
         match self.shape(id)?[dim] == self.whole[dim] {
             true => Ok(id),

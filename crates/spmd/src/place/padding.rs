@@ -1,15 +1,15 @@
-//! Padding of parts that are not equal.
+//! Padding of unequal parts.
 //!
-//! Of a dim that does not divide, every rank holds as many rows as the first: the size of the whole over the number of
-//! ranks, rounded up, as `torch.chunk` cuts it. The last ranks have fewer rows, and padding behind them, so that one graph
-//! is that of all ranks. **What is in padding means nothing**, and three rules keep it where it is:
+//! A dim that does not divide evenly is cut as in `torch.chunk`: every rank holds as many rows as the first, the size
+//! of the whole over the number of ranks, rounded up. The last ranks have fewer rows, followed by padding, so all ranks
+//! share one graph. **Padding has no meaning**, and three rules keep it apart:
 //!
-//! 1. Operations that know each element along the dim by itself run on padding as on any row: what they make of it is
-//!    padding again.
-//! 2. What is summed over the dim has its padding cleared in every operand that is summed, and
-//!    so have gradients of parameters, of which norms are taken. Nothing else that combines rows runs on parts.
-//! 3. A value that is gathered is trimmed to its size, and one that is cut, scattered or exchanged is
-//!    lengthened before, by elements of its own.
+//! 1. Operations that treat each element along the dim independently also run on padding. Their results there are again
+//!    padding.
+//! 2. Before a sum over the dim, the padding of every summed operand is cleared. Gradients of parameters are also
+//!    cleared, because norms are taken of them. No other operation that combines rows runs on parts.
+//! 3. A value is trimmed to its size after it is gathered. Before it is cut, scattered or exchanged, it is lengthened
+//!    by elements of its own.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -20,23 +20,23 @@ use burn_ir::TensorId;
 use super::located::{On, Reader};
 use crate::graph::AxisPlacement;
 
-/// What was made of padding so far.
+/// The values made for padding so far.
 #[derive(Default)]
 pub(super) struct Padding {
-    /// The placements of values that were lengthened, of which no other copy is noted.
+    /// The placements of lengthened values, which are not noted as copies.
     pub(super) lengthened: BTreeMap<TensorId, On>,
-    /// Copies that were cleared along a dim for a reader: what one phase has made need not be there in another, nor in the part of
-    /// the optimizer of one parameter what that of another has made.
+    /// Copies that were cleared along a dim for a reader. A phase may lack the values that another phase made, and the
+    /// optimizer's part for one parameter may lack those of another.
     pub(super) cleared: HashMap<(TensorId, usize, Reader), TensorId>,
-    /// Masks, in the shape of the part that they are for.
+    /// Masks, in the shape of the part they apply to.
     pub(super) masks: HashMap<Mask, TensorId>,
 }
 
-/// What a mask of padding depends on.
+/// The properties that determine a mask of padding.
 #[derive(PartialEq, Eq, Hash)]
 pub(super) struct Mask {
     pub(super) axis: Arc<str>,
-    /// Shape of the part of a rank.
+    /// Shape of a rank's part.
     pub(super) part: Vec<usize>,
     pub(super) dim: usize,
     /// Size of the whole dim.
@@ -44,7 +44,7 @@ pub(super) struct Mask {
     pub(super) reader: Reader,
 }
 
-/// Returns the dim of a tensor of this shape whose parts on an axis have padding: one that is cut and does not divide.
+/// Returns the dim with padded parts on an axis, for a tensor of this shape: the cut dim, if it does not divide evenly.
 pub(super) fn padded_dim(axis: &AxisPlacement, shape: &[usize]) -> Option<usize> {
     let Placement::Shard(dim) = axis.placement else {
         return None;

@@ -18,21 +18,21 @@ use crate::Precision;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Payload, Phase, Role, local_shape, rename};
 
-/// The uses of a value that leaves the graph or goes to the optimizer: they fix its placements.
+/// The uses of a value that leaves the graph or goes to the optimizer. They determine its placements.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Destination {
-    /// Indices of the parameters whose gradient the value is: those that are added to each other share one.
+    /// Indices of the parameters with this value as gradient. Parameters that are added to each other share one.
     pub(super) gradients: Vec<usize>,
     pub(super) is_loss: bool,
-    /// Names under which it comes out of the step.
+    /// Names under which the step returns it.
     pub(super) outputs: Vec<Arc<str>>,
-    /// Indices of the updates that the value is the source of.
+    /// Indices of the updates with this value as source.
     pub(super) updates: Vec<usize>,
-    /// Names under which placements are asked of it.
+    /// Names with placement requests for it.
     pub(super) activations: Vec<Arc<str>>,
 }
 
-/// A graph whose nodes are placed one after the other.
+/// A graph in the process of being placed, one node after the other.
 pub(super) struct Placer {
     /// The user's own placements.
     pub(super) expand: Expand,
@@ -43,20 +43,21 @@ pub(super) struct Placer {
     pub(super) destinations: HashMap<TensorId, Destination>,
     /// Placements of the parameters.
     pub(super) parameters: Vec<On>,
-    /// Gradients as the optimizer reads them.
+    /// Gradients in the placements that the optimizer reads.
     pub(super) settled: HashMap<TensorId, Vec<Version>>,
     pub(super) is_optimizing: bool,
-    /// The placements of copies that nothing reads any more, and of all that were there when the optimizer began.
+    /// The placements of copies that are no longer read, and of all copies from before the optimizer.
     pub(super) before: BTreeMap<TensorId, On>,
     /// Bytes that a rank has received so far.
     pub(super) moved: f64,
-    /// What was made of padding so far.
+    /// The values made for padding so far.
     pub(super) padding: Padding,
 }
 
 impl Placer {
-    /// Begins the optimizer's nodes. They read gradients with the placements of their parameters, and given values as
-    /// they are given: other copies belong to forward and backward, which may run at another time.
+    /// Begins the optimizer's nodes. They read gradients with the placements of their parameters, and given values in
+    /// the placements in which they are given. Other copies belong to forward and backward, which may run at another
+    /// time.
     pub(super) fn begin_optimizer(&mut self) {
         self.is_optimizing = true;
         self.before = self.placements();
@@ -72,7 +73,7 @@ impl Placer {
         }
     }
 
-    /// Redistributes the inputs as the assignment needs them, and appends the node.
+    /// Redistributes the inputs to the placements of the assignment, and appends the node.
     pub(super) fn emit(
         &mut self,
         node: &Node,
@@ -117,7 +118,7 @@ impl Placer {
         Ok(())
     }
 
-    /// Returns a copy of a value with the given placements; makes it if there is none.
+    /// Returns a copy of a value with the given placements, and makes it if there is none.
     pub(super) fn fetch(
         &mut self,
         id: TensorId,
@@ -160,7 +161,7 @@ impl Placer {
         Ok(new)
     }
 
-    /// Returns the type in which the addends of a gradient travel, if another than their own was asked for.
+    /// Returns the type in which the addends of a gradient travel, if it differs from their own.
     fn travels(&self, id: TensorId) -> Option<DType> {
         if self.precision == Precision::default() {
             return None;
@@ -195,7 +196,7 @@ impl Placer {
         })
     }
 
-    /// Clears the padding of a copy of a value along some of the dims that are cut, if they have any.
+    /// Clears the padding of a copy of a value along the cut dims that `dims` accepts, if they have any.
     fn cleared(
         &mut self,
         (id, copy): (TensorId, TensorId),
@@ -229,12 +230,12 @@ impl Placer {
                 self.values
                     .extend(&signature, &assignment, axis, &Candidate::Cut(letter))
             });
-            // Of a seed all ranks draw the same.
+            // With a seed, all ranks draw the same numbers.
             let is_random = node.is_opaque() && node.draw.is_none();
             let is_random = is_random && self.values.axes[axis].num_ranks > 1;
             let next = match cut {
                 Some(next) => Some(next),
-                // Ranks draw other numbers each: they draw parts, and gather them.
+                // Without a seed, ranks draw different numbers, so each draws a part, and the parts are gathered.
                 None if is_random => {
                     let letters = letters.iter().flatten();
                     let mut ways = letters.filter_map(|letter| {
@@ -304,7 +305,7 @@ impl Placer {
                 Some(Located::Placed(versions)) => versions[0].on.clone(),
                 _ => replicated.clone(),
             };
-            // A state that is the gradient itself.
+            // The value may be a state that equals the gradient.
             let settled = self.settled.get(&id).into_iter().flatten();
             let known = settled
                 .clone()
@@ -320,28 +321,28 @@ impl Placer {
         Ok(())
     }
 
-    /// Returns a gradient as its parameter lies, without padding that a norm would add up.
+    /// Returns a gradient in its parameter's placements, without padding that a norm would add up.
     fn gradient(&mut self, id: TensorId, on: &On, writer: &Reader) -> Result<TensorId, Error> {
         let fetched = self.fetch(id, on, writer)?;
-        // Backward goes on with what was there: this one may wait for others.
+        // Backward continues with the previous copies, because this one may be delayed.
         if fetched != id {
             self.forget(id, |version| version.id == fetched);
         }
         self.cleared((id, fetched), on, |_| true, writer)
     }
 
-    /// Lets nothing more read some copies of a value.
+    /// Removes some copies of a value, so that no later node reads them.
     fn forget(&mut self, id: TensorId, which: impl Fn(&Version) -> bool) {
         if let Some(Located::Placed(versions)) = self.values.located.get_mut(&id) {
             let forgotten = versions.extract_if(.., |version| which(version));
-            // They lie as they lie: types ask.
+            // The type check still needs their placements.
             self.before
                 .extend(forgotten.map(|version| (version.id, version.on)));
         }
     }
 
-    /// Brings a named activation to the placements that are asked of it. What reads it then finds it nowhere else, but
-    /// where it is given from outside.
+    /// Brings a named activation to its requested placements. Its readers then find no other copy, unless the value is
+    /// given from outside.
     pub(super) fn settle_activation(&mut self, id: TensorId, writer: &Reader) -> Result<(), Error> {
         let destination = self.destinations.get_mut(&id);
         let Some(destination) = destination.filter(|of| !of.activations.is_empty()) else {
@@ -376,8 +377,8 @@ impl Placer {
         Ok(())
     }
 
-    /// Brings named activations that are given from outside, such as inputs, which no node writes, to where they are
-    /// asked to be.
+    /// Brings named activations that are given from outside, such as inputs, to their requested placements. No node
+    /// writes them.
     pub(super) fn settle_given(&mut self) -> Result<(), Error> {
         let named = self.destinations.iter();
         let named = named.filter(|(_, destination)| !destination.activations.is_empty());
@@ -407,7 +408,7 @@ impl Placer {
         match self.destinations.get(&id) {
             Some(Destination { gradients, .. }) if !gradients.is_empty() => {
                 let path = self.values.graph.parameters()[gradients[0]].path.clone();
-                // Padding is cleared where the gradient comes: it cannot wait for others.
+                // Padding is cleared when the gradient arrives, so it cannot be delayed.
                 let mut all = gradients.iter();
                 let payload = match all.any(|index| self.is_padded(id, &self.parameters[*index])) {
                     true => Payload::Activation,
@@ -420,7 +421,7 @@ impl Placer {
         }
     }
 
-    /// Returns true if copies of a value that lie so have padding.
+    /// Returns true if copies of a value with these placements have padding.
     fn is_padded(&self, id: TensorId, on: &On) -> bool {
         let Some((whole, _)) = self.values.whole.get(&id) else {
             return false;
@@ -429,7 +430,7 @@ impl Placer {
         axes.iter().any(|axis| padded_dim(axis, whole).is_some())
     }
 
-    /// Settles the values that nothing has read so far, and returns the graph.
+    /// Settles the values that no node has read so far, and returns the graph.
     pub(super) fn finish(mut self) -> Result<Graph, Error> {
         self.settle_rest()?;
         let placements = self.placements();
@@ -454,7 +455,7 @@ impl Placer {
         placements
     }
 
-    /// Settles the values that nothing has read so far.
+    /// Settles the values that no node has read so far.
     pub(super) fn settle_rest(&mut self) -> Result<(), Error> {
         let mut left: Vec<_> = self.destinations.keys().copied().collect();
         left.sort_unstable();

@@ -19,8 +19,8 @@ use crate::graph::{AxisPlacement, Graph, NamedActivation, Node, Phase, Role, loc
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// Insertion of collectives by placement: turns a graph of one rank, over the joined batch, into that
-/// of each rank of a mesh. See the [module](super).
+/// Insertion of collectives by placement. The pass turns a graph of one rank, over the joined batch, into the graph of
+/// each rank of a mesh. See the [module](super).
 ///
 /// ```text
 /// before                                   after (w1 cut by columns, w2 by rows, on 2 ranks)
@@ -34,16 +34,16 @@ use crate::transform::GraphTransform;
 /// ```
 #[derive(Debug, Clone)]
 pub struct ExpandPlacements {
-    /// The user's placements, from which all others follow.
+    /// The user's placements. All others follow from them.
     pub expand: Expand,
     /// The mesh of the ranks.
     pub mesh: Mesh,
-    /// Types in which gradients travel. The casts of parameters are in the graph already.
+    /// Types in which gradients travel. The graph already contains the casts of parameters.
     pub precision: Precision,
 }
 
 impl ExpandPlacements {
-    /// Creates the pass for gradients that travel as they were computed.
+    /// Creates the pass. Gradients travel in the types in which they are computed.
     pub fn new(expand: Expand, mesh: Mesh) -> Self {
         let precision = Precision::default();
         Self {
@@ -91,10 +91,10 @@ impl GraphTransform for ExpandPlacements {
     }
 }
 
-/// Shapes and types of values on one rank that has everything.
+/// Whole shapes and types of values.
 type Shapes = HashMap<TensorId, (Vec<usize>, DType)>;
 
-/// A graph whose nodes' signatures are known, to be placed many times.
+/// A graph with known signatures of its nodes, to be placed many times.
 #[derive(Debug)]
 pub(super) struct Signed {
     /// The graph without its nodes.
@@ -114,7 +114,7 @@ impl Signed {
 }
 
 impl ExpandPlacements {
-    /// Returns the bytes that a rank receives in the graph of each rank; `None` if they are more than `limit`.
+    /// Returns the bytes that a rank receives in its graph; `None` if they exceed `limit`.
     pub(super) fn received(&self, signed: &Signed, limit: f64) -> Result<Option<f64>, Error> {
         let mut placer = self.begin(signed.graph.clone())?;
         for (node, signature) in &signed.nodes {
@@ -127,7 +127,7 @@ impl ExpandPlacements {
         Ok((placer.moved <= limit).then_some(placer.moved))
     }
 
-    /// Returns the placer before its first node: only given values have placements.
+    /// Returns the placer before its first node, when only given values have placements.
     fn begin(&self, mut graph: Graph) -> Result<Placer, Error> {
         graph.set_mesh(self.mesh.clone());
         let (expand, mesh) = (&self.expand, &self.mesh);
@@ -197,7 +197,7 @@ impl ExpandPlacements {
         Ok(placer)
     }
 
-    /// Returns for each axis whether the user's placements cut a dim on it that does not divide.
+    /// Returns for each axis whether the user's placements cut a dim on it that does not divide evenly.
     fn is_padded(
         &self,
         axes: &[AxisPlacement],
@@ -241,7 +241,7 @@ impl ExpandPlacements {
                 Role::Input(name) => name.clone(),
                 other => Arc::from(other.to_string()),
             };
-            // What was traced is the joined batch.
+            // The trace covers the joined batch.
             let shape = value.shape.clone();
             let placements = self.expand.of_joined_input(&self.mesh, &name, &shape)?;
             given.insert(*input, placements);
@@ -250,7 +250,7 @@ impl ExpandPlacements {
     }
 }
 
-/// Adds what the user reads or has named, and what replaces given values.
+/// Adds the values that the user reads or names, and the new values of given ones.
 fn add_results(graph: &mut Graph, destinations: &mut HashMap<TensorId, Destination>) {
     for (index, update) in graph.updates().iter().enumerate() {
         let destination = destinations.entry(update.from).or_default();
@@ -297,8 +297,9 @@ fn locate<'a>(
 }
 
 impl Placer {
-    /// Notes what is asked of named activations, and of the values from which they are computed element by element: the
-    /// sum of a product's addends and a bias is then reduced to where it is asked to be, and not to the whole first.
+    /// Notes the requests for named activations, and for the values from which they are computed element by element.
+    /// The sum of a product's addends and a bias is then reduced directly to its requested placement, not to the whole
+    /// first.
     fn look_ahead(&mut self, nodes: &[Node]) {
         let axes = &self.values.axes;
         for (id, destination) in &self.destinations {
@@ -371,7 +372,7 @@ impl Placer {
             });
         }
         if self.makes_gradient(node) {
-            // Addends are widened, and then added up, in the type in which gradients travel.
+            // Addends are first widened and then added up, in the type in which gradients travel.
             let linear = signature.clone().linear_in(node.operation.inputs());
             let strategy = self.values.choose(node, &linear)?;
             return self.emit(node, &linear, strategy);
@@ -380,7 +381,7 @@ impl Placer {
         self.emit(node, signature, strategy)
     }
 
-    /// Returns true if a node can be deferred until a reader needs its outputs: all of its inputs, if any, are
+    /// Returns true if a node can be deferred until a reader needs its outputs. All of its inputs, if any, must be
     /// deferred.
     fn is_made_of_nothing(&self, node: &Node) -> bool {
         // One rank draws its random numbers in the order of the graph.
@@ -388,7 +389,7 @@ impl Placer {
             return false;
         }
         let floats = |id| matches!(self.values.located.get(&id), Some(Located::Floating(_)));
-        // Few are, and the other answer takes longer.
+        // Few nodes pass this check, and the other one takes longer.
         node.inputs().all(floats) && rules::may_wait(&node.operation)
     }
 

@@ -19,8 +19,8 @@ use crate::graph::{
 const SLICE: f64 = 1e-3;
 
 /// Returns the cost of bringing one axis of a tensor from one placement to another, for the choice of assignments;
-/// `None` where there is no way. It is the bytes that a rank receives, but for slices and reduce-scatters, which cost
-/// more. `num_bytes` are those of the tensor as if this axis were replicated.
+/// `None` if there is no way. The cost is the number of bytes that a rank receives, except that slices and
+/// reduce-scatters cost more. `num_bytes` is the tensor's size as if this axis were replicated.
 pub(super) fn cost(
     from: Placement,
     to: Placement,
@@ -30,11 +30,11 @@ pub(super) fn cost(
     let moved = num_bytes * (num_ranks as f64 - 1.0) / num_ranks as f64;
     Some(match (from, to) {
         (from, to) if from == to => 0.0,
-        // Nothing moves, but a whole in its place would be better.
+        // A slice moves nothing, but a whole value is preferred.
         (Placement::Replicate, Placement::Shard(_)) => moved * SLICE,
         (Placement::Shard(_), Placement::Replicate) => moved,
         (Placement::Shard(_), Placement::Shard(_)) => moved / num_ranks as f64,
-        // As much as an all-reduce, lest a value is cut only because it has to be added up.
+        // The cost of an all-reduce, so a value is not cut only because it has to be added up.
         (Placement::Partial(_), Placement::Replicate) => 2.0 * moved,
         (Placement::Partial(_), Placement::Shard(_)) => 2.0 * moved * (1.0 + SLICE),
         (Placement::Replicate, Placement::Replicate) => 0.0,
@@ -42,8 +42,8 @@ pub(super) fn cost(
     })
 }
 
-/// Returns the cost as [`cost`] does, where a reduce-scatter costs the bytes that a rank receives: of values of which it is
-/// known that they are to be cut.
+/// Returns the same cost as [`cost`], except that a reduce-scatter costs the bytes that a rank receives. It is for
+/// values that are known to be cut.
 pub(super) fn moved(
     from: Placement,
     to: Placement,
@@ -64,8 +64,8 @@ struct Cut {
     across: Option<Partition>,
 }
 
-/// Returns the shape of all pieces of a value in the order of their ranks: the joined shape, where pieces that are side
-/// by side along `dim` are one after the other in memory.
+/// Returns the shape of all pieces of a value in the order of their ranks. It is the joined shape if adjacent pieces
+/// along `dim` are consecutive in memory.
 fn stacked(piece: &[usize], dim: usize, num_pieces: usize) -> Vec<usize> {
     match is_outermost(piece, dim) {
         true => {
@@ -77,7 +77,7 @@ fn stacked(piece: &[usize], dim: usize, num_pieces: usize) -> Vec<usize> {
     }
 }
 
-/// Returns true if pieces that are side by side along a dim are one after the other in memory.
+/// Returns true if adjacent pieces along a dim are consecutive in memory.
 fn is_outermost(piece: &[usize], dim: usize) -> bool {
     piece[..dim].iter().all(|size| *size == 1)
 }
@@ -94,14 +94,14 @@ pub(super) struct Redistribution<'a> {
     pub(super) moved: &'a mut f64,
     /// Shape of the whole value.
     pub(super) whole: &'a [usize],
-    /// What was made of padding so far.
+    /// The values made for padding so far.
     pub(super) padding: &'a mut Padding,
-    /// Type of the results of reductions, if it is another than that of their addends.
+    /// Type of the results of reductions, if it differs from the type of their addends.
     pub(super) result: Option<DType>,
 }
 
 impl Redistribution<'_> {
-    /// Redistributes the value `id` from the placements `from` to those of `to`, and returns the new value.
+    /// Redistributes the value `id` from the placements `from` to the placements `to`, and returns the new value.
     pub(super) fn run(
         &mut self,
         id: TensorId,
@@ -112,7 +112,7 @@ impl Redistribution<'_> {
         let mut id = id;
         let differs =
             |now: &[AxisPlacement], axis: usize| now[axis].placement != to[axis].placement;
-        // From dim to dim at once, unless another axis cuts that dim: its pieces would then be cut in turn.
+        // Moves from dim to dim directly, unless another axis cuts the target dim: its pieces would then be cut again.
         let is_free = |now: &[AxisPlacement], dim| {
             let mut placements = now.iter().map(|axis| axis.placement);
             placements.all(|placement| placement != Placement::Shard(dim))
@@ -129,8 +129,7 @@ impl Redistribution<'_> {
             id = self.all_to_all(id, (&now, axis), from, dim)?;
             now[axis].placement = Placement::Shard(dim);
         }
-        // First what makes dims longer, then what makes them shorter, so that as little as possible is
-        // added up.
+        // Dims are lengthened before others are shortened, so as little as possible is added up.
         for axis in 0..now.len() {
             if let Placement::Shard(dim) = now[axis].placement
                 && differs(&now, axis)
@@ -203,8 +202,8 @@ impl Redistribution<'_> {
         Ok(out)
     }
 
-    /// Gathers a value along `dim`: the pieces are put one after the other, and then side by side, and what lies behind the
-    /// end of the whole is left out.
+    /// Gathers a value along `dim`. The pieces are stacked, then moved next to each other, and everything beyond the
+    /// end of the whole is cut off.
     fn all_gather(
         &mut self,
         id: TensorId,
@@ -245,8 +244,8 @@ impl Redistribution<'_> {
         Ok(out)
     }
 
-    /// Exchanges a part along dim `from` for one along dim `to`: each rank gives every other the elements that belong
-    /// to both parts.
+    /// Exchanges a part along dim `from` for a part along dim `to`. Each rank sends every other rank the elements that
+    /// both parts contain.
     fn all_to_all(
         &mut self,
         id: TensorId,
@@ -275,7 +274,7 @@ impl Redistribution<'_> {
         self.trimmed(joined, from)
     }
 
-    /// Puts the pieces of a value along a dim one after the other in memory, in the order of their ranks.
+    /// Makes the pieces of a value along a dim consecutive in memory, in the order of their ranks.
     fn one_after_the_other(
         &mut self,
         id: TensorId,
@@ -296,7 +295,7 @@ impl Redistribution<'_> {
         self.permute(split, &order)
     }
 
-    /// Puts the pieces of a value of the shape of [`stacked`] side by side along their dim.
+    /// Moves the pieces of a value with the shape of [`stacked`] next to each other along their dim.
     fn side_by_side(
         &mut self,
         id: TensorId,
@@ -342,7 +341,7 @@ impl Redistribution<'_> {
         self.taken(id, dim, Some(shift), len)
     }
 
-    /// Takes the first `len` elements along a dim, or as many of each rank where there is a shift.
+    /// Takes the first `len` elements along a dim; with a shift, each rank takes its own `len` elements.
     pub(super) fn taken(
         &mut self,
         id: TensorId,
@@ -398,7 +397,7 @@ impl Redistribution<'_> {
         Ok(())
     }
 
-    /// Creates the node of a base operation, for the kind of tensor that `id` is.
+    /// Creates the node of a base operation, for the tensor kind of `id`.
     fn node(&self, id: TensorId, op: Base) -> Result<Node, Error> {
         let operation = match self.dtype(id)? {
             DType::Bool(_) => OperationIr::BaseBool(op),
@@ -456,12 +455,12 @@ impl Redistribution<'_> {
             label: self.label.clone(),
             parts: vec![part],
             reduction,
-            // Only what nothing reads on its way to the optimizer may wait for others.
+            // Only gradients that no node reads on the way to the optimizer may be delayed.
             payload: match self.payload {
                 Payload::Gradient if !is_last => Payload::Activation,
-                // A part of a weight is no weight.
+                // A part of a weight is not a weight.
                 _ if kind == CollectiveKind::AllToAll => Payload::Activation,
-                // Only what is given may be gathered earlier, and only for the model.
+                // Only given values may be gathered earlier, and only for the model.
                 Payload::Parameter if !self.graph.is_given(input) => Payload::Activation,
                 _ if self.reader.phase == Phase::Optimizer => Payload::Activation,
                 payload => payload,

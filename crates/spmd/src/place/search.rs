@@ -1,4 +1,5 @@
-//! The search for the placements of parameters that move few bytes: a descent, one group of parameters at a time, which may end at a local minimum.
+//! The search for the placements of parameters that move few bytes: a descent over groups of parameters, which may end
+//! at a local minimum.
 
 use std::collections::BTreeMap;
 
@@ -11,15 +12,14 @@ use crate::error::Error;
 use crate::graph::{Graph, Node, Phase, Role, Trait, is};
 use crate::trace::LOSS_FACTOR;
 
-/// Greatest number of rounds in which every group of parameters is tried.
+/// Greatest number of rounds. Each round tries every group of parameters.
 const MAX_SWEEPS: usize = 3;
 
-/// Finds placements of batch and parameters on one axis with which a step moves few bytes: the batch is cut along its
-/// first dim, and each parameter is replicated or cut along the dim that is best, given the others. Parameters whose
-/// paths differ in numbers alone have equal placements. Where cutting costs nothing, parameters are cut, to save
-/// memory.
+/// Finds placements of batch and parameters on one axis with which a step moves few bytes. The batch is cut along its
+/// first dim. Each parameter is replicated or cut along the best dim, given the others. Parameters with paths that
+/// differ only in numbers have equal placements. Parameters are cut if that costs nothing, to save memory.
 ///
-/// `graph` is one of [`trace`](crate::trace::trace), over the joined batch.
+/// `graph` comes from [`trace`](crate::trace::trace), over the joined batch.
 ///
 /// # Errors
 ///
@@ -28,15 +28,15 @@ pub fn least_communication(graph: &Graph, mesh: &Mesh, axis: &str) -> Result<Exp
     least_communication_with(graph, mesh, (axis, &[]), &Precision::default())
 }
 
-/// Finds placements as [`least_communication`] does, where the inputs of these names are the same on all ranks, and gradients
-/// travel in the types of `precision`.
+/// Finds placements as [`least_communication`] does. The inputs with names in `shared` are the same on all ranks, and
+/// gradients travel in the types of `precision`.
 pub(crate) fn least_communication_with(
     graph: &Graph,
     mesh: &Mesh,
     (axis, shared): (&str, &[Pattern]),
     precision: &Precision,
 ) -> Result<Expand, Error> {
-    // The bytes that a rank receives in a step; `None` if they are more than `limit`.
+    // The bytes that a rank receives in a step; `None` if they exceed `limit`.
     let moved = |signed: &Signed, expand: &Expand, limit: f64| {
         let pass = ExpandPlacements::new(expand.clone(), mesh.clone());
         pass.precision(precision.clone()).received(signed, limit)
@@ -68,7 +68,7 @@ pub(crate) fn least_communication_with(
                 }
                 let mut other = chosen.clone();
                 other.insert(pattern.clone(), placement);
-                // What the rules refuse is not chosen.
+                // Placements that the rules refuse are skipped.
                 let Ok(Some(bytes)) = moved(signed, &placed(&inputs, axis, &other), least) else {
                     continue;
                 };
@@ -120,8 +120,8 @@ fn placed(inputs: &Expand, axis: &str, chosen: &BTreeMap<String, Placement>) -> 
         })
 }
 
-/// Returns the graph without its optimizer, if that is elementwise: it moves nothing then, as states lie like their
-/// parameters and gradients are brought there, and it is most of the nodes.
+/// Returns the graph without its optimizer if that is elementwise. Such an optimizer moves nothing, because states have
+/// their parameters' placements and gradients are brought there. It is also most of the nodes.
 fn without_optimizer(graph: &Graph) -> Graph {
     let mut graph = graph.clone();
     let is_of_optimizer = |node: &Node| node.phase == Phase::Optimizer;

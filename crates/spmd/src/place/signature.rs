@@ -5,28 +5,26 @@ use std::collections::BTreeMap;
 use burn_fsdp_mesh::ReduceOp;
 use burn_ir::{TensorId, TensorIr};
 
-/// The name of a dim across the operands of one operation: dims of one letter go together.
+/// The name of a dim across the operands of one operation. Dims with the same letter belong together.
 pub(crate) type Letter = char;
 
 /// The dims of an operation's operands, named as in an einsum: a matrix product is `mk, kn -> mn`.
 ///
-/// An operation may run on parts of its operands that are cut along one letter: every operand with
-/// the letter is cut along its dim, and every other is whole. Results with the letter come out cut;
-/// those without are addends, if the letter is [contracted](Self::contracted), and otherwise the letter
-/// cannot be cut.
+/// An operation may run on parts of its operands that are cut along one letter. Every operand with the letter is cut
+/// along its dim, and every other operand is whole. Results with the letter are cut. Results without it are addends if
+/// the letter is [contracted](Self::contracted); otherwise the letter cannot be cut.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Signature {
     /// Inputs in the order of the operation.
     pub(crate) inputs: Vec<Operand>,
     /// Outputs in the order of the operation.
     pub(crate) outputs: Vec<Operand>,
-    /// The letters over which results are combined, and how.
+    /// The letters over which results are combined, and the reduction.
     pub(crate) contracted: BTreeMap<Letter, ReduceOp>,
-    /// Sets of inputs in which the results are linear: addends of all of them give addends of the
-    /// results.
+    /// Sets of inputs in which the results are linear: addends of all inputs in a set give addends of the results.
     pub(crate) linear: Vec<Vec<TensorId>>,
-    /// True if the operation may run on padding along a letter: of the results, only what lies at the same place along the
-    /// letter comes of it, and no number in it is one that the operation cannot take, as an index could be.
+    /// True if the operation may run on padding along a letter. An element then only affects results at the same place
+    /// along the letter, and the operation accepts any number there, unlike an index.
     pub(crate) takes_padding: bool,
 }
 
@@ -88,18 +86,18 @@ impl Signature {
         self
     }
 
-    /// Returns true if the operation can be divided among that many ranks along a letter, in equal parts.
+    /// Returns true if the operation can be divided among this many ranks along a letter, in equal parts.
     pub(crate) fn divides(&self, letter: Letter, num_ranks: usize) -> bool {
         self.sizes(letter)
             .all(|size| size.is_multiple_of(num_ranks))
     }
 
-    /// Returns true if the operation can be divided among that many ranks along a letter, with padding where parts are not
-    /// equal: what is combined over the letter is a sum, to which padding that is cleared adds nothing.
+    /// Returns true if the operation can be divided among this many ranks along a letter, with padding for unequal
+    /// parts. A reduction over the letter must be a sum, because cleared padding adds nothing to it.
     pub(crate) fn divides_padded(&self, letter: Letter, num_ranks: usize) -> bool {
         let mut sizes = self.sizes(letter);
         let first = sizes.next();
-        // Of a dim that is divided or joined, rounded parts are not the same elements.
+        // If a dim is divided or joined, rounded parts do not hold the same elements.
         let is_one = sizes.all(|size| Some(size) == first);
         let is_sum = self
             .contracted
@@ -121,11 +119,12 @@ impl Signature {
         self
     }
 
-    /// Returns the signature of the gradient of an operand, from this one of the forward operation. The gradient lies as
-    /// the operand does; it reads some of the operands and the gradient of the result, which lies as the result does; and
-    /// over letters that the operand lacks every rank has an addend, as it had the whole operand.
+    /// Returns the signature of an operand's gradient, derived from this signature of the forward operation. The
+    /// gradient has the operand's letters. It reads some of the operands and the gradient of the result, which has the
+    /// result's letters. Over letters that the operand lacks, every rank has an addend, because it had the whole
+    /// operand.
     ///
-    /// So there is one table for an operation and its gradients.
+    /// So one table covers an operation and its gradients.
     pub(crate) fn gradient(
         &self,
         operand: usize,
@@ -147,7 +146,7 @@ impl Signature {
         summed.fold(gradient, Self::sums)
     }
 
-    /// Returns what is wrong with the signature by itself, as no operation is like that.
+    /// Returns the error in a signature that no operation can have.
     pub(crate) fn fault(&self) -> Option<String> {
         let operands = || self.inputs.iter().chain(&self.outputs);
         for letter in self.letters() {
@@ -165,7 +164,8 @@ impl Signature {
                         false => return Some(format!("two dims of a tensor are {letter}")),
                     }
                 };
-                // Of a dim that is divided or joined, the parts are the same elements if as many are before it.
+                // If a dim is divided or joined, the parts hold the same elements if equally many elements precede the
+                // dim.
                 let before: usize = operand.shape[..dim].iter().product();
                 let size = operand.shape[dim];
                 match sizes {
@@ -229,8 +229,8 @@ pub(crate) fn alphabet(num_dims: usize) -> Vec<Option<Letter>> {
         .collect()
 }
 
-/// Returns the letters of a tensor that is broadcast to `shape`, whose dims have the letters of [`alphabet`]: dims are
-/// aligned at the end, and those of another size are whole.
+/// Returns the letters of a tensor that is broadcast to `shape`. The dims of `shape` have the letters of [`alphabet`].
+/// Dims are aligned at the end, and dims of another size are whole.
 pub(crate) fn aligned(tensor: &TensorIr, shape: &[usize]) -> Vec<Option<Letter>> {
     let own = tensor.shape.to_vec();
     let missing = shape.len().saturating_sub(own.len());

@@ -9,8 +9,8 @@ use crate::error::Error;
 use crate::graph::{AxisPlacement, Role};
 
 impl Redistribution<'_> {
-    /// Redistributes a value as [`run`](Self::run) does. Addends travel in the type `travels`, if one is given, and their first sum is
-    /// as wide as the value was.
+    /// Redistributes a value as [`run`](Self::run) does. If `travels` is given, addends travel in that type, and their
+    /// first sum has the value's own type.
     pub(super) fn run_in(
         &mut self,
         travels: Option<DType>,

@@ -1,4 +1,4 @@
-//! Activations that the user names, so that placements may be asked of them.
+//! Activations that the user names, so that placements can be requested for them.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -9,17 +9,17 @@ use burn_fsdp_mesh::Pattern;
 use super::capture::{Captured, float_id};
 use crate::error::Error;
 
-/// The activations that a trace has named, in the order in which the closure did.
+/// The activations named in a trace, in the order of the closure's calls.
 pub(super) type Activations = Vec<(Arc<str>, Option<Captured>)>;
 
 thread_local! {
-    /// The names of the trace that runs on this thread; `None` outside of traces.
+    /// The names in the trace that runs on this thread; `None` outside of traces.
     static NAMED: RefCell<Option<Activations>> = const { RefCell::new(None) };
 }
 
-/// Names an activation, so that [`Expand::activation`](crate::Expand::activation) may ask a placement of it, and returns
-/// it as it is. Several may have one name, such as that of each layer, and then lie alike. Outside of a step that is
-/// compiled by placements, a name changes nothing.
+/// Names an activation and returns it unchanged. [`Expand::activation`](crate::Expand::activation) can then request a
+/// placement for the name. Several activations can share a name, for example one per layer, and then have the same
+/// placement. A name has no effect outside of a step that is compiled by placements.
 ///
 /// ```
 /// use burn::module::Module;
@@ -43,7 +43,7 @@ thread_local! {
 ///     }
 /// }
 ///
-/// // Tensor parallelism between the products, sequence parallelism of what is between two blocks.
+/// // Tensor parallelism between the products, sequence parallelism between two blocks.
 /// let expand = Expand::new()
 ///     .parameter("**.fc.weight", "model", Shard(1))
 ///     .parameter("**.fc.bias", "model", Shard(0))
@@ -59,7 +59,7 @@ pub fn named_activation<const D: usize>(name: &str, activation: Tensor<D>) -> Te
     activation
 }
 
-/// The names of one trace; those of the trace around it, if any, are back when it is dropped.
+/// The names in one trace. A drop restores the names of the enclosing trace, if there is one.
 pub(super) struct Naming(Option<Activations>);
 
 impl Naming {
@@ -71,14 +71,14 @@ impl Naming {
         NAMED.with_borrow(|named| named.clone().unwrap_or_default())
     }
 
-    /// Returns the activations so far of which a placement is asked, by these patterns.
+    /// Returns the activations so far with requested placements, by these patterns.
     pub(super) fn asked(&self, patterns: &[Pattern]) -> Activations {
         let asked = |name: &str| patterns.iter().any(|pattern| pattern.matches(name));
         let named = Self::named().into_iter();
         named.filter(|(name, _)| asked(name)).collect()
     }
 
-    /// Refuses patterns that match no activation that has a name.
+    /// Rejects patterns that match no named activation.
     pub(super) fn check(&self, patterns: &[Pattern]) -> Result<(), Error> {
         let named = Self::named();
         let is_unknown = |pattern: &&Pattern| !named.iter().any(|(name, _)| pattern.matches(name));

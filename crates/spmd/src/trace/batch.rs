@@ -1,4 +1,4 @@
-//! Batches: the tensors that a loss takes beside the model.
+//! Batches: the tensors that a loss takes in addition to the model.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Display;
@@ -10,12 +10,14 @@ use burn_fsdp_collectives::Fingerprint;
 use super::capture::{Captured, bool_id, float_id, int_id};
 use crate::error::Error;
 
-/// The tensors that a loss closure takes beside the model.
+/// The tensors that a loss closure takes in addition to the model.
 ///
-/// Implemented for tensors and for tuples, arrays, vectors, options, boxes and maps of batches, in any nest; implement it for a
-/// struct by mapping its fields in a fixed order. A graph is made for each length of a vector, and each set of keys of a map,
-/// whose parts come in the order of their keys. Fields that are no tensors are frozen into the graph, with the values of the
-/// batch that it was traced with, unless they are named with [`BatchMapper::fixed`]:
+/// It is implemented for tensors and for tuples, arrays, vectors, options, boxes and maps of batches, nested in any
+/// way. Implement it for a struct by mapping its fields in a fixed order. Each length of a vector and each set of keys
+/// of a map gets its own graph. The parts of a map come in the order of their keys.
+///
+/// Fields that are not tensors are frozen into the graph with their values in the traced batch, unless they are named
+/// with [`BatchMapper::fixed`]:
 ///
 /// ```
 /// use burn::tensor::{Int, Tensor};
@@ -40,23 +42,23 @@ use crate::error::Error;
 /// }
 /// ```
 pub trait Batch: Clone + 'static {
-    /// Gives every tensor to the mapper, always in the same order and under the same names, and
-    /// returns the batch of what comes back.
+    /// Passes every tensor to the mapper, always in the same order and under the same names, and returns the batch of
+    /// the mapped tensors.
     fn map(self, mapper: &mut impl BatchMapper) -> Self;
 }
 
 /// A mapper of the tensors of a batch, see [`Batch::map`].
 pub trait BatchMapper {
-    /// Maps a float tensor of that name.
+    /// Maps a float tensor with this name.
     fn float<const D: usize>(&mut self, name: &str, tensor: Tensor<D>) -> Tensor<D>;
-    /// Maps an int tensor of that name.
+    /// Maps an int tensor with this name.
     fn int<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Int>) -> Tensor<D, Int>;
-    /// Maps a bool tensor of that name.
+    /// Maps a bool tensor with this name.
     fn bool<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool>;
-    /// Takes a value of that name that is no tensor, such as a length or a flag: a graph is made for each value that
-    /// comes. A value that changes in every step, such as a learning rate, is better a tensor.
+    /// Takes a value with this name that is not a tensor, such as a length or a flag. Each distinct value gets its own
+    /// graph. A value that changes in every step, such as a learning rate, is better passed as a tensor.
     fn fixed(&mut self, name: &str, value: &impl Hash);
-    /// Begins a part of that name: names inside it are `name.inner`.
+    /// Begins a part with this name. Names inside it are `name.inner`.
     fn enter(&mut self, name: &str);
     /// Ends the part that began last.
     fn exit(&mut self);
@@ -152,7 +154,7 @@ fn mapped<B: Batch>(name: &str, part: B, mapper: &mut impl BatchMapper) -> B {
     part
 }
 
-/// Returns a nest of tensors with those of floats in another type.
+/// Returns a nest of tensors with its floats cast to another type.
 ///
 /// ```
 /// use burn::tensor::{DType, Device, Int, Tensor};
@@ -220,11 +222,11 @@ pub struct InputSpec {
     pub dtype: DType,
 }
 
-/// Returns names, shapes and types of a batch's tensors: a graph is compiled for these.
+/// Returns names, shapes and types of a batch's tensors. A graph is compiled for these.
 ///
 /// # Errors
 ///
-/// [`Error::DuplicateName`] if two tensors have one name.
+/// [`Error::DuplicateName`] if two tensors have the same name.
 pub fn specs_of<B: Batch>(batch: &B) -> Result<Vec<InputSpec>, Error> {
     let mut specs =
         Walk::new(|name: String, shape: Vec<usize>, dtype| InputSpec { name, shape, dtype });
@@ -241,7 +243,7 @@ pub fn specs_of<B: Batch>(batch: &B) -> Result<Vec<InputSpec>, Error> {
     Ok(found)
 }
 
-/// Returns names and hashes of a batch's values that are no tensors: a graph is compiled for these, too.
+/// Returns names and hashes of a batch's values that are not tensors. A graph is also compiled for these.
 pub(crate) fn fixed_of<B: Batch>(batch: &B) -> Vec<(String, u64)> {
     let mut walk = Walk::new(|_: String, _: Vec<usize>, _| ());
     let _ = batch.clone().map(&mut walk);
@@ -283,7 +285,7 @@ pub fn data_of<B: Batch>(batch: &B) -> Vec<(String, TensorData)> {
     read.found
 }
 
-/// The names of the parts of a batch that a mapper is in.
+/// The names of the batch parts that enclose a mapper's position.
 #[derive(Default)]
 pub(super) struct Path(pub(super) Vec<String>);
 
@@ -304,7 +306,7 @@ impl Path {
 struct Walk<T, F> {
     path: Path,
     found: Vec<T>,
-    /// Values that are no tensors, by hash.
+    /// Names and hashes of values that are not tensors.
     fixed: Vec<(String, u64)>,
     make: F,
 }
@@ -355,11 +357,11 @@ impl<T, F: FnMut(String, Vec<usize>, DType) -> T> BatchMapper for Walk<T, F> {
     }
 }
 
-/// A function from name and shape of a tensor of the batch to the shape to trace.
+/// A function from name and shape of a batch tensor to the shape to trace.
 pub(crate) type JoinedShape<'a> = &'a dyn Fn(&str, &[usize]) -> Vec<usize>;
 
-/// The mapper that replaces every tensor of a batch by a fake one of the joined shape and the same type on the capture
-/// device.
+/// The mapper that replaces every tensor of a batch by a fake one on the capture device, with the joined shape and the
+/// same type.
 pub(super) struct Fake<'a, F> {
     pub(super) device: &'a Device,
     pub(super) path: Path,

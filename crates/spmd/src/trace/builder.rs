@@ -1,4 +1,4 @@
-//! The builder: makes a graph of a recording.
+//! The builder: turns a recording into a graph.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -29,22 +29,22 @@ pub(super) struct Captures {
     /// The new value of each running statistic that has one, in the order of the leaves.
     pub(super) updates: Vec<Option<Captured>>,
     pub(super) inputs: Vec<Option<Captured>>,
-    /// `None` of an evaluation.
+    /// `None` in an evaluation.
     pub(super) loss: Option<Captured>,
-    /// The tensors beside the loss that come out of a step.
+    /// The tensors that a step returns in addition to the loss.
     pub(super) outputs: Taken,
-    /// Activations of which placements are asked.
+    /// Activations with requested placements.
     pub(super) activations: Activations,
-    /// Regions that are to be computed again.
+    /// Regions to recompute.
     pub(super) regions: Vec<Marks>,
-    /// True where new tensors had the type in which parameters compute.
+    /// True if new tensors had the type in which parameters compute.
     pub(super) is_narrow: bool,
 }
 
-/// A graph in the making.
+/// A graph under construction.
 pub(super) struct Builder {
     graph: Graph,
-    /// Ids of the graph, by those of the recording.
+    /// The graph's ids by the recording's ids.
     ids: BTreeMap<TensorId, TensorId>,
     operations: Vec<OperationIr>,
     constants: BTreeMap<TensorId, Arc<TensorData>>,
@@ -94,7 +94,7 @@ impl Builder {
                 false => Role::Parameter(leaf.path.clone()),
             };
             check_new(&graph, &leaf.path)?;
-            // Modules may share statistics: then the second path is an alias of the first.
+            // Modules may share statistics. The second path is then an alias of the first.
             if ids.contains_key(&captured.id) {
                 continue;
             }
@@ -152,7 +152,7 @@ impl Builder {
         Ok(graph)
     }
 
-    /// Returns the graph of an evaluation: the parameters, and what the outputs need.
+    /// Returns the graph of an evaluation: the parameters, and the operations that the outputs need.
     pub(super) fn build_forward(mut self) -> Result<Graph, Error> {
         self.graph.number_apart();
         self.add_inputs();
@@ -258,7 +258,7 @@ impl Builder {
         Ok(())
     }
 
-    /// Returns the loss and the tensors beside it on the capture device.
+    /// Returns the loss and the other outputs on the capture device.
     fn results(&self) -> impl Iterator<Item = TensorId> + '_ {
         let outputs = self
             .outputs
@@ -269,7 +269,7 @@ impl Builder {
             .chain(outputs.map(|captured| captured.id))
     }
 
-    /// Returns true if a value is a parameter, or a view or a cast of one: it is there around its uses alone.
+    /// Returns true if a value is a parameter, or a view or a cast of one. Such a value only exists around its uses.
     fn is_of_parameter(&self, mut id: TensorId) -> bool {
         for node in self.graph.nodes().iter().rev() {
             let is_view = is(&node.operation, Trait::View) || is(&node.operation, Trait::Cast);
@@ -281,7 +281,8 @@ impl Builder {
         matches!(role, Some(Role::Parameter(_)))
     }
 
-    /// Returns the value of a tensor that the closure has given out, or why there is none: `of_parameter` if it is one.
+    /// Returns the value of a tensor that the closure returned, or why there is none: `of_parameter` if it is a
+    /// parameter.
     fn computed(
         &self,
         captured: Option<&Captured>,
@@ -296,7 +297,7 @@ impl Builder {
         }
     }
 
-    /// Declares the tensors beside the loss.
+    /// Declares the outputs other than the loss.
     fn add_outputs(&mut self) -> Result<(), Error> {
         for (name, captured) in std::mem::take(&mut self.outputs) {
             let refused = |reason| Error::Output {
@@ -321,7 +322,7 @@ impl Builder {
         Ok(())
     }
 
-    /// Declares the activations of which placements are asked.
+    /// Declares the activations with requested placements.
     fn add_activations(&mut self) -> Result<(), Error> {
         for (name, captured) in std::mem::take(&mut self.activations) {
             let shape = captured.as_ref().map(|captured| captured.shape.clone());
@@ -420,7 +421,7 @@ impl Builder {
     }
 }
 
-/// Returns what the graph says of a tensor of the module.
+/// Returns the graph's description of a module tensor.
 fn parameter(leaf: &Leaf, value: TensorId, is_buffer: bool) -> Parameter {
     Parameter {
         path: leaf.path.clone(),
@@ -461,20 +462,20 @@ fn read_only(operation: &mut OperationIr) {
 }
 
 /// Returns the operations that `wanted` depends on, cut at the given tensors. Random numbers that the loss draws stay
-/// even if unused, because the numbers after them depend on it.
+/// even if they are unused, because the numbers after them depend on them.
 ///
 /// # Errors
 ///
-/// [`Error::RandomInModule`] if they depend on random numbers of the module's initialisation: as operations
-/// of the step they would be other ones in every step. Where new tensors are narrow, with these
-/// `constants`, [`Error::Uncapturable`] if that loses bits.
+/// [`Error::RandomInModule`] if the operations depend on random numbers of the module's initialisation, which would be
+/// different in every step. If new tensors are narrow, with these `constants`, [`Error::Uncapturable`] if that loses
+/// bits.
 fn needed(
     operations: Vec<OperationIr>,
     given: &BTreeMap<TensorId, TensorId>,
     mut wanted: BTreeSet<TensorId>,
     narrow: Option<&BTreeMap<TensorId, Arc<TensorData>>>,
 ) -> Result<Vec<OperationIr>, Error> {
-    // Everything before the inputs were made belongs to the module's initialisation.
+    // All operations before the inputs belong to the module's initialisation.
     let made = |op: &OperationIr| op.outputs().any(|output| given.contains_key(&output.id));
     let first = operations
         .iter()

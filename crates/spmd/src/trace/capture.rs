@@ -1,4 +1,4 @@
-//! Burn's capture device: operations are recorded, not run.
+//! Burn's capture device, which records operations instead of running them.
 
 use std::cell::Cell;
 use std::sync::Mutex;
@@ -16,8 +16,8 @@ use crate::error::Error;
 use crate::graph::operation_name;
 use crate::panics::caught;
 
-/// The capture backend under autodiff. Nothing is checkpointed: what to recompute is decided by a
-/// pass that sees the whole step.
+/// The capture backend under autodiff. It does no checkpointing: a pass that sees the whole step decides what to
+/// recompute.
 pub(super) type Tape = Autodiff<CaptureBackend, NoCheckpointing>;
 
 /// The id, shape and type of a tensor of the capture device.
@@ -74,8 +74,8 @@ pub(crate) struct Defaults {
 }
 
 impl Defaults {
-    /// Returns the default types of the device on which the step will run: the module that is traced has the types of
-    /// the one that is trained.
+    /// Returns the default types of the device on which the step will run, so the traced module has the types of the
+    /// trained one.
     pub(crate) fn of(device: &Device) -> Self {
         let settings = device.settings();
         Self {
@@ -85,17 +85,17 @@ impl Defaults {
         }
     }
 
-    /// Returns them with floats of another type.
+    /// Returns the same defaults with another float type.
     pub(super) fn with_float(self, float: FloatDType) -> Self {
         Self { float, ..self }
     }
 }
 
-/// Capture devices that are not in use: their ids are 16 bits and never recycled, so that devices
-/// are. Each keeps the default types that it was made with.
+/// Idle capture devices. Their ids have 16 bits and are never recycled, so the devices are reused. Each keeps its
+/// initial default types.
 static IDLE: Mutex<Vec<(Option<Defaults>, Device)>> = Mutex::new(Vec::new());
 
-/// A capture device for the use of one recording at a time; it is idle again when dropped.
+/// A capture device that one recording uses at a time. It is idle again when dropped.
 pub(super) struct Lease {
     defaults: Option<Defaults>,
     device: Device,
@@ -117,7 +117,7 @@ impl Lease {
         }
     }
 
-    /// Gives a new device its default types, before its first tensor; inside a capture scope.
+    /// Gives a new device its default types, before its first tensor and inside a capture scope.
     fn configure(&self) -> Result<(), Error> {
         let Some(Defaults { float, int, bool }) = self.defaults.filter(|_| self.is_new) else {
             return Ok(());
@@ -138,7 +138,7 @@ impl Drop for Lease {
     }
 }
 
-/// A recording: operations, host data, and the result of the closure that was recorded.
+/// A recording: operations, host data, and the result of the recorded closure.
 pub(super) struct Recording<T> {
     pub(super) operations: Vec<OperationIr>,
     pub(super) values: Vec<(TensorId, TensorData)>,
@@ -146,7 +146,7 @@ pub(super) struct Recording<T> {
 }
 
 impl<T, R> Recording<(T, R)> {
-    /// Takes the second result out.
+    /// Takes out the second result.
     pub(super) fn split(self) -> (Recording<T>, R) {
         let (result, other) = self.result;
         let recording = Recording {
@@ -158,7 +158,7 @@ impl<T, R> Recording<(T, R)> {
     }
 }
 
-/// The part of a recording that is running, for errors.
+/// The current part of a recording, for errors.
 pub(super) struct Progress(Cell<&'static str>);
 
 impl Progress {
@@ -167,12 +167,12 @@ impl Progress {
     }
 }
 
-/// Records what `record` does on the capture device that it is given, which has these default types.
+/// Records the operations of `record` on the capture device that it receives, which has these default types.
 ///
 /// # Errors
 ///
-/// What `record` returns, or [`Error::Uncapturable`] if it panics: that is how Burn refuses what the
-/// capture device cannot do.
+/// The error of `record`, or [`Error::Uncapturable`] if it panics, because Burn panics on operations that the capture
+/// device cannot do.
 pub(super) fn record_with<T>(
     stage: &'static str,
     defaults: Option<Defaults>,
@@ -181,8 +181,8 @@ pub(super) fn record_with<T>(
     record_on(&Lease::take(defaults), stage, record)
 }
 
-/// Records as [`record_with`] does, on a device that the caller keeps: tensors that outlive the recording can only be
-/// moved to another one.
+/// Records as [`record_with`] does, on a device that the caller keeps. Tensors that outlive the recording can only be
+/// moved to another device.
 ///
 /// # Errors
 ///
@@ -196,7 +196,7 @@ pub(super) fn record_on<T>(
     let progress = Progress(Cell::new(stage));
     let mut outcome = None;
     let captured = device.capture_scope(|scope| {
-        // Caught inside the scope, so that what was recorded until then can name the operation.
+        // Panics are caught inside the scope, so the recorded operations can name the failing one.
         outcome = Some(caught(|| {
             lease.configure()?;
             record(&device, &progress)
@@ -226,7 +226,7 @@ fn failed(progress: &Progress, reason: String, operations: &[OperationIr]) -> Er
     }
 }
 
-/// Returns the operation that writes the tensor that a message of Burn mentions, as `TensorId(7)`.
+/// Returns the operation that writes the tensor in a message from Burn, such as `TensorId(7)`.
 fn mentioned(reason: &str, operations: &[OperationIr]) -> Option<String> {
     let (_, rest) = reason.split_once("TensorId(")?;
     let (number, _) = rest.split_once(')')?;

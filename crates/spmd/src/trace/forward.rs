@@ -1,4 +1,4 @@
-//! The trace of an evaluation: a module's forward, off the tape.
+//! The trace of an evaluation: a module's forward without autodiff.
 
 use burn::module::Module;
 use burn::tensor::Device;
@@ -13,11 +13,11 @@ use super::{TraceOptions, outputs};
 use crate::error::Error;
 use crate::graph::Graph;
 
-/// Traces `forward` of the module that `init` makes, as Burn runs it for inference: no gradients, no dropout, running
-/// statistics as they are. Returns what it returns, too, with small tensors in their places.
+/// Traces `forward` of the module that `init` makes, as Burn runs it for inference: no gradients, no dropout, unchanged
+/// running statistics. Also returns the result of `forward`, with small tensors as placeholders.
 ///
-/// Parameters and buffers have the ids that they have in every graph of the model, and all other values ids that
-/// no step has.
+/// Parameters and buffers have the same ids as in every graph of the model. All other values have ids that no step
+/// uses.
 pub(crate) fn trace_forward<M, B, O>(
     init: impl Fn(&Device) -> M,
     forward: impl Fn(&M, B) -> O,
@@ -29,7 +29,7 @@ where
     B: Batch,
     O: Batch,
 {
-    // What a narrow trace would lose is found behind it, and is the error then.
+    // The builder finds bits that a narrow trace would lose, so such a loss is then the error.
     let recorded = |options: &TraceOptions| recorded(&init, &forward, batch, options);
     let (builder, template) = by_types(&init, options, recorded)?;
     Ok((builder.build_forward()?, template))
@@ -52,7 +52,7 @@ where
         let known = with_fakes(init(&tracked), device, &tracked, &options.stored);
         let shapes = leaves(&known, None);
         let running = running(&with_marks(known, &tracked));
-        // Made off the tape, with whatever tensors it has beside its parameters.
+        // The model is made without autodiff, with all tensors that it has in addition to its parameters.
         let model = off_tape(init(device), device, &shapes);
         let before = leaves(&model, None);
         let mut inputs = Vec::new();

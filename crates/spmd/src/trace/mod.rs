@@ -1,9 +1,9 @@
 //! The tracer: makes a graph of a module, a loss and an optimizer.
 //!
-//! [`trace`] runs the closures once on Burn's capture device, which records operations and computes
-//! nothing: parameters and batch are fake tensors of the right shapes. What comes out is a
-//! [`Graph`] of forward, backward and optimizer in which every tensor is known by path, without the
-//! operations that initialise parameters. The model is not changed, and may be any Burn module.
+//! [`trace`] runs the closures once on Burn's capture device, which records operations and computes nothing. Parameters
+//! and batch are fake tensors of the right shapes. The result is a [`Graph`] of forward, backward and optimizer in
+//! which every tensor is known by path. It does not include the operations that initialise parameters. The model is not
+//! changed, and can be any Burn module.
 
 mod activation;
 mod batch;
@@ -52,21 +52,21 @@ use types::by_types;
 /// The optimizer's step that is traced.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TraceConfig {
-    /// Step of the optimizer with which the graph ends.
+    /// The optimizer step at the end of the graph.
     pub step: OptimizerStep,
-    /// Learning rate of the traced step. The graph holds for others, too, as long as the optimizer
-    /// uses the same operations for them; see [`StepScalars::structure`].
+    /// Learning rate of the traced step. The graph is also valid for other rates, if the optimizer uses the same
+    /// operations for them; see [`StepScalars::structure`].
     pub learning_rate: f64,
-    /// Types in which parameters compute: those of the [`Options`](crate::passes::schedule::Options::precision) with which the
-    /// graph is lowered. Gradients travel as those say, not as this does.
+    /// Types in which parameters compute. They must match the [`Options`](crate::passes::schedule::Options::precision)
+    /// with which the graph is lowered. Those options, not this field, determine the types in which gradients travel.
     pub precision: Precision,
-    /// True to multiply the loss by a factor that the graph takes behind the batch, as
-    /// [`Options::scale_loss`](crate::passes::schedule::Options::scale_loss) ask for.
+    /// True to multiply the loss by a factor that the graph takes after the batch, as
+    /// [`Options::scale_loss`](crate::passes::schedule::Options::scale_loss) requests.
     pub scales_loss: bool,
 }
 
 impl Default for TraceConfig {
-    /// Returns a later step at learning rate 0.001, in the types of the module.
+    /// Returns a later step at learning rate 0.001, in the module's types.
     fn default() -> Self {
         Self {
             step: OptimizerStep::Next,
@@ -77,21 +77,21 @@ impl Default for TraceConfig {
     }
 }
 
-/// Traces a whole train step: `loss` of the module that `init` makes, its gradients, and a step of
-/// `optimizer` for every parameter that has one: one of Burn's, or [`OptimizerGroups`].
+/// Traces a whole train step: `loss` of the module that `init` makes, its gradients, and an optimizer step for every
+/// parameter with a gradient. `optimizer` is one of Burn's, or [`OptimizerGroups`].
 ///
-/// `init` is called with a device on which nothing is computed. Lazy parameters (all of Burn's) are
-/// never initialised. Of `batch` only shapes and types are used. Integers and booleans that the loss makes are of the CPU's default
-/// types, as in a compiled step. Where tensors of two types meet, both are called once more.
+/// `init` is called with a device that computes nothing. Lazy parameters (all of Burn's) are never initialised. Only
+/// the shapes and types of `batch` are used. Integers and booleans that the loss makes have the CPU's default types, as
+/// in a compiled step. If tensors of two types meet, both closures are called once more.
 ///
-/// Values have the same ids in graphs of the same model, whichever step and batch they were traced
-/// with, as far as they are parameters, buffers, inputs and states.
+/// Parameters, buffers, inputs and states have the same ids in all graphs of the same model, whichever step and batch
+/// was traced.
 ///
 /// # Errors
 ///
-/// [`Error::Uncapturable`] if the loss reads the value of a tensor, or does something else that the
-/// capture device refuses; [`Error::LossShape`] if it is not one number; [`Error::NoGradient`];
-/// [`Error::UntraceableOptimizer`]; [`Error::RandomInModule`]; [`Error::StatisticsTwice`].
+/// [`Error::Uncapturable`] if the loss reads the value of a tensor, or does something else that the capture device
+/// refuses; [`Error::LossShape`] if it is not one number; [`Error::NoGradient`]; [`Error::UntraceableOptimizer`];
+/// [`Error::RandomInModule`]; [`Error::StatisticsTwice`].
 pub fn trace<M, B, O>(
     init: impl Fn(&Device) -> M,
     loss: impl Fn(&M, B) -> Tensor<1>,
@@ -136,9 +136,8 @@ where
     .map(|(graph, ())| graph)
 }
 
-/// Traces as [`trace`] does, over batches of the shapes that `joined` gives, with these options, and with the step that
-/// `optimizer` gives for the tensors of the module. Returns the tensors beside the loss, too, with
-/// small ones in their places.
+/// Traces as [`trace`] does, with these options. `joined` determines the shapes of the batches, and `optimizer` the
+/// step for the module's tensors. Also returns the outputs other than the loss, with small tensors as placeholders.
 pub(crate) fn trace_joined<M, B, L>(
     init: impl Fn(&Device) -> M,
     loss: impl Fn(&M, B) -> L,
@@ -183,7 +182,8 @@ where
             joined,
             found: |_, captured| inputs.push(captured),
         });
-        // Before the loss: whatever comes before the last given value is taken for the module's initialisation.
+        // The factor comes before the loss, because all operations before the last given value count as the module's
+        // initialisation.
         let factor = options.scales_loss.then(|| loss_factor(&tracked));
         inputs.extend(factor.as_ref().map(float_id));
         progress.enter("the loss");
@@ -209,7 +209,7 @@ where
         }
         let value = wide(value);
         let captured = float_id(&value);
-        // The loss itself comes out as it is.
+        // The returned loss is not multiplied by the factor.
         let value = times(value, factor);
         let (template, outputs) = outputs::take(outputs);
         let (Some(loss), Ok(value)) = (captured, value.try_into_primitive::<Tape>()) else {
@@ -242,7 +242,7 @@ where
 pub(crate) const LOSS_FACTOR: &str = "scale of the loss";
 
 impl InputSpec {
-    /// Returns that of the factor of the loss.
+    /// Returns the spec of the loss factor.
     fn of_factor() -> Self {
         Self {
             name: LOSS_FACTOR.to_owned(),
@@ -252,13 +252,13 @@ impl InputSpec {
     }
 }
 
-/// Returns the factor of the loss on the capture device.
+/// Returns the loss factor on the capture device.
 fn loss_factor(device: &Device) -> Tensor<1> {
     let InputSpec { shape, dtype, .. } = InputSpec::of_factor();
     Tensor::empty(shape, (device, dtype))
 }
 
-/// Returns the loss times a factor, if there is one.
+/// Returns the loss times the factor, if there is one.
 fn times(loss: Tensor<1>, factor: Option<Tensor<1>>) -> Tensor<1> {
     match factor {
         Some(factor) => factor.cast(loss.dtype()) * loss,
@@ -266,7 +266,7 @@ fn times(loss: Tensor<1>, factor: Option<Tensor<1>>) -> Tensor<1> {
     }
 }
 
-/// Returns the loss in 32 bits at least, as its mean over the ranks is.
+/// Returns the loss in at least 32 bits, like its mean over the ranks.
 fn wide(loss: Tensor<1>) -> Tensor<1> {
     match loss.dtype() {
         DType::F16 | DType::BF16 => loss.cast(DType::F32),
@@ -274,8 +274,8 @@ fn wide(loss: Tensor<1>) -> Tensor<1> {
     }
 }
 
-/// Returns the module whose running statistics have taken an update inside the loss: it ran a second time, for which
-/// Burn moves them in a way that the capture device refuses.
+/// Returns the path of a module whose running statistics were updated inside the loss. Such a module ran a second time,
+/// and the capture device refuses the way in which Burn then moves its statistics.
 fn running_twice<M: Module>(model: &M, before: &[Leaf]) -> Option<String> {
     let now = leaves(model, None);
     let mut pairs = before.iter().zip(&now);

@@ -1,4 +1,4 @@
-//! The parameters and buffers of a module, as the capture device sees them.
+//! The parameters and buffers of a module on the capture device.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -29,14 +29,14 @@ pub(crate) struct Leaf {
     pub(super) is_trained: bool,
 }
 
-/// Burn's name of the layer whose running statistics are copied for it.
+/// Burn's name of the layer that gets a copy of its running statistics.
 const LAYER: &str = "Struct:BatchNorm";
 
-/// The types in which tensors of a module are stored, by path, where they are not what the device says.
+/// The stored types of a module's tensors by path, where they differ from the device's defaults.
 pub(crate) type Stored = BTreeMap<Arc<str>, DType>;
 
 /// Replaces every tensor of a module by a fake one of the same shape and type, which has no memory. Lazy parameters are
-/// not initialised, so that no weight is ever computed.
+/// not initialised, so no weight is ever computed.
 pub(super) fn with_fakes<M: Module>(
     module: M,
     device: &Device,
@@ -57,7 +57,7 @@ struct Fakes<'a> {
     tracked: &'a Device,
     stored: &'a Stored,
     path: Vec<String>,
-    /// The fakes of trained parameters, of any number of dims: fields that share one read one tensor.
+    /// The fakes of trained parameters, with any number of dims. Fields that share a parameter read one tensor.
     trained: BTreeMap<ParamId, Box<dyn Any>>,
 }
 
@@ -73,9 +73,9 @@ impl ModuleMapper for Fakes<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let id = param.id;
         let fake = |shape: Shape, dtype: DType| Tensor::<D>::empty(shape, (self.tracked, dtype));
-        // A lazy parameter is not initialised: that may compute on the host. Loading a fake as if from a
-        // record tells whether it is trained, and its shape in memory, which may be another than that in
-        // records, as that of linear layers by columns is.
+        // A lazy parameter is not initialised, because that may compute on the host. A fake is loaded as if from a
+        // record, to find out whether the parameter is trained and its shape in memory. That shape may differ from the
+        // shape in records, for example in linear layers by columns.
         let default: DType = self.device.settings().float_dtype.into();
         let is_made = param.is_initialized();
         let (known, stored) = match is_made {
@@ -92,8 +92,8 @@ impl ModuleMapper for Fakes<'_> {
                 .transform_for_load(fake(stored.clone(), default), id)
                 .base()
         });
-        // Burn's `Param::map` leaves a value without gradients in a parameter that is configured to have them, and Burn
-        // does not train it.
+        // Burn's `Param::map` can leave a value without gradients in a parameter that is configured to have them, and
+        // Burn does not train it.
         let has_gradients = |tensor: &Tensor<D>| tensor.is_require_grad();
         let is_trained =
             loaded.as_ref().is_some_and(has_gradients) && known.as_ref().is_none_or(has_gradients);
@@ -118,7 +118,7 @@ impl ModuleMapper for Fakes<'_> {
                     .or_insert_with(|| Box::new(leaf.clone()));
                 Param::initialized(id, leaf)
             }
-            // Off the tape: Burn does not move untracked tensors between capture devices.
+            // Created without autodiff, because Burn does not move untracked tensors between capture devices.
             false => Param::initialized(id, Tensor::<D>::empty(shape, (self.device, dtype))),
         }
     }
@@ -139,7 +139,7 @@ impl ModuleMapper for Fakes<'_> {
     }
 }
 
-/// Returns the tensors of a module in the order in which it is visited, with their gradients if any.
+/// Returns the tensors of a module in visiting order, with their gradients if there are any.
 pub(super) fn leaves<M: Module>(module: &M, gradients: Option<&mut Gradients>) -> Vec<Leaf> {
     let mut visitor = Leaves {
         path: Vec::new(),
@@ -237,8 +237,8 @@ pub(super) fn trained<M: Module>(module: &M) -> Vec<bool> {
     visitor.0
 }
 
-/// Replaces every float tensor by one that requires a gradient, where that is possible: running
-/// statistics refuse it, which tells them from frozen parameters.
+/// Replaces every float tensor by one that requires a gradient, where that is possible. Running statistics refuse it,
+/// which distinguishes them from frozen parameters.
 pub(super) fn with_marks<M: Module>(module: M, tracked: &Device) -> M {
     struct Marks<'a>(&'a Device);
     impl ModuleMapper for Marks<'_> {
@@ -251,7 +251,7 @@ pub(super) fn with_marks<M: Module>(module: M, tracked: &Device) -> M {
     module.map(&mut Marks(tracked))
 }
 
-/// Returns true for every tensor of a module with [marks](with_marks) that is a running statistic.
+/// Returns, for a module with [marks](with_marks), true for every tensor that is a running statistic.
 pub(super) fn running<M: Module>(marked: &M) -> Vec<bool> {
     trained(marked)
         .into_iter()
@@ -260,7 +260,7 @@ pub(super) fn running<M: Module>(marked: &M) -> Vec<bool> {
         .collect()
 }
 
-/// Returns a module of fakes, with true for each tensor that is a running statistic, if the precision asks which are.
+/// Returns a module of fakes. If the precision needs it, also returns true for each tensor that is a running statistic.
 pub(super) fn with_running<M: Module>(
     module: M,
     precision: &Precision,
@@ -272,12 +272,12 @@ pub(super) fn with_running<M: Module>(
         return (module, Vec::new());
     }
     let running = running(&with_marks(module.clone(), tracked));
-    // Copies of a module share running statistics, which are marks now.
+    // Copies of a module share running statistics, which are now marks.
     (with_fakes(module, device, tracked, stored), running)
 }
 
-/// Returns the module whose parameters are cast to the types in which they compute. Running statistics keep theirs, but for
-/// those of Burn's BatchNorm, which is given a copy.
+/// Returns the module with its parameters cast to their compute types. Running statistics keep their types, except in
+/// Burn's BatchNorm, which gets a copy.
 pub(super) fn computing<M: Module>(module: M, precision: &Precision, running: &[bool]) -> M {
     if *precision == Precision::default() {
         return module;
@@ -291,10 +291,10 @@ pub(super) fn computing<M: Module>(module: M, precision: &Precision, running: &[
     })
 }
 
-/// Replaces every tensor of a module that was made off the tape by a fake one off the tape, of the shapes and types of
-/// the same module on the tape: lazy parameters do not know theirs.
+/// Replaces every tensor of a module made without autodiff by a fake one, also without autodiff. The shapes and types
+/// come from the same module with autodiff, because lazy parameters do not know theirs.
 pub(super) fn off_tape<M: Module>(module: M, device: &Device, shapes: &[Leaf]) -> M {
-    /// The fakes by what they stand for: fields that share a parameter read one tensor.
+    /// The fakes by parameter. Fields that share a parameter read one tensor.
     struct OffTape<'a>(
         &'a Device,
         std::slice::Iter<'a, Leaf>,
@@ -345,11 +345,11 @@ pub(super) fn off_tape<M: Module>(module: M, device: &Device, shapes: &[Leaf]) -
 struct Casts<'a> {
     precision: &'a Precision,
     path: Vec<String>,
-    /// Burn's names for what the walk is in.
+    /// Burn's names of the enclosing modules.
     containers: Vec<String>,
-    /// True for each tensor to come that is a running statistic.
+    /// For each remaining tensor, true if it is a running statistic.
     running: std::slice::Iter<'a, bool>,
-    /// What was cast, by what it was: fields that share a parameter read one tensor.
+    /// The cast tensors by their originals. Fields that share a parameter read one tensor.
     cast: BTreeMap<TensorId, Box<dyn Any>>,
 }
 
@@ -402,12 +402,12 @@ impl ModuleMapper for Casts<'_> {
     }
 }
 
-/// Returns which tensors of a module are running statistics, and the new values of those that its run has updated;
-/// `None` for all other tensors. It consumes the module.
+/// Returns which tensors of a module are running statistics, and the new values of the updated ones; `None` for all
+/// other tensors. It consumes the module.
 ///
-/// Burn keeps an update apart until the mode of the module changes, and offers no other way to it. Only
-/// statistics may go through that here: parameters off the tape cannot, and they are replaced by marks.
-/// A statistic that still is its mark afterwards had no update.
+/// Burn keeps an update separate until the mode of the module changes, and offers no other access to it. Only
+/// statistics may take this route. Parameters without autodiff cannot, so they are replaced by marks. A statistic that
+/// is still its mark afterwards had no update.
 pub(super) fn updates<M: Module>(
     module: M,
     tracked: &Device,

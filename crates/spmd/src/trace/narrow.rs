@@ -1,4 +1,4 @@
-//! What may not be made in 16 bits where no type is named.
+//! Values that must not be made in 16 bits without a named type.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,9 +11,13 @@ use burn_ir::{
 use crate::error::Error;
 use crate::graph::operation_name;
 
-/// Refuses an operation that a step needs, of a trace in which new tensors are narrow, if more was lost by it than states of
-/// zeros lose: one of the module's own, whose tensors (rotations, and their kind) want more bits than activations; numbers of the
-/// host that halves do not have; integers, such as targets; random numbers between those of 16 bits.
+/// Refuses an operation of a trace with narrow new tensors, if the step needs it and it loses more than states of zeros
+/// do. Four cases lose bits:
+///
+/// - operations of the module's own, whose tensors (such as rotations) need more bits than activations;
+/// - numbers of the host that halves cannot represent;
+/// - integers, such as targets;
+/// - random numbers between 16-bit numbers.
 pub(super) fn check_narrow(
     operation: &OperationIr,
     is_of_module: bool,
@@ -37,7 +41,7 @@ pub(super) fn check_narrow(
     })
 }
 
-/// Returns what loses bits by an operation with new tensors in halves.
+/// Returns the values that lose bits in an operation with new tensors in halves.
 fn lost_by(
     operation: &OperationIr,
     constants: &BTreeMap<TensorId, Arc<TensorData>>,
@@ -52,11 +56,11 @@ fn lost_by(
         OperationIr::Int(IntOperationIr::IntoFloat(cast)) => {
             is_half(cast.out.dtype).then_some("integers")
         }
-        // A router records it with its number, and no constant.
+        // A router records it with its number instead of a constant.
         OperationIr::NumericFloat(_, NumericOperationIr::Full(full)) => {
             (!survives(full.value, full.out.dtype)).then_some(NUMBERS)
         }
-        // Zeros and ones are the same numbers in halves.
+        // Zeros and ones are exact in halves.
         OperationIr::Float(_, FloatOperationIr::Random(random)) => {
             let is_exact = matches!(random.distribution, Distribution::Bernoulli(_));
             (is_half(random.out.dtype) && !is_exact).then_some("random numbers")
@@ -71,7 +75,7 @@ fn is_half(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
 }
 
-/// Returns true if a number is the same in that type, where the type is of halves.
+/// Returns true if a number keeps its value in this type. Types other than halves always count as exact.
 fn survives(value: ScalarIr, dtype: DType) -> bool {
     let value: f64 = value.elem();
     let kept = match dtype {

@@ -1,4 +1,4 @@
-//! What a loss closure returns: the loss, and tensors beside it.
+//! The results of a loss closure: the loss, and other outputs.
 
 use std::collections::BTreeMap;
 use std::hash::Hash;
@@ -10,11 +10,11 @@ use super::batch::{Batch, BatchMapper, Path};
 use super::capture::{Captured, bool_id, float_id, int_id};
 use crate::error::Error;
 
-/// Begins the names of outputs in a graph.
+/// Prefix of the names of outputs in a graph.
 pub(super) const PREFIX: &str = "output ";
 
-/// What a loss closure returns: the loss, or the loss and tensors beside it, such as logits for a metric. These come out
-/// of a step as [`CompiledStep::outputs`](crate::CompiledStep::outputs).
+/// The result of a loss closure: the loss, or the loss and other outputs, such as logits for a metric. A step returns
+/// the outputs in [`CompiledStep::outputs`](crate::CompiledStep::outputs).
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -38,10 +38,10 @@ pub(super) const PREFIX: &str = "output ";
 /// # Ok::<(), burn_fsdp_spmd::Error>(())
 /// ```
 pub trait Loss {
-    /// The tensors beside the loss.
+    /// The outputs other than the loss.
     type Outputs: Batch + Send;
 
-    /// Returns the loss, one number, and the tensors beside it.
+    /// Returns the loss, one number, and the other outputs.
     fn into_parts(self) -> (Tensor<1>, Self::Outputs);
 }
 
@@ -61,10 +61,10 @@ impl<O: Batch + Send> Loss for (Tensor<1>, O) {
     }
 }
 
-/// The tensors beside a loss on the capture device, by name.
+/// The outputs other than the loss on the capture device, by name.
 pub(super) type Taken = Vec<(Arc<str>, Option<Captured>)>;
 
-/// Takes the tensors out of the outputs of a trace, and returns the outputs with small ones in their places.
+/// Takes the tensors out of the outputs of a trace, and returns the outputs with small placeholders.
 pub(super) fn take<O: Batch>(outputs: O) -> (O, Taken) {
     let mut mapper = Take {
         path: Path::default(),
@@ -75,7 +75,7 @@ pub(super) fn take<O: Batch>(outputs: O) -> (O, Taken) {
     (template, mapper.taken)
 }
 
-/// Returns the outputs with the values that came out of a step.
+/// Returns the outputs with the values of a step.
 pub(crate) fn fill<O: Batch>(
     template: &O,
     values: &BTreeMap<Arc<str>, TensorData>,

@@ -17,34 +17,34 @@ pub struct ParameterSpec {
     pub path: Arc<str>,
     /// The other paths of a trained parameter that several fields share.
     pub tied: Vec<Arc<str>>,
-    /// Shape of the whole.
+    /// Shape of the whole tensor.
     pub shape: Vec<usize>,
     /// Type of the elements.
     pub dtype: DType,
     /// True for a float parameter that requires a gradient.
     pub is_trained: bool,
-    /// True for a tensor that is no parameter: a running statistic, or not of a float type. Such a tensor is never
-    /// divided.
+    /// True for a tensor that is not a parameter: a running statistic, or a tensor that is not a float. Such a tensor
+    /// is never sharded.
     pub is_buffer: bool,
-    /// True for a tensor that the module of an [override](crate::Override) has added to those of the step's.
+    /// True for a tensor that the module of an [override](crate::Override) added to the step's tensors.
     pub is_added: bool,
 }
 
-/// Returns the tensors of the module that `init` makes, in the order in which it is visited. A running statistic that
-/// occurs under several paths, and a trained parameter that several fields share (clones of it, with one id), is there once, under
-/// the first. No weight is computed.
+/// Returns the tensors of the module that `init` makes, in visiting order, without computing any weight. A running
+/// statistic under several paths is listed once, under the first path. So is a trained parameter that several fields
+/// share (clones with the same id).
 ///
 /// # Errors
 ///
-/// [`Error::Uncapturable`] if `init` reads the value of a tensor; [`Error::Tied`] if two trained parameters
-/// of one id have different shapes.
+/// [`Error::Uncapturable`] if `init` reads the value of a tensor; [`Error::Tied`] if two trained parameters with the
+/// same id have different shapes.
 pub fn parameters<M: Module>(init: impl FnOnce(&Device) -> M) -> Result<Vec<ParameterSpec>, Error> {
     let found = parameters_with(None, init)?.into_iter();
     Ok(found.map(|(_, spec)| spec).collect())
 }
 
-/// Returns the tensors as [`parameters`] does, with their ids in the module that `init` makes, and the default types of a
-/// device.
+/// Returns the tensors as [`parameters`] does, with their ids in the module that `init` makes, and with a device's
+/// default types.
 pub(crate) fn parameters_with<M: Module>(
     defaults: Option<Defaults>,
     init: impl FnOnce(&Device) -> M,
@@ -66,7 +66,7 @@ pub(crate) fn parameters_with<M: Module>(
                     continue;
                 }
             }
-            // A frozen copy keeps its own values, and that is no tie.
+            // A frozen copy keeps its own values, so it is not a tie.
             if is_trained && let Some(first) = owners.insert(leaf.id, leaf.path.clone()) {
                 return Err(Error::Tied {
                     first: first.to_string(),

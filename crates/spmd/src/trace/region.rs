@@ -1,4 +1,4 @@
-//! Regions of a loss that the user wants to be computed again in backward.
+//! Regions of a loss that the user marks for recomputation in backward.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,11 +9,11 @@ use burn_ir::{OperationIr, TensorId};
 use super::capture::float_id;
 use crate::graph::Graph;
 
-/// Marks before and behind a region, which are tensors that nothing reads.
+/// Marks before and after a region. A mark is a tensor that nothing reads.
 pub(super) type Marks = [TensorId; 2];
 
 thread_local! {
-    /// The regions of the trace that runs on this thread; `None` outside of traces.
+    /// The regions in the trace that runs on this thread; `None` outside of traces.
     static REGIONS: RefCell<Option<Vec<Marks>>> = const { RefCell::new(None) };
 }
 
@@ -22,8 +22,8 @@ pub fn is_traced() -> bool {
     REGIONS.with_borrow(Option::is_some)
 }
 
-/// Runs a part of a loss on `device`, of which backward is to keep what comes in and goes out, and to compute what is between
-/// again, as [`RecomputeUnits`](crate::passes::RecomputeUnits) says of units. Outside of a trace it just runs.
+/// Runs a part of a loss on `device` whose inputs and outputs backward keeps, and whose other values it recomputes,
+/// like a unit in [`RecomputeUnits`](crate::passes::RecomputeUnits). Outside of a trace the part just runs.
 pub fn traced_region<T>(device: &Device, body: impl FnOnce() -> T) -> T {
     let before = mark(device);
     let result = body();
@@ -43,7 +43,7 @@ fn mark(device: &Device) -> Option<TensorId> {
     mark.flatten().map(|mark| mark.id)
 }
 
-/// The regions of one trace; those of the trace around it, if any, are back when it is dropped.
+/// The regions in one trace. A drop restores the regions of the enclosing trace, if there is one.
 pub(super) struct Regions(Option<Vec<Marks>>);
 
 impl Regions {
@@ -63,7 +63,7 @@ impl Drop for Regions {
     }
 }
 
-/// Returns the values that were recorded between the marks of each region.
+/// Returns the values recorded between the marks of each region.
 pub(super) fn values(operations: &[OperationIr], regions: &[Marks]) -> Vec<BTreeSet<TensorId>> {
     let mut positions = BTreeMap::new();
     for (position, operation) in operations.iter().enumerate() {

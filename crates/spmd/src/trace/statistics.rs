@@ -1,8 +1,8 @@
-//! Running statistics that are kept in 32 bits, and updated by operations of the type in which their layer computes.
+//! Running statistics that are kept in 32 bits, and updated by operations in their layer's compute type.
 //!
-//! Burn's BatchNorm adds the statistics of a batch to what it keeps, so both have one type. In 16 bits the average would be
-//! rounded away: a hundredth of a change is less than the last bit. So the layer gets a copy of what it keeps, in the type in
-//! which it computes, and its update is recorded again here, in the type of what is kept.
+//! Burn's BatchNorm adds the statistics of a batch to the kept ones, so both have one type. In 16 bits the average
+//! would be rounded away, because a hundredth of a change is less than the last bit. So the layer gets a copy of its
+//! statistics in its compute type. Its update is recorded again here, in the type of the kept statistics.
 
 use burn_ir::{
     BaseOperationIr, BinaryOpIr, CastOpIr, NumericOperationIr, OperationIr, ScalarOpIr, TensorId,
@@ -52,7 +52,7 @@ fn position(operations: &[OperationIr], id: TensorId) -> Option<usize> {
 /// An update that is recorded again.
 struct Again<'a> {
     operations: &'a [OperationIr],
-    /// What is kept.
+    /// The kept statistic.
     kept: &'a Leaf,
     new: Vec<OperationIr>,
     /// The highest id so far.
@@ -60,7 +60,7 @@ struct Again<'a> {
 }
 
 impl Again<'_> {
-    /// Returns the tensor `id` in the type of what is kept; `None` if nothing makes it.
+    /// Returns the tensor `id` in the kept statistic's type; `None` if no operation makes it.
     fn of(&mut self, id: TensorId) -> Option<TensorId> {
         let maker = &self.operations[position(self.operations, id)?];
         let made = maker.outputs().find(|output| output.id == id)?.clone();
@@ -79,7 +79,8 @@ impl Again<'_> {
         }
     }
 
-    /// Returns a sum, a difference, a product or a quotient in the type of what is kept; `None` inside for all else.
+    /// Returns a sum, difference, product or quotient in the kept statistic's type; an inner `None` for other
+    /// operations.
     fn numeric(&mut self, operation: NumericOperationIr) -> Option<Option<TensorId>> {
         use NumericOperationIr as N;
         type Binary = fn(BinaryOpIr) -> N;
@@ -132,7 +133,7 @@ impl Again<'_> {
         id
     }
 
-    /// Returns an operand that is `id` in the type of what is kept.
+    /// Returns an operand with the id `id` in the kept statistic's type.
     fn wide(&self, of: TensorIr, id: TensorId) -> TensorIr {
         TensorIr {
             id,

@@ -1,7 +1,7 @@
 //! The type of tensors that a forward makes without naming one.
 //!
-//! Burn gives them the default type of the device. Recurrent layers begin with such states, and collect their outputs in such
-//! a tensor: with parameters in 16 bits they would meet two types.
+//! Burn gives them the device's default type. Recurrent layers begin with such states, and collect their outputs in
+//! such a tensor. With parameters in 16 bits, two types would meet there.
 
 use burn::module::Module;
 use burn::tensor::Device;
@@ -16,8 +16,8 @@ impl TraceOptions {
         !self.stored.is_empty()
     }
 
-    /// Returns the options for a trace in which new tensors have the type in which parameters compute; `None` if they have it
-    /// anyhow.
+    /// Returns the options for a trace in which new tensors have the type in which parameters compute; `None` if they
+    /// have it already.
     fn narrow<M: Module>(&self, init: impl Fn(&Device) -> M) -> Result<Option<Self>, Error> {
         let (Some(defaults), Some(compute)) = (self.defaults, self.precision.compute()) else {
             return Ok(None);
@@ -32,8 +32,8 @@ impl TraceOptions {
     }
 }
 
-/// Returns what `trace` makes. Where two types meet, it is asked again, with new tensors in the type in which parameters
-/// compute. If that does not help, the first error counts.
+/// Returns the result of `trace`. If two types meet, `trace` is called again, and new tensors have the type in which
+/// parameters compute. If that does not help, the first error is returned.
 pub(super) fn by_types<M: Module, T>(
     init: impl Fn(&Device) -> M,
     options: &TraceOptions,
@@ -55,7 +55,7 @@ pub(super) fn by_types<M: Module, T>(
 }
 
 impl Error {
-    /// Returns the error with what is to be done, in place of Burn's word.
+    /// Returns the error with instructions instead of Burn's message.
     fn said_of_types(self) -> Self {
         match self {
             Self::Uncapturable {

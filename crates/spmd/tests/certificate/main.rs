@@ -73,7 +73,7 @@ fn traced(optimizer: &impl Optimizer) -> Vec<(&'static str, Graph)> {
     ]
 }
 
-/// With a head that is the embedding's table, and one head of keys for two of queries.
+/// A configuration that ties the head to the embedding's table, with one key head for two query heads.
 const LLAMA: LlamaConfig = LlamaConfig {
     layers: 2,
     dim: 12,
@@ -180,7 +180,7 @@ fn hybrids_and_micro_batches_are_proved() {
     }
 }
 
-/// Returns the models' steps, none of which draws random numbers.
+/// Returns the models' steps without random draws.
 fn traced_without_dropout() -> Vec<(&'static str, Graph)> {
     let optimizer = AdamWConfig::new().build();
     let device = Device::flex();
@@ -239,7 +239,7 @@ fn placements_are_proved() {
     }
 }
 
-/// Dims that do not divide, at random.
+/// Random dims that do not divide evenly.
 #[test]
 fn placements_with_padding_are_proved() {
     let meshes: [&[(&str, usize)]; 3] = [
@@ -274,7 +274,7 @@ fn placements_with_padding_are_proved() {
     }
 }
 
-/// A joined batch has one set of random numbers, of which each rank draws its part.
+/// A joined batch has one set of random numbers, and each rank draws its part.
 #[test]
 fn random_numbers_of_a_joined_batch_are_each_ranks_part() {
     let optimizer = AdamWConfig::new().build();
@@ -291,7 +291,7 @@ fn random_numbers_of_a_joined_batch_are_each_ranks_part() {
     }
 }
 
-/// Returns the proof of the plan for so many rows, as it was traced for the first step or for a later one.
+/// Returns the proof of the plan for this number of rows, traced for the first step or for a later one.
 fn proved_at(rows: usize, step: OptimizerStep) -> Certificate {
     let traced = |rows| {
         let config = TraceConfig {
@@ -311,7 +311,7 @@ fn proved_at(rows: usize, step: OptimizerStep) -> Certificate {
     certify_at(traced(rows), traced(16), 1, &Mode::single()).unwrap()
 }
 
-/// What runs is what was proved: each step's plan is one of those, or is refused before it changes anything.
+/// Each step runs a proved plan, or is refused before it changes anything.
 #[test]
 fn steps_of_plans_that_were_not_proved_are_refused() {
     const ROWS: usize = 20;
@@ -333,7 +333,7 @@ fn steps_of_plans_that_were_not_proved_are_refused() {
     let (done, steps) = step(&[&first], &[ROWS, ROWS]);
     assert!(done[0].is_ok() && is_refused(&done[1]), "{done:?}");
     assert_eq!(steps, 1);
-    // The plan of other rows is another, and that of the right ones goes on.
+    // A plan for other rows is a different plan, and a step with the right rows continues.
     let (done, steps) = step(&[&first, &later], &[ROWS, ROWS - 1, ROWS]);
     assert!(
         done[0].is_ok() && is_refused(&done[1]) && done[2].is_ok(),
@@ -342,7 +342,7 @@ fn steps_of_plans_that_were_not_proved_are_refused() {
     assert_eq!(steps, 2);
 }
 
-/// Traces that are no two of one step have no plans to compare.
+/// Two traces that are not of one step have no plans to compare.
 #[test]
 fn traces_of_other_operations_are_refused() {
     let traced = |rows| {
@@ -357,7 +357,7 @@ fn traces_of_other_operations_are_refused() {
         )
         .unwrap()
     };
-    // What is broadcast over one row has no sum over rows.
+    // A single row broadcasts, so the gradient has no sum over rows.
     match certify_at(traced(20), traced(1), 1, &Mode::single()) {
         Err(Error::Proof(ProofError::Twin { pass: None, .. })) => {}
         other => panic!("{other:?}"),

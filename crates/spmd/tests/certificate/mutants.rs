@@ -26,7 +26,7 @@ use super::traced;
 enum Mutation {
     /// A mean over ranks becomes a sum.
     Divisor,
-    /// A reduction is left out: each rank goes on with its own addend.
+    /// A reduction is left out: each rank continues with its own addend.
     LostReduction,
     /// A reduction is made twice.
     DoubledReduction,
@@ -34,11 +34,11 @@ enum Mutation {
     Axis,
     /// Two tensors of a joined collective are exchanged.
     SwappedParts,
-    /// The elements are cut among the ranks in another way.
+    /// The elements are divided among the ranks in another way.
     Cut,
     /// A node reads another value of the same shape.
     WrongOperand,
-    /// A number of an operation is another.
+    /// A number of an operation is replaced.
     Number,
     /// An addend of a sum is lost.
     LostAddend,
@@ -48,7 +48,7 @@ enum Mutation {
     WrongUpdate,
     /// A value is freed before its last read.
     FreedEarly,
-    /// A node runs before what it reads is there.
+    /// A node runs before its operands exist.
     TooEarly,
 }
 
@@ -69,7 +69,7 @@ impl Mutation {
         Self::TooEarly,
     ];
 
-    /// Returns the plan with such a fault, and a word about it; `None` if it has no place for one.
+    /// Returns the plan with such a fault, and a description of it; `None` if the plan has no place for one.
     fn of(self, plan: &Graph, rng: &mut StdRng) -> Option<(Graph, String)> {
         let mut plan = plan.clone();
         let mut nodes = plan.take_nodes();
@@ -175,7 +175,7 @@ impl Mutation {
             Self::Divisor => runs.is_some_and(|of| of.reduction == Some(ReduceOp::Mean)),
             Self::LostReduction => collective
                 .is_some_and(|of| of.kind == CollectiveKind::AllReduce && of.stage == Stage::Whole),
-            // Along another axis, the mean of what all have alike is what it was.
+            // Along another axis, a mean of equal values stays the same.
             Self::Axis => runs.is_some_and(|of| matches!(&*of.axis, "shard" | "replicate")),
             Self::Cut => {
                 runs.is_some_and(|of| of.kind != CollectiveKind::AllReduce && of.parts.len() > 1)
@@ -206,8 +206,8 @@ impl Mutation {
     }
 }
 
-/// Returns true for gradients of the keys' biases, which are zero: they add the same to every score of a query, and softmax
-/// does not see it. Whatever is done with them is right.
+/// Returns true for gradients of the keys' biases, which are zero: the biases add the same to every score of a query,
+/// and softmax ignores that. Any operation on these gradients is right.
 fn moves_zeros(collective: &Collective) -> bool {
     let mut parts = collective.parts.iter();
     parts.all(|part| part.path.ends_with("key.bias"))
@@ -227,7 +227,7 @@ fn is_read(nodes: &[Node], id: TensorId) -> bool {
     readers.any(|node| node.inputs().any(|input| input == id))
 }
 
-/// Returns an input of a node that a later node reads, too.
+/// Returns an input of a node that a later node also reads.
 fn shared_input(nodes: &[Node], index: usize) -> Option<TensorId> {
     let inputs = nodes[index].inputs();
     let mut inputs = inputs.filter(|input| is_read(&nodes[index + 1..], *input));
@@ -286,7 +286,7 @@ fn change_number(node: &mut Node, rng: &mut StdRng) {
     assert!(node.set_scalar_values(&scalars));
 }
 
-/// Puts a second sum behind a reduction.
+/// Puts a second sum after a reduction.
 fn doubled(plan: &mut Graph, nodes: &mut Vec<Node>, rng: &mut StdRng) -> Option<String> {
     let places = nodes.iter().enumerate().filter(|(_, node)| {
         let collective = node.collective.as_ref();
@@ -362,7 +362,7 @@ fn wrong_operand(plan: &Graph, nodes: &mut [Node], rng: &mut StdRng) -> Option<S
     None
 }
 
-/// A plan, with what it was made of.
+/// A plan with its trace and settings.
 struct Case {
     name: String,
     traced: Graph,
@@ -414,7 +414,7 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-/// Returns how many of some mutants were refused, of how many, by kind. Those that were not are printed.
+/// Returns the number of refused mutants and of all mutants, by kind. Prints the mutants that were accepted.
 fn refused(seeds: std::ops::Range<u64>) -> BTreeMap<Mutation, [usize; 2]> {
     let cases = cases();
     let mut counts: BTreeMap<Mutation, [usize; 2]> = BTreeMap::new();
@@ -423,7 +423,7 @@ fn refused(seeds: std::ops::Range<u64>) -> BTreeMap<Mutation, [usize; 2]> {
         let (case, mutation, (mutant, what)) = loop {
             let case = cases.choose(&mut rng).unwrap();
             let mutation = *Mutation::ALL.choose(&mut rng).unwrap();
-            // The first addend of a state of zeros is all of the sum.
+            // The first addend of a zero state is the whole sum.
             if mutation == Mutation::LostAddend && case.name.starts_with("lstm") {
                 continue;
             }
@@ -444,7 +444,7 @@ fn refused(seeds: std::ops::Range<u64>) -> BTreeMap<Mutation, [usize; 2]> {
     counts
 }
 
-/// `BURN_FSDP_LONG=1` makes 2,000 of them.
+/// `BURN_FSDP_LONG=1` makes 2,000 mutants.
 #[test]
 fn wrong_plans_are_refused() {
     let seeds = match std::env::var_os("BURN_FSDP_LONG") {
@@ -458,7 +458,7 @@ fn wrong_plans_are_refused() {
     }
 }
 
-/// A pass that does what another does, and one thing wrong.
+/// A pass that does the same as another, with one fault.
 #[derive(Debug)]
 struct Faulty {
     pass: Box<dyn GraphTransform>,
@@ -483,7 +483,7 @@ impl GraphTransform for Faulty {
     }
 }
 
-/// Passes that come one after the other, of two ranks.
+/// Returns consecutive passes for two ranks.
 fn passes(strategy: Strategy) -> Vec<Box<dyn GraphTransform>> {
     let insert = InsertCollectives {
         num_ranks: 2,
@@ -506,8 +506,8 @@ fn passes(strategy: Strategy) -> Vec<Box<dyn GraphTransform>> {
     ]
 }
 
-/// The faults that are wrong after every one of these passes. Before equal values are merged, another operand may be the
-/// same, and what nothing reads may be anything.
+/// The faults that are wrong after every one of these passes. Before equal values are merged, another operand may be
+/// the same, and a value that nothing reads may be anything.
 const OF_PASSES: [Mutation; 9] = [
     Mutation::Divisor,
     Mutation::LostReduction,
@@ -520,8 +520,8 @@ const OF_PASSES: [Mutation; 9] = [
     Mutation::TooEarly,
 ];
 
-/// A pass at fault is named with a node, or with none where what comes out is wrong after the last. `BURN_FSDP_LONG=1`
-/// makes 200 of them.
+/// The error names the faulty pass with a node, or without one if a result is wrong after the last node.
+/// `BURN_FSDP_LONG=1` makes 200 mutants.
 #[test]
 fn the_pass_at_fault_is_named() {
     const FIRST: usize = 2;
@@ -566,7 +566,7 @@ fn the_pass_at_fault_is_named() {
         match prove(&stages, &mesh, None) {
             Err(Error::NotCertified { pass, node, .. }) => {
                 assert_eq!(pass, Some(expected), "seed {seed}: {model}, {mutation:?}");
-                // Nothing reads the loss, and what is not updated is read in the next step.
+                // Nothing reads the loss, and a value without its update is only read in the next step.
                 let of_results = [Mutation::LostUpdate, Mutation::LostReduction];
                 assert!(
                     node.is_some() || of_results.contains(&mutation),

@@ -9,7 +9,7 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
         return None;
     };
     let query: &str = match op.options.is_causal {
-        // Which keys a query sees depends on its place.
+        // A query's position determines which keys it sees.
         true => "bh..",
         false => "bhs.",
     };
@@ -26,7 +26,7 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
     Some(signature.output(&op.out, &out))
 }
 
-/// Returns the letters of a mask `[batch, heads, queries, keys]`, whose dims of size 1 are broadcast.
+/// Returns the letters of a mask `[batch, heads, queries, keys]`; dims of size 1 are broadcast.
 fn broadcast(mask: &TensorIr, out: &[usize], letters: &str) -> Vec<Option<Letter>> {
     let dims = mask
         .shape

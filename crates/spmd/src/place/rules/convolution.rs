@@ -48,7 +48,7 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
         Module::Conv1dBiasBackward(op) => bias_backward(&op.x, &op.bias, &op.output_grad, &op.out),
         Module::Conv2dBiasBackward(op) => bias_backward(&op.x, &op.bias, &op.output_grad, &op.out),
         Module::Conv3dBiasBackward(op) => bias_backward(&op.x, &op.bias, &op.output_grad, &op.out),
-        // Their weights are `[in, out, ..]`: only the batch is cut.
+        // Their weights are `[in, out, ..]`, so only the batch is cut.
         Module::ConvTranspose1d(op) => transposed(&op.x, &op.weight, op.bias.as_ref(), &op.out),
         Module::ConvTranspose2d(op) => transposed(&op.x, &op.weight, op.bias.as_ref(), &op.out),
         Module::ConvTranspose3d(op) => transposed(&op.x, &op.weight, op.bias.as_ref(), &op.out),
@@ -74,8 +74,8 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
     })
 }
 
-/// Returns the signature `x[b, i, ..]`, `weight[o, i, ..]`, `out[b, o, ..]`. With a bias, which would be added on every
-/// rank, `i` is whole.
+/// Returns the signature `x[b, i, ..]`, `weight[o, i, ..]`, `out[b, o, ..]`. With a bias, `i` is whole, because the
+/// bias would be added on every rank.
 fn forward(
     x: &TensorIr,
     weight: &TensorIr,
@@ -135,7 +135,7 @@ fn weight_backward(
     forward.gradient(1, &[0, 1], output_grad, out)
 }
 
-/// Returns the signature of the gradient of a bias, which depends on no weight: channels of a group can be cut, too.
+/// Returns the signature of a bias gradient. It does not depend on weights, so channels of a group can also be cut.
 fn bias_backward(
     x: &TensorIr,
     bias: &TensorIr,
@@ -149,7 +149,7 @@ fn bias_backward(
     forward.gradient(1, &[0, 1], output_grad, out)
 }
 
-/// Returns the signature that names batch and channel of every tensor.
+/// Returns the signature that names the batch and the channels of every tensor.
 fn pooling(operation: &OperationIr) -> Signature {
     let inputs = operation.inputs();
     let signature = inputs.fold(Signature::new(), |s, tensor| s.input(tensor, "bc"));

@@ -1,6 +1,6 @@
-//! Kernels that take the place of composed operations in the graph of each rank: for types, as nothing is placed by them.
+//! Kernels that replace composed operations in each rank's graph. Only types use these signatures; they place nothing.
 //!
-//! The gradients that a kernel computes are linear in that of its result, which may be addends.
+//! The gradients that a kernel computes are linear in the gradient of its result, which may be addends.
 
 #[cfg(test)]
 mod tests;
@@ -42,13 +42,14 @@ pub(super) fn signature(call: &CustomOpIr) -> Option<Signature> {
         | Op::LayerNorm
         | Op::RmsNorm => by_row(call),
         Op::LayerNormBackward | Op::RmsNormBackward => {
-            // The gradients of what scales and shifts a row are sums over rows.
+            // The gradients of a row's scale and shift are sums over rows.
             let rows = rows(call.inputs.first()?);
             let summed = rows.into_iter().flatten();
             summed.fold(by_row(call), Signature::sums)
         }
         Op::Attention => attention(call, 3),
-        // The gradients of keys and values are sums over queries, those of queries and keys over the width of values.
+        // The gradients of keys and values are sums over queries. The gradients of queries and keys are sums over the
+        // width of values.
         Op::AttentionBackward => attention(call, 4).sums('q').sums('w'),
         _ => return None,
     };
@@ -59,7 +60,7 @@ pub(super) fn signature(call: &CustomOpIr) -> Option<Signature> {
     })
 }
 
-/// Returns which input of a kernel that computes gradients is that of the result.
+/// Returns the index of the input that is the result's gradient, for a kernel that computes gradients.
 fn of_result(kernel: FusedOperation) -> Option<usize> {
     use FusedOperation as Op;
     match kernel {
@@ -78,7 +79,7 @@ fn by_element(call: &CustomOpIr) -> Signature {
     of(call, letters)
 }
 
-/// Returns the signature of a function of rows along the last dim, some of whose operands are for every row.
+/// Returns the signature of a function of rows along the last dim. Some of its operands apply to every row.
 fn by_row(call: &CustomOpIr) -> Signature {
     of(call, rows)
 }
@@ -89,8 +90,9 @@ fn rows(tensor: &TensorIr) -> Vec<Option<Letter>> {
     letters
 }
 
-/// Returns the signature of attention, whose first three inputs are queries, keys and values, or of its gradients, which have that
-/// of the result as the fourth of `num_rows`. The others are as large as scores, or one along some of their dims.
+/// Returns the signature of attention or of its gradients. The first three inputs are queries, keys and values. For
+/// gradients, the fourth of `num_rows` is the gradient of the result. The others are as large as scores, or have size
+/// one along some of their dims.
 fn attention(call: &CustomOpIr, num_rows: usize) -> Signature {
     let [queries, keys] = [0, 1].map(|index: usize| &call.inputs[index].shape);
     let of_queries = vec![BATCH, QUERIES, HEADS, None];

@@ -68,7 +68,8 @@ fn without(x: &TensorIr, weight: &TensorIr, out: &TensorIr) -> Signature {
         .sums('k')
 }
 
-/// Returns the signature `x[.., k] weight[k, n] + bias[n]`. The bias would be added on every rank, so that `k` is whole.
+/// Returns the signature `x[.., k] weight[k, n] + bias[n]`. `k` is whole, because the bias would be added on every
+/// rank.
 fn with_bias(x: &TensorIr, weight: &TensorIr, bias: &TensorIr, out: &TensorIr) -> Signature {
     let mut of_x = rows(x, 'k');
     if let Some(last) = of_x.last_mut() {
@@ -90,8 +91,8 @@ fn rows(tensor: &TensorIr, last: Letter) -> Vec<Option<Letter>> {
     letters
 }
 
-/// Splits a linear layer into its product and the addition of its bias, so that the product can be cut along the dim
-/// that it sums over.
+/// Splits a linear layer into its product and the addition of its bias. The product can then be cut along the dim that
+/// it sums over.
 ///
 /// # Errors
 ///

@@ -12,11 +12,11 @@
 //! | `attention` | fused attention |
 //! | `convolution` | convolutions and pooling, with their backward |
 //! | `random` | random numbers and constants |
-//! | `kernels` | what takes the place of composed operations afterwards: for types alone |
+//! | `kernels` | kernels that replace composed operations afterwards: only for types |
 //!
-//! An operation of no family runs on whole tensors. Those from `indexing` on down in the code run on equal parts alone: an
-//! index in padding could be out of bounds, and what is drawn has places of its own; constants take it, and arithmetic of integers
-//! does not.
+//! An operation of no family runs on whole tensors. The families `indexing`, `attention`, `convolution` and `random`
+//! run only on equal parts: an index in padding could be out of bounds, and random numbers have places of their own.
+//! Constants accept padding. Integer arithmetic does not.
 
 mod attention;
 mod base;
@@ -65,8 +65,8 @@ fn of_family(operation: &OperationIr) -> Signature {
         .unwrap_or_else(|| whole(operation))
 }
 
-/// Returns true for operations of the families that know rows by themselves, if they take any number: integers in padding
-/// could be divided by zero.
+/// Returns true for operations of the families that are independent by row, if they accept any number. Integers in
+/// padding could be divided by zero.
 fn takes_padding(operation: &OperationIr) -> bool {
     !matches!(
         operation,
@@ -82,7 +82,7 @@ fn whole(operation: &OperationIr) -> Signature {
     outputs.fold(signature, |s, tensor| s.output(tensor, ""))
 }
 
-/// Returns the signature of a kernel that takes the place of composed operations once values are placed.
+/// Returns the signature of a kernel that replaces composed operations after values are placed.
 pub(super) fn of_kernel(call: &CustomOpIr) -> Option<Signature> {
     kernels::signature(call)
 }
@@ -97,8 +97,8 @@ pub(super) fn is_pointwise(operation: &OperationIr) -> bool {
     pointwise::signature(operation).is_some()
 }
 
-/// Returns true if an operation may be deferred until a node reads its results, if its inputs are deferred, too: random
-/// numbers, constants, pointwise operations and views.
+/// Returns true if an operation may be deferred until a node reads its results, if its inputs are also deferred. These
+/// are random numbers, constants, pointwise operations and views.
 pub(super) fn may_wait(operation: &OperationIr) -> bool {
     random::signature(operation).is_some()
         || pointwise::signature(operation).is_some()

@@ -1,4 +1,4 @@
-//! Wrong rules of placement: seeded changes of right ones, each of which types or the certificate must refuse.
+//! Wrong placement rules: seeded changes of right ones. Types or the certificate must refuse each of them.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -24,15 +24,15 @@ use crate::trace::{TraceConfig, trace};
 /// A kind of fault that a rule may have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Mutation {
-    /// Two dims of an operand have each other's letters.
+    /// Two dims of an operand have swapped letters.
     Exchanged,
-    /// Addends are combined in another way.
+    /// Addends are combined by another reduction.
     OtherReduction,
-    /// A dim that has to be whole may be cut.
+    /// A dim that must be whole may be cut.
     CutOfWhole,
-    /// Parts are taken for addends.
+    /// Parts are treated as addends.
     SummedParts,
-    /// The operation is linear in its first operand, it says.
+    /// The operation is declared linear in its first operand.
     Linear,
     /// An operand is whole where the others are cut.
     WholeOperand,
@@ -48,7 +48,7 @@ impl Mutation {
         Self::WholeOperand,
     ];
 
-    /// Returns the wrong signature; `None` where the right one has no place for the fault.
+    /// Returns the wrong signature; `None` if the right one has no place for the fault.
     fn of(self, signature: &Signature, seed: u64) -> Option<Signature> {
         let mut wrong = signature.clone();
         let rng = &mut StdRng::seed_from_u64(seed);
@@ -105,7 +105,7 @@ impl Mutation {
                 let mut holders: Vec<_> = holders
                     .filter(|input| input.dim_of(shared).is_some())
                     .collect();
-                // A tensor that is read twice lies in one way: such a rule never cuts it.
+                // A tensor that is read twice has one placement, so such a rule never cuts it.
                 if holders.windows(2).any(|pair| pair[0].id == pair[1].id) {
                     return None;
                 }
@@ -118,10 +118,10 @@ impl Mutation {
     }
 }
 
-/// A rule that is wrong.
+/// A wrong rule.
 #[derive(Debug, Clone)]
 struct Fault {
-    /// Name of the operation whose rule it is.
+    /// Name of the operation with this rule.
     operation: String,
     mutation: Mutation,
     seed: u64,
@@ -131,7 +131,7 @@ thread_local! {
     static FAULT: RefCell<Option<Fault>> = const { RefCell::new(None) };
 }
 
-/// Returns the signature that a rule gives where it is wrong on this thread.
+/// Returns the wrong signature of a rule if it has a fault on this thread.
 pub(super) fn applied(operation: &OperationIr, right: Signature) -> Signature {
     FAULT.with_borrow(|fault| match fault {
         Some(fault) if fault.operation == operation_name(operation) => {
@@ -172,7 +172,7 @@ fn cases() -> Vec<Case> {
         .into()
 }
 
-/// Returns placements at random: the batch along one axis, dims of parameters along the other.
+/// Returns random placements: the batch along one axis, dims of parameters along the other.
 fn placements(graph: &Graph, ranks: usize, rng: &mut StdRng) -> Expand {
     let mut expand = Expand::new();
     if rng.random_bool(0.5) {
@@ -197,8 +197,9 @@ fn pipeline(expand: &Expand, mesh: &Mesh) -> Pipeline {
     schedule::placed(insert, &options, mesh.axes().to_vec(), &[]).verified()
 }
 
-/// Returns true for operations that are linear in their first operand alone, and whose rules do not say so, as it would not
-/// pay, or that add a number, which is right of the addends of a mean: a fault that says it is none.
+/// Returns true for operations where a declaration of linearity in the first operand is no fault. Some are linear only
+/// in that operand, and their rules omit this because it would not pay. Others add a number, which is right for the
+/// addends of a mean.
 fn is_linear(operation: &OperationIr) -> bool {
     let name = operation_name(operation);
     let linear = [
@@ -216,20 +217,20 @@ fn is_linear(operation: &OperationIr) -> bool {
     linear.contains(&last)
 }
 
-/// What became of a wrong rule.
+/// The outcome of a wrong rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Found {
-    /// Its dims cannot go together, or the types of values do not fit: no plan was made.
+    /// Its dims cannot belong together, or the types of values do not fit, so there is no plan.
     ByTypes,
     /// The plan does not compute the traced step.
     ByProof,
-    /// The plan is right and carries more: the fault did no more than to keep the operation from tensors that are cut.
+    /// The plan is right and communicates more: the fault only keeps the operation from reading cut tensors.
     Costlier,
-    /// It was not.
+    /// It was not found.
     Not,
 }
 
-/// Returns how many elements the collectives of a plan carry.
+/// Returns the number of elements in a plan's collectives.
 fn carried(plan: &Graph) -> usize {
     let collectives = plan
         .nodes()
@@ -239,7 +240,7 @@ fn carried(plan: &Graph) -> usize {
     parts.map(|part| part.partition.num_elements()).sum()
 }
 
-/// Returns what becomes of a fault; `None` where the plan is what it is without it.
+/// Returns the outcome of a fault; `None` if the plan is the same as without it.
 fn found(case: &Case, fault: &Fault, expand: &Expand, mesh: &Mesh) -> Option<(Found, String)> {
     let right = pipeline(expand, mesh).run(case.traced.clone()).unwrap();
     FAULT.set(Some(fault.clone()));
@@ -265,7 +266,7 @@ fn found(case: &Case, fault: &Fault, expand: &Expand, mesh: &Mesh) -> Option<(Fo
     })
 }
 
-/// `BURN_FSDP_LONG=1` makes 500 of them.
+/// `BURN_FSDP_LONG=1` makes 500 faults.
 #[test]
 fn wrong_rules_are_refused() {
     let wanted = match std::env::var_os("BURN_FSDP_LONG") {

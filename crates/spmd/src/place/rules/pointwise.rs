@@ -1,4 +1,4 @@
-//! Operations on the elements at one place, with broadcasting.
+//! Elementwise operations, with broadcasting.
 
 use burn_ir::OperationIr;
 
@@ -18,8 +18,8 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
     let signature = outputs.fold(signature, |s, tensor| {
         s.output_of(tensor, aligned(tensor, &out))
     });
-    // Addends go through what is linear and cheap; a product with another tensor is neither reason
-    // to postpone their sum nor to make it smaller.
+    // Addends pass through cheap linear operations. A product with another tensor is no reason to postpone their sum,
+    // and none to make it smaller.
     let linear = is(operation, Trait::Linear) || is(operation, Trait::LinearOnFloats);
     Some(match linear {
         true => signature.linear_in(operation.inputs()),

@@ -1,4 +1,4 @@
-//! Reductions, and what scans or sorts along a dim.
+//! Reductions, and operations that scan or sort along a dim.
 
 use burn_fsdp_mesh::ReduceOp;
 use burn_ir::{NumericOperationIr as Numeric, OperationIr, TensorIr};
@@ -10,7 +10,7 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
         return None;
     };
     let sum = Some(ReduceOp::Sum);
-    // A mean of whole numbers is rounded, so that means of parts tell nothing of the mean of all.
+    // A mean of integers is rounded, so the means of parts do not determine the mean of all.
     let is_rounded = matches!(operation, OperationIr::NumericInt(..));
     let mean = (!is_rounded).then_some(ReduceOp::Mean);
     Some(match op {
@@ -26,7 +26,7 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
         Numeric::MaxDim(op) => along(&op.input, &[&op.out], &[op.axis], Some(ReduceOp::Max)),
         Numeric::MaxAbsDim(op) => along(&op.input, &[&op.out], &[op.axis], Some(ReduceOp::Max)),
         Numeric::MinDim(op) => along(&op.input, &[&op.out], &[op.axis], Some(ReduceOp::Min)),
-        // Products and positions of ranks do not combine.
+        // Products, and positions on separate ranks, cannot be combined.
         Numeric::ProdDim(op)
         | Numeric::ArgMax(op)
         | Numeric::ArgMin(op)
@@ -62,7 +62,7 @@ fn all(input: &TensorIr, out: &TensorIr, op: ReduceOp) -> Signature {
     linear(signature, input, op)
 }
 
-/// Returns the signature of an operation along dims, which the outputs keep with their own size.
+/// Returns the signature of an operation along dims. The outputs keep these dims, with a size of their own.
 fn along(
     input: &TensorIr,
     outputs: &[&TensorIr],

@@ -42,7 +42,7 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
     })
 }
 
-/// Returns the letters of the dims that the ranges take as they are.
+/// Returns the letters of the dims that the ranges take whole.
 fn untouched(shape: &[usize], ranges: &[Slice]) -> Vec<Option<Letter>> {
     let mut letters = alphabet(shape.len());
     for ((letter, size), range) in letters.iter_mut().zip(shape).zip(ranges) {
@@ -58,7 +58,7 @@ fn is_full(range: &Slice, size: usize) -> bool {
     range.start == 0 && range.step == 1 && ends
 }
 
-/// Shortens the ranges of cut dims: those that the slice takes as they are.
+/// Shortens the ranges of cut dims, which the slice takes whole.
 pub(super) fn localize(operation: &mut OperationIr) {
     let (OperationIr::BaseFloat(base) | OperationIr::BaseInt(base) | OperationIr::BaseBool(base)) =
         operation
@@ -72,7 +72,7 @@ pub(super) fn localize(operation: &mut OperationIr) {
     };
     for (range, size) in ranges.iter_mut().zip(shape) {
         let end = range.end.unwrap_or(size as isize);
-        // Only a dim that was taken whole can have become shorter.
+        // Only a dim that was taken whole can be shorter now.
         if range.start == 0 && range.step == 1 && end > size as isize {
             range.end = Some(size as isize);
         }

@@ -14,10 +14,10 @@ use crate::norm::LOCAL_NORM;
 use crate::place::rules;
 use crate::place::signature::{Operand, Signature};
 
-/// The node at which types do not fit, and why.
+/// The node with a type error, and the reason.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct IllTyped {
-    /// Index of the node; the number of nodes for what is wrong after the last.
+    /// Index of the node, or the number of nodes for an error after the last one.
     pub(crate) node: usize,
     pub(crate) reason: String,
 }
@@ -25,8 +25,8 @@ pub(crate) struct IllTyped {
 /// The types of a value, one for each axis of the mesh.
 type Types = Vec<SpmdType>;
 
-/// Finds the first node of a graph of several ranks whose operands have types that it cannot take, or a result that lies
-/// otherwise than it is said to. A graph of one rank alone has no types.
+/// Finds the first node in a graph of several ranks with a type error. Its operand has a type that it cannot take, or
+/// its result has another placement than the declared one. A graph of a single rank has no types.
 pub(crate) fn check(graph: &Graph) -> Result<(), IllTyped> {
     let Some((flow, ill)) = flow_of(graph) else {
         return Ok(());
@@ -40,7 +40,7 @@ pub(crate) fn check(graph: &Graph) -> Result<(), IllTyped> {
     })
 }
 
-/// Follows the types through a graph of several ranks, up to the first node that takes none.
+/// Follows the types through a graph of several ranks, up to the first node with a type error.
 pub(super) fn flow_of(graph: &Graph) -> Option<(Flow<'_>, Option<IllTyped>)> {
     let mesh = graph.mesh()?;
     let mut flow = Flow {
@@ -78,7 +78,7 @@ impl Flow<'_> {
         vec![of; self.axes.len()]
     }
 
-    /// Returns the types with which a value was placed.
+    /// Returns the types from a value's placements.
     fn placed(&self, id: TensorId) -> Option<Types> {
         let placements = self.graph.placements(id)?;
         Some(placements.iter().map(|on| SpmdType::from(*on)).collect())
@@ -194,8 +194,8 @@ impl Flow<'_> {
         types.collect()
     }
 
-    /// Returns the type of what the optimizer makes of nothing for a parameter, such as the zeros that a state begins with:
-    /// it is that of the parameter's elements.
+    /// Returns the type of a value that the optimizer creates from nothing for a parameter, such as the initial zeros
+    /// of a state. It is the type of the parameter's elements.
     fn stepped(&self, node: &Node, output: TensorId, axis: usize) -> Option<SpmdType> {
         if node.phase != Phase::Optimizer || node.inputs().next().is_some() {
             return None;
@@ -207,8 +207,9 @@ impl Flow<'_> {
         of.filter(|of| is_like || of.owner().is_some())
     }
 
-    /// Returns the way of a node that its owner alone runs: one that reads what it owns, or is of the optimizer's part for its
-    /// parameter. Norms are of each rank's parts, of which some have none.
+    /// Returns the way of a node that only its owner runs. Such a node reads an owned value, or belongs to the
+    /// optimizer's part for an owned parameter. Norms are different: they cover each rank's parts, and some ranks have
+    /// none.
     fn way_of_owner(
         &self,
         node: &Node,
@@ -237,7 +238,7 @@ impl Flow<'_> {
         }
     }
 
-    /// Returns the owners of the values that one rank has alone.
+    /// Returns the owners of the values that only one rank has.
     pub(super) fn owned(self) -> BTreeMap<TensorId, Owner> {
         let axes = self.axes;
         let owned = self.types.into_iter().filter_map(|(id, types)| {
@@ -290,8 +291,8 @@ impl Flow<'_> {
         }
     }
 
-    /// Returns the way of a kernel that reads parts along an axis. Where it is known along which dims they are cut, it must be
-    /// able to run on such parts.
+    /// Returns the way of a kernel that reads parts along an axis. If the cut dims are known, the kernel must be able
+    /// to run on such parts.
     fn kernel_of_parts(&self, call: &CustomOpIr, axis: usize) -> Result<Way, &'static str> {
         let runs = call.id == LOCAL_NORM || call.id == FusedOperation::Pointwise.name();
         let signature = match runs {
@@ -328,7 +329,7 @@ impl Flow<'_> {
         let results = ends.zip(&collective.parts).map(|((input, output), part)| {
             let types = (0..self.axes.len()).map(|other| self.of(input, other));
             let mut types = types.collect::<Result<Types, String>>()?;
-            // A wait has what its start has made.
+            // A wait has the results of its start.
             if collective.stage == Stage::Wait {
                 return Ok((output, types));
             }
@@ -353,7 +354,7 @@ impl Flow<'_> {
         Ok(())
     }
 
-    /// Checks what comes out of the graph.
+    /// Checks the results of the graph.
     fn end(&self) -> Result<(), String> {
         for update in self.graph.updates() {
             let role = self
@@ -367,7 +368,7 @@ impl Flow<'_> {
             )?;
         }
         for parameter in self.graph.parameters() {
-            // A graph that is a part of a step has the gradients of that part.
+            // A graph that is one part of a step has only the gradients of that part.
             let own = parameter.gradient.filter(|id| self.types.contains_key(id));
             if let Some(gradient) = own {
                 let what = format!("gradient of {}", parameter.path);
@@ -393,7 +394,7 @@ impl Flow<'_> {
         Ok(())
     }
 
-    /// Checks that a value has the type that another's makes of it.
+    /// Checks that a value has the type that follows from another value's type.
     fn expect(
         &self,
         what: &str,

@@ -1,8 +1,8 @@
-//! SPMD types: what the ranks hold of every value of a graph, and whether each node may have it.
+//! SPMD types: how the ranks hold every value of a graph, and whether each node accepts it.
 //!
-//! Types follow from those of given values, node by node, on each axis of the mesh by itself. A rule that places a value
-//! wrongly, a reduction that is missing, made twice or along another axis, and a gradient that reaches the optimizer
-//! before it is complete have no type, and are found without running anything.
+//! Types follow from the types of given values, node by node, separately on each axis of the mesh. A wrong placement
+//! rule has no type. The same is true for a reduction that is missing, doubled or along another axis, and for an
+//! incomplete gradient that reaches the optimizer. These faults are found without running anything.
 
 mod flow;
 mod program;
@@ -18,8 +18,8 @@ pub(crate) use flow::check;
 use flow::flow_of;
 use spmd_type::SpmdType;
 
-/// Returns what the ranks of each axis hold of the values of a graph of several ranks, as far as it is known: a placement, without
-/// its dim, or none for values of their own.
+/// Returns what the ranks of each axis hold of the values of a graph of several ranks, as far as it is known. A value
+/// has a placement without its dim, or none if each rank has its own value.
 pub(crate) fn types_of(graph: &Graph) -> BTreeMap<TensorId, Carried> {
     let types = flow_of(graph).map_or_else(BTreeMap::new, |(flow, _)| flow.types);
     let placed = types.into_iter().map(|(id, types)| {
@@ -31,7 +31,7 @@ pub(crate) fn types_of(graph: &Graph) -> BTreeMap<TensorId, Carried> {
     placed.collect()
 }
 
-/// Returns the owners of the values of a graph that one rank has alone.
+/// Returns the owners of the values that only one rank has.
 pub(crate) fn owned_of(graph: &Graph) -> BTreeMap<TensorId, Owner> {
     if !graph.has_owners() {
         return BTreeMap::new();

@@ -4,7 +4,7 @@ use burn_fsdp_kernels::{PointwiseOperand, PointwiseOperation, PointwiseProgram};
 
 use super::SpmdType;
 
-/// Returns the type of the result of a program from those of its inputs; `None` for a step that has none.
+/// Returns the type of a program's result from the types of its inputs; `None` if a step has no type.
 pub(super) fn of_program(program: &PointwiseProgram, inputs: &[SpmdType]) -> Option<SpmdType> {
     let mut results: Vec<SpmdType> = Vec::with_capacity(program.len());
     for (operation, first, second) in program.parts() {

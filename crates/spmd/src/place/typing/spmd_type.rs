@@ -1,4 +1,4 @@
-//! The types of values on one axis of the ranks, and what collectives make of them.
+//! The types of values on one axis of the ranks, and the effect of collectives on them.
 
 use std::fmt;
 
@@ -6,15 +6,15 @@ use burn_fsdp_mesh::{Placement, ReduceOp};
 
 use crate::graph::CollectiveKind;
 
-/// What the ranks of one axis hold of a value. A gradient has a type, too:
+/// The type of a value on one axis: what its ranks hold. A gradient also has a type:
 ///
-/// | type | the ranks hold | the complete gradient | what a use on parts, or on own rows, adds to the gradient |
+/// | type | the ranks hold | the complete gradient | a use on parts, or on own rows, adds to the gradient |
 /// |---|---|---|---|
 /// | replicate | the same | replicate | an addend on each rank: partial(sum), or varying |
 /// | shard | parts of one whole | shard | a part: shard |
 /// | partial | addends of one whole | replicate: a sum hands its gradient to every addend | the same |
 /// | varying | values of their own rows | varying | varying |
-/// | owned(r) | all of it on the rank at index r, nothing on the others | owned(r) | nobody uses it but its owner |
+/// | owned(r) | all of it on the rank at index r, nothing on the others | owned(r) | only its owner uses it |
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SpmdType {
     /// All ranks hold the same value.
@@ -23,10 +23,11 @@ pub(crate) enum SpmdType {
     Shard,
     /// Every rank holds an addend of one value.
     Partial(ReduceOp),
-    /// Every rank holds a value of its own: it comes of the rank's own rows, where ranks divide the batch and none of
-    /// them knows of the joined one.
+    /// Every rank holds a value of its own, computed from its own rows. The ranks divide the batch, and none of them
+    /// knows the joined one.
     Varying,
-    /// The rank at this index has all of it, and the others nothing: they leave the nodes out that read or write it.
+    /// The rank at this index holds the whole value, and the others hold nothing. They skip the nodes that read or
+    /// write it.
     Owned(usize),
 }
 
@@ -54,7 +55,7 @@ impl fmt::Display for SpmdType {
 }
 
 impl SpmdType {
-    /// Returns the type of what is placed so, by an owner where one rank has all that is sharded.
+    /// Returns the type of a placement; a sharded value with an owner is all on that rank.
     pub(super) fn of_placement(placement: Placement, owner: Option<usize>) -> Self {
         match (placement, owner) {
             (Placement::Shard(_), Some(owner)) => Self::Owned(owner),
@@ -62,7 +63,7 @@ impl SpmdType {
         }
     }
 
-    /// Returns the index of the owner, of what one rank has alone.
+    /// Returns the owner's index, if only one rank has the value.
     pub(super) fn owner(self) -> Option<usize> {
         match self {
             Self::Owned(owner) => Some(owner),
@@ -70,7 +71,7 @@ impl SpmdType {
         }
     }
 
-    /// Returns a placement of this type, if it is one: that of parts for what one rank owns.
+    /// Returns a placement of this type, if there is one. An owned value has the placement of parts.
     pub(super) fn to_placement(self) -> Option<Placement> {
         match self {
             Self::Replicate => Some(Placement::Replicate),
@@ -80,8 +81,8 @@ impl SpmdType {
         }
     }
 
-    /// Returns the type of the complete gradient of a value of this type: that of the value, or for addends that of
-    /// their sum.
+    /// Returns the type of the complete gradient of a value of this type. It is the value's type, or for addends the
+    /// type of their sum.
     pub(crate) fn of_gradient(self) -> Self {
         match self {
             Self::Replicate | Self::Shard | Self::Varying | Self::Owned(_) => self,
@@ -89,14 +90,14 @@ impl SpmdType {
         }
     }
 
-    /// Returns true if a value of another type may stand where this one is expected.
+    /// Returns true if a value of type `other` is accepted where this type is expected.
     pub(crate) fn takes(self, other: Self) -> bool {
-        // What is the same on all ranks is also each rank's own.
+        // A value that is the same on all ranks is also each rank's own.
         self == other || (self == Self::Varying && other == Self::Replicate)
     }
 
-    /// Returns the type of what a collective along the axis makes of a value of this type; an error says why it makes
-    /// nothing of it. `owner` gives or gets all of it, where it is not divided.
+    /// Returns the type of a value after a collective along the axis; the error is the reason why the collective does
+    /// not accept the value. For an undivided value, `owner` is the rank that gives or gets all of it.
     pub(crate) fn after(
         self,
         kind: CollectiveKind,
@@ -132,7 +133,7 @@ impl SpmdType {
             (Self::Partial(op), Some(other)) if op == other => Ok(combined),
             (Self::Partial(_), Some(_)) => Err("its addends are of another reduction"),
             (Self::Varying, Some(_)) => Ok(combined),
-            // The mean, the largest and the smallest of what all have alike are what they have.
+            // The mean, maximum and minimum of equal values are that value.
             (Self::Replicate, Some(ReduceOp::Sum)) => {
                 Err("all ranks have the same of it, and the sum counts it once for each")
             }
@@ -142,7 +143,7 @@ impl SpmdType {
         }
     }
 
-    /// Returns true if a reduction along another axis may come before the one that this type waits for.
+    /// Returns true if a reduction along another axis may precede the one that this type is pending.
     pub(crate) fn commutes_with(self, reduction: Option<ReduceOp>) -> bool {
         let is_sum = |op| matches!(op, ReduceOp::Sum | ReduceOp::Mean);
         match (self, reduction) {
@@ -159,12 +160,12 @@ mod tests {
 
     const SUM: SpmdType = SpmdType::Partial(ReduceOp::Sum);
 
-    /// A parameter is gathered, and its gradient reduced, by collectives that are each other's gradients.
+    /// The collectives that gather a parameter and reduce its gradient are each other's gradients.
     #[test]
     fn the_gradient_of_a_gather_is_a_reduction_and_of_a_reduction_a_gather() {
         let gathered = SpmdType::Shard.after(AllGather, None, None).unwrap();
         assert_eq!(gathered, SpmdType::Replicate);
-        // Each rank's use of what is the same on all adds to the gradient.
+        // Each rank's use of a replicated value adds to the gradient.
         let scattered = SUM.after(ReduceScatter, Some(ReduceOp::Sum), None).unwrap();
         assert_eq!(scattered, SpmdType::Shard.of_gradient());
         let reduced = SUM.after(AllReduce, Some(ReduceOp::Sum), None).unwrap();

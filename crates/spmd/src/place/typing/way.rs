@@ -14,16 +14,16 @@ use crate::place::rules;
 /// The way in which a node runs on the ranks of one axis.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Way {
-    /// It makes what it needs of nothing.
+    /// It creates its results from nothing.
     Made,
-    /// It draws random numbers, other ones on each rank.
+    /// It draws random numbers, different ones on each rank.
     Drawn,
-    /// It repeats what is the same on all ranks along a dim that its operands lack, all of it or a part.
+    /// It repeats a replicated value along a dim that its operands lack, over the whole dim or a part.
     Spread,
-    /// Its results are of the type of its operands.
+    /// Its results have the type of its operands.
     Alike(SpmdType),
-    /// It runs on parts: its results are parts, or addends of these reductions. Of operations on the elements at one place
-    /// nobody has to say which.
+    /// It runs on parts. Its results are parts, or addends of one of these reductions. The results of operations that
+    /// are local to an element need no declaration.
     Parts {
         reductions: Vec<ReduceOp>,
         is_local: bool,
@@ -31,7 +31,7 @@ pub(super) enum Way {
 }
 
 impl Way {
-    /// Returns the type of a result that is said to have a type; `None` if it cannot have it.
+    /// Returns the type of a result with a declared type; `None` if it cannot have that type.
     pub(super) fn result(&self, said: Option<SpmdType>) -> Option<SpmdType> {
         let is_partial = |of: &SpmdType| matches!(of, SpmdType::Partial(_));
         match (self, said) {
@@ -135,7 +135,8 @@ pub(super) fn addends(
     }
 }
 
-/// Returns the float that a node casts, or of which it sets elements to zero, as of padding: it is linear in it.
+/// Returns the float operand of a cast, or of a node that sets elements to zero, as for padding. The node is linear in
+/// it.
 fn cast_or_cleared(operation: &OperationIr) -> Option<TensorId> {
     if let OperationIr::BaseFloat(BaseOperationIr::Cast(op)) = operation {
         return Some(op.input.id);
@@ -148,7 +149,8 @@ fn cast_or_cleared(operation: &OperationIr) -> Option<TensorId> {
     (op.value.elem::<f64>() == 0.0).then_some(op.tensor.id)
 }
 
-/// Returns the way of a node that reads what one rank owns: its results are there, too. `None` if it reads nothing of the kind.
+/// Returns the way of a node that reads values of one owner: its results belong to that owner. `None` if it reads no
+/// such value.
 pub(super) fn of_owner(inputs: &[(TensorId, SpmdType)]) -> Result<Option<Way>, &'static str> {
     let mut owners = inputs.iter().filter_map(|(_, of)| of.owner());
     let Some(owner) = owners.next() else {

@@ -20,8 +20,8 @@ pub(super) struct Form {
 }
 
 impl Form {
-    /// Reads a state whose tensors were made in this recording, with ids from `first` on. Afterwards no
-    /// operation may be recorded any more.
+    /// Reads a state whose tensors were made in this recording, with ids from `first` on. After this call, no operation
+    /// may be recorded.
     pub(super) fn of<S: RecordState>(state: &S, client: &CaptureClient, first: TensorId) -> Self {
         let end = client.create_empty_handle();
         for id in first.value()..end.value() {
@@ -47,7 +47,7 @@ impl Form {
         }
     }
 
-    /// Returns true if two names are of one tensor.
+    /// Returns true if two names refer to the same tensor.
     pub(super) fn has_aliases(&self) -> bool {
         let ids = self.tensors.iter().map(|(_, id)| *id);
         let distinct: BTreeSet<TensorId> = ids.collect();
@@ -79,7 +79,7 @@ pub(super) fn tensors_of(
     tensors.collect()
 }
 
-/// Returns numbers by name, as text: it is equal for integers of different kinds.
+/// Returns numbers by name, as text, which is the same for integers of different kinds.
 pub(super) fn numbers(of: &[(String, Scalar)]) -> BTreeMap<&str, String> {
     let text = |value: &Scalar| match value {
         Scalar::Int(value) => value.to_string(),

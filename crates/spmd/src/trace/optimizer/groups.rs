@@ -46,11 +46,11 @@ macro_rules! with_rank {
     };
 }
 
-/// The optimizers of a compiled step: one for all parameters, and others for groups of them, as Burn's [`ModuleOptimizer`] has
-/// them. Any of Burn's optimizers alone is one of these, too.
+/// The optimizers of a compiled step: one for all parameters, and others for groups of them, as in Burn's
+/// [`ModuleOptimizer`]. Any single optimizer of Burn also converts to this type.
 ///
-/// A parameter in several groups is stepped by the optimizer that was added last. Groups have rates of their own where a step is
-/// called with rates of groups: Burn's `ModuleLrScheduler` has a schedule for each.
+/// A parameter in several groups is stepped by the optimizer that was added last. Groups have their own rates if a step
+/// is called with rates of groups. Burn's `ModuleLrScheduler` has a schedule for each group.
 ///
 /// ```
 /// use burn::module::ParamGroup;
@@ -69,13 +69,13 @@ macro_rules! with_rank {
 ///     Mode::single(),
 /// )?;
 /// step.step(1e-2, &Tensor::ones([8, 3], &Device::flex()))?;
-/// // The same for the eager engine, and for Burn's own loop.
+/// // The same optimizers, for the eager engine and for Burn's own loop.
 /// let optimizer = ModuleOptimizer::from(groups);
 /// # Ok::<(), burn_fsdp_spmd::Error>(())
 /// ```
 #[derive(Clone)]
 pub struct OptimizerGroups {
-    /// The first is for all parameters.
+    /// The first group covers all parameters.
     groups: Vec<Group>,
 }
 
@@ -88,8 +88,8 @@ struct Group {
 impl OptimizerGroups {
     /// Adds an optimizer for the parameters of a group.
     ///
-    /// The group names them by path. Ids are those of the module that `init` of [`compile`](crate::compile()) returns, and a
-    /// module that is made anew has new ones. A group without any parameter is refused when the step is compiled.
+    /// The group names them by path. Ids refer to the module that `init` of [`compile`](crate::compile()) returns, and
+    /// a newly made module has new ids. A group without any parameter is refused when the step is compiled.
     #[must_use]
     pub fn with_group(mut self, members: ParamGroup, optimizer: impl Optimizer) -> Self {
         let optimizer = Arc::new(optimizer);
@@ -104,12 +104,12 @@ impl OptimizerGroups {
         found.unwrap_or(0)
     }
 
-    /// Returns the type of the optimizer of that number.
+    /// Returns the type of the optimizer with this number.
     pub(super) fn name(&self, group: usize) -> &'static str {
         self.groups[group].optimizer.name()
     }
 
-    /// Makes the twin of the optimizer of that number, for parameters of one shape and type.
+    /// Makes the twin of the optimizer with this number, for parameters of one shape and type.
     pub(super) fn twin(
         &self,
         group: usize,
@@ -219,7 +219,7 @@ impl<O: Optimizer> Followed for O {
     }
 }
 
-/// Returns the rate of the parameters that are in no group of their own; `None` where there are no rates.
+/// Returns the rate of the parameters without a group of their own; `None` if there are no rates.
 pub(crate) fn base_rate(rates: &ModuleLearningRate) -> Option<f64> {
     caught(|| rates.base()).ok()
 }

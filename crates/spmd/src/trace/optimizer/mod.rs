@@ -1,11 +1,10 @@
 //! A Burn optimizer's steps as operations, and the host values in them.
 //!
-//! An optimizer may do anything on the host: count steps, follow a schedule, look at shapes and types,
-//! take branches. So it runs beside the graph, step by step, once for all parameters of one shape, type
-//! and past, on tensors that are recorded and not computed. What comes out is compared with what the graph
-//! was made of. Equal operations: the graph runs with the scalars of this step. Others: there is another graph
-//! for them. What cannot be followed is an error that says what it was. Parameters of several groups have optimizers and
-//! rates of their own.
+//! On the host, an optimizer may do anything: count steps, follow a schedule, look at shapes and types, or branch. So
+//! it runs next to the graph, step by step, on tensors that are recorded and not computed. It runs once for all
+//! parameters of one shape, type and history. Its operations are compared with the graph's. If they are equal, the
+//! graph runs with the scalars of this step; otherwise another graph is made for them. An optimizer that cannot be
+//! followed gives an error with the reason. Parameters of several groups have their own optimizers and rates.
 
 mod form;
 mod groups;
@@ -32,16 +31,16 @@ use twin::{Twin, TwinState, TwinStep};
 
 use crate::error::Error;
 
-/// Greatest number of sequences of operations that an optimizer may have for the parameters of one shape and type: a
-/// graph is made for each.
+/// Greatest number of operation sequences that an optimizer may have for parameters of one shape and type. A graph is
+/// made for each.
 const MAX_STRUCTURES: usize = 16;
 
-/// The step of an optimizer to trace: the first has no state yet, and other operations.
+/// The step of an optimizer to trace. The first step has no state yet, and other operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum OptimizerStep {
     /// The first step, without a state.
     First,
-    /// The third step, with the state of the two before.
+    /// The third step, with the state after the first two.
     Next,
 }
 
@@ -62,21 +61,21 @@ pub(crate) struct Trained {
 
 /// The parameters of one group, shape and type.
 struct Kind {
-    /// The number of their optimizer.
+    /// The number of its optimizer.
     group: usize,
     shape: Vec<usize>,
     dtype: DType,
-    /// Path of one of them, for messages.
+    /// Path of one of the parameters, for messages.
     path: Arc<str>,
     twin: Box<dyn Twin>,
-    /// The sequences of operations that were seen so far.
+    /// The operation sequences seen so far.
     structures: Vec<Arc<Structure>>,
 }
 
 struct Held {
     id: ParamId,
     kind: usize,
-    /// The state, `None` before the parameter's first step. Parameters of one past share it.
+    /// The state, `None` before the parameter's first step. Parameters with the same history share it.
     state: Option<Arc<TwinState>>,
 }
 
@@ -86,7 +85,7 @@ pub struct StepScalars {
     parameters: BTreeMap<Arc<str>, Arc<ParameterStep>>,
 }
 
-/// The operations and scalars of one step of the optimizer, for the parameters of one kind, rate and past.
+/// The operations and scalars of one step of the optimizer, for the parameters of one kind, rate and history.
 #[derive(Debug)]
 pub(crate) struct ParameterStep {
     rate: f64,
@@ -111,13 +110,13 @@ impl ParameterStep {
 }
 
 impl StepScalars {
-    /// Returns the scalars of the operation at `position` in that parameter's step, if there is one.
+    /// Returns the scalars of the operation at `position` in this parameter's step, if there is one.
     pub fn get(&self, path: &str, position: usize) -> Option<&[ScalarIr]> {
         let scalars = self.parameters.get(path)?.scalars.get(position)?;
         Some(scalars)
     }
 
-    /// Returns a number that is equal for equal rates and scalars, whatever the process or rank.
+    /// Returns a number that is equal for equal rates and scalars on every process and rank.
     pub(crate) fn fingerprint(&self) -> u64 {
         let mut hasher = Fingerprint::new();
         for (path, step) in &self.parameters {
@@ -130,8 +129,8 @@ impl StepScalars {
         self.parameters.get(path)
     }
 
-    /// Returns the numbers of each parameter's sequence of operations: an optimizer may branch on its step number, or
-    /// leave operations out when a scalar is zero, and then the step needs another graph. Numbers are those of one
+    /// Returns the numbers of each parameter's operation sequence. An optimizer may branch on its step number, or omit
+    /// operations when a scalar is zero, and then the step needs another graph. The numbers are only valid within one
     /// compiled step.
     pub fn structure(&self) -> Vec<(usize, usize)> {
         self.parameters.values().map(|step| step.number).collect()
@@ -139,7 +138,7 @@ impl StepScalars {
 }
 
 impl HostScalars {
-    /// Creates the host side before the first step, for trained parameters. Steps at `learning_rate` are recorded to find
+    /// Creates the host side before the first step, for trained parameters. It records steps at `learning_rate` to find
     /// the tensors of the states.
     ///
     /// # Errors
@@ -200,8 +199,8 @@ impl HostScalars {
     ///
     /// # Errors
     ///
-    /// [`Error::UntraceableOptimizer`] if an optimizer does something that cannot be followed; [`Error::Missing`] without a
-    /// rate.
+    /// [`Error::UntraceableOptimizer`] if an optimizer does something that cannot be followed; [`Error::Missing`]
+    /// without a rate.
     pub(crate) fn peek(&mut self, rates: &ModuleLearningRate) -> Result<StepScalars, Error> {
         type Past = (usize, u64, Option<*const TwinState>);
         if base_rate(rates).is_none() {
@@ -229,7 +228,7 @@ impl HostScalars {
         Ok(step)
     }
 
-    /// Counts a step as done for the parameters that `is_trained` by it.
+    /// Counts a step as done for the parameters for which `is_trained` is true.
     pub(crate) fn advance(&mut self, step: &StepScalars, is_trained: impl Fn(&str) -> bool) {
         for (path, held) in &mut self.parameters {
             if let Some(step) = step.parameters.get(path).filter(|_| is_trained(path)) {
@@ -244,7 +243,7 @@ impl HostScalars {
         Some(&self.parameters.get(path)?.state.as_ref()?.scalars)
     }
 
-    /// Returns true if the optimizer's state of a parameter has that tensor now.
+    /// Returns true if the optimizer's state of a parameter has this tensor now.
     pub(crate) fn has_tensor(&self, path: &str, slot: &str) -> bool {
         let Some(held) = self.parameters.get(path) else {
             return false;
@@ -259,7 +258,7 @@ impl HostScalars {
         })
     }
 
-    /// Returns the tensors that the optimizer's states of a parameter have.
+    /// Returns the tensors in the optimizer's state of a parameter.
     pub(crate) fn slots(&self, path: &str) -> &[Slot] {
         match self.parameters.get(path) {
             Some(held) => self.kinds[held.kind].twin.slots().as_slice(),
@@ -267,8 +266,8 @@ impl HostScalars {
         }
     }
 
-    /// Makes states of these parameters, of numbers and the names of tensors; all others have none. They
-    /// are taken by [`set`](Self::set).
+    /// Makes states of these parameters from numbers and names of tensors; all others have none. [`set`](Self::set)
+    /// applies them.
     pub(crate) fn restored<'a>(
         &self,
         states: impl IntoIterator<Item = (&'a str, &'a [(String, Scalar)], Vec<&'a str>)>,
@@ -310,7 +309,7 @@ impl HostScalars {
         Ok(restored)
     }
 
-    /// Goes on from these states.
+    /// Continues from these states.
     pub(crate) fn set(&mut self, mut restored: RestoredStates) {
         for (path, held) in &mut self.parameters {
             held.state = restored.0.remove(path);

@@ -1,4 +1,4 @@
-//! The operations of an optimizer's step in a form that can be compared, apart from their scalars.
+//! The operations of an optimizer's step in a comparable form, without their scalars.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub(crate) fn gradient_id() -> TensorId {
     TensorId::new(1)
 }
 
-/// Returns the id of the state of that slot in a [`Structure`].
+/// Returns the id of this slot's state in a [`Structure`].
 pub(crate) fn state_id(slot: usize) -> TensorId {
     TensorId::new(2 + slot as u64)
 }
@@ -30,15 +30,15 @@ pub(crate) fn state_id(slot: usize) -> TensorId {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Slot {
     pub(crate) name: Arc<str>,
-    /// Shape of the whole.
+    /// Shape of the whole tensor.
     pub(crate) shape: Vec<usize>,
     pub(crate) dtype: DType,
 }
 
 /// The operations of one step of an optimizer on a parameter, whatever the values of its host scalars.
 ///
-/// Tensors are numbered: the parameter, its gradient, a number for each slot of the state, and then
-/// what the operations write, in their order.
+/// Tensors are numbered: the parameter, its gradient, a number for each slot of the state, and then the results of the
+/// operations, in their order.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Structure {
     /// Operations, with zeros in place of their scalars.
@@ -49,8 +49,8 @@ pub(crate) struct Structure {
 }
 
 impl Structure {
-    /// Separates operations from their scalars; `known` numbers the tensors that are given. Each new value is made by
-    /// an operation or is the gradient: it is copied where it would share memory with anything else.
+    /// Separates operations from their scalars. `known` numbers the given tensors. Each new value is made by an
+    /// operation or is the gradient; it is copied if it would otherwise share memory.
     pub(super) fn new(
         operations: Vec<OperationIr>,
         mut known: BTreeMap<TensorId, TensorId>,

@@ -1,13 +1,13 @@
-//! An optimizer that runs beside the graph, on tensors of a parameter's shape and type that have no memory.
+//! An optimizer that runs next to the graph, on tensors of a parameter's shape and type that have no memory.
 //!
-//! Each step is recorded on a capture device of its own. Between two recordings the optimizer's state is
-//! kept as it is, host values and all. Two things make that possible:
+//! Each step is recorded on a capture device of its own. Between two recordings the optimizer's state is kept as it is,
+//! including host values. Two properties make that possible:
 //!
-//! - A captured tensor can be read once its id is an alias of one that has data. Before a recording ends,
-//!   every tensor of the state is given data of its shape and type, and the next recording begins
-//!   by moving the state to its device, as Burn does before every step.
-//! - That data is a window of zeros that are mapped and never touched, so that it takes no memory, whatever the allocator
-//!   does with what it frees. The start of the window tells which tensor of the state it is.
+//! - A captured tensor can be read if its id is an alias of a tensor with data. Before a recording ends, every tensor
+//!   of the state gets data of its shape and type. The next recording begins by moving the state to its device, as Burn
+//!   does before every step.
+//! - This data is a window of zeros that are mapped and never touched. So it takes no memory, whatever the allocator
+//!   does with freed memory. The start of the window identifies the tensor of the state.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -35,9 +35,9 @@ const STRIDE: usize = 64;
 pub(crate) struct TwinState {
     /// Host numbers of the state, by name.
     pub(crate) scalars: Vec<(String, Scalar)>,
-    /// The slots that have a tensor.
+    /// The slots with a tensor.
     pub(crate) tensors: Vec<usize>,
-    /// The state as the optimizer keeps it, and the device that its tensors must leave.
+    /// The optimizer's own state, and the device that its tensors must leave.
     live: Live,
 }
 
@@ -70,7 +70,7 @@ pub(super) trait Twin: Send {
     /// Records a step.
     fn step(&self, learning_rate: f64, state: Option<&TwinState>) -> Result<TwinStep, String>;
 
-    /// Returns the state of these numbers and tensors.
+    /// Returns the state with these numbers and tensors.
     fn state(&self, scalars: &[(String, Scalar)], tensors: &[usize]) -> Result<TwinState, String>;
 
     /// Returns the tensors of its state.
@@ -80,7 +80,7 @@ pub(super) trait Twin: Send {
 /// The use of a recording: to learn the tensors of the state, or to step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Look {
-    /// The first look: the new state is described, and no further step can start from it.
+    /// The first recording: the new state is described, and no further step can start from it.
     First,
     Again,
 }
@@ -93,9 +93,9 @@ pub(super) struct TwinOf<O: Optimizer, const D: usize> {
     zeros: Bytes,
 }
 
-/// A step as it was recorded.
+/// A recorded step.
 struct Recorded<S> {
-    /// The recording, whose result is the ids of the parameter, its gradient and the new parameter.
+    /// The recording. Its result is the ids of the parameter, its gradient and the new parameter.
     recording: Recording<[TensorId; 3]>,
     next: Option<(S, Form)>,
     /// The tensors of the new state.
@@ -104,7 +104,7 @@ struct Recorded<S> {
 }
 
 impl<O: Optimizer, const D: usize> TwinOf<O, D> {
-    /// Number of steps that are recorded to find the tensors of the state.
+    /// Number of steps to record to find the tensors of the state.
     const LOOKAHEAD: usize = 3;
 
     pub(super) fn new(
@@ -136,7 +136,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         Ok(twin)
     }
 
-    /// Adds slots, and makes zeros enough for all.
+    /// Adds slots, and enough zeros for all.
     fn declare(&mut self, found: Vec<Slot>) -> Result<(), String> {
         let mut slots = self.slots.as_ref().clone();
         for slot in found {
@@ -168,7 +168,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         found.ok_or_else(|| format!("its state got the tensor \"{name}\" in a later step"))
     }
 
-    /// Returns data of a slot's shape, at the start that tells its slot.
+    /// Returns data of a slot's shape. Its start identifies the slot.
     fn window(&self, slot: usize, dtype: DType) -> Result<TensorData, String> {
         let shape = &self.slots[slot].shape;
         let size = shape.iter().product::<usize>() * dtype.size();
@@ -178,7 +178,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         TensorData::try_from_bytes(bytes, shape.clone(), dtype).map_err(|error| error.to_string())
     }
 
-    /// Returns the slot whose window that is.
+    /// Returns the slot of this window.
     fn slot_of(&self, data: &TensorData) -> Option<usize> {
         let (base, at) = (
             self.zeros.as_ptr() as usize,
@@ -265,7 +265,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
             }
             slots.push(slot);
         }
-        // One tensor under two names could not be told apart.
+        // A tensor under two names would be ambiguous.
         if form.has_aliases() {
             return self.state(&form.scalars, &slots);
         }
@@ -367,7 +367,7 @@ impl<O: Optimizer, const D: usize> Twin for TwinOf<O, D> {
             let (client, first) = client_of(&Tensor::<1>::empty([1], device))?;
             let mut source = StateSource::new(scalars.iter().cloned().collect());
             for slot in tensors {
-                // A captured tensor is made in the device's own type, whatever that of its data.
+                // A captured tensor gets the device's own type, whatever the type of its data.
                 let data = self.window(*slot, DType::F32).map_err(Error::Internal)?;
                 source.insert_tensor(self.slots[*slot].name.to_string(), data);
             }
@@ -424,7 +424,7 @@ fn reason_of(error: Error) -> String {
     }
 }
 
-/// Returns the recording that a tensor is made in, and its id there.
+/// Returns the recording that made a tensor, and the tensor's id there.
 fn client_of<const D: usize>(tensor: &Tensor<D>) -> Result<(CaptureClient, TensorId), Error> {
     match tensor.clone().try_into_primitive::<CaptureBackend>() {
         Ok(tensor) => Ok((tensor.client.clone(), tensor.id())),

@@ -1,5 +1,5 @@
-//! The signatures of kernels, held against what kernels compute: on parts along a letter they make the parts of the results, or
-//! addends of them.
+//! Tests of the kernels' signatures against the kernels' results: on parts along a letter, kernels compute the parts of
+//! the results, or addends of them.
 
 use burn::tensor::{DType, Shape, TensorData};
 use burn_flex::FlexTensor;
@@ -11,7 +11,7 @@ use crate::place::signature::{Letter, Operand, Signature};
 
 const EPSILON: f64 = 1e-5;
 
-/// What a kernel takes, and the shapes that it makes.
+/// The operands of a kernel, and the shapes of its results.
 struct Case {
     kernel: FusedOperation,
     inputs: Vec<FlexTensor>,
@@ -153,7 +153,7 @@ fn call(case: &Case, inputs: &[FlexTensor], outputs: &[Vec<usize>]) -> CustomOpI
     }
 }
 
-/// Returns a part of two of a tensor, if it has the letter.
+/// Returns one half of a tensor, if it has the letter.
 fn part(tensor: &FlexTensor, operand: &Operand, letter: Letter, rank: usize) -> FlexTensor {
     match operand.dim_of(letter) {
         Some(dim) => {
@@ -169,7 +169,7 @@ fn values(tensor: &FlexTensor) -> Vec<f32> {
     data.try_to_vec().expect("32-bit floats")
 }
 
-/// Runs a kernel on the parts of two ranks along a letter, and compares with the parts of the whole.
+/// Runs a kernel on the parts of two ranks along a letter, and compares the results with the parts of the whole.
 fn check(case: &Case, whole: &[FlexTensor], of: &Signature, letter: Letter) {
     let results = [0, 1].map(|rank| {
         let operands = case.inputs.iter().zip(&of.inputs);
