@@ -232,8 +232,8 @@ pub enum Error {
 
     /// An optimizer whose step is not the same for every element cannot run on shards.
     #[error(
-        "the optimizer combines elements of parameter \"{path}\" ({operation}), so it cannot run on a shard of it; give it \
-         to one rank (Mode::one_owner), or use Strategy::NoShard, or an elementwise optimizer such as AdamW"
+        "the optimizer combines elements of parameter \"{path}\" ({operation}), so it cannot run on a shard of it; in data \
+         parallelism give it to one rank (Mode::one_owner) or use Strategy::NoShard, elsewhere an optimizer such as AdamW"
     )]
     OptimizerNotElementwise {
         /// The parameter.

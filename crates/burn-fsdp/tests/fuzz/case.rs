@@ -109,8 +109,10 @@ impl Case {
                 match &mut leg.engine {
                     Engine::Eager(eager) => eager.has_owners = true,
                     Engine::Compiled(compiled) => compiled.has_owners = true,
-                    // Gradients that are added up over micro-batches are cut before the optimizer has them.
-                    Engine::Placed(placed) if self.micro_batches > 1 => {
+                    // Gradients that are added up over micro-batches, or scaled, are cut before the optimizer has them.
+                    Engine::Placed(placed)
+                        if self.micro_batches > 1 || placed.halves.are_scaled() =>
+                    {
                         placed.is_automatic = false;
                         placed.salt = None;
                     }
