@@ -230,8 +230,8 @@ pub(crate) fn slice(data: &TensorData, range: std::ops::Range<usize>) -> TensorD
     TensorData::from_bytes_vec(bytes, [range.len()], data.dtype())
 }
 
-/// Gathers the whole tensor, of which every rank has a flat padded shard. Its memory is not from a pool, because the
-/// pool would keep it.
+/// Gathers the whole tensor from the flat padded shards of all ranks. Its memory is not from a pool, because the pool
+/// would keep it.
 fn gather(
     group: &ProcessGroup,
     path: &str,

@@ -92,7 +92,7 @@ pub(super) struct Graphs<B> {
     /// The kept graphs, the most recently used at the back.
     kept: VecDeque<(Key, Entry)>,
     num_traces: usize,
-    /// Number of the step among those of the process.
+    /// Number of the step within its process.
     number: u64,
 }
 
@@ -109,7 +109,7 @@ impl<B: Batch> Graphs<B> {
         }
     }
 
-    /// Returns the number of the step among those of the process.
+    /// Returns the number of the step within its process.
     pub(super) fn number(&self) -> u64 {
         self.number
     }

@@ -171,7 +171,7 @@ impl Printed {
     }
 }
 
-/// The difference of two lists of lines, each of which has a name.
+/// The difference of two lists of named lines.
 struct Difference {
     added: usize,
     removed: usize,
