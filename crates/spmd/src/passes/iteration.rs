@@ -210,8 +210,8 @@ impl IterationGraph {
         Ok(())
     }
 
-    /// Moves those of the given nodes that start a collective of only pending values to the beginning of the next step,
-    /// before the first staying node that does not start a collective.
+    /// Moves some of the given nodes to the beginning of the next step, before the first staying node that does not
+    /// start a collective. These are the nodes that start a collective of only pending values.
     pub(super) fn start_early(&mut self, nodes: &[usize]) {
         let written = self.outputs(self.moved.keys());
         let all = self.graph.nodes();

@@ -144,7 +144,7 @@ impl Uses {
     }
 }
 
-/// Operations to fuse, the last of which makes the group's result.
+/// Operations to fuse; the last one makes the group's result.
 struct Group {
     members: BTreeSet<usize>,
     inputs: Vec<TensorId>,
