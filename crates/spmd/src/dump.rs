@@ -35,7 +35,7 @@ const CHANGES: &str = "changes.txt";
 /// | `01-units.txt`, `02-dead-code.txt` .. | the same after each pass, by the name that errors give it |
 /// | `11-first-accumulate.txt` .. | the same of a step that is split in three, for each part |
 /// | `00-trace.svg` .. | a picture, in the order of the schedule: the computation by units, and the collectives |
-/// | `00-trace.dot` .. | all operations and what they read, for Graphviz |
+/// | `00-trace.dot` .. | all operations and their inputs, for Graphviz |
 /// | `changes.txt` | for each pass the numbers of added, removed, changed and moved nodes, and the first of them |
 ///
 /// The folder of a plan is either complete or absent. The first plan replaces the folders of an earlier run, and

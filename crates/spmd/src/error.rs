@@ -34,7 +34,7 @@ pub enum Error {
     Uncapturable {
         /// The part that was being traced: the module, the loss or the optimizer.
         stage: &'static str,
-        /// The operation whose result was asked for, if it is known.
+        /// The operation whose result was requested, if it is known.
         produced_by: Option<String>,
         /// Burn's message.
         reason: String,
@@ -51,7 +51,7 @@ pub enum Error {
         problem: &'static str,
     },
 
-    /// `init` panicked where the initial values are computed.
+    /// A panic of `init` while it computed the initial values.
     #[error(
         "init failed on rank 0 while it made the initial values: {reason}; it must make the module on the \
          device that it is given, which has autodiff"
@@ -61,7 +61,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// A tensor of the module that is no parameter is made of random numbers.
+    /// A tensor of the module that is not a parameter, but is made of random numbers.
     #[error(
         "the loss reads a tensor that `init` draws ({operation} of shape {shape:?}) and that is no \
          parameter: it would be drawn again in every step; make it a frozen parameter \
@@ -202,7 +202,7 @@ pub enum Error {
         axis: String,
     },
 
-    /// Random numbers that all ranks of an axis should share, but would draw separately.
+    /// Random numbers that should be the same on all ranks of an axis, but cannot be.
     #[error(
         "{operation} of shape {shape:?} cannot be the same on all ranks of axis {axis}: they draw a part \
          each, and no dim can be cut in equal parts; in a train step, draw them from a seed (Mode::seeded), or switch dropout off"
@@ -271,16 +271,16 @@ pub enum Error {
     /// Mixed precision that a compiled step does not support.
     #[error("compiled steps have no mixed precision {what}; {way_out}")]
     Precision {
-        /// What was asked for.
+        /// The requested feature.
         what: &'static str,
-        /// What to do instead.
+        /// An alternative.
         way_out: &'static str,
     },
 
     /// An evaluation that cannot run on the parameters of a step.
     #[error("an evaluation cannot run on the parameters of this step: {reason}")]
     Evaluation {
-        /// The reason, with what to do.
+        /// The reason, with advice.
         reason: String,
     },
 
@@ -305,7 +305,7 @@ pub enum Error {
          least 1 or Norm::Infinity"
     )]
     Clip {
-        /// What was asked for.
+        /// The requested clipping.
         clip: burn_fsdp_mesh::Clip,
     },
 
@@ -430,7 +430,7 @@ pub enum Error {
     GraphsDiffer {
         /// The first rank that differs.
         rank: usize,
-        /// The batches of both, or what else differs.
+        /// The batches of both ranks, or another difference.
         difference: String,
     },
 

@@ -369,7 +369,7 @@ fn sent(
         )?),
         false => None,
     };
-    // The ranks that received a division pass it on to the ranks that hold the same parts.
+    // The ranks that divide the values pass their parts on to the ranks that hold the same parts.
     for copies in copies {
         let known = (shape.as_slice(), spec.dtype);
         let own = (copies.rank() == 0).then_some(data).flatten();

@@ -66,7 +66,7 @@ pub(crate) struct Stages {
 }
 
 impl Stages {
-    /// Applies the passes of a mode to a graph. `watch` is called with the graph, and again after each pass.
+    /// Applies the passes of a mode to a graph. `watch` is called with the graph, and with the result of each pass.
     ///
     /// # Errors
     ///

@@ -23,8 +23,8 @@ use crate::transform::GraphTransform;
 /// values that take less memory, counting only values that would not be kept anyway. The same operations on the same
 /// values give the same bits.
 ///
-/// A product of weights that take less memory than the product, such as the factors of a low-rank adapter, counts as
-/// elementwise. Otherwise the weight into which an adapter is merged would be kept whole for every layer.
+/// A product of weights that together take less memory than it, as in a low-rank adapter, counts as elementwise.
+/// Otherwise the weight into which an adapter is merged would be kept whole for every layer.
 ///
 /// ```text
 /// before                                  after
