@@ -41,9 +41,9 @@ impl Mode {
     /// largest first, each to the rank that owns least. With [`Strategy::NoShard`](burn_fsdp_mesh::Strategy::NoShard),
     /// where every rank has all parameters, it changes nothing.
     ///
-    /// A pattern that matches no parameter is an [`Error::UnknownName`] of [`compile`](crate::compile()). A pattern in a
-    /// step with placements ([`expand`](Self::expand), [`DataParallel::Automatic`](crate::DataParallel::Automatic)) is
-    /// an [`Error::Placement`], because the placements decide where each parameter is.
+    /// A pattern that matches no parameter is an [`Error::UnknownName`] of [`compile`](crate::compile()). A pattern in
+    /// a step with placements ([`expand`](Self::expand), [`DataParallel::Automatic`](crate::DataParallel::Automatic))
+    /// is an [`Error::Placement`], because the placements decide where each parameter is.
     ///
     /// ```
     /// use burn::nn::{Linear, LinearConfig};
