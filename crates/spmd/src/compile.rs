@@ -41,23 +41,22 @@ pub use overrides::Override;
 pub use state::OptimizerState;
 pub use step::CompiledStep;
 
-/// Compiles a train step: `loss` of the module that `init` makes and a batch, its gradients, and a
-/// step of `optimizer` for every parameter. The closure returns the loss alone, or a pair of it and of tensors that
-/// come out of the step beside it, see [`Loss`]. All ranks of the mode's group must call it, with the same
-/// arguments.
+/// Compiles a train step: `loss` of the module that `init` makes and a batch, its gradients, and a step of `optimizer`
+/// for every parameter. The closure returns only the loss, or a pair of the loss and other tensors that the step
+/// outputs, see [`Loss`]. All ranks of the mode's group must call it, with the same arguments.
 ///
-/// Graphs are made when the first batch of its shapes comes. Initial values are those that `init`
-/// gives on rank 0; no rank ever holds more than its part and one whole parameter, as long as `init` leaves parameters
-/// lazy, as Burn's layers do (and [`LazyLora`](crate::LazyLora) does, in place of Burn's `apply_lora`). Until the first graph of
-/// [`DataParallel::Automatic`](crate::DataParallel::Automatic) has decided the parts, they are flat shards. Values of
-/// a file are better read by [`compile_from`].
+/// A graph is made when the first batch of its shapes comes. Initial values are the ones that `init` gives on rank 0.
+/// No rank ever holds more than its part and one whole parameter, as long as `init` leaves parameters lazy, as Burn's
+/// layers do. [`LazyLora`](crate::LazyLora) also does, in place of Burn's `apply_lora`. Until the first graph of
+/// [`DataParallel::Automatic`](crate::DataParallel::Automatic) has decided the parts, they are flat shards. To read
+/// values from a file, use [`compile_from`].
 ///
-/// The optimizer is one of Burn's for all parameters, or [`OptimizerGroups`], with others for groups of them. It is followed
-/// step by step: what it computes on the host may depend on the learning rate, its
-/// step number, its own state, and the shapes and types of parameters. It steps a parameter when the batch gives
-/// that one a gradient, as Burn does. Gradient clipping is not part of Burn's `Optimizer`:
-/// `with_grad_clipping(..).build()` leaves it out. A compiled step clips by the norm of all gradients, where
-/// [`Options::clip_grad_norm`](crate::passes::schedule::Options::clip_grad_norm) says so.
+/// The optimizer is one of Burn's for all parameters, or [`OptimizerGroups`] with different optimizers for groups of
+/// them. It is followed step by step. Its host computations may depend on the learning rate, its step number, its own
+/// state, and the shapes and types of parameters. It steps a parameter when the batch gives that parameter a gradient,
+/// as Burn does. Gradient clipping is not part of Burn's `Optimizer`: `with_grad_clipping(..).build()` leaves it out. A
+/// compiled step clips by the norm of all gradients if
+/// [`Options::clip_grad_norm`](crate::passes::schedule::Options::clip_grad_norm) is set.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -82,22 +81,22 @@ pub use step::CompiledStep;
 /// # Ok::<(), burn_fsdp_spmd::Error>(())
 /// ```
 ///
-/// # What is frozen
+/// # Frozen values
 ///
-/// A graph holds the operations that the closures did while it was traced, and nothing of the code between
-/// them. Everything that is no tensor of the model or the batch keeps the value that it had then: numbers
-/// that the host draws or counts, branches, captured variables, fields of a batch that are no tensors.
-/// What decides over a branch and has few values is named with [`BatchMapper::fixed`], and every value has a
-/// graph; what changes from step to step (a temperature, a warm-up) is passed as a tensor. Shapes may differ
-/// from step to step.
+/// A graph holds the operations that the closures ran while it was traced, and nothing of the code between them.
+/// Everything except tensors of the model or the batch keeps the value that it had then. This includes numbers that the
+/// host draws or counts, branches, captured variables, and fields of a batch that are not tensors. A value that decides
+/// a branch and has few possible values is named with [`BatchMapper::fixed`], and gets a graph for each value. A value
+/// that changes from step to step (a temperature, a warm-up) is passed as a tensor. Shapes may differ from step to
+/// step.
 ///
-/// When a graph is used for the second time, its step is traced again with the new batch and compared: a counter, a
-/// random number or a field that has changed since is [`Error::NotRepeatable`].
-/// A value that changes later is not noticed.
+/// When a graph is used for the second time, its step is traced again with the new batch and compared. A counter, a
+/// random number or a field that has changed since is [`Error::NotRepeatable`]. A value that changes later is not
+/// noticed.
 ///
-/// `init` and `loss` run on devices with autodiff, on which nothing is computed while tracing, so that neither
-/// may read the value of a tensor. `init` runs once more on rank 0, for the initial values. A tensor of the
-/// model that is no parameter is part of the graph, and may not be random.
+/// `init` and `loss` run on devices with autodiff. Tracing computes nothing on them, so neither closure may read the
+/// value of a tensor. `init` runs once more on rank 0, for the initial values. A tensor of the model that is not a
+/// parameter is part of the graph, and may not be random.
 ///
 /// [`BatchMapper::fixed`]: crate::BatchMapper::fixed
 ///
@@ -122,11 +121,11 @@ where
     compile_with(init, loss, optimizer, mode, ())
 }
 
-/// Compiles as [`compile`] does, from values that each rank reads for itself: those of a file, of which it takes the bytes of
-/// its own shards.
+/// Compiles as [`compile`] does, from values that each rank reads for itself, such as the bytes of its own shards in a
+/// file.
 ///
-/// `read` is called once for each tensor of the module, in its order, and returns this rank's part in the shape that it is
-/// asked for, or `None` to have the value that `init` makes on rank 0. All ranks must return a part of the same tensors. A
+/// `read` is called once for each tensor of the module, in its order. It returns this rank's part in the requested
+/// shape, or `None` to use the value that `init` makes on rank 0. All ranks must return a part of the same tensors. A
 /// value that is read is not made: `init` may leave it lazy.
 ///
 /// ```
@@ -156,7 +155,7 @@ where
 ///
 /// # Errors
 ///
-/// Whatever `read` returns, [`Error::TensorMismatch`] for a part of another shape or type, and as [`compile`].
+/// The errors of `read`, [`Error::TensorMismatch`] for a part of another shape or type, and the errors of [`compile`].
 pub fn compile_from<M, B, L, O, E>(
     init: impl Fn(&Device) -> M + Send + 'static,
     read: impl FnMut(&ShardSpec<'_>) -> Result<Option<TensorData>, E>,
@@ -175,8 +174,8 @@ where
     compiled::<Flex, M, B, L, O, (), E>((init, read), loss, optimizer, mode, (), on)
 }
 
-/// Compiles as [`compile`] does, with an [`Override`] for what cannot be traced as it is: `loss` is of the module that stands for
-/// that of `init`.
+/// Compiles as [`compile`] does, with an [`Override`] for parts that cannot be traced as they are. `loss` takes the
+/// module that stands for the one that `init` makes.
 ///
 /// # Errors
 ///
@@ -199,8 +198,8 @@ where
     compile_on::<Flex, M, B, L, O, V>(init, loss, optimizer, mode, over, &Device::flex(), on)
 }
 
-/// Compiles as [`compile_with`] does (with `()` for no override), for another backend: parameters are initialised on `device`, and
-/// steps run on `backend_device`.
+/// Compiles as [`compile_with`] does (with `()` for no override), for another backend. Parameters are initialised on
+/// `device`, and steps run on `backend_device`.
 ///
 /// # Errors
 ///
@@ -301,7 +300,7 @@ where
     ))
 }
 
-/// Returns the values that a module's own tensors and those that an override adds begin with.
+/// Returns the initial values of a module's own tensors and of the tensors that an override adds.
 fn initial_values<M: Module, V: Override<M>, E: From<Error>>(
     (init, read): (
         impl Fn(&Device) -> M,
@@ -314,7 +313,7 @@ fn initial_values<M: Module, V: Override<M>, E: From<Error>>(
 ) -> Result<InitialValues, E> {
     let layout = |spec: &ParameterSpec| mode.initial_layout(spec);
     let (layout, ranks): (&dyn Fn(&ParameterSpec) -> _, _) = (&layout, mode.ranks());
-    // What an override adds may be made of the module's own values: they are drawn once.
+    // An override's tensors may be made from the module's own values, so these are drawn once.
     let made = RefCell::new(None);
     let kept = |device: &Device| {
         let module = init(device);
@@ -333,7 +332,7 @@ fn initial_values<M: Module, V: Override<M>, E: From<Error>>(
     Ok(initial.and(of_added))
 }
 
-/// Returns the host side of optimizers of a module's parameters, before the first step.
+/// Returns the host side of the optimizers of a module's parameters, before the first step.
 fn host_side<'a>(
     optimizers: OptimizerGroups,
     named: impl Iterator<Item = (ParamId, &'a ParameterSpec)> + Clone,
@@ -346,6 +345,6 @@ fn host_side<'a>(
         shape: spec.shape.clone(),
         dtype: spec.dtype,
     });
-    // At a rate that is not zero, so that nothing is left out.
+    // The rate is not zero, so nothing is left out.
     HostScalars::new(optimizers, 1.0, trained)
 }

@@ -1,4 +1,4 @@
-//! Operations that are not Burn's: how they run, and what they take.
+//! Operations that are not Burn's: their implementations and their costs.
 //!
 //! A model that captures an operation of its own, as an [`OperationIr::Custom`](burn_ir::OperationIr::Custom),
 //! trains compiled if the step knows it: see [`CompiledStep::operations`](crate::CompiledStep::operations).
@@ -21,11 +21,11 @@ pub trait CustomOperation<B: BackendIr>: Send + Sync {
     fn name(&self) -> &str;
 
     /// Computes the outputs of a call in their order, of the shapes and types that the call declares.
-    /// An input that is the last handle of its tensor may be written over.
+    /// An input that is the last handle of its tensor may be overwritten.
     ///
     /// # Errors
     ///
-    /// What is wrong with the call, in words.
+    /// A description of the fault in the call.
     fn run(
         &self,
         call: &CustomOpIr,
@@ -36,7 +36,7 @@ pub trait CustomOperation<B: BackendIr>: Send + Sync {
     fn profile(&self, call: &CustomOpIr) -> CustomProfile;
 }
 
-/// The operations that a step knows beside Burn's, by name.
+/// The operations that a step knows in addition to Burn's, by name.
 ///
 /// ```
 /// use burn_fsdp_spmd::CustomOperations;
@@ -62,7 +62,7 @@ impl<B: BackendIr> CustomOperations<B> {
         }
     }
 
-    /// Adds an operation, in place of another of its name.
+    /// Adds an operation, and replaces an earlier one of the same name.
     #[must_use]
     pub fn with(mut self, operation: impl CustomOperation<B> + 'static) -> Self {
         let name = operation.name().to_owned();
@@ -70,7 +70,7 @@ impl<B: BackendIr> CustomOperations<B> {
         self
     }
 
-    /// Adds operations, each in place of another of its name.
+    /// Adds operations, and replaces earlier ones of the same names.
     pub(crate) fn and(mut self, operations: Self) -> Self {
         self.by_name.extend(operations.by_name);
         self
@@ -85,7 +85,7 @@ impl<B: BackendIr> CustomOperations<B> {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownOperation`] for a call of none of these.
+    /// [`Error::UnknownOperation`] for a call of an operation that is not among them.
     pub fn describe(&self, mut graph: Graph) -> Result<Graph, Error> {
         let mut nodes = graph.take_nodes();
         for node in nodes.iter_mut().filter(|node| node.collective.is_none()) {
@@ -107,7 +107,7 @@ impl<B: BackendIr> CustomOperations<B> {
 
 impl CustomOperations {
     /// Adds an operation on Burn's CPU backend: `run` computes the outputs of a call from its inputs, and `profile`
-    /// says what that takes.
+    /// returns the call's properties.
     #[must_use]
     pub fn kernel<R, P>(self, name: impl Into<String>, run: R, profile: P) -> Self
     where

@@ -1,4 +1,4 @@
-//! Graphs in files: as text, as pictures, and what each pass has changed.
+//! Graphs in files: as text, as pictures, and the changes that each pass made.
 
 mod changes;
 mod dot;
@@ -20,10 +20,11 @@ use crate::graph::{Graph, Node, Role, Type};
 use changes::Printed;
 use groups::Group;
 
-/// Sees the graph of a plan as it was traced and after each pass. Of a step that has three graphs, the name of each comes first.
+/// Receives the graph of a plan as it was traced and after each pass. The first argument names the graph if a step has
+/// three.
 pub(crate) type Watch<'a> = dyn FnMut(&'static str, &Graph) + 'a;
 
-/// Name of the file that tells what passes have changed.
+/// Name of the file that lists the changes of each pass.
 const CHANGES: &str = "changes.txt";
 
 /// A folder for graphs. Each plan has a folder in it, `graph-0` and so on, with these files:
@@ -33,12 +34,12 @@ const CHANGES: &str = "changes.txt";
 /// | `00-trace.txt` | the graph as it was traced, one line per given value, node and update |
 /// | `01-units.txt`, `02-dead-code.txt` .. | the same after each pass, by the name that errors give it |
 /// | `11-first-accumulate.txt` .. | the same of a step that is split in three, for each part |
-/// | `00-trace.svg` .. | a picture, in the order of the schedule: what is computed by units, and what travels |
-/// | `00-trace.dot` .. | all operations and what they read, for Graphviz |
-/// | `changes.txt` | for each pass the numbers of nodes that were added, removed, changed and moved, and the first of them |
+/// | `00-trace.svg` .. | a picture, in the order of the schedule: the computation by units, and the collectives |
+/// | `00-trace.dot` .. | all operations and their inputs, for Graphviz |
+/// | `changes.txt` | for each pass the numbers of added, removed, changed and moved nodes, and the first of them |
 ///
-/// A folder of a plan is there whole or not at all. The first plan replaces those of an earlier run, and nothing else
-/// in the folder. Clones number on.
+/// The folder of a plan is either complete or absent. The first plan replaces the folders of an earlier run, and
+/// nothing else in the folder. Clones continue the numbering.
 ///
 /// ```
 /// use burn_fsdp_spmd::GraphDump;
@@ -63,12 +64,12 @@ pub struct GraphDump {
 /// The graphs of one plan, which are being written.
 pub(crate) struct Record<'a> {
     dump: &'a GraphDump,
-    /// A hidden folder until all of it is written.
+    /// A hidden folder until the dump is complete.
     folder: TempDir,
     title: &'a str,
     /// Number of graphs so far.
     number: usize,
-    /// Name of the part that was seen last; empty for the whole.
+    /// Name of the last part seen; empty for the whole.
     part: &'static str,
     last: Option<Rc<Printed>>,
     /// The last graph of the whole, from which parts come.
@@ -86,8 +87,8 @@ impl GraphDump {
         }
     }
 
-    /// Writes the graphs of a plan, such as [`Pipeline::stages`](crate::passes::Pipeline::stages) returns them. `title` says
-    /// what the plan is for. Returns the folder.
+    /// Writes the graphs of a plan, as [`Pipeline::stages`](crate::passes::Pipeline::stages) returns them. `title`
+    /// describes the purpose of the plan. Returns the folder.
     ///
     /// # Errors
     ///
@@ -98,8 +99,8 @@ impl GraphDump {
         Ok(record.end(None)?)
     }
 
-    /// Checks that graphs can be written, and that nothing is in the way where they replace those of an earlier run. Leaves
-    /// nothing behind.
+    /// Checks that graphs can be written, and that nothing is in the way of replacing the graphs of an earlier run.
+    /// Leaves nothing behind.
     ///
     /// # Errors
     ///
@@ -117,13 +118,13 @@ impl GraphDump {
         Ok(())
     }
 
-    /// Makes a folder of a name that nobody has, which is removed with all that is in it unless it is kept.
+    /// Makes a folder with an unused name, which is removed with its contents unless it is kept.
     fn hidden_in(&self, folder: &Path) -> Result<TempDir, DumpError> {
         let mut builder = tempfile::Builder::new();
         builder.prefix(".graph-").suffix(".part");
         #[cfg(unix)]
         {
-            // As any new folder: for those whom the process's mask allows.
+            // Permissions as for any new folder, subject to the process's mask.
             let all = <fs::Permissions as std::os::unix::fs::PermissionsExt>::from_mode(0o777);
             builder.permissions(all);
         }
@@ -148,7 +149,7 @@ impl GraphDump {
         })
     }
 
-    /// Gives a folder that is complete its name.
+    /// Gives a complete folder its name.
     fn keep(&self, folder: TempDir) -> Result<PathBuf, DumpError> {
         let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
         if *written == 0 {
@@ -164,7 +165,7 @@ impl GraphDump {
 }
 
 impl Record<'_> {
-    /// Writes the next graph. Errors come at the end.
+    /// Writes the next graph. Errors are reported at the end.
     pub(crate) fn see(&mut self, part: &'static str, graph: &Graph) {
         if self.failed.is_some() {
             return;
@@ -203,11 +204,11 @@ impl Record<'_> {
 
     fn put(&self, name: &str, text: &str) -> Result<(), (PathBuf, io::Error)> {
         let path = self.folder.path().join(name);
-        // The path is told that would have been.
+        // The error names the final path.
         fs::write(path, text).map_err(|error| (self.dump.folder.join(name), error))
     }
 
-    /// Writes what has changed, and why there is no plan, if there is none. Returns the folder.
+    /// Writes the changes, and the reason why there is no plan, if there is none. Returns the folder.
     pub(crate) fn end(mut self, error: Option<&Error>) -> Result<PathBuf, DumpError> {
         if let Some(failed) = self.failed.take() {
             return Err(failed);
@@ -225,7 +226,7 @@ impl Record<'_> {
     }
 }
 
-/// Returns the name of a graph: the pass that made it, after the part of the step that it is.
+/// Returns the name of a graph: the part of the step, then the pass that made it.
 fn file_name(part: &str, graph: &Graph) -> String {
     let made_by = graph.applied().last();
     let made_by = made_by.map_or_else(|| "trace".to_owned(), ToString::to_string);
@@ -233,7 +234,7 @@ fn file_name(part: &str, graph: &Graph) -> String {
         "" => made_by,
         part => format!("{part} {made_by}"),
     };
-    // Passes of the user have names of any kind.
+    // Passes of the user have arbitrary names.
     let plain = |letter: char| match letter.is_ascii_alphanumeric() {
         true => letter.to_ascii_lowercase(),
         false => '-',
@@ -241,7 +242,7 @@ fn file_name(part: &str, graph: &Graph) -> String {
     name.chars().map(plain).take(60).collect()
 }
 
-/// Describes what a plan is for.
+/// Describes the purpose of a plan.
 fn heading(title: &str, graph: &Graph) -> String {
     let inputs = graph.inputs().iter().filter_map(|id| graph.value(*id));
     let inputs = inputs.map(|value| format!("{} {}", value.role, Type(value)));
@@ -273,7 +274,7 @@ fn remove_earlier(folder: &Path) -> Result<(), DumpError> {
     Ok(())
 }
 
-/// Finds the graphs of an earlier run: the folders, and the files of each. Refuses what is no graph among them.
+/// Finds the graphs of an earlier run: the folders, and the files of each. Refuses anything else among them.
 fn earlier(folder: &Path) -> Result<Vec<(PathBuf, Vec<PathBuf>)>, DumpError> {
     let in_the_way = |path: PathBuf| DumpError::InTheWay {
         folder: folder.to_owned(),
@@ -310,7 +311,7 @@ fn entries(folder: &Path) -> Result<Vec<PathBuf>, DumpError> {
     Ok(paths)
 }
 
-/// Returns true if a path is what it should be, and no link to it.
+/// Returns true if a path is of the expected kind, and not a link.
 fn is_plain(path: &Path, is: fn(&fs::Metadata) -> bool) -> bool {
     fs::symlink_metadata(path).is_ok_and(|metadata| is(&metadata))
 }
@@ -324,7 +325,7 @@ fn is_numbered(path: &Path) -> bool {
     })
 }
 
-/// Returns true if a file has a name that files of graphs have.
+/// Returns true if a file is named like a file of graphs.
 fn is_of_dump(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str());
     let Some(name) = name else { return false };

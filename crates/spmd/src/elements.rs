@@ -3,8 +3,8 @@
 use burn::tensor::{BoolStore, DType};
 use burn_fsdp_collectives::ElementType;
 
-/// Returns the transport's name of a type that can be gathered. Bytes are moved as they are, so that integers and bools
-/// can be, too.
+/// Returns the transport's name of a type that can be gathered. Bytes are moved as they are, so integers and bools can
+/// also be gathered.
 pub(crate) fn gathered_type(dtype: DType) -> Option<ElementType> {
     match dtype {
         DType::I64 => Some(ElementType::I64),

@@ -24,7 +24,8 @@ use text::{After, At, Known, Pass, Produced, advice};
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Model or loss do what a graph cannot hold: they read the value of a tensor that is computed when the step runs, say.
+    /// A model or loss that a graph cannot represent, for example because it reads the value of a tensor that is
+    /// computed when the step runs.
     #[error(
         "cannot capture {stage}: {reason}{}; {}",
         Produced(produced_by),
@@ -33,24 +34,24 @@ pub enum Error {
     Uncapturable {
         /// The part that was being traced: the module, the loss or the optimizer.
         stage: &'static str,
-        /// The operation whose result was asked for, if it is known.
+        /// The operation whose result was requested, if it is known.
         produced_by: Option<String>,
         /// Burn's message.
         reason: String,
     },
 
-    /// Parameters of one id that cannot be one.
+    /// Parameters that share an id but cannot be one parameter.
     #[error("parameters `{first}` and `{second}` are one parameter (same id), {problem}")]
     Tied {
         /// The path seen first.
         first: String,
         /// The path seen second.
         second: String,
-        /// The reason why they cannot be one, and the way out.
+        /// The reason why they cannot be one, and how to fix it.
         problem: &'static str,
     },
 
-    /// `init` panicked where the initial values are computed.
+    /// A panic of `init` while it computed the initial values.
     #[error(
         "init failed on rank 0 while it made the initial values: {reason}; it must make the module on the \
          device that it is given, which has autodiff"
@@ -60,7 +61,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// A tensor of the module that is no parameter is made of random numbers.
+    /// A tensor of the module that is not a parameter, but is made of random numbers.
     #[error(
         "the loss reads a tensor that `init` draws ({operation} of shape {shape:?}) and that is no \
          parameter: it would be drawn again in every step; make it a frozen parameter \
@@ -73,7 +74,7 @@ pub enum Error {
         shape: Vec<usize>,
     },
 
-    /// A module with running statistics runs twice in one loss.
+    /// A module with running statistics that runs twice in one loss.
     #[error(
         "\"{path}\" runs twice in one loss, and its running statistics (BatchNorm) cannot be captured \
          twice; run it once on the joined rows (Tensor::cat), or train this model with the eager engine \
@@ -84,7 +85,7 @@ pub enum Error {
         path: String,
     },
 
-    /// The same model, batch and step gave two graphs.
+    /// A step that gave two different graphs for the same model, batch and step.
     #[error(
         "the step is not the same each time it is traced: {difference}; a compiled step has only what it \
          was traced with, so values that the host draws or counts (random numbers, step counters, \
@@ -106,7 +107,8 @@ pub enum Error {
         rank: usize,
     },
 
-    /// The model captured an operation of its own, and the step has no [`CustomOperation`](crate::CustomOperation) of that name.
+    /// The model captured an operation of its own, and the step has no [`CustomOperation`](crate::CustomOperation) of
+    /// that name.
     #[error(
         "the model uses the operation \"{name}\", which is not Burn's; give the step a CustomOperation \
          of that name (CompiledStep::operations)"
@@ -116,7 +118,7 @@ pub enum Error {
         name: String,
     },
 
-    /// The loss is not one number.
+    /// A loss that is not one number.
     #[error(
         "the loss has shape {shape:?}; reduce it to one element, with mean() for instance, and where the \
          ranks' inputs are joined (DataParallel::Automatic) name those that have no batch dim \
@@ -127,14 +129,14 @@ pub enum Error {
         shape: Vec<usize>,
     },
 
-    /// No parameter gets a gradient.
+    /// A step in which no parameter gets a gradient.
     #[error(
         "the loss depends on no parameter that requires a gradient; use the model in the loss, and \
          leave at least one parameter unfrozen"
     )]
     NoGradient,
 
-    /// Two tensors of a batch or two parameters have one name.
+    /// Two tensors of a batch, or two parameters, with the same name.
     #[error("{what} \"{name}\" occurs twice; give every one its own name")]
     DuplicateName {
         /// Kind of the thing that is named: an input, a parameter.
@@ -143,18 +145,18 @@ pub enum Error {
         name: String,
     },
 
-    /// A name that nothing has.
+    /// A name that matches nothing.
     #[error("there is no {what} \"{name}\"; there {}", Known(known))]
     UnknownName {
         /// Kind of the thing that is named: an input, a parameter.
         what: &'static str,
         /// The name.
         name: String,
-        /// The first names there are.
+        /// The first known names.
         known: String,
     },
 
-    /// A tensor cannot lie on the mesh as asked.
+    /// A tensor that cannot be placed on the mesh as requested.
     #[error(
         "{what} \"{name}\" of shape {shape:?} cannot be {placement}: {reason}; choose \
          another placement, or replicate it"
@@ -164,7 +166,7 @@ pub enum Error {
         what: &'static str,
         /// Path or name of the tensor.
         name: String,
-        /// The placement asked for, and the mesh axis.
+        /// The requested placement, and the mesh axis.
         placement: String,
         /// Shape of the whole.
         shape: Vec<usize>,
@@ -172,7 +174,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// An operation has no way to run on operands with these placements.
+    /// An operation that cannot run on operands with these placements.
     #[error(
         "{operation} cannot run on axis {axis} with operands {operands}; int and bool tensors cannot be \
          added up over ranks: place what they are made of so that they are whole where they must be"
@@ -186,7 +188,7 @@ pub enum Error {
         operands: String,
     },
 
-    /// A value must be redistributed, and collectives cannot move its type.
+    /// A value that must be redistributed, but whose type collectives cannot move.
     #[error(
         "{value} of type {dtype:?} cannot be redistributed on axis {axis}: only float tensors are \
          added up over ranks; replicate what it is made of"
@@ -200,7 +202,7 @@ pub enum Error {
         axis: String,
     },
 
-    /// Random numbers that all ranks of an axis should share.
+    /// Random numbers that should be the same on all ranks of an axis, but cannot be.
     #[error(
         "{operation} of shape {shape:?} cannot be the same on all ranks of axis {axis}: they draw a part \
          each, and no dim can be cut in equal parts; in a train step, draw them from a seed (Mode::seeded), or switch dropout off"
@@ -214,7 +216,7 @@ pub enum Error {
         axis: String,
     },
 
-    /// A tensor is not of the shape or type that the graph was traced with.
+    /// A tensor whose shape or type differs from the traced one.
     #[error(
         "{what} \"{name}\" is {got} where the graph has {expected}; pass a tensor of that shape and \
          type, or compile for this one"
@@ -230,7 +232,7 @@ pub enum Error {
         got: String,
     },
 
-    /// An optimizer whose step is not the same for every element cannot run on shards.
+    /// An optimizer that cannot run on shards, because its step is not the same for every element.
     #[error(
         "the optimizer combines elements of parameter \"{path}\" ({operation}), so it cannot run on a shard of it; in data \
          parallelism give it to one rank (Mode::one_owner) or use Strategy::NoShard, elsewhere an optimizer such as AdamW"
@@ -242,7 +244,7 @@ pub enum Error {
         operation: String,
     },
 
-    /// A tensor beside the loss that cannot come out of a step.
+    /// A tensor returned with the loss that a step cannot output.
     #[error(
         "the loss closure returns \"{name}\" beside the loss, which cannot come out of a step: {reason}; return what is \
          computed of the model and the batch, on their device"
@@ -254,7 +256,7 @@ pub enum Error {
         reason: &'static str,
     },
 
-    /// Hybrid sharding on a mesh, or with a strategy, that has it not.
+    /// Hybrid sharding on a mesh or with a strategy that does not support it.
     #[error(
         "hybrid sharding takes a mesh of two axes and a strategy with shards, not {axes} and {strategy}; give a mesh such \
          as [(\"replicate\", 2), (\"shard\", 4)] and Strategy::FullShard, or use Mode::data_parallel"
@@ -266,23 +268,23 @@ pub enum Error {
         axes: usize,
     },
 
-    /// Mixed precision that a compiled step has not.
+    /// Mixed precision that a compiled step does not support.
     #[error("compiled steps have no mixed precision {what}; {way_out}")]
     Precision {
-        /// What was asked for.
+        /// The requested feature.
         what: &'static str,
-        /// What to do instead.
+        /// An alternative.
         way_out: &'static str,
     },
 
     /// An evaluation that cannot run on the parameters of a step.
     #[error("an evaluation cannot run on the parameters of this step: {reason}")]
     Evaluation {
-        /// The reason, with what to do.
+        /// The reason, with advice.
         reason: String,
     },
 
-    /// A step over micro-batches without any.
+    /// A step over micro-batches that was given none.
     #[error("a step needs at least one micro-batch; call it with the batches of the step")]
     NoBatch,
 
@@ -303,11 +305,11 @@ pub enum Error {
          least 1 or Norm::Infinity"
     )]
     Clip {
-        /// What was asked for.
+        /// The requested clipping.
         clip: burn_fsdp_mesh::Clip,
     },
 
-    /// An optimizer whose step, or whose state, cannot be followed.
+    /// An optimizer whose step or state cannot be followed.
     #[error(
         "the optimizer {optimizer} cannot be followed for parameter \"{path}\": {reason}; use another \
          optimizer, or train this model with the eager engine (fully_shard)"
@@ -321,11 +323,11 @@ pub enum Error {
         reason: String,
     },
 
-    /// An override whose module does not stand for that of the step.
+    /// An override whose module does not stand for the module of the step.
     #[error(transparent)]
     Override(#[from] OverrideError),
 
-    /// A value that must be set when a step begins, and is not.
+    /// A value that must be set when a step begins, but is not.
     #[error("{what} has no value; set it before the step")]
     Missing {
         /// Description of the value.
@@ -339,7 +341,7 @@ pub enum Error {
         pass: PassId,
     },
 
-    /// A pass before one that it builds on, or after one that it must precede.
+    /// A pass that runs before one that it builds on, or after one that it must precede.
     #[error("pass {pass} must come {relation} pass {other}; reorder the passes")]
     PassOrder {
         /// The pass.
@@ -369,7 +371,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// A plan that does not compute what was traced, as the [certificate](crate::Certificate) finds before it runs.
+    /// A plan that does not compute what was traced, found by the [certificate](crate::Certificate) before it runs.
     #[error(
         "the plan does not compute the traced step: after the pass \"{}\", {reason}, on rank {rank}{}; leave the pass \
          out where an option does, and report it",
@@ -389,12 +391,12 @@ pub enum Error {
         reason: String,
     },
 
-    /// A plan that cannot be proved, right or wrong: see [`Mode::certified`](crate::Mode::certified).
+    /// A plan that cannot be proved, whether right or wrong: see [`Mode::certified`](crate::Mode::certified).
     #[error(
         "a plan {what} cannot be proved; prove the step in data parallelism, or leave the proof out"
     )]
     NotProvable {
-        /// What is not followed.
+        /// The part that the proof does not follow.
         what: String,
     },
 
@@ -403,24 +405,24 @@ pub enum Error {
         "the graph was made for {expected} ranks, but the group has {got}; compile it for {got}"
     )]
     GroupSize {
-        /// Ranks that the graph was made for.
+        /// Number of ranks that the graph was made for.
         expected: usize,
-        /// Ranks of the group.
+        /// Number of ranks in the group.
         got: usize,
     },
 
-    /// A run cannot go back.
+    /// A resume at a step before the current one.
     #[error(
         "{done} steps are done, so that a run cannot be resumed after {steps}; restore it from a checkpoint (resume_with)"
     )]
     Backwards {
-        /// Steps done.
+        /// Number of steps done.
         done: u64,
-        /// Steps after which it was to go on.
+        /// Number of steps at which the run was to resume.
         steps: u64,
     },
 
-    /// The ranks do not run the same graph.
+    /// Ranks that do not run the same graph.
     #[error(
         "rank {rank} would run another graph than rank 0, so no rank ran one: {difference}; give all ranks \
          the same model, mode and batch shapes. Nothing has changed, and the next step may follow"
@@ -428,11 +430,11 @@ pub enum Error {
     GraphsDiffer {
         /// The first rank that differs.
         rank: usize,
-        /// The batches of both, or what else differs.
+        /// The batches of both ranks, or another difference.
         difference: String,
     },
 
-    /// An operation failed while the step ran.
+    /// An operation that failed while the step ran.
     #[error("node {node} ({operation}) failed: {reason}")]
     Execution {
         /// Index of the node in the schedule.
@@ -443,7 +445,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// An earlier step failed half way.
+    /// A step that cannot run because an earlier one failed halfway.
     #[error(
         "an earlier step failed ({reason}), so parameters and optimizer states are of no one step; \
          compile again and start from a checkpoint"
@@ -453,7 +455,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// A collective operation failed.
+    /// A collective operation that failed.
     #[error("at node {node}: {source}")]
     Collective {
         /// Index of the node in the schedule.
@@ -493,7 +495,7 @@ pub enum Error {
     #[error(transparent)]
     Dump(#[from] DumpError),
 
-    /// Something the crate relies on does not hold: a fault of this crate or of Burn.
+    /// A broken assumption of the crate: a fault of this crate or of Burn.
     #[error("internal error: {0}; please report it")]
     Internal(String),
 }

@@ -21,7 +21,7 @@ use crate::trace::ParameterSpec;
 /// A function from a tensor of the module to its layout before there is a graph.
 pub(crate) type LayoutOf<'a> = dyn Fn(&ParameterSpec) -> Result<Layout, Error> + 'a;
 
-/// A tensor of a module whose initial value is asked for, and this rank's part of it.
+/// A tensor of a module whose initial value is requested, and this rank's part of it.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ShardSpec<'a> {
@@ -29,11 +29,11 @@ pub struct ShardSpec<'a> {
     pub whole: &'a ParameterSpec,
     /// The elements of the whole that this rank holds, possibly none.
     pub region: Region,
-    /// The shape in which it holds them: one dim where elements are cut.
+    /// The shape in which it holds them: one dim if the cut is between elements.
     pub shape: Vec<usize>,
 }
 
-/// Values of a module's tensors before there is a graph, each divided as its layout says.
+/// Values of a module's tensors before there is a graph, each divided according to its layout.
 #[derive(Debug)]
 pub(crate) struct InitialValues {
     values: BTreeMap<Arc<str>, Held>,
@@ -47,8 +47,8 @@ struct Held {
 }
 
 impl InitialValues {
-    /// Gives this rank its part of every tensor: what `read` returns, and otherwise its part of the value that `init` makes
-    /// on rank 0. What is read is made nowhere.
+    /// Gives this rank its part of every tensor: the part that `read` returns, or else its part of the value that
+    /// `init` makes on rank 0. Values that are read are not made.
     pub(crate) fn new<M: Module, E: From<Error>>(
         (init, read): (
             impl Fn(&Device) -> M,
@@ -70,9 +70,9 @@ impl InitialValues {
             error: None,
         };
         if ranks.rank() == 0 {
-            // On the tape, as for Burn's own training: some modules ask for gradients.
+            // On the tape, as in Burn's own training, because some modules ask for gradients.
             let device = device.clone().autodiff();
-            // Parameters are replaced as they are visited, so that only one is there at a time.
+            // Parameters are replaced as they are visited, so only one exists at a time.
             let made = caught(|| init(&device).map(&mut receiver));
             if let Err(panic) = made {
                 let reason = panic.text();
@@ -91,7 +91,7 @@ impl InitialValues {
         }
     }
 
-    /// Returns these values and others.
+    /// Returns these values combined with others.
     pub(crate) fn and(mut self, others: Self) -> Self {
         self.values.extend(others.values);
         self
@@ -135,8 +135,8 @@ impl InitialValues {
         held.ok_or_else(|| Error::Internal(format!("parameter {path} has no value")))
     }
 
-    /// Returns the values, divided as the graph divides its parameters. All ranks must call it where the graph divides them
-    /// otherwise than before: one parameter at a time is whole then.
+    /// Returns the values, divided as the graph divides its parameters. All ranks must call it if the graph divides
+    /// them differently than before. One parameter at a time is whole then.
     pub(crate) fn into_values(
         mut self,
         graph: &Graph,
@@ -150,8 +150,8 @@ impl InitialValues {
         values.collect()
     }
 
-    /// Takes a value out, divided as the graph divides the parameter, and leaves its place for it to be
-    /// [put back](Self::set_local) into. All ranks must call it.
+    /// Takes a value out, divided as the graph divides the parameter, and leaves its slot to be [filled
+    /// again](Self::set_local). All ranks must call it.
     pub(crate) fn take(
         &mut self,
         parameter: &Parameter,
@@ -197,7 +197,7 @@ struct Receiver<'a, R, E> {
     ranks: &'a Ranks,
     path: Vec<String>,
     values: BTreeMap<Arc<str>, Held>,
-    /// Hashes of the values that were made of parameters that several fields share.
+    /// Hashes of the values of parameters that several fields share.
     made: BTreeMap<Arc<str>, u64>,
     error: Option<E>,
 }
@@ -226,7 +226,7 @@ where
         }
     }
 
-    /// Refuses another value of a field than the one that was made of the parameter that it shares.
+    /// Refuses a field whose value differs from the value made for the parameter that it shares.
     fn compare(&mut self, path: &str, data: impl FnOnce() -> TensorData) {
         let is_of = |spec: &&ParameterSpec| spec.tied.iter().any(|tied| **tied == *path);
         let first = self.specs.iter().find(is_of);
@@ -240,7 +240,7 @@ where
         }
     }
 
-    /// Reads this rank's part under the path of the first field that it is read for; all that are read must be equal.
+    /// Reads this rank's part under the first path for which there is one. All parts that are read must be equal.
     fn read_of(
         &mut self,
         spec: &ParameterSpec,
@@ -327,7 +327,7 @@ fn tied(first: &str, second: &str, problem: &'static str) -> Error {
     }
 }
 
-/// Describes this rank's part of a tensor whose value is asked for.
+/// Describes this rank's part of a tensor whose value is requested.
 fn asked<'a>(spec: &'a ParameterSpec, divided: &Divided<'_>) -> Result<ShardSpec<'a>, Error> {
     let (mesh, rank) = (divided.ranks.mesh()?, divided.ranks.rank());
     let region = match divided.layout.is_whole() {
@@ -369,7 +369,7 @@ fn sent(
         )?),
         false => None,
     };
-    // The ranks that have divided the values hand them to those that hold the same parts.
+    // The ranks that divide the values pass their parts on to the ranks that hold the same parts.
     for copies in copies {
         let known = (shape.as_slice(), spec.dtype);
         let own = (copies.rank() == 0).then_some(data).flatten();
@@ -379,7 +379,7 @@ fn sent(
     data.ok_or_else(|| Error::Internal(format!("parameter {path} has come to no rank")))
 }
 
-/// Returns elements in memory of their own, as they stay.
+/// Copies elements into memory of their own.
 fn owned(lent: Arc<Lent>) -> TensorData {
     let data = &lent.0;
     TensorData::from_bytes_vec(
@@ -389,7 +389,7 @@ fn owned(lent: Arc<Lent>) -> TensorData {
     )
 }
 
-/// Returns this rank's part, of that shape, of the values that the first rank of the group has.
+/// Returns this rank's part, in the given shape, of the values that the first rank of the group has.
 fn scattered(
     spec: &ParameterSpec,
     data: Option<TensorData>,
@@ -404,7 +404,7 @@ fn scattered(
     };
     let into = BufferPool::new().take(partition.len(group.rank()) * size);
     let label = format!("initial {}", spec.path);
-    // Until the others have read it: the next value must not be made before.
+    // Waits until the others have read it, because the next value must not be made before.
     let received = group
         .start_scatter(label, Vec::new(), 0, vec![part], vec![into])
         .and_then(Pending::wait_released)

@@ -13,9 +13,9 @@ use burn_ir::{
 use crate::custom::CustomOperations;
 use crate::graph::{CustomProfile, Flops, Node, Phase};
 
-/// Returns all operations of the crate `kernels`. Every step on Burn's CPU backend knows them: they are in the graphs of
-/// losses that `burn_fsdp_kernels::recorded` records, and [`UseKernels`](crate::passes::UseKernels) puts them in place
-/// of what Burn composes.
+/// Returns all operations of the crate `kernels`. Every step on Burn's CPU backend knows them. The graphs of losses
+/// that `burn_fsdp_kernels::recorded` records contain them, and [`UseKernels`](crate::passes::UseKernels) puts them in
+/// place of operations that Burn composes.
 pub fn kernels() -> CustomOperations {
     let add = |known: CustomOperations, operation: FusedOperation| {
         known.kernel(
@@ -28,7 +28,7 @@ pub fn kernels() -> CustomOperations {
     all.fold(CustomOperations::new(), add)
 }
 
-/// Returns the kernels if a backend has them, and else no operations.
+/// Returns the kernels if a backend has them, and otherwise no operations.
 pub(crate) fn kernels_of<B: BackendIr>() -> CustomOperations<B> {
     let all = kernels();
     let own = (&all as &dyn Any).downcast_ref::<CustomOperations<B>>();
@@ -40,7 +40,7 @@ pub(crate) fn has_kernels<B: BackendIr>() -> bool {
     std::any::TypeId::of::<B>() == std::any::TypeId::of::<Flex>()
 }
 
-/// Returns true for tensors of one type, which the kernels take.
+/// Returns true for tensors that share one type, if the kernels take it.
 pub(crate) fn are_alike<'a>(tensors: impl IntoIterator<Item = &'a TensorIr>) -> bool {
     let mut types = tensors.into_iter().map(|tensor| tensor.dtype);
     types
@@ -67,7 +67,7 @@ pub(crate) fn fused_node(
     node
 }
 
-/// Returns the operation of Burn that a kernel computes alone: a product, the sums along a dim, or a cast.
+/// Returns the single operation of Burn that a kernel replaces: a product, the sums along a dim, or a cast.
 pub fn plain(operation: &OperationIr) -> Option<OperationIr> {
     let OperationIr::Custom(call) = operation else {
         return None;

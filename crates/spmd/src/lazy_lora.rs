@@ -3,12 +3,12 @@
 use burn::module::{Lora, LoraAdapter, Param, ParamId, Reparameterizer};
 use burn::tensor::{Device, Distribution, FloatDType, Shape, Tensor};
 
-/// Burn's [`Lora`] for a module whose parameters are lazy, as `init` of [`compile`](crate::compile()) makes them. Burn's
-/// `apply_lora` makes the value of every matrix at once, to see its shape, and with it the whole model; this makes none, and
-/// factors when they are asked for, in the order of the module.
+/// Burn's [`Lora`] for a module whose parameters are lazy, as `init` of [`compile`](crate::compile()) makes them.
+/// Burn's `apply_lora` makes the value of every matrix at once to see its shape, and so makes the whole model. This
+/// type makes no matrix, and makes factors on request, in the order of the module.
 ///
-/// What it draws for the factors is what `apply_lora` draws, as long as nothing else draws from Burn's generator in between.
-/// Factors of a weight that is still lazy are of the device's default type, unless the configuration names another.
+/// It draws the same factors as `apply_lora`, as long as nothing else draws from Burn's generator in between. Factors
+/// of a weight that is still lazy have the device's default type, unless the configuration names another.
 ///
 /// ```
 /// use burn::module::{Lora, Module};
@@ -72,8 +72,8 @@ impl Reparameterizer for LazyLora {
     }
 }
 
-/// Returns the shape of a parameter in memory, without its value: a lazy one only knows that of records, which may be
-/// another, as that of linear layers by columns is.
+/// Returns the shape of a parameter in memory, without its value. A lazy parameter only knows the shape in records,
+/// which may differ, for example in linear layers by columns.
 fn shape_of<const D: usize>(param: &Param<Tensor<D>>) -> Shape {
     if param.is_initialized() {
         return param.base().shape();

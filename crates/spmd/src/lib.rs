@@ -8,7 +8,7 @@
 //! deduplicate  ->  regather  ->  bucket  ->  split, prefetch, sink  ->  optimizer  ->  chains, kernels  ->  liveness  ->  run
 //! ```
 //!
-//! By placements, kernels and recompute come behind deduplicate.
+//! With placements, kernels and recompute come after deduplicate.
 //!
 //! | module | stage |
 //! |---|---|
@@ -19,16 +19,16 @@
 //! | [`CustomOperations`] | operations that are not Burn's |
 //! | [`run`] | the executor, its table of memory, and timelines |
 //!
-//! On one rank a compiled step gives the bits of Burn's own loop, once
-//! [`Options::kernels`](passes::schedule::Options::kernels) are off. What it does not do is hide its order:
-//! the list of nodes is the schedule, with every gather, wait and drop in it.
+//! On one rank a compiled step gives the same bits as Burn's own loop if
+//! [`Options::kernels`](passes::schedule::Options::kernels) are off. It does not hide its order: the list of nodes is
+//! the schedule, with every gather, wait and drop in it.
 //!
-//! # How many collectives
+//! # Number of collectives
 //!
-//! A unit is a module whose parameters travel together, see [`Units`](passes::Units). Let U be the number
-//! of units, P that of parameters, B that of units whose weights backward reads and that are not among the last
-//! two of forward, and say that no unit is larger than a bucket. A step of
-//! [`Strategy::FullShard`] then takes, if forward visits every unit once,
+//! A unit is a module whose parameters travel together, see [`Units`](passes::Units). Let U be the number of units and
+//! P the number of parameters. Let B be the number of units whose weights backward reads, except the last two of
+//! forward. Assume that no unit is larger than a bucket. If forward visits every unit once, a step of
+//! [`Strategy::FullShard`] then takes
 //!
 //! | | all-gathers | reduce-scatters | all-reduces |
 //! |---|---|---|---|
@@ -36,28 +36,27 @@
 //! | weights kept until backward | U | U | 1 |
 //! | no buckets, weights kept | P | P | 1 |
 //!
-//! A unit that forward, or backward, comes back to after two others is gathered there a second time, and then
-//! stays until its last use there: never more than 2 U all-gathers in each of them, however often a loop
-//! uses them. Frozen parameters are gathered and not reduced. Before anything runs, every step exchanges 8 bytes
-//! beside these, by which the ranks know that they run the same graph.
+//! If forward or backward returns to a unit after two others, the unit is gathered there a second time, and then stays
+//! until its last use there. This gives at most 2 U all-gathers in each of them, however often a loop uses the units.
+//! Frozen parameters are gathered and not reduced. Before anything runs, every step also exchanges 8 bytes, by which
+//! the ranks know that they run the same graph.
 //!
-//! and one of [`Strategy::NoShard`] as many all-reduces as buckets of gradients and loss, or P + 1
-//! without buckets; all of it whatever the number of ranks, one included.
+//! A step of [`Strategy::NoShard`] takes as many all-reduces as there are buckets of gradients and loss, or P + 1
+//! without buckets. All of these counts are independent of the number of ranks, and also hold for one rank.
 //!
-//! Clipping takes one all-gather of a number more for each set of axes that parameters are cut along, none of
-//! [`Strategy::NoShard`]; a step of several micro-batches takes the collectives of as many steps, and clips once. With
+//! Clipping takes one all-gather of a number more for each set of axes along which parameters are cut, and none with
+//! [`Strategy::NoShard`]. A step of several micro-batches takes the collectives of as many steps, and clips once. With
 //! copies of the shards ([`Mode::hybrid`]) there are as many all-reduces over the copies as buckets of shards, with the
 //! loss among them.
 //!
-//! A step by placements ([`Expand`], [`DataParallel::Automatic`]) takes what redistributions its operations
-//! need, see [`place`], and none on axes of one rank. Of a transformer of B blocks whose layers are cut by
-//! columns and then by rows, that is 4 B all-reduces: two a block in forward, two in backward, and one more
-//! for each bucket of gradients that are sums over what is cut (the shifts of the norms). Where the batch is
-//! cut on another axis, there is one more for each bucket of gradients there, one for the loss, and one for
-//! each gradient that is a sum on both axes.
+//! A step with placements ([`Expand`], [`DataParallel::Automatic`]) takes the redistributions that its operations need,
+//! see [`place`], and none on axes of one rank. For a transformer of B blocks whose layers are cut by columns and then
+//! by rows, these are 4 B all-reduces: two per block in forward and two in backward. There is one more for each bucket
+//! of gradients that are sums over the cut dim (the shifts of the norms). If the batch is cut on another axis, there is
+//! one more for each bucket of gradients there, one for the loss, and one for each gradient that is a sum on both axes.
 #![forbid(unsafe_code)]
 
-// Models of the tests, which unit tests use, too, know this crate by its name.
+// Models of the tests, which unit tests also use, know this crate by its name.
 #[cfg(test)]
 extern crate self as burn_fsdp_spmd;
 

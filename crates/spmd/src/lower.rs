@@ -14,21 +14,21 @@ use crate::passes::schedule::OptimizerPlace;
 use crate::passes::verify::{verify, verify_types};
 use crate::stages::{Keep, Stages, StepGraphs};
 
-/// A step, ready to run, with the proof of what it computes, if that was asked for.
+/// A step that is ready to run, with the proof of what it computes, if requested.
 #[derive(Debug)]
 pub(crate) struct Lowered {
     pub(crate) graphs: StepGraphs,
     pub(crate) certificate: Option<Arc<Certificate>>,
 }
 
-/// Applies the passes of a mode to a graph of one rank, over the joined batch where the mode has one. If the mode's
-/// optimizer runs in the next forward, the result is the main graph; of a loss that is
-/// [scaled](crate::passes::schedule::Options::scale_loss) it is that of a micro-batch, without the optimizer. Nothing is
-/// [dumped](Mode::dump).
+/// Applies the passes of a mode to a graph of one rank, over the joined batch if the mode has one. If the mode's
+/// optimizer runs in the next forward, the result is the main graph. If the loss is
+/// [scaled](crate::passes::schedule::Options::scale_loss), the result is the graph of a micro-batch, without the
+/// optimizer. Nothing is [dumped](Mode::dump).
 ///
 /// # Errors
 ///
-/// Those that [`compile`](crate::compile) has of the mode; those of the passes.
+/// The errors of [`compile`](crate::compile) for the mode, and of the passes.
 pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
     let mut mode = mode.clone().without_dump();
     let graph = mode.prepare(graph)?;
@@ -39,8 +39,8 @@ pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
     })
 }
 
-/// Applies the passes of a mode as [`lower`] does, of a step of `num_batches` micro-batches where they are several, and
-/// proves that the plan computes the graph as it is. See [`Mode::certified`].
+/// Applies the passes of a mode as [`lower`] does, and proves that the plan computes the graph as it is. With
+/// `num_batches` above one, the step is of that many micro-batches. See [`Mode::certified`].
 ///
 /// # Errors
 ///
@@ -53,22 +53,25 @@ pub fn certify(graph: Graph, num_batches: usize, mode: &Mode) -> Result<Certific
     Ok(Certificate::clone(&certificate))
 }
 
-/// Proves the plan that a mode makes of `real`, a step as it was traced at the shapes of a run, which may have too many elements
+/// Proves the plan that a mode makes of `real`, a step traced at the shapes of a run, which may have too many elements
 /// for [`certify`]. `small` is the same step traced at small shapes.
 ///
-/// The passes make the plan of `real`, and then its twin of `small`, for which they decide (what is computed again, fused, joined)
-/// by the sizes that values have in the plan. The two must be one list of operations after every pass: the same operations of the same
-/// values, with sizes that differ as those of the traces do. The twin is proved as [`certify`] does, and kernels are checked in
-/// floats at the shapes of the run, where these are not too large. So a pass that is wrong at large shapes alone is found by its
-/// list, and one that is wrong where it decides as it does for large shapes by the proof.
+/// The passes make the plan of `real`, and then its twin, the plan of `small`. For the twin they decide (to recompute,
+/// fuse or join) by the sizes that values have in the plan of `real`. After every pass, the two must be one list of
+/// operations: the same operations of the same values, with sizes that differ as the traces' sizes do. The twin is
+/// proved as [`certify`] does, and kernels are checked in floats at the shapes of the run, if these are not too large.
+/// The comparison of the lists finds a pass that is wrong only at large shapes. The proof finds a pass that is wrong
+/// when it decides as it does for large shapes.
 ///
-/// A small shape must be one at which the model does the same: as a rule dims of one element stay one, and others are two or more. Burn's
-/// `Linear` over three dims and more folds its first dims into one where that is squarer, unless the last but one is a multiple of
-/// 32: keep it one, or as large as it takes. Widths of the model may be smaller, too.
+/// A small shape must be one at which the model does the same. As a rule, dims of one element stay one, and others are
+/// two or more. Burn's `Linear` over three or more dims folds its first dims into one if the result is squarer, unless
+/// the last but one is a multiple of 32. Keep that dim at one, or as large as necessary. Widths of the model may also
+/// be smaller.
 ///
 /// # Errors
 ///
-/// As [`certify`]; [`ProofError::Twin`](crate::ProofError::Twin) with the first pass after which the two differ, and the node.
+/// As [`certify`]; [`ProofError::Twin`](crate::ProofError::Twin) with the first pass after which the two differ, and
+/// the node.
 pub fn certify_at(
     real: Graph,
     small: Graph,

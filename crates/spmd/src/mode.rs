@@ -42,21 +42,21 @@ pub struct Mode {
     certified: Certify,
     /// Fingerprints of the plans that were proved, if no others may run.
     proved: Option<BTreeSet<u64>>,
-    /// Takes faulty passes for those of the mode.
+    /// Replaces the passes of the mode by faulty ones.
     #[cfg(test)]
     planted: Option<certify::Planted>,
-    /// The seed of random numbers; without one the backend draws them.
+    /// The seed of random numbers; without one, the backend draws them.
     seed: Option<u64>,
     user: UserPasses,
     dump: Option<GraphDump>,
 }
 
-/// What the user says by patterns.
+/// The user's choices by pattern.
 #[derive(Debug, Clone, Default)]
 struct Names {
-    /// The inputs that all ranks have alike.
+    /// The inputs that are the same on all ranks.
     shared: Vec<Pattern>,
-    /// The parameters that one rank has whole.
+    /// The parameters that one rank holds whole.
     owners: Owners,
 }
 
@@ -64,16 +64,16 @@ struct Names {
 #[derive(Debug, Clone, Default)]
 struct UserPasses {
     transforms: Vec<Arc<dyn GraphTransform>>,
-    /// Those that move nodes into the next step.
+    /// The passes that move nodes into the next step.
     moves: Vec<Arc<dyn IterationMove>>,
 }
 
-/// What a graph is made for.
+/// The purpose of a graph.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Purpose {
     /// A step of one batch.
     Step,
-    /// A step of that many micro-batches.
+    /// A step of the given number of micro-batches.
     Micro(usize),
 }
 
@@ -92,13 +92,13 @@ impl Mode {
         Self::new(Ranks::line(group), division)
     }
 
-    /// Creates a mode of hybrid sharding: the ranks of a mesh of two axes divide the batch among them, shards lie along
-    /// one axis, and the ranks along `replicate` hold copies of them. Gradients are reduced to shards along the one,
-    /// and then averaged along the other.
+    /// Creates a mode of hybrid sharding. The ranks of a mesh of two axes divide the batch among them. Shards are
+    /// distributed along one axis, and the ranks along `replicate` hold copies of them. Gradients are reduced to shards
+    /// along the first axis, and then averaged along the other.
     ///
     /// # Errors
     ///
-    /// [`Error::Mesh`] for an axis that the mesh has not, [`Error::Hybrid`] if it has not two, or for
+    /// [`Error::Mesh`] for an axis that the mesh does not have, [`Error::Hybrid`] if it does not have two axes, or for
     /// [`Strategy::NoShard`], which has no shards to copy.
     pub fn hybrid(mesh: ProcessMesh, replicate: &str, strategy: Strategy) -> Result<Self, Error> {
         let axes = mesh.mesh().axes();
@@ -121,8 +121,8 @@ impl Mode {
         Ok(Self::new(Ranks::of_mesh(mesh), division))
     }
 
-    /// Creates a mode in which the ranks of a mesh divide values by the user's placements. The loss is that of the
-    /// joined batch, with the statistics of all of it, and every rank returns it.
+    /// Creates a mode in which the ranks of a mesh divide values by the user's placements. The loss is computed over
+    /// the joined batch, with the statistics of all of it, and every rank returns it.
     ///
     /// ```
     /// use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
@@ -160,18 +160,19 @@ impl Mode {
         }
     }
 
-    /// Draws the random numbers of steps, such as those of dropout, from a seed that all ranks give alike, and not from
-    /// Burn's generator, which a process has one of.
+    /// Draws the random numbers of steps, such as dropout masks, from a seed instead of Burn's process-wide generator.
+    /// All ranks must give the same seed.
     ///
-    /// What is drawn is then a function of the seed, the number of the step ([`CompiledStep::num_steps`]) and of its
-    /// micro-batch, of the place of the operation among those that draw, and of the place of the element. Runs repeat, and
-    /// one that is [resumed](crate::CompiledStep::resume) goes on as if it had not stopped. By placements
-    /// ([`expand`](Self::expand), [`DataParallel::Automatic`]) the element's place is that in the whole tensor: the step
-    /// draws what one rank, compiled with that seed, draws for the joined batch, and nothing is gathered for it. Otherwise every rank
-    /// draws numbers of its own for its part of the batch.
+    /// Each number is then a function of the seed, the number of the step ([`CompiledStep::num_steps`]) and of its
+    /// micro-batch, the position of the operation among those that draw, and the position of the element. Runs repeat,
+    /// and a run that is [resumed](crate::CompiledStep::resume) continues as if it had not stopped. With placements
+    /// ([`expand`](Self::expand), [`DataParallel::Automatic`]), the position of an element is its position in the whole
+    /// tensor. The step then draws the same numbers as one rank, compiled with the same seed, draws for the joined
+    /// batch, and nothing is gathered for it. Otherwise every rank draws numbers of its own for its part of the batch.
     ///
-    /// The numbers are not those that Burn's generator gives for that seed, and another version of the crate `rand` may give
-    /// others. Evaluations, initial values, custom operations and random numbers of an optimizer draw as they do without a seed.
+    /// The numbers differ from those of Burn's generator with the same seed, and another version of the crate `rand`
+    /// may give others. Evaluations, initial values, custom operations and random numbers of an optimizer draw as they
+    /// do without a seed.
     ///
     /// ```
     /// use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
@@ -215,8 +216,8 @@ impl Mode {
     }
 
     /// Sets the number of graphs that are kept: one for each set of input shapes, of values named with
-    /// [`BatchMapper::fixed`](crate::BatchMapper::fixed) and of optimizer operations, so that the first step has its
-    /// own. 8 by default, at least 1; the one used longest ago goes first.
+    /// [`BatchMapper::fixed`](crate::BatchMapper::fixed) and of optimizer operations. The first step therefore has its
+    /// own. The default is 8 and the minimum is 1; the least recently used graph is evicted first.
     #[must_use]
     pub fn cache(mut self, num_graphs: usize) -> Self {
         self.cache = num_graphs.max(1);
@@ -224,8 +225,8 @@ impl Mode {
     }
 
     /// Declares that the batch's tensors that match a pattern have no batch dim and are the same on all ranks, such as
-    /// the weights of classes, or a temperature. It is for [`DataParallel::Automatic`], which joins all others along
-    /// their first dim; [`Expand`] replicates what it does not name, and the other styles join nothing.
+    /// class weights or a temperature. It is for [`DataParallel::Automatic`], which joins all others along their first
+    /// dim. [`Expand`] replicates tensors that it does not name, and the other styles join nothing.
     #[must_use]
     pub fn shared_input(mut self, pattern: impl Into<Pattern>) -> Self {
         self.names.shared.push(pattern.into());
@@ -239,7 +240,7 @@ impl Mode {
         self
     }
 
-    /// Leaves operations as Burn composes them: the backend has no kernels.
+    /// Leaves operations as Burn composes them, for a backend without kernels.
     pub(crate) fn without_kernels(mut self) -> Self {
         self.options.kernels = false;
         self.options.fuse = false;
@@ -251,8 +252,8 @@ impl Mode {
         &self.ranks
     }
 
-    /// Returns the shape of the joined tensor of the batch, of which every rank has one of `shape`: the step is traced
-    /// over the joined batch.
+    /// Returns the shape of a tensor of the joined batch, if every rank has a tensor of shape `shape`. The step is
+    /// traced over the joined batch.
     pub(crate) fn joined_shape(&self, name: &str, shape: &[usize]) -> Vec<usize> {
         match &self.division {
             Division::DataParallel(_) | Division::Hybrid { .. } => shape.to_vec(),
@@ -273,7 +274,7 @@ impl Mode {
         }
     }
 
-    /// Returns what a trace on a device of these default types takes from the mode.
+    /// Returns the mode's options for a trace on a device with these default types.
     pub(crate) fn trace_options(&self, defaults: Option<Defaults>) -> TraceOptions {
         TraceOptions {
             defaults,
@@ -318,7 +319,7 @@ impl Mode {
         expand.check_names(mesh, paths, names)
     }
 
-    /// Refuses inputs of an evaluation of which it is not said how they lie, where it matters.
+    /// Refuses inputs of an evaluation without a placement, if placements matter.
     pub(crate) fn check_evaluation(&self, inputs: &[InputSpec]) -> Result<(), Error> {
         let Division::Expand(_, expand) = &self.division else {
             return Ok(());
@@ -334,8 +335,8 @@ impl Mode {
         }
     }
 
-    /// Refuses options that do not go together, and types that the mode cannot compute in: each parameter, and no buffer, is given by
-    /// path and type.
+    /// Refuses options that cannot be combined, and types in which the mode cannot compute. `parameters` lists each
+    /// parameter, but no buffer, by path and type.
     pub(crate) fn check_precision(&self, parameters: &[(&str, DType)]) -> Result<(), Error> {
         let precision = &self.options.precision;
         if let Some(scaling) = &self.options.loss_scaling {
@@ -379,8 +380,8 @@ impl Mode {
         }
     }
 
-    /// Returns what a graph is made for, of a step of so many micro-batches. Of a loss that is scaled the host looks at the
-    /// gradients before the optimizer takes them.
+    /// Returns the purpose of a graph for a step with the given number of micro-batches. If the loss is scaled, the
+    /// host looks at the gradients before the optimizer takes them.
     pub(crate) fn purpose(&self, num_batches: usize) -> Purpose {
         match num_batches {
             0 | 1 if self.options.loss_scaling.is_none() => Purpose::Step,
@@ -388,7 +389,7 @@ impl Mode {
         }
     }
 
-    /// Returns true if the placements are left to decide by the first graph.
+    /// Returns true if the first graph decides the placements.
     pub(crate) fn is_open(&self) -> bool {
         matches!(self.division, Division::Least(None))
     }
@@ -398,8 +399,7 @@ impl Mode {
         self.division = Division::Least(None);
     }
 
-    /// Says of a traced step which random numbers each node draws, where the mode has a seed, and decides the placements that
-    /// are left open.
+    /// Numbers the random draws of a traced step if the mode has a seed, and decides the placements that are left open.
     pub(crate) fn prepare(&mut self, graph: Graph) -> Result<Graph, Error> {
         let parameters = graph.parameters().iter().filter(|of| !of.is_buffer);
         let parameters: Vec<_> = parameters.collect();
@@ -423,8 +423,8 @@ impl Mode {
         self.seed.is_some()
     }
 
-    /// Decides the placements that are left open, by the first graph of the joined batch; those of inputs that come
-    /// later are decided by their graph.
+    /// Decides the placements that are left open, by the first graph of the joined batch. Placements of later inputs
+    /// are decided by their own graph.
     pub(crate) fn decide(&mut self, graph: &Graph) -> Result<(), Error> {
         match &mut self.division {
             Division::DataParallel(_) | Division::Hybrid { .. } | Division::Expand(..) => Ok(()),

@@ -1,9 +1,9 @@
 //! The operations of gradient clipping in a graph: the norm of a rank's gradients, and the factor that follows from
 //! the norms of all ranks.
 //!
-//! Sums are taken on the host, in 64 bits and in an order that depends on the number of elements alone: Burn's own sum
-//! of many elements is shared among threads, and a run that is resumed would not have the same bits. Norms travel, not
-//! sums of powers, so that 32 bits hold them on any device.
+//! Sums are taken on the host, in 64 bits and in an order that depends only on the number of elements. Burn's own sum
+//! of many elements is shared among threads, so a resumed run would not have the same bits. Norms travel instead of
+//! sums of powers, because norms fit 32 bits on any device.
 
 use burn::tensor::{DType, TensorData};
 use burn_backend::{TensorMetadata, try_read_sync};
@@ -27,7 +27,7 @@ pub(crate) fn local_norm(clip: &Clip, gradients: Vec<TensorIr>, norm: TensorIr) 
 }
 
 /// Returns the call that computes the total norm and the factors from the norms of parts of the gradients. The first
-/// output is the total norm, every other one the factor, each with a shape and type of its own.
+/// output is the total norm. Every other output is the factor, each with a shape and type of its own.
 pub(crate) fn coefficients(
     clip: &Clip,
     norms: Vec<TensorIr>,
@@ -42,7 +42,7 @@ pub(crate) fn coefficients(
     }
 }
 
-/// Returns what passes and plans need to know of either call: results are numbers in memory of their own.
+/// Returns what passes and plans need to know about either call: results are numbers in memory of their own.
 pub(crate) fn profile(call: &CustomOpIr) -> CustomProfile {
     let sizes = call.inputs.iter();
     let sizes = sizes.map(|input| input.shape.num_elements() * input.dtype.size());
@@ -140,7 +140,7 @@ impl<B: BackendIr> CustomOperation<B> for Coefficients {
     }
 }
 
-/// What a call of either operation carries of the choice.
+/// Returns the part of the choice that a call of either operation carries.
 pub(crate) fn scalars(clip: &Clip) -> Vec<ScalarIr> {
     let order = match clip.measured() {
         Norm::P(p) => p,

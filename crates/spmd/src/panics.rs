@@ -1,9 +1,8 @@
 //! Panics of Burn, and of the closures of users, as values.
 //!
-//! Burn refuses what it cannot do by panicking. Where such a refusal becomes an [`Error`](crate::error::Error),
-//! its message and backtrace would be printed before the error by every rank; here they are not. Panics
-//! of all other code are printed as ever: the hook asks a flag of the thread, and hands on to the hook
-//! that was there before.
+//! Burn refuses unsupported calls by panicking. If such a refusal becomes an [`Error`](crate::error::Error), every rank
+//! would print its message and backtrace before the error; this module suppresses them. Panics of all other code are
+//! printed as usual: the hook checks a flag of the thread, and then calls the hook that was installed before.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -40,7 +39,7 @@ impl Panic {
     }
 }
 
-/// Runs `body`; a panic in it is not printed.
+/// Runs `body` without printing a panic in it.
 pub(crate) fn caught<T>(body: impl FnOnce() -> T) -> Result<T, Panic> {
     struct Leave;
     impl Drop for Leave {
@@ -48,7 +47,7 @@ pub(crate) fn caught<T>(body: impl FnOnce() -> T) -> Result<T, Panic> {
             DEPTH.set(DEPTH.get() - 1);
         }
     }
-    // The hook cannot be changed while a panic goes on.
+    // The hook cannot be changed during a panic.
     if !std::thread::panicking() {
         INSTALL.call_once(install);
     }

@@ -39,8 +39,8 @@ impl Divided<'_> {
         }))
     }
 
-    /// Returns the shape in which the executor holds this rank's part of such a partition: flat shards of one length, and
-    /// what one rank owns in its own shape there and as nothing elsewhere.
+    /// Returns the shape in which the executor holds this rank's part of such a partition. Flat shards have one length.
+    /// A value that one rank owns has its own shape there, and is empty elsewhere.
     pub(crate) fn held_shape(&self, partition: Partition) -> Result<Vec<usize>, Error> {
         match self.layout.owner {
             Some(_) => self.part_shape(),
@@ -92,7 +92,7 @@ impl Divided<'_> {
         }))
     }
 
-    /// Gathers the whole of which this rank has a part. All ranks must call it.
+    /// Gathers the whole tensor, of which this rank holds a part. All ranks must call it.
     pub(crate) fn whole(&self, path: &str, local: &TensorData) -> Result<TensorData, Error> {
         if let Some(partition) = self.partition()? {
             return gather(self.flat_group()?, path, local, partition, self.shape);
@@ -107,8 +107,8 @@ impl Divided<'_> {
         Ok(resized(joined, self.shape))
     }
 
-    /// Returns this rank's part under another layout, padded as the one under this is. All ranks must call it where the
-    /// layouts differ: the whole is there for a moment.
+    /// Returns this rank's part under another layout, padded like the part under this one. All ranks must call it if
+    /// the layouts differ: the whole exists for a moment.
     pub(crate) fn relaid(
         &self,
         path: &str,
@@ -161,7 +161,7 @@ impl Divided<'_> {
     }
 }
 
-/// Returns part `index` of `num_parts` along a dim, with zeros behind the end of the whole.
+/// Returns part `index` of `num_parts` along a dim, with zeros after the end of the whole.
 fn part_along(data: &TensorData, dim: usize, num_parts: usize, index: usize) -> TensorData {
     let mut shape = data.shape().to_vec();
     let whole = shape[dim];
@@ -175,11 +175,11 @@ fn part_along(data: &TensorData, dim: usize, num_parts: usize, index: usize) -> 
     TensorData::from_bytes_vec(bytes.collect(), shape, data.dtype())
 }
 
-/// Returns a tensor in another shape of as many dims: elements behind the end of a dim are left out, and zeros are put where it
-/// is longer.
+/// Returns a tensor in another shape with the same number of dims. Elements after the end of a dim are left out, and
+/// zeros are added where it is longer.
 fn resized(data: TensorData, shape: &[usize]) -> TensorData {
     let from = data.shape().to_vec();
-    // What is of another number of dims is refused where it is used.
+    // Another number of dims is refused at the use of the tensor.
     if from == shape || from.len() != shape.len() {
         return data;
     }
@@ -233,7 +233,8 @@ pub(crate) fn slice(data: &TensorData, range: std::ops::Range<usize>) -> TensorD
     TensorData::from_bytes_vec(bytes, [range.len()], data.dtype())
 }
 
-/// Gathers the whole of which every rank has a flat padded shard. Its memory is of no pool, which would keep as much.
+/// Gathers the whole tensor from the flat padded shards of all ranks. Its memory is not from a pool, because the pool
+/// would keep it.
 fn gather(
     group: &ProcessGroup,
     path: &str,
@@ -300,7 +301,7 @@ pub(crate) fn broadcast(
             vec![BufferPool::new().take(num_bytes)],
         ),
     };
-    // Until the others have read it: the next value must not be made before.
+    // Waits until the others have read it, because the next value must not be made before.
     let received = group
         .start_broadcast(label, Vec::new(), 0, parts, into)
         .and_then(Pending::wait_released)

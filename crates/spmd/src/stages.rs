@@ -17,7 +17,7 @@ use crate::passes::{Accumulate, ClipGradients, Iteration, MicroSteps, Pipeline};
 pub(crate) enum StepGraphs {
     /// The one graph of every step.
     Whole(Box<Graph>),
-    /// The graphs of a mode whose optimizer runs in the next forward.
+    /// The graphs of a mode that moves nodes into the next step, such as the optimizer into the next forward.
     Iteration(Box<Iteration>),
     /// The graphs of a step over several micro-batches.
     Micro(Box<MicroSteps>),
@@ -33,7 +33,7 @@ impl StepGraphs {
         }
     }
 
-    /// Returns one number for all of them, the same on every rank.
+    /// Returns one fingerprint for all of them, the same on every rank.
     pub(crate) fn fingerprint(&self) -> u64 {
         let all: Vec<u64> = self.all().into_iter().map(Graph::fingerprint).collect();
         let most = match self {
@@ -49,28 +49,28 @@ impl StepGraphs {
 pub(crate) enum Keep<'a> {
     /// The plan.
     Plan,
-    /// That after each pass.
+    /// The graph after each pass.
     All,
-    /// That after each pass, which must be the twin of that of the same step at other shapes.
+    /// The graph after each pass, which must be the twin of the graph of the same step at other shapes.
     Twins(&'a Stages, &'a Scale),
 }
 
-/// The graphs of a step that were kept, each of which a pass has made of the one before it.
+/// The kept graphs of a step, each made by a pass from the one before it.
 pub(crate) struct Stages {
     whole: Vec<Graph>,
-    /// Of a step that has three graphs, those of each, from where the step was split.
+    /// If the step has three graphs, the stages of each, from the point where the step was split.
     parts: Vec<Vec<Graph>>,
-    /// Of a step of which nodes run in the next one, what [`Iteration`] says beside its graphs.
+    /// If nodes of the step run in the next one, the fields of [`Iteration`] apart from its graphs.
     moved: (Option<NonZeroU64>, bool),
     purpose: Purpose,
 }
 
 impl Stages {
-    /// Applies the passes of a mode to a graph. `watch` is called with the graph, and with it after each pass.
+    /// Applies the passes of a mode to a graph. `watch` is called with the graph, and with the result of each pass.
     ///
     /// # Errors
     ///
-    /// Those of the passes; [`ProofError::Twin`](crate::ProofError::Twin).
+    /// The errors of the passes; [`ProofError::Twin`](crate::ProofError::Twin).
     pub(crate) fn of(
         graph: Graph,
         mode: &Mode,
@@ -80,7 +80,7 @@ impl Stages {
     ) -> Result<Self, Error> {
         let options = match purpose {
             Purpose::Step => mode.options.clone(),
-            // The norm is that of all micro-batches, and the optimizer comes after them, wherever it is otherwise.
+            // The norm covers all micro-batches, and the optimizer runs after them, regardless of the options.
             Purpose::Micro(_) => {
                 let options = mode.options.clone().clip_grad_norm(None);
                 options.optimizer(OptimizerPlace::InNextForward)
@@ -95,7 +95,7 @@ impl Stages {
             moved: (None, false),
             purpose,
         };
-        // What comes last is applied to each graph of a step that has several.
+        // If a step has several graphs, the last passes are applied to each.
         let none = Pipeline::new();
         let plan = stages.plan()?;
         let split = match purpose {
@@ -131,7 +131,7 @@ impl Stages {
         Ok(stages)
     }
 
-    /// Applies the passes that come last to a step of one graph.
+    /// Applies the last passes to a step of one graph.
     fn finished(
         mut self,
         keep: Keep<'_>,
@@ -140,7 +140,7 @@ impl Stages {
     ) -> Result<Self, Error> {
         let plan = self.whole.pop().ok_or_else(no_plan)?;
         let begin = self.whole.len();
-        // It has been seen behind the pass that made it.
+        // It was already shown after the pass that made it.
         let mut is_seen = true;
         let see = &mut |graph: &Graph| {
             if !std::mem::take(&mut is_seen) {
@@ -157,7 +157,7 @@ impl Stages {
         Ok(self)
     }
 
-    /// Returns the graphs of a part of a step that has three, if it has.
+    /// Returns the graphs of one part of a step that has three; empty for other steps.
     fn part(of: &Self, number: usize) -> &[Graph] {
         of.parts.get(number).map_or(&[], Vec::as_slice)
     }
@@ -171,7 +171,7 @@ impl Stages {
         self.whole.last().cloned().ok_or_else(no_plan)
     }
 
-    /// Proves that the plan computes what was traced; `None` if it cannot be proved, and was not asked to be.
+    /// Proves that the plan computes what was traced; `None` if it cannot be proved and no proof was requested.
     pub(crate) fn proved(&self, mode: &Mode) -> Result<Option<Certificate>, Error> {
         let certificate = mode.prove(|proof| proof.of_passes(&self.whole))?;
         let ([first, second, third], Some(_)) = (self.parts.as_slice(), &certificate) else {
@@ -227,8 +227,8 @@ impl Stages {
 }
 
 impl Keep<'_> {
-    /// Applies passes to a graph, and returns what is kept. `stages_of` are the stages of these passes in other ones; `see` is
-    /// called as by [`Pipeline::run_seen`], but for twins.
+    /// Applies passes to a graph, and returns the graphs to keep. `stages_of` returns the stages of these passes in
+    /// other stages. `see` is called as by [`Pipeline::run_seen`], except for twins.
     fn applied(
         self,
         passes: &Pipeline,

@@ -48,7 +48,8 @@ pub trait GraphTransform: fmt::Debug + Send + Sync {
         &[]
     }
 
-    /// Returns false for a graph of which it would change nothing: a pipeline leaves it out then. True unless said otherwise.
+    /// Returns false for a graph that the pass would not change; a pipeline then leaves the pass out. The default is
+    /// true.
     fn acts_on(&self, _graph: &Graph) -> bool {
         true
     }

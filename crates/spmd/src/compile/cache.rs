@@ -1,4 +1,4 @@
-//! The graphs that a step has, one for each set of shapes and operations of the optimizer.
+//! The graphs of a step, one for each set of shapes and operations of the optimizer.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::num::NonZeroU64;
@@ -24,14 +24,14 @@ pub(super) type Tracer<B> = Box<dyn Fn(&B, &StepScalars, &Mode) -> Result<Graph,
 struct Key {
     purpose: Purpose,
     inputs: Vec<InputSpec>,
-    /// Names and hashes of the batch's values that are no tensors.
+    /// Names and hashes of the batch's values that are not tensors.
     fixed: Vec<(String, u64)>,
     /// The operations of the optimizer's step.
     structure: Vec<(usize, usize)>,
 }
 
-/// The parameters that get a gradient, and with it a step of the optimizer: each by path, with the path of the first that
-/// has the same gradient. Gradients are pending under the numbers of those.
+/// The parameters that get a gradient and therefore an optimizer step. Each path maps to the path of the first
+/// parameter with the same gradient. Gradients are pending under the numbers of these first parameters.
 pub(super) type Stepped = BTreeMap<Arc<str>, Arc<str>>;
 
 /// The graphs that were made for a key.
@@ -41,7 +41,7 @@ pub(super) struct Made {
     /// Fingerprint of all graphs.
     pub(super) fingerprint: u64,
     pub(super) stepped: Arc<Stepped>,
-    /// The proof that the plan computes what was traced, if it was asked for.
+    /// The proof that the plan computes what was traced, if requested.
     pub(super) certificate: Option<Arc<Certificate>>,
 }
 
@@ -60,7 +60,7 @@ pub(super) enum Compiled {
     },
 }
 
-/// The graph that does alone what was moved into the next step.
+/// The graph that runs only the nodes that were moved into the next step.
 #[derive(Debug)]
 pub(super) struct Cleanup {
     pub(super) graph: Arc<Graph>,
@@ -71,7 +71,7 @@ pub(super) struct Cleanup {
     pub(super) is_optimizer: bool,
 }
 
-/// The graphs of a key, as they are kept.
+/// The kept graphs of a key.
 struct Entry {
     made: Made,
     /// The graph as traced, until the step has been traced once more and compared.
@@ -89,10 +89,10 @@ pub(super) struct Setting<'a, Be: BackendIr> {
 /// The graphs that were made, and the tracer that makes others.
 pub(super) struct Graphs<B> {
     tracer: Tracer<B>,
-    /// The kept graphs, the one used last at the back.
+    /// The kept graphs, the most recently used at the back.
     kept: VecDeque<(Key, Entry)>,
     num_traces: usize,
-    /// Number of the step among those of the process.
+    /// Number of the step within its process.
     number: u64,
 }
 
@@ -109,7 +109,7 @@ impl<B: Batch> Graphs<B> {
         }
     }
 
-    /// Returns the number of the step among those of the process.
+    /// Returns the number of the step within its process.
     pub(super) fn number(&self) -> u64 {
         self.number
     }
@@ -124,7 +124,7 @@ impl<B: Batch> Graphs<B> {
         self.kept.clear();
     }
 
-    /// Returns the graphs for such a batch, or micro-batch, and step of the optimizer; makes them if they are not kept.
+    /// Returns the graphs for the given batch, or micro-batch, and optimizer step, and makes them if they are not kept.
     pub(super) fn of<Be: BackendIr>(
         &mut self,
         purpose: Purpose,
@@ -162,7 +162,7 @@ impl<B: Batch> Graphs<B> {
         Ok(made)
     }
 
-    /// Traces a graph that is used for the second time again, with this batch, and refuses it if the two differ.
+    /// Traces a graph again, with this batch, when it is used for the second time. Refuses it if the two differ.
     fn check_again(
         &mut self,
         index: usize,
@@ -255,7 +255,7 @@ fn stepped(graph: &Graph) -> Stepped {
     stepped.collect()
 }
 
-/// Refuses an optimizer that would give each rank other parameters.
+/// Refuses an optimizer that would give each rank different parameters.
 fn check_optimizer(graph: &Graph, mode: &Mode, scalars: &HostScalars) -> Result<(), Error> {
     let is_drawn = |node: &&Node| node.phase == Phase::Optimizer && node.is_opaque();
     let drawn = graph.nodes().iter().find(is_drawn);

@@ -21,36 +21,37 @@ use crate::trace::{
 
 type Tracer<B, O> = Box<dyn Fn(&B, &Mode) -> Result<(Graph, O), Error> + Send>;
 
-/// The shapes of a batch, and its values that are no tensors.
+/// The shapes of a batch, and its values that are not tensors.
 type Key = (Vec<InputSpec>, Vec<(String, u64)>);
 
-/// A forward of a model, to be run by [`CompiledStep::evaluate`] on the parameters that a step trains: to measure, or to
-/// infer.
+/// A forward of a model, run by [`CompiledStep::evaluate`] on the parameters that a step trains, for measurement or
+/// inference.
 ///
-/// It has nothing but graphs, one for each set of shapes: parameters stay in the step, divided as they are there.
+/// It holds only graphs, one for each set of shapes. Parameters stay in the step, divided as they are there.
 pub struct Evaluation<B, O> {
     tracer: Tracer<B, O>,
     /// Number of the step that the graphs are for.
     of_step: Option<u64>,
-    /// The kept graphs, the one used last at the back.
+    /// The kept graphs, the most recently used at the back.
     kept: VecDeque<(Key, Entry<O>)>,
 }
 
-/// A graph that was made, with what it returns.
+/// A graph, with the results that it returns.
 struct Entry<O> {
     graph: Arc<Graph>,
-    /// What the closure has returned, with small tensors in their places.
+    /// The closure's result, with small tensors as placeholders.
     template: O,
     /// The graph as traced, until the forward has been traced once more and compared.
     traced: Option<Box<Graph>>,
 }
 
 impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
-    /// Creates an evaluation of the module that `init` makes, which must be that of the step: `forward` returns tensors,
-    /// or names and tuples of them as a [`Batch`] has them. It is traced when the first batch of its shapes comes.
+    /// Creates an evaluation of the module that `init` makes, which must be the step's module. `forward` returns
+    /// tensors, or names and tuples of them as a [`Batch`] has them. It is traced when the first batch of its shapes
+    /// comes.
     ///
-    /// The module is as Burn has it for inference: no gradients, no dropout, running statistics as they are.
-    /// What is said of [what is frozen](crate::compile()) in a train step holds here, too.
+    /// The module runs in Burn's inference mode: no gradients, no dropout, and running statistics as they are. The
+    /// rules about [frozen values](crate::compile()) of a train step also apply here.
     ///
     /// ```
     /// use burn::nn::{Linear, LinearConfig};
@@ -101,7 +102,7 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
         self.kept.back().map(|(_, entry)| entry.graph.as_ref())
     }
 
-    /// Returns the graph for such a batch, with what it returns; makes it if it is not kept.
+    /// Returns the graph for the given batch, with its results, and makes it if it is not kept.
     fn of<Be: BackendIr>(
         &mut self,
         batch: &B,
@@ -137,7 +138,7 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
         Ok(self.keep(key, entry, mode.cache))
     }
 
-    /// Traces a graph that is used for the second time again, and refuses it if the two differ.
+    /// Traces a graph again when it is used for the second time, and refuses it if the two differ.
     fn check_again(&mut self, index: usize, batch: &B, mode: &Mode) -> Result<(), Error> {
         let entry = &mut self.kept[index].1;
         let Some(first) = &entry.traced else {
@@ -169,7 +170,7 @@ impl<B, O> fmt::Debug for Evaluation<B, O> {
     }
 }
 
-/// Refuses a module that is not the one of the step.
+/// Refuses a module that differs from the step's.
 fn check_module(graph: &Graph, specs: &[ParameterSpec]) -> Result<(), Error> {
     let parameters = graph.parameters();
     let is_alike = |(index, spec): (usize, &ParameterSpec)| {
@@ -178,7 +179,7 @@ fn check_module(graph: &Graph, specs: &[ParameterSpec]) -> Result<(), Error> {
                 && (parameter.dtype, parameter.is_buffer) == (spec.dtype, spec.is_buffer)
         })
     };
-    // The step's own module has nothing of what an override adds.
+    // The step's own module lacks the tensors that an override adds.
     let is_own = !specs
         .iter()
         .all(|spec| parameters.iter().any(|of| of.path == spec.path));
@@ -217,20 +218,19 @@ fn check_layouts(graph: &Graph, of_step: &Graph) -> Result<(), Error> {
 }
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
-    /// Runs an evaluation on the parameters as they are, and changes nothing. Returns what its closure returns, on Burn's
-    /// CPU device: in data parallelism of this rank's batch, by placements of the joined batch. All ranks must call it,
-    /// each with its batch, all of the same shapes.
+    /// Runs an evaluation on the parameters as they are, and changes nothing. Returns the result of its closure, on
+    /// Burn's CPU device. In data parallelism the result covers this rank's batch, with placements the joined batch.
+    /// All ranks must call it, each with its batch, all of the same shapes.
     ///
-    /// By placements, a tensor of the batch lies as one of its name does in training.
+    /// With placements, a tensor of the batch is placed like the tensor of the same name in training.
     ///
-    /// Units are gathered one after the other, as in a step's forward, and an optimizer's step that has been put off is
-    /// done.
+    /// Units are gathered one after the other, as in a step's forward. A deferred optimizer step is done first.
     ///
     /// # Errors
     ///
-    /// [`Error::Evaluation`] for another module than the step's, and before the first step of
-    /// [`DataParallel::Automatic`](crate::DataParallel::Automatic), which decides by it; [`Error::Output`];
-    /// [`Error::NotRepeatable`]; as [`step`](Self::step).
+    /// [`Error::Evaluation`] for a module other than the step's, and before the first step of
+    /// [`DataParallel::Automatic`](crate::DataParallel::Automatic), which decides the placements; [`Error::Output`];
+    /// [`Error::NotRepeatable`]; the errors of [`step`](Self::step).
     pub fn evaluate<E: Batch, P: Batch + Send>(
         &mut self,
         evaluation: &mut Evaluation<E, P>,
@@ -279,7 +279,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(made)
     }
 
-    /// Gives the executor the initial values while no step has taken them, without a copy.
+    /// Gives the executor the initial values, without a copy, if no step has taken them yet.
     fn lend_initial(&mut self, graph: &Graph) -> Result<(), Error> {
         let Some(initial) = &mut self.initial else {
             return Ok(());
@@ -291,7 +291,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Takes the initial values back that the executor was lent.
+    /// Takes back the initial values that were lent to the executor.
     fn take_initial(&mut self, graph: &Graph) -> Result<(), Error> {
         let Some(initial) = &mut self.initial else {
             return Ok(());

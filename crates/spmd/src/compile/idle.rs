@@ -4,8 +4,8 @@ use burn::tensor::TensorData;
 use burn_fsdp_mesh::Layout;
 use burn_pack::Scalar;
 
-/// The optimizer's state of a parameter that a step does not train: the step keeps it for the checkpoints that follow, and
-/// for a step that trains the parameter again.
+/// The optimizer's state of a parameter that a step does not train. The step keeps it for later checkpoints, and for a
+/// step that trains the parameter again.
 #[derive(Debug, Clone)]
 pub struct IdleState {
     /// Path of the parameter.
@@ -16,7 +16,7 @@ pub struct IdleState {
     pub tensors: Vec<IdleTensor>,
 }
 
-/// A tensor of an [`IdleState`], in this rank's part.
+/// This rank's part of a tensor of an [`IdleState`].
 #[derive(Debug, Clone)]
 pub struct IdleTensor {
     /// Name of the tensor in the state.

@@ -1,4 +1,4 @@
-//! The tensors and numbers that a step is given anew each time.
+//! The tensors and numbers that a step receives anew each time.
 
 use burn_fsdp_collectives::Fingerprint;
 use burn_fsdp_mesh::LossScalerState;
@@ -9,7 +9,7 @@ use crate::graph::Graph;
 use crate::trace::{Batch, data_of};
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
-    /// Gives the executor the tensors of a batch, or micro-batch, and the factor of the loss where that is scaled.
+    /// Gives the executor the tensors of a batch or micro-batch, and the factor of the loss if the loss is scaled.
     pub(super) fn feed<E: Batch>(&mut self, graph: &Graph, batch: &E) {
         let mut inputs = graph.inputs().iter();
         for ((_, data), id) in data_of(batch).into_iter().zip(&mut inputs) {
@@ -20,8 +20,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Returns a number for what a run depends on beside its graph and the optimizer's numbers, and what all ranks must have
-    /// alike: the step of which it draws, and the scale of the loss.
+    /// Returns a fingerprint of what a run depends on in addition to its graph and the optimizer's numbers: the step
+    /// for which it draws, and the scale of the loss. It must be the same on all ranks.
     pub(super) fn given(&self) -> u64 {
         let draws_for = self.mode.is_seeded().then_some(self.done.steps);
         let scale = self.done.scaler.map(|scaler| {

@@ -1,4 +1,4 @@
-//! Steps of which nodes run in the next one: which graph goes on from the last step, and what is done between two.
+//! Steps with nodes that run in the next one: the graph that continues the last step, and the work between two steps.
 
 use std::num::NonZeroU64;
 
@@ -17,10 +17,10 @@ use crate::mode::Purpose;
 use crate::trace::Batch;
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
-    /// Runs [`step`](Self::step) and leaves nothing of it to the next: with
-    /// [`OptimizerPlace::InNextForward`](crate::passes::schedule::OptimizerPlace::InNextForward), or where passes
-    /// [move nodes](Mode::move_to_next_iteration), it does what the next call would do of this step. Everything that reads or
-    /// sets parameters and states does that, too.
+    /// Runs [`step`](Self::step) and leaves nothing of it to the next. With
+    /// [`OptimizerPlace::InNextForward`](crate::passes::schedule::OptimizerPlace::InNextForward), or if passes [move
+    /// nodes](Mode::move_to_next_iteration), it also does the part of this step that the next call would do. Calls that
+    /// read or set parameters and states also do that.
     ///
     /// # Errors
     ///
@@ -35,8 +35,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(loss)
     }
 
-    /// Does what is left of the last step, if nodes of it were to run in the next one. Of a deferred optimizer nothing moves
-    /// between ranks; where collectives were [moved](Mode::move_to_next_iteration), all ranks must call it.
+    /// Finishes the last step, if nodes of it were to run in the next one. A deferred optimizer moves nothing between
+    /// ranks. If collectives were [moved](Mode::move_to_next_iteration), all ranks must call it.
     ///
     /// # Errors
     ///
@@ -52,7 +52,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         let done = self.executor.run(&graph, &pending.scalars, None);
         if let Err(error) = done {
             self.poison(&error);
-            // Nothing has run: the step is still to do.
+            // Nothing has run, so the step is still to be done.
             self.pending = self.poisoned.is_none().then_some(pending);
             return Err(error);
         }
@@ -71,7 +71,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Does what is left of the last step, if it has been left for as many steps as it may.
+    /// Finishes the last step if it has been pending for as many steps as allowed.
     pub(super) fn flush_in_time(&mut self) -> Result<(), Error> {
         let is_due = |pending: &Pending| {
             let limit = pending.cleanup.max_iterations;
@@ -83,8 +83,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Returns the graph for such a batch, made if there is none, and the scalars that it runs with. All ranks must
-    /// call it; they agree on what they run before anything changes, which takes one exchange of 8 bytes.
+    /// Returns the graph for the given batch, made if there is none, and the scalars that it runs with. All ranks must
+    /// call it. They agree on the graph before anything changes, which takes one exchange of 8 bytes.
     pub(super) fn prepare(
         &mut self,
         rates: &ModuleLearningRate,
@@ -92,7 +92,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ) -> Result<Prepared, Error> {
         let was_open = self.mode.is_open();
         let prepared = self.prepare_own(rates, batch);
-        // The scalars, too: the optimizers' settings may differ.
+        // Scalars are included, because the optimizers' settings may differ.
         let given = self.given();
         let said =
             |own: &Prepared| Fingerprint::of(&(own.fingerprint, own.own.fingerprint(), given));
@@ -151,16 +151,16 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             });
         };
         let (age, scalars) = (before.age + 1, before.scalars.clone());
-        // What is left is what the graph does of the step before.
+        // The pending work equals the graph's part of the step before.
         if before.cleanup.fingerprint == cleanup.fingerprint {
             return Ok(Prepared {
                 before: Some(scalars),
                 pending: left(age),
-                // Another graph of the same key than the one without a step before.
+                // A different graph of the same key than the one without a step before.
                 ..whole(main, !made.fingerprint, stepped)
             });
         }
-        // An optimizer takes the same gradients of any batch that gives them to the same parameters.
+        // An optimizer takes the same gradients from any batch that gives them to the same parameters.
         if before.cleanup.is_optimizer && cleanup.is_optimizer && before.stepped == stepped {
             let Made {
                 compiled,

@@ -1,4 +1,4 @@
-//! Steps whose loss is scaled: gradients that have overflowed, and the step that is skipped then.
+//! Steps with a scaled loss: gradients that have overflowed, and the step that is then skipped.
 
 use burn::tensor::{DType, TensorData};
 use burn_fsdp_mesh::{LossScalerState, LossScaling};
@@ -11,13 +11,13 @@ use crate::graph::{Graph, Role};
 use crate::trace::Batch;
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
-    /// Returns the scale of the next step's loss, to be saved with the run; `None` where
-    /// [`Options`](crate::passes::schedule::Options::scale_loss) scale none. The same on all ranks.
+    /// Returns the scale of the next step's loss, to be saved with the run; `None` if
+    /// [`Options`](crate::passes::schedule::Options::scale_loss) do not scale it. The same on all ranks.
     pub fn loss_scale(&self) -> Option<LossScalerState> {
         Some(self.done.scaler.as_ref()?.state)
     }
 
-    /// Sets the scale of the next step's loss, to go on from a run that was saved. All ranks must set the same.
+    /// Sets the scale of the next step's loss, to continue from a saved run. All ranks must set the same.
     ///
     /// # Errors
     ///
@@ -39,17 +39,17 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Returns true if the last step was skipped, since a gradient of a rank had overflowed: parameters and the optimizer's
-    /// states and step numbers are those of before, running statistics are not. The same on all ranks.
+    /// Returns true if the last step was skipped because a gradient of a rank had overflowed. Parameters and the
+    /// optimizer's states and step numbers are then unchanged, but running statistics are not. The same on all ranks.
     pub fn was_skipped(&self) -> bool {
         self.done
             .scaler
             .is_some_and(|scaler| scaler.last != Last::Taken)
     }
 
-    /// Divides the gradients that wait for this graph's optimizer by the scale of the loss, where it is scaled. Returns false
-    /// if one of any rank is infinite or not a number: the scale is smaller then, and the step is to be skipped. All ranks
-    /// must call it; they exchange one byte.
+    /// Divides the pending gradients of this graph's optimizer by the scale of the loss, if it is scaled. Returns false
+    /// if a gradient of any rank is infinite or not a number; the scale is then smaller, and the step is to be skipped.
+    /// All ranks must call it; they exchange one byte.
     pub(super) fn unscale(&mut self, update: &Graph) -> Result<bool, Error> {
         let Some(mut scaler) = self.done.scaler else {
             return Ok(true);

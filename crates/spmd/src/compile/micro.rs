@@ -25,17 +25,17 @@ struct Prepared {
 }
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
-    /// Runs one train step over several micro-batches, whose gradients are averaged before they are clipped and the
-    /// optimizer steps once. Returns the mean of their losses. All ranks must call it, with as many micro-batches of
-    /// equal shapes; among themselves micro-batches may have different ones.
+    /// Runs one train step over several micro-batches. Their gradients are averaged before they are clipped and the
+    /// optimizer steps once. Returns the mean of their losses. All ranks must call it, with the same number of
+    /// micro-batches and equal shapes across ranks. Micro-batches of one rank may have different shapes.
     ///
-    /// Gradients are added up as they lie: each rank keeps the sum of its part. A micro-batch has the collectives of a
+    /// Gradients are added in their layout: each rank keeps the sum of its part. A micro-batch has the collectives of a
     /// step.
     ///
     /// # Errors
     ///
-    /// [`Error::NoBatch`] without any; [`Error::MicroBatches`] if they give gradients to different parameters; as
-    /// [`step`](Self::step).
+    /// [`Error::NoBatch`] without any; [`Error::MicroBatches`] if they give gradients to different parameters; the
+    /// errors of [`step`](Self::step).
     pub fn step_accumulated(
         &mut self,
         rates: impl Into<ModuleLearningRate>,
@@ -67,7 +67,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ) -> Result<f64, Error> {
         match batches {
             [] => {
-                // The others are told, and do not wait. What is left of the last step stays: they may do it with others.
+                // The others are told, and do not wait. The last step stays pending, because the others may finish it
+                // later.
                 let group = self.mode.ranks().group();
                 let _ = agree::<B>(group, None, rates, None);
                 self.expect_defined()?;
@@ -124,7 +125,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.executor.run(graph, scalars, timeline)
     }
 
-    /// Notes that values are in no defined state, after that many micro-batches: they have moved running statistics.
+    /// Notes that values are in an undefined state after that many micro-batches, which have moved running statistics.
     fn poison_after(&mut self, num_batches: usize, error: &Error) {
         match num_batches {
             0 => self.poison(error),
@@ -132,7 +133,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Returns the graph of the first of such micro-batches, without the optimizer.
+    /// Returns the graph of the first of the given micro-batches, without the optimizer.
     pub(super) fn micro_graph(
         &mut self,
         rates: &ModuleLearningRate,
@@ -142,8 +143,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         graphs.into_iter().next().ok_or(Error::NoBatch)
     }
 
-    /// Returns the graphs for such micro-batches. All ranks must call it; they agree on all of them before anything
-    /// changes, which takes one exchange of 8 bytes for each.
+    /// Returns the graphs for the given micro-batches. All ranks must call it. They agree on all of them before
+    /// anything changes, which takes one exchange of 8 bytes for each.
     fn prepare_micro(
         &mut self,
         rates: &ModuleLearningRate,
@@ -153,7 +154,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         let was_open = self.mode.is_open();
         let defined = self.expect_defined();
         let scalars = defined.and_then(|()| self.scalars.peek(rates));
-        // Zero where there are none: then there is nothing to say.
+        // Zero without scalars, because this rank then sends that it is not ready.
         let of_scalars = scalars.as_ref().map_or(0, StepScalars::fingerprint);
         let given = self.given();
         let said = |own: &Made| Fingerprint::of(&(own.fingerprint, of_scalars, given));
@@ -186,7 +187,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             last = Some((update.clone(), made.clone()));
         }
         let (update, made) = last.ok_or(Error::NoBatch)?;
-        // The step before, if it has been put off: its gradients are pending under the same numbers. All ranks do it, now that they agree.
+        // Finishes the step before if it is pending, because its gradients have the same numbers. All ranks do so, now
+        // that they agree.
         self.flush()?;
         for graph in &graphs {
             self.begin(graph)?;
@@ -200,7 +202,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 }
 
-/// Refuses a micro-batch that gives gradients to other parameters than the first one: their sum would be of some only.
+/// Refuses a micro-batch that gives gradients to other parameters than the first one, because their sum would lack
+/// some.
 fn check_alike(first: Option<&Made>, own: &Made) -> Result<(), Error> {
     let Some(first) = first.filter(|first| first.stepped != own.stepped) else {
         return Ok(());

@@ -6,17 +6,19 @@ use crate::error::{Error, OverrideError};
 use crate::graph::Graph;
 use crate::trace::ParameterSpec;
 
-/// A module that is traced in place of that of the step, and a rewrite of the graph that was traced.
+/// A module that is traced in place of the step's module, and a rewrite of the traced graph.
 ///
-/// The two may be of different types: the same generic model with another part, say, where a part reads values on the host and
-/// cannot be traced. Their parameters and buffers meet by path. Those of the step's module are all there, with their shapes and
-/// types, and begin with the values that its `init` makes; checkpoints, [`CompiledStep::parameter`](crate::CompiledStep::parameter)
-/// and evaluations by either module know them by their paths. What the other module adds becomes a part of the step, behind
-/// the module's own: it begins with the value that the other module gives it on rank 0, is trained where that says so, and is
-/// among [`CompiledStep::parameters`](crate::CompiledStep::parameters) and in checkpoints under its own path.
+/// The two modules may have different types. For example, the same generic model may have another part in place of a
+/// part that reads values on the host and cannot be traced. Their parameters and buffers are matched by path. All
+/// tensors of the step's module must exist in the other module, with their shapes and types, and begin with the values
+/// that the step's `init` makes. Checkpoints, [`CompiledStep::parameter`](crate::CompiledStep::parameter) and
+/// evaluations by either module use their paths. Tensors that the other module adds become part of the step, after the
+/// module's own. Such a tensor begins with the value that the other module gives it on rank 0, and is trained if that
+/// module requires it. It is among [`CompiledStep::parameters`](crate::CompiledStep::parameters) and in checkpoints
+/// under its own path.
 ///
-/// `()` is no override, and a pair is one after the other. A part of a type that nothing is generic over has no stand-in of
-/// another type: there the model needs a switch.
+/// `()` is no override, and a pair applies one after the other. A part whose type is not a generic parameter cannot be
+/// replaced by another type; the model then needs a switch.
 ///
 /// ```
 /// use burn::module::Module;
@@ -63,12 +65,12 @@ pub trait Override<M: Module>: Send {
     /// The module that is traced.
     type Traced: Module + 'static;
 
-    /// Returns the module to trace instead. It is called on devices on which nothing is computed and, if it adds parameters, once
-    /// more on rank 0 for their values.
+    /// Returns the module to trace instead. It is called on devices that compute nothing. If it adds parameters, it is
+    /// called once more on rank 0 for their values.
     fn replace(&self, module: M) -> Self::Traced;
 
-    /// Rewrites the graph of the trace, before any pass. By default nothing changes. What comes after the insertion of collectives is
-    /// a [transform](crate::Mode::transform) of the mode.
+    /// Rewrites the traced graph before any pass. The default changes nothing. Changes after the insertion of
+    /// collectives belong in a [transform](crate::Mode::transform) of the mode.
     ///
     /// # Errors
     ///
@@ -98,11 +100,11 @@ impl<M: Module, A: Override<M>, B: Override<A::Traced>> Override<M> for (A, B) {
     }
 }
 
-/// Returns the tensors that the traced module adds to those of the step's.
+/// Returns the tensors that the traced module adds to the step's tensors.
 ///
 /// # Errors
 ///
-/// [`OverrideError`] if it lacks one, or has another.
+/// [`OverrideError`] if it lacks a tensor, or has a different one.
 pub(super) fn added(
     own: &[(ParamId, ParameterSpec)],
     traced: Vec<(ParamId, ParameterSpec)>,
@@ -112,7 +114,7 @@ pub(super) fn added(
         let Some((_, other)) = traced.iter().find(|(_, other)| other.path == spec.path) else {
             return Err(OverrideError::Lacks { path }.into());
         };
-        // Which fields share it is the module's own business.
+        // The module itself decides which fields share it.
         let tied = spec.tied.clone();
         if (ParameterSpec {
             tied,

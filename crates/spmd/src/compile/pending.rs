@@ -1,4 +1,4 @@
-//! What is left of the last step, where nodes of it run in the next one.
+//! The pending part of the last step, whose nodes run in the next one.
 
 use std::sync::Arc;
 
@@ -6,30 +6,30 @@ use super::cache::{Cleanup, Stepped};
 use crate::graph::Graph;
 use crate::trace::StepScalars;
 
-/// What is left of a step, with the values that wait for it.
+/// The pending part of a step, with the values that wait for it.
 pub(super) struct Pending {
     pub(super) scalars: StepScalars,
     pub(super) stepped: Arc<Stepped>,
-    /// The graph that does it alone.
+    /// The graph that does only the pending part.
     pub(super) cleanup: Arc<Cleanup>,
-    /// Number of steps since nothing was left.
+    /// Number of steps since nothing was pending.
     pub(super) age: u64,
 }
 
 /// The graph that the next call runs, with its scalars.
 pub(super) struct Prepared {
     pub(super) graph: Arc<Graph>,
-    /// Fingerprint of the graph, equal on all ranks that run the same.
+    /// Fingerprint of the graph, equal on all ranks that run the same graph.
     pub(super) fingerprint: u64,
     /// Scalars that the graph runs with.
     pub(super) scalars: StepScalars,
-    /// Scalars of the step before, for the nodes of the graph that are of that one.
+    /// Scalars of the step before, for the nodes of the graph that belong to it.
     pub(super) before: Option<StepScalars>,
     /// Scalars of this step.
     pub(super) own: StepScalars,
     pub(super) stepped: Arc<Stepped>,
-    /// True if what is left of the step before has to be done by itself first.
+    /// True if the pending part of the step before has to be done separately first.
     pub(super) flushes: bool,
-    /// What the graph leaves.
+    /// The part that the graph leaves pending.
     pub(super) pending: Option<Pending>,
 }

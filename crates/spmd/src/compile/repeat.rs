@@ -13,7 +13,7 @@ pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
             .collect()
     };
     let (a, b) = (nodes(first), nodes(again));
-    // Constants come first: other data is no other operation.
+    // Constants come first, because other data does not make another operation.
     let constants = first.constants().iter().zip(again.constants());
     for ((_, a), (_, b)) in constants {
         if a.shape() == b.shape() && a != b {
@@ -50,8 +50,8 @@ pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
     None
 }
 
-/// Returns true if two operations are the same to the last word: a constant that is not a number is equal to none, not
-/// even to itself.
+/// Returns true if two operations are textually identical. A constant that is not a number equals none, not even
+/// itself.
 fn are_alike(a: &Node, b: &Node) -> bool {
     format!("{:?}", a.operation) == format!("{:?}", b.operation)
 }

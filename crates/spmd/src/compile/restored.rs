@@ -1,4 +1,4 @@
-//! States of the optimizer that were set, and the values of a graph that they belong to.
+//! Optimizer states that were set, and the values of a graph to which they belong.
 
 use burn::tensor::TensorData;
 use burn_fsdp_mesh::Layout;
@@ -8,17 +8,17 @@ use crate::graph::{Graph, Parameter, Role};
 use crate::parts::Divided;
 use crate::ranks::Ranks;
 
-/// A state of the optimizer that was set, and that the next step begins with.
+/// An optimizer state that was set, and with which the next step begins.
 #[derive(Debug)]
 pub(super) enum Restored {
     /// The whole state.
     Whole(TensorData),
-    /// This rank's part, without padding, and the layout that it is of.
+    /// This rank's part, without padding, and its layout.
     Part(TensorData, Layout),
 }
 
 impl Restored {
-    /// Takes a part that the layout divides; under a whole layout the part is the whole state, even if the first graph
+    /// Takes a part of the given layout. Under a whole layout the part is the whole state, even if the first graph
     /// divides it.
     pub(super) fn of(data: TensorData, layout: &Layout) -> Self {
         if layout.is_whole() {
@@ -28,7 +28,7 @@ impl Restored {
         }
     }
 
-    /// Refuses data of another shape or type than the state has.
+    /// Refuses data whose shape or type differs from the state's.
     pub(super) fn check(&self, place: &Parameter, slot: &str, ranks: &Ranks) -> Result<(), Error> {
         let (shape, data) = match self {
             Self::Whole(data) => (place.shape.clone(), data),
@@ -45,7 +45,7 @@ impl Restored {
         }
     }
 
-    /// Returns this rank's part as the graph holds it. All ranks must call it where it was set under another layout.
+    /// Returns this rank's part as the graph holds it. All ranks must call it if it was set under another layout.
     pub(super) fn into_local(self, place: &Parameter, ranks: &Ranks) -> Result<TensorData, Error> {
         match self {
             Self::Whole(data) => divided(place, ranks).localize(&data),
@@ -75,8 +75,8 @@ pub(super) fn divided<'a>(place: &'a Parameter, ranks: &'a Ranks) -> Divided<'a>
     }
 }
 
-/// Returns a state of the optimizer as if it were a parameter: a state of the parameter's shape is divided like the
-/// parameter, any other is whole, and those of a parameter that one rank owns are there in their own shapes.
+/// Returns an optimizer state as if it were a parameter. A state of the parameter's shape is divided like the
+/// parameter, and any other is whole. States of a parameter that one rank owns are on that rank in their own shapes.
 pub(super) fn state_of(graph: &Graph, path: &str, slot: &str) -> Result<Parameter, Error> {
     let parameter = graph.parameter(path);
     let states = parameter.map(|parameter| parameter.states.as_slice());

@@ -8,16 +8,16 @@ use burn_fsdp_mesh::{LossScalerState, LossScaling};
 pub(super) struct Scaler {
     pub(super) scaling: LossScaling,
     pub(super) state: LossScalerState,
-    /// What became of the last step.
+    /// The outcome of the last step.
     pub(super) last: Last,
 }
 
-/// What became of a step by its gradients.
+/// The outcome of a step, by its gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Last {
     /// All were finite.
     Taken,
-    /// One has overflowed: the scale is smaller now.
+    /// One has overflowed, and the scale is now smaller.
     Skipped,
     /// One has overflowed, and no smaller scale is left.
     Vanished,

@@ -1,4 +1,5 @@
-//! Access to the parameters and optimizer states that a step holds between two calls, whole or in this rank's part.
+//! Access to the parameters and optimizer states that a step holds between two calls, either whole or as this rank's
+//! part.
 
 use std::collections::BTreeMap;
 use std::iter;
@@ -18,14 +19,14 @@ use crate::graph::{Graph, Parameter, Role};
 use crate::parts::Divided;
 use crate::trace::{Batch, ParameterSpec};
 
-/// The optimizer's state of one parameter, in this rank's part.
+/// This rank's part of one parameter's optimizer state.
 #[derive(Debug, Clone)]
 pub struct OptimizerState {
     /// Path of the parameter.
     pub path: String,
-    /// Numbers of the state, as [`CompiledStep::counters`] gives them.
+    /// Numbers of the state, as [`CompiledStep::counters`] returns them.
     pub counters: Vec<(String, Scalar)>,
-    /// All tensors of the state, as [`CompiledStep::state_shards`] gives them.
+    /// All tensors of the state, as [`CompiledStep::state_shards`] returns them.
     pub tensors: Vec<(String, TensorData)>,
 }
 
@@ -36,13 +37,13 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         &self.done.idle
     }
 
-    /// Sets the states of parameters that this step does not train, in place of those that were set before.
+    /// Sets the states of parameters that this step does not train, and replaces the states set before.
     pub fn set_idle_states(&mut self, states: Vec<IdleState>) {
         self.done.idle = states;
     }
 
-    /// Returns a parameter or buffer as a whole. All ranks must call it, and all get it; of a running statistic in data
-    /// parallelism each gets its own, as each has that of its own rows.
+    /// Returns a whole parameter or buffer. All ranks must call it, and all get it. In data parallelism each rank gets
+    /// its own running statistics, because they cover its own rows.
     ///
     /// # Errors
     ///
@@ -58,11 +59,10 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.whole(&parameter, &local)
     }
 
-    /// Returns this rank's part of a parameter: all of it, a flat shard without padding, or a part along the dims that
-    /// are cut.
+    /// Returns this rank's part of a parameter: all of it, a flat shard without padding, or a part along the cut dims.
     ///
-    /// It does what is left of the last step: where collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
-    /// must call it.
+    /// It finishes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must call
+    /// it.
     ///
     /// # Errors
     ///
@@ -79,7 +79,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         divided(&parameter, self.mode.ranks()).unpadded(local)
     }
 
-    /// Sets a parameter or buffer as a whole. Every rank must call it with the same data.
+    /// Sets a whole parameter or buffer. Every rank must call it with the same data.
     ///
     /// # Errors
     ///
@@ -105,8 +105,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Returns the optimizer's states of a parameter as wholes, by name; empty before the first step. All ranks must
-    /// call it.
+    /// Returns the whole optimizer states of a parameter, by name; empty before the first step. All ranks must call it.
     ///
     /// # Errors
     ///
@@ -129,14 +128,14 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(states)
     }
 
-    /// Continues a run after that many steps at that learning rate, in all of which every parameter was trained:
-    /// the optimizer's numbers are what they are then, and every state must be set with
-    /// [`set_state`](Self::set_state) before the next step. For a run at other rates or with other routes, or one that has
-    /// [skipped](Self::was_skipped) steps, see [`resume_with`](Self::resume_with).
+    /// Continues a run after that many steps at that learning rate, all of which trained every parameter. The
+    /// optimizer's numbers are computed for that step. Every state must be set with [`set_state`](Self::set_state)
+    /// before the next step. See [`resume_with`](Self::resume_with) for a run that has other rates or routes, or has
+    /// [skipped](Self::was_skipped) steps.
     ///
     /// # Errors
     ///
-    /// [`Error::Backwards`] if more steps are done; [`Error::UntraceableOptimizer`].
+    /// [`Error::Backwards`] if more steps were already done; [`Error::UntraceableOptimizer`].
     pub fn resume(
         &mut self,
         steps: u64,
@@ -155,13 +154,13 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Sets a state of the optimizer as a whole, under the name that [`states`](Self::states) gives it.
-    /// Every rank must call it with the same data.
+    /// Sets a whole optimizer state, under the name that [`states`](Self::states) returns. Every rank must call it with
+    /// the same data.
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownName`] for the path. A slot that does not exist, or data of another shape or type,
-    /// is found by the next step.
+    /// [`Error::UnknownName`] for the path. The next step finds a slot that does not exist, or data of another shape or
+    /// type.
     pub fn set_state(&mut self, path: &str, slot: &str, data: TensorData) -> Result<(), Error> {
         let path = &*self.spec(path)?.path.clone();
         self.flush()?;
@@ -170,9 +169,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Gives the executor the values that it has not yet, before a graph runs.
+    /// Gives the executor the values that it does not have yet, before a graph runs.
     pub(super) fn begin(&mut self, graph: &Arc<Graph>) -> Result<(), Error> {
-        // What does not fit is found before anything is set.
+        // A mismatch is found before anything is set.
         let places = self.places(graph)?;
         if let Some(initial) = self.initial.take() {
             let values = initial.into_values(graph, self.mode.ranks());
@@ -186,7 +185,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Returns the values of the graph that the states that were set belong to, in their order. Refuses what does not fit.
+    /// Returns the values of the graph to which the restored states belong, in their order. Refuses a mismatch.
     fn places(&self, graph: &Graph) -> Result<Vec<Parameter>, Error> {
         let places = self.restored.iter().map(|((path, slot), data)| {
             let place = state_of(graph, path, slot)?;
@@ -201,8 +200,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         places.collect()
     }
 
-    /// Moves the states that were set into these values of the graph. All ranks must call it where the graph divides them
-    /// otherwise than they were set.
+    /// Moves the restored states into these values of the graph. All ranks must call it if the graph divides them
+    /// differently.
     fn restore(&mut self, places: &[Parameter]) -> Result<(), Error> {
         let restored = std::mem::take(&mut self.restored).into_values();
         for (place, data) in places.iter().zip(restored) {
@@ -251,7 +250,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 
     /// Returns the layout of a parameter or buffer, of its gradient and of its states. Until the first graph of
-    /// [`DataParallel::Automatic`](crate::DataParallel::Automatic) decides, it is that of flat shards.
+    /// [`DataParallel::Automatic`](crate::DataParallel::Automatic) decides, it is the layout of flat shards.
     ///
     /// # Errors
     ///
@@ -268,20 +267,20 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// None that a mode that was made can have.
+    /// None for a mode that was created successfully.
     pub fn mesh(&self) -> Result<Mesh, Error> {
         self.mode.ranks().mesh()
     }
 
-    /// Returns this rank's number among those of the mesh.
+    /// Returns this rank's number on the mesh.
     pub fn rank(&self) -> usize {
         self.mode.ranks().rank()
     }
 
-    /// Sets this rank's part of a parameter or buffer, in the shape that [`shard`](Self::shard) gives.
+    /// Sets this rank's part of a parameter or buffer, in the shape that [`shard`](Self::shard) returns.
     ///
-    /// It does what is left of the last step: where collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
-    /// must call it.
+    /// It finishes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must call
+    /// it.
     ///
     /// # Errors
     ///
@@ -303,8 +302,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 
     /// Returns this rank's part of the optimizer's states of a parameter, by name; empty before its first step.
     ///
-    /// It does what is left of the last step: where collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
-    /// must call it.
+    /// It finishes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must call
+    /// it.
     ///
     /// # Errors
     ///
@@ -322,7 +321,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
                 }
             }
         }
-        // What was set since the last step is what the next begins with.
+        // The next step begins with the states set since the last step.
         for ((of, slot), data) in &self.restored {
             if of != path {
                 continue;
@@ -340,8 +339,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(states.into_iter().collect())
     }
 
-    /// Returns the shape of a whole state of the optimizer, and its layout: a state of the parameter's shape is divided
-    /// like the parameter, any other is whole, and all states of a parameter that one rank owns are there.
+    /// Returns the shape of a whole optimizer state, and its layout. A state of the parameter's shape is divided like
+    /// the parameter, and any other is whole. All states of a parameter that one rank owns are on that rank.
     ///
     /// # Errors
     ///
@@ -375,16 +374,16 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         slots.collect()
     }
 
-    /// Sets this rank's part of a state of the optimizer, under the name and in the shape that
-    /// [`state_shards`](Self::state_shards) gives.
+    /// Sets this rank's part of an optimizer state, under the name and in the shape that
+    /// [`state_shards`](Self::state_shards) returns.
     ///
-    /// It does what is left of the last step: where collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
-    /// must call it.
+    /// It finishes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must call
+    /// it.
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownName`] for the path. A slot that does not exist, or data of another shape or type,
-    /// is found by the next step.
+    /// [`Error::UnknownName`] for the path. The next step finds a slot that does not exist, or data of another shape or
+    /// type.
     pub fn set_state_shard(
         &mut self,
         path: &str,
@@ -408,16 +407,16 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.scalars.counters(path)
     }
 
-    /// Continues a run after that many steps, with the optimizer's states that there were then. Trained parameters
-    /// without one have had no step.
+    /// Continues a run after that many steps, with the optimizer's states at that point. Trained parameters without a
+    /// state have had no step.
     ///
-    /// It does what is left of the last step: where collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
-    /// must call it.
+    /// It finishes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must call
+    /// it.
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownName`], [`Error::TensorMismatch`], [`Error::UntraceableOptimizer`] for a state that is
-    /// not one of this optimizer, or not all of it: nothing is changed then.
+    /// [`Error::UnknownName`], [`Error::TensorMismatch`], [`Error::UntraceableOptimizer`] for a state that does not
+    /// belong to this optimizer, or is incomplete: nothing is changed then.
     pub fn resume_with(&mut self, steps: u64, states: Vec<OptimizerState>) -> Result<(), Error> {
         self.flush()?;
         let mut restored = BTreeMap::new();
@@ -459,7 +458,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Checks that [`set_shard`](Self::set_shard) would take that data.
+    /// Checks that [`set_shard`](Self::set_shard) would accept the data.
     ///
     /// # Errors
     ///

@@ -26,7 +26,7 @@ use crate::norm::GRAD_NORM;
 use crate::run::{Executor, MemoryTable, Results, Timeline};
 use crate::trace::{Batch, HostScalars, ParameterSpec, StepScalars, fill};
 
-/// A compiled train step with its parameters and optimizer states, of one rank.
+/// One rank's compiled train step, with its parameters and optimizer states.
 pub struct CompiledStep<B, Be: BackendIr = Flex, O = ()> {
     pub(super) graphs: Graphs<B>,
     pub(super) mode: Mode,
@@ -37,21 +37,21 @@ pub struct CompiledStep<B, Be: BackendIr = Flex, O = ()> {
     pub(super) initial: Option<InitialValues>,
     /// States that were set since the last step, by path and slot; the next step begins with them.
     pub(super) restored: BTreeMap<(String, String), Restored>,
-    /// What is left of the last step, if nodes of it run in the next one.
+    /// The pending part of the last step, if nodes of it run in the next one.
     pub(super) pending: Option<Pending>,
     /// The graph whose constants are loaded.
     pub(super) loaded: Option<Arc<Graph>>,
-    /// The graph of the last step, or of the batch prepared last: it knows parameters, layouts and ids.
+    /// The graph of the last step, or of the batch prepared last, with its parameters, layouts and ids.
     pub(super) current: Option<Arc<Graph>>,
     pub(super) poisoned: Option<String>,
     pub(super) done: Done<O>,
 }
 
-/// What the steps so far have left beside parameters and states.
+/// Results of the steps so far, apart from parameters and states.
 pub(super) struct Done<O> {
     /// Number of steps.
     pub(super) steps: u64,
-    /// What came out of the last step beside the loss, of each of its micro-batches.
+    /// Outputs of the last step apart from the loss, one for each micro-batch.
     pub(super) outputs: Vec<Outputs>,
     /// The norm of the gradients of the last step, if they were clipped.
     pub(super) grad_norm: Option<f64>,
@@ -62,10 +62,10 @@ pub(super) struct Done<O> {
     templates: Templates<O>,
 }
 
-/// What came out of a run beside the loss: the number of its template, and values by name.
+/// Outputs of a run apart from the loss: the number of their template, and values by name.
 pub(super) type Outputs = (usize, BTreeMap<Arc<str>, TensorData>);
 
-/// The tensors beside the loss as each trace had them, with small ones in their places.
+/// The outputs of each trace apart from the loss, with small tensors as placeholders.
 pub(super) type Templates<O> = Arc<Mutex<Vec<O>>>;
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
@@ -102,26 +102,25 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Sets the operations beside Burn's, for models that capture some of their own. All ranks must give the same,
-    /// before the first step.
+    /// Sets the operations in addition to Burn's, for models that capture operations of their own. All ranks must give
+    /// the same ones, before the first step.
     #[must_use]
     pub fn operations(mut self, operations: CustomOperations<Be>) -> Self {
         self.executor.set_operations(operations);
         self
     }
 
-    /// Runs one train step and returns the loss: the mean over the ranks in data parallelism, that of the
-    /// joined batch by placements. All ranks must call it, each with its part of the batch, all parts of
-    /// the same shapes. The learning rate is a number, or Burn's of several groups.
+    /// Runs one train step and returns the loss: in data parallelism the mean over the ranks, with placements the loss
+    /// of the joined batch. All ranks must call it, each with its part of the batch, all parts of the same shapes. The
+    /// learning rate is a number, or Burn's rates for several groups.
     ///
     /// # Errors
     ///
-    /// Those of tracing, the first time that a batch of these shapes comes; parameters are unchanged then.
-    /// [`Error::GraphsDiffer`] or [`Error::PeerNotReady`] on all ranks where they have not all the same to run,
-    /// because one has a batch of another shape, say: nothing has changed then, and the run may go on.
-    /// [`Error::NotRepeatable`], see [`compile`](crate::compile()).
-    /// [`Error::LossScale`] if gradients overflow at every scale: the step was skipped.
-    /// [`Error::Execution`] and [`Error::Collective`] from the step itself; after those,
+    /// Errors of tracing, the first time that a batch of these shapes comes; parameters are unchanged then.
+    /// [`Error::GraphsDiffer`] or [`Error::PeerNotReady`] on all ranks if they are not about to run the same graph, for
+    /// example because one has a batch of another shape. Nothing has changed then, and the run may continue.
+    /// [`Error::NotRepeatable`], see [`compile`](crate::compile()). [`Error::LossScale`] if gradients overflow at every
+    /// scale: the step was skipped. [`Error::Execution`] and [`Error::Collective`] from the step itself; after these,
     /// every call returns [`Error::Poisoned`].
     pub fn step(&mut self, rates: impl Into<ModuleLearningRate>, batch: &B) -> Result<f64, Error> {
         self.run(&rates.into(), batch, None)
@@ -160,7 +159,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             pending,
             ..
         } = self.prepare(rates, batch)?;
-        // Tracing, and the agreement of the ranks, are not of the step.
+        // Tracing, and the agreement of the ranks, are not part of the step.
         if let Some(timeline) = timeline.as_deref_mut() {
             *timeline = Timeline::new();
         }
@@ -183,7 +182,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             .ok_or_else(|| Error::Internal("the loss is empty".to_owned()))
     }
 
-    /// Notes that values are in no defined state, unless the error was found before anything changed.
+    /// Notes that values are in an undefined state, unless the error was found before anything changed.
     pub(super) fn poison(&mut self, error: &Error) {
         if !matches!(
             error,
@@ -203,7 +202,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Agrees with the other ranks on what this one would run, if it has something to run, on one of so many
+    /// Agrees with the other ranks on the graphs that this rank would run, if it has any, on one of the given number of
     /// micro-batches.
     pub(super) fn agreed<T, E: Batch>(
         &self,
@@ -217,7 +216,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         prepared.and_then(|prepared| agreed.map(|()| prepared))
     }
 
-    /// Leaves the placements open again that a failed agreement had decided: ranks may have decided by different
+    /// Reopens the placements that were decided before a failed agreement, because ranks may have decided by different
     /// graphs.
     pub(super) fn reopen(&mut self, was_open: bool) {
         if was_open && self.initial.is_some() {
@@ -226,7 +225,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Returns the graphs for such a batch and step of the optimizer.
+    /// Returns the graphs for the given batch and optimizer step.
     pub(super) fn compiled(
         &mut self,
         purpose: Purpose,
@@ -251,23 +250,23 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Returns the graph of the last step, or of the batch prepared last; `None` before. Of a step over micro-batches it
-    /// is that of the last of them, without the optimizer.
+    /// Returns the graph of the last step, or of the batch prepared last; `None` before. After a step over
+    /// micro-batches it is the graph of the last of them, without the optimizer.
     pub fn graph(&self) -> Option<&Graph> {
         self.current.as_deref()
     }
 
-    /// Returns the proof that the graph used last computes what was traced, where the mode has it
-    /// [proved](Mode::certified).
+    /// Returns the proof that the most recently used graph computes what was traced, if the mode is set to
+    /// [prove](Mode::certified) it.
     pub fn certificate(&self) -> Option<&Certificate> {
         self.graphs.certificate()
     }
 
-    /// Makes the graph for a batch, as [`step`](Self::step) would, and runs nothing. All ranks must call it.
+    /// Makes the graph for a batch, as [`step`](Self::step) would, without running it. All ranks must call it.
     ///
     /// # Errors
     ///
-    /// Those of tracing.
+    /// Errors of tracing.
     pub fn compile_for(
         &mut self,
         rates: impl Into<ModuleLearningRate>,
@@ -285,19 +284,20 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.graphs.num_traces()
     }
 
-    /// Returns the norm that the gradients of the last step had before they were clipped, the same on all ranks; `None`
-    /// before a step, after a skipped one, and where [`Options`](crate::passes::schedule::Options::clip_grad_norm) clip none.
+    /// Returns the norm that the gradients of the last step had before they were clipped, the same on all ranks. It is
+    /// `None` before a step, after a skipped one, and if [`Options`](crate::passes::schedule::Options::clip_grad_norm)
+    /// do not clip.
     pub fn grad_norm(&self) -> Option<f64> {
         self.done.grad_norm
     }
 
-    /// Returns what the loss closure returned beside the loss in the last step, on Burn's CPU device: one for each of
-    /// its micro-batches, none before a step. In data parallelism it is of this rank's part of the batch, by placements
-    /// of the joined batch.
+    /// Returns the loss closure's other outputs in the last step, on Burn's CPU device: one for each micro-batch, and
+    /// none before a step. In data parallelism they cover this rank's part of the batch, with placements the joined
+    /// batch.
     ///
     /// # Errors
     ///
-    /// [`Error::Internal`] if a template is not that of its step, which does not happen.
+    /// [`Error::Internal`] if a template does not match its step, which does not happen.
     pub fn outputs(&self) -> Result<Vec<O>, Error>
     where
         O: Batch,
@@ -312,7 +312,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         outputs.collect()
     }
 
-    /// Returns the number of steps done, skipped ones among them.
+    /// Returns the number of steps done, including skipped ones.
     pub fn num_steps(&self) -> u64 {
         self.done.steps
     }
@@ -343,7 +343,7 @@ impl<B, Be: BackendIr, O> fmt::Debug for CompiledStep<B, Be, O> {
     }
 }
 
-/// Returns the norm of the gradients, if the graph has measured it.
+/// Returns the norm of the gradients, if the graph measured it.
 pub(super) fn grad_norm(results: &Results) -> Option<f64> {
     results.outputs.get(GRAD_NORM)?.iter::<f64>().next()
 }

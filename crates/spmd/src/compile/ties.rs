@@ -14,11 +14,12 @@ pub(super) fn paths(spec: &ParameterSpec) -> impl Iterator<Item = &str> {
     all.map(AsRef::as_ref)
 }
 
-/// Refuses options that name the fields of one parameter apart.
+/// Refuses options that treat the fields of one parameter differently.
 ///
 /// # Errors
 ///
-/// [`Error::Tied`] for a group that has another field than the first alone, and for fields that would compute in different types.
+/// [`Error::Tied`] for a group that names another field but not the first, and for fields that would compute in
+/// different types.
 pub(super) fn check(
     named: &[(ParamId, ParameterSpec)],
     optimizers: &OptimizerGroups,

@@ -1,6 +1,6 @@
-//! What a pass has changed, as text.
+//! The changes of a pass, as text.
 //!
-//! Nodes have names, the values that they write: so graphs are compared by these, and not as texts are.
+//! Nodes are named by the values that they write, so graphs are compared by these names instead of line by line.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt::Write;
@@ -19,22 +19,22 @@ Of each pass: nodes before and after it, and the first lines that differ.
   ~ runs earlier or later
 ";
 
-/// Lines that are shown of each pass.
+/// Maximum number of lines per pass.
 const MOST_LINES: usize = 60;
-/// Joined collectives that are shown of each pass.
+/// Maximum number of joined collectives per pass.
 const MOST_JOINED: usize = 200;
 
-/// A graph as it was printed, with what is compared of it.
+/// A graph as it was printed, with its compared parts.
 pub(super) struct Printed {
     name: String,
     text: String,
-    /// The lines of nodes; those before are of given values, those behind of results.
+    /// The lines of nodes. The lines before them are given values, and the lines after them results.
     nodes: Range<usize>,
     fingerprint: u64,
     units: BTreeMap<Arc<str>, usize>,
-    /// Number of the collectives of each kind.
+    /// Number of collectives of each kind.
     collectives: BTreeMap<CollectiveKind, usize>,
-    /// The collectives of several tensors, with these.
+    /// The collectives of several tensors, with their tensors.
     joined: BTreeSet<String>,
 }
 
@@ -71,7 +71,7 @@ impl Printed {
         &self.name
     }
 
-    /// Returns the graph as it prints.
+    /// Returns the printed text of the graph.
     pub(super) fn text(&self) -> &str {
         &self.text
     }
@@ -106,7 +106,7 @@ impl Printed {
         format!("\nThe plan ends with {name}: {nodes} nodes, fingerprint {fingerprint:016x}\n")
     }
 
-    /// Describes what has changed since another graph.
+    /// Describes the changes since another graph.
     pub(super) fn since(&self, before: &Self) -> String {
         let nodes = Difference::of(&before.node_lines(), &self.node_lines());
         let others = Difference::of(&before.other_lines(), &self.other_lines());
@@ -171,7 +171,7 @@ impl Printed {
     }
 }
 
-/// The difference of two lists of lines, each of which has a name.
+/// The difference of two lists of named lines.
 struct Difference {
     added: usize,
     removed: usize,
@@ -206,7 +206,7 @@ impl Difference {
                 continue;
             };
             let is_moved = !stays.contains(&place);
-            // What is gone is shown where it was.
+            // Removed lines are shown where they were.
             while let Some(gone) = gone.next_if(|gone| *gone < was_at && !is_moved) {
                 difference.lines.push(format!("- {}", before[gone]));
             }
@@ -248,7 +248,7 @@ impl Difference {
     }
 }
 
-/// Returns the name of a printed line: the values that a node writes, the value that is given, dropped or updated.
+/// Returns the name of a printed line: the values that a node writes, or the value that is given, dropped or updated.
 fn name_of(line: &str) -> &str {
     let written = line.split_once(" = ").or_else(|| line.split_once(" <- "));
     match written {
@@ -258,9 +258,9 @@ fn name_of(line: &str) -> &str {
     }
 }
 
-/// Returns the places of the longest part of a list whose numbers rise: all others have moved.
+/// Returns the positions of the longest increasing subsequence of a list; all other elements have moved.
 fn longest_rise(numbers: &[Option<usize>]) -> BTreeSet<usize> {
-    // For each length the place of the least number that a rise of that length ends with.
+    // For each length, the position of the least number that ends an increasing subsequence of that length.
     let mut ends: Vec<usize> = Vec::new();
     let mut before: Vec<Option<usize>> = vec![None; numbers.len()];
     for (place, number) in numbers.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Graphs in the language of Graphviz: every operation, and what it reads.
+//! Graphs in the language of Graphviz: every operation, and the values that it reads.
 
 use std::collections::{BTreeMap, BTreeSet};
 

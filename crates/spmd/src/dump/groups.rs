@@ -1,4 +1,4 @@
-//! Neighbours of a schedule that a picture shows as one.
+//! Neighbouring nodes of a schedule that a picture shows as one.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -8,14 +8,14 @@ use burn_ir::TensorId;
 use crate::graph::{Graph, Node, Payload, Phase, Role};
 use crate::passes::unit_of;
 
-/// Nodes that follow each other in one phase and at one unit, and that all compute, or all run collectives of one kind.
+/// Consecutive nodes of one phase and one unit that either all compute or all run collectives of one kind.
 pub(super) struct Group {
     /// The nodes, by index.
     pub(super) nodes: Range<usize>,
     pub(super) phase: Phase,
-    /// Unit of the weights that the nodes read, or of those that were read last.
+    /// Unit of the weights that the nodes read, or of the weights read last.
     pub(super) unit: String,
-    /// Name of the collectives; `None` for what computes.
+    /// Name of the collectives; `None` for computation.
     pub(super) collective: Option<String>,
 }
 
@@ -25,7 +25,7 @@ impl Group {
         let nodes = graph.nodes();
         let mut units = Units::of(graph);
         let units: Vec<Option<&str>> = nodes.iter().map(|node| units.unit(node)).collect();
-        // What comes before the first weight is of that one's unit.
+        // Nodes before the first weight belong to its unit.
         let mut unit = units.iter().flatten().next().copied().unwrap_or_default();
         let mut groups: Vec<Self> = Vec::new();
         for (index, (node, own)) in nodes.iter().zip(&units).enumerate() {
@@ -55,7 +55,7 @@ impl Group {
     }
 }
 
-/// The units that nodes are of.
+/// The units of nodes.
 struct Units<'a> {
     /// The unit of each parameter.
     by_path: BTreeMap<&'a str, &'a str>,
@@ -89,7 +89,7 @@ impl<'a> Units<'a> {
         }
     }
 
-    /// Returns the unit of a node, if it has one of its own.
+    /// Returns the unit of a node, if the node determines one.
     fn unit(&mut self, node: &Node) -> Option<&'a str> {
         if let Some(collective) = &node.collective {
             let units = collective.parts.iter();

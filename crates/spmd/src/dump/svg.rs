@@ -1,4 +1,4 @@
-//! Pictures of graphs: what is computed by units, and what travels, one below the other in the order of the schedule.
+//! Pictures of graphs: computation by units, and collectives, one below the other in the order of the schedule.
 
 use std::collections::BTreeMap;
 
@@ -12,15 +12,15 @@ const WIDTH: usize = 1120;
 const TOP: usize = 76;
 const ROW: usize = 24;
 const BOX: usize = 18;
-/// Left edge and width of the boxes of collectives, and of those of what computes.
+/// Left edge and width of the boxes of collectives, and of computation boxes.
 const TRAVELS: (usize, usize) = (92, 330);
 const COMPUTES: (usize, usize) = (500, 470);
-/// Most groups that are drawn.
+/// Maximum number of groups in a picture.
 const MOST_ROWS: usize = 4000;
-/// Most lines that a box tells where the pointer rests on it.
+/// Maximum number of lines in the tooltip of a box.
 const MOST_LINES: usize = 40;
 
-/// Draws a graph. Boxes tell their nodes where the pointer rests on them.
+/// Draws a graph. The tooltip of a box lists its nodes.
 pub(super) fn draw(printed: &Printed, graph: &Graph, groups: &[Group]) -> String {
     let lines = printed.node_lines();
     let shown = &groups[..groups.len().min(MOST_ROWS)];
@@ -112,7 +112,7 @@ fn row_of(graph: &Graph, group: &Group, row: usize, lines: &[&str]) -> String {
         (Some(first), Some(last)) if first != last => format!("{first}-{last}"),
         (first, _) => first.map_or_else(String::new, ToString::to_string),
     };
-    // Of letters about so wide.
+    // For letters of about this width.
     let fitting = shortened(&said, (width - 12) / 6);
     format!(
         "<g><title>{}</title>\n<rect x=\"{x}\" y=\"{y}\" width=\"{width}\" height=\"{BOX}\" rx=\"3\" fill=\"{pale}\" \
@@ -159,7 +159,7 @@ fn operations(graph: &Graph, group: &Group) -> String {
     }
 }
 
-/// Draws what collectives give and take, and what forward keeps for backward.
+/// Draws the values that collectives give and take, and the values that forward keeps for backward.
 fn arrows(graph: &Graph, groups: &[Group]) -> String {
     let mut writers: BTreeMap<TensorId, usize> = BTreeMap::new();
     let mut kept: BTreeMap<(usize, usize), usize> = BTreeMap::new();
@@ -204,7 +204,7 @@ fn arrows(graph: &Graph, groups: &[Group]) -> String {
     });
     let kept = kept.into_iter().map(|((from, to), bytes)| {
         let x = COMPUTES.0 + COMPUTES.1;
-        // The longer, the farther out.
+        // Longer arrows are farther out.
         let out = x + 16 + 150 * (to - from) / groups.len().max(1);
         let (y, to_y) = (middle(from), middle(to));
         let path = format!("M{x},{y} C{out},{y} {out},{to_y} {x},{to_y}");
@@ -219,7 +219,7 @@ fn arrow(path: &str, color: &str, title: &str) -> String {
     )
 }
 
-/// Returns the height at which the middle of a row is.
+/// Returns the height of a row's middle.
 fn middle(row: usize) -> usize {
     TOP + row * ROW + ROW / 2
 }
@@ -283,7 +283,7 @@ fn escaped(text: &str) -> String {
             '>' => escaped += "&gt;",
             '"' => escaped += "&quot;",
             '\n' => escaped.push('\n'),
-            // Which XML does not have.
+            // XML does not allow these characters.
             letter if letter.is_control() => escaped.push(' '),
             letter => escaped.push(letter),
         }

@@ -1,9 +1,9 @@
-//! Errors of graphs that are written to files.
+//! Errors of writing graphs to files.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The reason why graphs were not written. Of the graph at hand nothing was.
+/// The reason why graphs were not written. Nothing of the graph at hand was written.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DumpError {
@@ -19,7 +19,7 @@ pub enum DumpError {
         reason: String,
     },
 
-    /// Something that is no graph, in the place of graphs of an earlier run.
+    /// Something other than a graph, in the place of graphs of an earlier run.
     #[error(
         "graphs of an earlier run in {} cannot be replaced: {} was not written with them; move it away, or name another \
          folder",

@@ -18,7 +18,7 @@ pub enum MoveError {
         reason: &'static str,
     },
 
-    /// A place that is behind a reader of what is moved there.
+    /// A place after a reader of the moved node's result.
     #[error(
         "node {node} ({operation}) cannot run before node {before} of the next step: node {reader} ({reads}) reads there what \
          it makes, and comes earlier; move it to before that one (IterationGraph::first_read)"
@@ -36,7 +36,7 @@ pub enum MoveError {
         reads: String,
     },
 
-    /// Nothing is there to move.
+    /// A move that chose no nodes.
     #[error("nothing was chosen to run in the next step; leave the pass out, or let it move nodes")]
     Nothing,
 

@@ -1,6 +1,6 @@
 //! Errors of modules that stand for others while a step is traced.
 
-/// The reason why a module cannot be traced in place of that of the step.
+/// The reason why a module cannot be traced in place of the step's module.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OverrideError {
@@ -14,7 +14,7 @@ pub enum OverrideError {
         path: String,
     },
 
-    /// A parameter or buffer is another one.
+    /// A parameter or buffer differs.
     #[error(
         "an override changes parameter \"{path}\" from {expected} to {got}; replace parts by ones with the same parameters \
          under the same paths"

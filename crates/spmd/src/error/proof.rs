@@ -7,8 +7,8 @@ use crate::pass_id::PassId;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ProofError {
-    /// A plan that is another list of operations than its twin, the plan of the same step at small shapes, which can be proved:
-    /// see [`certify_at`](crate::certify_at).
+    /// A plan whose list of operations differs from its twin's. The twin is the plan of the same step at small shapes,
+    /// which can be proved: see [`certify_at`](crate::certify_at).
     #[error(
         "the plan of the run is not the one that can be proved at small shapes: after the pass \"{}\", {reason}{}; {}",
         Pass(*pass),
@@ -26,18 +26,18 @@ pub enum ProofError {
         reason: String,
     },
 
-    /// A plan that is none of those that were proved: see [`Mode::proved`](crate::Mode::proved).
+    /// A plan that is not among the proved ones: see [`Mode::proved`](crate::Mode::proved).
     #[error(
         "the step has a plan of {nodes} operations that is none of those that were proved before the run: its batch has another \
          shape, or its optimizer another step; prove that one, too, or leave the proof out"
     )]
     Unproved {
-        /// Operations of the plan.
+        /// Number of operations in the plan.
         nodes: usize,
     },
 }
 
-/// Returns the way out of a plan that is no twin's.
+/// Returns the advice for a plan that differs from its twin.
 fn of_twin(pass: Option<PassId>) -> &'static str {
     match pass {
         None => {

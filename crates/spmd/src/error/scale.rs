@@ -10,7 +10,7 @@ pub enum ScaleError {
     #[error(transparent)]
     Option(#[from] ScalingFault),
 
-    /// The scale has come to nothing: gradients overflow, however small it is.
+    /// A scale that has become too small, because gradients overflow at every scale.
     #[error(
         "gradients overflow at every scale of the loss down to {scale:e}; the step was skipped: look for infinities in \
          the model or the batch, lower the learning rate, or compute in bf16"
@@ -20,20 +20,20 @@ pub enum ScaleError {
         scale: f64,
     },
 
-    /// A loss is to be scaled within a budget of memory.
+    /// A loss that is to be scaled within a memory budget.
     #[error(
         "a step whose loss is scaled is several graphs, of which no budget of memory is kept; use bf16, or choose units by \
          Options::recompute_units"
     )]
     Budget,
 
-    /// The graph takes no factor of the loss.
+    /// A graph that takes no factor of the loss.
     #[error(
         "the graph was traced without the factor of its loss; trace it with TraceConfig::scales_loss"
     )]
     NotTraced,
 
-    /// The step scales no loss.
+    /// A step that scales no loss.
     #[error("this step scales no loss; compile it with Options::scale_loss")]
     Off,
 }

@@ -1,10 +1,10 @@
-//! Words of errors.
+//! Texts of errors.
 
 use crate::pass_id::PassId;
 
-/// Advises what to do about something that cannot be captured.
+/// Returns advice about something that cannot be captured.
 pub(super) fn advice(reason: &str, produced_by: Option<&str>) -> &'static str {
-    // Burn panics with these words, and has no types for them.
+    // Burn panics with this text, and has no error type for it.
     if reason.contains("seeding is not supported") {
         "seed before `compile`: what `init` makes on rank 0 is drawn there, from the seed of that time"
     } else if reason.contains("do not support autodiff") {
@@ -25,7 +25,7 @@ pub(super) fn advice(reason: &str, produced_by: Option<&str>) -> &'static str {
     }
 }
 
-/// Lists the names that there are.
+/// Lists the known names.
 pub(super) struct Known<'a>(pub(super) &'a String);
 
 impl std::fmt::Display for Known<'_> {
@@ -37,7 +37,7 @@ impl std::fmt::Display for Known<'_> {
     }
 }
 
-/// Names the operation that has produced a value.
+/// Names the operation that produced a value.
 pub(super) struct Produced<'a>(pub(super) &'a Option<String>);
 
 impl std::fmt::Display for Produced<'_> {

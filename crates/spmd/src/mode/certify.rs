@@ -1,10 +1,10 @@
-//! The question which plans of a mode are proved.
+//! The choice of a mode's plans to prove.
 
 /// The plans that are proved before they run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Certify {
     Never,
-    /// Those of little work: the default of debug builds.
+    /// Plans with little work: the default of debug builds.
     Small,
     Always,
 }
@@ -18,7 +18,7 @@ impl Default for Certify {
     }
 }
 
-/// Takes a pass for one that does the same, but for a fault.
+/// Replaces a pass by one that does the same, except for a fault.
 #[cfg(test)]
 pub(crate) type Planted =
     fn(Box<dyn crate::transform::GraphTransform>) -> Box<dyn crate::transform::GraphTransform>;

@@ -16,22 +16,22 @@ use crate::transform::GraphTransform;
 /// The division of batch and parameters among the ranks.
 #[derive(Debug, Clone)]
 pub(super) enum Division {
-    /// Division of the batch: each rank runs the step on its part.
+    /// The batch is divided: each rank runs the step on its part.
     DataParallel(DataParallel),
-    /// Hybrid sharding: division of the batch among all ranks, of the parameters along the axis of the shards.
+    /// Hybrid sharding: the batch is divided among all ranks, and the parameters along the axis of the shards.
     Hybrid {
         strategy: Strategy,
         shard: Axis,
         replicate: Replicate,
     },
-    /// Division of every value by its placements on a mesh.
+    /// Every value is divided by its placements on a mesh.
     Expand(Mesh, Expand),
-    /// Division of every value on one axis, by placements that move few bytes; `None` until the first graph.
+    /// Every value is divided on one axis, by placements that move few bytes; `None` until the first graph.
     Least(Option<Expand>),
 }
 
 impl Division {
-    /// Returns true if values are divided by placements: the step is that of the joined batch then.
+    /// Returns true if values are divided by placements; the step then computes on the joined batch.
     pub(super) fn is_placed(&self) -> bool {
         match self {
             Self::DataParallel(_) | Self::Hybrid { .. } => false,
@@ -39,7 +39,7 @@ impl Division {
         }
     }
 
-    /// Returns the axis along which ranks hold shards of parameters, where they do in data parallelism.
+    /// Returns the axis along which ranks hold shards of parameters, if they do in data parallelism.
     pub(super) fn shard_axis(&self, mesh: &Mesh) -> Option<Axis> {
         match self {
             Self::DataParallel(style) if style.is_sharded() => mesh.axes().first().cloned(),
@@ -62,7 +62,7 @@ impl Division {
             Self::DataParallel(style) if style.is_sharded() && !spec.is_buffer => {
                 Ok(Layout::flat(mesh, DATA_AXIS)?)
             }
-            // The first graph decides what is held whole; until then nothing is.
+            // The first graph decides which values are held whole; until then none is.
             Self::Least(None) if !spec.is_buffer => Ok(Layout::flat(mesh, DATA_AXIS)?),
             Self::Hybrid { shard, .. } if !spec.is_buffer => Ok(Layout::flat(mesh, &shard.name)?),
             Self::Expand(mesh, expand) if !spec.is_buffer => {
@@ -77,7 +77,7 @@ impl Division {
         }
     }
 
-    /// Returns the passes that divide a step among the ranks and schedule it, without those that come last.
+    /// Returns the passes that divide a step among the ranks and schedule it, without the last passes.
     pub(super) fn pipeline(
         &self,
         ranks: &Ranks,

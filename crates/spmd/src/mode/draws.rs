@@ -2,7 +2,7 @@
 
 use crate::graph::{Draw, Graph, Phase, random_of};
 
-/// Says of a traced step which random numbers each node draws from a seed. Those of the optimizer stay the backend's.
+/// Numbers the random draws of a traced step that come from a seed. The optimizer's draws stay the backend's.
 pub(super) fn numbered(mut graph: Graph, seed: u64, is_own: bool) -> Graph {
     let mut number = 0;
     let mut nodes = graph.take_nodes();

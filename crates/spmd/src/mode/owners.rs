@@ -1,4 +1,4 @@
-//! The parameters of a step that one rank has whole.
+//! The parameters of a step that one rank holds whole.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use burn_fsdp_mesh::{Pattern, balanced_owners};
 
 use crate::error::Error;
 
-/// The parameters that one rank has whole, and which.
+/// The parameters that one rank holds whole, and their owners.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Owners {
     patterns: Vec<Pattern>,
@@ -17,7 +17,7 @@ pub(super) struct Owners {
 }
 
 impl Owners {
-    /// Returns the owner of a parameter, if one rank has it whole.
+    /// Returns the owner of a parameter, if one rank holds it whole.
     pub(super) fn of(&self, path: &str) -> Option<usize> {
         self.by_path().get(path).copied()
     }
@@ -27,7 +27,7 @@ impl Owners {
         self.by_path.as_ref().unwrap_or(&self.none)
     }
 
-    /// Takes the parameters that match from here on.
+    /// Returns the choice of all parameters that match one of the patterns.
     pub(super) fn matching(patterns: impl Iterator<Item = Pattern>) -> Self {
         Self {
             patterns: patterns.collect(),
@@ -35,8 +35,8 @@ impl Owners {
         }
     }
 
-    /// Decides which of so many ranks, where they hold shards, owns each parameter that matches, of the parameters of a step
-    /// with their shapes, unless that is decided.
+    /// Decides which of `num_ranks` ranks, if they hold shards, owns each matching parameter of a step, given all
+    /// parameters with their shapes. Does nothing if that is already decided.
     pub(super) fn assign<'a>(
         &mut self,
         parameters: impl Iterator<Item = (&'a Arc<str>, &'a [usize])> + Clone,

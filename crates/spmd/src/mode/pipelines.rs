@@ -1,4 +1,4 @@
-//! The passes of a mode: its own, and those of the user.
+//! The passes of a mode: its own, and the user's.
 
 use std::sync::Arc;
 
@@ -18,15 +18,15 @@ impl Mode {
     }
 
     /// Adds a pass that moves nodes into the next step: a subgraph of its choice, see
-    /// [`IterationGraph`](crate::passes::IterationGraph), or the reductions of some parameters with their part of the optimizer,
-    /// see [`MoveReductions`](crate::passes::MoveReductions).
+    /// [`IterationGraph`](crate::passes::IterationGraph), or the reductions of some parameters with their part of the
+    /// optimizer, see [`MoveReductions`](crate::passes::MoveReductions).
     ///
-    /// Steps are then of three graphs ([`Iteration`](crate::passes::Iteration)). Whatever reads or sets parameters and states
-    /// between two steps, an evaluation among it, first does what is left of the last one
-    /// ([`CompiledStep::flush`](crate::CompiledStep::flush)), and so does a step whose moved nodes are others than those that
-    /// wait, as with a batch of another shape. If collectives were moved, all ranks must therefore make these calls together.
-    /// Steps of several micro-batches keep their nodes, and a step whose loss is scaled is refused
-    /// ([`MoveError::Scaled`](crate::MoveError::Scaled)).
+    /// A step then consists of three graphs ([`Iteration`](crate::passes::Iteration)). Calls that read or set
+    /// parameters and states between two steps, including evaluations, first finish the last step
+    /// ([`CompiledStep::flush`](crate::CompiledStep::flush)). A step whose moved nodes differ from the pending ones,
+    /// for example because its batch has another shape, also does so. If collectives were moved, all ranks must
+    /// therefore make these calls together. Steps of several micro-batches keep their nodes, and a step whose loss is
+    /// scaled is refused ([`MoveError::Scaled`](crate::MoveError::Scaled)).
     #[must_use]
     pub fn move_to_next_iteration(mut self, pass: impl IterationMove + 'static) -> Self {
         self.user.moves.push(Arc::new(pass));
@@ -38,7 +38,7 @@ impl Mode {
         !self.user.moves.is_empty()
     }
 
-    /// Returns the passes of the mode, with these options, up to those that come last.
+    /// Returns the passes of the mode, with these options, up to the last passes.
     pub(crate) fn pipeline(&self, options: &Options) -> Result<Pipeline, Error> {
         let prefetch = options.prefetch.unwrap_or(self.ranks.overlaps());
         let options = options.clone().prefetch(prefetch);
@@ -51,7 +51,7 @@ impl Mode {
         Ok(self.checked(pipeline))
     }
 
-    /// Lets the graph be verified after each pass, where that is asked for.
+    /// Makes the pipeline verify the graph after each pass, if requested.
     fn checked(&self, pipeline: Pipeline) -> Pipeline {
         match self.verify {
             true => pipeline.verified(),
@@ -59,7 +59,7 @@ impl Mode {
         }
     }
 
-    /// Returns the passes that come last, of each graph of a step.
+    /// Returns the last passes, which apply to each graph of a step.
     pub(crate) fn last(&self, options: &Options) -> Pipeline {
         let pipeline = schedule::last(options);
         #[cfg(test)]
@@ -67,11 +67,11 @@ impl Mode {
         self.checked(pipeline)
     }
 
-    /// Moves what the mode and its user want to run in the next step, which may be nothing.
+    /// Moves the nodes that the mode and its user want to run in the next step, possibly none.
     ///
     /// # Errors
     ///
-    /// Those of the passes.
+    /// The errors of the passes.
     pub(crate) fn moved(&self, graph: Graph) -> Result<IterationGraph, Error> {
         let mut moves = self.user.moves.iter();
         let step = moves.try_fold(IterationGraph::new(graph), |step, pass| {

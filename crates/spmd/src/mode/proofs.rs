@@ -1,4 +1,4 @@
-//! Which plans of a mode are proved, and which may run.
+//! The plans of a mode that are proved, and the plans that may run.
 
 use super::Mode;
 use super::certify::Certify;
@@ -9,16 +9,16 @@ use crate::certificate::{Certificate, Proof, work};
 use crate::error::{Error, ProofError};
 use crate::graph::Graph;
 
-/// Products of elements in a step on all ranks up to which a debug build proves a plan by itself.
+/// Products of elements in a step, over all ranks, up to which a debug build proves a plan by default.
 const SMALL_PLAN: u64 = 1 << 22;
 
 impl Mode {
-    /// Proves of each plan, before it runs, that it computes what was traced
-    /// ([`Certificate`](crate::Certificate)); debug builds prove small ones anyway. A proof takes tens of steps' time on
-    /// one thread, for all ranks one after the other and the same on every rank. A plan for many rows is proved at small shapes by
+    /// Proves, before a plan runs, that it computes what was traced ([`Certificate`](crate::Certificate)). Debug builds
+    /// always prove small plans. A proof takes as long as tens of steps on one thread. It covers all ranks, one after
+    /// the other, and is the same on every rank. A plan for many rows is proved at small shapes by
     /// [`certify_at`](crate::certify_at).
     ///
-    /// By placements, operations of which only whole tensors are known cannot be proved, and are refused
+    /// With placements, operations for which only whole tensors are supported cannot be proved, and are refused
     /// ([`Error::NotProvable`]).
     #[must_use]
     pub fn certified(mut self) -> Self {
@@ -26,12 +26,12 @@ impl Mode {
         self
     }
 
-    /// Runs no plans of steps but those that were proved: a step with another is refused before it changes anything
-    /// ([`ProofError::Unproved`]). The ranks agree on the plan before they run it, so that it is enough that one of them knows the
-    /// certificates. Evaluations are no steps.
+    /// Runs only plans of steps that were proved. A step with another plan is refused before it changes anything
+    /// ([`ProofError::Unproved`]). The ranks agree on the plan before they run it, so only one of them needs the
+    /// certificates. Evaluations are not steps.
     ///
-    /// With [`certify_at`](crate::certify_at) plans are proved before the run, at small shapes. A step whose optimizer has no
-    /// states yet has a plan of its own.
+    /// With [`certify_at`](crate::certify_at), plans are proved before the run, at small shapes. A step whose optimizer
+    /// has no states yet has a plan of its own.
     #[must_use]
     pub fn proved<'a>(mut self, certificates: impl IntoIterator<Item = &'a Certificate>) -> Self {
         let plans = certificates.into_iter().map(|certificate| certificate.plan);
@@ -39,7 +39,7 @@ impl Mode {
         self
     }
 
-    /// Returns true if the plan of a step that was traced so is to be proved.
+    /// Returns true if the plan of the step with this trace is to be proved.
     pub(crate) fn is_proved(&self, traced: &Graph) -> bool {
         match self.certified {
             Certify::Never => false,
@@ -48,7 +48,7 @@ impl Mode {
         }
     }
 
-    /// Makes a proof of plans of this mode; `None` if they cannot be proved, and were not asked to be.
+    /// Makes a proof of plans of this mode; `None` if they cannot be proved and no proof was requested.
     pub(crate) fn prove<T>(
         &self,
         with: impl FnOnce(&Proof<'_>) -> Result<T, Error>,
@@ -72,7 +72,7 @@ impl Mode {
         }
     }
 
-    /// Refuses a plan of this fingerprint and so many nodes if it is none of those that were proved, where no others may run.
+    /// Refuses a plan with this fingerprint and number of nodes if only proved plans may run and it is not one of them.
     pub(crate) fn check_proved(&self, plan: u64, nodes: usize) -> Result<(), Error> {
         let proved = self.proved.as_ref();
         match proved.is_none_or(|proved| proved.contains(&plan)) {

@@ -1,4 +1,4 @@
-//! The split of a step over several micro-batches, whose gradients are added up before the optimizer's step.
+//! The split of a step over several micro-batches, whose gradients are summed before the optimizer's step.
 //!
 //! It takes a graph with collectives whose optimizer is still at the end, and makes three.
 
@@ -19,15 +19,15 @@ use crate::transform::{GraphTransform, check_order};
 pub struct MicroSteps {
     /// The graph of the first micro-batch: forward and backward. Gradients become pending.
     pub first: Graph,
-    /// The graph of every other micro-batch: its gradients are added to the pending ones, each rank's part of them.
+    /// The graph of every other micro-batch: each rank adds its part of the gradients to the pending ones.
     pub next: Graph,
-    /// The graph after the last micro-batch: pending gradients become their mean, are clipped, and the optimizer takes
-    /// them.
+    /// The graph after the last micro-batch: the mean of the pending gradients is computed and clipped, and the
+    /// optimizer takes it.
     pub update: Graph,
 }
 
-/// The split into micro-batches. Pending gradients lie as parameters do, so that what is added up is this rank's part
-/// alone; every micro-batch has the collectives of a step.
+/// The split into micro-batches. Pending gradients have the layout of parameters, so only this rank's part is summed.
+/// Every micro-batch has the collectives of a step.
 ///
 /// ```text
 /// next                                        update
@@ -40,18 +40,19 @@ pub struct MicroSteps {
 pub struct Accumulate {
     /// Number of micro-batches.
     pub num_batches: usize,
-    /// Scaling of their mean; `None` for none.
+    /// Clipping of the mean; `None` for none.
     pub clip: Option<ClipGradients>,
 }
 
 impl Accumulate {
-    /// Returns the three graphs, each after the passes that come last, which the given one has not had:
-    /// [`Liveness`](super::Liveness) is among them.
+    /// Returns the three graphs, each after the last passes. The given graph must not have had these, including
+    /// [`Liveness`](super::Liveness).
     ///
     /// # Errors
     ///
     /// [`Error::OptimizerNotElementwise`] if the optimizer needs the other ranks; [`Error::PassOrder`] after
-    /// [`ClipGradients`], [`EarlyOptimizer`](super::EarlyOptimizer) or [`Liveness`](super::Liveness), or before collectives are inserted.
+    /// [`ClipGradients`], [`EarlyOptimizer`](super::EarlyOptimizer) or [`Liveness`](super::Liveness), or before
+    /// collectives are inserted.
     pub fn split(self, graph: Graph, last: &Pipeline) -> Result<MicroSteps, Error> {
         let after = [PassId::InsertCollectives];
         let before = [
@@ -70,7 +71,7 @@ impl Accumulate {
         };
         let mut update = mean(halves.update(), self.num_batches)?;
         if let Some(clip) = &self.clip {
-            // No collective of gradients is in this half, joined or split.
+            // This half contains no collective of gradients, joined or split.
             update = clip.transform(update)?;
             update.mark_applied(clip.id());
         }
@@ -104,7 +105,7 @@ fn next(halves: &Halves) -> Result<Graph, Error> {
     Ok(graph)
 }
 
-/// Returns the sum of a pending gradient and another, with the node that makes it.
+/// Returns the sum of a pending gradient and another one, with the node that computes it.
 fn added(
     graph: &mut Graph,
     pending: TensorId,
@@ -122,7 +123,7 @@ fn added(
     Ok((sum, node))
 }
 
-/// Lets the optimizer take the mean of the gradients, in place of their sum.
+/// Makes the optimizer take the mean of the gradients instead of their sum.
 fn mean(mut graph: Graph, num_batches: usize) -> Result<Graph, Error> {
     let mut means: BTreeMap<TensorId, TensorId> = BTreeMap::new();
     let mut scheduled = Vec::new();

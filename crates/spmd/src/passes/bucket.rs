@@ -1,6 +1,6 @@
 //! The pass that joins collectives.
 //!
-//! It takes whole collectives of parameters, gradients and the loss, by units, and keeps their order.
+//! It takes whole collectives of parameters, gradients and the loss, by unit, and keeps their order.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,14 +15,14 @@ use crate::graph::{Collective, CollectiveKind, Graph, Node, Payload, Stage};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that joins collectives, so that many tensors travel in one operation.
+/// The pass that joins collectives, to move many tensors in one operation.
 ///
-/// All-gathers of a unit are joined where the first of them is, reduce-scatters of a unit where the last
-/// of them is, all-reduces of all units where the last of a bucket is. A bucket is closed when the next
-/// tensor would make it larger than the cap; the first of each kind is smaller, so that communication
-/// begins early. A tensor that is larger is a bucket of its own.
+/// All-gathers of a unit are joined at the first of them, reduce-scatters of a unit at the last, and all-reduces of all
+/// units at the last of a bucket. A bucket is closed when the next tensor would make it larger than the cap. The first
+/// bucket of each kind is smaller, to begin communication early. A larger tensor is a bucket of its own.
 ///
-/// Before that, gradients are completed and reduced as soon as their operands are there, and not behind another unit's collectives.
+/// Before that, gradients are completed and reduced as soon as their operands are there, and not after another unit's
+/// collectives.
 ///
 /// ```text
 /// before                                after
@@ -64,16 +64,16 @@ impl GraphTransform for Bucket {
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
         let nodes = complete_early(&mut graph);
         let buckets = self.assign(&graph, &nodes);
-        // A bucket of gathers runs where its first member is, one of reductions where its last is.
+        // A bucket of gathers runs at its first member, and a bucket of reductions at its last.
         let mut runs_at: BTreeMap<usize, Vec<&Members>> = BTreeMap::new();
-        // What a bucket reads may be written by another: the mean over shards by that of the shards, say.
+        // Another bucket may write a bucket's inputs. For example, the mean over copies reads the mean over shards.
         let mut written_at: BTreeMap<TensorId, usize> = BTreeMap::new();
         for bucket in &buckets {
             let ends = (bucket.nodes.first(), bucket.nodes.last());
             let (Some(first), Some(last)) = ends else {
                 continue;
             };
-            // Parameters are given; what else is gathered has to be written first.
+            // Parameters are given; other gathered values have to be written first.
             let is_given = bucket.key.payload == Payload::Parameter;
             let own = match bucket.key.kind {
                 CollectiveKind::AllGather if is_given => *first,
@@ -100,7 +100,7 @@ impl GraphTransform for Bucket {
     }
 }
 
-/// The properties by which collectives can be joined: those of one key.
+/// The properties that collectives must share to be joined.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Key {
     kind: CollectiveKind,
@@ -108,7 +108,7 @@ struct Key {
     axis: Arc<str>,
     reduction: Option<String>,
     unit: Option<Arc<str>>,
-    /// Type of a reduction's results, which is one for all of them.
+    /// The common type of a reduction's results.
     reduced: Option<String>,
 }
 
@@ -134,7 +134,7 @@ impl Bucket {
             }
             let key = key_of(graph, collective);
             if collective.kind == CollectiveKind::AllGather && key.unit != visited {
-                // Another unit's visit: what is gathered for this one later is not joined.
+                // Another unit's visit: later gathers for this unit are not joined.
                 visited = key.unit.clone();
                 let gathers = open
                     .keys()
@@ -166,7 +166,7 @@ impl Bucket {
             members.num_bytes += num_bytes;
         }
         closed.extend(open.into_values());
-        // Reductions to shards come before those of shards.
+        // Reductions to shards come before reductions of shards.
         closed.sort_by_key(|members| members.key.kind);
         closed
     }
@@ -174,7 +174,7 @@ impl Bucket {
 
 /// Returns the bytes of the whole tensors of a collective, by which buckets are closed.
 fn num_bytes(graph: &Graph, node: &Node, collective: &Collective) -> usize {
-    // Of a gather the results are whole, of a reduction the operands.
+    // A gather's results are whole, and so are a reduction's operands.
     let whole: Vec<TensorId> = match collective.kind {
         CollectiveKind::AllGather => node.outputs().collect(),
         _ => node.inputs().collect(),
@@ -185,7 +185,7 @@ fn num_bytes(graph: &Graph, node: &Node, collective: &Collective) -> usize {
     bytes.sum()
 }
 
-/// Returns true if the collective may be joined with others: it is whole, and what reads its result comes later.
+/// Returns true if the collective may be joined with others: it is whole, and its readers come later.
 fn can_join(collective: &Collective) -> bool {
     collective.stage == Stage::Whole && collective.payload != Payload::Activation
 }
@@ -202,14 +202,14 @@ fn key_of(graph: &Graph, collective: &Collective) -> Key {
         payload: collective.payload,
         axis: collective.axis.clone(),
         reduction: collective.reduction.map(|op: ReduceOp| op.to_string()),
-        // Whole gradients cross units: none of them is freed by the reduction.
+        // Whole gradients cross units, because the reduction frees none of them.
         unit: unit.filter(|_| collective.kind != CollectiveKind::AllReduce),
         reduced: reduced.map(|part| format!("{:?}", part.result)),
     }
 }
 
 impl Members {
-    /// Creates the node that does what all members do.
+    /// Creates the node that replaces all members.
     fn join(&self, graph: &Graph, nodes: &[Node], at: &Node) -> Result<Node, Error> {
         let members: Vec<&Node> = self
             .nodes

@@ -1,4 +1,4 @@
-//! Casts between the types in which parameters are kept and compute.
+//! Casts between the types in which parameters are stored and the types in which they compute.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,8 +14,8 @@ pub(super) fn cast_of(node: &Node) -> Option<&CastOpIr> {
     }
 }
 
-/// Puts casts that make gradients right behind what they cast. Autodiff makes them at the end of backward, until when every
-/// gradient would be whole.
+/// Puts casts that produce gradients right after their operands. Autodiff puts them at the end of backward, and until
+/// then every gradient would be whole.
 pub(super) fn widened_early(
     nodes: Vec<Node>,
     gradients: &BTreeMap<TensorId, Vec<usize>>,

@@ -1,7 +1,7 @@
-//! The pass that scales gradients so that their norm stays below a limit.
+//! The pass that scales gradients to keep their norm below a limit.
 //!
-//! It takes gradients as collectives leave them, each rank's part of them, and puts the norm of all between them and
-//! the optimizer.
+//! It takes gradients as collectives leave them, as each rank's part, and puts the norm of all between them and the
+//! optimizer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -18,9 +18,9 @@ use crate::norm::{self, GRAD_NORM};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that multiplies all gradients by one factor, so that their norm, taken as one vector, is at most the
-/// [`Clip`]'s. Every parameter counts once: of one that is cut the elements of all ranks along the axes that cut it, of
-/// one that is whole those that every rank holds alike.
+/// The pass that multiplies all gradients by one factor, to limit their norm as one vector to the [`Clip`]'s. Every
+/// parameter counts once. A cut parameter counts with the elements of all ranks along the axes that cut it, and a whole
+/// one with the elements that every rank holds.
 ///
 /// ```text
 /// before                                after
@@ -33,10 +33,10 @@ use crate::transform::GraphTransform;
 /// %12 = NumericFloat.Sub(%0, %10)       %12 = NumericFloat.Sub(%0, %24)
 /// ```
 ///
-/// The norm comes out of the step under the name [`GRAD_NORM`].
+/// The step returns the norm under the name [`GRAD_NORM`].
 #[derive(Debug, Clone)]
 pub struct ClipGradients {
-    /// The greatest norm, and which.
+    /// The limit, and the kind of norm.
     pub clip: Clip,
     /// The axes of the mesh, in the order in which layouts have their placements.
     pub axes: Vec<Axis>,
@@ -116,7 +116,7 @@ impl ClipGradients {
                 .map(|(axis, _)| axis)
                 .collect();
             match groups.iter_mut().find(|group| group.axes == axes) {
-                // Parameters that are added to each other share a gradient, and each counts.
+                // Parameters that are added to each other share a gradient, and each of them counts.
                 Some(group) => group.gradients.push(gradient),
                 None => groups.push(Group {
                     axes,
@@ -127,7 +127,7 @@ impl ClipGradients {
         groups
     }
 
-    /// Measures the gradients of a group, and returns the norms of its parts on all ranks that have one.
+    /// Measures the gradients of a group, and returns the norms of its parts on all ranks that hold one.
     fn measure(
         &self,
         graph: &mut Graph,
@@ -171,7 +171,7 @@ impl ClipGradients {
         Ok(norms)
     }
 
-    /// Scales every gradient, and returns the scaled ones by the others.
+    /// Scales every gradient, and returns a map from the gradients to the scaled ones.
     fn scale(
         &self,
         graph: &mut Graph,
@@ -181,7 +181,7 @@ impl ClipGradients {
     ) -> Result<BTreeMap<TensorId, TensorId>, Error> {
         let gradients = groups.iter().flat_map(|group| &group.gradients).copied();
         let gradients: BTreeSet<TensorId> = gradients.collect();
-        // A factor for each number of dims and type: Burn broadcasts dims of one element only.
+        // One factor for each number of dims and type, because Burn broadcasts only dims of one element.
         let mut factors: Vec<(usize, DType, TensorId)> = Vec::new();
         let mut scaling = Vec::new();
         for gradient in gradients {

@@ -1,7 +1,8 @@
-//! The order of gradients: each is complete, and reduced, as soon as its parts are there.
+//! The order of gradients: each is completed and reduced as soon as its parts are there.
 //!
-//! Burn's backward visits what the forward did first at its very end: a bias that was reshaped, a table that was transposed. So
-//! small gradients come late, and the bucket of their unit would wait for them with all of the unit's whole gradients.
+//! Burn's backward visits the first operations of forward at its very end: a bias that was reshaped, a table that was
+//! transposed. Small gradients therefore come late. The bucket of their unit would wait for them, with all of the
+//! unit's whole gradients.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -11,9 +12,9 @@ use super::regather::is_gather;
 use super::unit::unit_in;
 use crate::graph::{CollectiveKind, Graph, Node, Payload, Phase};
 
-/// Returns the nodes of a graph, whose nodes it takes, in another order: reductions of gradients, and what is computed and
-/// gathered for them alone, come where their operands are complete, if they would come behind another unit's collective
-/// otherwise.
+/// Takes the nodes of a graph, and returns them in another order. Reductions of gradients, and the computations and
+/// gathers that serve only them, come as soon as their operands are complete. They move only if they would otherwise
+/// come after another unit's collective.
 pub(super) fn complete_early(graph: &mut Graph) -> Vec<Node> {
     let places = places(graph);
     let mut behind: BTreeMap<usize, Vec<Node>> = BTreeMap::new();
@@ -35,7 +36,7 @@ pub(super) fn complete_early(graph: &mut Graph) -> Vec<Node> {
 /// The nodes that read each value.
 type Readers = BTreeMap<TensorId, Vec<usize>>;
 
-/// Returns the nodes that move, each with the node that stays and behind which it comes.
+/// Returns the nodes that move, each with the node that stays and after which it comes.
 fn places(graph: &Graph) -> BTreeMap<usize, usize> {
     let nodes = graph.nodes();
     let readers = graph.readers();
@@ -51,7 +52,7 @@ fn places(graph: &Graph) -> BTreeMap<usize, usize> {
     let mut places: BTreeMap<usize, usize> = BTreeMap::new();
     for (index, node) in nodes.iter().enumerate() {
         let written = node.inputs().filter_map(|id| writers.get(&id).copied());
-        // What is written by one that moves is there where that one comes.
+        // The result of a moved node is available at its new place.
         let ready = written.map(|writer| places.get(&writer).copied().unwrap_or(writer));
         if let Some(ready) = ready.max().max(forward)
             && node.phase == Phase::Backward
@@ -66,8 +67,8 @@ fn places(graph: &Graph) -> BTreeMap<usize, usize> {
     places
 }
 
-/// Moves nodes but reductions no further than to the first of their readers. What is gathered or computed again in backward
-/// reads values of forward alone: of every unit it would be there at once.
+/// Moves nodes, except reductions, no further than to the first of their readers. Gathered or recomputed values in
+/// backward read only values of forward, and would otherwise be there at once for every unit.
 fn wait_for_readers(nodes: &[Node], readers: &Readers, places: &mut BTreeMap<usize, usize>) {
     for (index, node) in nodes.iter().enumerate().rev() {
         if is_reduction(node) || !places.contains_key(&index) {
@@ -75,7 +76,7 @@ fn wait_for_readers(nodes: &[Node], readers: &Readers, places: &mut BTreeMap<usi
         }
         let read_by = node.outputs().filter_map(|id| readers.get(&id)).flatten();
         let first = read_by.filter_map(|reader| places.get(reader)).min();
-        // Readers that stay come behind its own place.
+        // Readers that stay come after its own place.
         match first.copied().filter(|first| *first < index) {
             Some(first) => places.insert(index, first),
             None => places.remove(&index),
@@ -83,8 +84,8 @@ fn wait_for_readers(nodes: &[Node], readers: &Readers, places: &mut BTreeMap<usi
     }
 }
 
-/// Returns the gathers of weights for another visit of backward to a unit that it has visited: of an adapter's factors, say, by
-/// which Burn multiplies the gradients of the weights that they were merged into at the very end.
+/// Returns the gathers of weights for another visit of backward to an already visited unit. An example is an adapter's
+/// factors: at the very end, Burn multiplies by them the gradients of the weights into which they were merged.
 fn gathered_again(graph: &Graph) -> BTreeSet<usize> {
     let mut visited = Vec::new();
     let mut again = BTreeSet::new();
@@ -107,8 +108,8 @@ fn gathered_again(graph: &Graph) -> BTreeSet<usize> {
     again
 }
 
-/// Returns the reductions of gradients, and the nodes of backward whose results nothing else reads: what computes, and these
-/// gathers.
+/// Returns the reductions of gradients, and the nodes of backward whose results only the reductions read: computations,
+/// and these gathers.
 fn serve_reductions(
     nodes: &[Node],
     readers: &Readers,
@@ -177,7 +178,8 @@ mod tests {
             .collect()
     }
 
-    /// In backward a block is reduced before the block below it is gathered: no two blocks have whole gradients at once.
+    /// In backward a block is reduced before the block below it is gathered: no two blocks have whole gradients at
+    /// once.
     #[test]
     fn a_unit_is_reduced_before_the_next_one_is_gathered() {
         for traced in [traced(Gpt::new), traced(with_adapters)] {
@@ -204,7 +206,7 @@ mod tests {
         }
     }
 
-    /// Returns how many gathers run between each node of backward and the first that reads its result.
+    /// Returns the number of gathers that run between each node of backward and the first node that reads its result.
     fn waits(graph: &Graph) -> BTreeMap<TensorId, usize> {
         let (nodes, readers) = (graph.nodes(), graph.readers());
         let is_gather = |node: &&Node| {
@@ -225,7 +227,7 @@ mod tests {
         waits
     }
 
-    /// What is computed again from values of forward alone comes when its unit is visited, not all at once.
+    /// Values recomputed only from values of forward come when their unit is visited, not all at once.
     #[test]
     fn nothing_is_computed_earlier_than_it_is_read() {
         let options = Options::default().bucket(None);

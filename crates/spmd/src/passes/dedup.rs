@@ -11,11 +11,11 @@ use crate::graph::{Collective, CollectiveKind, Graph, Role, Stage, rename};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that merges equal collectives: all-gathers of one shard, and all-reduces and reduce-scatters of one value,
-/// but for those that make the gradients of different parameters.
+/// The pass that merges equal collectives: all-gathers of one shard, and all-reduces and reduce-scatters of one value.
+/// It keeps those that produce the gradients of different parameters.
 ///
-/// A weight is gathered at its first use then, and stays until its last, in backward. To free it in between,
-/// [`Regather`](super::Regather) comes next.
+/// A weight is then gathered at its first use, and stays until its last, in backward. [`Regather`](super::Regather)
+/// comes next to free it in between.
 ///
 /// ```text
 /// before                          after
@@ -71,7 +71,7 @@ impl GraphTransform for Deduplicate {
                     node.inputs().collect(),
                 );
                 let outputs: Vec<_> = node.outputs().collect();
-                // Which parameters have one gradient was decided by the trace, and steps rely on it.
+                // The trace decided which parameters share a gradient, and steps rely on it.
                 let is_gradient = |id: &TensorId| {
                     let role = graph.value(*id).map(|value| &value.role);
                     matches!(role, Some(Role::Gradient(_)))

@@ -10,8 +10,8 @@ use crate::error::Error;
 use crate::graph::{Graph, Phase};
 use crate::pass_id::PassId;
 
-/// The move of the optimizer, by parameter: each part goes into the forward of the next step, to where the parameter
-/// is read first. Between backward and the next forward nothing has to wait for all gradients, and a part runs beside
+/// The move of the optimizer, by parameter: each part moves into the forward of the next step, before the first read of
+/// its parameter. Between backward and the next forward nothing has to wait for all gradients, and a part runs during
 /// the gathers of the units before it.
 ///
 /// ```text
@@ -24,14 +24,14 @@ use crate::pass_id::PassId;
 /// update %0 <- %12                           update %0 <- %12, update %30 <- %10
 /// ```
 ///
-/// In `setup` the optimizer is left out, in `cleanup` everything else. `%30` is the pending gradient of the
-/// step before, which all three know by the same number. What another pass has moved stays where it is.
+/// `setup` omits the optimizer, and `cleanup` omits everything else. `%30` is the pending gradient of the step before,
+/// and has the same number in all three. Nodes that another pass has moved stay where they are.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct DeferOptimizer;
 
 impl DeferOptimizer {
-    /// Returns the three graphs, each after the passes that come last, which the given one has not had:
-    /// [`Liveness`](super::Liveness) is among them.
+    /// Returns the three graphs, each after the last passes. The given graph must not have had these, including
+    /// [`Liveness`](super::Liveness).
     ///
     /// # Errors
     ///

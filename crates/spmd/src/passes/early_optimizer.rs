@@ -1,6 +1,6 @@
 //! The pass that moves the optimizer into backward.
 //!
-//! It takes complete gradients, as collectives leave them, and moves nodes only.
+//! It takes complete gradients, as collectives leave them, and only moves nodes.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -12,8 +12,8 @@ use crate::graph::{Graph, Node, Phase};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that splits the optimizer by parameter and moves each part up to where its gradient is complete, so that
-/// gradients are freed during backward instead of living until its end.
+/// The pass that splits the optimizer by parameter and moves each part up to the point where its gradient is complete.
+/// Gradients are then freed during backward instead of living until its end.
 ///
 /// If backward still reads the parameter after that, its part runs after the last of these reads.
 ///

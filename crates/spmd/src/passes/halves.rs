@@ -1,5 +1,5 @@
-//! A step in two halves that run apart: forward and backward, which leave gradients pending, and the optimizer, which
-//! takes them.
+//! A step in two halves that run separately: forward and backward, which leave gradients pending, and the optimizer,
+//! which takes them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use burn_ir::TensorId;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Phase, Role, Update, rename};
 
-/// First id of pending gradients: graphs of one step agree on their ids, whatever the batch.
+/// First id of pending gradients: graphs of one step agree on their ids for any batch.
 const FIRST_PENDING: u64 = 1 << 40;
 
 /// The halves of a step whose optimizer is at its end.
@@ -84,7 +84,7 @@ impl Halves {
         })
     }
 
-    /// Lets the gradients of a graph become pending, or those that `instead` has for them.
+    /// Makes the gradients of a graph pending, or the values that `instead` maps them to.
     pub(super) fn feed_pending(&self, graph: &mut Graph, instead: &BTreeMap<TensorId, TensorId>) {
         let updates = self.pending.iter();
         let updates = updates.map(|(from, into)| Update {
@@ -101,7 +101,7 @@ impl Halves {
         graph
     }
 
-    /// Returns the graph of these nodes, with no updates but those of buffers.
+    /// Returns the graph of these nodes, with only the updates of buffers.
     pub(super) fn without_optimizer(&self, nodes: Vec<Node>) -> Graph {
         let mut graph = self.graph.clone();
         graph.set_nodes(nodes);
@@ -111,7 +111,7 @@ impl Halves {
         graph
     }
 
-    /// Returns the graph of the optimizer alone, on pending gradients.
+    /// Returns the graph of only the optimizer, on pending gradients.
     pub(super) fn update(&self) -> Graph {
         let mut graph = self.graph.clone();
         graph.detach_batch();

@@ -1,4 +1,4 @@
-//! How ranks hold a parameter in data parallelism: in flat shards, or all of it on one rank.
+//! Storage of a parameter in data parallelism: flat shards, or all of it on one rank.
 
 use std::sync::Arc;
 
@@ -9,17 +9,17 @@ use super::replicate::Replicate;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Parameter, Trait, is, operation_name};
 
-/// How the ranks along the axis of the shards hold a parameter, its gradient and its states.
+/// The storage of a parameter, its gradient and its states on the ranks along the axis of the shards.
 #[derive(Debug, Clone)]
 pub(super) struct Holding {
     pub(super) path: Arc<str>,
     pub(super) partition: Partition,
-    /// Shape of the whole.
+    /// Shape of the whole tensor.
     pub(super) shape: Vec<usize>,
 }
 
 impl Holding {
-    /// Returns how so many ranks hold a parameter, of which `owner` may have all.
+    /// Returns the storage of a parameter on the given number of ranks, where `owner` may hold all of it.
     pub(super) fn new(
         parameter: &Parameter,
         num_ranks: usize,
@@ -36,7 +36,7 @@ impl Holding {
         })
     }
 
-    /// Returns true if one rank has all of it.
+    /// Returns true if one rank holds all of it.
     pub(super) fn is_owned(&self) -> bool {
         self.partition.sole_owner().is_some()
     }
@@ -59,7 +59,7 @@ impl Holding {
         }
     }
 
-    /// Refuses states of which nobody knows how to cut them.
+    /// Refuses states that cannot be cut.
     pub(super) fn check_states(&self, graph: &Graph, states: &[TensorId]) -> Result<(), Error> {
         let other = states.iter().find_map(|id| {
             let value = graph.value(*id)?;
@@ -74,7 +74,7 @@ impl Holding {
         }
     }
 
-    /// Refuses an operation of the optimizer, as it was traced, that cannot run on a part of the parameter.
+    /// Refuses an operation of the optimizer, as traced, that cannot run on a part of the parameter.
     pub(super) fn check_step(&self, node: &Node) -> Result<(), Error> {
         let mut tensors = node.operation.nodes().into_iter();
         let keeps_shape = tensors.all(|tensor| tensor.shape.to_vec() == self.shape);
@@ -88,7 +88,7 @@ impl Holding {
     }
 }
 
-/// Returns the shape in which a rank that has a part of a tensor holds it: flat, but for what one rank has all of.
+/// Returns the shape of a part of a tensor on its rank: flat, unless one rank holds all of it.
 pub(super) fn local_shape(partition: Partition, whole: &[usize]) -> Vec<usize> {
     match partition.sole_owner() {
         Some(_) => whole.to_vec(),

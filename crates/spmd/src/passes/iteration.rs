@@ -1,6 +1,6 @@
-//! The choice of nodes of a step that run in the next one.
+//! The choice of a step's nodes that run in the next one.
 //!
-//! It takes a graph with collectives, without the passes that come last.
+//! It takes a graph with collectives, without the last passes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -15,10 +15,10 @@ use crate::graph::{Graph, Node, Stage};
 use crate::pass_id::PassId;
 use crate::transform::check_order;
 
-/// A pass that moves nodes into the next step. It is called when collectives are joined, split and scheduled, of each graph of
-/// one batch; a step over several micro-batches keeps all its nodes.
+/// A pass that moves nodes into the next step. It is called when collectives are joined, split and scheduled, for each
+/// graph of one batch. A step over several micro-batches keeps all its nodes.
 ///
-/// It must be a function of the graph, so that all ranks move the same.
+/// It must be a function of the graph, because all ranks must move the same nodes.
 pub trait IterationMove: fmt::Debug + Send + Sync {
     /// Returns the name of the pass in errors and in [`Graph::applied`].
     fn id(&self) -> PassId;
@@ -36,13 +36,13 @@ pub trait IterationMove: fmt::Debug + Send + Sync {
     fn moves(&self, step: &mut IterationGraph) -> Result<(), Error>;
 }
 
-/// A step of which nodes are chosen that run in the next one.
+/// A step, with the choice of the nodes that run in the next one.
 ///
 /// ```
 /// use burn_fsdp_spmd::Error;
 /// use burn_fsdp_spmd::passes::{IterationGraph, IterationMove, PassId};
 ///
-/// /// Moves what the optimizer does for the head alone.
+/// /// Moves the optimizer's work for only the head.
 /// #[derive(Debug)]
 /// struct MoveHead;
 ///
@@ -70,7 +70,7 @@ pub struct IterationGraph {
 }
 
 impl IterationGraph {
-    /// Begins with a step of which nothing is moved.
+    /// Begins with a step without any moved node.
     pub fn new(graph: Graph) -> Self {
         Self {
             graph,
@@ -84,8 +84,8 @@ impl IterationGraph {
     ///
     /// # Errors
     ///
-    /// [`Error::PassTwice`]; [`Error::PassOrder`] where collectives are not inserted, or after a pass that it must come before;
-    /// those of the pass.
+    /// [`Error::PassTwice`]; [`Error::PassOrder`] if collectives are not inserted, or after a pass that it must
+    /// precede; the errors of the pass.
     pub fn then(mut self, pass: &dyn IterationMove) -> Result<Self, Error> {
         let id = pass.id();
         if self.passes.contains(&id) {
@@ -102,7 +102,7 @@ impl IterationGraph {
         self.moved.is_empty()
     }
 
-    /// Returns the step. Nothing is taken out of it until it is [split](Self::split).
+    /// Returns the step. Nothing is removed from it until it is [split](Self::split).
     pub fn graph(&self) -> &Graph {
         &self.graph
     }
@@ -112,15 +112,16 @@ impl IterationGraph {
         self.moved.contains_key(&node)
     }
 
-    /// Lets what was moved run at the end of every step of that number, counted from the last at which it did: so often it is
-    /// no step behind. Of several numbers the smallest counts.
+    /// Makes the moved nodes run at the end of every step with that number, counted from the last step at which they
+    /// did. At these steps, they are not one step behind. The smallest of several numbers counts.
     pub fn max_iterations(&mut self, steps: NonZeroU64) {
         let known = self.max_iterations.unwrap_or(steps);
         self.max_iterations = Some(known.min(steps));
     }
 
-    /// Returns the node before which these must run in the next step, at the latest: the first that stays and reads what they
-    /// replace (parameters, states, buffers), or the place of a moved node that reads what they write. `None` if there is none.
+    /// Returns the node before which these must run in the next step, at the latest. This is the first staying node
+    /// that reads what they replace (parameters, states, buffers), or the place of a moved node that reads their
+    /// results. `None` if there is none.
     pub fn first_read(&self, nodes: &[usize]) -> Option<usize> {
         let moving: BTreeSet<usize> = nodes.iter().copied().collect();
         let outputs: BTreeSet<TensorId> = self.outputs(nodes.iter());
@@ -138,11 +139,11 @@ impl IterationGraph {
         read.min()
     }
 
-    /// Returns these nodes, and all that read what they write, directly or not.
+    /// Returns these nodes, and all nodes that read their results, directly or indirectly.
     pub fn with_readers(&self, nodes: impl IntoIterator<Item = usize>) -> BTreeSet<usize> {
         let mut found: BTreeSet<usize> = nodes.into_iter().collect();
         let mut written = self.outputs(found.iter());
-        // Readers come after what they read.
+        // Readers come after the nodes whose results they read.
         for (index, node) in self.graph.nodes().iter().enumerate() {
             if !found.contains(&index) && node.inputs().any(|input| written.contains(&input)) {
                 found.insert(index);
@@ -157,15 +158,16 @@ impl IterationGraph {
         nodes.flat_map(Node::outputs).collect()
     }
 
-    /// Moves a subgraph into the next step, where it runs before that node; after all others if that is `None`. What it reads of
-    /// this step waits until then. In the next step, nodes that read what it replaces get the new value.
+    /// Moves a subgraph into the next step, where it runs before the given node, or after all others if that is `None`.
+    /// Its inputs from this step wait until then. In the next step, nodes that read a value that it replaces get the
+    /// new value.
     ///
-    /// The subgraph must be a leaf: what it writes is read by nodes that move alone, and replaces parameters, states or buffers
-    /// behind the last node.
+    /// The subgraph must be a leaf: its results are read only by moved nodes, and replace parameters, states or buffers
+    /// after the last node.
     ///
     /// # Errors
     ///
-    /// [`MoveError`] with the first node that cannot move; nothing has moved then.
+    /// [`MoveError`] with the first node that cannot move; nothing is moved then.
     pub fn move_to_next_iteration(
         &mut self,
         nodes: impl IntoIterator<Item = usize>,
@@ -208,8 +210,8 @@ impl IterationGraph {
         Ok(())
     }
 
-    /// Lets those of these moved nodes that start a collective, of what waits alone, run at the beginning of the next step: in front
-    /// of the first node that stays and starts none.
+    /// Moves some of the given nodes to the beginning of the next step, before the first staying node that does not
+    /// start a collective. These are the nodes that start a collective of only pending values.
     pub(super) fn start_early(&mut self, nodes: &[usize]) {
         let written = self.outputs(self.moved.keys());
         let all = self.graph.nodes();
@@ -243,7 +245,7 @@ impl IterationGraph {
         .into()
     }
 
-    /// Returns the reason why a node cannot move together with these.
+    /// Returns the reason why a node cannot move together with the given ones.
     fn fault(&self, index: usize, moving: &BTreeSet<usize>) -> Option<&'static str> {
         let node = &self.graph.nodes()[index];
         let moves = |index: &usize| moving.contains(index) || self.is_moved(*index);
@@ -275,12 +277,13 @@ impl IterationGraph {
         stays.then_some("a node that stays reads what it writes")
     }
 
-    /// Returns the three graphs, each after the passes that come last, which the step has not had:
-    /// [`Liveness`](super::Liveness) is among them.
+    /// Returns the three graphs, each after the last passes. The step must not have had these, including
+    /// [`Liveness`](super::Liveness).
     ///
     /// # Errors
     ///
-    /// [`MoveError`] if nothing was moved, or nodes whose result is read by one that runs earlier in the next step; those of the passes.
+    /// [`MoveError`] if nothing was moved, or if a node that runs earlier in the next step reads a moved node's result;
+    /// the errors of the passes.
     pub fn split(self, last: &Pipeline) -> Result<Iteration, Error> {
         if self.moved.is_empty() {
             return Err(MoveError::Nothing.into());
@@ -306,7 +309,7 @@ impl IterationGraph {
         })
     }
 
-    /// Refuses moved nodes that run, in the next step, before another one whose result they read.
+    /// Refuses moved nodes that run, in the next step, before another moved node whose result they read.
     fn check_order_of_moved(&self) -> Result<(), Error> {
         let nodes = self.graph.nodes();
         let moved = self.moved.iter();

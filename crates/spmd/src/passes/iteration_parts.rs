@@ -1,4 +1,4 @@
-//! The split of a step in two, some nodes of which run in the next one, and the three graphs that follow from it.
+//! The split of a step into moved and staying nodes, and the three graphs that follow from it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU64;
@@ -10,45 +10,46 @@ use crate::error::Error;
 use crate::graph::{Graph, Node, Phase, Role, Update, rename};
 use crate::place::types_of;
 
-/// First id of values that wait for the next step: graphs of one step agree on those of gradients, whatever the batch.
+/// First id of pending values: graphs of one step agree on the ids of gradients for any batch.
 const FIRST_PENDING: u64 = 1 << 40;
 
-/// First id of values that wait and are no gradients.
+/// First id of pending values that are not gradients.
 const FIRST_CARRIED: u64 = 1 << 41;
 
-/// The graphs of a training, chosen nodes of which run in the next step.
+/// The graphs of a training run in which chosen nodes run in the next step.
 #[derive(Debug, Clone)]
 pub struct Iteration {
-    /// The graph of the first step, without what was moved. What that reads becomes pending.
+    /// The graph of the first step, without the moved nodes. Their inputs become pending.
     pub setup: Graph,
-    /// The graph of every other step: the moved nodes do their part of the step before, and the others that of this one.
+    /// The graph of every other step: the moved nodes do their part of the step before, and the others their part of
+    /// this one.
     pub main: Graph,
-    /// The graph after the last step: the moved nodes alone.
+    /// The graph after the last step: only the moved nodes.
     pub cleanup: Graph,
     /// Number of steps after which the moved nodes run at the end of the step, as after the last; `None` for never.
     pub max_iterations: Option<NonZeroU64>,
-    /// True if the moved nodes are the optimizer, all of it and nothing else: then it depends on no batch.
+    /// True if the moved nodes are exactly the whole optimizer, which depends on no batch.
     pub(crate) is_optimizer: bool,
 }
 
-/// A step in two: what moves, and what stays.
+/// A step in two parts: the nodes that move, and the nodes that stay.
 pub(super) struct Parts {
-    /// The step, with the values that wait and without nodes.
+    /// The step, with the pending values and without nodes.
     graph: Graph,
     /// The nodes that stay, with their places in the step.
     stays: Vec<(usize, Node)>,
-    /// The nodes that move, on values that wait, in the order in which they run: each with the place before which it does.
+    /// The nodes that move, on pending values, in the order in which they run. Each has the place before which it runs.
     moved: Vec<(usize, Node)>,
-    /// The values that wait for the next step, by what they are in this one.
+    /// The values that wait for the next step, by their ids in this one.
     pending: BTreeMap<TensorId, TensorId>,
-    /// The updates of what moves.
+    /// The updates of the moved nodes.
     updates: Vec<Update>,
     /// All others.
     others: Vec<Update>,
 }
 
 impl Parts {
-    /// Divides a step into what moves, each node to before another, and what stays.
+    /// Divides a step into nodes that move, each with its new place, and nodes that stay.
     pub(super) fn of(mut graph: Graph, moved: &BTreeMap<usize, usize>) -> Result<Self, Error> {
         let types = types_of(&graph);
         let nodes: Vec<Node> = graph.take_nodes();
@@ -70,7 +71,8 @@ impl Parts {
                 _ if written.contains(id) => false,
                 Some(Role::Constant) => false,
                 Some(Role::Input(_)) => true,
-                // What nothing replaces is the same then, and what is replaced by a moved node is not replaced yet.
+                // A value that nothing replaces is the same then. A value that a moved node replaces is not replaced
+                // yet.
                 _ => !is_given || others.iter().any(|update| update.into == *id),
             }
         };
@@ -92,7 +94,7 @@ impl Parts {
         for update in &mut updates {
             update.from = pending.get(&update.from).copied().unwrap_or(update.from);
         }
-        // Stable: nodes of one place keep their order.
+        // Stable: nodes with the same place keep their order.
         moving.sort_by_key(|(before, _)| *before);
         Ok(Self {
             graph,
@@ -104,7 +106,7 @@ impl Parts {
         })
     }
 
-    /// Returns true if the optimizer moves, all of it and nothing else.
+    /// Returns true if exactly the whole optimizer moves.
     pub(super) fn is_optimizer(&self) -> bool {
         let is_step = |node: &Node| node.phase == Phase::Optimizer && node.path.is_some();
         let gradients: BTreeSet<TensorId> = self.gradients().collect();
@@ -138,7 +140,7 @@ impl Parts {
         graph
     }
 
-    /// Returns the updates by which values wait for the next step.
+    /// Returns the updates that make values pending for the next step.
     fn feeds(&self) -> impl Iterator<Item = Update> + '_ {
         let pending = self.pending.iter();
         pending.map(|(from, into)| Update {
@@ -191,8 +193,8 @@ impl Parts {
     }
 }
 
-/// Divides the updates of a step into those of what moves and all others. Some optimizers keep a gradient, or what is given, as it is:
-/// that moves with the rest of what they do for the parameter.
+/// Divides the updates of a step into the updates of moved nodes and all others. Some optimizers keep a gradient or a
+/// given value unchanged; that update moves with their other nodes for the parameter.
 fn divided_updates(
     graph: &Graph,
     moving: &[(usize, Node)],
@@ -213,7 +215,7 @@ fn divided_updates(
     graph.updates().iter().copied().partition(moves)
 }
 
-/// Declares the value that stands for another in the next step.
+/// Declares the value that stands for another one in the next step.
 fn add_pending(graph: &mut Graph, id: TensorId) -> Result<TensorId, Error> {
     let mut owners = graph.parameters().iter();
     let owner = owners.find(|parameter| parameter.gradient == Some(id));

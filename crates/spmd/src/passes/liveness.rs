@@ -12,12 +12,12 @@ use crate::pass_id::PassId;
 use crate::place::owned_of;
 use crate::transform::GraphTransform;
 
-/// The pass that frees every value at its last use, in place where that is possible.
+/// The pass that frees every value at its last use, in place if possible.
 ///
-/// The last operation that reads a value takes it (`!` in the printed graph): the backend may write
-/// the result into its memory, and else frees it. Where that operation mentions the value twice, or
-/// where nothing reads a result, a drop follows. What must outlive the step ([`Graph::kept`]) is never
-/// taken; parameters and states that an update replaces are, so that the optimizer works in place.
+/// The last operation that reads a value takes it (`!` in the printed graph): the backend may write the result into its
+/// memory, and otherwise frees it. A drop follows if that operation reads the value twice, or if nothing reads a
+/// result. Values that must outlive the step ([`Graph::kept`]) are never taken. Parameters and states that an update
+/// replaces are taken, to let the optimizer work in place.
 ///
 /// ```text
 /// before                          after
@@ -26,8 +26,8 @@ use crate::transform::GraphTransform;
 ///                                 drop %2
 /// ```
 ///
-/// It is the last pass: every other changes which node reads a value last. What has an [owner](Graph::absent_on) is known from
-/// here on.
+/// It is the last pass, because every other changes which node reads a value last. The [owners](Graph::absent_on) of
+/// values are known from here on.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Liveness;
 
@@ -55,7 +55,7 @@ impl GraphTransform for Liveness {
                             .map(|key| (key, node.inputs().collect())),
                     );
                 }
-                // Peers read what was sent until the wait.
+                // Peers read the sent values until the wait.
                 Some(Stage::Wait) => {
                     let sources = node.inputs().next().and_then(|key| started.remove(&key));
                     last_use.extend(
@@ -89,7 +89,7 @@ impl GraphTransform for Liveness {
                 }
             });
             let unread = |id: &TensorId| !last_use.contains_key(id) && !kept.contains(id);
-            // Those that the operation could not take: mentioned twice, or not at all.
+            // The values that the operation could not take: it reads them twice, or not at all.
             let ended = ends_at.remove(&index).unwrap_or_default().into_iter();
             let dropped = ended.filter(|id| ends(id) && (twice.contains(id) || !seen.contains(id)));
             let dropped: Vec<_> = dropped.chain(node.outputs().filter(unread)).collect();

@@ -11,16 +11,17 @@ use crate::error::Error;
 use crate::graph::{Graph, Node, Payload, Phase, Stage};
 use crate::pass_id::PassId;
 
-/// The move of the collectives that reduce the gradients of chosen parameters, each with the part of the optimizer that reads
-/// what it brings, into the next step: they begin where that begins, behind the gathers that it starts with, and are waited for
-/// before the first read of these parameters, so that forward of the units before them hides them. Where collectives are whole
-/// ([`Options::prefetch`](super::schedule::Options::prefetch) is off), and of the second of two reductions in hybrid sharding, all
-/// is before the first read, and nothing hides it. The gradients of this rank wait until then as they were computed, whole.
+/// The move of the collectives that reduce the gradients of chosen parameters into the next step. Each moves with the
+/// part of the optimizer that reads its result. The collectives begin with the next step, after its first gathers, and
+/// are waited for before the first read of these parameters. Forward of the units before them therefore hides them. If
+/// collectives are whole ([`Options::prefetch`](super::schedule::Options::prefetch) is off), and for the second of two
+/// reductions in hybrid sharding, everything is directly before the first read, and nothing hides it. This rank's
+/// gradients wait until then as they were computed, whole.
 ///
-/// A collective that several parameters share moves with all of them. Where gradients are clipped, the norm of all of them is a
-/// result of the step, and no reduction can move ([`MoveError::Node`](crate::MoveError::Node)). A step in which nothing reduces a
-/// gradient of these parameters, because it does not use them or a rank has them alone, stays as it is. A pattern that matches no
-/// parameter is refused.
+/// A collective that several parameters share moves with all of them. If gradients are clipped, the norm of all of them
+/// is a result of the step, and no reduction can move ([`MoveError::Node`](crate::MoveError::Node)). A step that does
+/// not reduce a gradient of these parameters, because it does not use them or a single rank has them whole, stays as it
+/// is. A pattern that matches no parameter is refused.
 ///
 /// ```
 /// use burn_fsdp_collectives::ProcessGroup;
@@ -29,7 +30,7 @@ use crate::pass_id::PassId;
 ///
 /// let world = ProcessGroup::solo();
 /// let mode = Mode::data_parallel(world, Strategy::FullShard);
-/// // What forward reads last has most to hide behind.
+/// // The parameters that forward reads last have the most work to hide behind.
 /// let mode = mode.move_to_next_iteration(MoveReductions::of(["head.**"]));
 /// ```
 #[derive(Debug, Clone)]
@@ -47,14 +48,14 @@ impl MoveReductions {
         }
     }
 
-    /// Lets what was moved run at the end of every step of that number, see [`IterationGraph::max_iterations`].
+    /// Makes the moved nodes run at the end of every step with that number, see [`IterationGraph::max_iterations`].
     #[must_use]
     pub fn max_iterations(mut self, steps: NonZeroU64) -> Self {
         self.max_iterations = Some(steps);
         self
     }
 
-    /// Returns true if a node begins a reduction of a gradient that is meant.
+    /// Returns true if a node begins the reduction of a chosen gradient.
     fn begins(&self, node: &Node) -> bool {
         node.collective.as_ref().is_some_and(|of| {
             let is_reduction = of.kind.contract().reduces && of.payload == Payload::Gradient;
@@ -108,8 +109,8 @@ impl IterationMove for MoveReductions {
     }
 }
 
-/// Returns the nodes of the optimizer for parameters that it steps by some of these: what it does of the parameter alone, such as
-/// the decay of a weight, is a part of the same step.
+/// Returns the nodes of the optimizer for the parameters that these nodes step. Its work on only the parameter, such as
+/// weight decay, is part of the same step.
 fn rest_of_steps(graph: &Graph, nodes: &BTreeSet<usize>) -> Vec<usize> {
     let steps = |node: &Node| node.path.clone().filter(|_| node.phase == Phase::Optimizer);
     let chosen = nodes.iter().filter_map(|index| graph.nodes().get(*index));

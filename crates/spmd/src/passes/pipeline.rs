@@ -38,7 +38,7 @@ impl Pipeline {
         self
     }
 
-    /// Verifies the graph after each pass, in release builds, too.
+    /// Verifies the graph after each pass, also in release builds.
     #[must_use]
     pub fn verified(mut self) -> Self {
         self.is_verified = true;
@@ -54,7 +54,7 @@ impl Pipeline {
         self.run_seen(graph, &mut |_| {})
     }
 
-    /// Applies the passes; `see` is called with the graph, and with it after each pass, before that is verified.
+    /// Applies the passes. `see` is called with the graph, and with the result of each pass before it is verified.
     ///
     /// # Errors
     ///
@@ -71,7 +71,7 @@ impl Pipeline {
         Ok(graph)
     }
 
-    /// Applies the passes, and returns the graph itself and what each pass has made of it.
+    /// Applies the passes, and returns the graph itself and the result of each pass.
     ///
     /// # Errors
     ///
@@ -100,12 +100,13 @@ impl Pipeline {
         Ok(stages)
     }
 
-    /// Applies the passes to a graph of the step that they have made `real` of at other shapes: each decides by the sizes that
-    /// values have there. After each pass `check` sees the graph of `real`, and the one of these shapes.
+    /// Applies the passes to a graph of the step for which they have made `real` at other shapes. Each pass decides by
+    /// the sizes that values have there. After each pass `check` sees the graph of `real`, and the graph at these
+    /// shapes.
     ///
     /// # Errors
     ///
-    /// As [`run`](Self::run); those of `check`.
+    /// As [`run`](Self::run); the errors of `check`.
     pub(crate) fn stages_as(
         &self,
         graph: Graph,
@@ -117,7 +118,7 @@ impl Pipeline {
         for (pass, pair) in passes.zip(real.windows(2)) {
             let [before, after] = pair else { continue };
             let mut graph = stages[stages.len() - 1].clone();
-            // A value that is replaced is decided on by the size that it had.
+            // For a replaced value, the decision uses the size that it had.
             graph.decide_by(Sizes::of(after.values().chain(before.values())));
             let mut graph = self.apply(pass, graph, &mut |_| {})?;
             graph.decide_by(Sizes::default());
@@ -133,7 +134,7 @@ impl Pipeline {
         passes.filter(|pass| pass.acts_on(graph)).collect()
     }
 
-    /// Returns the pipeline with other passes in the place of its own.
+    /// Returns the pipeline with other passes in place of its own.
     #[cfg(test)]
     pub(crate) fn replaced(
         mut self,

@@ -1,4 +1,4 @@
-//! The pass that makes one operation of chains of pointwise ones.
+//! The pass that fuses chains of pointwise operations into one.
 
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
@@ -15,17 +15,18 @@ use step::Form;
 
 mod step;
 
-/// Operations of one program, at most: their results are in the first cache at the same time.
+/// Maximum number of operations in a program: their results are in the first-level cache at the same time.
 const MAX_STEPS: usize = 24;
 
-/// Inputs of one program, at most.
+/// Maximum number of inputs of a program.
 const MAX_INPUTS: usize = 12;
 
-/// Elements from which on threads divide an operation by itself.
+/// Number of elements from which threads divide a single operation.
 pub(super) const LARGE: usize = 1 << 16;
 
-/// The pass that makes one operation of every chain of pointwise operations on 32-bit floats, or on halves, which reads and writes
-/// memory once: the update of an optimizer, what follows a product, a gate and its gradient.
+/// The pass that fuses every chain of pointwise operations on 32-bit floats or halves into one operation, which reads
+/// and writes memory once. Examples are the update of an optimizer, operations after a product, and a gate and its
+/// gradient.
 ///
 /// ```text
 /// before                                       after
@@ -34,12 +35,12 @@ pub(super) const LARGE: usize = 1 << 16;
 /// %9 = NumericFloat.Add(%7, %8)
 /// ```
 ///
-/// An operation by itself becomes one, too, where it is on halves or on many elements.
+/// A single operation is also replaced if it is on halves or on many elements.
 ///
-/// What is between the operations must be read by no other. Results have the bits of the operations one by one, see
-/// [`PointwiseProgram`], whatever the step's placements are: it comes when they are decided. Nothing is put off so that
-/// more memory is held in between: an operation joins those that read its result if nothing runs between them, or if
-/// what it reads is held anyway or is not larger than what it makes.
+/// No other operation may read the intermediate values. Results have the bits of the separate operations, see
+/// [`PointwiseProgram`], for any placements of the step, because the pass runs after they are decided. The pass does
+/// not delay an operation if that would hold more memory in between. An operation joins the readers of its result if
+/// nothing runs between them, or if its inputs are held anyway or are not larger than its result.
 ///
 /// Scalars that change from step to step change in the program.
 #[derive(Debug, Clone, Copy, Default)]
@@ -63,7 +64,7 @@ impl GraphTransform for FusePointwise {
         let mut nodes: Vec<Option<Node>> = graph.take_nodes().into_iter().map(Some).collect();
         let mut fused = BTreeMap::new();
         let mut gone = BTreeSet::new();
-        // From the end, so that an operation is taken by what reads it, as far as that goes.
+        // From the end, to let readers take an operation as far as possible.
         for root in (0..nodes.len()).rev() {
             if gone.contains(&root) {
                 continue;
@@ -87,14 +88,14 @@ impl GraphTransform for FusePointwise {
     }
 }
 
-/// Which nodes make and read each value.
+/// The maker and the readers of each value.
 struct Uses {
     kept: BTreeSet<TensorId>,
     writers: BTreeMap<TensorId, usize>,
     readers: BTreeMap<TensorId, Vec<usize>>,
-    /// Given values that are replaced after the step, by those that replace them.
+    /// Given values that are replaced after the step, by the values that replace them.
     replaced: BTreeMap<TensorId, TensorId>,
-    /// Values in buffers of the transport: to write there makes a copy, which is held beside the buffer.
+    /// Values in buffers of the transport. Writing there makes a copy, which is held in addition to the buffer.
     received: BTreeSet<TensorId>,
     sizes: Sizes,
 }
@@ -134,7 +135,7 @@ impl Uses {
         self.readers.get(&id).map_or(&[], Vec::as_slice)
     }
 
-    /// Returns the last node that reads a value; `None` if it is held after the last, too.
+    /// Returns the last node that reads a value; `None` if it is also held after the last node.
     fn last_reader(&self, id: TensorId) -> Option<usize> {
         match self.kept.contains(&id) {
             true => None,
@@ -143,14 +144,14 @@ impl Uses {
     }
 }
 
-/// Operations that become one, the last of which makes its result.
+/// Operations to fuse; the last one makes the group's result.
 struct Group {
     members: BTreeSet<usize>,
     inputs: Vec<TensorId>,
 }
 
 impl Group {
-    /// Returns the operations that can be one with a pointwise operation.
+    /// Returns the operations that can be fused with a pointwise operation.
     fn of(nodes: &[Option<Node>], uses: &Uses, root: usize) -> Option<Self> {
         let last = nodes[root].as_ref()?;
         let form = Form::of(last)?;
@@ -166,7 +167,7 @@ impl Group {
             }
         };
         look_at(&form, &mut ready);
-        // The latest first: what reads its result has been taken, or is not going to be.
+        // The latest first: the readers of its result have been taken, or will not be.
         while let Some(index) = ready.pop() {
             let Some(node) = nodes[index].as_ref().filter(|_| !members.contains(&index)) else {
                 continue;
@@ -196,7 +197,7 @@ impl Group {
             .filter_map(|member| Some(Form::of(nodes[*member].as_ref()?)?.out.id))
             .collect();
         inputs.retain(|input| !made.contains(input));
-        // Burn goes over halves one by one, and over anything with one thread.
+        // Burn processes halves one by one, and everything on one thread.
         let is_large = uses.elements(form.out) >= LARGE;
         let is_chain = members.len() > 1 || dtype == DType::BF16 || is_large;
         (is_chain && inputs.len() <= MAX_INPUTS).then(|| Self {
@@ -236,7 +237,7 @@ impl Group {
             is_whole && last.is_some_and(|last| self.members.contains(&last))
         };
         let mut inputs = self.inputs.iter();
-        // A state and its successor take turns in one memory.
+        // A state and its successor alternate in one memory.
         let replaced = uses.replaced.get(&out.id);
         let own = replaced.filter(|id| may_take(id));
         let own = match own {
@@ -262,8 +263,8 @@ impl Group {
     }
 }
 
-/// Returns true if an operation may run where the last of a group does: nothing else runs between it and the group, or no
-/// more memory is held in between.
+/// Returns true if an operation may run at the last operation of a group. Either nothing else runs between it and the
+/// group, or no more memory is held in between.
 fn may_wait(
     nodes: &[Option<Node>],
     uses: &Uses,
@@ -278,7 +279,7 @@ fn may_wait(
         return true;
     }
     let held_longer = |input: &&TensorIr| {
-        // Others hold it as long, or the group does already.
+        // Others hold it as long, or the group already does.
         let last = uses.last_reader(input.id);
         last.is_some_and(|last| last < root && !members.contains(&last))
     };

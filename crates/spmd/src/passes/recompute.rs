@@ -1,7 +1,8 @@
-//! The pass that computes cheap values of forward again in backward.
+//! The pass that recomputes cheap values of forward in backward.
 //!
-//! In data parallelism it takes a graph without collectives: weights that it makes backward read are gathered there afterwards.
-//! By placements it takes that of each rank, and gathers what it makes of a rank's part alone.
+//! In data parallelism it takes a graph without collectives: the weights that it makes backward read are gathered there
+//! afterwards. With placements it takes the graph of each rank, and gathers values that it makes from only a rank's
+//! part.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,14 +17,14 @@ use crate::graph::{
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that computes cheap values of forward again in backward instead of keeping them in between.
+/// The pass that recomputes cheap values of forward in backward instead of keeping them in between.
 ///
-/// Values are considered from the last to the first. One is not kept if elementwise operations lead to
-/// it from values that take less memory than it does, counting only what would not be kept anyway. The
-/// same operations on the same values give the same bits.
+/// Values are considered from the last to the first. A value is not kept if elementwise operations compute it from
+/// values that take less memory, counting only values that would not be kept anyway. The same operations on the same
+/// values give the same bits.
 ///
-/// A product of weights that take less memory than it does, as the factors of a low-rank adapter do, counts as elementwise: the
-/// weight that an adapter is merged into would be kept whole for every layer otherwise.
+/// A product of weights that together take less memory than it, as in a low-rank adapter, counts as elementwise.
+/// Otherwise the weight into which an adapter is merged would be kept whole for every layer.
 ///
 /// ```text
 /// before                                  after
@@ -35,7 +36,7 @@ use crate::transform::GraphTransform;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Recompute {
-    /// Least bytes of a value to compute again, 4096 by default: smaller values are kept.
+    /// Minimum size in bytes of a value to recompute, 4096 by default; smaller values are kept.
     pub min_bytes: usize,
 }
 
@@ -67,7 +68,7 @@ impl GraphTransform for Recompute {
     }
 }
 
-/// Makes values of forward again where backward first reads them, by the nodes that made them.
+/// Recomputes values of forward where backward first reads them, by the nodes that made them.
 pub(super) fn repeat_in_backward(
     mut graph: Graph,
     chosen: &BTreeMap<TensorId, Node>,
@@ -88,7 +89,7 @@ pub(super) fn repeat_in_backward(
     Ok(graph)
 }
 
-/// Schedules the node that makes a chosen value again, after those that make its chosen inputs again.
+/// Schedules the node that recomputes a chosen value, after the nodes that recompute its chosen inputs.
 fn emit(
     graph: &mut Graph,
     chosen: &BTreeMap<TensorId, Node>,
@@ -111,9 +112,9 @@ fn emit(
 struct Choice<'a> {
     graph: &'a Graph,
     writers: BTreeMap<TensorId, &'a Node>,
-    /// The values of forward that backward reads, by the value whose memory they are in.
+    /// The values of forward that backward reads, by the value that holds their memory.
     saved: BTreeMap<TensorId, BTreeSet<TensorId>>,
-    /// Parameters, and the values of forward that are made of nothing else.
+    /// Parameters, and the values of forward that are made only from parameters.
     of_weights: BTreeSet<TensorId>,
     min_bytes: usize,
     order: Vec<TensorId>,
@@ -157,7 +158,7 @@ impl<'a> Choice<'a> {
         choice
     }
 
-    /// Returns the value whose memory this one is in.
+    /// Returns the value that holds the memory of this one.
     fn owner(&self, mut id: TensorId) -> TensorId {
         while let Some(base) = self.writers.get(&id).and_then(|node| self.base(node)) {
             id = base;
@@ -165,7 +166,7 @@ impl<'a> Choice<'a> {
         id
     }
 
-    /// Returns the value that a node makes a view of, if it does; a reshape of a strided view copies.
+    /// Returns the base of the view that a node makes, if it makes one; a reshape of a strided view copies.
     fn base(&self, node: &Node) -> Option<TensorId> {
         match storage_of(node) {
             Storage::View(base) if !is_reshape(node) || self.is_contiguous(base) => Some(base),
@@ -184,8 +185,8 @@ impl<'a> Choice<'a> {
         true
     }
 
-    /// Returns true if computing again costs no more than reading and writing memory. A gather of an activation whose part is
-    /// cheap counts as that part does, so that between two products each rank keeps its part alone.
+    /// Returns true if recomputing costs no more than reading and writing memory. A gather of an activation with a
+    /// cheap part counts like that part, so between two products each rank keeps only its part.
     fn is_cheap(&self, node: &Node) -> bool {
         let Some(collective) = &node.collective else {
             return is_cheap(node) || self.is_product_of_small_weights(node);
@@ -218,7 +219,7 @@ impl<'a> Choice<'a> {
         })
     }
 
-    /// Chooses the values to compute again, with the nodes that do.
+    /// Chooses the values to recompute, with the nodes that do so.
     fn choose(mut self) -> BTreeMap<TensorId, Node> {
         let kept = self.graph.kept();
         let mut chosen = BTreeMap::new();
@@ -250,7 +251,7 @@ impl<'a> Choice<'a> {
         chosen
     }
 
-    /// Plans how to make a value again: through cheap operations, back to values that are kept. Returns false if that
+    /// Plans how to recompute a value through cheap operations, back to values that are kept. Returns false if that
     /// takes too many operations.
     fn plan(&self, id: TensorId, owner: TensorId, plan: &mut Plan) -> bool {
         const MOST: usize = 24;
@@ -271,7 +272,7 @@ impl<'a> Choice<'a> {
     }
 }
 
-/// The nodes that make a value again.
+/// The nodes that recompute a value.
 #[derive(Default)]
 struct Plan {
     nodes: BTreeMap<TensorId, Node>,
@@ -289,7 +290,7 @@ fn is_reshape(node: &Node) -> bool {
     }
 }
 
-/// Returns true if computing an operation again costs no more than reading and writing memory.
+/// Returns true if recomputing an operation costs no more than reading and writing memory.
 fn is_cheap(node: &Node) -> bool {
     if let Some(custom) = &node.custom {
         return custom.is_pure && custom.is_cheap;

@@ -1,6 +1,6 @@
-//! The pass that computes the forward of whole units again in backward.
+//! The pass that recomputes the forward of whole units in backward.
 //!
-//! It takes a graph without collectives: weights that it makes backward read are gathered there afterwards.
+//! It takes a graph without collectives: the weights that it makes backward read are gathered there afterwards.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -16,12 +16,12 @@ use crate::graph::{Graph, Node, Phase, Role};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that keeps of a unit's forward only what comes in and goes out, and computes all between again in backward:
-/// activation checkpointing. So it does with the [regions](crate::trace::traced_region) that a loss names.
+/// The pass that keeps only the inputs and outputs of a unit's forward, and recomputes everything between in backward:
+/// activation checkpointing. It does the same with the [regions](crate::trace::traced_region) that a loss names.
 ///
 /// A node of forward belongs to the unit whose weights it reads, or to the unit of the nodes before it. Values that
-/// nodes outside of the unit's visit read are kept, and so is what random numbers are drawn for. The same operations
-/// on the same values give the same bits.
+/// nodes outside of the unit's visit read are kept, and so are random draws. The same operations on the same values
+/// give the same bits.
 ///
 /// ```text
 /// before (blocks.0 from %2 to %4)         after
@@ -33,7 +33,7 @@ use crate::transform::GraphTransform;
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RecomputeUnits {
-    /// Patterns of the units that are computed again, such as `blocks.*`.
+    /// Patterns of the units to recompute, such as `blocks.*`.
     pub units: Vec<Pattern>,
 }
 
@@ -82,7 +82,7 @@ fn units(graph: &Graph) -> impl Iterator<Item = &str> {
 }
 
 impl RecomputeUnits {
-    /// Returns the values to compute again, with the nodes that do.
+    /// Returns the values to recompute, with the nodes that do so.
     fn chosen(&self, graph: &Graph) -> BTreeMap<TensorId, Node> {
         let visits = unit_visits(graph);
         let is_chosen = |visit: &UnitVisit| self.units.iter().any(|unit| unit.matches(&visit.unit));
@@ -118,7 +118,7 @@ fn regions(graph: &Graph) -> impl Iterator<Item = BTreeSet<usize>> + '_ {
     })
 }
 
-/// The nodes of forward from one that reads a unit's weights to the first that reads another's.
+/// The nodes of forward from the first one that reads a unit's weights to the first one that reads another's.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnitVisit {
     /// The unit.
@@ -127,8 +127,8 @@ pub struct UnitVisit {
     pub nodes: BTreeSet<usize>,
 }
 
-/// Returns the visits of units in forward, in order. Units are those that [`AssignUnits`](super::AssignUnits) has stored,
-/// or follow from the paths.
+/// Returns the visits of units in forward, in order. Units are the ones that [`AssignUnits`](super::AssignUnits) has
+/// stored, or follow from the paths.
 pub fn unit_visits(graph: &Graph) -> Vec<UnitVisit> {
     let mut unit_of: BTreeMap<TensorId, Arc<str>> = BTreeMap::new();
     for value in graph.values() {
@@ -142,7 +142,7 @@ pub fn unit_visits(graph: &Graph) -> Vec<UnitVisit> {
             continue;
         }
         let unit = node.inputs().find_map(|id| unit_of.get(&id)).cloned();
-        // A view or a cast of a weight belongs to whoever reads it: weights may be turned long before.
+        // A view or a cast of a weight belongs to its reader, because weights may be transposed long before.
         if let (true, Some(unit)) = (follows(node), &unit) {
             unit_of.extend(node.outputs().map(|id| (id, unit.clone())));
             continue;

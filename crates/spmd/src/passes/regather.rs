@@ -1,6 +1,7 @@
 //! The pass that gathers weights for one visit of their unit at a time.
 //!
-//! It is the last that says what is computed. Those after it say when, and none of them may merge gathers.
+//! It is the last pass that decides what is computed. The passes after it decide when, and none of them may merge
+//! gathers.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -16,15 +17,15 @@ use crate::graph::{
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that frees gathered weights after each visit of their unit and gathers them again for the next: forward and
-/// backward each have their own.
+/// The pass that frees gathered weights after each visit of their unit and gathers them again for the next. Forward and
+/// backward each have their own visits.
 ///
-/// At most two units are gathered at a time. When a third begins, the weights of the first are dead, and a
-/// later use of them gathers again; the last two units of forward are the first of backward and stay. A unit
-/// that forward or backward visits for the second time stays until its last use there, beside the other two:
-/// layers that run in a loop are gathered twice, and not in every round. Views
-/// and casts of a weight are made again, too: they would keep its memory. No pass may come after it that merges
-/// gathers, and the verifier checks that the weights die before the unit after next from here on.
+/// At most two units are gathered at a time. When a third begins, the weights of the first are dead, and a later use of
+/// them gathers again. The last two units of forward are the first of backward and stay. A unit that forward or
+/// backward visits for the second time stays until its last use there, in addition to the other two. Layers that run in
+/// a loop are therefore gathered twice, and not in every round. Views and casts of a weight are also made again,
+/// because they would keep its memory. No pass after it may merge gathers. From here on, the verifier checks that
+/// weights die before the unit after next.
 ///
 /// ```text
 /// before                            after
@@ -57,7 +58,7 @@ impl GraphTransform for Regather {
         for (index, mut node) in nodes.into_iter().enumerate() {
             weights.now = (index, node.phase);
             if weights.is_source(&node) {
-                // Emitted where it is used.
+                // It is emitted at its use.
                 continue;
             }
             let used: Vec<TensorId> = node
@@ -80,9 +81,9 @@ impl GraphTransform for Regather {
 
 /// Gathered weights, with the views and casts of each.
 struct Weights {
-    /// The node that makes each value, and the unit of the weight that it is made of.
+    /// The node that makes each value, and the unit of the weight from which it is made.
     sources: BTreeMap<TensorId, (Node, Arc<str>)>,
-    /// The units whose weights are gathered now, the older first.
+    /// The units whose weights are gathered now, the oldest first.
     resident: VecDeque<Arc<str>>,
     /// The id of each value in the present visit of its unit.
     made: BTreeMap<Arc<str>, BTreeMap<TensorId, TensorId>>,
@@ -139,7 +140,8 @@ impl Weights {
             .any(|output| self.sources.contains_key(&output))
     }
 
-    /// Returns the id of a value in the present visit of its unit; schedules the nodes that make it if there is none.
+    /// Returns the id of a value in the present visit of its unit, and schedules the nodes that make it if there is
+    /// none.
     fn make(
         &mut self,
         graph: &mut Graph,
@@ -193,7 +195,7 @@ impl Weights {
         }
     }
 
-    /// Returns true if a unit is kept until its last use in this phase, as one is that the phase visits again.
+    /// Returns true if a unit is kept until its last use in this phase, because the phase visits it again.
     fn stays(&self, unit: &Arc<str>) -> bool {
         let (index, phase) = self.now;
         let key = (unit.clone(), phase);

@@ -7,7 +7,7 @@ use burn_ir::TensorId;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Role, rename};
 
-/// Copies a node so that it writes new temporary values; `map` leads from the old ids to the new ones afterwards.
+/// Copies a node and gives it new temporary values; afterwards `map` leads from the old ids to the new ones.
 pub(super) fn repeat(
     graph: &mut Graph,
     node: &Node,

@@ -21,33 +21,34 @@ use burn_fsdp_mesh::{Axis, Clip, LossScaling, Pattern, Strategy};
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Options {
-    /// The modules whose parameters travel together: by the paths, unless patterns are given.
+    /// The modules whose parameters travel together: derived from the paths, unless patterns are given.
     pub units: Units,
-    /// True to put kernels in place of what Burn composes of many operations, see [`UseKernels`], and of single ones, see
-    /// [`SelectKernels`]: the default, on Burn's CPU backend. Without them a step on one rank has the bits of Burn's own.
+    /// True to use kernels in place of functions that Burn composes of many operations, see [`UseKernels`], and of
+    /// single operations, see [`SelectKernels`]. This is the default on Burn's CPU backend. Without kernels, a step on
+    /// one rank has the same bits as Burn's own.
     pub kernels: bool,
-    /// True to make one operation of chains of pointwise ones, which changes no bit, see [`FusePointwise`]: the default,
-    /// on Burn's CPU backend.
+    /// True to fuse chains of pointwise operations into one, which changes no bit, see [`FusePointwise`]. This is the
+    /// default on Burn's CPU backend.
     pub fuse: bool,
-    /// Types in which parameters compute and gradients travel: by default that of the module. Masters, states of the
-    /// optimizer and its arithmetic keep the module's.
+    /// Types in which parameters compute and gradients travel: by default the module's type. Masters, states of the
+    /// optimizer and its arithmetic keep the module's type.
     pub precision: Precision,
     /// Recomputation of cheap values in backward instead of keeping them: on by default.
     pub recompute: Option<Recompute>,
-    /// The units whose forward is computed again in backward, by which only what comes in and goes out is kept: none by
-    /// default, see [`RecomputeUnits`].
+    /// The units whose forward is recomputed in backward, with only their inputs and outputs kept: none by default, see
+    /// [`RecomputeUnits`].
     pub recompute_units: Vec<Pattern>,
     /// True to free gathered weights after forward and gather them again in backward: the default.
     pub reshard_after_forward: bool,
-    /// Scaling of the gradients so that their norm stays below a limit; `None`, the default, for none.
+    /// Scaling of the gradients to keep their norm below a limit; `None`, the default, for none.
     pub clip: Option<Clip>,
-    /// Scaling of the loss, so that gradients of 16 bits do not vanish; `None`, the default, for none.
+    /// Scaling of the loss, to keep 16-bit gradients from vanishing; `None`, the default, for none.
     pub loss_scaling: Option<LossScaling>,
     /// Sizes of joined collectives; `None` for one collective per tensor.
     pub bucket: Option<Bucket>,
-    /// True to start the next unit's gather before this unit computes. `None`, the default, is true where the group
-    /// [overlaps](burn_fsdp_collectives::ProcessGroup::overlaps), as groups of processes do, and false where ranks are
-    /// threads, which gain nothing by it.
+    /// True to start the next unit's gather before this unit computes. `None`, the default, is true if the group
+    /// [overlaps](burn_fsdp_collectives::ProcessGroup::overlaps), as groups of processes do. It is false if ranks are
+    /// threads, which gain nothing from it.
     pub prefetch: Option<bool>,
     /// Place of the optimizer in the step: in backward by default.
     pub optimizer: OptimizerPlace,
@@ -91,7 +92,7 @@ impl Options {
         self
     }
 
-    /// Sets whether kernels take the place of what Burn composes of many operations.
+    /// Sets whether kernels replace functions that Burn composes of many operations.
     #[must_use]
     pub fn kernels(mut self, uses: bool) -> Self {
         self.kernels = uses;
@@ -105,12 +106,13 @@ impl Options {
         self
     }
 
-    /// Sets mixed precision: parameters are cast before they are gathered, their gradients arrive at the shards as wide
-    /// as these, and the loss that comes out is one of 32 bits. Tensors of the batch keep their types: the loss closure
-    /// casts those that meet parameters. `f16` needs its loss [scaled](Self::scale_loss).
+    /// Sets mixed precision. Parameters are cast before they are gathered, their gradients arrive at the shards as wide
+    /// as the parameters, and the returned loss has 32 bits. Tensors of the batch keep their types: the loss closure
+    /// casts the ones that it combines with parameters. `f16` needs its loss [scaled](Self::scale_loss).
     ///
-    /// By placements a rank casts its part of a parameter where it is read, what ranks add up of activations is of the type in
-    /// which it was computed, and addends of gradients travel as in data parallelism: their first sum is as wide as the parameter.
+    /// With placements, a rank casts its part of a parameter where it is read. Sums of activations over ranks have the
+    /// type in which they were computed. Addends of gradients travel as in data parallelism: their first sum is as wide
+    /// as the parameter.
     ///
     /// Flat shards are cast when the step begins, and the copies stay until their last gather. With
     /// [`OptimizerPlace::InNextForward`] the whole optimizer therefore comes before the first gather.
@@ -120,14 +122,14 @@ impl Options {
         self
     }
 
-    /// Sets what is computed again in backward instead of being kept; `None` for nothing.
+    /// Sets the values that are recomputed in backward instead of being kept; `None` for none.
     #[must_use]
     pub fn recompute(mut self, recompute: impl Into<Option<Recompute>>) -> Self {
         self.recompute = recompute.into();
         self
     }
 
-    /// Sets the units whose forward is computed again in backward, as [activation checkpointing](RecomputeUnits) does.
+    /// Sets the units whose forward is recomputed in backward, as in [activation checkpointing](RecomputeUnits).
     ///
     /// ```
     /// use burn_fsdp_spmd::passes::schedule::Options;
@@ -147,18 +149,19 @@ impl Options {
         self
     }
 
-    /// Sets the greatest norm that the gradients of a step may have, taken as one vector; `None` for any. No parameter
-    /// is updated then before all gradients are there.
+    /// Sets the greatest norm that the gradients of a step may have, taken as one vector; `None` for no limit. With a
+    /// limit, no parameter is updated before all gradients are there.
     #[must_use]
     pub fn clip_grad_norm(mut self, clip: impl Into<Option<Clip>>) -> Self {
         self.clip = clip.into();
         self
     }
 
-    /// Sets how the loss is scaled, which keeps small gradients of `f16` from vanishing; `None` for not at all. Gradients
-    /// are divided by the scale when all micro-batches are added up, before they are clipped. If one has overflowed on any rank,
-    /// all skip the step, with a smaller scale from there on ([`CompiledStep::was_skipped`](crate::CompiledStep::was_skipped)).
-    /// A step is then one over micro-batches, be it of one, and its optimizer at the end. Losses come out as they are.
+    /// Sets how the loss is scaled, which keeps small gradients of `f16` from vanishing; `None` for not at all.
+    /// Gradients are divided by the scale when all micro-batches are summed, before they are clipped. If one has
+    /// overflowed on any rank, all skip the step, and continue with a smaller scale
+    /// ([`CompiledStep::was_skipped`](crate::CompiledStep::was_skipped)). A step then runs over micro-batches, even if
+    /// there is only one, with its optimizer at the end. Losses are returned unscaled.
     #[must_use]
     pub fn scale_loss(mut self, scaling: impl Into<Option<LossScaling>>) -> Self {
         self.loss_scaling = scaling.into();
@@ -172,7 +175,7 @@ impl Options {
         self
     }
 
-    /// Sets whether the next unit's gather starts before a unit computes; `None` for where that hides something.
+    /// Sets whether the next unit's gather starts before a unit computes; `None` to do so if that hides communication.
     #[must_use]
     pub fn prefetch(mut self, prefetch: impl Into<Option<bool>>) -> Self {
         self.prefetch = prefetch.into();
@@ -186,7 +189,7 @@ impl Options {
         self
     }
 
-    /// Returns options without optional passes: only those that the step needs to be right.
+    /// Returns options with only the passes that the step needs to be correct.
     pub fn none() -> Self {
         Self {
             units: Units::by_path(),
@@ -205,9 +208,9 @@ impl Options {
     }
 }
 
-/// Returns the passes for that many ranks. `transforms` are the user's, and come before bucketing.
+/// Returns the passes for the given number of ranks. `transforms` are the user's, and come before bucketing.
 ///
-/// With [`OptimizerPlace::InNextForward`] the graph that they make has still to be split.
+/// With [`OptimizerPlace::InNextForward`] the resulting graph still has to be split.
 pub fn pipeline(
     num_ranks: usize,
     style: impl Into<DataParallel>,
@@ -235,7 +238,7 @@ pub fn pipeline(
     }
 }
 
-/// Returns the pipeline of data parallelism, on a mesh of these axes, without the passes that come last.
+/// Returns the pipeline of data parallelism, on a mesh of these axes, without the last passes.
 pub(crate) fn divided(
     insert: InsertCollectives,
     options: &Options,
@@ -259,9 +262,9 @@ pub(crate) fn divided(
         .and(scheduled(options, axes, transforms))
 }
 
-/// Returns the pipeline around a pass that places every value. What places them knows Burn's operations, and cuts them where
-/// a kernel needs the whole: kernels take the place of what is left in one piece, and what is cheap is known after that. Without the
-/// passes that come last.
+/// Returns the pipeline around a pass that places every value, without the last passes. The placing pass knows Burn's
+/// operations, and cuts them where a kernel would need the whole. Kernels therefore come after it, for the values left
+/// in one piece, and the choice of cheap values comes after the kernels.
 pub(crate) fn placed(
     place: impl GraphTransform + 'static,
     options: &Options,
@@ -277,7 +280,7 @@ pub(crate) fn placed(
         .and(scheduled(options, axes, transforms))
 }
 
-/// Returns the passes that come first, of the graph of one rank.
+/// Returns the first passes, for the graph of one rank.
 fn prepared(options: &Options) -> Pipeline {
     Pipeline::new()
         .then(AssignUnits(options.units.clone()))
@@ -293,13 +296,13 @@ fn kernels(options: &Options) -> Pipeline {
     }
 }
 
-/// Returns the pass that computes units again in backward, and the regions that the loss names.
+/// Returns the pass that recomputes units in backward, and the regions that the loss names.
 fn units_again(options: &Options) -> Pipeline {
     let units = options.recompute_units.clone();
     Pipeline::new().then(RecomputeUnits { units })
 }
 
-/// Returns the pass that computes cheap values again in backward, if it is asked for.
+/// Returns the pass that recomputes cheap values in backward, if requested.
 fn cheap_again(options: &Options) -> Pipeline {
     match options.recompute {
         Some(recompute) => Pipeline::new().then(recompute),
@@ -307,7 +310,7 @@ fn cheap_again(options: &Options) -> Pipeline {
     }
 }
 
-/// Returns the passes that come when collectives are inserted, up to those that come last.
+/// Returns the passes from the insertion of collectives up to the last passes.
 fn scheduled(
     options: &Options,
     axes: Vec<Axis>,
@@ -331,12 +334,12 @@ fn scheduled(
     }
     match options.optimizer {
         OptimizerPlace::InBackward => pipeline.then(EarlyOptimizer),
-        // In the next forward, it is moved when the step is split.
+        // For the next forward, it is moved when the step is split.
         OptimizerPlace::AtEnd | OptimizerPlace::InNextForward => pipeline,
     }
 }
 
-/// Returns the passes that come last, of each graph of a step.
+/// Returns the last passes, which apply to each graph of a step.
 pub fn last(options: &Options) -> Pipeline {
     let mut pipeline = Pipeline::new();
     if options.fuse {
@@ -348,7 +351,7 @@ pub fn last(options: &Options) -> Pipeline {
     pipeline.then(Liveness)
 }
 
-/// A pass that is used by several pipelines.
+/// A pass that several pipelines share.
 #[derive(Debug)]
 struct Shared(Arc<dyn GraphTransform>);
 

@@ -1,4 +1,4 @@
-//! The pass that takes kernels for single operations of Burn.
+//! The pass that selects kernels for single operations of Burn.
 
 use burn::tensor::DType;
 use burn_fsdp_kernels::{FusedOperation, takes};
@@ -13,20 +13,20 @@ use crate::graph::{Graph, Node, Sizes};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that takes kernels for matrix products, for sums along any dim but the last, of halves (`bf16`) or of many elements, and
-/// for casts to halves and back, each of the same function.
+/// The pass that selects kernels for matrix products, for casts to halves and back, and for sums along any dim except
+/// the last, of halves (`bf16`) or of many elements. Each has the same function as the operation that it replaces.
 ///
 /// ```text
 /// before                                 after
 /// %4 = Float.Matmul(%1, %9)              %4 = models.matmul(%1, %9)
 /// ```
 ///
-/// Burn's CPU backend fills the memory of a product with zeros, and copies it to where it is aligned, before it is
-/// written; and goes over halves one by one. Results have the same bits, but for products of halves: their factors are not
-/// converted to 32 bits first, so that the sums, of 32 bits in both, are of another order.
+/// Before Burn's CPU backend writes a product, it fills the memory with zeros and copies it to an aligned place. It
+/// also processes halves one by one. Results have the same bits, except products of halves. Their factors are not
+/// converted to 32 bits first, so their sums, which have 32 bits in both cases, are taken in another order.
 ///
-/// It comes when collectives are placed: what places them knows Burn's operations. To types, such a kernel
-/// is the [operation that it replaces](crate::plain).
+/// The pass runs after collectives are placed, because the passes that place them know Burn's operations. For typing,
+/// such a kernel is the [operation that it replaces](crate::plain).
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SelectKernels;
 
@@ -55,10 +55,10 @@ impl GraphTransform for SelectKernels {
     }
 }
 
-/// A kernel, with operands, result and numbers.
+/// A kernel, with operands, result and scalars.
 type Call = (FusedOperation, Vec<TensorIr>, TensorIr, Vec<ScalarIr>);
 
-/// Returns the call of the kernel that computes what a node does.
+/// Returns the call of the kernel that replaces a node.
 fn kernel_for(node: &Node, sizes: &Sizes) -> Option<Call> {
     if node.collective.is_some() || node.shift.is_some() || !node.scalars.is_empty() {
         return None;
@@ -75,9 +75,9 @@ fn kernel_for(node: &Node, sizes: &Sizes) -> Option<Call> {
             is_known.then(|| (FusedOperation::Cast, inputs, op.out.clone(), Vec::new()))
         }
         OperationIr::NumericFloat(dtype, NumericOperationIr::SumDim(op)) if takes(*dtype) => {
-            // Sums along the last dim are taken in an order that vectors do not have.
+            // Sums along the last dim are taken in an order that the vectorized kernel does not have.
             let is_inner = op.axis + 1 < op.input.shape.rank();
-            // Burn goes over halves one by one, and over anything with one thread.
+            // Burn processes halves one by one, and everything on one thread.
             let own = op.input.shape.num_elements();
             let is_large = sizes.elements(op.input.id, own) >= LARGE;
             let is_known = is_inner && (*dtype == DType::BF16 || is_large);

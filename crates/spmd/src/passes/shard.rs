@@ -1,6 +1,7 @@
-//! The pass that inserts the collectives of data parallelism: from the graph of one rank to that of each rank.
+//! The pass that inserts the collectives of data parallelism: from the graph of one rank to the graph of each rank.
 //!
-//! Passes before this one think of one rank that has everything; those after it of a schedule of many.
+//! The passes before this one deal with one rank that holds everything, the passes after it with a schedule of many
+//! ranks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -22,14 +23,14 @@ use crate::pass_id::PassId;
 use crate::place::{DataParallel, ExpandPlacements, least_communication_with};
 use crate::transform::GraphTransform;
 
-/// Insertion of collectives: turns a graph of one rank into that of each of several ranks which
-/// divide the batch among them.
+/// Insertion of collectives: turns the graph of one rank into the graph of each of several ranks that divide the batch
+/// among them.
 ///
 /// With [`Strategy::NoShard`] every gradient is averaged by an all-reduce before the optimizer reads it. With
-/// [`Strategy::FullShard`] parameters become flat padded shards, an all-gather precedes every use, gradients are averaged by a
-/// reduce-scatter, and the optimizer works on shards, which needs an optimizer that treats all elements alike. A parameter with
-/// an owner is whole there: its gather is taken from one rank, its gradient reduced to that rank, and its part of the optimizer,
-/// which may combine elements, has results there alone.
+/// [`Strategy::FullShard`] parameters become flat padded shards, and an all-gather precedes every use. Gradients are
+/// averaged by a reduce-scatter, and the optimizer works on shards, so it must treat all elements alike. A parameter
+/// with an owner is whole there. Its gather reads from one rank, and its gradient is reduced to that rank. Its part of
+/// the optimizer may combine elements, and has results only there.
 ///
 /// ```text
 /// before                                after (fully sharded on 2 ranks)
@@ -42,30 +43,31 @@ use crate::transform::GraphTransform;
 /// %11 = NumericFloat.Sub(%0, %7)        %11 = NumericFloat.Sub(%0, %10)
 /// ```
 ///
-/// The loss is averaged, too, so that every rank returns that of the whole batch. Of a rank that is alone and has whole
-/// parameters nothing is averaged. With copies of the shards
-/// ([`Replicate`]) gradients and loss are then averaged over the copies, by an all-reduce.
+/// The loss is also averaged, so every rank returns the loss of the whole batch. A single rank with whole parameters
+/// averages nothing. With copies of the shards ([`Replicate`]), gradients and loss are then averaged over the copies by
+/// an all-reduce.
 ///
 /// With [`DataParallel::Automatic`] it is [`ExpandPlacements`] with placements that move few bytes, and
 /// the graph must have been traced over the joined batch.
 #[derive(Debug, Clone)]
 pub struct InsertCollectives {
-    /// Number of ranks along the axis: those that divide parameters, where parameters are divided.
+    /// Number of ranks along the axis: the ranks that divide parameters, if parameters are divided.
     pub num_ranks: usize,
     /// Division of the parameters among them.
     pub style: DataParallel,
     /// Name of the mesh axis.
     pub axis: Arc<str>,
-    /// Another axis of the mesh, along which ranks hold copies of the shards and divide the batch, too.
+    /// Another axis of the mesh, along which ranks hold copies of the shards and also divide the batch.
     pub replicate: Option<Replicate>,
-    /// Types in which parameters compute and gradients travel. The casts of parameters are in the graph already.
+    /// Types in which parameters compute and gradients travel. The graph already has the casts of parameters.
     pub precision: Precision,
-    /// The ranks along the axis that own a parameter each, whole, in place of a shard on every rank, by path.
+    /// The parameters that one rank along the axis owns whole, instead of a shard on every rank: path to rank.
     pub owners: BTreeMap<Arc<str>, usize>,
 }
 
 impl InsertCollectives {
-    /// Returns true if a rank that is alone has whole gradients as they are averaged: in the type in which it computes them.
+    /// Returns true if a single rank has whole gradients that need no averaging, because they have the type in which it
+    /// computes them.
     fn has_all(&self) -> bool {
         self.num_ranks == 1
             && self.replicate.is_none()
@@ -119,14 +121,15 @@ impl GraphTransform for InsertCollectives {
 struct Insertion<'a> {
     pass: &'a InsertCollectives,
     graph: Graph,
-    /// The averaged value that the optimizer reads instead of each gradient, of parameters with that owner or with none.
+    /// The averaged value that the optimizer reads instead of each gradient, for parameters with that owner or with
+    /// none.
     averaged: BTreeMap<(TensorId, Option<usize>), TensorId>,
     /// Each gradient as it travels.
     sent: BTreeMap<TensorId, TensorId>,
 }
 
 impl Insertion<'_> {
-    /// Cuts the parameters, and puts a gather before every use.
+    /// Cuts the parameters, and inserts a gather before every use.
     fn shard(&mut self, nodes: Vec<Node>) -> Result<Vec<Node>, Error> {
         let mut sharded = BTreeMap::new();
         for index in 0..self.graph.parameters().len() {
@@ -181,7 +184,7 @@ impl Insertion<'_> {
     }
 
     /// Returns casts of the shards, for parameters that compute in another type, and the nodes without the casts of
-    /// whole parameters that they replace: what is gathered is what computes.
+    /// whole parameters that they replace. Gathered values then already have the compute type.
     fn cast_shards(
         &mut self,
         nodes: Vec<Node>,
@@ -200,7 +203,7 @@ impl Insertion<'_> {
                 rest.push(node);
                 continue;
             };
-            // Backward may cast once more.
+            // Backward may cast again.
             let before = casts.iter().filter_map(cast_of);
             let before = before.filter(|other| other.input.id == cast.input.id);
             if let Some(before) = before.map(|other| other.out.id).next() {
@@ -281,7 +284,7 @@ impl Insertion<'_> {
         let Some(of) = node.path.as_ref().and_then(|path| by_path.get(path)) else {
             return Ok(());
         };
-        // Shapes in the operation are still those of the trace.
+        // Shapes in the operation are still the traced ones.
         of.check_step(node)?;
         if !of.is_owned() {
             for output in node.outputs() {
@@ -351,8 +354,8 @@ impl Insertion<'_> {
         self.graph.parameter(path)?.layout.owner
     }
 
-    /// Returns the mean of a gradient, which the last node has written, as the parameter of that index is held. Parameters
-    /// that share a gradient share its mean, but for those of other owners.
+    /// Returns the mean of a gradient that the last node has written, in the storage of the parameter with that index.
+    /// Parameters that share a gradient share its mean, unless they have different owners.
     fn complete(
         &mut self,
         scheduled: &mut Vec<Node>,
@@ -387,7 +390,7 @@ impl Insertion<'_> {
         Ok(mean)
     }
 
-    /// Returns the gradient in the type in which it travels, of one that the last node has written.
+    /// Returns the gradient, which the last node has written, in the type in which it travels.
     fn travelling(
         &mut self,
         scheduled: &mut Vec<Node>,
@@ -403,7 +406,7 @@ impl Insertion<'_> {
         }
         let mut phase = Phase::Backward;
         if cast.is_some() && !read.contains(&gradient) {
-            // The reduction widens what it combines.
+            // The reduction widens the values that it combines.
             phase = scheduled.pop().map_or(phase, |node| node.phase);
         }
         if travels == computed.dtype {
@@ -419,7 +422,7 @@ impl Insertion<'_> {
         Ok(rounded)
     }
 
-    /// Reduces `local`, which is a gradient or the loss as it travels. The mean takes the role of what it is of.
+    /// Reduces `local`, which is a gradient or the loss as it travels. The mean takes over its role.
     fn reduce(
         &mut self,
         scheduled: &mut Vec<Node>,
@@ -470,7 +473,7 @@ impl Insertion<'_> {
         }
     }
 
-    /// Averages what each copy of the shards has over the copies.
+    /// Averages the values of each copy of the shards over the copies.
     fn over_copies(
         &mut self,
         scheduled: &mut Vec<Node>,

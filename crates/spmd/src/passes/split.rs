@@ -11,8 +11,7 @@ use crate::graph::{Collective, CollectiveKind, Graph, Node, Payload, Role, Stage
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that splits every collective into its start and its wait, so that the passes after it can put something in
-/// between.
+/// The pass that splits every collective into its start and its wait, to let the passes after it put work in between.
 ///
 /// ```text
 /// before                          after
@@ -70,8 +69,8 @@ impl GraphTransform for Split {
     }
 }
 
-/// The pass that starts each all-gather right after the wait of the one before it, so that the next unit's weights
-/// travel while this unit computes. One is in flight at a time, beside the unit in use.
+/// The pass that starts each all-gather right after the wait of the one before it: the next unit's weights travel while
+/// this unit computes. One gather is in flight at a time, in addition to the unit in use.
 ///
 /// ```text
 /// before                                  after
@@ -112,7 +111,7 @@ impl GraphTransform for Prefetch {
                 starts.push_back(index);
             }
         }
-        // The first gather has nothing before it.
+        // No gather precedes the first one.
         let mut early: BTreeSet<usize> = BTreeSet::new();
         let mut next = starts.into_iter().skip(1);
         let mut scheduled = Vec::with_capacity(nodes.len());
@@ -121,7 +120,7 @@ impl GraphTransform for Prefetch {
                 continue;
             }
             scheduled.push(node.clone());
-            // Shards are given, so that a start may move anywhere before its place.
+            // Shards are given, so a start may move anywhere before its place.
             if is(node, Stage::Wait)
                 && let Some(start) = next.next()
                 && start > index
@@ -137,8 +136,8 @@ impl GraphTransform for Prefetch {
     }
 }
 
-/// The pass that moves each wait down to where its result is read first, so that other work comes in between; but a
-/// reduction waits at the latest when the next one starts, because until then it holds whole gradients.
+/// The pass that moves each wait down to the first read of its result, to fit other work in between. A reduction waits
+/// at the latest when the next one starts, because until then it holds whole gradients.
 ///
 /// ```text
 /// before                             after
@@ -176,7 +175,7 @@ impl GraphTransform for SinkWaits {
                     held.push_back(node);
                     continue;
                 }
-                // Before the next reduction, those before it are done, in order.
+                // Before the next reduction, the earlier ones finish in order.
                 Some((kind, Stage::Start)) if kind.contract().reduces => {
                     let is_reduction = |node: &Node| {
                         let collective = node.collective.as_ref();

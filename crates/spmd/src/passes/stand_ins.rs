@@ -1,6 +1,6 @@
-//! The pass that replaces weights by stand-ins where an operation needs their shape alone.
+//! The pass that replaces weights by stand-ins where an operation needs only their shape.
 //!
-//! It comes before gathers are inserted: a weight that nothing reads has none then.
+//! It comes before gathers are inserted: a weight that nothing reads then has none.
 
 use burn_ir::{BaseOperationIr, CreationOpIr, ModuleOperationIr, OperationIr, ShapeOpIr, TensorIr};
 

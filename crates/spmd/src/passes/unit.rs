@@ -12,17 +12,16 @@ use crate::transform::GraphTransform;
 
 /// The units of a model: the modules whose parameters are gathered, freed and reduced together.
 ///
-/// By default they follow from the paths. A parameter in a list of modules belongs to the innermost element
-/// that is made of several modules, or else to the outermost element: `blocks.3` for
-/// `blocks.3.fc.weight`, `stages.0.blocks.17` for `stages.0.blocks.17.conv.weight`, `layers.2` for
-/// `layers.2.weight`. Every other parameter belongs to the first module below those that contain all
-/// parameters of the model: `head` for `head.weight`, and `net.head` for `net.head.weight` where everything is in
-/// `net`.
+/// By default units follow from the paths. A parameter in a list of modules belongs to the innermost element that
+/// consists of several modules, or otherwise to the outermost element. Examples are `blocks.3` for
+/// `blocks.3.fc.weight`, `stages.0.blocks.17` for `stages.0.blocks.17.conv.weight`, and `layers.2` for
+/// `layers.2.weight`. Every other parameter belongs to the first module below the modules that contain all parameters
+/// of the model: `head` for `head.weight`, and `net.head` for `net.head.weight` if everything is in `net`.
 ///
-/// With [patterns](Self::matching) they are the modules that the user names.
+/// With [patterns](Self::matching), units are the modules that the user names.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Units {
-    /// Of the modules that are units; `None` where they follow from the paths.
+    /// Patterns of the modules that are units; `None` if they follow from the paths.
     patterns: Option<Vec<Pattern>>,
 }
 
@@ -32,8 +31,8 @@ impl Units {
         Self::default()
     }
 
-    /// Creates units that are the modules that match one of these patterns. A parameter belongs to the innermost of
-    /// them that contains it; all others are one unit, the root, as is the whole model without a pattern.
+    /// Creates units from the modules that match one of these patterns. A parameter belongs to the innermost of them
+    /// that contains it. All others form one unit, the root, and so does the whole model without a pattern.
     ///
     /// ```
     /// use burn_fsdp_spmd::passes::Units;
@@ -112,12 +111,12 @@ impl GraphTransform for AssignUnits {
     }
 }
 
-/// Returns the unit of a parameter in a graph; by its path alone where nothing was assigned.
+/// Returns the unit of a parameter in a graph; derived only from its path if none was assigned.
 pub(super) fn unit_in<'a>(graph: &'a Graph, path: &'a str) -> &'a str {
     graph.unit(path).unwrap_or_else(|| unit_of(path))
 }
 
-/// Returns the unit of a parameter by its path alone, see [`Units`].
+/// Returns the unit of a parameter, derived only from its path, see [`Units`].
 ///
 /// ```
 /// use burn_fsdp_spmd::passes::unit_of;
@@ -133,7 +132,7 @@ pub fn unit_of(path: &str) -> &str {
     below(0, path)
 }
 
-/// Returns the unit of a parameter by its path, in a model whose parameters all are in the module of the first
+/// Returns the unit of a parameter by its path, in a model whose parameters are all in the module of the first
 /// `wrapper` names.
 fn below(wrapper: usize, path: &str) -> &str {
     let ends: Vec<usize> = path.match_indices('.').map(|(end, _)| end).collect();
@@ -153,7 +152,7 @@ fn below(wrapper: usize, path: &str) -> &str {
     }
 }
 
-/// Counts the names that all paths begin with, the last name of each left out.
+/// Counts the leading names that all paths share, excluding the last name of each.
 fn wrapper(paths: &[&Arc<str>]) -> usize {
     let Some((first, rest)) = paths.split_first() else {
         return 0;
@@ -172,7 +171,7 @@ fn wrapper(paths: &[&Arc<str>]) -> usize {
         .fold(longest, |least, path| least.min(common(own, module(path))))
 }
 
-/// Returns the module that a parameter is in.
+/// Returns the module that contains a parameter.
 fn module(path: &str) -> &str {
     path.rsplit_once('.').map_or("", |(module, _)| module)
 }

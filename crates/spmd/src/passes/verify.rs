@@ -1,4 +1,4 @@
-//! The verifier: rules that hold of every graph, whichever passes made it.
+//! The verifier: rules that hold for every graph, whichever passes made it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -81,8 +81,8 @@ pub fn verify(graph: &Graph) -> Result<(), Error> {
     RULES.iter().try_for_each(|rule| keeps(graph, rule))
 }
 
-/// Checks the one rule of types, which says whether ranks hold of every value what its readers need, of every plan before it
-/// runs.
+/// Checks only the rule of types, for every plan before it runs: whether ranks hold of every value what its readers
+/// need.
 ///
 /// # Errors
 ///
@@ -193,7 +193,7 @@ fn written_once(graph: &Graph) -> Option<Fault> {
     None
 }
 
-/// Returns what is read, or comes out of the graph, without having been written.
+/// Returns a fault if a value is read, or is a result of the graph, without having been written.
 pub(super) fn written_before_read(graph: &Graph) -> Option<Fault> {
     let mut written = BTreeSet::new();
     for (index, node) in graph.nodes().iter().enumerate() {
@@ -326,7 +326,7 @@ fn parts_match(graph: &Graph) -> Option<Fault> {
 }
 
 /// Finds a fault in the cuts of a part. An all-to-all has cuts along two dims, in equal parts, and any other collective
-/// along one.
+/// has cuts along one.
 fn cuts_fault(kind: CollectiveKind, part: &CollectivePart) -> Option<String> {
     let is_crossed = kind.contract().gets.share == Share::Across;
     let path = &part.path;
@@ -364,7 +364,8 @@ fn waits_follow_starts(graph: &Graph) -> Option<Fault> {
     Fault::new(node, format!("nothing waits for %{}", id.value()))
 }
 
-/// Checks that every unit is a module that contains its parameters: units are declared by one pass and used by others.
+/// Checks that every unit is a module that contains its parameters, because one pass declares units and others use
+/// them.
 fn units_contain(graph: &Graph) -> Option<Fault> {
     graph.parameters().iter().find_map(|parameter| {
         let (path, unit) = (&parameter.path, graph.unit(&parameter.path)?);
@@ -377,7 +378,7 @@ fn units_contain(graph: &Graph) -> Option<Fault> {
     })
 }
 
-/// Returns the last node that reads each value or a view of it: until then its memory is held.
+/// Returns the last node that reads each value or a view of it, which holds its memory until then.
 fn last_reads(graph: &Graph) -> BTreeMap<TensorId, usize> {
     let mut last: BTreeMap<TensorId, usize> = BTreeMap::new();
     for (index, node) in graph.nodes().iter().enumerate().rev() {
@@ -387,7 +388,7 @@ fn last_reads(graph: &Graph) -> BTreeMap<TensorId, usize> {
         for input in node.inputs() {
             last.entry(input).or_insert(index);
         }
-        // Views come after what they look at, so that their own last reads are known here.
+        // Views come after their bases, so their own last reads are known here.
         if let Storage::View(base) = storage_of(node) {
             let of_views = node
                 .outputs()
@@ -400,11 +401,11 @@ fn last_reads(graph: &Graph) -> BTreeMap<TensorId, usize> {
     last
 }
 
-/// A visit of a unit: gathers of it in a row.
+/// A visit of a unit: consecutive gathers of it.
 struct Visit<'a> {
     unit: &'a str,
     gathers: Vec<(usize, &'a Node)>,
-    /// True if the same phase visited the unit before: then it stays until its last use there.
+    /// True if the same phase visited the unit before; it then stays until its last use there.
     is_back: bool,
 }
 
@@ -445,7 +446,7 @@ fn gathered_die(graph: &Graph) -> Option<Fault> {
         .enumerate()
         .filter(|(_, visit)| !visit.is_back)
     {
-        // Units that came back stay, and displace nobody.
+        // Units that came back stay, and displace none.
         let mut others = visits[at + 1..].iter().filter(|other| !other.is_back);
         let after_next = others.nth(1);
         let Some((next, begins)) = after_next.and_then(|v| Some((v.unit, v.gathers.first()?.0)))

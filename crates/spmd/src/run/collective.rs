@@ -34,7 +34,7 @@ impl From<burn_fsdp_collectives::Error> for Failure {
     }
 }
 
-/// The bytes that this rank gives of a part, with the part and the type of its elements.
+/// The bytes that this rank contributes to a part, with the part and its element type.
 type Given<'a> = (Source, &'a CollectivePart, ElementType);
 
 fn crossed((source, part, element): Given<'_>) -> Result<CrossPart, Failure> {
@@ -43,7 +43,7 @@ fn crossed((source, part, element): Given<'_>) -> Result<CrossPart, Failure> {
     Ok(CrossPart::new(source, part.partition, across, element))
 }
 
-/// Starts a collective of these tensors, one per part, with their seals; none of what other ranks own.
+/// Starts a collective of these tensors, one per part, with their seals. A tensor that another rank owns is `None`.
 pub(super) fn start<B: BackendIr>(
     group: &ProcessGroup,
     collective: &Collective,
@@ -71,7 +71,7 @@ pub(super) fn start<B: BackendIr>(
             None => Source::new(Vec::new()),
         };
         given.push((source, part, element));
-        // Copies of what is owned are combined among its owners.
+        // Copies of an owned value are combined among its owners.
         let (len, padded) = match is_here || gives != gets {
             true => (len(gets), part.padded_len(gets)),
             false => (0, 0),
@@ -108,13 +108,12 @@ pub(super) fn start<B: BackendIr>(
 }
 
 impl Started {
-    /// Waits for the flat results, one per part, as host data without a copy, with their seals where ranks compare
-    /// bytes.
+    /// Waits for the flat results, one per part, as host data without a copy. They have seals if ranks compare bytes.
     pub(super) fn wait(
         self,
         group: &ProcessGroup,
     ) -> Result<Vec<(TensorData, Option<Seal>)>, Failure> {
-        // Until the peers have read them, sources could not be updated in place.
+        // Sources cannot be updated in place until the peers have read them.
         let received = self.pending.wait_released()?;
         let buffers = received.buffers.into_iter().zip(self.results);
         let mut seals = received.seals.into_iter();
@@ -123,7 +122,7 @@ impl Started {
             let is_whole = buffer.len() == len * dtype.size();
             let mut seal = seals.next();
             if let Some(seal) = seal.as_ref().filter(|_| !is_whole) {
-                // What is padded is a copy, which has a seal of its own.
+                // A padded result is a copy, which has a seal of its own.
                 group.check_seal(seal, buffer.as_ref(), || "a result".to_owned())?;
             }
             let data = data(buffer, len, dtype);
@@ -158,9 +157,9 @@ fn data(buffer: Buffer, len: usize, dtype: DType) -> TensorData {
     TensorData::from_bytes(bytes, [len], dtype)
 }
 
-/// Returns the first bytes of a tensor in the order of its dims: on Flex in the tensor's memory, elsewhere read back.
+/// Returns the first bytes of a tensor in the order of its dims: from the tensor's memory on Flex, read back elsewhere.
 ///
-/// With the seal of its memory, if it gives all of it; otherwise the seal is looked at here.
+/// The result carries the seal of the memory if it gives all of it; otherwise the seal is checked here.
 fn source<B: BackendIr>(
     group: &ProcessGroup,
     tensor: HandleKind<B>,
@@ -182,7 +181,7 @@ fn source<B: BackendIr>(
         drop(tensor);
         let (start, _) = flex.layout().contiguous_offsets().unwrap_or((0, 0));
         let start = start * flex.dtype().size();
-        // The seal is of the memory as it lies; elements in another order are other bytes.
+        // The seal covers the memory in its stored order; elements in another order are other bytes.
         let is_whole = memory.layout().contiguous_offsets().is_some()
             && start == 0
             && num_bytes == flex.bytes().len();

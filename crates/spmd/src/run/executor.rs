@@ -30,19 +30,19 @@ use crate::panics::message;
 use crate::ranks::DATA_AXIS;
 use crate::trace::StepScalars;
 
-/// What comes out of a run of a graph.
+/// The results of a run of a graph.
 #[derive(Debug, Clone)]
 pub struct Results {
-    /// The loss, one number; `None` of a graph that has none.
+    /// The loss, one number; `None` if the graph has none.
     pub loss: Option<TensorData>,
-    /// The values beside it, by name.
+    /// The other outputs, by name.
     pub outputs: BTreeMap<Arc<str>, TensorData>,
 }
 
 /// The executor of one rank: holds its tensors and runs graphs over them.
 ///
-/// Parameters, buffers and states stay in it from step to step, under the ids that they have in the
-/// graph. A failed run leaves them in no defined state.
+/// Parameters, buffers and states stay in it from step to step, under the ids that they have in the graph. A failed run
+/// leaves them in an undefined state.
 pub struct Executor<B: BackendIr> {
     pub(super) interpreter: TensorInterpreter<B>,
     pub(super) group: ProcessGroup,
@@ -53,14 +53,14 @@ pub struct Executor<B: BackendIr> {
     started: BTreeMap<TensorId, Started>,
     /// Shapes and types of the given values that are set.
     pub(super) present: BTreeMap<TensorId, (Vec<usize>, DType)>,
-    /// The values of the graph that runs which another rank has.
+    /// The values of the running graph that another rank holds.
     pub(super) absent: Absent,
     constants: Vec<TensorId>,
     operations: CustomOperations<B>,
     pub(super) seals: Seals,
-    /// The run of which random numbers are drawn, where they are of a seed.
+    /// The step and micro-batch for which random numbers are drawn from a seed.
     moment: Moment,
-    /// The scalars of the step before, if nodes were moved here from there.
+    /// The scalars of the step before, if nodes were moved from there into this one.
     pub(super) before: Option<StepScalars>,
 }
 
@@ -90,18 +90,19 @@ impl<B: BackendIr> Executor<B> {
         self
     }
 
-    /// Sets the operations beside Burn's that graphs may use, in place of those set before.
+    /// Sets the operations that graphs may use in addition to Burn's, in place of the operations set before.
     pub fn set_operations(&mut self, operations: CustomOperations<B>) {
         self.operations = with_norms(kernels_of().and(operations));
     }
 
-    /// Returns the operations beside Burn's that graphs may use.
+    /// Returns the operations that graphs may use in addition to Burn's.
     pub fn operations(&self) -> &CustomOperations<B> {
         &self.operations
     }
 
-    /// Sets the step, and the micro-batch in it, of which the next run draws random numbers, where these are of a seed
-    /// ([`Mode::seeded`](crate::Mode::seeded)): without it all runs draw the same. All ranks must set the same.
+    /// Sets the step, and its micro-batch, for which the next run draws random numbers from a seed
+    /// ([`Mode::seeded`](crate::Mode::seeded)). Without this call, all runs draw the same numbers. All ranks must set
+    /// the same values.
     pub fn draw_for(&mut self, step: u64, micro: u32) {
         self.moment = Moment { step, micro };
     }
@@ -116,7 +117,7 @@ impl<B: BackendIr> Executor<B> {
         &self.table
     }
 
-    /// Returns the table of the tensors' memory, to begin a measurement.
+    /// Returns the mutable table of the tensors' memory, to begin a measurement.
     pub fn table_mut(&mut self) -> &mut MemoryTable {
         &mut self.table
     }
@@ -186,7 +187,7 @@ impl<B: BackendIr> Executor<B> {
         self.interpreter.register_op(OperationIr::Drop(tensor));
     }
 
-    /// Makes the constants of a graph available, and frees those of the graph before.
+    /// Makes the constants of a graph available, and frees the constants of the previous graph.
     pub fn load_constants(&mut self, graph: &Graph) {
         for id in std::mem::take(&mut self.constants) {
             self.remove(id);
@@ -197,8 +198,8 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Runs a graph once and returns what comes out of it. Every given value that its nodes read must be there;
-    /// inputs are gone afterwards. All ranks of the group must call it, with equal graphs.
+    /// Runs a graph once and returns its results. Every given value that its nodes read must be set; inputs are gone
+    /// afterwards. All ranks of the group must call it, with equal graphs.
     ///
     /// # Errors
     ///
@@ -348,7 +349,7 @@ impl<B: BackendIr> Executor<B> {
         group.ok_or_else(|| format!("there is no mesh axis \"{axis}\""))
     }
 
-    /// Moves a slice of the first rank of an axis to where this rank's is.
+    /// Moves a slice from the ranges of the first rank of an axis to the ranges of this rank.
     fn shift(&self, operation: &mut OperationIr, shift: &AxisShift) -> Result<(), String> {
         let (OperationIr::BaseFloat(BaseOperationIr::Slice(op))
         | OperationIr::BaseInt(BaseOperationIr::Slice(op))
@@ -364,7 +365,7 @@ impl<B: BackendIr> Executor<B> {
         Ok(())
     }
 
-    /// Draws this rank's part of random numbers of a seed.
+    /// Draws this rank's part of random numbers from a seed.
     fn draw(&mut self, node: &Node, draw: &Draw) -> Result<(), String> {
         let moment = self.moment;
         let along = |axis: &str| Ok(self.along(axis)?.rank());

@@ -1,4 +1,4 @@
-//! The end of a run, and what a rank does of a node that another one runs.
+//! The end of a run, and the handling of nodes that another rank runs.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use crate::graph::{Graph, Node, Update};
 use crate::norm::LOCAL_NORM;
 
 impl<B: BackendIr> Executor<B> {
-    /// Frees what a node would have taken that another rank runs.
+    /// Frees the inputs of a node that another rank runs.
     pub(super) fn skip(&mut self, node: &Node) {
         let taken = node.operation.inputs();
         let taken = taken.filter(|input| input.status == TensorStatus::ReadWrite);
@@ -20,8 +20,8 @@ impl<B: BackendIr> Executor<B> {
         own.into_iter().for_each(|id| self.free(id));
     }
 
-    /// Returns the call of an operation that is not Burn's with the operands that this rank has; `None` if it has none of
-    /// them. Then the norm of them is zero, and it is written.
+    /// Returns the call of an operation that is not Burn's with the operands that this rank has, or `None` if it has
+    /// none of them. In the latter case their norm is zero, and this writes it.
     pub(super) fn own_call(&mut self, call: &CustomOpIr) -> Result<Option<CustomOpIr>, Error> {
         let Some(own) = self.absent.without(call) else {
             return Ok(Some(call.clone()));
@@ -45,7 +45,7 @@ impl<B: BackendIr> Executor<B> {
 
     /// Makes the graph's updates, and frees the results and the inputs.
     pub(super) fn finish(&mut self, graph: &Graph) {
-        // All at once: an update may read what another replaces.
+        // All at once, because an update may read a value that another update replaces.
         let fresh = |index: usize| TensorId::new(u64::MAX - index as u64);
         let updates = graph.updates().iter();
         let (others, updates): (Vec<&Update>, Vec<&Update>) =
@@ -78,7 +78,7 @@ impl<B: BackendIr> Executor<B> {
         for input in graph.inputs() {
             self.remove(*input);
         }
-        // Nodes have taken their memory.
+        // Nodes have already taken their memory.
         for id in graph.used_up() {
             match self.absent.contains(id) {
                 true => self.remove(id),
@@ -88,7 +88,7 @@ impl<B: BackendIr> Executor<B> {
     }
 }
 
-/// Returns what a rank has of a tensor that another one owns.
+/// Returns the empty data that this rank holds of a tensor that another one owns.
 fn nothing(dtype: DType) -> TensorData {
     TensorData::from_bytes_vec(Vec::new(), [0], dtype)
 }

@@ -7,10 +7,10 @@ use burn_backend::TensorMetadata;
 use burn_flex::FlexTensor;
 use burn_ir::{BackendIr, HandleKind, TensorId, TensorIr};
 
-/// The memory of each live tensor, and the bytes of all of it.
+/// The memory of each live tensor, and the total in bytes.
 ///
-/// Tensors are counted by the memory that they lie in, once, however many views there are. On Flex
-/// that memory is known exactly; on other backends every tensor counts as memory of its own size.
+/// Tensors are counted by their memory, once, however many views there are. On Flex that memory is known exactly. On
+/// other backends every tensor counts as memory of its own size.
 #[derive(Debug, Clone, Default)]
 pub struct MemoryTable {
     /// Number of values and bytes, by address of the memory.
@@ -38,13 +38,13 @@ impl Address {
         };
         let (address, num_bytes) = found;
         Self {
-            // Odd, so that it is no address of tensor memory.
+            // Odd, to differ from any address of tensor memory.
             address: address.unwrap_or((id.value() as usize) << 1 | 1),
             num_bytes,
         }
     }
 
-    /// Returns an address for the memory that a collective under way writes.
+    /// Returns an address for the memory that a collective in flight writes.
     pub(super) fn reserved(output: &TensorIr) -> Self {
         Self {
             address: (output.id.value() as usize) << 1 | 1,
@@ -69,13 +69,13 @@ impl MemoryTable {
         self.live_bytes
     }
 
-    /// Returns the most bytes at once since the last [`reset_peak`](Self::reset_peak). An operation's results count
-    /// beside its inputs, unless they are written in place.
+    /// Returns the most bytes at once since the last [`reset_peak`](Self::reset_peak). An operation's results count in
+    /// addition to its inputs, unless they are written in place.
     pub fn peak_bytes(&self) -> usize {
         self.peak_bytes
     }
 
-    /// Returns the node at which the peak was reached, if it was while a graph ran.
+    /// Returns the node at which the peak was reached, if a graph was running then.
     pub fn peak_node(&self) -> Option<usize> {
         self.peak_node
     }
@@ -96,8 +96,8 @@ impl MemoryTable {
         }
     }
 
-    /// Counts the values that a node wrote, and no more those that it took. For the peak both count, unless a value was
-    /// written in the memory of one that was taken.
+    /// Counts the values that a node wrote, and stops counting the values that it took. For the peak both count, unless
+    /// a value was written in the memory of a value that was taken.
     pub(super) fn write(
         &mut self,
         written: &[(TensorId, Address)],
@@ -152,7 +152,7 @@ impl MemoryTable {
         self.values.insert(id, place.address);
     }
 
-    /// Counts a tensor no more.
+    /// Stops counting a tensor.
     pub(super) fn remove(&mut self, id: TensorId) {
         let Some(address) = self.values.remove(&id) else {
             return;

@@ -2,8 +2,8 @@
 //!
 //! An [`Executor`] owns one rank's tensors and replays a graph's nodes through Burn's
 //! [`TensorInterpreter`](burn_router::TensorInterpreter), which works for every backend.
-//! Collectives go to the rank's [`ProcessGroup`](burn_fsdp_collectives::ProcessGroup). It counts the bytes
-//! of all tensors it holds in a table of its own ([`MemoryTable`]) and can record a [`Timeline`].
+//! Collectives go to the rank's [`ProcessGroup`](burn_fsdp_collectives::ProcessGroup). The executor counts the bytes of
+//! all its tensors in a table of its own ([`MemoryTable`]) and can record a [`Timeline`].
 
 mod collective;
 mod executor;

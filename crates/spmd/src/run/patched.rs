@@ -9,14 +9,14 @@ use crate::graph::Node;
 use crate::trace::StepScalars;
 
 impl<B: BackendIr> Executor<B> {
-    /// Sets the scalars of the step before, which nodes run with that were [moved](crate::passes::IterationGraph) into this
-    /// one; without any they run with those of the run.
+    /// Sets the scalars of the step before, for nodes that were [moved](crate::passes::IterationGraph) from there into
+    /// this one. Without them, these nodes run with the scalars of the run.
     pub fn moved_scalars(&mut self, before: Option<StepScalars>) {
         self.before = before;
     }
 
-    /// Gives an operation of the optimizer the scalars of its step. It never runs with those that it was traced with: they
-    /// were another step's.
+    /// Gives an operation of the optimizer the scalars of its step. It never runs with the traced scalars, which belong
+    /// to another step.
     pub(super) fn patched(
         &self,
         index: usize,

@@ -7,7 +7,7 @@ use burn_std::rand::{SeedableRng, StdRng};
 
 use crate::graph::{Draw, random_of};
 
-/// Elements of the whole that one generator draws.
+/// Number of elements of the whole that one generator draws.
 const BLOCK: usize = 256;
 
 /// The step and micro-batch of a run, which key its random numbers.
@@ -19,17 +19,17 @@ pub(super) struct Moment {
     pub(super) micro: u32,
 }
 
-/// What one rank draws.
+/// The numbers that one rank draws.
 pub(super) struct Drawing<'a> {
     draw: &'a Draw,
     moment: Moment,
     rank: usize,
-    /// Where the rank's part of the whole begins, in each dim.
+    /// The start of the rank's part in the whole, in each dim.
     start: Vec<usize>,
 }
 
 impl<'a> Drawing<'a> {
-    /// Creates what a rank draws that is at `along` of each mesh axis.
+    /// Creates the drawing of a rank, where `along` returns its index along a mesh axis.
     pub(super) fn new(
         draw: &'a Draw,
         moment: Moment,
@@ -45,7 +45,7 @@ impl<'a> Drawing<'a> {
         })
     }
 
-    /// Returns the rank's part of what an operation draws.
+    /// Returns the rank's part of the numbers that an operation draws.
     pub(super) fn of(&self, operation: &OperationIr) -> Result<TensorData, String> {
         let op = random_of(operation).ok_or("it draws nothing")?;
         match op.out.dtype {
@@ -67,8 +67,8 @@ impl<'a> Drawing<'a> {
         }
     }
 
-    /// Draws the blocks of consecutive elements of the whole that the part has elements of, each from a generator of its own:
-    /// so a rank draws little of what others do.
+    /// Draws the blocks of consecutive elements of the whole that overlap the part. Each block has a generator of its
+    /// own, so a rank draws few numbers of other ranks.
     fn part<E: Element>(&self, op: &RandomOpIr) -> Result<TensorData, String> {
         let (whole, part) = (&self.draw.whole, op.out.shape.to_vec());
         let fits = |((size, start), whole): ((&usize, &usize), &usize)| size + start <= *whole;
@@ -100,7 +100,7 @@ impl<'a> Drawing<'a> {
         Ok(TensorData::new(elements, part))
     }
 
-    /// Returns the place in the whole, in the order of its dims, of the first element of a row of the part.
+    /// Returns the position in the whole, in the order of its dims, of the first element of a row of the part.
     fn place(&self, row: usize, rows: &[usize]) -> usize {
         let Some((width, dims)) = self.draw.whole.split_last() else {
             return 0;
@@ -114,8 +114,8 @@ impl<'a> Drawing<'a> {
         place
     }
 
-    /// Returns the generator of a block. All that distinguishes it is in the key, so that no two are alike: a step's number has
-    /// 64 bits, a block's 48, a rank's 16.
+    /// Returns the generator of a block. The key contains everything that distinguishes it, so no two are alike: a
+    /// step's number has 64 bits, a block's 48, a rank's 16.
     fn generator(&self, block: usize) -> StdRng {
         let Draw {
             seed,

@@ -9,24 +9,24 @@ use burn_ir::TensorId;
 
 use crate::error::Error;
 
-/// A seal, and what it is of.
+/// A seal, and a description of its value.
 #[derive(Debug, Clone)]
 pub(super) struct Sealed {
     pub(super) seal: Seal,
     pub(super) what: Label,
 }
 
-/// The seals of the values that are there, where ranks compare bytes.
+/// The seals of the current values, if ranks compare bytes.
 #[derive(Debug, Default)]
 pub(super) struct Seals {
     pub(super) of: BTreeMap<TensorId, Sealed>,
-    /// Those of the values of this run that replace others at its end: `None` until a node has written them.
+    /// The seals of values of this run that replace others at its end: `None` until a node has written them.
     pub(super) fresh: BTreeMap<TensorId, Option<Seal>>,
     /// Number of steps that have been sealed.
     pub(super) steps: u64,
 }
 
-/// The seal of a value that a node takes to show it in another way, and where its memory lies.
+/// The seal of a value that a node takes to present it in another way, and the place of its memory.
 pub(super) struct Carried {
     pub(super) sealed: Sealed,
     pub(super) memory: (usize, usize),
@@ -43,7 +43,7 @@ impl Seals {
 }
 
 impl Sealed {
-    /// Looks whether a value is what was sealed; `node` is where.
+    /// Checks that a value still matches its seal; `node` is the node to report.
     pub(super) fn check(
         &self,
         group: &ProcessGroup,

@@ -1,11 +1,11 @@
-//! The values that the executor holds from one node to another and from one run to the next, and whether they are what was
-//! written there.
+//! Seals of the values that the executor holds from one node to another and from one run to the next, which show
+//! whether they still are what was written.
 //!
-//! A value is sealed when it is there: what a collective has brought, from what the ranks have told of it, and what becomes a
-//! parameter, a buffer or a state at the end of a run, when a node has written it. It is looked at where a node takes it,
-//! which is its last use, and where a collective gives it; what no node of a step takes is looked at at its end. Nobody
-//! writes over memory that has two holders, and a node that writes over what it takes does so after the look. Only memory of
-//! the host is sealed.
+//! The executor seals a collective's result when it arrives, from the data that the ranks reported about it. It seals
+//! the new value of a parameter, buffer or state when a node has written it, or at the end of the run. It checks a
+//! value where a node takes it, which is its last use, and where a collective gives it. It checks values that no node
+//! of a step takes at the end of the step. Memory with two holders is not overwritten, and a node that overwrites a
+//! value that it takes does so after the check. Only host memory is sealed.
 
 use std::any::Any;
 
@@ -20,7 +20,8 @@ use crate::error::Error;
 use crate::graph::{Collective, Graph, Node, Parameter, Role, Stage, Storage, storage_of};
 
 impl<B: BackendIr> Executor<B> {
-    /// Looks at the values that a node takes. Returns the seal of one that it takes to show it in another way.
+    /// Checks the values that a node takes. Returns the seal of a value that the node takes to present it in another
+    /// way.
     pub(super) fn look_at_taken(
         &mut self,
         index: usize,
@@ -29,7 +30,7 @@ impl<B: BackendIr> Executor<B> {
         if self.seals.of.is_empty() {
             return Ok(None);
         }
-        // A collective looks at what it gives.
+        // A collective checks the values that it gives.
         let gives = node.collective.as_ref().map(|collective| collective.stage);
         let gives = gives.is_some_and(|stage| stage != Stage::Wait);
         let mut carried = None;
@@ -56,7 +57,8 @@ impl<B: BackendIr> Executor<B> {
         Ok(carried)
     }
 
-    /// Keeps the seal of a value that a node has shown in another way, and forgets those of what a collective has given.
+    /// Keeps the seal of a value that a node has presented in another way, and forgets the seals of values that a
+    /// collective has given.
     pub(super) fn keep_seals(&mut self, node: &Node, carried: Option<Carried>) {
         if self.seals.of.is_empty() && carried.is_none() {
             return;
@@ -75,7 +77,7 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Keeps the seal of what a collective has brought for one of its parts; flips a bit of it if a fault says so.
+    /// Keeps the seal of a collective's result for one of its parts. Flips a bit of the result if a fault requests it.
     pub(super) fn seal_result(
         &mut self,
         id: TensorId,
@@ -95,8 +97,8 @@ impl<B: BackendIr> Executor<B> {
         flipped(&self.group, at, data)
     }
 
-    /// Seals the values that were set since the last run and that are not of this run alone, and flips a bit of those that
-    /// are there if a fault says so.
+    /// Seals the values that were set since the last run and outlive this run. Flips a bit of present values if a fault
+    /// requests it.
     pub(super) fn seal_given(&mut self, graph: &Graph) -> Result<(), Error> {
         let at = |role: &Role| match role {
             Role::Parameter(_) => Some(At::Shard),
@@ -124,7 +126,7 @@ impl<B: BackendIr> Executor<B> {
         Ok(())
     }
 
-    /// Reads a given value back to the host, after a look whether it is what was sealed.
+    /// Reads a given value back to the host, after a check against its seal.
     pub(crate) fn get_sealed(&mut self, id: TensorId) -> Result<TensorData, Error> {
         if let Some(sealed) = self.seals.get(id).cloned()
             && let Some((shape, dtype)) = self.present.get(&id).cloned()
@@ -135,7 +137,7 @@ impl<B: BackendIr> Executor<B> {
         self.get(id)
     }
 
-    /// Gives a given value other elements, and seals it again if it was sealed.
+    /// Replaces the elements of a given value, and seals it again if it was sealed.
     pub(crate) fn replace(&mut self, id: TensorId, data: TensorData) {
         let sealed = self.seals.get(id).cloned();
         let like = ir(id, data.shape().to_vec(), data.dtype());
@@ -147,7 +149,7 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Says which values of this run are to be sealed when a node has written them.
+    /// Notes which values of this run are to be sealed when a node has written them.
     pub(super) fn await_written(&mut self, graph: &Graph) {
         let updates = graph.updates().iter();
         let is_sealed = |from| self.group.compares_bytes() && !self.absent.contains(from);
@@ -155,7 +157,8 @@ impl<B: BackendIr> Executor<B> {
         self.seals.fresh = fresh.map(|update| (update.from, None)).collect();
     }
 
-    /// Seals what a node has written that replaces another value at the end, while it is still in the cache.
+    /// Seals a value that replaces another one at the end, right after a node has written it and while it is still in
+    /// the cache.
     pub(super) fn seal_written(&mut self, node: &Node) {
         if self.seals.fresh.is_empty() {
             return;
@@ -168,8 +171,8 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Looks at the values that a step has read or brought and no node has taken, before it replaces any. An evaluation leaves
-    /// them to the next step.
+    /// Checks the values that a step has read or received and that no node has taken, before it replaces any. An
+    /// evaluation leaves them to the next step.
     pub(super) fn look_at_left(&mut self, graph: &Graph) -> Result<(), Error> {
         if self.seals.of.is_empty() || graph.updates().is_empty() {
             return Ok(());
@@ -187,9 +190,9 @@ impl<B: BackendIr> Executor<B> {
         Ok(())
     }
 
-    /// Seals what a run has left, and tells the other ranks of what all hold alike.
+    /// Seals the values that a run has left, and reports to the other ranks the values that all hold whole.
     pub(super) fn seal_left(&mut self, graph: &Graph) {
-        // What was taken on the way is gone.
+        // Values that were taken during the run are gone.
         let present = &self.present;
         self.seals.of.retain(|id, _| present.contains_key(id));
         if !self.group.compares_bytes() || graph.updates().is_empty() {
@@ -237,7 +240,7 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Returns the seal of a value as it is now, if it is in the memory of the host.
+    /// Returns the current seal of a value, if the value is in host memory.
     fn sealed(&mut self, tensor: &TensorIr) -> Option<Seal> {
         let tensor = self.host(tensor)?;
         self.group.seal(tensor.bytes())
@@ -248,7 +251,7 @@ impl<B: BackendIr> Executor<B> {
         self.seals.of.insert(id, Sealed { seal, what });
     }
 
-    /// Returns a value, if it is in the memory of the host.
+    /// Returns a value, if it is in host memory.
     fn host(&mut self, tensor: &TensorIr) -> Option<FlexTensor> {
         let tensor = TensorIr {
             status: TensorStatus::ReadOnly,
@@ -276,12 +279,12 @@ fn flex(tensor: &dyn Any) -> Option<FlexTensor> {
     tensor.downcast_ref::<FlexTensor>().cloned()
 }
 
-/// Returns where the memory of a tensor begins, and its length in bytes.
+/// Returns the address of a tensor's memory, and its length in bytes.
 fn memory_of(tensor: &FlexTensor) -> (usize, usize) {
     (tensor.bytes().as_ptr() as usize, tensor.bytes().len())
 }
 
-/// Returns the data with one bit flipped, if a fault says so.
+/// Returns the data, with one bit flipped if a fault requests it.
 fn flipped(group: &ProcessGroup, at: At, data: TensorData) -> TensorData {
     let Some(bit) = group.flips(at, data.as_bytes().len()) else {
         return data;

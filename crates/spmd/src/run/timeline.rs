@@ -17,7 +17,7 @@ pub struct Span {
     pub phase: String,
     /// Index in the schedule.
     pub node: usize,
-    /// Time from the beginning of the step to that of the node.
+    /// Time from the beginning of the step to the beginning of the node.
     pub start: Duration,
     /// Time that the node took.
     pub duration: Duration,
@@ -47,7 +47,7 @@ impl Timeline {
         }
     }
 
-    /// Returns the moment from which the times count.
+    /// Returns the moment from which times are measured.
     pub fn began(&self) -> Instant {
         self.began
     }
@@ -78,8 +78,8 @@ impl Timeline {
         });
     }
 
-    /// Returns the events of this rank for `chrome://tracing` or Perfetto: spans of computation and of communication in
-    /// a row each, and a curve of memory. A file holds an array of the events of all ranks.
+    /// Returns the events of this rank for `chrome://tracing` or Perfetto: one row of computation spans, one row of
+    /// communication spans, and a curve of memory. A file holds an array of the events of all ranks.
     pub fn chrome_events(&self, rank: usize) -> Vec<Value> {
         let micros = |duration: Duration| duration.as_secs_f64() * 1e6;
         let name = |thread: usize, name: &str| {

@@ -1,4 +1,4 @@
-//! Every optimizer of Burn that is one per parameter, and some as users write them.
+//! Every optimizer of Burn that works per parameter, and some as users write them.
 
 use burn::optim::decay::WeightDecayConfig;
 use burn::optim::momentum::MomentumConfig;
@@ -10,10 +10,10 @@ use burn::optim::{
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use burn_pack::Scalar;
 
-/// What an optimizer needs of the tensor that it steps.
+/// The properties of its tensor that an optimizer needs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Needs {
-    /// Nothing: every element is stepped by itself, and the shape does not matter.
+    /// None: every element is stepped separately, and the shape does not matter.
     Element,
     /// The shape of the parameter, on the host.
     Shape,
@@ -23,12 +23,12 @@ pub(crate) enum Needs {
     Matrix,
 }
 
-/// Something to be done with every optimizer.
+/// A check to run with every optimizer.
 pub(crate) trait ForEach {
     fn case<O: Optimizer>(&mut self, name: &'static str, optimizer: O, rate: f64, needs: Needs);
 }
 
-/// Every setting, with a learning rate for it.
+/// Runs the check with every setting, and a learning rate for it.
 pub(crate) fn for_each(each: &mut impl ForEach) {
     use Needs::{Element, Matrix, Shape, Whole};
     let decay = || Some(WeightDecayConfig::new(0.05));
@@ -137,7 +137,7 @@ pub(crate) fn for_each(each: &mut impl ForEach) {
     each.case("muon with a rest", MuonWithRest, 0.02, Whole);
 }
 
-/// A state of host numbers and tensors, all of which are saved.
+/// A state of host numbers and tensors that are all saved.
 #[derive(Clone, Default)]
 pub(crate) struct Kept<const D: usize> {
     pub(crate) time: u64,
@@ -169,7 +169,7 @@ impl<const D: usize> RecordState for Kept<D> {
     }
 }
 
-/// The next state with that tensor.
+/// Returns the next state with that tensor.
 fn kept<const D: usize>(before: Option<&Kept<D>>, rate: f64, tensor: Tensor<D>) -> Option<Kept<D>> {
     Some(Kept {
         time: before.map_or(0, |kept| kept.time) + 1,
@@ -178,7 +178,7 @@ fn kept<const D: usize>(before: Option<&Kept<D>>, rate: f64, tensor: Tensor<D>) 
     })
 }
 
-/// Momentum of the gradient.
+/// Returns the momentum of the gradient.
 fn momentum<const D: usize>(before: Option<&Kept<D>>, gradient: Tensor<D>) -> Tensor<D> {
     match before.and_then(|kept| kept.tensors.first().cloned()) {
         Some(tensor) => tensor.mul_scalar(0.9).add(gradient.mul_scalar(0.1)),
@@ -226,7 +226,7 @@ optimizer!(
 );
 
 optimizer!(
-    /// The sign of momentum, by the longer side of a matrix.
+    /// The sign of momentum, scaled by the longer side of a matrix.
     SignByShape,
     |rate, tensor, gradient, kept_before| {
         let moment = momentum(kept_before.as_ref(), gradient);
@@ -237,7 +237,7 @@ optimizer!(
 );
 
 optimizer!(
-    /// Other operations once enough steps are done, as RAdam's rectification.
+    /// Other operations after enough steps, like RAdam's rectification.
     Rectified,
     |rate, tensor, gradient, kept_before| {
         let moment = momentum(kept_before.as_ref(), gradient.square());
@@ -251,7 +251,7 @@ optimizer!(
 );
 
 optimizer!(
-    /// Every fifth step goes half way back to a slow copy.
+    /// Every fifth step goes halfway back to a slow copy.
     Lookahead,
     |rate, tensor, gradient, kept_before| {
         let slow = kept_before.as_ref().and_then(|kept| kept.tensors.first().cloned());
@@ -269,7 +269,7 @@ optimizer!(
 );
 
 optimizer!(
-    /// Computes in f32, and keeps its state so.
+    /// Computes in f32, and keeps its state in f32.
     InF32,
     |rate, tensor, gradient, kept_before| {
         let dtype = tensor.dtype();
@@ -289,7 +289,7 @@ optimizer!(
 );
 
 optimizer!(
-    /// Weighs a step by all rates so far, as schedule-free optimizers.
+    /// Weighs a step by the sum of all rates so far, like schedule-free optimizers.
     SumOfRates,
     |rate, tensor, gradient, kept_before| {
         let moment = momentum(kept_before.as_ref(), gradient);

@@ -1,4 +1,4 @@
-//! Bytes: bounds that fail if a rank holds a whole model before, or beside, its part of one.
+//! Memory bounds that fail if a rank holds a whole model before or together with its part of one.
 
 use std::fs::{self, DirEntry};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -22,13 +22,13 @@ use peak_alloc::PeakAlloc;
 #[global_allocator]
 static HEAP: PeakAlloc = PeakAlloc;
 
-/// The allocator counts for the whole process: one test at a time.
+/// The allocator counts for the whole process, so only one test runs at a time.
 fn alone() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Waits until the threads of earlier ranks have ended, which free what is theirs when they get to it. (Linux tells threads.)
+/// Waits until the threads of earlier ranks have ended, because they free their memory late. (Linux counts threads.)
 fn settle() {
     let is_rank = |thread: &DirEntry| {
         fs::read_to_string(thread.path().join("comm")).is_ok_and(|name| name.starts_with("rank"))
@@ -45,7 +45,7 @@ const DIM: usize = 512;
 /// Bytes of a layer's only parameter.
 const LAYER: usize = 4 * DIM * 2 * DIM;
 const WHOLE: usize = NUM_LAYERS * LAYER;
-/// Bytes of traces and tables, of all ranks together.
+/// Allowance for traces and tables, over all ranks.
 const BOOKS: usize = LAYER;
 
 #[derive(Module, Debug)]
@@ -114,7 +114,7 @@ fn on_ranks<T: Send + 'static>(
     launch(config, body).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Runs a closure on all ranks at once; returns the most that the heap has grown by, and what is left of it.
+/// Runs a closure on all ranks at once. Returns the peak growth of the heap, and the remaining growth.
 fn grown<T>(
     world: &ProcessGroup,
     run: impl FnOnce() -> Result<T, Error>,
@@ -129,12 +129,12 @@ fn grown<T>(
     meet("run");
     let (peak, left) = (HEAP.peak_usage(), HEAP.current_usage());
     meet("measured again");
-    // What was there before may be freed meanwhile.
+    // Earlier memory may be freed meanwhile.
     let over = |bytes: usize| bytes.saturating_sub(before);
     Ok((over(peak), over(left), result))
 }
 
-/// Compiles on all ranks. Returns the most that the heap has grown by, and what is left of it.
+/// Compiles on all ranks. Returns the peak growth of the heap, and the remaining growth.
 fn of_compile(
     ranks: usize,
     division: Division,
@@ -152,7 +152,8 @@ fn drawn(mode: Mode) -> Result<Made, Error> {
     compile(Net::new, Net::loss, AdamWConfig::new().build(), mode)
 }
 
-/// Divisions, with the copies of the model that their ranks have together, and the ranks that see a value whole.
+/// Divisions, with the number of copies of the model over all their ranks, and the number of ranks that see a whole
+/// value.
 fn divisions(ranks: usize) -> Vec<(Division, usize, usize)> {
     let mut all = vec![
         (Division::Data(Strategy::FullShard.into()), 1, 1),
@@ -176,13 +177,14 @@ fn values_are_made_and_divided_one_at_a_time() {
             let held = copies * WHOLE;
             let what = format!("{division:?} on {ranks} ranks: {peak} bytes, {left} left");
             assert!((held..held + BOOKS).contains(&left), "{what}, {held} held");
-            // What drawing a value takes for a moment; and on each rank that sees it whole, what was received and its tensor.
+            // The temporary memory of drawing a value, and on each rank that sees it whole, the received bytes and its
+            // tensor.
             assert!(peak <= held + (1 + 2 * whole_on) * LAYER + BOOKS, "{what}");
         }
     }
 }
 
-/// A module of the user's own values is dropped one parameter after the other.
+/// A module with the user's own values is dropped one parameter after the other.
 #[test]
 fn values_that_are_there_go_one_at_a_time() {
     let _turn = alone();
@@ -259,8 +261,8 @@ fn adapters_leave_the_weights_lazy() {
     }
 }
 
-/// Between forward and backward there is no weight that an adapter is merged into, and in backward no more whole gradients than
-/// those of the units in use.
+/// Between forward and backward there is no weight into which an adapter is merged. In backward the only whole
+/// gradients belong to the units in use.
 #[test]
 fn a_step_of_adapters_holds_few_merged_weights() {
     let _turn = alone();
@@ -276,7 +278,7 @@ fn a_step_of_adapters_holds_few_merged_weights() {
             Ok(peak)
         });
         let peak = seen[0];
-        // On each rank the weights in use and the next, one of them merged, and a gradient.
+        // On each rank the weights in use and the next ones, one of them merged, and a gradient.
         let most = ranks * 7 * LAYER + BOOKS;
         assert!(
             peak <= most,
@@ -286,7 +288,7 @@ fn a_step_of_adapters_holds_few_merged_weights() {
     }
 }
 
-/// The first graph decides the placements: what it divides otherwise is whole one parameter at a time.
+/// The first graph decides the placements. Parameters that it divides differently are whole one at a time.
 #[test]
 fn placements_are_taken_up_one_parameter_at_a_time() {
     let _turn = alone();
@@ -307,14 +309,14 @@ fn placements_are_taken_up_one_parameter_at_a_time() {
         let (peak, left, is_cut) = seen[0];
         assert!(is_cut, "the batch decides for parts");
         let what = format!("{peak} bytes, {left} left on {ranks} ranks");
-        // The tables of layouts are those of four ranks.
+        // The tables hold the layouts of four ranks.
         assert!(left <= BOOKS + LAYER / 2, "{what}");
-        // A whole parameter on each rank, the parts that it is made of, and the parts that are made of it.
+        // A whole parameter on each rank, the parts from which it is made, and the parts that are made from it.
         assert!(peak <= (ranks + 2) * LAYER + BOOKS, "{what}");
     }
 }
 
-/// An evaluation before the first step takes the values as they are, and gives them back.
+/// An evaluation before the first step takes the values as they are, and returns them.
 #[test]
 fn an_evaluation_before_the_first_step_copies_nothing() {
     let _turn = alone();
@@ -328,7 +330,7 @@ fn an_evaluation_before_the_first_step_copies_nothing() {
         let (first, again) = (first.into_scalar::<f32>(), again.into_scalar::<f32>());
         assert_eq!(first.to_bits(), again.to_bits());
         assert_eq!(step.parameter("layers.3.weight")?, before);
-        // The step goes on from the same values.
+        // The step continues from the same values.
         let loss = step.step(1e-3, &batch)?;
         assert!(
             (loss - f64::from(first)).abs() < 1e-6 * loss.abs(),
@@ -338,7 +340,7 @@ fn an_evaluation_before_the_first_step_copies_nothing() {
     });
     let (peak, left) = seen[0];
     let what = format!("{peak} bytes, {left} left");
-    // On each rank the layer in use, and the next.
+    // On each rank the layer in use, and the next one.
     assert!(peak <= 5 * LAYER + BOOKS, "{what}");
     assert!(left <= 4 * LAYER + BOOKS, "{what}");
 }

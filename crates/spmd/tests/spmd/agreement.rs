@@ -1,4 +1,4 @@
-//! One model trained by Burn on one rank, and compiled on one, two and three.
+//! One model trained by Burn on one rank, and compiled on one, two and three ranks.
 
 use std::ops::Range;
 
@@ -10,31 +10,32 @@ use burn_fsdp_spmd::{Batch, DataParallel, Error, Mode, Strategy, compile};
 
 use crate::eager::{self, adamw};
 
-/// Rows of the joined batch; two and three ranks divide them.
+/// Rows of the joined batch, divisible by two and three ranks.
 pub(crate) const ROWS: usize = 6;
 
 const STEPS: usize = 6;
 
-/// Data of a shape that is another for every seed.
+/// Returns data of the given shape, different for every seed.
 pub(crate) fn data<const D: usize>(seed: usize, shape: [usize; D], device: &Device) -> Tensor<D> {
     let len: usize = shape.iter().product();
     let values = (0..len).map(|i| ((i * 37 + seed * 101 + 13) % 211) as f32 / 105.0 - 1.0);
     Tensor::from_data(TensorData::new(values.collect::<Vec<_>>(), shape), device)
 }
 
-/// Those rows of the joined batch of a step: vectors of five.
+/// Returns the given rows of a step's joined batch: vectors of five.
 pub(crate) fn vectors(step: usize, rows: Range<usize>, device: &Device) -> Tensor<2> {
     data(step, [ROWS, 5], device).slice([rows])
 }
 
-/// What was trained, in a form that is compared.
+/// The results of training, in a form that can be compared.
 #[derive(Debug, PartialEq)]
 struct Run {
     losses: Vec<f32>,
     parameters: Vec<(String, Vec<f32>)>,
 }
 
-/// Trains on one rank bit for bit as Burn does, and on two and three nearly so, replicated and fully sharded.
+/// Checks that training equals Burn's bit for bit on one rank, and nearly on two and three, replicated and fully
+/// sharded.
 pub(crate) fn agrees<M, B>(
     what: &str,
     init: fn(&Device) -> M,
@@ -47,7 +48,7 @@ pub(crate) fn agrees<M, B>(
     compare(what, (init, loss, rows), true);
 }
 
-/// The same where Burn adds up in another order on one rank, too, because its tensors lie otherwise in memory.
+/// The same check if Burn sums in another order on one rank as well, because its tensors have another layout in memory.
 pub(crate) fn agrees_closely<M, B>(
     what: &str,
     init: fn(&Device) -> M,
@@ -111,7 +112,7 @@ where
     B: Batch,
 {
     let device = Device::flex();
-    // One rank has Burn's bits without kernels, which add in another order.
+    // One rank has the same bits as Burn without kernels, which sum in another order.
     let options = Options::default().kernels(world.size() > 1);
     let mode = Mode::data_parallel(world.clone(), style).options(options);
     let mode = mode.verified();
@@ -150,7 +151,7 @@ fn assert_close(label: &str, run: &Run, expected: &Run) {
             .iter()
             .fold(0f32, |most, value| most.max(value.abs()));
         for (value, expected) in values.iter().zip(expected) {
-            // AdamW divides gradients of nearly nothing by their own size.
+            // AdamW divides gradients near zero by their own size.
             assert!(
                 (value - expected).abs() <= 5e-3 * largest.max(0.1),
                 "{label}, {path}: {value} is not {expected}"

@@ -1,4 +1,4 @@
-//! Gradients over several micro-batches, and scaled by their norm, against Burn's loop on one rank.
+//! Gradients over several micro-batches, scaled by their norm, compared with Burn's loop on one rank.
 
 use burn::optim::SgdConfig;
 use burn::optim::momentum::MomentumConfig;
@@ -18,7 +18,7 @@ use crate::models::{Cnn, Gpt, ImageBatch, TokenBatch, images, tokens};
 pub(crate) const STEPS: usize = 6;
 pub(crate) const ROWS: usize = 12;
 
-/// The step of stochastic gradient descent is as long as its gradient, and its first velocity is a gradient.
+/// A step of stochastic gradient descent is as long as its gradient, and its first velocity is a gradient.
 pub(crate) fn sgd() -> SgdConfig {
     SgdConfig::new().with_momentum(Some(MomentumConfig::new()))
 }
@@ -26,7 +26,7 @@ pub(crate) fn sgd() -> SgdConfig {
 /// Losses, norms and parameters by path.
 pub(crate) type Trained = (Vec<f64>, Vec<Option<f64>>, Vec<(String, Vec<f32>)>);
 
-/// What a GPT becomes over that many micro-batches a step, each divided among the ranks.
+/// Trains a GPT over that many micro-batches a step, each divided among the ranks.
 pub(crate) fn trained(
     num_ranks: usize,
     num_batches: usize,
@@ -35,7 +35,7 @@ pub(crate) fn trained(
     Device::flex().seed(1);
     let body = move |world: ProcessGroup| -> Result<Trained, Error> {
         let device = Device::flex();
-        // The number of parts of the batch, and the one of this rank.
+        // The number of parts of the batch, and this rank's part.
         let (mode, parts, own) = mode(world)?;
         let mut step = compile(Gpt::new, Gpt::loss, sgd().build(), mode.verified())?;
         let rows = ROWS / parts;
@@ -62,7 +62,7 @@ pub(crate) fn trained(
     results.swap_remove(0)
 }
 
-/// Moves the optimizer's step for the parameter of the largest gradients, which reads the norm, into the next step.
+/// Moves the optimizer's step, which reads the norm, for the parameter with the largest gradients into the next step.
 #[derive(Debug)]
 struct MoveHead;
 
@@ -190,7 +190,7 @@ fn ranks_clip_by_the_norm_of_all_gradients() {
         assert!(one.1.iter().any(|norm| *norm < max_norm), "{:?}", one.1);
         assert!(one.1.iter().any(|norm| *norm > max_norm), "{:?}", one.1);
         let options = Options::default().clip_grad_norm(Clip::to(max_norm).norm(norm));
-        // What is measured has little to do with who divides it.
+        // The norm that is measured is nearly independent of the division.
         let (of_norm, ranks) = match norm {
             Norm::P(2.0) => (&styles[..], &[1, 2, 3, 4][..]),
             _ => (&styles[..1], &[3][..]),

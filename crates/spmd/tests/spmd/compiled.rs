@@ -1,4 +1,4 @@
-//! One rank: bit for bit what Burn's loop computes.
+//! One rank: the results equal Burn's loop bit for bit.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -12,8 +12,8 @@ use burn_fsdp_spmd::{Batch, CompiledStep, Mode, compile};
 use crate::eager::{self, adamw};
 use crate::models::{Cnn, Encoder, Gpt, Recurrent, images, sequences, tokens};
 
-/// Burn's random numbers are one stream per process, from which each model draws that is initialised: whoever
-/// compiles a step holds it, also where its own values do not matter, since others count on theirs.
+/// Burn's random numbers are one stream per process, from which every initialised model draws. Every test that compiles
+/// a step holds this lock, even if its own values do not matter, because other tests depend on theirs.
 static SEED: Mutex<()> = Mutex::new(());
 
 pub(crate) fn seeded() -> MutexGuard<'static, ()> {
@@ -54,7 +54,7 @@ fn a_gpt_is_trained_bit_for_bit_like_by_burn() {
         10,
         |_| 1e-2,
     );
-    // One for the step without optimizer states, one for all others.
+    // One graph for the step without optimizer states, and one for all others.
     assert_eq!(step.num_traces(), 2);
 }
 
@@ -92,7 +92,7 @@ fn an_attention_encoder_is_trained_bit_for_bit_like_by_burn() {
 
 #[test]
 fn scalars_follow_a_schedule_over_100_steps() {
-    // From zero: AdamW leaves its weight decay out then, which is another graph.
+    // The rate starts at zero. AdamW then omits its weight decay, which makes another graph.
     let rate = |step: usize| match step {
         0..10 => step as f64 * 1e-3,
         _ => 1e-2 * (1.0 - step as f64 / 100.0),
@@ -148,7 +148,7 @@ fn other_input_shapes_get_a_graph_of_their_own_and_the_cache_is_bounded() {
     assert_eq!(run(3), 3);
     assert_eq!(run(2), 3);
     assert_eq!(run(4), 4);
-    // The graph for 3 rows was used longest ago.
+    // The graph for 3 rows is the least recently used.
     assert_eq!(run(2), 4);
     assert_eq!(run(3), 5);
 }

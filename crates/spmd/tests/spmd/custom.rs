@@ -51,7 +51,7 @@ fn step(mode: Mode) -> Result<CompiledStep<Tokens>, Error> {
     Ok(step)
 }
 
-/// How often each operation that is not Burn's occurs, by name and phase.
+/// Counts the operations that are not Burn's, by name and phase.
 fn calls(step: &CompiledStep<Tokens>) -> BTreeMap<(String, Phase), usize> {
     let graph = step.graph().expect("a step was compiled");
     let mut calls = BTreeMap::new();
@@ -85,7 +85,7 @@ fn a_gpt_of_fused_operations_is_trained_bit_for_bit_like_by_burn() {
     use Phase::{Backward, Forward};
     for (operation, phase, expected) in [
         (F::Gelu, Forward, 2),
-        // Cheap enough to be computed again instead of kept.
+        // It is cheap enough to be recomputed instead of kept.
         (F::Gelu, Backward, 2),
         (F::GeluBackward, Backward, 2),
         (F::LayerNorm, Forward, 5),
@@ -149,7 +149,7 @@ fn operations_that_nobody_knows_are_named() {
         message.contains("models.layer_norm") && message.contains("operations"),
         "{message}"
     );
-    // Without `recorded`, the model is composed of Burn's.
+    // Without `recorded`, the model is composed of Burn's operations.
     let composed = |model: &Gpt, (tokens, targets): Tokens| model.loss(tokens, targets);
     let options = Options::default().kernels(false).fuse(false);
     let mode = Mode::single().options(options);

@@ -1,4 +1,4 @@
-//! Graphs in files: each pass of each plan, what it has changed, and pictures.
+//! Graphs in files: each pass of each plan, its changes, and pictures.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -58,7 +58,7 @@ fn read(path: PathBuf) -> String {
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path:?}: {error}"))
 }
 
-/// The part of the changes that a pass has made.
+/// Returns the section of a pass in the file of changes.
 fn section(folder: &Path, name: &str) -> String {
     let changes = read(folder.join("changes.txt"));
     let mut sections = changes.split("\n\n");
@@ -87,10 +87,10 @@ fn stages_of(options: &Options) -> Vec<Graph> {
     pipeline.stages(traced()).unwrap()
 }
 
-/// Losses, and the fingerprint and print of the plan, of two steps on each rank.
+/// Losses of two steps on each rank, and the fingerprint and text of the plan.
 type Trained = (Vec<f64>, Vec<(u64, String)>);
 
-/// Trains on two ranks, each of which is told to write graphs, if any is.
+/// Trains on two ranks, both told to write graphs if there is a folder.
 fn train(folder: Option<&Path>) -> Vec<Trained> {
     let _guard = seeded();
     Device::flex().seed(3);
@@ -119,7 +119,7 @@ fn train(folder: Option<&Path>) -> Vec<Trained> {
 fn every_pass_of_every_plan_is_written_as_it_prints() {
     let folder = TempDir::new().unwrap();
     let trained = train(Some(folder.path()));
-    // One rank writes, and makes two plans: of the first step, and of those after it.
+    // One rank writes, and makes two plans: for the first step, and for later ones.
     assert_eq!(names(folder.path()), ["graph-0", "graph-1"]);
     let first = folder.path().join("graph-0");
     let expected = stages_of(&options());
@@ -189,7 +189,7 @@ fn changes_say_what_a_pass_has_done_and_if_it_has_done_nothing() {
     assert!(units.contains("\"blocks.1\" (16 parameters)"), "{units}");
     let nothing = section(&written, "10-does---nothing");
     assert!(nothing.contains("nothing has changed"), "{nothing}");
-    // The numbers are those of the graphs.
+    // The numbers match the graphs.
     let nodes = |index: usize| stages[index].nodes().len();
     let equal = section(&written, "03-common-subexpressions");
     let gone = nodes(2) - nodes(3);
@@ -212,7 +212,7 @@ fn changes_say_what_a_pass_has_done_and_if_it_has_done_nothing() {
     let early = section(&written, "15-early-optimizer");
     assert!(early.contains("0 added, 0 removed, 0 changed, "), "{early}");
     assert!(early.contains("\n  ~ "), "{early}");
-    // Every collective that travels with others is named, where it is joined and nowhere else.
+    // Every collective that travels with others is named where it is joined, and nowhere else.
     let bucket = section(&written, "11-bucket-collectives");
     let joined = stages[11]
         .collectives()
@@ -265,7 +265,7 @@ fn pictures_have_every_node() {
             "{name}"
         );
         assert_eq!(svg.matches("<g>").count(), svg.matches("</g>").count());
-        // Boxes count what computes, and name it where it is one; the others are collectives.
+        // Boxes count the computing operations, and name a single one. The other boxes are collectives.
         let titles = svg.split("<g><title>").skip(1);
         let counted = titles.filter_map(|title| {
             let (_, said) = title.lines().next()?.split_once(": ")?;
@@ -331,7 +331,7 @@ fn shapes_micro_batches_and_evaluations_have_graphs_of_their_own() {
     let batch = |rows| tokens(0, 0, rows, &device);
     step.step(1e-2, &batch(2)).unwrap();
     step.step(1e-2, &batch(3)).unwrap();
-    // Of a shape that was there.
+    // A shape that already has a plan.
     step.step(1e-2, &batch(3)).unwrap();
     step.step_accumulated(1e-2, &[batch(2), batch(2)]).unwrap();
     let mut logits = Evaluation::new(Gpt::new, Gpt::logits);
@@ -372,7 +372,7 @@ fn shapes_micro_batches_and_evaluations_have_graphs_of_their_own() {
                 "{name}: {stages:?}"
             );
         }
-        // Each part comes from the whole that was divided.
+        // Each part comes from the whole graph that was divided.
         for part in ["next-accumulate", "main-deferred-optimizer"] {
             if let Some(stage) = stages.iter().find(|stage| stage.ends_with(part)) {
                 let section = section(&written, stage);
@@ -380,7 +380,7 @@ fn shapes_micro_batches_and_evaluations_have_graphs_of_their_own() {
             }
         }
     }
-    // What a step is not compiled for writes nothing.
+    // Only compiled steps write graphs.
     let graph = traced();
     burn_fsdp_spmd::lower(graph, &Mode::single().dump(folder.path().join("no"))).unwrap();
     assert!(!folder.path().join("no").exists());
@@ -432,7 +432,7 @@ fn graphs_of_an_earlier_run_are_replaced_and_nothing_else() {
     write_one(&path).unwrap();
     assert_eq!(names(&path), ["graph-0", "graph-of-mine", "graphs.md"]);
     assert!(!path.join("graph-0/10-bucket-collectives.txt").exists());
-    // What is not of graphs stays, and so do the graphs.
+    // Other files stay, and so do the graphs.
     let before = names(&path.join("graph-0"));
     fs::create_dir(path.join("graph-1")).unwrap();
     fs::write(path.join("graph-1/notes.md"), "mine").unwrap();

@@ -6,7 +6,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{AdamWConfig, GradientsAccumulator, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor, TensorData};
 
-/// All floats of a module by path, as they are stored: without what a reparameterization makes of them.
+/// Returns all floats of a module by path, as they are stored: without the results of a reparameterization.
 pub(crate) fn floats<M: Module>(module: &M) -> BTreeMap<String, TensorData> {
     struct Floats(Vec<String>, BTreeMap<String, TensorData>);
     impl ModuleVisitor for Floats {
@@ -25,21 +25,21 @@ pub(crate) fn floats<M: Module>(module: &M) -> BTreeMap<String, TensorData> {
     visitor.1
 }
 
-/// What a run of the oracle gives.
+/// The results of a run of the oracle.
 pub(crate) struct Trained {
     pub(crate) losses: Vec<f32>,
     pub(crate) parameters: BTreeMap<String, TensorData>,
 }
 
-/// With a large epsilon: a small one hides a wrong scale of the gradients, and divides gradients of nearly
-/// nothing by their own size, so that what rounding leaves of them decides.
+/// Uses a large epsilon. A small one hides a wrong scale of the gradients. It also divides gradients near zero by their
+/// own size, and rounding then decides the step.
 pub(crate) fn adamw() -> AdamWConfig {
     AdamWConfig::new()
         .with_weight_decay(0.05)
         .with_epsilon(1e-2)
 }
 
-/// Trains with Burn's loop; `rate` gives the learning rate of each step.
+/// Trains with Burn's loop; `rate` returns the learning rate of each step.
 pub(crate) fn train<M: Module, B>(
     init: impl Fn(&Device) -> M,
     loss: impl Fn(&M, B) -> Tensor<1>,
@@ -69,8 +69,8 @@ pub(crate) fn train<M: Module, B>(
     }
 }
 
-/// Trains with Burn's loop over the micro-batches of each step, with gradients scaled so that the norm `of` all of them
-/// is at most `max_norm`. Returns the norms before, too.
+/// Trains with Burn's loop over the micro-batches of each step. Gradients are scaled to limit the norm `of` all of them
+/// to `max_norm`. Also returns the norms before scaling.
 pub(crate) fn train_clipped<M: Module, B>(
     init: impl Fn(&Device) -> M,
     loss: impl Fn(&M, B) -> Tensor<1>,

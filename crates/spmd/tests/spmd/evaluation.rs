@@ -1,4 +1,4 @@
-//! Evaluation on the parameters of a compiled step, against Burn's inference with the same values.
+//! Evaluation on the parameters of a compiled step, compared with Burn's inference with the same values.
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{
@@ -22,7 +22,7 @@ use crate::models::{Cnn, Gpt, ImageBatch, TokenBatch, images, tokens};
 
 const ROWS: usize = 12;
 
-/// Gives a module the values that a step has now.
+/// Gives a module the current values of a step.
 struct Values<'a, B, O>(&'a mut CompiledStep<B, burn::backend::Flex, O>, Vec<String>);
 
 impl<B: burn_fsdp_spmd::Batch, O> ModuleMapper for Values<'_, B, O> {
@@ -39,7 +39,7 @@ impl<B: burn_fsdp_spmd::Batch, O> ModuleMapper for Values<'_, B, O> {
     }
 }
 
-/// A model as Burn has it for inference, with the values of a step.
+/// Returns a model in Burn's inference mode, with the values of a step.
 pub(crate) fn inferring<M: Module, B: burn_fsdp_spmd::Batch, O>(
     init: fn(&Device) -> M,
     step: &mut CompiledStep<B, burn::backend::Flex, O>,
@@ -68,7 +68,7 @@ fn logits() -> Evaluation<Tensor<2, Int>, Logits> {
     Evaluation::new(Gpt::new, |model: &Gpt, tokens| model.logits(tokens))
 }
 
-/// Logits of this rank's rows before the first step, in between, and with fewer rows.
+/// Checks logits of this rank's rows before the first step, between steps, and with fewer rows.
 fn of_a_gpt(world: &ProcessGroup, mode: Mode) -> Result<(), Error> {
     let device = Device::flex();
     let (rank, size) = (world.rank(), world.size());
@@ -119,7 +119,7 @@ fn logits_are_those_of_burn_before_and_between_steps() {
 fn an_evaluation_changes_nothing() {
     let _guard = seeded();
     let trained = |evaluates: bool| {
-        // The values are those of rank 0, which draws alone.
+        // The values come from rank 0, which alone draws.
         Device::flex().seed(7);
         let body = move |world: ProcessGroup| -> Result<_, Error> {
             let device = Device::flex();
@@ -150,11 +150,11 @@ fn an_evaluation_changes_nothing() {
     assert_eq!(without, with);
 }
 
-/// What training draws, and what it keeps of the batches before.
+/// A model that draws in training, and keeps statistics of earlier batches.
 #[derive(Module, Debug)]
 struct Noisy {
     inner: Linear,
-    /// It has a tensor that is no parameter.
+    /// It holds a tensor that is not a parameter.
     positions: PositionalEncoding,
     norm: BatchNorm,
     dropout: Dropout,
@@ -333,7 +333,7 @@ fn what_is_not_the_model_of_the_step_is_refused() {
         said.contains("weight") || said.contains("parameter"),
         "{said}"
     );
-    // Nothing of that has harmed the step.
+    // None of this has changed the step.
     step.step(1e-2, &x).unwrap();
 
     let solo = ProcessGroup::solo();

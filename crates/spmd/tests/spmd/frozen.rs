@@ -1,4 +1,4 @@
-//! Models of which a part is not trained: fine-tuning, adapters, adversaries, idle and frozen statistics.
+//! Models with an untrained part: fine-tuning, adapters, adversaries, idle and frozen statistics.
 
 use std::ops::Range;
 
@@ -142,7 +142,7 @@ fn a_frozen_copy_is_a_teacher() {
     let _guard = seeded();
     let init = |device: &Device| {
         let student = LinearConfig::new(5, 3).init(device);
-        // Burn's lazy parameters share with their copies whether they are trained; values do not.
+        // Burn's lazy parameters share the flag for training with their copies; values do not.
         let _ = (
             student.weight.val(),
             student.bias.as_ref().map(|bias| bias.val()),
@@ -197,7 +197,7 @@ fn frozen_parameters_are_sharded_and_gathered_but_not_reduced() {
         Ok(kinds.map(|kind| after.of(kind).operations - counts.of(kind).operations))
     };
     for counts in launch(LaunchConfig::new(2), body).unwrap() {
-        // Two units, one of them trained; the loss; and the graph that the ranks agree on.
+        // Two units, one of them trained; the loss; and the agreement on the graph.
         assert_eq!(counts, [2, 1, 1, 1]);
     }
 }
@@ -234,7 +234,7 @@ fn noise(step: usize, rows: Range<usize>, device: &Device) -> Tensor<2> {
     data(step + 50, [ROWS, 2], device).slice([rows])
 }
 
-/// Losses of both, step by step, as Burn trains them.
+/// Returns the losses of both, step by step, in Burn's training.
 fn adversaries() -> Vec<[f64; 2]> {
     let device = Device::flex().autodiff();
     device.seed(1);
@@ -372,7 +372,7 @@ fn statistics_that_run_twice_are_refused_by_name() {
     let is_named = matches!(&error, Error::StatisticsTwice { path } if path == "norm");
     assert!(is_named, "{error}");
     assert!(error.to_string().contains("Tensor::cat"), "{error}");
-    // The way out: both halves in one run.
+    // The solution: both halves in one run.
     let joined = |model: &Statistics, x: Tensor<2>| {
         let [rows, _] = x.dims();
         let both = Tensor::cat(vec![x.clone(), x.tanh()], 0);

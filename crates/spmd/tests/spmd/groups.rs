@@ -1,4 +1,4 @@
-//! Groups of parameters with optimizers, decays and rates of their own: the bits of Burn's loop with the same groups.
+//! Groups of parameters with their own optimizers, decays and rates: the bits of Burn's loop with the same groups.
 
 use std::collections::BTreeMap;
 
@@ -28,7 +28,7 @@ use crate::eager::{Trained, floats};
 
 const STEPS: usize = 6;
 
-/// Parameters of one shape in several groups: `a.bias`, `norm.gamma` and `norm.beta` are alike.
+/// Parameters of one shape in several groups: `a.bias`, `norm.gamma` and `norm.beta` have the same shape.
 #[derive(Module, Debug)]
 struct Net {
     a: Linear,
@@ -51,7 +51,7 @@ impl Net {
     }
 }
 
-/// The same on every rank: the mean over ranks is what one rank has.
+/// Returns the same batch on every rank, so the mean over ranks equals one rank's result.
 fn batch(step: usize, device: &Device) -> Tensor<2> {
     let value = |i: usize| ((i * 37 + step * 101 + 13) % 211) as f32 / 105.0 - 1.0;
     let values: Vec<f32> = (0..20).map(value).collect();
@@ -68,7 +68,7 @@ fn sgd() -> SgdConfig {
     SgdConfig::new().with_momentum(Some(MomentumConfig::new()))
 }
 
-/// Groups of every kind, by paths of every kind.
+/// Returns groups of every kind, by paths of every kind.
 fn all_groups() -> Vec<(&'static str, OptimizerGroups)> {
     let vectors = || ParamGroup::from_any_predicates(vec!["bias", "gamma", "beta"]);
     let decay = || Some(WeightDecayConfig::new(0.5));
@@ -123,7 +123,7 @@ fn all_groups() -> Vec<(&'static str, OptimizerGroups)> {
 
 type Schedules = fn() -> ModuleLrScheduler;
 
-/// One rate, a schedule for each group, and a group whose rate begins at zero, where optimizers leave operations out.
+/// One rate, a schedule for each group, and a group whose rate begins at zero, where optimizers omit operations.
 const RATES: [(&str, Schedules); 3] = [
     ("one rate", || ModuleLrScheduler::new(0.02)),
     ("a schedule for each", || {
@@ -143,7 +143,7 @@ const RATES: [(&str, Schedules); 3] = [
     }),
 ];
 
-/// Burn's own loop.
+/// Runs Burn's own loop.
 fn expected(groups: OptimizerGroups, mut rates: ModuleLrScheduler) -> Trained {
     let device = Device::flex().autodiff();
     device.seed(1);
@@ -169,7 +169,7 @@ fn compiled(groups: OptimizerGroups, mode: Mode) -> Result<Step, Error> {
     compile(Net::new, |net: &Net, x| net.loss(x), groups, mode)
 }
 
-/// Losses and parameters of a compiled run; `micro` of more than one runs the same batch so often.
+/// Returns losses and parameters of a compiled run; `micro` above one runs the same batch that many times.
 fn run(
     groups: OptimizerGroups,
     mut rates: ModuleLrScheduler,
@@ -194,7 +194,7 @@ fn run(
     })
 }
 
-/// The first value that differs, where sums of equal addends are exact or are not.
+/// Returns the first value that differs, depending on whether sums of equal addends are exact.
 fn difference(got: &Trained, expected: &Trained, is_exact: bool) -> Option<String> {
     let is_far = |a: f32, b: f32| match is_exact {
         true => a.to_bits() != b.to_bits(),
@@ -213,7 +213,7 @@ fn difference(got: &Trained, expected: &Trained, is_exact: bool) -> Option<Strin
     other.map(|(path, _)| format!("another {path}"))
 }
 
-/// Without kernels, whose sums are in another order than those of Burn's layer norm.
+/// Returns options without kernels, whose sums have another order than in Burn's layer norm.
 fn plain() -> Options {
     Options::default().kernels(false)
 }
@@ -258,7 +258,7 @@ impl Way {
     }
 }
 
-/// Ways, each on so many ranks.
+/// The ways, each with a number of ranks.
 const WAYS: [(Way, usize); 9] = [
     (Way::By(Strategy::FullShard), 1),
     (Way::By(Strategy::FullShard), 2),
@@ -291,7 +291,7 @@ fn groups_train_with_the_bits_of_burns_groups() {
                     run(groups.clone(), rates(), way.mode(&world)?, way.micro())
                 });
                 let what = format!("{name}, {schedule}, {way:?}, {ranks} ranks");
-                // A third is no number of floats; placements add in another order.
+                // A third is not exact in floats, and placements sum in another order.
                 let is_exact = ranks != 3 && way != Way::Placed;
                 match by_rank {
                     Err(error) => failed.push(format!("{what}: {error}")),
@@ -305,7 +305,7 @@ fn groups_train_with_the_bits_of_burns_groups() {
         }
     }
     assert!(failed.is_empty(), "{failed:#?}");
-    // Every setting is another training, so that none could pass for another.
+    // Every setting trains differently, so none can pass for another.
     for (index, run) in runs.iter().enumerate() {
         let mut others = runs[..index].iter();
         let same = others.position(|other| other.parameters == run.parameters);
@@ -361,7 +361,7 @@ fn a_group_without_any_parameter_is_refused() {
         error.contains("nowhere") && error.contains("a.weight"),
         "{error}"
     );
-    // A module that is made anew has other ids.
+    // A newly made module has other ids.
     let other = Net::new(&Device::flex());
     let by_id = all().with_group(
         ParamGroup::from_ids(vec![other.a.bias.as_ref().unwrap().id]),
@@ -373,7 +373,7 @@ fn a_group_without_any_parameter_is_refused() {
     ));
 }
 
-/// A module that has one id whenever it is made.
+/// Returns a module with the same id every time.
 fn with_id(device: &Device) -> Net {
     let mut net = Net::new(device);
     net.a.weight.id = ParamId::from(7);

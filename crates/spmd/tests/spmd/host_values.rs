@@ -1,4 +1,4 @@
-//! What the host computes while a step is traced is frozen: it is named, passed as a tensor, or noticed.
+//! Host computations are frozen while a step is traced: they are named, passed as tensors, or noticed.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -16,7 +16,7 @@ fn layer(device: &Device) -> Linear {
     LinearConfig::new(4, 4).with_bias(false).init(device)
 }
 
-/// A batch with values that are no tensors.
+/// A batch with values that are not tensors.
 #[derive(Clone)]
 struct Padded<const NAMED: bool> {
     x: Tensor<2>,
@@ -159,7 +159,7 @@ fn a_rank_that_cannot_prepare_a_step_tells_the_others_and_all_go_on() {
     let body = |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
         let rank = world.rank();
-        // Rank 1 reads a value where the batch has two rows.
+        // Rank 1 reads a value if the batch has two rows.
         let loss = move |model: &Linear, x: Tensor<2>| {
             let y = model.forward(x.clone()).square().mean();
             if rank == 1 && x.dims()[0] == 2 {

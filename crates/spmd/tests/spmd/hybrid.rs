@@ -1,4 +1,5 @@
-//! Hybrid sharding: shards along one axis of a mesh, copies of them along the other, against Burn's loop on one rank.
+//! Hybrid sharding: shards along one axis of a mesh, and copies of them along the other, compared with Burn's loop on
+//! one rank.
 
 use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, ProcessMesh, launch};
 use burn_fsdp_mesh::{Clip, Mesh, Norm};
@@ -29,7 +30,7 @@ fn mesh(world: &ProcessGroup, axes: [(&str, usize); 2]) -> Result<ProcessMesh, E
 #[test]
 fn copies_of_shards_train_like_one_rank() {
     let _guard = seeded();
-    // So small that the gradients of a unit are in several buckets, and shards of them in others.
+    // Small enough to put the gradients of a unit in several buckets, and their shards in others.
     let small = Bucket {
         first_bytes: 700,
         cap_bytes: 1500,
@@ -120,7 +121,7 @@ fn shards_are_reduced_to_shards_and_then_over_the_copies() {
         assert_eq!(scatters[1], whole, "gradients are scattered once");
         assert_eq!(losses, [1, 4], "the loss along the axis of the shards");
         assert_eq!((no_gathers, no_scatters), ([0, 0], [0, 0]));
-        // One bucket of all shards, and of the loss, over the copies.
+        // One bucket of all shards and the loss, over the copies.
         assert_eq!(means[1], shards + 4);
         assert!(means[0] <= 2 && gathers[0] > scatters[0]);
     }

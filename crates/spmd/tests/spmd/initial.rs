@@ -1,4 +1,4 @@
-//! Initial values that each rank reads for itself, and values under the layout before the first graph.
+//! Initial values that each rank reads for itself, and values in the layout before the first graph.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ const ROWS: usize = 12;
 
 type Values = Arc<BTreeMap<String, TensorData>>;
 
-/// The values with which the oracle begins.
+/// The initial values of the oracle.
 fn values() -> Values {
     let device = Device::flex();
     device.seed(1);
@@ -34,7 +34,7 @@ fn mesh(world: &ProcessGroup, axes: [(&str, usize); 2]) -> Result<ProcessMesh, E
     })
 }
 
-/// The modes of that many ranks, by name.
+/// Returns the modes for that many ranks, by name.
 fn modes(world: &ProcessGroup) -> Result<Vec<(&'static str, Mode)>, Error> {
     let data_parallel = |style: DataParallel| Mode::data_parallel(world.clone(), style);
     let columns = Expand::new()
@@ -64,7 +64,7 @@ fn modes(world: &ProcessGroup) -> Result<Vec<(&'static str, Mode)>, Error> {
     Ok(modes)
 }
 
-/// The elements of a region of a tensor.
+/// Returns the elements of a region of a tensor.
 fn part(data: &TensorData, region: &Region) -> Vec<f32> {
     let all = data.try_to_vec::<f32>().unwrap();
     match region {
@@ -88,7 +88,7 @@ fn read(values: &Values, shard: &ShardSpec<'_>) -> Result<Option<TensorData>, Er
     Ok(Some(TensorData::new(elements, shard.shape.clone())))
 }
 
-/// This rank's rows of the joined batch: all of them where the placements do not cut it.
+/// Returns this rank's rows of the joined batch: all of them if the placements do not cut it.
 fn rows(name: &str, world: &ProcessGroup, step: usize) -> TokenBatch {
     let device = Device::flex();
     let rows = ROWS / world.size();
@@ -109,7 +109,7 @@ fn what_each_rank_reads_is_trained_as_if_one_rank_had_made_it() {
         let body = move |world: ProcessGroup| -> Result<(), Error> {
             for (name, mode) in modes(&world)? {
                 let what = format!("{name} on {num_ranks} ranks");
-                // Values that nobody may have: `init` draws others.
+                // Values that must not appear: `init` draws others.
                 Device::flex().seed(99);
                 let read = |shard: &ShardSpec<'_>| read(&values, shard);
                 let mut step = compile_from(Gpt::new, read, Gpt::loss, adamw().build(), mode)?;
@@ -142,7 +142,7 @@ fn what_is_not_read_is_rank_0s_and_parts_of_another_form_are_refused() {
         let mut step = compile_from(Gpt::new, some, Gpt::loss, adamw().build(), mode())?;
         let paths: Vec<_> = values.keys().collect();
         for path in paths {
-            // The ranks are threads of one process, in which rank 0 alone draws; it draws nothing for what is read.
+            // The ranks are threads of one process, and only rank 0 draws. It does not draw values that are read.
             let is_read = path.starts_with("blocks.1");
             let got = step.parameter(path)?;
             assert!(!is_read || got == values[path], "{path}");
@@ -179,7 +179,7 @@ fn automatic(world: &ProcessGroup) -> Result<Step, Error> {
     compile(Gpt::new, Gpt::loss, adamw().build(), mode)
 }
 
-/// Part of a whole that a layout gives this rank.
+/// Returns the part of a whole that a layout gives this rank.
 fn cut(step: &Step, path: &str, whole: &TensorData) -> TensorData {
     let (layout, mesh) = (step.layout(path).unwrap(), step.mesh().unwrap());
     let shape = whole.shape().to_vec();
@@ -188,8 +188,8 @@ fn cut(step: &Step, path: &str, whole: &TensorData) -> TensorData {
     TensorData::new(part(whole, &region), shape)
 }
 
-/// Before the first graph decides the placements, parameters and states are set in flat shards; the graph has them
-/// as it wants them.
+/// Before the first graph decides the placements, parameters and states are set in flat shards. The graph then
+/// redistributes them.
 #[test]
 fn a_run_by_least_communication_is_resumed_from_flat_shards() {
     let _guard = seeded();

@@ -1,4 +1,4 @@
-//! Nodes that run in the next step, against Burn's loop on one rank.
+//! Nodes that run in the next step, compared with Burn's loop on one rank.
 
 use std::num::NonZeroU64;
 
@@ -26,7 +26,7 @@ const STEPS: usize = 7;
 /// Losses, and parameters by path.
 type Trained = (Vec<f64>, Vec<(String, Vec<f32>)>);
 
-/// Moves what the optimizer does for parameters of some paths, or that and the product that makes their gradient.
+/// Moves the optimizer's work for parameters of some paths, optionally with the product that makes their gradient.
 #[derive(Debug, Clone)]
 struct MovePart {
     of: &'static str,
@@ -58,7 +58,7 @@ impl IterationMove for MovePart {
     }
 }
 
-/// What of a step moves.
+/// The nodes of a step that move.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Moves {
     Part,
@@ -111,7 +111,8 @@ fn expected(ranks: usize, is_adam: bool) -> eager::Trained {
     eager::train(Gpt::new, Gpt::loss, batch, STEPS, rate, optimizer)
 }
 
-/// Trains, and looks at what is left in between: by an evaluation after the second step, by reading after the fifth.
+/// Trains, and reads the parameters between steps: with an evaluation after the second step, and directly after the
+/// fifth.
 fn train(world: &ProcessGroup, mode: Mode, is_adam: bool) -> Result<Trained, Error> {
     let device = Device::flex();
     let mode = mode.verified();
@@ -191,7 +192,7 @@ fn what_was_moved_trains_like_one_rank() {
                         .optimizer(OptimizerPlace::AtEnd),
                 ),
                 (Strategy::ShardGradOp, Options::default().bucket(None)),
-                // A bucket would have the loss among gradients.
+                // A bucket would join the loss with gradients.
                 (Strategy::NoShard, Options::default().bucket(None)),
             ];
             for (number, (strategy, options)) in of_options.into_iter().enumerate() {
@@ -235,14 +236,14 @@ fn nothing_is_left_after_so_many_steps() {
         for index in 0..7_u64 {
             step.step(1e-2, &tokens(index as usize, 0, 2, &device))
                 .unwrap();
-            // The second step has other operations than the first, of which nothing waits any more then.
+            // The second step has other operations than the first, and nothing of the first is pending any more.
             let held = step.memory().live_bytes();
             step.flush().unwrap();
             let was_left = step.memory().live_bytes() < held;
             assert_eq!(was_left, limit != Some(1), "{limit:?}, step {index}");
         }
     }
-    // Three steps in a row, of which the last leaves nothing.
+    // Three steps in a row; the last one leaves nothing.
     let of = "head";
     let mode = Mode::single().move_to_next_iteration(MovePart { of, steps: Some(3) });
     let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode).unwrap();
@@ -259,7 +260,7 @@ fn nothing_is_left_after_so_many_steps() {
     assert_eq!(held, [left, left, none, left, left, none]);
 }
 
-/// A step on two ranks, its collectives inserted.
+/// Returns a step on two ranks with its collectives inserted.
 fn divided(clip: Option<Clip>) -> Graph {
     let graph = crate::passes::gpt();
     let options = Options::default()
@@ -279,7 +280,7 @@ fn what_cannot_move_is_refused_by_name() {
         let error = step.move_to_next_iteration(nodes.iter().copied(), before);
         error.unwrap_err().to_string()
     };
-    // A leaf it is not: forward reads it.
+    // The gather is not a leaf: forward reads it.
     let gather = at(&|node| node.name() == "all_gather");
     let error = refused(&[gather], None);
     assert!(
@@ -292,7 +293,7 @@ fn what_cannot_move_is_refused_by_name() {
         .collect();
     let error = refused(&head[..head.len() - 1], None);
     assert!(error.contains("stays reads"), "{error}");
-    // Behind the first read of what it replaces.
+    // After the first read of the values that it replaces.
     let error = refused(&head, None);
     assert!(
         error.contains("cannot run before node") && error.contains("first_read"),
@@ -301,7 +302,7 @@ fn what_cannot_move_is_refused_by_name() {
     let step = IterationGraph::new(graph.clone());
     let before = step.first_read(&head);
     assert!(before.is_some());
-    // Twice, and nothing.
+    // Moving twice, and moving nothing.
     let mut step = step;
     step.move_to_next_iteration(head.clone(), before).unwrap();
     let error = step
@@ -311,7 +312,7 @@ fn what_cannot_move_is_refused_by_name() {
     assert!(error.contains("has been moved"), "{error}");
     let error = refused(&[], None);
     assert!(error.contains("nothing was chosen"), "{error}");
-    // The loss comes out of the step.
+    // The loss is a result of the step.
     let loss = graph.loss().unwrap();
     let made = at(&|node| node.outputs().any(|id| id == loss));
     let error = refused(&[made], None);
@@ -338,7 +339,7 @@ fn what_cannot_move_is_refused_by_name() {
         .unwrap_err()
         .to_string();
     assert!(error.contains("whose start stays"), "{error}");
-    // The norm of clipped gradients comes out of the step.
+    // The norm of clipped gradients is a result of the step.
     let step = IterationGraph::new(divided(Some(Clip::to(1.0))));
     let error = step.then(&reductions()).unwrap_err().to_string();
     assert!(error.contains("comes out of the step"), "{error}");
@@ -358,21 +359,21 @@ fn a_step_whose_loss_is_scaled_moves_nothing() {
     });
     let error = compile(Gpt::new, Gpt::loss, adamw().build(), mode.clone()).unwrap_err();
     assert!(matches!(error, Error::Move(MoveError::Scaled)), "{error}");
-    // Nothing else takes it for a step of which nothing moves.
+    // No other function treats it as a step without moved nodes.
     let error = burn_fsdp_spmd::certify(crate::passes::gpt(), 1, &mode).unwrap_err();
     assert!(matches!(error, Error::Move(MoveError::Scaled)), "{error}");
     let error = burn_fsdp_spmd::lower(crate::passes::gpt(), &mode).unwrap_err();
     assert!(matches!(error, Error::Move(MoveError::Scaled)), "{error}");
 }
 
-/// Two models, each of which every step but some trains one.
+/// Two models; every step but some trains one of them.
 #[derive(Module, Debug)]
 struct Pair {
     a: [Linear; 2],
     b: [Linear; 2],
 }
 
-/// Rows, and whose turn it is.
+/// Rows, and the model that they train.
 #[derive(Debug, Clone)]
 struct Turn(Tensor<2>, usize);
 
@@ -410,7 +411,7 @@ fn turn(step: usize, rank: usize, rows: usize, device: &Device) -> Turn {
     Turn(Tensor::from_data(data, device), turns[step])
 }
 
-/// A step may give no gradient to the parameters that are named: nothing of it moves then.
+/// A step may give no gradient to the named parameters; nothing of it moves then.
 #[test]
 fn steps_that_train_other_parameters_move_nothing() {
     const TURNS: usize = 9;
@@ -455,7 +456,7 @@ fn steps_that_train_other_parameters_move_nothing() {
     }
 }
 
-/// Ranks that do not call the same are told so before anything of the last step is done: then all go on.
+/// Ranks that do not call the same are told so before the pending part of the last step runs. Then all continue.
 #[test]
 fn a_step_without_batches_leaves_what_was_moved() {
     let _guard = seeded();
@@ -495,7 +496,7 @@ fn a_step_without_batches_leaves_what_was_moved() {
     }
 }
 
-/// Between the start of each reduction and its end there is work of forward.
+/// Work of forward runs between the start of each reduction and its end.
 #[test]
 fn forward_runs_while_gradients_travel() {
     let _guard = seeded();

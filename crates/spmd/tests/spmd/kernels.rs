@@ -1,4 +1,4 @@
-//! Kernels in place of what Burn composes, in models that know nothing of them.
+//! Kernels in place of operations that Burn composes, in models that are unaware of them.
 
 mod attention;
 mod gates;
@@ -68,7 +68,7 @@ impl Translator {
     }
 }
 
-/// Rows of two sequences of vectors.
+/// Returns rows of two sequences of vectors.
 fn pairs(step: usize, first: usize, rows: usize, device: &Device) -> (Tensor<3>, Tensor<3>) {
     let make = |shift: usize| {
         let values: Vec<f32> = (first * TIME * DIM..(first + rows) * TIME * DIM)
@@ -79,7 +79,7 @@ fn pairs(step: usize, first: usize, rows: usize, device: &Device) -> (Tensor<3>,
     (make(0), make(31))
 }
 
-/// Trains on several numbers of ranks, against Burn on the joined batch.
+/// Trains on several numbers of ranks, compared with Burn on the joined batch.
 fn check<M, B>(
     what: &str,
     init: fn(&Device) -> M,
@@ -93,8 +93,8 @@ where
     check_on(&[1, 2, 3], what, init, loss, part)
 }
 
-/// Trains on these numbers of ranks, in different modes, against Burn on the joined batch. Returns how often each operation is in
-/// the step of one rank.
+/// Trains on these numbers of ranks, in different modes, compared with Burn on the joined batch. Returns the number of
+/// times that each operation is in the step of one rank.
 fn check_on<M, B>(
     ranks: &[usize],
     what: &str,
@@ -128,7 +128,7 @@ where
             let (rank, rows) = (world.rank(), ROWS / world.size());
             let mode = Mode::data_parallel(world, strategy).options(options.clone());
             let mut step = compile(init, loss, sgd().build(), mode.verified())?;
-            // As the oracle: what is dropped is the same on one rank.
+            // Seeded like the oracle: dropout is the same on one rank.
             device.seed(2);
             let mut losses = Vec::new();
             for index in 0..STEPS {
@@ -189,12 +189,12 @@ fn assert_count(names: &BTreeMap<String, usize>, name: &str, expected: usize) {
 fn encoders_and_decoders_of_burn_run_kernels() {
     let _guard = seeded();
     let names = check("a translator", Translator::new, Translator::loss, pairs);
-    // Two layers of the encoder with one attention, one of the decoder with two, and the loss.
+    // Two layers of the encoder with one attention each, one layer of the decoder with two, and the loss.
     assert_count(&names, "Custom.models.attention", 4);
     assert_count(&names, "Custom.models.attention_backward", 4);
     assert_count(&names, "Custom.models.softmax", 0);
     assert_count(&names, "Custom.models.log_softmax_backward", 1);
-    // The first norm is of the batch, which has no gradient: that one stays as it is.
+    // The first norm is applied to the batch, which has no gradient, so that norm stays as it is.
     assert_count(&names, "Custom.models.layer_norm_backward", 6);
     assert_count(&names, "Custom.models.gelu_backward", 3);
     for composed in ["Float.Exp", "Activation.Gelu"] {

@@ -1,4 +1,4 @@
-//! What cannot be compiled is an error that helps.
+//! Code that cannot be compiled gives an error with advice.
 
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::AdamWConfig;
@@ -19,7 +19,7 @@ fn error_of(loss: fn(&Linear, Tensor<2>) -> Tensor<1>) -> Error {
     let mut step = compile(linear, loss, AdamWConfig::new().build(), Mode::single()).unwrap();
     let batch = Tensor::ones([4, 3], &device);
     let error = step.step(1e-3, &batch).unwrap_err();
-    // Nothing has run, so that the parameters are still those of before.
+    // Nothing has run, so the parameters are unchanged.
     assert!(step.parameter("weight").is_ok());
     error
 }
@@ -80,7 +80,7 @@ fn unknown_parameters_and_wrong_shapes_are_refused() {
     assert!(matches!(error, Error::TensorMismatch { .. }), "{error}");
 }
 
-/// Looks at a value unless it is told not to.
+/// Reads a value unless it is told not to.
 #[derive(burn::module::Module, Debug)]
 struct Curious {
     inner: Linear,
@@ -107,7 +107,7 @@ impl Curious {
     }
 }
 
-/// Does not look, and takes the mark out again.
+/// Does not read, and removes the mark.
 struct DoNotLook;
 
 impl Override<Curious> for DoNotLook {
@@ -233,7 +233,7 @@ fn a_timeline_holds_every_node_and_becomes_chrome_events() {
     let _guard = seeded();
     let device = Device::flex();
     let loss = |model: &Linear, x: Tensor<2>| model.forward(x).square().mean();
-    // A rank that is alone gathers, too, where its parameters are shards.
+    // A single rank also gathers if its parameters are shards.
     let mode = Mode::data_parallel(ProcessGroup::solo(), Strategy::FullShard);
     let mut step = compile(linear, loss, AdamWConfig::new().build(), mode).unwrap();
     let batch = Tensor::ones([4, 3], &device);

@@ -1,4 +1,4 @@
-//! What a module may hold beside trained float parameters, and what is refused by name.
+//! Other contents of a module than trained float parameters, and the ones that are refused by name.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -61,7 +61,7 @@ fn columns_are_a_layout_like_rows() {
         let y = model.forward(x);
         y.sub_scalar(0.5).square().mean()
     };
-    // Burn computes with a view of the transposed weight, a compiled step with a tensor of its own.
+    // Burn computes with a view of the transposed weight, and a compiled step with a separate tensor.
     agrees_closely("column layout", init, loss, vectors);
 }
 
@@ -123,7 +123,7 @@ fn tensors_that_init_draws_are_parameters_or_refused() {
         "{error}"
     );
     assert!(error.to_string().contains("frozen parameter"), "{error}");
-    // The way out.
+    // The solution.
     let frozen = |device: &Device| {
         let normal = Distribution::Normal(0.0, 1.0);
         let drawn = Tensor::random([5, 4], normal, device);
@@ -139,7 +139,7 @@ fn tensors_that_init_draws_are_parameters_or_refused() {
     agrees("drawn features", frozen, loss, vectors);
 }
 
-/// Other numbers at every call, as a generator of the host gives.
+/// Numbers that differ in every call, like a generator on the host.
 static CALLS: AtomicUsize = AtomicUsize::new(0);
 
 fn of_the_host(device: &Device) -> Features {

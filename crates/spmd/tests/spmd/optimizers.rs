@@ -1,4 +1,4 @@
-//! Optimizers under the compiler: the bits of Burn's loop, or an error that says what cannot be followed.
+//! Optimizers under the compiler: the bits of Burn's loop, or an error that names the part that cannot be followed.
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{Linear, LinearConfig};
@@ -16,7 +16,7 @@ use crate::compiled::seeded;
 use crate::eager::{self, Trained};
 use crate::every::{ForEach, InF32, Kept, Needs, for_each};
 
-/// Over how many steps: a schedule, branches and bias correction show in these.
+/// Number of steps, enough to show a schedule, branches and bias correction.
 const STEPS: usize = 20;
 
 #[derive(Module, Debug)]
@@ -68,7 +68,7 @@ fn init_for(needs: Needs) -> Init {
     }
 }
 
-/// The same in every step, falling, and from zero.
+/// A rate that is constant, falls, or begins at zero.
 type Rate = fn(usize) -> f64;
 
 const RATES: [(&str, Rate); 3] = [
@@ -97,7 +97,7 @@ fn expected(init: Init, optimizer: impl Optimizer, rate: impl Fn(usize) -> f64) 
     )
 }
 
-/// Whether parameters are as they should be, to the bit.
+/// Checks that parameters are as expected, to the bit.
 fn assert_same(what: &str, step: &mut CompiledStep<Tensor<2>>, expected: &Trained) {
     for (path, expected) in &expected.parameters {
         let got = step.parameter(path).unwrap();
@@ -151,7 +151,7 @@ fn every_optimizer_trains_bit_for_bit_as_burn_does() {
     assert!(one.0.is_empty(), "{:#?}", one.0);
 }
 
-/// On several ranks by each style: close to Burn on one, or refused by name.
+/// Trains on several ranks with each style: close to Burn on one rank, or refused by name.
 struct Ranks(Vec<String>);
 
 impl ForEach for Ranks {
@@ -210,7 +210,7 @@ fn every_optimizer_trains_on_two_ranks_or_is_refused_with_the_way_out() {
     assert!(ranks.0.is_empty(), "{:#?}", ranks.0);
 }
 
-/// A run that another step goes on with, from everything that can be taken out of the first.
+/// Resumes a run in another step, from everything that can be read from the first.
 struct Resumed(Vec<String>);
 
 impl ForEach for Resumed {
@@ -218,7 +218,7 @@ impl ForEach for Resumed {
         let rate = |step: usize| base / (1.0 + 0.3 * step as f64);
         let init = init_for(needs);
         let device = Device::flex();
-        // In the middle of what has a period of 5, before and after a branch at 6.
+        // In the middle of a period of 5, before and after a branch at 6.
         for cut in [1, 3, 7] {
             device.seed(1);
             let mut first = compiled(init, optimizer.clone(), Mode::single()).unwrap();
@@ -312,7 +312,7 @@ fn an_optimizer_may_look_at_the_type_of_a_parameter() {
     same_in_type(doubles, AdamWConfig::new().build(), 0.1);
 }
 
-/// A layer in the middle that only long batches use.
+/// A middle layer that only long batches use.
 #[derive(Module, Debug)]
 struct Branchy {
     a: Linear,
@@ -340,7 +340,7 @@ impl Branchy {
     }
 }
 
-/// Which steps have a long batch: from the first on, later only, now and then.
+/// The steps with a long batch: only at first, only later, now and then.
 const LONG: [fn(usize) -> bool; 3] = [|step| step < 2, |step| step > 3, |step| step % 3 == 1];
 
 fn branchy_batch(is_long: bool, step: usize, device: &Device) -> Tensor<2> {
@@ -414,7 +414,7 @@ fn the_steps_of_a_parameter_are_counted_by_themselves() {
 }
 
 optimizer!(
-    /// Never twice the same operations.
+    /// Never the same operations twice.
     Changing,
     |rate, tensor, gradient, before| {
         let time = before.as_ref().map_or(0, |kept| kept.time) + 1;
@@ -441,7 +441,7 @@ optimizer!(
 );
 
 optimizer!(
-    /// Looks at a tensor.
+    /// Reads a tensor.
     Reading,
     |rate, tensor, gradient, before| {
         let norm = gradient.clone().square().sum().into_scalar::<f32>();
@@ -451,7 +451,7 @@ optimizer!(
 );
 
 optimizer!(
-    /// Makes a tensor of host data.
+    /// Makes a tensor from host data.
     HostData,
     |rate, tensor, gradient, before| {
         let scale = Tensor::<1>::from_floats([rate as f32], &tensor.device());
@@ -525,7 +525,8 @@ fn what_cannot_be_followed_is_an_error_that_names_it() {
     }
 }
 
-/// Of a matrix of as many rows as ranks, a shard has the shape of Adafactor's moments by column, which are whole.
+/// If a matrix has as many rows as there are ranks, a shard has the shape of Adafactor's moments by column, which are
+/// whole.
 #[test]
 fn states_of_a_shards_shape_are_whole() {
     let _guard = seeded();

@@ -1,4 +1,4 @@
-//! Tensors that a loss closure returns beside the loss.
+//! Tensors that a loss closure returns in addition to the loss.
 
 use burn::optim::GradientsParams;
 use burn::tensor::{Bool, Device, Int, Tensor};
@@ -13,7 +13,7 @@ use crate::compiled::seeded;
 use crate::eager::floats;
 use crate::models::{Gpt, TokenBatch, tokens};
 
-/// Logits, predictions, which of them are right, and the loss once more.
+/// Logits, predictions, their correctness, and the loss again.
 type Seen = (Tensor<3>, (Tensor<2, Int>, Tensor<2, Bool>), Tensor<1>);
 
 fn with_outputs(model: &Gpt, (tokens, targets): TokenBatch) -> (Tensor<1>, Seen) {
@@ -25,7 +25,7 @@ fn with_outputs(model: &Gpt, (tokens, targets): TokenBatch) -> (Tensor<1>, Seen)
     (loss.clone(), (logits, (predicted, right), loss))
 }
 
-/// What Burn's loop sees in each step, over that many micro-batches.
+/// Returns the outputs of each step in Burn's loop, over that many micro-batches.
 fn expected(num_batches: usize) -> Vec<Vec<Seen>> {
     let device = Device::flex().autodiff();
     device.seed(1);
@@ -49,7 +49,7 @@ fn expected(num_batches: usize) -> Vec<Vec<Seen>> {
     seen
 }
 
-/// Checks rows of what a step has seen. The loss is that of all rows where `is_joined`.
+/// Checks rows of the outputs of a step. The loss covers all rows if `is_joined`.
 fn assert_seen(
     what: &str,
     got: &Seen,

@@ -1,4 +1,4 @@
-//! A module of another type that is traced in place of the step's, against Burn's loop over it on one rank.
+//! A module of another type that is traced in place of the step's, compared with Burn's loop over it on one rank.
 
 use burn::module::{Module, ModuleDisplay, Param};
 use burn::nn::{Initializer, Linear, LinearConfig};
@@ -21,7 +21,7 @@ trait Between: Module + ModuleDisplay + 'static {
     fn between(&self, x: Tensor<2>) -> Tensor<2>;
 }
 
-/// The part comes first: what a stand-in adds is visited before what the model has.
+/// The part comes first: the tensors that a stand-in adds are visited before the model's.
 #[derive(Module, Debug)]
 struct Model<P: Module> {
     part: P,
@@ -47,7 +47,7 @@ impl<P: Between> Model<P> {
     }
 }
 
-/// Looks at a value.
+/// Reads a value.
 #[derive(Module, Debug)]
 struct Looks;
 
@@ -58,7 +58,7 @@ impl Between for Looks {
     }
 }
 
-/// Does not look.
+/// Does not read a value.
 #[derive(Module, Debug)]
 struct Trusts;
 
@@ -120,7 +120,7 @@ impl<P: Between> Override<Model<P>> for Gate {
     }
 }
 
-/// Makes what it adds of the module's own values.
+/// Makes the added tensors from the module's own values.
 struct Derive;
 
 impl<P: Between> Override<Model<P>> for Derive {
@@ -155,7 +155,7 @@ fn rows(step: usize, first: usize, rows: usize, device: &Device) -> Tensor<2> {
     )
 }
 
-/// Burn's loop over what an override makes of the model, whose values are there first.
+/// Runs Burn's loop over the module that an override makes from the model, whose values exist first.
 fn expected<V: Override<Model<Looks>, Traced = Model<P>>, P: Between>(over: V) -> eager::Trained {
     let init = |device: &Device| {
         let model = looking(device);
@@ -200,7 +200,8 @@ where
                         step.parameters().iter().map(|of| of.path.clone()).collect();
                     let names: Vec<&str> = paths.iter().map(AsRef::as_ref).collect();
                     assert_eq!(names, [&own, added].concat(), "the model's own come first");
-                    // An evaluation by a module of the model's own type, and by the traced one, before and between steps.
+                    // An evaluation by a module of the model's own type, and by the traced one, before and between
+                    // steps.
                     let mut own = Evaluation::new(
                         |device: &Device| Model::with(Trusts, device),
                         |model: &Model<Trusts>, x: Tensor<2>| model.fc.forward(x),
@@ -254,7 +255,7 @@ where
 fn a_stand_in_of_another_type_trains_the_models_own_parameters() {
     let _guard = seeded();
     let device = Device::flex();
-    // As it is, the model cannot be traced.
+    // The model without an override cannot be traced.
     let mut plain = compile(looking, Model::loss, adamw().build(), Mode::single()).unwrap();
     let error = plain.step(1e-2, &rows(0, 0, 2, &device)).unwrap_err();
     assert!(matches!(error, Error::Uncapturable { .. }), "{error}");
@@ -267,7 +268,7 @@ fn what_a_stand_in_adds_is_trained_behind_the_models_own() {
     check(|| (Trust, Gate), &["part.gate", "part.shift"]);
 }
 
-/// Of values that are drawn once, as Burn's loop has them.
+/// The values are drawn once, as in Burn's loop.
 #[test]
 fn what_a_stand_in_makes_of_the_models_own_values_begins_with_them() {
     let _guard = seeded();

@@ -1,4 +1,4 @@
-//! Several ranks against one on the joined batch.
+//! Several ranks compared with one on the joined batch.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
@@ -22,7 +22,7 @@ const ROWS: usize = 12;
 /// Losses, and trainable parameters by path.
 type Trained = (Vec<f64>, Vec<(String, Vec<f32>)>);
 
-/// A GPT trained by that many ranks.
+/// Returns a GPT trained by that many ranks.
 fn trained(num_ranks: usize, style: impl Into<DataParallel>, options: Options) -> Trained {
     let rows = ROWS / num_ranks;
     train(
@@ -35,7 +35,7 @@ fn trained(num_ranks: usize, style: impl Into<DataParallel>, options: Options) -
     )
 }
 
-/// A model trained by ranks that each have a part of the joined batch.
+/// Returns a model trained by ranks that each hold a part of the joined batch.
 fn train<M, B>(
     num_ranks: usize,
     style: impl Into<DataParallel>,
@@ -60,7 +60,7 @@ where
     results.swap_remove(0)
 }
 
-/// A model trained as one of the ranks of a group.
+/// Returns a model trained as one of the ranks of a group.
 fn train_as_one<M, B>(
     world: &ProcessGroup,
     style: DataParallel,
@@ -89,7 +89,7 @@ where
     let mut parameters = Vec::new();
     for path in paths {
         let data = step.parameter(&path)?;
-        // Running statistics are the ranks' own, and counters are no floats.
+        // Running statistics differ between ranks, and counters are not floats.
         if let Ok(values) = data.try_to_vec::<f32>()
             && !path.contains("running_")
         {
@@ -99,7 +99,7 @@ where
     Ok((losses, parameters))
 }
 
-/// To 1e-5 of each loss, and of the largest value of each parameter.
+/// Compares to 1e-5 of each loss, and of the largest value of each parameter.
 fn assert_close(what: &str, (losses, parameters): &Trained, expected: &eager::Trained) {
     assert_losses_close(what, losses, expected);
     assert!(!parameters.is_empty());
@@ -185,7 +185,7 @@ fn processes_together_train_like_one_on_the_joined_batch() {
 #[test]
 fn ranks_with_other_batch_shapes_are_told_and_go_on() {
     let _guard = seeded();
-    // The steps in which both ranks have as many rows.
+    // The steps in which both ranks have the same number of rows.
     let whole = |step: usize, device: &Device| tokens([1, 2, 4, 5][step], 0, 4, device);
     let expected = eager::train(Gpt::new, Gpt::loss, whole, 4, |_| 1e-2, adamw().init());
     for style in [
@@ -200,7 +200,7 @@ fn ranks_with_other_batch_shapes_are_told_and_go_on() {
             let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode)?;
             let mut losses = Vec::new();
             for index in 0..6 {
-                // In the first step both must trace, in the fourth rank 0 has its graph.
+                // In the first step both ranks must trace. In the fourth, rank 0 already has its graph.
                 let rows = match index {
                     0 | 3 => 2 - world.rank(),
                     _ => 2,
@@ -249,7 +249,7 @@ fn passes_do_not_change_a_bit() {
     let _guard = seeded();
     for style in [Strategy::NoShard, Strategy::FullShard] {
         let expected = trained(2, style, Options::none());
-        // Kernels add in another order.
+        // Kernels sum in another order.
         let plain = Options::default().kernels(false);
         let mut prefetch = plain.clone();
         prefetch.prefetch = Some(true);
@@ -263,7 +263,7 @@ fn passes_do_not_change_a_bit() {
     }
 }
 
-/// Collectives of the third step, by kind.
+/// Counts the collectives of the third step, by kind.
 fn counts(num_ranks: usize, style: Strategy, options: Options) -> [u64; 3] {
     let body = move |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
@@ -294,13 +294,14 @@ fn collectives_are_as_many_as_the_formula_says() {
     const BLOCKS: u64 = 3;
     // wte, wpe, blocks, lnf, head.
     const UNITS: u64 = BLOCKS + 4;
-    // Of a block: two norms of two, four linears of attention and two others of two; and the rest.
+    // Per block: two norms with two parameters each, four linears of attention and two others with two each. Then the
+    // rest.
     const PARAMETERS: u64 = BLOCKS * (4 + 8 + 4) + 1 + 1 + 2 + 1;
     for num_ranks in [1, 2, 4] {
         let (shard, replicate) = (Strategy::FullShard, Strategy::NoShard);
         let defaults = Options::default();
-        // Every unit is gathered once in forward, the blocks again in backward: embeddings are not
-        // read there, and the last two units are still there.
+        // Every unit is gathered once in forward, and the blocks again in backward. Backward does not read embeddings,
+        // and the last two units are still there.
         assert_eq!(
             counts(num_ranks, shard, defaults.clone()),
             [UNITS + BLOCKS, UNITS, 1]
@@ -308,7 +309,7 @@ fn collectives_are_as_many_as_the_formula_says() {
         let mut kept = defaults.clone();
         kept.reshard_after_forward = false;
         assert_eq!(counts(num_ranks, shard, kept), [UNITS, UNITS, 1]);
-        // All gradients and the loss fit into the first bucket of 1 MiB. A rank that is alone has their means.
+        // All gradients and the loss fit into the first bucket of 1 MiB. A single rank already has their means.
         let with_peers = u64::from(num_ranks > 1);
         assert_eq!(counts(num_ranks, replicate, defaults), [0, 0, with_peers]);
         let none = Options::none();
@@ -331,7 +332,7 @@ fn an_optimizer_put_off_is_done_when_somebody_looks() {
             options.optimizer = optimizer;
             let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
             let mode = mode.options(options).verified();
-            // Ranks draw by turns; rank 0's numbers count.
+            // Ranks draw in turns; rank 0's numbers count.
             if world.rank() == 0 {
                 device.seed(1);
             }
@@ -344,7 +345,7 @@ fn an_optimizer_put_off_is_done_when_somebody_looks() {
         for index in 0..6 {
             let rate = 1e-2 / (index + 1) as f64;
             let loss = expected.step(rate, &batch(index))?;
-            // Looking in between changes nothing, and neither does ending.
+            // Neither reading in between nor ending changes anything.
             let got = match index {
                 3 => deferred.last_step(rate, &batch(index))?,
                 _ => deferred.step(rate, &batch(index))?,
@@ -372,7 +373,7 @@ fn an_optimizer_put_off_is_done_when_somebody_looks() {
     let graphs = launch(LaunchConfig::new(2), body).unwrap();
     let graph = graphs[0].clone().unwrap();
     assert!(graph.contains("pending gradient head.weight"), "{graph}");
-    // The optimizer's part of what forward reads first comes before its gather.
+    // The optimizer's part for the first weights of forward comes before their gather.
     let line = |what: &str| graph.lines().position(|line| line.contains(what)).unwrap();
     assert!(line(" optimizer") < line("all_gather"), "{graph}");
     assert!(line("all_gather") < line(" backward"), "{graph}");
@@ -434,7 +435,7 @@ fn batch_norm_has_the_statistics_of_the_ranks_own_part() {
                 .map(|rank| part(step, rank, device))
                 .collect()
         };
-        // One rank that runs every part by itself, and averages losses and gradients.
+        // One rank that runs every part separately, and averages losses and gradients.
         let loss = move |model: &Cnn, parts: Vec<_>| {
             let losses = parts.into_iter().map(|part| Cnn::loss(model, part));
             let sum = losses
@@ -451,7 +452,7 @@ fn batch_norm_has_the_statistics_of_the_ranks_own_part() {
     }
 }
 
-/// Counts the collectives of the last graph that it was given.
+/// Counts the collectives of the last graph that it received.
 #[derive(Debug)]
 struct Count(Arc<AtomicUsize>);
 

@@ -20,7 +20,7 @@ pub(crate) fn gpt() -> Graph {
     gpt_of(2)
 }
 
-/// The trace for a batch of so many rows.
+/// Returns the trace for a batch of the given number of rows.
 fn gpt_of(rows: usize) -> Graph {
     let batch = tokens(0, 0, rows, &Device::flex());
     let optimizer = AdamWConfig::new().build();
@@ -121,7 +121,7 @@ fn equal_things_are_computed_once_within_a_phase() {
     let after = run(Pipeline::new().then(CommonSubexpressions));
     assert!(after.nodes().len() < before.nodes().len());
     assert!(after.constants().len() <= before.constants().len());
-    // Parameters of equal initial values are still there, all of them.
+    // Parameters with equal initial values all remain.
     assert_eq!(after.parameters(), before.parameters());
 }
 
@@ -213,7 +213,7 @@ fn buckets_have_a_small_first_one_and_a_cap() {
         let collective = node.collective.as_ref()?;
         (collective.kind == CollectiveKind::AllGather).then_some(collective)
     });
-    // No two fit into the first.
+    // No two fit into the first bucket.
     assert_eq!(gathered.next().unwrap().parts.len(), 1);
     let mut joined = 0;
     for collective in gathered {
@@ -506,7 +506,7 @@ fn fault(faulty: fn(&mut Vec<Node>)) -> (&'static str, String) {
 
 #[test]
 fn the_verifier_names_the_rule_and_the_node_at_fault() {
-    // A node that writes what another needs is gone.
+    // A node is missing that writes a needed value.
     let (rule, at) = fault(|nodes| {
         let matmul = nodes
             .iter()
@@ -544,7 +544,7 @@ fn the_verifier_names_the_rule_and_the_node_at_fault() {
         rule.contains("after it is dropped") && at.contains("is gone since"),
         "{rule} {at}"
     );
-    // A wait too few.
+    // A missing wait.
     let (rule, at) = fault(|nodes| {
         let wait = nodes.iter().rposition(|node| {
             node.collective
@@ -581,7 +581,7 @@ fn weights_that_outlive_the_unit_after_next_are_found() {
         .then(Deduplicate)
         .then(Regather);
     let graph = pipeline.run(gpt()).unwrap();
-    // A block's gather in backward is replaced by what its forward gathered.
+    // A block's gather in backward is replaced by the gathered weights of its forward.
     let keep = |nodes: &mut Vec<Node>| {
         let of = |node: &Node, phase| {
             let collective = node.collective.as_ref();

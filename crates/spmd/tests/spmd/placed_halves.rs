@@ -1,4 +1,5 @@
-//! Mixed precision by placements, against Burn's loop on one rank, which casts a copy of its masters for each forward.
+//! Mixed precision with placements, compared with Burn's loop on one rank, which casts a copy of its masters for each
+//! forward.
 
 use std::collections::BTreeMap;
 
@@ -26,7 +27,7 @@ const F16: Case = Case {
     wide_norms: true,
 };
 
-/// What a step is of.
+/// The properties of a step.
 #[derive(Debug, Clone, Copy)]
 struct Step {
     case: Case,
@@ -43,7 +44,7 @@ const SCALING: LossScaling = LossScaling {
     growth_interval: 100,
 };
 
-/// The values that training begins with, and Burn's loop over the joined batch.
+/// Returns the initial values of training, and the result of Burn's loop over the joined batch.
 fn expected(step: Step) -> (Trained, Trained) {
     let device = Device::flex().autodiff();
     device.seed(1);
@@ -63,7 +64,7 @@ fn expected(step: Step) -> (Trained, Trained) {
             let value = cast.loss(tokens(index, micro * ROWS, ROWS, &device));
             let value = value.cast(FloatDType::F32);
             loss += f64::from(value.clone().into_scalar::<f32>()) / step.micro as f64;
-            // Gradients of 16 bits vanish where the loss is not scaled.
+            // Gradients of 16 bits vanish if the loss is not scaled.
             let by = if step.is_scaled { 1e3 } else { 1.0 };
             let mut gradients = GradientsParams::from_grads((value * by).backward(), &model);
             scale(&model, &mut gradients, 1.0 / by);
@@ -89,7 +90,7 @@ fn expected(step: Step) -> (Trained, Trained) {
             scale(&model, &mut mean, limit / (norm + 1e-6));
         }
         losses.push(loss);
-        // The step that overflows is none.
+        // The step that overflows does not count.
         if !(step.is_scaled && index == 0) {
             model = optimizer.step(1e-2, model, mean);
         }
@@ -105,7 +106,7 @@ fn trained(
     Device::flex().seed(1);
     let body = move |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
-        // The number of parts of the batch, and the one of this rank.
+        // The number of parts of the batch, and this rank's part.
         let (mode, parts, own) = mode(world)?;
         let mode = mode.verified().certified();
         let mut compiled = compile(Net::new, Net::loss, sgd().build(), mode)?;
@@ -154,8 +155,8 @@ fn trained(
     results.swap_remove(0)
 }
 
-/// Losses to three of the last bits of `bf16`, in which they are computed; parameters to a part of what training has changed: a gradient
-/// that is counted twice, or not at all, differs by more.
+/// Compares losses to three of the last bits of `bf16`, in which they are computed, and parameters to a share of the
+/// change in training. A gradient that is counted twice, or not at all, differs by more.
 fn assert_close(what: &str, got: &Trained, first: &Trained, want: &Trained) {
     for (step, (loss, wanted)) in got.0.iter().zip(&want.0).enumerate() {
         let differs = (loss - wanted).abs() > 3.0 / 128.0 * wanted;
@@ -175,7 +176,7 @@ fn assert_close(what: &str, got: &Trained, first: &Trained, want: &Trained) {
     }
 }
 
-/// The loss of a batch by the trained parameters, cast as the step casts them.
+/// Returns the loss of a batch with the trained parameters, cast as the step casts them.
 fn measured(case: Case, trained: &Trained) -> f64 {
     let device = Device::flex();
     let model = Net::new(&device);
@@ -260,7 +261,7 @@ const PLAIN: Step = Step {
 fn tensor_parallel_halves_train_like_burns() {
     let _guard = seeded();
     for case in CASES {
-        // 30 columns: the parts of four are not equal.
+        // 30 columns: four parts are unequal.
         for mesh in [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (1, 4)] {
             let step = Step { case, ..PLAIN };
             let what = format!("{case:?} on {mesh:?}");
@@ -269,7 +270,7 @@ fn tensor_parallel_halves_train_like_burns() {
             if mesh != (2, 2) {
                 continue;
             }
-            // What every rank has an addend of travels as it was asked to, and arrives as wide as it is kept.
+            // Values with an addend on every rank travel in the requested type, and arrive as wide as they are stored.
             assert!(!parts.is_empty(), "{what}");
             let halves = case.reduce != Some(FloatDType::F32);
             let travels = |part: &CollectivePart| {

@@ -1,4 +1,4 @@
-//! Steps by placements against one rank on the joined batch.
+//! Steps with placements, compared with one rank on the joined batch.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ use crate::models::{Cnn, Encoder, Gpt, Recurrent, images, sequences, tokens};
 pub(crate) const STEPS: usize = 10;
 pub(crate) const ROWS: usize = 12;
 
-/// A block after Megatron-LM: what follows the norms is cut by columns, then by rows.
+/// A block after Megatron-LM: the products after the norms are cut by columns, then by rows.
 pub(crate) fn tensor_parallel() -> Expand {
     let by_columns = ["attention.query", "attention.key", "attention.value", "fc"];
     let mut expand = Expand::new();
@@ -35,7 +35,7 @@ pub(crate) fn tensor_parallel() -> Expand {
 
 pub(crate) type Trained = (Vec<f64>, BTreeMap<String, Vec<f32>>);
 
-/// What `steps` steps of a mode give on every rank, all of them the same.
+/// Returns the result of `steps` steps of a mode on every rank, all of them the same.
 pub(crate) fn trained<M, B>(
     num_ranks: usize,
     mode: impl Fn(&ProcessGroup) -> Result<Mode, Error> + Send + Sync + Clone + 'static,
@@ -98,7 +98,7 @@ pub(crate) fn assert_close(what: &str, (losses, parameters): &Trained, expected:
     }
 }
 
-/// On one rank nothing is cut, and the bits are those of Burn.
+/// On one rank nothing is cut, and the bits equal Burn's.
 fn assert_same((losses, parameters): &Trained, expected: &eager::Trained) {
     let losses: Vec<f32> = losses.iter().map(|loss| *loss as f32).collect();
     assert_eq!(losses, expected.losses);
@@ -115,7 +115,7 @@ pub(crate) fn mesh(world: &ProcessGroup, axes: &[(&str, usize)]) -> Result<Proce
     })
 }
 
-/// A GPT by those placements on a mesh, whose data axis comes first.
+/// Returns a GPT trained with the given placements on a mesh whose data axis comes first.
 pub(crate) fn gpt(axes: &'static [(&'static str, usize)], expand: Expand) -> Trained {
     gpt_with(axes, expand, Options::default())
 }
@@ -182,7 +182,7 @@ fn tensor_and_data_parallel_blocks_train_like_one_rank() {
     let axes = &[("data", 2), ("model", 2)];
     let both = both.parameter("head.weight", "data", Replicate);
     assert_close("cut on both axes", &gpt(axes, both), &expected);
-    // Data parallel alone, and with weights cut along their first dim.
+    // Data parallel only, and with weights cut along their first dim.
     for axes in [&[("data", 2)][..], &[("data", 3)], &[("data", 4)]] {
         let expand = data(Expand::new());
         assert_close(&format!("{axes:?}"), &gpt(axes, expand.clone()), &expected);
@@ -191,12 +191,12 @@ fn tensor_and_data_parallel_blocks_train_like_one_rank() {
     }
 }
 
-/// Losses of the CNN and the others, their batch cut among ranks and joined again.
+/// Losses of the CNN and other models, with their batch cut among ranks and joined again.
 #[test]
 fn statistics_are_those_of_the_joined_batch() {
     let _guard = seeded();
     let cut = Expand::new().input("**", "data", Shard(0));
-    // Random numbers are not those of one rank: without dropout.
+    // Without dropout, because random numbers differ from one rank's.
     let cnn = |device: &Device| Cnn::without_dropout(device);
     let expected = eager::train(cnn, Cnn::loss, images, STEPS, |_| 1e-2, adamw().init());
     for num_ranks in [1, 2, 4] {
@@ -285,7 +285,7 @@ fn ranks_that_share_a_value_share_its_random_numbers() {
         let mesh = mesh(world, &[("model", world.size())])?;
         Ok(Mode::expand(mesh, expand.clone()))
     };
-    // With dropout on values that are whole on all ranks; that they agree is checked there.
+    // With dropout on values that are whole on all ranks; the test checks that the ranks agree.
     let (losses, _) = trained(2, mode, Encoder::new, Encoder::loss, |step, _, device| {
         sequences(step, 8, device)
     });
@@ -303,7 +303,7 @@ fn placements_found_by_least_communication_train_like_one_rank() {
             num_ranks,
             |world| {
                 let mode = Mode::data_parallel(world.clone(), DataParallel::Automatic);
-                // Kernels have not the bits of what they replace.
+                // Kernels do not have the bits of the operations that they replace.
                 let options = Options::default().kernels(world.size() > 1);
                 Ok(mode.options(options))
             },
@@ -321,7 +321,7 @@ fn placements_found_by_least_communication_train_like_one_rank() {
     }
 }
 
-/// Collectives of the third step, by kind.
+/// Counts the collectives of the third step, by kind.
 fn counts(axes: &'static [(&'static str, usize)], expand: Expand) -> [u64; 3] {
     let num_ranks = axes.iter().map(|axis| axis.1).product();
     let body = move |world: ProcessGroup| -> Result<_, Error> {
@@ -359,12 +359,12 @@ fn counts(axes: &'static [(&'static str, usize)], expand: Expand) -> [u64; 3] {
 fn a_tensor_parallel_block_takes_two_all_reduces_each_way() {
     let _guard = seeded();
     const BLOCKS: u64 = 3;
-    // And one bucket of the gradients that are sums over what is cut: the shifts of the norms.
+    // One bucket of the gradients that are sums over the cut dim: the shifts of the norms.
     let expected = [0, 0, 4 * BLOCKS + 1];
     assert_eq!(counts(&[("model", 3)], tensor_parallel()), expected);
-    // With data parallelism: those gradients are sums on both axes, and are added up there one by one
-    // first; then one bucket of all other gradients, the loss, which is a mean, and what the positions'
-    // embedding gets from all rows.
+    // With data parallelism, those gradients are sums on both axes, and are first summed one by one on the data axis.
+    // Then one bucket has all other gradients, the loss, which is a mean, and the gradient of the position embedding
+    // from all rows.
     let both = tensor_parallel().input("**", "data", Shard(0));
     let axes = &[("data", 2), ("model", 3)];
     let expected = [0, 0, expected[2] + 2 * BLOCKS + 3];
@@ -407,7 +407,7 @@ fn what_cannot_lie_as_asked_is_refused_with_its_shape() {
     assert!(input.contains("there is no input \"2\""), "{input}");
 }
 
-/// The error of a compiled step over inputs that are cut, on 2 ranks.
+/// Returns the error of a compiled step over cut inputs, on 2 ranks.
 fn refused_loss<B: Batch>(
     loss: fn(&burn::nn::Linear, B) -> Tensor<1>,
     batch: fn(&Device) -> B,
@@ -428,7 +428,7 @@ fn refused_loss<B: Batch>(
 #[test]
 fn what_no_rule_can_place_is_refused_with_operands_and_placements() {
     let _guard = seeded();
-    // Sorting needs the sums of all ranks, and integers are not added up over ranks.
+    // Sorting needs the sums of all ranks, and integers are not summed over ranks.
     let text = refused_loss(
         |model, x: Tensor<2, burn::tensor::Int>| {
             let sums = x.sum_dim(0).sort(1).float();
@@ -481,7 +481,7 @@ fn a_batch_may_be_cut_along_any_dim() {
     assert_close("cut along dim 1", &got, &expected);
 }
 
-/// Losses with SGD and momentum, whose first velocity is the gradient itself, on ranks with a mode each.
+/// Returns losses with SGD and momentum, whose first velocity is the gradient itself, on ranks with a mode each.
 fn with_momentum(
     num_ranks: usize,
     mode: impl Fn(&ProcessGroup, Options) -> Result<Mode, Error> + Send + Sync + Copy + 'static,
@@ -561,7 +561,7 @@ fn a_deferred_optimizer_and_placements_go_together() {
     let _guard = seeded();
     let batch = |step, device: &Device| tokens(step, 0, ROWS, device);
     let expected = eager::train(Gpt::new, Gpt::loss, batch, STEPS, |_| 1e-2, adamw().init());
-    // Biases stay whole and are sliced in forward: the optimizer has nothing to do with their slices.
+    // Biases stay whole and are sliced in forward. Their slices do not concern the optimizer.
     let got = trained(
         3,
         |world| {
@@ -576,7 +576,7 @@ fn a_deferred_optimizer_and_placements_go_together() {
         |step, _, device| tokens(step, 0, ROWS, device),
     );
     assert_close("deferred", &got, &expected);
-    // Running statistics are forward's, and not put off.
+    // Running statistics belong to forward, and are not deferred.
     let init = Cnn::without_dropout;
     let expected = eager::train(init, Cnn::loss, images, STEPS, |_| 1e-2, adamw().init());
     let got = trained(
@@ -594,7 +594,7 @@ fn a_deferred_optimizer_and_placements_go_together() {
     assert_same(&got, &expected);
 }
 
-/// A layer whose parameters are used in ways that share gradients.
+/// A layer that uses parameters in ways that share gradients.
 #[derive(burn::module::Module, Debug)]
 struct Sums {
     base: burn::module::Param<Tensor<2>>,
@@ -620,7 +620,7 @@ impl Sums {
         }
     }
 
-    /// Extrema, and counts of integers, are combined over the ranks as well.
+    /// Extrema, and counts of integers, are also combined over the ranks.
     fn loss(&self, x: Tensor<3>) -> Tensor<1> {
         let delta = self.down.val().matmul(self.up.val());
         let weight = self.base.val() + self.other.val() + delta;
@@ -660,7 +660,7 @@ fn gradients_that_parameters_share_and_extrema_are_those_of_one_rank() {
     }
 }
 
-/// A layer, and what is counted over the batch beside it.
+/// A layer, and a count over the batch.
 #[derive(burn::module::Module, Debug)]
 struct Counting {
     weight: burn::module::Param<Tensor<2>>,
@@ -787,7 +787,7 @@ fn inputs_without_a_batch_dim_are_declared() {
     }
 }
 
-/// Each rank's factor would be cut of a batch of factors.
+/// Each rank's factor would be a cut of a batch of factors.
 #[test]
 fn an_undeclared_input_without_a_batch_dim_is_told_of_the_declaration() {
     let _guard = seeded();

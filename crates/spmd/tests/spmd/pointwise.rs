@@ -1,4 +1,4 @@
-//! Chains of pointwise operations as one operation: the bits of each, and fewer passes over memory.
+//! Chains of pointwise operations as one operation, with the same bits and fewer passes over memory.
 
 use std::collections::BTreeMap;
 
@@ -47,7 +47,7 @@ impl Gates {
     fn loss(&self, x: Tensor<2>) -> Tensor<1> {
         let up = silu(self.up.forward(x.clone())) + relu(self.up.forward(-x.clone())) * 0.5;
         let gated = self.norm.forward(self.gate.forward(up));
-        // A column beside the rows.
+        // A column next to the rows.
         let strength = gated
             .clone()
             .powf_scalar(2.0)
@@ -69,7 +69,7 @@ fn part(step: usize, first: usize, rows: usize, device: &Device) -> Tensor<2> {
     Tensor::from_data(TensorData::new(values, [rows, DIM]), device)
 }
 
-/// What a training leaves, with the names of the nodes of its graph.
+/// The results of training, with the names of the nodes of its graph.
 struct Trained {
     losses: Vec<f64>,
     parameters: BTreeMap<String, Vec<f32>>,
@@ -211,7 +211,7 @@ fn graph_of(optimizer: impl Optimizer) -> (BTreeMap<String, usize>, usize) {
     (count(graph), graph.parameters().len())
 }
 
-/// Of AdamW the two moments and the parameter are left, and of momentum the momentum and the parameter.
+/// For AdamW, the two moments and the parameter remain. For momentum, the momentum and the parameter remain.
 #[test]
 fn an_optimizer_is_one_operation_for_each_result() {
     let adam = graph_of(AdamWConfig::new().build());
@@ -261,7 +261,7 @@ impl Values {
         }
     }
 
-    /// A loss of operations that a seed chooses, on values that it chooses.
+    /// Returns a loss of operations that a seed chooses, on values that it also chooses.
     fn loss(&self, x: Tensor<2>, seed: u64) -> Tensor<1> {
         let mut numbers = Numbers(seed * 0x9E37_79B9_7F4A_7C15);
         let product = x.clone().matmul(self.square.val());

@@ -1,4 +1,4 @@
-//! Mixed precision, against Burn's loop on one rank that casts a copy of the model.
+//! Mixed precision, compared with Burn's loop on one rank that casts a copy of the model.
 
 use std::collections::BTreeMap;
 
@@ -34,7 +34,7 @@ struct Block {
     down: Linear,
 }
 
-/// A residual network whose norms compute in 32 bits, as its author writes it.
+/// A residual network whose norms compute in 32 bits, as its author wrote it.
 #[derive(Module, Debug)]
 pub(crate) struct Net {
     embed: Embedding,
@@ -64,7 +64,7 @@ impl Net {
             let y = gelu(block.up.forward(block.norm.forward(wide).cast(dtype)));
             x = x + block.down.forward(y);
         }
-        // The embedding's weight is read here, too: its gradient is the sum of two.
+        // The embedding's weight is also read here, so its gradient is the sum of two.
         let logits = self.head.forward(x.clone())
             + x.matmul(self.embed.weight.val().transpose().unsqueeze());
         let wanted = logits.gather(2, targets.unsqueeze_dim(2));
@@ -72,7 +72,7 @@ impl Net {
     }
 }
 
-/// The type in which the parameter at a path computes, and that in which gradients of a type travel.
+/// The type in which the parameter at a path computes, and the type in which gradients travel.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Case {
     pub(crate) compute: Option<FloatDType>,
@@ -132,7 +132,7 @@ impl Case {
     }
 }
 
-/// Casts every parameter, so that gradients come back to the one that was cast.
+/// Casts every parameter, with gradients that return to the parameter that was cast.
 pub(crate) struct Cast(pub(crate) Case, pub(crate) Vec<String>);
 
 impl ModuleMapper for Cast {
@@ -181,7 +181,7 @@ impl ModuleVisitor for Mean<'_> {
 
 pub(crate) type Trained = (Vec<f64>, BTreeMap<String, Vec<f32>>);
 
-/// Burn's loop over the parts of each batch.
+/// Runs Burn's loop over the parts of each batch.
 fn expected(case: Case, parts: usize) -> Trained {
     let device = Device::flex().autodiff();
     device.seed(1);
@@ -245,7 +245,7 @@ fn trained(
     results.swap_remove(0)
 }
 
-/// With sums of 32 bits in the same order, all is equal but for what the order of factors rounds.
+/// With 32-bit sums in the same order, all is equal up to the rounding caused by the order of factors.
 pub(crate) fn assert_close(what: &str, got: &Trained, want: &Trained) {
     for (step, (loss, wanted)) in got.0.iter().zip(&want.0).enumerate() {
         assert!(
@@ -440,7 +440,7 @@ fn running_statistics_are_those_of_burn() {
             };
             model.visit(&mut mean);
             let mean = mean.mean;
-            // What the copy has seen is the model's, once its mode changes.
+            // The model takes over the copy's statistics when its mode changes.
             model = optimizer.step(1e-2, model, mean).train();
         }
         let want = floats(&model);

@@ -1,4 +1,4 @@
-//! Units whose forward is computed again in backward.
+//! Units whose forward is recomputed in backward.
 
 use std::collections::BTreeMap;
 
@@ -16,13 +16,13 @@ use crate::models::{Encoder, Gpt, TIME, sequences, tokens};
 const STEPS: usize = 5;
 const ROWS: usize = 12;
 
-/// What a training leaves.
+/// The results of training.
 #[derive(Debug, PartialEq)]
 struct Left {
     losses: Vec<f64>,
     parameters: BTreeMap<String, Vec<f32>>,
     peak: usize,
-    /// Matrix products of backward.
+    /// Number of matrix products in backward.
     products: usize,
 }
 
@@ -32,7 +32,7 @@ impl Left {
     }
 }
 
-/// Trains on ranks that are seeded as the oracle is.
+/// Trains on ranks that are seeded like the oracle.
 fn train<M, B>(
     num_ranks: usize,
     options: &Options,
@@ -151,7 +151,7 @@ fn dropout_is_drawn_once() {
     assert!(again.products > kept.products);
 }
 
-/// Many sequences, so that activations are most of the memory.
+/// Returns many sequences, to make activations most of the memory.
 fn many(step: usize, first: usize, rows: usize, device: &Device) -> crate::models::TokenBatch {
     tokens(step, first * 40, rows * 40, device)
 }
@@ -162,10 +162,10 @@ fn of_a_unit_only_what_comes_in_and_goes_out_is_kept() {
     let run = |options: Options| train(2, &options, Gpt::new, Gpt::loss, many).unwrap();
     let kept = run(Options::default());
     let again = run(Options::default().recompute_units(["blocks.*"]));
-    // Of three blocks the last one's activations are there in backward, too: those of two are not.
+    // The last of three blocks also has its activations in backward; the other two do not.
     let of_block = (kept.peak - again.peak) / 2;
     let width = 40 * (ROWS / 2) * TIME * 12 * 4;
-    // A block's kernels keep queries, keys and values, the mixed ones, and the wide rows.
+    // A block's kernels keep queries, keys and values, the mixed values, and the wide rows.
     assert!(
         of_block >= 6 * width,
         "{} and {}: {width}",

@@ -1,4 +1,4 @@
-//! From one cut to another: what arrives, what travels, and by which operation.
+//! From one cut to another: the results, the bytes that travel, and the operations.
 
 use burn::backend::Flex;
 use burn::tensor::{DType, Tensor, TensorData};
@@ -22,7 +22,7 @@ struct Axis {
     input: Option<usize>,
 }
 
-/// `state` becomes `state + input`, on one rank.
+/// Returns a graph that turns `state` into `state + input`, on one rank.
 fn sum(shape: &[usize]) -> (Graph, TensorId, TensorId) {
     let mut graph = Graph::new();
     let dtype = DType::F32;
@@ -55,7 +55,7 @@ fn sum(shape: &[usize]) -> (Graph, TensorId, TensorId) {
     (graph, state, input)
 }
 
-/// The same on every rank of a mesh.
+/// Returns the same graph for every rank of a mesh.
 fn placed(shape: &[usize], axes: &[Axis], is_split: bool) -> (Graph, TensorId, TensorId) {
     let (graph, state, input) = sum(shape);
     let placement = |dim: Option<usize>| dim.map_or(Replicate, Shard);
@@ -82,7 +82,7 @@ fn whole(shape: [usize; 3], times: i64) -> Tensor<3> {
     Tensor::from_data(data, &burn::tensor::Device::flex())
 }
 
-/// The part of a rank with these numbers on the axes.
+/// Returns the part of a rank with these numbers on the axes.
 fn part(whole: Tensor<3>, cuts: &[(Option<usize>, usize, usize)]) -> TensorData {
     let mut part = whole;
     for (dim, num_ranks, rank) in cuts {
@@ -93,8 +93,8 @@ fn part(whole: Tensor<3>, cuts: &[(Option<usize>, usize, usize)]) -> TensorData 
     part.into_data()
 }
 
-/// Runs the sum on all ranks, checks that each has its part of it to the bit, and returns for each axis what
-/// one rank started on it: the number of all-to-alls, the bytes of their whole tensors, and the number of all
+/// Runs the sum on all ranks, and checks that each has its part of it to the bit. Returns for each axis the operations
+/// that one rank started on it: the number of all-to-alls, the bytes of their whole tensors, and the number of all
 /// other operations.
 fn started(shape: [usize; 3], axes: &[Axis], is_split: bool) -> Vec<[u64; 3]> {
     let axes = axes.to_vec();
@@ -140,7 +140,7 @@ const NUM_BYTES: u64 = 12 * 24 * 36 * 4;
 fn from_dim_to_dim_a_value_goes_at_once() {
     for num_ranks in [2, 3, 4] {
         for (state, input) in [(0, 1), (0, 2), (1, 2), (1, 0), (2, 0), (2, 1)] {
-            // One operand goes to where the other is; if that is the state, the sum comes back.
+            // One operand moves to the other's cut. If the state moves, the sum returns.
             let operations = if state < input { 1 } else { 2 };
             let expected = [operations, operations * NUM_BYTES, 0];
             let axis = Axis {
@@ -194,7 +194,7 @@ fn another_axis_may_cut_other_dims() {
     let third = NUM_BYTES / 3;
     let got = started(SHAPE, &axes(Some(0), Some(2), Some(1), Some(1)), false);
     assert_eq!(got, [[1, third, 0], [0, 0, 0]]);
-    // Dims that change axes would be cut twice in between: these are gathered, and cut anew.
+    // Dims that exchange axes would be cut twice in between. They are gathered and cut anew.
     let got = started(SHAPE, &axes(Some(0), Some(1), Some(1), Some(0)), false);
     assert!(
         got.iter().all(|axis| axis[0] == 0 && axis[2] > 0),

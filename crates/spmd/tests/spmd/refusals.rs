@@ -1,4 +1,4 @@
-//! Steps that ranks refuse together, and what comes after them.
+//! Steps that ranks refuse together, and the steps after them.
 
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::AdamWConfig;
@@ -9,7 +9,7 @@ use burn_fsdp_spmd::{Error, Mode, Strategy, compile};
 
 use crate::compiled::seeded;
 
-/// What ranks traced for a step that was refused is what they run in the next, whatever its learning rate is.
+/// Ranks run in the next step the graph that they traced for a refused step, whatever the learning rate is.
 #[test]
 fn a_run_goes_on_after_a_refusal_with_another_learning_rate() {
     let _guard = seeded();
@@ -51,7 +51,7 @@ fn a_run_goes_on_after_a_refusal_with_another_learning_rate() {
     }
 }
 
-/// Graphs have no numbers of the optimizer, which ranks compare in each step all the same.
+/// Graphs contain no numbers of the optimizer, but ranks compare these in every step.
 #[test]
 fn optimizers_of_other_settings_are_refused() {
     let _guard = seeded();

@@ -1,4 +1,4 @@
-//! Tracing does not depend on how large the tensors are.
+//! Tracing does not depend on the size of the tensors.
 
 use std::time::Instant;
 

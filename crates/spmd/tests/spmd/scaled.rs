@@ -1,4 +1,4 @@
-//! Steps whose loss is scaled, against Burn's loop on one rank.
+//! Steps whose loss is scaled, compared with Burn's loop on one rank.
 
 use std::collections::BTreeMap;
 
@@ -25,7 +25,7 @@ const HALF: Case = Case {
     wide_norms: true,
 };
 
-/// With a scale of which the first steps overflow, and which grows soon.
+/// Scaling whose first steps overflow, and whose scale grows soon.
 const SCALING: LossScaling = LossScaling {
     initial_scale: 16_777_216.0,
     growth_factor: 2.0,
@@ -33,10 +33,10 @@ const SCALING: LossScaling = LossScaling {
     growth_interval: 3,
 };
 
-/// What a run has done, and in each step the scale before it, and whether it was skipped.
+/// The results of a run, and for each step the scale before it, and whether it was skipped.
 type Run = (Trained, Vec<(f64, bool)>);
 
-/// Divides gradients by the scale, and looks whether all are finite.
+/// Divides gradients by the scale, and checks that all are finite.
 struct Unscale {
     inverse: f64,
     given: GradientsParams,
@@ -55,7 +55,7 @@ impl ModuleVisitor for Unscale {
     }
 }
 
-/// Burn's loop over the parts of each batch.
+/// Runs Burn's loop over the parts of each batch.
 fn expected(case: Case, parts: usize, mut optimizer: ModuleOptimizer) -> Run {
     let device = Device::flex().autodiff();
     device.seed(1);
@@ -221,7 +221,7 @@ fn a_skipped_step_is_none_of_the_optimizers() {
     assert_close("hybrid", &got, &want);
 }
 
-/// One rank's loss is no number in the third step.
+/// Makes one rank's loss not a number in the third step.
 fn broken(
     model: &Net,
     (tokens, targets, by): (Tensor<2, Int>, Tensor<2, Int>, Tensor<1>),
@@ -247,7 +247,7 @@ fn an_overflow_on_one_rank_skips_the_step_of_all_and_the_run_goes_on() {
             let mut step = compile(Net::new, broken, adamw().build(), mode)?;
             let mut seen = Vec::new();
             for index in 0..6 {
-                // Without a fault, the step that would be skipped is left out.
+                // Without a fault, the step that would be skipped is omitted.
                 if index == 2 && !breaks {
                     continue;
                 }
@@ -392,7 +392,7 @@ fn what_cannot_be_scaled_is_refused() {
     assert!(step.parameter("head.weight").unwrap() != before);
 }
 
-/// Dropout, and a model of 64 bits, beside the factor of the loss.
+/// Dropout, and a 64-bit model, together with the factor of the loss.
 #[test]
 fn a_scale_that_is_a_power_of_two_changes_nothing_else() {
     let _guard = seeded();

@@ -1,4 +1,4 @@
-//! Random numbers of a seed: those of one rank, however ranks divide the step.
+//! Random numbers from a seed: the same as one rank's, however ranks divide the step.
 
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{DType, Device, Distribution, Int, Shape, Tensor};
@@ -21,7 +21,7 @@ const SEED: u64 = 7;
 type Drawn = (Tensor<3>, Tensor<3>);
 type Bits = Vec<Vec<u32>>;
 
-/// Two sets of random numbers where the batch lies, which is of ones.
+/// Returns two sets of random numbers with the batch's placement; the batch consists of ones.
 fn drawn_twice(x: &Tensor<3>, distribution: Distribution) -> Drawn {
     let first = x.clone() * x.random_like(distribution);
     let second = x.clone() * x.random_like(distribution);
@@ -42,7 +42,7 @@ fn bits((first, second): &Drawn) -> Bits {
     vec![of(first), of(second)]
 }
 
-/// What each rank draws in each of three steps, of the batch's part that it has.
+/// Returns the numbers that each rank draws in each of three steps, for its part of the batch.
 fn draws(
     num_ranks: usize,
     mode: impl Fn(&ProcessGroup) -> Result<Mode, Error> + Send + Sync + Clone + 'static,
@@ -171,7 +171,7 @@ fn no_two_draws_are_alike_and_each_is_of_its_distribution() {
     assert!((share - 0.75).abs() < 0.04, "{share} are kept");
 }
 
-/// Integers, and floats of other types.
+/// Returns integers, and floats of other types.
 fn drawn_in_types(x: &Tensor<3>) -> Drawn {
     let (shape, device) = (Shape::from(x.dims()), x.device());
     let classes = Tensor::<3, Int>::random(shape, Distribution::Uniform(0.0, 100.0), &device);
@@ -234,7 +234,7 @@ fn assert_close(what: &str, (losses, parameters): &Trained, expected: &Trained) 
     }
 }
 
-/// Burn's encoder with its dropout, of attention and of its feed-forward layers.
+/// Trains Burn's encoder with its dropout, in attention and in its feed-forward layers.
 fn encoder(
     num_ranks: usize,
     mode: impl Fn(&ProcessGroup) -> Result<Mode, Error> + Send + Sync + Clone + 'static,
@@ -291,7 +291,7 @@ fn dropout_by_placements_trains_like_one_rank() {
     }
 }
 
-/// Bytes that collectives of forward gather or add up.
+/// Returns the bytes that collectives of forward gather or reduce.
 fn moved(graph: &Graph) -> usize {
     let forward = graph.nodes().iter();
     let forward = forward.filter(|node| node.phase == Phase::Forward);
@@ -320,8 +320,8 @@ fn what_all_ranks_need_is_drawn_by_each_and_not_gathered() {
     assert_eq!(moved(&graph(Some(SEED))), 0);
 }
 
-/// A pass of the crate's own, by its name, that changes the parts that ranks draw: what a user's pass does to a step is not
-/// proved.
+/// A pass that changes the parts that ranks draw. It has the name of one of the crate's passes, because changes by a
+/// user's pass are not proved.
 #[derive(Debug)]
 struct WrongPart(fn(&mut Draw));
 
@@ -339,12 +339,12 @@ impl GraphTransform for WrongPart {
     }
 }
 
-/// The error of a plan whose draws are changed so.
+/// Returns the error of a plan whose draws are changed in this way.
 fn refused(change: fn(&mut Draw), is_certified: bool) -> Error {
     let errors = launch(LaunchConfig::new(2), move |world: ProcessGroup| {
         let expand = Expand::new().input("**", "data", Shard(0));
         let mode = Mode::expand(mesh(&world, &[("data", 2)])?, expand).seeded(SEED);
-        // That pass is not in it otherwise.
+        // That pass is otherwise not in the plan.
         let options = Options::default().bucket(None).prefetch(false);
         let mode = mode.options(options).transform(WrongPart(change));
         let mode = match is_certified {
@@ -367,12 +367,12 @@ fn a_plan_whose_ranks_draw_the_wrong_part_is_refused() {
         true,
     );
     assert!(matches!(error, Error::NotCertified { .. }), "{error}");
-    // The types see by themselves that nothing is cut.
+    // The types themselves show that nothing is cut.
     let error = refused(|draw| draw.shifts.clear(), false).to_string();
     assert!(error.contains("it draws what is"), "{error}");
 }
 
-/// Noise of a shape that no number of ranks divides.
+/// Returns noise whose shape no number of ranks divides.
 fn shared_noise(model: &Linear, x: Tensor<3>) -> (Tensor<1>, Drawn) {
     let shape = [1, 1, SHAPE[2] + 1];
     let noise = Tensor::<3>::random(shape, Distribution::Default, &x.device());
@@ -405,7 +405,7 @@ fn what_cannot_be_cut_is_drawn_by_all() {
     }
 }
 
-/// Losses of micro-batches by placements, of units that are computed again.
+/// Losses of micro-batches with placements, with units that are recomputed.
 #[test]
 fn micro_batches_and_units_that_are_computed_again_draw_what_one_rank_draws() {
     let _guard = seeded();
@@ -487,7 +487,7 @@ fn a_resumed_run_goes_on_and_micro_batches_draw_their_own() {
         )
     };
     let x = Tensor::<3>::ones(SHAPE, &Device::flex());
-    // Without states that a resumed run would have to be given.
+    // No states, which a resumed run would need.
     let sgd = || burn::optim::SgdConfig::new().build();
     let mut step = compile(init, loss, sgd(), Mode::single().seeded(SEED)).unwrap();
     step.resume(2, 1e-2).unwrap();

@@ -1,4 +1,4 @@
-//! Activations that lie as their names ask, against one rank on the joined batch.
+//! Activations with named placements, compared with one rank on the joined batch.
 
 use burn::tensor::activation::softmax;
 use burn::tensor::{Device, Tensor};
@@ -13,7 +13,7 @@ use crate::eager::{self, adamw};
 use crate::models::{Gpt, TIME, TokenBatch, tokens};
 use crate::placement::{ROWS, STEPS, assert_close, gpt, mesh, tensor_parallel, trained};
 
-/// Tensor parallelism between the products of a block, and what is between two blocks cut along the tokens.
+/// Tensor parallelism between the products of a block, with the values between two blocks cut along the tokens.
 fn sequence_parallel() -> Expand {
     tensor_parallel().activation("residual", "model", Shard(1))
 }
@@ -23,7 +23,7 @@ fn blocks_with_the_tokens_cut_between_them_train_like_one_rank() {
     let _guard = seeded();
     let batch = |step, device: &Device| tokens(step, 0, ROWS, device);
     let expected = eager::train(Gpt::new, Gpt::loss, batch, STEPS, |_| 1e-2, adamw().init());
-    // Of 6 tokens the last of 4 ranks has none.
+    // With 6 tokens, the last of 4 ranks has none.
     for axes in [
         &[("model", 1)][..],
         &[("model", 2)],
@@ -41,7 +41,7 @@ fn blocks_with_the_tokens_cut_between_them_train_like_one_rank() {
         let expand = sequence_parallel().input("**", "data", Shard(0));
         assert_close(&format!("{axes:?}"), &gpt(axes, expand), &expected);
     }
-    // Cut along the features, of which a norm needs all, and along the rows that no input is cut along.
+    // Cuts along the features, which a norm needs whole, and along rows, along which no input is cut.
     for cut in [Shard(0), Shard(2), Replicate] {
         let expand = tensor_parallel().activation("residual", "model", cut);
         let got = gpt(&[("model", 3)], expand);
@@ -49,7 +49,7 @@ fn blocks_with_the_tokens_cut_between_them_train_like_one_rank() {
     }
 }
 
-/// The graph of each rank of two, for the loss of a batch.
+/// Returns the graph of each rank of two, for the loss of a batch.
 fn graph(expand: Expand, loss: fn(&Gpt, TokenBatch) -> Tensor<1>) -> Result<Graph, String> {
     let body = move |world: ProcessGroup| -> Result<_, Error> {
         let mode = Mode::expand(mesh(&world, &[("model", 2)])?, expand.clone());
@@ -63,7 +63,7 @@ fn graph(expand: Expand, loss: fn(&Gpt, TokenBatch) -> Tensor<1>) -> Result<Grap
     launch(LaunchConfig::new(2), body).unwrap().swap_remove(1)
 }
 
-/// Shapes of the inputs of the norms' means in forward.
+/// Returns the shapes of the inputs of the norms' means in forward.
 fn of_norms(graph: &Graph) -> Vec<Vec<usize>> {
     let forward = graph.nodes().iter();
     let forward = forward.filter(|node| node.phase == Phase::Forward);
@@ -72,7 +72,7 @@ fn of_norms(graph: &Graph) -> Vec<Vec<usize>> {
     shapes.map(|value| value.shape.clone()).collect()
 }
 
-/// Collectives of activations in forward, by kind.
+/// Counts the collectives of activations in forward, by kind.
 fn of_activations(graph: &Graph, kind: CollectiveKind) -> usize {
     let forward = graph.nodes().iter();
     let forward = forward.filter(|node| node.phase == Phase::Forward);
@@ -97,7 +97,7 @@ fn norms_run_on_the_tokens_of_each_rank_and_addends_are_scattered_to_them() {
     assert!(of_norms(&whole).contains(&vec![ROWS, TIME, 12]));
 }
 
-/// The loss of a model whose activations have other names, too.
+/// Returns the loss of a model whose activations also have other names.
 fn named_twice(model: &Gpt, (tokens, targets): TokenBatch) -> Tensor<1> {
     let logits = named_activation("logits", model.logits(tokens.clone()));
     let scores = named_activation("scores", logits);
@@ -130,14 +130,14 @@ fn what_cannot_lie_as_its_name_asks_is_refused_by_name() {
     assert!(both.contains("another placement is asked"), "{both}");
     let weight = refused(ask("weight", Shard(0)), named_weight);
     assert!(weight.contains("Expand::parameter places"), "{weight}");
-    // A dim that does not divide.
+    // An uneven dim.
     graph(ask("logits", Shard(2)), named_twice).unwrap();
-    // Equal wishes, and one of what is computed of nothing but the batch.
+    // Equal requests, and one for a value that is computed only from the batch.
     let alike = ask("logits", Shard(1)).activation("scores", "model", Shard(1));
     graph(alike.activation("inputs", "model", Shard(1)), named_twice).unwrap();
 }
 
-/// The loss of a model that names what it has put together, of rows that another axis cuts.
+/// Returns the loss of a model that names a concatenation, of rows that another axis cuts.
 fn with_named_halves(model: &Gpt, (tokens, targets): TokenBatch) -> Tensor<1> {
     let logits = model.logits(tokens.clone());
     let halves = logits.chunk(2, 2);
@@ -196,7 +196,7 @@ fn evaluations_have_the_names_that_they_use() {
         Ok(logits.into_data().try_to_vec::<f32>().unwrap())
     };
     let mut expected: Option<Vec<f32>> = None;
-    // The tokens do not divide among the last.
+    // The 6 tokens do not divide among 4 or 5 ranks.
     for num_ranks in [1, 2, 3, 4, 5] {
         // The same initial parameters.
         Device::flex().seed(7);

@@ -1,4 +1,4 @@
-//! Cuts of dims that do not divide, against one rank on the joined batch.
+//! Cuts of uneven dims, compared with one rank on the joined batch.
 
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
@@ -19,7 +19,7 @@ const FROM: usize = 7;
 const WIDTH: usize = 13;
 const TO: usize = 5;
 
-/// A block whose sizes are primes. It divides by one of its parameters, of which padding is zero at first.
+/// A block whose sizes are primes. It divides by one of its parameters, whose padding is zero at first.
 #[derive(Module, Debug)]
 struct Odd {
     first: Linear,
@@ -46,7 +46,7 @@ impl Odd {
     }
 }
 
-/// The loss without what needs all of a row.
+/// Returns the loss without the operations that need a whole row.
 fn of_products(model: &Odd, x: Tensor<2>) -> Tensor<1> {
     let wide = gelu(model.first.forward(x)) / model.divisor.val().unsqueeze::<2>();
     (model.last.forward(wide) - 1.0).square().sum()
@@ -62,7 +62,7 @@ fn one_rank() -> eager::Trained {
     eager::train(Odd::new, Odd::loss, rows, STEPS, |_| 1e-2, adamw().init())
 }
 
-/// By columns, then by rows, after Megatron-LM.
+/// Returns cuts by columns, then by rows, after Megatron-LM.
 fn columns_and_rows() -> Expand {
     Expand::new()
         .parameter("first.weight", "model", Shard(1))
@@ -71,7 +71,7 @@ fn columns_and_rows() -> Expand {
         .parameter("last.weight", "model", Shard(0))
 }
 
-/// What the ranks of a mesh make of it; the rows are cut along the axis `data`.
+/// Returns the result on the ranks of a mesh; the rows are cut along the axis `data`.
 fn placed(axes: &'static [(&'static str, usize)], expand: Expand) -> Trained {
     placed_with(axes, expand, Options::default())
 }
@@ -106,7 +106,7 @@ fn placed_with(
 fn parameters_that_do_not_divide_train_like_one_rank() {
     let _guard = seeded();
     let expected = one_rank();
-    // The last of 5 ranks has a row of 13, and the last of 12 none.
+    // The last of 5 ranks has one row of 13, and the last of 12 has none.
     for axes in [
         &[("model", 2)][..],
         &[("model", 3)],
@@ -142,7 +142,7 @@ fn activations_that_do_not_divide_train_like_one_rank() {
     }
 }
 
-/// The gradient of the divisor is no number in padding.
+/// The gradient of the divisor is not a number in padding.
 #[test]
 fn norms_of_gradients_leave_padding_out() {
     let _guard = seeded();
@@ -178,7 +178,7 @@ fn norms_of_gradients_leave_padding_out() {
     }
 }
 
-/// The number of operations of a step of three ranks, by kind.
+/// Counts the operations of a step of three ranks, by kind.
 fn counts(expand: Expand, loss: fn(&Odd, Tensor<2>) -> Tensor<1>) -> Vec<u64> {
     let body = move |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
@@ -210,7 +210,7 @@ fn counts(expand: Expand, loss: fn(&Odd, Tensor<2>) -> Tensor<1>) -> Vec<u64> {
 #[test]
 fn work_is_divided_along_dims_that_do_not_divide() {
     let _guard = seeded();
-    // As where sizes divide: the addends of the second product are reduced, and nothing else moves.
+    // As with sizes that divide: the addends of the second product are reduced, and nothing else moves.
     assert_eq!(counts(columns_and_rows(), of_products), [0, 0, 1, 0]);
     let exchanged = Expand::new()
         .activation("wide", "model", Shard(0))
@@ -242,7 +242,7 @@ fn ranks_hold_their_part_alone_and_hand_it_on_without_padding() {
         for (slot, state) in step.state_shards("last.weight")? {
             assert_eq!(state.shape().to_vec(), [own, TO], "{slot}");
         }
-        // Another step goes on with its parts, as they are and as wholes.
+        // Another step continues with its parts, both as they are and as wholes.
         let paths: Vec<_> = step.parameters().iter().map(|s| s.path.clone()).collect();
         let (mut by_parts, mut by_wholes) = (start()?, start()?);
         for again in [&mut by_parts, &mut by_wholes] {

@@ -1,4 +1,4 @@
-//! Units: by the paths, by patterns, and in loops.
+//! Units: by paths, by patterns, and in loops.
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
@@ -65,7 +65,7 @@ impl<const LAYERS: usize> Looped<LAYERS> {
     }
 }
 
-/// All-gathers of one step on two ranks.
+/// Counts the all-gathers of one step on two ranks.
 fn gathers<M: Module + 'static>(
     init: fn(&Device) -> M,
     loss: fn(&M, Tensor<2>) -> Tensor<1>,
@@ -94,7 +94,7 @@ fn gathers<M: Module + 'static>(
 fn a_wrapped_model_is_not_one_unit() {
     let _guard = seeded();
     let count = |units| gathers(Wrapped::new, Wrapped::loss, units);
-    // Each in forward; of the two that are gone then, backward reads the second's weights.
+    // Each unit in forward. Of the two that are gone then, backward reads the second one's weights.
     assert_eq!(count(Units::by_path()), 4 + 1);
     agrees("a wrapped model", Wrapped::new, Wrapped::loss, vectors);
 }
@@ -108,7 +108,7 @@ fn units_are_those_that_the_user_names() {
     };
     assert_eq!(count(&["net"]), 1);
     assert_eq!(count(&["**"]), 4 + 1);
-    // The root is the first and the last layer: it is gathered for each.
+    // The root contains the first and the last layer, and is gathered for each.
     assert_eq!(count(&["net.t*"]), 4);
     let world = ProcessGroup::solo();
     let mut options = Options::default();
@@ -128,7 +128,7 @@ fn units_in_a_loop_are_gathered_twice_at_most() {
     let _guard = seeded();
     let count = gathers(Looped::<2>::new, Looped::loss, Units::by_path());
     assert_eq!(count, 2);
-    // When the first comes back the others are still there; in backward all are.
+    // When the first unit comes back, the others are still there; in backward all are.
     let count = gathers(Looped::<3>::new, Looped::loss, Units::by_path());
     assert_eq!(count, 4);
     let count = gathers(Looped::<5>::new, Looped::loss, Units::by_path());

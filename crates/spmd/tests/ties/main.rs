@@ -1,5 +1,5 @@
-//! Compiled steps of modules whose fields share a parameter (clones of it, with one id), against Burn's loop over the same
-//! module that reads one field for each use.
+//! Compiled steps of modules whose fields share a parameter (clones of it, with one id), compared with Burn's loop over
+//! an equal module that reads one field for every use.
 
 #[allow(
     dead_code,
@@ -15,18 +15,18 @@ use burn::module::{Initializer, Module, Param, ParamId};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::tensor::{Device, Int, Shape, Tensor, TensorData};
 
-/// 11 words, which no number of ranks up to 4 divides but one.
+/// 11 words, not divisible by 2, 3 or 4 ranks.
 pub(crate) const WORDS: usize = 11;
 const WIDTH: usize = 6;
 
-/// One field for the table, which is read for each of its uses.
+/// One field for the table, which every use reads.
 #[derive(Module, Debug)]
 pub(crate) struct Once {
     pub(crate) embed: Embedding,
     pub(crate) layer: Linear,
 }
 
-/// The same with a field for each use.
+/// The same module with a field for each use.
 #[derive(Module, Debug)]
 pub(crate) struct Tied {
     pub(crate) embed: Embedding,
@@ -41,7 +41,7 @@ pub(crate) struct Table {
     pub(crate) weight: Param<Tensor<2>>,
 }
 
-/// Values that are made when they are asked for, as those of Burn's layers are, and are the same in every call.
+/// Values that are lazy, as in Burn's layers, and the same in every call.
 pub(crate) fn numbers<const D: usize>(
     shape: [usize; D],
     seed: usize,
@@ -121,10 +121,10 @@ fn of_logits(logits: Tensor<3>) -> Tensor<1> {
     logits.sub_scalar(0.3).square().mean()
 }
 
-/// Rows of the joined batch of a step.
+/// Number of rows of a step's joined batch.
 pub(crate) const ROWS: usize = 12;
 
-/// The words of one row in a step.
+/// The words of the given rows in a step.
 pub(crate) fn words(step: usize, rows: std::ops::Range<usize>, device: &Device) -> Tensor<2, Int> {
     let values = (0..ROWS * 3).map(|i| ((i * 7 + i / 5 + step * 3) % WORDS) as i64);
     let data = TensorData::new(values.collect::<Vec<_>>(), [ROWS, 3]);

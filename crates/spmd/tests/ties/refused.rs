@@ -1,4 +1,4 @@
-//! Fields of one id that cannot be one parameter.
+//! Fields that share an id but cannot be one parameter.
 
 use burn::module::{Param, ParamGroup};
 use burn::optim::SgdConfig;

@@ -45,7 +45,7 @@ fn train(world: &ProcessGroup, mut step: Step) -> Result<Run, Error> {
     Ok((losses, parameters(&mut step)?))
 }
 
-/// The parameters, each once. All paths of one give the same.
+/// The parameters, each once. All paths of one parameter must return the same values.
 fn parameters(step: &mut Step) -> Result<BTreeMap<String, Vec<f32>>, Error> {
     let mut found = BTreeMap::new();
     for spec in step.parameters().to_vec() {
@@ -141,7 +141,7 @@ fn replicas_and_automatic_placements_train_them_as_one() {
     assert_all("automatic", &runs, &want);
 }
 
-/// The group of the first path is that of the parameter, whatever else it matches.
+/// The first path decides the parameter's group, whatever the other paths match.
 #[test]
 fn the_first_path_decides_the_group() {
     let groups = |names: &'static str| {
@@ -160,7 +160,7 @@ fn the_first_path_decides_the_group() {
     }
 }
 
-/// Clipped by the norm in which they count once, over two micro-batches.
+/// Clipped by the norm, in which each parameter counts once, over two micro-batches.
 #[test]
 fn the_norm_counts_them_once() {
     let halves = |step: usize, device: &Device| {
@@ -232,7 +232,7 @@ fn an_evaluation_reads_what_was_trained_in_all_fields() {
     }
 }
 
-/// Files may have any of the names.
+/// Files may use any of the names.
 #[test]
 fn it_is_read_and_set_under_any_of_its_paths() {
     for names in [
@@ -271,7 +271,7 @@ fn it_is_read_and_set_under_any_of_its_paths() {
     }
 }
 
-/// In 16 bits as the one field does, bit for bit.
+/// In 16 bits, bit for bit like a module with one field.
 #[test]
 fn they_compute_in_one_type() {
     for ranks in 1..=2 {

@@ -9,8 +9,8 @@ use super::pattern::{Kind, Patterns};
 use super::walk::Walk;
 use crate::error::Error;
 
-/// A softmax of products of queries with keys, times values: all operands `[batch, heads, time, width]`. What multiplies
-/// the probabilities in between, as dropout does, is a part of it.
+/// A softmax of products of queries with keys, times values. All operands are `[batch, heads, time, width]`. Factors on
+/// the probabilities, as in dropout, are part of it.
 struct Forward {
     queries: TensorId,
     keys: TensorId,
@@ -18,23 +18,23 @@ struct Forward {
     turned_keys: TensorId,
     values: TensorId,
     scale: Option<Kind>,
-    /// Masks with the numbers that they fill in, the last one last.
+    /// Masks with the numbers that they fill in, in order of application.
     fills: Vec<(TensorId, f64)>,
     weights: Weights,
     nodes: BTreeSet<usize>,
-    /// The node that makes the result.
+    /// The node that computes the result.
     at: usize,
 }
 
-/// What values are multiplied by.
+/// The factors of the values in the last product.
 struct Weights {
     /// Result of the softmax.
     probabilities: TensorId,
-    /// What comes of them, and is multiplied by the values.
+    /// The probabilities after the factors; this is multiplied by the values.
     multiplied: TensorId,
     /// Factors on the probabilities, one for each.
     factors: Option<TensorId>,
-    /// A factor on all of them, which comes after those.
+    /// A common factor on all of them, applied after the individual factors.
     scale: Option<Kind>,
 }
 
@@ -42,7 +42,7 @@ struct Weights {
 struct Backward {
     /// Gradient of the result.
     grad: TensorId,
-    /// Gradients of queries, keys and values, where anything asks for them.
+    /// Gradients of queries, keys and values, if they are needed.
     gradients: [Option<TensorId>; 3],
     at: usize,
     nodes: BTreeSet<usize>,
@@ -51,7 +51,7 @@ struct Backward {
 /// The exchange of the last two dims.
 const TURN: Kind = Kind::SwapDims(2, 3);
 
-/// Replaces every attention whose gradients are all known, too.
+/// Replaces every attention whose gradients are also all known.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {
@@ -73,7 +73,7 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
 }
 
 impl Forward {
-    /// Returns all that the kernel reads: queries, keys, values, and what comes behind them.
+    /// Returns the kernel's operands: queries, keys, values, and the optional operands after them.
     fn operands(&self) -> Vec<TensorId> {
         let masks = self.fills.iter().map(|(mask, _)| *mask);
         let operands = [self.queries, self.keys, self.values].into_iter();
@@ -81,7 +81,7 @@ impl Forward {
     }
 }
 
-/// Returns the attention that ends with a node.
+/// Returns the attention whose last node is the given one.
 fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
     let [multiplied, values] = operands(patterns, at)?;
     let mut nodes = BTreeSet::from([at]);
@@ -134,7 +134,7 @@ fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
     })
 }
 
-/// Goes from what values are multiplied by to the probabilities.
+/// Walks from the factors of the values back to the probabilities.
 fn weights(
     patterns: &Patterns,
     multiplied: TensorId,
@@ -162,7 +162,7 @@ fn weights(
         probabilities = weights;
         factors = Some(of_each);
     }
-    // A scale alone is no part of it.
+    // A scale without factors is not part of it.
     (factors.is_some() || scale.is_none()).then_some(Weights {
         probabilities,
         multiplied,
@@ -178,7 +178,7 @@ fn operands(patterns: &Patterns, product: usize) -> Option<[TensorId; 2]> {
     patterns.inputs(product).try_into().ok()
 }
 
-/// Returns true if there are as many heads of each, all of four dims, none of them empty, and nothing is broadcast.
+/// Returns true if all have the same number of heads and four dims, none is empty, and nothing is broadcast.
 fn fits(patterns: &Patterns, operands: [TensorId; 3]) -> bool {
     let shapes = operands.map(|id| patterns.shape(id));
     let [queries, keys, values] = &shapes;
@@ -195,8 +195,8 @@ fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
     let (of_probabilities, mut scores) =
         walk.gradient_of(Kind::SoftmaxBackward, forward.weights.probabilities)?;
     let of_multiplied = forward.weights.of_multiplied(&mut walk, of_probabilities)?;
-    // The gradient of the result is what is multiplied by the values. Several attentions whose results are added up
-    // have that product in common.
+    // The gradient of the result is multiplied by the values. Several attentions whose results are added share that
+    // product.
     let product = patterns.made_by(of_multiplied, Kind::Matmul)?;
     let [grad, turned_values] = operands(patterns, product)?;
     let turn = patterns.made_by(turned_values, TURN)?;
@@ -217,7 +217,7 @@ fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
     let keys = keys.and_then(|queries| walk.step(Kind::Matmul, &[queries, scores]));
     let keys = keys.and_then(|keys| walk.step(TURN, &[keys]));
     let gradients = [queries, keys, values];
-    // The kernel makes all of them at once, where the first of them is made.
+    // The kernel makes all gradients at once, at the place of the first of them.
     let made = gradients.iter().flatten();
     let at = made.filter_map(|id| Some(patterns.maker(*id)?.0)).min()?;
     Some(Backward {
@@ -229,7 +229,7 @@ fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
 }
 
 impl Weights {
-    /// Goes back from the gradient of the probabilities to that of what the values are multiplied by.
+    /// Walks from the gradient of the probabilities to the gradient of the values' factors.
     fn of_multiplied(&self, walk: &mut Walk<'_>, of_probabilities: TensorId) -> Option<TensorId> {
         let patterns = walk.patterns;
         let Some(factors) = self.factors else {
@@ -252,7 +252,7 @@ impl Weights {
     }
 }
 
-/// Goes through the gradient of a scaling, which Burn writes as a product with a number.
+/// Walks through the gradient of a scaling, which Burn writes as a product with a number.
 fn unscaled(walk: &mut Walk<'_>, scale: Kind, scores: TensorId) -> Option<TensorId> {
     let factor = factor(Some(scale));
     let patterns = walk.patterns;
@@ -265,13 +265,13 @@ fn unscaled(walk: &mut Walk<'_>, scale: Kind, scores: TensorId) -> Option<Tensor
     Some(patterns.output(node))
 }
 
-/// Returns true for a scaling by that number, to rounding.
+/// Returns true for a scaling by that number, up to rounding.
 fn scales_alike(kind: Kind, factor: f64) -> bool {
     let is_scaling = matches!(kind, Kind::MulScalar(_) | Kind::DivScalar(_));
     is_scaling && (self::factor(Some(kind)) - factor).abs() <= 1e-6 * factor.abs()
 }
 
-/// Returns the number that a scaling multiplies by.
+/// Returns the factor of a scaling.
 fn factor(scale: Option<Kind>) -> f64 {
     match scale {
         Some(Kind::MulScalar(by)) => by,
@@ -280,7 +280,7 @@ fn factor(scale: Option<Kind>) -> f64 {
     }
 }
 
-/// Puts the kernels where the result and the first gradient are made.
+/// Inserts the kernels where the result and the first gradient are made.
 fn insert(
     patterns: &mut Patterns,
     forward: &Forward,
@@ -322,10 +322,10 @@ fn insert(
     Ok(())
 }
 
-/// The dims of heads and time, which kernels have in the other order.
+/// The dims of heads and time, which kernels expect in the other order.
 const HEADS: (usize, usize) = (1, 2);
 
-/// Puts views of `[batch, heads, time, width]` as `[batch, time, heads, width]` where a node is.
+/// Inserts views of `[batch, heads, time, width]` as `[batch, time, heads, width]` at a node.
 fn by_time(patterns: &mut Patterns, at: usize, of: &[TensorId]) -> Result<Vec<TensorId>, Error> {
     let turn = |id: &TensorId| {
         let view = swapped(patterns, *id);
@@ -335,7 +335,7 @@ fn by_time(patterns: &mut Patterns, at: usize, of: &[TensorId]) -> Result<Vec<Te
     of.iter().map(turn).collect()
 }
 
-/// Declares a value of the shape of another, its second and third dim exchanged.
+/// Declares a value of another's shape with the second and third dim exchanged.
 fn swapped(patterns: &mut Patterns, of: TensorId) -> TensorId {
     let mut shape = patterns.shape(of);
     shape.swap(1, 2);

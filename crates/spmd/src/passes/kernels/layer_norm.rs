@@ -15,7 +15,7 @@ struct Forward {
     x: TensorId,
     y: TensorId,
     beta: TensorId,
-    /// What is scaled are the rows of `x` without their means.
+    /// The scaling applies to the rows of `x` without their means.
     scaled: Scaled,
     nodes: BTreeSet<usize>,
     at: usize,
@@ -35,14 +35,14 @@ struct Backward {
     nodes: BTreeSet<usize>,
 }
 
-/// Replaces every layer norm whose gradients are all known, too.
+/// Replaces every layer norm whose gradients are also all known.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {
             continue;
         };
         let gradient = backward(patterns, &forward);
-        // Rows of gamma and beta may be read by others, and are left to them.
+        // Other nodes may read rows of gamma and beta, so these rows stay.
         let mut nodes = forward.nodes.clone();
         let mut operands = vec![forward.x, forward.scaled.gamma, forward.beta];
         let mut results = vec![forward.y];
@@ -95,7 +95,7 @@ fn put(
     gradient.of_x.add_rests(patterns, parts)
 }
 
-/// Returns the layer norm that ends with a node.
+/// Returns the layer norm whose last node is the given one.
 fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
     if patterns.kind(at)? != Kind::Add {
         return None;
@@ -134,7 +134,7 @@ fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
     let (grad, of_centered) = of_centered(&mut walk, forward)?;
     let of_x = of_input(&mut walk, forward, of_centered)?;
     let gamma = forward.scaled.of_gamma(&mut walk, grad);
-    // A gradient of one row is that of beta, and nothing is summed up.
+    // A one-row gradient is already beta's gradient, and nothing is summed.
     let beta = walk.sum_rows(grad).filter(|beta| *beta != grad);
     let at = walk.first_reader(grad)?;
     let is_later = |id: &TensorId| patterns.first_reader(*id) > at;
@@ -149,7 +149,7 @@ fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
     })
 }
 
-/// Walks from the gradient of `y` to that of the centered rows, and returns both.
+/// Walks from the gradient of `y` to the gradient of the centered rows, and returns both.
 fn of_centered(walk: &mut Walk<'_>, forward: &Forward) -> Option<(TensorId, TensorId)> {
     let ScaledGradient {
         grad,
@@ -164,7 +164,8 @@ fn of_centered(walk: &mut Walk<'_>, forward: &Forward) -> Option<(TensorId, Tens
     Some((grad, of_centered))
 }
 
-/// Walks from the gradient of the centered rows to that of `x`: what comes through the mean is added to it.
+/// Walks from the gradient of the centered rows to the gradient of `x`, which also includes the part that comes through
+/// the mean.
 fn of_input(walk: &mut Walk<'_>, forward: &Forward, of_centered: TensorId) -> Option<Total> {
     let patterns = walk.patterns;
     let last = patterns.shape(forward.x).len() - 1;

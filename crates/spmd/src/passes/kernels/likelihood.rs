@@ -1,4 +1,4 @@
-//! Logarithms of the probabilities of chosen classes, of which a cross entropy is the mean.
+//! Logarithms of the probabilities of chosen classes; a cross entropy is their mean.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use super::walk::Walk;
 use crate::error::Error;
 use crate::graph::Role;
 
-/// A logarithm of a softmax of which one element of each row is read.
+/// A logarithm of a softmax, with one element of each row read.
 struct Forward {
     logits: TensorId,
     /// Logarithms of all probabilities.
@@ -30,7 +30,7 @@ struct Backward {
     nodes: BTreeSet<usize>,
 }
 
-/// Replaces every one whose gradient is known, too.
+/// Replaces every likelihood whose gradient is also known.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {
@@ -71,7 +71,7 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns the one that ends with a node.
+/// Returns the likelihood whose last node is the given one.
 fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
     let Kind::Gather(dim) = patterns.kind(at)? else {
         return None;

@@ -1,6 +1,7 @@
-//! The pass that puts kernels in place of what Burn composes of many operations.
+//! The pass that puts kernels in place of functions that Burn composes of many operations.
 //!
-//! It takes the graph of one rank, or of each rank by placements, forward and backward, and leaves nodes that read less memory.
+//! It takes the forward and backward graph of one rank, or with placements of each rank, and leaves nodes that read
+//! less memory.
 
 mod attention;
 mod layer_norm;
@@ -25,10 +26,10 @@ use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 use pattern::Patterns;
 
-/// The pass that puts one operation of the crate `kernels` in place of what Burn composes of many, in any graph, forward and
-/// backward: attention (with what dropout does to its probabilities), softmax, its logarithm and what a cross entropy reads of
-/// it, layer norms, root-mean-square norms, GELU, SiLU and the products that it gates. Products that Burn makes one for each row
-/// of a batch become one product each.
+/// The pass that replaces functions that Burn composes of many operations with one operation of the crate `kernels`. It
+/// works in any graph, forward and backward. The functions are attention (with dropout on its probabilities), softmax,
+/// its logarithm and the elements of it that a cross entropy reads, layer norms, root-mean-square norms, GELU, SiLU and
+/// SiLU-gated products. If Burn makes one product for each row of a batch, it becomes one product.
 ///
 /// ```text
 /// before                                      after
@@ -39,13 +40,13 @@ use pattern::Patterns;
 /// %115 = NumericFloat.Div(%113, %114)
 /// ```
 ///
-/// A function is replaced with its gradient or not at all: the operations of both must be those that Burn composes,
-/// and no other may read what is between them. Values are those of the operations that are replaced, to about 1e-7 of the largest
-/// of a row, and to a 256th of it in halves, which a kernel rounds once and the composed form at every step: sums are taken in
-/// another order, and `exp` and `erf` are of the kernels' own.
+/// A function is replaced together with its gradient or not at all. The operations of both must be the ones that Burn
+/// composes, and no other operation may read their intermediate values. Values match those of the replaced operations
+/// to about 1e-7 of the largest in a row. In halves they match to a 256th of it, because a kernel rounds once and the
+/// composed form rounds at every step. Sums are taken in another order, and the kernels have their own `exp` and `erf`.
 ///
-/// In a graph whose values are placed it comes when they are: of what is cut, the operations that ranks combine stay as composed,
-/// and so do products.
+/// In a graph whose values are placed, the pass runs after the placement. If a dim is cut, the operations that ranks
+/// combine stay as composed, and so do products.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct UseKernels;
 
@@ -71,27 +72,27 @@ impl GraphTransform for UseKernels {
     }
 
     fn transform(&self, graph: Graph) -> Result<Graph, Error> {
-        // What units compute again comes where backward first reads it, which may be behind the first node of a pattern.
+        // Recomputed units come at backward's first read, which may be after the first node of a pattern.
         let has_repeated = graph.applied().contains(&PassId::RecomputeUnits);
         let before = has_repeated.then(|| graph.clone());
         let mut graph = graph;
         let kinds: [Replace; 6] = [
             softmax::replace,
-            // Of those, some are attention.
+            // Some of these are attention.
             attention::replace,
-            // Of their logarithms, some are read for one class alone.
+            // Some of the logarithms are read only for one class.
             likelihood::replace,
             layer_norm::replace,
-            // Of what those left.
+            // From the nodes left over by layer norms.
             rms_norm::replace,
             silu::replace,
         ];
-        // Nobody says how the parts of a product lie that is made of another.
+        // The placement of a product that is made from another one is unknown.
         let products = (!graph.is_placed()).then_some(product::replace as Replace);
         for replace in kinds.into_iter().chain(products) {
             let mut patterns = Patterns::new(graph);
             replace(&mut patterns)?;
-            // What was replaced is read by nothing.
+            // Nothing reads the replaced nodes.
             graph = DeadCode.transform(patterns.finish())?;
         }
         let mut nodes = graph.take_nodes();
@@ -104,7 +105,7 @@ impl GraphTransform for UseKernels {
     }
 }
 
-/// What replaces one kind of function wherever it is found.
+/// A function that replaces all instances of one pattern.
 type Replace = fn(&mut Patterns) -> Result<(), Error>;
 
 /// Replaces Burn's GELU, and its gradient, by a kernel.
@@ -125,7 +126,7 @@ fn use_gelu(node: &mut Node) {
     }
 }
 
-/// Puts a kernel in the place of a node.
+/// Puts a kernel in place of a node.
 pub(super) fn put(
     node: &mut Node,
     operation: FusedOperation,

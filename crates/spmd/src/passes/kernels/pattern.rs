@@ -1,4 +1,4 @@
-//! Finding operations by what they read, and replacing them.
+//! Finding operations by their operands, and replacing them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::graph::{Graph, Node, Phase, Role, Trait, is};
 use crate::kernels::{are_alike, fused_node};
 
-/// An operation on 32-bit floats, or on halves, that patterns are made of, without its operands.
+/// An operation of a pattern on 32-bit floats or halves, without its operands.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Kind {
     Add,
@@ -22,9 +22,9 @@ pub(super) enum Kind {
     Mul,
     Div,
     Neg,
-    /// Of halves, to 32 bits.
+    /// From halves to 32 bits.
     Widen,
-    /// Of 32 bits, to halves.
+    /// From 32 bits to halves.
     Narrow,
     Exp,
     Log,
@@ -43,36 +43,36 @@ pub(super) enum Kind {
     MulScalar(f64),
     DivScalar(f64),
     PowfScalar(f64),
-    /// Of a tensor, then a mask.
+    /// Operands: a tensor, then a mask.
     MaskFill(f64),
     Sigmoid,
-    /// Of a result, then its gradient.
+    /// Operands: a result, then its gradient.
     SigmoidBackward,
     Softmax,
     SoftmaxBackward,
     LogSoftmax,
     LogSoftmaxBackward,
     Zeros,
-    /// Along a dim: of a tensor, then indices.
+    /// Along a dim. Operands: a tensor, then indices.
     Gather(usize),
-    /// Along a dim: to a tensor, at indices, values.
+    /// Along a dim. Operands: a tensor, indices, then values.
     ScatterAdd(usize),
 }
 
-/// A graph in which operations are looked for and replaced.
+/// A graph in which operations are found and replaced.
 pub(super) struct Patterns {
     pub(super) graph: Graph,
     nodes: Vec<Node>,
     kinds: Vec<Option<Kind>>,
     writers: BTreeMap<TensorId, usize>,
     readers: BTreeMap<TensorId, Vec<usize>>,
-    /// Values that outlive the step, or are gradients: something beside nodes reads them.
+    /// Values that outlive the step, or are gradients, and are therefore also read outside of nodes.
     kept: BTreeSet<TensorId>,
     /// Nodes to put before each node.
     before: BTreeMap<usize, Vec<Node>>,
-    /// Nodes that are gone.
+    /// Removed nodes.
     gone: BTreeSet<usize>,
-    /// Values that nodes read which were put in.
+    /// Values that inserted nodes read.
     read_anew: BTreeSet<TensorId>,
 }
 
@@ -95,7 +95,7 @@ impl Patterns {
         }
     }
 
-    /// Returns the graph with what has been replaced. What nothing reads any more is still in it.
+    /// Returns the graph with all replacements. It still contains values that nothing reads any more.
     pub(super) fn finish(mut self) -> Graph {
         let mut scheduled = Vec::with_capacity(self.nodes.len());
         for (index, node) in self.nodes.into_iter().enumerate() {
@@ -113,7 +113,7 @@ impl Patterns {
         self.nodes.len()
     }
 
-    /// Returns the kind of a node that is still there.
+    /// Returns the kind of a node that has not been removed.
     pub(super) fn kind(&self, index: usize) -> Option<Kind> {
         self.kinds[index].filter(|_| !self.gone.contains(&index))
     }
@@ -140,7 +140,7 @@ impl Patterns {
         value.map_or_else(Vec::new, |value| value.shape.clone())
     }
 
-    /// Returns the node that makes a value, if it is of that kind.
+    /// Returns the node that makes a value, if it has the given kind.
     pub(super) fn made_by(&self, id: TensorId, kind: Kind) -> Option<usize> {
         let index = *self.writers.get(&id)?;
         (self.kind(index) == Some(kind)).then_some(index)
@@ -152,13 +152,13 @@ impl Patterns {
         Some((index, self.kind(index)?))
     }
 
-    /// Returns the nodes that read a value and are still there.
+    /// Returns the nodes that read a value and have not been removed.
     pub(super) fn readers(&self, id: TensorId) -> impl Iterator<Item = usize> + '_ {
         let readers = self.readers.get(&id).into_iter().flatten().copied();
         readers.filter(|index| !self.gone.contains(index))
     }
 
-    /// Returns the operation of that kind on these operands in this phase.
+    /// Returns the operation of the given kind on these operands in this phase.
     pub(super) fn find_node(&self, kind: Kind, inputs: &[TensorId], phase: Phase) -> Option<usize> {
         let is = |index: &usize| {
             self.kind(*index) == Some(kind)
@@ -168,14 +168,14 @@ impl Patterns {
         self.readers(*inputs.first()?).find(is)
     }
 
-    /// Returns true if nothing reads a value but these nodes.
+    /// Returns true if only the given nodes read a value.
     pub(super) fn is_read_by(&self, id: TensorId, nodes: &BTreeSet<usize>) -> bool {
         let is_inner = !self.kept.contains(&id) && !self.read_anew.contains(&id);
         is_inner && self.readers(id).all(|reader| nodes.contains(&reader))
     }
 
-    /// Returns true if nodes that make these results of these operands can be taken out, and others put in that do: nothing
-    /// else reads what is between, and no operand is made there.
+    /// Returns true if nodes that compute these results from these operands can be replaced. Nothing else may read
+    /// their intermediate values, and they may not make any of the operands.
     pub(super) fn is_closed(
         &self,
         nodes: &BTreeSet<usize>,
@@ -187,8 +187,8 @@ impl Patterns {
         inner.all(|id| !operands.contains(&id) && self.is_read_by(id, nodes))
     }
 
-    /// Returns true if the elements of a value are in memory in the order of its dims, as far as the graph tells: a
-    /// reshape moves none then.
+    /// Returns true if the graph shows that the elements of a value are in memory in the order of its dims. A reshape
+    /// then moves none of them.
     pub(super) fn is_in_order(&self, id: TensorId) -> bool {
         let operation = self
             .writers
@@ -208,18 +208,18 @@ impl Patterns {
         self.readers(id).min().unwrap_or(self.nodes.len())
     }
 
-    /// Takes nodes out.
+    /// Removes nodes.
     pub(super) fn remove(&mut self, nodes: &BTreeSet<usize>) {
         self.gone.extend(nodes.iter().copied());
     }
 
-    /// Puts a node where another is, before it.
+    /// Inserts a node before another one.
     pub(super) fn insert(&mut self, at: usize, node: Node) {
         self.read_anew.extend(node.inputs());
         self.before.entry(at).or_default().push(node);
     }
 
-    /// Puts a kernel from these inputs to these outputs where a node is.
+    /// Inserts a kernel from these inputs to these outputs at a node.
     pub(super) fn insert_kernel(
         &mut self,
         at: usize,
@@ -237,14 +237,14 @@ impl Patterns {
         Ok(())
     }
 
-    /// Declares a value of the type of another.
+    /// Declares a value of another's type.
     pub(super) fn value(&mut self, shape: Vec<usize>, like: TensorId) -> TensorId {
         let of_other = self.graph.value(like).map(|value| value.dtype);
         let dtype = of_other.unwrap_or(DType::F32);
         self.graph.add_value(shape, dtype, Role::Temporary)
     }
 
-    /// Puts a view of a value as another, with two dims exchanged, where a node is.
+    /// Inserts at a node a view of a value with two dims exchanged.
     pub(super) fn insert_swap(
         &mut self,
         at: usize,
@@ -269,7 +269,7 @@ impl Patterns {
         Ok(())
     }
 
-    /// Puts a reshape of a value to another where a node is.
+    /// Inserts at a node a reshape of a value to another.
     pub(super) fn insert_reshape(
         &mut self,
         at: usize,
@@ -286,7 +286,7 @@ impl Patterns {
         Ok(())
     }
 
-    /// Notes that a value lies as another does that it is a view of, or that is one of it, if nothing is said of it: operands and results
+    /// Places a value like a view of it, or like its base, unless it is given or already placed. Operands and results
     /// of a kernel may be parts or addends.
     fn place_as(&mut self, value: TensorId, view: TensorId, dim_of: impl Fn(usize) -> usize) {
         if self.graph.placements(value).is_some()
@@ -308,7 +308,7 @@ impl Patterns {
         self.graph.place(value, on);
     }
 
-    /// Puts an operation on two values where a node is.
+    /// Inserts an operation on two values at a node.
     pub(super) fn insert_binary(
         &mut self,
         at: usize,
@@ -334,14 +334,15 @@ impl Patterns {
     }
 }
 
-/// An operation on two values that passes put in.
+/// An operation on two values that passes insert.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum BinaryKind {
     Add,
     Matmul,
 }
 
-/// Returns the kind of an operation whose operands are of several types: one is a mask, or indices, or a float of another type.
+/// Returns the kind of an operation whose operands have several types: one is a mask, indices, or a float of another
+/// type.
 fn mixed_kind_of(node: &Node) -> Option<Kind> {
     match &node.operation {
         OperationIr::BaseFloat(BaseOperationIr::Gather(op))
@@ -433,7 +434,7 @@ fn kernel_kind(name: &str) -> Option<Kind> {
     known.map(|(_, kind)| kind)
 }
 
-/// Returns a bit for each dim, where there are not too many.
+/// Returns a bit for each dim, unless there are too many.
 pub(super) fn bits(dims: &[usize]) -> Option<u64> {
     dims.iter().try_fold(0, |bits, dim| {
         let bit = u32::try_from(*dim)

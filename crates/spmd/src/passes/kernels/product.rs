@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use super::pattern::{BinaryKind, Kind, Patterns};
 use crate::error::Error;
 
-/// Replaces products that Burn makes for each matrix of a batch.
+/// Replaces products that Burn makes separately for each matrix of a batch.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         match patterns.kind(index) {
@@ -18,7 +18,7 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns the product of all but the last dim, and the last.
+/// Returns the product of all dims except the last, and the last.
 fn matrix(shape: &[usize]) -> Option<[usize; 2]> {
     let (width, rows) = shape.split_last()?;
     Some([rows.iter().product(), *width])
@@ -37,7 +37,7 @@ fn one_product(patterns: &mut Patterns, at: usize) -> Result<(), Error> {
         return Ok(());
     }
     let rank = of_w.len();
-    // A weight that is turned is turned after it has lost its dims of one element: that moves nothing.
+    // A transposed weight is transposed after its dims of one element are removed, which moves nothing.
     let turned = patterns.made_by(w, Kind::SwapDims(rank - 2, rank - 1));
     let source = turned.map_or(w, |node| patterns.inputs(node)[0]);
     if turned.is_none() && !patterns.is_in_order(w) || !patterns.is_in_order(source) {
@@ -61,8 +61,8 @@ fn one_product(patterns: &mut Patterns, at: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// The sum over a batch of `x [b, t, k]` turned times `g [b, t, n]` is the product of `[b * t, k]` turned and
-/// `[b * t, n]`.
+/// The sum over a batch of the transposed `x [b, t, k]` times `g [b, t, n]` is the product of the transposed
+/// `[b * t, k]` and `[b * t, n]`.
 fn weight_gradient(patterns: &mut Patterns, at: usize) -> Result<(), Error> {
     let summed = patterns.inputs(at)[0];
     let out = patterns.output(at);

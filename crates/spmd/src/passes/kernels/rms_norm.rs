@@ -1,4 +1,4 @@
-//! Norms by the root of the mean square.
+//! Root-mean-square norms.
 
 use std::collections::BTreeSet;
 
@@ -22,7 +22,7 @@ struct Backward {
     nodes: BTreeSet<usize>,
 }
 
-/// Replaces every norm whose gradients are all known, too.
+/// Replaces every norm whose gradients are also all known.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(norm) = norm(patterns, index) else {
@@ -47,7 +47,7 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns the norm that ends with a node.
+/// Returns the norm whose last node is the given one.
 fn norm(patterns: &Patterns, at: usize) -> Option<Scaled> {
     patterns.kind(at).filter(|kind| *kind == Kind::Mul)?;
     let norm = Scaled::ending_with(patterns, at)?;

@@ -1,4 +1,4 @@
-//! Rows divided by the root of their mean square and scaled: what layer norms and root-mean-square norms have in common.
+//! Rows divided by the root of their mean square and scaled: the common part of layer norms and root-mean-square norms.
 
 use std::collections::BTreeSet;
 
@@ -19,7 +19,7 @@ pub(super) struct Scaled {
     variance: TensorId,
     deviation: TensorId,
     normal: TensorId,
-    /// The rows of which squares are taken: in halves, Burn's root-mean-square norm widens them to 32 bits.
+    /// The rows that are squared. For halves, Burn's root-mean-square norm widens them to 32 bits.
     squared: TensorId,
 }
 
@@ -27,14 +27,14 @@ pub(super) struct Scaled {
 pub(super) struct ScaledGradient {
     /// Gradient of the result.
     pub(super) grad: TensorId,
-    /// What comes through the rows that are divided.
+    /// The part through the divided rows.
     pub(super) direct: TensorId,
-    /// What comes through the factors of the squares: one part for each, or one for both.
+    /// The part through the factors of the squares: one for each, or one for both.
     pub(super) parts: Vec<TensorId>,
 }
 
 impl Scaled {
-    /// Returns those that end with a product with gamma.
+    /// Returns the rows whose last node is the given product with gamma.
     pub(super) fn ending_with(patterns: &Patterns, scaling: usize) -> Option<Self> {
         let [normal, gamma_row] = patterns.inputs(scaling)[..] else {
             return None;
@@ -88,13 +88,13 @@ impl Scaled {
         })
     }
 
-    /// Returns its nodes, without the one that makes a row of gamma, which others may read: it is left to them.
+    /// Returns its nodes, except the one that makes a row of gamma, which stays because others may read it.
     pub(super) fn own_nodes(&self, patterns: &Patterns) -> BTreeSet<usize> {
         let is_own = |node: &usize| patterns.kind(*node) != Some(Kind::Reshape);
         self.nodes.iter().copied().filter(is_own).collect()
     }
 
-    /// Walks from the gradient of the result to that of the rows.
+    /// Walks from the gradient of the result to the gradient of the rows.
     pub(super) fn gradient(&self, walk: &mut Walk<'_>) -> Option<ScaledGradient> {
         let &Self {
             rows,
@@ -111,7 +111,7 @@ impl Scaled {
         let negative = walk.step(Kind::Neg, &[rows])?;
         let square = walk.step(Kind::Mul, &[deviation, deviation])?;
         let slope = walk.step(Kind::Div, &[negative, square])?;
-        // The gradient of the normal rows is what is multiplied by both.
+        // The gradient of the normal rows is multiplied by both.
         let (of_normal, through) = walk.product_by(slope)?;
         let direct = walk.step(Kind::Mul, &[of_normal, inverse])?;
         let scaling = patterns.made_by(of_normal, Kind::Mul)?;
@@ -147,13 +147,13 @@ impl Scaled {
     }
 }
 
-/// Returns what a mean over the last dim of a value multiplies its addends by.
+/// Returns the factor that a mean over the last dim of a value applies to its addends.
 pub(super) fn share(patterns: &Patterns, x: TensorId) -> f64 {
     let width = patterns.shape(x).last().copied().unwrap_or(1);
     1.0 / width as f64
 }
 
-/// Returns the vector that a row of ones in all dims but the last is made of.
+/// Returns the vector behind a row whose dims, except the last, have one element.
 pub(super) fn vector(patterns: &Patterns, row: TensorId) -> Option<(TensorId, usize)> {
     let (node, kind) = patterns.maker(row)?;
     let of = *patterns.inputs(node).first()?;

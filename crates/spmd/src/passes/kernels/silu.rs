@@ -1,4 +1,4 @@
-//! SiLU, alone and as a gate.
+//! SiLU, by itself and as a gate.
 
 use std::collections::BTreeSet;
 
@@ -25,7 +25,7 @@ struct SiluGradient {
     of_x: Total,
 }
 
-/// Replaces every SiLU whose gradient is known, too; with what it gates, where nothing else reads it.
+/// Replaces every SiLU whose gradient is also known, together with the gated product if nothing else reads the SiLU.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(silu) = silu(patterns, index) else {
@@ -38,7 +38,7 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns the SiLU that ends with a node.
+/// Returns the SiLU whose last node is the given one.
 fn silu(patterns: &Patterns, at: usize) -> Option<Silu> {
     patterns.kind(at).filter(|kind| *kind == Kind::Mul)?;
     let phase = patterns.phase(at);
@@ -72,7 +72,7 @@ impl Silu {
     }
 }
 
-/// Replaces a SiLU.
+/// Replaces a SiLU by itself.
 fn alone(patterns: &mut Patterns, silu: &Silu) -> Result<(), Error> {
     let mut walk = Walk::new(patterns);
     let gradient = silu.gradient(&mut walk);
@@ -101,7 +101,7 @@ fn alone(patterns: &mut Patterns, silu: &Silu) -> Result<(), Error> {
     Ok(())
 }
 
-/// What a SiLU gates.
+/// The product that a SiLU gates.
 struct Gated {
     /// The node of the product.
     product: usize,
@@ -119,12 +119,12 @@ fn gated(patterns: &Patterns, silu: &Silu) -> Option<Gated> {
     is_alike.then_some(Gated { product, values })
 }
 
-/// The gradients of a gate and of what it gates.
+/// The gradients of a gate and of the gated values.
 struct GatedGradient {
     /// Gradient of the result.
     grad: TensorId,
     of_gate: Total,
-    /// Gradient of the values, where anything asks for it.
+    /// Gradient of the values, if it is needed.
     of_values: Option<TensorId>,
 }
 
@@ -144,7 +144,8 @@ impl Gated {
     }
 }
 
-/// Replaces a SiLU with the product that it gates. Returns false if there is none, or others read what is between.
+/// Replaces a SiLU with the product that it gates. Returns false if there is none, or if others read the intermediate
+/// values.
 fn gate(patterns: &mut Patterns, silu: &Silu) -> Result<bool, Error> {
     let Some(gated) = gated(patterns, silu) else {
         return Ok(false);

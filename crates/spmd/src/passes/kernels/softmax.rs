@@ -10,7 +10,7 @@ use super::walk::Walk;
 use crate::error::Error;
 use crate::graph::Phase;
 
-/// A softmax of the last dim, or its logarithm: `y` of `x`.
+/// A softmax along the last dim, or its logarithm: `y` of `x`.
 struct Forward {
     x: TensorId,
     y: TensorId,
@@ -19,7 +19,7 @@ struct Forward {
     exp: TensorId,
     sum: TensorId,
     is_log: bool,
-    /// The nodes, the last of which makes `y`.
+    /// The nodes; the last one makes `y`.
     nodes: BTreeSet<usize>,
     at: usize,
 }
@@ -33,7 +33,7 @@ struct Backward {
     nodes: BTreeSet<usize>,
 }
 
-/// Replaces every softmax whose gradients are all known, too.
+/// Replaces every softmax whose gradients are also all known.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {
@@ -70,7 +70,7 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns the softmax that ends with a node.
+/// Returns the softmax whose last node is the given one.
 fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
     let phase = patterns.phase(at);
     let y = patterns.output(at);
@@ -125,7 +125,7 @@ fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
     let negative = walk.step(Kind::Neg, &[exp])?;
     let square = walk.step(Kind::Mul, &[sum, sum])?;
     let slope = walk.step(Kind::Div, &[negative, square])?;
-    // The gradient of y is what is multiplied by both.
+    // The gradient of y is multiplied by both.
     let (grad, through) = walk.product_by(slope)?;
     let direct = walk.step(Kind::Mul, &[grad, inverse])?;
     let of_sum = walk.sum(through, last)?;
@@ -153,7 +153,7 @@ fn log_backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
     let negative = patterns.made_by(patterns.inputs(total)[0], Kind::Neg)?;
     let grad = patterns.inputs(negative)[0];
     walk.nodes.extend([total, negative]);
-    // Burn sums once more what has one element there, which changes nothing.
+    // Burn sums once more over a dim with one element, which changes nothing.
     let number = walk.step(Kind::SumDim(last), &[product]);
     let spread = walk.spread(number.unwrap_or(product), 1.0)?;
     let again = walk.step(Kind::Exp, &[shifted]).unwrap_or(exp);

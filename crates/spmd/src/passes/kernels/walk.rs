@@ -8,7 +8,7 @@ use super::pattern::{BinaryKind, Kind, Patterns, bits};
 use crate::error::Error;
 use crate::graph::Phase;
 
-/// A walk along operations of backward, which notes them.
+/// A walk along operations of backward that records them.
 pub(super) struct Walk<'a> {
     pub(super) patterns: &'a Patterns,
     pub(super) nodes: BTreeSet<usize>,
@@ -22,22 +22,22 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Goes to the result of the operation of that kind on these operands.
+    /// Walks to the result of the given kind of operation on these operands.
     pub(super) fn step(&mut self, kind: Kind, inputs: &[TensorId]) -> Option<TensorId> {
         let node = self.patterns.find_node(kind, inputs, Phase::Backward)?;
         self.nodes.insert(node);
         Some(self.patterns.output(node))
     }
 
-    /// Goes to the result of a sum over the last dim. Burn sums once more what has one element there, which changes
+    /// Walks to the result of a sum over the last dim. Burn sums once more over a dim with one element, which changes
     /// nothing.
     pub(super) fn sum(&mut self, of: TensorId, last: usize) -> Option<TensorId> {
         let sum = self.step(Kind::SumDim(last), &[of])?;
         Some(self.step(Kind::SumDim(last), &[sum]).unwrap_or(sum))
     }
 
-    /// Goes to the sum over all dims but the last. Burn does not sum along dims of one element, but a rank may have one element
-    /// of a dim that has more on all.
+    /// Walks to the sum over all dims except the last. Burn does not sum along dims of one element, but a rank may hold
+    /// one element of a dim that has more on all ranks together.
     pub(super) fn sum_rows(&mut self, of: TensorId) -> Option<TensorId> {
         let patterns = self.patterns;
         let shape = patterns.shape(of);
@@ -65,8 +65,8 @@ impl<'a> Walk<'a> {
         Some(patterns.output(node))
     }
 
-    /// Goes along the sums that begin with a value and add the parts to it, in any order, and values from elsewhere in
-    /// between.
+    /// Walks along the sums that begin with a value and add the parts to it, in any order. Values from elsewhere may be
+    /// added in between.
     pub(super) fn total(&mut self, first: TensorId, parts: &[TensorId]) -> Option<Total> {
         let patterns = self.patterns;
         let mut parts_left = parts.to_vec();
@@ -95,8 +95,8 @@ impl<'a> Walk<'a> {
         readers.filter(|node| self.nodes.contains(node)).min()
     }
 
-    /// Goes to the first product of backward that a value is the second factor of, and returns the first factor and the
-    /// product.
+    /// Walks to the first product of backward whose second factor is the given value, and returns the first factor and
+    /// the product.
     pub(super) fn product_by(&mut self, factor: TensorId) -> Option<(TensorId, TensorId)> {
         let is_product = |node: &usize| {
             let is_second = self.patterns.inputs(*node).get(1) == Some(&factor);
@@ -109,8 +109,8 @@ impl<'a> Walk<'a> {
         Some((self.patterns.inputs(node)[0], self.patterns.output(node)))
     }
 
-    /// Goes to the gradient of a function whose result is its first operand, and returns that of the result and that of the
-    /// function's input.
+    /// Walks to the gradient of a function whose result is its first operand. Returns the gradient of the result and
+    /// the gradient of the function's input.
     pub(super) fn gradient_of(
         &mut self,
         kind: Kind,
@@ -126,13 +126,13 @@ impl<'a> Walk<'a> {
         Some((self.patterns.inputs(node)[1], self.patterns.output(node)))
     }
 
-    /// Returns a view of a value, which others may read, too.
+    /// Returns a view of a value, which others may also read.
     pub(super) fn view(&self, kind: Kind, of: TensorId) -> Option<TensorId> {
         let node = self.patterns.find_node(kind, &[of], Phase::Backward)?;
         Some(self.patterns.output(node))
     }
 
-    /// Goes to a value that has a number for each row in all elements of the row, `times` the number.
+    /// Walks to a value whose rows repeat `times` the row's element of `number`.
     pub(super) fn spread(&mut self, number: TensorId, times: f64) -> Option<TensorId> {
         let patterns = self.patterns;
         let spread = patterns.readers(number).find_map(|node| {
@@ -151,7 +151,7 @@ impl<'a> Walk<'a> {
             };
             is_spread.then_some(node)
         });
-        // The ones are of a shape, and others of that shape read them, too.
+        // Others that need ones of this shape also read them.
         let node = spread?;
         self.nodes.insert(node);
         Some(patterns.output(node))
@@ -167,7 +167,7 @@ pub(super) struct Total {
 }
 
 impl Total {
-    /// Returns all that is added up.
+    /// Returns the total.
     pub(super) fn value(&self, patterns: &Patterns) -> TensorId {
         patterns.output(self.node)
     }
@@ -177,7 +177,7 @@ impl Total {
         &self.rests
     }
 
-    /// Returns the value that the parts alone are to be written to: a new one where others are to be added.
+    /// Returns the value to which only the parts are to be written: a new one if other values are to be added.
     pub(super) fn of_parts(&self, patterns: &mut Patterns) -> TensorId {
         let total = self.value(patterns);
         match self.rests.is_empty() {
@@ -186,7 +186,7 @@ impl Total {
         }
     }
 
-    /// Adds the values from elsewhere to the parts, where the last of them was added.
+    /// Adds the values from elsewhere to the parts, at the place of the last addition.
     pub(super) fn add_rests(&self, patterns: &mut Patterns, parts: TensorId) -> Result<(), Error> {
         let Some((last, others)) = self.rests.split_last() else {
             return Ok(());
@@ -202,7 +202,7 @@ impl Total {
     }
 }
 
-/// Returns the one of two operands that is not this one.
+/// Returns the other of two operands.
 pub(super) fn the_other(operands: &[TensorId], this: TensorId) -> Option<TensorId> {
     match *operands {
         [first, second] if first == this && second != this => Some(second),

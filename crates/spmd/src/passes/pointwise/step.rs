@@ -24,14 +24,14 @@ enum Second<'a> {
     None,
     Tensor(&'a TensorIr),
     Number(ScalarIr),
-    /// The first once more.
+    /// The first operand again.
     Same,
-    /// None, but the result is of [`Same`](Self::Same) first: one over the square.
+    /// None, but the result is computed from [`Same`](Self::Same) first: one over the square.
     Square,
 }
 
 impl<'a> Form<'a> {
-    /// Returns the form of an operation that a program may have.
+    /// Returns the form of an operation that can be in a program.
     pub(super) fn of(node: &'a Node) -> Option<Self> {
         let is_plain = node.collective.is_none() && node.shift.is_none();
         let form = if is_plain {
@@ -40,7 +40,7 @@ impl<'a> Form<'a> {
             return None;
         };
         let changes = !node.scalars.is_empty();
-        // A power that changes may become one of those that Burn computes by other means.
+        // A power that changes may become one that Burn computes differently.
         let is_known =
             !changes || matches!(form.second, Second::Number(_)) && form.operation != Step::Powf;
         (is_known && are_alike(form.inputs().chain([form.out]))).then_some(form)
@@ -63,7 +63,7 @@ impl<'a> Form<'a> {
         }
     }
 
-    /// Adds it to a program, and returns its result and the index of its number there.
+    /// Adds it to a program, and returns its result and the index of its scalar there.
     pub(super) fn add_to(
         &self,
         program: &mut PointwiseProgram,
@@ -154,7 +154,7 @@ fn scalar(operation: Step, op: &ScalarOpIr) -> Form<'_> {
     }
 }
 
-/// Returns a power as Burn's CPU backend computes it: some integers by products.
+/// Returns a power as Burn's CPU backend computes it; some integer powers are products.
 fn power(op: &ScalarOpIr) -> Option<Form<'_>> {
     let exponent: f64 = op.rhs.elem();
     let (operation, second) = match exponent {

@@ -1,4 +1,4 @@
-//! Attention in forms of its own, and with dropout.
+//! Unusual forms of attention, and attention with dropout.
 
 use burn::module::Module;
 use burn::nn::transformer::{
@@ -12,7 +12,7 @@ use burn::tensor::{Bool, Device, Distribution, Tensor};
 use super::{DIM, assert_count, check, check_on, pairs};
 use crate::compiled::seeded;
 
-/// Attentions in forms of their own, and what only looks like one.
+/// Unusual forms of attention, and lookalikes.
 #[derive(Module, Debug)]
 struct Attentions {
     queries: Linear,
@@ -44,7 +44,7 @@ impl Attentions {
         // Fewer queries than keys, scaled before the product; no mask.
         let few = q.clone().slice([0..rows, 0..3, 0..3]) * 0.5;
         let few = softmax(few.matmul(k.clone().transpose()), 3).matmul(v.clone());
-        // Keys that are no function of parameters, a mask for all sequences and one for each.
+        // Keys that do not depend on parameters, one mask for all sequences and one for each.
         let fixed = heads(y.clone());
         let mask =
             Tensor::<2, Bool>::tril_mask([time, time], 1, &device).reshape([1, 1, time, time]);
@@ -55,7 +55,7 @@ impl Attentions {
             .mask_fill(mask, -1e4)
             .mask_fill(pad, f32::NEG_INFINITY);
         let masked = softmax(scores, 3).matmul(v.clone());
-        // The weights come out, too; one head of keys is for all queries; a mask before the scale.
+        // The weights are also read; one head of keys serves all queries; a mask comes before the scale.
         let weights = softmax(q.clone().matmul(k.clone().transpose()), 3);
         let seen = weights.clone().matmul(v.clone()) + weights.mean_dim(3) * 0.1;
         let one = k.clone().slice([0..rows, 0..1]);
@@ -64,7 +64,7 @@ impl Attentions {
             Tensor::<2, Bool>::tril_mask([time, time], 0, &device).reshape([1, 1, time, time]);
         let early = q.matmul(k.transpose()).mask_fill(ahead, -30.0) * 0.25;
         let early = softmax(early, 3).matmul(v);
-        // Of the batch alone, probabilities that are values, too.
+        // Only from the batch, with probabilities that are also values.
         let own = softmax(fixed.clone().matmul(fixed.clone().transpose()), 3);
         let own = own.clone().matmul(own).matmul(fixed);
         let all = masked + seen + one + early + own;
@@ -82,7 +82,7 @@ fn attention_is_one_operation_in_any_form_whose_insides_nobody_reads() {
     assert_count(&names, "Custom.models.softmax_backward", 3);
 }
 
-/// Burn's encoder and decoder with dropout, as their configurations have it, and an attention of grouped heads.
+/// Burn's encoder and decoder with dropout, as in their configurations, and an attention of grouped heads.
 #[derive(Module, Debug)]
 struct Dropped {
     encoder: TransformerEncoder,
@@ -111,7 +111,7 @@ impl Dropped {
         let memory = self.encoder.forward(memory);
         let input = TransformerDecoderInput::new(target, memory.clone());
         let x = self.decoder.forward(input.target_mask_attn(mask));
-        // Three heads of queries for one of keys and values, and a dropout that does not scale.
+        // Three heads of queries for one head of keys and values, and a dropout that does not scale.
         let queries = self.queries.forward(x).reshape([rows, time, 3, 4]);
         let keys = self.keys.forward(memory).reshape([rows, time, 1, 4]);
         let keys = keys.repeat_dim(2, 3).swap_dims(1, 2);
@@ -119,7 +119,7 @@ impl Dropped {
         let weights = softmax(scores, 3);
         let kept = weights.random_like(Distribution::Bernoulli(0.7));
         let mixed = (weights * kept).matmul(keys);
-        // Dropout of something else, which stays as it is.
+        // Dropout of another value, which stays as it is.
         self.dropout.forward(mixed).square().mean()
     }
 }
@@ -127,7 +127,7 @@ impl Dropped {
 #[test]
 fn attention_with_dropout_runs_kernels() {
     let _guard = seeded();
-    // Other ranks draw other numbers than Burn on the joined batch.
+    // Several ranks draw other numbers than Burn does on the joined batch.
     let names = check_on(&[1], "dropout", Dropped::new, Dropped::loss, pairs);
     assert_count(&names, "Custom.models.attention", 5);
     assert_count(&names, "Custom.models.attention_backward", 5);

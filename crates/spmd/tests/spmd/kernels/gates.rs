@@ -1,4 +1,4 @@
-//! SiLU, alone and as a gate.
+//! SiLU by itself and as a gate.
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig, RmsNorm, RmsNormConfig, SwiGlu, SwiGluConfig};
@@ -8,7 +8,8 @@ use burn::tensor::{Device, Tensor};
 use super::{DIM, assert_count, check, pairs};
 use crate::compiled::seeded;
 
-/// SiLU alone, as a gate in either order, of values without a gradient, of what is read elsewhere, too, and lookalikes.
+/// SiLU by itself, as a gate in either order, of values without a gradient, of values that others also read, and
+/// lookalikes.
 #[derive(Module, Debug)]
 struct Gated {
     linears: Vec<Linear>,
@@ -29,14 +30,14 @@ impl Gated {
     fn loss(&self, (x, y): (Tensor<3>, Tensor<3>)) -> Tensor<1> {
         let of = |index: usize, x: &Tensor<3>| self.linears[index].forward(x.clone());
         let x = self.swiglu.forward(x);
-        // Alone, and read twice.
+        // By itself, and read twice.
         let alone = silu(of(0, &x));
         let twice = silu(of(1, &x));
         let x = alone + twice.clone() * twice.sin();
-        // Values first; values of the batch; a gate that is added to what it gates, and gates itself.
+        // Values first; values from the batch; a gate that is added to its product, and that also gates itself.
         let x = of(2, &x) * silu(of(3, &x)) + silu(of(4, &x)) * y;
         let x = x.clone() + silu(x.clone()) * x.cos();
-        // A sigmoid of something else, one that is read twice, and values for all rows.
+        // A sigmoid of another value, one that is read twice, and values for all rows.
         let other = x.clone() * sigmoid(x.clone() * 1.5);
         let own = sigmoid(x.clone() * 0.7);
         let shared = (x.clone() * 0.7) * own.clone() + own;
@@ -45,7 +46,7 @@ impl Gated {
     }
 }
 
-/// What is added to a gradient is made inside of the pattern, or an operand is.
+/// Another addend of a gradient, or an operand, is made inside the pattern.
 #[derive(Module, Debug)]
 struct Entangled {
     linears: Vec<Linear>,
@@ -78,7 +79,7 @@ impl Entangled {
         let a = of(7);
         let gain = self.norm.gamma.val().reshape([1, 1, DIM]);
         all = all + self.norm.forward(a.clone()) + a * gain;
-        // Of the batch alone.
+        // Only from the batch.
         all = all + silu(y.clone()) * sigmoid(y.clone()) + sigmoid(y.clone()) * y;
         self.last.forward(all).square().mean()
     }
@@ -94,10 +95,10 @@ fn what_reads_its_own_insides_is_left_or_kept_right() {
 fn silu_and_what_it_gates_run_kernels() {
     let _guard = seeded();
     let names = check("gates", Gated::new, Gated::loss, pairs);
-    // One of Burn's own, two of which one is of values without a gradient, and one of a gate that is added to it.
+    // One of Burn's own, two with values first (one of them without a gradient), and one whose gate is added to it.
     assert_count(&names, "Custom.models.swiglu", 4);
     assert_count(&names, "Custom.models.swiglu_backward", 4);
-    // One alone, one that is read twice, and one that is broadcast to.
+    // One by itself, one that is read twice, and one that is broadcast.
     assert_count(&names, "Custom.models.silu", 3);
     assert_count(&names, "Custom.models.silu_backward", 3);
 }

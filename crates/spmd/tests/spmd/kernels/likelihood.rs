@@ -13,7 +13,7 @@ use crate::compiled::seeded;
 
 const CLASSES: usize = 7;
 
-/// Cross entropies of Burn's and by hand, and what reads more of a softmax than one class of each row.
+/// Cross entropies of Burn's and by hand, and readers of more than one class in each row of a softmax.
 #[derive(Module, Debug)]
 struct Classifier {
     heads: Vec<Linear>,
@@ -44,7 +44,7 @@ impl Classifier {
         let of_burn = mean.forward(flat(0), targets())
             + padded.init(&device).forward(flat(1), targets())
             + weighted.init(&device).forward(flat(2), targets());
-        // Each row with a rate of its own, of three dims.
+        // Each row with its own rate, with three dims.
         let own = log_softmax(logits(3), 2).gather(2, classes.clone());
         let by_hand = (own.clone() * own.sin()).mean();
         // Every class counts; two of each row are read; others read the logarithms.
@@ -60,7 +60,7 @@ impl Classifier {
 #[test]
 fn cross_entropies_run_kernels() {
     let _guard = seeded();
-    // The means of ranks with other numbers of padded rows are not that of all.
+    // Ranks have different numbers of padded rows, so the mean of their means is not the overall mean.
     let names = check_on(
         &[1],
         "cross entropies",

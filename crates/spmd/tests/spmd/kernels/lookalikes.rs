@@ -1,4 +1,4 @@
-//! What only looks like a kernel.
+//! Functions that only look like a kernel's.
 
 use burn::module::Module;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
@@ -8,7 +8,7 @@ use burn::tensor::{Device, Tensor};
 use super::{DIM, assert_count, check, pairs};
 use crate::compiled::seeded;
 
-/// Functions that look like the kernels' and are not, or whose insides are used elsewhere.
+/// Functions that resemble the kernels' but differ, or whose intermediate values are used elsewhere.
 #[derive(Module, Debug)]
 struct Lookalikes {
     first: Linear,
@@ -39,13 +39,13 @@ impl Lookalikes {
         let total = powers.clone().sum_dim(2);
         let own = powers.clone() / total.clone();
         let twice = own.matmul(x.clone()) + (total.log() * 0.1) + powers.mean_dim(2) * 0.3;
-        // A norm whose mean counts for itself, and one whose result is read three times. One without a shift is one by the root
-        // of the mean square, of centered rows; so is the one with a shift for each position before that shift.
+        // A norm whose mean is also used, and one whose result is read three times. One without a shift is a
+        // root-mean-square norm of centered rows, and so is the one with a shift for each position before that shift.
         let mean = x.clone().mean_dim(2);
         let centered = x - mean.clone();
         let variance = (centered.clone() * centered.clone()).mean_dim(2);
         let by_hand = centered / (variance + 1e-5).sqrt();
-        // A norm with a shift for each position, of which there are as many as the rows are wide.
+        // A norm with a shift for each position, with as many positions as the rows are wide.
         let square = twice.clone().transpose().matmul(twice.clone());
         let ends = square.clone() - square.mean_dim(2);
         let spread = (ends.clone() * ends.clone())
@@ -59,7 +59,7 @@ impl Lookalikes {
         let all = normal.clone() * normal.clone() + self.plain.forward(normal) + by_hand + mean;
         let all = all + self.roots(&twice);
         let logits = self.last.forward(all);
-        // Two have their insides for themselves, and two share them.
+        // Two have their own intermediate values, and two share them.
         let apart = log_softmax(logits.clone(), 2) * softmax(logits.clone() * 2.0, 2);
         let wide = logits * 0.5;
         let together = log_softmax(wide.clone(), 2) * softmax(wide, 2);
@@ -68,8 +68,8 @@ impl Lookalikes {
 }
 
 impl Lookalikes {
-    /// Norms by the root of the mean square whose insides are read elsewhere, whose gain is of another shape, and by the mean of
-    /// other squares.
+    /// Root-mean-square norms whose intermediate values are read elsewhere, whose gain has another shape, or that use
+    /// the mean of other squares.
     fn roots(&self, x: &Tensor<3>) -> Tensor<3> {
         let [_, time, _] = x.dims();
         let gain = self.square.gamma.val();
@@ -95,7 +95,7 @@ fn what_only_looks_like_a_kernel_is_left_alone() {
     assert_count(&names, "Custom.models.log_softmax_backward", 1);
     assert_count(&names, "Custom.models.softmax_backward", 1);
     assert_count(&names, "Custom.models.layer_norm_backward", 1);
-    // Of centered rows, see there.
+    // Of centered rows, see above.
     assert_count(&names, "Custom.models.rms_norm_backward", 2);
     assert!(names.contains_key("backward Float.Recip"), "{names:#?}");
 }

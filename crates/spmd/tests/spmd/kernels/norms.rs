@@ -14,8 +14,8 @@ use crate::clipping::sgd;
 use crate::compiled::seeded;
 use crate::eager;
 
-/// Layer norms of two dims, and root-mean-square norms: of the batch, before and after what is added, one whose result is read twice, one whose rows are read
-/// between its parts, and one after which all is summed.
+/// Layer norms of two dims, and root-mean-square norms: of the batch, before and after an addition, one whose result is
+/// read twice, one whose rows are read between its parts, and one before a sum over everything.
 #[derive(Module, Debug)]
 struct Normed {
     norms: Vec<RmsNorm>,
@@ -40,11 +40,11 @@ impl Normed {
 
     fn loss(&self, (x, y): (Tensor<3>, Tensor<3>)) -> Tensor<1> {
         let x = self.linears[0].forward(self.norms[0].forward(x));
-        // Before what is added, as in a Llama.
+        // Before the addition, as in a Llama.
         let x = x.clone() + self.linears[1].forward(self.norms[1].forward(x));
         // After it.
         let x = self.norms[2].forward(x.clone() * y + x);
-        // Of two dims, as in the models here.
+        // With two dims, as in the models here.
         let x = x.flatten::<2>(0, 1);
         let wide = self.norms[3].forward(self.linears[2].forward(x.clone()));
         let x = x + silu(wide.clone()) * self.linears[3].forward(wide);
@@ -58,14 +58,14 @@ impl Normed {
 fn root_mean_square_norms_run_kernels() {
     let _guard = seeded();
     let names = check("norms", Normed::new, Normed::loss, pairs);
-    // The first is of the batch, which has no gradient.
+    // The first norm is applied to the batch, which has no gradient.
     assert_count(&names, "Custom.models.rms_norm_backward", 4);
     assert_count(&names, "Custom.models.rms_norm", 4);
     assert_count(&names, "Custom.models.layer_norm_backward", 2);
     assert_count(&names, "Custom.models.swiglu_backward", 1);
 }
 
-/// Norms of rows of which there is one along some dims, or one in all: Burn sums their gradients along the others.
+/// Norms with a single row along some dims, or a single row in all: Burn sums their gradients along the other dims.
 #[derive(Module, Debug)]
 struct FewRows {
     linear: Linear,
@@ -89,7 +89,7 @@ impl FewRows {
     }
 
     fn loss(&self, (x, y): (Tensor<3>, Tensor<3>)) -> Tensor<1> {
-        // A batch of one; one position of it; and all of it as one row.
+        // A batch of one, one position of it, and all of it as one row.
         let x = self.linear.forward(x).flatten::<2>(0, 1).unsqueeze::<4>();
         let x = self.root.forward(x.clone()) + self.layer.forward(x * 0.5);
         let [.., rows, _] = x.dims();
@@ -105,7 +105,7 @@ impl FewRows {
 #[test]
 fn norms_of_few_rows_run_kernels() {
     let _guard = seeded();
-    // The mean over rows is not that of the ranks' means.
+    // The mean over rows is not the mean of the ranks' means.
     let names = check_on(&[1], "few rows", FewRows::new, FewRows::loss, pairs);
     assert_count(&names, "Custom.models.rms_norm_backward", 3);
     assert_count(&names, "Custom.models.layer_norm_backward", 3);
@@ -119,7 +119,7 @@ fn loss_of_halves(model: &Normed, (x, y): (Tensor<3>, Tensor<3>)) -> Tensor<1> {
 /// Parameters by path.
 type Parameters = BTreeMap<String, Vec<f32>>;
 
-/// Parameters after some steps in halves, and how often each operation is in the step.
+/// Returns parameters after some steps in halves, and the number of times that each operation is in the step.
 fn in_halves(options: Options) -> (Parameters, BTreeMap<String, usize>) {
     let device = Device::flex();
     device.seed(1);
@@ -143,7 +143,7 @@ fn in_halves(options: Options) -> (Parameters, BTreeMap<String, usize>) {
     (parameters, names)
 }
 
-/// By how much parameters differ, as a share of what training has changed.
+/// Returns the difference of parameters as a share of the change in training.
 fn error(found: &Parameters, expected: &Parameters, initial: &Parameters) -> f64 {
     let distance = |a: &Parameters, b: &Parameters| {
         let pairs = a.iter().flat_map(|(path, a)| a.iter().zip(&b[path]));

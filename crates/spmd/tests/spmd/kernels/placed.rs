@@ -1,4 +1,4 @@
-//! Kernels in steps by placements: of what is left in one piece where values are cut.
+//! Kernels in steps with placements, for functions left in one piece by the cuts.
 
 use std::collections::BTreeMap;
 
@@ -25,7 +25,7 @@ const AXES: [&[(&str, usize)]; 3] = [
 /// A model, and its loss of a batch.
 type Trained<M, B> = (fn(&Device) -> M, fn(&M, B) -> Tensor<1>);
 
-/// How often each kernel is in the step of a rank.
+/// Counts each kernel in the step of a rank.
 fn kernels_of<M: Module + 'static, B: Batch>(
     axes: &'static [(&'static str, usize)],
     expand: Expand,
@@ -51,7 +51,7 @@ fn kernels_of<M: Module + 'static, B: Batch>(
     names.swap_remove(0)
 }
 
-/// Trains by placements, against Burn on the joined batch. Returns the kernels of each mesh.
+/// Trains with placements, compared with Burn on the joined batch. Returns the kernels of each mesh.
 fn check<M: Module + 'static, B: Batch>(
     expand: &Expand,
     model: Trained<M, B>,
