@@ -12,7 +12,7 @@ use burn_fsdp_checkpoint::{
     WritePlan,
 };
 use burn_fsdp_mesh::Mesh;
-use burn_fsdp_shard::{LocalTensor, load_local_state, local_state};
+use burn_fsdp_shard::{LocalPart, LocalTensor, load_local_state, local_state};
 use burn_fsdp_spmd::trace::ParameterSpec;
 use burn_fsdp_spmd::{Batch, CompiledStep, IdleState, IdleTensor, OptimizerState};
 use burn_pack::Scalar;
@@ -431,10 +431,15 @@ pub fn load_compiled<M: Module, B: Batch, O>(
     step: &mut CompiledStep<B, Flex, O>,
 ) -> Result<M, CheckpointError> {
     let tensors = local_state(&model)?;
-    let largest = tensors.iter().map(|tensor| tensor.elements.len()).max();
+    // All ranks load the same at a time: what a rank has of a tensor may be anything up to that, and nothing.
+    let most = |tensor: &LocalTensor| match &tensor.part {
+        LocalPart::Shard { partition, .. } => partition.chunk_len() * tensor.dtype.size(),
+        _ => tensor.elements.len(),
+    };
+    let largest = tensors.iter().map(most).max();
     let (mut groups, mut left) = (Vec::<Vec<String>>::new(), 0);
     for tensor in tensors {
-        let len = tensor.elements.len();
+        let len = most(&tensor);
         if len > left || groups.is_empty() {
             groups.push(Vec::new());
             left = largest.unwrap_or(0);

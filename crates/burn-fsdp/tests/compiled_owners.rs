@@ -668,6 +668,10 @@ fn owned_values_are_read_set_and_evaluated() {
         run.train(&mut step, [2, 4])?;
         let (net, _) = run.sharded(&world)?;
         let net = load_compiled(net, &mut step)?;
+        // Ranks that had loaded it in other portions would have values of other numbers, and refuse to gather them.
+        let here = step.evaluate(&mut evaluation, &x)?.into_data();
+        let there = net.valid().forward(x).into_data();
+        assert_eq!(here, there);
         let owned = local_state(&net)?;
         assert!(owned.iter().any(|tensor| tensor.elements.is_empty()));
         Ok::<_, Error>((whole(&mut step)?, params(&net)?))
