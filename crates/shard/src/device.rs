@@ -6,12 +6,13 @@ use burn::tensor::{Device, GradientCheckpointingStrategy, Tensor};
 use crate::error::Error;
 
 /// The backends beside Flex that can have the operations, and the features that add them.
-const OPTIONAL_BACKENDS: [(&str, &[&str]); 2] = [
+const OPTIONAL_BACKENDS: [(&str, &[&str]); 3] = [
     (
         "Cube",
         &["wgpu", "vulkan", "metal", "webgpu", "cuda", "rocm"],
     ),
     ("LibTorch", &["tch"]),
+    ("NdArray", &["ndarray"]),
 ];
 
 /// Refuses a device without the operations.
@@ -23,6 +24,8 @@ pub(crate) fn check_backend(path: &str, device: &Device) -> Result<(), Error> {
         DispatchDevice::Cube(_) => return Ok(()),
         #[cfg(feature = "tch")]
         DispatchDevice::LibTorch(_) => return Ok(()),
+        #[cfg(feature = "ndarray")]
+        DispatchDevice::NdArray(_) => return Ok(()),
         // Without any other backend compiled in, the arms above are all there are.
         #[allow(unreachable_patterns)]
         other => format!("{other:?}"),

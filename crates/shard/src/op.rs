@@ -18,6 +18,14 @@
 //! on that backend stands for it and gets no gradient: the reduced one is registered for the value's
 //! own node, since Burn's `Gradients` hold tensors of any backend.
 
+#![cfg_attr(
+    feature = "ndarray",
+    allow(
+        deprecated,
+        reason = "`NdArray` is there for tests, which need a second backend"
+    )
+)]
+
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -27,6 +35,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use burn::backend::Cube;
 #[cfg(feature = "tch")]
 use burn::backend::LibTorch;
+#[cfg(feature = "ndarray")]
+use burn::backend::NdArray;
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::retro_forward::RetroForward;
@@ -101,7 +111,13 @@ pub(crate) trait Region: fmt::Debug + Send + Sync {
 }
 
 /// The engine's operations. `full` has no autodiff; `value` is what the optimizer sees.
-#[backend_extension(Flex, Cube: cfg(feature = "cube"), LibTorch: cfg(feature = "tch"), Autodiff)]
+#[backend_extension(
+    Flex,
+    Cube: cfg(feature = "cube"),
+    LibTorch: cfg(feature = "tch"),
+    NdArray: cfg(feature = "ndarray"),
+    Autodiff
+)]
 pub(crate) trait ShardOps: Backend {
     /// Returns `full` in its final shape, as a function of `value`, hung on `token`.
     fn unshard(
@@ -203,6 +219,8 @@ plain_backend!(Flex);
 plain_backend!(Cube);
 #[cfg(feature = "tch")]
 plain_backend!(LibTorch);
+#[cfg(feature = "ndarray")]
+plain_backend!(NdArray);
 
 /// A retro-forward that gathers the unit again when backward first asks for one of its parameters.
 #[derive(Debug)]

@@ -57,6 +57,9 @@ pub(crate) fn is_host() -> bool {
 pub(crate) fn named_device(name: &str) -> Device {
     match name {
         "flex" => Device::flex(),
+        #[cfg(feature = "ndarray")]
+        #[allow(deprecated, reason = "there is no other second backend on the CPU")]
+        "ndarray" => Device::ndarray(),
         #[cfg(feature = "wgpu")]
         "wgpu" => Device::wgpu(burn::tensor::DeviceKind::DefaultDevice),
         #[cfg(feature = "vulkan")]

@@ -7,7 +7,7 @@ use burn_fsdp_collectives::{OperationKind, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{ShardPolicy, Transfers, backward, fully_shard, memory};
 
-use super::bench::{device, is_host, on_ranks, ready};
+use super::bench::{device, on_ranks, ready};
 use super::nets::input;
 
 #[derive(Module, Debug)]
@@ -31,13 +31,26 @@ impl Chain {
 /// gradient and brings the shard's. Nothing else is copied, and nothing at all on the CPU.
 #[test]
 fn every_copy_of_a_step_is_counted() {
-    on_ranks(2, |world| {
+    counts_every_copy(&device());
+}
+
+#[cfg(feature = "ndarray")]
+#[test]
+fn every_copy_of_a_step_on_another_backend_is_counted() {
+    let device = super::bench::named_device("ndarray");
+    counts_every_copy(&device.autodiff().gradient_checkpointing());
+}
+
+fn counts_every_copy(device: &Device) {
+    let device = device.clone();
+    let is_host = device.clone().without_autodiff() == Device::flex();
+    on_ranks(2, move |world| {
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 2)?)?;
         let policy = ShardPolicy::new().units(["layers.*"]);
-        let model = fully_shard(ready(|| Chain::new(&device())), &mesh, policy)?;
+        let model = fully_shard(ready(|| Chain::new(&device)), &mesh, policy)?;
         let start = memory(&model)?.staged;
         let before = world.counts();
-        let x: Tensor<2> = input([2, 6], world.rank(), 0, &device());
+        let x: Tensor<2> = input([2, 6], world.rank(), 0, &device);
         let y = model.layers.iter().fold(x, |x, layer| layer.forward(x));
         backward(y.sum(), &model)?;
         let gathers = world.counts().since(&before);
@@ -47,7 +60,7 @@ fn every_copy_of_a_step_is_counted() {
             number: end.number - start.number,
             bytes: end.bytes - start.bytes,
         };
-        let expected = |number, bytes| match is_host() {
+        let expected = |number, bytes| match is_host {
             true => Transfers::default(),
             false => Transfers { number, bytes },
         };
