@@ -1,6 +1,6 @@
 //! Compiled steps over batches whose number of tensors changes from step to step, compared with plain Burn.
 
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Distribution, Tensor};
