@@ -1,6 +1,6 @@
 //! What the machine can do at most, beside a step that was measured in the same run.
 
-#[path = "../crates/cli/src/bench/limits.rs"]
+#[path = "../crates/cli/src/limits.rs"]
 mod measured;
 
 pub(crate) use measured::Limits;

@@ -9,6 +9,7 @@
 //! - `launch`: a command that is run again when it fails. `tether`: how what it runs learns that it is gone.
 //! - `text`, `codec`, `weights`, `adapters`, `random`: generated text, text as tokens, weights that each rank reads for itself, and adapters on them, for
 //!   several of them.
+//! - `limits`: what the machine can do at most.
 //! - `bytes`, `host`, `process`, `output`, `console`: sizes, the machine, its processes, files, printing.
 //! - `error`: errors, and the exit code for each.
 
@@ -21,6 +22,7 @@ mod console;
 mod error;
 mod host;
 mod launch;
+mod limits;
 mod operations;
 mod output;
 mod plan;

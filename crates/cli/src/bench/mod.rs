@@ -5,14 +5,13 @@
 //! - `peers`: PyTorch's programs, and the Python that runs them.
 //! - `program`: one run of a program, and what it says of itself.
 //! - `pairs`: the runs of a case, ours and the peer's in turn.
-//! - `limits`, `origin`: what the machine can do at most, and of what commit and machine numbers are.
+//! - `origin`: of what commit and machine numbers are.
 //! - `report`, `picture`: what comes out.
 //! - `encoder`: our program of the cases of Burn's own layers.
 
 pub(crate) mod args;
 mod case;
 pub(crate) mod encoder;
-mod limits;
 mod origin;
 mod pairs;
 mod peers;

@@ -2,16 +2,17 @@
 
 use std::path::{Path, PathBuf};
 
+use burn::tensor::Device;
 use burn_fsdp::{LaunchConfig, launch};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
 use super::args::BenchArgs;
 use super::case::{Case, PeerCommand, Steps};
-use super::limits::Limits;
 use super::peers::Peers;
 use super::program::{Measurement, json_of};
 use crate::error::{Failure, InputError};
+use crate::limits::Limits;
 
 /// Pairs after which the limits are measured again: they are those of the same minutes. An odd number, so that they come before a
 /// run of either side as often.
@@ -199,7 +200,9 @@ impl Bench<'_> {
 
     fn limits(&self) -> Result<Limits, Failure> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let mut ranks = launch(LaunchConfig::new(cores), |world| Limits::measure(&world))?;
+        let mut ranks = launch(LaunchConfig::new(cores), |world| {
+            Limits::measure(&world, &Device::flex())
+        })?;
         let mut own = ranks.swap_remove(0);
         if let Some(peers) = self.peers {
             own.products = own.products.max(peers.product_limit(cores)?.0);

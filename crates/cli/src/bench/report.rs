@@ -4,11 +4,11 @@ use std::fmt;
 
 use serde::Serialize;
 
-use super::limits::Limits;
 use super::origin::Run;
 use super::pairs::{CaseResult, Pair};
 use super::peers::Peers;
 use super::program::Measurement;
+use crate::limits::Limits;
 
 /// Everything that comes out of a benchmark.
 #[derive(Debug, Serialize)]

@@ -37,6 +37,8 @@ pub(crate) struct RankOutcome {
     pub(crate) warnings: Vec<String>,
     /// Events of the step that was traced.
     pub(crate) trace: Vec<Value>,
+    /// Operations per second of matrix products of all ranks together, where they were measured.
+    pub(crate) products_per_s: Option<f64>,
     /// Maximum of the resident bytes of the rank's process, if it has one of its own.
     pub(crate) peak_rss_bytes: Option<u64>,
     /// Generated text, with the text it goes on from.
@@ -80,6 +82,7 @@ impl RankOutcome {
             recomputed_units: Vec::new(),
             warnings: Vec::new(),
             trace: Vec::new(),
+            products_per_s: None,
             peak_rss_bytes: None,
             sample: None,
         }
