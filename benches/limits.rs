@@ -1,6 +1,6 @@
 //! The machine's limits, next to a step that was measured in the same run.
 
-#[path = "measured.rs"]
+#[path = "../crates/cli/src/limits.rs"]
 mod measured;
 
 pub(crate) use measured::Limits;

@@ -10,6 +10,7 @@
 
 use std::sync::{Arc, Barrier};
 
+use burn::tensor::Device;
 use burn_fsdp::collectives::Check;
 use burn_fsdp::compile::passes::schedule::Options;
 use burn_fsdp::{LaunchConfig, ProcessGroup, launch};
@@ -119,7 +120,7 @@ fn main() {
     burn_fsdp::allocator::keep_freed_memory();
     let arguments = Arguments::read();
     let limits = launch(LaunchConfig::new(arguments.ranks), |world| {
-        Limits::measure(&world)
+        Limits::measure(&world, &Device::flex())
     });
     let limits = limits.unwrap_or_else(|error| fail(&error));
     let turns = Arc::new(Turns(Barrier::new(2 * arguments.ranks)));

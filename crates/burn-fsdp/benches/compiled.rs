@@ -204,7 +204,7 @@ fn measure(world: &ProcessGroup, arguments: &Arguments) -> Result<Measured, Fail
         kept_peak,
         plan: plan.to_string(),
         profile,
-        limits: Limits::measure(world)?,
+        limits: Limits::measure(world, &Device::flex())?,
     })
 }
 

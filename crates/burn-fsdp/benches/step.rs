@@ -125,7 +125,7 @@ struct Measured {
 }
 
 fn measure(world: &ProcessGroup, pairs: usize) -> Result<Measured, Error> {
-    let limits = Limits::measure(world)?;
+    let limits = Limits::measure(world, &Device::flex())?;
     let device = Device::flex().autodiff().gradient_checkpointing();
     let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
     let mut sharded = Side::new(&mesh, &device, Strategy::FullShard)?;

@@ -111,10 +111,10 @@ pub mod sharding {
 /// Reports on what was cut, what it costs and what is communicated.
 pub mod inspect {
     pub use burn_fsdp_shard::{
-        LiveBytes, Memory, Order, Pinned, Staged, Transfers, UnitHandle, UnitPlan, UnitState,
-        Unsharding, WrapPlan, auto_units, check_names, dummy_forward, memory, num_audited,
-        num_params, order, param_id, parameter_paths, reset_peak, stand_in_bytes, trim, units,
-        unused_units, wrap_plan,
+        LiveBytes, Memory, Order, Pinned, Staged, Transfers, UnitHandle, UnitMemory, UnitPlan,
+        UnitState, Unsharding, WrapPlan, auto_units, check_names, dummy_forward, memory,
+        num_audited, num_params, order, param_id, parameter_paths, reset_peak, stand_in_bytes,
+        trim, units, unused_units, wrap_plan,
     };
 }
 
@@ -123,8 +123,8 @@ pub mod state {
     pub use crate::optimizer_whole::{shard_optimizer, unsharded_optimizer};
     pub use burn_fsdp_shard::{
         Agreement, BufferSync, FullTensor, LocalId, LocalPart, LocalTensor, RecordedTensor,
-        WriteBack, check_agreement, full_state, into_record, load_local_state, local_ids,
-        local_state, moving_average, recorded_state, renew_stand_ins, reset, settle_ids,
+        WriteBack, cast_buffers, check_agreement, full_state, into_record, load_local_state,
+        local_ids, local_state, moving_average, recorded_state, renew_stand_ins, reset, settle_ids,
         summon_full_params, sync_buffers, unsharded,
     };
 }

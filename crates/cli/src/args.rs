@@ -304,6 +304,10 @@ pub(crate) struct OutputArgs {
     /// and pictures. Replaces the files of an earlier run
     #[arg(long, value_name = "FOLDER", requires = "compile")]
     pub(crate) dump_graphs: Option<PathBuf>,
+    /// Measure after training what matrix products of 32 bits reach on all ranks at once, and report what part of that the median
+    /// step needs: its operations are those of the model, without what is computed again
+    #[arg(long)]
+    pub(crate) utilization: bool,
     /// Draw the loss curve into this SVG file
     #[arg(long, value_name = "FILE", default_value = "loss.svg")]
     pub(crate) curve: PathBuf,

@@ -8,6 +8,7 @@
 //! - `launch`: restarts a failed command. `tether`: tells the processes below `launch` that it is gone.
 //! - `text`, `codec`, `weights`, `adapters`, `random`: shared by several commands: text generation, text as tokens,
 //!   weights that each rank reads for itself, adapters on these weights, random numbers.
+//! - `limits`: the machine's limits.
 //! - `bytes`, `host`, `process`, `output`, `console`: sizes, the machine, its processes, files, printing.
 //! - `error`: errors, and their exit codes.
 
@@ -19,6 +20,7 @@ mod console;
 mod error;
 mod host;
 mod launch;
+mod limits;
 mod operations;
 mod output;
 mod plan;

@@ -2,10 +2,15 @@
 
 mod ranks;
 
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
 use burn_fsdp_collectives::{
     EntryState, Ledger, OperationKind, Part, ProcessGroup, Reduction, Source, Tally,
 };
 use ranks::{counting, flat, floats, full, gather, run, source};
+use tracing::field::{Field, Visit};
+use tracing::{Event, Level, Metadata, Subscriber, span};
 
 #[test]
 fn counts_are_exact_in_operations_and_bytes() {
@@ -141,5 +146,70 @@ fn a_recording_has_the_spans_of_each_operation_in_order() {
         for pair in spans.windows(2) {
             assert!(pair[0].start <= pair[0].end && pair[0].end <= pair[1].start);
         }
+    }
+}
+
+/// The fields of the events of one thread.
+#[derive(Clone, Default)]
+struct Heard(Arc<Mutex<Vec<String>>>);
+
+impl Visit for Heard {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        if let Ok(mut heard) = self.0.lock() {
+            heard.push(format!("{} {value:?}", field.name()));
+        }
+    }
+}
+
+impl Subscriber for Heard {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() == Level::TRACE && metadata.target().starts_with("burn_fsdp_collectives")
+    }
+
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        event.record(&mut self.clone());
+    }
+
+    fn enter(&self, _: &span::Id) {}
+
+    fn exit(&self, _: &span::Id) {}
+}
+
+#[test]
+fn the_start_of_each_operation_is_traced_with_its_label() {
+    let heard = run(2, |world| {
+        let heard = Heard::default();
+        let told = tracing::subscriber::set_default(heard.clone());
+        gather(&world, "blocks.3 unshard", 10)?;
+        world.barrier("end")?;
+        drop(told);
+        gather(&world, "not heard", 1)?;
+        let heard = heard.0.lock().map(|heard| heard.clone());
+        Ok(heard.unwrap_or_default())
+    });
+    for (rank, heard) in heard.into_iter().enumerate() {
+        let started = [
+            "all_gather \"blocks.3 unshard\" (operation 0 of group \"world\")",
+            "barrier \"end\" (operation 1 of group \"world\")",
+        ];
+        let started = started.map(|operation| format!("operation {operation}"));
+        let operations: Vec<_> = heard
+            .iter()
+            .filter(|field| field.starts_with("operation "))
+            .collect();
+        assert_eq!(operations, started.iter().collect::<Vec<_>>());
+        assert!(heard.contains(&"bytes 40".to_owned()), "{heard:?}");
+        let ranks = heard
+            .iter()
+            .filter(|field| **field == format!("rank {rank}"));
+        assert_eq!(ranks.count(), 2, "{heard:?}");
     }
 }

@@ -365,9 +365,10 @@ impl Mode {
         let types: Vec<[DType; 3]> = types.collect();
         let has_halves = |of: &[DType; 3]| of[0] != DType::F16 && of[1..].contains(&DType::F16);
         let is_double = |of: &[DType; 3]| of.contains(&DType::F64) && *of != [DType::F64; 3];
-        if types.iter().any(is_double) {
+        let is_flex = |of: &[DType; 3]| of[1..].contains(&DType::Flex32);
+        if types.iter().any(|of| is_double(of) || is_flex(of)) {
             return Err(Error::Precision {
-                what: "from or to f64, which is not reduced to other types",
+                what: "from or to f64 or flex32, which are not reduced to other types",
                 way_out: "build the model in f32",
             });
         }

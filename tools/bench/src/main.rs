@@ -13,7 +13,7 @@ mod args;
 mod case;
 mod encoder;
 mod error;
-#[path = "../../../benches/measured.rs"]
+#[path = "../../../crates/cli/src/limits.rs"]
 mod limits;
 #[path = "../../../benches/origin.rs"]
 mod origin;

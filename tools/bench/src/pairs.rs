@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use burn::tensor::Device;
 use burn_fsdp::{LaunchConfig, launch};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
@@ -207,7 +208,9 @@ impl Bench<'_> {
 
     fn limits(&self) -> Result<Limits, Error> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let mut ranks = launch(LaunchConfig::new(cores), |world| Limits::measure(&world))?;
+        let mut ranks = launch(LaunchConfig::new(cores), |world| {
+            Limits::measure(&world, &Device::flex())
+        })?;
         let mut own = ranks.swap_remove(0);
         if let Some(peers) = self.peers {
             own.products = own.products.max(peers.product_limit(cores)?.0);

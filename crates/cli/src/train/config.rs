@@ -82,6 +82,8 @@ pub(crate) struct TrainConfig {
     pub(crate) trace: Option<PathBuf>,
     pub(crate) operations: Option<PathBuf>,
     pub(crate) dump_graphs: Option<PathBuf>,
+    /// True to measure what the machine's matrix products reach.
+    pub(crate) measures_limits: bool,
     pub(crate) curve: PathBuf,
     pub(crate) sample_tokens: usize,
     pub(crate) json: bool,
@@ -146,7 +148,6 @@ impl TrainConfig {
         if args.training.compile {
             check_compiled(&args)?;
         }
-        let (steps, warmup) = (args.training.steps, args.training.warmup);
         check_size(&args)?;
         let fault = asked_fault(&args.training, &sharding, ranks)?;
         if args.training.device.is_host() {
@@ -168,7 +169,7 @@ impl TrainConfig {
         let is_init_idle = is_init_idle(&args, adapters);
         let state = (&model, adapters, &settings);
         let checkpoints = CheckpointConfig::new(args.checkpoint, &all_ranks, state)?;
-        warn_of_idle(checkpoints.as_ref(), steps + warmup, is_init_idle);
+        warn_of_idle(checkpoints.as_ref(), &args.training, is_init_idle);
         Ok(Self {
             dropout: sizes::dropout(&args.model, &model)?,
             stop: (checkpoints.is_some() || sharding.offload.is_some()).then(Arc::default),
@@ -185,8 +186,8 @@ impl TrainConfig {
             }),
             eval_batches: args.data.eval_batches,
             batch,
-            steps,
-            warmup,
+            steps: args.training.steps,
+            warmup: args.training.warmup,
             schedule: Schedule::new(&args.training),
             settings,
             not_finite: args.training.nan,
@@ -206,6 +207,7 @@ impl TrainConfig {
             trace: args.output.trace,
             operations: args.output.operations,
             dump_graphs: args.output.dump_graphs,
+            measures_limits: args.output.utilization,
             curve: args.output.curve,
             sample_tokens: args.output.sample,
             json: args.output.json,
@@ -302,7 +304,8 @@ fn is_init_idle(args: &TrainArgs, adapters: Option<AdapterSizes>) -> bool {
 }
 
 /// Warns if a resumed run trains no step, or does not use the weights of `--init`.
-fn warn_of_idle(checkpoints: Option<&CheckpointConfig>, steps: usize, is_init_idle: bool) {
+fn warn_of_idle(checkpoints: Option<&CheckpointConfig>, args: &TrainingArgs, is_init_idle: bool) {
+    let steps = args.steps + args.warmup;
     let resumed = checkpoints.and_then(CheckpointConfig::resumed);
     if let Some(warning) = resumed.and_then(|resumed| resumed.idle(steps, is_init_idle)) {
         console::tell(format_args!("warning: {warning}"));

@@ -7,7 +7,7 @@
 //!   other (`model`, `optimizer`, `evaluation`, `sample`, `share`, `saving`, `meeting`, `progress`, `metrics`,
 //!   `trace`).
 //! - `outcome`: the result of one rank. `collector`: passes all results to the process that reports.
-//! - `report`, `summary`, `curve`: the results of all ranks, as JSON, text and a drawing.
+//! - `report` (`utilization`), `summary`, `curve`: the results of all ranks, as JSON, text and a drawing.
 
 mod checks;
 mod collector;
@@ -43,6 +43,7 @@ mod start_memory;
 mod summary;
 mod trace;
 mod trainer;
+mod utilization;
 
 pub(crate) use config::TrainConfig;
 pub(crate) use ranks::{Ranks, let_launcher_hear, machines};

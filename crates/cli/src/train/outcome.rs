@@ -37,6 +37,8 @@ pub(crate) struct RankOutcome {
     pub(crate) warnings: Vec<String>,
     /// Events of the traced step.
     pub(crate) trace: Vec<Value>,
+    /// Operations per second of matrix products on all ranks together, if they were measured.
+    pub(crate) products_per_s: Option<f64>,
     /// Peak resident bytes of the rank's process, if the rank has its own process.
     pub(crate) peak_rss_bytes: Option<u64>,
     /// Generated text, including its prompt.
@@ -80,6 +82,7 @@ impl RankOutcome {
             recomputed_units: Vec::new(),
             warnings: Vec::new(),
             trace: Vec::new(),
+            products_per_s: None,
             peak_rss_bytes: None,
             sample: None,
         }

@@ -8,6 +8,7 @@ use burn_fsdp_models::{Architecture, ModelConfig};
 use crate::args::NotFinite;
 use crate::console;
 use crate::error::RankError;
+use crate::limits::Limits;
 use crate::train::compiled::Compiled;
 use crate::train::config::TrainConfig;
 use crate::train::eager::Eager;
@@ -94,6 +95,7 @@ pub(crate) fn train(
     result.recomputed_units = trainer.recomputed_units().to_vec();
     if !result.interrupted && result.failure.is_none() {
         result.sample = trainer.sample()?;
+        result.products_per_s = products(config, world)?;
     }
     if let Some(mut saving) = saving {
         // The save comes last, because nothing in the training may wait for a disk. If the sample failed, dropping the
@@ -109,6 +111,16 @@ pub(crate) fn train(
         result.warnings.extend(resumed.warnings.iter().cloned());
     }
     Ok(result)
+}
+
+/// Returns the operations per second that matrix products reach, if they are to be measured. Collective.
+fn products(config: &TrainConfig, world: &ProcessGroup) -> Result<Option<f64>, RankError> {
+    match config.measures_limits {
+        true => Ok(Some(
+            Limits::measure(world, &config.device(world))?.products,
+        )),
+        false => Ok(None),
+    }
 }
 
 /// Prints the size of the text, and warnings about it. The report would be too late to stop the run.

@@ -6,6 +6,7 @@ use crate::host;
 use crate::text::printable;
 use crate::train::config::TrainConfig;
 use crate::train::outcome::{Collectives, RankOutcome};
+use crate::train::utilization::flops_per_token;
 
 /// The object that `--json` prints.
 #[derive(Debug, Serialize)]
@@ -39,6 +40,10 @@ pub(crate) struct Report {
     /// Tokens per second in the median step; `None` without measured steps.
     pub(crate) tokens_per_s: Option<f64>,
     pub(crate) step_ms: Option<StepMillis>,
+    /// Operations of the model per second in the median step, on all ranks together.
+    pub(crate) flops_per_s: Option<f64>,
+    /// `flops_per_s` divided by the operations per second of matrix products, if these were measured.
+    pub(crate) utilization: Option<f64>,
     /// The step that the run resumed from; 0 for a fresh run.
     pub(crate) first_step: usize,
     /// Losses of all steps from `first_step` on. Unmeasured steps come first.
@@ -95,7 +100,8 @@ impl Report {
         let saved_step = first.and_then(|first| first.saved_step);
         let engine = first.map_or_else(String::new, |first| first.engine.clone());
         let interrupted = first.is_some_and(|first| first.interrupted);
-        let tokens = config.tokens_per_step() as f64;
+        let tokens_per_s = step_ms.map(|step| 1e3 * config.tokens_per_step() as f64 / step.median);
+        let [flops_per_s, utilization] = arithmetic(config, tokens_per_s, first);
         let collectives = results.first().map(|first| first.collectives);
         let state_bytes = results.iter().map(|result| result.state_bytes).collect();
         let unsharded_peak_bytes = results.iter().map(|result| result.unsharded_peak).collect();
@@ -138,8 +144,10 @@ impl Report {
             steps: config.steps,
             warmup: config.warmup,
             data: config.data.to_string(),
-            tokens_per_s: step_ms.map(|step| 1e3 * tokens / step.median),
+            tokens_per_s,
             step_ms,
+            flops_per_s,
+            utilization,
             first_step,
             losses,
             eval_loss: eval_losses.last().map(|(_, loss)| *loss),
@@ -164,6 +172,20 @@ impl Report {
         // Only strings, numbers and lists of them, which JSON can always represent.
         serde_json::to_string(self).unwrap_or_default()
     }
+}
+
+/// Returns the model's operations per second, and their ratio to the operations per second of matrix products, if these
+/// were measured.
+fn arithmetic(
+    config: &TrainConfig,
+    tokens_per_s: Option<f64>,
+    first: Option<&RankOutcome>,
+) -> [Option<f64>; 2] {
+    let of_token = flops_per_token(&config.model, config.seq, config.adapters.is_some());
+    let flops = tokens_per_s.map(|tokens| tokens * of_token);
+    let products = first.and_then(|first| first.products_per_s);
+    let part = flops.zip(products).map(|(flops, limit)| flops / limit);
+    [flops, part]
 }
 
 /// Returns the seconds of every step on its slowest rank.

@@ -270,6 +270,7 @@ fn no_number_depends_on(data: &DataArgs, checkpoint: &CheckpointArgs, output: &O
         dump_graphs: _,
         curve: _,
         sample: _,
+        utilization: _,
         json: _,
     } = output;
 }

@@ -38,11 +38,19 @@ impl fmt::Display for Report {
             writeln!(f)?;
         }
         if let (Some(tokens), Some(step)) = (self.tokens_per_s, self.step_ms) {
-            writeln!(
+            write!(
                 f,
                 "speed      {tokens:.0} tokens/s, {:.1} ms a step",
                 step.median
             )?;
+            if let Some(flops) = self.flops_per_s {
+                write!(f, ", {:.1} GFLOP/s", flops / 1e9)?;
+            }
+            if let Some(part) = self.utilization {
+                let percent = 100.0 * part;
+                write!(f, ", {percent:.1} % of what matrix products reach")?;
+            }
+            writeln!(f)?;
         }
         self.fmt_memory(f)?;
         if !self.recomputed_units.is_empty() {

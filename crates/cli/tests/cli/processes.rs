@@ -50,7 +50,7 @@ fn files(folder: &Folder, step: &str) -> Vec<(String, Vec<u8>)> {
 fn comparable(report: &Value) -> Value {
     let mut report = report.clone();
     let object = report.as_object_mut().expect("an object");
-    let of_the_machine = ["engine", "tokens_per_s", "step_ms"];
+    let of_the_machine = ["engine", "tokens_per_s", "step_ms", "flops_per_s"];
     for key in of_the_machine
         .into_iter()
         .chain(["peak_rss_bytes", "start_rss_bytes"])

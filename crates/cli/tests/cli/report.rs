@@ -45,6 +45,26 @@ fn json_has_every_field() {
     }
 }
 
+/// What part of the machine's arithmetic a run uses, where that is asked for.
+#[test]
+fn utilization_is_measured_in_the_run() {
+    let folder = Folder::new();
+    let flags = "--synthetic --steps 4 --ranks 2";
+    for kind in ["", "--compile"] {
+        let report = folder.report(&format!("{flags} {kind} --utilization"));
+        let number = |name: &str| report[name].as_f64().expect("a number");
+        // Two blocks of 12 matrices of 16 by 16, with attention over 8 tokens, and a head; forward, and twice that backward.
+        let forward = 2.0 * (2.0 * 12.0 * 256.0 + 4.0 * 8.0 * 16.0) + 2.0 * 16.0 * 256.0;
+        let flops = 3.0 * forward * number("tokens_per_s");
+        assert!((number("flops_per_s") / flops - 1.0).abs() < 1e-9);
+        let part = number("utilization");
+        assert!(part > 0.0 && part < 1.0, "{part}");
+    }
+    let report = folder.report(flags);
+    assert!(report["flops_per_s"].as_f64().is_some());
+    assert_eq!(report["utilization"], Value::Null);
+}
+
 #[test]
 fn collectives_are_counted_by_step() {
     let counts = |strategy: &str| {

@@ -34,6 +34,18 @@ impl fmt::Debug for UnitHandle {
     }
 }
 
+/// Memory of a unit on one rank, in bytes; [`Memory`](crate::Memory) is that of the module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct UnitMemory {
+    /// Parameters that the rank holds between steps.
+    pub parameters: usize,
+    /// Full parameters that are gathered now.
+    pub unsharded: usize,
+    /// Gradients that steps without reduction have left on the rank, whole.
+    pub unreduced: usize,
+}
+
 /// Returns the units of a sharded module, in the order in which it first names a parameter of each.
 ///
 /// # Errors
@@ -69,6 +81,20 @@ impl UnitHandle {
     /// Returns the state of its full parameters.
     pub fn state(&self) -> UnitState {
         self.generation.life.state()
+    }
+
+    /// Returns what this rank holds of it now.
+    pub fn memory(&self) -> UnitMemory {
+        let rank = self.unit.groups.shard.rank();
+        let slots = self.unit.slots.iter();
+        UnitMemory {
+            parameters: slots.map(|slot| slot.held_bytes(rank)).sum(),
+            unsharded: match self.generation.life.is_unsharded() {
+                true => self.unit.gathered_bytes(),
+                false => 0,
+            },
+            unreduced: self.root.held_bytes_of(&self.unit),
+        }
     }
 
     /// Returns the paths of its parameters.

@@ -32,6 +32,14 @@ impl Root {
         gradients.partial.contains_key(&index) || gradients.whole.contains_key(&index)
     }
 
+    /// Returns the bytes of a unit's gradients that are held back on this rank.
+    pub(crate) fn held_bytes_of(&self, unit: &Unit) -> usize {
+        let progress = self.progress();
+        let held = progress.gradients.held.get(&unit.position());
+        let held = held.into_iter().flat_map(|held| held.iter()).flatten();
+        held.map(|gradient| gradient.account.len()).sum()
+    }
+
     /// Returns false if the gradients of a backward wait for those of a later one.
     pub(super) fn is_last(&self) -> bool {
         self.is_last.load(Relaxed)

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use burn::module::{Module, Param};
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use burn_fsdp_collectives::{At, Buffer, BufferPool, FullPart, Label, ProcessGroup, Reduction};
 
 use crate::error::Error;
@@ -61,6 +61,70 @@ pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> 
     // Also where nothing is replaced: all ranks take the same passes over the module.
     let values = places.zip(received).collect();
     Ok(path::map(module, &mut Replace { values }))
+}
+
+/// Returns `module` with its running states in `dtype`: to be called before it is sharded, on each rank by itself.
+///
+/// Burn's BatchNorm computes in the type of its running states alone. In that of
+/// [`Precision::new`](crate::Precision) it trains in 16 bits as it is; its average then moves in 16 bits, too, and steps
+/// smaller than these tell are lost.
+///
+/// ```
+/// use burn::nn::BatchNormConfig;
+/// use burn::tensor::{DType, Device};
+/// use burn_fsdp_shard::cast_buffers;
+///
+/// let norm = BatchNormConfig::new(4).init(&Device::flex().autodiff());
+/// let norm = cast_buffers(norm, DType::BF16)?;
+/// assert_eq!(norm.running_mean.value().dtype(), DType::BF16);
+/// assert_eq!(norm.gamma.val().dtype(), DType::F32);
+/// # Ok::<(), burn_fsdp_shard::Error>(())
+/// ```
+///
+/// # Errors
+///
+/// As [`fully_shard`](crate::fully_shard) for a module that cannot be walked over.
+pub fn cast_buffers<M: Module>(module: M, dtype: impl Into<DType>) -> Result<M, Error> {
+    let paths = survey(&module)?.buffers;
+    let mut lazy = Lazy(false);
+    inspect::visit(&module, &mut lazy);
+    // What has run has no lazy parameter, and may have an update that no mapper sees before a synchronization.
+    if !paths.is_empty() && !lazy.0 {
+        drop(module.valid());
+    }
+    let mut cast = Cast {
+        paths,
+        dtype: dtype.into(),
+    };
+    Ok(path::map(module, &mut cast))
+}
+
+/// A visitor that looks for a parameter without a value yet.
+struct Lazy(bool);
+
+impl path::Visitor for Lazy {
+    fn float<const D: usize>(&mut self, _: &Location, param: &Param<Tensor<D>>) {
+        self.0 |= !param.is_initialized();
+    }
+}
+
+/// A mapper that casts running states.
+struct Cast {
+    paths: Vec<String>,
+    dtype: DType,
+}
+
+impl path::Mapper for Cast {
+    fn float<const D: usize>(
+        &mut self,
+        place: &Location,
+        param: Param<Tensor<D>>,
+    ) -> Param<Tensor<D>> {
+        match self.paths.contains(&place.path()) {
+            true => param.map(|state| transport::cast(state, self.dtype)),
+            false => param,
+        }
+    }
 }
 
 /// Looks whether the running states that the last backward has left are what was there, where ranks compare bytes.

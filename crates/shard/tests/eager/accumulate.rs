@@ -5,8 +5,8 @@ use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn_fsdp_collectives::{OperationKind, ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
-    Audit, Error, ShardPolicy, Strategy, backward, fully_shard, memory, no_sync, num_params, units,
-    unused_units,
+    Audit, Error, ShardPolicy, Strategy, UnitHandle, UnitMemory, backward, fully_shard, memory,
+    no_sync, num_params, units, unused_units,
 };
 
 use super::bench::{
@@ -100,6 +100,23 @@ fn micro_batches_of_other_nets_equal_the_whole_batch() {
     agrees(RECURRENT, &ShardPolicy::new().units(["layers.*"]));
 }
 
+/// By unit: what is held, gathered by hand, and held back.
+fn memory_of_units_adds_up<M: Module>(model: &M) -> Result<(), Error> {
+    let handles = units(model)?;
+    let by_hand = &handles[1];
+    by_hand.unshard()?.wait()?;
+    let (all, of_units) = (memory(model)?, handles.iter().map(UnitHandle::memory));
+    let of_units: Vec<_> = of_units.collect();
+    let sum = |of: fn(&UnitMemory) -> usize| of_units.iter().map(of).sum::<usize>();
+    assert_eq!(sum(|unit| unit.parameters), all.parameters);
+    assert_eq!(sum(|unit| unit.unreduced), all.unreduced);
+    assert!(of_units.iter().all(|unit| unit.unreduced > 0));
+    let live = all.unsharded_live - all.unreduced;
+    assert!(of_units[1].unsharded > 0);
+    assert_eq!(sum(|unit| unit.unsharded), live);
+    by_hand.reshard()
+}
+
 /// What `no_sync` saves in traffic and costs in memory, to the byte.
 #[test]
 fn traffic_and_memory_are_exact() {
@@ -114,6 +131,7 @@ fn traffic_and_memory_are_exact() {
         no_sync(&model, || backward(loss(2), &model))??;
         let without = world.counts().since(&before);
         let held = memory(&model)?.unreduced;
+        memory_of_units_adds_up(&model)?;
         let before = world.counts();
         backward(loss(3), &model)?;
         let with = world.counts().since(&before);

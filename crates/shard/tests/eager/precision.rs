@@ -4,11 +4,16 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::activation::{gelu, relu};
 use burn::tensor::{DType, Device, FloatDType, Tensor};
-use burn_fsdp_collectives::OperationKind;
-use burn_fsdp_shard::{DivideFactors, Precision, ShardPolicy, backward, input_type, local_state};
+use burn_fsdp_collectives::{OperationKind, ProcessMesh};
+use burn_fsdp_mesh::Mesh;
+use burn_fsdp_shard::{
+    DivideFactors, Precision, ShardPolicy, backward, cast_buffers, fully_shard, input_type,
+    local_state,
+};
 
 use super::bench::{
-    Case, Outcome, assert_close, build, device, on_ranks, optimizer, panic_of, plainly, sharded,
+    Case, Outcome, assert_close, build, device, joined, on_ranks, optimizer, panic_of, plainly,
+    seeded_by_rank, sharded, train,
 };
 use super::nets::{CONV_NET, ConvNet, MLP, Mlp, RECURRENT, Recurrent, input, tokens};
 
@@ -163,6 +168,53 @@ fn batch_norms_stay_in_full_where_the_model_casts() {
     let convs = ShardPolicy::new().units(["convs.*"]);
     for distance in distances(WIDE_BATCH_NORMS, &convs, &["norms.*"]) {
         assert!(distance.losses <= 0.02, "{distance:?}");
+    }
+}
+
+/// The convolutions as their author writes them: in one type, that of the first weight.
+fn in_one_type(model: &ConvNet, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+    let x = input([2, 3, 5, 5], rank, step, device);
+    let mut x = x.cast(model.convs[0].weight.val().dtype());
+    for (conv, norm) in model.convs.iter().zip(&model.norms) {
+        x = relu(norm.forward(conv.forward(x)));
+    }
+    let x: Tensor<2> = x.mean_dim(3).mean_dim(2).reshape([2, 7]);
+    square(model.head.forward(x))
+}
+
+const ONE_TYPE: Case<ConvNet> = Case {
+    build: ConvNet::new,
+    loss: in_one_type,
+};
+
+/// BatchNorm computes in 16 bits where its running states are of these, and is refused where they are not.
+#[test]
+fn running_states_may_be_of_the_compute_type() {
+    let policy = ShardPolicy::new().units(["convs.*"]);
+    let policy = policy.precision(Precision::new(FloatDType::BF16));
+    for ranks in [1, 3] {
+        let own = policy.clone();
+        let outcomes = on_ranks(ranks, move |world| {
+            let device = device();
+            let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
+            let model = seeded_by_rank(ConvNet::new(&device), world.rank());
+            let model = fully_shard(cast_buffers(model, FloatDType::BF16)?, &mesh, own.clone())?;
+            // A clone of the state alone: it shares its value with the module's.
+            let state = model.norms[0].running_mean.clone();
+            let before = state.value();
+            let trained = train(model, ONE_TYPE, world.rank(), 10, &device)?;
+            let after = state.value_sync();
+            assert_eq!(after.dtype(), DType::BF16);
+            let moved = (after.inner() - before.inner()).abs().sum();
+            assert!(moved.into_scalar::<f32>() > 0.0);
+            Ok(trained)
+        });
+        let want = plainly(ONE_TYPE, ranks, 10);
+        let distance = Distance::between(FloatDType::BF16, &joined(&outcomes), &want);
+        assert!(distance.losses > 0.0, "it was computed in halves");
+        assert!(distance.losses <= 0.02, "{distance:?}");
+        let refused = panic_of(|| sharded(ONE_TYPE, ranks, 1, policy.clone()));
+        assert!(refused.contains("BatchNorm"), "{refused}");
     }
 }
 

@@ -379,8 +379,10 @@ fn what_cannot_be_computed_in_halves_is_refused() {
     );
     let said = compiled(solo(Precision::default().reduce(FloatDType::F16), full));
     assert!(said.contains("f16"), "{said}");
-    let said = compiled(solo(Precision::new(FloatDType::F64), full));
-    assert!(said.contains("f64"), "{said}");
+    for other in [FloatDType::F64, FloatDType::Flex32] {
+        let said = compiled(solo(Precision::new(other), full));
+        assert!(said.contains("f64 or flex32"), "{said}");
+    }
     let bf16 = Precision::new(FloatDType::BF16);
     let automatic = solo(Precision::new(FloatDType::F16), DataParallel::Automatic);
     let said = compiled(automatic);

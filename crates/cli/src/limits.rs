@@ -22,8 +22,8 @@ const COPIED: usize = 64 << 20;
 const WIDTH: usize = 768;
 
 impl Limits {
-    /// Measures the limits. Collective: all ranks must call it.
-    pub(crate) fn measure(world: &ProcessGroup) -> Result<Self, Error> {
+    /// Measures the limits, with matrix products on `device`. Collective: all ranks must call it.
+    pub(crate) fn measure(world: &ProcessGroup, device: &Device) -> Result<Self, Error> {
         let ranks = world.size() as f64;
         let (source, mut target) = (vec![1u8; COPIED], vec![0u8; COPIED]);
         let copying = median(world, || {
@@ -32,11 +32,13 @@ impl Limits {
         })?;
         let random = || {
             let shape = [WIDTH, WIDTH];
-            Tensor::<2>::random(shape, Distribution::Uniform(-1.0, 1.0), &Device::flex())
+            Tensor::<2>::random(shape, Distribution::Uniform(-1.0, 1.0), device)
         };
         let (lhs, rhs) = (random(), random());
         let multiplying = median(world, || {
-            black_box(lhs.clone().matmul(rhs.clone()));
+            let product = lhs.clone().matmul(rhs.clone());
+            // Reading an element waits for the device.
+            black_box(product.slice([0..1, 0..1]).into_data());
         })?;
         Ok(Self {
             copy: ranks * COPIED as f64 / copying,
