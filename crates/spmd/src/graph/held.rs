@@ -2,19 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use burn_fsdp_mesh::Placement;
 use burn_ir::TensorId;
 
-use super::{Graph, Node, Role};
-
-/// What the ranks of each axis hold of a value that waits for the next step.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Carried {
-    /// A placement for each axis; none for values of the ranks' own.
-    pub(crate) on: Vec<Option<Placement>>,
-    /// The index of the owner along the axis that shards, if one rank has all of it.
-    pub(crate) owner: Option<usize>,
-}
+use super::{Carried, Graph, Node, Role};
 
 impl Graph {
     /// Declares what the ranks of each axis hold of a value that waits for the next step.

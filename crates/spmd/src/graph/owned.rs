@@ -1,19 +1,11 @@
 //! The values that one rank has alone, and what the other ranks leave out.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 
 use burn_ir::{CustomOpIr, OperationIr, TensorId};
 
-use super::{Graph, Node};
+use super::{Graph, Node, Owner};
 use crate::error::Error;
-
-/// The ranks that alone have a value: those at an index along an axis.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Owner {
-    pub(crate) axis: Arc<str>,
-    pub(crate) index: usize,
-}
 
 /// The values that a rank has not, since another one owns them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
