@@ -30,10 +30,8 @@ impl Net {
                 let steps = Tensor::<1, burn::tensor::Int>::arange(0..len, device).float();
                 (steps * 0.7).sin() * 0.4
             };
-            linear.weight = linear
-                .weight
-                .map(|_| values(&[from, to]).reshape([from, to]));
-            linear.bias = linear.bias.map(|bias| bias.map(|_| values(&[to])));
+            linear.weight = Param::from_tensor(values(&[from, to]).reshape([from, to]));
+            linear.bias = Some(Param::from_tensor(values(&[to])));
             linear
         };
         Self {

@@ -2,19 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use burn_fsdp_mesh::Placement;
 use burn_ir::TensorId;
 
-use super::{Graph, Node, Role};
-
-/// The placements, one per axis, of a value that waits for the next step.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Carried {
-    /// A placement for each axis; `None` if each rank has its own value.
-    pub(crate) on: Vec<Option<Placement>>,
-    /// The owner's index along the sharding axis, if one rank has the whole value.
-    pub(crate) owner: Option<usize>,
-}
+use super::{Carried, Graph, Node, Role};
 
 impl Graph {
     /// Declares the placements of a value that waits for the next step.

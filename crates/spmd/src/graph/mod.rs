@@ -68,13 +68,11 @@ pub use storage::{Storage, storage_of};
 pub use value::{Parameter, Role, Update, Value};
 
 pub(crate) use draw::random_of;
-pub(crate) use held::Carried;
 pub(crate) use node::{rename, set_status};
 pub(crate) use operation::{Trait, is};
-pub(crate) use owned::Owner;
 pub(crate) use print::Type;
 pub(crate) use sizes::Sizes;
-pub(crate) use value::NamedActivation;
+pub(crate) use value::{Carried, NamedActivation, Owner};
 
 use crate::error::Error;
 use crate::pass_id::PassId;

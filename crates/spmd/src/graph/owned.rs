@@ -1,19 +1,11 @@
 //! The values that only one rank has, and the nodes that the other ranks skip.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 
 use burn_ir::{CustomOpIr, OperationIr, TensorId};
 
-use super::{Graph, Node};
+use super::{Graph, Node, Owner};
 use crate::error::Error;
-
-/// The ranks that own a value: the ones at an index along an axis.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Owner {
-    pub(crate) axis: Arc<str>,
-    pub(crate) index: usize,
-}
 
 /// The values that a rank lacks, because another rank owns them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

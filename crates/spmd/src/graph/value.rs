@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use burn::tensor::{DType, Shape};
-use burn_fsdp_mesh::Layout;
+use burn_fsdp_mesh::{Layout, Placement};
 use burn_ir::{TensorId, TensorIr, TensorStatus};
 
 /// A tensor that a node reads or writes.
@@ -161,4 +161,20 @@ pub struct Update {
 pub(crate) struct NamedActivation {
     pub(crate) name: Arc<str>,
     pub(crate) value: TensorId,
+}
+
+/// What the ranks of each axis hold of a value that waits for the next step.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Carried {
+    /// A placement for each axis; none for values of the ranks' own.
+    pub(crate) on: Vec<Option<Placement>>,
+    /// The index of the owner along the axis that shards, if one rank has all of it.
+    pub(crate) owner: Option<usize>,
+}
+
+/// The ranks that alone have a value: those at an index along an axis.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Owner {
+    pub(crate) axis: Arc<str>,
+    pub(crate) index: usize,
 }
