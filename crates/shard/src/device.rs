@@ -5,7 +5,7 @@ use burn::tensor::{Device, GradientCheckpointingStrategy, Tensor};
 
 use crate::error::Error;
 
-/// The backends beside Flex that can have the operations, and the features that add them.
+/// The backends other than Flex that can have the operations, and the features that add them.
 const OPTIONAL_BACKENDS: [(&str, &[&str]); 2] = [
     (
         "Cube",
@@ -23,7 +23,7 @@ pub(crate) fn check_backend(path: &str, device: &Device) -> Result<(), Error> {
         DispatchDevice::Cube(_) => return Ok(()),
         #[cfg(feature = "tch")]
         DispatchDevice::LibTorch(_) => return Ok(()),
-        // Without any other backend compiled in, the arms above are all there are.
+        // Without any other backend compiled in, the arms above are exhaustive.
         #[allow(unreachable_patterns)]
         other => format!("{other:?}"),
     };
