@@ -14,7 +14,7 @@ use crate::slot::Slots;
 pub enum UnitState {
     /// The state in which only the shards exist.
     Sharded,
-    /// The state in which a gather is under way and its memory is taken.
+    /// The state in which a gather is in progress and its memory is allocated.
     Gathering,
     /// The state in which the full parameters exist.
     Unsharded,
@@ -30,18 +30,18 @@ impl fmt::Display for UnitState {
 pub(crate) struct Full {
     /// The tensors.
     pub(crate) tensors: Slots<Tensor<1>>,
-    /// The checksums of what was gathered, where ranks compare bytes.
+    /// The checksums of the gathered tensors, where ranks compare bytes.
     pub(crate) seals: Slots<Seal>,
 }
 
-/// The state of the full parameters, with what exists of them.
+/// The state of the full parameters, with the existing parts of them.
 #[derive(Default)]
 enum State {
     /// Only the shards exist.
     #[default]
     Sharded,
-    /// A gather is under way; its buffers are allocated, the shards are published. Without a
-    /// pending operation the shard is the whole.
+    /// A gather is under way; its buffers are allocated and the shards are published. Without a pending
+    /// operation the shard is the whole parameter.
     Gathering(Option<Pending<Received>>),
     /// The full parameters exist.
     Unsharded(Full),
@@ -78,13 +78,13 @@ impl LifeCycle {
         self.state() == UnitState::Sharded
     }
 
-    /// Begins a gather that `pending` completes; `None` if the shard is the whole.
+    /// Begins a gather that `pending` completes; `None` if the shard is the whole parameter.
     pub(crate) fn begin_gather(&self, pending: Option<Pending<Received>>) {
         *self.0.lock() = State::Gathering(pending);
     }
 
-    /// Makes the full parameters of the gather under way: `arrive` waits for it and says what else is to be
-    /// known. Returns `None` if no gather is under way. After an error only the shards exist.
+    /// Makes the full parameters of the gather under way: `arrive` waits for it and returns additional
+    /// information. Returns `None` if no gather is under way. After an error only the shards exist.
     pub(crate) fn fill<T>(
         &self,
         arrive: impl FnOnce(Option<Pending<Received>>) -> Result<(Full, T), Error>,
