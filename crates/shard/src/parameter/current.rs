@@ -1,10 +1,10 @@
-//! The parameter that an optimizer works on, which Burn does not tell it.
+//! The parameter that an optimizer works on, which Burn does not pass to it.
 
 use std::cell::RefCell;
 
 use burn_fsdp_collectives::ProcessGroup;
 
-/// A parameter that a mapper is at, and the ranks that hold its module.
+/// A parameter that a mapper is working on, and the ranks that hold its module.
 #[derive(Clone)]
 pub(crate) struct Current {
     pub(crate) group: ProcessGroup,
@@ -25,14 +25,14 @@ impl Drop for Entered {
     }
 }
 
-/// Runs `body` as work on `current`, if that is to be known.
+/// Runs `body` as work on `current`, if there is one.
 pub(crate) fn at<T>(current: Option<Current>, body: impl FnOnce() -> T) -> T {
     let _entered = Entered;
     CURRENT.set(current);
     body()
 }
 
-/// Returns the parameter that the thread works on, if it is to be known.
+/// Returns the parameter that this thread works on, if it was set.
 pub(crate) fn current() -> Option<Current> {
     CURRENT.with_borrow(Clone::clone)
 }

@@ -1,4 +1,4 @@
-//! Gradients on this rank that wait: for the rest of their use, for a reduction, for the end.
+//! Gradients that wait on this rank: for the rest of their use, for a reduction, or for the end of backward.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::seal;
 use crate::slot::Slots;
 use crate::transport::cast;
 
-/// The words for a gradient that waits for another backward.
+/// The description of a gradient that waits for another backward.
 const HELD: &str = "the gradient held back";
 
 /// A full gradient, counted while it lives.
@@ -50,7 +50,7 @@ pub(super) struct Ended {
 pub(super) struct Accumulation {
     /// Full gradients by use, until the unit's last one has come.
     pub(super) of_uses: BTreeMap<u64, Slots<Gradient>>,
-    /// Units whose gradients have all come in this backward, with those that wait for its end.
+    /// Units whose gradients have all come in this backward, with the gradients that wait for its end.
     pub(super) ended: Vec<Ended>,
     /// Gradients of steps without reduction, by unit, until its next reduction.
     pub(super) held: BTreeMap<usize, Slots<Gradient>>,
@@ -168,7 +168,7 @@ impl Accumulation {
 }
 
 impl Gradient {
-    /// Looks whether it is what was held back.
+    /// Checks that it still is the gradient that was held back.
     fn check(&self, generation: &Generation, named: impl FnOnce() -> String) -> Result<(), Error> {
         let group = &generation.unit.groups.shard;
         seal::check(group, self.seal.as_ref(), &self.tensor, named)
