@@ -126,7 +126,8 @@ pub fn snapshot_compiled_matching<B: Batch, O>(
     })
 }
 
-/// Returns what an optimizer keeps of a parameter beside tensors: its numbers, and the path by which it finds the group.
+/// Returns an optimizer's state of a parameter apart from tensors: its numbers, and the path by which it finds the
+/// group.
 fn kept_of(path: &str, counters: &[(String, Scalar)]) -> Kept {
     let scalars = counters.iter();
     let scalars = scalars.map(|(name, scalar)| (name.clone(), (*scalar).into()));
@@ -202,8 +203,8 @@ fn regions_of(
     Ok(regions.map_err(burn_fsdp_checkpoint::Error::from)?)
 }
 
-/// Gives a compiled step the state of a step on disk, whichever engine saved it on however many ranks. Each rank
-/// reads the bytes that it needs. The scale of the loss, where both scale it, is the saved one.
+/// Gives a compiled step the state of a step on disk, whichever engine saved it on any number of ranks. Each
+/// rank reads the bytes that it needs. If both scale the loss, the saved scale is used.
 ///
 /// Not collective. The optimizer is configured like the saved one. States of parameters that are frozen in the step are
 /// kept, and saved with the next checkpoint.

@@ -99,7 +99,7 @@ pub enum Error {
     /// A loader that did not return its items.
     #[error("a loader of batches: {0}")]
     Loader(String),
-    /// A launch whose ranks could not be started, or of which one failed.
+    /// A launch with ranks that could not be started, or with a rank that failed.
     #[error(transparent)]
     Launch(Box<LaunchError>),
 }

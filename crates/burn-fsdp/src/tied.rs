@@ -21,7 +21,7 @@ pub(crate) fn with_paths<S: AsRef<str>>(spec: TensorSpec, tied: &[S]) -> TensorS
     }
 }
 
-/// The names under which a step has a parameter, the first of which is read.
+/// The names under which a step has a parameter; the first one is read.
 pub(crate) struct Names(Vec<String>);
 
 impl Names {

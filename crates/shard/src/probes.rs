@@ -2,7 +2,7 @@
 //!
 //! Burn does not report that an optimizer steps: the optimizer maps over the module, as others do, with
 //! gradients that it finds by id. So [`backward`](crate::backward) adds gradients for small matrices, whole and
-//! in two shards, to those of the module, under separate ids. There is one matrix for each parameter that
+//! in two shards, to the module's gradients, under separate ids. There is one matrix for each parameter that
 //! optimizers see in parts. A map that reaches such a parameter is also shown its matrix and shards, under the
 //! parameter's path, by which groups choose. A map without gradients for them changes nothing. A map that
 //! changes a value without a gradient is no optimizer. An optimizer that computes different bits for the shards
@@ -130,7 +130,7 @@ struct Probes {
     num_shards: usize,
 }
 
-/// A probe, by its number among those of a root.
+/// A probe, by its number among a root's probes.
 #[derive(Debug, Clone, Copy)]
 enum Probe {
     Whole = 0,
@@ -161,7 +161,7 @@ impl Default for Trial {
 }
 
 impl Trial {
-    /// Registers gradients for the probes of those of `subjects` at which no optimizer was tried yet: all trained
+    /// Registers gradients for the probes of the `subjects` at which no optimizer was tried yet: all trained
     /// parameters that optimizers see in parts.
     pub(crate) fn register(
         &self,

@@ -130,7 +130,7 @@ fn differentiated<const D: usize>(loss: Tensor<D>) -> Result<Gradients, Error> {
     })
 }
 
-/// Puts reduced gradients where Burn looks for those of `module`.
+/// Puts reduced gradients where Burn looks for the gradients of `module`.
 fn register<M: Module>(gradients: &mut Gradients, reduced: Vec<Reduced>, module: &M) {
     let mut place = PutBack { gradients, reduced };
     module.visit(&mut place);

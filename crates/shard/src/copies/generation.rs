@@ -61,7 +61,7 @@ pub(crate) struct Generation {
     num_children: Mutex<[usize; 4]>,
     /// The copies of the module that hold parameters in this generation.
     pub(crate) holders: Holders,
-    /// The joint view of a copy whose parameters are in several generations, the first of which is this one.
+    /// The joint view of a copy whose parameters are in several generations; this is the first of them.
     view: Mutex<Option<View>>,
 }
 

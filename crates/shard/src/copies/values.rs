@@ -12,7 +12,7 @@ use crate::slot::Slots;
 /// The values of a unit, by slot.
 pub(super) struct Values {
     pub(super) own: Slots<Value>,
-    /// Values of siblings that have not moved here (yet), from the previous generation.
+    /// Values of siblings that are still in the previous generation.
     pub(super) inherited: Slots<Value>,
 }
 

@@ -16,8 +16,8 @@ const CONTAINERS: [&str; 3] = ["Vec", "Array", "Tuple"];
 /// children before parents.
 ///
 /// Lists, arrays and tuples never become units. Neither does the module itself, which is the root anyway. The
-/// remaining parameters belong to the unit around them. Sizes are those of whole parameters, also in a
-/// sharded module. Not collective: the result depends only on the module's structure.
+/// remaining parameters belong to the unit around them. Sizes count whole parameters, also in a sharded
+/// module. Not collective: the result depends only on the module's structure.
 ///
 /// ```
 /// use burn::module::Module;

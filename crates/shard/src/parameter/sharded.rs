@@ -119,8 +119,8 @@ impl ShardedParam {
 }
 
 /// Returns `value` with a mapper that refuses to record it. Burn records a shard only if the stand-in has not
-/// answered: a mapper has dropped the stand-in's recording behavior, or a group has left it out. The record
-/// would hold a shard in place of the parameter.
+/// answered. Then a mapper has dropped the stand-in's recording behavior, or a group has left it out. The
+/// record would hold a shard in place of the parameter.
 fn guarded(value: Shown, generation: &Arc<Generation>, slot: usize) -> Shown {
     let unit = generation.unit.clone();
     value.guarded(move || {

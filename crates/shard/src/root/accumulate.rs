@@ -97,7 +97,7 @@ impl Accumulation {
         Ok(())
     }
 
-    /// Adds the gradients held back before to those of one use of `unit`.
+    /// Adds the gradients held back before to the gradients of one use of `unit`.
     pub(super) fn add_held(
         &mut self,
         generation: &Generation,

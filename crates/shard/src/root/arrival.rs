@@ -125,7 +125,7 @@ pub(super) fn arrived(received: Received, reduction: &Averaging, ranks: usize) -
         .collect()
 }
 
-/// Returns the reduced gradients of `leaves` that any rank used, except those of parameters that another rank
+/// Returns the reduced gradients of `leaves` that any rank used, except for parameters that another rank
 /// owns.
 pub(super) fn gradients_of<'a>(
     leaves: impl Iterator<Item = (&'a Arc<Generation>, usize)>,

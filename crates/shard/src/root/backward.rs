@@ -84,7 +84,7 @@ impl Root {
             } else {
                 progress.gradients.hold(&self.pool, generation, gradients)?;
             }
-            // The gradients of a region's own graph are not those of the step.
+            // The gradients of a region's own graph are not the step's.
             Ok(match region::state() {
                 RegionState::Again => Vec::new(),
                 RegionState::Off | RegionState::Plain => {

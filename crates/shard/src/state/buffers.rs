@@ -21,7 +21,8 @@ const LABEL: &str = "running states";
 pub enum BufferSync {
     /// Each rank keeps its own states, and nothing is communicated.
     Local,
-    /// All ranks get rank 0's states, as if one rank had trained alone on its batches. Do this before saving.
+    /// All ranks get rank 0's states, as if one rank had trained on its batches by itself. Do this before
+    /// saving.
     #[default]
     Broadcast,
     /// All ranks get the mean.

@@ -233,7 +233,7 @@ impl Narrow {
         }
     }
 
-    /// Checks that fields which share a parameter have equal values; `paths` are those of the module, in its order.
+    /// Checks that fields with a shared parameter have equal values; `paths` are those of the module, in its order.
     fn check_ties<'a>(&self, paths: impl Iterator<Item = &'a String>) -> Result<(), Error> {
         let mut firsts = HashMap::new();
         for path in paths {

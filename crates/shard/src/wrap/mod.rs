@@ -3,7 +3,7 @@
 //! - `factors`: the parameters of adapters that are attached while sharding.
 //! - `ranks`: the ranks that take part. `grouping`: the parameters of each unit, and the owner of each undivided
 //!   parameter.
-//! - `placed`: units with their paths in the module, including those of earlier calls.
+//! - `placed`: units with their paths in the module, also from earlier calls.
 //! - `sharder`: replaces a parameter by a stand-in with its shard next to it. `initial`: rank 0's values. `read`:
 //!   values that each rank reads.
 //! - `ties`: fields that share a parameter.

@@ -1,4 +1,4 @@
-//! Units with their paths in a module: those of the current call, and those of earlier calls.
+//! Units with their paths in a module, from the current call and from earlier calls.
 
 use std::sync::Arc;
 

@@ -237,7 +237,7 @@ fn sharded_factors(sharder: &mut Sharder<'_>, path: &str, adapter: &Adapter) -> 
     plain.apply_reparameterization(Below { prefix, sharder })
 }
 
-/// The initial values of a factor. They are those of Burn's `Lora`, with which a new adapter adds nothing.
+/// The initial values of a factor, as in Burn's `Lora`: a new adapter adds nothing.
 #[derive(Debug, Clone, Copy)]
 enum Fill {
     Normal { std: f64 },
