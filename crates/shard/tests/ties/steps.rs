@@ -208,7 +208,7 @@ fn gradients_that_wait_are_summed_once() {
     }
 }
 
-/// A region reads a field whose parameter is another unit's.
+/// A region reads a field whose parameter belongs to another unit.
 #[test]
 fn recomputed_regions_read_them() {
     for ranks in 1..=3 {
@@ -260,7 +260,7 @@ fn in_regions(model: &Tied, rank: usize, step: usize, device: &Device) -> burn::
     logits.powf_scalar(2.0).mean()
 }
 
-/// Ranks evaluate by routes of their own: only some read the second field.
+/// Ranks evaluate with different routes: only some read the second field.
 #[test]
 fn an_evaluation_reads_them_on_some_ranks() {
     on_ranks(3, |world| {
@@ -285,7 +285,7 @@ fn an_evaluation_reads_them_on_some_ranks() {
     });
 }
 
-/// The types in which they compute are those of the policy, for both fields.
+/// Both fields compute in the policy's types.
 #[test]
 fn they_compute_in_one_type() {
     on_ranks(2, |world| {
