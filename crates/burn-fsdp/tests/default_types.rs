@@ -65,7 +65,7 @@ fn optimizer(name: &str) -> ModuleOptimizer {
     }
 }
 
-/// Trains in parts, each of which continues from the state that the previous part has saved.
+/// Trains in parts; each continues from the state that the previous part has saved.
 fn trained(name: &'static str, ranks: usize, ends: &[u64]) -> Vec<f64> {
     let folder = tempfile::tempdir().expect("a folder");
     let path: Arc<Path> = folder.path().into();

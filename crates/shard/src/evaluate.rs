@@ -16,7 +16,8 @@ use crate::thrown::catch;
 /// wait. `body` must call no other collective, on some ranks or on all; it should return the values to be summed over
 /// ranks.
 ///
-/// Collective: all ranks of the module call it, between steps. One exchange of 4 bytes before each gather, and one at the end.
+/// Collective: all ranks of the module call it, between steps. One exchange of 4 bytes before each gather, and one at
+/// the end.
 ///
 /// # Errors
 ///

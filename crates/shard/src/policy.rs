@@ -193,9 +193,9 @@ impl ShardPolicy {
     ///
     /// For optimizers that compute with whole tensors (Muon, Adafactor, LAMB, Burn's clipping by the norm of each
     /// gradient, custom ones). On its owner the optimizer sees the parameter and its gradient in their own shape, so
-    /// the step has the same bits as the unsharded step. On the other ranks the parameter has no gradient and is left
-    /// alone. The unit's one reduction brings the gradient to its owner, and the next gather spreads the optimizer's
-    /// result, so no more bytes travel than for shards.
+    /// the step has the same bits as the unsharded step. On the other ranks the parameter has no gradient and is not
+    /// updated. The unit's one reduction brings the gradient to its owner, and the next gather spreads the
+    /// optimizer's result, so no more bytes travel than for shards.
     ///
     /// The ranks of the shard axis share the matching parameters by their number of elements: the largest first, each
     /// to the rank that owns least. A rank holds what it owns; with fewer such parameters than ranks, some own none.

@@ -81,8 +81,8 @@ impl FullGradient {
         &self.shape
     }
 
-    /// Returns this rank's gradient of the whole parameter: flat, without autodiff, in the type in which the policy reduces. It
-    /// is zero if this rank has none and another one has.
+    /// Returns this rank's gradient of the whole parameter: flat, without autodiff, in the type in which the policy
+    /// reduces. It is zero if this rank has none and another one has.
     pub fn tensor(&self) -> Tensor<1> {
         self.tensor.clone()
     }

@@ -97,7 +97,7 @@ impl<B: Clone, I: Clone + Send + Sync + Debug + 'static> Example<B, I> {
         }
     }
 
-    /// Trains a model on some ranks, each of which takes its part of every step.
+    /// Trains a model on some ranks; each takes its part of every step.
     pub(crate) fn on_ranks<T, M>(&self, model: M, ranks: usize) -> Metrics
     where
         T: Batch,

@@ -138,7 +138,7 @@ impl Kind {
         matches!(self, Self::InstanceNorm | Self::BatchNorm)
     }
 
-    /// Returns true if it keeps or collects states of the device's type, so that it does not compute in halves in the
+    /// Returns true if it keeps or collects states of the device's type. It then does not compute in halves in the
     /// eager engine.
     pub(crate) fn computes_in_full(self) -> bool {
         matches!(

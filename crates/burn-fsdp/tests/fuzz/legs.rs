@@ -131,7 +131,7 @@ pub(crate) struct Compiled {
     pub(crate) moves: Option<u64>,
 }
 
-/// A step by placements: its loss is that of the joined batch.
+/// A step by placements: its loss is the joined batch's.
 #[derive(Debug, Clone)]
 pub(crate) struct Placed {
     /// True for the placements that move the fewest bytes, in place of random ones.

@@ -231,7 +231,8 @@ impl Plan {
         self.layers.contains(&Kind::BatchNorm)
     }
 
-    /// Returns parameters to cut, each with the axis of a grid of ranks and a dim: some of those that can be cut evenly.
+    /// Returns parameters to cut, each with the axis of a grid of ranks and a dim: some of those that can be cut
+    /// evenly.
     pub(crate) fn cuts(&self, ranks: Ranks, salt: u64) -> Vec<(String, &'static str, usize)> {
         let Ranks::Grid(data, model, depth) = ranks else {
             return Vec::new();

@@ -28,7 +28,8 @@ pub(crate) fn tightness() -> String {
 }
 
 impl Case {
-    /// Returns a description of the first place where `got` differs from `want` by more than rounding.
+    /// Returns a description of a difference between `got` and `want` that is more than rounding, if there is
+    /// one.
     pub(crate) fn difference(&self, got: &Outcome, want: &Outcome) -> Option<String> {
         ALL.fetch_add(1, Ordering::Relaxed);
         // Where halves are nudged by a half of their last bit, they round by as much.

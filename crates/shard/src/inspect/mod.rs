@@ -44,8 +44,8 @@ pub fn settle_ids<M: Module>(module: &M) {
     drop(members(module));
 }
 
-/// Returns the sharded parameters of `module` with their paths in it, in its own order: each once, for the first of the fields
-/// that share it.
+/// Returns the sharded parameters of `module` with their paths in it, in its own order: each once, for the first of the
+/// fields that share it.
 ///
 /// A slot knows only its path in the module that was sharded, which may be a child of this one.
 pub(crate) fn places<M: Module>(module: &M) -> Vec<(String, Member)> {

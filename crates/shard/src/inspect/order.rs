@@ -25,8 +25,8 @@ impl std::fmt::Display for Order {
     }
 }
 
-/// Returns the number of backwards of a sharded module that were [audited](crate::ShardPolicy::audit) to their end and found
-/// right.
+/// Returns the number of backwards of a sharded module that were [audited](crate::ShardPolicy::audit) to their end and
+/// found right.
 ///
 /// # Errors
 ///

@@ -149,8 +149,8 @@ impl UnitHandle {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] inside a backward, while a forward waits for its backward, and while gradients that were divided wait to
-    /// cross to the replicas ([`set_requires_all_reduce`](Self::set_requires_all_reduce)).
+    /// [`Error::State`] inside a backward, while a forward waits for its backward, and while gradients that were
+    /// divided wait to cross to the replicas ([`set_requires_all_reduce`](Self::set_requires_all_reduce)).
     pub fn set_divide_factors(
         &self,
         factors: impl Into<Option<DivideFactors>>,

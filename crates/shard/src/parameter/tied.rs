@@ -69,7 +69,8 @@ impl Held {
         }
     }
 
-    /// Returns the copy that was just made of the first field, if there is one: fields are copied in the order of the module.
+    /// Returns the copy that was just made of the first field, if there is one: fields are copied in the order of the
+    /// module.
     fn followed(&self) -> Option<Self> {
         let count = self.clones.count();
         let is_new = self.num_seen.swap(count, Ordering::Relaxed) != count;

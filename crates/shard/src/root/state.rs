@@ -99,8 +99,7 @@ pub(super) enum Phase {
 }
 
 impl Root {
-    /// Returns a root without units, for all ranks in `group`. It knows which parameters the policy left
-    /// alone.
+    /// Returns a root without units, for all ranks in `group`. It knows which parameters the policy ignored.
     pub(crate) fn new(
         group: ProcessGroup,
         policy: &ShardPolicy,

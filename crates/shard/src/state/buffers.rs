@@ -33,7 +33,7 @@ pub enum BufferSync {
 /// all ranks, and returns the module with them.
 ///
 /// Burn keeps a running state in one place for all clones of a module, so clones on this rank also see the
-/// new value. Parameters are left alone.
+/// new value. Parameters are unchanged.
 ///
 /// Collective over all ranks of the module: one broadcast or all-reduce, of all running states
 /// together; none if there are none, or with [`BufferSync::Local`].

@@ -27,7 +27,7 @@ fn as_the_engine(unit: &UnitReduction) -> Parts {
     unit.reduce_scatter(unit.gradients().iter().map(FullGradient::tensor).collect())
 }
 
-/// Computes the mean on every rank, of which each takes its part.
+/// Computes the mean on every rank; each rank takes its part.
 fn by_whole_means(unit: &UnitReduction) -> Parts {
     let gradients = unit.gradients();
     let means = unit.average(gradients.iter().map(FullGradient::tensor).collect())?;

@@ -16,7 +16,7 @@ use super::bench::{
 };
 use super::nets::{ConvNet, MLP, Mlp, input};
 
-/// Four layers, of which ranks take different ones.
+/// Four layers; ranks use different ones.
 #[derive(Module, Debug)]
 struct Routed {
     layers: Vec<Linear>,

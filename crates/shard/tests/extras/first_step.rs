@@ -74,7 +74,7 @@ fn stepped(
     Ok(model)
 }
 
-/// What the steps end with, on each rank.
+/// Returns the error of the steps, on each rank.
 fn refusals(ranks: usize, policy: ShardPolicy, make: Make, rates: &'static [f64]) -> Vec<bool> {
     on_ranks(ranks, move |world| {
         let model = build(MLP, &world, &device(), policy.clone())?;

@@ -39,7 +39,7 @@ impl ModuleMapper for Scale {
 
 #[derive(Clone, Copy)]
 enum Habit {
-    /// A moving average that runs tracked, of which only values are used.
+    /// A moving average that runs tracked, although only its values are used.
     Teacher,
     /// A metric of a tracked forward before the parameters are replaced.
     Metric,

@@ -82,7 +82,8 @@ fn the_table_is_gathered_once_for_each_use_and_reduced() {
         let before = world.counts();
         (_, _) = step(model, &mut optim, (world.rank(), 2))?;
         let counts = since(&world, &before);
-        // Uses in order: the table, a block, the table in the middle, the other block, the norm's root, the table at the end.
+        // Uses in order: the table, a block, the table in the middle, the other block, the norm's root, the table at
+        // the end.
         let gathers = counts.of(OperationKind::AllGather).operations;
         let reductions = counts.of(OperationKind::ReduceScatter).operations;
         println!("{gathers} gathers, {reductions} reductions");
