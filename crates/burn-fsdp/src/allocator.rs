@@ -1,19 +1,20 @@
-//! The allocator of the host: whether memory that tensors free stays with the process.
+//! The host's allocator: whether memory that tensors free stays with the process.
 //!
-//! On the CPU a step allocates and frees the same tensors as the step before. The allocator of glibc hands large ones
-//! back to the system each time, and then every page of the next tensor is a fault: a tenth of a step and more.
+//! On the CPU a step allocates and frees the same tensors as the previous step. The allocator of glibc returns large
+//! ones to the system each time, and then every page of the next tensor causes a fault. That costs a tenth of a step
+//! or more.
 
-/// Asks the C library to keep the memory that this process frees, for what it allocates next. Returns true if it does
-/// so from now on; false where it has no such setting, as everywhere but with glibc on Linux. Programs that bring an
-/// allocator of their own (`#[global_allocator]`) do not need it.
+/// Asks the C library to keep memory that this process frees, for its next allocations. Returns true if it does so
+/// from now on, and false where it has no such setting, as everywhere except with glibc on Linux. Programs with their
+/// own allocator (`#[global_allocator]`) do not need it.
 ///
-/// Blocks above 64 MiB go back all the same where a thread other than the main one allocates them.
+/// Blocks above 64 MiB still return to the system if a thread other than the main one allocates them.
 ///
-/// It is for programs that train on the CPU, before they allocate much; the command does it. The process then holds
-/// what its largest moment took, and somewhat more: the gaps between tensors.
+/// It is for programs that train on the CPU. Call it before they allocate much; the command does so. The process
+/// then holds as much memory as at its peak, and somewhat more because of the gaps between tensors.
 ///
-/// What the user has set by the variables `MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`, `MALLOC_TOP_PAD_` or
-/// `GLIBC_TUNABLES` is left alone.
+/// Settings that the user has made with the variables `MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`,
+/// `MALLOC_TOP_PAD_` or `GLIBC_TUNABLES` are left alone.
 ///
 /// ```
 /// burn_fsdp::allocator::keep_freed_memory();
@@ -37,11 +38,11 @@ pub fn keep_freed_memory() -> bool {
     reason = "the C library's settings are set by a call of it"
 )]
 fn keep() -> bool {
-    /// More than most tensors of a step on a host, and what fits the C library's int.
+    /// Larger than most tensors of a step on a host, and small enough for the C library's int.
     const MOST: i32 = 1 << 30;
-    /// The most that every version of glibc takes as the size from which a tensor is mapped by itself.
+    /// The maximum that every version of glibc accepts as the size from which a tensor is mapped separately.
     const MOST_OF_OLD: i32 = 32 << 20;
-    /// Bytes by which the heap grows at once.
+    /// Bytes by which the heap grows at a time.
     const GROWTH: i32 = 64 << 20;
     let set = |name, value| {
         // SAFETY: mallopt takes two numbers, and may be called at any time from any thread.

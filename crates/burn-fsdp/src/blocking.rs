@@ -1,5 +1,5 @@
-//! Saving a sharded training and going on from it, in a call each: what most programs want of
-//! [`checkpoint`](crate::checkpoint).
+//! Saving a sharded training and resuming it, with one call each: the part of
+//! [`checkpoint`](crate::checkpoint) that most programs need.
 
 use std::path::Path;
 
@@ -17,15 +17,15 @@ use crate::restore::restore;
 use crate::snapshot::snapshot;
 use crate::state_types::check_state_types;
 
-/// A training as it was when it was saved, or fresh.
+/// A training as it was when it was saved, or a fresh one.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct Resumed<M> {
     /// The model.
     pub model: M,
-    /// The optimizer, with the state that it had.
+    /// The optimizer, with its saved state.
     pub optimizer: ModuleOptimizer,
-    /// Number of steps that had been made, and so the number of the next one, counted from 0.
+    /// Number of completed steps, and so the number of the next one, counted from 0.
     pub step: u64,
 }
 
@@ -36,14 +36,14 @@ impl<M> std::fmt::Debug for Resumed<M> {
     }
 }
 
-/// Saves a sharded model and its optimizer as they are after `step` steps, into a folder of steps:
-/// whole or not at all, for any number of ranks to go on from with [`resume`].
+/// Saves a sharded model and its optimizer after `step` steps into a folder of steps: completely or not at
+/// all. Any number of ranks can continue from it with [`resume`].
 ///
-/// Collective: all ranks of `mesh` call it at the same point, and all hear the same. It returns when the step is on
-/// disk; a [`Checkpointer`](crate::Checkpointer) saves while the training goes on. Running states are stored once:
-/// call [`sync_buffers`](crate::state::sync_buffers) before, if the model has any.
+/// Collective: all ranks of `mesh` call it at the same point, and all get the same result. It returns when the step
+/// is on disk; a [`Checkpointer`](crate::Checkpointer) saves while the training continues. Running states are
+/// stored once: call [`sync_buffers`](crate::state::sync_buffers) first, if the model has any.
 ///
-/// The model is divided along the mesh's only axis, or along its axis `shard`; for others there is
+/// The model is divided along the mesh's only axis, or along its axis `shard`; for other axes use
 /// [`snapshot`].
 ///
 /// ```
@@ -81,9 +81,9 @@ impl<M> std::fmt::Debug for Resumed<M> {
 ///
 /// # Errors
 ///
-/// On every rank, if any rank failed: another `step` than rank 0's, a step of this number that is there
-/// already, what [`snapshot`] and [`save_step`](crate::checkpoint::save_step) refuse. The folder
-/// holds what it held before.
+/// On every rank, if any rank failed: a `step` that differs from rank 0's, a step of this number that already
+/// exists, errors of [`snapshot`] and [`save_step`](crate::checkpoint::save_step). The folder is unchanged
+/// then.
 pub fn save<M: Module>(
     folder: impl AsRef<Path>,
     step: u64,
@@ -112,18 +112,18 @@ pub fn save<M: Module>(
     )?)
 }
 
-/// Gives a sharded model and its optimizer the state of the newest step that [`save`] has put into a
-/// folder, whatever the ranks were that did; and returns them as they are where nothing has the name of a step.
+/// Gives a sharded model and its optimizer the state of the newest step that [`save`] has put into a folder,
+/// whichever ranks saved it. Returns them unchanged if nothing in the folder has the name of a step.
 ///
-/// Collective: all ranks of `mesh` call it at the same point. Rank 0 looks for the newest step, and all
-/// read that one. `optimizer` is configured as the one that was saved. Where nothing is saved, it is tried whether what it
-/// will keep can be saved and resumed.
+/// Collective: all ranks of `mesh` call it at the same point. Rank 0 looks for the newest step, and all read that one.
+/// `optimizer` is configured like the saved one. If nothing is saved, the function tries whether the optimizer's future
+/// state can be saved and resumed.
 ///
 /// # Errors
 ///
-/// On every rank, if any rank failed: what [`restore`] refuses, a link or a file with the name of the newest step, and a newest
-/// step that is damaged, which is never passed over; [`Checkpoints::newest_good`](crate::checkpoint::Checkpoints::newest_good)
-/// looks for an older one.
+/// On every rank, if any rank failed: errors of [`restore`], a link or a file with the name of the newest step, and a
+/// newest step that is damaged, which is never passed over;
+/// [`Checkpoints::newest_good`](crate::checkpoint::Checkpoints::newest_good) looks for an older one.
 pub fn resume<M: Module>(
     folder: impl AsRef<Path>,
     model: M,
@@ -139,7 +139,7 @@ pub fn resume<M: Module>(
     };
     let newest = newest_of_rank_0(world, newest)?;
     let Some(number) = newest else {
-        // Before a day of training, and not when it is to be saved.
+        // This happens before a day of training, and not only when it is saved.
         let checked = check_elementwise_once(&model, &optimizer)
             .map_err(CheckpointError::from)
             .and_then(|()| check_state_types(&model, &optimizer));
@@ -168,7 +168,7 @@ fn open(
     Ok(step)
 }
 
-/// Returns the axis along which shards lie.
+/// Returns the axis of the shards.
 fn shard_axis(mesh: &Mesh) -> Result<&str, CheckpointError> {
     const USUAL: &str = "shard";
     match mesh.axes() {
@@ -186,14 +186,15 @@ fn shard_axis(mesh: &Mesh) -> Result<&str, CheckpointError> {
     }
 }
 
-/// The word of one rank on what it is about to do.
+/// One rank's message about its next action.
 #[derive(Debug, Serialize, Deserialize)]
 struct Word {
     step: u64,
     failure: Option<String>,
 }
 
-/// Returns `own` if all ranks succeeded, for the same step; else an error on all, a rank's own if it failed itself.
+/// Returns `own` if all ranks succeeded for the same step. Otherwise returns an error on all ranks, and a rank's
+/// own error if it failed itself.
 fn agreed<T>(
     world: &ProcessGroup,
     label: &'static str,
@@ -205,7 +206,7 @@ fn agreed<T>(
         failure: own.as_ref().err().map(ToString::to_string),
     };
     let words: Vec<Word> = exchange(world, label, &word)?;
-    // A rank's own error says more than what it told the others.
+    // A rank's own error has more detail than its message to the others.
     let own = own?;
     for (rank, word) in words.iter().enumerate() {
         if let Some(reason) = &word.failure {

@@ -1,4 +1,4 @@
-//! Saving the steps of a training while it goes on.
+//! Saving the steps of a training while it continues.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,20 +12,20 @@ use crate::error::CheckpointError;
 use crate::rendezvous::GroupRendezvous;
 use crate::snapshot::TrainingSnapshot;
 
-/// The pause before a last save that failed is tried once more.
+/// The pause before the retry of a failed last save.
 const BEFORE_RETRY: Duration = Duration::from_secs(1);
 
-/// The longest wait for the save before, if [`Checkpointer::patience`] does not set another.
+/// The longest wait for the previous save, if [`Checkpointer::patience`] does not set another.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The handle of one rank on the saves of a training, which are written while the training goes on.
+/// One rank's handle for the saves of a training, which are written while the training continues.
 ///
 /// A save takes two calls. With [`offer`](Self::offer) the ranks agree whether they are ready and have finite
-/// numbers; what the answer means for the save is the caller's choice. [`begin`](Self::begin) hands the step
-/// over. A save that fails ends nothing: it is one of the [`remarks`](Self::remarks), and the training may go
-/// on. Only [`finish`](Self::finish) says what became of the last one.
+/// numbers; the caller decides on the save by the answer. [`begin`](Self::begin) hands over the step. A
+/// failed save ends nothing: it is one of the [`remarks`](Self::remarks), and the training may continue. Only
+/// [`finish`](Self::finish) returns the result of the last one.
 ///
-/// To save in one call and wait for the disk, there is [`save`](crate::save()).
+/// To save in one call and wait for the disk, use [`save`](crate::save()).
 ///
 /// ```
 /// use std::time::Duration;
@@ -78,45 +78,45 @@ pub struct Checkpointer {
     world: ProcessGroup,
     saver: BackgroundSaver,
     patience: Duration,
-    /// The last save, if it has to wait for the one before it.
+    /// The last save, if it has to wait for the previous one.
     deferred: Option<Box<(SaveRequest, TrainingSnapshot)>>,
-    /// The last save has begun: `finish` tells of its failure, whoever notices it first.
+    /// True if the last save has begun: `finish` then reports its failure, whichever call notices it first.
     last_has_begun: bool,
-    /// Why the last save failed, if that was noticed before `finish`.
+    /// The failure of the last save, if it was noticed before `finish`.
     last_failure: Option<StepError>,
     newest: Option<u64>,
     remarks: Vec<SaveRemark>,
 }
 
-/// A snapshot that all ranks have taken at the same point, and what they agree on about it.
+/// A snapshot that all ranks have taken at the same point, and their agreement about it.
 #[derive(Debug)]
 #[must_use = "nothing is saved before `begin`"]
 pub struct Offered {
     taken: TrainingSnapshot,
     not_finite: Option<NotFiniteTensor>,
-    /// True if any rank is still at work on the save before.
+    /// True if any rank is still working on the previous save.
     is_busy: bool,
 }
 
-/// A tensor of a snapshot with an element that is infinite or no number.
+/// A tensor of a snapshot with an element that is infinite or not a number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NotFiniteTensor {
     /// Its name.
     pub tensor: String,
-    /// The first rank that has one.
+    /// The first rank that has such an element.
     pub rank: usize,
 }
 
-/// An event of a save that the user should know, though the training goes on.
+/// An event of a save that the user should know about, although the training continues.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum SaveRemark {
-    /// A save that failed. What was saved before is as it was.
+    /// A failed save. Earlier saves are unchanged.
     Failed(StepError),
-    /// Older steps that were to go for one that was saved, but are still there.
+    /// Older steps that a save should have removed, but that still exist.
     NotRemoved(String),
-    /// A step that was left out, because the save before it was not done in time.
+    /// A step that was left out, because the previous save was not complete in time.
     LeftOut(u64),
 }
 
@@ -136,12 +136,13 @@ impl fmt::Display for SaveRemark {
 }
 
 impl Offered {
-    /// Returns the snapshot that was taken.
+    /// Returns the taken snapshot.
     pub fn taken(&self) -> &TrainingSnapshot {
         &self.taken
     }
 
-    /// Returns a tensor that is not finite, which may make the save worthless: the same on every rank.
+    /// Returns a tensor that is not finite, which may make the save worthless. The result is the same on
+    /// every rank.
     pub fn not_finite(&self) -> Option<&NotFiniteTensor> {
         self.not_finite.as_ref()
     }
@@ -149,13 +150,13 @@ impl Offered {
 
 impl Checkpointer {
     /// Saves into `checkpoints`. The ranks meet over a group [isolated](ProcessGroup::isolate) from `world`, so
-    /// that a save that takes longer than `deadline` fails alone.
+    /// a save that takes longer than `deadline` fails without affecting the training.
     ///
     /// Collective.
     ///
     /// # Errors
     ///
-    /// A failed collective; no thread to save on.
+    /// A failed collective; a thread for saving that cannot be started.
     pub fn new(
         world: &ProcessGroup,
         checkpoints: Checkpoints,
@@ -166,11 +167,11 @@ impl Checkpointer {
     }
 
     /// Saves into `checkpoints`, with ranks that meet over `rendezvous`. It outlives a failure of `world` if the
-    /// rendezvous does: the save under way is then written to its end.
+    /// rendezvous does: the current save is then completed.
     ///
     /// # Errors
     ///
-    /// No thread to save on.
+    /// A thread for saving that cannot be started.
     pub fn over(
         world: &ProcessGroup,
         checkpoints: Checkpoints,
@@ -188,17 +189,17 @@ impl Checkpointer {
         })
     }
 
-    /// Sets how long [`offer`](Self::offer) waits for the save before. It should be less than the deadline of
-    /// the training's group.
+    /// Sets how long [`offer`](Self::offer) waits for the previous save. It should be less than the deadline
+    /// of the training's group.
     #[must_use]
     pub fn patience(mut self, patience: Duration) -> Self {
         self.patience = patience;
         self
     }
 
-    /// Waits a while for the save before, and agrees with the other ranks on what can be saved.
+    /// Waits a while for the previous save, and agrees with the other ranks on what can be saved.
     ///
-    /// Collective: all ranks offer what they have taken at the same point.
+    /// Collective: all ranks offer snapshots that they have taken at the same point.
     ///
     /// # Errors
     ///
@@ -216,14 +217,14 @@ impl Checkpointer {
         })
     }
 
-    /// Begins to save what was offered; the training may go on meanwhile. If the save before is not done on some
-    /// rank, the step is left out, or comes in [`finish`](Self::finish) if it is the last.
+    /// Begins to save an offered snapshot; the training may continue meanwhile. If the previous save is not
+    /// complete on some rank, the step is left out. If it is the last step, [`finish`](Self::finish) saves it.
     ///
-    /// All ranks must begin with equal requests, or none.
+    /// All ranks must begin with equal requests, or none may begin.
     ///
     /// # Errors
     ///
-    /// The thread that saves is gone.
+    /// The saving thread has ended.
     pub fn begin(
         &mut self,
         offered: Offered,
@@ -231,7 +232,7 @@ impl Checkpointer {
         is_last: bool,
     ) -> Result<(), CheckpointError> {
         let Offered { taken, is_busy, .. } = offered;
-        // What failed was not the last one, after all.
+        // The failed save was not the last one.
         let failed = self.last_failure.take().map(SaveRemark::Failed);
         self.remarks.extend(failed);
         match (is_busy, is_last) {
@@ -248,20 +249,20 @@ impl Checkpointer {
         Ok(())
     }
 
-    /// Notices what has come of the save under way. A failure of the last save is kept for
+    /// Checks the result of the current save. A failure of the last save is kept for
     /// [`finish`](Self::finish).
     pub fn poll(&mut self) {
         let saved = self.saver.poll();
         self.note(saved);
     }
 
-    /// Waits for all saves, and returns why the last one failed, if it did.
+    /// Waits for all saves, and returns the failure of the last one, if it failed.
     ///
-    /// No collective of the training: a disk may take its time.
+    /// Not a collective of the training, because a disk may take a long time.
     ///
     /// # Errors
     ///
-    /// The thread that saves is gone.
+    /// The saving thread has ended.
     pub fn finish(&mut self) -> Result<Option<StepError>, CheckpointError> {
         let last = self.saver.wait();
         let Some(deferred) = self.deferred.take() else {
@@ -275,9 +276,9 @@ impl Checkpointer {
         Ok(self.failure(last))
     }
 
-    /// Returns true if another attempt could end otherwise, as far as this rank knows: the ranks that have only
-    /// heard of a failure do not know its kind. Where one does not try, the attempts of the others fail when it
-    /// leaves.
+    /// Returns true if another attempt could have another result, as far as this rank knows. Ranks that only
+    /// received the report of a failure do not know its kind. If one rank does not try, the attempts of the
+    /// others fail when it leaves.
     pub fn may_be_tried_again(failure: &StepError) -> bool {
         !matches!(
             failure,
@@ -288,19 +289,19 @@ impl Checkpointer {
         )
     }
 
-    /// Tries a last save once more, after a while, and returns why it failed, if it did. For ranks whose failure
+    /// Tries a last save once more, after a while, and returns its failure, if it fails. For ranks whose failure
     /// [allows it](Self::may_be_tried_again).
     ///
     /// # Errors
     ///
-    /// The thread that saves is gone.
+    /// The saving thread has ended.
     pub fn try_again(
         &mut self,
         taken: TrainingSnapshot,
         mut request: SaveRequest,
     ) -> Result<Option<StepError>, CheckpointError> {
         std::thread::sleep(BEFORE_RETRY);
-        // If the step is there by now, it is what the first attempt left.
+        // If the step exists by now, the first attempt has left it.
         request.existing = Existing::Replace;
         self.saver.start(request, taken.snapshot)?;
         let last = self.saver.wait();
@@ -312,7 +313,7 @@ impl Checkpointer {
         self.newest
     }
 
-    /// Takes what there is to tell since this was last asked for. Every rank hears of every failure.
+    /// Takes the remarks since the last call. Every rank gets every failure.
     pub fn remarks(&mut self) -> Vec<SaveRemark> {
         std::mem::take(&mut self.remarks)
     }
@@ -325,7 +326,7 @@ impl Checkpointer {
         }
     }
 
-    /// Notes what was saved, and returns why nothing was.
+    /// Notes the saved step, and returns the failure if nothing was saved.
     fn failure(&mut self, saved: Result<Option<Saved>, StepError>) -> Option<StepError> {
         let saved = match saved {
             Ok(saved) => saved?,

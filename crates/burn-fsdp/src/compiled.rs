@@ -1,5 +1,5 @@
-//! Compiled steps in the checkpoints of sharded trainings: a run may be begun with the eager engine and
-//! continued compiled, or the other way round, on any number of ranks.
+//! Compiled steps in the checkpoints of sharded trainings. A run may begin with the eager engine and continue
+//! compiled, or the other way round, on any number of ranks.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -25,17 +25,17 @@ use crate::scaler::saved_scale;
 use crate::snapshot::{Elements, TrainingSnapshot};
 use crate::tied::{self, Names};
 
-/// Takes a snapshot of a compiled step, as [`snapshot`](crate::checkpoint::snapshot) does of a sharded model and its
-/// optimizer, in the same form: either engine goes on from it. `mesh` is that of all ranks that save,
-/// `axis` the one that the ranks of the step's group lie on; a step by placements has its own mesh, and
-/// axes of the same names must be in `mesh`.
+/// Takes a snapshot of a compiled step, as [`snapshot`](crate::checkpoint::snapshot) does for a sharded model and
+/// its optimizer, in the same form: either engine can continue from it. `mesh` has all ranks that save, and `axis`
+/// is the axis of the step's group in it. A step by placements has its own mesh, and axes of the same names must be
+/// in `mesh`.
 ///
-/// Not collective, but all ranks must take theirs at the same point. Buffers that every rank has for itself, as
-/// the running statistics of a data-parallel step, are those of the first rank.
+/// Not collective, but all ranks must take theirs at the same point. Buffers that every rank has for itself,
+/// such as the running statistics of a data-parallel step, are saved from the first rank.
 ///
 /// # Errors
 ///
-/// A tensor of another type than checkpoints hold.
+/// A tensor whose type checkpoints do not support.
 pub fn snapshot_compiled<B: Batch, O>(
     step: &mut CompiledStep<B, Flex, O>,
     mesh: &Mesh,
@@ -44,10 +44,10 @@ pub fn snapshot_compiled<B: Batch, O>(
     snapshot_compiled_matching(step, mesh, axis, |_| true)
 }
 
-/// Takes a snapshot of those tensors of a compiled step whose path `is_wanted`, and of the optimizer's state of these: of
-/// adapters without the frozen weights, say, which [`restore_compiled_matching`] gives back. It is in the form of
-/// [`snapshot_matching`](crate::checkpoint::snapshot_matching), but for the scale of adapters, which a compiled step does not know:
-/// none is saved, and none is compared.
+/// Takes a snapshot of those tensors of a compiled step whose path `is_wanted`, and of the optimizer's state for them,
+/// for example of adapters without the frozen weights; [`restore_compiled_matching`] restores it. It has the form of
+/// [`snapshot_matching`](crate::checkpoint::snapshot_matching), except for the scale of adapters. A compiled step does
+/// not know the scale, so it is neither saved nor compared.
 ///
 /// All ranks must want the same. Otherwise as [`snapshot_compiled`].
 ///
@@ -126,7 +126,8 @@ pub fn snapshot_compiled_matching<B: Batch, O>(
     })
 }
 
-/// Returns what an optimizer keeps of a parameter beside tensors: its numbers, and the path by which it finds the group.
+/// Returns an optimizer's state of a parameter apart from tensors: its numbers, and the path by which it finds the
+/// group.
 fn kept_of(path: &str, counters: &[(String, Scalar)]) -> Kept {
     let scalars = counters.iter();
     let scalars = scalars.map(|(name, scalar)| (name.clone(), (*scalar).into()));
@@ -136,7 +137,7 @@ fn kept_of(path: &str, counters: &[(String, Scalar)]) -> Kept {
     }
 }
 
-/// Describes a state of the optimizer, of a whole shape and layout, of which `data` is a part.
+/// Describes a state of the optimizer by its whole shape and its layout; `data` is a part of it.
 fn state_spec(
     path: &str,
     field: &str,
@@ -150,7 +151,7 @@ fn state_spec(
 }
 
 /// Returns a layout on the ranks of a step as one on the mesh of a checkpoint. The only axis of a step is `axis` there,
-/// whatever the step calls it.
+/// whatever its name in the step.
 fn layout_of<B: Batch, O>(
     step: &CompiledStep<B, Flex, O>,
     held: &Layout,
@@ -167,7 +168,7 @@ fn layout_of<B: Batch, O>(
             1 => axis,
             _ => &held.name,
         };
-        // An axis that the mesh has not is an error that names both.
+        // An axis that the mesh lacks is an error that names both.
         mesh.axis(name).map_err(burn_fsdp_checkpoint::Error::from)?;
         let axes = mesh.axes().iter().zip(&mut layout.placements);
         for (_, on) in axes.filter(|(axis, _)| axis.name == *name) {
@@ -177,7 +178,7 @@ fn layout_of<B: Batch, O>(
     Ok(layout)
 }
 
-/// Returns the layout by which a tensor is listed, as the eager engine does: what one rank owns is one part of it.
+/// Returns the layout with which a tensor is listed, as in the eager engine: a tensor with one owner has one part.
 fn listed(layout: Layout) -> Layout {
     Layout {
         owner: None,
@@ -185,7 +186,8 @@ fn listed(layout: Layout) -> Layout {
     }
 }
 
-/// Returns the region of a tensor that each rank writes: rank 0 alone writes a tensor that is each rank's own.
+/// Returns the region of a tensor that each rank writes. Only rank 0 writes a tensor that each rank has for
+/// itself.
 fn regions_of(
     mesh: &Mesh,
     layout: &Layout,
@@ -201,16 +203,16 @@ fn regions_of(
     Ok(regions.map_err(burn_fsdp_checkpoint::Error::from)?)
 }
 
-/// Gives a compiled step the state of a step on disk, whichever engine saved it on however many ranks. Each rank
-/// reads the bytes that it needs. The scale of the loss, where both scale it, is the saved one.
+/// Gives a compiled step the state of a step on disk, whichever engine saved it on any number of ranks. Each
+/// rank reads the bytes that it needs. If both scale the loss, the saved scale is used.
 ///
-/// Not collective. The optimizer is configured as the one that was saved. States of parameters that are frozen in the step
-/// are kept, and saved with the next checkpoint.
+/// Not collective. The optimizer is configured like the saved one. States of parameters that are frozen in the step are
+/// kept, and saved with the next checkpoint.
 ///
 /// # Errors
 ///
-/// Tensors of the model that the saved step lacks or has in another shape, tensors of the saved step that the
-/// model lacks, damage, states that are not those of the optimizer, or not all of them: nothing is changed then.
+/// Tensors of the model that the saved step lacks or has in another shape; tensors of the saved step that the
+/// model lacks; damage; states that do not fit the optimizer, or that are incomplete. Nothing is changed then.
 pub fn restore_compiled<B: Batch, O>(
     step: &mut CompiledStep<B, Flex, O>,
     saved: &Step,
@@ -218,9 +220,9 @@ pub fn restore_compiled<B: Batch, O>(
     restore_compiled_matching(step, saved, |_| true)
 }
 
-/// Gives a compiled step those tensors of a step on disk whose path `is_wanted`, and all of the optimizer's state: what
-/// [`snapshot_compiled_matching`] has taken, or [`snapshot_matching`](crate::checkpoint::snapshot_matching). Other tensors stay
-/// as they are.
+/// Gives a compiled step those tensors of a step on disk whose path `is_wanted`, and all of the optimizer's state, as
+/// taken by [`snapshot_compiled_matching`] or [`snapshot_matching`](crate::checkpoint::snapshot_matching). Other
+/// tensors stay unchanged.
 ///
 /// Not collective. All ranks must want the same. Otherwise as [`restore_compiled`].
 ///
@@ -272,9 +274,9 @@ pub fn restore_compiled_matching<B: Batch, O>(
 
 /// The optimizer's states of a step on disk.
 struct States {
-    /// Those of trained parameters, in the parts that this rank holds.
+    /// The states of trained parameters, in the parts that this rank holds.
     own: Vec<OptimizerState>,
-    /// Those of parameters that are frozen here, in flat shards.
+    /// The states of parameters that are frozen here, in flat shards.
     idle: Vec<IdleState>,
 }
 
@@ -396,7 +398,7 @@ impl Place {
         }
     }
 
-    /// Returns the place of a tensor that lies as a parameter does.
+    /// Returns the place of a tensor that is laid out like a parameter.
     fn of<B: Batch, O>(
         step: &CompiledStep<B, Flex, O>,
         path: &str,
@@ -417,15 +419,15 @@ impl Place {
     }
 }
 
-/// Gives a sharded model the parameters and buffers that a compiled step has now, to evaluate it or to
-/// go on with the eager engine.
+/// Gives a sharded model the current parameters and buffers of a compiled step, to evaluate it or to continue
+/// with the eager engine.
 ///
-/// Collective: all ranks of the step's group call it. One parameter at a time is whole, and beside the model a rank holds no
-/// more of its new values than it has of the largest tensor.
+/// Collective: all ranks of the step's group call it. One parameter at a time is whole. In addition to the model, a
+/// rank holds at most as much of its new values as its part of the largest tensor.
 ///
 /// # Errors
 ///
-/// A path that the step has not; a failed collective. Other copies of the model may have some of the values then.
+/// A path that the step lacks; a failed collective. Other copies of the model may have some of the values then.
 pub fn load_compiled<M: Module, B: Batch, O>(
     mut model: M,
     step: &mut CompiledStep<B, Flex, O>,
@@ -458,7 +460,8 @@ pub fn load_compiled<M: Module, B: Batch, O>(
     Ok(model)
 }
 
-/// Returns the bytes of this rank's part of a tensor, from a compiled step; `None` for what is no float.
+/// Returns the bytes of this rank's part of a tensor, from a compiled step; `None` for a tensor that is not a
+/// float.
 fn part_of<B: Batch, O>(
     step: &mut CompiledStep<B, Flex, O>,
     tensor: &LocalTensor,

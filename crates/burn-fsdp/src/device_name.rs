@@ -1,4 +1,4 @@
-//! Devices by name, as on a command line.
+//! Device names, as on a command line.
 
 use std::fmt;
 use std::str::FromStr;
@@ -13,7 +13,7 @@ use burn::backend::{CubeDevice, DispatchDevice, WgpuDeviceKind};
 use burn::tensor::{Device, DeviceType};
 use thiserror::Error as ThisError;
 
-/// The name of a device: a backend of Burn that this build has, and perhaps a number.
+/// The name of a device: a backend of Burn that this build has, and optionally a number.
 ///
 /// ```
 /// use burn_fsdp::DeviceName;
@@ -24,8 +24,8 @@ use thiserror::Error as ThisError;
 /// # Ok::<(), burn_fsdp::DeviceNameError>(())
 /// ```
 ///
-/// `flex` is the CPU. `wgpu`, `vulkan`, `metal`, `webgpu`, `cuda` and `rocm` are there in builds with the
-/// feature of that name; `wgpu:1` is the second such device of the machine, and `wgpu` that of the rank's
+/// `flex` is the CPU. `wgpu`, `vulkan`, `metal`, `webgpu`, `cuda` and `rocm` are available in builds with the
+/// feature of that name. `wgpu:1` is the machine's second such device, and `wgpu` is the one with the rank's
 /// number on its machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceName {
@@ -33,11 +33,11 @@ pub struct DeviceName {
     number: Option<usize>,
 }
 
-/// The error of a device's name.
+/// The error of a device name.
 #[derive(Debug, Clone, PartialEq, Eq, ThisError)]
 #[non_exhaustive]
 pub enum DeviceNameError {
-    /// A name of no backend.
+    /// A name that matches no backend.
     #[error(
         "{name:?} names no device: it is a backend ({}), and perhaps a colon and a number, as `wgpu:0`",
         BACKENDS.join(", ")
@@ -75,7 +75,7 @@ pub enum DeviceNameError {
 
 const BACKENDS: [&str; 7] = ["flex", "wgpu", "vulkan", "metal", "webgpu", "cuda", "rocm"];
 
-/// Returns what Burn lists a backend's devices by; `None` if this build does not have the backend.
+/// Returns Burn's key for listing a backend's devices; `None` if this build does not have the backend.
 fn device_type(backend: &str) -> Option<DeviceType> {
     match backend {
         "flex" => Some(DeviceType::Flex),
@@ -145,15 +145,15 @@ impl DeviceName {
         self.backend == "flex"
     }
 
-    /// Returns the device, without autodiff, for the rank of that number among those of its machine.
-    /// Looks which devices there are, and starts none.
+    /// Returns the device, without autodiff, for the rank with this number among the ranks of its machine.
+    /// Lists the devices, and starts none.
     ///
     /// # Errors
     ///
-    /// [`DeviceNameError::Missing`] if the machine has no device of that number.
+    /// [`DeviceNameError::Missing`] if the machine does not have a device of that number.
     pub fn device(&self, rank_here: usize) -> Result<Device, DeviceNameError> {
         let found = self.devices();
-        // All ranks compute on the one CPU.
+        // All ranks compute on the same CPU.
         let own = if self.is_host() { 0 } else { rank_here };
         let number = self.number.unwrap_or(own);
         found.get(number).cloned().ok_or(DeviceNameError::Missing {
@@ -164,7 +164,7 @@ impl DeviceName {
         })
     }
 
-    /// Returns the devices of the backend on this machine, those of software only where there are no others.
+    /// Returns the devices of the backend on this machine; software devices only where there are no others.
     fn devices(&self) -> Vec<Device> {
         let found = device_type(self.backend).map(Device::enumerate);
         let mut devices: Vec<Device> = found.into_iter().flatten().collect();
@@ -175,7 +175,7 @@ impl DeviceName {
     }
 }
 
-/// Returns true if this is a driver of graphics that computes on the CPU.
+/// Returns true if this is a graphics driver that computes on the CPU.
 fn is_software(device: &Device) -> bool {
     #[cfg(any(
         feature = "wgpu",

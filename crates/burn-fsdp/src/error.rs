@@ -1,4 +1,4 @@
-//! The error of the whole library, and that of saving and restoring.
+//! The error of the whole library, and the error of saving and restoring.
 
 use burn::tensor::DType;
 use burn_fsdp_checkpoint::Error as StepError;
@@ -10,17 +10,17 @@ use crate::device_name::DeviceNameError;
 /// The errors of this library: a function that returns it, such as the body of a [`launch`](crate::launch()),
 /// can use `?` on sharding, steps, collectives, meshes, checkpoints, compiled steps and launches alike.
 ///
-/// The functions themselves return errors of their own kind, which say more to a `match`.
+/// The functions themselves return errors of their own kind, which have more detail for a `match`.
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum Error {
-    /// An error of the eager engine: sharding, a step, what a module holds.
+    /// An error of the eager engine: sharding, a step, or the state of a module.
     #[error(transparent)]
     Sharding(Box<burn_fsdp_shard::Error>),
     /// A collective operation that failed, here or on another rank.
     #[error(transparent)]
     Collective(Box<burn_fsdp_collectives::Error>),
-    /// A mesh, a placement or a partition that cannot be as asked.
+    /// An invalid mesh, placement or partition.
     #[error(transparent)]
     Mesh(#[from] burn_fsdp_mesh::Error),
     /// A training that could not be saved or restored.
@@ -38,28 +38,28 @@ pub enum Error {
          travel between them only where they are `Portable`: call `FullySharded::launch_among_processes`"
     )]
     TrainingAmongProcesses {
-        /// What has started them.
+        /// The launcher that started them.
         launcher: String,
-        /// How many they are.
+        /// Their number.
         processes: usize,
     },
-    /// Another training in another process, in Burn's training loop.
+    /// A different training in another process, in Burn's training loop.
     #[error(
         "{what} on rank {rank}: not what this rank has; every process of a training has to make the same loaders, model, \
          optimizer and schedule, and to read the same checkpoint"
     )]
     OtherTraining {
-        /// What differs.
+        /// The property that differs.
         what: &'static str,
-        /// A rank that has it otherwise.
+        /// A rank where it differs.
         rank: usize,
     },
-    /// An output of a step that does not travel between processes.
+    /// An output of a step that cannot travel between processes.
     #[error("an output of a step, as its `Portable` packs and unpacks it: `{name}` {reason}")]
     Parcel {
         /// The tensor.
         name: String,
-        /// What is the matter with it.
+        /// The problem with it.
         reason: String,
     },
     /// Trained parameters that the policy ignores, in Burn's training loop.
@@ -89,17 +89,17 @@ pub enum Error {
          ends, as large as the model and its optimizer's state", path.display()
     )]
     Scratch {
-        /// What was tried.
+        /// The operation that was tried.
         operation: &'static str,
         /// The file or folder.
         path: std::path::PathBuf,
-        /// What came of it.
+        /// The error of the operation.
         source: std::io::Error,
     },
-    /// A loader that did not give what it had.
+    /// A loader that did not return its items.
     #[error("a loader of batches: {0}")]
     Loader(String),
-    /// A launch whose ranks could not be started, or of which one failed.
+    /// A launch with ranks that could not be started, or with a rank that failed.
     #[error(transparent)]
     Launch(Box<LaunchError>),
 }
@@ -159,13 +159,13 @@ pub enum CheckpointError {
         /// The reason.
         reason: String,
     },
-    /// A record of Burn's of a model that cannot be written.
+    /// A Burn record of a model that cannot be written.
     #[error("record of the model: {reason}")]
     Record {
         /// The reason.
         reason: String,
     },
-    /// A failure of another rank; this one has changed nothing on disk.
+    /// A failure of another rank; this rank has changed nothing on disk.
     #[error("rank {rank} failed: {reason}")]
     Peer {
         /// The rank.
@@ -185,7 +185,7 @@ pub enum CheckpointError {
         /// The scale of the model.
         got: f64,
     },
-    /// A step with other values under one path of a parameter that several fields share than under another.
+    /// A step with different values under two paths of a parameter that several fields share.
     #[error(
         "the step has other values for `{first}` than for `{second}`, which are one parameter of the model; restore into a model \
          that has two, or save a step in which they are equal"
@@ -196,7 +196,7 @@ pub enum CheckpointError {
         /// The other path.
         second: String,
     },
-    /// A state that an optimizer keeps in another type than it would get it back in.
+    /// An optimizer's state whose type would change when it is restored.
     #[error(
         "the optimizer keeps `{field}` of `{path}` in {dtype:?}, and Burn makes it {back:?} when it is loaded, with which no step could be \
          made: the training could not be resumed; build the model in {back:?}, and let `ShardPolicy::precision` compute in {dtype:?}, or \
@@ -209,10 +209,10 @@ pub enum CheckpointError {
         field: String,
         /// Its type.
         dtype: DType,
-        /// The type in which it would come back.
+        /// The type that it would have after restoring.
         back: DType,
     },
-    /// A tensor of a type that checkpoints do not hold.
+    /// A tensor whose type checkpoints do not support.
     #[error("`{name}` is of type {dtype:?}; checkpoints hold floats, integers and booleans")]
     Type {
         /// The tensor.
@@ -240,7 +240,7 @@ impl From<burn_fsdp_mesh::Error> for CheckpointError {
     }
 }
 
-/// Returns the error for a state of the optimizer that is not as it must be.
+/// Returns the error for an invalid state of the optimizer.
 pub(crate) fn optimizer_error(reason: impl ToString) -> CheckpointError {
     CheckpointError::Optimizer {
         reason: reason.to_string(),

@@ -18,16 +18,17 @@ use burn_pack::Reader;
 
 use crate::optimizer_record::{OptimizerParts, check_taken};
 
-/// An optimizer whose state lies in files, one for each unit of a sharded module: in memory is the
-/// state of the unit that is being updated, and no other.
+/// An optimizer whose state is in files, one for each unit of a sharded module. Only the state of the unit
+/// that is being updated is in memory.
 ///
-/// AdamW keeps two values for each parameter: with them in files, a rank needs memory for its
-/// parameters and gradients only. Each step reads and writes all state once, so a fast disk and
-/// large batches help. Values are the same bits as with the plain optimizer.
+/// AdamW keeps two values for each parameter: with them in files, a rank needs memory only for its parameters
+/// and gradients. Each step reads and writes all state once, so a fast disk and large batches help. Values
+/// have the same bits as with the plain optimizer.
 ///
-/// State belongs to the run: the files are removed when this is dropped, and a folder that another run uses is refused. The files of
-/// a run that was killed are removed; a folder with any other file is refused, and left as it is. A file that is not what was written, to the bit, ends the step.
-/// [`snapshot`](Self::snapshot) and [`restore_step`](Self::restore_step) are for [checkpoints](crate::checkpoint).
+/// State belongs to the run: the files are removed when this is dropped, and a folder that another run uses is refused.
+/// The files of a killed run are removed; a folder with any other file is refused, and left unchanged. A file that
+/// differs from the written one by a single bit ends the step. [`snapshot`](Self::snapshot) and
+/// [`restore_step`](Self::restore_step) are for [checkpoints](crate::checkpoint).
 ///
 /// ```no_run
 /// # use burn::{nn::Linear, optim::AdamWConfig, tensor::Tensor};
@@ -49,7 +50,7 @@ pub struct FileBackedOptimizer {
     files: BTreeMap<String, StateFile>,
 }
 
-/// The folder of a rank, which goes with the last file in it.
+/// The folder of a rank, which is removed with the last file in it.
 #[derive(Debug)]
 struct Folder {
     path: PathBuf,
@@ -59,7 +60,7 @@ struct Folder {
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        // Others may have put something there.
+        // Other programs may have put something there.
         let _ = fs::remove_dir(&self.path);
     }
 }
@@ -81,13 +82,13 @@ impl std::fmt::Debug for FileBackedOptimizer {
 }
 
 impl FileBackedOptimizer {
-    /// Keeps the state of `optimizer` in `folder`, in a subfolder for rank `rank`. State that it has
-    /// already is dropped.
+    /// Keeps the state of `optimizer` in `folder`, in a subfolder for rank `rank`. State that it already has
+    /// is dropped.
     ///
     /// # Errors
     ///
-    /// [`Error::OptimizerState`] if the subfolder cannot be made, is a link, another run uses it, or it has something in it that is
-    /// no state which a run has left.
+    /// [`Error::OptimizerState`] if the subfolder cannot be created, is a link, is used by another run, or contains
+    /// anything except state that a run has left.
     pub fn new(
         optimizer: ModuleOptimizer,
         folder: impl AsRef<Path>,
@@ -107,7 +108,8 @@ impl FileBackedOptimizer {
         })
     }
 
-    /// Removes the files that a killed run has left for rank `rank` in `folder`, as [`new`](Self::new) does, and makes nothing.
+    /// Removes the files that a killed run has left for rank `rank` in `folder`, as [`new`](Self::new) does, and
+    /// creates nothing.
     ///
     /// # Errors
     ///
@@ -118,21 +120,20 @@ impl FileBackedOptimizer {
             return Ok(());
         }
         let _lock = take(&folder)?;
-        // Other runs make it again.
+        // Other runs create it again.
         let _ = fs::remove_dir(&folder);
         Ok(())
     }
 
     /// Updates `module` with `gradients`, as [`ModuleOptimizer::step`] does, unit by unit.
     ///
-    /// Not collective. Gradients of this rank alone decide what is done, and all ranks of a sharded module step the same
+    /// Not collective. It depends only on the gradients of this rank, and all ranks of a sharded module step the same
     /// units.
     ///
     /// # Errors
     ///
     /// [`Error::WholeTensors`] at the first step; [`Error::OptimizerState`] if a file cannot be read or
-    /// written. Some units are updated by then
-    /// and others are not: go on from a checkpoint.
+    /// written. Some units are updated by then and others are not: continue from a checkpoint.
     pub fn step<M: Module>(
         &mut self,
         learning_rate: impl Into<ModuleLearningRate>,
@@ -144,7 +145,8 @@ impl FileBackedOptimizer {
         let gradients = without_empty(&module, gradients);
         for part in gradients_by_unit(&module, gradients) {
             if part.gradients.is_empty() {
-                // Another rank owns what is trained of it. The step is a new version of the module on all ranks.
+                // Another rank owns its trained parameters. The step makes a new version of the module on all
+                // ranks.
                 let mut none = self.optimizer.clone();
                 module = none.step(learning_rate.clone(), module, part.gradients);
                 continue;
@@ -156,13 +158,14 @@ impl FileBackedOptimizer {
         Ok(module)
     }
 
-    /// Returns the state of each unit that has one, read one at a time when it is asked for, with the path of the unit.
+    /// Returns the state of each unit that has one, with the path of the unit. States are read one at a time, on
+    /// demand.
     pub fn records(&self) -> impl Iterator<Item = Result<(&str, OptimizerRecord), Error>> {
         let files = self.files.iter();
         files.map(|(unit, file)| Ok((unit.as_str(), file.read(unit)?)))
     }
 
-    /// Sets the state of one unit, as [`records`](Self::records) gave it.
+    /// Sets the state of one unit, as returned by [`records`](Self::records).
     ///
     /// # Errors
     ///
@@ -187,12 +190,13 @@ impl FileBackedOptimizer {
     /// Removes all state.
     pub(crate) fn clear(&mut self) {
         for (_, file) in std::mem::take(&mut self.files) {
-            // It is written over if it is wanted again.
+            // It is overwritten if it is needed again.
             let _ = fs::remove_file(file.path);
         }
     }
 
-    /// Returns the state of each unit under a second name of its file, where it stays as it is while steps go on.
+    /// Returns the state of each unit under a second name of its file, which stays unchanged while steps
+    /// continue.
     pub(crate) fn kept(&self) -> Result<Vec<KeptFile>, Error> {
         let files = self.files.iter();
         files
@@ -221,7 +225,7 @@ impl FileBackedOptimizer {
             path: path.clone(),
             checksum,
         };
-        // Before it is looked at: a file that is refused is removed with the others.
+        // Before the check: a file that is refused is removed with the others.
         if self.files.insert(unit.clone(), file).is_none() {
             let record = Reader::from_file(&path);
             let record = record.map_err(|error| failure(&unit, &path, &error, DAMAGED))?;
@@ -234,7 +238,7 @@ impl FileBackedOptimizer {
 }
 
 impl StateFile {
-    /// Returns the state, if the file is what was written.
+    /// Returns the state, if the file is unchanged since it was written.
     fn read(&self, unit: &str) -> Result<OptimizerRecord, Error> {
         let damaged = |reason: &dyn std::fmt::Display| failure(unit, &self.path, reason, DAMAGED);
         if checksum(&self.path).map_err(|error| damaged(&error))? != self.checksum {
@@ -243,13 +247,13 @@ impl StateFile {
         OptimizerRecord::load(&self.path).map_err(|error| damaged(&error))
     }
 
-    /// Returns the file under a second name, if it is what was written. A step puts another file in its place, and leaves
-    /// this one.
+    /// Returns the file under a second name, if it is unchanged since it was written. A step puts another file in its
+    /// place, and leaves this one.
     fn kept(&self, unit: &str, folder: &Arc<Folder>) -> Result<KeptFile, Error> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let path = self.path.with_extension(format!("bpk.kept-{number}.tmp"));
-        // Not every file system has links.
+        // Not every file system supports links.
         let linked =
             fs::hard_link(&self.path, &path).or_else(|_| fs::copy(&self.path, &path).map(|_| ()));
         linked.map_err(|error| failure(unit, &path, &error, WRITABLE))?;
@@ -267,7 +271,8 @@ impl StateFile {
     }
 }
 
-/// A state file under a second name, which goes with this. The folder stays, and stays locked, as long.
+/// A state file under a second name, which is removed with this value. The folder stays, and stays locked, as
+/// long.
 #[derive(Debug)]
 pub(crate) struct KeptFile {
     pub(crate) path: PathBuf,
@@ -277,7 +282,7 @@ pub(crate) struct KeptFile {
 }
 
 impl KeptFile {
-    /// Looks before the first read whether the file is still what was written.
+    /// Checks before the first read that the file is unchanged since it was written.
     pub(crate) fn check(&self) -> io::Result<()> {
         let is_right = match self.is_right.get() {
             Some(is_right) => *is_right,
@@ -306,12 +311,13 @@ fn folder_of(folder: &Path, rank: usize) -> PathBuf {
     folder.join(format!("rank-{rank}"))
 }
 
-/// Locks the folder of a rank, and removes the state that a run has left there. A lock ends with its process, so whoever gets it
-/// knows that the run is dead. On file systems without locks, only an empty folder is taken.
+/// Locks the folder of a rank, and removes the state that a run has left there. A lock ends with its process, so a
+/// process that gets it knows that the run is dead. On file systems without locks, only an empty folder is taken.
 fn take(folder: &Path) -> Result<Option<File>, Error> {
     let refused = |reason: &dyn std::fmt::Display| failure("all", folder, reason, OF_OTHERS);
     let unread = |error: io::Error| failure("all", folder, &error, WRITABLE);
-    // The folder that the user names may be one; whoever planted this one would have files elsewhere removed.
+    // The folder that the user names may be a link, but not this one: an attacker could have planted it to
+    // get files elsewhere removed.
     if folder
         .symlink_metadata()
         .is_ok_and(|entry| entry.is_symlink())
@@ -328,11 +334,11 @@ fn take(folder: &Path) -> Result<Option<File>, Error> {
                     &"another run that is under way has its files there",
                 ));
             }
-            // The run before has removed its folder with its files.
+            // The previous run has removed its folder with its files.
             Err(error) if error.kind() == io::ErrorKind::NotFound && Instant::now() < until => {
                 fs::create_dir_all(folder).map_err(unread)?;
             }
-            // Not everywhere can a folder be opened, or locked.
+            // Some systems cannot open or lock a folder.
             Ok((Err(TryLockError::Error(_)), _)) | Err(_) => break None,
         }
     };
@@ -382,7 +388,7 @@ fn checksum(path: &Path) -> io::Result<u32> {
     }
 }
 
-/// Takes out the gradients of shards without elements: nothing in them is updated, and Burn reads an empty
+/// Removes the gradients of shards without elements. Nothing in them is updated, and Burn reads an empty
 /// state back from a file at an address that its kernels refuse.
 fn without_empty<M: Module>(module: &M, gradients: GradientsParams) -> GradientsParams {
     let mut rest = NotEmpty(gradients);
@@ -400,7 +406,7 @@ impl ModuleVisitor for NotEmpty {
     }
 }
 
-/// Time to wait for a lock: a run that was just killed is gone by then.
+/// Time to wait for a lock: a killed run has ended by then.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Time between two attempts to take the lock.
@@ -413,7 +419,7 @@ const NO_WAY_BACK: &str = "no second step could be made with it";
 
 const DAMAGED: &str = "do not touch the folder during a run; go on from a checkpoint";
 
-/// Returns a name that tells people which unit it is, whatever the path is made of.
+/// Returns a file name by which people recognize the unit, whatever characters its path has.
 fn file_name(number: usize, unit: &str) -> String {
     let plain = |c: char| match c.is_ascii_alphanumeric() || c == '.' || c == '_' {
         true => c,
@@ -435,7 +441,7 @@ fn failure(unit: &str, file: &Path, reason: &dyn std::fmt::Display, advice: &'st
 impl Drop for FileBackedOptimizer {
     fn drop(&mut self) {
         for file in self.files.values() {
-            // Nobody could do anything about a file that cannot be removed.
+            // There is no remedy for a file that cannot be removed.
             let _ = fs::remove_file(&file.path);
         }
     }

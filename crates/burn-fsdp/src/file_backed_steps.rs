@@ -18,14 +18,15 @@ use crate::snapshot::{States, Store, TrainingSnapshot, of_states};
 
 impl FileBackedOptimizer {
     /// Takes a snapshot of a sharded model and of this optimizer's state, as
-    /// [`snapshot_matching`](crate::checkpoint::snapshot_matching) does of an optimizer in memory. The state stays in files until
-    /// the step is written, a tensor at a time in memory: the training may go on meanwhile.
+    /// [`snapshot_matching`](crate::checkpoint::snapshot_matching) does for an optimizer in memory. The state stays in
+    /// files until the step is written, with one tensor at a time in memory, and the training may continue meanwhile.
     ///
     /// Collective where the policy gives parameters to one owner, or a rank has a shard without elements.
     ///
     /// # Errors
     ///
-    /// As [`snapshot_matching`](crate::checkpoint::snapshot_matching); a file that is not what was written.
+    /// As [`snapshot_matching`](crate::checkpoint::snapshot_matching); a file that has changed since it was
+    /// written.
     pub fn snapshot<M: Module>(
         &self,
         model: &M,
@@ -50,16 +51,16 @@ impl FileBackedOptimizer {
         of_states(model, self.configured(), &states, (mesh, axis), is_wanted)
     }
 
-    /// Gives a sharded model those parameters and running states of `step` whose path `is_wanted`, and this optimizer all its
-    /// state, a unit at a time in memory: as [`restore_training`](crate::checkpoint::restore_training) does. The step may be
-    /// of a training with its state in memory, and the other way round.
+    /// Gives a sharded model those parameters and running states of `step` whose path `is_wanted`, and this optimizer
+    /// all its state, with one unit at a time in memory, as [`restore_training`](crate::checkpoint::restore_training)
+    /// does. The step may come from a training with its state in memory, and the other way round.
     ///
     /// Not collective.
     ///
     /// # Errors
     ///
-    /// As [`restore_training`](crate::checkpoint::restore_training); a file that cannot be written. The optimizer has no state
-    /// then, or that of some units: do not go on with it.
+    /// As [`restore_training`](crate::checkpoint::restore_training); a file that cannot be written. The optimizer has
+    /// no state then, or only some units' state: do not continue with it.
     pub fn restore_step<M: Module>(
         &mut self,
         model: M,
@@ -76,7 +77,7 @@ impl FileBackedOptimizer {
             units.entry(unit).or_default().insert(path);
         }
         let of_none = |path: &str| !units.values().any(|paths| paths.contains(path));
-        // Refuses what belongs to no parameter of the model.
+        // Refuses state that belongs to no parameter of the model.
         restore_optimizer(&model, &state, self.configured().clone(), step, of_none)?;
         for (unit, paths) in &units {
             let is_of_unit = |path: &str| paths.contains(path) && held.contains(path);
@@ -91,7 +92,7 @@ impl FileBackedOptimizer {
     }
 }
 
-/// Returns a tensor that is read from a file whenever it is asked for.
+/// Returns a tensor that is read from a file on demand.
 fn read_from(file: &Arc<KeptFile>, tensor: &PackedTensor) -> PackedTensor {
     let (file, name) = (file.clone(), tensor.name.clone());
     let read = move || -> Result<Bytes, PackError> {

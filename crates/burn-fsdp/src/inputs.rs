@@ -1,16 +1,16 @@
-//! What goes into a sharded module.
+//! Inputs of a sharded module.
 
 use burn::module::Module;
 use burn_fsdp_shard::{Error, input_type};
 use burn_fsdp_spmd::{Batch, cast_floats};
 
-/// Returns `input` with its float tensors in the type in which the sharded `module` computes: that of its first sharded
-/// parameter. Integers and booleans stay as they are. Burn has no hooks before a module's forward, so programs cast what they
-/// feed to a module by this.
+/// Returns `input` with its float tensors in the type in which the sharded `module` computes: the type of its first
+/// sharded parameter. Integers and booleans stay unchanged. Burn has no hooks before a module's forward, so programs
+/// cast a module's inputs with this function.
 ///
-/// `input` is a tensor or any nest of them: tuples, arrays, vectors, options, maps, and structs that implement
-/// [`Batch`](crate::compile::Batch). The output of a module is cast in the same way, by [`cast_floats`](crate::compile::cast_floats)
-/// to whatever the loss wants.
+/// `input` is a tensor or any nesting of tensors: tuples, arrays, vectors, options, maps, and structs that implement
+/// [`Batch`](crate::compile::Batch). Cast the output of a module with [`cast_floats`](crate::compile::cast_floats), to
+/// the type that the loss needs.
 ///
 /// ```
 /// # use burn::nn::{Linear, LinearConfig};

@@ -1,6 +1,6 @@
-//! Fully sharded data-parallel training for [Burn](https://burn.dev): parameters, gradients and
-//! optimizer state live in shards; the full weights of a unit exist only around its own forward
-//! and backward. Model code, optimizer and training loop stay as they are.
+//! Fully sharded data-parallel training for [Burn](https://burn.dev). Parameters, gradients and optimizer
+//! state are kept in shards, and the full weights of a unit exist only around its own forward and backward.
+//! Model code, optimizer and training loop stay unchanged.
 //!
 //! ```
 //! use burn::module::Module;
@@ -42,23 +42,23 @@
 //! # }
 //! ```
 //!
-//! # What is where
+//! # Modules
 //!
-//! The root has what every training uses: ranks ([`launch`], [`ProcessGroup`], [`ProcessMesh`], [`Mesh`]), what
-//! divides a module ([`fully_shard`], [`ShardPolicy`], or both as the wrapper [`FullyShardedDataParallel`]), the step
+//! The root has the items that every training uses: ranks ([`launch`], [`ProcessGroup`], [`ProcessMesh`], [`Mesh`]),
+//! sharding ([`fully_shard`], [`ShardPolicy`], or both as the wrapper [`FullyShardedDataParallel`]), the step
 //! ([`backward`], [`catch`], [`no_sync`], [`recompute`], [`clip_grad_norm`], [`LossScaler`]), the files ([`save`],
 //! [`resume`], [`Checkpointer`]), and one [`Error`] for all of it. Everything else is in a module:
 //!
 //! - [`sharding`]: the smaller parts of a policy, and the error of the eager engine.
-//! - [`inspect`]: what was cut, what it costs, what is communicated.
-//! - [`state`]: whole parameters, records, running states, and whether ranks agree.
-//! - [`optim`]: what stands between backward and the optimizer.
+//! - [`inspect`]: reports on units, costs and communication.
+//! - [`state`]: whole parameters, records, running states, and the agreement of ranks.
+//! - [`optim`]: work on gradients between backward and the optimizer.
 //! - [`checkpoint`]: snapshots, restoring, and the steps on disk.
-//! - [`compile`]: a whole train step as one graph; it goes on from the same checkpoints.
+//! - [`compile`]: a whole train step as one graph, which uses the same checkpoints.
 //! - [`plan`]: the memory, traffic and time of a step, before it runs.
-//! - [`collectives`], [`mesh`]: the operations between ranks, and how ranks and tensors are laid out.
+//! - [`collectives`], [`mesh`]: the operations between ranks, and the layout of ranks and tensors.
 //! - [`train`]: Burn's own training loop, `SupervisedTraining`, over sharded modules (feature `train`).
-//! - [`allocator`]: whether the host keeps the memory that tensors free.
+//! - [`allocator`]: keeps memory that tensors free on the host.
 //! - [`testing`]: faults, and counters of operations.
 
 pub mod allocator;
@@ -99,8 +99,8 @@ pub use error::Error;
 pub use inputs::cast_input;
 pub use recompute::recompute;
 
-/// The smaller parts of a [`ShardPolicy`], sharding of values that each rank reads, evaluation by any route, and the error of the
-/// eager engine.
+/// The smaller parts of a [`ShardPolicy`], sharding of values that each rank reads, evaluation with different routes,
+/// and the error of the eager engine.
 pub mod sharding {
     pub use burn_fsdp_shard::{
         Audit, Cut, DivideFactors, Error, FullGradient, InitialPart, ReduceGroup, UnitReduction,
@@ -108,7 +108,7 @@ pub mod sharding {
     };
 }
 
-/// Reports on what was cut, what it costs and what is communicated.
+/// Reports on a module's units, costs and communication.
 pub mod inspect {
     pub use burn_fsdp_shard::{
         LiveBytes, Memory, Order, Pinned, Staged, Transfers, UnitHandle, UnitMemory, UnitPlan,
@@ -118,7 +118,7 @@ pub mod inspect {
     };
 }
 
-/// Access to what a sharded module holds: whole parameters, records, one rank's parts, running states, ids.
+/// Access to the state of a sharded module: whole parameters, records, one rank's parts, running states, ids.
 pub mod state {
     pub use crate::optimizer_whole::{shard_optimizer, unsharded_optimizer};
     pub use burn_fsdp_shard::{
@@ -129,7 +129,7 @@ pub mod state {
     };
 }
 
-/// The steps between backward and the optimizer: norms, loss scaling, gradients by unit, the test whether an
+/// The work between backward and the optimizer: norms, loss scaling, gradients by unit, the check whether an
 /// optimizer may work on shards, and state in files.
 pub mod optim {
     pub use crate::file_backed::FileBackedOptimizer;
@@ -144,7 +144,7 @@ pub mod optim {
 /// The files of trainings: snapshots of sharded models, restoring, and the steps on disk (format, plans,
 /// storage, commit, consolidation).
 ///
-/// [`save`](save()), [`resume`] and [`Checkpointer`] are what most programs need.
+/// [`save`](save()), [`resume`] and [`Checkpointer`] are enough for most programs.
 pub mod checkpoint {
     pub use crate::blocking::Resumed;
     pub use crate::checkpointer::{NotFiniteTensor, Offered, SaveRemark};
@@ -165,7 +165,7 @@ pub mod checkpoint {
     };
 }
 
-/// The compiler of a whole train step to one graph, and the ways from and to sharded modules.
+/// The compiler of a whole train step to one graph, and conversions from and to sharded modules.
 pub mod compile {
     pub use crate::compiled::{
         load_compiled, restore_compiled, restore_compiled_matching, snapshot_compiled,
@@ -174,7 +174,7 @@ pub mod compile {
     pub use burn_fsdp_spmd::*;
 }
 
-/// Estimates of what a step will cost in memory, traffic and time, before anything runs.
+/// Estimates of a step's memory, traffic and time, before anything runs.
 pub mod plan {
     pub use burn_fsdp_plan::*;
 }
@@ -199,8 +199,8 @@ pub mod mesh {
     };
 }
 
-/// The tools for tests of trainings: faults at chosen places, and counters of operations. Groups of ranks that
-/// are not there are made by [`ProcessGroup::fake`](crate::ProcessGroup::fake).
+/// The tools for tests of trainings: faults at chosen places, and counters of operations.
+/// [`ProcessGroup::fake`](crate::ProcessGroup::fake) makes groups of ranks that do not exist.
 pub mod testing {
     pub use burn_fsdp_collectives::{At, CommCounter, Fault, How, Tally, Unwound};
 }

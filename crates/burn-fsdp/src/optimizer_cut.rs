@@ -1,4 +1,4 @@
-//! The state of an optimizer cut to what one rank holds of a sharded model.
+//! The state of an optimizer, cut to one rank's part of a sharded model.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -15,7 +15,7 @@ use crate::optimizer_state::{Holders, is_elsewhere};
 
 /// A whole tensor of an optimizer's state.
 pub(crate) struct WholeState {
-    /// Its name, for errors and for who reads it.
+    /// Its name, for errors and for the code that reads it.
     pub(crate) name: String,
     /// The path of the parameter.
     pub(crate) path: String,
@@ -24,14 +24,14 @@ pub(crate) struct WholeState {
     pub(crate) dtype: DType,
 }
 
-/// Gives an optimizer what this rank holds of `states`, and of what is `kept` beside them by path. `read` returns the bytes of
+/// Gives an optimizer this rank's part of `states`, and of the values in `kept`, by path. `read` returns the bytes of
 /// some of the flat elements of a state.
 ///
 /// Not collective.
 ///
 /// # Errors
 ///
-/// States of parameters that the model has not, or that cannot be divided; a state that the optimizer does not take.
+/// States of parameters that the model lacks, or that cannot be divided; a state that the optimizer does not accept.
 pub(crate) fn cut_optimizer<M: Module>(
     model: &M,
     locals: &[LocalTensor],
@@ -98,7 +98,7 @@ pub(crate) fn cut_optimizer<M: Module>(
         for (field, number) in kept.scalars {
             scalars.insert(format!("{id}.{field}"), number.into());
         }
-        // Without a path Burn would take the optimizer of no group, for all steps that follow.
+        // Without a path Burn would find the optimizer of no group, for all following steps.
         let group = kept.group_path.unwrap_or_else(|| path.clone());
         paths.insert(id.to_string(), group);
     }

@@ -1,4 +1,4 @@
-//! The state of an optimizer: Burn's record of it, taken apart by parameter and put together again.
+//! The state of an optimizer: Burn's record of it, split by parameter and joined again.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,11 +13,11 @@ use serde_json::Value;
 
 use crate::error::{CheckpointError, optimizer_error};
 
-/// Burn's optimizers note the number of dims of each parameter's tensor under this name: the eager engine's, as it shows
-/// them; a compiled step has no need of it.
+/// Burn's optimizers note the number of dims of each parameter's tensor under this name. The eager engine's number is
+/// the one that it shows to optimizers; a compiled step does not need it.
 pub(crate) const RANK_KEY: &str = "__rank";
 
-/// Returns an optimizer as it is configured, without state.
+/// Returns an optimizer with the same configuration, without state.
 pub(crate) fn emptied(optimizer: &ModuleOptimizer) -> ModuleOptimizer {
     optimizer.clone().load_record(OptimizerRecord::default())
 }
@@ -27,14 +27,14 @@ pub(crate) fn state_name(path: &str, field: &str) -> String {
     format!("optimizer.{path}.{field}")
 }
 
-/// Returns the parameter and the field of it that a saved piece of optimizer state belongs to.
+/// Returns the parameter and the field that a saved piece of optimizer state belongs to.
 pub(crate) fn owner_of(entry: &TensorEntry) -> Result<(&str, &str), CheckpointError> {
     let text = |key: &str| entry.metadata.get(key).and_then(Value::as_str);
     let owner = text("path").zip(text("field"));
     owner.ok_or_else(|| optimizer_error(format!("`{}` names no parameter", entry.name)))
 }
 
-/// Returns what the optimizer of a saved step kept beside tensors, by path of the parameter.
+/// Returns the values other than tensors in the optimizer state of a saved step, by path of the parameter.
 pub(crate) fn kept_in(step: &Step) -> Result<BTreeMap<String, Kept>, CheckpointError> {
     match &step.index().training.optimizer {
         Value::Null => Ok(BTreeMap::new()),
@@ -42,7 +42,7 @@ pub(crate) fn kept_in(step: &Step) -> Result<BTreeMap<String, Kept>, CheckpointE
     }
 }
 
-/// The values that an optimizer keeps for one parameter beside tensors.
+/// The values other than tensors that an optimizer keeps for one parameter.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Kept {
     /// The numbers by field.
@@ -51,7 +51,7 @@ pub(crate) struct Kept {
     pub(crate) group_path: Option<String>,
 }
 
-/// A number of any kind that the optimizer's records have.
+/// A number of any kind in the optimizer's records.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Number {
     Int(i64),
@@ -116,7 +116,7 @@ impl OptimizerParts {
         self.tensors.extend(others.tensors);
     }
 
-    /// Returns the tensor that is kept under `field` of the parameter `id`, if it is.
+    /// Returns the tensor that is kept under `field` of the parameter `id`, if there is one.
     pub(crate) fn tensor(&self, id: u64, field: &str) -> Option<&PackedTensor> {
         let name = format!("{id}.{field}");
         self.tensors.iter().find(|tensor| tensor.name == name)
@@ -139,7 +139,7 @@ impl OptimizerParts {
     }
 }
 
-/// Returns a tensor of a record that `read` reads when it is asked for, in the form of `tensor`.
+/// Returns a tensor of a record in the form of `tensor`, which `read` reads on demand.
 pub(crate) fn deferred(
     tensor: &PackedTensor,
     read: impl Fn() -> Result<Bytes, PackError> + Send + Sync + 'static,
@@ -170,7 +170,7 @@ pub(crate) fn packed(
     writer.into_bytes().map_err(optimizer_error)
 }
 
-/// Gives an optimizer the state of a record, all of which it must take.
+/// Gives an optimizer the state of a record, and requires that it accepts all of it.
 pub(crate) fn with_state(
     optimizer: ModuleOptimizer,
     record: Bytes,
@@ -181,8 +181,8 @@ pub(crate) fn with_state(
     Ok(optimizer.load_record(record))
 }
 
-/// Gives an optimizer the state of a record in a file, all of which it must take. On the CPU backend a tensor is read when it is
-/// asked for, so the file has to stay until then.
+/// Gives an optimizer the state of a record in a file, and requires that it accepts all of it. On the CPU backend a
+/// tensor is read on demand, so the file has to stay until then.
 #[cfg(feature = "train")]
 pub(crate) fn with_state_of_file(
     optimizer: ModuleOptimizer,
@@ -194,9 +194,9 @@ pub(crate) fn with_state_of_file(
     Ok(optimizer.load_record(record))
 }
 
-/// Refuses a record of which the optimizer does not take everything, in the types that it has: Burn leaves out the states
-/// that it cannot put together, and training would go on without them; and it makes tensors in the default type of the
-/// device, with which the next step of a parameter of another type panics. Tried with tensors of one element.
+/// Refuses a record unless the optimizer accepts all of it, in its types. Burn leaves out the states that it cannot put
+/// together, and training would continue without them. It also creates tensors in the default type of the device, and
+/// then the next step of a parameter of another type panics. The check uses tensors of one element.
 pub(crate) fn check_taken(
     optimizer: &ModuleOptimizer,
     parts: &OptimizerParts,
@@ -235,7 +235,7 @@ pub(crate) fn check_taken(
     let tensors = taken.tensors.iter().map(|tensor| tensor.name.clone());
     let taken: BTreeSet<String> = taken.scalars.into_keys().chain(tensors).collect();
     let differing: Vec<_> = names.symmetric_difference(&taken).collect();
-    // Each state has the number of dims, which names no optimizer.
+    // Each state has the number of dims, which does not identify an optimizer.
     let telling = differing.iter().find(|name| field_of(name) != RANK_KEY);
     match telling.or(differing.first()) {
         None => Ok(()),
@@ -254,14 +254,15 @@ pub(crate) fn check_taken(
     }
 }
 
-/// Returns true if a name begins with the id of the tensor that the optimizer was tried on, which is no parameter.
+/// Returns true if a name begins with the id of the tensor that the optimizer was tried on, which is not a
+/// parameter.
 fn is_of_probe(name: &str) -> bool {
     let id = name.split_once('.').map_or(name, |(id, _)| id);
     id.parse::<u64>()
         .is_ok_and(|id| is_probe(ParamId::from(id)))
 }
 
-/// Returns a name without the id of the parameter that it begins with.
+/// Returns a name without the parameter id that it begins with.
 pub(crate) fn field_of(name: &str) -> &str {
     name.split_once('.').map_or(name, |(_, field)| field)
 }

@@ -1,4 +1,4 @@
-//! The state that an optimizer keeps of each parameter of a sharded model, as all ranks know of it.
+//! An optimizer's state of each parameter of a sharded model, as all ranks know it.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ use crate::rendezvous::exchange;
 /// The state of one parameter, without its elements.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct ParameterState {
-    /// What is kept beside tensors.
+    /// The values other than tensors.
     pub(crate) kept: Kept,
     /// The tensors, in the order of their fields.
     pub(crate) tensors: Vec<StateTensor>,
@@ -47,11 +47,11 @@ impl StateTensor {
 /// The holders of a parameter, and so of its state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Holders {
-    /// All ranks, a part each: a state has an element for each of the parameter's.
+    /// All ranks, with a part each: a state has an element for each of the parameter's elements.
     Parts,
-    /// All ranks, all of it: a state is of any shape.
+    /// All ranks, each with all of it: a state has any shape.
     All,
-    /// The rank of this number on the shard axis, all of it.
+    /// The rank with this number on the shard axis, with all of it.
     Owner(usize),
 }
 
@@ -62,14 +62,15 @@ impl Holders {
                 Some(owner) => Self::Owner(owner),
                 None => Self::Parts,
             },
-            // One of too many dims is shown flat.
+            // A parameter with too many dims is shown flat.
             _ if local.shown_shape() != local.shape => Self::Parts,
             _ => Self::All,
         }
     }
 }
 
-/// Returns the error of a state, of this shape, that has not an element for each of the parameter's on this rank.
+/// Returns the error of a state of this shape, which does not have one element for each of the parameter's
+/// elements on this rank.
 pub(crate) fn not_elementwise(name: &str, shape: &[usize], elements: usize) -> CheckpointError {
     optimizer_error(format!(
         "`{name}` has the shape {shape:?}, and the parameter {elements} elements here; only element-wise state can be \
@@ -77,19 +78,19 @@ pub(crate) fn not_elementwise(name: &str, shape: &[usize], elements: usize) -> C
     ))
 }
 
-/// Returns true if this rank holds nothing of a parameter because another one owns it.
+/// Returns true if this rank holds nothing of a parameter because another rank owns it.
 pub(crate) fn is_elsewhere(local: &LocalTensor) -> bool {
     matches!(Holders::of(local), Holders::Owner(_)) && local.elements.is_empty()
 }
 
-/// Returns the state of each parameter, by path: what this rank's optimizer keeps, and of a parameter that another rank owns
-/// what that rank's does.
+/// Returns the state of each parameter, by path: this rank's optimizer state, or the owner's for a parameter that
+/// another rank owns.
 ///
-/// Collective among the ranks of which one owns a parameter.
+/// Collective among the ranks of each group in which one rank owns a parameter.
 ///
 /// # Errors
 ///
-/// State of parameters that are not sharded, or of a type that is not saved; a failed collective.
+/// State of parameters that are not sharded, or of an unsupported type; a failed collective.
 pub(crate) fn states<M: Module>(
     model: &M,
     parts: &OptimizerParts,
@@ -133,8 +134,8 @@ pub(crate) fn states<M: Module>(
     Ok(states)
 }
 
-/// Adds the states of this rank's shards without elements, of which it keeps none: what a rank that has elements of the parameter
-/// keeps, without the elements.
+/// Adds the states of this rank's shards without elements, for which its optimizer keeps none. They are the states of a
+/// rank that has elements of the parameter, without the elements.
 ///
 /// Collective over the ranks that hold parts of a parameter, if any rank has a shard without elements.
 pub(crate) fn add_empty<M: Module>(
@@ -201,9 +202,9 @@ fn state_of(parts: &OptimizerParts, id: &LocalId) -> Result<ParameterState, Chec
     })
 }
 
-/// Returns what an optimizer keeps of a parameter beside tensors.
+/// Returns the values other than tensors that an optimizer keeps for a parameter.
 pub(crate) fn kept_of(parts: &OptimizerParts, id: u64) -> Kept {
-    // The number of dims in which a tensor is shown is the reader's own.
+    // Each reader sets the number of dims in which it shows a tensor.
     let scalars = parts.scalars_of(id).filter(|(field, _)| field != RANK_KEY);
     Kept {
         scalars: scalars

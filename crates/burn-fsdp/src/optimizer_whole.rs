@@ -1,4 +1,4 @@
-//! The state of an optimizer as the unsharded model has it: gathered, and cut again.
+//! The state of an optimizer as for the unsharded model: gathered, and cut again.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -21,19 +21,19 @@ use crate::optimizer_record::{
 use crate::optimizer_state::{Holders, StateTensor, kept_of, not_elementwise, states, tensors_of};
 use crate::piecewise::taken_in_pieces;
 
-/// Returns, on the ranks that `keep` it, the optimizer of a sharded model with whole states, for the plain copy of the model that
-/// [`unsharded`](crate::state::unsharded) gives: its ids are those of the copy, so that it goes on training there, and its record
-/// is that of a training without shards. The copy has no autodiff until its `train`. The other ranks send their parts, and hold
-/// one whole state at a time beside a copy of their own. What groups of the optimizer select by id is selected by the ids of the
-/// sharded model.
+/// Returns, on the ranks that `keep` it, the optimizer of a sharded model with whole states. It is for the plain copy
+/// of the model that [`unsharded`](crate::state::unsharded) returns. Its ids are the copy's, so training continues
+/// there, and its record equals the record of a training without shards. The copy has no autodiff until its `train`.
+/// The other ranks send their parts, and hold one whole state at a time in addition to a copy of their own. Groups of
+/// the optimizer that select by id use the ids of the sharded model.
 ///
-/// Collective over all ranks of the model, between steps: one all-gather for each state of a sharded parameter. All ranks
-/// have an optimizer that has made the same steps.
+/// Collective over all ranks of the model, between steps: one all-gather for each state of a sharded parameter. All
+/// ranks must have an optimizer that has made the same steps.
 ///
 /// # Errors
 ///
-/// An optimizer that computes with whole tensors where it has shards; a state that is not of the model's parameters; a model with
-/// low-rank adapters, which the plain copy has not; a failed collective.
+/// An optimizer that computes with whole tensors where it has shards; a state that does not belong to the model's
+/// parameters; a model with low-rank adapters, which the plain copy lacks; a failed collective.
 pub fn unsharded_optimizer<M: Module>(
     model: &M,
     optimizer: &ModuleOptimizer,
@@ -103,13 +103,13 @@ pub fn unsharded_optimizer<M: Module>(
     Ok(Some(with_state(emptied(optimizer), record)?))
 }
 
-/// A whole state, and how ranks divide it.
+/// A whole state, and its division among ranks.
 struct Whole {
     name: String,
     shape: Vec<usize>,
     dtype: DType,
     element: ElementType,
-    /// `None` if every rank has all of it.
+    /// `None` if every rank has the whole state.
     partition: Option<Partition>,
 }
 
@@ -154,7 +154,7 @@ impl Whole {
         })
     }
 
-    /// Returns the bytes of all of it, of which this rank has `own`. Collective, if ranks divide it.
+    /// Returns the bytes of the whole state; `own` is this rank's part. Collective, if ranks divide it.
     fn gathered(&self, own: Bytes, group: &ProcessGroup) -> Result<Bytes, CheckpointError> {
         let Some(partition) = self.partition else {
             return Ok(own);
@@ -169,17 +169,17 @@ impl Whole {
     }
 }
 
-/// Returns the optimizer of a model that was sharded, with what this rank holds of the states that `whole` has: the optimizer
-/// of the model before it was sharded, or that of a plain copy, as [`unsharded_optimizer`] returns it. What `whole` is
-/// configured with stays.
+/// Returns the optimizer of a sharded model, with this rank's part of the states in `whole`. That is the optimizer of
+/// the model before it was sharded, or of a plain copy, as [`unsharded_optimizer`] returns it. The configuration of
+/// `whole` stays.
 ///
-/// Not collective: every rank that holds parameters has the whole states once. For states that fit nowhere there are
-/// [steps](crate::checkpoint).
+/// Not collective: every rank that holds parameters holds the whole states at the same time. For states that do not
+/// fit on a rank, use [steps](crate::checkpoint).
 ///
 /// # Errors
 ///
-/// An optimizer that computes with whole tensors where it gets shards; a state that is not of the model's parameters, or that
-/// cannot be divided.
+/// An optimizer that computes with whole tensors where it gets shards; a state that does not belong to the model's
+/// parameters, or that cannot be divided.
 pub fn shard_optimizer<M: Module>(
     model: &M,
     whole: &ModuleOptimizer,

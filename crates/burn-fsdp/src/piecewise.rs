@@ -1,5 +1,5 @@
-//! The state of an optimizer, piece by piece: Burn makes a record of it twice, as tensors and as bytes, so that the record of all
-//! at once is as large as two states.
+//! The state of an optimizer, piece by piece. Burn makes two copies of it for a record, as tensors and as bytes, so the
+//! record of everything at once is as large as two states.
 
 #[cfg(feature = "train")]
 use std::sync::Arc;
@@ -14,16 +14,17 @@ use crate::optimizer_record::OptimizerParts;
 #[cfg(feature = "train")]
 use crate::optimizer_record::deferred;
 
-/// Number of pieces in which a state is taken: a piece has about so small a part of it, and each costs a look at all parameters.
+/// Number of pieces in which a state is taken: a piece has about this fraction of it, and each piece costs a pass over
+/// all parameters.
 const PIECES: usize = 32;
 
-/// Returns the optimizer with the state of these parameters alone.
+/// Returns the optimizer with the state of only these parameters.
 pub(crate) fn only(
     optimizer: &ModuleOptimizer,
     ids: impl IntoIterator<Item = u64>,
 ) -> ModuleOptimizer {
     let others = ParamGroup::all().exclude(group_of(ids));
-    // A group that is added takes away the state of its parameters; what it would step them by plays no part.
+    // Adding a group removes the state of its parameters; the optimizer of the group does not matter.
     let any = SgdConfig::new().build();
     optimizer.clone().with_group(others, any, None)
 }
@@ -40,8 +41,8 @@ fn group_of(ids: impl IntoIterator<Item = u64>) -> ParamGroup {
     ParamGroup::from_ids(ids.into_iter().map(ParamId::from).collect())
 }
 
-/// Takes the record of an optimizer apart as [`OptimizerParts::take`] does, some of the parameters `ids` at a time: in memory are
-/// the bytes of all of it, and of one piece once more.
+/// Splits the record of an optimizer as [`OptimizerParts::take`] does, some of the parameters `ids` at a time. The
+/// memory holds the bytes of the whole record, and of one piece once more.
 pub(crate) fn taken_in_pieces(
     optimizer: &ModuleOptimizer,
     ids: &[u64],
@@ -52,13 +53,13 @@ pub(crate) fn taken_in_pieces(
         parts.extend(OptimizerParts::take(&only(&rest, piece.iter().copied()))?);
         rest = without(rest, piece.iter().copied());
     }
-    // Of parameters that are not asked for: whoever asked finds out what they are.
+    // State of parameters that were not asked for; the caller finds out which they are.
     parts.extend(OptimizerParts::take(&rest)?);
     Ok(parts)
 }
 
-/// Takes the record of an optimizer apart as [`OptimizerParts::take`] does, with tensors of the parameters `ids` that are read
-/// when they are asked for.
+/// Splits the record of an optimizer as [`OptimizerParts::take`] does, with tensors of the parameters `ids` that are
+/// read on demand.
 #[cfg(feature = "train")]
 pub(crate) fn lazily_taken(
     optimizer: &ModuleOptimizer,
@@ -73,13 +74,13 @@ pub(crate) fn lazily_taken(
         own.tensors = tensors.map(|tensor| lazy(&shared, *id, tensor)).collect();
         parts.extend(own);
     }
-    // Of parameters that are not asked for: whoever asked finds out what they are.
+    // State of parameters that were not asked for; the caller finds out which they are.
     let rest = without(optimizer.clone(), ids.iter().copied());
     parts.extend(OptimizerParts::take(&rest)?);
     Ok(parts)
 }
 
-/// Returns a tensor of the state of the parameter `id` that is read when it is asked for.
+/// Returns a tensor of the state of the parameter `id` that is read on demand.
 #[cfg(feature = "train")]
 fn lazy(optimizer: &Arc<ModuleOptimizer>, id: u64, tensor: &PackedTensor) -> PackedTensor {
     let (optimizer, name) = (optimizer.clone(), tensor.name.clone());

@@ -4,26 +4,27 @@ use burn::module::Module;
 use burn::tensor::Tensor;
 use burn_fsdp_spmd::trace::{is_traced, traced_region};
 
-/// Runs `forward(module, input)`, of which backward keeps nothing but `input` and computes the rest again. Saves the activations
-/// of the region for the price of a second forward.
+/// Runs `forward(module, input)`; backward keeps only `input` and recomputes the rest. This saves the activations of
+/// the region for the price of a second forward.
 ///
-/// Checkpoint one unit at a time: full weights of all units in a region exist together in its backward. With
-/// [`ShardPolicy::units`](crate::ShardPolicy::units) `["blocks.*"]`, call it once around each block.
+/// Checkpoint one unit at a time: the full weights of all units in a region exist together in its backward.
+/// With [`ShardPolicy::units`](crate::ShardPolicy::units) `["blocks.*"]`, call it once around each block.
 ///
-/// `module` may be sharded, hold sharded modules, or be plain. `forward` must compute the same both times, and nothing
-/// tracked may be captured, since its gradient would be lost; both are errors. Running statistics, such as BatchNorm's, are
-/// updated once. Outside of training, or inside another region, `forward` is just called. All ranks must do so alike.
+/// `module` may be sharded, contain sharded modules, or be plain. `forward` must compute the same both times, and must
+/// capture nothing tracked, since its gradient would be lost; both are errors. Running statistics, such as BatchNorm's,
+/// are updated once. Outside of training, or inside another region, `forward` is simply called. All ranks must call it
+/// alike.
 ///
-/// In the loss of a compiled step the region is a part of the graph, of which backward computes all again but what random
-/// numbers were drawn, which are kept, and what is read outside; what is captured has its gradient.
+/// In the loss of a compiled step the region is a part of the graph. Backward recomputes everything in it except random
+/// numbers, which are kept, and values read outside. Captured tensors have their gradients.
 ///
-/// In the eager engine dropout draws the same numbers twice where a process is one rank: a region draws a seed from Burn's
-/// generator, begins the generator there, and in backward once more, after which others follow. Where ranks are threads, which share
-/// that one generator, dropout in a region is an error.
+/// In the eager engine dropout draws the same numbers twice if each rank is a process. A region draws a seed from
+/// Burn's generator and seeds the generator with it, and again in backward, after which other numbers follow. Where
+/// ranks are threads, which share that one generator, dropout in a region is an error.
 ///
 /// # Errors
 ///
-/// As those of a forward and a backward, which unwind: see [`catch`](crate::catch).
+/// As in a forward and a backward, where errors unwind: see [`catch`](crate::catch).
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};

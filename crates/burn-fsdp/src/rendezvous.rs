@@ -1,4 +1,4 @@
-//! The meetings of the ranks of a training: to save, and to tell each other what one of them knows.
+//! The meetings of the ranks of a training, to save and to exchange information.
 
 use burn_fsdp_checkpoint::{BoxError, Rendezvous};
 use burn_fsdp_collectives::ProcessGroup;
@@ -7,10 +7,10 @@ use serde::de::DeserializeOwned;
 
 use crate::error::CheckpointError;
 
-/// The ranks of a save, meeting over a process group of their own.
+/// The ranks of a save, meeting over their own process group.
 ///
-/// For saves in the background, [`split`](ProcessGroup::split) the group off: its operations must not
-/// mix with those of the training.
+/// For saves in the background, [`split`](ProcessGroup::split) the group off: its operations must not mix
+/// with the training's.
 #[derive(Debug)]
 pub struct GroupRendezvous(ProcessGroup);
 
@@ -44,7 +44,7 @@ impl Rendezvous for GroupRendezvous {
     }
 }
 
-/// Returns what each rank of `group` has to say, in their order. Collective.
+/// Returns the message of each rank of `group`, in their order. Collective.
 pub(crate) fn exchange<T: Serialize + DeserializeOwned>(
     group: &ProcessGroup,
     label: &'static str,

@@ -1,4 +1,4 @@
-//! A sharded model and its optimizer as they were when a step was saved.
+//! Restoring a sharded model and its optimizer from a saved step.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,18 +16,18 @@ use crate::optimizer_record::{kept_in, owner_of};
 use crate::snapshot::ADAPTER_SCALE;
 use crate::tied::Names;
 
-/// Gives a sharded model, and the optimizer that trains it, the state of `step`, whatever the ranks
-/// were that saved it. Each rank reads the bytes that it needs.
+/// Gives a sharded model, and the optimizer that trains it, the state of `step`, whichever ranks saved it.
+/// Each rank reads the bytes that it needs.
 ///
-/// Not collective: ranks that meet an error and go on with what they had must see to it that all do.
-/// `optimizer` is configured as the one that was saved; its state is replaced. It is tried as by
+/// Not collective: if a rank gets an error and continues with the unchanged values, it must ensure that all
+/// do. `optimizer` is configured like the saved one; its state is replaced. It is tried as in
 /// [`snapshot`](crate::checkpoint::snapshot()).
 ///
 /// # Errors
 ///
 /// An optimizer that computes with whole tensors. Tensors of the model that the step lacks or has in another shape,
-/// tensors of the step that the model lacks, adapters of another alpha, damage: nothing is changed then, in no copy of the
-/// model.
+/// tensors of the step that the model lacks, adapters of another alpha, damage: nothing is changed then, in no copy of
+/// the model.
 pub fn restore<M: Module>(
     model: M,
     optimizer: ModuleOptimizer,
@@ -36,8 +36,8 @@ pub fn restore<M: Module>(
     restore_training(model, optimizer, step, |_| true)
 }
 
-/// Gives a sharded model those parameters and running states of `step` whose path `is_wanted`, and the optimizer that trains it
-/// all its state: what [`snapshot_matching`](crate::checkpoint::snapshot_matching) has taken.
+/// Gives a sharded model those parameters and running states of `step` whose path `is_wanted`, and the optimizer that
+/// trains it all its state, as taken by [`snapshot_matching`](crate::checkpoint::snapshot_matching).
 ///
 /// Not collective. All ranks must want the same. Otherwise as [`restore`].
 ///
@@ -67,8 +67,8 @@ pub fn restore_model<M: Module>(model: M, step: &Step) -> Result<M, CheckpointEr
     restore_matching(model, step, |_| true)
 }
 
-/// Gives a sharded model those parameters and running states of `step` whose path `is_wanted`, and
-/// leaves the others: a backbone without its head, say.
+/// Gives a sharded model those parameters and running states of `step` whose path `is_wanted`, and leaves the
+/// others unchanged, for example a backbone without its head.
 ///
 /// Not collective. All ranks must want the same.
 ///
@@ -111,9 +111,9 @@ pub fn restore_matching<M: Module>(
     })
 }
 
-/// Checks that the factors of an adapter are multiplied by what they were trained with.
+/// Checks that an adapter's factors have the scale that they were trained with.
 fn check_scale(tensor: &LocalTensor, saved: &TensorEntry) -> Result<(), CheckpointError> {
-    // Steps of other programs need not say.
+    // Steps of other programs may lack the scale.
     let saved = saved.metadata.get(ADAPTER_SCALE).and_then(Value::as_f64);
     match (saved, tensor.adapter_scale) {
         (Some(saved), Some(got)) if saved != got => Err(CheckpointError::AdapterScale {
@@ -130,7 +130,7 @@ pub(crate) fn region_of(tensor: &LocalTensor) -> Region {
     Region::Flat(tensor.range())
 }
 
-/// Gives an optimizer what this rank holds of the states of a step, of the parameters whose path `is_wanted`.
+/// Gives an optimizer this rank's part of the states of a step, for the parameters whose path `is_wanted`.
 pub(crate) fn restore_optimizer<M: Module>(
     model: &M,
     state: &[LocalTensor],

@@ -1,7 +1,7 @@
-//! Snapshots: what the eager engine and the optimizer hold, as tensors of [steps](crate::checkpoint).
+//! Snapshots: the state of the eager engine and the optimizer, as tensors of [steps](crate::checkpoint).
 //!
-//! Parameters and their optimizer state are named by path, so that a step loads into any number of
-//! ranks, any mesh and either layout.
+//! Parameters and their optimizer state are named by path, so a step loads into any number of ranks, any mesh
+//! and either layout.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -23,39 +23,40 @@ use crate::optimizer_state::{Holders, StateTensor, add_empty, not_elementwise, s
 use crate::piecewise::taken_in_pieces;
 use crate::tied;
 
-/// The metadata of a factor of an adapter that says what the product of the factors is multiplied by.
+/// The metadata key for the scale of an adapter, by which the product of its factors is multiplied.
 pub(crate) const ADAPTER_SCALE: &str = "adapter_scale";
 
-/// The part of one rank in the state of a training at one moment.
+/// One rank's part of the state of a training at one moment.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct TrainingSnapshot {
-    /// The plan of who writes what; the same on every rank.
+    /// The plan of which rank writes what; the same on every rank.
     pub plan: Arc<WritePlan>,
-    /// The bytes. Those of the model are shared, not copied: training may go on.
+    /// The bytes. The model's bytes are shared, not copied: training may continue.
     pub snapshot: Snapshot,
-    /// The values that the optimizer keeps beside tensors, for
+    /// The values other than tensors of the optimizer's state, for
     /// [`TrainingState::optimizer`](burn_fsdp_checkpoint::TrainingState::optimizer).
     pub optimizer: Value,
 }
 
-/// Takes a snapshot of a sharded model and its optimizer. `mesh` is that of all ranks that save,
-/// `axis` the one over which the model is sharded.
+/// Takes a snapshot of a sharded model and its optimizer. `mesh` has all ranks that save, and `axis` is the
+/// axis over which the model is sharded.
 ///
-/// All ranks must take theirs at the same point: where the policy gives parameters to
-/// [one owner](burn_fsdp_shard::ShardPolicy::one_owner) the owners tell the others what their optimizers keep, and
-/// otherwise nothing is communicated. Running states, and whatever else
-/// each rank has of its own (integers, ignored parameters), are stored once: rank 0's. Call
-/// [`sync_buffers`](crate::state::sync_buffers) before, if running states are to be the mean.
+/// All ranks must take theirs at the same point. Where the policy gives parameters to [one
+/// owner](burn_fsdp_shard::ShardPolicy::one_owner), the owners send the others their optimizers' state without
+/// elements; otherwise nothing is communicated. Running states, and all other values that each rank has for itself
+/// (integers, ignored parameters), are stored once: rank 0's. Call [`sync_buffers`](crate::state::sync_buffers)
+/// first, if running states are to be the mean.
 ///
 /// The first time it also tries whether `optimizer` may work on shards, as
 /// [`check_elementwise`](crate::optim::check_elementwise) does.
 ///
 /// # Errors
 ///
-/// An optimizer that computes with whole tensors; a tensor of another type than checkpoints hold; an optimizer with
-/// state of parameters that are not sharded, which is each rank's own; state of another type than Burn would
-/// put it together in ([`CheckpointError::StateType`]), so that nobody trains for a day what cannot be resumed.
+/// An optimizer that computes with whole tensors; a tensor whose type checkpoints do not support; an optimizer with
+/// state of parameters that are not sharded, which each rank has for itself; state whose type would change when
+/// Burn puts it together ([`CheckpointError::StateType`]), so that a training that cannot be resumed is refused
+/// early.
 pub fn snapshot<M: Module>(
     model: &M,
     optimizer: &ModuleOptimizer,
@@ -65,8 +66,9 @@ pub fn snapshot<M: Module>(
     snapshot_matching(model, optimizer, mesh, axis, |_| true)
 }
 
-/// Takes a snapshot of those tensors of a sharded model whose path `is_wanted`, and of the optimizer's state of these: of
-/// adapters without the frozen weights, say, which [`restore_training`](crate::checkpoint::restore_training) gives back.
+/// Takes a snapshot of those tensors of a sharded model whose path `is_wanted`, and of the optimizer's state for them,
+/// for example of adapters without the frozen weights; [`restore_training`](crate::checkpoint::restore_training)
+/// restores it.
 ///
 /// All ranks must want the same. Otherwise as [`snapshot`].
 ///
@@ -91,17 +93,17 @@ pub fn snapshot_matching<M: Module>(
     of_states(model, optimizer, &held, (mesh, axis), is_wanted)
 }
 
-/// The states of an optimizer, apart.
+/// The states of an optimizer, split by parameter.
 pub(crate) struct States {
     pub(crate) parts: OptimizerParts,
     pub(crate) are_in: Store,
 }
 
-/// What has the elements of states until they are in a step.
+/// The storage of the states' elements until they are in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Store {
     Memory,
-    /// Files: they are read when a step is written. Of a shard without elements there is no state.
+    /// Files, which are read when a step is written. A shard without elements has no state.
     Files,
 }
 
@@ -125,7 +127,7 @@ pub(crate) fn of_states<M: Module>(
     if held.are_in == Store::Files {
         add_empty(model, &mut states, &locals)?;
     }
-    // Behind what all ranks do together: an owner's state is on its owner alone.
+    // After the collective work of all ranks: only its owner has an owner's state.
     check_taken(optimizer, parts)?;
     let mut taken = Tensors {
         place: Ranks { mesh, axis },
@@ -160,7 +162,7 @@ pub(crate) fn of_states<M: Module>(
     })
 }
 
-/// Bytes of whatever owner, for the checkpoint's snapshot.
+/// Bytes of any owner, for the checkpoint's snapshot.
 pub(crate) struct Elements<T>(pub(crate) T);
 
 impl AsRef<[u8]> for Elements<Source> {
@@ -186,7 +188,7 @@ struct Tensors<'a> {
     place: Ranks<'a>,
     are_in: Store,
     specs: Vec<TensorSpec>,
-    /// By tensor and rank.
+    /// The regions by tensor and rank.
     regions: Vec<Vec<Region>>,
     snapshot: Snapshot,
 }
@@ -210,7 +212,7 @@ impl Tensors<'_> {
         Ok(())
     }
 
-    /// Adds a tensor of the optimizer's state of the parameter `local`, of which this rank has `own`.
+    /// Adds a tensor of the optimizer's state of the parameter `local`; `own` is this rank's part.
     fn add_state(
         &mut self,
         local: &LocalTensor,
@@ -277,7 +279,7 @@ impl Ranks<'_> {
         rank: usize,
     ) -> Result<Region, CheckpointError> {
         let is_holder = match (spec.kind, holders) {
-            // The ranks' differ: a step has those of rank 0, and never some of one and some of another.
+            // The ranks' values differ: a step has rank 0's, and never a mixture.
             (TensorKind::Buffer, _) => rank == 0,
             (_, Holders::Owner(owner)) => self.mesh.index_on(self.axis, rank)? == owner,
             (_, Holders::Parts | Holders::All) => {
@@ -290,7 +292,7 @@ impl Ranks<'_> {
         })
     }
 
-    /// Returns the layout by which a tensor is listed: that of its parameter. What one rank owns is one part of it.
+    /// Returns the layout with which a tensor is listed: its parameter's. A tensor with one owner has one part.
     fn layout_of(&self, local: &LocalTensor) -> Result<Layout, CheckpointError> {
         let LocalPart::Shard { partition, .. } = &local.part else {
             return Ok(Layout::replicated(self.mesh));

@@ -1,6 +1,6 @@
-//! Parameters that several fields of a model share, in steps on disk: saved once, under the path of the first, with the others
-//! beside it. A step that was saved by a model that has them apart may have several of these names, and one whose first field has
-//! another path only another one.
+//! Parameters that several fields of a model share, in steps on disk. They are saved once, under the path of the first
+//! field, with the other paths in the metadata. If the saving model had them as separate parameters, a step may have
+//! several of these names. If its first field had another path, a step may have only another name.
 
 use burn_fsdp_checkpoint::{Region, Step, TensorEntry, TensorSpec};
 use serde_json::Value;
@@ -10,7 +10,7 @@ use crate::error::CheckpointError;
 /// The other paths of a parameter, in the metadata of its tensor.
 const TIED: &str = "tied";
 
-/// Returns the description of a parameter with the other paths of it, if it has some.
+/// Returns the description of a parameter with its other paths, if it has any.
 pub(crate) fn with_paths<S: AsRef<str>>(spec: TensorSpec, tied: &[S]) -> TensorSpec {
     match tied {
         [] => spec,
@@ -21,12 +21,13 @@ pub(crate) fn with_paths<S: AsRef<str>>(spec: TensorSpec, tied: &[S]) -> TensorS
     }
 }
 
-/// The names under which a step has a parameter, the first of which is read.
+/// The names under which a step has a parameter; the first one is read.
 pub(crate) struct Names(Vec<String>);
 
 impl Names {
-    /// Finds the names under which `step` has the parameter of `path` and of the other paths `tied`. Where it has none of them,
-    /// it may have a parameter that was one with it; otherwise the name is the path, which the step lacks.
+    /// Finds the names under which `step` has the parameter with the path `path` and the other paths `tied`. If it has
+    /// none of them, it may have a parameter that was shared with it. Otherwise the name is the path, which the step
+    /// lacks.
     pub(crate) fn of<S: AsRef<str>>(step: &Step, path: &str, tied: &[S]) -> Self {
         let own: Vec<_> = std::iter::once(path)
             .chain(tied.iter().map(AsRef::as_ref))
@@ -65,7 +66,7 @@ impl Names {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Tied`] if the step has other values there under another of the names; damage.
+    /// [`CheckpointError::Tied`] if the step has different values there under another of the names; damage.
     pub(crate) fn read(&self, step: &Step, region: &Region) -> Result<Vec<u8>, CheckpointError> {
         let bytes = step.read(self.first(), region)?;
         for other in self.all().skip(1) {

@@ -1,4 +1,4 @@
-//! The memory that a process keeps. One test in a program of its own: the setting is for the whole process.
+//! The memory that a process keeps. The setting is for the whole process, so this program has only one test.
 #![cfg(all(target_os = "linux", target_env = "gnu"))]
 
 #[path = "../../collectives/tests/skipped/mod.rs"]
@@ -11,15 +11,15 @@ use skipped::skipped;
 const BYTES: usize = 48 << 20;
 const PAGES: u64 = (BYTES / 4096) as u64;
 
-/// Page faults of the process so far that took no disk.
+/// Page faults of the process so far that needed no disk access.
 fn faults() -> u64 {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
-    // After the name, which is in parentheses and may hold spaces.
+    // The fields follow the name, which is in parentheses and may contain spaces.
     let (_, fields) = stat.rsplit_once(')').unwrap();
     fields.split_whitespace().nth(7).unwrap().parse().unwrap()
 }
 
-/// Faults of a tensor's life.
+/// Page faults during a tensor's lifetime.
 fn of_a_tensor() -> u64 {
     let before = faults();
     let mut tensor = vec![1u8; BYTES];
@@ -30,7 +30,7 @@ fn of_a_tensor() -> u64 {
 
 #[test]
 fn what_is_freed_is_used_again_without_faults() {
-    // The largest tensor that glibc's own setting may come to keep is smaller.
+    // The largest tensor that glibc's own setting may keep is smaller.
     of_a_tensor();
     if of_a_tensor() < PAGES / 2 {
         skipped("the system's pages are so large that there is nothing to save");

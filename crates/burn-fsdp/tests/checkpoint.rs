@@ -1,4 +1,4 @@
-//! Activation checkpointing of a GPT: the same losses, a third of the activations.
+//! Activation checkpointing of a GPT, with the same losses and a third of the activations.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -38,7 +38,7 @@ fn loss(model: &Gpt, rank: usize, step: usize, device: &Device, checkpoints: boo
 
 #[test]
 fn activations_fall_to_a_third() {
-    // Both ranks are in one process: what they hold together.
+    // Both ranks are in one process, so this is their total.
     let seen = launch(LaunchConfig::new(2), |world| {
         let device = Device::flex().autodiff().gradient_checkpointing();
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 2)?)?;
@@ -63,7 +63,7 @@ fn activations_fall_to_a_third() {
     .unwrap_or_else(|error| panic!("{error}"));
     for seen in seen {
         let (whole, again) = seen.split_at(3);
-        // The last of each: pools are warm.
+        // The last value of each: pools are warm.
         let ratio = whole[2].0 as f64 / again[2].0 as f64;
         println!(
             "{} bytes of activations, {} with checkpoints: {ratio:.1}-fold",

@@ -1,4 +1,4 @@
-//! `save`, `resume` and `Checkpointer`: whole trainings, and what goes wrong on one rank.
+//! `save`, `resume` and `Checkpointer`: whole trainings, and errors on one rank.
 
 mod common;
 
@@ -18,7 +18,7 @@ use burn_fsdp_models::Gpt;
 
 use crate::common::{CONFIG, device, loss, optimizer, trained_plainly};
 
-/// Ranks in a line, or in two equal lines that hold the same.
+/// Ranks in a line, or in two equal lines that hold the same values.
 #[derive(Debug, Clone, Copy)]
 enum Ranks {
     Line(usize),
@@ -49,7 +49,7 @@ impl Ranks {
     }
 }
 
-/// Goes on from the folder, saves into it, and returns rank 0's losses.
+/// Continues from the folder, saves into it, and returns rank 0's losses.
 fn train(folder: &Path, ranks: Ranks, until: u64) -> Vec<f32> {
     let folder = folder.to_owned();
     let losses = launch(LaunchConfig::new(ranks.number()), move |world| {
@@ -95,7 +95,7 @@ fn a_training_in_pieces_is_the_training_of_plain_burn() {
     }
 }
 
-/// What each rank says when all do the same, and this is no error of the launch.
+/// The message of each rank when all do the same, without an error of the launch.
 fn messages(
     ranks: usize,
     body: impl Fn(ProcessGroup) -> Result<(), Error> + Send + Sync + 'static,
@@ -165,7 +165,7 @@ fn damage_that_one_rank_reads_is_an_error_on_all() {
     for message in &said {
         assert!(message.contains("rank-00001.safetensors"), "{message}");
     }
-    // Of four shards, the first lies in what rank 0 of two has written, and the others reach into what rank 1 has.
+    // Of four shards, the first is in the data that rank 0 of two has written, and the others reach into rank 1's.
     let only_heard: Vec<_> = said.iter().map(|m| m.contains(" failed: ")).collect();
     assert!(only_heard[0] && only_heard.contains(&false), "{said:?}");
 }
@@ -204,7 +204,7 @@ fn a_mesh_without_the_usual_axis_is_refused_by_name() {
     }
 }
 
-/// Saves the steps that are given with a `Checkpointer`; a `rank` that is given has a weight of no number.
+/// Saves the given steps with a `Checkpointer`; if a `rank` is given, it has a weight that is not a number.
 fn save_beside(
     world: &ProcessGroup,
     folder: &Path,
@@ -262,16 +262,16 @@ fn a_save_that_fails_is_a_remark_and_of_the_last_step_a_failure() {
     train(folder.path(), Ranks::Line(2), 3);
     let to = folder.path().to_owned();
     launch(LaunchConfig::new(2), move |world| {
-        // The folder has step 3, of the ranks that were here before.
+        // The folder has step 3, saved by the previous ranks.
         let (_, mut saves) = save_beside(&world, &to, &[3, 5, 3], None)?;
-        // Whether the failure is noticed before or only at the end, the end tells it.
+        // The end reports the failure, whether it is noticed earlier or only at the end.
         for _ in 0..20 {
             saves.poll();
             std::thread::sleep(Duration::from_millis(10));
         }
         let failure = saves.finish()?.expect("step 3 is there");
         assert!(failure.to_string().contains("step-000003"), "{failure}");
-        // Rank 0 knows that it would be in vain.
+        // Rank 0 knows that another attempt would fail.
         assert_eq!(
             Checkpointer::may_be_tried_again(&failure),
             world.rank() != 0
@@ -304,7 +304,7 @@ fn all_ranks_hear_of_a_tensor_that_is_not_finite() {
     }
 }
 
-/// Alpha is no tensor of the model, and another one is another model.
+/// Alpha is not a tensor of the model, and a different alpha means a different model.
 #[test]
 fn adapters_of_another_alpha_are_refused() {
     let folder = tempfile::tempdir().expect("a folder");

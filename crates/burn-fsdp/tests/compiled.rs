@@ -37,7 +37,7 @@ fn adamw() -> AdamWConfig {
     AdamWConfig::new().with_epsilon(1e-3)
 }
 
-/// The same on every rank, so that the mean over the ranks does not depend on their number.
+/// The same on every rank, so the mean over the ranks does not depend on their number.
 fn batch(step: usize, device: &Device) -> Tokens {
     let tokens = |start: usize| {
         let start = start as i64;
@@ -52,7 +52,7 @@ fn mesh(world: &ProcessGroup) -> Result<ProcessMesh, Error> {
     Ok(ProcessMesh::new(world, mesh)?)
 }
 
-/// Which engine, and how it divides the model.
+/// An engine, and its division of the model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Engine {
     Eager(Strategy, Cut),
@@ -91,7 +91,7 @@ fn compiled_step(mode: Mode) -> Result<CompiledStep<Tokens>, Error> {
     Ok(step?)
 }
 
-/// What a run does: it resumes from a folder if it is given one, trains, and saves.
+/// The settings of a run, which resumes from a folder if there is one, trains, and saves.
 #[derive(Debug, Clone)]
 struct Run {
     engine: Engine,
@@ -101,7 +101,7 @@ struct Run {
     to: Option<Arc<Path>>,
 }
 
-/// Its losses.
+/// Returns the losses of a run.
 fn run(run: Run) -> Vec<f32> {
     let ranks = run.ranks;
     let body = move |world: ProcessGroup| -> Result<Vec<f32>, Error> {
@@ -179,7 +179,8 @@ fn save_to(
     Ok(())
 }
 
-/// Name and bytes of every tensor of a step, whole, and what the optimizer keeps beside them.
+/// Name and bytes of every whole tensor of a step, and the values other than tensors of the optimizer's
+/// state.
 fn contents(folder: &Path) -> (Vec<(String, Vec<u8>)>, Value) {
     let step = Checkpoints::new(folder).newest().expect("saved");
     let whole = |step: &Step, name: &str, shape: &[usize]| {
@@ -199,7 +200,7 @@ fn contents(folder: &Path) -> (Vec<(String, Vec<u8>)>, Value) {
     (tensors, without_groups(&step.index().training.optimizer))
 }
 
-/// The eager optimizer notes the paths of its groups, too; it has only one here.
+/// The eager optimizer also records the paths of its groups; here it has only one group.
 fn without_groups(optimizer: &Value) -> Value {
     let mut optimizer = optimizer.clone();
     let parameters = optimizer.as_object_mut().expect("an object");
@@ -281,7 +282,7 @@ fn what_one_engine_saved_the_other_restores_to_the_bit() {
                 to: Some(from.path().into()),
             };
             run(steps.clone());
-            // No step: what was restored is saved again.
+            // The run makes no step: the restored state is saved again.
             run(Run {
                 engine: second,
                 ranks: ranks[1],
@@ -388,7 +389,7 @@ fn another_model_is_refused_and_parameters_of_different_ages_go_on_each_by_itsel
         assert!(message.contains("blocks.1"), "{message}");
         assert_eq!(step.parameter("head.weight")?, before);
 
-        // A parameter that is trained no more, whose state is kept for who trains it again.
+        // A parameter that is no longer trained; its state is kept in case it is trained again.
         let mut step = compile(
             |device: &Device| {
                 let model = CONFIG.init(device, 4).expect("valid");
@@ -402,7 +403,7 @@ fn another_model_is_refused_and_parameters_of_different_ages_go_on_each_by_itsel
         step.step(1e-2, &batch(2, &Device::flex()))?;
         let taken = snapshot_compiled(&mut step, mesh(&world)?.mesh(), "shard")?;
         let time = |path: &str| {
-            // Of either integer type.
+            // The integer type may be either one.
             let time = taken.optimizer[path]["scalars"]["momentum.time"].as_object();
             time.and_then(|time| time.values().next()?.as_u64())
         };
@@ -411,7 +412,7 @@ fn another_model_is_refused_and_parameters_of_different_ages_go_on_each_by_itsel
             (Some(2), Some(3))
         );
 
-        // A parameter that joined the training later.
+        // A parameter that is trained only later.
         let mut step = compiled_step(Mode::data_parallel(world.clone(), Strategy::FullShard))?;
         restore_compiled(&mut step, &saved)?;
         let mesh = mesh(&world)?;

@@ -1,4 +1,4 @@
-//! Parameters that one rank owns in compiled steps, beside plain Burn and the eager engine.
+//! Parameters with one owner in compiled steps, compared with plain Burn and the eager engine.
 
 use std::path::Path;
 use std::time::Duration;
@@ -28,7 +28,7 @@ use burn_fsdp::{
     backward, clip_grad_norm, fully_shard, launch,
 };
 
-/// Sizes that no number of ranks divides, of layers that are not of one size.
+/// Sizes that no number of ranks divides, in layers of different sizes.
 const WIDTHS: [usize; 4] = [9, 7, 11, 5];
 const RATE: f64 = 1e-2;
 
@@ -69,7 +69,7 @@ impl Net {
     }
 }
 
-/// Gives parameters values that are no one's draw, each when it is asked for.
+/// Gives parameters fixed values that are not drawn, on demand.
 struct Fixed(usize);
 
 impl ModuleMapper for Fixed {
@@ -89,7 +89,7 @@ impl ModuleMapper for Fixed {
     }
 }
 
-/// The batch of a rank in a step, or that of all ranks.
+/// The batch of a rank in a step, or of all ranks.
 fn batch(step: u64, rank: Option<usize>, device: &Device) -> Tensor<2> {
     let rank = rank.map_or(0, |rank| rank as u64 + 1);
     let value = |i: u64| ((i * 7 + step * 5 + rank * 3) % 13) as f32 / 13.0 - 0.4;
@@ -131,7 +131,7 @@ impl Optimizer {
         self.groups().into()
     }
 
-    /// Returns the parameters that one rank owns.
+    /// Returns the patterns of parameters with one owner.
     fn owned(self) -> [&'static str; 1] {
         match self {
             Self::Muon => ["**.weight"],
@@ -140,16 +140,16 @@ impl Optimizer {
     }
 }
 
-/// How a run trains.
+/// The settings of a run.
 #[derive(Debug, Clone)]
 struct Run {
     optimizer: Optimizer,
     ranks: usize,
-    /// Ranks that hold copies of what others hold.
+    /// Ranks that hold copies of other ranks' values.
     copies: usize,
     strategy: Strategy,
     is_frozen: bool,
-    /// Each rank has a batch of its own.
+    /// True if each rank has a different batch.
     differs: bool,
     micro: u64,
     clip: Option<f64>,
@@ -232,7 +232,7 @@ impl Run {
         Ok(())
     }
 
-    /// Compiled: the whole parameters after some steps, on every rank.
+    /// Trains compiled: returns the whole parameters after some steps, on every rank.
     fn compiled(&self, steps: u64) -> Vec<Params> {
         let run = self.clone();
         let got = launch(config(self.ranks), move |world| {
@@ -243,7 +243,7 @@ impl Run {
         got.unwrap_or_else(|error| panic!("{self:?}: {error}"))
     }
 
-    /// The eager engine: the same, of rank 0.
+    /// Trains with the eager engine: returns rank 0's whole parameters.
     fn eager(&self, steps: u64) -> Params {
         let run = self.clone();
         let got = launch(config(self.ranks), move |world| {
@@ -293,7 +293,7 @@ impl Run {
         Ok(optimizer.step(RATE, net, gradients))
     }
 
-    /// Burn alone, on one rank.
+    /// Trains with plain Burn, on one rank.
     fn plain(&self, steps: u64) -> Params {
         let device = Device::flex().autodiff();
         let (mut net, mut optimizer) = (self.init()(&device), self.optimizer.plain());
@@ -354,7 +354,7 @@ fn whole(step: &mut CompiledStep<Tensor<2>>) -> Result<Params, Error> {
     named.collect()
 }
 
-/// Returns how far parameters are from others, relative to the largest of each.
+/// Returns the distance between two sets of parameters, relative to the largest value of each.
 fn distance(got: &Params, want: &Params) -> f32 {
     let pairs = got.iter().zip(want).map(|((path, got), (of, want))| {
         assert_eq!((path, got.len()), (of, want.len()));
@@ -362,13 +362,13 @@ fn distance(got: &Params, want: &Params) -> f32 {
             .iter()
             .fold(f32::MIN_POSITIVE, |most, x| most.max(x.abs()));
         let pairs = got.iter().zip(want).map(|(a, b)| (a - b).abs() / most);
-        // A number that is none is as far as can be.
+        // A value that is not a number is infinitely far.
         pairs.fold(0f32, |far, own| if own <= far { far } else { own })
     });
     pairs.fold(0f32, |far, own| if own <= far { far } else { own })
 }
 
-/// Every rank has the same batch: a mean of two or four equal gradients has their bits.
+/// Every rank has the same batch: a mean of two or four equal gradients has the same bits.
 #[test]
 fn optimizers_of_whole_tensors_have_burns_bits() {
     for optimizer in ALL {
@@ -399,7 +399,7 @@ fn check(run: &Run, want: &Params) {
     }
 }
 
-/// Orders of the step, what is frozen, and steps of several micro-batches.
+/// Tests orders of the step, frozen parameters, and steps of several micro-batches.
 #[test]
 fn owners_keep_burns_bits_in_every_order() {
     let orders: [fn(Options) -> Options; 5] = [
@@ -440,7 +440,7 @@ fn owners_keep_burns_bits_in_every_order() {
     }
 }
 
-/// Ranks with batches of their own: the bits are the eager engine's.
+/// Ranks have different batches; the bits are the eager engine's.
 #[test]
 fn owners_have_the_eager_engines_bits() {
     for optimizer in ALL {
@@ -466,7 +466,7 @@ fn owners_have_the_eager_engines_bits() {
     }
 }
 
-/// What a rank has nothing of adds nothing to the norm, be it that it owns no gradient at all.
+/// Parameters that a rank does not hold add nothing to the norm, even if it owns no gradient at all.
 #[test]
 fn gradients_of_owners_are_clipped_as_one_vector() {
     for optimizer in [Optimizer::Lamb, Optimizer::Muon] {
@@ -500,7 +500,7 @@ fn gradients_of_owners_are_clipped_as_one_vector() {
     }
 }
 
-/// A run in one of the engines, from the newest step of a folder on.
+/// Runs one of the engines, from the newest step of a folder.
 fn leg(folder: &Path, run: &Run, is_compiled: bool, until: u64) -> Vec<Params> {
     let (run, folder) = (run.clone(), folder.to_owned());
     let ranks = run.ranks;
@@ -577,8 +577,8 @@ fn a_training_goes_on_in_either_engine_wherever_its_owners_are() {
     }
 }
 
-/// Four matrices of one size on as many ranks: each has one, with its states, and the others nothing of it. A step of
-/// which every rank held all states, or all parameters, would need half as much again.
+/// Four matrices of one size are on as many ranks. Each rank has one matrix with its states, and nothing of the
+/// others. A step with all states, or all parameters, on every rank would need half as much again.
 #[test]
 fn a_rank_holds_what_it_owns() {
     const DIM: usize = 64;
@@ -635,7 +635,8 @@ fn a_rank_holds_what_it_owns() {
     }
 }
 
-/// Between steps: evaluations, values set whole and in parts, and what the eager engine takes.
+/// Tests the work between steps: evaluations, values set whole and in parts, and conversions to the eager
+/// engine.
 #[test]
 fn owned_values_are_read_set_and_evaluated() {
     let run = Run::new(Optimizer::Muon, 3);
@@ -647,7 +648,7 @@ fn owned_values_are_read_set_and_evaluated() {
         run.train(&mut step, [0, 2])?;
         let after = step.evaluate(&mut evaluation, &x)?.into_data();
         assert_ne!(before, after);
-        // Set whole, and by each rank's part, what comes back is what was set.
+        // Values that were set whole, or by each rank's part, are read back unchanged.
         for path in ["head.weight", "layers.0.bias"] {
             let old = step.parameter(path)?;
             let doubled = old.iter::<f32>().map(|x| 2.0 * x).collect::<Vec<_>>();
@@ -690,7 +691,7 @@ fn what_cannot_have_an_owner_is_refused_by_name() {
         step.expect_err("it cannot run").to_string()
     };
     let solo = || Mode::data_parallel(ProcessGroup::solo(), Strategy::FullShard);
-    // Muon on flat shards: the way out is named.
+    // Muon on flat shards: the error names the remedy.
     let flat = error(solo());
     assert!(
         flat.contains("layers.0.weight") && flat.contains("Mode::one_owner"),
@@ -713,7 +714,7 @@ fn what_cannot_have_an_owner_is_refused_by_name() {
     }
 }
 
-/// A pass that sends something to the wrong rank.
+/// A pass that sends data to the wrong rank.
 #[derive(Debug)]
 struct Misdirected(CollectiveKind);
 
@@ -738,7 +739,7 @@ impl GraphTransform for Misdirected {
     }
 }
 
-/// Types find it, in every plan, before anything runs.
+/// Types detect the error, in every plan, before anything runs.
 #[test]
 fn plans_that_take_owners_for_others_are_refused() {
     for kind in [CollectiveKind::AllGather, CollectiveKind::ReduceScatter] {

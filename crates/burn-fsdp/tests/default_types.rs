@@ -1,5 +1,5 @@
-//! A program that makes another type the default of its device gets the states of its optimizers back in that type. The default
-//! is the process's, so that each type has a process of its own.
+//! A program that makes another type the default of its device gets the states of its optimizers back in that type. The
+//! default belongs to the process, so each type has its own process.
 
 use std::env;
 use std::path::Path;
@@ -65,7 +65,7 @@ fn optimizer(name: &str) -> ModuleOptimizer {
     }
 }
 
-/// Trains in parts, each of which goes on from what the one before has saved.
+/// Trains in parts; each continues from the state that the previous part has saved.
 fn trained(name: &'static str, ranks: usize, ends: &[u64]) -> Vec<f64> {
     let folder = tempfile::tempdir().expect("a folder");
     let path: Arc<Path> = folder.path().into();
@@ -134,7 +134,7 @@ fn plainly(name: &str) -> Vec<f64> {
     steps.collect()
 }
 
-/// What a process does for one type; nothing without one.
+/// The work of a process for one type; nothing without a type.
 #[test]
 fn in_the_type_that_is_asked_for() {
     let dtype = match env::var(TYPE).as_deref() {

@@ -1,4 +1,4 @@
-//! Compiled steps on a device, beside Burn's own loop on the CPU.
+//! Compiled steps on a device, compared with Burn's own loop on the CPU.
 #![cfg(feature = "wgpu")]
 
 use burn::backend::{Cube, DispatchDevice};

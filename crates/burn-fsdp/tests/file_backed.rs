@@ -1,4 +1,4 @@
-//! Optimizer state in files: the same values, with memory for one unit's state.
+//! Optimizer state in files, with the same values and memory for only one unit's state.
 
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -19,7 +19,7 @@ use peak_alloc::PeakAlloc;
 #[global_allocator]
 static HEAP: PeakAlloc = PeakAlloc;
 
-/// The allocator counts for the whole process: one test at a time.
+/// Locks the allocator's counts, which cover the whole process: one test at a time.
 fn alone() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
@@ -95,7 +95,7 @@ struct Bits(Vec<u32>);
 
 impl ModuleVisitor for Bits {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        // Stand-ins of one element say nothing.
+        // Stand-ins of one element carry no information.
         if D == 1 {
             let values = param.base().into_data().try_to_vec::<f32>();
             self.0
@@ -110,7 +110,7 @@ fn trained(ranks: usize, side: usize, folder: Option<&Path>) -> Vec<Vec<Vec<u32>
     on_ranks(ranks, move |world| {
         let device = device();
         let mut net = build(&world, 3, side, &device)?;
-        // Equal in both runs, whatever the seed is.
+        // Equal in both runs, whatever the seed.
         net = net.map(&mut Ramp::default());
         let mut optimizer = match &folder {
             None => Either::Plain(optimizer()),
@@ -153,7 +153,7 @@ impl burn::module::ModuleMapper for Ramp {
 #[test]
 fn the_same_bits_as_with_the_plain_optimizer() {
     let _turn = alone();
-    // With one row, some ranks have nothing of the weights.
+    // With one row, some ranks hold nothing of the weights.
     for (ranks, side) in [(1, 7), (2, 7), (3, 7), (2, 1), (3, 1)] {
         let folder = tempfile::tempdir().expect("a folder");
         let plain = trained(ranks, side, None);
@@ -203,8 +203,8 @@ fn shards(net: &Net) -> Vec<u32> {
     bits.0
 }
 
-/// Steps `from..until` with the optimizer in memory, or in files of `scratch`, on from the newest step in `folder` and saved there
-/// again. In files, a step is made between the snapshot and the save of it, which must not show.
+/// Runs steps `from..until` with the optimizer in memory, or in files of `scratch`, from the newest step in `folder`,
+/// and saves there again. With files, a step is made between the snapshot and its save, which must not affect the save.
 fn saved_and_gone_on(
     (ranks, side): (usize, usize),
     folder: &Path,
@@ -257,8 +257,8 @@ fn saved_and_gone_on(
     })
 }
 
-/// From files to files, to memory and back, on other ranks, some of which hold nothing: the bits of a training in memory that
-/// never stopped. Nothing is left in the folders of the files.
+/// State moves from files to files, to memory and back, on other ranks, some of which hold nothing. The result has the
+/// bits of a training in memory that never stopped. Nothing is left in the folders of the files.
 #[test]
 fn steps_are_saved_from_files_and_read_into_them() {
     let _turn = alone();
@@ -285,7 +285,8 @@ fn steps_are_saved_from_files_and_read_into_them() {
     }
 }
 
-/// In memory are one tensor of the state at a time while it is saved, and one unit's while it is read.
+/// The memory holds one tensor of the state at a time while it is saved, and one unit's state while it is
+/// read.
 #[test]
 fn the_state_is_not_in_memory_while_it_is_saved_and_read() {
     let _turn = alone();
@@ -317,7 +318,7 @@ fn the_state_is_not_in_memory_while_it_is_saved_and_read() {
         drop(taken.snapshot);
         let before = HEAP.current_usage();
         HEAP.reset_peak_usage();
-        // The parameters come, too: those of before are there until then.
+        // The restored parameters also take memory: the previous ones exist until then.
         drop(optimizer.restore_step(net, &step, |_| true)?);
         Ok((saving, HEAP.peak_usage() - before))
     });
@@ -343,7 +344,7 @@ fn a_file_that_changes_in_one_bit_ends_the_step() {
         let file = files.pop().expect("a file").unwrap().path();
         let right = std::fs::read(&file).unwrap();
         let mut says = Vec::new();
-        // At the end are the numbers of the state, which any reader takes.
+        // The numbers of the state are at the end, and any reader accepts them.
         for place in [0, right.len() / 2, right.len() - 2] {
             let mut wrong = right.clone();
             wrong[place] ^= 2;
@@ -383,7 +384,7 @@ fn a_folder_of_another_run_is_refused() {
     assert!(message.contains("such as notes.txt"), "{message}");
     assert!(message.contains("no other run uses"), "{message}");
     assert_eq!(std::fs::read_dir(&rank).expect("there").count(), 2);
-    // The state alone is of a run that is dead, as nobody has the folder.
+    // The remaining state belongs to a dead run, because the folder is not locked.
     std::fs::remove_file(rank.join("notes.txt")).expect("removed");
     let own = FileBackedOptimizer::new(optimizer(), folder.path(), 0).expect("free");
     assert_eq!(std::fs::read_dir(&rank).expect("there").count(), 0);
@@ -394,17 +395,17 @@ fn a_folder_of_another_run_is_refused() {
     assert!(!rank.exists());
 }
 
-/// So many that what a product takes for itself, which depends on the machine's caches, is little beside them.
+/// Large enough that a product's own memory, which depends on the machine's caches, is small in comparison.
 const NUM_LAYERS: usize = 48;
 const SIDE: usize = 256;
 /// Bytes of the parameters.
 const PARAMETERS: usize = NUM_LAYERS * (SIDE * SIDE + SIDE) * size_of::<f32>();
 /// Bytes of the optimizer's state: three values for each parameter.
 const STATE: usize = 3 * PARAMETERS;
-/// What the process may use: parameters, gradients, and less than as much again for all the rest.
+/// Memory that the process may use: parameters, gradients, and less than as much again for everything else.
 const ALLOWED: usize = STATE - PARAMETERS / 4;
 
-/// The most bytes that training takes, on one rank.
+/// The peak memory of training on one rank, in bytes.
 fn peak(folder: Option<&Path>) -> usize {
     let before = HEAP.current_usage();
     HEAP.reset_peak_usage();

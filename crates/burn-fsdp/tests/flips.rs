@@ -1,8 +1,8 @@
-//! Bits that flip in what ranks hold and exchange, by both engines: each is named by step, operation and rank, and without a
-//! flip nothing is.
+//! Bits that flip in the data that ranks hold and exchange, in both engines. Each flip is named by step, operation and
+//! rank, and without a flip nothing is reported.
 //!
-//! Short by default, 1,000 flips and 10,000 steps with `BURN_FSDP_LONG=1`. `BURN_FSDP_CASES=300` tries so many flips,
-//! `BURN_FSDP_SEED=7` others.
+//! Short by default, 1,000 flips and 10,000 steps with `BURN_FSDP_LONG=1`. `BURN_FSDP_CASES=300` sets the number of
+//! flips, `BURN_FSDP_SEED=7` chooses others.
 
 use std::time::Duration;
 
@@ -66,7 +66,7 @@ fn batch(step: u64, rank: usize, device: &Device) -> (Tensor<2>, Tensor<2>) {
     (of(30, 1.7).reshape([6, 5]), of(18, 0.9).reshape([6, 3]))
 }
 
-/// How a training goes.
+/// The settings of a training.
 #[derive(Debug, Clone, Copy)]
 struct Training {
     is_compiled: bool,
@@ -76,7 +76,7 @@ struct Training {
     num_replicas: usize,
     clips: bool,
     accumulates: bool,
-    /// Evaluates, averages, saves and resumes on the way.
+    /// True if it evaluates, averages, saves and resumes in between.
     wanders: bool,
     steps: u64,
 }
@@ -215,7 +215,7 @@ impl Training {
         world.barrier("end").map_err(|error| error.to_string())
     }
 
-    /// Trains on all ranks; returns what each says in the end.
+    /// Trains on all ranks; returns each rank's final result.
     fn train(self, fault: Option<Fault>) -> Vec<Result<(), String>> {
         let config = LaunchConfig::new(self.num_ranks)
             .deadline(Duration::from_secs(120))
@@ -300,7 +300,7 @@ impl Flip {
         }
     }
 
-    /// Returns true if there is such a value in such a training.
+    /// Returns true if such a training has such a value.
     fn is_possible(&self) -> bool {
         let Training {
             is_compiled,
@@ -334,7 +334,7 @@ impl Flip {
         }
     }
 
-    /// Returns what is wrong with what the ranks say, if anything is.
+    /// Returns the problem with the ranks' results, if there is one.
     fn problem(&self) -> Option<String> {
         let Fault { rank, step, at, .. } = self.fault;
         let by_rank = match at {
@@ -357,7 +357,7 @@ impl Flip {
     }
 }
 
-/// Returns a number that the caller of the test may choose.
+/// Returns a number that the user of the test may set.
 fn chosen(name: &str, default: u64) -> u64 {
     let number = std::env::var(name).ok().and_then(|text| text.parse().ok());
     number.unwrap_or(default)
@@ -426,7 +426,8 @@ fn nothing_is_found_where_nothing_flips() {
     }
 }
 
-/// One rank exchanges nothing with others, and an evaluation updates nothing: the shard is looked at where it is used.
+/// A single rank exchanges nothing with others, and an evaluation updates nothing: the shard is checked where it is
+/// used.
 #[test]
 fn a_shard_that_flips_in_an_evaluation_is_named_on_any_number_of_ranks() {
     for num_ranks in 1..=3 {

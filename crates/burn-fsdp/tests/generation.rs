@@ -1,4 +1,4 @@
-//! Generation from a sharded model with a cache of keys and values: one unit is whole at a time.
+//! Generation from a sharded model with a cache of keys and values, where one unit is whole at a time.
 
 use std::time::Duration;
 
@@ -43,7 +43,7 @@ const LLAMA: LlamaConfig = LlamaConfig {
 const PROMPT: [i64; 3] = [1, 5, 30];
 const NEW: usize = 12;
 
-/// A mapper that multiplies matrices: with initial weights, all tokens are about as likely.
+/// A mapper that multiplies matrices, because with initial weights all tokens are about equally likely.
 struct Larger;
 
 impl ModuleMapper for Larger {
@@ -62,7 +62,7 @@ fn likeliest(logits: Tensor<2>) -> i64 {
     logits.argmax(1).into_scalar::<i64>()
 }
 
-/// The likeliest tokens of a whole model, each computed from all before it.
+/// The most likely tokens of a whole model, each computed from all tokens before it.
 fn plainly<A: Architecture>(sizes: A) -> Vec<i64> {
     let model = sizes.init(&Device::flex(), 11).expect("valid sizes");
     let model = model.map(&mut Larger);
@@ -76,7 +76,7 @@ fn plainly<A: Architecture>(sizes: A) -> Vec<i64> {
     tokens
 }
 
-/// The same of shards, with the maximum of the bytes of full parameters at once, and the gathers of each token.
+/// The same with shards, with the peak bytes of full parameters, and the gathers of each token.
 fn sharded<A: Architecture>(sizes: A, ranks: usize) -> Vec<(Vec<i64>, usize, Vec<u64>)> {
     let config = LaunchConfig::new(ranks).deadline(Duration::from_secs(60));
     let seen = launch(config, move |world| {
@@ -111,10 +111,11 @@ fn assert_generation<A: Architecture>(sizes: A, [root, block]: [usize; 2], layer
     for ranks in 1..=4 {
         for (tokens, peak, gathers) in sharded(sizes, ranks) {
             assert_eq!(tokens, want, "{ranks} ranks");
-            // One rank gathers nothing: its shards are the weights.
+            // A single rank gathers nothing: its shards are the weights.
             let largest = if ranks == 1 { 0 } else { 4 * root.max(block) };
             assert_eq!(peak, largest, "{ranks} ranks");
-            // Each block once, and the root at both ends; from the end of one token to the begin of the next it is the same use.
+            // Each block is gathered once, and the root at both ends; from the end of one token to the beginning of the
+            // next it is the same use.
             assert_eq!(gathers[0], layers + 2, "{ranks} ranks");
             let later = &gathers[1..];
             assert!(later.iter().all(|count| *count == layers + 1), "{later:?}");

@@ -1,4 +1,4 @@
-//! Checkpoints in Hugging Face's form, of which each rank reads its shards.
+//! Checkpoints in Hugging Face's format; each rank reads its shards.
 
 use std::ops::Range;
 use std::path::Path;
@@ -40,7 +40,7 @@ fn logits(model: &Llama) -> Vec<f32> {
     logits.try_to_vec().expect("floats")
 }
 
-/// The model with its shards read from files, and the factors of its adapters as they are.
+/// The model with its shards read from files, and with unchanged factors of its adapters.
 fn with_shards_of(model: Llama, weights: &WeightsFile<LlamaConfig>) -> Result<Llama, Error> {
     load_local_state(model, |tensor| {
         if tensor.path.contains(".lora.") {
@@ -52,7 +52,8 @@ fn with_shards_of(model: Llama, weights: &WeightsFile<LlamaConfig>) -> Result<Ll
     })
 }
 
-/// The model of these ranks, each of which has read its shards, whole again; and the bytes that each has read.
+/// The model of these ranks, whole again after each rank has read its shards, and the bytes that each has
+/// read.
 fn loaded(
     folder: &std::path::Path,
     ranks: usize,
@@ -142,7 +143,7 @@ fn batch(rows: Range<usize>, step: usize, device: &Device) -> Tokens {
     (tokens(0), tokens(5))
 }
 
-/// Losses of Burn alone, and the adapters with which it began.
+/// Losses of plain Burn, and the adapters with which it began.
 fn plainly(weights: &WeightsFile<LlamaConfig>) -> (Vec<f32>, Vec<u8>) {
     let device = Device::flex().autodiff();
     let mut model = weights
@@ -222,7 +223,7 @@ fn sharded(
     .sum();
     let matrices = 4 * CONFIG.num_params() - vectors;
     for (_, held) in &seen {
-        // A shard of each of 23 matrices and 42 factors may be longer by an element.
+        // A shard of each of 23 matrices and 42 factors may be one element longer.
         let share = (matrices + factors).div_ceil(ranks) + vectors;
         assert!(held.abs_diff(share) <= 4 * (23 + 42), "{held}, {share}");
     }
@@ -294,7 +295,7 @@ fn own_rows(world: &ProcessGroup) -> Range<usize> {
     world.rank() * rows..(world.rank() + 1) * rows
 }
 
-/// Losses and parameters of Burn alone.
+/// Losses and parameters of plain Burn.
 fn tied_plainly<M: Module>(case: Tied<M>) -> (Vec<f32>, Vec<Vec<f32>>) {
     let device = Device::flex().autodiff();
     let mut model = (case.init)(&device);
@@ -324,7 +325,7 @@ fn values<M: Module>(model: &M) -> Vec<Vec<f32>> {
     found.0
 }
 
-/// Losses of some steps by the eager engine, which begins with what is saved and saves what it ends with.
+/// Losses of some steps by the eager engine, which begins with the saved state and saves its final state.
 fn tied_eagerly<M: Module + 'static>(
     case: Tied<M>,
     (ranks, policy): (usize, ShardPolicy),
@@ -378,7 +379,7 @@ fn tied_compiled<M: Module + 'static>(case: Tied<M>, ranks: usize) -> Vec<f32> {
         .swap_remove(0)
 }
 
-/// The table of a tied embedding is used at both ends of a forward, and is one parameter, with one gradient, saved once.
+/// The table of a tied embedding is used at both ends of a forward. It is one parameter, with one gradient, saved once.
 fn assert_tied<M: Module + 'static>(case: Tied<M>, units: &str) {
     let (want, end) = tied_plainly(case);
     assert!(want[STEPS - 1] < want[0]);

@@ -1,4 +1,5 @@
-//! Burn's own training loop, sharded: bytes that fail if a whole model, or the state of its optimizer, is held anywhere.
+//! Burn's own training loop, sharded: bounds on bytes that fail if a whole model, or its optimizer's state, is held
+//! anywhere.
 #![cfg(feature = "train")]
 
 use std::path::Path;
@@ -34,13 +35,14 @@ const LAYERS: usize = 32;
 const DIM: usize = 512;
 /// Bytes of a layer.
 const UNIT: usize = 4 * DIM * DIM;
-/// Bytes of the model: what all ranks together hold of it.
+/// Bytes of the model, which is also the total over all ranks.
 const MODEL: usize = LAYERS * UNIT;
-/// A whole parameter or its states on their way, a few times; what the transport keeps of units; and books, which do not grow with
-/// the layers: what each rank keeps of the trial of the optimizer at each parameter alone takes some MiB.
+/// Bytes for a whole parameter or its states on their way, a few times, for the transport's buffers of units, and for
+/// bookkeeping. The bookkeeping does not grow with the layers: each rank's data for the trial of the optimizer at each
+/// parameter already takes some MiB.
 const IN_FLIGHT: usize = RANKS * 6 * UNIT + (10 << 20);
 
-/// What was there before the training, and the most that was there while ..
+/// The bytes before the training, and the maximum while ..
 static BEFORE: AtomicUsize = AtomicUsize::new(0);
 /// .. parameters and states were divided,
 static AT_START: AtomicUsize = AtomicUsize::new(0);
@@ -49,7 +51,7 @@ static IN_SAVE: AtomicUsize = AtomicUsize::new(0);
 /// True once a step has begun.
 static STEPS: AtomicUsize = AtomicUsize::new(0);
 
-/// Returns the most that the training has taken since that was asked last.
+/// Returns the peak memory of the training since the last call.
 fn taken() -> usize {
     let peak = HEAP.peak_usage();
     HEAP.reset_peak_usage();
@@ -62,7 +64,7 @@ struct Stack {
 }
 
 impl Stack {
-    /// Layers that Burn initializes when they are asked for.
+    /// Layers that Burn initializes on demand.
     fn new(device: &Device) -> Self {
         let layer = |_| LinearConfig::new(DIM, DIM).with_bias(false).init(device);
         Self {
@@ -101,7 +103,7 @@ impl InferenceStep for Stack {
 
     fn step(&self, batch: Tensor<2>) -> RegressionOutput {
         let output = self.forward(batch);
-        // What follows the last validation is the save.
+        // The save follows the last validation.
         taken();
         output
     }
@@ -184,7 +186,7 @@ static ALONE: Mutex<()> = Mutex::new(());
 #[test]
 fn no_process_holds_the_whole_model_or_the_whole_state() {
     let _alone = ALONE.lock();
-    // What each phase would be short of if there were one more copy of the model somewhere.
+    // The amount by which each bound would fail if there were one more copy of the model somewhere.
     const { assert!(IN_FLIGHT < MODEL, "the bounds can fail") };
     let within = |what: &str, got: &AtomicUsize, models: usize| {
         let (got, most) = (got.load(Ordering::SeqCst), models * MODEL + IN_FLIGHT);
@@ -203,7 +205,7 @@ fn no_process_holds_the_whole_model_or_the_whole_state() {
     assert_eq!(scratch.count(), 0, "nothing is left");
 }
 
-/// The parameters are shared with the training, and Burn's record of the optimizer is there in pieces.
+/// The parameters are shared with the training, and Burn's record of the optimizer exists in pieces.
 #[test]
 fn a_snapshot_copies_the_state_of_the_optimizer_once() {
     let _alone = ALONE.lock();
@@ -217,7 +219,7 @@ fn a_snapshot_copies_the_state_of_the_optimizer_once() {
         let gradients = backward(model.forward(batch).loss, &model)?;
         let model = optimizer.step(1e-3, model, gradients);
         let mesh = Mesh::line("shard", RANKS).expect("a mesh");
-        // What the trial of the optimizer leaves.
+        // The memory left by the trial of the optimizer.
         drop(snapshot(&model, &optimizer, &mesh, "shard").expect("a snapshot"));
         world.barrier("the heap")?;
         if world.rank() == 0 {

@@ -61,7 +61,7 @@ impl Net {
     }
 }
 
-/// The same on every rank, so that the mean over the ranks does not depend on their number.
+/// The same on every rank, so the mean over the ranks does not depend on their number.
 fn batch(step: usize, device: &Device) -> Tensor<2> {
     let value = |i: usize| ((i * 29 + step * 13) % 53) as f32 / 26.0 - 1.0;
     let values: Vec<f32> = (0..24).map(value).collect();
@@ -82,7 +82,7 @@ enum Engine {
 const SHARDED: Engine = Engine::Compiled(Strategy::FullShard);
 const REPLICATED: Engine = Engine::Compiled(Strategy::NoShard);
 
-/// What one half of a run is.
+/// The settings of one half of a run.
 #[derive(Debug, Clone)]
 struct Part {
     engine: Engine,
@@ -179,7 +179,7 @@ fn burns(optimizer: OptimizerGroups, base: f64, bias: bool) -> Vec<f32> {
     steps.collect()
 }
 
-/// A run that moves from one engine to another, on other numbers of ranks.
+/// A run that moves from one engine to another, on a different number of ranks.
 fn moved(
     optimizer: &OptimizerGroups,
     base: f64,
@@ -238,7 +238,7 @@ impl ForEach for Moves {
             [(REPLICATED, 2), (Engine::Eager, 3)],
         ];
         let mut moves = whole.to_vec();
-        // Shards have no shape: the eager engine is for optimizers that do not ask.
+        // Shards lack the parameter's shape: the eager engine is for optimizers that do not need it.
         match needs {
             Needs::Element => moves.extend(sharded.into_iter().chain(engines)),
             Needs::Shape => moves.extend(sharded),
@@ -266,7 +266,8 @@ fn every_optimizer_moves_between_engines_and_numbers_of_ranks() {
     assert!(moves.0.is_empty(), "{:#?}", moves.0);
 }
 
-/// Groups whose states have one form: only the path tells which optimizer goes on with each, and Burn asks it once.
+/// Groups whose states have the same form. Only the path tells which optimizer continues with each, and Burn asks
+/// for it once.
 fn groups() -> Vec<(&'static str, OptimizerGroups)> {
     let adamw = |decay: f32| {
         let config = AdamWConfig::new().with_weight_decay(decay);

@@ -1,4 +1,4 @@
-//! Parameters that one rank owns: their optimizer's state in checkpoints, in files and in Burn's own loop.
+//! Parameters with one owner: their optimizer's state in checkpoints, in files and in Burn's own loop.
 
 use std::path::Path;
 use std::time::Duration;
@@ -65,7 +65,7 @@ const OPTIMIZERS: [(&str, Make); 5] = [
     }),
 ];
 
-/// Gives parameters values that are no one's draw.
+/// Gives parameters fixed values that are not drawn.
 struct Fixed(usize);
 
 impl ModuleMapper for Fixed {
@@ -87,7 +87,7 @@ impl ModuleMapper for Fixed {
 enum Placed {
     /// Every parameter has one owner.
     Owned,
-    /// Every rank has everything.
+    /// Every rank holds everything.
     Everywhere,
     /// Owned in each of two replicas.
     Hybrid,
@@ -105,7 +105,7 @@ fn mesh(world: &ProcessGroup, placed: Placed) -> Result<ProcessMesh, Error> {
 
 fn model(mesh: &ProcessMesh, placed: Placed) -> Result<Net, Error> {
     let device = Device::flex().autodiff().gradient_checkpointing();
-    // Burn's generator is one for all tests of this process.
+    // All tests of this process share Burn's generator.
     sharded(Net::new(&device).map(&mut Fixed(0)), mesh, placed)
 }
 
@@ -141,7 +141,7 @@ fn whole(net: &Net) -> Result<Params, Error> {
     Ok(named.collect())
 }
 
-/// Trains on from what is in `folder` up to `until` steps, and saves there.
+/// Continues the training in `folder` up to `until` steps, and saves there.
 fn train(folder: &Path, ranks: usize, placed: Placed, make: Make, until: u64) -> Vec<Params> {
     let folder = folder.to_owned();
     let config = LaunchConfig::new(ranks).deadline(Duration::from_secs(30));
@@ -151,7 +151,7 @@ fn train(folder: &Path, ranks: usize, placed: Placed, make: Make, until: u64) ->
         let resumed = resume(&folder, model(&mesh, placed)?, make(), &mesh)?;
         let (mut net, mut optimizer) = (resumed.model, resumed.optimizer);
         for step in resumed.step..until {
-            // The same batch on every rank: a mean of equal gradients has their bits.
+            // The same batch on every rank: a mean of equal gradients has the same bits.
             let gradients = backward(net.loss(step, &device), &net)?;
             net = optimizer.step(1e-2, net, gradients);
         }
@@ -161,7 +161,8 @@ fn train(folder: &Path, ranks: usize, placed: Placed, make: Make, until: u64) ->
     done.unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Stopped and gone on with, on other ranks and placed otherwise, it ends with the bits of a run that never stopped.
+/// A training stops and continues, on other ranks and with another placement. It ends with the bits of a run that
+/// never stopped.
 #[test]
 fn a_training_goes_on_from_its_checkpoint_wherever_its_owners_are() {
     let placements = [
@@ -189,7 +190,7 @@ fn a_training_goes_on_from_its_checkpoint_wherever_its_owners_are() {
     }
 }
 
-/// What element-wise optimizers keep can be cut, whoever kept it.
+/// The states of element-wise optimizers can be cut, whichever ranks held them.
 #[test]
 fn an_elementwise_training_may_be_cut_afterwards_and_owned_again() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -203,7 +204,7 @@ fn an_elementwise_training_may_be_cut_afterwards_and_owned_again() {
     }
 }
 
-/// A state of another shape than its parameter's is one part of its owner's, and is not cut in silence.
+/// A state whose shape differs from its parameter's has one part, on its owner, and is never cut silently.
 #[test]
 fn a_state_that_is_no_elements_is_refused_where_parameters_are_cut() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -223,7 +224,7 @@ fn a_state_that_is_no_elements_is_refused_where_parameters_are_cut() {
     let config = LaunchConfig::new(2).deadline(Duration::from_secs(30));
     let refused = launch(config, move |world| {
         let mesh = mesh(&world, Placed::Cut)?;
-        // An optimizer that may work on shards, which does not take the state anyway.
+        // An optimizer that may work on shards, but does not accept the state.
         let optimizer = AdamWConfig::new().init();
         let resumed = resume(&path, model(&mesh, Placed::Cut)?, optimizer, &mesh);
         Ok::<_, Error>(resumed.expect_err("Adafactor's factors").to_string())
@@ -260,7 +261,7 @@ fn state_in_files_is_the_owners() {
     }
 }
 
-/// Its ids are those of stand-ins, so that the optimizer's state belongs to nobody.
+/// Its ids are the stand-ins', so the optimizer's state belongs to no parameter.
 #[test]
 fn a_record_that_was_loaded_too_early_is_refused_by_save() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -273,7 +274,7 @@ fn a_record_that_was_loaded_too_early_is_refused_by_save() {
         let gradients = backward(net.loss(0, &device), &net)?;
         net = optimizer.step(1e-2, net, gradients);
         let (record, state) = (into_record(net)?, optimizer.to_record());
-        // Loaded, and sharded then.
+        // Loaded, and sharded afterwards.
         let net = Net::new(&device).load_record(record);
         let net = fully_shard(net, &mesh, ShardPolicy::new())?;
         let optimizer = AdamWConfig::new().init().load_record(state);
@@ -302,7 +303,7 @@ fn plain_device() -> Device {
     Device::flex().autodiff().gradient_checkpointing()
 }
 
-/// Burn alone, from a model and an optimizer that may have been trained: the steps from `from` to 6.
+/// Plain Burn, from a model and an optimizer that may have been trained: the steps from `from` to 6.
 fn plainly(
     mut net: Net,
     mut optimizer: ModuleOptimizer,
@@ -338,7 +339,7 @@ fn values(net: &Net) -> Vec<Vec<f32>> {
     layers.map(of).collect()
 }
 
-/// Where an optimizer may be: what needs whole tensors nowhere but on owners.
+/// The placements for an optimizer: one that needs whole tensors is only on owners.
 fn places_of(name: &str) -> Vec<(usize, Placed)> {
     let mut places = vec![
         (1, Placed::Owned),
@@ -357,8 +358,8 @@ fn with_adamw() -> impl Iterator<Item = (&'static str, Make)> {
     OPTIMIZERS.into_iter().chain([adamw])
 }
 
-/// The ranks train for three steps; the rank that keeps the whole model and the whole state goes on with Burn alone, to the
-/// bits of a training that was never sharded.
+/// The ranks train for three steps. The rank that keeps the whole model and the whole state continues with plain Burn,
+/// with the bits of a training that was never sharded.
 #[test]
 fn whole_states_train_on_without_shards() {
     for (name, make) in with_adamw() {
@@ -390,7 +391,7 @@ fn whole_states_train_on_without_shards() {
     }
 }
 
-/// Trained for three steps by Burn alone, then sharded with its optimizer.
+/// Trained for three steps by plain Burn, then sharded with its optimizer.
 #[test]
 fn whole_states_are_cut_with_the_model() {
     for (name, make) in with_adamw() {

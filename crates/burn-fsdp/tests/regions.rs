@@ -1,6 +1,6 @@
-//! Regions that are computed again, with dropout and BatchNorm in them, in both engines, against plain Burn.
+//! Recomputed regions, with dropout and BatchNorm in them, in both engines, compared with plain Burn.
 //!
-//! Burn has one generator for all threads of a process, so that these tests run one after the other.
+//! Burn has one generator for all threads of a process, so these tests run one after the other.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -37,7 +37,7 @@ struct Block {
 }
 
 impl Block {
-    /// Returns what is dropped from.
+    /// Returns the tensor that dropout is applied to.
     fn kept(&self, x: Tensor<2>) -> Tensor<2> {
         gelu(self.norm.forward(self.linear.forward(x)))
     }
@@ -53,12 +53,12 @@ struct Net {
     head: Linear,
 }
 
-/// Who runs a block.
+/// The way in which a block runs.
 #[derive(Debug, Clone)]
 enum How {
     Region,
     Kept,
-    /// The region of a step, with what was dropped there, by block.
+    /// The region of a step, with given dropout masks by block.
     Dropped(Vec<TensorData>),
 }
 
@@ -96,7 +96,7 @@ impl Net {
     }
 }
 
-/// What was dropped by a block: zeros, and elsewhere the factor of what stays.
+/// The dropout mask of a block: zeros, and elsewhere the factor of the remaining elements.
 fn mask(output: &Tensor<2>, probability: f64) -> TensorData {
     let factor = 1.0 / (1.0 - probability) as f32;
     let values = output.to_data().convert::<f32>();
@@ -114,7 +114,7 @@ fn batch(step: usize, rank: usize, device: &Device) -> Tensor<2> {
     Tensor::from_data(TensorData::new(values, [ROWS, DIM]), device)
 }
 
-/// Values by the number of the parameter: running states begin with what they stand for.
+/// Values by the number of the parameter; running states keep their usual initial values.
 #[derive(Default)]
 struct Values {
     number: usize,
@@ -163,14 +163,15 @@ fn tensors(module: &Net) -> Tensors {
     reader.1
 }
 
-/// What a rank has seen of a training: by step the loss, what each block has dropped, and the tensors after it.
+/// A rank's record of a training: by step the loss, the dropout mask of each block, and the tensors after it.
 struct Seen {
     losses: Vec<f32>,
     masks: Vec<Vec<TensorData>>,
     tensors: Vec<Tensors>,
 }
 
-/// Plain Burn with what was dropped, on a model for each rank: gradients are averaged, running states are each rank's own.
+/// Plain Burn with given dropout masks, on a model for each rank. Gradients are averaged, and each rank has its own
+/// running states.
 fn plainly(masks: &[Vec<Vec<TensorData>>]) -> Vec<Seen> {
     let device = Device::flex().autodiff();
     let init = |_: &Vec<Vec<TensorData>>| Net::new(0.0, &device);
@@ -349,7 +350,7 @@ fn dropout_is_drawn_again_the_same_where_a_process_is_a_rank() {
     }
 }
 
-/// The numbers of a seed are the same in every run.
+/// The numbers drawn from a seed are the same in every run.
 #[test]
 fn a_seed_repeats_a_run_with_regions() {
     let _alone = alone();
@@ -393,7 +394,7 @@ fn running_states_are_updated_once() {
     }
 }
 
-/// Trains by compiled steps; returns what was seen, and the products of backward.
+/// Trains by compiled steps; returns the record of the training, and the products of backward.
 fn compiled(world: &ProcessGroup, how: &How, options: Options) -> Result<(Seen, usize), Error> {
     let how = how.clone();
     let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
@@ -456,7 +457,7 @@ fn regions_of_compiled_steps_are_computed_again() {
             );
             let masks: Vec<_> = again.iter().map(|(seen, _)| seen.masks.clone()).collect();
             let mut want = plainly(&masks);
-            // The loss is the mean over the ranks, and running states are those of rank 0, which shows its own alone.
+            // The loss is the mean over the ranks, and running states are rank 0's, which shows only its own.
             let mean = |step: usize| {
                 let losses = want.iter().map(|want| want.losses[step]);
                 losses.sum::<f32>() / ranks as f32

@@ -1,6 +1,6 @@
-//! The table of resumes: every optimizer, in every type of parameters, through every call that saves and goes on, is as
-//! without the stop to the bit, or is refused before a step is trained; by `snapshot`, which sees no beginning, when it is first
-//! called.
+//! The table of resumes: every optimizer, with every type of parameters, through every call that saves and resumes. A
+//! resumed run has the bits of a run without the stop, or it is refused before a step is trained; `snapshot`, which
+//! does not see the beginning, refuses on its first call.
 
 #[path = "../../spmd/tests/common/optimizers.rs"]
 mod every;
@@ -34,7 +34,7 @@ const CUT: u64 = 3;
 const STEPS: u64 = 6;
 const TYPES: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
 
-/// Two layers, and a scale between them that may be of another type.
+/// Two layers, and a scale between them that may have another type.
 #[derive(Module, Debug)]
 struct Net {
     first: Linear,
@@ -43,7 +43,7 @@ struct Net {
 }
 
 impl Net {
-    /// Of this type, and the scale of its own.
+    /// Creates the model with the first type, and its scale with the second.
     fn of(device: &Device, [dtype, scale]: [DType; 2]) -> Self {
         fn param<const D: usize>(
             seed: usize,
@@ -94,7 +94,7 @@ fn device() -> Device {
     Device::flex().autodiff().gradient_checkpointing()
 }
 
-/// How ranks are laid out: `ranks` in a line, or two copies of half as many.
+/// Returns the layout of ranks: `ranks` in a line, or two copies of half as many.
 fn mesh(world: &ProcessGroup, is_hybrid: bool) -> Result<ProcessMesh, Error> {
     let layout = match is_hybrid {
         false => Mesh::line("shard", world.size())?,
@@ -111,7 +111,7 @@ fn sharded(mesh: &ProcessMesh, types: [DType; 2]) -> Result<Net, Error> {
     Ok(fully_shard(Net::of(&device(), types), mesh, policy)?)
 }
 
-/// A way of saving and of going on.
+/// A way of saving and resuming.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Call {
     /// `save` and `resume`.
@@ -131,7 +131,7 @@ struct Part<O> {
     call: Call,
     ranks: usize,
     is_hybrid: bool,
-    /// The folder of steps, with the step to go on from if it is not the first.
+    /// The folder of steps, with the step to continue from if it is not the first.
     folder: Arc<Path>,
     steps: std::ops::Range<u64>,
 }
@@ -221,7 +221,7 @@ fn train<O: Optimizer>(part: &Part<O>) -> Result<Vec<f64>, String> {
         .map_err(|error| error.to_string())
 }
 
-/// The tensors and numbers of a step, but for how they lie.
+/// The tensors and numbers of a step, apart from their layout.
 fn contents(folder: &Path, step: u64) -> (BTreeMap<String, Vec<u8>>, serde_json::Value) {
     let step = Checkpoints::new(folder).open(step).expect("a step");
     let tensors = step.index().tensors.iter().map(|tensor| {
@@ -232,7 +232,7 @@ fn contents(folder: &Path, step: u64) -> (BTreeMap<String, Vec<u8>>, serde_json:
     (tensors.collect(), step.index().training.optimizer.clone())
 }
 
-/// What came of a cell of the table.
+/// The result of a cell of the table.
 #[derive(Debug, Clone, PartialEq)]
 enum Cell {
     Bits,
@@ -240,7 +240,8 @@ enum Cell {
     Failed(String),
 }
 
-/// A reason without the rank that gave it, and without the state that it found first: several may.
+/// A reason without the rank that reported it, and without the first state that it found, because several are
+/// possible.
 fn plain(reason: &str) -> String {
     if reason.contains(NO_WAY_BACK) {
         return NO_WAY_BACK.to_owned();
@@ -251,7 +252,7 @@ fn plain(reason: &str) -> String {
     rest.to_owned()
 }
 
-/// What a part of a run was refused for. Panics are none.
+/// The reason why a part of a run was refused. Panics do not count.
 fn refused(reason: &str) -> Cell {
     match reason.contains("panicked") {
         true => Cell::Failed(reason.to_owned()),
@@ -267,7 +268,7 @@ fn compared(want: &[f64], got: &[f64]) -> Cell {
     }
 }
 
-/// A whole run in parts: each trains so many steps on so many ranks, in a folder of its own.
+/// A whole run in parts: each trains some steps on some ranks, in its own folder.
 fn parts<O: Optimizer>(of: &Part<O>, cuts: &[u64]) -> Result<Vec<f64>, String> {
     let folder = tempfile::tempdir().expect("a folder");
     let mut losses = Vec::new();
@@ -284,11 +285,11 @@ fn parts<O: Optimizer>(of: &Part<O>, cuts: &[u64]) -> Result<Vec<f64>, String> {
     Ok(losses)
 }
 
-/// A run that stops and goes on, beside one that does not.
+/// A run that stops and continues, compared with one that does not stop.
 fn stopped<O: Optimizer>(of: &Part<O>) -> Cell {
     match (parts(of, &[STEPS]), parts(of, &[CUT, STEPS])) {
         (Ok(want), Ok(got)) => compared(&want, &got),
-        // The first part is refused as the whole is: nothing is found out after the stop.
+        // The first part is refused for the same reason as the whole: the stop reveals nothing new.
         (Err(reason), Err(other)) if plain(&reason) == plain(&other) => refused(&reason),
         (want, got) => Cell::Failed(format!("{:?}, {:?}", want.err(), got.err())),
     }
@@ -323,7 +324,8 @@ fn moved<O: Optimizer>(of: &Part<O>, to: (Call, usize, bool)) -> Cell {
         ..of.clone()
     };
     match again(&second) {
-        // Of a compiled step, which keeps states of every type, and may step whole tensors of its own.
+        // The reason for a compiled step, which keeps states of every type, and may step its own whole
+        // tensors.
         Err(reason) if reason.contains(NO_WAY_BACK) || reason.contains(WHOLE) => refused(&reason),
         Err(reason) => Cell::Failed(reason),
         Ok(()) => {
@@ -361,7 +363,7 @@ fn numbers(kept: &serde_json::Value) -> BTreeMap<String, serde_json::Value> {
         .collect()
 }
 
-/// Goes on from a step, and saves it again under the next number.
+/// Continues from a step, and saves it again under the next number.
 fn again<O: Optimizer>(part: &Part<O>) -> Result<(), String> {
     let part = part.clone();
     let ranks = part.ranks;
@@ -393,7 +395,8 @@ fn again<O: Optimizer>(part: &Part<O>) -> Result<(), String> {
     done.map(drop).map_err(|error| error.to_string())
 }
 
-/// A run whose optimizer's state lies in files, which go through records in the middle, beside one in memory.
+/// A run with its optimizer's state in files, which pass through records in the middle, compared with one in
+/// memory.
 fn in_files<O: Optimizer>(of: &Part<O>) -> Cell {
     let part = of.clone();
     let folder = tempfile::tempdir().expect("a folder");
@@ -452,10 +455,10 @@ fn plainly<O: Optimizer>(of: &Part<O>) -> Vec<f64> {
     steps.collect()
 }
 
-/// The words of the refusal of a state of another type.
+/// The text of the refusal of a state of another type.
 const NO_WAY_BACK: &str = "the training could not be resumed";
 
-/// The words of the refusal of an optimizer that computes with whole tensors.
+/// The text of the refusal of an optimizer that computes with whole tensors.
 const WHOLE: &str = "it computes with whole tensors";
 
 const CELLS: [&str; 12] = [
@@ -512,10 +515,10 @@ fn cells<O: Optimizer>(optimizer: O, rate: f64, types: [DType; 2]) -> Vec<(&'sta
     CELLS.into_iter().zip(outcomes).collect()
 }
 
-/// The table, and what is wrong in it.
+/// The table, and its failures.
 #[derive(Default)]
 struct Table {
-    /// Optimizers that came by, tried or not.
+    /// Number of optimizers so far, tried or not.
     num_seen: usize,
     lines: Vec<String>,
     reasons: BTreeMap<String, usize>,
@@ -536,7 +539,7 @@ impl Table {
             let sign = match outcome {
                 Cell::Bits => "0",
                 Cell::Refused(reason) => {
-                    // Element by element nothing is refused but a state of another type than Burn makes.
+                    // Among element-wise optimizers, only a state whose type differs from Burn's is refused.
                     let is_due = reason.contains(NO_WAY_BACK) && types != [DType::F32; 2];
                     let is_stateless = ["sgd", "sgd decay", "sgd, several"].contains(&name);
                     if needs == Needs::Element && (!is_due || is_stateless) {
@@ -577,7 +580,7 @@ impl ForEach for Table {
         } else {
             &[DType::F32, DType::BF16]
         };
-        // Their whole tensors are the owners': tests/owners.rs.
+        // The owners hold their tensors whole: tests/owners.rs.
         for dtype in types.iter().copied() {
             let types = [dtype; 2];
             let cells = cells(optimizer.clone(), rate, types);
@@ -586,7 +589,7 @@ impl ForEach for Table {
     }
 }
 
-/// One in so many optimizers is tried, in two types, unless `BURN_FSDP_LONG` is set.
+/// One of this many optimizers is tried, in two types, unless `BURN_FSDP_LONG` is set.
 const SHORT: usize = 9;
 
 #[test]
@@ -596,7 +599,7 @@ fn every_optimizer_goes_on_in_every_type_through_every_call() {
     table.finish();
 }
 
-/// Vectors of f32 between matrices of 16 bits, and the other way round.
+/// Vectors of f32 between 16-bit matrices, and the other way round.
 #[test]
 fn a_module_of_several_types_goes_on_in_each_of_them() {
     let mut table = Table::default();
@@ -624,7 +627,7 @@ fn a_module_of_several_types_goes_on_in_each_of_them() {
     table.finish();
 }
 
-/// It was found out when the training was to go on, by a panic.
+/// Previously a panic revealed this only when the training was resumed.
 #[test]
 fn a_state_that_could_not_come_back_is_refused_before_training() {
     let adamw = || AdamWConfig::new().with_epsilon(1e-3).build();
@@ -680,7 +683,7 @@ fn a_state_that_could_not_come_back_is_refused_before_training() {
     }
 }
 
-/// Trains two steps on from what is in a folder; returns the step that it went on from.
+/// Trains two more steps from the state in a folder; returns the step that it continued from.
 fn two_more(folder: &Path) -> Result<u64, String> {
     let folder: Arc<Path> = folder.into();
     let body = move |world: ProcessGroup| -> Result<u64, Error> {
@@ -791,7 +794,7 @@ fn resume_goes_on_from_the_newest_step_or_says_why_not() {
             "{what}: {error}"
         );
     }
-    // What has no name of a step is nobody's business.
+    // An entry without the name of a step is ignored.
     let folder = fresh();
     for name in [
         "step-abc",

@@ -1,16 +1,17 @@
-//! The tables of `docs/semantics.md` name tests and items that exist, and mark what is less than it seems.
+//! The tables of `docs/semantics.md` name existing tests and items, and mark weaker guarantees.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// The folder of this crate as the test runs. What is compiled may come from another clone, by a shared target folder.
+/// The folder of this crate when the test runs. The compiled path may belong to another clone, because of a shared
+/// target folder.
 fn crate_folder() -> PathBuf {
     std::env::var_os("CARGO_MANIFEST_DIR")
         .expect("cargo runs the test")
         .into()
 }
 
-/// Where the module of a test lies, by the binary and the module of its name.
+/// The file of a test's module, by the binary and the module of its name.
 fn file_of(binary: &str, module: Option<&str>) -> PathBuf {
     let crates = crate_folder().join("..");
     let module = module.unwrap_or("main");
@@ -34,7 +35,7 @@ fn page() -> String {
     std::fs::read_to_string(page).expect("the page")
 }
 
-/// The cells of each row: its ids, where it is, its tests. Cells have no bars of their own.
+/// The cells of each row: its ids, its place, its tests. Cells do not contain bars.
 fn rows(page: &str) -> Vec<[&str; 3]> {
     let lines = page.lines().filter(|line| line.starts_with("| "));
     let cells = lines.map(|line| {
@@ -48,7 +49,7 @@ fn rows(page: &str) -> Vec<[&str; 3]> {
     cells.filter(|[ids, ..]| *ids != "row").collect()
 }
 
-/// What stands in backquotes.
+/// The texts in backquotes.
 fn quoted(cell: &str) -> impl Iterator<Item = &str> {
     cell.split('`').skip(1).step_by(2)
 }
@@ -58,7 +59,7 @@ fn words(text: &str) -> impl Iterator<Item = &str> {
     words.filter(|word| word.len() > 1)
 }
 
-/// What is wrong with a name, if something is.
+/// The problem with a name, if there is one.
 fn fault(name: &str) -> Option<String> {
     let parts: Vec<_> = name.split("::").collect();
     let (binary, module, test) = match parts[..] {
@@ -94,7 +95,7 @@ fn fault(name: &str) -> Option<String> {
                 found || line.starts_with(&inner)
             })
         }
-        // Some have a harness of their own.
+        // Some have their own harness.
         None => text.contains("#[test]") || text.contains("fn main()"),
     };
     (!is_there).then(|| format!("is not in {}", file.display()))
@@ -146,7 +147,7 @@ fn every_name_in_a_row_is_in_the_sources() {
     assert!(faults.is_empty(), "{}", faults.join("\n"));
 }
 
-/// The mark that a row begins with. A mark says what is missing.
+/// The mark at the beginning of a row, which names a missing part.
 fn mark(place: &str) -> Option<&'static str> {
     let marks = ["**weaker**", "**missing**"];
     let mark = marks.into_iter().find(|mark| place.starts_with(mark))?;
@@ -166,8 +167,8 @@ fn mark(place: &str) -> Option<&'static str> {
     Some(mark)
 }
 
-/// What gives less than it seems begins with a mark, however else it is said: by another spelling, in the middle, or by
-/// a row that it is like.
+/// A row with a weaker guarantee begins with a mark, however else it is expressed: with another spelling, in the
+/// middle, or by reference to another row.
 #[test]
 fn marks_stand_at_the_beginning() {
     const SIGNS: [&str; 8] = [
@@ -191,7 +192,7 @@ fn marks_stand_at_the_beginning() {
         marks.extend(words(ids).map(|id| (id, mark)));
     }
     for [ids, place, _] in &rows {
-        // "as W17", or "see W17", is what W17 is.
+        // "as W17", or "see W17", means the same as W17.
         let [like, see] = ["as ", "see "].map(|link| {
             let links = place.match_indices(link);
             links.map(move |(at, _)| &place[at + link.len()..])
@@ -205,11 +206,11 @@ fn marks_stand_at_the_beginning() {
     assert!(marks.len() > 150, "{} rows", marks.len());
 }
 
-/// What is whole has a test that says so.
+/// Every row without a mark names a test.
 #[test]
 fn rows_without_a_mark_name_a_test() {
     let page = page();
-    // Or there is nothing to be tested, or a row that it is like has the test.
+    // The exceptions: there is nothing to test, or the row refers to another one with the test.
     let begins = [
         "does not apply",
         "do not apply",

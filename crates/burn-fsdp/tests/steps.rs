@@ -91,14 +91,14 @@ fn write<M: Module>(
     Ok(())
 }
 
-/// A group for saves alone.
+/// A group for only the saves.
 fn apart(world: &ProcessGroup) -> Result<ProcessGroup, Error> {
     Ok(world.split(0, world.rank(), "checkpoints")?)
 }
 
-/// Trains two steps and saves. Every rank trains on the same batch, so that the values do not depend on
-/// the number of ranks by more than rounding, and not at all where that is a power of two. Returns the
-/// whole parameters as a record of the module has them.
+/// Trains two steps and saves. Every rank trains on the same batch, so the values depend on the number of
+/// ranks only by rounding, and not at all if the number is a power of two. Returns the whole parameters as in
+/// a record of the module.
 fn save_at(ranks: usize, cut: Cut, folder: &Path) -> Tensors {
     let folder = Arc::new(folder.to_owned());
     let seen = launch(LaunchConfig::new(ranks), move |world| {
@@ -158,7 +158,7 @@ fn saved_at_n_and_loaded_at_m_is_the_same_to_the_bit() {
         // All ranks have the same rows: sums of up to four equal addends are exact when divided again.
         if [1, 2, 4].contains(&n) {
             assert!(in_file == plain, "saved at {n}: the plain model");
-            // The states of one rank are proved by training on with them.
+            // Continuing the training with the states of one rank proves them.
             let states: Tensors = want.iter().filter(is_state).cloned().collect();
             let of_one = states_of_one.get_or_insert_with(|| states.clone());
             assert!(states == *of_one, "saved at {n}: the states of one rank");
@@ -180,7 +180,7 @@ fn saved_at_n_and_loaded_at_m_is_the_same_to_the_bit() {
                     let (model, optim) = restore(model, optimizer(), &step)?;
                     let taken = snapshot(&model, &optim, mesh.mesh(), "shard")?;
                     assert_eq!(taken.optimizer, step.index().training.optimizer);
-                    // What was loaded, saved again.
+                    // The loaded state, saved again.
                     write(world, &mesh, &model, &optim, 2, &again)?;
                     Ok::<_, Error>(())
                 });
@@ -339,7 +339,7 @@ fn a_damaged_step_changes_no_copy_of_the_model() {
             .err()
             .expect("damaged");
         assert!(refused.to_string().contains("damaged"), "{refused}");
-        // Training goes on with the copy that is left: by a learning rate of 0 nothing changes.
+        // Training continues with the remaining copy: a learning rate of 0 changes nothing.
         let gradients = backward(loss(&model, 0, &device), &model)?;
         let model = SgdConfig::new().init().step(0.0, model, gradients);
         assert!(bytes(&model)? == before);
@@ -365,7 +365,7 @@ fn counting(device: &Device, usage: i64) -> Counting {
     }
 }
 
-/// Integers and booleans are restored; what differs by rank is all of rank 0's.
+/// Integers and booleans are restored; rank 0's values are used for everything that differs by rank.
 #[test]
 fn what_ranks_have_of_their_own_is_saved_as_rank_0_has_it() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -402,7 +402,7 @@ fn what_ranks_have_of_their_own_is_saved_as_rank_0_has_it() {
     }
 }
 
-/// Nobody asks, but whoever saves or restores learns it.
+/// The optimizer is not checked explicitly, but saving or restoring notices it.
 #[test]
 fn an_optimizer_that_needs_whole_tensors_is_noticed() {
     let folder = tempfile::tempdir().expect("a folder");

@@ -23,7 +23,7 @@ pub(crate) struct FactorGradients {
 }
 
 impl Adapter {
-    /// Returns `base` with what the factors add, all of them flat and plain.
+    /// Returns `base` plus the product of the factors, all of them flat and plain.
     pub(crate) fn applied(&self, base: Tensor<1>, a: Tensor<1>, b: Tensor<1>) -> Tensor<1> {
         let delta = self.matrix_a(a).matmul(self.matrix_b(b));
         let delta = delta.mul_scalar(self.scale);
@@ -32,7 +32,7 @@ impl Adapter {
         base + delta.cast(dtype)
     }
 
-    /// Returns the gradients of the factors, from that of the weight.
+    /// Returns the gradients of the factors, from the weight's gradient.
     pub(crate) fn gradients(
         &self,
         of_weight: Tensor<1>,

@@ -21,7 +21,7 @@ pub(crate) enum Purpose {
     Region,
     /// The second forward of a recomputed region, or its backward.
     RegionAgain,
-    /// A map that the engine makes for a purpose of its own.
+    /// A map that the engine makes for its own purpose.
     Map,
     /// A call of a gradient hook.
     Hook,
@@ -30,11 +30,12 @@ pub(crate) enum Purpose {
 }
 
 thread_local! {
-    /// The purposes under way on this thread, the innermost last.
+    /// The current purposes on this thread, the innermost last.
     static PURPOSES: RefCell<Vec<Purpose>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A guard that ends a purpose when it is dropped, by unwinding or otherwise, with all that began after it.
+/// A guard that ends a purpose when it is dropped, by unwinding or otherwise, with all purposes that began
+/// after it.
 struct Entered {
     depth: usize,
 }
@@ -56,18 +57,18 @@ pub(crate) fn within<T>(purpose: Purpose, body: impl FnOnce() -> T) -> T {
     body()
 }
 
-/// Returns true if `purpose` is under way on this thread.
+/// Returns true if `purpose` is active on this thread.
 pub(crate) fn is_within(purpose: Purpose) -> bool {
     PURPOSES.with_borrow(|purposes| purposes.contains(&purpose))
 }
 
-/// Returns true if any purpose but [`Purpose::Catch`] is under way: the thread is not in the
-/// program's own code.
+/// Returns true if any purpose except [`Purpose::Catch`] is active: the thread is not in the program's own
+/// code.
 pub(crate) fn is_engine() -> bool {
     PURPOSES.with_borrow(|purposes| purposes.iter().any(|purpose| *purpose != Purpose::Catch))
 }
 
-/// Returns the innermost of the purposes `of` that are under way.
+/// Returns the innermost of the purposes `of` that are active.
 pub(crate) fn innermost(of: &[Purpose]) -> Option<Purpose> {
     PURPOSES.with_borrow(|purposes| {
         let mut purposes = purposes.iter().rev();

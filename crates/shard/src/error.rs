@@ -6,7 +6,7 @@ use thiserror::Error as ThisError;
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum Error {
-    /// A pattern of the policy that matches nothing that is sharded.
+    /// A pattern of the policy that matches nothing sharded.
     #[error(
         "pattern `{pattern}` matches no module with a parameter that is sharded, nor, where it may, such a parameter; the modules are: {modules}; \
          correct the pattern (`*` stands for any characters of one path segment, `**` for any segments)"
@@ -30,7 +30,7 @@ pub enum Error {
         /// The method of the policy.
         method: &'static str,
     },
-    /// Two parameters with one path.
+    /// Two parameters with the same path.
     #[error(
         "two parameters of the module have the path `{path}`; in a module written by hand, `visit` and \
          `map` must call `enter_module` and `exit_module` around each field, with names of their own"
@@ -39,7 +39,7 @@ pub enum Error {
         /// The path.
         path: String,
     },
-    /// A backward that no parameter of the module takes part in.
+    /// A backward in which no parameter of the module takes part.
     #[error(
         "nothing of the module gets a gradient: it was built on a device without autodiff, or is all \
          frozen, or no trained parameter took part in the loss; build it on \
@@ -47,7 +47,7 @@ pub enum Error {
          LoRA adapters to the policy (`ShardPolicy::lora`) in place of `apply_lora`, which freezes what is sharded"
     )]
     NoGraph,
-    /// A parameter that no unit manages and of which ranks that are threads hold clones.
+    /// A parameter that no unit manages, and clones of it on ranks that are threads.
     #[error(
         "ranks {rank} and {peer} share parameter `{path}`, which is not sharded, and would wait for each \
          other's backward for ever: it was made once and cloned into the ranks; build the module on \
@@ -61,7 +61,7 @@ pub enum Error {
         /// The other one.
         peer: usize,
     },
-    /// A parameter in the place of which Burn would record a shard.
+    /// A parameter for which Burn would record a shard.
     #[error(
         "parameter `{path}` cannot be recorded: a mapper has rebuilt it without its own mappers, or a \
          group of ids left it out; in mappers use `Param::map` or `Param::from_mapped_value`, name \
@@ -71,7 +71,7 @@ pub enum Error {
         /// Path of the parameter.
         path: String,
     },
-    /// A module that has no float parameter left to shard.
+    /// A module without a float parameter left to shard.
     #[error(
         "nothing to shard: the module has no float parameter that is neither sharded already nor \
          ignored; call `fully_shard` once per module, children before parents, and ignore less"
@@ -89,7 +89,7 @@ pub enum Error {
         /// Shape of the whole parameter.
         shape: Vec<usize>,
     },
-    /// A module all of whose parameters are sharded or replicated already.
+    /// A module whose parameters are all sharded or replicated already.
     #[error(
         "nothing to shard: every parameter belongs to a unit already, such as `{unit}`; \
          call `fully_shard` or `replicate` once per module, children before parents"
@@ -112,7 +112,7 @@ pub enum Error {
         "cannot reshard to groups of {got} ranks: expected a divisor of the {ranks} ranks of the shard axis"
     )]
     ReshardTo {
-        /// Ranks of a group, as given.
+        /// The given number of ranks in a group.
         got: usize,
         /// Ranks of the shard axis.
         ranks: usize,
@@ -137,10 +137,10 @@ pub enum Error {
         first: String,
         /// The path seen second.
         second: String,
-        /// The reason why they cannot be one, and the way out.
+        /// The reason why they cannot share it, and the remedy.
         problem: &'static str,
     },
-    /// A backend that this build has no gather operation for.
+    /// A backend for which this build has no gather operation.
     #[error(
         "parameter `{path}` lives on backend `{backend}`, for which no gather operation is \
          compiled in; {advice}"
@@ -150,7 +150,7 @@ pub enum Error {
         path: String,
         /// The backend found.
         backend: String,
-        /// The cargo feature that adds it, or those there are.
+        /// The cargo feature that adds it, or the list of those features.
         advice: String,
     },
     /// Parameters of one module on different backends.
@@ -178,7 +178,7 @@ pub enum Error {
         /// The element type found.
         got: String,
     },
-    /// A layer of Burn's that does not compute in the type in which its parameters do.
+    /// A layer of Burn's that does not compute in its parameters' type.
     #[error(
         "layer {layer} computes in {expected} alone, the type of its states, and its `{param}` in {got}: keep it in full by \
          `Precision::full_in`, and cast around it in the model, what goes in by `x.cast(DType::{expected})` and what comes \
@@ -194,17 +194,17 @@ pub enum Error {
         /// The type in which the parameter computes.
         got: String,
     },
-    /// Two types that met in an operation of Burn's.
+    /// Tensors of two types that met in one of Burn's operations.
     #[error(
         "tensors of two types met, after the model had read `{param}`, which computes in {dtype} ({reason}): cast what goes \
          into that layer by `x.cast(DType::{dtype})`, and what comes out by the type of what it meets"
     )]
     TwoTypes {
-        /// Path of the sharded parameter that this rank has read last.
+        /// Path of the sharded parameter that this rank read last.
         param: String,
         /// The type in which it computes.
         dtype: String,
-        /// Burn's words.
+        /// Burn's message.
         reason: String,
     },
     /// A tensor of a record that does not fit the parameter.
@@ -220,7 +220,7 @@ pub enum Error {
         /// Shape that the record holds.
         got: Vec<usize>,
     },
-    /// Copies of the module with different values, so that it is unclear which one is meant.
+    /// Copies of the module with different values, which makes the intended one ambiguous.
     #[error(
         "unit `{unit}` has {copies} live copies with different values, and Burn does not tell \
          which of them is meant here; use `burn_fsdp::state::into_record(model)` in place of \
@@ -232,7 +232,7 @@ pub enum Error {
         /// The number of copies that differ.
         copies: usize,
     },
-    /// A unit that another rank uses and of which this rank holds no copy of the same age.
+    /// A unit that another rank uses, and for which this rank holds no copy of the same age.
     #[error(
         "rank {rank}: another rank uses unit `{unit}`, of which this rank holds several copies with \
          different values or none, and it is unclear which one the module in use goes with; keep the \
@@ -254,7 +254,7 @@ pub enum Error {
         /// This rank.
         rank: usize,
     },
-    /// A loss that has nothing left to go backward through.
+    /// A loss whose graph was consumed already.
     #[error(
         "the graph of this loss was consumed by an earlier backward: two forwards of a module with \
          one unit, or that begin with different parameters, share the nodes of their parameters; \
@@ -292,7 +292,7 @@ pub enum Error {
          pass it as the region's input, or detach it"
     )]
     Captured,
-    /// A recomputed region that computed something else the second time.
+    /// A recomputed region whose second run computed a different result.
     #[error(
         "a recomputed region computed {second} where it had computed {first}; regions must be \
          deterministic: leave dropout and other random numbers outside, or let each rank be a process"
@@ -300,10 +300,10 @@ pub enum Error {
     Recomputed {
         /// An element of the first output.
         first: f32,
-        /// The same of the second.
+        /// The same element of the second.
         second: f32,
     },
-    /// Bytes read for a tensor that are more or fewer than this rank holds of it.
+    /// A wrong number of bytes read for a tensor.
     #[error("`{path}`: expected {expected} bytes for this rank's part, got {got}")]
     LocalLength {
         /// Path of the tensor.
@@ -313,23 +313,23 @@ pub enum Error {
         /// Bytes read.
         got: usize,
     },
-    /// A hook of the policy that returned, or asked of the engine, something else than it should.
+    /// A hook of the policy that returned a wrong result, or made a wrong request of the engine.
     #[error(
         "{of}: the policy's hook {got}, expected {expected}; give plain tensors of these lengths, made by `Tensor::inner` if \
          need be"
     )]
     Hook {
-        /// What the hook was called for: the gradient of a parameter by path, or a unit by name, with the rank.
+        /// The subject of the call: a parameter's path or a unit's name, with the rank.
         of: String,
-        /// A description of what is right.
+        /// A description of the expected behavior.
         expected: String,
-        /// A description of what the hook did.
+        /// A description of the hook's behavior.
         got: String,
     },
     /// A module without any sharded parameter, where a sharded one is needed.
     #[error("the module has no sharded parameter; call `fully_shard` first")]
     NotSharded,
-    /// A module of which sharding changed the names of parameters.
+    /// A module whose parameter names were changed by sharding.
     #[error(
         "parameter number {index} was `{expected}` before sharding and is `{got}` after it; \
          `visit` and `map` of a module written by hand must name the same parameters in the same \
@@ -343,12 +343,12 @@ pub enum Error {
         /// Path after.
         got: String,
     },
-    /// An option with a value that makes no sense.
+    /// An option with an invalid value.
     #[error("{option} is {got}; give it a value that is {expected}")]
     Option {
         /// The option.
         option: &'static str,
-        /// The values that it may have.
+        /// The valid values.
         expected: &'static str,
         /// The value given.
         got: String,
@@ -367,7 +367,7 @@ pub enum Error {
         /// The first parameter whose gradient on this rank is not finite.
         first: String,
     },
-    /// A scale of the loss that has become too small to halve.
+    /// A loss scale that has become too small to halve.
     #[error(
         "the loss scale has fallen to {scale:e} and every step still overflows: the loss or the \
          gradients are infinite or not a number by themselves; look for the cause in the model, its \
@@ -386,10 +386,10 @@ pub enum Error {
          RMSProp, Lion, Adan), and `clip_grad_norm` to clip"
     )]
     WholeTensors {
-        /// The first parameter of which it is true.
+        /// The first such parameter.
         path: String,
     },
-    /// An optimizer that panicked at a shard before it was known whether it may work on shards.
+    /// An optimizer that panicked on a shard before its trial showed whether it may work on shards.
     #[error(
         "the optimizer panicked at the shard of `{path}`, perhaps because it computes with whole tensors, as Muon does: \
          {panic}; `optim::check_elementwise(&model, &optimizer)` says so before training, and \
@@ -398,7 +398,7 @@ pub enum Error {
     Untried {
         /// The parameter.
         path: String,
-        /// What the optimizer said.
+        /// The optimizer's message.
         panic: String,
     },
     /// A parameter that would be trained with each rank's own gradient.
@@ -411,18 +411,18 @@ pub enum Error {
         /// Path of the parameter.
         path: String,
     },
-    /// Optimizers of other settings on other ranks.
+    /// Optimizers with different settings on different ranks.
     #[error(
         "the optimizer of rank {rank} steps `{path}` otherwise than that of rank 0; configure the same optimizer on all \
          ranks, with the same groups"
     )]
     OptimizersDiffer {
-        /// A rank with another optimizer than rank 0.
+        /// A rank whose optimizer differs from rank 0's.
         rank: usize,
         /// Path of the parameter.
         path: String,
     },
-    /// A parameter or running state that should be the same on all ranks and is not.
+    /// A parameter or running state that differs between ranks but should not.
     #[error(
         "ranks {rank} and {peer} hold different values of `{path}`, which every rank should hold \
          alike; give both the same values before training: initialize with one seed or load one \
@@ -431,12 +431,12 @@ pub enum Error {
     Disagreement {
         /// The first rank with its value.
         rank: usize,
-        /// The first rank with another.
+        /// The first rank with another value.
         peer: usize,
         /// Path of the parameter or running state.
         path: String,
     },
-    /// A closure that returned another module than it was given.
+    /// A closure that returned a different module from the one it was given.
     #[error(
         "the module returned has {got} at `{path}`, expected {expected}; return the module that the \
          closure was given, with changed values only"
@@ -472,7 +472,7 @@ pub enum Error {
         /// The advice to the user.
         advice: &'static str,
     },
-    /// A gradient that the engine has not summed and divided as the policy says.
+    /// A gradient that the engine has not summed and divided according to the policy.
     #[error(
         "rank {rank}: the audit of this step refuses the gradient of `{path}`, of unit `{unit}`: expected {expected}; got \
          {got}; {operations}; do not train on with it, and report this text as a fault of the engine"
@@ -484,9 +484,9 @@ pub enum Error {
         unit: String,
         /// Path of the parameter.
         path: String,
-        /// The sum that it should be.
+        /// The sum that was expected.
         expected: Box<str>,
-        /// What it is instead.
+        /// The actual sum.
         got: Box<str>,
         /// The collectives that carried the unit's gradients in this step, and the order of the step.
         operations: Box<str>,

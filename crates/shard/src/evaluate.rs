@@ -7,21 +7,23 @@ use crate::inspect;
 use crate::root::{Evaluable, Evaluation, are_equal};
 use crate::thrown::catch;
 
-/// Evaluates a sharded module: gives `body` the module's [`valid`](Module::valid) copy, without autodiff, and lets ranks take
-/// different routes through it, as in training: experts that a router chooses, layers that are left out, another number of
-/// batches. (The copy of [`Module::valid`] itself wants the same units in the same order on all ranks.)
+/// Evaluates a sharded module. Gives `body` the module's [`valid`](Module::valid) copy, without autodiff, and lets
+/// ranks take different routes through it, as in training: experts that a router chooses, skipped layers, another
+/// number of batches. (The copy of [`Module::valid`] itself needs the same units in the same order on all ranks.)
 ///
-/// Before each gather ranks tell each other which unit they need; those that need another one, or are done, lend their shards.
-/// So a rank that is done waits for the others, no longer than the group's deadline without a gather. `body` may call no other
-/// collective, on some ranks or all: what it would sum up over ranks it returns.
+/// Before each gather ranks tell each other which unit they need. Those that need another one, or have finished, send
+/// their shards. So a rank that has finished waits for the others; without a gather, the group's deadline limits the
+/// wait. `body` must call no other collective, on some ranks or on all; it should return the values to be summed over
+/// ranks.
 ///
-/// Collective: all ranks of the module call it, between steps. One exchange of 4 bytes before each gather, and one at the end.
+/// Collective: all ranks of the module call it, between steps. One exchange of 4 bytes before each gather, and one at
+/// the end.
 ///
 /// # Errors
 ///
-/// [`Error::NotSharded`]; [`Error::State`] inside of another evaluation, for another copy of the module than the one that
-/// `body` gets, and on all ranks if one leaves with an error; [`Error::Option`] for a module whose units are sharded over several
-/// groups; a failed collective.
+/// [`Error::NotSharded`]; [`Error::State`] inside another evaluation, for a different copy of the module from the one
+/// that `body` gets, and on all ranks if one leaves with an error; [`Error::Option`] for a module whose units are
+/// sharded over several groups; a failed collective.
 ///
 /// ```
 /// use burn::module::Module;
@@ -49,7 +51,7 @@ pub fn evaluate<M: Module, T>(module: &M, body: impl FnOnce(&M) -> T) -> Result<
     let copy = catch(|| module.valid())?;
     let mut units: Vec<Evaluable> = Vec::new();
     for member in inspect::members(&copy) {
-        // A unit may have several, where a part of it was cloned or changed alone.
+        // A unit may have several values, where a part of it was cloned or changed separately.
         let values = member.values();
         let is_known = |(_, known): &Evaluable| are_equal(known, &values);
         if values.unit.is_gathered() && !units.iter().any(is_known) {

@@ -1,4 +1,4 @@
-//! A function of the user that changes gradients before they are reduced.
+//! A user's function that changes gradients before they are reduced.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::ambient::{Purpose, is_within, within};
 #[derive(Clone)]
 pub(crate) struct GradientHook(Arc<ChangeGradient>);
 
-/// The function of a hook: it makes of path and flat gradient another gradient of the same length.
+/// The function of a hook: computes another gradient of the same length from path and flat gradient.
 type ChangeGradient = dyn Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync;
 
 impl GradientHook {
@@ -23,12 +23,12 @@ impl GradientHook {
         Self(Arc::new(change))
     }
 
-    /// Returns a hook that calls this one, and another with what it returned.
+    /// Returns a hook that calls this hook, and then another one with the result.
     pub(crate) fn then(self, next: Self) -> Self {
         Self::new(move |path, gradient| (next.0)(path, (self.0)(path, gradient)))
     }
 
-    /// Returns the gradient that the hook makes of `gradient`.
+    /// Returns the hook's result for `gradient`.
     pub(crate) fn call(&self, path: &str, gradient: Tensor<1>) -> Tensor<1> {
         within(Purpose::Hook, || (self.0)(path, gradient))
     }

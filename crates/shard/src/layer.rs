@@ -1,4 +1,4 @@
-//! Burn's layers that compute in one type alone, whatever the types of their parameters and inputs.
+//! Burn's layers that compute in only one type, whatever the types of their parameters and inputs.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -8,26 +8,26 @@ use burn::tensor::{DType, Device};
 use crate::error::Error;
 use crate::path::Location;
 
-/// The layer whose running states have a type of their own.
+/// The layer whose running states have their own type.
 const BATCH_NORM: &str = "Struct:BatchNorm";
 /// The layers that begin with states, and collect outputs, of the device's default type.
 const RECURRENT: [&str; 3] = ["Struct:Lstm", "Struct:Gru", "Struct:Rnn"];
-/// What recurrent layers are made of.
+/// The parts of recurrent layers.
 const GATE: &str = "Struct:GateController";
 
-/// A layer of Burn's that computes in one type alone.
+/// A layer of Burn's that computes in only one type.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Layer {
     /// Path in the module.
     path: String,
-    /// Burn's name of it.
+    /// Burn's name for it.
     kind: &'static str,
     /// The only type in which it computes.
     pub(crate) dtype: DType,
 }
 
-/// Returns the layer around the parameter at `place`, if it is one of these: `containers` are Burn's names for the kinds
-/// of the modules that the walk is in. The type of one with running states is not known yet.
+/// Returns the layer around the parameter at `place`, if it is one of these layers. `containers` are Burn's names for
+/// the kinds of the modules around the current position. The type of a layer with running states is not known yet.
 pub(crate) fn around(
     place: &Location,
     containers: &[String],
@@ -38,7 +38,7 @@ pub(crate) fn around(
         .filter_map(|kind| Some((containers.iter().rposition(|other| other == kind)?, kind)))
         .max()?;
     let below = containers.get(depth + 1).map(String::as_str);
-    // A struct of the user's own may have the name.
+    // A user's struct may have the same name.
     let is_burns = match kind {
         BATCH_NORM => below.is_none(),
         _ => containers[depth..]
@@ -55,8 +55,8 @@ pub(crate) fn around(
 }
 
 impl Layer {
-    /// Returns the layer with its type, which is that of its running states if it has some: `states` are those of the module, by
-    /// path. `None` if it is not what its name says.
+    /// Returns the layer with its type, which is the type of its running states if it has any; `states` has the types
+    /// of the module's running states, by path. `None` if it is not the layer that its name suggests.
     pub(crate) fn settled(&self, states: &HashMap<String, DType>) -> Option<Arc<Self>> {
         if format!("Struct:{}", self.kind) != BATCH_NORM {
             return Some(Arc::new(self.clone()));

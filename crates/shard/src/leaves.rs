@@ -1,12 +1,12 @@
-//! Ranks that share an autodiff leaf, and would wait for each other's backward.
+//! Ranks that share an autodiff leaf and would wait for each other's backward.
 //!
 //! Burn locks all graphs that meet in a leaf while it goes backward through one of them. Ranks that are
-//! threads and hold clones of one parameter would so exclude each other, each in the middle of
-//! operations that need the other. What the engine manages, or is told to leave alone, gets leaves of
-//! the rank's own; of a parameter beside sharded modules it knows nothing before the first backward,
-//! which looks for it. A rank that is still in its forward by then would wait for a graph that the
-//! other one has locked, so the other one gives it a moment to arrive. If that is not enough, because
-//! their routes differ, it ends with the deadline of the process group.
+//! threads and hold clones of one parameter would exclude each other, each in the middle of operations that
+//! need the other. Parameters that the engine manages, or is told to leave alone, get leaves that belong to
+//! the rank. Parameters next to sharded modules are unknown to the engine before the first backward, which
+//! looks for them. A rank that is still in its forward by then would wait for a graph that the other one has
+//! locked, so the other one gives it a moment to arrive. If that is not enough, because their routes differ,
+//! the process group's deadline ends the wait.
 
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
@@ -21,16 +21,16 @@ use crate::inspect;
 use crate::op;
 use crate::path::{self, Location};
 
-/// The ranks of this process by the leaves that they go backward to now.
+/// The ranks of this process by the leaves of their current backwards.
 static CLAIMED: Mutex<Option<HashMap<NodeId, usize>>> = Mutex::new(None);
 
 /// The signal that a rank has claimed its leaves.
 static HAS_CLAIMED: Condvar = Condvar::new();
 
-/// The time that a first backward waits for those of the other ranks.
+/// The time that a first backward waits for the other ranks' first backwards.
 const FOR_OTHERS: Duration = Duration::from_secs(1);
 
-/// Leaves that are this rank's until it is dropped.
+/// Leaves that belong to this rank until the claim is dropped.
 pub(crate) struct Claim(Vec<NodeId>);
 
 impl Drop for Claim {
@@ -42,8 +42,8 @@ impl Drop for Claim {
     }
 }
 
-/// Claims the leaves of `module` that no unit manages, for `rank` of `num_ranks`. If there are
-/// some, returns when all ranks have claimed theirs, or a moment has passed.
+/// Claims the leaves of `module` that no unit manages, for `rank` of `num_ranks`. If there are any, returns
+/// when all ranks have claimed theirs, or after a moment.
 ///
 /// # Errors
 ///

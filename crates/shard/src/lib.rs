@@ -1,50 +1,52 @@
 //! The eager engine of `burn-fsdp`: fully sharded data parallelism for any Burn module.
 //!
-//! [`fully_shard`] takes a module and returns it, of the same type. From then on each rank holds
-//! a shard of every parameter; full weights exist only around the forward and the backward of
-//! the *unit* that owns them. The training loop stays Burn's own.
+//! [`fully_shard`] takes a module and returns a module of the same type. From then on each rank holds a shard
+//! of every parameter. Full weights exist only around the forward and the backward of the *unit* that owns
+//! them. The training loop stays Burn's own.
 //!
-//! # How it works, in the order of the rooms
+//! # Structure
 //!
-//! The foundation, which knows nothing of units:
+//! The foundation, which does not know of units:
 //!
-//! - `policy`, `gradient_hook`, `reduction_hook`: what the user asks for.
-//! - `error`, `thrown` (errors on their way out of Burn), `read` (the parameter that was read last, for them), `report` (warnings), `device`, `path` (walks that know
-//!   where they are), `pins` (buffers by their life), `transport` (tensors as bytes; which bytes go where is the collectives' business).
-//! - `probes`: the trial of the optimizer that makes a first step: may it work on shards?
+//! - `policy`, `gradient_hook`, `reduction_hook`: the user's settings.
+//! - `error`, `thrown` (errors on their way out of Burn), `read` (the parameter that was read last, for errors),
+//!   `report` (warnings), `device`, `path` (walks that know where they are), `pins` (buffers by their lifetime),
+//!   `transport` (tensors as bytes; collectives decide which bytes go where).
+//! - `probes`: the trial of the optimizer at its first step, which finds out whether it may work on shards.
 //! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region it is in.
 //! - `audit`: whether each gradient of a step was summed and divided once.
 //! - `packing`: shards in 8 bits, on their way.
 //! - `adapter`: a weight and its low-rank adapter in arithmetic.
-//! - `schedule`: the order of operations, recorded in the first step and followed after it.
-//! - `op`: the nodes in Burn's autodiff graph, and the token that makes backward go unit by unit.
+//! - `schedule`: the order of operations, recorded in the first step and followed later.
+//! - `op`: the nodes in Burn's autodiff graph, and the token that makes backward run unit by unit.
 //!
 //! The engine:
 //!
-//! - `shown`, `slot`, `offload`, `spec`, `unit`: what optimizers see of one parameter, the parameter in its unit, the
-//!   fixed properties of a unit, and what may change about it.
-//! - `copies`: the values that belong together, as optimizers, clones and records make new ones,
-//!   and the life cycle of the full parameters made of them.
-//! - `root`: gathers a unit at its first use, makes the autodiff nodes, collects gradients,
-//!   reduces them when the unit's last one has come.
+//! - `shown`, `slot`, `offload`, `spec`, `unit`: one parameter as optimizers see it, the parameter in its unit, a
+//!   unit's fixed properties, and its mutable state.
+//! - `copies`: the values that belong together, as optimizers, clones and records create new ones, and the
+//!   life cycle of the full parameters made of them.
+//! - `root`: gathers a unit at its first use, creates the autodiff nodes, collects gradients, and reduces
+//!   them when the unit's last gradient has come.
 //! - `parameter`: the form in which Burn sees a sharded parameter, a reparameterization that is
 //!   called at every `Param::val`.
-//! - `survey`: the float tensors of a module by kind, before it is sharded. `layer`: layers of one type alone.
+//! - `survey`: the float tensors of a module by kind, before it is sharded. `layer`: rules for single types of
+//!   layers.
 //!
-//! Around it:
+//! Around the engine:
 //!
-//! - `inspect`: finds the sharded parameters of a module, and tells of its units, plan, order and memory.
-//! - `state`: what a module holds between steps, read, saved and changed. `optim`: work on
-//!   gradients between backward and the optimizer.
+//! - `inspect`: finds the sharded parameters of a module, and reports its units, plan, order and memory.
+//! - `state`: reads, saves and changes a module's state between steps. `optim`: work on gradients between
+//!   backward and the optimizer.
 //! - `wrap`: [`fully_shard`] groups parameters into units by path, cuts rank 0's values and puts a
 //!   `ShardedParam` beside each parameter, or a `TiedParam` beside a clone of one.
 //! - `unmanaged`: parameters that nobody would reduce.
 //! - `recompute` (activations computed again), `numbers` (random ones, drawn again), `leaves` and `step` ([`backward`] and what surrounds it).
 //! - `wrapper` offers all of it as methods.
 //!
-//! Files import nothing of a part after their own, and never each other in a circle.
+//! A file imports only from parts before its own, and files never import each other in a cycle.
 //!
-//! [`wrap_plan`], [`memory()`] and [`order`] say what was done.
+//! [`wrap_plan`], [`memory()`] and [`order`] report the result.
 
 mod adapter;
 mod ambient;

@@ -1,8 +1,8 @@
 //! Random numbers that a recomputed region draws twice.
 //!
-//! Burn has one generator for all threads of a process, of which only the seed can be set. So a region draws a seed, begins the
-//! generator there, and does so again when it is computed again. Where ranks are threads, each would begin the others' numbers
-//! anew.
+//! Burn has one generator for all threads of a process, and allows only to set its seed. So a region draws a seed,
+//! seeds the generator with it, and does so again when it is recomputed. Where ranks are threads, each would restart
+//! the others' numbers.
 
 use burn::tensor::{Device, Distribution, Int, Tensor};
 use burn_fsdp_collectives::thread_ranks;
@@ -13,7 +13,7 @@ pub(crate) struct Numbers {
     device: Device,
 }
 
-/// Returns true if no other rank draws from the generator of this process.
+/// Returns true if no other rank draws from this process' generator.
 fn is_alone() -> bool {
     thread_ranks() <= 1
 }
@@ -40,7 +40,7 @@ impl Numbers {
         })
     }
 
-    /// Runs `body` with the same numbers again. Others than these follow.
+    /// Runs `body` with the same numbers again. Different numbers follow afterwards.
     pub(crate) fn again<T>(&self, body: impl FnOnce() -> T) -> T {
         if !is_alone() {
             return body();

@@ -1,4 +1,4 @@
-//! Shards on the host, full parameters on the device that computes.
+//! Shards on the host, full parameters on the computing device.
 
 use burn::tensor::Device;
 
@@ -9,7 +9,7 @@ use crate::policy::ShardPolicy;
 /// The devices of an offloaded unit. Both are plain.
 #[derive(Debug, Clone)]
 pub(crate) struct Offload {
-    /// The device of shards, their gradients, and so of whatever an optimizer keeps.
+    /// The device of shards, their gradients, and so of the optimizer's state.
     pub(crate) host: Device,
     /// The device of full parameters and activations, when the module was sharded.
     pub(crate) compute: Device,
@@ -48,7 +48,7 @@ mod tests {
     use super::Offload;
     use crate::policy::ShardPolicy;
 
-    /// Of a device that is no CPU backend, and of which no more is asked than what it is.
+    /// The test uses a device that is not a CPU backend, and needs only its identity.
     #[test]
     fn shards_are_on_the_host_and_weights_where_the_module_is() {
         let policy = ShardPolicy::new().offload_to(Device::flex());

@@ -6,17 +6,17 @@
 //!   Where full weights are dropped after forward it is memory-bound *for itself*, whatever the
 //!   device's own strategy: consumers keep its node instead of the weight, and its retro-forward
 //!   gathers the unit again.
-//! - the links of a *token*: no-ops that set the depth of what hangs on them. Burn's backward
-//!   goes by depth, and the token makes it go unit by unit.
+//! - the links of a *token*: no-ops that set the depth of the nodes hung on them. Burn's backward goes by
+//!   depth, and the token makes it go unit by unit.
 //! - each link carries an [`Announce`]: it runs when a unit's gradients are complete, or when
 //!   backward is about to end.
 //!
-//! A link is as deep as it is told to be: a node is one deeper than the deepest of its parents, also
-//! of those that are not tracked and that backward does not visit. A *ruler* is such a parent.
+//! A link has the depth that the engine chooses: a node is one deeper than its deepest parent, also if that
+//! parent is not tracked and backward does not visit it. A *ruler* is such a parent.
 //!
-//! An offloaded value is on the host and cannot be a parent of what another backend computes. A leaf
-//! on that backend stands for it and gets no gradient: the reduced one is registered for the value's
-//! own node, since Burn's `Gradients` hold tensors of any backend.
+//! An offloaded value is on the host and cannot be a parent of another backend's result. A leaf on that
+//! backend stands for it and gets no gradient: the reduced one is registered for the value's own node, since
+//! Burn's `Gradients` hold tensors of any backend.
 
 #![cfg_attr(
     feature = "ndarray",
@@ -73,10 +73,10 @@ pub(crate) trait Weight: fmt::Debug + Send + Sync {
 
 /// A milestone, which a link of the token announces when backward reaches it.
 pub(crate) trait Announce: fmt::Debug + Send + Sync {
-    /// Handles that backward has come here. Returns the gradients of reductions that are through.
+    /// Handles that backward has come here. Returns the gradients of completed reductions.
     fn reached(&self) -> Result<Vec<Reduced>, Error>;
 
-    /// Handles that those gradients are Burn's now: the leaf and the tag of each.
+    /// Handles that those gradients are now in Burn's `Gradients`: the leaf and the tag of each.
     fn handed_over(&self, gradients: &[(NodeId, Tag)]) -> Result<(), Error>;
 }
 
@@ -90,11 +90,11 @@ pub(crate) struct Reduced {
     pub(crate) tag: Tag,
     /// Shape of the leaf.
     pub(crate) shape: Shape,
-    /// The checksum that it arrived with, and what it is, where ranks compare bytes.
+    /// The checksum that it arrived with, and its description, where ranks compare bytes.
     pub(crate) seal: Option<(Seal, Label)>,
 }
 
-/// A gradient that a region hands on: for which node, of what shape.
+/// A gradient that a region passes on, with its node and shape.
 pub(crate) struct HandedOn {
     /// The leaf in the outer graph; `None` for the region's input.
     pub(crate) node: Option<NodeId>,
@@ -162,7 +162,7 @@ pub(crate) trait Primitive: Backend {
     fn raise(primitive: FloatTensor<Self>) -> Tensor<1>;
 }
 
-/// The operations on a backend without autodiff: reshapes and nothing else.
+/// The operations on a backend without autodiff, which only reshape.
 macro_rules! plain_backend {
     ($backend:ty) => {
         impl Primitive for $backend {
@@ -265,7 +265,7 @@ impl<B: Backend> Backward<B, 1> for Notch {
     fn backward(self, _: Ops<(), 1>, _: &mut Gradients, _: &mut Checkpointer) {}
 }
 
-/// The backward of a link, which reports where backward has come to.
+/// The backward of a link, which reports the point that backward has reached.
 #[derive(Debug)]
 struct Report;
 
@@ -279,7 +279,8 @@ impl<B: Primitive> Backward<B, 2> for Report {
             let (node, shape) = (reduced.node, reduced.shape);
             match B::try_lower(reduced.gradient.clone()) {
                 Some(flat) => grads.register::<B>(node, B::float_reshape(flat, shape)),
-                // That of an offloaded shard: its leaf is on the host, whatever backward runs on.
+                // The gradient of an offloaded shard: its leaf is on the host, whatever backend backward runs
+                // on.
                 None => {
                     let flat = Flex::lower(reduced.gradient);
                     grads.register::<Flex>(node, Flex::float_reshape(flat, shape));
@@ -292,7 +293,7 @@ impl<B: Primitive> Backward<B, 2> for Report {
     }
 }
 
-/// The backward of `recomputed`, which runs a region again and hands its gradients on.
+/// The backward of `recomputed`, which runs a region again and passes its gradients on.
 #[derive(Debug)]
 struct RunAgain;
 
@@ -335,8 +336,8 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
         let prepared = Backward::<B, 2>::prepare::<BalancedCheckpointing>(ReceiveGradient, parents)
             .memory_bound()
             .retro_forward(regather);
-        // Burn refuses to recompute what has an untracked parent, so a frozen value is not named:
-        // the generation holds it for the retro-forward anyway.
+        // Burn refuses to recompute a node with an untracked parent, so a frozen value is not named: the
+        // generation holds it for the retro-forward anyway.
         let prepared = if value.is_tracked() {
             prepared.parents([&value, &token])
         } else {

@@ -1,7 +1,7 @@
 //! Walks over a module that know where they are.
 //!
-//! Burn tells its visitors and mappers what they enter and leave, one name at a time. Here that is
-//! done once: a [`Visitor`] or [`Mapper`] gets each tensor with its [`Location`].
+//! Burn tells its visitors and mappers what they enter and leave, one name at a time. This file keeps track
+//! of the names once: a [`Visitor`] or [`Mapper`] gets each tensor with its [`Location`].
 
 use burn::module::{Flag, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Bool, Int, Tensor};
@@ -63,10 +63,10 @@ pub(crate) trait Visitor {
     /// Visits a tensor of booleans at `place`.
     fn bool<const D: usize>(&mut self, _place: &Location, _param: &Param<Tensor<D, Bool>>) {}
 
-    /// Enters the part `name` of what is at `place`; `container` is Burn's name for the latter's kind.
+    /// Enters the part `name` at `place`; `container` is Burn's name for the kind of the part at `place`.
     fn enter(&mut self, _place: &Location, _name: &str, _container: &str) {}
 
-    /// Leaves what is at `place`.
+    /// Leaves the part at `place`.
     fn exit(&mut self, _place: &Location) {}
 }
 
@@ -103,7 +103,7 @@ pub(crate) trait Mapper {
     }
 }
 
-/// Shows all tensors of `module`, those of reparameterizations included.
+/// Shows all tensors of `module`, including those in reparameterizations.
 pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl Visitor) {
     module.visit(&mut Walk {
         place: Location::default(),
@@ -111,7 +111,7 @@ pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl Visitor) {
     });
 }
 
-/// Returns the module with its tensors as `mapper` makes them.
+/// Returns the module with its tensors replaced by `mapper`.
 pub(crate) fn map<M: Module>(module: M, mapper: &mut impl Mapper) -> M {
     within(Purpose::Map, || {
         module.map(&mut Walk {

@@ -1,4 +1,4 @@
-//! Buffers of full weights that outlive their use, found by their life.
+//! Buffers of full weights that outlive their use, found by their lifetime.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -31,12 +31,12 @@ impl fmt::Display for Pinned {
     }
 }
 
-/// A buffer of full weights, known by its life.
+/// A buffer of full weights, identified by its lifetime.
 #[derive(Debug, Clone)]
 pub(crate) struct Mark {
     /// Size of the buffer in bytes.
     bytes: usize,
-    /// A reference to the life of the buffer, which it does not prolong.
+    /// A weak reference to the buffer's lifetime, which does not prolong it.
     life: Weak<()>,
 }
 
@@ -45,7 +45,7 @@ pub(crate) struct Mark {
 pub(crate) struct Watch {
     /// The name of each unit, the bytes of its full parameters, and the buffers.
     marks: Vec<(String, usize, Vec<Mark>)>,
-    /// The units that were found to keep some.
+    /// The units that were found to keep some buffers.
     pub(crate) pinned: Vec<Pinned>,
 }
 
@@ -55,12 +55,12 @@ impl Watch {
         self.marks.clear();
     }
 
-    /// Notes that the full weights of `unit`, of so many bytes, now exist.
+    /// Notes that the full weights of `unit`, of `bytes` bytes, now exist.
     pub(crate) fn unsharded(&mut self, unit: String, bytes: usize, marks: Vec<Mark>) {
         self.marks.push((unit, bytes, marks));
     }
 
-    /// Finds the units whose full weights are alive though forward is over and they drop them.
+    /// Finds the units whose full weights are still alive after forward although the units drop them.
     pub(crate) fn check_pins(&mut self) {
         for (unit, of, marks) in std::mem::take(&mut self.marks) {
             let alive = marks.iter().filter(|mark| mark.life.strong_count() > 0);
@@ -76,15 +76,15 @@ impl Watch {
     }
 }
 
-/// A buffer that also tells, by `_life`, whether any tensor still holds it.
+/// A buffer whose `_life` tells whether any tensor still holds it.
 pub(crate) struct Marked {
     buffer: Buffer,
-    /// The life of the buffer, dropped with it.
+    /// The lifetime of the buffer, dropped with it.
     _life: Arc<()>,
 }
 
 impl Marked {
-    /// Returns `buffer`, and the mark that tells of its life.
+    /// Returns `buffer`, and the mark that tracks its lifetime.
     pub(crate) fn new(buffer: Buffer) -> (Self, Mark) {
         let life = Arc::new(());
         let mark = Mark {

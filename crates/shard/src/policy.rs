@@ -1,4 +1,4 @@
-//! The sharding policy: what is gathered together, and when full weights are dropped.
+//! The sharding policy: which parameters are gathered together, and when full weights are dropped.
 
 use burn::module::Lora;
 use burn::tensor::{Device, Tensor};
@@ -22,11 +22,11 @@ use crate::reduction_hook::{ReductionHook, UnitReduction};
 #[must_use]
 pub struct ShardPolicy {
     pub(crate) patterns: Vec<Pattern>,
-    /// Each the modules of one unit.
+    /// Each element lists the modules of one unit.
     pub(crate) joint_units: Vec<Vec<Pattern>>,
     pub(crate) strategy: Strategy,
     pub(crate) cut: Cut,
-    /// Of the last pattern that matches, in place of `cut`.
+    /// Overrides `cut`; the last pattern that matches counts.
     pub(crate) cuts: Vec<(Pattern, Cut)>,
     pub(crate) whole_below: usize,
     pub(crate) shard_vectors: bool,
@@ -48,8 +48,8 @@ pub struct ShardPolicy {
     pub(crate) audit: Audit,
 }
 
-/// The divisors of gradients, in place of the number of ranks: `pre` of each rank's, `post` of the sum. Sums
-/// are made in 32 bits at least, so the split matters for bit-equality with other systems only.
+/// The divisors of gradients, in place of the number of ranks: `pre` divides each rank's gradient, `post` the
+/// sum. Sums are computed in at least 32 bits, so the split matters only for bit-equality with other systems.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DivideFactors {
     /// The divisor of each rank's gradient, before the sum.
@@ -79,7 +79,7 @@ pub enum ReduceGroup {
     /// The communicator of the gathers: one queue.
     #[default]
     Shared,
-    /// A communicator of their own, so that an engine with queues per communicator can overlap the two.
+    /// A separate communicator, so that an engine with queues per communicator can overlap the two.
     Own,
 }
 
@@ -90,8 +90,8 @@ impl Default for ShardPolicy {
 }
 
 impl ShardPolicy {
-    /// Returns the default policy: one unit (the root), full sharding, prefetching where it
-    /// hides something.
+    /// Returns the default policy: one unit (the root), full sharding, and prefetching where it hides
+    /// communication.
     pub fn new() -> Self {
         Self {
             patterns: Vec::new(),
@@ -120,20 +120,21 @@ impl ShardPolicy {
         }
     }
 
-    /// Makes every module whose path matches one of `patterns` a unit of its own; the root takes
-    /// what is left. A pattern names path segments; `*` stands for any characters of one segment
-    /// and `**` for any number of segments: `"blocks.*"`, `"conv*"`, `"**.norm"`. Where two
-    /// patterns match on one path, the inner module wins.
+    /// Makes every module whose path matches one of `patterns` a unit of its own; the root takes the rest. A
+    /// pattern names path segments; `*` stands for any characters of one segment and `**` for any number of
+    /// segments: `"blocks.*"`, `"conv*"`, `"**.norm"`. If two patterns match on one path, the inner module
+    /// wins.
     pub fn units<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.patterns = patterns.into_iter().map(Pattern::new).collect();
         self
     }
 
-    /// Makes one unit of all modules whose paths match any of `patterns`: the last norm and the head, say, as
-    /// `fully_shard([norm, head])` of PyTorch does. Each call makes a unit; the patterns are those of [`units`](Self::units),
-    /// and an inner module wins as there. The unit's name is its patterns, with `+` in between.
+    /// Makes one unit of all modules whose paths match any of `patterns`, such as the last norm and the head, like
+    /// PyTorch's `fully_shard([norm, head])`. Each call makes a unit. The patterns are like those in
+    /// [`units`](Self::units), and again an inner module wins. The unit's name is its patterns, joined with `+`.
     ///
-    /// What is gathered together is held together: join modules that are used one after the other.
+    /// Parameters that are gathered together are held together, so join modules that are used one after the
+    /// other.
     ///
     /// ```
     /// use burn_fsdp_shard::ShardPolicy;
@@ -159,8 +160,8 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets where the parameters that match may be cut, in place of [`cut`](Self::cut): a pattern names a parameter, or a module
-    /// with all that is in it. Of two calls whose patterns match a parameter the later one counts.
+    /// Sets where the matching parameters may be cut, in place of [`cut`](Self::cut). A pattern names a parameter, or a
+    /// module with everything in it. If the patterns of two calls match a parameter, the later one counts.
     pub fn cut_of<P: Into<String>>(
         mut self,
         patterns: impl IntoIterator<Item = P>,
@@ -173,65 +174,66 @@ impl ShardPolicy {
         self
     }
 
-    /// Keeps parameters of fewer than `elements` elements whole on every rank, as parameters of one
-    /// dimension are by [default](Self::shard_vectors); their gradients share one all-reduce a step. Default 0.
+    /// Keeps parameters of fewer than `elements` elements whole on every rank, as is the
+    /// [default](Self::shard_vectors) for parameters of one dimension. Their gradients share one all-reduce per
+    /// step. Default 0.
     pub fn whole_below(mut self, elements: usize) -> Self {
         self.whole_below = elements;
         self
     }
 
-    /// Sets whether parameters of one dimension are sharded as others are, so that a rank holds its share of everything:
+    /// Sets whether parameters of one dimension are sharded like others, so that a rank holds its share of everything:
     /// weights, gradients and states. Default: they stay whole on every rank, since they are small.
     pub fn shard_vectors(mut self, shard: bool) -> Self {
         self.shard_vectors = shard;
         self
     }
 
-    /// Gives every parameter that matches to one rank, which holds all of it between steps and steps it, in place of a
-    /// shard to every rank. A pattern names a parameter, or a module with all that is in it: `"**"`, `"blocks.*"`,
+    /// Gives every matching parameter to one rank, which holds all of it between steps and steps it, instead of a
+    /// shard to every rank. A pattern names a parameter, or a module with everything in it: `"**"`, `"blocks.*"`,
     /// `"**.attention.*.weight"`.
     ///
-    /// For optimizers that compute with whole tensors (Muon, Adafactor, LAMB, Burn's clipping by the norm of each gradient,
-    /// one's own): on its owner the optimizer sees the parameter and its gradient in their own shape, so that a step
-    /// has the bits of the unsharded step; on the other ranks it has no gradient and is left alone. A gradient is reduced
-    /// to its owner by the unit's one reduction, and the next gather spreads what the optimizer made of it, so that no
-    /// more bytes travel than for shards.
+    /// For optimizers that compute with whole tensors (Muon, Adafactor, LAMB, Burn's clipping by the norm of each
+    /// gradient, custom ones). On its owner the optimizer sees the parameter and its gradient in their own shape, so
+    /// the step has the same bits as the unsharded step. On the other ranks the parameter has no gradient and is not
+    /// updated. The unit's one reduction brings the gradient to its owner, and the next gather spreads the
+    /// optimizer's result, so no more bytes travel than for shards.
     ///
-    /// The ranks of the shard axis share the matching parameters by their number of elements, the largest first, each to
-    /// the rank that owns least. A rank holds what it owns: with fewer such parameters than ranks some own none.
-    /// What every rank holds whole anyway (parameters of one dimension, those below
-    /// [`whole_below`](Self::whole_below), all with [`Strategy::NoShard`]) stays so; optimizers see that in its own shape,
-    /// too.
+    /// The ranks of the shard axis share the matching parameters by their number of elements: the largest first, each
+    /// to the rank that owns least. A rank holds what it owns; with fewer such parameters than ranks, some own none.
+    /// Parameters that every rank holds whole anyway (those of one dimension, those below
+    /// [`whole_below`](Self::whole_below), all with [`Strategy::NoShard`]) stay whole; optimizers also see them in
+    /// their own shape.
     pub fn one_owner<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.one_owner = patterns.into_iter().map(Pattern::new).collect();
         self
     }
 
-    /// Sets the number of units that are gathered ahead of their use; `None` for the default. 0 gathers each unit when it
-    /// is touched and waits for each reduction; every step up costs one unit of memory. Default: 1
-    /// where the group [overlaps](burn_fsdp_collectives::ProcessGroup::overlaps), as groups of processes do, and 0 where ranks
-    /// are threads, which gain nothing by it.
+    /// Sets the number of units that are gathered ahead of their use; `None` selects the default. 0 gathers each unit
+    /// when it is touched and waits for each reduction; every further step costs one unit of memory. Default: 1 where
+    /// the group [overlaps](burn_fsdp_collectives::ProcessGroup::overlaps), as groups of processes do, and 0 where
+    /// ranks are threads, which gain nothing by it.
     pub fn prefetch(mut self, units: impl Into<Option<usize>>) -> Self {
         self.prefetch = units.into();
         self
     }
 
-    /// Sets whether the root drops its full weights after each use, too. Default: it keeps them
-    /// from its forward to its backward, because it is needed first in both.
+    /// Sets whether the root also drops its full weights after each use. Default: it keeps them from its
+    /// forward to its backward, because it is needed first in both.
     pub fn reshard_root(mut self, reshard: bool) -> Self {
         self.keep_root = !reshard;
         self
     }
 
-    /// Sets the axis of the mesh to shard over, by the name that the mesh gives it. Default `"shard"`.
+    /// Sets the axis of the mesh to shard over, by its name in the mesh. Default `"shard"`.
     pub fn axis(mut self, axis: impl Into<String>) -> Self {
         self.axis = axis.into();
         self
     }
 
-    /// Chooses hybrid sharding: `axis` is the mesh axis over which the shards are replicated.
-    /// Gathers and reduce-scatters stay on the shard axis, inside a node; one all-reduce a unit of
-    /// the shards' gradients crosses the replicate axis.
+    /// Chooses hybrid sharding: `axis` is the mesh axis over which the shards are replicated. Gathers and
+    /// reduce-scatters stay on the shard axis, inside a node. One all-reduce of the shards' gradients per
+    /// unit crosses the replicate axis.
     pub fn replicate_axis(mut self, axis: impl Into<String>) -> Self {
         self.replicate_axis = Some(axis.into());
         self
@@ -243,22 +245,23 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets what gradients are divided by. Default: the number of ranks.
+    /// Sets the divisors of gradients. Default: the number of ranks.
     pub fn divide_factors(mut self, factors: DivideFactors) -> Self {
         self.factors = Some(factors);
         self
     }
 
-    /// Leaves parameters alone, and modules with all that is in them, by pattern as in [`units`](Self::units): `"head"`,
-    /// `"**.bias"`. They are neither sharded nor reduced, and each rank's own.
+    /// Leaves parameters alone, and modules with everything in them, by pattern as in [`units`](Self::units): `"head"`,
+    /// `"**.bias"`. They are neither sharded nor reduced, and each rank has its own.
     pub fn ignore<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.ignored = patterns.into_iter().map(Pattern::new).collect();
         self
     }
 
-    /// Drops full weights after forward not to the shard but to one of `ranks` pieces, so that the gather of
-    /// backward stays within groups of `ranks` neighbours. Between 1, which is [`Strategy::ShardGradOp`], and
-    /// all of the shard axis, which is [`Strategy::FullShard`]; a divisor of its size.
+    /// After forward, drops full weights to one of `ranks` pieces instead of to the shard, so that the gather
+    /// of backward stays within groups of `ranks` neighbours. This is between 1, which is
+    /// [`Strategy::ShardGradOp`], and the whole shard axis, which is [`Strategy::FullShard`]. `ranks` must
+    /// divide the axis' size.
     pub fn reshard_after_forward_to(mut self, ranks: usize) -> Self {
         self.reshard_to = Some(ranks);
         self
@@ -293,30 +296,32 @@ impl ShardPolicy {
     /// state and the step of the optimizer. Full parameters are made on the computing device and
     /// dropped there as ever; gathers and reductions move bytes of the host anyway.
     ///
-    /// What the units do not manage (ignored parameters, running states) stays on the computing
-    /// device. `Module::to_device` moves that, and where full parameters are made, but not the shards.
+    /// Tensors that the units do not manage (ignored parameters, running states) stay on the computing
+    /// device. `Module::to_device` moves them and the place of full parameters, but not the shards.
     ///
-    /// For a module that was built on `host` it changes nothing: its shards are there already.
+    /// For a module that was built on `host` this changes nothing, because its shards are already there.
     pub fn offload_to(mut self, host: Device) -> Self {
         self.offload = Some(host);
         self
     }
 
-    /// Attaches Burn's low-rank adapters while sharding: freezes every parameter of the module and adds two trained
-    /// factors, `a` of shape `[in, rank]` and `b` of `[rank, out]`, to each of two dims that `lora`'s group matches. In place
-    /// of `module.apply_lora(lora)`, which Burn allows before or after sharding neither.
+    /// Attaches Burn's low-rank adapters while sharding. This freezes every parameter of the module and adds two
+    /// trained factors to each two-dimensional parameter that `lora`'s group matches: `a` of shape `[in, rank]` and `b`
+    /// of shape `[rank, out]`. Use it in place of `module.apply_lora(lora)`, which Burn allows neither before nor after
+    /// sharding.
     ///
-    /// The factors are parameters of the unit whose weight they adapt, sharded as others are, with Burn's own paths
-    /// (`blocks.0.fc.weight.lora.a`): optimizers, clipping, records and checkpoints see them there, and a record of the module
-    /// is that of Burn's module with `apply_lora`. What the frozen weights hold is their shards alone: no gradient, no
-    /// optimizer state, nothing to reduce. The weight `base + alpha / rank * (a @ b)` exists around a unit's own forward
-    /// and backward, like the full base.
+    /// The factors are parameters of the unit whose weight they adapt. They are sharded like others and have Burn's own
+    /// paths (`blocks.0.fc.weight.lora.a`). Optimizers, clipping, records and checkpoints see them there, and a record
+    /// of the module equals a record of Burn's module with `apply_lora`. A rank holds only shards of the frozen
+    /// weights: no gradient, no optimizer state, nothing to reduce. The weight `base + alpha / rank * (a @ b)` exists
+    /// around a unit's own forward and backward, like the full base.
     ///
-    /// [`memory`](crate::memory()) counts the gathered base and factors, and not what is made of them.
+    /// [`memory`](crate::memory()) counts the gathered base and factors, but not the weights computed from
+    /// them.
     ///
-    /// Initial values are Burn's: `a` normal, drawn on rank 0, `b` zero. `Module::materialize` gives the plain module with its
-    /// adapters merged; `Param::adapter` knows nothing of a sharded one. A quantized base (`QLora`) is refused as its
-    /// type is.
+    /// Initial values are Burn's: `a` is normal, drawn on rank 0, and `b` is zero. `Module::materialize` gives the
+    /// plain module with its adapters merged; `Param::adapter` does not recognize a sharded one. A quantized base
+    /// (`QLora`) is refused, as its type is.
     ///
     /// ```
     /// use burn::module::Lora;
@@ -330,23 +335,23 @@ impl ShardPolicy {
         self
     }
 
-    /// Returns true if sharding attaches [adapters](Self::lora), so that the sharded module has parameters which the module
-    /// itself has not.
+    /// Returns true if sharding attaches [adapters](Self::lora), so that the sharded module has parameters that the
+    /// module itself lacks.
     pub fn attaches_adapters(&self) -> bool {
         self.lora.is_some()
     }
 
-    /// Sets the steps whose gradients are audited. Default: the first, and each that follows a new order of operations, in
-    /// debug builds; none in others. All ranks choose alike; where they do not, nothing is compared.
+    /// Sets the steps whose gradients are audited. Default: in debug builds the first step and each step that follows a
+    /// new order of operations; in other builds none. All ranks must choose alike; otherwise nothing is compared.
     pub fn audit(mut self, steps: Audit) -> Self {
         self.audit = steps;
         self
     }
 
-    /// Sets a function that changes this rank's full gradient of a parameter before it is reduced: it gets the
-    /// parameter's path and the flat gradient, and returns one of the same length, both without autodiff.
-    /// Called on every rank that has a gradient, inside backward: it must not use sharded modules. A second function gets what
-    /// the first one returned.
+    /// Sets a function that changes this rank's full gradient of a parameter before it is reduced. It gets the
+    /// parameter's path and the flat gradient, and returns one of the same length, both without autodiff. It is called
+    /// on every rank that has a gradient, inside backward, and must not use sharded modules. A second function gets the
+    /// result of the first.
     pub fn gradient_hook(
         mut self,
         hook: impl Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync + 'static,
@@ -359,18 +364,18 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets a function that reduces the gradients of a unit in place of the engine: for compression, which the engine cannot
-    /// know. It gets the full gradients and returns, for each, the elements that this rank holds
-    /// ([`FullGradient::held`](crate::FullGradient::held)) of the sum over the ranks of [`UnitReduction::group`], divided by
-    /// [`UnitReduction::divisor`]; [`UnitReduction`] has the collectives for it. An [`audit`](Self::audit) cannot see what a
-    /// hook does.
+    /// Sets a function that reduces the gradients of a unit in place of the engine, for example with compression. It
+    /// gets the full gradients. For each it returns the elements that this rank holds
+    /// ([`FullGradient::held`](crate::FullGradient::held)) of the sum over the ranks of [`UnitReduction::group`],
+    /// divided by [`UnitReduction::divisor`]. [`UnitReduction`] has the collectives for it. An [`audit`](Self::audit)
+    /// cannot see the effect of a hook.
     ///
-    /// Called inside backward, in the same order on all ranks of the shard axis, also on those that have no gradient: all
-    /// communicate alike in it. It must not use sharded modules. It comes after [`gradient_hook`](Self::gradient_hook).
-    /// Parameters that every rank keeps whole under another strategy than [`Strategy::NoShard`] (vectors, those below
-    /// [`whole_below`](Self::whole_below)) are reduced by the engine as ever.
+    /// The function is called inside backward, in the same order on all ranks of the shard axis, also on those that
+    /// have no gradient. All must communicate alike in it. It must not use sharded modules. It runs after
+    /// [`gradient_hook`](Self::gradient_hook). Parameters that every rank keeps whole under another strategy than
+    /// [`Strategy::NoShard`] (vectors, those below [`whole_below`](Self::whole_below)) are still reduced by the engine.
     ///
-    /// Gradients that travel in 16 bits, with sums in 32:
+    /// For example, gradients that travel in 16 bits, with sums in 32:
     ///
     /// ```
     /// use burn::tensor::DType;

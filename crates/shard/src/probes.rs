@@ -1,12 +1,13 @@
-//! The trial that finds out whether the optimizer that makes a first step may work on shards.
+//! The trial that finds out, at an optimizer's first step, whether the optimizer may work on shards.
 //!
-//! Burn tells nobody when an optimizer steps: it maps over the module, as others do, with gradients that
-//! it finds by id. So [`backward`](crate::backward) puts gradients for small matrices, whole and in two
-//! shards, beside those of the module, under ids of their own: a matrix for each parameter of which optimizers
-//! see a part. A map that reaches such a parameter is shown its matrix and shards, too, under the parameter's
-//! path, by which groups choose. Who has no gradients for them changes nothing; who changes what has no
-//! gradient is no optimizer; and who comes to other bits for the shards than for the same elements of the whole
-//! computes with whole tensors. What remains unseen are groups by ids, as probes have other ones.
+//! Burn does not report that an optimizer steps: the optimizer maps over the module, as others do, with
+//! gradients that it finds by id. So [`backward`](crate::backward) adds gradients for small matrices, whole and
+//! in two shards, to the module's gradients, under separate ids. There is one matrix for each parameter that
+//! optimizers see in parts. A map that reaches such a parameter is also shown its matrix and shards, under the
+//! parameter's path, by which groups choose. A map without gradients for them changes nothing. A map that
+//! changes a value without a gradient is no optimizer. An optimizer that computes different bits for the shards
+//! than for the same elements of the whole matrix computes with whole tensors. Groups by ids remain unseen, as
+//! probes have other ids.
 
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
@@ -23,14 +24,14 @@ use crate::report;
 use crate::shown::Shown;
 use crate::thrown::throw;
 
-/// Number of rows and of columns of the matrix on trial: halves of it are whole vectors of any
-/// processor, so that equal arithmetic gives equal bits.
+/// Number of rows and of columns of the matrix on trial. Halves of it are whole vectors of any processor, so
+/// equal arithmetic gives equal bits.
 pub(crate) const SIDE: usize = 16;
 /// Number of elements of the matrix.
 pub(crate) const LEN: usize = SIDE * SIDE;
 
-/// Returns element `i` of the matrix or of its gradient in a step: of either sign, never zero, and
-/// with rows and columns of different sizes.
+/// Returns element `i` of the matrix or of its gradient in a step: of either sign, never zero, and with rows
+/// and columns of different sizes.
 pub(crate) fn element(i: usize, step: usize) -> f32 {
     let (row, column) = (i / SIDE, i % SIDE);
     let sign = if (i * 7 + step * 3) % 5 < 2 {
@@ -55,21 +56,23 @@ pub(crate) fn tensor_of<const D: usize>(
 
 /// The first id of the probes.
 const RESERVED: u64 = 0x9b05_688c_2b3e_6c00;
-/// Number of bits of a place: so few that an id drawn at random is hardly ever one of a probe, and so many
-/// that two parameters of a model hardly ever share a place.
+/// Number of bits of a place. It is small enough that an id drawn at random is hardly ever a probe's, and
+/// large enough that two parameters of a model hardly ever share a place.
 const PLACE_BITS: u32 = 28;
-/// Number of ids for the probes of one parameter: half for what is cut, half for what is only flat.
+/// Number of ids for the probes of one parameter: half for cut parameters, half for parameters that are only
+/// flat.
 const STRIDE: u64 = 16;
 /// The size of the probes' values: small, so that a small step of a 16-bit type is seen.
 const VALUE: f32 = 1.0 / 64.0;
 
-/// Sizes of gradients in a row. Adam divides by their size, so that clipping shows only where they come
-/// near its epsilon; Lion takes their sign, so that it shows only where it leaves nothing of them.
+/// Sizes of gradients in a row. Adam divides by their size, so clipping shows only where they come near its
+/// epsilon. Lion takes their sign, so clipping shows only where it leaves nothing of them.
 const SIZES: [f32; 8] = [1.0, 1e-2, 1e-4, 1e-6, 1e-8, 1e-12, 1e-24, 1e-36];
 
-/// Returns element `i` of a gradient of the matrix in a step, whose halves are of very different sizes. The norm of
-/// the matrix is that of its first half, beyond any sensible threshold of clipping by norm, while the square is a
-/// number. So the second half is clipped by a small factor as a part of the matrix, and hardly when alone.
+/// Returns element `i` of a gradient of the matrix in a step. Its halves are of very different sizes. The norm of
+/// the matrix equals the norm of its first half, beyond any sensible threshold of clipping by norm, while the
+/// square is still finite. So the second half is clipped by a small factor as a part of the matrix, and hardly at
+/// all as a separate tensor.
 pub(crate) fn gradient_of_halves(dtype: DType, i: usize, step: usize) -> f32 {
     let scale = match dtype {
         _ if i >= LEN / 2 => 1.0,
@@ -79,21 +82,21 @@ pub(crate) fn gradient_of_halves(dtype: DType, i: usize, step: usize) -> f32 {
     scale * SIZES[i % SIZES.len()] * element(i, step)
 }
 
-/// Returns true if `id` is one that the trial of an optimizer uses, and no parameter's: the first
-/// step of an optimizer leaves states of such ids in its records, which are of no use to anybody.
+/// Returns true if `id` is used by the trial of an optimizer and by no parameter. The first step of an
+/// optimizer leaves states of such ids in its records, which have no further use.
 pub fn is_probe(id: ParamId) -> bool {
     (RESERVED..RESERVED + (STRIDE << PLACE_BITS)).contains(&id.val())
 }
 
-/// Returns the place of the probes of a parameter: the same in each process, so that the states of probes in
-/// a record are those of the same parameter's.
+/// Returns the place of a parameter's probes. It is the same in each process, so the states of probes in a
+/// record belong to the same parameter.
 fn place_of(id: ParamId) -> u64 {
     // Fibonacci hashing: a program may number its parameters, and then all high bits are equal.
     id.val().wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (u64::BITS - PLACE_BITS)
 }
 
-/// The trial of the optimizer that steps the parameters of a root, parameter by parameter: groups may hold
-/// different optimizers.
+/// The trial of the optimizer that steps the parameters of a root, parameter by parameter, because groups may
+/// hold different optimizers.
 #[derive(Debug)]
 pub(crate) struct Trial {
     warned: Once,
@@ -102,7 +105,7 @@ pub(crate) struct Trial {
 
 #[derive(Debug, Default)]
 struct Parameters {
-    /// What the last backward has registered, by place.
+    /// The probes that the last backward registered, by place.
     probes: HashMap<u64, Probes>,
     tried: HashSet<ParamId>,
 }
@@ -113,7 +116,7 @@ pub(crate) struct Subject {
     /// The device of its shard, with autodiff.
     pub(crate) device: Device,
     pub(crate) dtype: DType,
-    /// True if optimizers see a part of it.
+    /// True if optimizers see only a part of it.
     pub(crate) is_cut: bool,
 }
 
@@ -127,7 +130,7 @@ struct Probes {
     num_shards: usize,
 }
 
-/// A probe, by its number among those of a root.
+/// A probe, by its number among a root's probes.
 #[derive(Debug, Clone, Copy)]
 enum Probe {
     Whole = 0,
@@ -142,7 +145,7 @@ enum Probe {
 enum Verdict {
     /// No change: the map has no gradients for them, or a learning rate of 0.
     Unmoved,
-    /// A change of whatever the map is shown.
+    /// A change of everything that the map is shown.
     NoOptimizer,
     Elementwise,
     WholeTensors,
@@ -158,8 +161,8 @@ impl Default for Trial {
 }
 
 impl Trial {
-    /// Registers gradients for the probes of those of `subjects` at which no optimizer was tried yet: all trained
-    /// parameters of which optimizers see a part.
+    /// Registers gradients for the probes of the `subjects` at which no optimizer was tried yet: all trained
+    /// parameters that optimizers see in parts.
     pub(crate) fn register(
         &self,
         subjects: impl Iterator<Item = Subject>,
@@ -168,7 +171,7 @@ impl Trial {
         let mut parameters = self.parameters.lock();
         parameters.probes.clear();
         for subject in subjects {
-            // Of two at one place the second has its turn when the first was tried.
+            // If two share a place, the second is tried after the first.
             let place = place_of(subject.id);
             if parameters.tried.contains(&subject.id) || parameters.probes.contains_key(&place) {
                 continue;
@@ -201,16 +204,16 @@ impl Trial {
         }
         let registered = parameters.probes.get(&place_of(param.id));
         let registered = registered.filter(|probes| probes.shown_with == param.id);
-        // Without gradients, in a loop that calls Burn's backward, the control alone has a meaning:
-        // whoever changes what has no gradient is not meant.
+        // Without gradients, in a loop that calls Burn's backward, only the control has a meaning: a map that
+        // changes values without gradients is not meant.
         Some(registered.cloned().unwrap_or_else(|| Probes::lone(param)))
     }
 
-    /// Shows the probes to `mapper`, which is about to map over `param` at `path`. Leaves with an error
-    /// if that is an optimizer which computes with whole tensors.
+    /// Shows the probes to `mapper`, which is about to map over `param` at `path`. Leaves with an error if
+    /// that is an optimizer that computes with whole tensors.
     ///
-    /// Returns the value of `param` if nothing is known yet of who maps: [`watched`](Self::watched) then says whether it
-    /// changes.
+    /// Returns the value of `param` if nothing is known about the mapper yet; [`watched`](Self::watched) then tells
+    /// whether the value changes.
     pub(crate) fn show<M: ModuleMapper>(
         &self,
         param: &Param<Tensor<1>>,
@@ -233,8 +236,9 @@ impl Trial {
         }
     }
 
-    /// Maps over a parameter at `path`, of whose mapper nothing is known if there is `before`, its value until now. Warns
-    /// once if that changes: it may be an optimizer that computes with whole tensors. Leaves with an error if it panics.
+    /// Maps over a parameter at `path`. If there is `before`, the parameter's value until now, nothing is known about
+    /// its mapper. Warns once if the value changes, because the mapper may be an optimizer that computes with whole
+    /// tensors. Leaves with an error if the mapper panics.
     pub(crate) fn watched(
         &self,
         before: Option<Tensor<1>>,
@@ -267,7 +271,7 @@ impl Trial {
     }
 }
 
-/// Returns the words of a panic; `None` of an error of this crate, which is thrown.
+/// Returns the message of a panic; `None` for an error of this crate, which is thrown.
 fn words(panic: &(dyn Any + Send)) -> Option<String> {
     let text = panic.downcast_ref::<String>().cloned();
     text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()))
@@ -307,7 +311,7 @@ impl Probes {
     }
 
     fn id(&self, probe: Probe, shard: usize) -> ParamId {
-        // A record's state of the one kind is none of the other.
+        // A record's state of one kind is not a state of the other.
         let kind = if self.num_shards == 1 { STRIDE / 2 } else { 0 };
         let number = (probe as usize + shard) as u64;
         ParamId::from(RESERVED + place_of(self.shown_with) * STRIDE + kind + number)
@@ -325,22 +329,22 @@ impl Probes {
         gradients.register(self.id(probe, shard), gradient.inner());
     }
 
-    /// Shows the probes to `mapper` and returns their verdict. All are shown also if the matrix
-    /// does not move: their states go on alike.
+    /// Shows the probes to `mapper` and returns their verdict. Shows all of them even if the matrix does not
+    /// move, so that their states advance alike.
     fn verdict<M: ModuleMapper>(&self, mapper: &mut M) -> Verdict {
         let matrix = [SIDE, SIDE];
         let (before, control) = self.mapped(Probe::Control, 0, matrix, mapper);
         if control.as_ref() != Some(&before) {
             return Verdict::NoOptimizer;
         }
-        // What does not take a matrix at all, sharded or not, does not compute with whole ones.
+        // An optimizer that does not take a matrix at all, sharded or not, does not compute with whole ones.
         let (before, Some(whole)) = self.mapped(Probe::Whole, 0, matrix, mapper) else {
             return Verdict::Elementwise;
         };
         let len = LEN / self.num_shards;
         let bytes = len * self.dtype.size();
         let of_shard = |shard: usize| &whole[shard * bytes..][..bytes];
-        // In rows first: what needs two dimensions then fails without a panic's message.
+        // Rows come first: an optimizer that needs two dimensions then fails without a panic message.
         for shard in (0..self.num_shards).filter(|_| self.num_shards > 1) {
             let rows = [SIDE / self.num_shards, SIDE];
             let (_, after) = self.mapped(Probe::Rows, shard, rows, mapper);

@@ -1,10 +1,9 @@
-//! Activation checkpointing: a part of the model whose activations are computed again in backward.
+//! Activation checkpointing: a part of the model whose activations are recomputed in backward.
 //!
-//! Forward runs the region without a graph and keeps its input alone. Backward runs it once more,
-//! this time with a graph of its own, differentiates that, and hands the gradients on. Sharded
-//! units take part in both: gathered for the forward, and gathered once more for the
-//! recomputation *and* its backward together. The order of operations is that of the README, with
-//! a unit's second gather where its recomputation begins.
+//! Forward runs the region without a graph and keeps only its input. Backward runs it once more, this time
+//! with a separate graph, differentiates that, and passes the gradients on. Sharded units take part in both:
+//! they are gathered for the forward, and once more for the recomputation *and* its backward together. The
+//! order of operations is as in the README, with a unit's second gather where its recomputation begins.
 //!
 //! The inner graph shares no leaf with the outer one: Burn locks a graph while it goes backward
 //! through it, and leaves of two graphs make them one.
@@ -28,39 +27,39 @@ use crate::region::{self, RegionState, within};
 use crate::thrown::throw;
 use crate::wrap::own_states;
 
-/// Returns a copy of `module` with its plain parameters as `mapper` makes them.
+/// Returns a copy of `module` with its plain parameters replaced by `mapper`.
 fn prepared<M: Module>(module: &M, mapper: &mut impl ModuleMapper) -> M {
     // A lazy parameter would draw other numbers in the copy.
     module.visit(&mut Initialize);
     ambient::within(Purpose::Prepare, || copy(module).map(mapper))
 }
 
-/// Returns a copy of `module` that lives no longer than its graph.
+/// Returns a copy of `module` that does not outlive its graph.
 fn copy<M: Module>(module: &M) -> M {
     ambient::within(Purpose::CopyForGraph, || module.clone())
 }
 
-/// Runs `forward(module, input)`, of which backward keeps nothing but `input` and computes the rest
-/// again. Saves the activations of the region for the price of a second forward.
+/// Runs `forward(module, input)`; backward keeps only `input` and recomputes the rest. This saves the
+/// activations of the region for the price of a second forward.
 ///
-/// Checkpoint one unit at a time: full weights of all units in a region exist together in its
-/// backward. With [`ShardPolicy::units`](crate::ShardPolicy::units) `["blocks.*"]`, call it once
-/// around each block.
+/// Checkpoint one unit at a time: the full weights of all units in a region exist together in its backward.
+/// With [`ShardPolicy::units`](crate::ShardPolicy::units) `["blocks.*"]`, call it once around each block.
 ///
-/// `module` may be sharded, hold sharded modules, or be plain. `forward` must compute the same
-/// both times, and nothing tracked may be captured, since its gradient would be lost; both are errors.
-/// Running statistics, such as BatchNorm's, are updated by the first forward alone. Outside of training, or
-/// inside another region, `forward` is just called.
+/// `module` may be sharded, contain sharded modules, or be plain. `forward` must compute the same both times,
+/// and must capture nothing tracked, since its gradient would be lost; both are errors. Only the first
+/// forward updates running statistics, such as BatchNorm's. Outside of training, or inside another region,
+/// `forward` is simply called.
 ///
-/// Dropout draws the same numbers twice where a process is one rank: a region draws a seed from Burn's generator, begins
-/// the generator there, and in backward once more, after which others follow. Data that other threads draw from it meanwhile
-/// would come in between. Where ranks are threads, which share that one generator, dropout in a region is an error.
+/// Dropout draws the same numbers twice if each rank is a process. A region draws a seed from Burn's generator and
+/// seeds the generator with it, and again in backward, after which other numbers follow. Numbers that other threads
+/// draw meanwhile would come in between. Where ranks are threads, which share that one generator, dropout in a region
+/// is an error.
 ///
-/// All ranks must do so alike.
+/// All ranks must call it alike.
 ///
 /// # Errors
 ///
-/// As those of a forward and a backward, which unwind: see [`catch`](crate::catch).
+/// As in a forward and a backward, where errors unwind: see [`catch`](crate::catch).
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -94,7 +93,7 @@ where
     });
     let tokens = touched.into_iter().map(|touched| touched.token);
     let token = tokens.reduce(|sum, token| sum + token).unwrap_or_else(|| {
-        // Something to hang on, where the input has no gradient.
+        // A tensor to hang the region on if the input has no gradient.
         Tensor::zeros([1], &device).require_grad()
     });
     let region = Checkpointed::<M, F, D, E> {
@@ -109,7 +108,7 @@ where
     op::recomputed(output, input, token, region)
 }
 
-/// Returns the module with running states of its own, which a second forward may update and nobody sees.
+/// Returns the module with separate running states, which a second forward may update unseen.
 fn with_own_states<M: Module>(module: M) -> M {
     let mut untrained = Untrained(false);
     inspect::visit(&module, &mut untrained);
@@ -139,7 +138,7 @@ impl ModuleVisitor for Initialize {
     }
 }
 
-/// A mapper that takes plain parameters out of the graph. Sharded ones see to it themselves.
+/// A mapper that takes plain parameters out of the graph. Sharded parameters handle this themselves.
 struct Detach;
 
 impl ModuleMapper for Detach {
@@ -151,7 +150,7 @@ impl ModuleMapper for Detach {
     }
 }
 
-/// A mapper that gives plain parameters leaves of the region's own.
+/// A mapper that gives plain parameters separate leaves for the region.
 struct OwnLeaves;
 
 impl ModuleMapper for OwnLeaves {
@@ -261,14 +260,13 @@ impl ModuleVisitor for Collect<'_> {
     }
 }
 
-/// A few elements of a region's output: enough to notice that the second forward computed
-/// something else.
+/// A few elements of a region's output, enough to notice that the second forward computed a different result.
 struct Sample(Vec<f32>);
 
 impl Sample {
     const SIZE: usize = 64;
-    /// The tolerated difference, relative to the largest of them. Equal kernels give equal bits;
-    /// random numbers do not come close.
+    /// The tolerated difference, relative to the largest of them. Equal kernels give equal bits; different
+    /// random numbers are far outside the tolerance.
     const TOLERANCE: f32 = 1e-2;
 
     fn of<const E: usize>(output: &Tensor<E>) -> Self {

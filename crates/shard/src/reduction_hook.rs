@@ -1,4 +1,4 @@
-//! A function of the user that takes the place of the reduction of a unit's gradients.
+//! A user's function that replaces the reduction of a unit's gradients.
 
 use std::fmt;
 use std::ops::Range;
@@ -14,8 +14,8 @@ use crate::ambient::{Purpose, within};
 use crate::error::Error;
 use crate::transport;
 
-/// A function that reduces the gradients of a unit: it gets the full gradients and returns this rank's parts of their sum,
-/// divided.
+/// A function that reduces the gradients of a unit: it gets the full gradients and returns this rank's parts of their
+/// divided sum.
 #[derive(Clone)]
 pub(crate) struct ReductionHook(Arc<Reduce>);
 
@@ -44,7 +44,7 @@ impl fmt::Debug for ReductionHook {
     }
 }
 
-/// The gradients of one unit that wait for their reduction, for a hook of
+/// The gradients of one unit that wait for their reduction by a hook, see
 /// [`ShardPolicy::reduction_hook`](crate::ShardPolicy::reduction_hook).
 #[derive(Debug)]
 pub struct UnitReduction {
@@ -53,7 +53,7 @@ pub struct UnitReduction {
     pub(crate) group: ProcessGroup,
     pub(crate) pool: BufferPool,
     pub(crate) mean: Reduction,
-    /// What the sum over the group is divided by.
+    /// The divisor of the sum over the group.
     pub(crate) divisor: f64,
     pub(crate) gradients: Vec<FullGradient>,
 }
@@ -81,22 +81,22 @@ impl FullGradient {
         &self.shape
     }
 
-    /// Returns this rank's gradient of the whole parameter: flat, without autodiff, in the type in which the policy reduces. It
-    /// is zero if this rank has none and another one has.
+    /// Returns this rank's gradient of the whole parameter: flat, without autodiff, in the type in which the policy
+    /// reduces. It is zero if this rank has none and another one has.
     pub fn tensor(&self) -> Tensor<1> {
         self.tensor.clone()
     }
 
-    /// Returns the flat elements of the parameter that this rank holds: those whose sum the hook returns. All of them where
-    /// the strategy keeps parameters whole, and none where another rank owns the parameter.
+    /// Returns the range of the parameter's flat elements that this rank holds, whose sum the hook returns. It has all
+    /// elements where the strategy keeps parameters whole, and none where another rank owns the parameter.
     pub fn held(&self) -> Range<usize> {
         self.held.clone()
     }
 
-    /// Returns what this rank holds of a flat tensor of the parameter's length.
+    /// Returns this rank's part of a flat tensor of the parameter's length.
     pub fn held_of(&self, full: Tensor<1>) -> Tensor<1> {
         match self.held.is_empty() {
-            // Burn cuts no empty slice.
+            // Burn does not slice to an empty tensor.
             true => Tensor::empty([0], (&full.device(), full.dtype())),
             false => full.slice([self.held.clone()]),
         }
@@ -122,21 +122,21 @@ impl UnitReduction {
         &self.group
     }
 
-    /// Returns what the sum over the [`group`](Self::group) is divided by: the number of all ranks, or the policy's
-    /// [factors](crate::ShardPolicy::divide_factors). With hybrid sharding it counts the replicas, too, and the engine adds up
-    /// what they return: of the group's own mean each has a share.
+    /// Returns the divisor of the sum over the [`group`](Self::group): the number of all ranks, or the policy's
+    /// [factors](crate::ShardPolicy::divide_factors). With hybrid sharding it also counts the replicas, and the engine
+    /// adds up their results, so each contributes a share of its group's own mean.
     pub fn divisor(&self) -> f64 {
         self.divisor
     }
 
-    /// Returns the gradients in the order of the module: those of sharded parameters for which any rank has one.
+    /// Returns the gradients of those sharded parameters for which any rank has one, in the order of the module.
     pub fn gradients(&self) -> &[FullGradient] {
         &self.gradients
     }
 
-    /// Returns the sums over the ranks of flat tensors of any length, divided by [`divisor`](Self::divisor), whole on every rank:
-    /// the same bits on all. What travels has the tensor's type. The sum is made in 32 bits at least, and returned so:
-    /// tensors of 16 bits come back in 32.
+    /// Returns the sums over the ranks of flat tensors of any length, divided by [`divisor`](Self::divisor), whole on
+    /// every rank and with the same bits on all. The tensors travel in their own type. The sum is computed and returned
+    /// in at least 32 bits: tensors of 16 bits come back in 32.
     ///
     /// Collective among the ranks of [`group`](Self::group), with tensors of the same lengths and types.
     ///
@@ -158,9 +158,9 @@ impl UnitReduction {
         })
     }
 
-    /// Returns what this rank holds of the sums over the ranks of full gradients, one for each of
-    /// [`gradients`](Self::gradients), divided by [`divisor`](Self::divisor): the engine's own reduction, with the tensors' types as
-    /// those that travel and with sums as [`average`](Self::average) returns them.
+    /// Returns this rank's part of the sums over the ranks of full gradients, one for each of
+    /// [`gradients`](Self::gradients), divided by [`divisor`](Self::divisor). This is the engine's own reduction. The
+    /// tensors travel in their own types, and sums are as [`average`](Self::average) returns them.
     ///
     /// Collective among the ranks of [`group`](Self::group).
     ///
@@ -194,7 +194,7 @@ impl UnitReduction {
         })
     }
 
-    /// Reduces tensors in as many operations as there are types of sums, and returns the sums in the order of the tensors.
+    /// Reduces tensors with one operation per type of sum, and returns the sums in the order of the tensors.
     fn by_kind(
         &self,
         tensors: impl Iterator<Item = (usize, Tensor<1>)>,
@@ -246,7 +246,7 @@ impl UnitReduction {
         })
     }
 
-    /// Looks whether `tensors`, with which the hook did `what`, are one for each gradient and of the right lengths.
+    /// Checks that `tensors`, with which the hook did `what`, are one for each gradient and of the right lengths.
     fn check(
         &self,
         tensors: &[Tensor<1>],
@@ -287,7 +287,7 @@ impl UnitReduction {
 /// The types of a tensor and of its sum, and their device.
 #[derive(Clone)]
 struct Kind {
-    /// The type that travels.
+    /// The type in which it travels.
     wire: ElementType,
     /// The type of the sum.
     sum: ElementType,

@@ -25,7 +25,7 @@ pub(crate) trait Recomputed: Send + Sync {
     fn end_recomputation(&self);
 }
 
-/// A root one of whose units a region has used.
+/// A root with a unit that a region has used.
 pub(crate) struct Touched {
     /// The root.
     pub(crate) by: Arc<dyn Recomputed>,
@@ -46,7 +46,7 @@ pub(crate) fn state() -> RegionState {
     }
 }
 
-/// Notes that a region has used a unit of `root`; `token` is that of the pass around it.
+/// Notes that a region has used a unit of `root`; `token` is the token of the pass around it.
 pub(crate) fn touch<R: Recomputed + 'static>(root: &Arc<R>, token: &Tensor<1>) {
     TOUCHED.with_borrow_mut(|touched| {
         let is_root =

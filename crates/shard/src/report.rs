@@ -1,4 +1,4 @@
-//! Warnings that a program sees without doing anything for it.
+//! Warnings that are visible without any setup in the program.
 
 /// Reports `message` through `tracing`, and on standard error if no subscriber was set.
 pub(crate) fn warn(message: impl std::fmt::Display) {

@@ -1,7 +1,7 @@
-//! Values that lie in this rank's memory, and whether they are what was written there.
+//! Seals of values in this rank's memory, which detect corruption.
 //!
-//! A seal is kept beside a value that is held: Burn writes over no memory that has two holders, so what is held stays as it
-//! is. Only memory of the host is sealed; that of devices would have to be read back.
+//! A seal is kept next to a value that is held. Burn does not write over memory that has two holders, so a held value
+//! stays unchanged. Only memory of the host is sealed; a device's memory would have to be read back.
 
 use std::collections::BTreeMap;
 
@@ -23,7 +23,7 @@ pub(crate) fn seal(group: &ProcessGroup, tensor: &Tensor<1>) -> Option<Seal> {
     group.seal(transport::source(tensor.clone(), None).as_bytes())
 }
 
-/// Looks whether a flat tensor without autodiff is what was sealed. `what` says what it is.
+/// Checks that a flat tensor without autodiff still equals the sealed one. `what` describes it in errors.
 ///
 /// # Errors
 ///
@@ -41,7 +41,7 @@ pub(crate) fn check(
     Ok(group.check_seal(seal, bytes.as_bytes(), what)?)
 }
 
-/// Returns true if two flat tensors without autodiff are the same memory of the host.
+/// Returns true if two flat tensors without autodiff share the same memory of the host.
 pub(crate) fn is_same_memory(one: &Tensor<1>, other: &Tensor<1>) -> bool {
     let of = |tensor: &Tensor<1>| {
         let primitive = tensor.clone().try_into_primitive::<Flex>().ok()?;
@@ -51,7 +51,7 @@ pub(crate) fn is_same_memory(one: &Tensor<1>, other: &Tensor<1>) -> bool {
     one.dtype() == other.dtype() && of(one).is_some() && of(one) == of(other)
 }
 
-/// Flips a bit of a flat tensor without autodiff, if a fault says so.
+/// Flips a bit of a flat tensor without autodiff, if an injected fault asks for it.
 pub(crate) fn flip_if_told(group: &ProcessGroup, at: At, tensor: &mut Tensor<1>) {
     let (dtype, device) = (tensor.dtype(), tensor.device());
     let num_bytes = tensor.shape().num_elements() * dtype.size();
@@ -76,31 +76,31 @@ impl Held {
         Some(Self { value, seal, what })
     }
 
-    /// Looks whether the value is what was sealed.
+    /// Checks that the value still equals the sealed one.
     pub(crate) fn check(&self, group: &ProcessGroup) -> Result<(), Error> {
         let what = || self.what.as_str().to_owned();
         check(group, Some(&self.seal), &self.value, what)
     }
 
-    /// Flips a bit of the value, if a fault says so.
+    /// Flips a bit of the value, if an injected fault asks for it.
     pub(crate) fn flip_if_told(&mut self, group: &ProcessGroup, at: At) {
         flip_if_told(group, at, &mut self.value);
     }
 }
 
-/// Reduced gradients that wait for the optimizer, by the leaf that they belong to, and the running states that the last
-/// backward has left.
+/// Reduced gradients that wait for the optimizer, by the leaf that they belong to, and the running states of the last
+/// backward.
 #[derive(Default)]
 pub(crate) struct Waiting {
-    /// The number of the backward that they are of.
+    /// The number of the backward that they come from.
     backward: u64,
     gradients: BTreeMap<u64, Vec<Held>>,
     pub(crate) running: Vec<Held>,
 }
 
 impl Waiting {
-    /// Takes hold of a gradient of backward number `backward`. Looks at those of backwards before, which have been used or
-    /// given up, and lets go of them.
+    /// Takes hold of a gradient of backward number `backward`. Checks the gradients of earlier backwards, which have
+    /// been used or given up, and releases them.
     pub(crate) fn add(
         &mut self,
         group: &ProcessGroup,
@@ -120,20 +120,20 @@ impl Waiting {
         Ok(())
     }
 
-    /// Looks at all gradients that wait, and lets go of them.
+    /// Checks all gradients that wait, and releases them.
     fn release(&mut self, group: &ProcessGroup) -> Result<(), Error> {
         let gradients = std::mem::take(&mut self.gradients);
         let mut held = gradients.values().flatten();
         held.try_for_each(|held| held.check(group))
     }
 
-    /// Looks at the gradients of a leaf, which are about to be read or replaced, and lets go of them.
+    /// Checks the gradients of a leaf, which are about to be read or replaced, and releases them.
     pub(crate) fn release_of(&mut self, group: &ProcessGroup, leaf: NodeId) -> Result<(), Error> {
         let held = self.gradients.remove(&leaf.value).unwrap_or_default();
         held.iter().try_for_each(|held| held.check(group))
     }
 
-    /// Takes hold of what was made of a leaf's gradient.
+    /// Takes hold of the new value of a leaf's gradient.
     pub(crate) fn replace(&mut self, leaf: NodeId, held: Option<Held>) {
         self.gradients
             .insert(leaf.value, held.into_iter().collect());

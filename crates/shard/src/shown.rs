@@ -1,12 +1,12 @@
-//! What a rank holds of a parameter, in the shape in which optimizers see it.
+//! A rank's part of a parameter, in the shape in which optimizers see it.
 
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Device, GradientCheckpointingStrategy, Shape, Tensor};
 
 use crate::device;
 
-/// What this rank holds of a parameter, as a parameter of its own: flat where it is a part, in the parameter's shape where it
-/// is all of it, and of that many empty dims where another rank owns all of it.
+/// A rank's part of a parameter, as a separate parameter. It is flat if it is cut, and has the parameter's shape if it
+/// is the whole. If another rank owns the whole, it has as many empty dims.
 #[derive(Debug, Clone)]
 pub(crate) enum Shown {
     One(Param<Tensor<1>>),
@@ -31,7 +31,7 @@ macro_rules! of_any {
     };
 }
 
-/// Makes another parameter of as many dims.
+/// Creates another parameter with the same number of dims.
 macro_rules! map_any {
     ($shown:expr, $param:ident => $body:expr) => {
         match $shown {
@@ -88,8 +88,8 @@ impl Shown {
         of_any!(self, param => param.shape().to_vec())
     }
 
-    /// Returns the tensor that is the parent of the full parameter in a graph, where the generation gives none: the leaf
-    /// itself if it is flat, or a stand-in of the same device.
+    /// Returns the tensor that is the parent of the full parameter in a graph, if the generation gives none: the leaf
+    /// itself if it is flat, or a stand-in on the same device.
     pub(crate) fn parent(&self) -> Tensor<1> {
         match self {
             Self::One(param) => param.base(),
@@ -105,7 +105,7 @@ impl Shown {
         }))
     }
 
-    /// Returns it mapped, in memory that the engine's flat view of it can share.
+    /// Returns it mapped, in memory that the engine can share with its flat view.
     pub(crate) fn mapped<M: ModuleMapper>(self, mapper: &mut M) -> Self {
         match self {
             Self::One(param) => Self::One(Module::map(param, mapper)),
@@ -159,13 +159,13 @@ fn leaf<const D: usize>(
     Param::initialized(id, value).set_require_grad(is_trainable)
 }
 
-/// Returns the elements of `flat` in another shape: a leaf, and no view of one.
+/// Returns the elements of `flat` in another shape: a leaf, and not a view of one.
 fn shaped<const D: usize>(flat: Tensor<1>, shape: Shape) -> Tensor<D> {
     let device = flat.device();
     device::tracked(reshaped(plain(flat), shape), &device)
 }
 
-/// Returns the elements of a plain tensor in another shape. Burn reads a 0 in a shape as the dim that is there.
+/// Returns the elements of a plain tensor in another shape. Burn reads a 0 in a shape as the existing dim.
 fn reshaped<const D: usize>(flat: Tensor<1>, shape: Shape) -> Tensor<D> {
     match shape.num_elements() {
         0 => Tensor::zeros(shape, (&flat.device(), flat.dtype())),
@@ -173,8 +173,8 @@ fn reshaped<const D: usize>(flat: Tensor<1>, shape: Shape) -> Tensor<D> {
     }
 }
 
-/// Returns the parameter with its elements in order: an optimizer may hand back a transposed view, of which a flat one would
-/// be a second copy.
+/// Returns the parameter with its elements in order. An optimizer may return a transposed view, and a flat tensor of it
+/// would be a second copy.
 fn in_rows<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
     param.map(|tensor| {
         let device = tensor.device();

@@ -1,5 +1,5 @@
-//! The slot of a parameter in its unit: what does not change over the life of the module. And a
-//! value for each slot.
+//! The fixed properties of a parameter in its unit, over the life of the module, and a table with a value for
+//! each slot.
 
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
@@ -15,16 +15,16 @@ use crate::packing::Packing;
 /// The part of a parameter that a rank holds between steps, and the way in which its gradient is reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Holding {
-    /// A shard, which is all or nothing where the partition has a sole owner; full gradients are reduce-scattered with
-    /// the unit.
+    /// A shard, which is everything or nothing where the partition has a sole owner; full gradients are
+    /// reduce-scattered with the unit.
     Shard,
-    /// The whole parameter; its gradient shares one all-reduce a step with all others.
+    /// The whole parameter; its gradient shares one all-reduce per step with all others.
     Whole,
     /// The whole parameter; gradients are all-reduced with the unit.
     Replica,
 }
 
-/// An element type, in Burn's words and in those of the transport.
+/// An element type, in Burn's terms and in the transport's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Element {
     /// Burn's name of the type.
@@ -51,7 +51,8 @@ pub(crate) struct Elements {
     pub(crate) reduce: Element,
 }
 
-/// The most dims of a parameter that optimizers see as it is; one of more is flat to them.
+/// The largest number of dims of a parameter that optimizers see in its own shape; a parameter with more is
+/// flat to them.
 pub(crate) const MAX_DIMS: usize = 6;
 
 /// One parameter of a unit.
@@ -71,7 +72,7 @@ pub(crate) struct Slot {
     pub(crate) packing: Option<Packing>,
     /// What adapts it.
     pub(crate) adapter: Option<Adapter>,
-    /// The layer around it, if that does not compute in the type in which the parameter does.
+    /// The layer around it, if the layer does not compute in the parameter's type.
     pub(crate) unfit: Option<Arc<Layer>>,
 }
 
@@ -105,7 +106,8 @@ impl Slot {
         }
     }
 
-    /// Returns the number of elements of a reduced gradient on rank `rank`: those of what it holds.
+    /// Returns the number of elements of a reduced gradient on rank `rank`, which equals the number of
+    /// elements it holds.
     pub(crate) fn held_elements(&self, rank: usize) -> usize {
         match self.is_gathered() {
             true => self.partition.len(rank),
@@ -126,12 +128,13 @@ impl Slot {
         self.is_gathered() && self.partition.sole_owner().is_none()
     }
 
-    /// Returns true if optimizers see something else than the parameter: a part of it, or all of it, flat.
+    /// Returns true if optimizers do not see the parameter in its own shape: they see a part of it, or all of
+    /// it, flat.
     pub(crate) fn is_flattened(&self) -> bool {
         self.is_cut() || self.shape.len() > MAX_DIMS
     }
 
-    /// Returns true if rank `rank` of the group holds nothing because another one holds all.
+    /// Returns true if rank `rank` of the group holds nothing because another one holds everything.
     pub(crate) fn is_elsewhere(&self, rank: usize) -> bool {
         let owner = self.partition.sole_owner();
         self.is_gathered() && owner.is_some_and(|owner| owner != rank)
@@ -145,7 +148,7 @@ impl Slot {
         }
     }
 
-    /// Returns the shape in which optimizers on rank `rank` of the group see what it holds.
+    /// Returns the shape in which optimizers on rank `rank` of the group see its part.
     pub(crate) fn shown_shape(&self, rank: usize) -> Vec<usize> {
         match (self.is_flattened(), self.is_elsewhere(rank)) {
             (true, _) => vec![self.held_elements(rank)],
@@ -154,7 +157,7 @@ impl Slot {
         }
     }
 
-    /// Returns the shape, as an array of the parameter's rank.
+    /// Returns the shape as an array.
     pub(crate) fn dims<const D: usize>(&self) -> [usize; D] {
         let mut dims = [0; D];
         dims.copy_from_slice(&self.shape);

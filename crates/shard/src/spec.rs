@@ -19,8 +19,8 @@ pub(crate) struct Groups {
     pub(crate) reduce: ProcessGroup,
     /// The ranks that hold the same shards, with hybrid sharding.
     pub(crate) replicas: Option<ProcessGroup>,
-    /// The neighbours that share the full parameters between forward and backward, where that are
-    /// fewer than hold the shards.
+    /// The neighbours that share the full parameters between forward and backward, if fewer ranks than hold
+    /// the shards.
     pub(crate) neighbours: Option<ProcessGroup>,
 }
 
@@ -49,23 +49,23 @@ pub(crate) struct UnitSpec {
 }
 
 impl UnitSpec {
-    /// Returns a table with nothing for each slot.
+    /// Returns a table with no value for any slot.
     pub(crate) fn empty_slots<T>(&self) -> Slots<T> {
         Slots::empty(self.slots.len())
     }
 
-    /// Returns the bytes of the full parameters that a gather makes.
+    /// Returns the bytes of the full parameters that a gather creates.
     pub(crate) fn gathered_bytes(&self) -> usize {
         let gathered = self.slots.iter().filter(|slot| slot.is_gathered());
         gathered.map(Slot::unsharded_bytes).sum()
     }
 
-    /// Returns true if its use needs a gather at all.
+    /// Returns true if using it needs a gather at all.
     pub(crate) fn is_gathered(&self) -> bool {
         self.slots.iter().any(Slot::is_gathered)
     }
 
-    /// Returns the device of a shard whose full parameter is on `device`, with the autodiff of that.
+    /// Returns the device of a shard whose full parameter is on `device`, with the autodiff of `device`.
     pub(crate) fn home(&self, device: &Device) -> Device {
         match &self.offload {
             Some(offload) => device::alike(&offload.host, device),
@@ -79,7 +79,7 @@ impl UnitSpec {
     }
 }
 
-/// Returns the mean over `ranks`, or what `factors` make of the sum.
+/// Returns the mean over `ranks`, or the reduction with `factors`.
 pub(crate) fn averaging(ranks: usize, factors: Option<DivideFactors>) -> Reduction {
     match factors {
         Some(DivideFactors { pre, post }) => Reduction::sum()

@@ -1,4 +1,4 @@
-//! Copies between a device's memory and the host's, from where collectives move bytes.
+//! Copies between a device's memory and the host's, where collectives move bytes.
 
 use std::fmt;
 use std::iter::Sum;
@@ -11,9 +11,9 @@ use burn_fsdp_collectives::{Account, Source};
 use crate::device::is_host;
 use crate::transport;
 
-/// Copies that forwards and backwards have made between the host and devices with memory of their own: for gathers and
-/// reductions, and of offloaded values. None are made on the CPU backend, whose memory is the host's; those of sharding
-/// itself, of checkpoints, records and whole states are not counted.
+/// Copies by forwards and backwards between the host and devices with their own memory: for gathers and reductions, and
+/// of offloaded values. The CPU backend makes none, because its memory is the host's. Copies by sharding itself,
+/// checkpoints, records and whole states are not counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Staged {
     /// Shards and gradients that were read back, to be sent.
@@ -27,7 +27,7 @@ pub struct Staged {
 pub struct Transfers {
     /// The number of copies.
     pub number: usize,
-    /// Their bytes, all together.
+    /// Their total bytes.
     pub bytes: usize,
 }
 
@@ -108,13 +108,13 @@ impl Staging {
         transport::tensor(buffer, dtype, device)
     }
 
-    /// Returns a flat tensor with memory of its own, as [`transport::owned`] does.
+    /// Returns a flat tensor with its own memory, as [`transport::owned`] does.
     pub(crate) fn owned(&self, bytes: Vec<u8>, dtype: DType, device: &Device) -> Tensor<1> {
         self.arrives(bytes.len(), device);
         transport::owned(bytes, dtype, device)
     }
 
-    /// Returns a tensor on `device`, to which it may have to be brought.
+    /// Returns a tensor on `device`, where it is copied if necessary.
     pub(crate) fn moved(&self, tensor: Tensor<1>, device: &Device) -> Tensor<1> {
         if is_host(&tensor.device()) {
             self.arrives(
@@ -125,8 +125,8 @@ impl Staging {
         tensor.to_device(device)
     }
 
-    /// Lets a device do what it has put off, so that the full weights which are to go are gone before others
-    /// come. An error of the device comes up where its results are read.
+    /// Makes a device execute its deferred work, so that dropped full weights are freed before others come.
+    /// An error of the device appears where its results are read.
     pub(crate) fn make_room(&self, device: &Device) {
         if !is_host(device) {
             let _ = device.clone().without_autodiff().flush();

@@ -1,4 +1,4 @@
-//! Backward, and what surrounds a training step.
+//! Backward, and its surroundings in a training step.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -20,25 +20,26 @@ use crate::unmanaged;
 /// Differentiates `loss` and returns the gradients of this rank's shards, averaged over the
 /// ranks. Any element-wise optimizer of Burn consumes them unchanged.
 ///
-/// The same as `GradientsParams::from_grads(loss.backward(), module)`, which works too, except
-/// that errors come back as values, and that a rank whose loss uses no unit at all still takes
-/// part in the other ranks' reductions.
+/// The same as `GradientsParams::from_grads(loss.backward(), module)`, which also works, with two exceptions.
+/// Errors are returned as values, and a rank whose loss uses no unit at all still takes part in the other
+/// ranks' reductions.
 ///
-/// Up to the first step of an optimizer, five small gradients more are among them for each sharded parameter, for
-/// a matrix and its shards under ids of their own ([`is_probe`](crate::is_probe)): by them that step notices an
-/// optimizer that computes with whole tensors, and leaves with [`Error::WholeTensors`], which
-/// [`catch`](crate::catch) makes a value. Groups by path are tried each, groups by ids are not: probes have other
-/// ids. Burn's `GradientsAccumulator` and [`gradients_by_unit`](crate::gradients_by_unit) drop the probes, and
-/// a warning says so. [`check_elementwise`](crate::check_elementwise) tries all, by ids, too.
+/// Up to the first step of an optimizer, the result has five additional small gradients for each sharded
+/// parameter. They belong to a matrix and its shards under separate ids ([`is_probe`](crate::is_probe)). With
+/// them that step detects an optimizer that computes with whole tensors, and leaves with [`Error::WholeTensors`],
+/// which [`catch`](crate::catch) turns into a value. Each group by path is tried, but groups by ids are not:
+/// probes have other ids. Burn's `GradientsAccumulator` and [`gradients_by_unit`](crate::gradients_by_unit) drop
+/// the probes, and a warning reports that. [`check_elementwise`](crate::check_elementwise) tries all groups, also
+/// those by ids.
 ///
 /// Collective.
 ///
 /// # Errors
 ///
-/// [`Error::Unmanaged`] if several ranks train a parameter that is neither sharded nor ignored by the
-/// policy, which Burn's own backward does not notice; [`Error::NoGraph`] for a loss without autodiff, or a
-/// module of which nothing is trained; what the collectives inside met: another rank's failure, a timeout,
-/// a mismatch of operations. Afterwards every unit is sharded and nothing is pending.
+/// [`Error::Unmanaged`] if several ranks train a parameter that is neither sharded nor ignored by the policy,
+/// which Burn's own backward does not notice; [`Error::NoGraph`] for a loss without autodiff, or a module
+/// without a trained parameter; errors of the collectives inside: another rank's failure, a timeout, a
+/// mismatch of operations. Afterwards every unit is sharded and nothing is pending.
 pub fn backward<M: Module, const D: usize>(
     loss: Tensor<D>,
     module: &M,
@@ -51,15 +52,15 @@ pub fn backward<M: Module, const D: usize>(
         })
         .and_then(|result| result)
     }));
-    // After a panic of the program's own, too, in a hook say: the pass under way holds a graph whose
-    // nodes hold the root, so that nothing of the module would ever be freed.
+    // This also covers a panic in the program's own code, such as a hook: the current pass holds a graph
+    // whose nodes hold the root, so nothing of the module would ever be freed.
     if !matches!(result, Ok(Ok(_))) {
         roots.iter().for_each(|root| root.reset());
     }
     result.unwrap_or_else(|panic| resume_unwind(panic))
 }
 
-/// Returns the gradients of `loss`, with those that only other ranks have.
+/// Returns the gradients of `loss`, including those that only other ranks have.
 fn reduced_gradients<M: Module, const D: usize>(
     loss: Tensor<D>,
     module: &M,
@@ -97,8 +98,8 @@ fn reduced_gradients<M: Module, const D: usize>(
     Ok(gradients)
 }
 
-/// Registers the probes by which the first step of an optimizer is tried, for each root. A parameter may be trained only since
-/// the last step.
+/// Registers the probes for the trial of an optimizer at its first step, for each root. A parameter may have become
+/// trainable only since the last step.
 fn register_probes<M: Module>(module: &M, roots: &[Arc<Root>], gradients: &mut GradientsParams) {
     let members = inspect::members(module);
     for root in roots {
@@ -117,7 +118,7 @@ fn register_probes<M: Module>(module: &M, roots: &[Arc<Root>], gradients: &mut G
     }
 }
 
-/// Runs Burn's backward, which panics where a graph is gone: two forwards that shared nodes, say.
+/// Runs Burn's backward, which panics if a graph is gone, for example if two forwards shared nodes.
 fn differentiated<const D: usize>(loss: Tensor<D>) -> Result<Gradients, Error> {
     catch_unwind(AssertUnwindSafe(|| loss.backward())).or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);
@@ -129,7 +130,7 @@ fn differentiated<const D: usize>(loss: Tensor<D>) -> Result<Gradients, Error> {
     })
 }
 
-/// Puts reduced gradients where Burn looks for those of `module`.
+/// Puts reduced gradients where Burn looks for the gradients of `module`.
 fn register<M: Module>(gradients: &mut Gradients, reduced: Vec<Reduced>, module: &M) {
     let mut place = PutBack { gradients, reduced };
     module.visit(&mut place);
@@ -162,8 +163,8 @@ impl ModuleVisitor for PutBack<'_> {
 
 /// Drops every full parameter and everything pending, as after an error.
 ///
-/// For programs that catch a panic of their own inside forward or backward. Not collective; all
-/// ranks must do so, or the next operation reports the difference.
+/// For programs that catch their own panic inside forward or backward. Not collective; all ranks must call
+/// it, or the next operation reports the difference.
 ///
 /// # Errors
 ///
@@ -175,7 +176,7 @@ pub fn reset<M: Module>(module: &M) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns the type in which a sharded `module` wants its inputs: that in which its first sharded parameter computes.
+/// Returns the type in which a sharded `module` expects its inputs, in which its first sharded parameter computes.
 ///
 /// # Errors
 ///

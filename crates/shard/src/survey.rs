@@ -25,7 +25,7 @@ pub(crate) struct Found {
     pub(crate) is_trainable: bool,
     /// Path of the parameter that it adapts, if it is a factor of an adapter that is about to be made.
     pub(crate) factor_of: Option<String>,
-    /// The layer around it, if that computes in one type alone.
+    /// The layer around it, if the layer computes in only one type.
     pub(crate) layer: Option<Arc<Layer>>,
 }
 
@@ -47,7 +47,7 @@ pub(crate) struct Survey {
     pub(crate) devices: HashMap<String, Device>,
     /// Paths of running states, in the order of the module.
     pub(crate) buffers: Vec<String>,
-    /// Ids of running states, in the same order. A clone has those of what it was cloned from.
+    /// Ids of running states, in the same order. A clone has the same ids as its original.
     pub(crate) buffer_ids: Vec<ParamId>,
     /// Parameters that carry another reparameterization: path and name.
     pub(crate) foreign: Vec<(String, String)>,
@@ -114,7 +114,7 @@ pub(crate) fn survey<M: Module>(module: &M) -> Result<Survey, Error> {
 pub(crate) struct Declared<const D: usize> {
     /// Shape of its value.
     pub(crate) shape: [usize; D],
-    /// Shape of what records hold of it: a column-layout weight is recorded transposed.
+    /// Shape of the recorded value: a column-layout weight is recorded transposed.
     pub(crate) recorded: [usize; D],
     /// True if it is configured to be trained.
     pub(crate) is_trainable: bool,
@@ -123,16 +123,16 @@ pub(crate) struct Declared<const D: usize> {
 }
 
 impl<const D: usize> Declared<D> {
-    /// Reads it through Burn's own loading, which needs no value: of a lazy parameter the declared
-    /// shape is the recorded one.
+    /// Reads it through Burn's own loading, which needs no value: for a lazy parameter the declared shape is
+    /// the recorded one.
     pub(crate) fn of(param: &Param<Tensor<D>>) -> Self {
         let device = param.lazy_device();
         let declared = param.lazy_shape().dims();
         let probe = param.clone();
         let probe = probe.transform_for_load(stand_in(declared, &device), param.id);
-        // What a value has counts where there is one: Burn's `Param::map` leaves a value without gradients in a parameter
-        // that was configured to have them, and Burn does not train it. A plain device keeps no record of it: everything
-        // is a parameter to train there.
+        // If there is a value, its properties count. Burn's `Param::map` leaves a value without gradients in a
+        // parameter that was configured to have them, and Burn does not train it. A plain device does not record
+        // whether a value has gradients: everything there is a parameter to train.
         let has_gradients = !param.is_initialized() || param.is_require_grad();
         let is_trainable = probe.is_require_grad() && has_gradients || !device.is_autodiff();
         let loaded = probe.dims();
@@ -152,8 +152,8 @@ impl<const D: usize> Declared<D> {
     }
 }
 
-/// Returns a tensor of the full shape and of one element's memory. It is not a number, so that
-/// whoever computes with it by mistake cannot miss it.
+/// Returns a tensor of the full shape with the memory of one element. The element is not a number, so a
+/// computation with it by mistake is noticed.
 pub(crate) fn stand_in<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
     if shape.contains(&0) {
         return Tensor::zeros(shape, device).set_require_grad(false);
@@ -177,7 +177,7 @@ impl Reparameterization for Marker {
 }
 
 struct Attach<'a> {
-    /// Paths of what the module hands out.
+    /// Paths of the parameters that the module hands out.
     reached: &'a mut HashSet<String>,
 }
 
@@ -194,7 +194,7 @@ impl Reparameterizer for Attach<'_> {
     }
 }
 
-/// A visitor that finds out the kind of each tensor, touching nothing.
+/// A visitor that finds out the kind of each tensor without touching it.
 #[derive(Default)]
 struct Kinds {
     found: Vec<(String, Kind)>,
@@ -226,7 +226,7 @@ impl path::Visitor for Kinds {
     }
 }
 
-/// A visitor that reads what is known of each kind.
+/// A visitor that collects the details of each kind.
 struct Details {
     kinds: HashMap<String, Kind>,
     /// Burn's names for the kinds of the modules that the walk is in.

@@ -1,7 +1,7 @@
 //! Errors on their way out of Burn's forward and backward.
 //!
-//! These have no `Result`: an error raised inside them unwinds with an [`Unwound`] payload (no panic message is printed)
-//! until [`catch`], [`backward`](crate::backward) or `launch` turns it back into a value.
+//! Forward and backward return no `Result`. An error raised inside them unwinds with an [`Unwound`] payload (no panic
+//! message is printed) until [`catch`], [`backward`](crate::backward) or `launch` turns it back into a value.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
@@ -14,27 +14,27 @@ use crate::read::two_types;
 /// Leaves Burn's forward or backward with `error`.
 pub(crate) fn throw(error: Error) -> ! {
     let unwound = Unwound(Box::new(error));
-    // On a thread that nobody watches, an error without a panic's message would end it without a word.
+    // On an unwatched thread, an error without a panic message would end the thread silently.
     if !is_within(Purpose::Catch) && !is_rank() {
         eprintln!("burn-fsdp: {}", unwound.0);
     }
     resume_unwind(Box::new(unwound))
 }
 
-/// Returns true if this is a thread of `launch`, which reports what unwinds out of it.
+/// Returns true if this is a thread of `launch`, which reports errors that unwind out of it.
 fn is_rank() -> bool {
     let thread = std::thread::current();
     thread.name().is_some_and(|name| name.starts_with("rank "))
 }
 
-/// Runs `body` and turns an error raised inside Burn's forward or backward into a value. A panic of Burn's because tensors of
-/// two types met in an operation is one, too: [`Error::TwoTypes`] names the layer.
+/// Runs `body` and turns an error raised inside Burn's forward or backward into a value. This includes a panic of
+/// Burn's because tensors of two types met in an operation: [`Error::TwoTypes`] names the layer.
 ///
-/// Other panics go on unwinding.
+/// Other panics continue to unwind.
 ///
 /// # Errors
 ///
-/// The [`Error`] that the body met.
+/// The [`Error`] that the body raised.
 pub fn catch<T>(body: impl FnOnce() -> T) -> Result<T, Error> {
     let body = || within(Purpose::Catch, body);
     catch_unwind(AssertUnwindSafe(body)).or_else(|payload| match payload.downcast::<Unwound>() {

@@ -16,7 +16,7 @@ pub(crate) fn element_type(dtype: DType) -> Option<ElementType> {
     }
 }
 
-/// Returns `tensor` in `dtype`; the same tensor if it is of that type already.
+/// Returns `tensor` in `dtype`; the same tensor if it already has that type.
 pub(crate) fn cast<const D: usize>(tensor: Tensor<D>, dtype: DType) -> Tensor<D> {
     match tensor.dtype() == dtype {
         true => tensor,
@@ -111,13 +111,13 @@ where
     TensorData::from_bytes(bytes, shape.into(), dtype)
 }
 
-/// Returns a flat tensor with memory of its own.
+/// Returns a flat tensor with its own memory.
 pub(crate) fn owned(bytes: Vec<u8>, dtype: DType, device: &Device) -> Tensor<1> {
     let len = bytes.len() / dtype.size();
     Tensor::from_data(owned_data(bytes, [len], dtype), (device, dtype))
 }
 
-/// Returns elements with memory of their own.
+/// Returns elements with their own memory.
 pub(crate) fn owned_data(bytes: Vec<u8>, shape: impl Into<Shape>, dtype: DType) -> TensorData {
     TensorData::from_bytes(Bytes::from_bytes_vec(bytes), shape.into(), dtype)
 }
@@ -136,7 +136,7 @@ pub(crate) fn int_in_place_of<const D: usize>(
     Tensor::from_data(data, (&old.device(), old.dtype()))
 }
 
-/// Returns a tensor of the device of `old`, with the elements of `data`.
+/// Returns a tensor on the device of `old`, with the elements of `data`.
 pub(crate) fn bool_in_place_of<const D: usize>(
     old: &Tensor<D, Bool>,
     data: TensorData,

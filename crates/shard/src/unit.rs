@@ -12,38 +12,37 @@ use crate::read::Named;
 use crate::spec::{UnitSpec, averaging};
 use crate::staging::Staging;
 
-/// The depth of a unit's gathers beyond the use before it, at first: more than the depth of a
-/// transformer block.
+/// The initial depth of a unit's gathers beyond the previous use: more than the depth of a transformer block.
 const FIRST_STRIDE: usize = 64;
 /// The longest stride.
 const LONGEST_STRIDE: usize = 1 << 12;
-/// The mark for the first stride, where length has not helped.
+/// The mark for the first stride, where a longer stride did not help.
 const HOPELESS: usize = 0;
 
-/// The reason for which full weights stay from forward to backward, if they do.
+/// The reason why full weights stay from forward to backward, if they do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Keep {
     /// No reason: they are dropped after forward and gathered again.
     No,
-    /// The place as the root: they no longer stay once it is below another root.
+    /// The unit is the root's: its weights no longer stay once it is below another root.
     AsRoot,
-    /// The strategy, or a switch of the user's.
+    /// The strategy, or a user's switch.
     Always,
 }
 
-/// The properties that may be switched between steps, on all ranks alike.
+/// The properties that may be switched between steps, equally on all ranks.
 pub(crate) struct Switches {
     /// True if gradients are reduced after backward; otherwise they stay on this rank.
     pub(crate) sync: AtomicBool,
     /// True if reduced gradients cross to the replicas; otherwise they wait.
     pub(crate) all_reduce: AtomicBool,
-    /// True if full parameters are dropped when backward is through with them.
+    /// True if full parameters are dropped when backward no longer needs them.
     pub(crate) reshard_after_backward: AtomicBool,
     /// The divisors of gradients; `None` for the number of ranks.
     pub(crate) factors: Mutex<Option<DivideFactors>>,
 }
 
-/// A unit of a sharded module, on one rank: its fixed properties, and those that may change.
+/// A unit of a sharded module on one rank: its fixed and its mutable properties.
 pub(crate) struct Unit {
     spec: UnitSpec,
     name: Mutex<String>,
@@ -54,7 +53,7 @@ pub(crate) struct Unit {
     index: AtomicUsize,
     stride: AtomicUsize,
     pub(crate) staging: Staging,
-    /// True for each slot with which a module begins whose optimizer has been tried.
+    /// True for each slot that begins a module whose optimizer has been tried.
     tried: Vec<AtomicBool>,
 }
 
@@ -145,13 +144,13 @@ impl Unit {
         *self.switches.factors.lock()
     }
 
-    /// Returns the reduction that makes one gradient of those of the ranks: their mean, or by its factors.
+    /// Returns the reduction that combines the ranks' gradients: their mean, or by its factors.
     pub(crate) fn averaging(&self) -> Reduction {
         let replicas = self.groups.replicas.as_ref().map_or(1, ProcessGroup::size);
         averaging(self.groups.shard.size() * replicas, self.factors())
     }
 
-    /// Puts the unit, until now of a module of its own, below a root, at `prefix`.
+    /// Puts the unit, which until now belonged to a separate module, below a root at `prefix`.
     pub(crate) fn demote(&self, prefix: &str) {
         let mut name = self.name.lock();
         *name = match name.is_empty() {
@@ -174,7 +173,7 @@ impl Unit {
         self.index.load(Ordering::Relaxed)
     }
 
-    /// Returns how much deeper its gathers are than those of the use before it. A multiple of the first stride.
+    /// Returns the additional depth of its gathers over the previous use, a multiple of the first stride.
     pub(crate) fn stride(&self) -> usize {
         match self.stride.load(Ordering::Relaxed) {
             HOPELESS => FIRST_STRIDE,
@@ -182,8 +181,9 @@ impl Unit {
         }
     }
 
-    /// Lengthens the stride for the next step: the unit's gradients came after the next gather.
-    /// Where even the longest does not help, the cause is not depth, and it is given up.
+    /// Lengthens the stride for the next step, because the unit's gradients came after the next gather. If
+    /// even the longest stride does not help, the cause is not depth, and the unit returns to the first
+    /// stride.
     pub(crate) fn deepen(&self) {
         let next = match self.stride.load(Ordering::Relaxed) {
             HOPELESS | LONGEST_STRIDE.. => HOPELESS,
@@ -192,14 +192,14 @@ impl Unit {
         self.stride.store(next, Ordering::Relaxed);
     }
 
-    /// Returns what the product of factors is multiplied by, if the parameter of `slot` is one of them.
+    /// Returns the factor of the product of factors, if the parameter of `slot` is one of them.
     pub(crate) fn adapter_scale(&self, slot: usize) -> Option<f64> {
         let mut adapters = self.slots.iter().filter_map(|slot| slot.adapter.as_ref());
         let adapter = adapters.find(|adapter| adapter.a == slot || adapter.b == slot);
         adapter.map(|adapter| adapter.scale)
     }
 
-    /// Returns true if the weight of `slot`, with what its adapter adds, needs elements of other ranks.
+    /// Returns true if the weight of `slot`, including its adapter's part, needs elements of other ranks.
     pub(crate) fn is_gathered_for(&self, slot: usize) -> bool {
         let adapter = self.slots[slot].adapter.as_ref();
         let factors = adapter.map(|adapter| [adapter.a, adapter.b]);

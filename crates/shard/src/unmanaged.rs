@@ -1,4 +1,4 @@
-//! Parameters beside sharded ones that would be trained with each rank's own gradient.
+//! Parameters next to sharded ones that would be trained with each rank's own gradient.
 
 use std::sync::Arc;
 
@@ -43,7 +43,7 @@ struct Search<'a> {
 
 impl path::Visitor for Search<'_> {
     fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
-        // The gradient of a sharded parameter is not under the id of its stand-in.
+        // The gradient of a sharded parameter is not under its stand-in's id.
         if self.found.is_some() || self.gradients.get::<D>(param.id).is_none() {
             return;
         }

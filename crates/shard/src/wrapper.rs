@@ -27,12 +27,12 @@ use crate::state::record;
 use crate::step;
 use crate::wrap::fully_shard;
 
-/// A fully sharded module with the functions that go with it as methods: the wrapper form of [`fully_shard`].
+/// A fully sharded module with the related functions as methods: the wrapper form of [`fully_shard`].
 ///
-/// It is a [`Module`] that adds nothing to the paths of its parameters, and dereferences to the
-/// module, so that `model.forward(x)` and `model.blocks` go on to work. It may be a field of another
-/// module, which may be wrapped in turn: the outer one takes the parameters that are left and orders
-/// the operations of both. Its optimizer is made as ever, and may be made before or after.
+/// It is a [`Module`] that adds nothing to the paths of its parameters, and dereferences to the module, so
+/// `model.forward(x)` and `model.blocks` still work. It may be a field of another module, which may be
+/// wrapped in turn: the outer one takes the remaining parameters and orders the operations of both. Its
+/// optimizer is created as usual, before or after wrapping.
 ///
 /// ```no_run
 /// # use burn::{module::Module, nn::{Linear, LinearConfig}, optim::AdamWConfig, tensor::{Device, Tensor}};
@@ -65,8 +65,8 @@ impl<M: Module> FullyShardedDataParallel<M> {
     ///
     /// # Errors
     ///
-    /// Those of [`fully_shard`]; [`Error::AlreadySharded`] if nothing is left to shard;
-    /// [`Error::Names`] if the module's own `map` loses parameters.
+    /// As [`fully_shard`]; [`Error::AlreadySharded`] if nothing is left to shard; [`Error::Names`] if the
+    /// module's own `map` loses parameters.
     pub fn new(module: M, mesh: &impl AsMesh, policy: ShardPolicy) -> Result<Self, Error> {
         let paths = parameter_paths(&module);
         let module = fully_shard(module, mesh, policy.clone())?;
@@ -93,7 +93,7 @@ impl<M: Module> FullyShardedDataParallel<M> {
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As [`backward`](crate::backward).
     pub fn backward<const D: usize>(&self, loss: Tensor<D>) -> Result<GradientsParams, Error> {
         step::backward(loss, &self.module)
     }
@@ -102,7 +102,7 @@ impl<M: Module> FullyShardedDataParallel<M> {
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As [`clip_grad_norm`](crate::clip_grad_norm).
     pub fn clip_grad_norm(&self, gradients: GradientsParams, clip: Clip) -> Result<Clipped, Error> {
         clip::clip_grad_norm(&self.module, gradients, clip)
     }
@@ -111,7 +111,7 @@ impl<M: Module> FullyShardedDataParallel<M> {
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As [`check_elementwise`](crate::check_elementwise).
     pub fn check_elementwise(&self, optimizer: &ModuleOptimizer) -> Result<(), Error> {
         elementwise::check_elementwise(self, optimizer)
     }
@@ -120,7 +120,7 @@ impl<M: Module> FullyShardedDataParallel<M> {
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As [`summon_full_params`](crate::summon_full_params).
     pub fn summon_full_params(
         self,
         write_back: WriteBack,
@@ -137,7 +137,7 @@ impl<M: Module> FullyShardedDataParallel<M> {
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As [`sync_buffers`](crate::sync_buffers).
     pub fn sync_buffers(self, sync: BufferSync) -> Result<Self, Error> {
         let module = buffers::sync_buffers(self.module, sync)?;
         Ok(Self {
@@ -150,7 +150,7 @@ impl<M: Module> FullyShardedDataParallel<M> {
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As [`check_agreement`](crate::check_agreement).
     pub fn check_agreement(&self, of: Agreement) -> Result<(), Error> {
         agreement::check_agreement(&self.module, of)
     }
@@ -171,7 +171,7 @@ impl<M> Deref for FullyShardedDataParallel<M> {
     }
 }
 
-/// The module's own functions: the wrapper has no parameters and no place in their paths.
+/// Forwards to the module's own functions: the wrapper has no parameters and no place in their paths.
 impl<M: Module> Module for FullyShardedDataParallel<M> {
     fn collect_devices(&self, devices: Devices) -> Devices {
         self.module.collect_devices(devices)

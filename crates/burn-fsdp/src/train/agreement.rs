@@ -1,4 +1,4 @@
-//! What processes must say alike of one training, each of which has made it for itself.
+//! The settings on which processes must agree, because each of them has set up the same training itself.
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
@@ -11,9 +11,9 @@ use crate::error::Error;
 use crate::train::course::Course;
 use crate::train::notes::exchanged;
 
-/// Checks that all ranks are about to train the same. What differs is refused by its name.
+/// Checks that all ranks are about to train the same. A difference is refused by name.
 ///
-/// The values of the model and of the optimizer's state need not agree: all ranks get those of rank 0.
+/// The values of the model and of the optimizer's state need not agree: all ranks get rank 0's.
 ///
 /// Collective.
 pub(crate) fn check_same<M: LearnerModel>(
@@ -45,7 +45,7 @@ pub(crate) fn check_same<M: LearnerModel>(
     Ok(())
 }
 
-/// Returns the fingerprint of a model's tensors: paths, kinds and shapes, for which nothing is drawn.
+/// Returns the fingerprint of a model's tensors: paths, kinds and shapes. It initializes nothing.
 fn of_tensors<M: Module>(model: &M) -> u64 {
     let mut tensors = Tensors::default();
     model.visit(&mut tensors);

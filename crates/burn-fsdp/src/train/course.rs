@@ -1,4 +1,4 @@
-//! What all ranks of a training do.
+//! The settings of a training that all ranks share.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -8,13 +8,13 @@ use burn::train::{Interrupter, LearnerModel};
 use crate::train::outputs::Outputs;
 use crate::train::settings::Settings;
 
-/// What all ranks do.
+/// The settings that all ranks share.
 #[derive(Clone)]
 pub(crate) struct Course<M: LearnerModel> {
     pub(crate) settings: Settings,
     pub(crate) among: Ranks,
     pub(crate) epochs: RangeInclusive<usize>,
-    /// Batches of a rank whose gradients make one step.
+    /// Number of batches of a rank whose gradients make one step.
     pub(crate) accumulation: Option<usize>,
     /// True if epochs may be saved.
     pub(crate) saves: bool,
@@ -25,11 +25,11 @@ pub(crate) struct Course<M: LearnerModel> {
     pub(crate) outputs: Arc<Outputs<M>>,
 }
 
-/// What ranks are.
+/// The form of the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ranks {
-    /// Of this process, which has one of all that Burn's loop has.
+    /// Threads of this process, which has one of everything in Burn's loop.
     Threads,
-    /// Each with a loop of its own, of which rank 0's speaks for all.
+    /// Processes, each with its own loop; rank 0's loop represents all.
     Processes,
 }

@@ -14,10 +14,10 @@ use burn_pack::Scalar;
 use crate::error::{CheckpointError, optimizer_error};
 use crate::optimizer_record::{RANK_KEY, packed};
 
-/// The whole state of an optimizer, whose tensors lie in a file.
+/// The whole state of an optimizer, with its tensors in a file.
 #[derive(Debug, Default)]
 pub(crate) struct Filed {
-    /// By id of the parameter, as text.
+    /// The states by id of the parameter, as text.
     of: BTreeMap<String, FiledState>,
 }
 
@@ -37,7 +37,7 @@ pub(crate) struct FiledTensor {
     pub(crate) field: String,
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,
-    /// Where they lie in the file.
+    /// Their place in the file.
     pub(crate) bytes: Bytes,
 }
 
@@ -46,7 +46,7 @@ impl Filed {
         self.of.insert(id.to_string(), state);
     }
 
-    /// Returns an optimizer that gives this state to whoever records it, and can do nothing else.
+    /// Returns an optimizer that returns this state when it is recorded, and supports nothing else.
     ///
     /// An optimizer with the state itself would read it from the file, and hold it.
     pub(crate) fn into_optimizer(self) -> Result<ModuleOptimizer, CheckpointError> {
@@ -59,7 +59,7 @@ impl Filed {
         }
         let record = OptimizerRecord::from_bytes(packed(Vec::new(), scalars, &paths)?);
         let record = record.map_err(optimizer_error)?;
-        // The first group of an optimizer has to take any parameter; the last one that does counts.
+        // The first group of an optimizer has to accept any parameter; the last one that accepts it counts.
         let any = SgdConfig::new().init();
         let filed = any.with_group(ParamGroup::all(), self, None);
         Ok(filed.load_record(record))

@@ -1,4 +1,4 @@
-//! The strategy as users call it.
+//! The public interface of the strategy.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
@@ -28,50 +28,53 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 /// [`SupervisedTraining`](burn::train::SupervisedTraining), with ranks that are threads of this process, or
 /// [processes](Self::launch_among_processes).
 ///
-/// One line of a program changes: where it says `training.launch(Learner::new(model, optimizer, rates))`, it says
-/// `FullySharded::new(LaunchConfig::new(2)).launch(training, model, optimizer, rates)?`. Everything else of
-/// [`SupervisedTraining`](burn::train::SupervisedTraining) stays: its metrics are those of the rows of all ranks, its
-/// dashboard is one, early stopping and interruption end all ranks after the same step, and its checkpoints are
-/// those of a training on one device, from which any number of ranks, or none of ours, goes on.
+/// One line of a program changes: `training.launch(Learner::new(model, optimizer, rates))` becomes
+/// `FullySharded::new(LaunchConfig::new(2)).launch(training, model, optimizer, rates)?`. Everything else in
+/// [`SupervisedTraining`](burn::train::SupervisedTraining) stays. Its metrics cover the rows of all ranks, there is
+/// one dashboard, and early stopping and interruption end all ranks after the same step. Its checkpoints equal those
+/// of a training on one device. Any number of ranks can continue from them, and so can Burn without sharding.
 ///
 /// # Data
 ///
-/// Each rank takes a part of the loaders' items, as Burn's distributed training does it: neighbours, so that a step
-/// is over as many items as there are ranks times a batch. Where the items do not divide, the ranks that have run out go
-/// through a batch again whose rows count for nothing, and gradients are averaged by the number of items that the loaders
-/// have read for them: a step is the mean over its items, if the loss is the mean over its batch. (A batch strategy of
-/// one's own that holds items back is counted by what it reads, not by what it gives.) Validation is divided, too, and
-/// every item is counted once. A metric that counts batches and not rows, as Burn's `LossMetric`, counts each rank's.
+/// Each rank takes a part of the loaders' items, as in Burn's distributed training: neighbouring items, so a step
+/// covers the number of ranks times a batch. If the items do not divide evenly, the ranks that have run out process a
+/// batch again, and its rows do not count. Gradients are averaged by the number of items that the loaders have read for
+/// them. A step is then the mean over its items, if the loss is the mean over its batch. (A custom batch strategy that
+/// holds items back is counted by the items it reads, not by those it returns.) Validation is also divided, and every
+/// item is counted once. A metric that counts batches and not rows, such as Burn's `LossMetric`, counts each rank's.
 ///
-/// # What is different
+/// # Differences
 ///
-/// - The optimizer has to work element by element, or the policy to give parameters to
-///   [one owner](ShardPolicy::one_owner), or the training is refused; for clipping by the norm of all gradients there is
-///   [`clip_grad_norm`](Self::clip_grad_norm), over the gradients of all ranks.
-/// - `gradient_checkpointing` of the training has no effect: build the model on a device with
+/// - The optimizer must work element by element, or the policy must give parameters to [one
+///   owner](ShardPolicy::one_owner). Otherwise the training is refused. To clip by the norm of all gradients, use
+///   [`clip_grad_norm`](Self::clip_grad_norm), which covers the gradients of all ranks.
+/// - The training's `gradient_checkpointing` has no effect: build the model on a device with
 ///   `.autodiff().gradient_checkpointing()`, without which full weights stay alive for backward.
-/// - Running statistics (batch normalization) are each rank's own, of its rows; those of rank 0 are saved and returned.
-/// - A policy that ignores trained modules is refused: they would be each rank's own.
-/// - A loss has to come from the model's parameters on every rank: a rank whose step skips the model lets the others wait.
-/// - Metrics that join the outputs of all steps (AUROC) want them on one device.
-/// - Checkpointers of one's own that look into records hold what they read: what they get is read when it is asked for.
-/// - Outputs of a step are values of any type, which do not travel between processes: where the program was started by
-///   `mpirun`, [`launch`](Self::launch) is refused, and [`launch_among_processes`](Self::launch_among_processes) is the way.
+/// - Each rank has its own running statistics (batch normalization), from its rows; rank 0's are saved and returned.
+/// - A policy that ignores trained modules is refused, because each rank would have its own.
+/// - A loss must depend on the model's parameters on every rank: if a rank's step skips the model, the others wait for
+///   it.
+/// - Metrics that join the outputs of all steps (AUROC) need them on one device.
+/// - Custom checkpointers that look into records hold the tensors that they read, because the tensors are read on
+///   demand.
+/// - Outputs of a step are values of any type, which cannot travel between processes. If `mpirun` started the program,
+///   [`launch`](Self::launch) is refused; use [`launch_among_processes`](Self::launch_among_processes).
 ///
 /// # Memory
 ///
-/// No process holds the whole model: a rank has its shards of parameters, gradients and optimizer state, and what the eager engine
-/// has around their use. Parameters of a model that Burn has not initialized yet (as `LinearConfig::init` returns them) are
-/// initialized one at a time on rank 0, and divided; of a model that is initialized the values go as they are divided, if the
-/// program has no clone of it. Checkpoints are Burn's own files of the whole model and optimizer, from which any number of ranks goes
-/// on, and Burn without sharding: tensor by tensor rank 0 gathers them into files of a [scratch](Self::scratch) folder, from which
-/// Burn's checkpointers write, and tensor by tensor it reads and divides them when a training resumes. So rank 0 holds one whole
-/// parameter, or the state of one, a few times for a moment. (This is so on the CPU backend. Where the program's default device is
-/// another, a checkpoint is read there whole.)
+/// No process holds the whole model: a rank has its shards of parameters, gradients and optimizer state, and the eager
+/// engine's memory around their use. If Burn has not initialized the parameters of a model yet (as `LinearConfig::init`
+/// returns them), they are initialized one at a time on rank 0, and divided. If a model is initialized, its values are
+/// freed as they are divided, unless the program has a clone of it. Checkpoints are Burn's own files of the whole model
+/// and optimizer. Any number of ranks can continue from them, and so can Burn without sharding. Rank 0 gathers them
+/// tensor by tensor into files of a [scratch](Self::scratch) folder, from which Burn's checkpointers write. It also
+/// reads and divides them tensor by tensor when a training resumes. So rank 0 holds one whole parameter, or the state
+/// of one, a few times for a moment. (This holds on the CPU backend. If the program's default device is another, a
+/// checkpoint is read there as a whole.)
 ///
-/// [`launch`](Self::launch) and [`launch_among_processes`](Self::launch_among_processes) return the whole model: on the ranks that
-/// get it it is whole when the training ends. [`launch_sharded`](Self::launch_sharded) hands each rank's shards to a function of
-/// yours instead, and never has more.
+/// [`launch`](Self::launch) and [`launch_among_processes`](Self::launch_among_processes) return the whole model: the
+/// ranks that get it hold all of it when the training ends. [`launch_sharded`](Self::launch_sharded) passes each rank's
+/// shards to your function instead, and never holds more.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -167,8 +170,8 @@ impl FullySharded {
         })
     }
 
-    /// Sets what is a unit, and the rest of what is said of sharding. A mesh of one axis is all there is: a policy with
-    /// a replicate axis is refused.
+    /// Sets the units, and the rest of the sharding policy. There is a mesh of only one axis: a policy with a replicate
+    /// axis is refused.
     #[must_use]
     pub fn policy(mut self, policy: ShardPolicy) -> Self {
         self.0.policy = policy;
@@ -182,33 +185,36 @@ impl FullySharded {
         self
     }
 
-    /// Sets the devices: rank `i` computes on the `i`th one, and from the first one again where there are fewer than ranks.
+    /// Sets the devices: rank `i` computes on the `i`th one, and from the first one again if there are fewer devices
+    /// than ranks.
     #[must_use]
     pub fn devices(mut self, devices: impl IntoIterator<Item = Device>) -> Self {
         self.0.devices = devices.into_iter().collect();
         self
     }
 
-    /// Sets the folder for files that are there while a checkpoint is written or read: on rank 0 the whole model and its
-    /// optimizer's state, of the checkpoint that is written and of the one before (for a moment the model once more, before its
-    /// optimizer's state is there), and when a training resumes each rank's part of the state. By default it is what `TMPDIR`
-    /// names, or `/var/tmp`; not a folder that is kept in memory, or they are in memory after all.
+    /// Sets the folder for files that exist while a checkpoint is written or read. On rank 0 they hold the whole model
+    /// and its optimizer's state, for the current checkpoint and the previous one (for a moment the model once more,
+    /// before its optimizer's state is there). When a training resumes, they also hold each rank's part of the state.
+    /// The default is the folder in `TMPDIR`, or `/var/tmp`. Do not use a folder that is kept in memory, which would
+    /// keep the files in memory after all.
     #[must_use]
     pub fn scratch(mut self, folder: impl Into<PathBuf>) -> Self {
         self.0.scratch = Some(folder.into());
         self
     }
 
-    /// Trains `model`, in place of `training.launch(Learner::new(model, optimizer, rates))`. All ranks start from
-    /// its values, or from the checkpoint that `training` names. Returns what Burn's loop does, with the whole model, which rank 0
-    /// puts together at the end; [`launch_sharded`](Self::launch_sharded) is for those that do not fit.
+    /// Trains `model`, in place of `training.launch(Learner::new(model, optimizer, rates))`. All ranks start from its
+    /// values, or from the checkpoint that `training` names. Returns the result of Burn's loop with the whole model,
+    /// which rank 0 puts together at the end. For models that do not fit there, use
+    /// [`launch_sharded`](Self::launch_sharded).
     ///
-    /// Called once, by the program; the ranks are started here, and have ended when it returns.
+    /// Call it once in the program; it starts the ranks, and they have ended when it returns.
     ///
     /// # Errors
     ///
-    /// A rank that failed; an optimizer that works with whole tensors where parameters are cut; a policy that does not fit
-    /// the model; ranks that are processes. What ends Burn's own loop (a loader, a metric, a file) is in
+    /// A rank that failed; an optimizer that works with whole tensors where parameters are cut; a policy that does not
+    /// fit the model; ranks that are processes. An error that ends Burn's own loop (a loader, a metric, a file) is in
     /// [`LearningResult::error`](burn::train::LearningResult), as without sharding.
     pub fn launch<M: LearnerModel>(
         &self,
@@ -222,16 +228,17 @@ impl FullySharded {
         self.launch_whole(training, model, (optimizer, rates.into()), None, whole)
     }
 
-    /// Does what [`launch`](Self::launch) does, and has each rank do something with its shards of the trained model in place of
-    /// returning it whole: to [save](crate::save()) it, say, to generate from it, or nothing. Returns what the ranks have returned, in
-    /// their order.
+    /// Works like [`launch`](Self::launch), but each rank processes its shards of the trained model instead of
+    /// returning the whole model. For example, it can [save](crate::save()) it, generate from it, or do nothing.
+    /// Returns the ranks' results, in their order.
     ///
-    /// `end` gets the ranks of the training, of one shard axis, the model in training mode, whose type is that of the whole one, and
-    /// the optimizer with the state of the rank's shards. All ranks call it at the same point, so that it may do what is collective.
+    /// `end` gets the ranks of the training, with one shard axis, the model in training mode, whose type is the whole
+    /// model's, and the optimizer with the state of the rank's shards. All ranks call it at the same point, so it may
+    /// call collective functions.
     ///
     /// # Errors
     ///
-    /// As [`launch`](Self::launch), and what `end` returns.
+    /// As [`launch`](Self::launch), and errors of `end`.
     pub fn launch_sharded<M: LearnerModel, T: Send + 'static>(
         &self,
         training: SupervisedTraining<Lent<M>>,
@@ -252,30 +259,33 @@ impl FullySharded {
         )
     }
 
-    /// Does what [`launch`](Self::launch) does, and where a launcher such as `mpirun` has started the program several
-    /// times, each process is one rank.
+    /// Works like [`launch`](Self::launch), but if a launcher such as `mpirun` has started the program several times,
+    /// each process is one rank.
     ///
-    /// Every process makes loaders, model, optimizer and training as if it were alone, and calls this, once. Compared before the
-    /// first step, and refused where they differ: the epochs, the accumulation, the clipping, the numbers of items, the paths and
-    /// shapes of the model's tensors, and what the optimizer does with a parameter; in every step, the learning rates of
-    /// all parameters. Float parameters, running states and the optimizer's state need not be alike: all ranks start from those of
-    /// rank 0; integer and boolean parameters must. What nothing compares: plain tensors in the model, its settings (as the rate of a dropout), the
-    /// sizes of batches, and what the items are. Datasets have to have the same items in the same order, of which each rank takes a
-    /// part. Burn's generator is one per process: seed it with the rank, or all ranks drop out alike.
+    /// Every process sets up loaders, model, optimizer and training as if it were alone, and calls this function once.
+    /// Some settings are compared before the first step, and a difference is refused: the epochs, the accumulation, the
+    /// clipping, the numbers of items, the paths and shapes of the model's tensors, and the optimizer's behavior for
+    /// each parameter. The learning rates of all parameters are compared in every step. Float parameters, running
+    /// states and the optimizer's state need not agree, because all ranks start from rank 0's; integer and boolean
+    /// parameters must agree. Other values are not compared: plain tensors in the model, its settings (such as a
+    /// dropout rate), the sizes of batches, and the contents of the items. Datasets must have the same items in the
+    /// same order, and each rank takes a part of them. Burn's generator exists once per process: seed it with the rank,
+    /// or all ranks use the same dropout.
     ///
-    /// A launcher that has started one process counts as none, as in [`launch`](burn_fsdp_collectives::launch()): ranks are threads
-    /// then. A process that ends before it calls this leaves the others waiting in MPI's own beginning, where no deadline
-    /// counts, unless it ends with an error, which has the launcher end them.
+    /// If a launcher has started one process, it is ignored, as in [`launch`](burn_fsdp_collectives::launch()): ranks
+    /// are threads then. If a process ends before it calls this function, the others wait in MPI's own initialization,
+    /// where no deadline applies. If it ends with an error, the launcher ends the others.
     ///
-    /// Rank 0's metrics are those of all rows, and it alone logs, renders, saves, and asks the strategies of early
-    /// stopping and checkpointing; outputs of the others are sent to it after each step, whole: with large logits
-    /// that costs time and, on rank 0, memory. Whoever interrupts one process interrupts all; an error of Burn's loop in
-    /// one is in [`LearningResult::error`](burn::train::LearningResult) of all. Checkpoints are opened by every process, before
-    /// anything else, and read by rank 0: where one does not see the folder, Burn panics there, and the launcher ends the others. Loggers of one's
-    /// own are made in every process and used on rank 0.
+    /// Rank 0's metrics cover all rows. Only rank 0 logs, renders, saves, and asks the strategies of early stopping and
+    /// checkpointing. The other ranks' outputs are sent to it after each step, whole: with large logits that costs time
+    /// and, on rank 0, memory. An interruption of one process interrupts all, and an error of Burn's loop in one is in
+    /// [`LearningResult::error`](burn::train::LearningResult) of all. Every process opens the checkpoints, before
+    /// anything else, and rank 0 reads them. If a process does not see the folder, Burn panics there, and the launcher
+    /// ends the others. Custom loggers are created in every process and used on rank 0.
     ///
-    /// Collective over all processes. Each of them gets the whole model, with rank 0's running statistics;
-    /// [`launch_sharded_among_processes`](Self::launch_sharded_among_processes) is for those that do not fit.
+    /// Collective over all processes. Each of them gets the whole model, with rank 0's running statistics.
+    /// For models that do not fit, use
+    /// [`launch_sharded_among_processes`](Self::launch_sharded_among_processes).
     ///
     /// ```no_run
     /// # use burn::optim::ModuleOptimizer;
@@ -295,11 +305,11 @@ impl FullySharded {
     ///
     /// # Errors
     ///
-    /// As [`launch`](Self::launch). [`LaunchError::OtherSize`] if there are more or fewer processes than ranks;
-    /// [`LaunchError::Again`] for a second training of the same processes; [`LaunchError::Failed`] with the text of
-    /// [`Error::OtherTraining`] if a process is about to train something else, with that of the sharding's
-    /// `OptimizersDiffer` or `Disagreement` if its optimizer or an integer parameter is another, and with that of an output
-    /// which [`Portable::unpack`] does not take.
+    /// As [`launch`](Self::launch). [`LaunchError::OtherSize`] if there are more or fewer processes than ranks.
+    /// [`LaunchError::Again`] for a second training of the same processes. [`LaunchError::Failed`] has the text of
+    /// [`Error::OtherTraining`] if a process is about to run a different training. It has the text of the sharding's
+    /// `OptimizersDiffer` or `Disagreement` if its optimizer or an integer parameter differs, and the error's text for
+    /// an output that [`Portable::unpack`] does not accept.
     pub fn launch_among_processes<M>(
         &self,
         training: SupervisedTraining<Lent<M>>,
@@ -319,15 +329,15 @@ impl FullySharded {
         self.launch_whole(training, model, learner, Some(process), Whole::OfAll)
     }
 
-    /// Does what [`launch_sharded`](Self::launch_sharded) does, and where a launcher such as `mpirun` has started the program
-    /// several times, each process is one rank, as with [`launch_among_processes`](Self::launch_among_processes). What its rank has
-    /// returned is all that a process gets then.
+    /// Works like [`launch_sharded`](Self::launch_sharded), but if a launcher such as `mpirun` has started the program
+    /// several times, each process is one rank, as with [`launch_among_processes`](Self::launch_among_processes). A
+    /// process then gets only its own rank's result.
     ///
     /// Collective over all processes.
     ///
     /// # Errors
     ///
-    /// As [`launch_among_processes`](Self::launch_among_processes), and what `end` returns.
+    /// As [`launch_among_processes`](Self::launch_among_processes), and errors of `end`.
     pub fn launch_sharded_among_processes<M, T: Send + 'static>(
         &self,
         training: SupervisedTraining<Lent<M>>,
@@ -353,7 +363,7 @@ impl FullySharded {
         )
     }
 
-    /// Has Burn's loop train, and returns the whole model.
+    /// Runs Burn's loop, and returns the whole model.
     fn launch_whole<M: LearnerModel>(
         &self,
         training: SupervisedTraining<Lent<M>>,
@@ -388,7 +398,7 @@ impl FullySharded {
         })
     }
 
-    /// Has Burn's loop train, with ranks that are threads, or the one that is this process.
+    /// Runs Burn's loop, with ranks that are threads, or with this process as one rank.
     fn train<M: LearnerModel, T: Send + 'static>(
         &self,
         training: SupervisedTraining<Lent<M>>,
@@ -408,7 +418,7 @@ impl FullySharded {
         let strategy = Strategy::new(self.0.clone(), process, ending, left.clone());
         let training = match is_silent {
             false => training.with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy))),
-            // Files and the terminal are rank 0's.
+            // Only rank 0 uses files and the terminal.
             true => training
                 .with_application_logger(None)
                 .with_metric_logger(InMemoryMetricLogger::default())
@@ -416,7 +426,7 @@ impl FullySharded {
                 .with_training_strategy(TrainingStrategy::Custom(Arc::new(Silently(strategy)))),
         };
         let learner = Learner::new(Lent::new(model), optimizer, rates);
-        // Where a rank failed because the thread of metrics is gone, Burn's loop panics at its end.
+        // If a rank failed because the thread of metrics has ended, Burn's loop panics at its end.
         let result = catch_unwind(AssertUnwindSafe(|| training.launch(learner)));
         let returned = held(&left.outcome).take().transpose()?;
         let result = result.unwrap_or_else(|panic| resume_unwind(panic));
@@ -429,7 +439,7 @@ impl FullySharded {
     }
 }
 
-/// Who gets the whole model.
+/// The ranks that get the whole model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Whole {
     OfRank0,
@@ -447,7 +457,7 @@ fn check_threads() -> Result<(), Error> {
     }
 }
 
-/// Returns the rank that this process is, if a launcher has started several.
+/// Returns this process as a rank, if a launcher has started several.
 fn process<M: LearnerModel>() -> Result<Option<Process<M>>, Error>
 where
     <M as TrainStep>::Output: Portable,

@@ -1,4 +1,4 @@
-//! What rank 0 does for all: events, checkpoints, and the end that comes early.
+//! Rank 0's work for all ranks: events, checkpoints, and early stopping.
 
 use std::sync::{Arc, Mutex};
 
@@ -15,7 +15,7 @@ use crate::train::scratch::Scratch;
 
 type Processor<M> = SupervisedTrainingEventProcessor<Lent<M>>;
 
-/// What rank 0 has of Burn's loop, beside its own part of the training.
+/// Rank 0's parts of Burn's loop, in addition to its own part of the training.
 pub(crate) struct Lead<M: LearnerModel> {
     pub(crate) processor: Arc<Mutex<Option<Processor<M>>>>,
     pub(crate) outputs: Arc<Outputs<M>>,
@@ -67,7 +67,8 @@ impl<M: LearnerModel> Lead<M> {
         });
     }
 
-    /// Passes on the outputs of the round before, one of each rank, in the order of ranks. A rank may be ahead by one.
+    /// Passes on the outputs of the previous round, one from each rank, in the order of ranks. A rank may be ahead by
+    /// one.
     pub(crate) fn pass_on(&self) {
         self.processor(|to, interrupter| {
             for item in self.outputs.training.take() {
@@ -81,14 +82,14 @@ impl<M: LearnerModel> Lead<M> {
         });
     }
 
-    /// Saves the epoch, if that is due, from a learner that has been given what it is to save, which lies in `staged`.
+    /// Saves the epoch, if that is due, from a learner that already has the state to save; `staged` holds its files.
     pub(crate) fn save(&mut self, learner: &Learner<Lent<M>>, epoch: usize, staged: Scratch) {
         let Some(checkpointer) = &mut self.checkpointer else {
             return;
         };
         checkpointer.checkpoint(learner, epoch, &self.store);
         if Lent::is_recorded(learner) {
-            // Each thread takes a record when it has written the one before.
+            // Each thread takes a record after it has written the previous one.
             self.staged = Some(staged);
         }
     }
@@ -99,7 +100,7 @@ impl<M: LearnerModel> Lead<M> {
         early.is_some_and(|early| early.should_stop(epoch, &self.store))
     }
 
-    /// Waits until all outputs are through the metrics, and the last checkpoint is written.
+    /// Waits until the metrics have processed all outputs, and the last checkpoint is written.
     pub(crate) fn end(self) {
         self.processor(|to, interrupter| interrupter.fail_on_error(to.flush()));
         drop(self.checkpointer);

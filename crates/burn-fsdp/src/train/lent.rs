@@ -1,4 +1,4 @@
-//! The model of Burn's learner, while the ranks have it.
+//! The model of Burn's learner, while it is with the ranks.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -13,30 +13,30 @@ use burn::train::{InferenceStep, Learner, LearnerModel, TrainOutput, TrainStep};
 use crate::optimizer_record::emptied;
 use crate::train::lock::held;
 
-/// A model as Burn's learner holds it during a sharded training: the model itself before and after, and nothing
-/// while the ranks have it.
+/// A model in Burn's learner during a sharded training: the model itself before and after, and nothing while it
+/// is with the ranks.
 ///
-/// Programs need not name it: the type of the `SupervisedTraining` that
-/// [`FullySharded::launch`](crate::train::FullySharded::launch) is given follows from the model's.
+/// Programs need not name it: the type of the `SupervisedTraining` for
+/// [`FullySharded::launch`](crate::train::FullySharded::launch) follows from the model's.
 ///
-/// A learner keeps its optimizer to itself. It shows it to the model alone, in [`TrainStep::optimize`], and it takes from
-/// the model what it saves, by [`Module::into_record`]: so both pass through here.
+/// A learner does not expose its optimizer. It shows it only to the model, in [`TrainStep::optimize`], and takes the
+/// state to save from the model, with [`Module::into_record`]. So both pass through here.
 #[derive(Clone)]
 pub struct Lent<M> {
-    /// None while the ranks have it.
+    /// None while it is with the ranks.
     model: Option<M>,
-    /// What a summary says of the model.
+    /// The summary's text about the model.
     text: Arc<str>,
     counter: Arc<Mutex<Counter<M>>>,
 }
 
-/// What is on its way between a learner and the ranks.
+/// The values on their way between a learner and the ranks.
 struct Counter<M> {
     /// To the ranks: the model, and the optimizer with its state.
     out: Option<(Option<M>, ModuleOptimizer)>,
-    /// To the learner: the optimizer that its checkpoint is to have.
+    /// To the learner: the optimizer for its checkpoint.
     optimizer: Option<ModuleOptimizer>,
-    /// To the learner: the record of the model that its checkpoint is to have.
+    /// To the learner: the record of the model for its checkpoint.
     record: Option<ModuleRecord>,
     /// True if it has been taken.
     is_recorded: bool,
@@ -47,7 +47,7 @@ impl<M: LearnerModel> Lent<M> {
         Self::holding(Some(model), "")
     }
 
-    /// Returns what stands for a model that was trained, of which a summary says `text`.
+    /// Returns a placeholder for a trained model; a summary shows `text`.
     pub(crate) fn gone(text: &str) -> Self {
         Self::holding(None, text)
     }
@@ -73,7 +73,7 @@ impl<M: LearnerModel> Lent<M> {
         Some((model?, optimizer))
     }
 
-    /// Gives a learner what it is to save: the record of the model, and the optimizer with its whole state.
+    /// Gives a learner the state to save: the record of the model, and the optimizer with its whole state.
     pub(crate) fn put_into(
         learner: &mut Learner<Self>,
         record: ModuleRecord,
@@ -88,12 +88,12 @@ impl<M: LearnerModel> Lent<M> {
         learner.optimizer_step(GradientsParams::new());
     }
 
-    /// Returns true if a learner has given what it was to save to its checkpointers.
+    /// Returns true if a learner has passed the state to save to its checkpointers.
     pub(crate) fn is_recorded(learner: &Learner<Self>) -> bool {
         learner.model().counter().is_recorded
     }
 
-    /// Lets go of what a learner has saved.
+    /// Releases the state that a learner has saved.
     pub(crate) fn clear(learner: &mut Learner<Self>) {
         learner.model().counter().record = None;
         if let Some((_, optimizer)) = Self::handed_out(learner) {
@@ -102,7 +102,7 @@ impl<M: LearnerModel> Lent<M> {
         }
     }
 
-    /// Has a learner hand out what it holds. Its optimizer keeps its state.
+    /// Makes a learner hand out its model and optimizer. Its optimizer keeps its state.
     fn handed_out(learner: &mut Learner<Self>) -> Option<(Option<M>, ModuleOptimizer)> {
         learner.optimizer_step(GradientsParams::new());
         learner.model().counter().out.take()
@@ -112,7 +112,7 @@ impl<M: LearnerModel> Lent<M> {
         held(&self.counter)
     }
 
-    /// Changes the model, where it is here.
+    /// Changes the model, if it is here.
     fn with(self, change: impl FnOnce(M) -> M) -> Self {
         Self {
             model: self.model.map(change),
@@ -135,7 +135,7 @@ impl<M: LearnerModel> TrainStep for Lent<M> {
         TrainStep::step(self.here(), item)
     }
 
-    /// Hands model and optimizer out, or takes an optimizer in: a step of the learner is made by the ranks.
+    /// Hands out model and optimizer, or takes an optimizer in: the ranks make a step of the learner.
     fn optimize(
         mut self,
         optimizer: &mut ModuleOptimizer,

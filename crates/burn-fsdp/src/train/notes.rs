@@ -1,4 +1,4 @@
-//! Notes: what ranks tell each other.
+//! Notes: messages between ranks.
 
 use burn_fsdp_collectives::ProcessGroup;
 use serde::Serialize;
@@ -6,7 +6,7 @@ use serde::de::DeserializeOwned;
 
 use crate::error::Error;
 
-/// Tells all ranks something, and returns what each says, in the order of ranks.
+/// Sends a message to all ranks, and returns each rank's message, in the order of ranks.
 ///
 /// Collective.
 pub(crate) fn exchanged<T: Serialize + DeserializeOwned>(

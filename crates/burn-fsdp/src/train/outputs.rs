@@ -30,7 +30,7 @@ impl<M: LearnerModel> Outputs<M> {
     }
 }
 
-/// How the outputs of a model's steps travel between processes.
+/// The encodings of the outputs of a model's steps for other processes.
 pub(crate) struct Codecs<M: LearnerModel> {
     training: Codec<<M as TrainStep>::Output>,
     validation: Codec<<M as InferenceStep>::Output>,
@@ -57,14 +57,14 @@ impl<M: LearnerModel> Clone for Codecs<M> {
 
 impl<M: LearnerModel> Copy for Codecs<M> {}
 
-/// The outputs of one kind. Among threads each rank puts its own where rank 0 finds them; among processes those of
-/// the other ranks are brought there.
+/// The outputs of one kind. Among threads each rank puts its own where rank 0 finds them; among processes the
+/// other ranks' outputs are brought there.
 pub(crate) struct Channel<O> {
-    /// What has come to rank 0, by rank.
+    /// The outputs that have come to rank 0, by rank.
     arrived: Vec<Mutex<VecDeque<TrainingItem<O>>>>,
     /// None among threads.
     codec: Option<Codec<O>>,
-    /// What this process has for rank 0, if it is another.
+    /// The outputs of this process for rank 0, if it is another rank.
     waiting: Mutex<Option<Bytes>>,
 }
 
@@ -94,7 +94,8 @@ impl<O> Channel<O> {
         held(&self.waiting).as_ref().map_or(0, |bytes| bytes.len())
     }
 
-    /// Brings what waits in other processes to rank 0, so many bytes in each, as outputs of a step at these rates, on `device`.
+    /// Brings the waiting outputs of other processes to rank 0, as outputs of a step at these rates, on `device`.
+    /// `waiting` has the bytes of each process.
     ///
     /// Collective, one operation; none where nothing waits, as among threads.
     pub(crate) fn bring(
@@ -111,7 +112,7 @@ impl<O> Channel<O> {
         };
         let (rank, ranks) = (world.rank(), world.size());
         let mut own = held(&self.waiting).take();
-        // Of their own: buffers of the world's pool are for steps, whose sizes come again.
+        // A separate pool: buffers of the world's pool are for steps, whose sizes come again.
         let pool = BufferPool::new();
         let (mut parts, mut into) = (Vec::new(), Vec::new());
         for (sender, size) in &senders {
@@ -141,7 +142,7 @@ impl<O> Channel<O> {
 
 type Decode<O> = fn(Bytes, &Device, Option<&ModuleLearningRate>) -> Result<TrainingItem<O>, Error>;
 
-/// How outputs become bytes, and outputs again. Rates are not in the bytes: all ranks have the same.
+/// The encoding of outputs as bytes, and their decoding. Rates are not in the bytes: all ranks have the same.
 struct Codec<O> {
     encode: fn(TrainingItem<O>) -> Result<Bytes, Error>,
     decode: Decode<O>,
@@ -190,7 +191,7 @@ impl<O: Portable> Codec<O> {
     }
 }
 
-/// Returns how far an epoch is.
+/// Returns the progress of an epoch.
 pub(crate) fn progress(had: usize, of: usize) -> Progress {
     Progress::new(had, of, Some("items".to_owned()))
 }

@@ -12,10 +12,11 @@ use burn_pack::{Reader, Scalar, Tensor as PackedTensor, Writer};
 
 use crate::error::Error;
 
-/// What a step gives to the metrics of Burn's loop, as tensors: so it travels to rank 0 where ranks are processes.
+/// An output of a step for the metrics of Burn's loop, as tensors, so that it can travel to rank 0 where ranks are
+/// processes.
 ///
-/// Burn's outputs of classification, regression and sequences are. Of one's own, whatever the metrics read has to be
-/// packed:
+/// Burn's outputs of classification, regression and sequences implement it. For a custom type, pack everything that
+/// the metrics read:
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
@@ -47,10 +48,10 @@ use crate::error::Error;
 /// # Ok::<(), Error>(())
 /// ```
 pub trait Portable: Sized {
-    /// Puts the tensors into a parcel, each under a name of its own.
+    /// Puts the tensors into a parcel, each under a distinct name.
     fn pack(self, parcel: &mut Parcel);
 
-    /// Puts an output together on `device` from what [`pack`](Self::pack) has put into the parcel.
+    /// Creates an output on `device` from the tensors that [`pack`](Self::pack) has put into the parcel.
     ///
     /// # Errors
     ///
@@ -67,12 +68,12 @@ pub struct Parcel {
 }
 
 impl Parcel {
-    /// Returns a parcel with nothing in it.
+    /// Returns an empty parcel.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Puts a tensor in. A second one of the same name is refused when the parcel is sent.
+    /// Puts a tensor in. A second one with the same name is refused when the parcel is sent.
     pub fn put<const D: usize, K: Basic>(&mut self, name: &str, tensor: Tensor<D, K>) {
         match self.tensors.entry(name.to_owned()) {
             Entry::Vacant(place) => {
@@ -86,7 +87,7 @@ impl Parcel {
     ///
     /// # Errors
     ///
-    /// [`Error::Parcel`] if there is none of this name, or one with another number of dims.
+    /// [`Error::Parcel`] if there is none with this name, or one with another number of dims.
     pub fn take<const D: usize, K: Basic>(
         &mut self,
         name: &str,
@@ -109,7 +110,7 @@ impl Parcel {
         self.tensors.contains_key(name)
     }
 
-    /// Returns the tensors, and numbers beside them, as bytes.
+    /// Returns the tensors, and additional numbers, as bytes.
     pub(crate) fn into_bytes(self, numbers: &[(&str, u64)]) -> Result<Bytes, Error> {
         if let Some(name) = &self.twice {
             return Err(unfit(name, "was put in twice".to_owned()));
@@ -125,7 +126,7 @@ impl Parcel {
         writer.into_bytes().map_err(unreadable)
     }
 
-    /// Reads what [`into_bytes`](Self::into_bytes) has written: the parcel, and the numbers by name.
+    /// Reads the result of [`into_bytes`](Self::into_bytes): the parcel, and the numbers by name.
     pub(crate) fn of_bytes(bytes: Bytes) -> Result<(Self, BTreeMap<String, u64>), Error> {
         let reader = Reader::from_bytes(bytes).map_err(unreadable)?;
         let numbers = reader.scalars().iter().filter_map(|(name, number)| {
@@ -214,7 +215,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns what comes out of the bytes that an output becomes.
+    /// Returns the output decoded from the bytes of an output.
     fn through<O: Portable>(output: O) -> O {
         let mut parcel = Parcel::new();
         output.pack(&mut parcel);
@@ -250,7 +251,7 @@ mod tests {
         }
     }
 
-    /// An output that has a tensor of truths, or packs it twice.
+    /// An output with a tensor of truth values, which it may pack twice.
     struct Masked(Tensor<2, Bool>, bool);
 
     impl Portable for Masked {

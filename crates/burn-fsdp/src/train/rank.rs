@@ -28,7 +28,7 @@ use crate::train::staging::staged;
 use crate::train::stop::Stop;
 use crate::train::whole_state::divided;
 
-/// What a rank begins with.
+/// The initial state of a rank.
 pub(crate) struct Start<M: LearnerModel> {
     pub(crate) model: M,
     /// The optimizer without state.
@@ -45,7 +45,7 @@ pub(crate) struct Start<M: LearnerModel> {
     pub(crate) lead: Option<Lead<M>>,
 }
 
-/// Trains on one rank, and returns the model in shards and the optimizer of these.
+/// Trains on one rank, and returns the model in shards and the optimizer for them.
 ///
 /// Collective.
 pub(crate) fn train<M: LearnerModel>(
@@ -67,7 +67,7 @@ pub(crate) fn train<M: LearnerModel>(
     let weighted = weight.clone();
     let by_items = move |_: &str, gradient: Tensor<1>| match weighted.get() {
         1.0 => gradient,
-        // Whatever the batch that counts for nothing came to.
+        // Independent of the result of the batch that does not count.
         0.0 => gradient.zeros_like(),
         weight => gradient.mul_scalar(weight),
     };
@@ -82,18 +82,18 @@ pub(crate) fn train<M: LearnerModel>(
     check_managed(&model)?;
     check_elementwise(&model, &optimizer)?;
     if course.saves {
-        // A checkpoint that nobody could resume is refused now, and not when it is read.
+        // A checkpoint that could not be resumed is refused now, and not only when it is read.
         check_state_types(&model, &optimizer)?;
     }
     if course.among == Ranks::Processes {
         check_same_optimizer(&model, &optimizer)?;
         model = sync_buffers(model, BufferSync::Broadcast)?;
-        // What no unit manages each process has made for itself.
+        // Each process has created the tensors that no unit manages.
         check_agreement(&model, Agreement::ParametersAndBuffers)?;
     }
     let parent = course.settings.scratch.as_deref();
     if lead.is_some() && course.saves {
-        // A folder that cannot be written to is found now, and not when the first epoch is over.
+        // A folder that cannot be written to is found now, and not only after the first epoch.
         drop(Scratch::new(parent)?);
     }
     let optimizer = divided(&model, optimizer, whole, world, parent)?;
@@ -122,8 +122,8 @@ pub(crate) fn train<M: LearnerModel>(
     Ok((model, rank.optimizer))
 }
 
-/// Refuses a model with trained parameters that no unit manages: they would be each rank's own, and only one rank's are saved
-/// and returned.
+/// Refuses a model with trained parameters that no unit manages: each rank would have its own, and only one rank's are
+/// saved and returned.
 fn check_managed<M: LearnerModel>(model: &M) -> Result<(), Error> {
     let managed = local_ids(model)?.into_iter();
     let managed = managed.flat_map(|ids| [ids.id, ids.recorded]).collect();
@@ -139,7 +139,7 @@ fn check_managed<M: LearnerModel>(model: &M) -> Result<(), Error> {
     }
 }
 
-/// A visitor that looks for a trained parameter beside those that units manage.
+/// A visitor that looks for a trained parameter that no unit manages.
 struct Unmanaged {
     managed: HashSet<ParamId>,
     path: Vec<String>,
@@ -163,14 +163,14 @@ impl ModuleVisitor for Unmanaged {
     }
 }
 
-/// What comes after an epoch.
+/// The continuation after an epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum After {
     Another,
     End,
 }
 
-/// What a rank says at the end of an epoch.
+/// A rank's message at the end of an epoch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct End {
     /// True if the user's strategy ends the training here, asked on rank 0.
@@ -181,9 +181,9 @@ struct End {
 /// One rank in the middle of a training.
 struct Rank<'a, M: LearnerModel> {
     world: &'a ProcessGroup,
-    /// Where outputs of other processes are put together.
+    /// The device where outputs of other processes are put together.
     device: Device,
-    /// What is compared of the schedules of processes.
+    /// The rates that are compared between the schedules of processes.
     rates: Option<Rates>,
     /// None only while the optimizer has it.
     model: Option<M>,
@@ -195,7 +195,7 @@ struct Rank<'a, M: LearnerModel> {
 }
 
 impl<M: LearnerModel> Rank<'_, M> {
-    /// Trains and validates one epoch, saves it, and agrees on whether there is another.
+    /// Trains and validates one epoch, saves it, and agrees on whether another one follows.
     fn epoch(
         &mut self,
         epoch: usize,
@@ -214,7 +214,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         if validated == After::End {
             return Ok(After::End);
         }
-        // What failed at the end of the validation must not be judged by its metrics.
+        // Metrics must not judge a failure at the end of the validation.
         if self.agreed(false)? == After::End {
             return Ok(After::End);
         }
@@ -285,7 +285,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         Ok(())
     }
 
-    /// Goes through all batches of the validation.
+    /// Runs all batches of the validation.
     fn validate(&mut self, share: &Share<<M as InferenceStep>::Input>) -> Result<After, Error> {
         let device = self.device.clone().inner();
         let model = catch(|| self.model().valid())?;
@@ -313,7 +313,8 @@ impl<M: LearnerModel> Rank<'_, M> {
         Ok(After::Another)
     }
 
-    /// Gathers what a checkpoint has in files of rank 0, and saves it there, if the user's strategy says so.
+    /// Gathers the contents of a checkpoint in files of rank 0, and saves it there, if the user's strategy
+    /// asks for it.
     fn save(&mut self, epoch: usize) -> Result<(), Error> {
         if !self.course.saves {
             return Ok(());
@@ -358,7 +359,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         })
     }
 
-    /// Waits for what rank 0 still shows and writes, and has the other processes know whether that failed.
+    /// Waits for rank 0's remaining rendering and writing, and tells the other processes whether that failed.
     fn end(&mut self) -> Result<(), Error> {
         if let Some(lead) = self.lead.take() {
             lead.end();
@@ -369,7 +370,8 @@ impl<M: LearnerModel> Rank<'_, M> {
         Ok(())
     }
 
-    /// Stops this rank's loop, too, with what its own loader failed with, or by what another rank said.
+    /// Also stops this rank's loop, with the failure of its own loader, or with the reason that another rank
+    /// gave.
     fn stopped(&self, failure: Option<DatasetError>, (rank, stop): (usize, Stop)) -> After {
         if let Some(failure) = failure {
             self.course.interrupter.fail(failure);

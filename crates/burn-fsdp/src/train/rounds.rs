@@ -13,14 +13,15 @@ use crate::error::Error;
 use crate::train::notes::exchanged;
 use crate::train::stop::Stop;
 
-/// A rank's part of what a loader gives, and the whole, of which a rank that has run out takes a batch.
+/// A rank's part of a loader's items, and the whole, from which a rank that has run out takes a batch.
 pub(crate) struct Share<I> {
     pub(crate) own: Arc<dyn DataLoader<I>>,
     pub(crate) all: Arc<dyn DataLoader<I>>,
 }
 
 impl<I> Share<I> {
-    /// Divides a loader: neighbouring items to each rank, one more to the first ones where they do not divide.
+    /// Divides a loader: neighbouring items to each rank, and one more to the first ranks if they do not
+    /// divide evenly.
     pub(crate) fn of_ranks(loader: &Arc<dyn DataLoader<I>>, devices: &[Device]) -> Vec<Self> {
         let items = loader.num_items();
         let (each, more) = (items / devices.len(), items % devices.len());
@@ -47,32 +48,33 @@ pub(crate) struct Rounds<'a, I> {
     had_by_all: usize,
 }
 
-/// What a rank does in one round.
+/// A rank's action in one round.
 pub(crate) struct Round<I> {
     pub(crate) batch: I,
-    /// True if the batch is this rank's own; false if it goes through it only so that others can.
+    /// True if the batch is this rank's own; false if the rank processes it only so that others can continue.
     pub(crate) counts: bool,
     /// The factor of this rank's gradient, by which the mean over ranks becomes the mean over items. It is 1 where all
-    /// ranks have as many.
+    /// ranks have the same number of items.
     pub(crate) weight: f64,
     /// True if no rank has a batch after this one.
     pub(crate) is_last: bool,
-    /// The items that all ranks have had with this round.
+    /// The items that all ranks have had, including this round.
     pub(crate) had_by_all: usize,
 }
 
-/// What the ranks agreed on, and the bytes of the output that waits on each of them.
+/// The ranks' agreement, and the bytes of the output that waits on each of them.
 pub(crate) struct Turn<I> {
     pub(crate) next: Next<I>,
     pub(crate) waiting: Vec<usize>,
 }
 
-/// What the ranks agreed on about a round.
+/// The ranks' agreement about a round.
 pub(crate) enum Next<I> {
     Round(Round<I>),
-    /// All items are through.
+    /// All items are used.
     Through,
-    /// A rank is to stop, or its loader failed: which, and why. The failure is this rank's own, if that is it.
+    /// A rank is to stop, or its loader failed: the rank and the reason. The failure is this rank's own, if it
+    /// is that rank.
     Stopped(Option<DatasetError>, (usize, Stop)),
 }
 
@@ -87,7 +89,7 @@ impl<'a, I> Rounds<'a, I> {
         }
     }
 
-    /// Takes this rank's next batch, and agrees with the others on what is done with it. A rank that stops stops all.
+    /// Takes this rank's next batch, and agrees with the others on its use. A rank that stops stops all.
     ///
     /// Collective.
     ///
@@ -102,7 +104,7 @@ impl<'a, I> Rounds<'a, I> {
         };
         let progress = self.own.progress();
         let items = match batch {
-            // A loader that counts nothing has given one thing at least.
+            // A loader that counts nothing has returned at least one item.
             Some(_) => progress.items_processed.saturating_sub(self.had).max(1),
             None => 0,
         };
@@ -139,7 +141,7 @@ impl<'a, I> Rounds<'a, I> {
         let counts = batch.is_some();
         let batch = match batch {
             Some(batch) => batch,
-            // Some rank has an item, so the loader of all has one.
+            // Some rank has an item, so the loader of all items has one.
             None => match self.all.iter().next() {
                 Some(Ok(batch)) => batch,
                 Some(Err(failure)) => return Err(Error::Loader(failure.to_string())),
@@ -160,7 +162,7 @@ impl<'a, I> Rounds<'a, I> {
     }
 }
 
-/// What a rank tells the others of its next batch.
+/// A rank's message to the others about its next batch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Note {
     items: u64,
@@ -168,7 +170,7 @@ struct Note {
     own: Own,
 }
 
-/// What a rank tells the others of itself before a round.
+/// A rank's message to the others about itself before a round.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Own {
     pub(crate) stop: Option<Stop>,

@@ -10,15 +10,15 @@ use tempfile::TempDir;
 
 use crate::error::Error;
 
-/// The largest file that Burn's readers of records take, and the largest tensor in one.
+/// The maximum file size that Burn's record readers accept, and the maximum size of a tensor in one.
 const MAX_FILE_BYTES: u64 = 100 << 30;
 const MAX_TENSOR_BYTES: u64 = 10 << 30;
 
-/// A folder of files that goes with this value.
+/// A folder of files that is removed with this value.
 #[derive(Debug)]
 pub(crate) struct Scratch {
     folder: TempDir,
-    /// Held as long as the folder is in use, so that the folder of a killed process can be told from others.
+    /// Held as long as the folder is in use, so that a killed process' folder can be recognized.
     _lock: Option<File>,
 }
 
@@ -28,11 +28,11 @@ const LOCK: &str = "lock";
 /// The beginning of the names of folders.
 const PREFIX: &str = "burn-fsdp-";
 
-/// How old a lock has to be before a free one counts as left behind: a younger one may be about to be taken.
+/// The age from which a free lock counts as left behind: a younger one may be about to be taken.
 const LEFT_BEHIND: Duration = Duration::from_secs(60);
 
 impl Scratch {
-    /// Makes a folder in the one that the user named, or where large files may lie for a while.
+    /// Creates a folder in the one that the user named, or in the usual place for large temporary files.
     pub(crate) fn new(parent: Option<&Path>) -> Result<Self, Error> {
         let parent = match parent {
             Some(parent) => parent.to_owned(),
@@ -67,7 +67,7 @@ impl Scratch {
     }
 }
 
-/// Removes the folders of killed processes: those with a lock that nobody holds.
+/// Removes the folders of killed processes, whose locks are not held.
 fn remove_left_behind(parent: &Path) {
     let entries = std::fs::read_dir(parent).into_iter().flatten().flatten();
     for entry in entries {
@@ -80,14 +80,14 @@ fn remove_left_behind(parent: &Path) {
         let made = lock.metadata().and_then(|lock| lock.modified());
         let is_old = made.is_ok_and(|made| made.elapsed().is_ok_and(|age| age > LEFT_BEHIND));
         if is_old && lock.try_lock().is_ok() {
-            // What cannot be removed is in nobody's way but that of the disk.
+            // A folder that cannot be removed only takes disk space.
             let _ = std::fs::remove_dir_all(entry.path());
         }
     }
 }
 
-/// Returns where large files may lie for a while: the folder of temporary files that the user named, or that which is not kept
-/// in memory.
+/// Returns the place for large temporary files: the folder of temporary files that the user named, or the one that is
+/// not kept in memory.
 fn usual() -> PathBuf {
     let on_disk = Path::new("/var/tmp");
     let can_be_written = || tempfile::tempfile_in(on_disk).is_ok();
@@ -106,11 +106,11 @@ pub(crate) struct Pile {
 }
 
 impl Pile {
-    /// Adds the bytes of a tensor, and returns them as they lie in the file, of which nothing is in memory.
+    /// Adds the bytes of a tensor, and returns them as a part of the file, without holding them in memory.
     ///
     /// # Errors
     ///
-    /// [`Error::Scratch`], also for what Burn's readers would not take in a record.
+    /// [`Error::Scratch`], also for a tensor that Burn's readers would not accept in a record.
     pub(crate) fn add(&mut self, bytes: &[u8]) -> Result<Bytes, Error> {
         let (start, size) = (self.num_bytes, bytes.len() as u64);
         if size > MAX_TENSOR_BYTES || start.saturating_add(size) > MAX_FILE_BYTES {
@@ -125,7 +125,7 @@ impl Pile {
     }
 }
 
-/// Returns what makes an error of a failed operation on a file.
+/// Returns a function that turns a failed operation on a file into an error.
 pub(crate) fn failure(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
     let path = path.to_owned();
     move |source| Error::Scratch {
@@ -151,7 +151,8 @@ mod tests {
         assert!(path.exists());
         drop(scratch);
         assert!(!path.exists());
-        // A killed process leaves a folder with a lock that nobody holds; one that is young, or held, stays.
+        // A killed process leaves a folder with a lock that is not held; a folder whose lock is young or held
+        // stays.
         let left = |name: &str, age| {
             let folder = parent.path().join(format!("{PREFIX}{name}"));
             std::fs::create_dir(&folder).expect("it is made");

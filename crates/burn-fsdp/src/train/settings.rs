@@ -1,4 +1,4 @@
-//! What the user says of a sharded training.
+//! The user's settings for a sharded training.
 
 use std::path::PathBuf;
 
@@ -11,7 +11,7 @@ pub(crate) struct Settings {
     pub(crate) ranks: LaunchConfig,
     pub(crate) policy: ShardPolicy,
     pub(crate) clip: Option<Clip>,
-    /// That of each rank in turn; empty for the model's.
+    /// The device of each rank in turn; empty for the model's device.
     pub(crate) devices: Vec<Device>,
     /// The folder for files on their way to and from checkpoints, if the user named one.
     pub(crate) scratch: Option<PathBuf>,

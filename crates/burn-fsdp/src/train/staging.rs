@@ -1,5 +1,5 @@
-//! What a checkpoint of Burn's loop has, in files on rank 0: the whole model and the whole state of its optimizer, of which no
-//! more than a tensor is in memory.
+//! The contents of a checkpoint of Burn's loop, in files on rank 0: the whole model and the whole state of its
+//! optimizer, with at most one tensor in memory.
 
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
@@ -12,17 +12,18 @@ use crate::error::{CheckpointError, Error};
 use crate::train::scratch::{Pile, Scratch};
 use crate::train::whole_state::filed;
 
-/// What a checkpoint has, for Burn's checkpointers.
+/// The contents of a checkpoint, for Burn's checkpointers.
 pub(crate) struct Staged {
     /// The record of the model.
     pub(crate) record: ModuleRecord,
-    /// An optimizer that gives its state to whoever records it.
+    /// An optimizer that returns its state when it is recorded.
     pub(crate) optimizer: ModuleOptimizer,
-    /// The files in which the tensors of both lie.
+    /// The files with the tensors of both.
     pub(crate) files: Scratch,
 }
 
-/// Gathers the record of a sharded model and the state of its optimizer, tensor by tensor, into files of rank 0, which has some.
+/// Gathers the record of a sharded model and the state of its optimizer, tensor by tensor, into files of rank 0; the
+/// other ranks have no files.
 ///
 /// Collective.
 pub(crate) fn staged<M: Module>(
@@ -47,7 +48,7 @@ pub(crate) fn staged<M: Module>(
     }))
 }
 
-/// Returns the record of a sharded model, on rank 0, of which all tensors lie in a file.
+/// Returns the record of a sharded model on rank 0, with all tensors in a file.
 ///
 /// Collective: the other ranks send.
 fn recorded<M: Module>(model: &M, files: &Scratch) -> Result<ModuleRecord, Error> {
@@ -62,7 +63,7 @@ fn recorded<M: Module>(model: &M, files: &Scratch) -> Result<ModuleRecord, Error
         Ok::<_, Error>(())
     };
     recorded_state(model, |tensor| {
-        // The others send whatever becomes of it.
+        // The others send in any case.
         if failure.is_none() {
             failure = add(&mut pile, tensor).err();
         }

@@ -1,20 +1,20 @@
-//! Why a rank stops, and how the others learn of it.
+//! The reason why a rank stops, and its message to the others.
 
 use burn::train::train::WorkerFailure;
 use burn::train::{Interrupter, TrainingError};
 use serde::{Deserialize, Serialize};
 
-/// Why a rank stops.
+/// The reason why a rank stops.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Stop {
-    /// The program said so, with or without a reason.
+    /// The program asked for it, with or without a reason.
     Asked(Option<String>),
     /// An error of Burn's loop.
     Failed(String),
 }
 
 impl Stop {
-    /// Returns why the interrupter of this process says to stop, if it does.
+    /// Returns the reason for which this process' interrupter asks to stop, if it does.
     pub(crate) fn of(interrupter: &Interrupter) -> Option<Self> {
         let why = || match interrupter.error() {
             Some(error) => Self::Failed(error.to_string()),
@@ -23,7 +23,8 @@ impl Stop {
         interrupter.should_stop().then(why)
     }
 
-    /// Returns which of the ranks' stops ends the training of all, if there is one: an error before what the program said.
+    /// Returns the stop that ends the training of all ranks, if there is one: an error has priority over the program's
+    /// request.
     pub(crate) fn first(stops: impl Iterator<Item = Option<Self>>) -> Option<(usize, Self)> {
         let stops = stops.enumerate();
         let stops: Vec<_> = stops
@@ -35,7 +36,7 @@ impl Stop {
         failed.or(stops.first()).cloned()
     }
 
-    /// Says to the interrupter of another process that `rank` stops.
+    /// Tells the interrupter of another process that `rank` stops.
     pub(crate) fn tell(self, rank: usize, interrupter: &Interrupter) {
         match self {
             Self::Failed(message) if interrupter.error().is_none() => {
@@ -66,7 +67,7 @@ mod tests {
         assert_eq!(first, asked().map(|stop| (1, stop)));
         let first = Stop::first([asked(), None, failed()].into_iter());
         assert_eq!(first, failed().map(|stop| (2, stop)));
-        // A process that was asked to stop learns of the error, and keeps its own.
+        // A process that was asked to stop receives the error, and keeps its own reason.
         let interrupter = Interrupter::new();
         interrupter.stop(Some("enough"));
         failed().expect("above").tell(2, &interrupter);

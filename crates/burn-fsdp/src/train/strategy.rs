@@ -1,4 +1,4 @@
-//! Burn's strategy: what is divided among the ranks, and what comes back.
+//! Burn's strategy: the division among the ranks, and the results.
 
 use std::sync::{Arc, Mutex};
 
@@ -23,11 +23,11 @@ use crate::train::rank::{Start, train};
 use crate::train::rounds::Share;
 use crate::train::settings::Settings;
 
-/// What each rank does with its shards of the trained model: the end of the training, of which all ranks take part.
+/// Each rank's work with its shards of the trained model at the end of the training, in which all ranks take part.
 pub(crate) type Ending<M, T> =
     Arc<dyn Fn(&ProcessGroup, M, ModuleOptimizer) -> Result<T, Error> + Send + Sync + 'static>;
 
-/// The strategy as Burn's loop calls it. It returns nothing but a model, so that what the ranks return is left in `outcome`.
+/// The strategy that Burn's loop calls. It returns only a model, so the ranks' results are left in `outcome`.
 pub(crate) struct Strategy<M: LearnerModel, T> {
     settings: Settings,
     process: Option<Process<M>>,
@@ -35,14 +35,14 @@ pub(crate) struct Strategy<M: LearnerModel, T> {
     left: Left<T>,
 }
 
-/// What the ranks return, in their order, once all have ended.
+/// The ranks' results, in their order, once all have ended.
 pub(crate) type Outcome<T> = Arc<Mutex<Option<Result<Vec<T>, Error>>>>;
 
-/// What a training leaves.
+/// The results of a training.
 pub(crate) struct Left<T> {
-    /// What the ranks here have returned, or why one failed; `None` before.
+    /// The results of the ranks here, or the reason why one failed; `None` before.
     pub(crate) outcome: Outcome<T>,
-    /// What a summary says of the model.
+    /// The summary's text about the model.
     pub(crate) text: Arc<Mutex<String>>,
 }
 
@@ -64,7 +64,7 @@ impl<T> Clone for Left<T> {
     }
 }
 
-/// The rank that this process is, among others.
+/// This process as one rank among others.
 pub(crate) struct Process<M: LearnerModel> {
     pub(crate) rank: usize,
     pub(crate) codecs: Codecs<M>,
@@ -85,7 +85,7 @@ impl<M: LearnerModel, T> Strategy<M, T> {
         }
     }
 
-    /// Returns the device of each rank, with autodiff as the model has it: tensors of one operation must agree on that.
+    /// Returns the device of each rank, with the model's autodiff: tensors of one operation must agree on that.
     fn devices(&self, model: &M) -> Vec<Device> {
         let of_model = model.devices().into_iter().next().unwrap_or_default();
         let given = self.settings.devices.iter();
@@ -166,7 +166,8 @@ impl<M: LearnerModel, T: Send + 'static> SupervisedLearningStrategy<Lent<M>> for
     }
 }
 
-/// The strategy in a process that is not rank 0: Burn's loop tells nobody here of a training of which rank 0 tells.
+/// The strategy in a process other than rank 0's: Burn's loop reports nothing here about a training that rank 0
+/// reports.
 pub(crate) struct Silently<M: LearnerModel, T>(pub(crate) Strategy<M, T>);
 
 impl<M: LearnerModel, T: Send + 'static> SupervisedLearningStrategy<Lent<M>> for Silently<M, T> {
@@ -202,7 +203,7 @@ impl<M: LearnerModel, T: Send + 'static> SupervisedLearningStrategy<Lent<M>> for
     }
 }
 
-/// What one learner has, before the ranks get their parts of it.
+/// The contents of one learner, before they are divided among the ranks.
 struct Whole<M: LearnerModel> {
     model: M,
     optimizer: ModuleOptimizer,
@@ -212,7 +213,7 @@ struct Whole<M: LearnerModel> {
 }
 
 impl<M: LearnerModel> Whole<M> {
-    /// Returns what each rank begins with that is `here`: all, or the one that this process is.
+    /// Returns the initial state of each rank that is `here`: of all ranks, or only of this process.
     fn divided(
         self,
         devices: Vec<Device>,
@@ -242,8 +243,8 @@ impl<M: LearnerModel> Whole<M> {
     }
 }
 
-/// A mapper that leaves parameters that nobody has initialized to be initialized by whoever asks for them, wherever the module
-/// goes: of clones that share them the first that moves would initialize all.
+/// A mapper that keeps uninitialized parameters lazy wherever the module moves. Among clones that share them, the first
+/// that moves would otherwise initialize all.
 struct Apart;
 
 impl ModuleMapper for Apart {

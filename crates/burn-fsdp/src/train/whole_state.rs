@@ -1,5 +1,5 @@
-//! The state of an optimizer of shards, from and to Burn's record of it, which is of whole parameters: one of them at a time, and
-//! that on rank 0.
+//! The state of an optimizer of shards, from and to Burn's record of it, which has whole parameters. One parameter at a
+//! time is whole, on rank 0.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -33,7 +33,7 @@ struct Sharded {
     local: LocalTensor,
 }
 
-/// What rank 0 tells of the state of a parameter.
+/// Rank 0's message about the state of a parameter.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Told {
     scalars: Vec<(String, Number)>,
@@ -41,12 +41,12 @@ struct Told {
     tensors: Vec<StateTensor>,
 }
 
-/// Gives an optimizer that this rank's shards of `model` are stepped with its part of the state of an optimizer of the whole
-/// model, which rank 0 has, as it is where that has none.
+/// Gives the optimizer of this rank's shards of `model` its part of the state of an optimizer of the whole model. Rank
+/// 0 has that state; if there is none, the optimizer is returned unchanged.
 ///
-/// Rank 0 holds the whole state of one parameter at a time, if that of `whole` is read when it is asked for. This rank's part
-/// goes through a file in a folder in `parent`, so that in memory each tensor of it is one of its own, which goes when the optimizer
-/// has replaced it.
+/// Rank 0 holds the whole state of one parameter at a time, if the state in `whole` is read on demand. This rank's part
+/// passes through a file in a folder in `parent`. In memory each tensor of it is then separate, and is freed when the
+/// optimizer has replaced it.
 ///
 /// Collective.
 pub(crate) fn divided<M: Module>(
@@ -100,17 +100,17 @@ pub(crate) fn divided<M: Module>(
     let written = writer.write_to_file_in_place(&path);
     written.map_err(optimizer_error)?;
     let optimizer = with_state_of_file(bare, &path)?;
-    // Whoever asks for a state has it read.
+    // An optimizer that asks for a state reads it.
     for Sharded { id, .. } in &sharded {
         drop(only(&optimizer, [*id]).to_record());
     }
     Ok(optimizer)
 }
 
-/// What a rank has received of the state.
+/// The state that a rank has received.
 struct Own<'a> {
     parent: Option<&'a Path>,
-    /// The file of the tensors, and its folder, once rank 0 has told of any state.
+    /// The file of the tensors, and its folder, once rank 0 has announced any state.
     files: Option<(Scratch, Pile)>,
     tensors: Vec<PackedTensor>,
     scalars: BTreeMap<String, Scalar>,
@@ -118,7 +118,7 @@ struct Own<'a> {
 }
 
 impl Own<'_> {
-    /// Receives this rank's part of the state of one parameter, of which rank 0 has all.
+    /// Receives this rank's part of the state of one parameter; rank 0 has the whole state.
     ///
     /// Collective.
     fn receive(
@@ -204,7 +204,7 @@ fn told(parts: &OptimizerParts, id: u64, path: &str) -> Result<Told, CheckpointE
     })
 }
 
-/// Returns this rank's part of a tensor of the state of the parameter `local`, of which rank 0 has the `whole`.
+/// Returns this rank's part of a tensor of the state of the parameter `local`; rank 0 has the `whole`.
 ///
 /// Collective.
 fn received(
@@ -228,7 +228,7 @@ fn received(
             let part = Part::new(source, partition, element);
             world.scatter(label, Vec::new(), 0, vec![part], into)?
         }
-        // The source of a broadcast receives nothing: it has it.
+        // The source of a broadcast receives nothing, because it has the data.
         LocalPart::Whole | LocalPart::Own if world.rank() == 0 => {
             let part = FullPart::new(source.clone(), element);
             world.broadcast(label, Vec::new(), 0, vec![part], Vec::new())?;
@@ -244,8 +244,8 @@ fn received(
     Ok(own.map_or_else(Source::empty, Source::new))
 }
 
-/// Adds the whole state of an optimizer of shards to a file on rank 0, and returns, there, where it lies. It is of parameters
-/// by the ids that they have in the record of the model, so that it is for whoever loads both.
+/// Adds the whole state of an optimizer of shards to a file on rank 0, and returns its place in the file there. The
+/// state is by the parameters' ids in the record of the model, for programs that load both.
 ///
 /// Collective: rank 0 has a file, and the others none.
 pub(crate) fn filed<M: Module>(
@@ -298,7 +298,7 @@ pub(crate) fn filed<M: Module>(
     Ok(pile.map(|_| whole))
 }
 
-/// Returns, on rank 0, the whole of a tensor of the state of the parameter `local`, of which this rank has `own`.
+/// Returns, on rank 0, the whole of a tensor of the state of the parameter `local`; `own` is this rank's part.
 ///
 /// Collective.
 fn gathered(
@@ -321,7 +321,7 @@ fn gathered(
         return Err(not_elementwise(&label, &tensor.shape, elements));
     }
     let partition = of_state(partition, tensor)?;
-    // Of its own: buffers of the world's pool are for steps, whose sizes come again.
+    // A separate pool: buffers of the world's pool are for steps, whose sizes come again.
     let into = match world.rank() {
         0 => vec![BufferPool::new().take(partition.num_elements() * element.size())],
         _ => Vec::new(),
@@ -331,8 +331,8 @@ fn gathered(
     Ok(received.buffers.into_iter().next().map(Source::new))
 }
 
-/// Returns the partition of a tensor of the state of a parameter: that of the parameter, or all for its owner, whose states are
-/// of any shape.
+/// Returns the partition of a tensor of a parameter's state. It is the parameter's partition, or the owner has all of
+/// it, because an owner's states have any shape.
 fn of_state(partition: &Partition, tensor: &StateTensor) -> Result<Partition, CheckpointError> {
     Ok(match partition.sole_owner() {
         Some(owner) => {

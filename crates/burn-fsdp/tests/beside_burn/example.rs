@@ -23,12 +23,12 @@ pub(crate) use runs::joined;
 
 const EPOCHS: usize = 2;
 
-/// What an example trains, and how.
+/// The data, model and settings of an example's training.
 pub(crate) struct Example<B, I> {
     pub(crate) batcher: B,
-    /// Items to learn from, and those that are held out.
+    /// Training items, and held-out items.
     pub(crate) items: (Vec<I>, Vec<I>),
-    /// Items of a step, of all ranks together.
+    /// Items of a step, over all ranks.
     pub(crate) batch: usize,
     pub(crate) accumulation: usize,
     pub(crate) optimizer: fn() -> ModuleOptimizer,
@@ -36,12 +36,12 @@ pub(crate) struct Example<B, I> {
     pub(crate) policy: fn() -> ShardPolicy,
 }
 
-/// What Burn's loaders give.
+/// The batches from Burn's loaders.
 pub(crate) trait Batch: Clone + Debug + Send + Sync + 'static {}
 
 impl<T: Clone + Debug + Send + Sync + 'static> Batch for T {}
 
-/// What Burn's loop trains here.
+/// The models that Burn's loop trains here.
 pub(crate) trait Classifier<T>:
     LearnerModel
     + TrainStep<Input = T, Output = ClassificationOutput>
@@ -58,7 +58,7 @@ impl<T, M> Classifier<T> for M where
 {
 }
 
-/// The means of loss and accuracy in each epoch, first of what was learned from, then of what was held out.
+/// The means of loss and accuracy in each epoch, first on the training items, then on the held-out items.
 pub(crate) type Metrics = Vec<(&'static str, usize, [f64; 2])>;
 
 impl<B: Clone, I: Clone + Send + Sync + Debug + 'static> Example<B, I> {
@@ -84,7 +84,7 @@ impl<B: Clone, I: Clone + Send + Sync + Debug + 'static> Example<B, I> {
             .num_epochs(EPOCHS)
     }
 
-    /// Trains a model on each of these numbers of ranks, and asserts that what is measured is what Burn alone measures.
+    /// Trains a model on each of these numbers of ranks, and asserts that the metrics equal plain Burn's.
     pub(crate) fn assert_as_by_burn<T, M>(&self, new: impl Fn(&Device) -> M, ranks: &[usize])
     where
         T: Batch,
@@ -97,7 +97,7 @@ impl<B: Clone, I: Clone + Send + Sync + Debug + 'static> Example<B, I> {
         }
     }
 
-    /// Trains a model on some ranks, each of which takes its part of every step.
+    /// Trains a model on some ranks; each takes its part of every step.
     pub(crate) fn on_ranks<T, M>(&self, model: M, ranks: usize) -> Metrics
     where
         T: Batch,
@@ -113,7 +113,8 @@ impl<B: Clone, I: Clone + Send + Sync + Debug + 'static> Example<B, I> {
         metrics(folder.path())
     }
 
-    /// Trains a model by Burn alone on one device, on what so many ranks have together in each step.
+    /// Trains a model with plain Burn on one device, on the items that `ranks` ranks have together in each
+    /// step.
     fn by_burn<T, M>(&self, model: M, ranks: usize) -> Metrics
     where
         T: Batch,
@@ -129,7 +130,7 @@ impl<B: Clone, I: Clone + Send + Sync + Debug + 'static> Example<B, I> {
     }
 }
 
-/// The most by which a metric differs, relative to one and itself.
+/// The largest difference of a metric, relative to one and itself.
 const MOST: f64 = 1e-4;
 
 /// Returns a model with the same initial values each time.
@@ -139,7 +140,7 @@ pub(crate) fn seeded<M>(new: impl Fn(&Device) -> M) -> M {
     new(&device)
 }
 
-/// Asserts that two trainings have measured the same.
+/// Asserts that two trainings have measured the same metrics.
 pub(crate) fn assert_equal(got: &Metrics, expected: &Metrics) {
     for ((split, epoch, got), (_, _, expected)) in got.iter().zip(expected) {
         println!("{split} {epoch}: {got:?}, one device {expected:?}");

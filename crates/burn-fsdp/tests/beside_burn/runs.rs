@@ -1,8 +1,9 @@
-//! What ranks and one device go through, and what the logs of Burn's loop say of it.
+//! The items of ranks and of one device, and the metrics in the logs of Burn's loop.
 
 use std::path::Path;
 
-/// Returns the items in the order in which `ranks` go through them together: in each step a `batch` of each.
+/// Returns the items in the order in which `ranks` process them together, with a `batch` of each rank in each
+/// step.
 pub(crate) fn joined<I: Clone>(items: &[I], ranks: usize, batch: usize) -> Vec<I> {
     let (each, more) = (items.len() / ranks, items.len() % ranks);
     let mut rest = items;
@@ -27,7 +28,7 @@ pub(crate) fn joined<I: Clone>(items: &[I], ranks: usize, batch: usize) -> Vec<I
     }
 }
 
-/// Returns the mean that the log of a metric says for an epoch, weighted by what each entry counts.
+/// Returns the mean of a metric in its log for an epoch, weighted by the count of each entry.
 pub(crate) fn logged(folder: &Path, split: &str, epoch: usize, metric: &str) -> (f64, f64) {
     let file = folder
         .join(split)

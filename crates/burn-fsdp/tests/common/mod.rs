@@ -21,7 +21,7 @@ pub(crate) fn device() -> Device {
     Device::flex().autodiff().gradient_checkpointing()
 }
 
-/// The same on every rank, so that the mean over the ranks does not depend on their number.
+/// The same on every rank, so the mean over the ranks does not depend on their number.
 pub(crate) fn loss(model: &Gpt, step: u64, device: &Device) -> Tensor<1> {
     let tokens = |start: u64| {
         let start = start as i64;
@@ -31,7 +31,7 @@ pub(crate) fn loss(model: &Gpt, step: u64, device: &Device) -> Tensor<1> {
     model.loss(tokens(step), tokens(step + 1))
 }
 
-/// The plain model after so many steps, and the loss of each.
+/// The plain model after this many steps, and the loss of each.
 pub(crate) fn trained_plainly(steps: u64) -> (Gpt, Vec<f32>) {
     let device = Device::flex().autodiff();
     let mut model = CONFIG.init(&device, 4).expect("valid sizes");

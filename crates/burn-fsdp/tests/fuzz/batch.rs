@@ -10,11 +10,11 @@ use super::values::mixed;
 /// The shapes of batches.
 #[derive(Debug, Clone)]
 pub(crate) struct Shapes {
-    /// Rows and tokens of a row, in turn by step.
+    /// Rows and tokens per row, in turn by step.
     in_turn: Vec<(usize, usize)>,
-    /// Whether micro-batches of a step have shapes in turn, too.
+    /// True if micro-batches of a step also have shapes in turn.
     by_micro_batch: bool,
-    /// The rows that odd ranks have more, where ranks may differ.
+    /// The additional rows of odd ranks, where ranks may differ.
     more: usize,
 }
 
@@ -27,19 +27,19 @@ pub(crate) fn shapes() -> impl Strategy<Value = Shapes> {
     })
 }
 
-/// Which batch of a training.
+/// The position of a batch in a training.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Place {
     pub(crate) step: usize,
     /// The part of the ranks' batches.
     pub(crate) part: usize,
     pub(crate) micro: usize,
-    /// Whether the rows of ranks may differ.
+    /// True if the rows of ranks may differ.
     pub(crate) is_uneven: bool,
 }
 
 impl Shapes {
-    /// Returns true if steps have different ones.
+    /// Returns true if the shapes change between steps.
     pub(crate) fn change(&self) -> bool {
         self.in_turn.iter().any(|shape| *shape != self.in_turn[0])
     }
@@ -72,7 +72,7 @@ impl Plan {
             let data = TensorData::new(tokens, [rows, length]);
             Tensor::from_data(data, device)
         };
-        // Where no target counts, the mean is of nothing.
+        // If no target counts, the mean has no items.
         let (inputs, targets) = (tokens(1), tokens(2));
         let one = Tensor::ones([1, 1], device);
         (inputs, targets.slice_assign([0..1, 0..1], one))

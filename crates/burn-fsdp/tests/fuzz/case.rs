@@ -1,5 +1,5 @@
-//! Trainings drawn at random: a model, an optimizer, and legs, each by one engine on a number of ranks, with a checkpoint
-//! between them.
+//! Trainings drawn at random: a model, an optimizer, and legs. Each leg runs one engine on a number of ranks, with a
+//! checkpoint between legs.
 
 use burn_fsdp::Clip;
 use burn_fsdp::Strategy as Sharding;
@@ -23,9 +23,9 @@ pub(crate) struct Case {
     pub(crate) micro_batches: usize,
     pub(crate) clip: Option<Limit>,
     pub(crate) legs: Vec<Leg>,
-    /// Checkpoints are kept in memory, and not in files.
+    /// True if checkpoints are kept in memory, and not in files.
     pub(crate) is_in_memory: bool,
-    /// The scale of losses with which `f16` begins, as a power of 2.
+    /// The initial scale of losses in `f16`, as a power of 2.
     pub(crate) scale: i32,
 }
 
@@ -52,7 +52,7 @@ impl Limit {
     }
 }
 
-/// The engines of which a case may have legs.
+/// The engines that a case may use in its legs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Engines {
     Eager,
@@ -93,7 +93,7 @@ pub(crate) fn cases(engines: Engines) -> impl Strategy<Value = Case> {
 }
 
 impl Case {
-    /// How losses are scaled, where they are.
+    /// Returns the loss scaling, where losses are scaled.
     pub(crate) fn scaling(&self) -> LossScaling {
         LossScaling {
             initial_scale: 2_f64.powi(self.scale),
@@ -102,7 +102,7 @@ impl Case {
         }
     }
 
-    /// Lets an optimizer that needs whole tensors have them.
+    /// Gives an optimizer that needs whole tensors such tensors.
     fn with_whole_tensors(mut self) -> Self {
         if self.optimizer.needs_whole_tensors() {
             for leg in &mut self.legs {
@@ -134,7 +134,7 @@ impl Case {
         self
     }
 
-    /// Leaves out what is said not to go together.
+    /// Leaves out combinations that are documented as unsupported.
     fn within_what_is_documented(mut self) -> Self {
         let may_have_states = self.plan.may_have_states();
         let has_adapters = self.plan.adapters.is_some();
@@ -144,7 +144,7 @@ impl Case {
                 Engine::Eager(eager) if eager.recomputes && eager.halves.are_scaled() => {
                     self.scale = self.scale.min(8);
                 }
-                // Each micro-batch's gradients travel by themselves.
+                // Each micro-batch's gradients travel separately.
                 Engine::Compiled(compiled)
                     if self.micro_batches > 1 && compiled.halves.are_scaled() =>
                 {
@@ -185,7 +185,7 @@ impl Case {
         })
     }
 
-    /// Returns the place of a batch in a leg; evaluations have one of their own.
+    /// Returns the place of a batch in a leg; evaluations have separate places.
     pub(crate) fn place(leg: &Leg, step: usize, part: usize, micro: usize) -> Place {
         Place {
             step,

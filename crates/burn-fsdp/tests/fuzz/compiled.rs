@@ -27,7 +27,8 @@ pub(crate) struct CompiledRun {
 }
 
 impl CompiledRun {
-    /// Goes on from step `start`, if there is one before it. The plan is proved before it runs, if asked for.
+    /// Continues from step `start`, if there is a step before it. The plan is proved before it runs, if
+    /// requested.
     pub(crate) fn new(
         case: &Case,
         (leg, proves): (&Leg, bool),
@@ -173,7 +174,7 @@ fn moving(mode: Mode, moves: Option<u64>) -> Mode {
     }
 }
 
-/// Lets what the optimizer does for some parameters run in the next step, and what reduces the gradients of others.
+/// Moves the optimizer's work for some parameters, and the reductions of other gradients, to the next step.
 #[derive(Debug)]
 struct Moves(u64);
 
@@ -211,7 +212,7 @@ impl IterationMove for Moves {
                 _ => continue,
             }
             let before = step.first_read(&part);
-            // A norm that comes out of the step, a wait without its start: nothing has moved then.
+            // A norm that leaves the step, or a wait without its start: nothing has moved in that case.
             has_moved |= step.move_to_next_iteration(part, before).is_ok();
         }
         match has_moved {

@@ -27,7 +27,7 @@ pub(crate) struct EagerRun {
     leg: Leg,
     eager: Eager,
     mesh: ProcessMesh,
-    /// Given away for the moment in which it is stepped.
+    /// Taken out while it is stepped.
     net: Option<Net>,
     optimizer: ModuleOptimizer,
     scaler: Option<LossScaler>,
@@ -47,7 +47,7 @@ impl Eager {
 }
 
 impl EagerRun {
-    /// Goes on from step `start`, if there is one before it.
+    /// Continues from step `start`, if there is a step before it.
     pub(crate) fn new(
         case: &Case,
         (leg, eager): (&Leg, &Eager),
@@ -78,7 +78,8 @@ impl EagerRun {
         Ok(run)
     }
 
-    /// Tries the optimizer where its first step has gradients that it cannot be tried with, as the book says.
+    /// Tries the optimizer where its first step has gradients that cannot be used to try it, as the book
+    /// explains.
     fn check_optimizer(&self) -> Result<(), Error> {
         match self.eager.accumulation {
             Accumulation::Burn => Ok(check_elementwise(self.net(), &self.optimizer)?),
@@ -150,7 +151,7 @@ impl EagerRun {
         Ok((total, gradients))
     }
 
-    /// Puts model and optimizer into a new module, by Burn's records.
+    /// Moves model and optimizer to a new module, by Burn's records.
     fn renewed(&mut self) -> Result<(), Error> {
         let record = into_record(self.net().clone())?;
         let of_optimizer = self.optimizer.to_record();
@@ -212,7 +213,7 @@ impl Run for EagerRun {
 }
 
 impl Case {
-    /// Returns the model as it is at the beginning, sharded.
+    /// Returns the initial model, sharded.
     fn sharded(&self, eager: &Eager, mesh: &ProcessMesh, ranks: Ranks) -> Result<Net, Error> {
         let net = self.plan.init_without_adapters(&eager.device(), 0, 0.0);
         let net = fully_shard(net, mesh, self.policy(eager, ranks))?;

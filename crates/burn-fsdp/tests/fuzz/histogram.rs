@@ -1,4 +1,4 @@
-//! How often each choice was drawn, to see that nothing is left out.
+//! Counts of each choice in the drawn cases, to check that all choices are covered.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use super::case::Case;
 use super::legs::{End, Engine, Leg, Ranks};
 use super::precision::Halves;
 
-/// Numbers of cases by what was drawn in them.
+/// Numbers of cases by the choices drawn in them.
 #[derive(Debug, Default)]
 pub(crate) struct Histogram(BTreeMap<String, usize>);
 

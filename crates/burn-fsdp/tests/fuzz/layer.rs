@@ -1,4 +1,4 @@
-//! Layers of Burn, and some of a user's own.
+//! Layers of Burn, and some custom ones.
 
 use burn::module::{Module, Param};
 use burn::nn::attention::{
@@ -100,7 +100,7 @@ pub(crate) enum Layer {
     GroupNorm(GroupNorm),
     InstanceNorm(InstanceNorm),
     BatchNorm(BatchNorm),
-    /// Without effect in training, where its random numbers could not be repeated.
+    /// Without effect in training, because its random numbers could not be repeated.
     Dropout(Dropout),
     Conv(Conv1d),
     Transposed(ConvTranspose1d),
@@ -119,27 +119,27 @@ pub(crate) enum Layer {
     Looked(Embedding),
 }
 
-/// A vector of the user's own.
+/// A custom vector.
 #[derive(Module, Debug)]
 pub(crate) struct Scaled {
     scale: Param<Tensor<1>>,
 }
 
-/// A parameter of three dims, of which a slice is used.
+/// A parameter of three dims; a slice of it is used.
 #[derive(Module, Debug)]
 pub(crate) struct Mixed {
     mixes: Param<Tensor<3>>,
 }
 
 impl Kind {
-    /// Returns true for layers that normalize over few values. One behind another has gradients of rounding alone, on
-    /// which no two orders of summation agree.
+    /// Returns true for layers that normalize over few values. If two such layers follow each other, the gradients of
+    /// one are only rounding errors, and no two orders of summation agree on them.
     pub(crate) fn norms_few(self) -> bool {
         matches!(self, Self::InstanceNorm | Self::BatchNorm)
     }
 
-    /// Returns true if states of the device's type are kept or collected, so that it does not compute in halves in the eager
-    /// engine.
+    /// Returns true if it keeps or collects states of the device's type. It then does not compute in halves in the
+    /// eager engine.
     pub(crate) fn computes_in_full(self) -> bool {
         matches!(
             self,
@@ -226,7 +226,7 @@ impl Kind {
 }
 
 impl Layer {
-    /// As [`forward`](Self::forward), with what Burn does not do in halves written out.
+    /// As [`forward`](Self::forward), with the operations that Burn does not support in halves written out.
     pub(crate) fn forward_by_hand(&self, x: Tensor<3>, tokens: &Tensor<2, Int>) -> Tensor<3> {
         match self {
             _ if x.dtype() == DType::F32 => self.forward(x, tokens),

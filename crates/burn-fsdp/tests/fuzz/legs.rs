@@ -1,4 +1,4 @@
-//! Legs of trainings: some steps of one engine on a number of ranks, and how they end.
+//! Legs of trainings: some steps of one engine on a number of ranks, and the end of the leg.
 
 use burn::tensor::FloatDType;
 use burn_fsdp::Strategy as Sharding;
@@ -16,48 +16,48 @@ pub(crate) struct Leg {
     pub(crate) steps: usize,
     pub(crate) ranks: Ranks,
     pub(crate) engine: Engine,
-    /// A layer that is frozen from here on if it was trained, and trained if it was frozen.
+    /// A layer that is frozen from now on if it was trained, and trained if it was frozen.
     pub(crate) switched: Option<usize>,
     pub(crate) end: End,
 }
 
-/// What happens after the last step of a leg is saved.
+/// The events after the last step of a leg is saved.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum End {
     Nothing,
-    /// The step was saved in the background of one that is not, and is lost.
+    /// The step is saved in the background of another step, which is not saved and is lost.
     InBackground,
-    /// A rank dies in the step that comes then, or in saving it.
+    /// A rank dies in the following step, or while saving it.
     Death(Death),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Death {
-    /// One of the ranks.
+    /// The rank that dies.
     pub(crate) rank: usize,
     pub(crate) place: Place,
-    /// By a panic; by an error otherwise.
+    /// True for a panic, false for an error.
     pub(crate) panics: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Place {
-    /// Before one of the layers that the eager engine takes.
+    /// Before one of the layers that the eager engine runs.
     Layer(usize),
     /// The first collective of a step.
     Collective,
     /// The first collective of the eager engine's backward.
     Backward,
-    /// One of the calls of the file system by which a step is saved.
+    /// One of the file system calls that save a step.
     Storage(usize),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Ranks {
     Line(usize),
-    /// Two lines of so many, which hold the same.
+    /// Two lines of this many ranks, which hold the same values.
     Copies(usize),
-    /// So many parts of the batch, and of tensors along two axes.
+    /// This many parts of the batch, and of tensors along two axes.
     Grid(usize, usize, usize),
 }
 
@@ -76,21 +76,21 @@ pub(crate) struct Eager {
     pub(crate) whole_below: usize,
     pub(crate) prefetch: usize,
     pub(crate) reshards_root: bool,
-    /// Each parameter is one rank's.
+    /// True if each parameter belongs to one rank.
     pub(crate) has_owners: bool,
     pub(crate) accumulation: Accumulation,
     pub(crate) recomputes: bool,
     pub(crate) offloads: bool,
-    /// Gathered weights are kept by pairs of ranks, where there are two pairs in a line.
+    /// True if pairs of ranks keep gathered weights, where a line has two pairs.
     pub(crate) keeps_by_pairs: bool,
     pub(crate) halves: Halves,
-    /// The rows of ranks differ.
+    /// True if the rows of ranks differ.
     pub(crate) is_uneven: bool,
-    /// Model and optimizer move to a new module in memory, by Burn's records, after the first step.
+    /// True if model and optimizer move to a new module in memory, by Burn's records, after the first step.
     pub(crate) moves: bool,
-    /// Vectors are sharded, too.
+    /// True if vectors are also sharded.
     pub(crate) shards_vectors: bool,
-    /// A hook reduces gradients in place of the engine.
+    /// True if a hook reduces gradients instead of the engine.
     pub(crate) has_hook: bool,
 }
 
@@ -98,9 +98,9 @@ pub(crate) struct Eager {
 pub(crate) enum Accumulation {
     /// One backward.
     Joined,
-    /// A backward for each micro-batch, without synchronization but for the last.
+    /// A backward for each micro-batch, with synchronization only in the last.
     NoSync,
-    /// A backward for each, and Burn's accumulator.
+    /// A backward for each micro-batch, with Burn's accumulator.
     Burn,
 }
 
@@ -111,37 +111,37 @@ impl Accumulation {
 #[derive(Debug, Clone)]
 pub(crate) struct Compiled {
     pub(crate) strategy: Sharding,
-    /// Each parameter is one rank's.
+    /// True if each parameter belongs to one rank.
     pub(crate) has_owners: bool,
     /// By paths, or by patterns.
     pub(crate) units: Option<Vec<&'static str>>,
     pub(crate) kernels: bool,
     pub(crate) fuse: bool,
     pub(crate) recomputes: bool,
-    /// Of a unit for each layer.
+    /// True for regions with a unit for each layer.
     pub(crate) recomputes_layers: bool,
-    /// Of regions that the loss names.
+    /// True for regions that the loss names.
     pub(crate) recomputes_regions: bool,
     pub(crate) reshards: bool,
     pub(crate) buckets: bool,
     pub(crate) prefetches: bool,
     pub(crate) place: OptimizerPlace,
     pub(crate) halves: Halves,
-    /// Chooses what runs in the next step, if anything does.
+    /// Chooses the operations that run in the next step, if any.
     pub(crate) moves: Option<u64>,
 }
 
-/// A step by placements: its loss is that of the joined batch.
+/// A step by placements: its loss is the joined batch's.
 #[derive(Debug, Clone)]
 pub(crate) struct Placed {
-    /// Those that move the fewest bytes, in place of random ones.
+    /// True for the placements that move the fewest bytes, in place of random ones.
     pub(crate) is_automatic: bool,
     /// Chooses the placements of parameters, if any is cut.
     pub(crate) salt: Option<u64>,
     pub(crate) fuse: bool,
     pub(crate) place: OptimizerPlace,
     pub(crate) halves: Halves,
-    /// Chooses what runs in the next step, if anything does.
+    /// Chooses the operations that run in the next step, if any.
     pub(crate) moves: Option<u64>,
 }
 
@@ -154,7 +154,7 @@ impl Ranks {
         }
     }
 
-    /// Returns how many parts the batch of a step has, and which is a rank's.
+    /// Returns the number of parts of a step's batch, and the rank's part.
     pub(crate) fn part_of_batch(self, rank: usize) -> usize {
         match self {
             Self::Line(_) | Self::Copies(_) => rank,

@@ -1,8 +1,8 @@
 //! Random trainings of random models, by the eager engine, by compiled steps, by placements, and by these in turn,
-//! against plain Burn on one rank.
+//! compared with plain Burn on one rank.
 //!
-//! Short by default, 2,000 of each kind with `BURN_FSDP_LONG=1`. `BURN_FSDP_CASES=300` tries so many, `BURN_FSDP_SEED=7`
-//! others: what differs is made smaller until nothing can be left out, and printed.
+//! Short by default, 2,000 of each kind with `BURN_FSDP_LONG=1`. `BURN_FSDP_CASES=300` sets the number,
+//! `BURN_FSDP_SEED=7` chooses others. A differing case is made smaller until nothing can be left out, and printed.
 
 mod batch;
 #[path = "../halves/by_hand.rs"]
@@ -37,7 +37,7 @@ use histogram::Histogram;
 use outcome::tightness;
 use refusals::{is_refused, is_refused_or_right, matrices_alone, refused};
 
-/// Returns a number that the caller of the test may choose.
+/// Returns a number that the user of the test may set.
 fn chosen(name: &str, default: u32) -> u32 {
     let number = std::env::var(name).ok().and_then(|text| text.parse().ok());
     number.unwrap_or(default)
@@ -52,7 +52,7 @@ fn agrees(case: &Case) -> TestCaseResult {
     }
 }
 
-/// Returns a runner of `cases` cases of the seed that was chosen, unless so many were.
+/// Returns a runner for the chosen seed with `cases` cases, or with the chosen number.
 fn runner(cases: u32) -> TestRunner {
     runner_of(seed(), cases)
 }
@@ -95,7 +95,7 @@ fn fuzz(engines: Engines) {
     }
 }
 
-/// Returns what is wrong with a case.
+/// Returns the problem with a case, if there is one.
 fn problem(case: &Case) -> Option<String> {
     match std::panic::catch_unwind(|| agrees(case)) {
         Ok(agrees) => agrees.err().map(|error| error.to_string()),
@@ -106,8 +106,8 @@ fn problem(case: &Case) -> Option<String> {
     }
 }
 
-/// Tries all cases whatever comes of them, and prints those that differ in a line each, as they were drawn. The one of
-/// the number `BURN_FSDP_ONLY` alone is tried, and made smaller, if there is one.
+/// Tries all cases whatever their results, and prints those that differ as they were drawn, one per line. If
+/// `BURN_FSDP_ONLY` is set, only the case of that number is tried, and made smaller.
 fn survey(engines: Engines, runner: &mut TestRunner) {
     let strategy = cases(engines);
     let only = chosen("BURN_FSDP_ONLY", u32::MAX);
@@ -131,7 +131,7 @@ fn survey(engines: Engines, runner: &mut TestRunner) {
     histogram.print();
 }
 
-/// Makes a case smaller as long as the same differs.
+/// Makes a case smaller as long as the difference stays the same.
 fn shrink(mut tree: impl ValueTree<Value = Case>, first: &str) {
     let kind = |problem: &str| problem.split([':', '[']).take(2).collect::<String>();
     let mut smallest = (first.to_owned(), tree.current());
@@ -172,7 +172,7 @@ fn random_trainings_that_move_between_the_engines() {
     fuzz(Engines::All);
 }
 
-/// Cases in which a tensor that lay in another order was given to a collective, and its seal was taken for that of its copy.
+/// Cases in which a tensor with another memory order was given to a collective, and its seal was taken for its copy's.
 #[test]
 fn cases_that_have_differed_agree() {
     for (engines, seed, number) in [(Engines::Placed, 401, 0), (Engines::Placed, 401, 23)] {

@@ -14,18 +14,18 @@ use super::legs::Ranks;
 use super::precision::{Halves, cast};
 use super::values::{Values, mixed};
 
-/// Tokens and what follows each, of shape `[batch, sequence]`.
+/// Tokens and the token that follows each, of shape `[batch, sequence]`.
 pub(crate) type Batch = (Tensor<2, Int>, Tensor<2, Int>);
 
 /// The description of a model.
 #[derive(Debug, Clone)]
 pub(crate) struct Plan {
     pub(crate) layers: Vec<Kind>,
-    /// By layer.
+    /// True for each frozen layer.
     frozen: Vec<bool>,
-    /// Layers that were frozen or trained after the model was made.
+    /// Layers that were frozen or unfrozen after the model was made.
     switched: Vec<usize>,
-    /// The way through the layers: some are taken twice, others never.
+    /// The order of layers: some are used twice, others never.
     route: Vec<Hop>,
     head: Head,
     loss: Loss,
@@ -63,12 +63,12 @@ enum Loss {
     Padded,
 }
 
-/// Low-rank adapters of matrices; all else is frozen.
+/// Low-rank adapters of matrices; everything else is frozen.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Adapters {
     rank: usize,
     alpha: f64,
-    /// All but the embedding's and the head's, if there are any.
+    /// True for all matrices except the embedding's and the head's, if there are any.
     of_layers: bool,
 }
 
@@ -141,7 +141,7 @@ struct Table {
 }
 
 impl Net {
-    /// Lets dropout drop, which it does not where a model is evaluated.
+    /// Makes dropout active in training; an evaluated model has none.
     pub(crate) fn dropping(mut self) -> Self {
         for layer in &mut self.layers {
             if let Layer::Dropout(dropout) = layer {
@@ -153,13 +153,13 @@ impl Net {
 }
 
 impl Plan {
-    /// Builds the model: the same values wherever it is called.
+    /// Builds the model, with the same values for every call.
     pub(crate) fn init(&self, device: &Device) -> Net {
         self.init_nudged(device, 0, 0.0)
     }
 
-    /// Builds the model with elements that differ by some of `rounding`, each number of a nudge by other ones; as they
-    /// are with 0.
+    /// Builds the model with elements that differ by small multiples of `rounding`. Each number of a nudge has other
+    /// differences, and 0 has none.
     pub(crate) fn init_nudged(&self, device: &Device, nudge: u64, rounding: f32) -> Net {
         let net = self.init_without_adapters(device, nudge, rounding);
         match self.lora() {
@@ -206,7 +206,7 @@ impl Plan {
         plan
     }
 
-    /// Returns what the adapters are.
+    /// Returns the configuration of the adapters.
     pub(crate) fn lora(&self) -> Option<Lora> {
         let Adapters {
             rank,
@@ -215,7 +215,7 @@ impl Plan {
         } = self.adapters?;
         let lora = Lora::new(rank, alpha);
         let matrices = self.shapes_without_adapters();
-        // Where no batch comes by a factor, a loss has no gradient.
+        // If no batch reaches a factor, a loss has no gradient.
         let is_taken = |path: &str| {
             let mut hops = self.route.iter();
             hops.any(|hop| path.starts_with(&format!("layers.{}.", hop.layer)))
@@ -260,7 +260,8 @@ impl Plan {
         self.layers.contains(&Kind::BatchNorm)
     }
 
-    /// Returns parameters to cut, each with the axis of a grid of ranks and a dim: some of those that can be cut evenly.
+    /// Returns parameters to cut, each with the axis of a grid of ranks and a dim: some of those that can be cut
+    /// evenly.
     pub(crate) fn cuts(&self, ranks: Ranks, salt: u64) -> Vec<(String, &'static str, usize)> {
         let Ranks::Grid(data, model, depth) = ranks else {
             return Vec::new();
@@ -300,7 +301,8 @@ impl Plan {
         all.count() == paths.len()
     }
 
-    /// Freezes a layer that is trained, and trains one that is frozen. With adapters, all is frozen but these.
+    /// Freezes a layer that is trained, and trains one that is frozen. With adapters, everything else is
+    /// frozen.
     pub(crate) fn switch(&mut self, layer: usize) {
         if self.adapters.is_some() {
             return;
@@ -310,7 +312,7 @@ impl Plan {
         self.switched.push(layer);
     }
 
-    /// Returns `net` with what was switched as it is now.
+    /// Returns `net` with the switched layers in their current state.
     pub(crate) fn switched(&self, mut net: Net) -> Net {
         for &index in &self.switched {
             let layer = net.layers.remove(index);
@@ -323,7 +325,7 @@ impl Plan {
         net
     }
 
-    /// Returns how many layers a batch goes through.
+    /// Returns the number of layers that a batch passes.
     pub(crate) fn num_hops(&self) -> usize {
         self.route.len()
     }
@@ -340,19 +342,19 @@ impl Plan {
         })
     }
 
-    /// As [`loss`](Self::loss), with what Burn does not do in halves written out.
+    /// As [`loss`](Self::loss), with the operations that Burn does not support in halves written out.
     pub(crate) fn loss_by_hand(&self, net: &Net, batch: Batch) -> Tensor<1> {
         self.loss_by(net, batch, Layer::forward_by_hand)
     }
 
-    /// Returns true if layers with states may compute in halves in compiled steps: a recurrent one does where the loss makes no
-    /// tensors of the device's type.
+    /// Returns true if layers with states may compute in halves in compiled steps. A recurrent layer does if the loss
+    /// creates no tensors of the device's type.
     pub(crate) fn may_have_states(&self) -> bool {
         let is_recurrent = self.layers.iter().any(|kind| kind.is_recurrent());
         !is_recurrent || self.loss == Loss::CrossEntropy
     }
 
-    /// As [`loss`](Self::loss), with every layer computed again in backward.
+    /// As [`loss`](Self::loss), with every layer recomputed in backward.
     pub(crate) fn loss_recomputed(
         &self,
         net: &Net,

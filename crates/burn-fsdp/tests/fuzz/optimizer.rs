@@ -1,4 +1,4 @@
-//! Every optimizer of Burn that takes gradients, and some as users write them.
+//! Every optimizer of Burn that accepts gradients, and some custom ones.
 
 use burn::grad_clipping::GradientClipping;
 use burn::module::ParamGroup;
@@ -28,17 +28,17 @@ pub(crate) enum Optimizer {
     Centered,
     Adan,
     Lion,
-    /// AdamW, without decay of the embedding, and SGD for layers.
+    /// AdamW without decay for the embedding, and SGD for layers.
     Groups,
     Turns,
     Lamb,
     Adafactor,
-    /// Adafactor with steps of the size that it is told.
+    /// Adafactor with steps of a given size.
     Absolute,
     Rows,
     /// Muon for matrices, and AdamW for the rest.
     Muon,
-    /// Muon for all, whatever their dims. It is not drawn.
+    /// Muon for everything, whatever the number of dims. It is not drawn.
     Matrices,
     /// AdamW that clips the gradient of each parameter by its norm.
     Clipped,
@@ -67,7 +67,8 @@ pub(crate) const OPTIMIZERS: [Optimizer; 20] = [
     Optimizer::Clipped,
 ];
 
-/// Where gradients come near the epsilon of an optimizer that divides by their size, it makes much of their last bits.
+/// Where gradients come near the epsilon of an optimizer that divides by their size, their last bits have a large
+/// effect.
 const EPSILON: f32 = 1e-2;
 
 impl Optimizer {
@@ -84,7 +85,7 @@ impl Optimizer {
         )
     }
 
-    /// Returns true if it makes steps of one size of gradients of any.
+    /// Returns true if its steps have the same size for gradients of any size.
     pub(crate) fn ignores_size(self) -> bool {
         matches!(
             self,
@@ -97,7 +98,7 @@ impl Optimizer {
         )
     }
 
-    /// Returns one in its place that a compiled step can have: it clips by no norm of one gradient.
+    /// Returns a replacement that compiled steps support: it does not clip by the norm of one gradient.
     pub(crate) fn compiled(self) -> Self {
         match self {
             Self::Clipped => Self::AdamW,
@@ -138,7 +139,7 @@ impl Optimizer {
         }
     }
 
-    /// Returns the step by this optimizer of `plan`.
+    /// Returns the step of `plan` with this optimizer.
     pub(crate) fn compile(
         self,
         plan: &Plan,

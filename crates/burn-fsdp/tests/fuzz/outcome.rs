@@ -1,4 +1,4 @@
-//! What comes of a training, and whether two differ by more than rounding.
+//! The outcome of a training, and whether two outcomes differ by more than rounding.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,7 +8,7 @@ use burn::tensor::Tensor;
 
 use super::case::Case;
 
-/// The losses of the steps, those of evaluations after the legs, and the parameters at the end by path.
+/// The losses of the steps, the losses of evaluations after the legs, and the final parameters by path.
 #[derive(Debug, Default)]
 pub(crate) struct Outcome {
     pub(crate) losses: Vec<f32>,
@@ -16,35 +16,37 @@ pub(crate) struct Outcome {
     pub(crate) params: BTreeMap<String, Vec<f32>>,
 }
 
-/// Cases, and those in which plain Burn was asked what it makes of rounding.
+/// The number of cases, and of those in which plain Burn was run to measure the effect of rounding.
 static ALL: AtomicUsize = AtomicUsize::new(0);
 static ASKED: AtomicUsize = AtomicUsize::new(0);
 
-/// Says how many cases agreed without regard to what rounding makes of them. Counts those of all tests.
+/// Returns a text with the number of cases that agreed without regard to rounding. Counts the cases of all
+/// tests.
 pub(crate) fn tightness() -> String {
     let [all, asked] = [&ALL, &ASKED].map(|number| number.load(Ordering::Relaxed));
     format!("{} of {all} cases agree to 2e-5", all - asked)
 }
 
 impl Case {
-    /// Says where `got` differs from `want` by more than rounding.
+    /// Returns a description of a difference between `got` and `want` that is more than rounding, if there is
+    /// one.
     pub(crate) fn difference(&self, got: &Outcome, want: &Outcome) -> Option<String> {
         ALL.fetch_add(1, Ordering::Relaxed);
-        // Where halves are nudged by a half of their last bit, that is what they round by.
+        // Where halves are nudged by a half of their last bit, they round by as much.
         let factor = match self.is_halved() {
             true => 4.0,
             false => 30.0,
         };
         self.beyond(got, want, &[], factor).and_then(|_| {
             ASKED.fetch_add(1, Ordering::Relaxed);
-            // What rounding makes of a number depends on the model: some amplify it a thousandfold, and gradients that
-            // are zero but for rounding are seen in some of these alone.
+            // The effect of rounding on a number depends on the model. Some models amplify it a thousandfold, and
+            // gradients that are zero except for rounding show only in some of these.
             let mut nudged: Vec<_> = (1..=6).map(|nudge| self.plainly_nudged(nudge)).collect();
             self.beyond(got, want, &nudged, factor).and_then(|_| {
-                // A few draws may miss what comes of rounding: halves round far, and an optimizer may do something else on
-                // either side of a number that is near zero (Adafactor's first step of a key whose gradient nearly cancels
-                // made 8e-4 in one of sixty draws, and 2e-5 at most in all others). Of many, little more than the largest is
-                // taken for rounding.
+                // A few draws may miss the effects of rounding. Halves round far, and an optimizer may act differently
+                // on either side of a number near zero. (Adafactor's first step of a key whose gradient nearly cancels
+                // made 8e-4 in one of sixty draws, and at most 2e-5 in all others.) With many draws, little more than
+                // the largest difference counts as rounding.
                 nudged.extend((7..=80).map(|nudge| self.plainly_nudged(nudge)));
                 self.beyond(got, want, &nudged, factor.min(4.0))
             })
@@ -55,8 +57,8 @@ impl Case {
         self.legs.iter().any(|leg| leg.halves().are_used())
     }
 
-    /// As [`difference`](Self::difference), where outcomes of parameters that differ by rounding are known. So many times what
-    /// they differ by is rounding.
+    /// As [`difference`](Self::difference), with known outcomes of parameters that differ by rounding. A multiple of
+    /// their differences counts as rounding.
     fn beyond(
         &self,
         got: &Outcome,
@@ -68,8 +70,8 @@ impl Case {
         if paths(got) != paths(want) {
             return Some(format!("saved {:?}, not {:?}", paths(got), paths(want)));
         }
-        // Attention does not depend on a bias of its keys, whose gradient is therefore of rounding alone, and these
-        // optimizers make steps of one size of whatever they get.
+        // Attention does not depend on a bias of its keys, whose gradient therefore consists only of rounding, and
+        // these optimizers make steps of one size for any gradient.
         let is_noise = |path: &str| self.optimizer.ignores_size() && path.ends_with("key.bias");
         let params = want.params.iter().filter(|(path, _)| !is_noise(path));
         let params = params.map(|(path, want)| {
@@ -87,7 +89,7 @@ impl Case {
             let scale = scales.fold(0.0, f32::max);
             let is_near = |(got, want): (&f32, &f32)| {
                 let tolerance = 2e-5 * (1.0 + want.abs()) + factor * scale;
-                // Also where one of them is no number.
+                // The test also covers the case that one of them is not a number.
                 (got - want).abs() <= tolerance || (got.is_nan() && want.is_nan())
             };
             let first = got.iter().zip(want).position(|pair| !is_near(pair));

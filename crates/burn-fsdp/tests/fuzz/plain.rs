@@ -12,7 +12,7 @@ use super::outcome::{Outcome, Params};
 
 pub(crate) const RATE: f64 = 0.05;
 
-/// Steps without overflow before the scale of the loss grows.
+/// Number of steps without overflow before the scale of the loss grows.
 pub(crate) const GROWTH_INTERVAL: u32 = 2;
 
 impl Case {
@@ -21,14 +21,14 @@ impl Case {
         self.plainly_nudged(0)
     }
 
-    /// Trains with plain Burn, as [`plainly`](Self::plainly) but for rounding: from parameters that differ in the last bits
-    /// of the narrowest type (see [`Plan::init_nudged`]), and with gradients of a multiple of the loss, which are then
-    /// divided by it. A gradient that is zero but for rounding is another one then.
+    /// Trains with plain Burn, as [`plainly`](Self::plainly) except for rounding. Parameters differ in the last bits of
+    /// the narrowest type (see [`Plan::init_nudged`]), and gradients come from a multiple of the loss and are then
+    /// divided by it. A gradient that is zero except for rounding then has another value.
     pub(crate) fn plainly_nudged(&self, nudge: u64) -> Outcome {
         let device = Device::flex().autodiff();
         let rounding = self.legs.iter().map(|leg| leg.halves().rounding());
         let rounding = rounding.fold(f32::EPSILON, f32::max);
-        // Eight steps of a nudge are one of the type, where it is a narrow one.
+        // Eight steps of a nudge are one step of the type, if it is a narrow one.
         let rounding = match rounding > f32::EPSILON {
             true => rounding / 8.0,
             false => rounding,
@@ -48,7 +48,7 @@ impl Case {
             plainly.leg(steps, leg);
         }
         let mut all = Params::default();
-        // What a module has kept of batches is seen once its mode changes.
+        // A module's statistics of batches show once its mode changes.
         drop(plainly.net.valid());
         plainly.net.visit(&mut all);
         Outcome {
@@ -58,7 +58,7 @@ impl Case {
     }
 }
 
-/// The scale of losses, as it changes.
+/// The current scale of losses.
 #[derive(Debug, Clone, Copy)]
 struct Scale {
     factor: f64,
@@ -83,7 +83,7 @@ impl Plainly<'_> {
             self.net = self.plan.switched(self.net.clone());
         }
         self.plan.halves = leg.halves();
-        // What a leg without a scale saves has none for the next one.
+        // A leg without a scale saves none for the next one.
         let first = Scale {
             factor: 2_f64.powi(self.case.scale),
             good_steps: 0,
@@ -130,7 +130,7 @@ impl Plainly<'_> {
         let mut loss = 0.0;
         let mut sum = GradientsParams::new();
         for (part, batches) in parts.into_iter().enumerate() {
-            // The first rank's statistics are those that are kept.
+            // The first rank's statistics are kept.
             let net = match part > 0 && has_running_states {
                 true => self.copy(),
                 false => self.net.clone(),
@@ -154,7 +154,7 @@ impl Plainly<'_> {
         self.net = self.optimizer.step(RATE, self.net.clone(), gradients);
     }
 
-    /// Returns a copy of the module that keeps statistics of its own.
+    /// Returns a copy of the module that keeps separate statistics.
     fn copy(&self) -> Net {
         let net = self.plan.init(&self.device);
         net.load_record(self.net.clone().into_record())
@@ -167,7 +167,7 @@ impl Plainly<'_> {
         let scale = self.scale.map_or(1.0, |scale| scale.factor);
         let multiple = match (halves.are_scaled(), self.nudge) {
             (false, nudge) => 1.0 + 0.3 * nudge as f64,
-            // Whether sums of f16 overflow depends on the order of what is added, unless they are far from it.
+            // Whether sums of f16 overflow depends on the order of addition, unless they are far from it.
             (true, 1) => 4.0,
             (true, 2) => 0.25,
             (true, _) => 1.0,
@@ -178,14 +178,14 @@ impl Plainly<'_> {
             _ => Accumulation::Burn,
         };
         let is_compiled = !matches!(leg.engine, Engine::Eager(_));
-        // Compiled steps take the mean of what they have added up.
+        // Compiled steps take the mean of the accumulated gradients.
         let (before, after) = match is_compiled && together == Accumulation::Burn {
             true => (1.0, number),
             false => (number, 1.0),
         };
         let loss_of = |cast: &Net, batch| self.plan.loss_by_hand(cast, batch) / before;
         let losses: Vec<_> = match together {
-            // One cast of each parameter, to which gradients are added up.
+            // One cast of each parameter, whose gradients are accumulated.
             Accumulation::Joined => {
                 let cast = halves.cast(&self.plan, net.clone());
                 let losses = batches.into_iter().map(|batch| loss_of(&cast, batch));
@@ -214,7 +214,7 @@ impl Plainly<'_> {
         (total, sum)
     }
 
-    /// Returns gradients of `net` as they are after they have travelled.
+    /// Returns gradients of `net` in the form that they have after travelling.
     fn travelled(&self, net: &Net, gradients: GradientsParams) -> GradientsParams {
         match self.plan.halves.are_used() {
             true => added(net, GradientsParams::new(), gradients, Some(&self.plan)),
@@ -253,7 +253,7 @@ impl Plainly<'_> {
     }
 }
 
-/// Returns the sum of gradients of `net`, each in the type in which it travels, if a plan says which.
+/// Returns the sum of gradients of `net`. With a plan, each is in the type in which it travels.
 fn added(
     net: &Net,
     sum: GradientsParams,
@@ -272,7 +272,7 @@ fn added(
 }
 
 struct Adding<'a> {
-    /// There are gradients already, of all parameters that have any.
+    /// True if there are already gradients, for all parameters that have any.
     goes_on: bool,
     sum: GradientsParams,
     next: GradientsParams,
@@ -295,7 +295,7 @@ impl ModuleVisitor for Adding<'_> {
         };
         let sum = match self.sum.remove::<D>(param.id) {
             Some(sum) => sum + next,
-            // A copy made by a record has gradients of what has none by Burn's map of its value.
+            // A copy made by a record has gradients for parameters that Burn's map of the value leaves without them.
             None if self.goes_on => return,
             None => next,
         };
@@ -310,7 +310,7 @@ impl ModuleVisitor for Adding<'_> {
     }
 }
 
-/// Multiplies each gradient by what the function says of its values.
+/// Multiplies each gradient by the function's result for its values.
 struct Each<'a, F>(&'a mut GradientsParams, F);
 
 impl<F: FnMut(&[f32]) -> f32> ModuleVisitor for Each<'_, F> {
@@ -324,7 +324,7 @@ impl<F: FnMut(&[f32]) -> f32> ModuleVisitor for Each<'_, F> {
     }
 }
 
-/// Scales all gradients by the norm of all of them.
+/// Scales all gradients by their common norm.
 fn clip_plainly(net: &Net, gradients: &mut GradientsParams, limit: Limit) {
     let mut norm = 0.0_f64;
     net.visit(&mut Each(gradients, |values: &[f32]| {

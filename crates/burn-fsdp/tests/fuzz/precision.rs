@@ -8,18 +8,18 @@ use proptest::sample::select;
 
 use super::model::Plan;
 
-/// The types of a leg; those of the module where nothing is said.
+/// The types of a leg; the module's types where nothing is set.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(crate) struct Halves {
     pub(crate) compute: Option<FloatDType>,
     pub(crate) reduce: Option<FloatDType>,
-    /// Bit by bit, the layers that compute in full; then the embedding and the head.
+    /// One bit for each layer that computes in full; then the embedding and the head.
     full: u8,
-    /// Layers with states of the device's type compute in halves, too, as they do in compiled steps.
+    /// True if layers with states of the device's type also compute in halves, as they do in compiled steps.
     states: bool,
 }
 
-/// The bits of [`Halves::full`] that are no layer's.
+/// The bits of [`Halves::full`] that do not belong to a layer.
 const EMBED: usize = 6;
 const HEAD: usize = 7;
 
@@ -51,7 +51,7 @@ impl Halves {
         self.compute.is_some() || self.reduce.is_some()
     }
 
-    /// Returns true if losses are scaled, as 16 bits with so few for the exponent want it.
+    /// Returns true if losses are scaled, as 16-bit types with few exponent bits need it.
     pub(crate) fn are_scaled(self) -> bool {
         [self.compute, self.reduce].contains(&Some(FloatDType::F16))
     }
@@ -107,7 +107,7 @@ impl Halves {
         self.reduce.unwrap_or_else(|| self.computes(plan, path))
     }
 
-    /// Says the same to an engine.
+    /// Configures the same types in an engine.
     pub(crate) fn precision(self, plan: &Plan) -> Precision {
         let layers = 0..plan.layers.len();
         let in_full = |dtype: Option<FloatDType>| dtype == Some(FloatDType::F32);
@@ -132,7 +132,8 @@ impl Halves {
         }
     }
 
-    /// Returns a module whose parameters are casts of those of `module`, to which their gradients come back.
+    /// Returns a module whose parameters are casts of the parameters of `module`, to which their gradients
+    /// come back.
     pub(crate) fn cast<M: Module>(self, plan: &Plan, module: M) -> M {
         match self.compute {
             Some(_) => module.map(&mut Cast {

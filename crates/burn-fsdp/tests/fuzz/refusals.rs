@@ -1,4 +1,4 @@
-//! Optimizers of whole tensors where there are none: they are refused by name, and never wrong.
+//! Optimizers of whole tensors without whole tensors: they are refused by name, and never wrong.
 
 use burn_fsdp::Strategy as Sharding;
 use proptest::prelude::*;
@@ -47,7 +47,7 @@ pub(crate) fn refused(engines: Engines) -> impl Strategy<Value = Case> {
         })
 }
 
-/// Succeeds if the training ends by an error that says what the optimizer needs.
+/// Succeeds if the training ends with an error that names the optimizer's requirement.
 pub(crate) fn is_refused(case: &Case) -> TestCaseResult {
     let ways_out = ["one_owner", "Strategy::NoShard"];
     match case.by_legs() {
@@ -57,7 +57,7 @@ pub(crate) fn is_refused(case: &Case) -> TestCaseResult {
     }
 }
 
-/// Trainings by compiled steps with an optimizer that takes matrices alone, as nothing is cut.
+/// Trainings by compiled steps with an optimizer that accepts only matrices, where nothing is cut.
 pub(crate) fn matrices_alone() -> impl Strategy<Value = Case> {
     refused(Engines::Compiled).prop_map(|mut case| {
         case.optimizer = Optimizer::Matrices;
@@ -71,7 +71,7 @@ pub(crate) fn matrices_alone() -> impl Strategy<Value = Case> {
     })
 }
 
-/// Succeeds if the training ends by an error that names the optimizer and a parameter, or is right.
+/// Succeeds if the training ends with an error that names the optimizer and a parameter, or is right.
 pub(crate) fn is_refused_or_right(case: &Case) -> TestCaseResult {
     match case.by_legs() {
         Err(error) if error.contains("the optimizer") && error.contains("parameter") => Ok(()),

@@ -1,4 +1,4 @@
-//! What the legs of all engines do: steps, an evaluation, a snapshot, and dying.
+//! The common work of the legs of all engines: steps, an evaluation, a snapshot, and dying.
 
 use burn_fsdp::checkpoint::{LossScale, TrainingSnapshot};
 use burn_fsdp::testing::{At, Fault, How};
@@ -14,7 +14,7 @@ pub(crate) trait Run {
     /// Makes a step, and returns this rank's loss.
     fn step(&mut self, step: usize, strike: &Strike) -> Result<f32, Error>;
 
-    /// Returns the loss of a model that is not trained, of a batch that is the same on all ranks.
+    /// Returns the loss of the model in evaluation, on a batch that is the same on all ranks.
     fn evaluate(&mut self, end: usize) -> Result<f32, Error>;
 
     fn snapshot(&mut self) -> Result<TrainingSnapshot, Error>;
@@ -22,7 +22,7 @@ pub(crate) trait Run {
     fn loss_scale(&self) -> Option<LossScale>;
 }
 
-/// What strikes this rank in a step.
+/// The fault that strikes this rank in a step.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Strike {
     /// The layers before it dies in a forward.
@@ -61,7 +61,7 @@ impl Strike {
         }
     }
 
-    /// Says that backward begins.
+    /// Notes that backward begins.
     pub(crate) fn backward(&self, world: &ProcessGroup) {
         if let Some(fault) = self.backward {
             arm(fault, world);

@@ -1,4 +1,4 @@
-//! Saving the steps of legs: at once, in the background, and by a rank that dies meanwhile.
+//! Saving the steps of legs: directly, in the background, and by a rank that dies meanwhile.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -18,7 +18,7 @@ use burn_fsdp::{Checkpointer, Error, ProcessGroup};
 use super::legs::{Death, End, Place};
 use super::run::{KILLED, Run, Strike};
 
-/// Where the steps of a training are kept.
+/// The storage of a training's steps.
 #[derive(Debug, Clone)]
 pub(crate) struct Shelf {
     storage: Arc<dyn Storage>,
@@ -50,7 +50,7 @@ impl Shelf {
         Checkpoints::with_storage(self.storage.clone(), &self.folder)
     }
 
-    /// Returns the steps as a rank sees them that dies in one of the calls of its storage.
+    /// Returns the steps for a rank that dies in one of the calls of its storage.
     fn dying(&self, calls: usize, panics: bool) -> Checkpoints {
         let storage = Dying {
             inner: self.storage.clone(),
@@ -60,7 +60,7 @@ impl Shelf {
         Checkpoints::with_storage(Arc::new(storage), &self.folder)
     }
 
-    /// Removes what was saved after a step: a rank may have died when all was written.
+    /// Removes the steps saved after a step: a rank may have died when everything was written.
     pub(crate) fn forget_after(&self, step: u64) -> Result<(), Error> {
         let checkpoints = self.checkpoints();
         for later in checkpoints.steps()? {
@@ -74,7 +74,7 @@ impl Shelf {
     }
 }
 
-/// Saves the state of a run after so many steps.
+/// Saves the state of a run after this many steps.
 pub(crate) fn save(
     run: &mut dyn Run,
     checkpoints: &Checkpoints,
@@ -98,7 +98,7 @@ fn request(run: &dyn Run, taken: &TrainingSnapshot, step: usize) -> SaveRequest 
     SaveRequest::new(taken.plan.clone(), training)
 }
 
-/// Saves step `end`, and does what comes then.
+/// Saves step `end`, and performs the event that follows.
 pub(crate) fn finish(
     run: &mut dyn Run,
     shelf: &Shelf,
@@ -134,7 +134,7 @@ fn in_background(
     }
 }
 
-/// Goes on until a rank dies.
+/// Continues until a rank dies.
 fn die(
     run: &mut dyn Run,
     shelf: &Shelf,
@@ -171,7 +171,7 @@ pub(crate) fn saved_params(checkpoints: &Checkpoints) -> Result<BTreeMap<String,
 #[derive(Debug)]
 struct Dying {
     inner: Arc<dyn Storage>,
-    /// Calls before that.
+    /// Calls before its death.
     left: AtomicUsize,
     panics: bool,
 }
@@ -184,7 +184,7 @@ impl Dying {
             .fetch_update(Ordering::SeqCst, Ordering::SeqCst, next)
         {
             Ok(_) => Ok(&*self.inner),
-            // A panic of what cleans up after one would end all ranks.
+            // A panic in cleanup code after another panic would end all ranks.
             Err(_) if self.panics && !std::thread::panicking() => panic!("{KILLED}"),
             Err(_) => Err(io::Error::other(KILLED)),
         }

@@ -14,18 +14,18 @@ use super::outcome::Outcome;
 use super::run::{KILLED, Run, Strike};
 use super::saving::{Shelf, finish, saved_params};
 
-/// What a rank tells of a leg, also if it dies at the end of it.
+/// A rank's report of a leg, also if it dies at the end of it.
 #[derive(Debug, Clone, Default)]
 struct Told {
     losses: Vec<f32>,
     evaluated: f32,
 }
 
-/// What all ranks tell, by rank.
+/// The reports of all ranks, by rank.
 type AllTold = Arc<Mutex<Vec<Option<Told>>>>;
 
 impl Case {
-    /// Trains by the legs, each of which goes on from a checkpoint of the one before.
+    /// Trains by the legs; each continues from a checkpoint of the previous one.
     pub(crate) fn by_legs(&self) -> Result<Outcome, String> {
         let shelf = Shelf::new(self.is_in_memory).map_err(|error| error.to_string())?;
         let mut outcome = Outcome::default();
@@ -35,11 +35,11 @@ impl Case {
                 case.plan.switch(layer);
             }
             case.plan.halves = leg.halves();
-            // Of some operations, the proof by placements is refused by name.
+            // The proof by placements refuses some operations by name.
             let proved = case.by_leg(leg, steps.clone(), &shelf, true);
             let of_ranks = match proved {
                 Err(error) if error.contains("cannot be proved") => {
-                    // A step after the last one that is saved may be the first of its shapes.
+                    // A step after the last saved one may be the first with its shapes.
                     let forgotten = shelf.forget_after(steps.start as u64);
                     forgotten.map_err(|error| error.to_string())?;
                     case.by_leg(leg, steps.clone(), &shelf, false)?
@@ -51,7 +51,7 @@ impl Case {
                 let sum: f32 = of_ranks.iter().map(|told| told.losses[step]).sum();
                 sum / ranks
             }));
-            // Statistics of batches that are saved are the first rank's.
+            // The first rank's statistics of batches are saved.
             outcome.evaluated.push(of_ranks[0].evaluated);
             let forgotten = shelf.forget_after(steps.end as u64);
             forgotten.map_err(|error| error.to_string())?;
@@ -60,7 +60,7 @@ impl Case {
         Ok(outcome)
     }
 
-    /// Returns what each rank tells. Plans are proved before they run, if asked for.
+    /// Returns each rank's report. Plans are proved before they run, if requested.
     fn by_leg(
         &self,
         leg: &Leg,
@@ -69,7 +69,7 @@ impl Case {
         proves: bool,
     ) -> Result<Vec<Told>, String> {
         let number = leg.ranks.number();
-        // Ranks compare bytes in every other leg: what nobody has changed is never said to be.
+        // Ranks compare bytes in every other leg: unchanged data must never be reported as changed.
         let check = match steps.len() % 2 {
             0 => Check::Agreement,
             _ => Check::Calls,
@@ -130,7 +130,7 @@ impl Case {
     }
 }
 
-/// Returns true if an error tells of a death on purpose.
+/// Returns true if an error reports a death on purpose.
 fn is_of_death(error: &str) -> bool {
     let words = [KILLED, "it was told to fail", "told to panic by the fault"];
     words.iter().any(|words| error.contains(words))

@@ -5,13 +5,13 @@ use burn::tensor::{Tensor, TensorData};
 
 /// Values by the number of the parameter, so that no generator is shared with another test.
 pub(crate) struct Values {
-    /// Of the next parameter.
+    /// The seed of the next parameter.
     seed: u64,
     /// Number of the change in the last bits; 0 for none.
     nudge: u64,
-    /// The distance of a number from the next one, relative to it, of which changes are some.
+    /// The relative distance of a number from the next one; changes are small multiples of it.
     rounding: f32,
-    /// Whether the factors of adapters alone get values, or all but these.
+    /// True if only the factors of adapters get values, false if everything else does.
     of_factors: bool,
     path: Vec<String>,
 }
@@ -50,7 +50,7 @@ impl ModuleMapper for Values {
         }
         let (seed, nudge, rounding) = (self.seed, self.nudge, self.rounding);
         self.seed += 1;
-        // Burn's map of a value leaves it without gradients. One parameter stays so.
+        // Burn's map of a value leaves it without gradients. One parameter stays without them.
         let regains = (D == 1 || is_factor) && param.is_initialized() && param.is_require_grad();
         let mapped = param.init_mapper(move |old| {
             let shape = old.shape();

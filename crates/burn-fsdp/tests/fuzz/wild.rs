@@ -1,4 +1,4 @@
-//! Two optimizers as nobody has them, to see that nothing depends on how Burn's are made.
+//! Two unusual optimizers, to check that nothing depends on how Burn's are made.
 
 use burn::optim::{Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{DType, Device, FloatDType, Tensor};
@@ -6,8 +6,8 @@ use burn_pack::Scalar;
 
 const EPSILON: f64 = 1e-2;
 
-/// An element-wise optimizer that does otherwise in every third step, with a moment of 64 bits, and from the second step
-/// on one tensor more in its state.
+/// An element-wise optimizer that acts differently in every third step, with a 64-bit moment, and from the second step
+/// on an additional tensor in its state.
 #[derive(Debug, Clone)]
 pub(crate) struct Turns;
 
@@ -86,8 +86,8 @@ impl Optimizer for Turns {
     }
 }
 
-/// An optimizer of whole tensors: steps are divided by the mean size of a row's gradients, which it keeps as a vector,
-/// and by the length of them all.
+/// An optimizer of whole tensors: it divides steps by the mean size of a row's gradients, which it keeps as a vector,
+/// and by the length of all of them.
 #[derive(Debug, Clone)]
 pub(crate) struct Rows;
 

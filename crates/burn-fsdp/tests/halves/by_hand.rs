@@ -1,4 +1,4 @@
-//! Burn's layers with states, written out in the types that are meant.
+//! Burn's layers with states, written out in the intended types.
 
 use burn::module::RunningState;
 use burn::nn::gru::Gru;
@@ -7,7 +7,7 @@ use burn::tensor::activation::{sigmoid, tanh};
 use burn::tensor::module::{batch_norm as evaluated, batch_norm_train};
 use burn::tensor::{DType, Tensor};
 
-/// Burn's BatchNorm, with an average that is kept in 32 bits.
+/// Burn's BatchNorm, with an average in 32 bits.
 pub(crate) fn batch_norm<const D: usize>(norm: &BatchNorm, x: Tensor<D>) -> Tensor<D> {
     if !x.device().is_autodiff() || !norm.training.is_enabled() {
         let like =

@@ -1,4 +1,4 @@
-//! Models that cast nothing, in 16 bits, in both engines, against Burn's loop on one rank.
+//! Models that cast nothing, in 16 bits, in both engines, compared with Burn's loop on one rank.
 
 mod by_hand;
 mod nets;
@@ -26,7 +26,7 @@ fn device() -> Device {
     Device::flex().autodiff().gradient_checkpointing()
 }
 
-/// A unit of each layer that has parameters.
+/// A policy with a unit for each layer that has parameters.
 fn units(kind: Kind) -> ShardPolicy {
     match kind {
         Kind::PlainGroupNorm => ShardPolicy::new().units(["first"]),
@@ -61,7 +61,7 @@ fn by_units(kind: Kind, precision: &Precision, ranks: usize) -> Vec<Step> {
     joined(launch(LaunchConfig::new(ranks), body).unwrap_or_else(|error| panic!("{error}")))
 }
 
-/// Returns what all ranks have, with the mean of their losses.
+/// Returns the common outcome of all ranks, with the mean of their losses.
 fn joined(of_ranks: Vec<Vec<Step>>) -> Vec<Step> {
     let mut joined = of_ranks[0].clone();
     for (number, step) in joined.iter_mut().enumerate() {
@@ -78,7 +78,7 @@ fn compiled(
     (strategy, kernels): (Strategy, bool),
 ) -> Vec<Step> {
     let body = move |world: ProcessGroup| -> Result<Vec<Step>, Error> {
-        // Scaled by one: what is compared is not how much of a gradient there is.
+        // The scale is one: the comparison does not test how much of a gradient survives.
         let scaling = LossScaling {
             initial_scale: 1.0,
             ..LossScaling::default()
@@ -152,7 +152,7 @@ fn models_train_unchanged_in_the_eager_engine() {
                 let want = plainly(kind, compute, ranks);
                 let got = by_units(kind, &Precision::new(compute), ranks);
                 let what = format!("{kind:?} in {compute:?} on {ranks}");
-                // What is used twice has gradients that are added in another order, in 16 bits.
+                // Gradients of tensors that are used twice are added in another order, in 16 bits.
                 let tolerance = match (kind, compute) {
                     (Kind::Decoder, FloatDType::BF16) => 0.1,
                     (Kind::Decoder, _) => 0.02,
@@ -176,7 +176,7 @@ fn models_train_unchanged_in_compiled_steps() {
                 };
                 let what = format!("{kind:?} in {compute:?} on {ranks}");
                 let got = compiled(kind, compute, ranks, (strategy, false));
-                // A rank's running states are its own: those of rank 0 have seen its batches alone where it is alone.
+                // Each rank has its own running states: rank 0's have seen only its batches if it is the only rank.
                 assert_close(&what, &got, &want, 1e-5, ranks == 1);
                 if ranks == 2 {
                     let got = compiled(kind, compute, ranks, (strategy, true));
@@ -191,7 +191,7 @@ fn models_train_unchanged_in_compiled_steps() {
     }
 }
 
-/// An average that moves by less than the last bit of 16 moves all the same.
+/// An average that moves by less than the last of 16 bits still moves.
 #[test]
 fn running_statistics_are_not_rounded_away() {
     let kept = |steps: &[Step]| steps[STEPS - 1].tensors["layer.BatchNorm.running_var"].clone();
@@ -211,7 +211,7 @@ fn running_statistics_are_not_rounded_away() {
     }
 }
 
-/// Evaluation computes in the same types, with statistics as they are.
+/// Evaluation computes in the same types, with unchanged statistics.
 #[test]
 fn layers_with_states_are_evaluated_in_halves() {
     for kind in STATEFUL {
@@ -232,7 +232,7 @@ fn layers_with_states_are_evaluated_in_halves() {
     }
 }
 
-/// What Burn would panic with is refused by name, and the way out is one.
+/// Models with which Burn would panic are refused by name, and the suggested remedy works.
 #[test]
 fn layers_with_states_are_refused_by_the_eager_engine() {
     for kind in STATEFUL {
@@ -243,7 +243,7 @@ fn layers_with_states_are_refused_by_the_eager_engine() {
             let x = cast_input(&model, batch(0, world.rank(), &device))?;
             let loss = catch(|| model.loss(x, By::Burn));
             let said = loss.err().map(|error| error.to_string());
-            // What it holds can be read all the same.
+            // Its values can still be read.
             full_state(&model, |_| {})?;
             Ok::<_, Error>(said.unwrap_or_default())
         });
@@ -262,7 +262,7 @@ fn layers_with_states_are_refused_by_the_eager_engine() {
     }
 }
 
-/// Two types that nobody can foresee are told with the parameter that was read last.
+/// An unforeseeable clash of two types is reported with the parameter that was read last.
 #[test]
 fn two_types_are_told_with_a_name() {
     let device = device();
@@ -304,7 +304,7 @@ fn modules_are_stored_in_other_types() {
                     Ok::<_, Error>(tensors(&whole))
                 });
                 let tolerance = match stored {
-                    // A last bit is the master's, too.
+                    // The master also has the last bit.
                     FloatDType::BF16 => 0.02,
                     FloatDType::F16 => 0.003,
                     _ => 1e-6,
@@ -474,7 +474,7 @@ fn assert_lost(made: &[fn(&Device) -> Tensor<1>], lost: &str) {
     }
 }
 
-/// Where new tensors would lose bits in the compute type, the way out is told.
+/// Where new tensors would lose bits in the compute type, the error names the remedy.
 #[test]
 fn a_compiled_step_refuses_what_would_lose_bits() {
     let compute = FloatDType::BF16;
@@ -508,7 +508,7 @@ fn a_compiled_step_refuses_what_would_lose_bits() {
         of_host.contains("numbers of the host would lose bits"),
         "{of_host}"
     );
-    // Numbers that halves do not have; 0.1 is none of theirs, and neither are the others.
+    // Numbers that halves cannot represent: 0.1 is not one of theirs, and neither are the others.
     let fills: [fn(&Device) -> Tensor<1>; 4] = [
         |device| Tensor::full([1], 0.1, device),
         |device| Tensor::full([1], 1e-9, device),

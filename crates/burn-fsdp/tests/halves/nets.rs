@@ -108,12 +108,12 @@ pub(crate) struct Net {
     last: Linear,
 }
 
-/// Who runs the layers with states.
+/// The implementation of the layers with states.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum By {
     /// Burn's own forward.
     Burn,
-    /// The same arithmetic, written out in the types that are meant.
+    /// The same arithmetic, written out in the intended types.
     Hand,
 }
 
@@ -163,7 +163,7 @@ fn layer(kind: Kind, device: &Device) -> Layer {
 }
 
 impl Net {
-    /// Builds a model: the same values wherever it is called.
+    /// Builds a model, with the same values for every call.
     pub(crate) fn new(kind: Kind, device: &Device) -> Self {
         let linear = |to| LinearConfig::new(DIM, to).init(device);
         let net = Self {

@@ -1,4 +1,4 @@
-//! The oracle: Burn's loop on one rank, with masters of 32 bits that are cast for each forward.
+//! The oracle: Burn's loop on one rank, with 32-bit masters that are cast for each forward.
 
 use std::collections::BTreeMap;
 
@@ -22,7 +22,7 @@ pub(crate) fn sgd() -> impl Optimizer {
     SgdConfig::new().build()
 }
 
-/// Trains in a type on the batches of `ranks` ranks. Running states are those after the batch of rank 0.
+/// Trains in a type on the batches of `ranks` ranks. Running states come from the batch of rank 0.
 pub(crate) fn plainly(kind: Kind, compute: FloatDType, ranks: usize) -> Vec<Step> {
     let device = Device::flex().autodiff();
     let mut model = Net::new(kind, &device);
@@ -79,7 +79,7 @@ pub(crate) fn tensors<M: Module>(module: &M) -> BTreeMap<String, Vec<f32>> {
     reader.1
 }
 
-/// Casts every parameter, so that gradients come back to the one that was cast.
+/// Casts every parameter, so that gradients come back to the original.
 struct Casts {
     compute: FloatDType,
     field: String,

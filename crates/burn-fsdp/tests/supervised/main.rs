@@ -1,4 +1,4 @@
-//! Burn's own training loop, sharded: against the same loop on one device.
+//! Burn's own training loop, sharded, compared with the same loop on one device.
 #![cfg(feature = "train")]
 
 #[path = "../../../collectives/tests/launcher/mod.rs"]
@@ -128,7 +128,7 @@ fn sharded(
         )
 }
 
-/// Trains on one device by Burn's own strategy, on the items that `ranks` have together in each step.
+/// Trains on one device by Burn's own strategy, on the items that `ranks` ranks have together in each step.
 fn plain(
     folder: &Path,
     (trained, validated): (Vec<Item>, Vec<Item>),
@@ -152,7 +152,7 @@ fn folder() -> tempfile::TempDir {
 
 #[test]
 fn weights_and_metrics_are_those_of_one_device() {
-    // Divisible; last batches that are smaller; a rank that runs out; ranks without any item of the validation.
+    // The cases: divisible; smaller last batches; a rank that runs out; ranks without any validation item.
     for (ranks, trained, validated) in [
         (1, 10, 5),
         (2, 16, 8),
@@ -246,7 +246,7 @@ fn a_checkpoint_goes_on_on_any_number_of_ranks_and_on_one_device() {
     assert_close(&got.model, &expected.model, 1e-5);
 }
 
-/// Ends after the second epoch, and counts how often it was asked.
+/// Ends after the second epoch, and counts the calls.
 #[derive(Clone)]
 struct AfterTwo(Arc<AtomicUsize>);
 
@@ -268,7 +268,7 @@ fn an_early_end_is_that_of_all_ranks() {
     assert_eq!(asked.load(Ordering::Relaxed), 2);
     assert!(at.path().join("train/epoch-2").is_dir());
     assert!(!at.path().join("train/epoch-3").exists());
-    // Burn's own, by a metric that is of all ranks.
+    // Burn's own strategy, with a metric of all ranks.
     let at = folder();
     let result = sharded(at.path(), (items(12, 1), items(6, 2)), 2, |training| {
         training
@@ -372,7 +372,7 @@ fn what_cannot_be_followed_is_refused_by_name() {
     let refused = launch(FullySharded::new(LaunchConfig::new(0)), optimizer());
     assert!(refused.is_some());
     assert_eq!(launch(two(), optimizer()), None);
-    // What was returned for inference trains again after `train`.
+    // A model that was returned for inference trains again after `train`.
     let at = folder();
     let again = |model: Net| {
         let training = training(at.path(), (items(8, 1), items(4, 2)), BATCH);
@@ -406,7 +406,7 @@ fn a_checkpoint_that_could_not_be_resumed_is_refused_before_the_first_step() {
     for words in ["BF16", "F32", "moment"] {
         assert!(refused.contains(words), "{words}: {refused}");
     }
-    // Nothing is kept, by the loop or by the optimizer.
+    // Neither the loop nor the optimizer keeps anything.
     assert_eq!(launch(optimizer(), false), None);
     assert_eq!(launch(SgdConfig::new().init(), true), None);
 }
@@ -472,7 +472,7 @@ fn gradients_are_clipped_by_the_norm_of_all_ranks() {
     assert!(moved(&launch(None)) > 0.05);
 }
 
-/// Burn's files of a training whose optimizer keeps whole tensors are those of one device, both ways.
+/// If the optimizer keeps whole tensors, Burn's files of a training equal those of one device, both ways.
 #[test]
 fn optimizers_of_whole_tensors_step_what_a_rank_owns() {
     let optimizers: [fn() -> ModuleOptimizer; 3] = [

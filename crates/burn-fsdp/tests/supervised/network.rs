@@ -1,4 +1,4 @@
-//! The network that is trained, and its data, as any user of Burn writes them.
+//! The network that is trained, and its data, as in a user's program.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ const CLASSES: usize = 3;
 /// Items of a batch of one rank.
 pub(crate) const BATCH: usize = 4;
 
-/// A convolutional network, as any user of Burn writes it.
+/// A convolutional network, as in a user's program.
 #[derive(Module, Debug)]
 pub(crate) struct Net {
     conv: Conv2d,
@@ -38,11 +38,11 @@ impl Net {
             hidden: LinearConfig::new(3 * 4 * 4, width).init(device),
             head: LinearConfig::new(width, CLASSES).init(device),
         };
-        // Every training has these values, whoever draws beside it.
+        // Every training has these values, whatever other threads draw.
         net.map(&mut Fixed(0))
     }
 
-    /// Returns the network with values that are no other's.
+    /// Returns the network with different values.
     pub(crate) fn with_other_values(self) -> Self {
         self.map(&mut Fixed(500))
     }
@@ -68,7 +68,7 @@ impl Net {
     }
 }
 
-/// Gives parameters values that are no one's draw.
+/// Gives parameters fixed values that are not drawn.
 struct Fixed(usize);
 
 impl burn::module::ModuleMapper for Fixed {
@@ -113,7 +113,7 @@ impl InferenceStep for Net {
     }
 }
 
-/// The network behind a normalisation, whose running statistics are each rank's own.
+/// The network after a normalization layer; each rank has its own running statistics.
 #[derive(Module, Debug)]
 pub(crate) struct Normalised {
     pub(crate) norm: BatchNorm,

@@ -5,10 +5,10 @@ use std::path::Path;
 use crate::network::{Item, items};
 use crate::{assert_close, folder, logged, plain, sharded};
 
-/// What the version of this commit has written at the end of the first epoch, on two ranks.
+/// The files that the version of this commit has written at the end of the first epoch, on two ranks.
 const WRITTEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/supervised/of-17a27c1");
 
-/// The losses of the epochs after that one, of training and validation, as that version went on.
+/// The losses of the later epochs, of training and validation, when that version continued.
 const LOSSES: [(usize, f64, f64); 2] = [
     (2, 0.512_489_631_772_041_3, 0.268_988_966_941_833_5),
     (3, 0.137_807_982_663_313_54, 0.076_515_775_173_902_51),
@@ -18,7 +18,7 @@ fn data() -> (Vec<Item>, Vec<Item>) {
     (items(20, 1), items(6, 2))
 }
 
-/// Copies the checkpoint to where a training looks for it.
+/// Copies the checkpoint to the place where a training looks for it.
 fn copy_to(folder: &Path) {
     let to = folder.join("checkpoint");
     std::fs::create_dir(&to).expect("a folder");

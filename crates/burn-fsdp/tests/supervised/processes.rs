@@ -1,4 +1,4 @@
-//! Burn's loop with ranks that are processes: each process is this test once more.
+//! Burn's loop with ranks that are processes: each process runs this test again.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -25,18 +25,19 @@ use crate::{
 
 /// The folder that all processes of a test see.
 const FOLDER: &str = "BURN_FSDP_TEST_FOLDER";
-/// By which Burn's renderer calls the training of all processes.
+/// The name by which Burn's renderer calls the training of all processes.
 const LABEL: &str = "training of processes";
 
-/// How processes end.
+/// The way in which processes end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Well,
-    /// Their launch failed, as the test wants it.
+    /// Their launch fails, as the test expects.
     Refused,
 }
 
-/// Plays the test of this name in processes, whose folder is `at`. Returns false if there can be none.
+/// Runs the test of this name in processes with the folder `at`. Returns false if processes are not
+/// available.
 fn play(processes: usize, test: &str, at: &Path, end: End) -> bool {
     let played = played(processes, &format!("processes::{test}"), |command| {
         command.env(FOLDER, at);
@@ -47,14 +48,14 @@ fn play(processes: usize, test: &str, at: &Path, end: End) -> bool {
     assert_eq!(played.succeeded, end == End::Well, "{}", played.said);
     match end {
         End::Well => played.assert_passed(processes),
-        // The launcher ends the others when the first one is through.
+        // The launcher ends the others when the first one has finished.
         End::Refused => assert!(
             (0..processes).all(|rank| passed(at, rank).exists()),
             "{}",
             played.said
         ),
     }
-    // One of them tells what happens, as Burn's renderer does it.
+    // One of them reports the events, as Burn's renderer does.
     let told = played
         .said
         .matches("Starting training of processes")
@@ -63,7 +64,7 @@ fn play(processes: usize, test: &str, at: &Path, end: End) -> bool {
     true
 }
 
-/// The file by which a process says that it has passed.
+/// The file by which a process reports that it has passed.
 fn passed(at: &Path, rank: usize) -> PathBuf {
     at.join(format!("passed-{rank}"))
 }
@@ -79,7 +80,8 @@ fn pass(at: &Path, rank: usize, ranks: usize) {
     }
 }
 
-/// The number of processes, that of this one, and their folder, if the test has started this process.
+/// Returns the number of processes, this process' number, and their folder, if the test has started this
+/// process.
 fn part() -> Option<(usize, usize, PathBuf)> {
     scene()?;
     let found = processes().unwrap_or_else(|error| panic!("{error}"))?;
@@ -103,7 +105,7 @@ fn done<T>(result: Result<T, Error>) -> T {
 }
 
 fn data(ranks: usize) -> (Vec<Item>, Vec<Item>) {
-    // One rank has more batches than the others; another has nothing to validate.
+    // One rank has more batches than the others; another has no validation items.
     (items(11 * ranks - 1, 1), items(ranks - 1, 2))
 }
 
@@ -117,7 +119,7 @@ fn weights_and_metrics_are_those_of_one_device() {
         }
         return;
     };
-    // Values of its own, of which those of rank 0 count.
+    // Each process has its own values, but only rank 0's count.
     let model = match rank {
         0 => Net::new(&device()),
         _ => Net::new(&device()).with_other_values(),
@@ -128,7 +130,7 @@ fn weights_and_metrics_are_those_of_one_device() {
         _ => data(ranks),
     };
     let training = training(&ours, data.clone(), BATCH).label(LABEL);
-    // Of one process, as of three, several batches make a step.
+    // With one process, as with three, several batches make a step.
     let accumulates = ranks != 2;
     let training = match accumulates {
         true => training.grads_accumulation(2),
@@ -177,7 +179,7 @@ fn every_process_gets_the_running_statistics_of_rank_0() {
     let training = training(&at, (items(20, 1), items(6, 2)), BATCH).label(LABEL);
     let policy = ShardPolicy::new().units(["net"]);
     let sharded = FullySharded::new(LaunchConfig::new(ranks)).policy(policy);
-    // A process may have begun with other statistics, too.
+    // A process may also have begun with other statistics.
     let mut model = Normalised::new(&device());
     if rank == 1 {
         let other = Tensor::from_floats([5.0], &device().inner());
@@ -229,7 +231,7 @@ fn an_early_end_and_an_interruption_are_those_of_all() {
     };
     let result = |interrupter: Option<Interrupter>| {
         let own = interrupter.clone().unwrap_or_default();
-        // Rank 1 reads the second half: what happens at its tenth item happens there alone.
+        // Rank 1 reads the second half: the event at its tenth item happens only there.
         let dataset = Watched {
             items: items(80, 1),
             read: AtomicUsize::new(if rank == 1 { 0 } else { 1_000 }),

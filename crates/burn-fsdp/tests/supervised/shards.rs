@@ -38,7 +38,7 @@ fn what_ranks_do_with_their_shards_is_what_is_returned() {
         let held: usize = result.model.iter().map(|(_, held)| held).sum();
         let expected = values(&expected);
         let all: usize = expected.iter().map(|(_, values)| values.len()).sum();
-        // Some small ones every rank holds whole.
+        // Every rank holds some small ones whole.
         assert!(
             held >= all && (ranks == 1 || held < 2 * all),
             "{held} of {all}"
@@ -52,7 +52,7 @@ fn what_ranks_do_with_their_shards_is_what_is_returned() {
             let got: Vec<f32> = words.iter().map(|word| f32::from_le_bytes(*word)).collect();
             assert_eq!(got, values, "{path} on {ranks} ranks");
         }
-        // With the optimizer's state, so that a loop of one's own goes on.
+        // The optimizer's state is included, so that a custom loop can continue.
         let names = step.index().tensors.iter().map(|tensor| &tensor.name);
         let states = names.filter(|name| name.starts_with("optimizer."));
         assert_eq!(states.count(), 2 * 6);

@@ -1,4 +1,5 @@
-//! The auditor of one rank: the gradients that came, what the ranks told each other, what has arrived.
+//! The auditor of one rank: the gradients that came, the ranks' messages to each other, and the gradients
+//! that arrived.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,40 +18,41 @@ enum Step {
     /// No step has begun since the last one ended.
     #[default]
     Between,
-    /// It is not.
+    /// The step is not audited.
     Plain,
-    /// It is: tags travel in notes. By this choice of units it follows the order with this hash.
+    /// The step is audited: tags travel in notes. For this choice of units it follows the order with this
+    /// hash.
     Audited { choice: Vec<bool>, order: u64 },
 }
 
 /// Whether a reduced gradient is due on this rank when a backward ends, if any came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Due {
-    /// It is.
+    /// It is due.
     Yes,
-    /// It is not: the unit does not reduce, or what it has reduced waits for a later step, or another rank owns the
-    /// parameter, or it is frozen.
+    /// It is not due: the unit does not reduce, its reduced sums wait for a later step, another rank owns the
+    /// parameter, or the parameter is frozen.
     No,
-    /// Nobody can tell.
+    /// The rank cannot tell.
     Unclear,
 }
 
-/// What should have arrived of a parameter on this rank when a backward ends.
+/// The tag that should have arrived for a parameter on this rank when a backward ends.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wanted {
     pub(crate) due: Due,
-    /// What the sum over all ranks is multiplied by.
+    /// The factor of the sum over all ranks.
     pub(crate) scale: Tag,
 }
 
-/// A gradient that is not what it should be.
+/// A gradient that differs from the expected one.
 #[derive(Debug)]
 pub(crate) struct Fault {
     /// The parameter.
     pub(crate) parameter: usize,
     /// The gradients that should be in it.
     pub(crate) expected: Sum,
-    /// What it is instead.
+    /// The actual result.
     pub(crate) finding: Finding,
 }
 
@@ -59,14 +61,14 @@ pub(crate) struct Fault {
 pub(crate) struct Auditor {
     audit: Audit,
     rank: usize,
-    /// The numbers of the gradients that have come and are not through yet, by parameter.
+    /// The numbers of the gradients that have come and are not complete yet, by parameter.
     open: Vec<Range<u64>>,
     step: Step,
     /// The hash of the order that was followed in the last audited step, by choice of units.
     followed: BTreeMap<Vec<bool>, u64>,
-    /// The gradients that came on each rank, by parameter; `None` of a rank that does not audit.
+    /// The gradients that came on each rank, by parameter; `None` for a rank that does not audit.
     told: Vec<Option<Vec<Range<u64>>>>,
-    /// What has arrived, by parameter.
+    /// The tag that has arrived, by parameter.
     arrived: Vec<Option<Tag>>,
     num_audited: u64,
 }
@@ -101,8 +103,8 @@ impl Auditor {
         Tag::draw(self.rank, parameter, number)
     }
 
-    /// Begins a step, unless one is under way whose first operation has been issued: `is_at_start` says that it has not.
-    /// `choice` are the switches of the units, `order` is the hash of the order that is to be followed; equal on all ranks.
+    /// Begins a step, unless one is under way whose first operation has been issued, as `is_at_start` tells. `choice`
+    /// has the switches of the units, and `order` is the hash of the order to be followed. Both are equal on all ranks.
     pub(crate) fn begin(
         &mut self,
         is_at_start: bool,
@@ -130,14 +132,14 @@ impl Auditor {
         self.num_audited
     }
 
-    /// Returns what this rank tells the others at the end of backward: which gradients came.
+    /// Returns this rank's message at the end of backward: which gradients came.
     pub(crate) fn tell(&self) -> Vec<u8> {
         let numbers = self.open.iter().flat_map(|open| [open.start, open.end]);
         let numbers = std::iter::once(self.rank as u64).chain(numbers);
         numbers.flat_map(u64::to_le_bytes).collect()
     }
 
-    /// Takes down what the ranks tell, in their order. What they told before is void: it was not the end.
+    /// Records the ranks' messages, in their order. Earlier messages are void: that was not the end.
     pub(crate) fn hear<'a>(&mut self, told: impl Iterator<Item = &'a [u8]>) {
         let parameters = self.open.len();
         let decode = |(rank, bytes): (usize, &[u8])| {
@@ -156,14 +158,14 @@ impl Auditor {
         self.told = told.enumerate().map(decode).collect();
     }
 
-    /// Takes down that a reduced gradient was handed to Burn for `parameter`.
+    /// Records that a reduced gradient was handed to Burn for `parameter`.
     pub(crate) fn arrived(&mut self, parameter: usize, tag: Tag) {
         let arrived = &mut self.arrived[parameter];
         *arrived = Some(arrived.map_or(tag, |earlier| earlier.plus(tag)));
     }
 
-    /// Returns the first parameter whose gradient is not what it should be. `groups_of` gives the sets of ranks, by name,
-    /// over which that of a parameter is summed on the way.
+    /// Returns the first parameter whose gradient differs from the expected one. `groups_of` gives the sets of ranks,
+    /// by name, over which a parameter's gradient is summed on the way.
     pub(crate) fn fault(
         &mut self,
         groups_of: impl Fn(usize) -> Vec<(String, Vec<usize>)>,
@@ -177,7 +179,7 @@ impl Auditor {
                 told.iter().map(|ranges| ranges[parameter].clone()),
             )
         };
-        // What the gradients of the others should be, to recognize one in this one's place.
+        // The expected gradients of other parameters, to recognize one of them in place of this one.
         let of_others = |found: Element, own: usize| {
             let mut others = (0..self.open.len()).filter(|&other| other != own);
             others.find(|&other| {
@@ -219,8 +221,8 @@ impl Auditor {
         None
     }
 
-    /// Ends the step, audited or not. What `is_through` says of each parameter: the gradients that came have been reduced, or
-    /// will never be.
+    /// Ends the step, audited or not. `is_through` tells of each parameter whether the gradients that came have been
+    /// reduced, or never will be.
     pub(crate) fn end_step(&mut self, is_through: impl Fn(usize) -> bool) {
         match std::mem::take(&mut self.step) {
             Step::Between => return,
@@ -238,7 +240,8 @@ impl Auditor {
         }
     }
 
-    /// Returns the auditor after an error, which leaves nothing under way: all that came is gone, and every order is new.
+    /// Returns the auditor after an error, which leaves nothing under way: all gradients are gone, and every order is
+    /// new.
     pub(crate) fn after_error(mut self) -> Self {
         self.step = Step::Plain;
         self.end_step(|_| true);

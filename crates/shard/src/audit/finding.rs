@@ -1,4 +1,4 @@
-//! What a gradient is that is not what it should be, as far as its tag tells.
+//! Descriptions of wrong gradients, as far as their tags tell.
 
 use std::fmt;
 use std::ops::Range;
@@ -7,16 +7,16 @@ use burn_fsdp_mesh::field::{self, Element};
 
 use super::Tag;
 
-/// The largest factor that is looked for between what was expected and what was found.
+/// The largest factor to look for between the expected and the actual gradient.
 const LARGEST_FACTOR: u64 = 4_096;
-/// The most gradients of a rank that are looked for one by one.
+/// The most gradients of a rank to look for one by one.
 const MOST_NUMBERS: u64 = 256;
 
 /// The gradients that came for one parameter, on all ranks, until they were reduced.
 #[derive(Debug, Clone)]
 pub(crate) struct Sum {
     parameter: usize,
-    /// The numbers of those of each rank.
+    /// The numbers of each rank's gradients.
     of_ranks: Vec<Range<u64>>,
 }
 
@@ -29,7 +29,7 @@ impl Sum {
         }
     }
 
-    /// Returns how many gradients it is of.
+    /// Returns the number of gradients in it.
     pub(super) fn number(&self) -> u64 {
         self.of_ranks
             .iter()
@@ -54,8 +54,8 @@ impl Sum {
         self.over(0..self.of_ranks.len())
     }
 
-    /// Returns every gradient in it, and those of steps before: the tag, the rank, and the number counted from the first
-    /// that is in it.
+    /// Returns every gradient in it, and gradients of earlier steps: the tag, the rank, and the number counted from the
+    /// first gradient in it.
     fn each(&self) -> impl Iterator<Item = (Tag, usize, i64)> + '_ {
         self.of_ranks
             .iter()
@@ -98,39 +98,40 @@ impl fmt::Display for Sum {
     }
 }
 
-/// What was found in the place of the gradient that was expected.
+/// The actual gradient in place of the expected one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Finding {
-    /// None at all.
+    /// No gradient.
     Nothing,
-    /// One where there should be none.
+    /// A gradient where none was expected.
     Uncalled,
     /// A multiple of it.
     Times(u64),
     /// A fraction of it.
     Part(u64),
-    /// The sum over some of the ranks alone, times a factor.
+    /// The sum over only some of the ranks, times a factor.
     OnlyOver {
         group: String,
         ranks: usize,
         times: u64,
     },
-    /// That without what one rank has.
+    /// The sum without one rank's gradients.
     LacksRank(usize),
-    /// That with what one rank has once more.
+    /// The sum with one rank's gradients added twice.
     RankTwice(usize),
-    /// That without one gradient of a rank, by its number.
+    /// The sum without one gradient of a rank, by its number.
     Lacks { rank: usize, number: i64 },
-    /// That with one gradient of a rank once more, by its number; a negative number is of a step before.
+    /// The sum with one gradient of a rank added twice, by its number; a negative number is from an earlier
+    /// step.
     Also { rank: usize, number: i64 },
     /// The gradient of another parameter.
     OfParameter(usize),
-    /// Something else.
+    /// Any other result.
     Other,
 }
 
 impl Finding {
-    /// Returns what `found` is, which is not `sum` times `scale`. `of_others` recognizes other parameters' gradients.
+    /// Describes `found`, which differs from `sum` times `scale`. `of_others` recognizes other parameters' gradients.
     pub(super) fn of(
         found: Element,
         sum: &Sum,
@@ -148,7 +149,7 @@ impl Finding {
         if let Some(parts) = (2..=LARGEST_FACTOR).find(part) {
             return Self::Part(parts);
         }
-        // Of one rank alone it is said which ranks' gradients are missing.
+        // For a single rank, the message names the ranks whose gradients are missing.
         for (group, ranks) in groups.iter().filter(|(_, ranks)| ranks.len() > 1) {
             let over = sum.over(ranks.iter().copied()).times(scale);
             let most = sum.of_ranks.len() as u64;
@@ -183,7 +184,7 @@ impl Finding {
         of_others(found).map_or(Self::Other, Self::OfParameter)
     }
 
-    /// Returns what it says; `path_of` gives the path of a parameter.
+    /// Returns the message; `path_of` gives the path of a parameter.
     pub(crate) fn describe(&self, path_of: impl Fn(usize) -> String) -> String {
         match self {
             Self::Nothing => {

@@ -1,13 +1,14 @@
 //! The audit of a step: each gradient of each parameter is summed exactly once over each group, and divided once.
 //!
-//! Every gradient that comes for a parameter draws a [`Tag`], a random element of a prime field, and the tag goes wherever
-//! the gradient goes: it is added where gradients are added, travels in the note of the reduction that carries the
-//! gradient, is scaled by what that reduction scales by, and arrives where the reduced gradient is handed to Burn. At the
-//! end of backward each rank tells the others how many gradients came, from which all of them know all tags: what has arrived
-//! must be their sum, divided as the policy says. The [`Auditor`] of a rank knows both; what is
-//! not equal becomes a `Finding`.
+//! Every gradient that comes for a parameter draws a [`Tag`], a random element of a prime field, and the tag follows
+//! the gradient. It is added where gradients are added, travels in the note of the reduction that carries the gradient,
+//! and is scaled as that reduction scales. It arrives where the reduced gradient is handed to Burn. At the end of
+//! backward each rank tells the others how many gradients came, so all of them know all tags. The tag that has arrived
+//! must be their sum, divided as the policy specifies. The [`Auditor`] of a rank knows both; a difference becomes a
+//! `Finding`.
 //!
-//! Nothing here knows of units, tensors or process groups: parameters are numbered over all units of a root.
+//! This module does not depend on units, tensors or process groups: parameters are numbered over all units of
+//! a root.
 
 mod auditor;
 mod finding;
@@ -19,19 +20,20 @@ mod mutants;
 pub(crate) use auditor::{Auditor, Due, Fault, Wanted};
 pub(crate) use tag::{Tag, flags, is_flagged, scale_of, tag_of_sum, tags};
 
-/// The steps whose gradients are audited: that each gradient of each parameter was summed exactly once over each group of
-/// ranks and divided once, by exact arithmetic with random elements of a prime field that stand for the gradients.
+/// The steps whose gradients are audited. An audit checks that each gradient of each parameter was summed exactly once
+/// over each group of ranks and divided once. It uses exact arithmetic with random elements of a prime field that stand
+/// for the gradients.
 ///
-/// An audited step issues no operation more than another. What is wrong ends `backward` with
+/// An audited step issues no additional operation. An error ends `backward` with
 /// [`Error::Audit`](crate::Error::Audit) on the ranks that hold the gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Audit {
-    /// None.
+    /// No steps.
     Off,
-    /// The first step, and each that follows an order of operations for the first time: after the first step, when units are
-    /// switched, or when an operation was added or dropped.
+    /// The first step, and each step that follows an order of operations for the first time: after the first step, when
+    /// units are switched, or when an operation was added or dropped.
     NewOrders,
-    /// All of them.
+    /// All steps.
     EveryStep,
 }
 

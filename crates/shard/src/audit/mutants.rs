@@ -1,7 +1,7 @@
-//! Engines in miniature: right ones are never refused, and one that does a single thing wrong is.
+//! Miniature engines: right ones are never refused, and one with a single error always is.
 //!
-//! What an engine does to gradients is a list of events, the same for all ranks; tags go through the notes, as those of the
-//! real one. A mutant is a list with one event changed, drawn by seed.
+//! The handling of gradients in an engine is a list of events, the same for all ranks. Tags travel in the notes, as in
+//! the real engine. A mutant is a list with one changed event, drawn by seed.
 
 use burn_fsdp_collectives::Reduction;
 use rand::rngs::StdRng;
@@ -33,15 +33,15 @@ enum Event {
     Reduce { unit: usize, over: Group, by: f64 },
     /// The sums of a unit are summed over the replicas.
     Cross { unit: usize },
-    /// What has been summed of a unit is handed over.
+    /// The sums of a unit are handed over.
     HandOver { unit: usize },
     /// Wrong: a gradient that has come for a parameter of a rank is lost.
     Lose { rank: usize, parameter: usize },
-    /// Wrong: the last gradient of a step before is added again.
+    /// Wrong: the last gradient of an earlier step is added again.
     Stale { rank: usize, parameter: usize },
-    /// Wrong: what has been summed for two parameters is exchanged.
+    /// Wrong: the sums for two parameters are exchanged.
     Exchange { one: usize, other: usize },
-    /// The end of backward of a step; `syncs` says whether units reduced.
+    /// The end of backward of a step; `syncs` tells whether units reduced.
     End { syncs: bool },
 }
 
@@ -128,7 +128,7 @@ impl Layout {
     }
 }
 
-/// Sums what the members of each rank's group give, by their notes.
+/// Sums the gradients that the members of each rank's group give, by their notes.
 fn carried(
     ranks: &[Vec<Option<Tag>>],
     members: impl Fn(usize) -> Vec<usize>,
@@ -268,7 +268,7 @@ fn end(layout: &Layout, ranks: &mut [Rank], syncs: bool) -> Option<Finding> {
     first
 }
 
-/// What an engine gets wrong.
+/// The kinds of errors in an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Wrong {
     LostReduction,
@@ -298,7 +298,8 @@ const ALL: [Wrong; 11] = [
     Wrong::OldGradient,
 ];
 
-/// Changes one event, at random; nothing if there is none of the kind, or if the change would change no sum.
+/// Changes one event at random. Changes nothing if there is no event of the kind, or if the change would not
+/// change a sum.
 fn mutated(
     layout: &Layout,
     events: &[Event],
@@ -320,7 +321,7 @@ fn mutated(
         .collect();
     let at = *candidates.get(draw.random_range(0..candidates.len().max(1)))?;
     let mut mutant = events.to_vec();
-    // The gradients of a unit that came until here, since it was last handed over.
+    // The gradients of a unit that have come up to here, since it was last handed over.
     let came = |unit: usize| {
         let before = &events[..at];
         let last = before
@@ -345,7 +346,7 @@ fn mutated(
         (Wrong::LostReduction | Wrong::LostResult, _) => _ = mutant.remove(at),
         (Wrong::NoCrossing, _) if layout.replicas == 1 => return None,
         (Wrong::NoCrossing, Event::Cross { unit }) => {
-            // A sum that was over all gradients without it is right.
+            // A sum without it that still covered all gradients is right.
             let ranks = came(unit);
             let of_replica = |replica: usize| {
                 ranks
@@ -436,14 +437,15 @@ fn every_mutant_is_refused_and_most_are_named() {
     }
     let mutants: usize = numbers.iter().sum();
     assert!(mutants >= 440);
-    // Two exchanges at once, or a group that is neither axis, cannot be told.
+    // Two exchanges at once, or a group that is neither axis, cannot be identified.
     assert!(
         unnamed * 10 < mutants,
         "{unnamed} of {mutants} have no name"
     );
 }
 
-/// Checks what a kind of fault is called. Some have two true names: what is summed over a group alone lacks the other ranks.
+/// Checks the name of a kind of fault. Some faults have two true names: a sum over only one group lacks the other
+/// ranks.
 fn expect_name(wrong: Wrong, finding: &Finding, seed: u64) {
     use Finding::{
         Also, Lacks, LacksRank, Nothing, OfParameter, OnlyOver, Part, RankTwice, Times, Uncalled,
@@ -503,7 +505,7 @@ fn ranks_that_tell_nothing_are_not_judged() {
         due: Due::Yes,
         scale: Tag::from(1),
     };
-    // One is silent, and one says what another does.
+    // One rank is silent, and one repeats another's message.
     for others in [Vec::new(), told.clone()] {
         auditor.hear([told.as_slice(), &others].into_iter());
         assert!(auditor.fault(|_| Vec::new(), wanted).is_none());

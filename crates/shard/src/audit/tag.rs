@@ -1,4 +1,4 @@
-//! Tags: what stands for gradients, and how it travels in notes.
+//! Tags that stand for gradients, and their encoding in notes.
 
 use burn_fsdp_collectives::{Fingerprint, ReduceOp, Reduction};
 use burn_fsdp_mesh::field::{self, Element};
@@ -8,12 +8,13 @@ const LEN: usize = size_of::<u64>();
 /// The encoding of the unknown tag. No element has it.
 const UNKNOWN: u64 = u64::MAX;
 
-/// The tag of a gradient: an element that is the sum of those of the gradients in it; unknown where it was not followed.
+/// The tag of a gradient: an element that is the sum of the tags of all gradients in it; unknown where it was not
+/// followed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Tag(Option<Element>);
 
 impl Tag {
-    /// The tag of a gradient that nobody followed.
+    /// The tag of a gradient that was not followed.
     pub(crate) const UNKNOWN: Self = Self(None);
 
     /// Returns the tag of the gradient of number `number` that came for `parameter` on `rank`: any rank can draw it.
@@ -61,7 +62,7 @@ impl From<Element> for Tag {
     }
 }
 
-/// Returns what a reduction multiplies gradients by, over a group of `ranks`.
+/// Returns the factor by which a reduction multiplies gradients, over a group of `ranks`.
 pub(crate) fn scale_of(reduction: &Reduction, ranks: usize) -> Tag {
     let scales = field::mul(
         field::of_number(reduction.pre_scale),
@@ -79,19 +80,19 @@ pub(crate) fn flags(given: impl Iterator<Item = Option<Tag>>) -> Vec<u8> {
     given.map(|tag| u8::from(tag.is_some())).collect()
 }
 
-/// Returns true if any of the ranks whose notes these are has the gradient of number `index`.
+/// Returns true if any of the ranks that wrote these notes has the gradient of number `index`.
 pub(crate) fn is_flagged(notes: &[Vec<u8>], index: usize) -> bool {
     notes.iter().any(|note| note.get(index) == Some(&1))
 }
 
-/// Returns the second part of the note, of audited steps alone: the tag of each gradient, zero for none.
+/// Returns the second part of the note, only of audited steps: the tag of each gradient, zero for none.
 pub(crate) fn tags(given: impl Iterator<Item = Option<Tag>>) -> Vec<u8> {
     let tags = given.map(|tag| tag.unwrap_or(Tag::from(0)));
     tags.flat_map(Tag::encode).collect()
 }
 
-/// Returns the tag of the sum over the ranks of the gradient of number `index` of `number`, by the ranks' notes: unknown
-/// if any of them tells none.
+/// Returns the tag of the sum over the ranks of the gradient of number `index` of `number`, by the ranks' notes. It is
+/// unknown if any note has none.
 pub(crate) fn tag_of_sum(notes: &[Vec<u8>], index: usize, number: usize) -> Tag {
     let start = number + index * LEN;
     let told = notes
@@ -143,7 +144,7 @@ mod tests {
             .pre_scaled(1.0 / 2.0)
             .post_scaled(1.0 / 1.5);
         let scaled = tag.times(scale_of(&split, 3)).element();
-        // What doubles say of one over one and a half is not that.
+        // One over one and a half in doubles is not that.
         assert_ne!(scaled, Some(7));
         assert_eq!(scale_of(&Reduction::max(), 3), Tag::UNKNOWN);
     }

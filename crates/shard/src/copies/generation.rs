@@ -1,12 +1,11 @@
 //! The values that one copy of a module holds for one unit.
 //!
-//! Burn hands modules around by value: `optim.step`, `load_record`, `valid`, `train`,
-//! `to_device` and any `map` turn every parameter into a new one, a parameter at a time, and
-//! `clone` makes a second module that goes its own way. A gather needs all values of a unit at
-//! once, and they must belong together. A [`Generation`] is that set: every transition moves a
-//! parameter from its generation to the *child* of it that the same pass over the module is
-//! filling, and two passes over one generation make two children. So each parameter always
-//! belongs to a set in which its own value is its own, whatever its siblings do.
+//! Burn passes modules by value. `optim.step`, `load_record`, `valid`, `train`, `to_device` and any `map`
+//! turn every parameter into a new one, a parameter at a time, and `clone` makes a second, independent
+//! module. A gather needs all values of a unit at once, and they must belong together. A [`Generation`] is
+//! such a set. Every transition moves a parameter from its generation to the *child* that the same pass over
+//! the module is filling, and two passes over one generation make two children. So each parameter always
+//! belongs to a set that holds its current value, whatever happens to its siblings.
 
 use std::hash::{Hash, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -43,7 +42,7 @@ pub(crate) enum Transition {
 
 /// The values of one unit in one copy of the module.
 pub(crate) struct Generation {
-    /// The unit whose values these are.
+    /// The unit that the values belong to.
     pub(crate) unit: Arc<Unit>,
     /// All generations of the unit.
     pub(super) kin: Arc<Kin>,
@@ -62,15 +61,14 @@ pub(crate) struct Generation {
     num_children: Mutex<[usize; 4]>,
     /// The copies of the module that hold parameters in this generation.
     pub(crate) holders: Holders,
-    /// The joint view of a copy whose parameters are in several generations, of which this is the
-    /// first.
+    /// The joint view of a copy whose parameters are in several generations; this is the first of them.
     view: Mutex<Option<View>>,
 }
 
 /// This rank's piece of a full parameter, with its seal where ranks compare bytes.
 pub(crate) type Piece = (Tensor<1>, Option<Seal>);
 
-/// A set of values made of several.
+/// A set of values from several generations.
 struct View {
     /// The generations that the values are from, by slot.
     sources: Vec<Weak<Generation>>,
@@ -168,8 +166,8 @@ impl Generation {
         joint
     }
 
-    /// Returns the identifier of the pass over the module that made it: equal for the units of one
-    /// copy, on all ranks.
+    /// Returns the identifier of the pass over the module that created it: equal for the units of one copy,
+    /// on all ranks.
     pub(crate) fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Relaxed)
     }
@@ -210,7 +208,7 @@ impl Generation {
         self.held(slot).seal
     }
 
-    /// Returns the words for the value of `slot`, for messages.
+    /// Returns a description of the value of `slot`, for messages.
     pub(crate) fn named(&self, slot: usize) -> String {
         let kind = match self.unit.slots[slot].is_gathered() {
             true => "the shard",
@@ -219,20 +217,20 @@ impl Generation {
         self.named_as(kind, slot)
     }
 
-    /// Returns the words for a value of a kind that belongs to `slot`, for messages.
+    /// Returns a description of a value of a kind that belongs to `slot`, for messages.
     pub(crate) fn named_as(&self, kind: &str, slot: usize) -> String {
         let path = &self.unit.slots[slot].path;
         format!("{kind} of `{path}` (unit {})", self.unit.label())
     }
 
-    /// Looks whether the value of `slot` is what was written, where ranks compare bytes.
+    /// Checks that the value of `slot` still has its written bytes, where ranks compare bytes.
     pub(crate) fn check(&self, slot: usize) -> Result<(), Error> {
         let held = self.held(slot);
         let named = || self.named(slot);
         seal::check(self.holders_group(), held.seal.as_ref(), &held.plain, named)
     }
 
-    /// Flips a bit of the value of `slot`, if a fault says so.
+    /// Flips a bit of the value of `slot`, if an injected fault asks for it.
     pub(crate) fn flip_if_told(&self, slot: usize) {
         let mut held = self.held(slot);
         let before = held.plain.clone();
@@ -242,12 +240,12 @@ impl Generation {
         }
     }
 
-    /// Returns the value of `slot` in 32 bits, if it is kept so.
+    /// Returns the value of `slot` in 32 bits, if one is kept.
     pub(crate) fn exact(&self, slot: usize) -> Option<Tensor<1>> {
         self.held(slot).exact
     }
 
-    /// Keeps the value of `slot` in 32 bits, until it is another one.
+    /// Keeps the value of `slot` in 32 bits, until the value changes.
     pub(crate) fn keep_exact(&self, slot: usize, exact: Tensor<1>) {
         if let Some(value) = self.values.lock().own[slot].as_mut() {
             value.exact = Some(exact);
@@ -288,15 +286,15 @@ impl Generation {
         self.held(slot).device.without_autodiff()
     }
 
-    /// Makes full parameters on `device` from now on, if the unit is offloaded.
+    /// Creates full parameters on `device` from now on, if the unit is offloaded.
     pub(crate) fn compute_on(&self, device: &Device) {
         if let Some(compute) = self.compute.lock().as_mut() {
             *compute = device.clone().without_autodiff();
         }
     }
 
-    /// Returns the parent in a graph of the full parameter of `slot`: `parent`, the flat leaf that optimizers see, or a new
-    /// leaf where that one is elsewhere (of an offloaded unit) or of another shape.
+    /// Returns the parent in a graph of the full parameter of `slot`: `parent`, the flat leaf that optimizers see. It
+    /// is a new leaf if `parent` is on another device (for an offloaded unit) or has another shape.
     pub(crate) fn leaf(&self, slot: usize, parent: Tensor<1>) -> Tensor<1> {
         let is_flat = self.unit.slots[slot].shown_dims() == 1;
         match is_flat && self.unit.offload.is_none() {
@@ -311,8 +309,8 @@ impl Generation {
         leaf.set_require_grad(self.is_trainable(slot))
     }
 
-    /// Returns a new leaf for the weight that the adapter of `slot` makes, trained if any part of it is; `None` without
-    /// an adapter.
+    /// Returns a new leaf for the weight computed by the adapter of `slot`, trained if any part of it is; `None`
+    /// without an adapter.
     pub(crate) fn adapted_leaf(&self, slot: usize) -> Option<Tensor<1>> {
         let adapter = self.unit.slots[slot].adapter?;
         let parts = [slot, adapter.a, adapter.b];
@@ -321,7 +319,8 @@ impl Generation {
         Some(leaf.set_require_grad(is_trained))
     }
 
-    /// Returns what this rank holds of the parameter of `slot`, in the type and on the device that compute.
+    /// Returns this rank's part of the parameter of `slot`, in the computing type and on the computing
+    /// device.
     pub(crate) fn held_there(&self, slot: usize) -> Tensor<1> {
         let held = self.computing(slot);
         if self.unit.offload.is_none() {
@@ -348,7 +347,7 @@ impl Generation {
         children.retain(|(_, child)| child.strong_count() > 0);
         let open = children.iter().rev().find_map(|(made_by, child)| {
             let child = child.upgrade()?;
-            // What only a backward graph still holds is not a copy that is being made.
+            // A generation that only a backward graph still holds is not a copy that is being made.
             let free = child.values.lock().own[slot].is_none() && child.holders.is_held();
             (*made_by == transition && free).then_some(child)
         });
@@ -376,7 +375,7 @@ impl Generation {
         child
     }
 
-    /// Drops the full parameters, but for this rank's pieces of them where neighbours gather again.
+    /// Drops the full parameters, except for this rank's pieces of them where neighbours gather again.
     pub(crate) fn reshard_after_forward(&self) -> Result<(), Error> {
         let Some(full) = self.life.take_full() else {
             return Ok(());
@@ -391,7 +390,7 @@ impl Generation {
             let elements = slot.partition.num_elements();
             let cut = Partition::flat(elements, neighbours.size()).ok()?;
             let device = full.device();
-            // Read out, so that the piece does not keep the whole alive.
+            // The data is copied, so that the piece does not keep the whole alive.
             let piece = full.slice([cut.range(neighbours.rank())]).into_data();
             let dtype = slot.elements.compute.dtype;
             let piece = Tensor::from_data(piece, (&device, dtype));
@@ -402,7 +401,8 @@ impl Generation {
         Ok(())
     }
 
-    /// Drops the full parameters or cancels their gather, and looks whether they are what was gathered.
+    /// Drops the full parameters or cancels their gather, and checks that they still equal the gathered
+    /// values.
     pub(crate) fn let_go(&self) -> Result<(), Error> {
         let full = self.life.take_full();
         full.map_or(Ok(()), |full| self.check_full(&full))
@@ -419,7 +419,7 @@ impl Generation {
         Ok(())
     }
 
-    /// Returns this rank's pieces among its neighbours, if forward has left them.
+    /// Returns this rank's pieces among its neighbours, if forward has left any.
     pub(crate) fn pieces(&self) -> Option<Slots<Piece>> {
         self.pieces.lock().clone()
     }

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use parking_lot::Mutex;
 
-/// A copy of a module: it keeps its number whatever is done to its parameters, all or some, and a
-/// clone gets another.
+/// A copy of a module. It keeps its number through any operation on all or some of its parameters, and a
+/// clone gets another number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Copied {
     /// The number of the copy, equal for all its parameters.

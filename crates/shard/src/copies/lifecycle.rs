@@ -14,7 +14,7 @@ use crate::slot::Slots;
 pub enum UnitState {
     /// The state in which only the shards exist.
     Sharded,
-    /// The state in which a gather is under way and its memory is taken.
+    /// The state in which a gather is in progress and its memory is allocated.
     Gathering,
     /// The state in which the full parameters exist.
     Unsharded,
@@ -30,7 +30,7 @@ impl fmt::Display for UnitState {
 pub(crate) struct Full {
     /// The tensors.
     pub(crate) tensors: Slots<Tensor<1>>,
-    /// The checksums of what was gathered, where ranks compare bytes.
+    /// The checksums of the gathered tensors, where ranks compare bytes.
     pub(crate) seals: Slots<Seal>,
 }
 
@@ -92,8 +92,8 @@ impl LifeCycle {
         *self.0.lock() = State::Gathering(gather);
     }
 
-    /// Makes the full parameters of the gather under way: `arrive` waits for it and says what else is to be
-    /// known. Returns `None` if no gather is under way. After an error only the shards exist.
+    /// Makes the full parameters of the gather under way: `arrive` waits for it and returns additional
+    /// information. Returns `None` if no gather is under way. After an error only the shards exist.
     pub(crate) fn fill<T>(
         &self,
         arrive: impl FnOnce(Gather) -> Result<(Full, T), Error>,

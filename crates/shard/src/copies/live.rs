@@ -1,4 +1,4 @@
-//! The copies of a unit that are alive, and which of their values belong together.
+//! The live copies of a unit, and which of their values belong together.
 
 use std::sync::{Arc, Weak};
 
@@ -48,8 +48,8 @@ impl Copies {
         }
     }
 
-    /// Returns the values of the copy `copy` of the module: those that it holds, and for what it
-    /// does not hold those of `otherwise`.
+    /// Returns the values of the copy `copy` of the module: those that it holds, and `otherwise`'s for the
+    /// rest.
     pub(crate) fn values_of(
         &self,
         copy: u64,
@@ -81,8 +81,8 @@ impl Copies {
 
     /// Returns the values of the unit in the copy `copy` of the module.
     ///
-    /// A clone of a part of a module knows nothing of the other units: it is taken for the copy that it was
-    /// cloned from, otherwise for the only one there is, and for any if all hold equal values.
+    /// A clone of a part of a module is unrelated to the other units. It is taken for the copy that it was
+    /// cloned from, otherwise for the only existing copy, and for any copy if all hold equal values.
     pub(crate) fn in_copy(&self, copy: Copied) -> Option<Arc<Generation>> {
         let live = self.live();
         let mut copies: Vec<u64> = live.iter().flat_map(|held| held.holders.copies()).collect();
@@ -146,7 +146,7 @@ impl Copies {
         }
     }
 
-    /// Drops what forward has left for the neighbours' gathers.
+    /// Drops the pieces that forward has left for the neighbours' gathers.
     pub(crate) fn drop_pieces(&self) {
         for generation in self.live() {
             generation.drop_pieces();

@@ -12,7 +12,7 @@ use crate::slot::Slots;
 /// The values of a unit, by slot.
 pub(super) struct Values {
     pub(super) own: Slots<Value>,
-    /// Values of siblings that have not moved here (yet): those of the generation before.
+    /// Values of siblings that are still in the previous generation.
     pub(super) inherited: Slots<Value>,
 }
 
@@ -27,7 +27,7 @@ pub(super) struct Value {
     pub(super) node: Option<NodeId>,
     /// The checksum of its bytes when they were written, where ranks compare bytes.
     pub(super) seal: Option<Seal>,
-    /// Its elements in 32 bits, where a sum over many steps is kept and the type of the parameter has 16.
+    /// Its elements in 32 bits, where a sum over many steps is kept and the parameter has a 16-bit type.
     pub(super) exact: Option<Tensor<1>>,
 }
 
@@ -48,8 +48,8 @@ impl Value {
         }
     }
 
-    /// Returns it sealed: anew, unless it is the memory of `before`, which a pass over the module has left as it was. Then its
-    /// elements in 32 bits are the same as well.
+    /// Returns it sealed. The seal is new unless the value shares the memory of `before`, which a pass over the module
+    /// has left unchanged. In that case it also keeps its elements in 32 bits.
     pub(super) fn sealed(mut self, group: &ProcessGroup, before: Option<&Self>) -> Self {
         let exact = before.filter(|before| before.exact.is_some());
         let exact = exact.filter(|before| seal::is_same_memory(&before.plain, &self.plain));

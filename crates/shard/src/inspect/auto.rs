@@ -15,9 +15,9 @@ const CONTAINERS: [&str; 3] = ["Vec", "Array", "Tuple"];
 /// modules with at least `min_params` parameters (elements) that no unit inside them has taken,
 /// children before parents.
 ///
-/// Lists, arrays and tuples never become units, nor does the module itself, which is the root anyway.
-/// What is left over falls to the unit around it. Sizes are those of the whole parameters, also of a
-/// sharded module. Not collective: it depends on the module's structure alone.
+/// Lists, arrays and tuples never become units. Neither does the module itself, which is the root anyway. The
+/// remaining parameters belong to the unit around them. Sizes count whole parameters, also in a sharded
+/// module. Not collective: the result depends only on the module's structure.
 ///
 /// ```
 /// use burn::module::Module;
@@ -51,7 +51,7 @@ pub fn auto_units<M: Module>(module: &M, min_params: usize) -> Vec<String> {
 struct Open {
     /// Elements that no unit inside has taken.
     left: usize,
-    /// The name that Burn gives to its kind of module, known once a part of it is shown. A parameter has none.
+    /// Burn's name for its kind of module, known once a part of it is shown. A parameter has none.
     kind: Option<String>,
 }
 
@@ -59,7 +59,7 @@ struct Sizes {
     min_params: usize,
     open: Vec<Open>,
     units: Vec<String>,
-    /// Ids of what was counted: fields that share a parameter count once.
+    /// Ids of counted parameters: fields that share a parameter count once.
     seen: HashSet<ParamId>,
 }
 

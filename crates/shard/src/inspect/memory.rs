@@ -1,4 +1,4 @@
-//! The memory of a sharded module, and what keeps full weights alive against the policy.
+//! The memory of a sharded module, and full weights that are kept alive against the policy.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -22,22 +22,22 @@ use crate::thrown::{catch, throw};
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Memory {
-    /// Parameters that this rank holds between steps: its shards and what is kept whole.
+    /// Parameters that this rank holds between steps: its shards and the parameters kept whole.
     pub parameters: usize,
-    /// Full parameters, full gradients and transport buffers alive now. Of a device with memory of its
-    /// own only what is on the host for the time of a collective.
+    /// Full parameters, full gradients and transport buffers alive now. For a device with its own memory,
+    /// only the memory on the host during a collective.
     pub unsharded_live: usize,
-    /// The most of them alive at once since the start or the last [`reset_peak`].
+    /// The maximum of `unsharded_live` since the start or the last [`reset_peak`].
     pub unsharded_peak: usize,
-    /// Bytes of gradients that steps without reduction have left on this rank, whole; among those
-    /// alive.
+    /// Bytes of whole gradients that steps without reduction have left on this rank; included in
+    /// `unsharded_live`.
     pub unreduced: usize,
-    /// Memory that is not in use and kept for the next operations, so that they need not ask the
-    /// system for it: [`trim`] gives it back. It was part of the peak once.
+    /// Unused memory that is kept for the next operations, so that they need not ask the system for it:
+    /// [`trim`] returns it. It was part of the peak once.
     pub pooled: usize,
-    /// Copies of forwards and backwards between the host and the device that computes, since the module was sharded.
+    /// Copies of forwards and backwards between the host and the computing device, since the module was sharded.
     pub staged: Staged,
-    /// Units whose full weights outlived their forward though the policy drops them.
+    /// Units whose full weights outlived their forward although the policy drops them.
     pub pinned: Vec<Pinned>,
 }
 
@@ -82,13 +82,13 @@ pub fn memory<M: Module>(module: &M) -> Result<Memory, Error> {
     })
 }
 
-/// Returns the pool of this rank's process groups, once: groups that were split share it.
+/// Returns the pool of this rank's process groups, once: groups that were split share a pool.
 fn pools(roots: &[Arc<Root>]) -> impl Iterator<Item = &BufferPool> {
     roots.iter().take(1).map(|root| root.group.pool())
 }
 
-/// Gives memory that is kept for the next operations back to the system: before an evaluation, say,
-/// or another model.
+/// Returns memory that is kept for the next operations to the system, for example before an evaluation or
+/// another model.
 ///
 /// # Errors
 ///
@@ -105,7 +105,7 @@ pub fn trim<M: Module>(module: &M) -> Result<(), Error> {
 pub struct LiveBytes(Vec<BufferPool>);
 
 impl LiveBytes {
-    /// Returns a reader for the sharded `module`, and for what later steps make of it.
+    /// Returns a reader for the sharded `module`, and for its later versions.
     ///
     /// # Errors
     ///
@@ -121,7 +121,7 @@ impl LiveBytes {
     }
 }
 
-/// Starts the peak of [`Memory::unsharded_peak`] anew from what is alive now.
+/// Restarts the peak of [`Memory::unsharded_peak`] from the memory alive now.
 ///
 /// # Errors
 ///
@@ -133,11 +133,11 @@ pub fn reset_peak<M: Module>(module: &M) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns a loss that reads every float parameter once and computes nothing else: the sum of their
-/// means. What it makes [`memory()`] show is what the parameters cost without activations.
+/// Returns a loss that reads every float parameter once and computes nothing else: the sum of their means.
+/// With it, [`memory()`] shows the cost of the parameters without activations.
 ///
-/// Collective: all ranks call it with the same module. One gather for each unit; its backward does
-/// what any other does.
+/// Collective: all ranks call it with the same module. It makes one gather for each unit, and its backward
+/// works like any other.
 ///
 /// # Errors
 ///
@@ -146,7 +146,7 @@ pub fn dummy_forward<M: Module>(module: &M) -> Result<Tensor<1>, Error> {
     inspect::root_of(module)?;
     let buffers = survey(module)?.buffers;
     let mut means = Means {
-        // A visitor is shown a stand-in, and not what the parameter stands for.
+        // A visitor is shown a stand-in, and not the parameter that it stands for.
         members: inspect::fields(module).into_iter().collect(),
         left_out: buffers,
         sum: None,

@@ -1,4 +1,4 @@
-//! The sharded part of a module: its parameters, by path or not, and its roots.
+//! The sharded part of a module: its parameters, with and without paths, and its roots.
 //!
 //! - `units`: handles of its units. `plan`: its units with their sizes. `order`: the operations of its steps.
 //! - `memory`: its cost in bytes. `names`: the paths of its parameters. `auto`: units by size.
@@ -34,18 +34,18 @@ pub(crate) fn members<M: Module>(module: &M) -> Vec<Member> {
     members
 }
 
-/// Gives the shards of `module` the ids that belong to a record which has just been loaded.
+/// Gives the shards of `module` the ids from a record that has just been loaded.
 ///
-/// Every function of this crate that gets the module does so by itself,
-/// [`backward`](crate::backward) included. It is needed where Burn's own functions come first after
-/// [`Module::load_record`]: groups by ids, or a training loop that never calls one of ours. Does
-/// nothing to a module without shards. Not collective.
+/// Every function of this crate that gets the module does so itself, including [`backward`](crate::backward).
+/// The call is needed where Burn's own functions come first after [`Module::load_record`]: groups by ids, or
+/// a training loop that never calls a function of this crate. Does nothing to a module without shards. Not
+/// collective.
 pub fn settle_ids<M: Module>(module: &M) {
     drop(members(module));
 }
 
-/// Returns the sharded parameters of `module` with their paths in it, in its own order: each once, for the first of the fields
-/// that share it.
+/// Returns the sharded parameters of `module` with their paths in it, in its own order: each once, for the first of the
+/// fields that share it.
 ///
 /// A slot knows only its path in the module that was sharded, which may be a child of this one.
 pub(crate) fn places<M: Module>(module: &M) -> Vec<(String, Member)> {
@@ -54,7 +54,7 @@ pub(crate) fn places<M: Module>(module: &M) -> Vec<(String, Member)> {
     fields
 }
 
-/// Returns the sharded parameters of `module` by path as [`places`] does, for all of the fields that share one.
+/// Returns the sharded parameters of `module` by path as [`places`] does, but for every field that shares one.
 pub(crate) fn fields<M: Module>(module: &M) -> Vec<(String, Member)> {
     let mut paths = Paths::default();
     let members = visit(module, &mut paths);
@@ -64,8 +64,8 @@ pub(crate) fn fields<M: Module>(module: &M) -> Vec<(String, Member)> {
 #[derive(Default)]
 struct Paths {
     sharded: Vec<String>,
-    /// The path of the parameter that was shown last, until what is beside it is entered: after the factors of its adapter
-    /// that is entered once more.
+    /// The path of the parameter that was shown last, until the part next to it is entered. After the factors of its
+    /// adapter that part is entered once more.
     last: Option<String>,
 }
 

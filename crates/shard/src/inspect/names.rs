@@ -7,8 +7,9 @@ use crate::error::Error;
 use crate::inspect;
 use crate::path::{self, Location};
 
-/// Returns the paths of all float tensors of a module, parameters and running states, in its order:
-/// the same before and after sharding, but for the factors of adapters. Initializes nothing; not collective.
+/// Returns the paths of all float tensors of a module, parameters and running states, in its order. They are
+/// the same before and after sharding, except for the factors of adapters. Initializes nothing; not
+/// collective.
 pub fn parameter_paths<M: Module>(module: &M) -> Vec<String> {
     let mut paths = Paths::default();
     inspect::visit(module, &mut paths);
@@ -26,8 +27,8 @@ impl path::Visitor for Paths {
     }
 }
 
-/// Checks that `module` has the parameters that [`parameter_paths`] gave `before` it was sharded or
-/// otherwise treated, under the same paths and in the same order; factors of adapters do not count. Not collective.
+/// Checks that `module` has the parameters that [`parameter_paths`] returned `before` it was sharded or otherwise
+/// changed, under the same paths and in the same order. Factors of adapters do not count. Not collective.
 ///
 /// # Errors
 ///

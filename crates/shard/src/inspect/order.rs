@@ -9,7 +9,7 @@ use crate::schedule::Operation;
 /// The recorded order of a module's operations.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Order {
-    /// The operations, a line each, in the order in which every rank issues them.
+    /// The operations, one per line, in the order in which every rank issues them.
     pub operations: Vec<String>,
     /// The hash of the order, equal on ranks with equal orders.
     pub hash: u64,
@@ -25,8 +25,8 @@ impl std::fmt::Display for Order {
     }
 }
 
-/// Returns the number of backwards of a sharded module that were [audited](crate::ShardPolicy::audit) to their end and found
-/// right.
+/// Returns the number of backwards of a sharded module that were [audited](crate::ShardPolicy::audit) to their end and
+/// found right.
 ///
 /// # Errors
 ///

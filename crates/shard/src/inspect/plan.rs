@@ -51,9 +51,10 @@ impl WrapPlan {
         self.units.iter().map(|unit| unit.held).sum()
     }
 
-    /// Returns the most bytes of full parameters and full gradients to expect at once: those of the
-    /// units that keep them, twice (the gradients live with them), and those of the largest of the
-    /// others twice without prefetching, else `3 + prefetch` times.
+    /// Returns the maximum of full parameters and full gradients to expect at once, in bytes. It is the sum
+    /// of two parts. The units that keep their parameters count twice, because their gradients live at the
+    /// same time. The largest of the other units counts twice without prefetching, otherwise `3 + prefetch`
+    /// times.
     pub fn unsharded_peak(&self) -> usize {
         let kept = self.units.iter().filter(|unit| unit.keeps_unsharded);
         let kept: usize = kept.map(|unit| unit.unsharded).sum();
@@ -165,10 +166,10 @@ fn bytes(count: usize) -> String {
     }
 }
 
-/// Returns the number of parameters (elements) of the whole module, sharded or not. One that several fields share (one id)
-/// counts once.
+/// Returns the number of parameters (elements) of the whole module, sharded or not. A parameter that several fields
+/// share (one id) counts once.
 ///
-/// Burn's own `Module::num_params` counts every parameter of a sharded module and its shard.
+/// For a sharded module, Burn's own `Module::num_params` counts both every parameter and its shard.
 pub fn num_params<M: Module>(module: &M) -> usize {
     let mut count = Count::default();
     inspect::visit(module, &mut count);

@@ -1,4 +1,4 @@
-//! The public handle of a unit: its state, and what may be switched between steps.
+//! The public handle of a unit: its state, and its switches between steps.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,8 +16,8 @@ use crate::unit::Unit;
 
 /// One unit of a sharded module: the module's own copy of it.
 ///
-/// Switches hold from the next step on. All ranks must switch alike; ranks whose operations differ
-/// by it get `Error::Mismatch` from the next one.
+/// Switches hold from the next step on. All ranks must switch alike; ranks whose operations differ because of
+/// a switch get `Error::Mismatch` from the next one.
 #[derive(Clone)]
 pub struct UnitHandle {
     unit: Arc<Unit>,
@@ -102,8 +102,8 @@ impl UnitHandle {
         self.unit.slots.iter().map(|slot| slot.path.as_str())
     }
 
-    /// Sets whether gradients are reduced after backward. Otherwise they stay on this rank, whole,
-    /// and the next reduction takes their sum along. A forward and its backward must see the same.
+    /// Sets whether gradients are reduced after backward. Otherwise they stay on this rank, whole, and the
+    /// next reduction includes their sum. A forward and its backward must see the same setting.
     ///
     /// # Errors
     ///
@@ -113,8 +113,8 @@ impl UnitHandle {
         self.switch(&self.unit.switches.sync, sync)
     }
 
-    /// Sets whether reduced gradients cross to the replicas of a hybrid mesh. Otherwise they wait
-    /// on the shards, and the next reduction takes their sum along.
+    /// Sets whether reduced gradients cross to the replicas of a hybrid mesh. Otherwise they wait on the
+    /// shards, and the next reduction includes their sum.
     ///
     /// # Errors
     ///
@@ -158,8 +158,8 @@ impl UnitHandle {
         Ok(())
     }
 
-    /// Starts to gather the full parameters, ahead of their use. Whoever touches one of them waits
-    /// for it; [`Unsharding::wait`] does so now.
+    /// Starts to gather the full parameters, ahead of their use. The first access to one of them waits for
+    /// the gather; [`Unsharding::wait`] waits immediately.
     ///
     /// Collective.
     ///
@@ -172,20 +172,20 @@ impl UnitHandle {
         Ok(Unsharding(self))
     }
 
-    /// Drops the full parameters, or cancels their gather. Tensors made of them live on.
+    /// Drops the full parameters, or cancels their gather. Tensors computed from them live on.
     ///
     /// # Errors
     ///
-    /// [`Error::State`] inside a backward; [`Error::Collective`] if they have changed by themselves, where ranks compare
+    /// [`Error::State`] inside a backward; [`Error::Collective`] if they have been corrupted, where ranks compare
     /// bytes.
     pub fn reshard(&self) -> Result<(), Error> {
         self.root.expect_outside_backward(ADVICE)?;
         self.generation.let_go()
     }
 
-    /// Sets what its gradients are divided by from the next reduction on, in place of
-    /// [`ShardPolicy::divide_factors`](crate::ShardPolicy::divide_factors): `None` for the number of ranks. The gradients of
-    /// steps without a reduction that still wait are divided by these factors, too. All ranks must set the same.
+    /// Sets the divisors of its gradients from the next reduction on, in place of
+    /// [`ShardPolicy::divide_factors`](crate::ShardPolicy::divide_factors); `None` for the number of ranks. These
+    /// factors also divide gradients of earlier steps without a reduction that still wait. All ranks must set the same.
     ///
     /// # Errors
     ///
@@ -219,13 +219,13 @@ impl UnitHandle {
 
 const ADVICE: &str = "switch units between steps, not inside a backward";
 
-/// A gather that was asked for by hand. Dropping it leaves the gather under way.
+/// A gather that the program has asked for. Dropping it leaves the gather under way.
 #[derive(Debug)]
 #[must_use = "the gather goes on without it, but its errors come later"]
 pub struct Unsharding<'a>(&'a UnitHandle);
 
 impl Unsharding<'_> {
-    /// Waits until the full parameters are there.
+    /// Waits until the full parameters exist.
     ///
     /// # Errors
     ///
@@ -235,12 +235,12 @@ impl Unsharding<'_> {
     }
 }
 
-/// Runs `body` without reducing gradients: they stay on this rank, whole, and the next backward
-/// outside reduces the sum. Saves the traffic of all micro-batches but the last, and costs full
-/// gradients on every rank: [`Memory::unreduced`](crate::Memory::unreduced).
+/// Runs `body` without reducing gradients: they stay on this rank, whole, and the next backward outside
+/// reduces the sum. This saves the traffic of all micro-batches but the last, and costs full gradients on
+/// every rank: [`Memory::unreduced`](crate::Memory::unreduced).
 ///
-/// The gradients of a backward inside are empty: there is nothing for the optimizer yet. Forward and
-/// backward both belong inside.
+/// The gradients of a backward inside are empty: the optimizer has nothing to do yet. Forward and backward
+/// both belong inside.
 ///
 /// All ranks must do so alike.
 ///
@@ -267,7 +267,7 @@ pub fn no_sync<M: Module, T>(module: &M, body: impl FnOnce() -> T) -> Result<T, 
     }
 }
 
-/// A guard that puts switches back, also when the body unwinds.
+/// A guard that restores switches, also when the body unwinds.
 struct Restore {
     units: Vec<UnitHandle>,
     before: Vec<bool>,
@@ -281,8 +281,8 @@ impl Drop for Restore {
     }
 }
 
-/// Returns the units of which no rank used any parameter in the last complete step: modules that
-/// the forward does not reach, say.
+/// Returns the units whose parameters no rank used in the last complete step, such as modules that the
+/// forward does not reach.
 ///
 /// # Errors
 ///

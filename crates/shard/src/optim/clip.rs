@@ -17,7 +17,7 @@ use crate::transport;
 pub struct Clipped {
     /// The gradients, scaled where needed.
     pub gradients: GradientsParams,
-    /// The norm of all gradients before, the same on all ranks.
+    /// The norm of all gradients before clipping, the same on all ranks.
     pub total_norm: f64,
     /// The factor by which they were multiplied: `max_norm / (total_norm + 1e-6)`, at most 1.
     pub coefficient: f64,
@@ -25,12 +25,12 @@ pub struct Clipped {
 
 /// Returns the norm of all gradients of a sharded module taken as one vector, the same on all ranks.
 ///
-/// Each parameter counts once: of a sharded one the elements of all ranks, of one kept whole those
-/// that every rank holds alike, of a parameter that no unit manages the gradient of rank 0. Without
-/// any gradient it is 0.
+/// Each parameter counts once. A sharded parameter counts with the elements of all ranks, and one kept whole
+/// with the elements that every rank holds alike. A parameter that no unit manages counts with rank 0's
+/// gradient. Without any gradient the norm is 0.
 ///
-/// Collective over all ranks of the module, between steps: one all-reduce of one number for each
-/// group that parameters are sharded over.
+/// Collective over all ranks of the module, between steps: one all-reduce of one number for each group that
+/// parameters are sharded over.
 ///
 /// # Errors
 ///
@@ -84,20 +84,19 @@ pub fn grad_norm<M: Module>(
     Ok(measure.root(total))
 }
 
-/// Scales all gradients of a sharded module so that their norm, taken as one vector, is at most
-/// `clip`'s, and returns them with the norm that they had. Clip after
-/// [`backward`](crate::backward) and, in half precision, after
-/// [`LossScaler::unscale`](crate::LossScaler::unscale), before the optimizer's step.
+/// Scales all gradients of a sharded module so that their norm, taken as one vector, is at most `clip`'s, and
+/// returns them with their previous norm. Clip after [`backward`](crate::backward) and before the optimizer's
+/// step; in half precision, also after [`LossScaler::unscale`](crate::LossScaler::unscale).
 ///
 /// Burn's own gradient clipping by norm clips each shard by itself, which
-/// [`check_elementwise`](crate::check_elementwise) refuses. See [`grad_norm`] for what is counted.
+/// [`check_elementwise`](crate::check_elementwise) refuses. See [`grad_norm`] for the gradients that count.
 ///
 /// Collective over all ranks of the module, between steps: the all-reduces of [`grad_norm`].
 ///
 /// # Errors
 ///
 /// As [`grad_norm`]; [`Error::Option`] for a `max_norm` that is negative or not a number;
-/// [`Error::NonFiniteNorm`] if asked for.
+/// [`Error::NonFiniteNorm`] if requested.
 pub fn clip_grad_norm<M: Module>(
     module: &M,
     gradients: GradientsParams,
@@ -115,7 +114,7 @@ pub fn clip_grad_norm<M: Module>(
         return Err(nonfinite(module, &gradients, total_norm));
     }
     let coefficient = clip.coefficient(total_norm);
-    // By 1 nothing changes; a NaN is to show.
+    // A factor of 1 changes nothing; a NaN must show.
     let gradients = match coefficient == 1.0 {
         true => gradients,
         false => gradients::scaled(module, gradients, coefficient)?,
@@ -166,7 +165,7 @@ pub(crate) fn all_reduce(
     Ok(f64::from_ne_bytes(bytes))
 }
 
-/// Returns what the elements of a gradient contribute to a norm.
+/// Returns the contribution of a gradient's elements to a norm.
 fn contribution(measure: Measure, flat: &Tensor<1>) -> f64 {
     let flat = match flat.dtype() {
         DType::F32 | DType::F64 => flat.clone(),

@@ -19,7 +19,7 @@ const NUM_STEPS: usize = 3;
 #[derive(Debug, Clone, Copy)]
 enum Gradients {
     Small,
-    /// Beyond any threshold of clipping by norm, while the square is still a number, as far as the type goes.
+    /// Beyond any threshold of clipping by norm, while the square is still finite, as far as the type allows.
     Large,
     /// Large in the first half of the matrix, small in the second.
     Halves,
@@ -38,23 +38,24 @@ impl Gradients {
     }
 }
 
-/// Checks that `optimizer` updates a shard as it would update these elements of the whole
+/// Checks that `optimizer` updates a shard exactly as it would update the same elements of the whole
 /// parameter, for every trainable parameter of a sharded module.
 ///
-/// Burn does not tell which optimizer a [`ModuleOptimizer`] holds, and it may hold several, by
-/// groups. So a copy of it, without its state, steps a small matrix whole and in two shards, under
-/// the path and id of each parameter. Optimizers that compute with whole tensors (Muon, Adafactor,
-/// LAMB, Burn's gradient clipping by norm) give other bits: they take parameters with
-/// [one owner](crate::ShardPolicy::one_owner), which are not tried, as nothing is that is whole. Burn's `LBFGS` is not a
-/// `ModuleOptimizer`; it needs the whole model and cannot be used with shards either.
+/// Burn does not tell which optimizer a [`ModuleOptimizer`] holds, and it may hold several, by groups. So a copy of it,
+/// without its state, steps a small matrix whole and in two shards, under the path and id of each parameter. Optimizers
+/// that compute with whole tensors (Muon, Adafactor, LAMB, Burn's gradient clipping by norm) give other bits. They need
+/// parameters with [one owner](crate::ShardPolicy::one_owner). These are not tried, and neither is any other whole
+/// parameter. Burn's `LBFGS` is not a `ModuleOptimizer`; it needs the whole model and cannot be used with shards
+/// either.
 ///
-/// The first step with gradients from [`backward`](crate::backward) tries the optimizer at each parameter by
-/// itself, but cannot see groups by ids. Call this for an optimizer with groups by ids, for another optimizer of
-/// the same parameters, and in a loop that calls Burn's own backward or accumulates gradients, where no step
-/// can be told from another map. Checkpoints and the file-backed optimizer of `burn-fsdp` do so by themselves.
+/// The first step with gradients from [`backward`](crate::backward) tries the optimizer at each parameter
+/// automatically, but cannot see groups by ids. Call this function for an optimizer with groups by ids, and for
+/// another optimizer of the same parameters. Also call it in a loop that calls Burn's own backward or
+/// accumulates gradients, where a step cannot be told from another map. Checkpoints and the file-backed
+/// optimizer of `burn-fsdp` call it themselves.
 ///
-/// Not collective: all ranks come to the same verdict. It costs a few small steps for each parameter;
-/// call it once, before training.
+/// Not collective: all ranks reach the same verdict. It costs a few small steps for each parameter; call it
+/// once, before training.
 ///
 /// # Errors
 ///
@@ -63,7 +64,7 @@ pub fn check_elementwise<M: Module>(module: &M, optimizer: &ModuleOptimizer) -> 
     let roots = inspect::roots_of(module)?;
     for (path, member) in inspect::places(module) {
         let slot = member.slot();
-        // What is whole and has its own shape is to the optimizer what it was before.
+        // A whole parameter in its own shape is the same to the optimizer as before.
         if !slot.is_flattened() || !member.generation.is_trainable(member.index) {
             continue;
         }
@@ -82,12 +83,12 @@ pub fn check_elementwise<M: Module>(module: &M, optimizer: &ModuleOptimizer) -> 
     Ok(())
 }
 
-/// Runs [`check_elementwise`], the first time that it is called with this module or what later steps made of
-/// it; afterwards it costs nothing. What gets module and optimizer anyway, as checkpoints do, calls it.
+/// Runs [`check_elementwise`] on the first call with this module or a later version of it; afterwards it
+/// costs nothing. Functions that get both module and optimizer, such as those for checkpoints, call it.
 ///
 /// # Errors
 ///
-/// As there.
+/// As [`check_elementwise`].
 pub fn check_elementwise_once<M: Module>(
     module: &M,
     optimizer: &ModuleOptimizer,
@@ -102,15 +103,15 @@ pub fn check_elementwise_once<M: Module>(
     Ok(())
 }
 
-/// Checks that the optimizers of all ranks do the same, for every trainable parameter of a sharded module: ranks that
-/// step their shards at other betas train a model that nobody configured, in silence.
+/// Checks that the optimizers of all ranks do the same, for every trainable parameter of a sharded module. Ranks that
+/// step their shards with different betas silently train a model that nobody configured.
 ///
-/// Burn shows nothing of an optimizer's settings. So a copy of it, without its state, makes a few steps with a small matrix under
-/// the path and id of each parameter, and ranks compare the bits. The learning rate is given with each step, and not
-/// compared.
+/// Burn does not show an optimizer's settings. So a copy of it, without its state, makes a few steps with a small
+/// matrix under the path and id of each parameter, and ranks compare the bits. The learning rate is an argument of each
+/// step, and is not compared.
 ///
-/// Collective over all ranks of the module, between steps: one exchange of 8 bytes for each parameter. Where ranks are threads
-/// that run one program, it has nothing to find.
+/// Collective over all ranks of the module, between steps: one exchange of 8 bytes for each parameter. Where ranks are
+/// threads that run one program, there is no difference to find.
 ///
 /// # Errors
 ///
@@ -145,12 +146,12 @@ struct Trial<'a> {
     id: ParamId,
     path: Vec<String>,
     device: Device,
-    /// The element type of the parameter, which need not be that of the device.
+    /// The element type of the parameter, which may differ from the device's.
     dtype: DType,
 }
 
 impl<'a> Trial<'a> {
-    /// Returns the trial of an optimizer at the parameter of this path.
+    /// Returns the trial of an optimizer at the parameter with this path.
     fn of(optimizer: &'a ModuleOptimizer, path: &str, member: &Member) -> Self {
         Self {
             optimizer,
@@ -161,10 +162,10 @@ impl<'a> Trial<'a> {
         }
     }
 
-    /// Returns true if the matrix and its shards, in rows and flat, come to the same bits.
+    /// Returns true if the matrix and its shards, in rows and flat, get the same bits.
     fn passes(&self, num_shards: usize, gradients: Gradients) -> bool {
         let Some(whole) = self.run::<2>([SIDE, SIDE], 0, gradients) else {
-            // It does not take a matrix at all, sharded or not: its own error will say so.
+            // It does not take a matrix at all, sharded or not; its own error will report that.
             return true;
         };
         let shards = |shape: &dyn Fn(usize) -> Option<Vec<u8>>| {
@@ -175,12 +176,12 @@ impl<'a> Trial<'a> {
                 shape(start).as_deref() == Some(&whole[start * size..][..len * size])
             })
         };
-        // In rows first: what needs two dimensions then fails without a panic's message.
+        // Rows come first: an optimizer that needs two dimensions then fails without a panic message.
         shards(&|start| self.run([SIDE / num_shards, SIDE], start, gradients))
             && shards(&|start| self.run([LEN / num_shards], start, gradients))
     }
 
-    /// Returns the bits that the elements from `start` on have after some steps; `None` after a panic.
+    /// Returns the bits of the elements from `start` on after some steps; `None` after a panic.
     fn run<const D: usize>(
         &self,
         shape: [usize; D],
@@ -215,7 +216,7 @@ impl<'a> Trial<'a> {
     }
 }
 
-/// A module of one parameter, at any path: what an optimizer takes for that parameter of a larger module.
+/// A module of one parameter, at any path: an optimizer's argument for that parameter of a larger module.
 #[derive(Debug, Clone)]
 pub struct Probe<const D: usize> {
     path: Vec<String>,

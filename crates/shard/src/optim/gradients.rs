@@ -1,4 +1,4 @@
-//! The gradients of a module one by one, and who else holds each.
+//! The gradients of a module one by one, and the ranks that hold each.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -22,7 +22,7 @@ pub(crate) enum Share {
     Shard(ProcessGroup),
     /// All ranks, with the same elements: the parameter is kept whole, its gradient was reduced.
     Everywhere,
-    /// Each rank, with a gradient of its own: no unit manages the parameter.
+    /// Each rank, with its own gradient: no unit manages the parameter.
     Local,
 }
 
@@ -51,7 +51,8 @@ pub(crate) fn entries<M: Module>(module: &M, gradients: &GradientsParams) -> Vec
     entries
 }
 
-/// Returns the gradients, multiplied by `factor`. What belongs to no parameter of `module` is left as it is.
+/// Returns the gradients, multiplied by `factor`. Gradients that belong to no parameter of `module` are left
+/// unchanged.
 pub(crate) fn scaled<M: Module>(
     module: &M,
     mut gradients: GradientsParams,
@@ -67,8 +68,8 @@ pub(crate) fn scaled<M: Module>(
     scaled.map(|()| gradients)
 }
 
-/// Returns the groups among which gradients of `module` are cut, each once; with `root`, that of
-/// all its ranks, if a parameter is not managed or there is no other group. A property of the
+/// Returns the groups among which gradients of `module` are cut, each once. `root`, the group of all its
+/// ranks, is added if a parameter is not managed or there is no other group. The result is a property of the
 /// module, equal on all ranks whatever gradients they have.
 pub(crate) fn groups<M: Module>(module: &M, root: &ProcessGroup) -> Vec<ProcessGroup> {
     let mut groups: Vec<ProcessGroup> = Vec::new();
@@ -92,8 +93,9 @@ pub(crate) fn groups<M: Module>(module: &M, root: &ProcessGroup) -> Vec<ProcessG
     groups
 }
 
-/// Returns the groups of which a rank [owns](crate::ShardPolicy::one_owner) a parameter of `module` alone, each once, in the
-/// order of the module: equal on all ranks. What such a rank's optimizer keeps, the others of the group can only be told.
+/// Returns the groups in which a single rank [owns](crate::ShardPolicy::one_owner) a parameter of `module`, each once,
+/// in the order of the module: equal on all ranks. Other ranks of the group know the state of the owner's optimizer
+/// only if it tells them.
 ///
 /// Not collective.
 pub fn owner_groups<M: Module>(module: &M) -> Vec<ProcessGroup> {
@@ -108,7 +110,8 @@ pub fn owner_groups<M: Module>(module: &M) -> Vec<ProcessGroup> {
     groups
 }
 
-/// Returns, for each sharded parameter of `module` in its order, the path and the unit, by the name that [`UnitGradients`] has.
+/// Returns the path and the unit of each sharded parameter of `module` in its order, with the unit's name as in
+/// [`UnitGradients`].
 ///
 /// Not collective.
 pub fn units_of_params<M: Module>(module: &M) -> Vec<(String, String)> {
@@ -126,7 +129,7 @@ pub fn shard_groups<M: Module>(module: &M) -> Vec<(String, ProcessGroup)> {
     groups.collect()
 }
 
-/// Returns true if both are this rank's end of one group.
+/// Returns true if both are this rank's handle of one group.
 pub(crate) fn is_same(one: &ProcessGroup, other: &ProcessGroup) -> bool {
     one == other
 }
@@ -134,8 +137,9 @@ pub(crate) fn is_same(one: &ProcessGroup, other: &ProcessGroup) -> bool {
 /// Returns the paths of the parameters of `module` that have a gradient on this rank, in the order
 /// of the module.
 ///
-/// Not collective. A gradient of a sharded parameter is there on all ranks or on none, also on ranks
-/// whose shard is empty; that of a parameter with [one owner](crate::ShardPolicy::one_owner) on its owner alone.
+/// Not collective. A gradient of a sharded parameter exists on all ranks or on none, also on ranks whose shard
+/// is empty. The gradient of a parameter with [one owner](crate::ShardPolicy::one_owner) exists only on its
+/// owner.
 pub fn params_with_gradient<M: Module>(module: &M, gradients: &GradientsParams) -> Vec<String> {
     let entries = entries(module, gradients);
     entries.into_iter().map(|entry| entry.path).collect()
@@ -152,10 +156,10 @@ pub struct UnitGradients {
     pub gradients: GradientsParams,
 }
 
-/// Divides the gradients of `module` by unit, in the order in which the module first names a
-/// parameter of each: for optimizers that step unit by unit. The parameters that no unit manages
-/// come last; units without a gradient are left out, but for those of which a rank
-/// [owns](crate::ShardPolicy::one_owner) a trained parameter: it alone has the gradient, and all ranks step alike.
+/// Divides the gradients of `module` by unit, in the order in which the module first names a parameter of each,
+/// for optimizers that step unit by unit. The parameters that no unit manages come last. Units without a gradient
+/// are left out, except those in which a rank [owns](crate::ShardPolicy::one_owner) a trained parameter: only the
+/// owner has the gradient, and all ranks must step alike.
 ///
 /// Not collective. Gradients that belong to no parameter of `module` are dropped.
 pub fn gradients_by_unit<M: Module>(
@@ -196,7 +200,7 @@ struct Parameter<'a> {
     by_rank: ByRank,
 }
 
-/// The functions for a gradient, for the number of dimensions that the parameter has.
+/// The functions for a gradient, for the parameter's number of dimensions.
 #[derive(Clone, Copy)]
 struct ByRank {
     get: fn(&GradientsParams, ParamId) -> Option<Tensor<1>>,
@@ -231,8 +235,8 @@ impl Parameter<'_> {
         (self.by_rank.get)(gradients, self.id)
     }
 
-    /// Scales its gradient. Where ranks compare bytes, looks before whether it is what has arrived, and seals what is made
-    /// of it.
+    /// Scales its gradient. Where ranks compare bytes, first checks that it still has the bytes that arrived, and seals
+    /// the result.
     fn scale_sealed(
         &self,
         roots: &[Arc<Root>],
@@ -288,8 +292,8 @@ impl Parameter<'_> {
     }
 }
 
-/// Calls `body` for each parameter of `module`, managed or not, in its order; running states are
-/// among those that are not.
+/// Calls `body` for each parameter of `module`, managed or not, in its order; running states are among the
+/// parameters that are not managed.
 fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
     let mut members = inspect::fields(module).into_iter().peekable();
     let mut plain = Plain::default();
@@ -308,7 +312,7 @@ fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
             member,
             by_rank: match member {
                 Some(member) if member.slot().is_flattened() => ByRank::of::<1>(),
-                // That of the stand-in, which has as many dims.
+                // The stand-in's functions, because it has as many dims.
                 _ => *by_rank,
             },
         };

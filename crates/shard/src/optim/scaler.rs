@@ -11,12 +11,12 @@ use crate::inspect;
 use crate::optim::clip;
 use crate::optim::gradients;
 
-/// A scaler of the loss, which keeps small gradients of `f16` from vanishing: the loss is
-/// multiplied by a scale, the gradients are divided by it, and a step in which a gradient
-/// overflowed on *any* rank is skipped on *all*, with a smaller scale from there on.
+/// A scaler of the loss, which keeps small gradients of `f16` from vanishing. The loss is multiplied by a
+/// scale, and the gradients are divided by it. If a gradient overflowed on *any* rank, the step is skipped on
+/// *all*, and later steps have a smaller scale.
 ///
-/// A scaler that looks at one rank's gradients is wrong with sharding: each rank sees only its
-/// shards, and ranks would skip different steps. With `bf16` and `f32` no scaling is needed.
+/// A scaler that checks only one rank's gradients is wrong with sharding: each rank sees only its shards, and
+/// ranks would skip different steps. With `bf16` and `f32` no scaling is needed.
 ///
 /// ```no_run
 /// # use burn::{module::Module, optim::ModuleOptimizer, tensor::Tensor};
@@ -48,7 +48,7 @@ impl Default for LossScaler {
 }
 
 impl LossScaler {
-    /// Returns a scaler at its initial scale. All ranks make the same.
+    /// Returns a scaler at its initial scale. All ranks must create the same.
     ///
     /// # Errors
     ///
@@ -72,14 +72,14 @@ impl LossScaler {
         }
     }
 
-    /// Goes on from the state of a checkpoint.
+    /// Continues from the state of a checkpoint.
     #[must_use]
     pub fn restored(mut self, state: LossScalerState) -> Self {
         self.state = state;
         self
     }
 
-    /// Returns the state to put into a checkpoint.
+    /// Returns the state for a checkpoint.
     pub fn state(&self) -> LossScalerState {
         self.state
     }
@@ -95,15 +95,14 @@ impl LossScaler {
     }
 
     /// Returns the gradients divided by the scale, or `None` if any rank has one that is infinite or not a
-    /// number: then the step is to be skipped. The scale for the next step is set either way. Call it once for
-    /// each step of the optimizer, when all micro-batches have been accumulated.
+    /// number; skip the step then. The scale for the next step is set either way. Call it once for each step
+    /// of the optimizer, when all micro-batches have been accumulated.
     ///
     /// Collective over all ranks of the module: one all-reduce of one number.
     ///
     /// # Errors
     ///
-    /// [`Error::NotSharded`]; [`Error::LossScale`] when the scale has come to nothing; a failed
-    /// collective.
+    /// [`Error::NotSharded`]; [`Error::LossScale`] when the scale has become too small; a failed collective.
     pub fn unscale<M: Module>(
         &mut self,
         module: &M,

@@ -12,13 +12,13 @@ use crate::parameter::current::{Current, current};
 use crate::thrown::throw;
 use crate::transport;
 
-/// An optimizer of Burn that seals the states that it keeps of sharded parameters, and looks at each step whether they are
-/// what it has written, where ranks compare bytes ([`Check::Agreement`](burn_fsdp_collectives::Check::Agreement)); elsewhere
-/// it is the optimizer alone. A state that has changed ends the step with
-/// [`AlteredAtRest`](burn_fsdp_collectives::Error::AlteredAtRest), which [`catch`](crate::catch) makes a value.
+/// An optimizer of Burn that seals its states of sharded parameters. Where ranks compare bytes
+/// ([`Check::Agreement`](burn_fsdp_collectives::Check::Agreement)), it checks at each step that they still have the
+/// bytes it wrote; elsewhere it only steps the inner optimizer. A state that has changed ends the step with
+/// [`AlteredAtRest`](burn_fsdp_collectives::Error::AlteredAtRest), which [`catch`](crate::catch) turns into a value.
 ///
-/// Records are those of the optimizer. States are sealed from the first step on that writes them: what a record has loaded
-/// is not, until then. States on devices with memory of their own are never.
+/// Records are the inner optimizer's. States are sealed from the first step that writes them; a state loaded from a
+/// record is not sealed until then. States on devices with their own memory are never sealed.
 ///
 /// ```
 /// use burn::optim::{AdamWConfig, ModuleOptimizer};
@@ -36,18 +36,19 @@ impl<O: Optimizer> SealedOptimizer<O> {
     }
 }
 
-/// The state of a [`SealedOptimizer`]: that of its optimizer, taken apart and sealed from one step to the next.
+/// The state of a [`SealedOptimizer`]: its inner optimizer's state, taken apart and sealed from one step to the
+/// next.
 #[derive(Debug, Clone)]
 pub struct SealedState<S>(Form<S>);
 
 #[derive(Debug, Clone)]
 enum Form<S> {
-    /// As the optimizer has it: of a record, or where ranks do not compare bytes.
+    /// In the optimizer's form: from a record, or where ranks do not compare bytes.
     Whole(S),
     /// In parts, each with its seal.
     Apart {
         tensors: Vec<(String, TensorData, Option<Seal>)>,
-        /// The numbers beside them.
+        /// The numbers in addition to the tensors.
         rest: Arc<StateSink>,
     },
 }
@@ -101,7 +102,7 @@ impl<S: RecordState> SealedState<S> {
         Self(Form::Apart { tensors, rest })
     }
 
-    /// Returns the state of the optimizer, which is what was sealed; `None` if it cannot be put together.
+    /// Returns the state of the optimizer, checked against the seals; `None` if it cannot be put together.
     fn checked(self, current: Option<&Current>, device: &Device) -> Result<Option<S>, Error> {
         let (tensors, rest) = match self.0 {
             Form::Whole(state) => return Ok(Some(state)),
@@ -124,7 +125,7 @@ impl<S: RecordState> SealedState<S> {
     }
 }
 
-/// Flips a bit of a state, if a fault says so.
+/// Flips a bit of a state, if an injected fault asks for it.
 fn flip_if_told(group: &ProcessGroup, data: &mut TensorData) {
     if let Some(bit) = group.flips(At::State, data.as_bytes().len()) {
         let mut bytes = data.as_bytes().to_vec();
@@ -133,7 +134,7 @@ fn flip_if_told(group: &ProcessGroup, data: &mut TensorData) {
     }
 }
 
-/// That of the optimizer: seals are of one run.
+/// The record is the optimizer's: seals belong to one run.
 impl<S: RecordState> RecordState for SealedState<S> {
     fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
         match &self.0 {

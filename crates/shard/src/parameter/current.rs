@@ -1,4 +1,4 @@
-//! The parameter that an optimizer works on, which Burn does not tell it.
+//! The parameter that an optimizer works on, which Burn does not pass to it.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;

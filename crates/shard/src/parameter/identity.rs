@@ -1,16 +1,15 @@
 //! The ids by which optimizers, gradients and groups know a sharded parameter.
 //!
-//! To Burn a sharded parameter is two: the stand-in in the module's field, and the shard beside it.
-//! They must not have one id, because an optimizer takes the gradient of an id at the first of them
-//! that it meets. The shard has the id that the parameter had before it was sharded: groups made
-//! then go on to match, and the optimizer keeps its state under it. The stand-in has the
-//! [`counterpart`] of that id, which is what records hold.
+//! To Burn a sharded parameter is two: the stand-in in the module's field, and the shard next to it. They
+//! must not share an id, because an optimizer takes the gradient of an id at the first of them that it meets.
+//! The shard has the id that the parameter had before it was sharded: groups made then still match, and the
+//! optimizer keeps its state under it. The stand-in has the [`counterpart`] of that id, which records hold.
 //!
-//! Loading a record gives the stand-in the id in the record, which Burn does not show to the shard.
-//! Its id is *unsettled* then, until the engine next walks over the module, where it sees both:
-//! [`backward`](crate::backward) at the latest. From there on the shard has the counterpart of
-//! the loaded id: of a record of a sharded module that is the id of the shard that was recorded, so
-//! the state of the optimizer that was recorded beside it is found.
+//! Loading a record gives the stand-in the id in the record, which Burn does not show to the shard. The
+//! shard's id is *unsettled* then. The engine's next walk over the module, at the latest in
+//! [`backward`](crate::backward), sees both and gives the shard the counterpart of the loaded id. In a record
+//! of a sharded module that is the id of the recorded shard, so the optimizer state recorded with it is
+//! found.
 
 use std::sync::Arc;
 use std::sync::Once;
@@ -20,7 +19,7 @@ use burn::module::ParamId;
 
 /// The difference between the two ids of a pair of stand-in and shard.
 const COUNTERPART: u64 = 0x5be0_cd19_137e_2179;
-/// The difference of an unsettled id from all that a record may hold.
+/// The difference between an unsettled id and all ids that a record may hold.
 const UNSETTLED: u64 = 0x1f83_d9ab_fb41_bd6b;
 
 /// Returns the other id of a pair of stand-in and shard.
@@ -51,7 +50,7 @@ impl Identity {
         }))
     }
 
-    /// Returns the identity of a shard whose stand-in has just been given another id by a record.
+    /// Returns the identity of a shard whose stand-in has just received another id from a record.
     pub(crate) fn unsettled(&self) -> Self {
         match self.is_settled() {
             true => Self::with(ParamId::from(self.id().val() ^ UNSETTLED), false),
@@ -64,7 +63,7 @@ impl Identity {
         ParamId::from(self.0.id.load(Ordering::Relaxed))
     }
 
-    /// Settles the id by that of the stand-in, if it is unsettled, and returns it.
+    /// Settles the id by the stand-in's, if it is unsettled, and returns it.
     pub(crate) fn settle(&self, stand_in: ParamId) -> ParamId {
         if !self.is_settled() {
             let id = counterpart(stand_in);
@@ -78,8 +77,8 @@ impl Identity {
         self.0.is_settled.load(Ordering::Relaxed)
     }
 
-    /// Returns the id for one of Burn's own walks. Warns once if it is unsettled: the walk would
-    /// not find state that was loaded beside a record.
+    /// Returns the id for one of Burn's own walks. Warns once if it is unsettled: the walk would not find
+    /// state that was loaded together with a record.
     pub(crate) fn shown(&self, path: &str) -> ParamId {
         static WARNED: Once = Once::new();
         if !self.is_settled() {

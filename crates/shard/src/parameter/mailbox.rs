@@ -1,4 +1,4 @@
-//! The message that the walk under way leaves at a stand-in for the shard beside it.
+//! The message that the current walk leaves at a stand-in for the shard next to it.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -7,7 +7,8 @@ use burn::tensor::Tensor;
 
 use crate::unit::Unit;
 
-/// A message of a stand-in that is being loaded or recorded to the shard beside it, which Burn comes to next.
+/// A message from a stand-in that is being loaded or recorded to the shard next to it, which Burn visits
+/// next.
 pub(crate) enum Handed {
     /// The shard's new value.
     Value {
@@ -23,19 +24,19 @@ thread_local! {
     static HANDED: RefCell<Option<(*const Unit, usize, Handed)>> = const { RefCell::new(None) };
 }
 
-/// Leaves a message for the shard beside the stand-in of this parameter.
+/// Leaves a message for the shard next to the stand-in of this parameter.
 pub(crate) fn hand(unit: &Arc<Unit>, index: usize, handed: Handed) {
     HANDED.set(Some((Arc::as_ptr(unit), index, handed)));
 }
 
-/// Takes the message that the stand-in of this parameter has just left. A message of another one is
-/// of a walk that was broken off, and is dropped.
+/// Takes the message that the stand-in of this parameter has just left. A message for another parameter comes
+/// from a walk that was interrupted, and is dropped.
 fn take_handed(unit: &Arc<Unit>, index: usize) -> Option<Handed> {
     let (of, at, handed) = HANDED.take()?;
     (of == Arc::as_ptr(unit) && at == index).then_some(handed)
 }
 
-/// Takes the value for the shard that a mapper is about to come to, and whether the stand-in kept its id.
+/// Takes the value for the shard that a mapper is about to visit, and whether the stand-in kept its id.
 pub(crate) fn take_value(unit: &Arc<Unit>, index: usize) -> Option<(Tensor<1>, bool)> {
     match take_handed(unit, index)? {
         Handed::Value { value, keeps_id } => Some((*value, keeps_id)),
@@ -43,12 +44,12 @@ pub(crate) fn take_value(unit: &Arc<Unit>, index: usize) -> Option<(Tensor<1>, b
     }
 }
 
-/// Takes the message; returns true if the visitor that comes to this shard has just recorded the parameter.
+/// Takes the message; returns true if the visitor that visits this shard has just recorded the parameter.
 pub(crate) fn take_recorded(unit: &Arc<Unit>, index: usize) -> bool {
     matches!(take_handed(unit, index), Some(Handed::Recorded))
 }
 
-/// Gives the shard that the walk under way comes to next another value.
+/// Gives another value to the next shard that the current walk visits.
 pub(crate) fn replace(unit: &Arc<Unit>, index: usize, value: Tensor<1>) {
     let keeps_id = true;
     let value = Box::new(value);

@@ -1,7 +1,7 @@
 //! The sharded parameters of a module, and the walk that finds them.
 //!
-//! Burn's visitors see a reparameterization's tensors, not the reparameterization. During such a
-//! walk, ours adds itself to the members that this thread collects.
+//! Burn's visitors see a reparameterization's tensors, not the reparameterization itself. During such a walk,
+//! the engine's reparameterization adds itself to the members that this thread collects.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -29,7 +29,7 @@ pub(crate) struct Member {
     pub(crate) id: ParamId,
     /// True for another field that shares the parameter, which is a member under the first.
     pub(crate) is_tied: bool,
-    /// An uncounted hold, to read the full parameter by.
+    /// An uncounted hold, for reading the full parameter.
     owned: Owned,
     /// The parent of the full parameter in a graph.
     parent: Tensor<1>,
@@ -48,12 +48,12 @@ impl Clone for Member {
 }
 
 impl Member {
-    /// Returns the full parameter, as the model's own code gets it. Collective.
+    /// Returns the full parameter as the model's own code gets it. Collective.
     pub(crate) fn full<const D: usize>(&self) -> Result<Tensor<D>, Error> {
         self.owned.full(self.parent.clone())
     }
 
-    /// Returns all values of its unit in this copy of the module, as the model's own code gets them.
+    /// Returns all values of its unit in this copy of the module as the model's own code gets them.
     pub(crate) fn values(&self) -> Arc<Generation> {
         self.owned.values()
     }
@@ -63,7 +63,7 @@ impl Member {
         self.owned.root_link()
     }
 
-    /// Returns what is equal for all fields that share the parameter.
+    /// Returns a key that is equal for all fields that share the parameter.
     pub(crate) fn key(&self) -> Key {
         (Arc::as_ptr(&self.generation.unit), self.index)
     }
@@ -78,14 +78,14 @@ pub(crate) type Key = (*const Unit, usize);
 
 thread_local! {
     static MEMBERS: RefCell<Vec<Member>> = const { RefCell::new(Vec::new()) };
-    /// The id of the parameter that was shown last: a shard comes right after its stand-in.
+    /// The id of the parameter that was shown last: a shard comes directly after its stand-in.
     static LAST: Cell<Option<ParamId>> = const { Cell::new(None) };
 }
 
-/// Visits `module` without its shards, and returns them, with the other fields that share them. Shards learn by it which ids
-/// their stand-ins have.
+/// Visits `module` without its shards, and returns them, with the other fields that share them. The visit tells the
+/// shards the ids of their stand-ins.
 pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl path::Visitor) -> Vec<Member> {
-    // What an earlier walk left that was broken off.
+    // These are left from an earlier interrupted walk.
     drop(MEMBERS.take());
     within(Purpose::Inspect, || {
         path::visit(module, &mut Noting(visitor))
@@ -93,7 +93,7 @@ pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl path::Visitor) -> 
     MEMBERS.take()
 }
 
-/// A visitor that remembers the id of what is shown.
+/// A visitor that remembers the id of the last parameter shown.
 struct Noting<'a, V>(&'a mut V);
 
 impl<V: path::Visitor> path::Visitor for Noting<'_, V> {
@@ -142,7 +142,7 @@ pub(crate) fn answer(owned: &Owned, value: &Shown, identity: &Identity) -> bool 
     true
 }
 
-/// Adds a field that shares the parameter of another one, whose values `of` are, to the members that a walk on this thread
+/// Adds a field that shares another field's parameter, with the values `of`, to the members that a walk on this thread
 /// collects.
 pub(crate) fn answer_tied(of: Owned) {
     let index = of.slot;

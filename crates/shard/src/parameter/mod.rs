@@ -1,9 +1,9 @@
 //! The form in which Burn sees a sharded parameter: a reparameterization with the shard as its own parameter.
 //!
-//! - `sharded`: the parameter. `owned`: a module's hold on it, and the link to its root. `identity`: the id it is known by.
+//! - `sharded`: the parameter. `owned`: a module's hold on it, and the link to its root. `identity`: its id.
 //! - `tied`: another field that shares it.
-//! - `current`: the one that an optimizer works on.
-//! - `member`: the walk that finds it. `mailbox`: the message that a walk leaves for it.
+//! - `current`: the parameter that an optimizer works on.
+//! - `member`: the walk that finds parameters. `mailbox`: the message that a walk leaves for one.
 
 pub(crate) mod current;
 pub(crate) mod identity;
@@ -25,17 +25,17 @@ use crate::thrown::throw;
 pub(crate) use sharded::ShardedParam;
 use tied::TiedParam;
 
-/// What the engine attaches to a stand-in.
+/// The engine's attachment to a stand-in.
 #[derive(Debug, Clone)]
 pub(crate) enum Attached {
     /// The parameter itself.
     Own(Box<ShardedParam>),
-    /// The way to the parameter, which another field has.
+    /// A reference to the parameter, which another field has.
     Tied(TiedParam),
 }
 
-/// Returns the id by which optimizers, gradients and groups know a parameter, sharded or not. The
-/// `id` field of a sharded one is that of its stand-in, which records hold.
+/// Returns the id by which optimizers, gradients and groups know a parameter, sharded or not. The `id` field
+/// of a sharded parameter is its stand-in's, which records hold.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -48,7 +48,7 @@ pub(crate) enum Attached {
 pub fn param_id<const D: usize>(param: &Param<Tensor<D>>) -> ParamId {
     match param.reparameterization::<Attached>() {
         Some(Attached::Own(sharded)) => sharded.settled_id(param.id),
-        // Its stand-in is recorded with the id of that of the first field.
+        // Its stand-in is recorded with the id of the first field's stand-in.
         Some(Attached::Tied(_)) => identity::counterpart(param.id),
         None => param.id,
     }
@@ -69,7 +69,7 @@ impl Reparameterization for Attached {
     }
 }
 
-/// A field that shares the parameter of another one has no value of its own: there is nothing to map, and nothing to move.
+/// A field that shares another field's parameter has no value of its own: there is nothing to map, and nothing to move.
 impl Module for Attached {
     fn collect_devices(&self, devices: Devices) -> Devices {
         match self {

@@ -11,8 +11,8 @@ use crate::copies::{Copied, Copies, Generation, Transition};
 use crate::error::Error;
 use crate::root::{Place, Root};
 
-/// A module's hold on one parameter of a generation: counted, because backward graphs hold
-/// generations too, and must not make an abandoned copy look alive.
+/// A module's hold on one parameter of a generation. It is counted, because backward graphs also hold
+/// generations and must not make an abandoned copy look alive.
 pub(crate) struct Owned {
     generation: Arc<Generation>,
     /// Index of the parameter in its unit.
@@ -24,11 +24,11 @@ pub(crate) struct Owned {
     root_link: Arc<RootLink>,
 }
 
-/// The copies that were made of a parameter in one copy of the module: how many, and the last of them.
+/// The copies that were made of a parameter in one copy of the module: their number, and the last one.
 #[derive(Default)]
 pub(crate) struct Clones(Mutex<(u64, Option<LastClone>)>);
 
-/// A copy, and the copies that were made of it.
+/// A copy, and the copies made of it.
 type LastClone = (Copied, Weak<Clones>);
 
 impl Clones {
@@ -56,7 +56,8 @@ impl Clones {
     }
 }
 
-/// The root that orders a unit's operations: another one, once its module is a part of a larger one.
+/// The root that orders a unit's operations; it changes once the unit's module becomes a part of a larger
+/// one.
 #[derive(Default)]
 pub(crate) struct RootLink(Mutex<Option<Arc<Root>>>);
 
@@ -116,10 +117,10 @@ impl Owned {
         }
     }
 
-    /// Returns the hold on what `transition` made of the parameter, in `generation`.
+    /// Returns the hold on the result of `transition` for the parameter, in `generation`.
     pub(crate) fn moved_to(&self, generation: Arc<Generation>, transition: Transition) -> Self {
         let copy = match transition {
-            // The module that it is made of stays.
+            // The original module stays.
             Transition::Valid => self.clones.add(self.copy),
             Transition::Map | Transition::Train | Transition::Device => {
                 (self.copy, self.clones.clone())
@@ -128,7 +129,7 @@ impl Owned {
         Self::of(generation, self.slot, copy, self.root_link.clone())
     }
 
-    /// Returns the copies that were made of it.
+    /// Returns the copies that were made of the parameter.
     pub(super) fn clones(&self) -> &Arc<Clones> {
         &self.clones
     }
@@ -143,7 +144,7 @@ impl Owned {
         &self.root_link
     }
 
-    /// Returns the full parameter, as the model's own code gets it, as a function of `parent`. Collective.
+    /// Returns the full parameter, as a function of `parent`, as the model's own code gets it. Collective.
     pub(crate) fn full<const D: usize>(&self, parent: Tensor<1>) -> Result<Tensor<D>, Error> {
         let root = self.root_link.root();
         let place = Place::own(self.slot);

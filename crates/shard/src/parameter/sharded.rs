@@ -18,22 +18,22 @@ use crate::path::{CONTAINER, NAME};
 use crate::shown::Shown;
 use crate::thrown::throw;
 
-/// The name of the container in which the factors of an adapter are shown: parameters of the module, and no part of
-/// what the engine attaches.
+/// The name of the container in which the factors of an adapter are shown. They are parameters of the module, and
+/// not a part of the engine's attachment.
 const ADAPTER: &str = "LoraAdapter";
 
-/// The value of one parameter on this rank: its shard, or the whole where it is kept whole.
+/// The value of one parameter on this rank: its shard, or the whole value where it is kept whole.
 ///
-/// Optimizers and gradients see a shard as a parameter of one dimension, and what is whole as it was, under the path and the
-/// id of the parameter it stands for. The parameter itself is a stand-in of the full shape without memory.
+/// Optimizers and gradients see a shard as a parameter of one dimension, and a whole parameter as it was, under the
+/// path and the id of the parameter that it stands for. The parameter itself is a stand-in of the full shape without
+/// memory.
 #[derive(Clone)]
 pub(crate) struct ShardedParam {
     value: Shown,
     /// The id, in place of that in `value`, which a record cannot change in time.
     identity: Identity,
     generation: Owned,
-    /// The factors of its adapter, which the engine reads from their slots: here they are shown to optimizers and
-    /// records.
+    /// The factors of its adapter, shown here to optimizers and records; the engine reads them from their slots.
     adapter: Option<Box<LoraAdapter>>,
 }
 
@@ -66,12 +66,12 @@ impl ShardedParam {
         }
     }
 
-    /// Returns the full parameter, as the model's own code gets it. Collective.
+    /// Returns the full parameter as the model's own code gets it. Collective.
     pub(crate) fn full<const D: usize>(&self) -> Result<Tensor<D>, Error> {
         self.generation.full(self.value.parent())
     }
 
-    /// Returns the log of the copies that are made of it, for the fields that share it.
+    /// Returns the log of the copies made of it, for the fields that share it.
     pub(crate) fn clones(&self) -> &Arc<Clones> {
         self.generation.clones()
     }
@@ -118,9 +118,9 @@ impl ShardedParam {
     }
 }
 
-/// Returns `value` with a mapper that refuses to record it. Burn asks a shard for what to record only if the
-/// stand-in has not answered: a mapper has dropped what the stand-in does when it is recorded, or a group has
-/// left it out. The record would hold a shard in the place of the parameter.
+/// Returns `value` with a mapper that refuses to record it. Burn records a shard only if the stand-in has not
+/// answered. Then a mapper has dropped the stand-in's recording behavior, or a group has left it out. The
+/// record would hold a shard in place of the parameter.
 fn guarded(value: Shown, generation: &Arc<Generation>, slot: usize) -> Shown {
     let unit = generation.unit.clone();
     value.guarded(move || {
@@ -147,13 +147,13 @@ fn checked(generation: &Owned) -> Result<Current, Error> {
     ))
 }
 
-/// Maps over what is shown of a parameter. Tries the optimizer first, if `mapper` may be its first step.
+/// Maps over the shown form of a parameter. Tries the optimizer first, if `mapper` may be its first step.
 fn mapped<M: ModuleMapper>(generation: &Owned, shown: Shown, path: &str, mapper: &mut M) -> Shown {
     let root = generation.root_link().root();
     let slot = &generation.unit.slots[generation.slot];
     let may_step = slot.is_flattened() && !ambient::is_engine();
     let root = root.filter(|root| may_step && root.num_finished() > 0);
-    // What is whole and has its own shape is to the optimizer what it was before.
+    // A whole parameter in its own shape is the same to the optimizer as before.
     let unknown = match (&root, &shown) {
         (Some(root), Shown::One(shown)) => current::trying(|| root.trial.show(shown, path, mapper)),
         _ => None,
@@ -167,7 +167,7 @@ fn mapped<M: ModuleMapper>(generation: &Owned, shown: Shown, path: &str, mapper:
 }
 
 impl Module for ShardedParam {
-    /// Collects the devices of inputs: offloaded shards are not where the module computes.
+    /// Collects the devices of inputs: offloaded shards are not on the computing device.
     fn collect_devices(&self, devices: Devices) -> Devices {
         match self.generation.unit.offload {
             None => self.value.collect_devices(devices),
@@ -207,7 +207,7 @@ impl Module for ShardedParam {
         if is_seen && self.adapter.is_none() {
             return;
         }
-        // Under the path of the parameter it stands for, so that groups by path go on to work.
+        // Under the path of the parameter that it stands for, so that groups by path still work.
         visitor.exit_module(NAME, CONTAINER);
         if !is_seen {
             let path = &self.generation.unit.slots[slot].path;

@@ -1,8 +1,9 @@
 //! Another field that shares a sharded parameter.
 //!
-//! Burn has no shared parameters but clones of one, with one id. Of these the first field of the module is sharded, and every
-//! other one has a [`TiedParam`] in its place: it holds no value, and gives what the first one holds in the same copy of the
-//! module. So there is one shard and one gradient, and whatever a pass over the module does to the first is done to all.
+//! Burn represents shared parameters as clones of one parameter, with one id. The first such field of the module is
+//! sharded, and every other one has a [`TiedParam`] in its place. It holds no value, and returns the first field's
+//! value in the same copy of the module. So there is one shard and one gradient, and a pass over the module affects all
+//! fields through the first.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,24 +20,24 @@ use crate::layer::Layer;
 use crate::root::Place;
 use crate::thrown::throw;
 
-/// The problem of a field that was copied or kept without the first one.
+/// The error message for a field that was copied or kept without the first one.
 const ALONE: &str =
     "and this copy of the module has only the second: clone, and keep, the module that has both";
-/// The problem of a record of both.
+/// The error message for a record of both.
 const RECORDED_TWICE: &str =
     "but a record has other values for one than for the other; load one in which they are equal";
 
-/// The part of a tied field that no copy of the module changes.
+/// The part of a tied field that is the same in all copies of the module.
 pub(crate) struct Tie {
     /// The unit of the parameter.
     pub(crate) copies: Copies,
     /// Index of the parameter in its unit.
     pub(crate) slot: usize,
-    /// Number of the field among those that share the parameter: the first has 0.
+    /// Number of the field among those that share the parameter; the first field has 0.
     pub(crate) field: usize,
     /// Path of the field.
     pub(crate) path: String,
-    /// The layer around it, if that does not compute in the type in which the parameter does.
+    /// The layer around it, if the layer does not compute in the parameter's type.
     pub(crate) unfit: Option<Arc<Layer>>,
     pub(crate) root_link: Arc<RootLink>,
 }
@@ -44,7 +45,7 @@ pub(crate) struct Tie {
 /// A field that shares a sharded parameter.
 pub(crate) struct TiedParam {
     tie: Arc<Tie>,
-    /// The copy of the module that it belongs to; `None` for one that was made without the first field.
+    /// The copy of the module that it belongs to; `None` for a field that was made without the first one.
     copy: Option<Held>,
     /// The values that a backward graph may need when the module is gone.
     of_graph: Option<Arc<Generation>>,
@@ -55,7 +56,7 @@ struct Held {
     copy: Copied,
     /// The copies that were made of the first field.
     clones: Arc<Clones>,
-    /// Number of those when this field was copied last.
+    /// The number of these copies when this field was last copied.
     num_seen: AtomicU64,
 }
 
@@ -68,7 +69,8 @@ impl Held {
         }
     }
 
-    /// Returns the copy that was just made of the first field, if there is one: fields are copied in the order of the module.
+    /// Returns the copy that was just made of the first field, if there is one: fields are copied in the order of the
+    /// module.
     fn followed(&self) -> Option<Self> {
         let count = self.clones.count();
         let is_new = self.num_seen.swap(count, Ordering::Relaxed) != count;
@@ -101,7 +103,8 @@ impl Tie {
 }
 
 impl TiedParam {
-    /// Returns the field beside its first one, of which `clones` are the copies, in the module that was sharded.
+    /// Returns the field that accompanies its first one, in the module that was sharded; `clones` are the first
+    /// field's copies.
     pub(crate) fn new(tie: Tie, clones: Arc<Clones>) -> Self {
         Self {
             tie: Arc::new(tie),
@@ -110,7 +113,7 @@ impl TiedParam {
         }
     }
 
-    /// Returns the full parameter, as the model's own code gets it. Collective.
+    /// Returns the full parameter as the model's own code gets it. Collective.
     pub(super) fn full<const D: usize>(&self) -> Result<Tensor<D>, Error> {
         let (copy, values) = self.values()?;
         let Tie { slot, field, .. } = *self.tie;
@@ -135,7 +138,7 @@ impl TiedParam {
         held.ok_or_else(|| self.tie.refused(ALONE))
     }
 
-    /// Adds itself to what a walk of the engine collects; other walks see nothing of it.
+    /// Adds itself to the members that one of the engine's walks collects; other walks do not see it.
     pub(super) fn answer(&self) {
         if !is_within(Purpose::Inspect) {
             // A record has just taken the whole value under the field's own path.
@@ -148,7 +151,7 @@ impl TiedParam {
         member::answer_tied(owned);
     }
 
-    /// Returns it after a map. Refuses a value that a record has for this field, if the first field has another one by now.
+    /// Returns it after a map. Refuses a record's value for this field if the first field has a different one now.
     pub(super) fn compared(self) -> Self {
         if is_within(Purpose::Prepare) {
             return self;

@@ -1,4 +1,4 @@
-//! Gradients on this rank that wait: for the rest of their use, for a reduction, for the end.
+//! Gradients that wait on this rank: for the rest of their use, for a reduction, or for the end of backward.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::slot::Slots;
 use crate::transport::cast;
 use crate::unit::Unit;
 
-/// The words for a gradient that waits for another backward.
+/// The description of a gradient that waits for another backward.
 const HELD: &str = "the gradient held back";
 
 /// A full gradient, counted while it lives.
@@ -51,7 +51,7 @@ pub(super) struct Ended {
 pub(super) struct Accumulation {
     /// Full gradients by use, until the unit's last one has come.
     pub(super) of_uses: BTreeMap<u64, Slots<Gradient>>,
-    /// Units whose gradients have all come in this backward, with those that wait for its end.
+    /// Units whose gradients have all come in this backward, with the gradients that wait for its end.
     pub(super) ended: Vec<Ended>,
     /// Gradients of steps without reduction, by unit, until its next reduction.
     pub(super) held: BTreeMap<usize, Slots<Gradient>>,
@@ -100,7 +100,7 @@ impl Accumulation {
         Ok(())
     }
 
-    /// Adds the gradients held back before to those of one use of `unit`.
+    /// Adds the gradients held back before to the gradients of one use of `unit`.
     pub(super) fn add_held(
         &mut self,
         generation: &Generation,
@@ -179,7 +179,7 @@ impl Accumulation {
 }
 
 impl Gradient {
-    /// Looks whether it is what was held back.
+    /// Checks that it still is the gradient that was held back.
     fn check(&self, generation: &Generation, named: impl FnOnce() -> String) -> Result<(), Error> {
         let group = &generation.unit.groups.shard;
         seal::check(group, self.seal.as_ref(), &self.tensor, named)

@@ -1,4 +1,5 @@
-//! Operations in order: those wanted, those ahead of their use, and those for other ranks only.
+//! Operations in order: those that this rank wants, those ahead of their use, and those that only other ranks
+//! need.
 
 use std::sync::{Arc, Weak};
 
@@ -9,7 +10,7 @@ use crate::error::Error;
 use crate::schedule::{Next, Operation, Step};
 
 impl Progress {
-    /// Issues what comes before `operation` in the order, then gathers `generation` and waits for it.
+    /// Issues the operations before `operation` in the order, then gathers `generation` and waits for it.
     pub(super) fn unshard(
         &mut self,
         root: &Root,
@@ -23,7 +24,7 @@ impl Progress {
                 None => {}
                 Some(ahead) if ahead.is_for(generation) => {}
                 Some(ahead) => {
-                    // The other ranks got what they need of it; this one asks again.
+                    // The other ranks got the data that they need from it; this rank asks again.
                     ahead.discard();
                     let order = self.order.current();
                     position.into_iter().for_each(|place| order.mislead(place));
@@ -46,8 +47,8 @@ impl Progress {
     /// Issues everything in the order before `wanted`, and returns the place of `wanted`, if it was
     /// in the order.
     ///
-    /// Where the order does not hold it, all ranks meet at its end and agree from there on. The end
-    /// of backward is reached by all of them together; the order is closed then.
+    /// If the order lacks `wanted`, all ranks meet at its end and agree from there on. All of them reach the
+    /// end of backward together, and the order is closed then.
     pub(super) fn advance(
         &mut self,
         root: &Root,
@@ -79,8 +80,8 @@ impl Progress {
         }
     }
 
-    /// Meets the other ranks where the order ends, with what is reduced there. Closes the step if
-    /// all are at its end; otherwise returns the operation that they agree on.
+    /// Meets the other ranks at the end of the order, with the reduction that happens there. Closes the step
+    /// if all are at its end; otherwise returns the operation that they agree on.
     fn meet(&mut self, root: &Root, wanted: Operation) -> Result<Option<Step>, Error> {
         self.order.discard_prefetched();
         let notes = self.reduce_whole(root, wanted)?;
@@ -137,8 +138,8 @@ impl Progress {
         }
     }
 
-    /// Returns the values of the unit of `operation` in the copy of the module that this pass uses:
-    /// for backward those that its forward had.
+    /// Returns the values of the unit of `operation` in the copy of the module that this pass uses: for
+    /// backward, the values of its forward.
     pub(super) fn copy_in_use(
         &self,
         root: &Root,
@@ -160,8 +161,8 @@ impl Progress {
         })
     }
 
-    /// Starts the gathers that follow `position`, up to the limit. The decision depends on the
-    /// order alone, so all ranks take the same.
+    /// Starts the gathers that follow `position`, up to the limit. The decision depends only on the order, so
+    /// it is the same on all ranks.
     fn prefetch_after(&mut self, root: &Root, position: Option<usize>) -> Result<(), Error> {
         let Some(position) = position else {
             return Ok(());

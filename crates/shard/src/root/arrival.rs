@@ -1,4 +1,4 @@
-//! Gradients as a reduction takes them in, and as they arrive from it.
+//! Gradients as inputs and as results of a reduction.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ use crate::unit::Unit;
 pub(super) enum Arrival {
     /// The type in which each parameter is held.
     AsHeld,
-    /// The type in which each gradient travels: one reduction gives its results one type, and the
+    /// The type in which each gradient travels. One reduction gives all its results one type, while the
     /// parameters are held in several.
     AsReduced,
 }
@@ -55,7 +55,7 @@ impl Arrival {
         }
     }
 
-    /// Returns the seal of a gradient that has arrived: that of its buffer, unless it was changed to another type.
+    /// Returns the seal of a gradient that has arrived: its buffer's seal, unless it was changed to another type.
     fn seal_of(
         self,
         slot: &Slot,
@@ -73,8 +73,8 @@ impl Arrival {
         }
     }
 
-    /// Returns what has arrived in `buffer`, as it is held, in memory of its own: an optimizer may
-    /// write over a gradient, and what it makes of it outlives the step.
+    /// Returns the data in `buffer`, in the type in which it is held and with its own memory. An optimizer
+    /// may write over a gradient, and the result outlives the step.
     fn tensor(
         self,
         unit: &Unit,
@@ -89,14 +89,14 @@ impl Arrival {
     }
 }
 
-/// A gradient as a reduction takes it in.
+/// A gradient as input of a reduction.
 pub(super) struct Given {
     pub(super) source: Source,
     /// Its tag; `None` if this rank has no gradient.
     pub(super) tag: Option<Tag>,
 }
 
-/// A reduced gradient as it comes.
+/// A reduced gradient on arrival.
 pub(super) struct Arrived {
     pub(super) buffer: Buffer,
     /// True if any rank has a gradient.
@@ -106,7 +106,7 @@ pub(super) struct Arrived {
     pub(super) seal: Option<Seal>,
 }
 
-/// Returns what a reduction over `ranks` has brought; its notes are those of the reduction.
+/// Returns the results of a reduction over `ranks`, whose notes are in `received`.
 pub(super) fn arrived(received: Received, reduction: &Averaging, ranks: usize) -> Vec<Arrived> {
     let (number, notes) = (received.buffers.len(), received.notes);
     let scale = scale_of(reduction, ranks);
@@ -125,7 +125,8 @@ pub(super) fn arrived(received: Received, reduction: &Averaging, ranks: usize) -
         .collect()
 }
 
-/// Returns the reduced gradients of `leaves` that any rank used, but for what another rank owns.
+/// Returns the reduced gradients of `leaves` that any rank used, except for parameters that another rank
+/// owns.
 pub(super) fn gradients_of<'a>(
     leaves: impl Iterator<Item = (&'a Arc<Generation>, usize)>,
     arrived: Vec<Arrived>,
@@ -139,7 +140,8 @@ pub(super) fn gradients_of<'a>(
         .collect()
 }
 
-/// Returns the reduced gradients of slots as tensors, in the type of the shards; `None` for what no rank has.
+/// Returns the reduced gradients of slots as tensors, in the type of the shards; `None` for gradients that no
+/// rank has.
 pub(super) fn sums(
     generation: &Generation,
     slots: &[usize],
@@ -171,7 +173,8 @@ pub(super) fn sum(
     })
 }
 
-/// Returns a reduced gradient as it goes to Burn; `None` if its parameter has no node or another rank owns it.
+/// Returns a reduced gradient in the form for Burn; `None` if its parameter has no node or another rank owns
+/// it.
 pub(super) fn reduced(generation: &Generation, index: usize, sum: Sum) -> Option<Reduced> {
     let slot = &generation.unit.slots[index];
     let rank = generation.unit.groups.shard.rank();
@@ -190,7 +193,7 @@ pub(super) fn reduced(generation: &Generation, index: usize, sum: Sum) -> Option
     })
 }
 
-/// Returns a gradient as a reduction takes it in, as the policy's hook wants it; zeros if this rank has none.
+/// Returns a gradient as input of a reduction, changed by the policy's hook; zeros if this rank has none.
 pub(super) fn given(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Result<Given, Error> {
     let Some(gradient) = gradient else {
         let bytes = slot.partition.num_elements() * slot.elements.reduce.size();
@@ -206,7 +209,7 @@ pub(super) fn given(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Res
     })
 }
 
-/// Returns a gradient as the policy's hook wants it, in the type in which it is reduced.
+/// Returns a gradient changed by the policy's hook, in the type in which it is reduced.
 pub(super) fn hooked(gradient: Gradient, slot: &Slot, unit: &Unit) -> Result<Gradient, Error> {
     let elements = slot.partition.num_elements();
     let tensor = match &unit.gradients.hook {

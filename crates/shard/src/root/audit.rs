@@ -1,4 +1,4 @@
-//! The audit of a step's gradients, with the root's units in the place of numbers.
+//! The audit of a step's gradients, with the root's units in place of numbers.
 
 use std::fmt::Write;
 
@@ -16,7 +16,7 @@ use crate::schedule::Operation;
 use crate::slot::Holding;
 use crate::unit::Unit;
 
-/// The most operations of the order that an error names.
+/// The largest number of operations of the order that an error names.
 const MOST_OPERATIONS: usize = 64;
 
 /// The units of a root as they are at the end of a step.
@@ -58,7 +58,8 @@ impl AtEnd<'_> {
         }
         match (trained.contains(&true), trained.contains(&false)) {
             (true, false) => Due::Yes,
-            // It is frozen in one of the copies that were used, and what was held back may have been that one's.
+            // It is frozen in one of the copies that were used, and the gradients held back may have been that
+            // copy's.
             (true, true) => Due::Unclear,
             (false, _) => Due::No,
         }
@@ -169,7 +170,7 @@ impl AtEnd<'_> {
     }
 }
 
-/// Returns what the policy multiplies a sum over `ranks` by.
+/// Returns the policy's factor for a sum over `ranks`.
 fn scale(factors: Option<DivideFactors>, ranks: usize) -> Tag {
     match factors {
         None => Tag::from(field::inverse(ranks as u64)),
@@ -195,8 +196,8 @@ impl Root {
         }
     }
 
-    /// Ends the step's audit, when the last gradient has been handed over: of an audited step, compares what has arrived
-    /// with what came on all ranks.
+    /// Ends the step's audit when the last gradient has been handed over. In an audited step, this compares the
+    /// gradients that arrived with the gradients that came on all ranks.
     pub(crate) fn end_audit(&self) -> Result<(), Error> {
         self.step(|progress| {
             let mut audited = std::mem::take(&mut progress.audited);
@@ -231,7 +232,8 @@ impl Root {
 }
 
 impl Progress {
-    /// Decides whether the step that begins is audited: on all ranks alike, since it depends on switches and order alone.
+    /// Decides whether the step that begins is audited. The decision is the same on all ranks, since it depends only on
+    /// switches and order.
     pub(super) fn begin_audit(&mut self, root: &Root) {
         let order = self.order.schedules.last();
         let is_at_start = order.is_untouched();

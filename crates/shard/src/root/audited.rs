@@ -1,4 +1,4 @@
-//! What is known of a step to audit it.
+//! The data for the audit of a step.
 
 use std::sync::Arc;
 
@@ -10,18 +10,18 @@ use crate::copies::Generation;
 use crate::schedule::Note;
 use crate::unit::Unit;
 
-/// What is known of a step to audit it.
+/// The data for the audit of a step.
 pub(super) struct Audited {
     pub(super) auditor: Auditor,
-    /// The number of the first parameter of each unit, and behind them that of all.
+    /// The number of each unit's first parameter, followed by the number of all parameters.
     pub(super) first: Vec<usize>,
     /// The values whose gradients were reduced in this step.
     pub(super) reduced: Vec<Arc<Generation>>,
-    /// The collectives that carried gradients, each with its unit; `None` for what is kept whole of all.
+    /// The collectives that carried gradients, each with its unit; `None` for all parameters kept whole.
     pub(super) carried: Vec<(Option<usize>, String)>,
 }
 
-/// Of no step, and of no unit.
+/// The data of no step and no unit.
 impl Default for Audited {
     fn default() -> Self {
         Self::new(Audit::Off, 0)
@@ -29,7 +29,7 @@ impl Default for Audited {
 }
 
 impl Audited {
-    /// Returns what is known on rank `rank`, of no unit yet.
+    /// Returns the data on rank `rank`, without any unit yet.
     pub(super) fn new(audit: Audit, rank: usize) -> Self {
         Self {
             auditor: Auditor::new(audit, rank, 0),
@@ -39,7 +39,7 @@ impl Audited {
         }
     }
 
-    /// Begins anew, for units with these numbers of parameters.
+    /// Starts again, for units with these numbers of parameters.
     pub(super) fn open(&mut self, units: impl Iterator<Item = usize>) {
         let mut all = 0;
         self.first = vec![0];
@@ -50,7 +50,7 @@ impl Audited {
         self.auditor = self.auditor.over(all);
     }
 
-    /// Returns what is known after an error.
+    /// Returns the data that remains after an error.
     pub(super) fn after_error(self) -> Self {
         Self {
             auditor: self.auditor.after_error(),
@@ -79,7 +79,7 @@ impl Audited {
         }
     }
 
-    /// Notes the collective that carries gradients of `unit`, or of all for what is kept whole.
+    /// Notes the collective that carries gradients of `unit`, or of all parameters kept whole.
     pub(super) fn carries(&mut self, unit: Option<&Unit>, collective: &Collective) {
         if self.auditor.is_auditing() {
             self.carried
@@ -87,7 +87,8 @@ impl Audited {
         }
     }
 
-    /// Returns the note of a reduction of gradients with these tags; `None` for what this rank has not.
+    /// Returns the note of a reduction of gradients with these tags; `None` for a gradient that this rank
+    /// lacks.
     pub(super) fn note(&self, given: impl Iterator<Item = Option<Tag>> + Clone) -> Vec<u8> {
         let mut note = flags(given.clone());
         if self.auditor.is_auditing() {
@@ -96,7 +97,7 @@ impl Audited {
         note
     }
 
-    /// Returns the note of the last exchange of a step, with gradients of parameters kept whole that have these tags.
+    /// Returns the note of the last exchange of a step, for gradients of parameters kept whole with these tags.
     pub(super) fn last_note(
         &self,
         wish: Vec<u8>,
@@ -117,7 +118,7 @@ impl Audited {
         }
     }
 
-    /// Takes down what the ranks tell in it.
+    /// Records the messages of the ranks in these notes.
     pub(super) fn hear(&mut self, notes: &[Note]) {
         if self.auditor.is_auditing() {
             self.auditor

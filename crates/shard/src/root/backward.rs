@@ -1,4 +1,4 @@
-//! Backward: gather again, collect gradients, hand them over unit by unit.
+//! Backward: gathers units again, collects gradients, and hands them over unit by unit.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -57,8 +57,8 @@ impl Root {
         gradient.add_to(&mut of_use[slot]);
     }
 
-    /// Ends the backward of a use, whose last gradient has come: frees the full parameters, starts
-    /// the reduction. Returns the gradients of reductions that are through.
+    /// Ends the backward of a use, whose last gradient has come: frees the full parameters and starts the
+    /// reduction. Returns the gradients of completed reductions.
     pub(super) fn unit_end(
         &self,
         generation: &Arc<Generation>,
@@ -67,11 +67,11 @@ impl Root {
         let unit = &generation.unit;
         self.step(|progress| {
             progress.enter_backward(self)?;
-            // Without a reduction there may be no optimizer step before the next forward: what stays
-            // from forward to backward may as well stay until then.
+            // Without a reduction there may be no optimizer step before the next forward, so weights that
+            // stay from forward to backward may also stay until then.
             let stays = unit.keeps() && !unit.syncs();
             let reshards = unit.switches.reshard_after_backward.load(Relaxed);
-            // What is being gathered already is for another use of the unit.
+            // A gather that is already under way is for another use of the unit.
             if reshards && !stays && generation.life.is_unsharded() {
                 generation.let_go()?;
             }
@@ -85,7 +85,7 @@ impl Root {
             } else {
                 progress.gradients.hold(&self.pool, generation, gradients)?;
             }
-            // The gradients of a region's own graph are not those of the step.
+            // The gradients of a region's own graph are not the step's.
             Ok(match region::state() {
                 RegionState::Again => Vec::new(),
                 RegionState::Off | RegionState::Plain => {
@@ -95,20 +95,19 @@ impl Root {
         })
     }
 
-    /// Ends backward: nothing of this step is left pending. Returns the gradients of reductions
-    /// that are through.
+    /// Ends backward: nothing of this step is left pending. Returns the gradients of completed reductions.
     pub(super) fn finish(&self) -> Result<Vec<Reduced>, Error> {
         self.step(|progress| {
             if progress.phase != Phase::Backward {
-                // Two forwards in one loss end twice; the first end has done it all.
+                // Two forwards in one loss end twice; the first end has done everything.
                 return Ok(Vec::new());
             }
             progress.finish(self)
         })
     }
 
-    /// Ends a step whose loss used no unit on this rank, so that no node of ours has run: takes
-    /// part in whatever the other ranks do, with the values of `copy`.
+    /// Ends a step whose loss used no unit on this rank, so that none of the engine's nodes ran. Takes part
+    /// in all operations of the other ranks, with the values of `copy`.
     pub(crate) fn finish_unused(&self, copy: Option<Copied>) -> Result<Vec<Reduced>, Error> {
         self.step(|progress| {
             if progress.uses.pass.is_none() {

@@ -1,4 +1,5 @@
-//! Evaluation in which ranks take different routes through a module: before each gather they tell each other what they need.
+//! Evaluation in which ranks take different routes through a module: before each gather they tell each other what they
+//! need.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,10 +18,11 @@ const DONE: u32 = u32::MAX;
 /// The note of a rank that leaves with an error.
 const FAILED: u32 = u32::MAX - 1;
 
-/// A unit of the module that is evaluated, with the root that it is below.
+/// A unit of the module that is evaluated, with its root.
 pub(crate) type Evaluable = (Arc<Root>, Arc<Generation>);
 
-/// Returns true if both are values of one unit, and equal: those from several generations are put together anew for each who asks.
+/// Returns true if both are values of one unit, and equal. Values from several generations are joined anew for each
+/// request.
 pub(crate) fn are_equal(one: &Generation, other: &Generation) -> bool {
     Arc::ptr_eq(&one.unit, &other.unit) && one.version() == other.version()
 }
@@ -30,9 +32,9 @@ struct Evaluated {
     /// The outermost root, whose module it is.
     root: Arc<Root>,
     group: ProcessGroup,
-    /// The units of the copy of the module that all ranks evaluate, in the module's order.
+    /// The units, in the module's order, of the copy of the module that all ranks evaluate.
     units: Vec<Evaluable>,
-    /// True once a rank has left with an error: the others have left, too.
+    /// True once a rank has left with an error: the others have also left.
     is_broken: AtomicBool,
 }
 
@@ -42,7 +44,7 @@ pub(crate) struct Evaluation(Arc<Evaluated>);
 impl Drop for Evaluation {
     fn drop(&mut self) {
         for (root, generation) in &self.0.units {
-            // They hold each other until then; and what some ranks have gathered last, and others not, goes.
+            // They hold each other until then. Units gathered last by only some ranks are also dropped.
             root.progress().routes = None;
             Copies::of(generation).drop_full_of(generation.version());
         }
@@ -54,8 +56,8 @@ impl Evaluation {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] inside another one; [`Error::Option`] for units of several groups; [`Error::Collective`] if full
-    /// parameters have changed by themselves, where ranks compare bytes.
+    /// [`Error::State`] inside another one; [`Error::Option`] for units of several groups; [`Error::Collective`] if
+    /// full parameters have been corrupted, where ranks compare bytes.
     pub(crate) fn begin(root: &Arc<Root>, units: Vec<Evaluable>) -> Result<Self, Error> {
         let group = units.first().map_or(&root.group, |(root, _)| &root.group);
         if let Some((other, generation)) = units.iter().find(|(root, _)| root.group != *group) {
@@ -80,7 +82,8 @@ impl Evaluation {
                     advice: "let one `evaluate` end before the next begins",
                 });
             }
-            // Of a copy that was evaluated before: a rank that reads nothing would keep it, and others not.
+            // This drops the unit of a previously evaluated copy: a rank that reads nothing would keep it,
+            // and others not.
             let last = std::mem::take(&mut progress.uses.reading).upgrade();
             if let Some(last) = last.filter(|last| !last.unit.keeps()) {
                 last.let_go()?;
@@ -110,14 +113,14 @@ impl Evaluation {
     /// Tells the other ranks that this one leaves with an error.
     pub(crate) fn fail(self) {
         if !self.0.is_broken.load(Ordering::Relaxed) {
-            // It has an error already; and of a failed collective all know.
+            // This rank already has an error, and all ranks know of a failed collective.
             drop(self.0.told(FAILED));
         }
     }
 }
 
 impl Evaluated {
-    /// Tells the others what this rank needs, and returns what each does.
+    /// Tells the others what this rank needs, and returns each rank's need.
     fn told(&self, own: u32) -> Result<Vec<u32>, Error> {
         let label = self.root.label(format_args!("routes of an evaluation"));
         let notes = self.group.exchange(label, own.to_le_bytes().to_vec())?;
@@ -127,8 +130,8 @@ impl Evaluated {
 
     /// Takes part in the gathers of the other ranks until the unit at `own` is next, or until all are done.
     ///
-    /// In each round every rank says what it needs, and all gather the first of these in the module's order: whoever is
-    /// behind comes up to the others, so that ranks on one route gather each unit together.
+    /// In each round every rank reports its need, and all gather the first of these in the module's order. A rank that
+    /// is behind catches up with the others, so ranks on the same route gather each unit together.
     fn join_until(&self, own: u32) -> Result<(), Error> {
         loop {
             let wanted = self.told(own)?;

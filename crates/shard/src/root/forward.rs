@@ -1,4 +1,4 @@
-//! Forward: one gather a use, one node a parameter.
+//! Forward: one gather per use, one node per parameter.
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ impl Use {
             return Ok(node.expect("a slot keeps its rank").clone());
         }
         let full = root.weight(&self.generation, slot)?;
-        // An adapted weight is no part of what stays: it is made again from that.
+        // An adapted weight is not among the weights that stay: it is computed again from them.
         let (value, stays) = match self.generation.adapted_leaf(slot) {
             Some(leaf) => (leaf, false),
             None => (value, stays),
@@ -48,8 +48,8 @@ impl Use {
 }
 
 impl Root {
-    /// Returns the full parameter at `place` in `generation`, which the copy `copy` of the module has, and of
-    /// which this rank holds `value`. Called by the model's own code, through `Param::val`.
+    /// Returns the full parameter at `place` in `generation` for the copy `copy` of the module. This rank
+    /// holds `value` of it. Called by the model's own code, through `Param::val`.
     pub(crate) fn access<const D: usize>(
         self: &Arc<Self>,
         generation: &Arc<Generation>,
@@ -72,7 +72,7 @@ impl Root {
         self.step(|progress| {
             progress.expect_no_evaluation(generation)?;
             if progress.phase == Phase::Backward {
-                // That backward never came to its end: an unwinding that was not ours.
+                // That backward never came to its end: the engine did not raise the unwinding.
                 self.clear(progress);
             }
             progress.phase = Phase::Forward;
@@ -86,8 +86,8 @@ impl Root {
         })
     }
 
-    /// Returns a full parameter for the second forward of a recomputed region: it stays until the
-    /// region's backward, which follows at once.
+    /// Returns a full parameter for the second forward of a recomputed region. It stays until the region's
+    /// backward, which follows immediately.
     fn access_again<const D: usize>(
         self: &Arc<Self>,
         generation: &Arc<Generation>,
@@ -103,7 +103,7 @@ impl Root {
                 .expect("a recomputation has begun");
             region::touch(self, &again.token);
             let current = &mut again.uses[index];
-            // A leaf of its own: the parameter's may be in the graph around the region.
+            // A separate leaf: the parameter's own may be in the graph around the region.
             current.node_of(self, slot, generation.own_leaf(slot), true)
         })
     }
@@ -114,7 +114,7 @@ impl Root {
         op::link(token.clone(), ruler, milestone)
     }
 
-    /// Returns a full parameter without autodiff, and frees those of the unit that was read before.
+    /// Returns a full parameter without autodiff, and frees the parameters of the unit that was read before.
     fn read<const D: usize>(
         self: &Arc<Self>,
         generation: &Arc<Generation>,
@@ -151,13 +151,14 @@ impl Recomputed for Root {
 }
 
 impl Progress {
-    /// Waits until the unit of `generation` is the one that all ranks gather next, if they evaluate by routes of their own.
+    /// Waits until the unit of `generation` is the next one that all ranks gather, if they take different routes in an
+    /// evaluation.
     pub(super) fn meet_others(&self, generation: &Arc<Generation>) -> Result<(), Error> {
         let routes = self.routes.clone();
         routes.map_or(Ok(()), |routes| routes.meet(generation))
     }
 
-    /// Refuses to train while ranks evaluate by routes of their own: what they gather has no order.
+    /// Refuses to train while ranks take different routes in an evaluation: their gathers have no order.
     fn expect_no_evaluation(&self, generation: &Generation) -> Result<(), Error> {
         match &self.routes {
             None => Ok(()),
@@ -170,7 +171,7 @@ impl Progress {
         }
     }
 
-    /// Begins a pass, unless one is under way that goes on with this parameter.
+    /// Begins a pass, unless one is under way that continues with this parameter.
     fn begin_pass(
         &mut self,
         root: &Arc<Root>,
@@ -256,7 +257,7 @@ impl Progress {
                     .open
                     .insert(id, (pass.number, Arc::downgrade(unit)));
             }
-            // Its backward is that of another use, of which nobody knows yet.
+            // Its backward belongs to another use, which is not known yet.
             UseKind::Plain => self.order.current().end_use(id),
         }
         pass.current = Some(Use::new(kind, id, generation, &pass.token));
@@ -269,8 +270,8 @@ impl Progress {
         id
     }
 
-    /// Returns the index of the use of the unit of `generation` in the recomputation under way,
-    /// begun if need be.
+    /// Returns the index of the use of the unit of `generation` in the current recomputation, which is begun
+    /// if necessary.
     fn open_again(
         &mut self,
         root: &Arc<Root>,
@@ -329,7 +330,7 @@ impl Progress {
         current.node_of(root, slot, value, stays)
     }
 
-    /// Lets go of a pass whose forward is over: its graph keeps what its backward needs.
+    /// Leaves a pass whose forward is over: its graph keeps what its backward needs.
     fn leave_pass(&mut self) -> Result<(), Error> {
         let pass = self.uses.pass.take();
         let last = pass.and_then(|pass| pass.current);

@@ -1,4 +1,4 @@
-//! One gather: started, joined for others, waited for.
+//! A gather: starting it, joining it for other ranks, and waiting for it.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::seal;
 use crate::transport::{self, cast};
 
 impl Root {
-    /// Starts a gather that the program asks for itself, outside of the order.
+    /// Starts a gather that the program itself asks for, outside of the order.
     pub(crate) fn unshard_by_hand(&self, generation: &Arc<Generation>) -> Result<(), Error> {
         self.step(|progress| {
             if !generation.life.is_sharded() {
@@ -30,7 +30,7 @@ impl Root {
         })
     }
 
-    /// Waits for a gather that the program has asked for itself.
+    /// Waits for a gather that the program itself has asked for.
     pub(crate) fn await_by_hand(&self, generation: &Generation) -> Result<(), Error> {
         self.step(|_| self.finish_gather(generation).map(drop))
     }
@@ -46,7 +46,7 @@ impl Root {
             return Ok(());
         }
         if unit.groups.shard.size() == 1 {
-            // The shard is the whole: nothing to copy, but the same operation in the same order.
+            // The shard is the whole parameter: nothing to copy, but the same operation in the same order.
             self.join_gather(generation, operation)?;
             generation.life.begin_gather(Gather::Own);
             return Ok(());
@@ -84,7 +84,7 @@ impl Root {
         Ok(())
     }
 
-    /// Starts what [`join_gather`](Self::join_gather) does, without waiting.
+    /// Starts the operation of [`join_gather`](Self::join_gather), without waiting.
     pub(super) fn start_join(
         &self,
         generation: &Generation,
@@ -98,7 +98,7 @@ impl Root {
         Ok(Some(group.join_all_gather(label, Vec::new(), parts)?))
     }
 
-    /// Waits until the full parameters are there.
+    /// Waits until the full parameters exist.
     ///
     /// Returns the buffers now filled, as marks that live as long as they do.
     pub(super) fn finish_gather(&self, generation: &Generation) -> Result<Vec<Mark>, Error> {
@@ -156,7 +156,7 @@ impl Root {
             }
             Ok((full, marks))
         })?;
-        // Gathered before, or nothing to gather.
+        // It was gathered before, or there is nothing to gather.
         Ok(marks.unwrap_or_default())
     }
 

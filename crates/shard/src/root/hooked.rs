@@ -1,4 +1,4 @@
-//! Reductions by the policy's hook, in place of the engine's own.
+//! Reductions by the policy's hook instead of the engine.
 
 use std::sync::Arc;
 
@@ -18,8 +18,8 @@ use crate::slot::Slots;
 use crate::transport::cast;
 
 impl Progress {
-    /// Lets the hook reduce the gradients of a unit, and returns what this rank holds of each; `None` for those that no
-    /// rank has. The ranks first tell each other which they have: all give the hook the same gradients.
+    /// Lets the hook reduce the gradients of a unit, and returns this rank's part of each; `None` for gradients that no
+    /// rank has. The ranks first tell each other which ones they have, so all give the hook the same gradients.
     pub(super) fn reduce_by(
         &mut self,
         root: &Root,
@@ -87,7 +87,8 @@ impl Progress {
     }
 }
 
-/// Returns this rank's full gradient for the hook: zeros if it has none. What counts it goes to `accounts`.
+/// Returns this rank's full gradient for the hook: zeros if it has none. The account that counts it is added
+/// to `accounts`.
 fn full_gradient(
     generation: &Generation,
     index: usize,
@@ -116,7 +117,7 @@ fn full_gradient(
     }
 }
 
-/// Returns what a hook has made, as the shard is held.
+/// Returns the result of a hook, in the form in which the shard is held.
 fn as_held(generation: &Generation, index: usize, part: Tensor<1>) -> Tensor<1> {
     let unit = &generation.unit;
     let part = cast(part, unit.slots[index].elements.stored.dtype);

@@ -1,13 +1,15 @@
 //! The root: one per rank and sharded module. It owns the order of operations, the token of the
 //! pass under way, the gradients on their way to the shards, and the buffers.
 //!
-//! - `state`: the root, and the state of its step; in parts: `pass` (the units that forward has used), `order`
-//!   (what comes next), `accumulate` (gradients that wait), `reductions` (those on their way).
-//! - `gather` and `reduce`: one of each; `arrival`: what goes into a reduction and comes out; `hooked`: those that
-//!   the policy's hook makes.
-//! - `audited` and `audit`: what is known of a step, and whether each gradient was summed and divided once.
-//! - `advance`: operations in the order that all ranks have.
-//! - `evaluation`: one in which ranks use different units; `routes`: what a root asks it before a gather.
+//! - `state`: the root, and the state of its step. Its parts are `pass` (the units that forward has used),
+//!   `order` (the next operations), `accumulate` (gradients that wait), `reductions` (gradients on their way).
+//! - `gather` and `reduce`: one gather and one reduction. `arrival`: inputs and results of a reduction. `hooked`:
+//!   reductions by the policy's hook.
+//! - `audited` and `audit`: the data for the audit of a step, and the check that each gradient was summed and
+//!   divided once.
+//! - `advance`: operations in the order common to all ranks.
+//! - `evaluation`: an evaluation in which ranks use different units. `routes`: the root's interface to it
+//!   before a gather.
 //! - `forward` and `backward`: the two parts of a step. `access`: the calls of the autodiff nodes to them.
 
 mod access;

@@ -1,4 +1,4 @@
-//! The order of operations, and the values that they are about.
+//! The order of operations, and the values that they work on.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Weak};
@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 use crate::copies::{Copied, Generation};
 use crate::schedule::{Schedule, Schedules};
 
-/// The order of operations, and the values that they are about.
+/// The order of operations, and the values that they work on.
 #[derive(Default)]
 pub(super) struct Order {
     /// The recorded orders.
@@ -25,20 +25,20 @@ pub(super) struct Ahead {
     pub(super) position: usize,
     /// The values that are gathered.
     pub(super) generation: Arc<Generation>,
-    /// True if it was started for the other ranks' sake alone: this rank had the full parameters,
-    /// or was getting them, when its turn came.
+    /// True if it was started only for the other ranks: at its turn, this rank had the full parameters, or
+    /// was getting them.
     pub(super) is_joined: bool,
 }
 
 impl Ahead {
-    /// Lets go of what has been gathered, or is being.
+    /// Releases the gathered parameters, or the gather under way.
     pub(super) fn discard(self) {
         if !self.is_joined && !self.generation.life.is_unsharded() {
             self.generation.life.drop_full();
         }
     }
 
-    /// Returns true if the full parameters of `generation` are on their way by it.
+    /// Returns true if it gathers the full parameters of `generation`.
     pub(super) fn is_for(&self, generation: &Arc<Generation>) -> bool {
         !self.is_joined && Arc::ptr_eq(&self.generation, generation)
     }
@@ -60,7 +60,7 @@ impl Order {
         }
     }
 
-    /// Lets go of all that was gathered ahead.
+    /// Releases everything that was gathered ahead.
     pub(super) fn discard_prefetched(&mut self) {
         std::mem::take(&mut self.prefetched)
             .into_iter()

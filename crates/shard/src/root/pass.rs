@@ -45,14 +45,14 @@ pub(super) struct Pass {
     pub(super) number: u64,
     /// The number of the copy of the module that began it.
     pub(super) copy: u64,
-    /// The parameter touched first, by unit: touching it again after another unit begins a new pass.
+    /// The parameter touched first, with its unit: touching it again after another unit begins a new pass.
     pub(super) first: (usize, Place),
     pub(super) left_first: bool,
     pub(super) token: Tensor<1>,
-    /// The depth of the ruler beside the last link of the token.
+    /// The depth of the ruler next to the last link of the token.
     pub(super) depth: usize,
     pub(super) current: Option<Use>,
-    /// Uses of units that stay unsharded, to be gone on with when touched again.
+    /// Uses of units that stay unsharded, to be continued when touched again.
     pub(super) kept: Vec<Use>,
 }
 
@@ -63,8 +63,8 @@ pub(super) struct Recomputation {
     pub(super) uses: Vec<Use>,
 }
 
-/// One use of a unit in a forward: until another unit is touched, each of its parameters has one
-/// autodiff node.
+/// One use of a unit in a forward. Until another unit is touched, each of its parameters has one autodiff
+/// node.
 pub(super) struct Use {
     pub(super) kind: UseKind,
     pub(super) id: u64,
@@ -73,7 +73,7 @@ pub(super) struct Use {
     pub(super) nodes: Slots<Node>,
 }
 
-/// A full parameter as an autodiff node, of any rank: a `Tensor<D>`.
+/// A full parameter as an autodiff node, of any number of dims: a `Tensor<D>`.
 pub(super) type Node = Box<dyn Any + Send>;
 
 /// The trace that a use of a unit leaves behind.
@@ -81,7 +81,7 @@ pub(super) type Node = Box<dyn Any + Send>;
 pub(super) enum UseKind {
     /// Nodes, for backward.
     Tracked,
-    /// Nothing: a region that will be run again.
+    /// Nothing, for a region that will be run again.
     Plain,
 }
 
@@ -102,8 +102,8 @@ impl Use {
         }
     }
 
-    /// Returns the use of a unit that stays unsharded, to be gone on with later: without the weights that adapters
-    /// made, which are no part of what stays.
+    /// Returns the use of a unit that stays unsharded, to be continued later. It does not keep the weights
+    /// computed by adapters, because these do not stay.
     pub(super) fn set_aside(mut self) -> Self {
         for (node, slot) in self.nodes.iter_mut().zip(&self.generation.unit.slots) {
             if slot.adapter.is_some() {
@@ -113,8 +113,8 @@ impl Use {
         self
     }
 
-    /// Drops the full parameters, unless the unit keeps them: from here on they live as long as the
-    /// operations using them.
+    /// Drops the full parameters, unless the unit keeps them. From now on they live as long as the operations
+    /// that use them.
     pub(super) fn close(self) -> Result<(), Error> {
         match self.generation.unit.keeps() {
             true => Ok(()),
@@ -124,8 +124,8 @@ impl Use {
 }
 
 impl Uses {
-    /// Deepens the unit of the first use of the same pass that comes after `use_id` and is still open when that
-    /// is gathered again: it gets its gradients too late, because its token was not deep enough.
+    /// Deepens the unit of the first use in the same pass that comes after `use_id` and is still open when
+    /// `use_id` is gathered again. It gets its gradients too late, because its token was not deep enough.
     pub(super) fn note_late_unit(&self, use_id: u64) {
         let Some(&(pass, _)) = self.open.get(&use_id) else {
             return;

@@ -1,4 +1,4 @@
-//! Reductions: from full gradients on every rank to those of its shards.
+//! Reductions: from full gradients on every rank to the gradients of its shards.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -21,7 +21,7 @@ use crate::slot::{Slot, Slots};
 use crate::spec::averaging;
 use crate::unit::Unit;
 
-/// The words for the sum of the shards' gradients that crosses to the replicas.
+/// The description of the sum of the shards' gradients that crosses to the replicas.
 const SUM: &str = "the reduced gradient";
 
 impl Root {
@@ -52,7 +52,7 @@ impl Root {
 }
 
 impl Progress {
-    /// Reduces the gradients of one use of a unit, with those held back before. Slots without a
+    /// Reduces the gradients of one use of a unit, including gradients held back before. Slots without a
     /// gradient on this rank count as zero; a flag for each travels with the reduction.
     pub(super) fn reduce(
         &mut self,
@@ -71,7 +71,7 @@ impl Progress {
         }
         tell_replicas(root, generation, &slots);
         if let Some(hook) = &unit.gradients.reduction {
-            // What is under way comes first: the hook communicates among the same ranks.
+            // Reductions under way come first: the hook communicates among the same ranks.
             self.complete(root, 0)?;
             let sums = self.reduce_by(root, hook, generation, &slots, &mut gradients)?;
             return self.cross_over(root, generation, &slots, sums);
@@ -114,8 +114,8 @@ impl Progress {
             mean,
             arrival,
         });
-        // Here, and not where the result is wanted: a rank that only takes part must let go of the
-        // others' gradients at the same place in the order.
+        // This happens here rather than where the result is wanted: a rank that only takes part must release
+        // the others' gradients at the same place in the order.
         self.complete(root, root.in_flight_limit())
     }
 
@@ -132,7 +132,7 @@ impl Progress {
                 mean,
                 arrival,
             } = reduction;
-            // Not before the peers have read them are the full gradients gone.
+            // The full gradients exist until the peers have read them.
             let received = pending.wait_released()?;
             let groups = &generation.unit.groups;
             let arrived = arrived(received, &mean, groups.reduce.size());
@@ -234,9 +234,9 @@ impl Progress {
         Ok(arrived(received, &sum, replicas.size()))
     }
 
-    /// Completes all reductions and averages the gradients of the parameters that every rank holds
-    /// whole: those that have come since this was last done. Tells the other ranks that `wanted` is
-    /// next, and returns what they tell.
+    /// Completes all reductions and averages the gradients of the parameters that every rank holds whole, as
+    /// far as they have come since the last call. Tells the other ranks that `wanted` is next, and returns
+    /// their messages.
     pub(super) fn reduce_whole(
         &mut self,
         root: &Root,
@@ -273,8 +273,8 @@ impl Progress {
         Ok(notes)
     }
 
-    /// Takes the gradients of the parameters kept whole that have come and whose units reduce, in lists of those that the same
-    /// factors divide: one list, unless units were told otherwise.
+    /// Takes the gradients of the parameters kept whole that have come and whose units reduce. Gradients with the same
+    /// factors are in one list: a single list, unless units were given different factors.
     fn take_whole(&mut self, root: &Root) -> Result<Vec<Vec<Whole>>, Error> {
         let mut taken: Vec<Vec<Whole>> = Vec::new();
         for mut ended in std::mem::take(&mut self.gradients.ended) {
@@ -307,8 +307,8 @@ impl Progress {
         Ok(taken)
     }
 
-    /// Averages gradients of parameters kept whole over all ranks, by the factors that they share, and returns the ranks'
-    /// notes. `of_reduction` takes the notes of the reduction itself out of them.
+    /// Averages gradients of parameters kept whole over all ranks, by the factors that they share, and returns the
+    /// ranks' notes. `of_reduction` takes the notes of the reduction itself out of them.
     fn average_whole(
         &mut self,
         root: &Root,
@@ -446,14 +446,14 @@ fn tell_replicas(root: &Root, generation: &Generation, slots: &[usize]) {
     }
 }
 
-/// Tells all ranks what this one has written in parameters that all keep whole.
+/// Tells all ranks what this rank has written in parameters that all keep whole.
 fn tell_whole(root: &Root, leaves: &[(Arc<Generation>, usize)]) {
     for (generation, slot) in leaves {
         tell((root, &root.group), generation, *slot);
     }
 }
 
-/// Tells a group whose ranks all hold the value of `slot` what this one has written there.
+/// Tells a group whose ranks all hold the value of `slot` what this rank has written there.
 fn tell((root, group): (&Root, &ProcessGroup), generation: &Generation, slot: usize) {
     let Some(seal) = generation.seal(slot).filter(|_| group.size() > 1) else {
         return;

@@ -14,7 +14,7 @@ pub(super) struct Reduction {
     pub(super) pending: Pending<Received>,
     pub(super) generation: Arc<Generation>,
     pub(super) slots: Vec<usize>,
-    /// What it makes of the gradients.
+    /// The computation that it applies to the gradients.
     pub(super) mean: Averaging,
     pub(super) arrival: Arrival,
 }
@@ -24,6 +24,6 @@ pub(super) struct Reduction {
 pub(super) struct Reductions {
     /// The reductions under way, in the order in which they were started.
     pub(super) in_flight: VecDeque<Reduction>,
-    /// Gradients of reductions that are through, until they go into Burn's `Gradients`.
+    /// Gradients of completed reductions, until they go into Burn's `Gradients`.
     pub(super) done: Vec<Reduced>,
 }

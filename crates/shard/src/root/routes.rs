@@ -1,4 +1,4 @@
-//! What a root asks before a gather while it is evaluated.
+//! The interface that a root calls before a gather while it is evaluated.
 
 use std::sync::Arc;
 
@@ -7,6 +7,6 @@ use crate::error::Error;
 
 /// The routes of ranks through an evaluation under way.
 pub(super) trait Routes: Send + Sync {
-    /// Waits until the unit of `generation` is the one that all ranks gather next.
+    /// Waits until the unit of `generation` is the next one that all ranks gather.
     fn meet(&self, generation: &Arc<Generation>) -> Result<(), Error>;
 }

@@ -31,12 +31,12 @@ use crate::unit::Unit;
 pub(crate) struct Root {
     /// All ranks that train the module together.
     pub(crate) group: ProcessGroup,
-    /// Full parameters and transport buffers; counts full gradients, too.
+    /// Full parameters and transport buffers; also counts full gradients.
     pub(crate) pool: BufferPool,
     /// Memory of reduced gradients, which belong to the shards.
     pub(super) reduced: BufferPool,
     pub(super) prefetch: usize,
-    /// A number that is equal on all ranks for one module and different for two: it tells their
+    /// A number that is equal on all ranks for one module and different for two modules; it tells their
     /// operations apart.
     pub(super) number: u64,
     units: Mutex<Vec<WeakCopies>>,
@@ -67,23 +67,23 @@ pub(super) struct Progress {
     pub(super) phase: Phase,
     /// The uses of units that are under way.
     pub(super) uses: Uses,
-    /// The order of operations, and the values that they are about.
+    /// The order of operations, and the values that they work on.
     pub(super) order: Order,
     /// Gradients that wait.
     pub(super) gradients: Accumulation,
     /// Gradients on their way to the shards.
     pub(super) reductions: Reductions,
-    /// What is known of the step to audit it.
+    /// The data for the audit of the step.
     pub(super) audited: Audited,
     pub(super) counts: Counts,
     pub(super) watch: Watch,
-    /// What waits for the optimizer, with its seals.
+    /// The gradients that wait for the optimizer, with their seals.
     pub(super) waiting: Waiting,
     /// The evaluation under way in which ranks tell each other what they need, if there is one.
     pub(super) routes: Option<Arc<dyn Routes>>,
 }
 
-/// Numbers of passes, uses and finished backwards, which an error does not begin anew.
+/// Numbers of passes, uses and finished backwards, which an error does not reset.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Counts {
     pub(super) passes: u64,
@@ -101,13 +101,13 @@ pub(super) enum Phase {
 }
 
 impl Root {
-    /// Returns a root without units, of all ranks in `group`. It knows what the policy left alone.
+    /// Returns a root without units, for all ranks in `group`. It knows which parameters the policy ignored.
     pub(crate) fn new(
         group: ProcessGroup,
         policy: &ShardPolicy,
         left_alone: Vec<(String, ParamId)>,
     ) -> Arc<Self> {
-        // Roots are made by collective calls, before which all ranks have done the same.
+        // Collective calls create roots, and all ranks have done the same before them.
         let number = group.counts().total().operations;
         // Ranks that do not exist contribute nothing.
         let audit = match group.is_fake() {
@@ -134,12 +134,12 @@ impl Root {
         })
     }
 
-    /// Returns true if the policy ignored the parameter with `id`, or what a record has put in its
-    /// place at `path`, in this module or in one that it is a part of.
+    /// Returns true if the policy ignored the parameter with `id`, or the value that a record has put in its
+    /// place at `path`, in this module or in a module that contains it.
     pub(crate) fn leaves_alone(&self, path: &str, id: ParamId) -> bool {
         self.left_alone.iter().any(|(ignored, of)| {
             let prefix = path.strip_suffix(ignored.as_str());
-            // One name alone is that of many parameters.
+            // A single name is shared by many parameters.
             let is_below = |prefix: &str| ignored.contains('.') && prefix.ends_with('.');
             *of == id || prefix.is_some_and(|prefix| prefix.is_empty() || is_below(prefix))
         })
@@ -237,7 +237,7 @@ impl Root {
         self.progress().order.schedules.last().used().collect()
     }
 
-    /// Returns the copies between the host and devices that this root's units have made.
+    /// Returns the counts of copies between the host and devices for this root's units.
     pub(crate) fn staged(&self) -> Staged {
         let units = self.units();
         units.iter().map(|unit| unit.staging.staged()).sum()
@@ -248,13 +248,13 @@ impl Root {
         self.pool.kept_bytes() + self.reduced.kept_bytes()
     }
 
-    /// Gives the memory that is kept for the next operations back to the system.
+    /// Returns the memory that is kept for the next operations to the system.
     pub(crate) fn trim(&self) {
         self.pool.trim();
         self.reduced.trim();
     }
 
-    /// Returns the watch on full weights, with what the first steps found out about memory.
+    /// Returns the watch on full weights, with the first steps' findings about memory.
     pub(crate) fn watch(&self) -> Watch {
         self.progress().watch.clone()
     }
@@ -273,7 +273,7 @@ impl Root {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] inside a backward: `advice` says what to do.
+    /// [`Error::State`] inside a backward; `advice` tells the user what to do.
     pub(crate) fn expect_outside_backward(&self, advice: &'static str) -> Result<(), Error> {
         match self.stage() {
             Phase::Idle | Phase::Forward => Ok(()),
@@ -303,7 +303,7 @@ impl Root {
 
     /// Returns the phase of the step, seen from outside of it.
     fn stage(&self) -> Phase {
-        // What finds the state taken has been called from within a backward, by a hook.
+        // If the state is taken, a hook has made this call from within a backward.
         let Some(progress) = self.progress.try_lock() else {
             return Phase::Backward;
         };
@@ -316,19 +316,20 @@ impl Root {
 
     /// Locks the state of the step.
     ///
-    /// Leaves with an error inside a hook: the step that calls it holds the state, so waiting would deadlock.
+    /// Leaves with an error inside a hook: the step that calls the hook holds the state, so waiting would
+    /// deadlock.
     pub(super) fn progress(&self) -> MutexGuard<'_, Progress> {
         refuse_in_hook();
         self.progress.lock()
     }
 
-    /// Returns the number of reductions that may be under way while backward goes on: as many as
-    /// units are prefetched, one at most. More would keep full gradients alive for nothing.
+    /// Returns the number of reductions that may be under way while backward continues: the number of
+    /// prefetched units, but at most one. More would keep full gradients alive for nothing.
     pub(super) fn in_flight_limit(&self) -> usize {
         self.prefetch.min(1)
     }
 
-    /// Brings every unit back to `Sharded`, with nothing pending: after an error.
+    /// Brings every unit back to `Sharded` after an error, with nothing pending.
     pub(crate) fn reset(&self) {
         let mut progress = self.progress();
         self.clear(&mut progress);
@@ -352,10 +353,10 @@ impl Root {
         }
     }
 
-    /// Handles that the last module which held `generation`, in `copy`, is gone: so is the forward that used
-    /// it, as far as this root is concerned. Its graph, if it is still there, holds what its backward needs.
+    /// Handles the end of the last module that held `generation`, in `copy`. The forward that used it is also
+    /// over for this root. Its graph, if it still exists, holds what its backward needs.
     pub(crate) fn forget(&self, generation: &Generation, copy: Copied) {
-        // Never from inside a step: modules are dropped by user code and by Burn.
+        // Never inside a step: user code and Burn drop modules.
         let Some(mut progress) = self.progress.try_lock() else {
             return;
         };
@@ -368,7 +369,8 @@ impl Root {
         let is_backward = progress.phase == Phase::Backward;
         drop(progress);
         if let Some(last) = forgotten.and_then(|pass| pass.current) {
-            // Here and below: what it may find has ended the failure domain, and the next operation says so.
+            // Here and below: an error has already ended the failure domain, and the next operation reports
+            // it.
             last.close().ok();
         }
         if !is_backward && generation.life.is_unsharded() {
@@ -376,7 +378,8 @@ impl Root {
         }
     }
 
-    /// Looks whether what an optimizer is about to read of a parameter is what was written: its value and its gradient.
+    /// Checks that the value and the gradient of a parameter that an optimizer is about to read still have their
+    /// written bytes.
     pub(crate) fn check_before_update(
         &self,
         generation: &Generation,
@@ -389,7 +392,7 @@ impl Root {
         })
     }
 
-    /// Calls `body` with what waits for the optimizer.
+    /// Calls `body` with the gradients that wait for the optimizer.
     pub(crate) fn with_waiting<T>(&self, body: impl FnOnce(&mut Waiting) -> T) -> T {
         body(&mut self.progress().waiting)
     }
@@ -408,8 +411,8 @@ impl Root {
         result
     }
 
-    /// Takes the right to be in a step. Two threads at once would issue operations in the order in
-    /// which they happen to run, and one that is in a step already would deadlock.
+    /// Takes the right to be in a step. Two threads at once would issue operations in the order in which they
+    /// happen to run, and a thread that is already in a step would deadlock.
     fn turn(&self) -> Result<Turn<'_>, Error> {
         refuse_in_hook();
         match self.stepping.swap(true, Ordering::Acquire) {

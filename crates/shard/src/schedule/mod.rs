@@ -1,10 +1,10 @@
 //! The order of a step's gathers and reductions, as data.
 //!
-//! The first step agrees on the order operation by operation; the steps after it follow what was
-//! recorded, which is what makes prefetching possible and lets a rank take part in an operation
-//! that only other ranks need. Where the recorded order does not hold what a rank needs, all ranks
-//! go to its end and agree on the rest again; what they agree on is put into the order for the next
-//! step. The argument why all ranks issue the same sequence is in the README beside this file.
+//! The first step agrees on the order operation by operation, and later steps follow the recorded order. That
+//! makes prefetching possible and lets a rank take part in an operation that only other ranks need. If the
+//! recorded order lacks an operation that a rank needs, all ranks go to its end and agree on the rest again.
+//! The operations that they agree on are put into the order for the next step. The README next to this file
+//! explains why all ranks issue the same sequence.
 
 mod note;
 mod operation;
@@ -23,22 +23,22 @@ pub(crate) use operation::Operation;
 
 /// The number of steps after which an operation that no rank has needed leaves the order.
 const IDLE_LIMIT: u32 = 32;
-/// The number of times that the order keeps a forward's gather to which no backward has come: a teacher's, say.
+/// The number of times that the order keeps a forward's gather without a backward, such as a teacher's.
 const ABANDONED_LIMIT: usize = 1;
 
 /// The mark of an operation that this rank asked for.
 const ASKED: u8 = 1;
 /// The mark of an operation whose backward has come.
 const ENDED: u8 = 2;
-/// The mark of a gather that was made ahead for another copy of the module than the one that asked.
+/// The mark of a gather that was made ahead for a different copy of the module from the one that asked.
 const MISLED: u8 = 4;
 
-/// The next thing to do on the way to the operation wanted.
+/// The next action on the way to the wanted operation.
 #[derive(Debug)]
 pub(crate) enum Next {
     /// An operation to issue.
     Issue(Step),
-    /// The end of the recorded order: ranks tell each other what they want.
+    /// The end of the recorded order, where ranks tell each other what they want.
     Meet,
     /// An agreement with the other ranks on the next operation.
     Agree,
@@ -51,7 +51,7 @@ pub(crate) struct Step {
     pub(crate) operation: Operation,
     /// Its place in the recorded order, if that is being followed.
     pub(crate) position: Option<usize>,
-    /// True if it is the one that was wanted, not one that only others need.
+    /// True if this rank wanted it; false if only others need it.
     pub(crate) wanted: bool,
 }
 
@@ -94,12 +94,12 @@ impl Schedules {
 pub(crate) struct Schedule {
     /// The recorded operations: equal on all ranks, at equal places of the sequence of operations.
     recorded: Vec<Entry>,
-    /// The marks of this rank for each of them in the step under way.
+    /// The marks of this rank for each recorded operation in the step under way.
     marks: Vec<u8>,
     /// The next place to issue.
     cursor: usize,
-    /// The place behind the operation that this rank asked for last. It is the cursor while this
-    /// rank finds what it needs, and stays behind when it does not.
+    /// The place after the operation that this rank asked for last. It equals the cursor while this rank
+    /// finds what it needs, and stays behind otherwise.
     aligned: usize,
     /// The places of the gathers whose backward is still to come, by use.
     uses: BTreeMap<u64, usize>,
@@ -151,7 +151,7 @@ impl Schedule {
         hasher.finish()
     }
 
-    /// Returns true if a recorded order is followed and nothing of it has been issued in this step.
+    /// Returns true if a recorded order is followed and none of its operations has been issued in this step.
     pub(crate) fn is_at_start(&self) -> bool {
         self.phase == Phase::Following && self.cursor == 0
     }
@@ -168,7 +168,7 @@ impl Schedule {
         self.rewind();
     }
 
-    /// Returns what a rank that needs `wanted` does next.
+    /// Returns the next action of a rank that needs `wanted`.
     pub(crate) fn next(&mut self, wanted: Operation) -> Next {
         if self.phase == Phase::Agreeing {
             return Next::Agree;
@@ -191,7 +191,7 @@ impl Schedule {
         })
     }
 
-    /// Notes that this rank got what it wanted at `position`.
+    /// Notes that this rank got the wanted operation at `position`.
     fn ask(&mut self, position: usize, wanted: Operation) {
         self.marks[position] |= match wanted {
             Operation::UnshardForward(_) => ASKED,
@@ -208,21 +208,21 @@ impl Schedule {
         }
     }
 
-    /// Notes that the backward of `use_id` has come, or that it will have none that is seen.
+    /// Notes that the backward of `use_id` has come, or that it will have no visible one.
     pub(crate) fn end_use(&mut self, use_id: u64) {
         if let Some(position) = self.uses.remove(&use_id) {
             self.marks[position] |= ENDED;
         }
     }
 
-    /// Notes that what was gathered ahead for `position` was not what was asked for there.
+    /// Notes that the gather made ahead for `position` differs from the one that was asked for there.
     pub(crate) fn mislead(&mut self, position: usize) {
         self.marks[position] |= MISLED;
-        // It is this place that the rank means when it asks again.
+        // The rank means this place when it asks again.
         self.aligned = position;
     }
 
-    /// Returns what this rank tells the others when it wants `wanted`.
+    /// Returns this rank's message to the others when it wants `wanted`.
     pub(crate) fn wish(&self, wanted: Operation) -> Vec<u8> {
         let place = match wanted {
             Operation::Finish => None,
@@ -238,14 +238,14 @@ impl Schedule {
         .encode()
     }
 
-    /// Returns the place of `wanted` from where this rank stands.
+    /// Returns the next place of `wanted` from this rank's place.
     fn find(&self, wanted: Operation) -> Option<usize> {
         let mut rest = self.recorded.iter().skip(self.aligned);
         let ahead = rest.position(|entry| entry.operation == wanted)?;
         Some(self.aligned + ahead)
     }
 
-    /// Asks the other ranks what they want. Collective.
+    /// Asks the other ranks which operations they want. Collective.
     pub(crate) fn ask_all(
         &self,
         wanted: Operation,
@@ -261,7 +261,7 @@ impl Schedule {
 
     /// Returns the first of the operations that the ranks want; `None` if all are at their end.
     ///
-    /// The operation is put into the order where the rank that is farthest on would have had it.
+    /// The operation is inserted where the most advanced rank would have expected it.
     pub(crate) fn agree(&mut self, wanted: Operation, wishes: &[Vec<u8>]) -> Option<Step> {
         let wishes: Vec<_> = wishes.iter().map(|wish| Wish::decode(wish)).collect();
         let wished = wishes.iter().map(|wish| wish.operation);
@@ -309,8 +309,8 @@ impl Schedule {
         self.aligned += usize::from(self.aligned >= place);
     }
 
-    /// Returns the preference for an operation, the least first: forward before backward; forward in module
-    /// order, backward against the forward order, each unit's gather before its reduction.
+    /// Returns the preference for an operation, the least first. Forward comes before backward. Forward is in
+    /// module order, backward against the forward order, with each unit's gather before its reduction.
     fn rank_of(&self, operation: Operation) -> (u8, usize, u8) {
         let latest_first = |unit| {
             let forward = Operation::UnshardForward(unit);
@@ -325,8 +325,8 @@ impl Schedule {
         }
     }
 
-    /// Returns the next gather of the same direction after `last`, if it may be gathered already at
-    /// `position`. The answer depends on the order alone.
+    /// Returns the next gather of the same direction after `last`, if it may already be gathered at
+    /// `position`. The answer depends only on the order.
     pub(crate) fn following_unshard(
         &self,
         position: usize,
@@ -339,7 +339,7 @@ impl Schedule {
         if std::mem::discriminant(&entry.operation) != direction || !entry.ahead {
             return None;
         }
-        // What is done to the unit before must be through.
+        // Earlier operations of the unit must be complete.
         let unit = entry.operation.unit();
         let mut between = self.recorded[position..place].iter();
         let is_busy = between.any(|earlier| earlier.operation.unit() == unit);

@@ -6,7 +6,8 @@ use super::operation::Operation;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wish {
     pub(crate) operation: Operation,
-    /// The place where the order should have held it; `None` if it does hold it, and for the end of backward.
+    /// The place where the order should have held it. `None` if the order does hold it, and for the end of
+    /// backward.
     pub(crate) place: Option<usize>,
 }
 
@@ -14,7 +15,7 @@ impl Wish {
     /// Number of bytes of an encoded wish.
     const LEN: usize = 3 * size_of::<u64>();
 
-    /// Returns the wish as bytes of a fixed number.
+    /// Returns the wish as a fixed number of bytes.
     pub(crate) fn encode(self) -> Vec<u8> {
         let (kind, unit) = match self.operation {
             Operation::UnshardForward(unit) => (0u64, unit),
@@ -46,8 +47,8 @@ impl Wish {
     }
 }
 
-/// The message that travels with the last exchange of a step: a rank's wish, its marks, which of the parameters kept
-/// whole it has gradients of, and what an audit wants to know.
+/// The message that travels with the last exchange of a step: a rank's wish, its marks, flags for the parameters
+/// kept whole that have gradients, and the data of an audit.
 pub(crate) struct Note {
     /// The encoded wish of the rank.
     pub(crate) wish: Vec<u8>,
@@ -55,9 +56,9 @@ pub(crate) struct Note {
     pub(crate) marks: Vec<u8>,
     /// The flags of the parameters kept whole, one byte each: 1 if the rank has a gradient.
     pub(crate) used: Vec<u8>,
-    /// The tags of those gradients; of audited steps alone.
+    /// The tags of those gradients; only in audited steps.
     pub(crate) tags: Vec<u8>,
-    /// The gradients that came on the rank; of audited steps alone.
+    /// The gradients that came on the rank; only in audited steps.
     pub(crate) told: Vec<u8>,
 }
 
@@ -71,7 +72,7 @@ pub(crate) struct NoteLengths {
 }
 
 impl Note {
-    /// Returns the lengths of the parts that every rank's note of this reduction has.
+    /// Returns the lengths of the parts in every rank's note of this reduction.
     pub(crate) fn lengths(&self) -> NoteLengths {
         NoteLengths {
             places: self.marks.len(),
@@ -79,7 +80,7 @@ impl Note {
         }
     }
 
-    /// Returns the note as one string of bytes.
+    /// Returns the note as one sequence of bytes.
     pub(crate) fn join(self) -> Vec<u8> {
         [self.wish, self.marks, self.used, self.tags, self.told].concat()
     }

@@ -1,4 +1,4 @@
-//! The operations that ranks do together in a step.
+//! The operations that ranks execute together in a step.
 
 use std::fmt;
 
@@ -16,7 +16,7 @@ pub(crate) enum Operation {
 }
 
 impl Operation {
-    /// Returns the unit that it is about.
+    /// Returns the operation's unit.
     pub(crate) fn unit(self) -> Option<usize> {
         match self {
             Self::UnshardForward(unit) | Self::UnshardBackward(unit) | Self::Reduce(unit) => {
@@ -26,7 +26,7 @@ impl Operation {
         }
     }
 
-    /// Returns true if it makes full parameters.
+    /// Returns true if it creates full parameters.
     pub(super) fn is_gather(self) -> bool {
         matches!(self, Self::UnshardForward(_) | Self::UnshardBackward(_))
     }

@@ -1,4 +1,4 @@
-//! The check that ranks hold the same values where they should.
+//! The check that ranks hold the same values where they must agree.
 
 use std::collections::HashMap;
 
@@ -19,17 +19,17 @@ pub enum Agreement {
     /// Parameters.
     #[default]
     Parameters,
-    /// Running states, too. They differ once ranks have trained on different batches, until
-    /// [`sync_buffers`](crate::sync_buffers).
+    /// Parameters and running states. Running states differ once ranks have trained on different batches,
+    /// until [`sync_buffers`](crate::sync_buffers).
     ParametersAndBuffers,
 }
 
-/// Checks by checksum that all ranks hold the same bits of what they should hold alike: parameters
-/// kept whole, replicas of shards, and parameters that no unit manages.
+/// Checks by checksum that all ranks hold the same bits of the tensors that they should hold alike:
+/// parameters kept whole, replicas of shards, and parameters that no unit manages.
 ///
-/// For the start of a run, where ranks that begin with different values train different models in
-/// silence, and for later doubt. [`fully_shard`](crate::fully_shard) gives all ranks rank 0's values
-/// of the parameters that it shards; what it does not manage is each rank's own business.
+/// Use it at the start of a run, where ranks that begin with different values train different models
+/// silently, and whenever a difference is suspected. [`fully_shard`](crate::fully_shard) gives all ranks rank
+/// 0's values of the parameters that it shards. Each rank sets its other tensors itself.
 ///
 /// Collective over all ranks of the module, between steps: one exchange of 16 bytes for each
 /// parameter.
@@ -45,7 +45,7 @@ pub fn check_agreement<M: Module>(module: &M, of: Agreement) -> Result<(), Error
         left_out: match of {
             Agreement::Parameters => survey(module)?.buffers,
             Agreement::ParametersAndBuffers => {
-                // Running states show their last update after `valid` only.
+                // Running states show their last update only after `valid`.
                 drop(module.valid());
                 Vec::new()
             }
@@ -77,7 +77,7 @@ fn difference(all: &[Vec<Checksum>], index: usize) -> Option<(usize, usize)> {
     let mut first: HashMap<u64, (usize, u64)> = HashMap::new();
     for (rank, sums) in all.iter().enumerate() {
         let Some(sum) = sums.get(index) else {
-            // Fewer parameters than this rank has.
+            // This rank has more parameters than another one.
             return Some((0, rank));
         };
         let (holder, hash) = *first.entry(sum.piece).or_insert((rank, sum.hash));
@@ -88,7 +88,7 @@ fn difference(all: &[Vec<Checksum>], index: usize) -> Option<(usize, usize)> {
     None
 }
 
-/// A checksum of what a rank holds of one parameter.
+/// A checksum of a rank's part of one parameter.
 #[derive(Debug, Clone, Copy)]
 struct Checksum {
     /// Number of the shard; ranks with the same one are replicas of each other.

@@ -1,4 +1,4 @@
-//! Moving averages of a sharded module, made of shards alone.
+//! Moving averages of a sharded module, computed only from shards.
 
 use std::collections::HashMap;
 
@@ -12,25 +12,25 @@ use crate::transport;
 
 /// Returns the moving average after another step: `decay * average + (1 - decay) * model`, element by element.
 ///
-/// `average` began as a clone of the sharded `model`, and is a module like it: it can be evaluated, recorded and saved, and
-/// takes the memory of one more shard of each parameter. Each rank computes with what it holds, so that nothing is
-/// gathered. A moving average that a program writes itself, as a mapper over the module's tensors, would see the stand-ins
-/// of the parameters.
+/// `average` began as a clone of the sharded `model`, and is a module like it. It can be evaluated, recorded and saved,
+/// and takes the memory of one more shard of each parameter. Each rank computes with its own shards, so nothing is
+/// gathered. If a program writes its own moving average as a mapper over the module's tensors, the mapper sees the
+/// stand-ins of the parameters.
 ///
-/// Parameters that no unit manages and running states are averaged as well; integers and booleans are the model's.
+/// Parameters that no unit manages and running states are also averaged; integers and booleans are the model's.
 ///
-/// In 16 bits a share of 0.001 rounds to nothing, and the average would never move. So beside the shards of an average of
-/// that type lie its elements in 32 bits, which take 4 bytes each on the host: the module shows them rounded. They belong to
-/// this copy and its clones, and a step has the rounded ones, from which a resumed run goes on. For an average that is itself
-/// in 32 bits, in steps and when it is evaluated, shard a copy of the model that was cast: `average` may be of f32 where
-/// `model` is of 16 bits, cut alike.
+/// In 16 bits a share of 0.001 rounds to nothing, and the average would never move. Next to the 16-bit shards of an
+/// average, the host therefore holds its elements in 32 bits, which take 4 bytes each; the module shows them rounded.
+/// They belong to this copy and its clones. A saved step has the rounded elements, from which a resumed run continues.
+/// For an average that is itself in 32 bits, in steps and when it is evaluated, shard a copy of the model that was
+/// cast: `average` may have type f32 where `model` has 16 bits, cut alike.
 ///
-/// Not collective; all ranks do so alike, between steps.
+/// Not collective; all ranks must do the same, between steps.
 ///
 /// # Errors
 ///
-/// [`Error::NotSharded`]; [`Error::Option`] for a `decay` that is not between 0 and 1; [`Error::Returned`] if `average` is no
-/// copy of `model`; [`Error::Average`] for a running state, or a parameter that no unit manages, of 16 bits.
+/// [`Error::NotSharded`]; [`Error::Option`] for a `decay` that is not between 0 and 1; [`Error::Returned`] if `average`
+/// is not a copy of `model`; [`Error::Average`] for a running state, or a parameter that no unit manages, of 16 bits.
 ///
 /// ```
 /// # use burn::nn::{Linear, LinearConfig};
@@ -98,7 +98,8 @@ pub fn moving_average<M: Module>(average: M, model: &M, decay: f64) -> Result<M,
     Ok(average)
 }
 
-/// Returns true if both are the same part of tensors of one shape, and of one type but for an average of 32 bits.
+/// Returns true if both are the same part of tensors of one shape and one type; a 32-bit average may have another
+/// type.
 fn is_alike(average: &LocalTensor, model: &LocalTensor) -> bool {
     let is_wider = average.dtype == DType::F32 && is_narrow(model.dtype);
     let is_type = average.dtype == model.dtype || is_wider;
@@ -118,7 +119,7 @@ fn differing(path: &str) -> Error {
     }
 }
 
-/// Returns the elements that this rank holds, in 32 bits if they are of 16.
+/// Returns this rank's elements, in 32 bits if they have 16.
 fn wide(tensor: &LocalTensor) -> Tensor<1> {
     let bytes = tensor.elements.as_bytes().to_vec();
     let values = transport::owned(bytes, tensor.dtype, &Device::flex());

@@ -1,4 +1,4 @@
-//! Running states, such as BatchNorm's: each rank updates its own.
+//! Running states, such as BatchNorm's, which each rank updates itself.
 
 use std::collections::HashMap;
 
@@ -19,21 +19,21 @@ const LABEL: &str = "running states";
 /// The treatment of the ranks' running states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum BufferSync {
-    /// Each rank's own, with nothing communicated.
+    /// Each rank keeps its own states, and nothing is communicated.
     Local,
-    /// Rank 0's, on all ranks: what one rank training alone on its batches would have. To be done
-    /// before saving.
+    /// All ranks get rank 0's states, as if one rank had trained on its batches by itself. Do this before
+    /// saving.
     #[default]
     Broadcast,
-    /// The mean, on all ranks.
+    /// All ranks get the mean.
     Average,
 }
 
-/// Makes the running states of `module` (those of BatchNorm; any float tensor that is not a
-/// parameter) the same on all ranks, and returns the module with them.
+/// Makes the running states of `module` (BatchNorm's; any float tensor that is not a parameter) the same on
+/// all ranks, and returns the module with them.
 ///
-/// Burn keeps a running state in one place for all clones of a module, so clones on this rank see
-/// the new value, too. Parameters are left alone.
+/// Burn keeps a running state in one place for all clones of a module, so clones on this rank also see the
+/// new value. Parameters are unchanged.
 ///
 /// Collective over all ranks of the module: one broadcast or all-reduce, of all running states
 /// together; none if there are none, or with [`BufferSync::Local`].
@@ -58,7 +58,7 @@ pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> 
         BufferSync::Broadcast => broadcast(&group, &buffers)?,
     };
     let places = buffers.into_iter().map(|buffer| buffer.path);
-    // Also where nothing is replaced: all ranks take the same passes over the module.
+    // This also happens where nothing is replaced: all ranks make the same passes over the module.
     let values = places.zip(received).collect();
     Ok(path::map(module, &mut Replace { values }))
 }
@@ -138,7 +138,7 @@ fn check_running_states(root: &Root) -> Result<(), Error> {
     })
 }
 
-/// Looks whether the running states that the last backward has left are what was there, and seals those that the forward has
+/// Checks that the running states of the last backward still have the same bytes, and seals those that the forward has
 /// made since, where ranks compare bytes.
 pub(crate) fn seal_running_states<M: Module>(module: &M, root: &Root) -> Result<(), Error> {
     let group = &root.group;
@@ -159,7 +159,7 @@ pub(crate) fn seal_running_states<M: Module>(module: &M, root: &Root) -> Result<
     Ok(())
 }
 
-/// Returns rank 0's running states; nothing on rank 0, which has them.
+/// Returns rank 0's running states; nothing on rank 0, which already has them.
 fn broadcast(group: &ProcessGroup, buffers: &[Running]) -> Result<Vec<Buffer>, Error> {
     let is_root = group.rank() == 0;
     let part = |buffer: &Running| {
@@ -216,8 +216,8 @@ impl Running {
 pub(super) fn settle<M: Module>(module: &M) -> Result<Vec<String>, Error> {
     let paths = survey(module)?.buffers;
     if !paths.is_empty() {
-        // A state shows its last update only after a synchronization, which of all that Burn offers for
-        // whole modules only `valid` does.
+        // A state shows its last update only after a synchronization. Of Burn's functions for whole modules,
+        // only `valid` synchronizes.
         drop(module.valid());
     }
     Ok(paths)

@@ -1,4 +1,4 @@
-//! Whole parameters outside of training: to read, change, export or evaluate.
+//! Whole parameters outside of training, to be read, changed, exported or evaluated.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -19,33 +19,31 @@ use crate::transport;
 /// The treatment of changes to summoned parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WriteBack {
-    /// The changes are kept: each rank takes its shards from what the closure returned on this rank.
+    /// The changes are kept: each rank takes its shards from the closure's result on this rank.
     Keep,
     /// The changes are forgotten.
     Discard,
 }
 
-/// Gives `body` a plain copy of a sharded module with whole parameters, on every rank, and returns
-/// the sharded module: with its shards taken from what `body` returns, or as it was.
+/// Gives `body` a plain copy of a sharded module with whole parameters, on every rank, and returns the
+/// sharded module: with its shards taken from the result of `body`, or unchanged.
 ///
-/// The copy is what [`Module::valid`] gives of the unsharded module: same type, same paths, values in
-/// their stored precision, no autodiff. It belongs to `body` alone, which may run it, record it, hand
-/// it to other code, even keep it. Its forward communicates nothing, so ranks may do different things
-/// with it; with [`WriteBack::Keep`] all must return the same values, or the shards of different
-/// modules are put together. Parameters that no unit manages and running states are copied and
-/// written back as well. With [`WriteBack::Discard`] what `body` returns is dropped. Low-rank adapters are merged
-/// into the weights of the copy, so that it cannot be written back.
+/// The copy equals [`Module::valid`] of the unsharded module: same type, same paths, values in their stored
+/// precision, no autodiff. It belongs only to `body`, which may run it, record it, pass it to other code, or even
+/// keep it. Its forward communicates nothing, so ranks may do different things with it. With [`WriteBack::Keep`]
+/// all must return the same values; otherwise the shards of different modules are put together. Parameters that
+/// no unit manages and running states are also copied and written back. With [`WriteBack::Discard`] the result of
+/// `body` is dropped. Low-rank adapters are merged into the weights of the copy, so it cannot be written back.
 ///
-/// Every rank holds the whole model meanwhile: for a model that fits nowhere there is
-/// [`full_state`].
+/// Every rank holds the whole model meanwhile. For a model that does not fit on any rank, use [`full_state`].
 ///
 /// Collective over all ranks of the module, between steps: one all-gather for each sharded
 /// parameter.
 ///
 /// # Errors
 ///
-/// [`Error::NotSharded`]; [`Error::Option`] for adapters that would be written back; [`Error::Returned`] if what `body` returns has other parameters or shapes
-/// than the module; a failed collective.
+/// [`Error::NotSharded`]; [`Error::Option`] for adapters that would be written back; [`Error::Returned`] if the result
+/// of `body` has other parameters or shapes than the module; a failed collective.
 pub fn summon_full_params<M: Module>(
     module: M,
     write_back: WriteBack,
@@ -69,8 +67,8 @@ pub fn summon_full_params<M: Module>(
     }
 }
 
-/// Returns, on the ranks that `keep` it, the plain copy of a sharded module that [`summon_full_params`] gives. The other ranks
-/// send their shards, and hold one whole parameter at a time.
+/// Returns the plain copy of a sharded module as in [`summon_full_params`], on the ranks that `keep` it. The other
+/// ranks send their shards, and hold one whole parameter at a time.
 ///
 /// Collective over all ranks of the module, between steps: one all-gather for each sharded parameter.
 ///
@@ -83,15 +81,17 @@ pub fn unsharded<M: Module>(module: &M, keep: bool) -> Result<Option<M>, Error> 
     Ok(keep.then_some(full))
 }
 
-/// Returns the module without autodiff and without shards: with whole values if they are to be kept, or with none.
+/// Returns the module without autodiff and without shards: with whole values if they are to be kept, otherwise
+/// with none.
 fn plain<M: Module>(module: &M, fields: &[(String, Member)], keep: bool) -> Result<M, Error> {
     let mut members: HashMap<_, _> = fields.iter().cloned().collect();
     for (path, _) in fields {
-        // Of an adapted parameter they are read with it, and no module of `materialize` has them.
+        // Factors are read together with the adapted parameter, and a module after `materialize` does not
+        // have them.
         members.remove(&format!("{path}.{FACTOR_A}"));
         members.remove(&format!("{path}.{FACTOR_B}"));
     }
-    // `valid` also gives the copy running states of its own.
+    // `valid` also gives the copy its own running states.
     let mut fill = Fill {
         members,
         keep,
@@ -103,18 +103,18 @@ fn plain<M: Module>(module: &M, fields: &[(String, Member)], keep: bool) -> Resu
         shared: HashMap::new(),
     };
     let filled = catch(|| path::map(module.valid(), &mut fill))?;
-    // Burn lets go of a reparameterization in `materialize` alone.
+    // Burn removes a reparameterization only in `materialize`.
     Ok(within(Purpose::KeepBase, || filled.materialize()))
 }
 
 /// A mapper that puts the whole value in the place of each stand-in.
 struct Fill {
     members: HashMap<String, Member>,
-    /// False to let go of each value as it comes.
+    /// False to drop each value as it comes.
     keep: bool,
     /// The parameters that several fields share.
     tied: HashSet<Key>,
-    /// The whole values of those.
+    /// The whole values of these parameters.
     shared: HashMap<Key, Tensor<1>>,
 }
 
@@ -162,7 +162,7 @@ impl path::Mapper for Fill {
 
 /// Returns the sharded module with the values of `full`.
 fn take_back<M: Module>(module: M, fields: Vec<(String, Member)>, full: &M) -> Result<M, Error> {
-    // Running states show their last update after `valid` only.
+    // Running states show their last update only after `valid`.
     let mut values = Values::default();
     path::visit(&full.valid(), &mut values);
     let mut narrow = Narrow {
@@ -193,7 +193,7 @@ impl path::Visitor for Values {
     }
 }
 
-/// A mapper that cuts each value where a rank holds a part of it, and takes it as it is elsewhere.
+/// A mapper that cuts each value where a rank holds a part of it, and takes it whole elsewhere.
 struct Narrow {
     members: HashMap<String, Member>,
     values: HashMap<String, TensorData>,
@@ -233,7 +233,7 @@ impl Narrow {
         }
     }
 
-    /// Checks that fields which share a parameter have equal values; `paths` are those of the module, in its order.
+    /// Checks that fields with a shared parameter have equal values; `paths` are those of the module, in its order.
     fn check_ties<'a>(&self, paths: impl Iterator<Item = &'a String>) -> Result<(), Error> {
         let mut firsts = HashMap::new();
         for path in paths {
@@ -330,7 +330,7 @@ impl path::Mapper for Narrow {
     }
 }
 
-/// A whole tensor of a module, as [`full_state`] gives it.
+/// A whole tensor of a module, as [`full_state`] passes it.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct FullTensor<'a> {
@@ -345,12 +345,13 @@ pub struct FullTensor<'a> {
 }
 
 /// Calls `visit` on rank 0 with each tensor of a sharded module, whole, one after another in the order of the
-/// module: parameters, sharded or not, integers and booleans among them, and running states, of which it gives
-/// rank 0's own ([`sync_buffers`](crate::sync_buffers) first, if the ranks' should be averaged).
+/// module. This includes parameters, sharded or not, also of integers and booleans, and running states. The
+/// running states are rank 0's own; call [`sync_buffers`](crate::sync_buffers) first to average them over the
+/// ranks.
 ///
-/// No rank ever holds more than one whole parameter for it, and only rank 0 of each group that
-/// holds the shards does. `visit` is not called on the other ranks, which only send; it cannot stop
-/// the sequence, as they could not know.
+/// At most one whole parameter is held at a time, and only by rank 0 of each group that holds the shards. The
+/// other ranks only send, and `visit` is not called on them; it cannot stop the sequence, because they could
+/// not know.
 ///
 /// Collective over all ranks of the module, between steps: one gather for each sharded parameter.
 ///
@@ -425,7 +426,7 @@ pub(crate) enum Held {
 
 /// Returns all tensors of `module`, in its order.
 pub(crate) fn tensors<M: Module>(module: &M) -> Vec<StateTensor> {
-    // Running states show their last update after `valid` only.
+    // Running states show their last update only after `valid`.
     drop(module.valid());
     let mut all = All {
         members: inspect::fields(module).into_iter().collect(),

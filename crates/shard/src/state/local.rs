@@ -1,4 +1,4 @@
-//! The part of a module that one rank holds, as bytes: for checkpoints.
+//! The part of a module that one rank holds, as bytes for checkpoints.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -29,20 +29,20 @@ pub struct LocalTensor {
     pub shape: Vec<usize>,
     /// Element type as it is stored.
     pub dtype: DType,
-    /// The kind of the tensor, and how much of it this rank holds.
+    /// The kind of the tensor, and the part of it that this rank holds.
     pub part: LocalPart,
-    /// Of a factor of a [LoRA adapter](crate::ShardPolicy::lora): alpha over rank, by which the product of the factors is
-    /// multiplied.
+    /// For a factor of a [LoRA adapter](crate::ShardPolicy::lora): alpha over rank, by which the product of the factors
+    /// is multiplied.
     pub adapter_scale: Option<f64>,
-    /// The elements that this rank holds, in row-major order and the machine's byte order. Read in
-    /// place: what is done to the module afterwards does not change them.
+    /// The elements that this rank holds, in row-major order and the machine's byte order. They are read in
+    /// place, and later changes of the module do not affect them.
     pub elements: Source,
 }
 
 /// The part of a tensor that a rank holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LocalPart {
-    /// A range of the flat elements of a sharded parameter: all or none where the partition has a
+    /// A range of the flat elements of a sharded parameter; everything or nothing where the partition has a
     /// [sole owner](Partition::sole_owner).
     Shard {
         /// The elements.
@@ -57,15 +57,15 @@ pub enum LocalPart {
     Own,
 }
 
-/// Returns the tensors of a sharded module, in its order, with this rank's part of each. Nothing is
-/// copied or communicated. A parameter that several fields share is there once, under the path of the first.
+/// Returns the tensors of a sharded module, in its order, with this rank's part of each. Nothing is copied or
+/// communicated. A parameter that several fields share appears once, under the path of the first.
 ///
-/// Running states are the ranks' own: [`sync_buffers`](crate::sync_buffers) first, if one of them is
-/// to stand for all.
+/// Running states are each rank's own; call [`sync_buffers`](crate::sync_buffers) first if one of them is to
+/// represent all.
 ///
 /// # Errors
 ///
-/// [`Error::NotSharded`]; [`Error::Collective`] if an element has changed by itself, where ranks compare bytes.
+/// [`Error::NotSharded`]; [`Error::Collective`] if an element has been corrupted, where ranks compare bytes.
 pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
     inspect::root_of(module)?;
     let (tied, managed): (Vec<_>, Vec<_>) = inspect::fields(module)
@@ -119,9 +119,9 @@ pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
 pub struct LocalId {
     /// Path in the module.
     pub path: String,
-    /// The id of the parameter before it was sharded, or in the record that was loaded since.
+    /// The id of the parameter before it was sharded, or in a record that was loaded later.
     pub id: ParamId,
-    /// The id of its stand-in: that of the parameter in records of the module.
+    /// The id of its stand-in, which is the parameter's id in records of the module.
     pub recorded: ParamId,
 }
 
@@ -141,18 +141,17 @@ pub fn local_ids<M: Module>(module: &M) -> Result<Vec<LocalId>, Error> {
     Ok(ids.collect())
 }
 
-/// Replaces what this rank holds of a sharded module. `read` gets each tensor as
-/// [`local_state`] describes it, with its present elements, and returns new bytes, or `None` to leave
-/// it.
+/// Replaces this rank's part of a sharded module. `read` gets each tensor as [`local_state`] describes it,
+/// with its present elements, and returns new bytes, or `None` to leave it.
 ///
 /// Everything is read before anything is replaced: after an error no copy of the module has changed.
 ///
-/// Not collective. All ranks must replace alike: if one of them meets an error and goes on with the
-/// module as it was, the others must not take theirs either.
+/// Not collective. All ranks must replace alike: if one of them gets an error and continues with the
+/// unchanged module, the others must not use the new values either.
 ///
 /// # Errors
 ///
-/// Whatever `read` returns; [`Error::NotSharded`]; [`Error::LocalLength`] for another number of bytes.
+/// Errors of `read`; [`Error::NotSharded`]; [`Error::LocalLength`] for another number of bytes.
 pub fn load_local_state<M: Module, E: From<Error>>(
     module: M,
     mut read: impl FnMut(&LocalTensor) -> Result<Option<Vec<u8>>, E>,
@@ -182,7 +181,8 @@ pub fn load_local_state<M: Module, E: From<Error>>(
 }
 
 impl LocalTensor {
-    /// Returns the flat elements of the whole tensor that this rank holds, in row-major order: what to read of a file for it.
+    /// Returns the range of the whole tensor's flat elements that this rank holds, in row-major order: the part of a
+    /// file to read for it.
     pub fn range(&self) -> Range<usize> {
         match &self.part {
             LocalPart::Shard { range, .. } => range.clone(),
@@ -190,8 +190,8 @@ impl LocalTensor {
         }
     }
 
-    /// Returns the shape in which optimizers see it: flat where this rank holds a part, of that many empty dims where another
-    /// rank [owns](crate::ShardPolicy::one_owner) all of it, and otherwise its own.
+    /// Returns the shape in which optimizers see it. It is flat where this rank holds a part, and has as many empty
+    /// dims where another rank [owns](crate::ShardPolicy::one_owner) all of it. Otherwise it is the tensor's own shape.
     pub fn shown_shape(&self) -> Vec<usize> {
         let too_many = self.shape.len() > MAX_DIMS;
         match &self.part {
@@ -206,7 +206,7 @@ impl LocalTensor {
         }
     }
 
-    /// Returns the shape of its elements on this rank: flat, of a parameter that a unit manages.
+    /// Returns the shape of its elements on this rank: flat for a parameter that a unit manages.
     fn held_shape(&self) -> Vec<usize> {
         match self.part {
             LocalPart::Own => self.shape.clone(),

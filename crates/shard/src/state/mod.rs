@@ -1,8 +1,10 @@
-//! The tensors of a sharded module between steps, whole or in this rank's parts: read, saved, changed.
+//! The tensors of a sharded module between steps, whole or in this rank's parts: reading, saving and changing
+//! them.
 //!
-//! - `full`: whole parameters, for a moment or one by one. `local`: this rank's parts, as bytes.
-//! - `record`: Burn's records; `recorded`: one tensor by tensor. `buffers`: running states. `stand_ins`: the stand-ins in the fields.
-//! - `average`: moving averages. `agreement`: the check that all ranks hold the same.
+//! - `full`: whole parameters, all together for a moment or one by one. `local`: this rank's parts, as bytes.
+//! - `record`: Burn's records; `recorded`: a record tensor by tensor. `buffers`: running states. `stand_ins`: the
+//!   stand-ins in the fields.
+//! - `average`: moving averages. `agreement`: the check that all ranks hold the same values.
 
 pub(crate) mod agreement;
 pub(crate) mod average;

@@ -1,8 +1,8 @@
 //! Burn records of sharded modules.
 //!
-//! A record of a sharded module is the record that the unsharded module would give: whole
-//! parameters under their own paths. It loads into a plain module, and into one sharded over any
-//! number of ranks. Taking one is collective and makes every rank hold the whole record.
+//! A record of a sharded module equals the record of the unsharded module: whole parameters under their own
+//! paths. It loads into a plain module, and into one sharded over any number of ranks. Taking one is
+//! collective and makes every rank hold the whole record.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -27,16 +27,16 @@ thread_local! {
     static RECORDED: RefCell<Vec<Member>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Runs `body` with the mappers of sharded parameters doing only what they did before sharding:
-/// for a plain copy of the parameter, which is recorded as it would be without us.
+/// Runs `body` with the mappers of sharded parameters doing only what they did before sharding. This is for a
+/// plain copy of the parameter, which is then recorded as without the engine.
 pub(crate) fn plainly<T>(body: impl FnOnce() -> T) -> T {
     within(Purpose::PlainMappers, body)
 }
 
-/// Returns the record of a sharded module: what [`Module::into_record`] gives, as a value or an
-/// error, also while other copies of the module with other values are alive (the best so far, a
-/// moving average), between which Burn's own method cannot tell and refuses. This rank's running states have their
-/// last update in it, which Burn's own method leaves out.
+/// Returns the record of a sharded module: the result of [`Module::into_record`], as a value or an error. It also
+/// works while other copies of the module with different values are alive (the best so far, a moving average).
+/// Burn's own method cannot tell such copies apart and refuses. The record includes the last update of this rank's
+/// running states, which Burn's own method leaves out.
 ///
 /// Collective: one all-gather for each sharded parameter. Every rank gets the whole record.
 ///
@@ -108,7 +108,7 @@ pub(crate) fn load<const D: usize>(
     }
 }
 
-/// Returns this rank's part of `whole`, of a module on `device`.
+/// Returns this rank's part of `whole`, for a module on `device`.
 pub(crate) fn narrow<const D: usize>(
     unit: &Unit,
     index: usize,
@@ -118,7 +118,7 @@ pub(crate) fn narrow<const D: usize>(
     let slot = &unit.slots[index];
     let range = slot.held_range(unit.groups.shard.rank());
     let flat: Tensor<1> = whole.inner().reshape([slot.partition.num_elements()]);
-    // Read out, so that the shard does not keep the whole alive.
+    // The data is copied, so that the shard does not keep the whole alive.
     let shard = flat.slice([range]).into_data();
     Tensor::from_data(shard, (&unit.home(device), slot.elements.stored.dtype))
 }
@@ -138,14 +138,14 @@ pub(crate) fn save<const D: usize>(
         let whole = copy_of(&copies, index).and_then(|generation| whole(&generation, index));
         let whole = whole.unwrap_or_else(|error| throw(error));
         let saved = own.on_save(whole.reshape(slot.dims::<D>()));
-        // Last of all: what follows must be the visit that it is meant for.
+        // This comes last: the next visit must be the one that it is meant for.
         hand(unit, index, Handed::Recorded);
         saved
     }
 }
 
-/// Returns the whole value of one parameter, gathered from all ranks, plain and flat, on the device
-/// that computes.
+/// Returns the whole value of one parameter, gathered from all ranks, plain and flat, on the computing
+/// device.
 ///
 /// Collective.
 pub(crate) fn whole(generation: &Generation, index: usize) -> Result<Tensor<1>, Error> {

@@ -14,23 +14,23 @@ use crate::state::record::plainly;
 use crate::thrown::{catch, throw};
 use crate::transport;
 
-/// A tensor of a module's record, as [`recorded_state`] gives it.
+/// A tensor of a module's record, as [`recorded_state`] passes it.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct RecordedTensor {
     /// Path in the module, such as `blocks.3.fc.weight`.
     pub path: String,
-    /// The id that the record has for it.
+    /// Its id in the record.
     pub id: ParamId,
-    /// Its elements, as a record holds them: of a linear layer whose weight is kept by columns, the transpose.
+    /// Its elements, as a record holds them: the transpose for a linear layer whose weight is kept by columns.
     pub data: TensorData,
 }
 
-/// Calls `visit` on rank 0 with each tensor of the record that [`into_record`](crate::into_record) would give of a sharded
-/// module, one after another in the order of the module. Running states are rank 0's.
+/// Calls `visit` on rank 0 with each tensor of a sharded module's record (see [`into_record`](crate::into_record)), one
+/// after another in the order of the module. Running states are rank 0's.
 ///
-/// Rank 0 holds one whole tensor at a time for it, twice where the parameter is recorded in another form; the other ranks only
-/// send, and `visit` is not called on them: it cannot stop the sequence, as they could not know.
+/// Rank 0 holds one whole tensor at a time for it, twice where the parameter is recorded in another form. The other
+/// ranks only send, and `visit` is not called on them; it cannot stop the sequence, because they could not know.
 ///
 /// Collective over all ranks of the module, between steps: one gather for each sharded parameter.
 ///
@@ -97,7 +97,7 @@ impl<F: FnMut(RecordedTensor)> path::Visitor for Each<F> {
     }
 }
 
-/// Returns the whole value of a parameter, flat and on the device that computes, on the rank that records it.
+/// Returns the whole value of a parameter, flat and on the computing device, on the rank that records it.
 fn whole(member: &Member, is_first: bool) -> Option<Tensor<1>> {
     let (generation, slot) = (&member.generation, member.slot());
     let device = generation.device(member.index).without_autodiff();

@@ -1,8 +1,8 @@
-//! Stand-ins of sharded parameters that have come to hold memory.
+//! Stand-ins of sharded parameters that have grown to full size.
 //!
-//! Burn shows a mapper the stand-in and the shard of a parameter alike. One that computes with all
-//! float tensors, such as a moving average or a clip of weights, makes a stand-in, which has one
-//! element of memory, a tensor of the full size, and Burn offers no place to take that back.
+//! Burn shows a mapper the stand-in and the shard of a parameter alike. A stand-in has one element of memory.
+//! A mapper that computes with all float tensors, such as a moving average or a clip of weights, turns it
+//! into a tensor of the full size. Burn offers no place to undo that.
 
 use std::collections::HashSet;
 
@@ -16,8 +16,8 @@ use crate::inspect;
 use crate::path::{self, Location};
 use crate::survey::stand_in;
 
-/// Returns the bytes that stand-ins of the sharded `module` hold on the CPU backend: next to
-/// nothing, unless a mapper has computed with them. [`renew_stand_ins`] frees them.
+/// Returns the bytes that stand-ins of the sharded `module` hold on the CPU backend. They are next to
+/// nothing, unless a mapper has computed with the stand-ins. [`renew_stand_ins`] frees them.
 ///
 /// # Errors
 ///
@@ -33,7 +33,7 @@ pub fn stand_in_bytes<M: Module>(module: &M) -> Result<usize, Error> {
 }
 
 /// Returns the sharded `module` with new stand-ins, after a `map` that has computed with all its float tensors
-/// and so made stand-ins of the full size. Shards, ids and everything else stay as they are.
+/// and so created stand-ins of the full size. Shards, ids and everything else stay unchanged.
 ///
 /// Not collective.
 ///
@@ -45,7 +45,7 @@ pub fn renew_stand_ins<M: Module>(module: M) -> Result<M, Error> {
     let mut renew = Renew {
         paths: paths(&module),
     };
-    // What is sharded stays as it is.
+    // Sharded parameters stay unchanged.
     Ok(within(Purpose::Prepare, || path::map(module, &mut renew)))
 }
 

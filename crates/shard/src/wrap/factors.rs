@@ -15,8 +15,8 @@ use crate::survey::Found;
 ///
 /// # Errors
 ///
-/// [`Error::Option`] if it adapts none, or makes factors of no rank, of no sensible size, or of another type than what
-/// they adapt.
+/// [`Error::Option`] if it adapts none, or if the factors would have rank 0, an unreasonable size, or another type
+/// than the parameters that they adapt.
 pub(super) fn with_factors(parameters: Vec<Found>, lora: &Lora) -> Result<Vec<Found>, Error> {
     check(lora)?;
     let mut all = Vec::with_capacity(parameters.len());
@@ -64,7 +64,7 @@ pub(super) fn with_factors(parameters: Vec<Found>, lora: &Lora) -> Result<Vec<Fo
     }
 }
 
-/// Checks what of a configuration needs no module.
+/// Checks the parts of a configuration that do not depend on the module.
 fn check(lora: &Lora) -> Result<(), Error> {
     if lora.rank == 0 {
         return Err(refused("of rank 1 or more", "of rank 0".to_owned()));
@@ -90,7 +90,7 @@ fn refused(expected: &'static str, got: String) -> Error {
     }
 }
 
-/// Notes in the slots of a unit which of them adapt which.
+/// Records in the slots of a unit which slots adapt which.
 pub(super) fn join(slots: &mut [Slot], lora: &Lora) {
     let index_of: HashMap<_, _> = slots
         .iter()

@@ -1,4 +1,4 @@
-//! The grouping of parameters into units, and those that belong to none.
+//! The grouping of parameters into units, and the parameters that belong to none.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -23,11 +23,11 @@ fn ancestors(path: &str) -> impl Iterator<Item = &str> {
     path.match_indices('.').map(|(end, _)| &path[..end])
 }
 
-/// Paths of parameters that the policy leaves alone.
+/// Paths of parameters that the policy ignores.
 pub(crate) struct Ignored(HashSet<String>);
 
 impl Ignored {
-    /// Finds the ignored parameters among those of the survey.
+    /// Finds the ignored parameters in the survey.
     ///
     /// # Errors
     ///
@@ -61,7 +61,7 @@ impl Ignored {
     }
 }
 
-/// Refuses a pattern that stands for none of the parameters, nor for a module around one.
+/// Refuses a pattern that matches none of the parameters, nor a module around one.
 fn expect_match<'a>(
     pattern: &Pattern,
     parameters: impl Iterator<Item = &'a Found> + Clone,
@@ -90,7 +90,8 @@ pub(crate) fn unmatched<'a>(pattern: &str, paths: impl Iterator<Item = &'a str>)
     }
 }
 
-/// Returns the patterns of units; of a unit of several modules each with the unit's name, and before those that would divide it.
+/// Returns the patterns of units. The patterns of a unit of several modules come with the unit's name, and before those
+/// that would divide it.
 fn named_units(policy: &ShardPolicy) -> Vec<(&Pattern, Option<String>)> {
     let joint = policy.joint_units.iter().flat_map(|patterns| {
         let names: Vec<_> = patterns.iter().map(Pattern::as_str).collect();
@@ -105,14 +106,14 @@ fn named_units(policy: &ShardPolicy) -> Vec<(&Pattern, Option<String>)> {
 
 /// The parameters of each unit: the unit of a parameter is the innermost module that a pattern matches.
 pub(crate) struct Grouping {
-    /// The parameters by unit path: the root's first, with the empty path, then those of units in
-    /// the order of first appearance.
+    /// The parameters by unit path: the root's first, with the empty path, then the other units' in the order
+    /// of first appearance.
     by_unit: Vec<(String, Vec<Found>)>,
 }
 
 impl Grouping {
-    /// Groups `parameters` by the policy's patterns, of which one may also stand for fields that share a parameter with another
-    /// one, at the paths `tied`.
+    /// Groups `parameters` by the policy's patterns. A pattern may also match fields that share a parameter with
+    /// another one, at the paths `tied`.
     ///
     /// # Errors
     ///
@@ -169,7 +170,7 @@ impl Grouping {
     ///
     /// # Errors
     ///
-    /// [`Error::UnmatchedPattern`]; [`Error::Option`] for a parameter of too many dims to be shown to an optimizer.
+    /// [`Error::UnmatchedPattern`]; [`Error::Option`] for a parameter with too many dims for an optimizer.
     fn owners(
         &self,
         num_ranks: usize,
@@ -197,11 +198,11 @@ impl Grouping {
         Ok(paths.zip(balanced_owners(&sizes, num_ranks)).collect())
     }
 
-    /// Returns the units, without values or a root; `is_replica` if `replicate` makes them.
+    /// Returns the units, without values or a root; `is_replica` if `replicate` creates them.
     ///
     /// # Errors
     ///
-    /// [`Error::ElementType`]; [`Error::Option`] for a host that is none.
+    /// [`Error::ElementType`]; [`Error::Option`] for a host that is not the CPU backend.
     pub(crate) fn units(
         &self,
         groups: &Groups,
@@ -247,7 +248,7 @@ impl Grouping {
     }
 }
 
-/// Returns how ranks hold a parameter.
+/// Returns the way in which ranks hold a parameter.
 fn holding(found: &Found, policy: &ShardPolicy) -> Holding {
     let is_kept_vector = found.shape.len() < 2 && !policy.shard_vectors;
     let stays_whole = is_kept_vector || found.num_elements() < policy.whole_below;

@@ -1,4 +1,4 @@
-//! Initial values: rank 0's, cut on the way.
+//! Initial values: rank 0's, cut on their way to the other ranks.
 
 use burn::module::Param;
 use burn::tensor::{Device, Tensor};
@@ -9,10 +9,10 @@ use crate::slot::Slot;
 use crate::transport;
 use crate::unit::Unit;
 
-/// Returns this rank's value of `param`, from rank 0's. No other rank initializes the parameter,
-/// and no rank holds more than one whole parameter on its account.
+/// Returns this rank's value of `param`, from rank 0's. No other rank initializes the parameter, and no rank
+/// holds more than one whole parameter for it.
 ///
-/// With replicas, the first of them receives from rank 0 and hands its shard on.
+/// With replicas, the first of them receives from rank 0 and passes its shard on.
 pub(crate) fn value<const D: usize>(
     unit: &Unit,
     slot: &Slot,
@@ -42,7 +42,7 @@ pub(crate) fn value<const D: usize>(
     }
 }
 
-/// Returns this rank's part of what rank 0 of the shard group holds whole.
+/// Returns this rank's part of a value that rank 0 of the shard group holds whole.
 fn from_first(
     unit: &Unit,
     slot: &Slot,
@@ -79,7 +79,7 @@ fn broadcast(
         num_elements: elements,
         element: slot.elements.stored.wire,
     };
-    // The source of a broadcast receives nothing: it has it.
+    // The source of a broadcast receives nothing, because it has the data.
     let into = match own {
         Some(_) => Vec::new(),
         None => vec![BufferPool::new().take(elements * slot.elements.stored.size())],
@@ -90,8 +90,8 @@ fn broadcast(
     Ok(own.unwrap_or_else(|| first_tensor(received, slot, device)))
 }
 
-/// Returns the name of the operation. It carries what an adapter adds its factors by, which is no tensor: ranks that
-/// differ in it are told at this operation.
+/// Returns the name of the operation. It includes an adapter's scale, which is no tensor: ranks that differ in it
+/// get an error at this operation.
 fn label(slot: &Slot) -> String {
     let adapted = slot.adapter.as_ref().map(|adapter| {
         let (rank, scale) = (adapter.rank, adapter.scale);
@@ -116,7 +116,7 @@ fn source_of<const D: usize>(param: &Param<Tensor<D>>, slot: &Slot) -> Source {
     transport::source(flat, None)
 }
 
-/// Returns a leaf with memory of its own: what rank 0 sends may be a view of something larger.
+/// Returns a leaf with its own memory: the tensor that rank 0 sends may be a view of something larger.
 fn leaf(bytes: &[u8], slot: &Slot, device: &Device) -> Tensor<1> {
     transport::owned(bytes.to_vec(), slot.elements.stored.dtype, device)
 }

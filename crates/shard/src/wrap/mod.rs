@@ -1,10 +1,11 @@
 //! `fully_shard`: from a plain module to a sharded one.
 //!
-//! - `factors`: the parameters of adapters that are made on the way.
-//! - `ranks`: the ranks that take part. `grouping`: the parameters of each unit, and the owner of each that is not divided.
-//! - `placed`: units with their paths in the module, those of earlier calls too.
-//! - `sharder`: from a parameter to a stand-in with its shard beside it; `initial`: rank 0's values; `read`: those that
-//!   each rank reads.
+//! - `factors`: the parameters of adapters that are attached while sharding.
+//! - `ranks`: the ranks that take part. `grouping`: the parameters of each unit, and the owner of each undivided
+//!   parameter.
+//! - `placed`: units with their paths in the module, also from earlier calls.
+//! - `sharder`: replaces a parameter by a stand-in with its shard next to it. `initial`: rank 0's values. `read`:
+//!   values that each rank reads.
 //! - `ties`: fields that share a parameter.
 //! - `own_states`: running states that ranks must not share.
 
@@ -45,37 +46,36 @@ use read::Read;
 use sharder::Sharder;
 use ties::Ties;
 
-/// Shards `module` over the policy's axis of `mesh` and returns it, with the same type and to be
-/// used in the same way.
+/// Shards `module` over the policy's axis of `mesh` and returns it, with the same type and for the same use.
 ///
-/// Each unit is gathered when one of its parameters is first touched, freed after its forward
-/// and after its backward, and its gradients are averaged over the ranks. All ranks start from
-/// rank 0's values: parameters that are not initialized yet are initialized there, one at a
-/// time in the order of the module, and the other ranks initialize nothing.
+/// Each unit is gathered when one of its parameters is first touched, and freed after its forward and after
+/// its backward. Its gradients are averaged over the ranks. All ranks start from rank 0's values. Parameters
+/// that are not initialized yet are initialized there, one at a time in the order of the module, and the
+/// other ranks initialize nothing.
 ///
-/// Burn's random numbers come from one generator for all threads of the process. For the same initial
-/// values in every run, seed the device on rank 0 alone, right before this call, and draw nothing on
-/// other ranks meanwhile; `device.seed` on every rank would begin the sequence again in the middle.
-/// Dropout on ranks that are threads cannot be repeated at all.
+/// Burn's random numbers come from one generator for all threads of the process. For the same initial values
+/// in every run, seed the device only on rank 0, directly before this call, and draw nothing on other ranks
+/// meanwhile; `device.seed` on every rank would restart the sequence in the middle. Dropout on ranks that are
+/// threads cannot be repeated at all.
 ///
-/// Each shard has the id of its parameter, so that groups of ids made before go on to match; see
+/// Each shard has the id of its parameter, so groups of ids made earlier still match; see
 /// [`param_id`](crate::param_id).
 ///
-/// Fields that are clones of one parameter (one id) stay one parameter: the first of them in the order of the module is
-/// sharded, under its path, and all others give its value, in each copy of the module and after whatever is done to it.
+/// Fields that are clones of one parameter (one id) stay one parameter. The first of them in the order of the module is
+/// sharded, under its path. All others return its value, in each copy of the module and after any later change of it.
 ///
-/// Applied to a child first and to its parent later, the parent takes the parameters that are
-/// left and orders the operations of both.
+/// If it is applied to a child first and to its parent later, the parent takes the remaining parameters and
+/// orders the operations of both.
 ///
-/// `mesh` is a [`ProcessMesh`](burn_fsdp_collectives::ProcessMesh), or a group, whose ranks are a line: its only axis
-/// is that of the policy.
+/// `mesh` is a [`ProcessMesh`](burn_fsdp_collectives::ProcessMesh), or a group, whose ranks form a line: its only
+/// axis is the policy's.
 ///
 /// Collective: all ranks of the axis call it, with the same module structure and policy.
 ///
 /// # Errors
 ///
-/// A pattern without a module, parameters that cannot be sharded or are not reached, [`Error::Tied`] for fields of one id that
-/// cannot be one parameter, a child in the middle of a step, or a failed collective.
+/// A pattern without a module, parameters that cannot be sharded or are not reached, [`Error::Tied`] for fields of one
+/// id that cannot be one parameter, a child in the middle of a step, or a failed collective.
 pub fn fully_shard<M: Module>(
     module: M,
     mesh: &impl AsMesh,
@@ -84,18 +84,18 @@ pub fn fully_shard<M: Module>(
     wrap(module, mesh, &policy, Form::Shard, None)
 }
 
-/// Shards `module` as [`fully_shard`] does, with values that each rank reads for itself. `read` gets the part of each
-/// parameter that this rank is to hold, in the order of the module, and returns its bytes, or `None` for one that is to begin
-/// with rank 0's value.
+/// Shards `module` as [`fully_shard`] does, with values that each rank reads itself. `read` gets this rank's part of
+/// each parameter, in the order of the module, and returns its bytes, or `None` for a parameter that begins with rank
+/// 0's value.
 ///
-/// A parameter that is read is initialized on no rank, and nothing is held but the rank's part of it. The dtype is that of the
-/// parameter, or of its device for one that is not initialized yet.
+/// A parameter that is read is initialized on no rank, and only the rank's part of it is held. The dtype is the
+/// parameter's, or its device's for a parameter that is not initialized yet.
 ///
 /// Collective as [`fully_shard`]: `read` must return `None` for the same parameters on all ranks.
 ///
 /// # Errors
 ///
-/// As [`fully_shard`]; what `read` returns; [`Error::LocalLength`] for another number of bytes.
+/// As [`fully_shard`]; errors of `read`; [`Error::LocalLength`] for another number of bytes.
 pub fn fully_shard_from<M: Module, E: From<Error>>(
     module: M,
     mesh: &impl AsMesh,
@@ -106,7 +106,7 @@ pub fn fully_shard_from<M: Module, E: From<Error>>(
     let mut read = |part: &InitialPart<'_>| {
         read(part).map_err(|error| {
             failure = Some(error);
-            // Nobody sees it: the failure itself is what is returned.
+            // This error is not visible: the failure itself is returned.
             Error::NotSharded
         })
     };
@@ -117,12 +117,12 @@ pub fn fully_shard_from<M: Module, E: From<Error>>(
     }
 }
 
-/// Makes `module` data-parallel over the policy's axes of `mesh`: every rank holds all of it, from
-/// rank 0's values, and gradients are averaged by one all-reduce a unit. The policy's strategy
-/// does not apply; its units say what is reduced together.
+/// Makes `module` data-parallel over the policy's axes of `mesh`: every rank holds all of it, from rank 0's
+/// values, and gradients are averaged by one all-reduce per unit. The policy's strategy does not apply; its
+/// units define which gradients are reduced together.
 ///
-/// Submodules that are sharded already stay so, each under a root of its own. A parent's
-/// [`fully_shard`] leaves a replicated module alone, with everything in it.
+/// Submodules that are already sharded stay so, each under its own root. A parent's [`fully_shard`] leaves a
+/// replicated module alone, with everything in it.
 ///
 /// Collective: all ranks of the axes call it, with the same module structure and policy.
 ///
@@ -184,7 +184,7 @@ fn wrap<M: Module>(
         .iter()
         .filter(|found| !ignored.contains(&found.path))
         .filter(|found| !ties.contains(&found.path))
-        // Of a parameter without elements there is nothing to share.
+        // There is nothing to share for a parameter without elements.
         .filter(|found| !found.shape.contains(&0))
         .cloned()
         .collect();
@@ -229,7 +229,7 @@ fn wrap<M: Module>(
     Ok(module)
 }
 
-/// Refuses what cannot be sharded.
+/// Refuses modules that cannot be sharded.
 fn check(
     survey: &Survey,
     parameters: &[Found],

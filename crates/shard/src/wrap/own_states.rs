@@ -1,7 +1,7 @@
-//! Running states, such as BatchNorm's, that belong to this rank alone.
+//! Running states, such as BatchNorm's, that belong only to this rank.
 //!
-//! Burn keeps a running state in one place for all clones of a module. A module that was built outside
-//! of the ranks and cloned into them would give all of them one.
+//! Burn keeps a running state in one place for all clones of a module. If a module was built outside of the
+//! ranks and cloned into them, all of them would share one state.
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
@@ -17,8 +17,8 @@ use crate::inspect;
 use crate::path::{self, Location};
 use crate::survey::{Survey, survey};
 
-/// Returns the module with running states of this rank's own. A module whose states are that
-/// already is left as it is.
+/// Returns the module with running states that belong only to this rank. A module that already has such
+/// states is left unchanged.
 ///
 /// Collective over the ranks of `group`: one exchange of the ids of running states; none without any.
 pub(crate) fn separate<M: Module>(
@@ -46,7 +46,7 @@ pub(crate) fn separate<M: Module>(
     }
 }
 
-/// Returns a module with running states of its own, if it has some.
+/// Returns a module with its own running states, if it has some.
 pub(crate) fn own<M: Module>(module: M) -> Result<M, Error> {
     let survey = survey(&module)?;
     match survey.buffers.is_empty() {
@@ -55,7 +55,7 @@ pub(crate) fn own<M: Module>(module: M) -> Result<M, Error> {
     }
 }
 
-/// Returns the module with copies of its running states, and everything else as it is.
+/// Returns the module with copies of its running states, and everything else unchanged.
 fn cloned<M: Module>(module: M, survey: &Survey) -> M {
     let mut kept = Kept {
         states: survey.buffers.to_vec(),
@@ -63,11 +63,11 @@ fn cloned<M: Module>(module: M, survey: &Survey) -> M {
         ..Kept::default()
     };
     inspect::visit(&module, &mut kept);
-    // A flag is seen by a mapper only.
+    // Only a mapper sees a flag.
     let module = within(Purpose::Prepare, || {
         path::map(module, &mut Flags(&mut kept))
     });
-    // Only a change of the training state makes new running states; what else it changes is put back.
+    // Only a change of the training state makes new running states; its other changes are undone.
     let module = within(Purpose::OwnStates, || module.valid().train());
     within(Purpose::Prepare, || path::map(module, &mut PutBack(kept)))
 }

@@ -1,4 +1,4 @@
-//! Units with their paths in a module: those that a call makes, and those of earlier calls.
+//! Units with their paths in a module, from the current call and from earlier calls.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use crate::spec::Groups;
 pub(super) struct Placed {
     pub(super) copies: Copies,
     pub(super) root_link: Arc<RootLink>,
-    /// Path of that module in the one that is being wrapped.
+    /// Path of that module inside the module that is being wrapped.
     pub(super) prefix: String,
 }
 
@@ -38,8 +38,8 @@ pub(super) fn split_off_replicas(earlier: Vec<Placed>) -> (Vec<Placed>, Vec<Plac
         .partition(|placed| is_inside(&placed.prefix))
 }
 
-/// Returns the units that earlier calls made, in the order of the module, each with the path in
-/// `module` of the module that the call was made on.
+/// Returns the units that earlier calls made, in the order of the module, each with the path in `module` of
+/// the module that the call was made on.
 pub(super) fn earlier_units<M: Module>(module: &M) -> Vec<Placed> {
     let mut units: Vec<Placed> = Vec::new();
     for (path, member) in &inspect::places(module) {
@@ -59,7 +59,7 @@ pub(super) fn earlier_units<M: Module>(module: &M) -> Vec<Placed> {
     units
 }
 
-/// Refuses a unit of other ranks than those of `groups`: those that hold the shards, and the replicas of each.
+/// Refuses a unit whose ranks differ from `groups`: the ranks that hold the shards, and the replicas of each.
 pub(super) fn check_groups(earlier: &Placed, groups: &Groups) -> Result<(), Error> {
     let own = &earlier.copies.unit.groups;
     let are_same = match (&own.replicas, &groups.replicas) {

@@ -7,7 +7,7 @@ use crate::policy::{ReduceGroup, ShardPolicy};
 use crate::spec::Groups;
 use burn_fsdp_mesh::Strategy;
 
-/// The groups of ranks that a call is about.
+/// The groups of ranks of a call.
 pub(super) struct Ranks {
     /// All ranks that train the module together.
     pub(super) all: ProcessGroup,
@@ -16,7 +16,7 @@ pub(super) struct Ranks {
 }
 
 impl Ranks {
-    /// Returns the ranks that `policy` means on `mesh`.
+    /// Returns the ranks that `policy` selects on `mesh`.
     pub(super) fn new(mesh: &ProcessMesh, policy: &ShardPolicy) -> Result<Self, Error> {
         let along = |axis: &str, method| {
             let known = mesh.mesh().axes().iter().map(|axis| axis.name.as_str());
@@ -47,7 +47,7 @@ impl Ranks {
                 mesh.world().clone()
             }
             Some(_) => {
-                // What the other axes say is the same for all ranks that train together.
+                // The coordinates on the other axes are the same for all ranks that train together.
                 let axes = mesh.mesh().axes().iter().zip(mesh.coordinate());
                 let ours = |name: &str| {
                     name == policy.axis || Some(name) == policy.replicate_axis.as_deref()
@@ -90,7 +90,7 @@ impl Ranks {
     }
 }
 
-/// Returns the group of this rank's `ranks` neighbours; `None` if that is nobody or everybody.
+/// Returns the group of this rank's `ranks` neighbours; `None` if it would have a single rank or all ranks.
 fn neighbours(shard: &ProcessGroup, ranks: usize) -> Result<Option<ProcessGroup>, Error> {
     if ranks == 0 || !shard.size().is_multiple_of(ranks) {
         return Err(Error::ReshardTo {

@@ -1,4 +1,4 @@
-//! Initial values that each rank reads for itself.
+//! Initial values that each rank reads itself.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use crate::slot::Slot;
 use crate::transport;
 use crate::unit::Unit;
 
-/// The part of a parameter that a rank is to hold, whose value [`fully_shard_from`](crate::fully_shard_from) asks for.
+/// The part of a parameter for one rank, whose value [`fully_shard_from`](crate::fully_shard_from) asks for.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct InitialPart<'a> {
@@ -23,10 +23,10 @@ pub struct InitialPart<'a> {
     pub range: Range<usize>,
 }
 
-/// What reads the bytes of a part; `None` for a parameter that begins with rank 0's value.
+/// A function that reads the bytes of a part; `None` for a parameter that begins with rank 0's value.
 pub(super) type Read<'a> = &'a mut dyn FnMut(&InitialPart<'_>) -> Result<Option<Vec<u8>>, Error>;
 
-/// Returns this rank's value of a parameter as it is read for the field at `path`, if it is.
+/// Returns this rank's value of a parameter, if one is read for the field at `path`.
 pub(super) fn value(
     read: Read<'_>,
     unit: &Unit,

@@ -1,4 +1,4 @@
-//! The replacement of a parameter by a stand-in with its shard beside it.
+//! The replacement of a parameter by a stand-in with its shard next to it.
 
 use std::collections::{HashMap, HashSet};
 use std::iter;
@@ -29,23 +29,23 @@ use crate::thrown::throw;
 use crate::transport;
 use crate::unit::Unit;
 
-/// The problem of a parameter whose fields are read as if they were two.
+/// The error message for fields of one parameter that are read with different values.
 const READ_TWICE: &str = "but what is read has other values for one than for the other; read one name, or the same for both";
 
-/// A reparameterizer that replaces each parameter by a stand-in with its value beside it.
+/// A reparameterizer that replaces each parameter by a stand-in with its value next to it.
 pub(super) struct Sharder<'a> {
     places: HashMap<String, (Arc<Generation>, usize, Arc<RootLink>)>,
     /// Paths of parameters that no unit manages.
     others: HashSet<String>,
-    /// The adapters to attach; with them all else is frozen.
+    /// The adapters to attach; with them everything else is frozen.
     lora: Option<Lora>,
     /// The factors of adapters, by path.
     factors: HashMap<String, Found>,
-    /// What reads the values that are not rank 0's.
+    /// The function that reads the values that are not rank 0's.
     read: Option<Read<'a>>,
     /// The fields that share a parameter with an earlier one.
     ties: Ties,
-    /// The parameters that were made for those, by path.
+    /// The parameters created for these fields, by path.
     firsts: HashMap<String, First>,
 }
 
@@ -93,7 +93,7 @@ impl<'a> Sharder<'a> {
         (sharder, made)
     }
 
-    /// Sets what reads the values that are not rank 0's.
+    /// Sets the function that reads the values that are not rank 0's.
     pub(super) fn reading(self, read: Option<Read<'a>>) -> Self {
         Self { read, ..self }
     }
@@ -103,7 +103,7 @@ impl<'a> Sharder<'a> {
         Self { ties, ..self }
     }
 
-    /// Returns this rank's value of a parameter: as it is read for the first of its fields for which it is, or rank 0's.
+    /// Returns this rank's value of a parameter: the value read for the first of its fields that has one, or rank 0's.
     fn value<const D: usize>(
         &mut self,
         unit: &Unit,
@@ -220,7 +220,7 @@ fn stand_in_of<const D: usize>(
         .save_mapper(record::save(Copies::of(generation), slot, own))
 }
 
-/// Returns the factors of the parameter at `path`, sharded, to be seen by optimizers and records.
+/// Returns the sharded factors of the parameter at `path`, which optimizers and records see.
 fn sharded_factors(sharder: &mut Sharder<'_>, path: &str, adapter: &Adapter) -> LoraAdapter {
     let std = sharder.lora.as_ref().and_then(|lora| lora.init_std);
     let std = std.unwrap_or(1.0 / adapter.rank as f64);
@@ -237,14 +237,14 @@ fn sharded_factors(sharder: &mut Sharder<'_>, path: &str, adapter: &Adapter) -> 
     plain.apply_reparameterization(Below { prefix, sharder })
 }
 
-/// The initial values of a factor: those of Burn's `Lora`, by which a new adapter adds nothing.
+/// The initial values of a factor, as in Burn's `Lora`: a new adapter adds nothing.
 #[derive(Debug, Clone, Copy)]
 enum Fill {
     Normal { std: f64 },
     Zeros,
 }
 
-/// Returns the parameter of a factor, which is initialized when it is asked for.
+/// Returns the parameter of a factor, which is initialized on demand.
 fn lazy(factor: &Found, fill: Fill) -> Param<Tensor<2>> {
     let shape = [factor.shape[0], factor.shape[1]];
     let dtype = factor.dtype;
@@ -259,7 +259,7 @@ fn lazy(factor: &Found, fill: Fill) -> Param<Tensor<2>> {
     Param::uninitialized(factor.id, make, device, true, Shape::from(shape))
 }
 
-/// A sharder of what is below a path.
+/// A sharder of the part below a path.
 struct Below<'a, 'b> {
     prefix: String,
     sharder: &'a mut Sharder<'b>,
@@ -278,13 +278,13 @@ impl Reparameterizer for Below<'_, '_> {
     }
 }
 
-/// Returns the parameter with a leaf of this rank's own, lazy if it was: ranks that share a leaf share a graph,
-/// and would wait for each other's backward. What is a clone here may have others there.
+/// Returns the parameter with this rank's own leaf, lazy if it was. Ranks that share a leaf share a graph, and
+/// would wait for each other's backward. If this parameter is a clone, other ranks may hold clones of it.
 fn own_leaf<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
     param.init_mapper(|tensor| transport::in_place_of(&tensor, tensor.clone().inner().into_data()))
 }
 
-/// Returns the parameter itself: a stand-in, recorded in the shape in which it always was.
+/// Returns the parameter itself: a stand-in, recorded in the original shape.
 fn base<const D: usize>(declared: &Declared<D>, device: &Device, id: ParamId) -> Param<Tensor<D>> {
     let shape = declared.shape;
     if shape == declared.recorded {

@@ -32,7 +32,7 @@ const ADAPTED: &str =
 /// The fields that share a parameter with an earlier field of the module.
 #[derive(Default)]
 pub(super) struct Ties {
-    /// By path; in the order of the module.
+    /// The fields in the order of the module.
     fields: Vec<Field>,
 }
 
@@ -40,9 +40,9 @@ pub(super) struct Ties {
 #[derive(Clone)]
 pub(super) struct Field {
     pub(super) found: Found,
-    /// Path of the earlier one.
+    /// Path of the earlier field.
     pub(super) first: String,
-    /// Number among those that share it; the first has 0.
+    /// Number among the fields that share it; the first has 0.
     pub(super) number: usize,
 }
 
@@ -51,7 +51,7 @@ impl Ties {
     ///
     /// # Errors
     ///
-    /// [`Error::Tied`] for two that cannot be one.
+    /// [`Error::Tied`] for two fields that cannot be one parameter.
     pub(super) fn new<M: Module>(
         module: &M,
         survey: &Survey,
@@ -108,7 +108,8 @@ impl Ties {
         self.fields.iter().find(|field| field.found.path == path)
     }
 
-    /// Refuses fields of one id with different values. Looks at those that have a value, and makes none.
+    /// Refuses fields of one id with different values. Compares only fields that already have a value, and
+    /// initializes none.
     fn check_values<M: Module>(&self, module: &M) -> Result<(), Error> {
         let mut values = Values {
             wanted: self

@@ -19,7 +19,7 @@ use super::nets::{CONV_NET, MLP, RECURRENT};
 const STEPS: usize = 10;
 const MICRO: usize = 3;
 
-/// The micro-batches of a step are those that as many more ranks would have had.
+/// The micro-batches of a step are the batches of correspondingly more ranks.
 fn accumulated<M: Module + 'static>(
     case: Case<M>,
     ranks: usize,
@@ -145,7 +145,8 @@ fn traffic_and_memory_are_exact() {
         assert_eq!(moved(&without, OperationKind::AllReduce), 0);
         assert_eq!(moved(&with, OperationKind::ReduceScatter), 4);
         assert_eq!(moved(&with, OperationKind::AllReduce), 1);
-        // Sharded parameters' gradients, whole; those kept whole anyway cost nothing more.
+        // Sharded parameters' gradients, whole; parameters that are kept whole anyway cost no additional
+        // memory.
         let whole: usize = 3 * (15 + 15 + 7 + 7 + 15 - 7) + 15 + 7;
         println!("no_sync: {held} bytes of gradients held back, for no reduction at all");
         assert_eq!(held, 4 * (params - whole));

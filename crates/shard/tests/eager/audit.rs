@@ -1,6 +1,6 @@
-//! The audit of gradients: right steps are never refused, whatever the policy, and each of them is looked at.
+//! The audit of gradients: right steps are never refused, whatever the policy, and each of them is checked.
 //!
-//! That wrong ones are refused is shown by engines in miniature, in the crate itself.
+//! Miniature engines in the crate itself show that wrong steps are refused.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -25,7 +25,7 @@ fn blocks() -> ShardPolicy {
         .audit(Audit::EveryStep)
 }
 
-/// Runs three steps, and more backwards than these if `steps` makes them. Each must be audited.
+/// Runs three steps, and additional backwards if `steps` makes them. Each must be audited.
 fn audited<M: Module + 'static>(
     ranks: usize,
     build: impl Fn(&ProcessGroup) -> Result<M, Error> + Send + Sync + 'static,
@@ -146,7 +146,7 @@ fn gradients_that_wait_are_in_the_sum_of_a_later_step() {
         for micro in 0..step {
             no_sync(model, || plain_step(model, rank, micro, device))??;
         }
-        // The last one need not use what the others did.
+        // The last step need not use the same units as the others.
         if step == 2 {
             let input = model.embed.forward(tokens([2, 4], 11, rank, step, device));
             let loss = model.blocks[1].forward(input).mean();
@@ -230,7 +230,7 @@ fn frozen_and_unused_parameters_are_not_missed() {
     audited(4, hybrid(blocks()), routed);
 }
 
-/// What is held back of a parameter that is frozen before the next reduction never comes, on purpose.
+/// The gradients held back for a parameter that is frozen before the next reduction never come, on purpose.
 #[test]
 fn what_is_frozen_while_it_waits_is_dropped() {
     on_ranks(2, |world| {
@@ -285,7 +285,7 @@ fn a_unit_may_be_used_twice_and_passes_may_be_several() {
     audited(4, hybrid(blocks()), recomputed);
 }
 
-/// Clones with gradients of their own, in one loss.
+/// Clones with separate gradients, in one loss.
 #[test]
 fn copies_of_a_module_are_added_up() {
     audited(2, mlp(blocks()), |model, rank, step, device| {
@@ -296,7 +296,8 @@ fn copies_of_a_module_are_added_up() {
     });
 }
 
-/// An error in the middle of a backward, on all ranks: what came until then is gone, and not missed afterwards.
+/// After an error in the middle of a backward, on all ranks, all gradients until then are gone, and not missed
+/// afterwards.
 #[test]
 fn an_error_leaves_nothing_behind() {
     on_ranks(2, |world| {
@@ -305,7 +306,7 @@ fn an_error_leaves_nothing_behind() {
         let asked = fails.clone();
         let hook = move |path: &str, gradient: Tensor<1>| {
             let fails = path.contains("blocks.1.up") && asked.swap(false, Relaxed);
-            // Of another length than it was given.
+            // The length differs from the given gradient's.
             if fails {
                 gradient.narrow(0, 0, 1)
             } else {
@@ -344,7 +345,7 @@ fn optimizers_step_in_between() {
     });
 }
 
-/// What is not asked for is not done, and what is new is looked at once.
+/// Steps are audited only if requested, and a new order is audited at once.
 #[test]
 fn orders_are_audited_when_they_are_new() {
     let number = |audit: Audit, changes: bool| {
@@ -372,7 +373,7 @@ fn orders_are_audited_when_they_are_new() {
     assert_eq!(number(Audit::EveryStep, false), [1, 2, 3, 4, 5, 6]);
     // The first, and the first that follows its record.
     assert_eq!(number(Audit::NewOrders, false), [1, 2, 2, 2, 2, 2]);
-    // The fourth finds an operation missing: the fifth follows what it has added.
+    // In the fourth step an operation is missing; the fifth follows the extended order.
     assert_eq!(number(Audit::NewOrders, true), [1, 2, 2, 2, 3, 3]);
 }
 
@@ -418,7 +419,7 @@ fn an_audited_step_issues_no_operation_more() {
     }
 }
 
-/// A child that is shared out over fewer ranks than its parent would be averaged over these alone.
+/// A child that is sharded over fewer ranks than its parent would be averaged only over these.
 #[test]
 fn children_without_the_replicas_of_their_parent_are_refused() {
     on_ranks(4, |world| {

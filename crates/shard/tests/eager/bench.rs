@@ -1,4 +1,4 @@
-//! The test bench: trains a module sharded over threads, and the same module plainly.
+//! The test bench: trains a module sharded over threads, and the same module without sharding.
 
 use std::sync::OnceLock;
 
@@ -11,7 +11,7 @@ use burn_fsdp_shard::{Error, ShardPolicy, backward, fully_shard};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 
-/// A module under test: how it is built, and its loss on one rank's part of a step's batch.
+/// A module under test: its constructor, and its loss on one rank's part of a step's batch.
 pub(crate) struct Case<M> {
     pub(crate) build: fn(&Device) -> M,
     /// Rank, step, device.
@@ -26,7 +26,7 @@ impl<M> Clone for Case<M> {
 
 impl<M> Copy for Case<M> {}
 
-/// What a run ends with.
+/// The result of a run.
 #[derive(Debug, Clone)]
 pub(crate) struct Outcome {
     /// Mean over the ranks, by step.
@@ -37,7 +37,7 @@ pub(crate) struct Outcome {
 
 pub(crate) const SEED: u64 = 7;
 
-/// The device that modules under test are on: the CPU, or in a build with its feature the one that
+/// The device of modules under test: the CPU, or in a build with its feature the device that
 /// `BURN_FSDP_TEST_DEVICE` names.
 pub(crate) fn plain_device() -> Device {
     static FOUND: OnceLock<Device> = OnceLock::new();
@@ -150,7 +150,7 @@ pub(crate) fn train<M: Module + 'static>(
     Ok(Outcome { losses, params })
 }
 
-/// One outcome of the ranks': the mean of their losses, and their parameters, which must be the same.
+/// Joins the ranks' outcomes: the mean of their losses, and their parameters, which must be the same.
 pub(crate) fn joined(outcomes: &[Outcome]) -> Outcome {
     let mut first = outcomes[0].clone();
     for outcome in outcomes {
@@ -178,7 +178,7 @@ pub(crate) fn stepped<M: Module + 'static>(
 ) -> Outcome {
     let outcomes = on_ranks(ranks, move |world| {
         let device = device();
-        // Made before the module is sharded; elsewhere it is made after.
+        // It is created before the module is sharded; elsewhere it is created afterwards.
         let mut optim = optimizer();
         let model = build(case, &world, &device, policy.clone())?;
         let gradients = gradients(&model, &world, &device)?;
@@ -199,10 +199,10 @@ pub(crate) fn plainly_stepped<M: Module + 'static>(case: Case<M>, ranks: usize) 
     }
 }
 
-/// The module with values of its own seed, as lazy as they were.
+/// Returns the module with values of the seed, as lazy as before.
 ///
-/// Burn's generator is one for all threads of a process: what a module draws from it depends on the
-/// tests that run beside.
+/// Burn has one generator for all threads of a process: the numbers that a module draws from it depend on
+/// concurrent tests.
 pub(crate) fn seeded<M: Module>(module: M, seed: u64) -> M {
     module.map(&mut Seeding {
         seed,
@@ -210,14 +210,14 @@ pub(crate) fn seeded<M: Module>(module: M, seed: u64) -> M {
     })
 }
 
-/// As [`seeded`], with other values on every rank but those of [`SEED`] on rank 0, whose values are
-/// what sharding takes.
+/// As [`seeded`], with different values on every rank; rank 0 has the values of [`SEED`], which sharding
+/// takes.
 pub(crate) fn seeded_by_rank<M: Module>(module: M, rank: usize) -> M {
     seeded(module, SEED + 1000 * rank as u64)
 }
 
 struct Seeding {
-    /// Of the next parameter.
+    /// The seed of the next parameter.
     seed: u64,
     field: String,
 }
@@ -230,7 +230,7 @@ impl ModuleMapper for Seeding {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let seed = self.seed;
         self.seed += 1;
-        // Running states begin with what they stand for.
+        // Running states keep their usual initial values.
         if self.field.starts_with("running_") {
             return param;
         }
@@ -248,7 +248,7 @@ impl ModuleMapper for Seeding {
     }
 }
 
-/// A module whose values are there already.
+/// Returns a module whose values are initialized.
 pub(crate) fn ready<M: Module>(build: impl FnOnce() -> M) -> M {
     let module = build();
     params(&module);
@@ -277,7 +277,7 @@ pub(crate) fn on_ranks<T: Send + 'static>(
         .unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// What `body` panics with. An error of a rank is a panic outside of [`on_ranks`].
+/// Returns the message with which `body` panics. An error of a rank is a panic outside of [`on_ranks`].
 pub(crate) fn panic_of<T>(body: impl FnOnce() -> T) -> String {
     let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body));
     let message = panic.err().expect("refused").downcast::<String>();

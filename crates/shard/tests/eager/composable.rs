@@ -1,4 +1,4 @@
-//! The verbs together: `fully_shard`, `replicate`, ignored modules, and their order.
+//! Combinations of `fully_shard`, `replicate` and ignored modules, in any order.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -28,7 +28,7 @@ fn with_mesh<T: Send + 'static>(
     on_ranks(ranks, move |world| {
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
         let device = device();
-        // Each rank the same numbers.
+        // Each rank has the same numbers.
         body(mesh, seeded((MLP.build)(&device), SEED))
     })
 }
@@ -80,7 +80,7 @@ fn replicate_alone_and_below_a_parent_agrees() {
     }
 }
 
-/// The values of these are as those of shards: what tells them apart is what is held, and what is gathered.
+/// Their values equal those of shards; they differ in the memory they hold and in their gathers.
 #[test]
 fn a_replica_is_held_whole_and_is_no_unit_of_its_parent() {
     with_mesh(2, |mesh, model| {
@@ -171,7 +171,7 @@ fn names_are_kept() {
     });
 }
 
-/// The loss of a rank by itself.
+/// The loss of a single rank.
 type Loss = fn(&Mlp, usize, usize, &Device) -> Tensor<1>;
 
 /// The losses of two ranks.
@@ -180,7 +180,8 @@ const OWN: [Loss; 2] = [
     |model, _, step, device| model.loss(1, step, device),
 ];
 
-/// Asserts that after a step of two ranks what is ignored has seen the rank's own gradients, and everything else the mean.
+/// Asserts that after a step of two ranks the ignored parameters have seen the rank's own gradients, and all others the
+/// mean.
 fn assert_own_or_mean(
     seen: impl IntoIterator<Item = Vec<(String, Vec<f32>)>>,
     is_ignored: impl Fn(&str) -> bool,
@@ -214,7 +215,7 @@ fn ignored_modules_are_left_alone() {
         let before = world.counts();
         let loss = (MLP.loss)(&model, world.rank(), 0, &device());
         let gradients = backward(loss, &model)?;
-        // The head's own, and those of all others.
+        // The head's own parameters, and all others.
         let with_gradient = params_with_gradient(&model, &gradients).len();
         assert_eq!(with_gradient, 1 + 1 + 1 + 3 * 7 + 1);
         let since = world.counts().since(&before);
@@ -244,7 +245,7 @@ fn ignored_modules_are_left_alone() {
     );
 }
 
-/// As `fully_shard([norm, head])`.
+/// Works like `fully_shard([norm, head])`.
 #[test]
 fn several_modules_are_one_unit() {
     let joint = || {
@@ -255,7 +256,7 @@ fn several_modules_are_one_unit() {
     for ranks in 1..=4 {
         let got = sharded(MLP, ranks, 6, joint());
         assert_close(&got, &plainly(MLP, ranks, 6), 1e-5);
-        // One that is needed first and last.
+        // A unit that is needed first and last.
         let around = ShardPolicy::new()
             .units(["blocks.*"])
             .unit_of(["embed", "head"]);
@@ -275,7 +276,7 @@ fn several_modules_are_one_unit() {
         let before = world.counts();
         backward((MLP.loss)(&model, world.rank(), 0, &device()), &model)?;
         let since = world.counts().since(&before);
-        // In forward and in backward, which begins with the last: it is still there.
+        // In forward and in backward, which begins with the last: it still exists.
         assert_eq!(since.of(OperationKind::AllGather).operations, 2 * 5 - 1);
         assert_eq!(memory(&model)?.unsharded_live, 0);
         let twice = ShardPolicy::new()
@@ -290,7 +291,7 @@ fn several_modules_are_one_unit() {
     });
 }
 
-/// Of modules whose other parameters are sharded.
+/// The other parameters of these modules are sharded.
 #[test]
 fn single_parameters_are_left_alone() {
     let policy = || {
@@ -373,7 +374,7 @@ fn units_tell_their_state_and_unshard_by_hand() {
     });
 }
 
-/// Training goes on after an error in forward and in backward, on all ranks alike.
+/// Training continues after an error in forward and in backward, on all ranks alike.
 #[test]
 fn an_error_leaves_everything_sharded() {
     let want = plainly(MLP, 2, 3);
@@ -470,7 +471,7 @@ fn forwards_and_backwards_may_alternate_freely() {
     assert_close(&apart, &want, 1e-5);
 }
 
-/// A model whose own forward reads a weight of its child's.
+/// A model whose own forward reads a weight of its child.
 #[derive(Module, Debug)]
 struct Reading {
     child: Linear,
@@ -501,7 +502,7 @@ fn a_parent_reads_a_weight_of_a_unit() {
     }
 }
 
-/// Of a part of a module, the units of that part alone.
+/// For a part of a module, only the units of that part.
 #[test]
 fn a_part_of_a_module_is_left_unreduced() {
     on_ranks(2, |world| {

@@ -43,7 +43,7 @@ fn blocks() -> ShardPolicy {
     ShardPolicy::new().units(["blocks.*"])
 }
 
-/// With vectors sharded, too, a rank holds its share of everything, and nothing is reduced whole.
+/// If vectors are also sharded, a rank holds its share of everything, and nothing is reduced whole.
 #[test]
 fn vectors_may_be_shared_like_matrices() {
     let policy = || blocks().shard_vectors(true);
@@ -128,7 +128,7 @@ fn each_rank_holds_its_share_and_what_is_kept_whole() {
         let whole: usize = 4 * (3 * (15 + 15 + 7 + 15) + 15 + 7);
         assert_eq!(held.iter().sum::<usize>(), sharded + ranks * whole);
         for bytes in held {
-            // A share each, rounded up by at most one element for every parameter.
+            // A share for each rank, rounded up by at most one element for every parameter.
             assert!(
                 bytes <= sharded / ranks + whole + 4 * 11,
                 "{bytes} on {ranks} ranks"
@@ -147,14 +147,14 @@ fn what_is_below_the_limit_stays_whole() {
             let model = build(MLP, &world, &device(), policy())?;
             Ok(memory(&model)?.parameters)
         });
-        // As `torch.chunk` divides what is cut.
+        // Divided as by `torch.chunk`.
         let chunk = usize::div_ceil(cut, ranks);
         let shares = (0..ranks).map(|rank| chunk.min(cut - rank * chunk));
         let want: Vec<_> = shares.map(|share| 4 * (share + whole)).collect();
         assert_eq!(held, want);
     }
     for counts in of_one_step(3, policy()) {
-        // The embedding alone is gathered, by the root, which keeps it. All else is in one all-reduce.
+        // Only the embedding is gathered, by the root, which keeps it. Everything else is in one all-reduce.
         assert_counts(&counts, 1, 1, 1);
         let bytes = |kind| counts.of(kind).bytes as usize;
         assert_eq!(bytes(OperationKind::AllGather), 4 * cut);

@@ -1,4 +1,4 @@
-//! Hybrid sharding, smaller groups for backward, and a group of their own for reductions.
+//! Hybrid sharding, smaller groups for backward, and a separate group for reductions.
 
 use burn::module::Module;
 use burn_fsdp_collectives::{CommStage, OperationKind, ProcessGroup, ProcessMesh};
@@ -152,7 +152,7 @@ fn crossing_may_wait_for_the_last_micro_batch() {
                 whole.accumulate(&model, backward(loss, &model)?);
                 let crossed = mesh.along("replicate")?.counts().since(&before);
                 let crossed = crossed.of(OperationKind::AllReduce).operations;
-                // One a unit, in the micro-batch that crosses.
+                // One per unit, in the micro-batch that crosses.
                 assert_eq!(crossed, 4 * micro as u64, "micro-batch {micro}");
             }
             losses.push(value);
@@ -182,7 +182,7 @@ fn backward_gathers_among_neighbours() {
         &plainly(RECURRENT, 4, 10),
         1e-5,
     );
-    // One is to keep, all is to drop to the shard.
+    // One means to keep, and all means to drop to the shard.
     assert_close(
         &sharded(MLP, 4, 3, policy.clone().reshard_after_forward_to(1)),
         &plainly(MLP, 4, 3),
@@ -193,7 +193,7 @@ fn backward_gathers_among_neighbours() {
     assert!(message.contains("divisor of the 4 ranks"), "{message}");
 }
 
-/// What a rank starts in the third step: kind and group of each operation, and its label.
+/// The operations that a rank starts in the third step: kind, group and label of each.
 fn started(ranks: usize, policy: ShardPolicy) -> Vec<(OperationKind, String, String)> {
     let seen = on_ranks(ranks, move |world| {
         let device = device();
@@ -240,7 +240,7 @@ fn backward_asks_the_neighbours_and_nobody_else() {
         (blocks(), 7, 0),
         // The blocks' second gathers stay among the neighbours.
         (blocks().reshard_after_forward_to(2), 4, 3),
-        // What is kept is not gathered again, from nobody.
+        // Weights that are kept are not gathered again, from no rank.
         (blocks().reshard_after_forward_to(1), 4, 0),
     ] {
         let started = started(4, policy);

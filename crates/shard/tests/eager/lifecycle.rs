@@ -1,4 +1,4 @@
-//! Copies, transitions and passes: one gather a unit, every new value used.
+//! Copies, transitions and passes: one gather per unit, every new value used.
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::optim::GradientsParams;
@@ -59,7 +59,7 @@ fn every_transition_gathers_each_unit_once_and_uses_the_new_values() {
         let device = device();
         let inner = device.clone().without_autodiff();
         let model = build(MLP, &world, &device, blocks())?;
-        // Every rank computes rank 0's batch, so that the losses are those of the plain module.
+        // Every rank computes rank 0's batch, so the losses equal the plain module's.
         let tracked = |model: &Mlp| gathers(&world, || model.loss(0, 0, &device).into_scalar());
         let plain = |model: &Mlp| gathers(&world, || model.loss(0, 0, &inner).into_scalar());
         assert_eq!(tracked(&model).1, 4);

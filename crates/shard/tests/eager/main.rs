@@ -1,4 +1,5 @@
-//! The eager engine against one rank without sharding, ranks as threads; some of it, also as processes.
+//! The eager engine compared with one rank without sharding, with ranks as threads; some tests also run as
+//! processes.
 
 mod accumulate;
 mod audit;

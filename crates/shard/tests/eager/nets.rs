@@ -1,4 +1,4 @@
-//! Modules of Burn's own layers, with uneven shapes on purpose.
+//! Modules of Burn's own layers, with deliberately uneven shapes.
 
 use burn::module::Module;
 use burn::nn::conv::{Conv2d, Conv2dConfig};

@@ -1,4 +1,4 @@
-//! Sharding changes where numbers are computed, not the numbers.
+//! Sharding changes where numbers are computed, but not the numbers.
 
 use burn::module::Module;
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch, launcher_ranks};
@@ -9,12 +9,12 @@ use super::launcher;
 use super::nets::{CONV_NET, MLP, RECURRENT};
 
 const TOLERANCE: f32 = 1e-5;
-/// Fewer on a device, which may be one of software.
+/// Fewer steps on a device, which may be a software device.
 fn steps() -> usize {
     if is_host() { 10 } else { 3 }
 }
 
-/// The ranks that a training is compared on with one that is not sharded.
+/// The ranks of a training that is compared with one without sharding.
 trait Ranks {
     fn agree<M: Module + 'static>(&self, case: Case<M>, policy: &ShardPolicy);
 }
@@ -32,7 +32,7 @@ impl Ranks for Threads {
     }
 }
 
-/// The ranks of a group, this one of them.
+/// The ranks of a group, including this one.
 impl Ranks for ProcessGroup {
     fn agree<M: Module + 'static>(&self, case: Case<M>, policy: &ShardPolicy) {
         let want = plainly(case, self.size(), steps());
@@ -84,10 +84,10 @@ fn every_strategy_and_layout(ranks: &impl Ranks) {
     ranks.agree(MLP, &policy.clone().strategy(Strategy::ShardGradOp));
     ranks.agree(MLP, &policy.clone().strategy(Strategy::NoShard));
     ranks.agree(MLP, &policy.clone().cut(Cut::Dims));
-    // The embedding alone is large enough to be cut.
+    // Only the embedding is large enough to be cut.
     ranks.agree(MLP, &policy.clone().whole_below(106));
     ranks.agree(MLP, &policy.clone().shard_vectors(true));
-    // One of the first two is the default, of threads or of processes.
+    // One of the first two is the default, for threads or for processes.
     ranks.agree(MLP, &policy.clone().prefetch(0));
     ranks.agree(MLP, &policy.clone().prefetch(1));
     ranks.agree(MLP, &policy.clone().prefetch(3));

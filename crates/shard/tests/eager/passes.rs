@@ -54,7 +54,7 @@ fn forwards_without_backward_do_not_lengthen_the_order() {
     assert!(on_one_rank[5] <= regular[5] + 6, "{on_one_rank:?}");
 }
 
-/// Freezes and unfreezes parts of the module, and uses what it had no reason to know about.
+/// Freezes and unfreezes parts of the module, and uses parts that were not expected.
 fn with_parts_mapped(strategy: Strategy) {
     let steps = 8;
     let route = |rank: usize, step: usize| match (rank + step) % 2 {
@@ -104,7 +104,7 @@ fn with_parts_mapped(strategy: Strategy) {
             let gradients = backward(of(step + 1)?, &model)?;
             model = optim.step(1e-2, model, gradients);
             if step == 3 {
-                // A copy of another age beside the one in use.
+                // A copy of another age next to the one in use.
                 drop(model.clone().freeze());
             }
         }
@@ -126,7 +126,7 @@ fn parts_may_be_frozen_and_unfrozen_while_routes_differ() {
     with_parts_mapped(Strategy::NoShard);
 }
 
-/// One unit, of which a part is mapped: its parameters are of two ages.
+/// One unit, with a part that is mapped: its parameters have two ages.
 #[test]
 fn a_part_of_a_unit_may_be_mapped() {
     let frozen = |device: &Device| {

@@ -1,4 +1,4 @@
-//! Mixed precision: what is cast, and when.
+//! Mixed precision: the casts of parameters, inputs and gradients.
 
 use burn::module::Module;
 use burn::optim::GradientsParams;
@@ -21,7 +21,7 @@ fn blocks() -> ShardPolicy {
     ShardPolicy::new().units(["blocks.*"])
 }
 
-/// `body` in 32 bits, whatever goes in and is wanted back.
+/// Runs `body` in 32 bits, whatever the types of its input and result.
 fn widely<const D: usize>(x: Tensor<D>, body: impl FnOnce(Tensor<D>) -> Tensor<D>) -> Tensor<D> {
     let dtype = x.dtype();
     body(x.cast(DType::F32)).cast(dtype)
@@ -42,7 +42,7 @@ fn with_wide_norms(model: &Mlp, rank: usize, step: usize, device: &Device) -> Te
     square(model.head.forward(widely(x, |x| model.norm.forward(x))))
 }
 
-/// The same of the convolutions: running states are of 32 bits, so BatchNorm has to be.
+/// The same for the convolutions: running states have 32 bits, so BatchNorm must have 32 bits.
 fn with_wide_batch_norms(model: &ConvNet, rank: usize, step: usize, device: &Device) -> Tensor<1> {
     let x = input([2, 3, 5, 5], rank, step, device);
     let mut x = x.cast(model.convs[0].weight.val().dtype());
@@ -53,7 +53,7 @@ fn with_wide_batch_norms(model: &ConvNet, rank: usize, step: usize, device: &Dev
     square(model.head.forward(x))
 }
 
-/// The same of recurrent layers, which collect their outputs in 32 bits. The head is in halves.
+/// The same for recurrent layers, which collect their outputs in 32 bits. The head is in halves.
 fn with_wide_layers(model: &Recurrent, rank: usize, step: usize, device: &Device) -> Tensor<1> {
     let x = input([2, 6, 5], rank, step, device);
     let x = model
@@ -78,7 +78,7 @@ const WIDE_LAYERS: Case<Recurrent> = Case {
     loss: with_wide_layers,
 };
 
-/// How far a run in halves is from one in full.
+/// The distance of a run in halves from one in full.
 #[derive(Debug)]
 struct Distance {
     dtype: FloatDType,
@@ -106,7 +106,7 @@ impl Distance {
     }
 }
 
-/// Ten steps in halves against ten in full, with reductions in either.
+/// Compares ten steps in halves with ten in full, with reductions in either.
 fn distances<M: Module + 'static>(
     case: Case<M>,
     policy: &ShardPolicy,
@@ -119,7 +119,7 @@ fn distances<M: Module + 'static>(
             let half = Precision::new(dtype).full_in(full_in.iter().copied());
             for precision in [half.clone(), half.reduce(FloatDType::F32)] {
                 let got = sharded(case, ranks, 10, policy.clone().precision(precision));
-                // The master copy moves by less than 16 bits can tell.
+                // The master copy moves by less than 16 bits can represent.
                 let fine = got.params.iter().flat_map(|(_, values)| values);
                 let is_fine = |value: &&f32| half::bf16::from_f32(**value).to_f32() != **value;
                 assert!(fine.filter(is_fine).count() > 100);
@@ -133,7 +133,7 @@ fn distances<M: Module + 'static>(
     distances
 }
 
-/// Losses and parameters stay within what 8 (bf16) or 11 (f16) bits tell.
+/// Losses and parameters stay within the precision of 8 (bf16) or 11 (f16) bits.
 fn halves_track<M: Module + 'static>(case: Case<M>, policy: &ShardPolicy, full_in: &[&str]) {
     for distance in distances(case, policy, full_in) {
         let [losses, params] = match distance.dtype {
@@ -161,8 +161,8 @@ fn recurrent_layers_stay_in_full_beside_a_head_in_halves() {
     halves_track(WIDE_LAYERS, &layers, &["layers.*"]);
 }
 
-/// Behind a BatchNorm of so few values the weights of a convolution hardly matter, and Adam moves them
-/// by the signs of noise: only losses are compared.
+/// After a BatchNorm of so few values the weights of a convolution hardly matter, and Adam moves them by the
+/// signs of noise, so only losses are compared.
 #[test]
 fn batch_norms_stay_in_full_where_the_model_casts() {
     let convs = ShardPolicy::new().units(["convs.*"]);
@@ -272,7 +272,7 @@ fn patterns_say_what_computes_in_full() {
     });
 }
 
-/// Without a compute type of their own, only the traffic of gradients shrinks.
+/// Without a separate compute type, only the traffic of gradients shrinks.
 #[test]
 fn gradients_may_travel_narrower_than_they_are() {
     for ranks in 1..=4 {
@@ -349,8 +349,8 @@ fn gradient_types<M: burn::module::Module>(model: &M, gradients: &GradientsParam
     types.1
 }
 
-/// Whatever the product of the factors is, as long as it is the number of ranks; and a hook that
-/// changes nothing, or what the factors undo.
+/// Whatever the split of the factors, their product is the number of ranks. A hook changes nothing, or its
+/// change is undone by the factors.
 fn hooks_and_factors_agree<M: Module + 'static>(case: Case<M>, policy: &ShardPolicy) {
     for ranks in 1..=4 {
         let want = plainly(case, ranks, 10);

@@ -1,4 +1,4 @@
-//! Gathers ahead of their use: how many are under way at once, and in which direction.
+//! Gathers ahead of their use: their number under way at once, and their direction.
 
 use burn_fsdp_collectives::{CommStage, OperationKind};
 use burn_fsdp_shard::{ShardPolicy, backward};
@@ -6,7 +6,7 @@ use burn_fsdp_shard::{ShardPolicy, backward};
 use super::bench::{build, device, on_ranks, optimizer};
 use super::nets::MLP;
 
-/// The most gathers under way at once in the third step, in forward and in backward.
+/// The maximum number of gathers under way at once in the third step, in forward and in backward.
 fn most_at_once(ranks: usize, prefetch: usize) -> Vec<[usize; 2]> {
     on_ranks(ranks, move |world| {
         let device = device();
@@ -43,8 +43,8 @@ fn most_at_once(ranks: usize, prefetch: usize) -> Vec<[usize; 2]> {
     })
 }
 
-/// The root and three blocks are gathered in forward, the blocks again in backward: the unit in use, and
-/// those ahead of it while there are some.
+/// The root and three blocks are gathered in forward, and the blocks again in backward: the unit in use, and
+/// the units ahead of it, if there are any.
 #[test]
 fn as_many_gathers_are_ahead_as_the_limit_says() {
     for ranks in 2..=3 {

@@ -1,4 +1,4 @@
-//! Regions whose activations are computed again.
+//! Regions whose activations are recomputed.
 
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
@@ -97,7 +97,7 @@ fn regions_change_nothing() {
     );
 }
 
-/// A region around a unit costs no gather more than the unit alone.
+/// A region around a unit costs no additional gather.
 #[test]
 fn gathers_are_as_many_as_without() {
     for prefetch in 0..3 {
@@ -170,7 +170,7 @@ fn random_numbers_and_captured_tensors_are_errors() {
     );
 }
 
-/// A parameter that is used inside a region and outside has both gradients.
+/// A parameter that is used both inside and outside a region has both gradients.
 #[test]
 fn plain_parameters_may_be_shared_with_the_outside() {
     let device = device();

@@ -97,7 +97,7 @@ fn a_record_of_another_shape_is_refused_by_path_and_shapes() {
         .into_bytes()
         .expect("in memory")
         .to_vec();
-    // Burn's own words, which are those of the plain module: the shape that sharding hides is seen.
+    // Burn's own message, as for the plain module: it shows the shape that sharding hides.
     let message = panic_of(|| {
         on_ranks(2, move |world| {
             let model = build(MLP, &world, &device(), blocks())?;

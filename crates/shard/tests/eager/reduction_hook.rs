@@ -1,4 +1,4 @@
-//! Hooks that reduce gradients in place of the engine, and divisors that change after sharding.
+//! Hooks that reduce gradients instead of the engine, and divisors that change after sharding.
 
 use burn::module::Module;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
@@ -22,12 +22,12 @@ fn blocks() -> ShardPolicy {
 
 type Parts = Result<Vec<Tensor<1>>, Error>;
 
-/// What the engine does, by the hook's own means.
+/// Does the engine's work with the hook's own means.
 fn as_the_engine(unit: &UnitReduction) -> Parts {
     unit.reduce_scatter(unit.gradients().iter().map(FullGradient::tensor).collect())
 }
 
-/// The mean on every rank, of which each takes what it holds.
+/// Computes the mean on every rank; each rank takes its part.
 fn by_whole_means(unit: &UnitReduction) -> Parts {
     let gradients = unit.gradients();
     let means = unit.average(gradients.iter().map(FullGradient::tensor).collect())?;
@@ -35,7 +35,7 @@ fn by_whole_means(unit: &UnitReduction) -> Parts {
     Ok(own.map(|(gradient, mean)| gradient.held_of(mean)).collect())
 }
 
-/// Columns that are orthogonal and of length 1, by Gram and Schmidt; zero where they depend on those before.
+/// Columns that are orthogonal and of length 1, by Gram and Schmidt; zero where they depend on earlier ones.
 fn orthogonal(matrix: Tensor<2>) -> Tensor<2> {
     let [_, columns] = matrix.dims();
     let mut done: Vec<Tensor<2>> = Vec::new();
@@ -152,7 +152,7 @@ fn the_engines_own_reduction_through_the_hook_has_its_bits() {
     }
 }
 
-/// A hook's own arithmetic, where the engine adds up what replicas return.
+/// A hook's own arithmetic, where the engine adds up the replicas' results.
 #[test]
 fn replicas_share_the_divisor() {
     let own = |unit: &UnitReduction| {
@@ -252,7 +252,7 @@ fn a_hook_may_halve_what_travels() {
     }
 }
 
-/// The blocks that this rank runs: none of the last, and rank 0 alone runs the second.
+/// The blocks that this rank runs: none of them runs the last, and only rank 0 runs the second.
 fn with_gaps(model: &Mlp, rank: usize, device: &Device) -> Tensor<1> {
     let mut x = model
         .embed

@@ -1,4 +1,4 @@
-//! What is refused, and how the message reads.
+//! Refusals, and the texts of their messages.
 
 use std::sync::{Mutex, mpsc};
 use std::time::Duration;
@@ -128,7 +128,7 @@ fn a_module_of_nothing_but_ignored_parameters_is_refused() {
     let message = refusal(|| Mlp::new(&device()), ShardPolicy::new().ignore(["*"]));
     assert!(message.contains("nothing to shard"), "{message}");
     assert!(message.contains("ignore less"), "{message}");
-    // The root has no name that a pattern could have.
+    // A pattern cannot match the root, which has no name.
     let message = refusal(|| Mlp::new(&device()), ShardPolicy::new().ignore([""]));
     assert!(message.contains("`` matches no module"), "{message}");
 }
@@ -351,7 +351,7 @@ fn a_rank_with_other_values_than_others_use_is_told() {
             let policy = ShardPolicy::new().units(["blocks.*"]);
             let mut model = build(MLP, &world, &device, policy)?;
             if world.rank() == 1 {
-                // A part mapped on one rank alone, and not used there.
+                // A part is mapped only on one rank, and not used there.
                 model.blocks[0] = model.blocks[0].clone().freeze();
             }
             drop(model.embed.weight.val());
@@ -374,7 +374,7 @@ fn two_threads_in_one_module_at_once_are_refused() {
     on_ranks(2, move |world| {
         let model = build(MLP, &world, &device(), ShardPolicy::new())?;
         if world.rank() == 1 {
-            // The gather of rank 0 goes on when one of its threads has been refused.
+            // The gather of rank 0 continues when one of its threads has been refused.
             let refused = receive
                 .lock()
                 .unwrap()

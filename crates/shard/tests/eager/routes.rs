@@ -1,7 +1,7 @@
-//! Any unit may be used or not, in any step, on any rank: random routes against plain Burn on one
-//! rank with the mean of the ranks' losses.
+//! Any unit may be used or not, in any step, on any rank: random routes, compared with plain Burn on one rank
+//! with the mean of the ranks' losses.
 //!
-//! `BURN_FSDP_LONG=1` runs 200 steps of each in place of 30.
+//! `BURN_FSDP_LONG=1` runs 200 steps of each instead of 30.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -25,8 +25,8 @@ use super::nets::input;
 
 const DIM: usize = 6;
 
-/// Layers that may be dropped, experts of which each rank takes one, a recurrent layer, a layer that
-/// is used up to three times in one forward.
+/// Layers that may be dropped, one expert per rank, a recurrent layer, and a layer that is used up to three
+/// times in one forward.
 #[derive(Module, Debug)]
 struct Net {
     embed: Linear,
@@ -37,17 +37,17 @@ struct Net {
     head: Linear,
 }
 
-/// A number below `below` that depends on nothing but what is given.
+/// A number below `below` that depends only on the arguments.
 fn draw(below: u64, what: impl Hash) -> u64 {
     let mut hasher = DefaultHasher::new();
     what.hash(&mut hasher);
     hasher.finish() % below
 }
 
-/// The way of one rank through the module in one forward.
+/// The route of one rank through the module in one forward.
 #[derive(Debug)]
 struct Route {
-    /// Nothing of the module is used.
+    /// True if nothing of the module is used.
     nowhere: bool,
     length: usize,
     layers: Vec<usize>,
@@ -73,7 +73,7 @@ impl Route {
     }
 }
 
-/// How many micro-batches a step has: all but the last without reduction.
+/// The number of micro-batches in a step; all but the last are without reduction.
 fn num_micro(seed: u64, step: usize) -> usize {
     match draw(6, (seed, step, "micro")) {
         0 => 2,
@@ -97,7 +97,7 @@ impl Net {
 
     fn loss(&self, route: &Route, rank: usize, step: usize, device: &Device) -> Tensor<1> {
         if route.nowhere {
-            // A graph all the same, with nothing of the module in it.
+            // There is still a graph, with nothing of the module in it.
             return Tensor::<1>::ones([1], device).require_grad() * 0.5;
         }
         let mut x = gelu(self.embed.forward(input([2, 5], rank, step, device)));
@@ -303,7 +303,7 @@ fn random_routes_with_weights_kept_by_neighbours() {
     agrees(&[Way::Smaller(2)], &[4]);
 }
 
-/// Nobody uses a layer in one step, and one rank alone in the next.
+/// No rank uses a layer in one step, and only one rank in the next.
 #[test]
 fn a_unit_that_nobody_used_may_come_back_on_one_rank() {
     let order = on_ranks(2, |world| {

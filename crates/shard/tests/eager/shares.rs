@@ -1,4 +1,4 @@
-//! The part of a module that each rank holds: which elements, and of what a training makes of them.
+//! The part of a module that each rank holds: its elements, and their share in a training's memory.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -18,13 +18,13 @@ fn floats(tensor: &LocalTensor) -> Vec<f32> {
     words.iter().map(|word| f32::from_ne_bytes(*word)).collect()
 }
 
-/// The part of `number` rows that a rank has, as `torch.chunk` divides them.
+/// The rows of `number` that a rank has, divided as by `torch.chunk`.
 fn rows_of(number: usize, ranks: usize, rank: usize) -> Range<usize> {
     let size = number.div_ceil(ranks);
     (rank * size).min(number)..((rank + 1) * size).min(number)
 }
 
-/// Asserts that of `num_cut` parameters every rank holds its rows, and the rest whole: the values of the plain module.
+/// Asserts that every rank holds its rows of `num_cut` parameters, and the rest whole, with the plain module's values.
 fn assert_rows<M: Module + 'static>(case: Case<M>, units: &'static str, num_cut: usize) {
     for ranks in 1..=4 {
         on_ranks(ranks, move |world| {
@@ -53,7 +53,7 @@ fn assert_rows<M: Module + 'static>(case: Case<M>, units: &'static str, num_cut:
     }
 }
 
-/// As a function of the parameter says: rows of some, elements of others.
+/// A function of the parameter chooses: rows of some, elements of others.
 #[test]
 fn the_cut_is_chosen_by_path() {
     let policy = || {
@@ -99,13 +99,13 @@ fn the_cut_is_chosen_by_path() {
 #[test]
 fn rows_are_never_cut() {
     assert_rows(MLP, "blocks.*", 1 + 3 * 3 + 1);
-    // Kernels of three dims a row.
+    // Each row holds kernels with three dims.
     assert_rows(CONV_NET, "convs.*", 3 + 1);
     // Fewer rows in a shard than in others, and none in the last.
     assert_rows(RECURRENT, "layers.*", 2 * 8 + 1);
 }
 
-/// AdamW that notes the elements of a parameter, of its gradient and of a state.
+/// AdamW that records the elements of a parameter, of its gradient and of a state.
 #[derive(Clone)]
 struct Witness {
     adam: AdamW,
@@ -164,7 +164,7 @@ fn gradients_and_states_are_of_what_a_rank_holds() {
         for index in 0..3 {
             let sum: usize = sums.iter().map(|sums| sums[index]).sum();
             assert_eq!(sum, cut + ranks * whole, "{ranks} ranks");
-            // A share each, rounded up by at most one element for every parameter that is cut.
+            // A share for each rank, rounded up by at most one element for every cut parameter.
             let most = cut / ranks + 11 + whole;
             assert!(sums.iter().all(|sums| sums[index] <= most), "{sums:?}");
         }

@@ -1,4 +1,4 @@
-//! What may be called when: between steps, while a forward waits, inside a backward.
+//! The calls that are allowed between steps, while a forward waits, and inside a backward.
 
 use std::sync::{Arc, Mutex};
 
@@ -19,7 +19,7 @@ fn blocks() -> ShardPolicy {
     ShardPolicy::new().units(["blocks.*"])
 }
 
-/// What becomes of all calls that belong between steps.
+/// Returns the results of all calls that belong between steps.
 fn calls(model: &Mlp) -> Vec<Result<(), Error>> {
     let none = GradientsParams::new;
     let switch = |sync| -> Result<(), Error> {
@@ -62,7 +62,7 @@ fn clipping_and_switching_wait_for_the_backward_of_a_forward() {
         let gradients = backward(loss, &model)?;
         assert_allowed(calls(&model));
         clip_grad_norm(&model, gradients, Clip::to(1.0))?;
-        // A forward that nobody differentiates.
+        // A forward without a backward.
         drop(model.loss(world.rank(), 1, &device));
         assert_refused(calls(&model), "Forward", "`reset` the module");
         reset(&model)?;
@@ -88,10 +88,10 @@ fn an_abandoned_copy_leaves_the_next_one_between_steps() {
     });
 }
 
-/// A place for what a hook is to use, and one for what came of it.
+/// A place for an input of a hook, or for its result.
 type Shared<T> = Arc<Mutex<Option<T>>>;
 
-/// A backward whose gradient hook calls `body`, once a rank, with the module.
+/// Runs a backward whose gradient hook calls `body`, once per rank, with the module.
 fn in_a_hook<T: Send + 'static>(
     body: fn(&Mlp) -> T,
 ) -> Vec<(Result<GradientsParams, String>, Option<T>)> {
@@ -183,7 +183,7 @@ fn units_are_not_switched_inside_no_sync() {
             "{message}"
         );
         assert!(message.contains("inside `no_sync`"), "{message}");
-        // Nested, it is what it is alone; afterwards everything is as before.
+        // Nesting has no effect of its own; afterwards everything is as before.
         no_sync(&model, || no_sync(&model, || ()))??;
         assert!(!backward(model.loss(world.rank(), 0, &device), &model)?.is_empty());
         Ok(())
@@ -209,7 +209,7 @@ fn a_unit_resharded_in_the_middle_of_its_use_is_named() {
             "{message}"
         );
         assert!(message.contains("in the middle of a use"), "{message}");
-        // Everything is sharded again, and the next step is a step.
+        // Everything is sharded again, and the next step works normally.
         assert_eq!(block.state(), UnitState::Sharded);
         assert!(!backward(model.loss(world.rank(), 0, &device), &model)?.is_empty());
         Ok(())

@@ -1,4 +1,4 @@
-//! Switches of units: what each of them changes, in operations and in bytes.
+//! Switches of units: the effect of each on operations and bytes.
 
 use burn_fsdp_collectives::OperationKind;
 use burn_fsdp_shard::{

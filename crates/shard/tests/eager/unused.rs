@@ -1,4 +1,4 @@
-//! Parameters used twice, at some ranks only, or never; frozen ones; children first; buffers.
+//! Parameters used twice, on only some ranks, or never; frozen ones; children first; buffers.
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
@@ -17,7 +17,7 @@ use super::bench::{
 use super::hybrid;
 use super::nets::{ConvNet, MLP, Mlp, input};
 
-/// Four layers, of which ranks take different ones.
+/// Four layers; ranks use different ones.
 #[derive(Module, Debug)]
 struct Routed {
     layers: Vec<Linear>,
@@ -42,7 +42,7 @@ impl Routed {
         self.head.forward(x).powf_scalar(2.0).mean()
     }
 
-    /// Rank 0 skips layer 1, rank 1 skips layer 2 and uses layer 0 twice, nobody uses layer 3.
+    /// Rank 0 skips layer 1, rank 1 skips layer 2 and uses layer 0 twice, and no rank uses layer 3.
     fn unevenly(&self, rank: usize, step: usize, device: &Device) -> Tensor<1> {
         let layers: &[usize] = match rank {
             0 => &[0, 2],
@@ -132,7 +132,7 @@ fn ranks_may_use_different_units() {
     }
 }
 
-/// Ranks that use other units, one of them twice, none at all, or evaluate more often than others.
+/// Ranks use different units, one of them twice, none at all, or evaluate more often than others.
 #[test]
 fn evaluation_takes_any_route() {
     let policies = || {
@@ -170,7 +170,7 @@ fn evaluation_takes_any_route() {
                 model.head = model.head.no_grad();
                 assert_eq!(evaluate(&model, all)?, want, "rank {rank} of {ranks}");
                 drop(kept);
-                // The module trains on.
+                // Training continues with the module.
                 let gradients = backward(model.unevenly(rank, 0, &device), &model)?;
                 assert!(!params_with_gradient(&model, &gradients).is_empty());
                 Ok(())
@@ -223,12 +223,12 @@ fn an_evaluation_is_of_the_module_that_it_gives_and_by_itself() {
         let other = model.clone().no_grad().valid();
         let other = inside(&|_| catch(|| loss(&other, &inner)).map(drop));
         assert!(other.contains("of another copy"), "{other}");
-        // A copy with the values of the module is as good.
+        // A copy with the module's values is equivalent.
         let copy = model.valid();
         let got = evaluate(&model, |_| loss(&copy, &inner))?;
         assert_eq!(evaluate(&model, |model| loss(model, &inner))?, got);
         copy.through(&[0, 1], 0, 0, &inner);
-        // By hand, too, ranks ask for what they like.
+        // Ranks may also gather units by hand as they like.
         evaluate(&model, |model| {
             let handles = units(model)?;
             handles[1 + world.rank()].unshard()?.wait()?;
@@ -265,7 +265,7 @@ fn a_rank_that_leaves_an_evaluation_with_an_error_takes_the_others_along() {
             _ => "left by rank 1 with an error",
         };
         assert!(error.contains(words), "{error}");
-        // All may go on.
+        // All may continue.
         let loss = evaluate(&model, |model| {
             model.unevenly(world.rank(), 0, &inner).into_scalar::<f32>()
         });
@@ -294,7 +294,7 @@ fn replicas_of_shards_are_evaluated_by_any_route() {
     });
 }
 
-/// There is no backward in which ranks would do what the others did.
+/// There is no backward in which ranks would catch up with the others.
 #[test]
 fn in_evaluation_other_units_are_an_error() {
     let message = panic_of(|| {
@@ -318,7 +318,7 @@ fn a_loss_without_any_unit_still_takes_part() {
         let touched = model.through(&[0], 0, 0, &device);
         let loss = match world.rank() {
             0 => touched,
-            // Nothing of the model leads to this loss.
+            // This loss does not depend on the model.
             _ => Tensor::<1>::ones([1], &device)
                 .require_grad()
                 .mul_scalar(2.0),
@@ -362,9 +362,9 @@ fn frozen_units_are_gathered_and_not_reduced() {
         assert_close(&got, &want, 1e-5);
         for (counts, frozen) in of_the_third_step(ranks) {
             let of = |kind| counts.of(kind);
-            // The root and three blocks, the blocks again in backward; frozen weights carry gradients on.
+            // The root and three blocks, and the blocks again in backward; frozen weights pass gradients on.
             assert_eq!(of(OperationKind::AllGather).operations, 7);
-            // Of the root the embedding alone, and the two blocks that are not frozen.
+            // Only the embedding of the root, and the two blocks that are not frozen.
             assert_eq!(of(OperationKind::ReduceScatter).operations, 3);
             let trainable = 4 * (11 * 15 + 2 * 3 * 15 * 7);
             assert_eq!(of(OperationKind::ReduceScatter).bytes, trainable);
@@ -427,7 +427,7 @@ fn children_first_and_the_parent_takes_what_is_left() {
     assert_close(&joined(&outcomes), &want, 1e-5);
 }
 
-/// The running means of a plain module after forwards on `rank`'s batches alone.
+/// The running means of a plain module after forwards on only `rank`'s batches.
 fn running_means(model: &ConvNet, rank: usize, device: &Device) -> Vec<Vec<f32>> {
     for step in 0..3 {
         drop(model.loss(rank, step, device));

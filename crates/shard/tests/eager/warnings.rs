@@ -1,4 +1,4 @@
-//! What is said of a device that keeps full weights alive: when a module is sharded, and when it has run.
+//! The warnings about a device that keeps full weights alive, at sharding and after running.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};

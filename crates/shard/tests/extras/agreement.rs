@@ -1,4 +1,4 @@
-//! Checksums of what ranks should hold alike.
+//! Checksums of values that ranks should hold alike.
 
 use burn_fsdp_collectives::{CommCounter, OperationKind, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
@@ -31,7 +31,7 @@ fn a_parameter_that_no_unit_manages_is_named_with_the_ranks() {
         let device = device();
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 3)?)?;
         let mut model = ready(|| Mlp::new(&device));
-        // Ranks 0 and 1 hold the same, rank 2 something else.
+        // Ranks 0 and 1 hold the same value, rank 2 another one.
         let value = if world.rank() == 2 { 0.5 } else { 0.25 };
         struct Fill(f32);
         impl burn::module::ModuleMapper for Fill {

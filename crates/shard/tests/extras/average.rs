@@ -1,4 +1,4 @@
-//! Moving averages on shards, against a mapper over Burn's own module.
+//! Moving averages on shards, compared with a mapper over Burn's own module.
 
 use std::collections::HashMap;
 
@@ -95,7 +95,7 @@ fn shards_are_averaged_as_the_whole_would_be() {
                     average = moving_average(average, &model, DECAY)?;
                     assert_eq!(world.counts().since(&before).total().operations, 0);
                 }
-                // Evaluated, and the model trains on beside it.
+                // It is evaluated, and the training of the model continues.
                 let loss = average.valid().loss(0, 0, &plain_device());
                 let gradients = backward(model.loss(world.rank(), STEPS, &device()), &model)?;
                 drop(optim.step(1e-2, model, gradients));
@@ -109,7 +109,7 @@ fn shards_are_averaged_as_the_whole_would_be() {
     }
 }
 
-/// Running states are averaged, and the factors of adapters; what is no copy is refused.
+/// Running states and the factors of adapters are averaged; a module that is not a copy is refused.
 #[test]
 fn a_copy_of_the_model_is_averaged_and_nothing_else() {
     on_ranks(2, |world| {
@@ -189,7 +189,7 @@ fn distance(one: &[f32], other: &[f32]) -> f64 {
     squares.sum::<f64>().sqrt()
 }
 
-/// A step away from the model that an average was cloned of.
+/// One step further than the model that an average was cloned from.
 fn stepped(model: Linear, dtype: DType) -> Result<Linear, Error> {
     let x = Tensor::<2>::ones([3, 5], &device()).cast(dtype);
     let gradients = backward(model.forward(x).square().sum(), &model)?;
@@ -216,14 +216,14 @@ fn an_average_moves_in_every_type() {
                 for step in 0..2000 {
                     average = moving_average(average, &model, 0.999)?;
                     if step == 1000 {
-                        // Copies and what is evaluated leave it as it is.
+                        // Copies and evaluation leave it unchanged.
                         let x = Tensor::<2>::ones([1, 5], &plain_device()).cast(dtype);
                         drop(average.valid().forward(x));
                         average = average.clone().train();
                     }
                 }
                 let after = distance(&held(&average)?, &held(&model)?);
-                // Nothing is there where another rank owns it all.
+                // There is nothing where another rank owns everything.
                 Ok(if before > 0.0 { after / before } else { 0.135 })
             });
             for left in left {
@@ -233,7 +233,7 @@ fn an_average_moves_in_every_type() {
     }
 }
 
-/// An average of f32 of a model of 16 bits is that of the model's values in f32, to the bit.
+/// An f32 average of a 16-bit model equals the average of the model's values in f32, to the bit.
 #[test]
 fn an_average_may_have_more_bits_than_its_model() {
     for dtype in [DType::BF16, DType::F16] {
@@ -258,7 +258,7 @@ fn an_average_may_have_more_bits_than_its_model() {
     }
 }
 
-/// A sum that is kept in 32 bits belongs to the values that it is the sum of: other values begin anew.
+/// A sum in 32 bits belongs to the values that it was computed from: other values start again.
 #[test]
 fn another_value_begins_another_average() {
     on_ranks(2, |world| {
@@ -279,7 +279,7 @@ fn another_value_begins_another_average() {
     });
 }
 
-/// What no unit manages has no place for more bits.
+/// Tensors that no unit manages have no place for more bits.
 #[test]
 fn a_tensor_of_16_bits_without_a_unit_is_refused_by_name() {
     on_ranks(2, |world| {

@@ -40,7 +40,7 @@ fn synced(ranks: usize, sync: BufferSync) -> Vec<(Vec<f32>, Vec<f32>)> {
         let model = build(CONV_NET, &world, &device, convs())?;
         let model = train(model, world.rank(), &device)?;
         let counter = CommCounter::new([&world]);
-        // Before anything else looks at them: the last update counts.
+        // This comes before any other access: the last update counts.
         let model = sync_buffers(model, sync)?;
         match sync {
             BufferSync::Local => counter.expect(&[]),
@@ -48,7 +48,7 @@ fn synced(ranks: usize, sync: BufferSync) -> Vec<(Vec<f32>, Vec<f32>)> {
             BufferSync::Average => counter.expect(&[(OperationKind::AllReduce, 1)]),
         }
         let after = running(&model);
-        // It goes on training, all ranks on the same copy.
+        // Training continues, with all ranks on the same copy.
         let again = build(CONV_NET, &world, &device, convs())?;
         let before = running(&train(again, world.rank(), &device)?);
         train(model, world.rank(), &device)?;
@@ -114,7 +114,7 @@ fn a_record_has_their_last_update() {
             let device = device();
             let model = build(CONV_NET, &world, &device, convs())?;
             let model = train(model, world.rank(), &device)?;
-            // Before anything else looks at them.
+            // This comes before any other access.
             let record = into_record(model.clone())?;
             let loaded = ConvNet::new(&device).load_record(record);
             assert_eq!(running(&loaded), running(&model));

@@ -1,4 +1,4 @@
-//! Clipping by the norm of all gradients, against one rank without sharding.
+//! Clipping by the norm of all gradients, compared with one rank without sharding.
 
 use burn::module::Module;
 use burn::optim::GradientsParams;
@@ -244,7 +244,7 @@ fn without_gradients_the_norm_is_zero_and_small_ones_are_left_alone() {
     });
 }
 
-/// What comes of one rank's gradient with `value` in it.
+/// Returns the results if one rank's gradient has `value` in it.
 fn with_one(value: f32, nonfinite: NonFinite) -> Vec<Result<(f64, f64), String>> {
     on_ranks(2, move |world| {
         let (model, mut gradients) = one_step(&world, blocks())?;
@@ -302,8 +302,8 @@ fn nonsense_is_refused() {
     });
 }
 
-/// The norm over a mesh of two axes is that of the gradients on one rank: every shard counts once, and no
-/// replica again.
+/// The norm over a mesh of two axes equals the norm of the gradients on one rank: every shard counts once,
+/// and no replica counts again.
 #[test]
 fn replicas_of_shards_have_the_norm_of_one_rank() {
     for layout in [[2, 2], [2, 1], [1, 3]] {

@@ -1,4 +1,4 @@
-//! Which optimizers may work on shards.
+//! The check whether optimizers may work on shards.
 
 use burn::grad_clipping::GradientClipping;
 use burn::module::{Module, ParamGroup};
@@ -155,7 +155,7 @@ fn the_optimizer_and_its_state_are_left_alone() {
     });
 }
 
-/// What ranks say whose optimizers are made by rank.
+/// Returns the ranks' results if their optimizers differ by rank.
 fn compared(policy: ShardPolicy, optimizer: fn(usize) -> ModuleOptimizer) -> Option<String> {
     let by_rank = on_ranks(3, move |world| {
         let model = build(MLP, &world, &device(), policy.clone())?;

@@ -1,4 +1,4 @@
-//! Optimizers that need whole tensors, noticed by their first step.
+//! Optimizers that need whole tensors, detected at their first step.
 
 use burn::grad_clipping::GradientClipping;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamGroup};
@@ -74,7 +74,7 @@ fn stepped(
     Ok(model)
 }
 
-/// What the steps end with, on each rank.
+/// Returns the error of the steps, on each rank.
 fn refusals(ranks: usize, policy: ShardPolicy, make: Make, rates: &'static [f64]) -> Vec<bool> {
     on_ranks(ranks, move |world| {
         let model = build(MLP, &world, &device(), policy.clone())?;
@@ -101,7 +101,7 @@ fn whole_tensors_are_noticed_by_the_first_step() {
 #[test]
 fn a_learning_rate_of_zero_tells_nothing_yet() {
     for (name, make) in WHOLE {
-        // Muon fails on what is flat, whatever the rate.
+        // Muon fails on flat tensors, whatever the rate.
         if name != "muon" {
             let still = refusals(2, blocks(), make, &[0.0, 0.0]);
             assert_eq!(still, [false; 2], "{name}");
@@ -115,7 +115,7 @@ fn a_learning_rate_of_zero_tells_nothing_yet() {
     }
 }
 
-/// What is whole is to the optimizer what it was before.
+/// A whole parameter is the same to the optimizer as before.
 #[test]
 fn what_is_whole_is_not_tried() {
     let whole = [
@@ -123,7 +123,7 @@ fn what_is_whole_is_not_tried() {
         ShardPolicy::new().one_owner(["**"]),
     ];
     for policy in whole {
-        // Muon takes no vectors, whoever steps it.
+        // Muon accepts no vectors, on any rank.
         for (name, make) in WHOLE.into_iter().filter(|(name, _)| *name != "muon") {
             let refused = refusals(2, policy.clone().units(["blocks.*"]), make, &[1e-2, 1e-2]);
             assert_eq!(refused, [false; 2], "{name}");
@@ -160,7 +160,7 @@ fn one_group_among_others_is_noticed() {
     }
 }
 
-/// What was frozen in the first steps is tried when it is not any more.
+/// Frozen parameters are tried when they are trained.
 #[test]
 fn what_is_trained_later_is_tried_then() {
     on_ranks(2, |world| {
@@ -186,7 +186,7 @@ fn groups() -> ModuleOptimizer {
     decayed.with_group(ParamGroup::from_path("blocks.1.up.weight"), adan, None)
 }
 
-/// As many states and the same bits as after a check that was asked for.
+/// The states are as many and the bits the same as after an explicit check.
 #[test]
 fn elementwise_optimizers_step_as_if_they_were_not_tried() {
     for ranks in 1..=3 {
@@ -211,7 +211,7 @@ fn elementwise_optimizers_step_as_if_they_were_not_tried() {
     }
 }
 
-/// Counts parameters of more than one dimension, which are those that are sharded.
+/// Counts parameters of more than one dimension, which are the sharded ones.
 struct Matrices(usize);
 
 impl ModuleVisitor for Matrices {
@@ -220,7 +220,7 @@ impl ModuleVisitor for Matrices {
     }
 }
 
-/// Until the first step.
+/// Probes have gradients until the first step.
 #[test]
 fn gradients_of_probes_come_and_go() {
     on_ranks(2, |world| {
@@ -248,7 +248,7 @@ fn gradients_of_probes_come_and_go() {
     });
 }
 
-/// What an accumulator makes of gradients has none for the matrices of the trial.
+/// An accumulator's gradients lack those for the matrices of the trial.
 #[test]
 fn an_optimizer_that_panics_at_a_shard_is_named() {
     on_ranks(2, |world| {
@@ -272,7 +272,7 @@ fn an_optimizer_that_panics_at_a_shard_is_named() {
     });
 }
 
-/// Changes all that it is shown, with or without a gradient.
+/// Changes everything that it is shown, with or without a gradient.
 struct Halve;
 
 impl ModuleMapper for Halve {

@@ -26,7 +26,7 @@ fn policies() -> [ShardPolicy; 3] {
     ]
 }
 
-/// Loss of a step, to compare what modules hold.
+/// Loss of a step, to compare the values of modules.
 fn loss<M>(case: Case<M>, model: &M, step: usize) -> f32 {
     (case.loss)(model, 0, step, &device()).into_scalar::<f32>()
 }
@@ -64,7 +64,7 @@ fn doubled<M: Module>(module: M) -> M {
     module.map(&mut Double)
 }
 
-/// The rest is neither gathered nor changed.
+/// Other parameters are neither gathered nor changed.
 #[test]
 fn a_part_is_summoned_alone() {
     on_ranks(3, |world| {
@@ -91,7 +91,7 @@ fn a_part_is_summoned_alone() {
             let want: Vec<f32> = before.iter().map(|x| factor * x).collect();
             assert_eq!(*after, want, "{path}");
         }
-        // It trains on, with its siblings.
+        // Its training continues, together with its siblings.
         let mut plain = (MLP.build)(&device);
         plain = plain.load_record(model.clone().into_record());
         let want = loss(MLP, &plain, 0);
@@ -118,7 +118,7 @@ fn changes_are_written_back_or_forgotten() {
                     let twice: Vec<f32> = before.iter().map(|x| 2.0 * x).collect();
                     assert_eq!(&twice, after, "{path}");
                 }
-                // Still sharded and trainable, and shards go on with their ids.
+                // Still sharded and trainable, and shards keep their ids.
                 let mut optim = optimizer();
                 let gradients = backward(model.loss(world.rank(), 0, &device), &model)?;
                 let model = optim.step(1e-2, model, gradients);
@@ -297,7 +297,7 @@ fn a_record_from_before_sharding_loads_and_trains_on() {
         let device = device();
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 2)?)?;
         let plain = ready(|| Mlp::new(&device));
-        // The ids in the record are those that the shards have.
+        // The ids in the record equal the shards' ids.
         let record = plain.clone().into_record();
         let model = fully_shard(plain, &mesh, blocks())?.load_record(record);
         let gradients = backward(model.loss(world.rank(), 0, &device), &model)?;
@@ -328,7 +328,7 @@ impl Turned {
     }
 }
 
-/// What Burn records of a plain module.
+/// Burn's record of a plain module.
 #[derive(Default)]
 struct Recorded {
     path: Vec<String>,
@@ -420,7 +420,7 @@ fn values_that_ranks_read_are_those_of_the_module() {
                     values.flat_map(f32::to_ne_bytes).collect::<Vec<u8>>()
                 };
                 let read = |part: &InitialPart<'_>| {
-                    // One of them begins as rank 0 has it.
+                    // One of them begins with rank 0's value.
                     let is_read = part.path != "blocks.1.up.weight";
                     Ok::<_, Error>(is_read.then(|| values(part)))
                 };
@@ -439,7 +439,7 @@ fn values_that_ranks_read_are_those_of_the_module() {
                 // It trains.
                 let gradients = backward(model.loss(world.rank(), 0, &device), &model)?;
                 optimizer().step(1e-2, model, gradients);
-                // Too few bytes, and what the reader says.
+                // Too few bytes, and an error of the reader.
                 let read = |_: &InitialPart<'_>| Ok::<_, Error>(Some(vec![0; 3]));
                 let short = fully_shard_from(Mlp::new(&device), &mesh, policy.clone(), read);
                 let short = short.expect_err("3 bytes").to_string();

@@ -1,4 +1,4 @@
-//! Ids: groups made before and after sharding, records, and the state of optimizers beside them.
+//! Ids: groups made before and after sharding, records, and the state of optimizers with them.
 
 use burn::lr_scheduler::constant::ConstantLr;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
@@ -35,7 +35,7 @@ fn whole(model: &Mlp) -> Result<Vec<(String, Vec<f32>)>, Error> {
     Ok(params(&Mlp::new(&device()).load_record(record)))
 }
 
-/// Which of `head.weight` and `norm.gamma` a step changes whose learning rate is 0 in `group`.
+/// Which of `head.weight` and `norm.gamma` change in a step with a learning rate of 0 in `group`.
 fn changed_by_a_step(
     world: &ProcessGroup,
     model: Mlp,
@@ -95,7 +95,7 @@ fn a_group_of_ids_is_frozen() {
     });
 }
 
-/// Records of a model and its optimizer, as a checkpointer of Burn writes them.
+/// Records of a model and its optimizer, as one of Burn's checkpointers writes them.
 fn recorded(model: &Mlp, optimizer: &burn::optim::ModuleOptimizer) -> (Vec<u8>, Vec<u8>) {
     let model = model.clone().into_record().into_bytes().expect("in memory");
     let optimizer = optimizer.to_record().into_bytes().expect("in memory");
@@ -116,7 +116,7 @@ fn train(
     Ok(model)
 }
 
-/// A run that was recorded by Burn and goes on in another process, where all ids are new.
+/// A run that was recorded by Burn and continues in another process, where all ids are new.
 #[test]
 fn records_of_model_and_optimizer_resume_to_the_bit() {
     for ranks in 1..=3 {
@@ -146,7 +146,7 @@ fn records_of_model_and_optimizer_resume_to_the_bit() {
     }
 }
 
-/// Without any function of the engine between loading and the optimizer's step.
+/// No function of the engine is called between loading and the optimizer's step.
 #[test]
 fn ids_settle_on_demand() {
     on_ranks(2, |world| {
@@ -278,7 +278,7 @@ fn a_checkpointed_region_is_no_copy() {
         };
         for step in 0..3 {
             let gradients = backward(loss(&model, step), &model)?;
-            // A metric with a graph that nobody differentiates.
+            // A metric with a graph that is never differentiated.
             drop(loss(&model, step));
             model = optim.step(1e-2, model, gradients);
             catch(|| model.clone().into_record())?;
@@ -304,7 +304,7 @@ fn a_mapper_that_drops_what_records_need_is_named() {
         let message = error.to_string();
         assert!(message.contains("`embed.weight`"), "{message}");
         assert!(message.contains("from_mapped_value"), "{message}");
-        // So is a group that has the shard and not what stands for it.
+        // A group that has the shard but not its stand-in is also named.
         let model = build(MLP, &world, &device(), blocks())?;
         let group = ParamGroup::from_ids(vec![param_id(&model.head.weight)]);
         let error = catch(|| model.into_record_group(group)).expect_err("a shard");

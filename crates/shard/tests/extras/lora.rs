@@ -1,4 +1,4 @@
-//! Low-rank adapters on sharded weights, against Burn's own on one rank.
+//! Low-rank adapters on sharded weights, compared with Burn's own on one rank.
 
 use burn::module::{Lora, Module, ModuleMapper, Param, ParamGroup};
 use burn::nn::LinearConfig;
@@ -18,7 +18,7 @@ use super::bench::{
 };
 use super::nets::{Block, Mlp, tokens};
 
-/// With a head in rows: Burn does not load a record of its own module with a weight in columns that is there already, as
+/// The head is in rows. Burn does not load a record of its own module if a weight in columns is already initialized, as
 /// `apply_lora` leaves it.
 const MLP: Case<Mlp> = Case {
     build: in_rows,
@@ -41,7 +41,7 @@ fn adapters() -> Lora {
     Lora::new(2, 3.0).set_param_group(ParamGroup::from_predicate("blocks"))
 }
 
-/// A mapper that gives factors values that are the same in every run, none of them zero.
+/// A mapper that gives factors the same values in every run, none of them zero.
 #[derive(Default)]
 struct Factors {
     path: Vec<String>,
@@ -78,7 +78,7 @@ fn plain(device: &Device, lora: Lora) -> Mlp {
     model.map(&mut Factors::default())
 }
 
-/// The parameters after `steps` steps of Burn alone on the joined batch.
+/// The parameters after `steps` steps of plain Burn on the joined batch.
 fn plainly(ranks: usize, steps: usize) -> Outcome {
     let device = plain_device().autodiff();
     let mut model = plain(&device, adapters());
@@ -154,7 +154,7 @@ fn adapters_train_as_without_sharding() {
     }
 }
 
-/// Adapted weights come into being in regions that run again, too.
+/// Adapted weights are also created in recomputed regions.
 #[test]
 fn adapters_train_in_recomputed_regions() {
     fn loss(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<1> {
@@ -198,7 +198,7 @@ fn replicas_and_hybrids_train_adapters() {
     assert_close(&joined(&got), &want, 1e-5);
 }
 
-/// Frozen weights send no gradient: what is reduced is the factors' bytes alone, and a step gathers each unit twice.
+/// Frozen weights send no gradient: only the factors' bytes are reduced, and a step gathers each unit twice.
 #[test]
 fn frozen_weights_are_gathered_and_never_reduced() {
     for ranks in 2..=4 {
@@ -213,7 +213,7 @@ fn frozen_weights_are_gathered_and_never_reduced() {
                 trained.iter().all(|path| path.contains(".lora.")),
                 "{trained:?}"
             );
-            // Three blocks have something to reduce, the root has not; it is used twice in a forward.
+            // Three blocks have something to reduce, the root has nothing; it is used twice in a forward.
             let of = |kind| counts.of(kind).operations;
             assert_eq!(of(OperationKind::ReduceScatter), 3);
             assert_eq!(of(OperationKind::AllReduce), 0);
@@ -239,11 +239,11 @@ fn a_new_adapter_adds_nothing_and_all_else_is_frozen() {
         assert_eq!(loss(&adapted), loss(&bare));
         let paths = parameter_paths(&adapted);
         let factors = paths.iter().filter(|path| path.contains(".lora."));
-        // Of the embedding, the head and nine matrices.
+        // The factors of the embedding, the head and nine matrices.
         assert_eq!(factors.count(), 22);
         let added = 3 * ((11 + 15) + 9 * (7 + 15) + (15 + 7));
         assert_eq!(num_params(&adapted), num_params(&bare) + added);
-        // Values that are drawn are those of rank 0.
+        // Drawn values are rank 0's.
         let record =
             params(&plain(&device(), Lora::new(3, 6.0)).load_record(into_record(adapted)?));
         let a: Vec<_> = record
@@ -270,7 +270,7 @@ fn a_new_adapter_adds_nothing_and_all_else_is_frozen() {
     .for_each(|pair| assert_eq!(pair[0], pair[1]));
 }
 
-/// Merged, whole and without autodiff; and as a module of Burn's.
+/// Merged, whole and without autodiff; and as one of Burn's modules.
 #[test]
 fn adapters_are_merged() {
     let device = plain_device().autodiff();
@@ -306,7 +306,7 @@ fn adapters_are_merged() {
     }
 }
 
-/// Of Burn's module with adapters and of one sharded over another number of ranks.
+/// From Burn's module with adapters, and from one sharded over another number of ranks.
 #[test]
 fn adapters_are_recorded_alone() {
     let of_adapters = || ParamGroup::from_predicate("lora");
@@ -339,7 +339,7 @@ fn adapters_are_recorded_alone() {
     }
 }
 
-/// Factors have a norm, which is clipped, and compute in the type of the precision.
+/// Factors have a norm, which is clipped, and compute in the precision's type.
 #[test]
 fn clipping_and_types_go_with_adapters() {
     on_ranks(2, |world| {
@@ -362,7 +362,7 @@ fn clipping_and_types_go_with_adapters() {
     });
 }
 
-/// Trained with its base, if somebody thaws that.
+/// The adapter is trained with its base, if the base is unfrozen.
 #[test]
 fn a_base_that_is_thawed_is_trained_with_its_adapter() {
     let device = plain_device().autodiff();

@@ -1,4 +1,4 @@
-//! What stands beside the eager engine: clipping, scaling, buffers, whole parameters, the wrapper.
+//! Functions around the eager engine: clipping, scaling, buffers, whole parameters, the wrapper.
 
 #[allow(
     dead_code,

@@ -76,7 +76,7 @@ mod elsewhere {
         named_device(name).autodiff().gradient_checkpointing()
     }
 
-    /// The host's, whatever the other tests are on.
+    /// The host's device, whatever device the other tests use.
     fn device() -> Device {
         Device::flex().autodiff().gradient_checkpointing()
     }
@@ -120,7 +120,7 @@ mod elsewhere {
         agrees(MLP, &blocks().whole_below(110).prefetch(0));
     }
 
-    /// AdamW that notes where everything is that it is given and keeps.
+    /// AdamW that records the devices of its inputs and states.
     #[derive(Clone)]
     struct Witness {
         adam: AdamW,
@@ -284,7 +284,7 @@ mod elsewhere {
             let plain = device.clone().without_autodiff();
             let evaluated = model.valid().loss(0, 0, &plain).into_scalar::<f32>();
             assert!((evaluated - before).abs() <= 1e-6 * before.abs());
-            // Where it computes changes, where the shards are does not.
+            // The computing device changes; the shards' device does not.
             let moved = model.fork(&self::device());
             assert!(is_host(&moved.head.weight.val().device()));
             burn_fsdp_shard::reset(&moved)?;
@@ -295,7 +295,7 @@ mod elsewhere {
         });
     }
 
-    /// Micro-batches without reduction, and regions whose activations are computed again.
+    /// Micro-batches without reduction, and regions whose activations are recomputed.
     #[test]
     fn accumulation_and_checkpointed_regions_work() {
         let run = |policy: ShardPolicy| {

@@ -1,4 +1,4 @@
-//! Parameters that one rank owns, for optimizers that compute with whole tensors.
+//! Parameters with one owner, for optimizers that compute with whole tensors.
 
 use burn::grad_clipping::GradientClipping;
 use burn::module::{Module, ParamGroup};
@@ -53,7 +53,7 @@ fn blocks() -> ShardPolicy {
     ShardPolicy::new().units(["blocks.*"])
 }
 
-/// Trains without sharding, with the mean of the gradients that each rank's batch gives by itself.
+/// Trains without sharding, with the mean of the gradients that each rank's batch gives separately.
 fn plainly<M: Module + 'static>(case: Case<M>, ranks: usize, make: Make) -> Outcome {
     let device = plain_device().autodiff();
     let mut model = seeded((case.build)(&device), SEED);
@@ -130,7 +130,7 @@ fn owned<M: Module + 'static>(
     }))
 }
 
-/// Where the mean of the ranks' gradients has no rounding of its own, so has nothing else.
+/// If the mean of the ranks' gradients has no rounding of its own, nothing else has any.
 #[test]
 fn optimizers_of_whole_tensors_have_the_bits_of_unsharded_steps() {
     for ranks in [1, 2, 4, 8] {
@@ -170,7 +170,7 @@ fn every_policy_steps_as_one_rank_does() {
     }
 }
 
-/// What every rank holds whole is to the optimizer what it was before, and needs no owner.
+/// A parameter that every rank holds whole is the same to the optimizer as before, and needs no owner.
 #[test]
 fn replicas_take_any_optimizer() {
     for ranks in [1, 2, 4] {
@@ -222,14 +222,14 @@ fn each_replica_has_owners_of_its_own() {
                 let model = hybrid(MLP, &world, layout)?;
                 stepped(model, MLP, world.rank(), make)
             }));
-            // The sums over shards and replicas are made in another order than those of a line.
+            // The sums over shards and replicas are computed in another order than in a line.
             eprintln!("{name}, {layout:?}");
             assert_close(&got, &plainly(MLP, ranks, make), 2e-5);
         }
     }
 }
 
-/// What one rank holds and moves.
+/// The memory and traffic of one rank.
 struct Seen {
     /// Elements of each matrix, by path.
     elements: Vec<(String, usize)>,

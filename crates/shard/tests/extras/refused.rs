@@ -1,4 +1,4 @@
-//! What the engine cannot do right it names, and what it can it does.
+//! Unsupported cases are named in errors, and supported ones work.
 
 use burn::module::{Devices, Lora, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig};
@@ -18,7 +18,7 @@ fn line(world: &ProcessGroup) -> Result<ProcessMesh, Error> {
     Ok(ProcessMesh::new(world, Mesh::line("shard", world.size())?)?)
 }
 
-/// Two layers without names of their own, written by hand.
+/// Two layers without names, written by hand.
 #[derive(Debug, Clone)]
 struct Nameless(Linear, Linear);
 
@@ -160,7 +160,7 @@ struct Pair {
     second: Linear,
 }
 
-/// Groups of one name and one size, with other ranks.
+/// Groups with the same name and size, but with different ranks.
 #[test]
 fn norms_over_two_groups_of_one_name() {
     let norms = on_ranks(4, |world| {
@@ -219,7 +219,7 @@ fn optimizers_are_tried_in_the_parameters_type() {
     });
 }
 
-/// Also where one of the two was sharded before, or is left alone.
+/// Also if one of the two was sharded earlier, or is ignored.
 #[test]
 fn a_tied_parameter_is_refused_wherever_it_is() {
     on_ranks(1, |world| {
@@ -245,7 +245,7 @@ fn a_tied_parameter_is_refused_wherever_it_is() {
     });
 }
 
-/// Burn freezes all of a module that adapters are applied to; sharded parameters take none.
+/// Burn freezes everything in a module that adapters are applied to; sharded parameters accept none.
 #[test]
 fn a_module_of_which_nothing_is_trained_is_named() {
     on_ranks(2, |world| {
@@ -261,7 +261,7 @@ fn a_module_of_which_nothing_is_trained_is_named() {
             assert!(message.contains("ShardPolicy::lora"), "{message}");
             assert!(message.contains("all frozen"), "{message}");
         }
-        // The copy that is left goes on.
+        // The remaining copy still works.
         let gradients = backward(model.loss(world.rank(), 1, &device), &model)?;
         assert_eq!(params_with_gradient(&model, &gradients).len(), 25);
         Ok(())

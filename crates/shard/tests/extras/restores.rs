@@ -1,4 +1,4 @@
-//! What replaces values replaces all of them or none, whatever their type.
+//! Functions that replace values replace all of them or none, whatever their type.
 
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::nn::{Linear, LinearConfig};
@@ -24,7 +24,7 @@ fn line(world: &ProcessGroup) -> Result<ProcessMesh, Error> {
 
 #[test]
 fn a_refused_load_changes_no_copy() {
-    // After how many tensors it fails, and by what.
+    // The number of tensors after which it fails, and the kind of failure.
     for (after, is_short) in [(0, false), (3, false), (24, false), (3, true)] {
         for (want, got) in on_ranks(2, move |world| {
             let device = device();
@@ -40,7 +40,7 @@ fn a_refused_load_changes_no_copy() {
                 }
             });
             assert!(failed.is_err());
-            // By the next pass at the latest: with a learning rate of 0 nothing may change.
+            // At the latest in the next pass: with a learning rate of 0 nothing may change.
             let gradients = backward(model.loss(world.rank(), 0, &device), &model)?;
             let model = SgdConfig::new().init().step(0.0, model, gradients);
             Ok((want, whole_params(Mlp::new(&device), &model)))
@@ -143,7 +143,7 @@ fn a_dummy_forward_reads_every_parameter_once() {
     }
 }
 
-/// Of a moving average, a clip of weights, and the like.
+/// Stands for a moving average, a clip of weights, and the like.
 struct Halve;
 
 impl ModuleMapper for Halve {

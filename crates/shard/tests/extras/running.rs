@@ -1,4 +1,4 @@
-//! Sharding a module with running states leaves everything else as it is.
+//! Sharding a module with running states leaves everything else unchanged.
 
 use burn::module::{Module, Param};
 use burn::nn::{
@@ -63,7 +63,7 @@ fn a_module_set_to_validation_stays_so() {
         let sharded = fully_shard(model, &line(&world)?, ShardPolicy::new())?;
         // No dropout, and running statistics that are used and not updated.
         for _ in 0..2 {
-            // Rank 1 has values of rank 0.
+            // Rank 1 has rank 0's values.
             let got = values(sharded.forward(x.clone()));
             assert!(world.rank() > 0 || got == want, "{got:?}, {want:?}");
         }
@@ -162,7 +162,7 @@ fn a_lazy_part_that_is_left_alone_is_each_ranks_own() {
     done.unwrap_or_else(|error| panic!("{error}"));
 }
 
-/// Only children are sharded; what is beside them comes from outside of the ranks.
+/// Only children are sharded; the other parts come from outside of the ranks.
 #[test]
 fn a_plain_part_that_ranks_share_is_named() {
     #[derive(Module, Debug)]

@@ -110,7 +110,7 @@ fn a_scale_that_has_come_to_nothing_is_an_error() {
         let mut scaler = LossScaler::default().restored(state);
         let (_, mut gradients) = one_step(&world, blocks())?;
         spoil(&model, &mut gradients, f32::NAN);
-        // Gradients of another module are none of this one's.
+        // Gradients of another module do not belong to this one.
         assert!(scaler.unscale(&model, gradients)?.is_some());
         let (model, mut gradients) = one_step(&world, blocks())?;
         spoil(&model, &mut gradients, f32::NAN);

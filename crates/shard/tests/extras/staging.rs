@@ -1,4 +1,4 @@
-//! Copies between the host and a device with memory of its own.
+//! Copies between the host and a device with its own memory.
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
@@ -27,8 +27,8 @@ impl Chain {
     }
 }
 
-/// Each gather reads this rank's shard and brings the full parameter; each reduction reads a full
-/// gradient and brings the shard's. Nothing else is copied, and nothing at all on the CPU.
+/// Each gather reads this rank's shard and brings the full parameter; each reduction reads a full gradient
+/// and brings the shard's. Nothing else is copied, and nothing at all on the CPU.
 #[test]
 fn every_copy_of_a_step_is_counted() {
     counts_every_copy(&device());

@@ -26,7 +26,7 @@ fn line(world: &ProcessGroup) -> Result<ProcessMesh, Error> {
     Ok(ProcessMesh::new(world, Mesh::line("shard", world.size())?)?)
 }
 
-/// How many parameters of `net` get a gradient.
+/// The number of parameters of `net` that get a gradient.
 fn trained(net: &Net, world: &ProcessGroup) -> Result<usize, Error> {
     let x = net.inner.forward(input([2, 4], world.rank(), 0, &device()));
     let gradients = backward(net.head.forward(x).sum(), net)?;
@@ -44,7 +44,7 @@ fn a_new_head_beside_what_is_sharded_is_refused() {
         assert!(matches!(error, Error::Unmanaged { .. }), "{message}");
         assert!(message.contains("`head.weight`"), "{message}");
         assert!(message.contains("`ShardPolicy::ignore`"), "{message}");
-        // Both ways out.
+        // Both remedies.
         let mut frozen = net.clone();
         frozen.head = frozen.head.freeze();
         assert_eq!(trained(&frozen, &world)?, 2);
@@ -64,7 +64,7 @@ fn one_rank_trains_what_it_likes() {
     });
 }
 
-/// Also when a record has given it another id.
+/// The policy also applies when a record has given the parameter another id.
 #[test]
 fn what_the_policy_ignores_is_trained() {
     on_ranks(2, |world| {

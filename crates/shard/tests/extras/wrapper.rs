@@ -167,7 +167,7 @@ fn summoned_parameters_are_changed_through_the_wrapper() {
     });
 }
 
-/// Its blocks are wrapped one by one, before it is.
+/// Its blocks are wrapped one by one, before the module is.
 #[derive(Module, Debug)]
 struct Nested {
     blocks: Vec<FullyShardedDataParallel<Block>>,

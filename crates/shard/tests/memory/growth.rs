@@ -1,4 +1,4 @@
-//! What a training leaves behind: nothing that grows.
+//! The memory that a training leaves behind, which must not grow.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use burn_fsdp_shard::{Error, backward, fully_shard, memory, trim};
 
 use super::{HEAP, NUM_BLOCKS, Net, ROOT, UNIT, alone, blocks, checkpointing, on_ranks};
 
-/// Live bytes of all ranks, when all have come here.
+/// Live bytes of all ranks, once all have reached this point.
 fn live(world: &ProcessGroup) -> Result<usize, Error> {
     world.barrier("settled")?;
     let live = HEAP.current_usage();
@@ -39,7 +39,7 @@ impl ModuleMapper for Scale {
 
 #[derive(Clone, Copy)]
 enum Habit {
-    /// A moving average that runs tracked, of which only values are used.
+    /// A moving average that runs tracked, although only its values are used.
     Teacher,
     /// A metric of a tracked forward before the parameters are replaced.
     Metric,
@@ -79,7 +79,7 @@ fn over_time(habit: Habit) -> Vec<usize> {
             }
             seen.push(live(&world)?);
         }
-        // What the graph of the last forward without a backward saved of the root.
+        // The values that the graph of the last forward without a backward saved of the root.
         assert!(memory(&model)?.unsharded_live <= ROOT);
         Ok(seen)
     });
@@ -88,7 +88,8 @@ fn over_time(habit: Habit) -> Vec<usize> {
 
 #[track_caller]
 fn assert_constant(seen: &[usize]) {
-    // A step may be seen before a rank has let go of what it reads, which is another's shards at most.
+    // A step may be measured before a rank has released the memory that it reads, which is at most another
+    // rank's shards.
     let late_release = NUM_BLOCKS * UNIT / 2;
     let quarter = seen.len() / 4;
     let least = |from: usize| seen[from..from + quarter].iter().copied().min();
@@ -143,7 +144,7 @@ fn a_thousand_forwards_without_backward_leave_nothing() {
     assert_constant(&seen[0]);
 }
 
-/// A panic of the program's own, which leaves backward in the middle.
+/// A panic in the program's own code, which leaves backward in the middle.
 #[test]
 fn a_panic_in_a_hook_leaves_nothing() {
     let _turn = alone();
@@ -162,7 +163,7 @@ fn a_panic_in_a_hook_leaves_nothing() {
             backward(model.loss([1, 5], &device), &model).map(drop)
         });
         assert!(ended.is_err());
-        // Burn drops the graphs that are left over at the end of any backward.
+        // Burn drops leftover graphs at the end of any backward.
         let device = checkpointing();
         drop(Net::new(&device).loss([1, 5], &device).backward());
         HEAP.current_usage()
@@ -188,7 +189,7 @@ fn memory_that_is_kept_is_counted_and_can_be_given_back() {
     let kept: usize = seen.iter().map(|seen| seen.0).sum();
     let (_, before, after) = seen[0];
     assert!(kept >= UNIT, "{kept}");
-    // Within what the books of two ranks take.
+    // Within the size of two ranks' bookkeeping.
     assert!(
         before.abs_diff(after + kept) < 64 << 10,
         "{before} - {after} = {kept}"

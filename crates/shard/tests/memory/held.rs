@@ -1,4 +1,4 @@
-//! Bytes that are held, over those of before there was a module; and those of an operation.
+//! Bytes that are held, beyond those before there was a module, and bytes of an operation.
 
 use burn::module::Module;
 use burn::optim::SgdConfig;
@@ -8,7 +8,8 @@ use burn_fsdp_shard::{backward, fully_shard, stand_in_bytes, trim};
 use super::optimizers::settled;
 use super::{HEAP, NUM_BLOCKS, Net, ROOT, UNIT, alone, blocks, checkpointing, on_ranks};
 
-/// Stand-ins have the shapes of whole weights. Were they those weights, two ranks would hold two models more.
+/// Stand-ins have the shapes of whole weights. If they had their memory, two ranks would hold two additional
+/// models.
 #[test]
 fn two_ranks_hold_one_model_and_stand_ins_next_to_nothing() {
     let _turn = alone();
@@ -30,17 +31,17 @@ fn two_ranks_hold_one_model_and_stand_ins_next_to_nothing() {
     });
     let model = NUM_BLOCKS * UNIT + ROOT;
     let (held, stand_ins, in_shape) = seen[0];
-    // What an earlier test left behind may be freed only now, and is then missing in `held`.
+    // Memory that an earlier test left behind may be freed only now, and is then missing in `held`.
     let held = held.saturating_sub(before.min(settled()));
     println!("{held} bytes of a model of {model}, {stand_ins} of stand-ins");
     assert!(4 * in_shape > model, "they have the whole shapes");
     assert!(held >= model, "{held} bytes hold {model}");
-    // And graphs, books, and what kernels keep for their packed matrices.
+    // In addition there are graphs, bookkeeping, and the kernels' packed matrices.
     assert!(held <= model + model / 2, "{held} bytes for {model}");
     assert!(stand_ins <= 1024, "{stand_ins} bytes");
 }
 
-/// Of a gather the heap sees what it is given and nothing else: a rank reads another's memory in place.
+/// During a gather the heap holds only its result: a rank reads another's memory in place.
 #[test]
 fn a_gather_of_threads_copies_nothing_in_between() {
     const LEN: usize = 4 << 20;

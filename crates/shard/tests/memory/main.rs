@@ -142,7 +142,7 @@ fn prefetching_one_costs_two_units_more() {
         for memory in of_one_step(shape, 1, checkpointing) {
             let peak = memory.unsharded_peak;
             assert!(peak <= 2 * ROOT + 4 * UNIT, "{peak} bytes with {shape:?}");
-            // What is gathered ahead is there: a limit that nothing obeys would take no memory.
+            // Memory gathered ahead exists: a limit without effect would take no memory.
             let without = of_one_step(shape, 0, checkpointing);
             let without = without[0].unsharded_peak;
             assert!(
@@ -171,7 +171,7 @@ fn every_step_takes_the_same_memory() {
         Ok(peaks)
     });
     for peaks in peaks {
-        // The first two steps record the order and find out how deep tokens have to be.
+        // The first two steps record the order and find the necessary depth of tokens.
         assert!(peaks[2..].iter().all(|peak| *peak == peaks[2]), "{peaks:?}");
     }
 }
@@ -197,7 +197,7 @@ fn the_plan_predicts_the_peak() {
     }
 }
 
-/// The most that the heap grows over what was there before the third step.
+/// The maximum growth of the heap over its size before the third step.
 fn heap_of_one_step(policy: ShardPolicy, device: fn() -> Device) -> usize {
     let grown = on_ranks(2, move |world, mesh| {
         let device = device();
@@ -223,13 +223,13 @@ fn heap_of_one_step(policy: ShardPolicy, device: fn() -> Device) -> usize {
 #[test]
 fn the_heap_grows_by_activations_and_shards_only() {
     let _turn = alone();
-    // What the pools keep is there before the step and does not count as growth, so the pools'
-    // own bounds are tested above; here it is what Burn holds that counts.
+    // The pools' memory exists before the step and does not count as growth, so the pools' own bounds are
+    // tested above. This test measures Burn's memory.
     let peak = heap_of_one_step(blocks().prefetch(0), checkpointing);
-    // Both ranks: saved activations (two of the wide ones a block), weights and gradients of a unit.
-    // A set of full weights on both ranks alone would be more.
+    // Both ranks: saved activations (two of the wide ones per block), weights and gradients of a unit. A set
+    // of full weights on both ranks would already be more.
     let activations = 2 * NUM_BLOCKS * 2 * 32 * 4 * DIM * 4;
-    // The shards' gradients, which are no part of a pool: one model of both ranks together.
+    // The shards' gradients, which are not part of a pool: one model for both ranks together.
     let gradients = NUM_BLOCKS * UNIT + ROOT;
     let bound = activations + 2 * (2 * ROOT + 2 * UNIT) + gradients;
     assert!(
@@ -245,7 +245,7 @@ fn a_device_without_checkpointing_is_told_what_stays() {
     let plain = || Device::flex().autodiff();
     let seen = of_one_step([1, 32], 0, plain);
     let pinned = &seen[0].pinned;
-    // Backward has used up the last block's weights before the engine hears of it.
+    // Backward has used up the last block's weights before the engine is called.
     assert!(pinned.len() >= NUM_BLOCKS - 1, "every block: {pinned:?}");
     let text = pinned[0].to_string();
     assert!(text.contains("unit `blocks.0`"), "{text}");
@@ -287,8 +287,8 @@ fn weights_reshaped_before_use_are_dropped_or_reported() {
     assert_eq!(dropped.pinned, []);
     assert!(dropped.unsharded_peak <= 2 * unit, "{dropped:?}");
     let kept = reshaped(|| Device::flex().autodiff());
-    // The first layer's input has no gradient, and backward has used up the last layer's weight
-    // before the engine hears of it.
+    // The first layer's input has no gradient, and backward has used up the last layer's weight before the
+    // engine is called.
     assert!(kept.pinned.len() >= 4, "{kept:?}");
     let text = kept.pinned[0].to_string();
     assert!(text.contains("an operation saved a view"), "{text}");
@@ -330,7 +330,7 @@ fn frozen_units_are_dropped_too() {
     assert_eq!(seen[0].pinned, []);
 }
 
-/// The weights that adapters make live no longer than those that they adapt: they are made again in backward.
+/// Adapted weights live no longer than the weights that they adapt: they are recomputed in backward.
 #[test]
 fn adapted_weights_are_dropped_too() {
     let _turn = alone();
@@ -338,7 +338,7 @@ fn adapted_weights_are_dropped_too() {
     for strategy in [Strategy::FullShard, Strategy::ShardGradOp] {
         let peak = heap_of_one_step(policy().strategy(strategy), checkpointing);
         let activations = 2 * NUM_BLOCKS * 2 * 32 * 4 * DIM * 4;
-        // On both ranks, for a unit and the root: weights with what their adapters add, and gradients of those.
+        // On both ranks, for a unit and the root: weights including their adapters, and gradients of those.
         let bound = activations + 2 * (2 * ROOT + 2 * UNIT);
         assert!(bound < 2 * NUM_BLOCKS * UNIT, "the bound can fail");
         assert!(peak <= bound, "{strategy:?}: {peak} bytes, bound {bound}");
@@ -383,7 +383,7 @@ fn convolutions_reduce_as_backward_goes() {
         memory.unsharded_peak
     );
     assert_eq!(memory.pinned, []);
-    // The first convolution needs its weight for nothing: its input has no gradient.
+    // The first convolution does not need its weight: its input has no gradient.
     let backward: Vec<_> = order.operations.iter().skip(6).collect();
     for (unit, pair) in (1..6).rev().zip(backward.chunks(2)) {
         assert_eq!(
@@ -420,7 +420,7 @@ fn lazy_layers_are_materialized_one_at_a_time() {
     let unit = 4 * 512 * 1024;
     assert_eq!(held, 12 * unit);
     let (peak, _) = grown[0];
-    // One layer on rank 0, and what drawing its random numbers takes for a moment. And the books.
+    // One layer on rank 0, and the temporary memory of drawing its random numbers, and bookkeeping.
     let books = 512 << 10;
     assert!(
         peak <= held + 2 * unit + books,
@@ -457,7 +457,7 @@ fn of_values_that_are_read_each_rank_holds_its_own_part() {
     assert_eq!(held, 12 * unit);
     let peak = grown[0].0;
     let books = 512 << 10;
-    // What a rank reads, as it grows and as it is kept.
+    // The data that a rank reads, as its buffer grows and as it is kept.
     assert!(
         peak <= held + 2 * unit + books,
         "{peak} bytes, {held} of shards"
@@ -471,7 +471,7 @@ fn forwards_without_a_backward_leave_nothing() {
         let device = checkpointing();
         let model = fully_shard(Net::new(&device), &mesh, blocks())?;
         let settle = |world: &ProcessGroup| -> Result<usize, Error> {
-            // Burn frees abandoned graphs when some backward runs.
+            // Burn frees abandoned graphs at the next backward.
             backward(model.loss([1, 5], &device), &model)?;
             world.barrier("settled")?;
             let live = HEAP.current_usage();

@@ -1,4 +1,4 @@
-//! Bytes that optimizers hold and take, beside plain Burn's.
+//! Bytes that optimizers hold and take, compared with plain Burn.
 
 use std::fs::{self, DirEntry};
 use std::thread;
@@ -41,18 +41,20 @@ impl Stack {
     }
 }
 
-/// Bytes after the last step, and at most within its optimizer step.
+/// Bytes after the last step, and the maximum within its optimizer step.
 #[derive(Debug, Clone, Copy)]
 struct Bytes {
     at_rest: usize,
     at_most: usize,
 }
 
-/// Measurements of each side. What others free meanwhile makes one too small, never too large, so that the greatest counts.
+/// Measurements of each side. Memory that other threads free meanwhile makes one too small, never too large, so the
+/// largest counts.
 const TIMES: usize = 3;
 
 impl Bytes {
-    /// What was held over the heap `before`, or over what is left now: what others have freed meanwhile is not ours.
+    /// The memory held over the heap `before`, or over the present heap: memory that others have freed meanwhile
+    /// does not count.
     fn over(self, before: usize) -> Self {
         let rest = before.min(settled());
         Self {
@@ -69,8 +71,8 @@ impl Bytes {
     }
 }
 
-/// Returns the bytes of the heap once the threads of earlier ranks have ended, which free what is theirs when they get to it.
-/// (Linux tells threads.)
+/// Returns the bytes of the heap once the threads of earlier ranks have ended, which free their memory with a delay.
+/// (Linux reports threads.)
 pub(super) fn settled() -> usize {
     let is_rank = |thread: &DirEntry| {
         fs::read_to_string(thread.path().join("comm")).is_ok_and(|name| name.starts_with("rank"))
@@ -104,8 +106,8 @@ fn plainly(optimizer: fn() -> ModuleOptimizer) -> Bytes {
     Bytes { at_rest, at_most }.over(before)
 }
 
-/// Returns what the threads of two ranks keep for their kernels after a forward and a backward without sharding. It
-/// depends on the caches of the machine.
+/// Returns the memory that the threads of two ranks keep for their kernels after a forward and a backward without
+/// sharding. It depends on the caches of the machine.
 fn kept_by_kernels() -> usize {
     let before = settled();
     let seen = on_ranks(2, |world, _| {
@@ -121,7 +123,7 @@ fn kept_by_kernels() -> usize {
     seen[0].saturating_sub(before.min(settled()))
 }
 
-/// Of all ranks together, and what they keep for their transport.
+/// The bytes of all ranks together, including their transport's memory.
 fn sharded(optimizer: fn() -> ModuleOptimizer, policy: ShardPolicy) -> (Bytes, usize) {
     let before = settled();
     let seen = on_ranks(2, move |world, mesh| {
@@ -190,14 +192,15 @@ fn optimizers_hold_what_they_hold_without_sharding() {
             models(sharded.at_most),
             models(pooled),
         );
-        // Of each rank: graphs, tables and threads.
+        // For each rank: graphs, tables and threads.
         let books = 2 * LAYER + kept;
         let rest = plain.at_rest + pooled + books;
         assert!(
             sharded.at_rest <= rest,
             "{name}: {sharded:?}, {plain:?}, {pooled}"
         );
-        // Those of one parameter's step, on the other rank: a result, or what Newton and Schulz iterate on.
+        // The temporaries of one parameter's step, on the other rank: a result, or the tensors that Newton
+        // and Schulz iterate on.
         let temporaries = if name.starts_with("Muon") {
             4 * LAYER
         } else {

@@ -1,4 +1,4 @@
-//! What becomes of the fields when the module is copied, mapped, recorded, summoned and averaged.
+//! The fields when the module is copied, mapped, recorded, summoned and averaged.
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::Tensor;
@@ -16,7 +16,7 @@ fn apart() -> ShardPolicy {
     ShardPolicy::new().units(["embed", "blocks.*", "head"])
 }
 
-/// What the two fields give to the model's own code.
+/// The values that the fields give to the model's own code.
 fn fields(model: &Tied) -> [Vec<f32>; 3] {
     let params = [
         &model.embed.weight,
@@ -36,14 +36,14 @@ fn assert_equal(model: &Tied) -> Vec<f32> {
     first
 }
 
-/// A clone goes its own way, with all of its fields; so does what `valid` gives.
+/// A clone is independent, with all of its fields; so is the result of `valid`.
 #[test]
 fn each_copy_has_its_own_value_in_all_fields() {
     for ranks in 1..=3 {
         on_ranks(ranks, |world| {
             let mut optim = optimizer();
             let first = build(&world, apart())?;
-            // Parts that are cloned alone change nothing of this.
+            // Cloning parts does not change this.
             let part = first.embed.clone();
             let kept = first.clone();
             let before = assert_equal(&kept.valid());
@@ -62,7 +62,7 @@ fn each_copy_has_its_own_value_in_all_fields() {
             let (kept, _) = step(kept, &mut optimizer(), (world.rank(), 1))?;
             assert_ne!(assert_equal(&kept), before);
             assert_eq!(assert_equal(&model), after);
-            // And on from `valid`.
+            // Training continues from `valid`.
             let again = evaluated.train();
             let (again, _) = step(again, &mut optimizer(), (world.rank(), 0))?;
             assert_eq!(assert_equal(&again), after);
@@ -72,7 +72,7 @@ fn each_copy_has_its_own_value_in_all_fields() {
     }
 }
 
-/// A clone of the second field alone has no value, and says which field it lacks.
+/// A clone of only the second field has no value, and names the missing field.
 #[test]
 fn a_field_without_the_first_is_refused() {
     on_ranks(1, |world| {
@@ -80,7 +80,7 @@ fn a_field_without_the_first_is_refused() {
         let head = model.head.clone();
         let error = catch(|| head.weight.val()).expect_err("alone");
         assert_names(&error, "embed.weight", "head.weight");
-        // The module is as it was, and so is a clone of it.
+        // The module is unchanged, and so is a clone of it.
         let clone = model.clone();
         assert_eq!(assert_equal(&clone), assert_equal(&model));
         Ok(())
@@ -93,7 +93,7 @@ fn assert_names(error: &Error, first: &str, second: &str) {
     assert!(error.to_string().contains(&names), "{error}");
 }
 
-/// Counts what it sees of the paths of the table, and doubles all that it sees.
+/// Counts the paths of the table that it sees, and doubles everything that it sees.
 #[derive(Default)]
 struct Double {
     path: Vec<String>,
@@ -108,7 +108,7 @@ impl ModuleMapper for Double {
         self.path.pop();
     }
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        // Of a sharded one this is the shard.
+        // For a sharded parameter this is the shard.
         if D == 1 {
             self.seen.push(self.path.join("."));
         }
@@ -148,7 +148,7 @@ fn records_have_both_paths_and_load_if_they_are_equal() {
             let model = build(&world, apart())?;
             let (model, _) = step(model, &mut optimizer(), (world.rank(), 0))?;
             let want = whole(&model);
-            // Ours, while another copy is alive, and one of a plain module.
+            // This crate's record, while another copy is alive, and a plain module's.
             let other = step(model.clone(), &mut optimizer(), (world.rank(), 1))?.0;
             let record = into_record(model.clone())?;
             let plain = Tied::of_rank(5, &device).load_record(record);
@@ -175,7 +175,7 @@ fn records_have_both_paths_and_load_if_they_are_equal() {
     }
 }
 
-/// As plain Burn leaves two fields after a step.
+/// Burn without sharding leaves two fields in this state after a step.
 #[test]
 fn a_record_whose_fields_differ_is_refused_by_name() {
     on_ranks(2, |world| {
@@ -352,7 +352,7 @@ fn it_is_read_under_any_of_its_paths() {
     });
 }
 
-/// A module inside of another one that is sharded later.
+/// A module inside another one that is sharded later.
 #[test]
 fn a_part_with_all_fields_may_be_sharded_first() {
     #[derive(Module, Debug)]

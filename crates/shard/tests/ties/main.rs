@@ -1,4 +1,5 @@
-//! Fields that share a parameter (clones of it, with one id), against the same module that reads one field twice.
+//! Fields that share a parameter (clones of it, with one id), compared with the same module that reads one field
+//! twice.
 
 #[allow(
     dead_code,

@@ -14,7 +14,7 @@ use super::bench::{
 };
 use super::nets::{Block, Mlp, tokens};
 
-/// 11 words, which no number of ranks up to 4 divides but one.
+/// 11 words: of the numbers of ranks up to 4, only 1 divides it.
 const WORDS: usize = 11;
 
 /// The module with one field for the table, which is read for each of its uses.
@@ -42,7 +42,7 @@ pub(crate) struct Table {
 }
 
 impl Once {
-    /// The module of one rank, with other values than those of rank 0.
+    /// The module of one rank, with values that differ from rank 0's.
     pub(crate) fn of_rank(rank: usize, device: &Device) -> Self {
         let made = Self {
             embed: EmbeddingConfig::new(WORDS, 15).init(device),
@@ -126,7 +126,7 @@ pub(crate) fn plainly(ranks: usize, steps: usize) -> Outcome {
     plainly_by(ranks, steps, |gradients, _| gradients)
 }
 
-/// Trains [`Once`] with gradients as `change` makes them.
+/// Trains [`Once`] with gradients changed by `change`.
 pub(crate) fn plainly_by(
     ranks: usize,
     steps: usize,
@@ -161,13 +161,13 @@ pub(crate) fn mesh(world: &ProcessGroup, replicas: usize) -> Result<ProcessMesh,
     Ok(ProcessMesh::new(world, layout)?)
 }
 
-/// The sharded module, with other values on all ranks but rank 0 before.
+/// The sharded module, with other values before sharding on all ranks except rank 0.
 pub(crate) fn build(world: &ProcessGroup, policy: ShardPolicy) -> Result<Tied, Error> {
     let model = Tied::of_rank(world.rank(), &device());
     fully_shard(model, &mesh(world, 1)?, policy)
 }
 
-/// A step of [`optimizer`].
+/// Makes a step of [`optimizer`].
 pub(crate) fn step(
     model: Tied,
     optim: &mut ModuleOptimizer,
@@ -217,7 +217,7 @@ pub(crate) fn once(all: Vec<(String, Vec<f32>)>) -> Vec<(String, Vec<f32>)> {
     all
 }
 
-/// Asserts that a run is that of [`plainly`].
+/// Asserts that a run equals [`plainly`].
 pub(crate) fn assert_trained(got: &Outcome, want: &Outcome) {
     assert_close(got, want, 1e-5);
 }

@@ -74,7 +74,7 @@ fn policies_must_treat_them_alike() {
     refused(same, policy().lora(Lora::new(2, 4.0)), "LoRA");
 }
 
-/// One of them sharded by an earlier call, by whatever policy.
+/// One of them was sharded by an earlier call, with any policy.
 #[test]
 fn calls_for_parts_are_refused() {
     on_ranks(1, |world| {
@@ -89,7 +89,7 @@ fn calls_for_parts_are_refused() {
     });
 }
 
-/// What is frozen does not drift apart, whoever has it.
+/// Frozen values do not drift apart, whichever ranks have them.
 #[test]
 fn frozen_fields_may_be_ignored_together() {
     on_ranks(2, |world| {

@@ -82,7 +82,8 @@ fn the_table_is_gathered_once_for_each_use_and_reduced() {
         let before = world.counts();
         (_, _) = step(model, &mut optim, (world.rank(), 2))?;
         let counts = since(&world, &before);
-        // Uses in order: the table, a block, the table in the middle, the other block, the norm's root, the table at the end.
+        // Uses in order: the table, a block, the table in the middle, the other block, the norm's root, the table at
+        // the end.
         let gathers = counts.of(OperationKind::AllGather).operations;
         let reductions = counts.of(OperationKind::ReduceScatter).operations;
         println!("{gathers} gathers, {reductions} reductions");
@@ -208,7 +209,7 @@ fn gradients_that_wait_are_summed_once() {
     }
 }
 
-/// A region reads a field whose parameter is another unit's.
+/// A region reads a field whose parameter belongs to another unit.
 #[test]
 fn recomputed_regions_read_them() {
     for ranks in 1..=3 {
@@ -260,7 +261,7 @@ fn in_regions(model: &Tied, rank: usize, step: usize, device: &Device) -> burn::
     logits.powf_scalar(2.0).mean()
 }
 
-/// Ranks evaluate by routes of their own: only some read the second field.
+/// Ranks evaluate with different routes: only some read the second field.
 #[test]
 fn an_evaluation_reads_them_on_some_ranks() {
     on_ranks(3, |world| {
@@ -285,7 +286,7 @@ fn an_evaluation_reads_them_on_some_ranks() {
     });
 }
 
-/// The types in which they compute are those of the policy, for both fields.
+/// Both fields compute in the policy's types.
 #[test]
 fn they_compute_in_one_type() {
     on_ranks(2, |world| {
