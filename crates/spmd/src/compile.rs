@@ -263,6 +263,8 @@ where
     let parameters: Vec<_> = parameters
         .flat_map(|spec| ties::paths(spec).map(|path| (path, spec.dtype)))
         .collect();
+    let paths: Vec<&str> = parameters.iter().map(|(path, _)| *path).collect();
+    mode.check_full(&paths)?;
     mode.check_precision(&parameters)?;
     let optimizers = optimizer.into();
     ties::check(&named, &optimizers, &options.precision)?;

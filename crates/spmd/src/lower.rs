@@ -21,6 +21,14 @@ pub(crate) struct Lowered {
     pub(crate) certificate: Option<Arc<Certificate>>,
 }
 
+/// Returns the graph as the mode runs it, if its options name parameters of the graph.
+fn prepared(graph: Graph, mode: &mut Mode) -> Result<Graph, Error> {
+    let parameters = graph.parameters().iter().filter(|of| !of.is_buffer);
+    let paths: Vec<&str> = parameters.map(|of| &*of.path).collect();
+    mode.check_full(&paths)?;
+    mode.prepare(graph)
+}
+
 /// Applies the passes of a mode to a graph of one rank, over the joined batch if the mode has one. If the mode's
 /// optimizer runs in the next forward, the result is the main graph. If the loss is
 /// [scaled](crate::passes::schedule::Options::scale_loss), the result is the graph of a micro-batch, without the
@@ -31,7 +39,7 @@ pub(crate) struct Lowered {
 /// The errors of [`compile`](crate::compile) for the mode, and of the passes.
 pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
     let mut mode = mode.clone().without_dump();
-    let graph = mode.prepare(graph)?;
+    let graph = prepared(graph, &mut mode)?;
     Ok(match lower_all(graph, &mode, mode.purpose(1))?.graphs {
         StepGraphs::Whole(graph) => *graph,
         StepGraphs::Iteration(iteration) => iteration.main,
@@ -47,7 +55,7 @@ pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
 /// As [`lower`]; [`Error::NotCertified`]; [`Error::NotProvable`].
 pub fn certify(graph: Graph, num_batches: usize, mode: &Mode) -> Result<Certificate, Error> {
     let mut mode = mode.clone().without_dump().certified();
-    let graph = mode.prepare(graph)?;
+    let graph = prepared(graph, &mut mode)?;
     let certificate = lower_all(graph, &mode, mode.purpose(num_batches))?.certificate;
     let certificate = certificate.ok_or_else(nothing_proved)?;
     Ok(Certificate::clone(&certificate))
@@ -80,7 +88,7 @@ pub fn certify_at(
 ) -> Result<Certificate, Error> {
     let start = Instant::now();
     let mut mode = mode.clone().certified();
-    let real = mode.prepare(real)?;
+    let real = prepared(real, &mut mode)?;
     let small = mode.prepare(small)?;
     let purpose = mode.purpose(num_batches);
     let nobody = &mut |_: &'static str, _: &Graph| {};

@@ -335,6 +335,19 @@ impl Mode {
         }
     }
 
+    /// Refuses patterns of modules that compute in full precision and match none of these parameters. The paths include
+    /// those of all fields that share a parameter, which a graph does not know.
+    pub(crate) fn check_full(&self, paths: &[&str]) -> Result<(), Error> {
+        match self.options.precision.unmatched(paths) {
+            Some(pattern) => Err(Error::UnknownName {
+                what: "module that computes in full",
+                name: pattern.to_owned(),
+                known: paths.join(", "),
+            }),
+            None => Ok(()),
+        }
+    }
+
     /// Refuses options that cannot be combined, and types in which the mode cannot compute. `parameters` lists each
     /// parameter, but no buffer, by path and type.
     pub(crate) fn check_precision(&self, parameters: &[(&str, DType)]) -> Result<(), Error> {
@@ -349,14 +362,6 @@ impl Mode {
         }
         if *precision == Precision::default() {
             return Ok(());
-        }
-        let paths: Vec<&str> = parameters.iter().map(|(path, _)| *path).collect();
-        if let Some(pattern) = precision.unmatched(&paths) {
-            return Err(Error::UnknownName {
-                what: "module that computes in full",
-                name: pattern.to_owned(),
-                known: paths.join(", "),
-            });
         }
         let types = parameters.iter().map(|(path, dtype)| {
             let compute = precision.compute_of(path, *dtype);

@@ -12,6 +12,7 @@ mod capture;
 mod forward;
 mod module;
 mod narrow;
+mod needed;
 mod optimizer;
 mod options;
 mod outputs;

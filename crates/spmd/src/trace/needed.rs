@@ -1,0 +1,59 @@
+//! The recorded operations that a graph needs.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use burn::tensor::TensorData;
+use burn_ir::{OperationIr, TensorId};
+
+use super::narrow::check_narrow;
+use crate::error::Error;
+use crate::graph::{Node, Phase, operation_name};
+
+/// Returns the operations that `wanted` depends on, cut at the given tensors. Random numbers that the loss draws stay
+/// even if they are unused, because the numbers after them depend on them.
+///
+/// # Errors
+///
+/// [`Error::RandomInModule`] if the operations depend on random numbers of the module's initialisation, which would be
+/// different in every step. If new tensors are narrow, with these `constants`, [`Error::Uncapturable`] if that loses
+/// bits.
+pub(super) fn needed(
+    operations: Vec<OperationIr>,
+    given: &BTreeMap<TensorId, TensorId>,
+    mut wanted: BTreeSet<TensorId>,
+    narrow: Option<&BTreeMap<TensorId, Arc<TensorData>>>,
+) -> Result<Vec<OperationIr>, Error> {
+    // All operations before the inputs belong to the module's initialisation.
+    let made = |op: &OperationIr| op.outputs().any(|output| given.contains_key(&output.id));
+    let first = operations
+        .iter()
+        .rposition(made)
+        .map_or(0, |index| index + 1);
+    let mut kept = Vec::new();
+    for (index, operation) in operations.into_iter().enumerate().rev() {
+        if matches!(operation, OperationIr::Init(_) | OperationIr::Drop(_)) {
+            continue;
+        }
+        let is_random = Node::new(operation.clone(), Phase::Forward).is_opaque();
+        let is_needed = operation
+            .outputs()
+            .any(|output| wanted.contains(&output.id) && !given.contains_key(&output.id));
+        if is_needed && is_random && index < first {
+            let shape = operation.outputs().next().map(|out| out.shape.to_vec());
+            return Err(Error::RandomInModule {
+                operation: operation_name(&operation),
+                shape: shape.unwrap_or_default(),
+            });
+        }
+        if let (true, Some(constants)) = (is_needed, narrow) {
+            check_narrow(&operation, index < first, constants)?;
+        }
+        if is_needed || is_random && index >= first {
+            wanted.extend(operation.inputs().map(|input| input.id));
+            kept.push(operation);
+        }
+    }
+    kept.reverse();
+    Ok(kept)
+}
