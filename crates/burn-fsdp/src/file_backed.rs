@@ -142,17 +142,17 @@ impl FileBackedOptimizer {
     ) -> Result<M, Error> {
         let learning_rate = learning_rate.into();
         check_elementwise_once(&module, &self.optimizer)?;
-        let gradients = without_empty(&module, gradients);
         for part in gradients_by_unit(&module, gradients) {
-            if part.gradients.is_empty() {
-                // Another rank owns its trained parameters. The step makes a new version of the module on all
-                // ranks.
+            let gradients = without_empty(&module, part.gradients);
+            if gradients.is_empty() {
+                // Other ranks hold all elements of its trained parameters. The step makes a new version of the module
+                // on all ranks.
                 let mut none = self.optimizer.clone();
-                module = none.step(learning_rate.clone(), module, part.gradients);
+                module = none.step(learning_rate.clone(), module, gradients);
                 continue;
             }
             let mut optimizer = self.load(&part.unit)?;
-            module = optimizer.step(learning_rate.clone(), module, part.gradients);
+            module = optimizer.step(learning_rate.clone(), module, gradients);
             self.store(part.unit, &optimizer)?;
         }
         Ok(module)

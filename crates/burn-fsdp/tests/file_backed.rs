@@ -72,8 +72,11 @@ fn build(
 ) -> Result<Net, Error> {
     let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
     let net = Net::new(num_layers, side, device);
-    let policy = ShardPolicy::new().units(["layers.*"]).prefetch(0);
-    Ok(fully_shard(net, &mesh, policy)?)
+    Ok(fully_shard(net, &mesh, policy())?)
+}
+
+fn policy() -> ShardPolicy {
+    ShardPolicy::new().units(["layers.*"]).prefetch(0)
 }
 
 enum Either {
@@ -105,11 +108,17 @@ impl ModuleVisitor for Bits {
 }
 
 /// Bits of this rank's shards after each of five steps, of layers with `side` rows.
-fn trained(ranks: usize, side: usize, folder: Option<&Path>) -> Vec<Vec<Vec<u32>>> {
-    let folder = folder.map(Path::to_owned);
+fn trained(
+    ranks: usize,
+    side: usize,
+    policy: &ShardPolicy,
+    folder: Option<&Path>,
+) -> Vec<Vec<Vec<u32>>> {
+    let (policy, folder) = (policy.clone(), folder.map(Path::to_owned));
     on_ranks(ranks, move |world| {
         let device = device();
-        let mut net = build(&world, 3, side, &device)?;
+        let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
+        let mut net = fully_shard(Net::new(3, side, &device), &mesh, policy.clone())?;
         // Equal in both runs, whatever the seed.
         net = net.map(&mut Ramp::default());
         let mut optimizer = match &folder {
@@ -153,12 +162,16 @@ impl burn::module::ModuleMapper for Ramp {
 #[test]
 fn the_same_bits_as_with_the_plain_optimizer() {
     let _turn = alone();
-    // With one row, some ranks hold nothing of the weights.
-    for (ranks, side) in [(1, 7), (2, 7), (3, 7), (2, 1), (3, 1)] {
+    // With one row, some ranks hold nothing of the weights, and with sharded vectors nothing of the unit.
+    let cases = [(1, 7), (2, 7), (3, 7), (2, 1), (3, 1)];
+    let cases = cases.map(|(ranks, side)| (ranks, side, policy()));
+    let sharded = [(2, 1), (4, 1), (4, 2)];
+    let sharded = sharded.map(|(ranks, side)| (ranks, side, policy().shard_vectors(true)));
+    for (ranks, side, policy) in cases.into_iter().chain(sharded) {
         let folder = tempfile::tempdir().expect("a folder");
-        let plain = trained(ranks, side, None);
-        let files = trained(ranks, side, Some(folder.path()));
-        assert_eq!(plain, files, "{ranks} ranks, {side} rows");
+        let plain = trained(ranks, side, &policy, None);
+        let files = trained(ranks, side, &policy, Some(folder.path()));
+        assert_eq!(plain, files, "{ranks} ranks, {side} rows, {policy:?}");
         assert_ne!(plain[0][0], plain[0][4], "it trains");
         let left = std::fs::read_dir(folder.path()).expect("there").count();
         assert_eq!(left, 0, "nothing is left behind");

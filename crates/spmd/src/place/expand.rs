@@ -17,7 +17,7 @@ use crate::trace::LOSS_FACTOR;
 /// placement, gradients are brought to it, and buffers are always replicated.
 ///
 /// A dim of a parameter or named activation need not divide evenly. Its parts are then the same as in `torch.chunk`,
-/// and the last ranks have fewer rows, or none. Reductions over such a dim other than sums, and operations that index
+/// and the last ranks have fewer rows, or none. It needs at least one element for each rank. Reductions over such a dim other than sums, and operations that index
 /// along it, run on the whole dim.
 ///
 /// The example places the feed-forward part of a transformer on the axis `model`, after Megatron-LM. The first layer is
