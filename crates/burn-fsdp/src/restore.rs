@@ -25,8 +25,8 @@ use crate::tied::Names;
 ///
 /// # Errors
 ///
-/// An optimizer that computes with whole tensors. Tensors of the model that the step lacks or has in another shape,
-/// tensors of the step that the model lacks, adapters of another alpha, damage: nothing is changed then, in no copy of
+/// An optimizer that computes with whole tensors. Tensors of the model that the step lacks or has in another shape;
+/// tensors of the step that the model lacks; adapters of another alpha; damage. Nothing is changed then, in no copy of
 /// the model.
 pub fn restore<M: Module>(
     model: M,

@@ -19,8 +19,8 @@ pub(crate) struct Groups {
     pub(crate) reduce: ProcessGroup,
     /// The ranks that hold the same shards, with hybrid sharding.
     pub(crate) replicas: Option<ProcessGroup>,
-    /// The neighbours that share the full parameters between forward and backward, if fewer ranks than hold
-    /// the shards.
+    /// The neighbours that share the full parameters between forward and backward, if they are fewer than the
+    /// ranks that hold the shards.
     pub(crate) neighbours: Option<ProcessGroup>,
 }
 

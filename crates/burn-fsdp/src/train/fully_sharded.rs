@@ -232,9 +232,9 @@ impl FullySharded {
     /// returning the whole model. For example, it can [save](crate::save()) it, generate from it, or do nothing.
     /// Returns the ranks' results, in their order.
     ///
-    /// `end` gets the ranks of the training, with one shard axis, the model in training mode, whose type is the whole
-    /// model's, and the optimizer with the state of the rank's shards. All ranks call it at the same point, so it may
-    /// call collective functions.
+    /// `end` gets the ranks of the training, with one shard axis, the model, and the optimizer with the state of the
+    /// rank's shards. The model is in training mode and has the whole model's type. All ranks call `end` at the same
+    /// point, so it may call collective functions.
     ///
     /// # Errors
     ///

@@ -3,7 +3,7 @@
 use burn::module::{ModuleMapper, Param};
 use burn::tensor::{Tensor, TensorData};
 
-/// Values by the number of the parameter, so that no generator is shared with another test.
+/// Values by the number of the parameter. They share no generator with other tests.
 pub(crate) struct Values {
     /// The seed of the next parameter.
     seed: u64,

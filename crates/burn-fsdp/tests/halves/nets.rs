@@ -249,7 +249,7 @@ pub(crate) fn batch(step: usize, rank: usize, device: &Device) -> Tensor<3> {
     Tensor::from_data(TensorData::new(values, [ROWS, LENGTH, DIM]), device)
 }
 
-/// Values by the number of the parameter, so that no generator is shared with another test.
+/// Values by the number of the parameter. They share no generator with other tests.
 #[derive(Default)]
 struct Values {
     number: usize,

@@ -19,7 +19,7 @@ use burn::module::ParamId;
 
 /// The difference between the two ids of a pair of stand-in and shard.
 const COUNTERPART: u64 = 0x5be0_cd19_137e_2179;
-/// The difference between an unsettled id and all ids that a record may hold.
+/// The difference that keeps an unsettled id apart from all ids that a record may hold.
 const UNSETTLED: u64 = 0x1f83_d9ab_fb41_bd6b;
 
 /// Returns the other id of a pair of stand-in and shard.

@@ -24,9 +24,9 @@ const ADAPTER: &str = "LoraAdapter";
 
 /// The value of one parameter on this rank: its shard, or the whole value where it is kept whole.
 ///
-/// Optimizers and gradients see a shard as a parameter of one dimension, and a whole parameter as it was, under the
-/// path and the id of the parameter that it stands for. The parameter itself is a stand-in of the full shape without
-/// memory.
+/// Optimizers and gradients see a shard as a parameter of one dimension, and a whole parameter as it was. They see
+/// it under the path and the id of the parameter that it stands for. The parameter itself is a stand-in of the full
+/// shape without memory.
 #[derive(Clone)]
 pub(crate) struct ShardedParam {
     value: Shown,

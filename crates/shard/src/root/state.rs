@@ -135,7 +135,7 @@ impl Root {
     }
 
     /// Returns true if the policy ignored the parameter with `id`, or the value that a record has put in its
-    /// place at `path`, in this module or in a module that contains it.
+    /// place at `path`. The path is in this module or in a module that contains it.
     pub(crate) fn leaves_alone(&self, path: &str, id: ParamId) -> bool {
         self.left_alone.iter().any(|(ignored, of)| {
             let prefix = path.strip_suffix(ignored.as_str());

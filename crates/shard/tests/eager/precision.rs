@@ -349,8 +349,8 @@ fn gradient_types<M: burn::module::Module>(model: &M, gradients: &GradientsParam
     types.1
 }
 
-/// Whatever the split of the factors, their product is the number of ranks. A hook changes nothing, or its
-/// change is undone by the factors.
+/// Results agree for any factors whose product is the number of ranks, and for a hook that changes nothing,
+/// or makes a change that the factors undo.
 fn hooks_and_factors_agree<M: Module + 'static>(case: Case<M>, policy: &ShardPolicy) {
     for ranks in 1..=4 {
         let want = plainly(case, ranks, 10);

@@ -252,7 +252,7 @@ fn a_hook_may_halve_what_travels() {
     }
 }
 
-/// The blocks that this rank runs: none of them runs the last, and only rank 0 runs the second.
+/// The blocks that this rank runs: no rank runs the last, and only rank 0 runs the second.
 fn with_gaps(model: &Mlp, rank: usize, device: &Device) -> Tensor<1> {
     let mut x = model
         .embed

@@ -1,4 +1,5 @@
-//! The part of a module that each rank holds: its elements, and their share in a training's memory.
+//! The part of a module that each rank holds: its elements, and its part of the gradients and states of a
+//! training.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
