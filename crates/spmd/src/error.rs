@@ -24,8 +24,7 @@ use text::{After, At, Known, Pass, Produced, advice};
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A model or loss that a graph cannot represent, for example because it reads the value of a tensor that is
-    /// computed when the step runs.
+    /// A model or loss that a graph cannot represent, for example because it reads a tensor's value on the host.
     #[error(
         "cannot capture {stage}: {reason}{}; {}",
         Produced(produced_by),

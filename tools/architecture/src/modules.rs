@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::{fs, iter};
 
 use proc_macro2::TokenTree;
-use syn::{Attribute, Item, ItemUse, Meta, UseTree, Visibility};
+use syn::{Attribute, Expr, ExprLit, Item, ItemUse, Lit, Meta, UseTree, Visibility};
 
 /// A module: a file, or an inline module in a file.
 pub(crate) struct Module {
@@ -147,9 +147,14 @@ impl Modules {
                     Some((_, items)) => self.add_module(file, items, &folder, Some(this)),
                     None => {
                         let beside = format!("{inside}{name}.rs");
-                        let path = match self.src.join(&beside).is_file() {
-                            true => beside,
-                            false => format!("{folder}mod.rs"),
+                        let path = match given_path(&child.attrs) {
+                            // From the folder of the file that declares it.
+                            Some(path) => match self.files[file].rsplit_once('/') {
+                                Some((folder, _)) => format!("{folder}/{path}"),
+                                None => path,
+                            },
+                            None if self.src.join(&beside).is_file() => beside,
+                            None => format!("{folder}mod.rs"),
                         };
                         self.add_file(path, &folder, Some(this))
                     }
@@ -365,4 +370,20 @@ fn attributes(item: &Item) -> &[Attribute] {
         Item::Use(item) => &item.attrs,
         _ => &[],
     }
+}
+
+/// Returns the file that `#[path = ".."]` gives a module.
+fn given_path(attributes: &[Attribute]) -> Option<String> {
+    attributes.iter().find_map(|attribute| {
+        let Meta::NameValue(given) = &attribute.meta else {
+            return None;
+        };
+        match &given.value {
+            Expr::Lit(ExprLit {
+                lit: Lit::Str(path),
+                ..
+            }) if given.path.is_ident("path") => Some(path.value()),
+            _ => None,
+        }
+    })
 }

@@ -37,8 +37,7 @@ pub enum WriteBack {
 ///
 /// Every rank holds the whole model meanwhile. For a model that does not fit on any rank, use [`full_state`].
 ///
-/// Collective over all ranks of the module, between steps: one all-gather for each sharded
-/// parameter.
+/// Collective over all ranks of the module, between steps: one all-gather for each sharded parameter.
 ///
 /// # Errors
 ///
@@ -81,8 +80,7 @@ pub fn unsharded<M: Module>(module: &M, keep: bool) -> Result<Option<M>, Error> 
     Ok(keep.then_some(full))
 }
 
-/// Returns the module without autodiff and without shards: with whole values if they are to be kept, otherwise
-/// with none.
+/// Returns the module without autodiff and without shards, with whole values if they are to be kept.
 fn plain<M: Module>(module: &M, fields: &[(String, Member)], keep: bool) -> Result<M, Error> {
     let mut members: HashMap<_, _> = fields.iter().cloned().collect();
     for (path, _) in fields {

@@ -1,7 +1,6 @@
 //! The pass that inserts the collectives of data parallelism: from the graph of one rank to the graph of each rank.
 //!
-//! The passes before this one deal with one rank that holds everything, the passes after it with a schedule of many
-//! ranks.
+//! The passes before this one see one rank that holds everything, the passes after it a schedule of many ranks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -23,8 +22,7 @@ use crate::pass_id::PassId;
 use crate::place::{DataParallel, ExpandPlacements, least_communication_with};
 use crate::transform::GraphTransform;
 
-/// Insertion of collectives: turns the graph of one rank into the graph of each of several ranks that divide the batch
-/// among them.
+/// Insertion of collectives: turns the graph of one rank into the graphs of ranks that divide the batch.
 ///
 /// With [`Strategy::NoShard`] every gradient is averaged by an all-reduce before the optimizer reads it. With
 /// [`Strategy::FullShard`] parameters become flat padded shards, and an all-gather precedes every use. Gradients are
