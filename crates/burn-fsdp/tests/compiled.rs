@@ -1,15 +1,15 @@
 //! A training that moves between the eager engine and a compiled step, by checkpoints and in memory.
 
+#[path = "common/save.rs"]
+mod saving;
+
 use std::path::Path;
 use std::sync::Arc;
 
 use burn::module::{Module, ParamGroup};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp::checkpoint::{
-    Checkpoints, GroupRendezvous, Region, SaveRequest, Step, TrainingSnapshot, TrainingState,
-    restore, save_step, snapshot,
-};
+use burn_fsdp::checkpoint::{Checkpoints, Region, Step, restore, snapshot};
 use burn_fsdp::compile::{
     CompiledStep, DataParallel, Expand, Mode, compile, load_compiled, restore_compiled,
     snapshot_compiled,
@@ -22,6 +22,8 @@ use burn_fsdp::{
 };
 use burn_fsdp_models::{Gpt, GptConfig};
 use serde_json::Value;
+
+use crate::saving::save_taken;
 
 const CONFIG: GptConfig = GptConfig {
     vocab: 19,
@@ -146,7 +148,7 @@ fn run(run: Run) -> Vec<f32> {
             }
         };
         if let Some(to) = &run.to {
-            save_to(to, world, taken, run.steps.end as u64)?;
+            save_taken(to, world, taken, run.steps.end as u64)?;
         }
         Ok(losses)
     };
@@ -154,29 +156,6 @@ fn run(run: Run) -> Vec<f32> {
     losses
         .unwrap_or_else(|error| panic!("{error}"))
         .swap_remove(0)
-}
-
-fn save_to(
-    folder: &Path,
-    world: ProcessGroup,
-    taken: TrainingSnapshot,
-    step: u64,
-) -> Result<(), Error> {
-    let mut taken = taken;
-    let training = TrainingState {
-        step,
-        optimizer: taken.optimizer,
-        ..TrainingState::default()
-    };
-    let request = SaveRequest::new(taken.plan, training);
-    let mut meet = GroupRendezvous::new(world);
-    save_step(
-        &Checkpoints::new(folder),
-        &request,
-        &mut taken.snapshot,
-        &mut meet,
-    )?;
-    Ok(())
 }
 
 /// Name and bytes of every whole tensor of a step, and the values other than tensors of the optimizer's
@@ -422,7 +401,7 @@ fn another_model_is_refused_and_parameters_of_different_ages_go_on_each_by_itsel
         assert_eq!(time.len(), 1, "{time:?}");
         time["momentum.time"] = serde_json::json!({"Int": 1});
         let younger = tempfile::tempdir().expect("a folder");
-        save_to(younger.path(), world.clone(), taken, 2)?;
+        save_taken(younger.path(), world.clone(), taken, 2)?;
         let saved = Checkpoints::new(younger.path()).newest()?;
         let mut step = compiled_step(Mode::data_parallel(world, Strategy::FullShard))?;
         restore_compiled(&mut step, &saved)?;

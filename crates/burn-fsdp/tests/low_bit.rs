@@ -1,11 +1,14 @@
 //! States of an optimizer in fewer bits: those of one rank to the bit, wherever they are cut, saved and resumed.
 
+#[path = "common/fixed.rs"]
+mod fixed;
+
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use burn::module::{Module, ModuleMapper, Param};
+use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{
     AdamW, AdamWConfig, GradientsParams, ModuleOptimizer, Optimizer, RecordState, Sgd, SgdConfig,
@@ -23,6 +26,8 @@ use burn_fsdp::{
     fully_shard, launch, resume, save,
 };
 use peak_alloc::PeakAlloc;
+
+use crate::fixed::Fixed;
 
 #[global_allocator]
 static HEAP: PeakAlloc = PeakAlloc;
@@ -59,22 +64,6 @@ impl Net {
         let x = self.first.forward(x).tanh();
         let x = self.second.forward(x).tanh();
         (self.head.forward(x) - 0.3).square().mean()
-    }
-}
-
-struct Fixed(usize);
-
-impl ModuleMapper for Fixed {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        param.map(|old| {
-            let shape = old.shape();
-            let values = (0..shape.num_elements()).map(|_| {
-                self.0 += 1;
-                ((self.0 * 7919) % 1009) as f32 / 1009.0 * 0.6 - 0.3
-            });
-            let data = TensorData::new(values.collect::<Vec<f32>>(), shape);
-            Tensor::from_data(data, &old.device()).require_grad()
-        })
     }
 }
 

@@ -1,5 +1,8 @@
 //! Trainings whose shards are on the host while another backend computes, stopped and gone on with from checkpoints.
 
+#[cfg(feature = "ndarray")]
+#[path = "common/fixed.rs"]
+mod fixed;
 #[path = "../../collectives/tests/skipped/mod.rs"]
 mod skipped;
 
@@ -15,7 +18,7 @@ mod elsewhere {
     use std::sync::{Arc, Mutex};
     use std::time::Duration;
 
-    use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+    use burn::module::{Module, ModuleVisitor, Param};
     use burn::nn::{Linear, LinearConfig};
     use burn::optim::{
         AdamW, AdamWConfig, AdamWState, GradientsParams, ModuleOptimizer, Optimizer,
@@ -27,6 +30,8 @@ mod elsewhere {
         Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, backward, fully_shard, launch, resume,
         save,
     };
+
+    use crate::fixed::Fixed;
 
     /// The device that computes, which is not the one of the shards.
     #[allow(deprecated, reason = "there is no other second backend on the CPU")]
@@ -64,22 +69,6 @@ mod elsewhere {
                 x = layer.forward(x).tanh();
             }
             self.head.forward(x).square().mean()
-        }
-    }
-
-    struct Fixed(usize);
-
-    impl ModuleMapper for Fixed {
-        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-            param.map(|old| {
-                let shape = old.shape();
-                let values = (0..shape.num_elements()).map(|_| {
-                    self.0 += 1;
-                    ((self.0 * 7919) % 1009) as f32 / 1009.0 * 0.6 - 0.3
-                });
-                let data = TensorData::new(values.collect::<Vec<f32>>(), shape);
-                Tensor::from_data(data, &old.device()).require_grad()
-            })
         }
     }
 

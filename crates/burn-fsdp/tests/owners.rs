@@ -1,10 +1,13 @@
 //! Parameters with one owner: their optimizer's state in checkpoints, in files and in Burn's own loop.
 
+#[path = "common/fixed.rs"]
+mod fixed;
+
 use std::path::Path;
 use std::time::Duration;
 
 use burn::grad_clipping::GradientClipping;
-use burn::module::{Module, ModuleMapper, Param, ParamGroup};
+use burn::module::{Module, ParamGroup};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{
     AdafactorConfig, AdamWConfig, GradientsParams, LambConfig, ModuleOptimizer, MuonConfig,
@@ -18,6 +21,8 @@ use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, backward,
     fully_shard, launch, replicate, resume, save,
 };
+
+use crate::fixed::Fixed;
 
 type Make = fn() -> ModuleOptimizer;
 
@@ -64,24 +69,6 @@ const OPTIMIZERS: [(&str, Make); 5] = [
         optimizer.with_grad_clipping(GradientClipping::Norm(1e-3))
     }),
 ];
-
-/// Gives parameters fixed values that are not drawn.
-struct Fixed(usize);
-
-impl ModuleMapper for Fixed {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        param.map(|old| {
-            let shape = old.shape();
-            let values = (0..shape.num_elements()).map(|_| {
-                self.0 += 1;
-                ((self.0 * 7919) % 1009) as f32 / 1009.0 * 0.6 - 0.3
-            });
-            let values: Vec<f32> = values.collect();
-            let data = TensorData::new(values, shape);
-            Tensor::from_data(data, &old.device()).require_grad()
-        })
-    }
-}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Placed {

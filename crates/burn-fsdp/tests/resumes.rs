@@ -4,6 +4,8 @@
 
 #[path = "../../spmd/tests/common/optimizers.rs"]
 mod every;
+#[path = "common/save.rs"]
+mod saving;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,10 +17,7 @@ use burn::optim::{
     AdamWConfig, GradientsParams, ModuleOptimizer, Optimizer, OptimizerRecord, SgdConfig,
 };
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_fsdp::checkpoint::{
-    Checkpoints, GroupRendezvous, Region, SaveRequest, TrainingSnapshot, TrainingState, restore,
-    save_step, snapshot,
-};
+use burn_fsdp::checkpoint::{Checkpoints, Region, restore, snapshot};
 use burn_fsdp::compile::{
     CompiledStep, Mode, Strategy, compile, restore_compiled, snapshot_compiled,
 };
@@ -27,6 +26,8 @@ use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard,
     launch, resume, save,
 };
+
+use crate::saving::save_taken;
 
 use every::{ForEach, Needs, for_each};
 
@@ -136,28 +137,6 @@ struct Part<O> {
     steps: std::ops::Range<u64>,
 }
 
-fn write(
-    folder: &Path,
-    step: u64,
-    mut taken: TrainingSnapshot,
-    world: &ProcessGroup,
-) -> Result<(), Error> {
-    let training = TrainingState {
-        step,
-        optimizer: taken.optimizer,
-        ..TrainingState::default()
-    };
-    let request = SaveRequest::new(taken.plan, training);
-    let mut meet = GroupRendezvous::new(world.clone());
-    save_step(
-        &Checkpoints::new(folder),
-        &request,
-        &mut taken.snapshot,
-        &mut meet,
-    )?;
-    Ok(())
-}
-
 /// Trains a part, saves after it, and returns the losses.
 fn train<O: Optimizer>(part: &Part<O>) -> Result<Vec<f64>, String> {
     let (part, ranks) = (part.clone(), part.ranks);
@@ -181,7 +160,7 @@ fn train<O: Optimizer>(part: &Part<O>) -> Result<Vec<f64>, String> {
                 losses.push(step.step(part.rate, &batch(index, &Device::flex()))?);
             }
             let taken = snapshot_compiled(&mut step, mesh.mesh(), "shard")?;
-            write(folder, end, taken, &world)?;
+            save_taken(folder, world, taken, end)?;
             return Ok(losses);
         }
         let mut net = sharded(&mesh, part.types)?;
@@ -206,11 +185,11 @@ fn train<O: Optimizer>(part: &Part<O>) -> Result<Vec<f64>, String> {
         }
         match part.call {
             Call::Resume => drop(save(folder, end, &net, &optimizer, &mesh)?),
-            _ => write(
+            _ => save_taken(
                 folder,
-                end,
+                world,
                 snapshot(&net, &optimizer, mesh.mesh(), "shard")?,
-                &world,
+                end,
             )?,
         }
         Ok(losses)
@@ -389,7 +368,7 @@ fn again<O: Optimizer>(part: &Part<O>) -> Result<(), String> {
                 snapshot(&net, &optimizer, mesh.mesh(), "shard")?
             }
         };
-        write(&part.folder, CUT + 1, taken, &world)
+        save_taken(&part.folder, world, taken, CUT + 1)
     };
     let done = launch(LaunchConfig::new(ranks), body);
     done.map(drop).map_err(|error| error.to_string())

@@ -1,6 +1,8 @@
 //! Steps of a real training: saved by N ranks, loaded by M.
 
 mod common;
+#[path = "common/save.rs"]
+mod saving;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,8 +13,8 @@ use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::{ModuleOptimizer, SgdConfig};
 use burn::tensor::{Bool, Device, Int, Tensor};
 use burn_fsdp::checkpoint::{
-    Alone, Checkpoints, Existing, GroupRendezvous, Region, SaveRequest, Snapshot, Step, TensorKind,
-    TrainingState, restore, restore_matching, restore_model, save_step, snapshot,
+    Alone, Checkpoints, Existing, Region, SaveRequest, Snapshot, Step, TensorKind, TrainingState,
+    restore, restore_matching, restore_model, save_step, snapshot,
 };
 use burn_fsdp::optim::FileBackedOptimizer;
 use burn_fsdp::sharding::Cut;
@@ -24,6 +26,7 @@ use burn_fsdp::{
 use burn_fsdp_models::{Gpt, GptConfig};
 
 use crate::common::{CONFIG, device, loss, optimizer, trained_plainly};
+use crate::saving::save_taken;
 
 fn sharded(world: &ProcessGroup, device: &Device, cut: Cut) -> Result<(ProcessMesh, Gpt), Error> {
     let mesh = Mesh::line("shard", world.size())?;
@@ -74,21 +77,8 @@ fn write<M: Module>(
     step: u64,
     folder: &Path,
 ) -> Result<(), Error> {
-    let mut taken = snapshot(model, optim, mesh.mesh(), "shard")?;
-    let training = TrainingState {
-        step,
-        optimizer: taken.optimizer,
-        ..TrainingState::default()
-    };
-    let request = SaveRequest::new(taken.plan, training);
-    let mut meet = GroupRendezvous::new(group);
-    save_step(
-        &Checkpoints::new(folder),
-        &request,
-        &mut taken.snapshot,
-        &mut meet,
-    )?;
-    Ok(())
+    let taken = snapshot(model, optim, mesh.mesh(), "shard")?;
+    save_taken(folder, group, taken, step)
 }
 
 /// A group for only the saves.

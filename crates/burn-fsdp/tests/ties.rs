@@ -1,6 +1,9 @@
 //! Two GPT-2s, and two Llamas, that share every parameter (clones of it, with one id): against one of them in plain Burn that runs
 //! twice, and through steps on disk from engine to engine.
 
+#[path = "common/save.rs"]
+mod saving;
+
 use std::ops::Range;
 use std::path::Path;
 use std::time::Duration;
@@ -8,10 +11,7 @@ use std::time::Duration;
 use burn::module::{Module, ModuleDisplay, ModuleMapper, Param};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_fsdp::checkpoint::{
-    Checkpoints, GroupRendezvous, SaveRequest, TrainingSnapshot, TrainingState, restore,
-    restore_model, save_step, snapshot,
-};
+use burn_fsdp::checkpoint::{Checkpoints, restore, restore_model, snapshot};
 use burn_fsdp::compile::{Mode, compile, restore_compiled, snapshot_compiled};
 use burn_fsdp::state::local_state;
 use burn_fsdp::{
@@ -19,6 +19,8 @@ use burn_fsdp::{
     fully_shard, launch,
 };
 use burn_fsdp_models::{Gpt2, Gpt2Config, Llama, LlamaConfig, LlamaVariant};
+
+use crate::saving::save_taken;
 
 const GPT2: Gpt2Config = Gpt2Config {
     layers: 2,
@@ -133,29 +135,6 @@ fn on_ranks<T: Send + 'static>(
     launch(config, body).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Saves a step in which every tensor is of the first model.
-fn saved(
-    folder: &Path,
-    world: ProcessGroup,
-    mut taken: TrainingSnapshot,
-    step: usize,
-) -> Result<(), Error> {
-    let training = TrainingState {
-        step: step as u64,
-        optimizer: taken.optimizer,
-        ..TrainingState::default()
-    };
-    let request = SaveRequest::new(taken.plan, training);
-    let mut meet = GroupRendezvous::new(world);
-    save_step(
-        &Checkpoints::new(folder),
-        &request,
-        &mut taken.snapshot,
-        &mut meet,
-    )?;
-    Ok(())
-}
-
 /// Losses of some steps by the eager engine.
 fn eagerly<M: Module + ModuleDisplay + 'static>(
     case: Case<M>,
@@ -183,7 +162,7 @@ fn eagerly<M: Module + ModuleDisplay + 'static>(
             model = optimizer.step(1e-2, model, gradients);
         }
         let taken = snapshot(&model, &optimizer, mesh.mesh(), "shard")?;
-        saved(&folder, world, taken, steps.end)?;
+        save_taken(&folder, world, taken, steps.end as u64)?;
         Ok(losses)
     });
     let mean = |step: usize| seen.iter().map(|losses| losses[step]).sum::<f32>() / ranks as f32;
@@ -215,7 +194,7 @@ fn compiled<M: Module + ModuleDisplay + 'static>(
             losses.push(step.step(1e-2, &batch)? as f32);
         }
         let taken = snapshot_compiled(&mut step, mesh.mesh(), "shard")?;
-        saved(&folder, world, taken, steps.end)?;
+        save_taken(&folder, world, taken, steps.end as u64)?;
         Ok(losses)
     });
     seen[0].clone()
@@ -324,7 +303,7 @@ fn steps_with_both_names_or_one_are_read_if_the_values_are_equal() {
             let apart = fully_shard(apart, &mesh, ShardPolicy::new())?;
             let optimizer = adamw().init();
             let taken = snapshot(&apart, &optimizer, mesh.mesh(), "shard")?;
-            saved(&path, world.clone(), taken, 1)?;
+            save_taken(&path, world.clone(), taken, 1)?;
             let step = Checkpoints::new(&path).newest()?;
             let tied = || {
                 let first = init(&device);
@@ -365,7 +344,7 @@ fn steps_with_both_names_or_one_are_read_if_the_values_are_equal() {
             let (got, ()) = (got?, by_compiled?);
             // And back, from a step with one name.
             let taken = snapshot(&got, &adamw().init(), mesh.mesh(), "shard")?;
-            saved(&path, world, taken, 2)?;
+            save_taken(&path, world, taken, 2)?;
             let step = Checkpoints::new(&path).newest()?;
             let other = fully_shard(
                 two(&device).map(&mut shift("first")),
