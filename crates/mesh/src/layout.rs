@@ -166,6 +166,24 @@ impl Layout {
         })
     }
 
+    /// Returns how one sharded axis of `num_shards` ranks divides `num_elements` elements, or which of its ranks owns
+    /// them all. `None` if dims are cut instead of elements.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`Partition::multiples`] and [`Partition::one_owner`].
+    pub fn partition(
+        &self,
+        num_elements: usize,
+        num_shards: usize,
+    ) -> Result<Option<Partition>, Error> {
+        let divide = |multiple| match self.owner {
+            Some(owner) => Partition::one_owner(num_elements, num_shards, owner),
+            None => Partition::multiples(num_elements, multiple, num_shards),
+        };
+        self.cut.multiple().map(divide).transpose()
+    }
+
     /// Returns the elements that `rank` holds of a tensor of shape `shape`, possibly none.
     ///
     /// # Errors
@@ -175,15 +193,13 @@ impl Layout {
     pub fn region(&self, shape: &[usize], mesh: &Mesh, rank: usize) -> Result<Region, Error> {
         // A scalar is one row, as in `Partition::rows`.
         let shape = if shape.is_empty() { &[1] } else { shape };
-        if let Some(multiple) = self.cut.multiple() {
+        if self.cut.multiple().is_some() {
             let mut range = 0..num_elements(shape).ok_or_else(|| too_many(shape, mesh))?;
             for (_, num_shards, index) in self.shards(shape, mesh, rank)? {
-                let part = match self.owner {
-                    Some(owner) => Partition::one_owner(range.len(), num_shards, owner)?,
-                    None => Partition::multiples(range.len(), multiple, num_shards)?,
-                };
-                let part = part.range(index);
-                range = range.start + part.start..range.start + part.end;
+                if let Some(partition) = self.partition(range.len(), num_shards)? {
+                    let part = partition.range(index);
+                    range = range.start + part.start..range.start + part.end;
+                }
             }
             return Ok(Region::Flat(range));
         }

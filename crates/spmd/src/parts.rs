@@ -25,18 +25,13 @@ pub(crate) struct Divided<'a> {
 impl Divided<'_> {
     /// Returns the partition of the elements, if the layout cuts between them or gives them to one rank.
     pub(crate) fn partition(&self) -> Result<Option<Partition>, Error> {
-        let multiple = match self.layout.cut {
-            _ if self.layout.is_whole() => return Ok(None),
-            Cut::Dims => return Ok(None),
-            Cut::Elements => 1,
-            Cut::Multiples(multiple) => multiple,
-        };
+        if self.layout.is_whole() || self.layout.cut == Cut::Dims {
+            return Ok(None);
+        }
         let num_elements = self.shape.iter().product();
-        let num_parts = self.flat_group()?.size();
-        Ok(Some(match self.layout.owner {
-            Some(owner) => Partition::one_owner(num_elements, num_parts, owner)?,
-            None => Partition::multiples(num_elements, multiple, num_parts)?,
-        }))
+        Ok(self
+            .layout
+            .partition(num_elements, self.flat_group()?.size())?)
     }
 
     /// Returns the shape in which the executor holds this rank's part of such a partition. Flat shards have one length.

@@ -1,6 +1,6 @@
 //! The `burn-fsdp plan` command: the cost of a training, without running it.
 
-mod preset;
+pub(crate) mod preset;
 mod proof;
 mod run;
 

@@ -3,25 +3,26 @@
 use burn_fsdp::plan::Transformer;
 use burn_fsdp_models::ModelConfig;
 
+use crate::plan::preset;
+
 /// Returns the operations that a step of a model needs for each token of sequences of `seq` tokens: forward, and backward without what
 /// is computed again. Of a model whose weights are frozen under adapters, backward has no gradients of these.
 pub(crate) fn flops_per_token(model: &ModelConfig, seq: usize, is_frozen: bool) -> f64 {
-    let (is_gated, kv_heads, hidden) = match model {
-        ModelConfig::Gpt(sizes) => (false, sizes.heads, 4 * sizes.dim),
-        ModelConfig::Llama(sizes) => (true, sizes.kv_heads, sizes.hidden),
-        ModelConfig::Gpt2(sizes) => (false, sizes.heads, sizes.hidden),
-    };
-    let sizes = Transformer {
-        name: String::new(),
-        layers: model.num_layers(),
-        dim: model.dim(),
-        heads: model.heads(),
-        kv_heads,
-        hidden,
-        is_gated,
-        has_bias: !is_gated,
-        vocab: model.vocab(),
-        positions: 0,
+    let sizes = match model {
+        ModelConfig::Gpt(sizes) => preset::gpt(sizes, ""),
+        ModelConfig::Llama(sizes) => preset::llama(sizes, ""),
+        ModelConfig::Gpt2(sizes) => Transformer {
+            name: String::new(),
+            layers: sizes.layers,
+            dim: sizes.dim,
+            heads: sizes.heads,
+            kv_heads: sizes.heads,
+            hidden: sizes.hidden,
+            is_gated: false,
+            has_bias: true,
+            vocab: sizes.vocab,
+            positions: 0,
+        },
     };
     let passes = if is_frozen { 2.0 } else { 3.0 };
     passes * (sizes.block_flops(seq) + sizes.head_flops())

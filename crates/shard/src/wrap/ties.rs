@@ -95,7 +95,7 @@ impl Ties {
 
     /// Returns true if the field at `path` shares the parameter of an earlier one.
     pub(super) fn contains(&self, path: &str) -> bool {
-        self.paths().any(|tied| tied == path)
+        self.at(path).is_some()
     }
 
     /// Returns the fields that share the parameter of the field at `first`, in the order of the module.

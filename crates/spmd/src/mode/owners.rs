@@ -13,8 +13,9 @@ pub(super) struct Owners {
     patterns: Vec<Pattern>,
     /// The index of the owner along the axis of the shards; `None` until the parameters are known.
     by_path: Option<BTreeMap<Arc<str>, usize>>,
-    none: BTreeMap<Arc<str>, usize>,
 }
+
+static NONE: BTreeMap<Arc<str>, usize> = BTreeMap::new();
 
 impl Owners {
     /// Returns the owner of a parameter, if one rank holds it whole.
@@ -24,7 +25,7 @@ impl Owners {
 
     /// Returns the owners by path.
     pub(super) fn by_path(&self) -> &BTreeMap<Arc<str>, usize> {
-        self.by_path.as_ref().unwrap_or(&self.none)
+        self.by_path.as_ref().unwrap_or(&NONE)
     }
 
     /// Returns the choice of all parameters that match one of the patterns.

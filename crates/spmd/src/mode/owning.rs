@@ -1,4 +1,4 @@
-//! The choice of the parameters that one rank has whole.
+//! The choice of the parameters that one rank holds whole.
 
 use std::sync::Arc;
 
@@ -9,19 +9,20 @@ use super::owners::Owners;
 use crate::error::Error;
 
 impl Mode {
-    /// Gives every parameter that matches to one rank, which has all of it between steps and steps it, in place of a shard to
-    /// every rank. A pattern names a parameter, or a module with all that is in it, as in the eager engine's
-    /// `ShardPolicy::one_owner`.
+    /// Gives every parameter that matches to one rank, instead of a shard to every rank. That rank holds all of it
+    /// between steps and runs its optimizer. A pattern names a parameter, or a module with everything in it, as in the
+    /// eager engine's `ShardPolicy::one_owner`.
     ///
-    /// It is for optimizers that compute with whole tensors, such as Muon, Adafactor and LAMB: for these parameters the owner
-    /// alone runs the optimizer, on the whole parameter and gradient, and has its states. A gradient is reduced to the owner,
-    /// and the next gather spreads what the optimizer has made of the parameter: no more bytes travel than for shards. The
-    /// ranks along the axis of the shards share these parameters by their numbers of elements, the largest first, each to the
-    /// rank that owns least. With [`Strategy::NoShard`](burn_fsdp_mesh::Strategy::NoShard), where every rank has all, it changes nothing.
+    /// It is for optimizers that compute with whole tensors, such as Muon, Adafactor and LAMB. For these parameters
+    /// only the owner runs the optimizer, on the whole parameter and gradient, and only the owner holds their states. A
+    /// gradient is reduced to the owner, and the next gather spreads the new parameter, so no more bytes travel than
+    /// for shards. The ranks along the axis of the shards share these parameters by their numbers of elements: the
+    /// largest first, each to the rank that owns least. With [`Strategy::NoShard`](burn_fsdp_mesh::Strategy::NoShard),
+    /// where every rank has all parameters, it changes nothing.
     ///
-    /// A pattern without any parameter is an [`Error::UnknownName`] of [`compile`](crate::compile()), and a step by placements
-    /// ([`expand`](Self::expand), [`DataParallel::Automatic`](crate::DataParallel::Automatic)), where each parameter lies as these say,
-    /// an [`Error::Placement`].
+    /// A pattern that matches no parameter is an [`Error::UnknownName`] of [`compile`](crate::compile()). A pattern in
+    /// a step with placements ([`expand`](Self::expand), [`DataParallel::Automatic`](crate::DataParallel::Automatic))
+    /// is an [`Error::Placement`], because the placements decide where each parameter is.
     ///
     /// ```
     /// use burn::nn::{Linear, LinearConfig};
@@ -44,8 +45,8 @@ impl Mode {
         self
     }
 
-    /// Decides which rank owns each parameter that matches, of the parameters of a step with their shapes, unless that is
-    /// decided.
+    /// Decides which rank owns each matching parameter of a step, given all parameters with their shapes. Does nothing
+    /// if that is already decided.
     pub(crate) fn assign_owners<'a>(
         &mut self,
         parameters: impl Iterator<Item = (&'a Arc<str>, &'a [usize])> + Clone,
