@@ -12,7 +12,7 @@ use burn_fsdp_architecture::{face, prose};
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
 /// For each crate of the workspace, the workspace crates that it may use.
-const ALLOWED: [(&str, &[&str]); 12] = [
+const ALLOWED: [(&str, &[&str]); 13] = [
     ("burn-fsdp-mesh", &[]),
     ("burn-fsdp-collectives", &["burn-fsdp-mesh"]),
     (
@@ -48,6 +48,7 @@ const ALLOWED: [(&str, &[&str]); 12] = [
     ("burn-fsdp-cli", &["burn-fsdp", "burn-fsdp-models"]),
     ("burn-fsdp-bench", &["burn-fsdp", "burn-fsdp-models"]),
     ("burn-fsdp-architecture", &[]),
+    ("burn-fsdp-spmd-tests", &[]),
 ];
 
 /// Crates that must not depend on Burn.
