@@ -160,7 +160,7 @@ impl burn::module::ModuleMapper for Ramp {
 }
 
 #[test]
-fn the_same_bits_as_with_the_plain_optimizer() {
+fn results_match_the_plain_optimizer_bit_for_bit() {
     let _turn = alone();
     // With one row, some ranks hold nothing of the weights, and with sharded vectors nothing of the unit.
     let cases = [(1, 7), (2, 7), (3, 7), (2, 1), (3, 1)];
@@ -301,7 +301,7 @@ fn steps_are_saved_from_files_and_read_into_them() {
 /// The memory holds one tensor of the state at a time while it is saved, and one unit's state while it is
 /// read.
 #[test]
-fn the_state_is_not_in_memory_while_it_is_saved_and_read() {
+fn saving_and_reading_keep_the_state_out_of_memory() {
     let _turn = alone();
     let scratch = tempfile::tempdir().expect("a folder");
     let path = scratch.path().to_owned();
@@ -443,7 +443,7 @@ fn peak(folder: Option<&Path>) -> usize {
 }
 
 #[test]
-fn a_model_trains_whose_optimizer_state_exceeds_the_memory_allowed() {
+fn optimizer_state_may_exceed_the_memory_limit() {
     let _turn = alone();
     let folder = tempfile::tempdir().expect("a folder");
     let with_files = peak(Some(folder.path()));
