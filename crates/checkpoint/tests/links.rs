@@ -52,7 +52,7 @@ fn save(checkpoints: &Checkpoints, step: u64, existing: Existing) -> Result<(), 
 }
 
 #[test]
-fn a_link_with_the_name_of_a_step_is_neither_replaced_nor_passed_over() {
+fn a_link_named_like_a_step_is_neither_replaced_nor_skipped() {
     let (dir, checkpoints) = beside_something();
     let link = checkpoints.path(5);
     symlink("../docs", &link).expect("links");
@@ -91,7 +91,7 @@ fn a_link_with_the_name_of_a_step_is_neither_replaced_nor_passed_over() {
 }
 
 #[test]
-fn a_folder_with_other_things_in_it_is_not_removed() {
+fn a_folder_with_other_files_is_not_removed() {
     let (_dir, checkpoints) = beside_something();
     let notes = checkpoints.path(5).join("notes");
     fs::create_dir_all(&notes).expect("makes");
@@ -117,7 +117,7 @@ fn a_folder_with_other_things_in_it_is_not_removed() {
 }
 
 #[test]
-fn a_damaged_step_makes_way() {
+fn a_damaged_step_is_replaced() {
     let (_dir, checkpoints) = beside_something();
     for step in [1, 2] {
         save(&checkpoints, step, Existing::Refuse).expect("saves");
@@ -131,7 +131,7 @@ fn a_damaged_step_makes_way() {
 }
 
 #[test]
-fn removing_a_tree_removes_links_and_not_what_they_lead_to() {
+fn removing_a_tree_does_not_follow_links() {
     let (dir, _) = beside_something();
     let tree = dir.path().join("tree");
     fs::create_dir(&tree).expect("makes");
@@ -151,7 +151,7 @@ fn removing_a_tree_removes_links_and_not_what_they_lead_to() {
 }
 
 #[test]
-fn a_lock_that_is_no_file_is_an_error_at_once() {
+fn a_lock_that_is_not_a_file_is_an_immediate_error() {
     let (dir, checkpoints) = beside_something();
     let lock = dir.path().join("run/.lock");
     symlink("../elsewhere", &lock).expect("links");
@@ -171,7 +171,7 @@ fn a_lock_that_is_no_file_is_an_error_at_once() {
 
 /// Its steps would be read instead of the step that contains them.
 #[test]
-fn a_step_is_no_folder_for_steps() {
+fn steps_cannot_be_saved_inside_a_step() {
     let (dir, checkpoints) = beside_something();
     save(&checkpoints, 1, Existing::Refuse).expect("saves");
     let step = checkpoints.newest().expect("opens");
