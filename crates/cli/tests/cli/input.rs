@@ -44,7 +44,7 @@ fn sizes_of_zero_are_named() {
 
 /// Flags that would have no effect, or a harmful one, are reported as errors.
 #[test]
-fn flags_without_what_they_are_for_are_refused() {
+fn flags_without_effect_are_rejected() {
     for (arguments, words) in [
         (
             "--reduce-dtype f16",
@@ -88,7 +88,7 @@ fn sizes_beyond_this_machine_are_refused() {
 }
 
 #[test]
-fn text_must_be_there_and_long_enough() {
+fn text_must_exist_and_be_long_enough() {
     refused_saying("--data nowhere", &["nowhere", "No such file"]);
     let folder = Folder::new();
     folder.write("empty", "");
@@ -143,7 +143,7 @@ fn outputs_must_differ_and_spare_the_inputs() {
 }
 
 #[test]
-fn faults_must_be_readable_and_able_to_strike() {
+fn invalid_faults_are_rejected() {
     let offloaded = "rank:1,step:0,at:state,how:flip";
     for (fault, word) in [
         (offloaded, "--offload"),
@@ -169,7 +169,7 @@ fn faults_must_be_readable_and_able_to_strike() {
 }
 
 #[test]
-fn a_stall_that_nobody_would_notice_is_refused() {
+fn a_stall_without_peers_is_rejected() {
     for engine in ["", "--compile"] {
         let arguments = format!("--synthetic --steps 2 --ranks 1 {engine}");
         let fault = "rank:0,step:0,at:forward,how:stall";
@@ -216,7 +216,7 @@ fn weights_of_another_model_are_refused() {
 }
 
 #[test]
-fn weights_that_are_no_safetensors_are_refused() {
+fn invalid_safetensors_are_rejected() {
     let lying =
         changed_weights(|header| header.replacen("\"data_offsets\":[", "\"data_offsets\":[9", 1));
     assert!(refused(&lying, "--synthetic --init bad").contains("not a valid safetensors"));

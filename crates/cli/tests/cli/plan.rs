@@ -82,7 +82,7 @@ fn the_headline_sizes_fit() {
 }
 
 #[test]
-fn what_does_not_fit_is_told_what_would_help_and_that_helps() {
+fn advice_for_jobs_that_do_not_fit_makes_them_fit() {
     let arguments = "--model gpt --preset 175b --gpu-memory 80GiB --activation-checkpointing";
     let answer = planned(&format!("{arguments} --ranks 16"));
     assert_eq!(answer["fits"], false);
@@ -98,7 +98,7 @@ fn what_does_not_fit_is_told_what_would_help_and_that_helps() {
 }
 
 #[test]
-fn a_compiled_step_is_planned_exactly_and_divided() {
+fn compiled_plans_divide_parameters_among_ranks() {
     let answer = |ranks: usize| {
         let arguments = format!("--model gpt --preset 7b --seq 128 --compile --ranks {ranks}");
         let answer = planned(&arguments);
@@ -110,7 +110,7 @@ fn a_compiled_step_is_planned_exactly_and_divided() {
 }
 
 #[test]
-fn a_few_blocks_tell_what_many_take() {
+fn a_few_blocks_predict_the_memory_of_many() {
     let peak = |flags: &str| {
         let answer = planned(&format!(
             "--model gpt --preset 7b --ranks 16 --compile {flags}"
@@ -158,7 +158,7 @@ fn the_plan_of_all_blocks_is_proved() {
 }
 
 #[test]
-fn memory_over_the_step_is_drawn() {
+fn the_memory_curve_of_a_step_is_drawn() {
     let folder = Folder::new();
     for compile in ["", " --compile --seq 64"] {
         let run = plan(
