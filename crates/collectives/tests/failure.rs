@@ -223,7 +223,7 @@ fn a_chain_of_waits_is_followed_to_its_end() {
 }
 
 #[test]
-fn ranks_that_wait_for_each_other_are_told_so() {
+fn deadlocked_ranks_are_reported() {
     let seen = observe(2, SHORT, |world| {
         let groups = [world.isolate("a", SHORT)?, world.isolate("b", 2 * SHORT)?];
         groups[world.rank()].barrier("x")
@@ -281,7 +281,7 @@ fn the_first_cause_is_reported() {
 }
 
 #[test]
-fn the_first_cause_is_reported_also_of_an_expired_deadline() {
+fn the_first_cause_is_reported_for_an_expired_deadline() {
     let config = LaunchConfig::new(3).deadline(SHORT).grace(SHORT);
     let error = fail(config, |world| {
         if world.rank() == 1 {
@@ -312,7 +312,7 @@ fn the_first_cause_is_reported_also_of_an_expired_deadline() {
 }
 
 #[test]
-fn faults_strike_once_where_they_should() {
+fn faults_trigger_once_at_their_place() {
     for (at, how) in [
         (At::Forward, How::Error),
         (At::Backward, How::Panic),
@@ -366,7 +366,7 @@ fn faults_that_cannot_be_read_are_explained() {
 }
 
 #[test]
-fn memory_shown_to_peers_is_given_back_on_failure() {
+fn memory_shared_with_peers_is_released_on_failure() {
     let seen = observe(2, LONG, |world| {
         if world.rank() == 1 {
             let into = vec![world.pool().take(400)];

@@ -254,7 +254,7 @@ fn reduce_and_go_on(size: usize, label: &'static str) -> Vec<Result<(), Error>> 
 }
 
 #[test]
-fn a_result_that_one_rank_alone_holds_is_named_in_the_next_operation() {
+fn a_differing_result_is_reported_in_the_next_operation() {
     for (size, odd) in [(2, vec![0, 1]), (3, vec![1]), (4, vec![1])] {
         for seen in reduce_and_go_on(size, SPOILED) {
             match seen.unwrap_err() {
