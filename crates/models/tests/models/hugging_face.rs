@@ -125,7 +125,7 @@ fn assert_theirs(python: &Path, folder: &Path, ours: f32, logits: Tensor<3>) {
 }
 
 #[test]
-fn hugging_face_reads_what_was_saved() {
+fn hugging_face_reads_saved_weights() {
     let Some(python) = python("torch, transformers") else {
         return;
     };
@@ -196,7 +196,7 @@ fn a_gpt2_of_hugging_face_has_its_loss() {
 }
 
 #[test]
-fn what_this_gpt2_does_not_compute_is_refused_by_name() {
+fn unsupported_gpt2_settings_are_named() {
     for (setting, value) in [
         ("model_type", json!("llama")),
         ("activation_function", json!("relu")),
