@@ -106,33 +106,33 @@ fn compare<M: Module + 'static, B: Batch>(
 }
 
 #[test]
-fn a_gpt_takes_what_was_planned() {
+fn the_plan_of_a_gpt_is_exact() {
     same(Gpt::new, Gpt::loss, |step, device| {
         tokens(step, 0, 4, device)
     });
 }
 
 #[test]
-fn a_cnn_with_batch_norm_takes_what_was_planned() {
+fn the_plan_of_a_cnn_with_batch_norm_is_exact() {
     same(Cnn::new, Cnn::loss, images);
 }
 
 #[test]
-fn an_lstm_takes_what_was_planned() {
+fn the_plan_of_an_lstm_is_exact() {
     same(Recurrent::new, Recurrent::loss, |step, device| {
         sequences(step, 5, device)
     });
 }
 
 #[test]
-fn an_attention_encoder_takes_what_was_planned() {
+fn the_plan_of_an_attention_encoder_is_exact() {
     same(Encoder::new, Encoder::loss, |step, device| {
         sequences(step, 8, device)
     });
 }
 
 #[test]
-fn what_goes_from_dim_to_dim_takes_what_was_planned() {
+fn the_plan_of_redistributions_is_exact() {
     const SHAPE: [usize; 2] = [24, 12];
     for num_ranks in [2, 3, 4] {
         let mode = |world: &ProcessGroup| {
@@ -165,7 +165,7 @@ fn what_goes_from_dim_to_dim_takes_what_was_planned() {
 }
 
 #[test]
-fn a_gpt_of_fused_operations_takes_what_was_planned() {
+fn the_plan_of_a_gpt_of_fused_operations_is_exact() {
     const CONFIG: GptConfig = GptConfig {
         layers: 3,
         dim: 24,
@@ -188,7 +188,7 @@ fn a_gpt_of_fused_operations_takes_what_was_planned() {
 /// The graphs of a training with a deferred optimizer begin with the same parameters, states and gradients, and each
 /// can be planned separately.
 #[test]
-fn an_optimizer_that_is_put_off_is_planned_by_itself() {
+fn a_deferred_optimizer_is_planned_separately() {
     let device = Device::flex();
     let optimizer = AdamWConfig::new().build();
     let batch = tokens(0, 0, 2, &device);
