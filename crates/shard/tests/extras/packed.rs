@@ -163,7 +163,7 @@ fn agrees<M: Module + 'static>(case: Case<M>, units: &str) {
 }
 
 #[test]
-fn trains_as_burn_does_with_rounded_weights() {
+fn training_matches_burn_with_rounded_weights() {
     agrees(WIDE, "layers.*");
     agrees(MLP, "blocks.*");
     agrees(CONV_NET, "convs.*");
@@ -222,7 +222,7 @@ fn all_ranks_use_the_rounded_weights_and_keep_the_exact() {
 
 /// An element is one byte, and 256 of a shard share four more; the shorter shards are sent as long as the first.
 #[test]
-fn a_quarter_of_the_bytes_travels() {
+fn traffic_falls_to_a_quarter() {
     for ranks in 2..=4 {
         let gathered = |policy: ShardPolicy| {
             let bytes = on_ranks(ranks, move |world| {
@@ -263,7 +263,7 @@ fn a_quarter_of_the_bytes_travels() {
 
 /// Rounded in 32 bits, and cast to what computes.
 #[test]
-fn weights_that_compute_in_16_bits_are_rounded_before_they_are_cast() {
+fn weights_computing_in_16_bits_are_rounded_before_the_cast() {
     on_ranks(3, |world| {
         let policy = packed("blocks.*").precision(Precision::new(FloatDType::BF16));
         let model = build(MLP, &world, &device(), policy)?;
@@ -315,7 +315,7 @@ fn neighbours_and_replicas_use_the_same_weights() {
 
 /// Evaluated with the weights that it trains with; nothing is rounded where every rank holds the whole.
 #[test]
-fn evaluation_rounds_and_whole_parameters_do_not() {
+fn evaluation_uses_rounded_weights_but_full_parameters_are_exact() {
     on_ranks(2, |world| {
         let device = plain_device();
         let model = build(WIDE, &world, &self::device(), packed("layers.*"))?;
