@@ -523,7 +523,7 @@ const OF_PASSES: [Mutation; 9] = [
 /// The error names the faulty pass with a node, or without one if a result is wrong after the last node.
 /// `BURN_FSDP_LONG=1` makes 200 mutants.
 #[test]
-fn the_pass_at_fault_is_named() {
+fn the_faulty_pass_is_named() {
     const FIRST: usize = 2;
     let wanted = match std::env::var_os("BURN_FSDP_LONG") {
         None => 30,

@@ -47,7 +47,7 @@ fn values_and_shapes_must_be_equal() {
 }
 
 #[test]
-fn groups_and_types_must_name_them_alike() {
+fn groups_and_types_must_treat_tied_fields_equally() {
     let precision = Precision::new(FloatDType::BF16).full_in(["head"]);
     let error = refused(|model| model, Options::default().precision(precision));
     says(&error, "head.weight", "different types");
@@ -64,7 +64,7 @@ fn groups_and_types_must_name_them_alike() {
 }
 
 #[test]
-fn what_is_read_must_be_equal() {
+fn values_read_for_tied_fields_must_be_equal() {
     let read = |shard: &ShardSpec<'_>| {
         let len: usize = shard.shape.iter().product();
         let by = if &*shard.whole.path == "head.weight" {
