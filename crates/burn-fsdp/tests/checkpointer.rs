@@ -205,7 +205,7 @@ fn a_mesh_without_the_usual_axis_is_refused_by_name() {
 }
 
 /// Saves the given steps with a `Checkpointer`; if a `rank` is given, it has a weight that is not a number.
-fn save_beside(
+fn save_in_background(
     world: &ProcessGroup,
     folder: &Path,
     steps: &[u64],
@@ -244,7 +244,7 @@ fn steps_are_saved_while_training_continues() {
     let folder = tempfile::tempdir().expect("a folder");
     let to = folder.path().to_owned();
     launch(LaunchConfig::new(3), move |world| {
-        let (seen, mut saves) = save_beside(&world, &to, &[2, 4, 6], None)?;
+        let (seen, mut saves) = save_in_background(&world, &to, &[2, 4, 6], None)?;
         assert_eq!(seen, [None, None, None]);
         assert!(saves.finish()?.is_none());
         assert_eq!(saves.newest(), Some(6));
@@ -263,7 +263,7 @@ fn failed_saves_are_remarks_but_the_last_one_is_an_error() {
     let to = folder.path().to_owned();
     launch(LaunchConfig::new(2), move |world| {
         // The folder has step 3, saved by the previous ranks.
-        let (_, mut saves) = save_beside(&world, &to, &[3, 5, 3], None)?;
+        let (_, mut saves) = save_in_background(&world, &to, &[3, 5, 3], None)?;
         // The end reports the failure, whether it is noticed earlier or only at the end.
         for _ in 0..20 {
             saves.poll();
@@ -292,7 +292,7 @@ fn a_non_finite_tensor_is_reported_on_all_ranks() {
     let folder = tempfile::tempdir().expect("a folder");
     let to = folder.path().to_owned();
     let seen = launch(LaunchConfig::new(3), move |world| {
-        let (mut seen, mut saves) = save_beside(&world, &to, &[1], Some(1))?;
+        let (mut seen, mut saves) = save_in_background(&world, &to, &[1], Some(1))?;
         assert!(saves.finish()?.is_none());
         assert_eq!(saves.newest(), None);
         Ok::<_, Error>(seen.remove(0).expect("not finite"))

@@ -218,7 +218,7 @@ fn shards(net: &Net) -> Vec<u32> {
 
 /// Runs steps `from..until` with the optimizer in memory, or in files of `scratch`, from the newest step in `folder`,
 /// and saves there again. With files, a step is made between the snapshot and its save, which must not affect the save.
-fn saved_and_gone_on(
+fn saved_and_resumed(
     (ranks, side): (usize, usize),
     folder: &Path,
     scratch: Option<&Path>,
@@ -277,7 +277,7 @@ fn steps_are_saved_from_files_and_read_into_them() {
     let _turn = alone();
     for side in [7, 1] {
         let whole = tempfile::tempdir().expect("a folder");
-        let want = saved_and_gone_on((2, side), whole.path(), None, 9);
+        let want = saved_and_resumed((2, side), whole.path(), None, 9);
         for legs in [
             [true, true, true],
             [true, false, true],
@@ -289,7 +289,7 @@ fn steps_are_saved_from_files_and_read_into_them() {
             for (leg, (ranks, in_files)) in [2, 4, 2].into_iter().zip(legs).enumerate() {
                 let scratch = in_files.then_some(scratch.path());
                 let until = 3 * (leg as u64 + 1);
-                got = saved_and_gone_on((ranks, side), folder.path(), scratch, until);
+                got = saved_and_resumed((ranks, side), folder.path(), scratch, until);
             }
             assert_eq!(got, want, "{legs:?} of {side} rows");
             let left = std::fs::read_dir(scratch.path()).expect("there").count();

@@ -347,7 +347,7 @@ fn momentum() -> Sgd {
         .build()
 }
 
-fn is_that_of_one_rank<O: Optimizer>(optimizer: &O, name: &str) {
+fn assert_matches_one_rank<O: Optimizer>(optimizer: &O, name: &str) {
     for format in FORMATS {
         let want = oracle(optimizer, format, 6);
         let exact = oracle_in_32_bits(optimizer, 6);
@@ -387,8 +387,8 @@ fn oracle_in_32_bits<O: Optimizer>(optimizer: &O, steps: u64) -> Params {
 #[test]
 fn results_match_one_rank_bit_for_bit() {
     let _alone = alone();
-    is_that_of_one_rank(&adamw(), "AdamW");
-    is_that_of_one_rank(&momentum(), "SGD");
+    assert_matches_one_rank(&adamw(), "AdamW");
+    assert_matches_one_rank(&momentum(), "SGD");
 }
 
 /// Saved in 32 bits, cut otherwise and rounded again: the same values.

@@ -266,8 +266,8 @@ fn a_plan_is_proved_before_the_first_step() {
 #[test]
 fn memory_budgets_are_met_by_recomputing_blocks() {
     let sizes = "--layers 4 --batch 24 --seq 16 --synthetic --steps 3 --warmup 0 --compile";
-    kept_within_the_least(sizes);
-    kept_within_the_least(&format!("{sizes} --precision bf16"));
+    trains_within_the_minimum(sizes);
+    trains_within_the_minimum(&format!("{sizes} --precision bf16"));
     for (flags, says) in [
         ("--compile --accumulate 2", "cannot be used with"),
         (
@@ -283,7 +283,7 @@ fn memory_budgets_are_met_by_recomputing_blocks() {
 }
 
 /// Trains with the minimum memory that the command reports.
-fn kept_within_the_least(sizes: &str) {
+fn trains_within_the_minimum(sizes: &str) {
     let kept = Folder::new().report(sizes);
     assert_eq!(kept["recomputed_units"].as_array().map(Vec::len), Some(0));
     let folder = Folder::new();

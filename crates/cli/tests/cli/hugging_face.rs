@@ -601,7 +601,7 @@ fn generation_stops_at_the_folders_end_tokens() {
 }
 
 /// Writes the step of `whole` with the tokenizer and token ids of its base.
-fn what_is_beside_weights_is_copied(folder: &Folder, whole: &str) {
+fn copies_tokenizer_and_token_ids(folder: &Folder, whole: &str) {
     let config = folder.read("llama/config.json");
     let mut config: Value = serde_json::from_str(&config).expect("JSON");
     config["eos_token_id"] = Value::from([299, 298].to_vec());
@@ -659,7 +659,7 @@ fn text_is_generated_from_steps_and_adapters() {
         text("--init written --tokenizer llama/tokenizer.json"),
         whole
     );
-    what_is_beside_weights_is_copied(&folder, &whole);
+    copies_tokenizer_and_token_ids(&folder, &whole);
     for (arguments, problem) in [
         ("adapted", "has adapters alone; give --init FOLDER"),
         (

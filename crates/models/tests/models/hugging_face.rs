@@ -106,7 +106,7 @@ struct Printed {
 }
 
 /// Asserts that transformers reads a folder and computes this loss and these logits.
-fn assert_theirs(python: &Path, folder: &Path, ours: f32, logits: Tensor<3>) {
+fn assert_transformers_agrees(python: &Path, folder: &Path, ours: f32, logits: Tensor<3>) {
     let script = "tests/models/hugging_face_losses.py";
     let script = Path::new(&std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo runs the test"))
         .join(script);
@@ -135,7 +135,7 @@ fn hugging_face_reads_saved_weights() {
         model
             .save_hugging_face(folder.path())
             .expect("a writable folder");
-        assert_theirs(
+        assert_transformers_agrees(
             &python,
             folder.path(),
             loss(&model),
@@ -148,7 +148,7 @@ fn hugging_face_reads_saved_weights() {
         .save_hugging_face(folder.path())
         .expect("a writable folder");
     let loss = model.loss(tokens(), targets()).into_scalar();
-    assert_theirs(&python, folder.path(), loss, model.forward(tokens()));
+    assert_transformers_agrees(&python, folder.path(), loss, model.forward(tokens()));
 }
 
 const GPT2: Gpt2Config = Gpt2Config {

@@ -141,7 +141,7 @@ impl Mutation {
                 let OperationIr::Custom(call) = &mut node.operation else {
                     return None;
                 };
-                let (a, b) = alike(&call.outputs)?;
+                let (a, b) = pair_of_one_shape(&call.outputs)?;
                 call.outputs.swap(a, b);
             }
             Self::Number => change_number(node, rng),
@@ -182,7 +182,7 @@ impl Mutation {
             }
             Self::SwappedParts => match (&node.operation, collective) {
                 (OperationIr::Custom(call), Some(of)) if of.stage == Stage::Whole => {
-                    alike(&call.outputs).is_some()
+                    pair_of_one_shape(&call.outputs).is_some()
                 }
                 _ => false,
             },
@@ -214,7 +214,7 @@ fn moves_zeros(collective: &Collective) -> bool {
 }
 
 /// Returns two tensors of one shape.
-fn alike(tensors: &[TensorIr]) -> Option<(usize, usize)> {
+fn pair_of_one_shape(tensors: &[TensorIr]) -> Option<(usize, usize)> {
     let places = 0..tensors.len();
     places
         .clone()
