@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_on_ranks_are_those_of_burn_alone() {
+    fn metrics_match_plain_burn() {
         let example = Example {
             batcher: DigitBatcher,
             items: (

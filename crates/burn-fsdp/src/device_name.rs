@@ -219,7 +219,7 @@ mod tests {
 
     #[test]
     #[cfg(feature = "wgpu")]
-    fn a_device_that_is_missing_is_told_apart() {
+    fn a_missing_device_is_reported() {
         let name: DeviceName = "wgpu:999".parse().expect("a name");
         let error = name.device(1).expect_err("nobody has so many").to_string();
         assert!(

@@ -71,7 +71,7 @@ fn train(folder: &Path, ranks: Ranks, until: u64) -> Vec<f32> {
 }
 
 #[test]
-fn a_training_in_pieces_is_the_training_of_plain_burn() {
+fn resumed_training_matches_plain_burn() {
     let (_, want) = trained_plainly(6);
     for pieces in [
         [Ranks::Line(1), Ranks::Line(1), Ranks::Line(1)],
@@ -108,7 +108,7 @@ fn messages(
 }
 
 #[test]
-fn ranks_must_mean_the_same_step() {
+fn ranks_must_agree_on_the_step() {
     let folder = tempfile::tempdir().expect("a folder");
     let to = folder.path().to_owned();
     let said = messages(3, move |world| {
@@ -130,7 +130,7 @@ fn ranks_must_mean_the_same_step() {
 }
 
 #[test]
-fn a_step_that_is_there_is_not_replaced() {
+fn an_existing_step_is_not_replaced() {
     let folder = tempfile::tempdir().expect("a folder");
     train(folder.path(), Ranks::Line(2), 3);
     let to = folder.path().to_owned();
@@ -205,7 +205,7 @@ fn a_mesh_without_the_usual_axis_is_refused_by_name() {
 }
 
 /// Saves the given steps with a `Checkpointer`; if a `rank` is given, it has a weight that is not a number.
-fn save_beside(
+fn save_in_background(
     world: &ProcessGroup,
     folder: &Path,
     steps: &[u64],
@@ -240,11 +240,11 @@ fn save_beside(
 }
 
 #[test]
-fn steps_are_saved_while_the_training_goes_on() {
+fn steps_are_saved_while_training_continues() {
     let folder = tempfile::tempdir().expect("a folder");
     let to = folder.path().to_owned();
     launch(LaunchConfig::new(3), move |world| {
-        let (seen, mut saves) = save_beside(&world, &to, &[2, 4, 6], None)?;
+        let (seen, mut saves) = save_in_background(&world, &to, &[2, 4, 6], None)?;
         assert_eq!(seen, [None, None, None]);
         assert!(saves.finish()?.is_none());
         assert_eq!(saves.newest(), Some(6));
@@ -257,13 +257,13 @@ fn steps_are_saved_while_the_training_goes_on() {
 }
 
 #[test]
-fn a_save_that_fails_is_a_remark_and_of_the_last_step_a_failure() {
+fn failed_saves_are_remarks_but_the_last_one_is_an_error() {
     let folder = tempfile::tempdir().expect("a folder");
     train(folder.path(), Ranks::Line(2), 3);
     let to = folder.path().to_owned();
     launch(LaunchConfig::new(2), move |world| {
         // The folder has step 3, saved by the previous ranks.
-        let (_, mut saves) = save_beside(&world, &to, &[3, 5, 3], None)?;
+        let (_, mut saves) = save_in_background(&world, &to, &[3, 5, 3], None)?;
         // The end reports the failure, whether it is noticed earlier or only at the end.
         for _ in 0..20 {
             saves.poll();
@@ -288,11 +288,11 @@ fn a_save_that_fails_is_a_remark_and_of_the_last_step_a_failure() {
 }
 
 #[test]
-fn all_ranks_hear_of_a_tensor_that_is_not_finite() {
+fn a_non_finite_tensor_is_reported_on_all_ranks() {
     let folder = tempfile::tempdir().expect("a folder");
     let to = folder.path().to_owned();
     let seen = launch(LaunchConfig::new(3), move |world| {
-        let (mut seen, mut saves) = save_beside(&world, &to, &[1], Some(1))?;
+        let (mut seen, mut saves) = save_in_background(&world, &to, &[1], Some(1))?;
         assert!(saves.finish()?.is_none());
         assert_eq!(saves.newest(), None);
         Ok::<_, Error>(seen.remove(0).expect("not finite"))

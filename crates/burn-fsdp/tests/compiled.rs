@@ -190,7 +190,7 @@ fn without_groups(optimizer: &Value) -> Value {
 }
 
 #[test]
-fn either_engine_goes_on_where_the_other_stopped() {
+fn each_engine_resumes_the_others_runs() {
     let whole = Run {
         engine: FULL,
         ranks: 1,
@@ -240,7 +240,7 @@ fn either_engine_goes_on_where_the_other_stopped() {
 }
 
 #[test]
-fn what_one_engine_saved_the_other_restores_to_the_bit() {
+fn each_engine_restores_the_others_steps_bit_for_bit() {
     for (first, second) in [
         (FULL, SHARDED),
         (WHOLE, REPLICATED),
@@ -279,7 +279,7 @@ fn what_one_engine_saved_the_other_restores_to_the_bit() {
 }
 
 #[test]
-fn a_training_without_a_step_moves_too() {
+fn training_without_a_step_moves_between_engines() {
     for (first, second) in [(FULL, SHARDED), (SHARDED, FULL)] {
         let folder = tempfile::tempdir().expect("a folder");
         let path: Arc<Path> = folder.path().into();
@@ -341,7 +341,7 @@ fn a_sharded_model_takes_the_weights_of_a_compiled_step() {
 }
 
 #[test]
-fn another_model_is_refused_and_parameters_of_different_ages_go_on_each_by_itself() {
+fn another_model_is_rejected_and_each_parameter_keeps_its_step_count() {
     let folder = tempfile::tempdir().expect("a folder");
     let path: Arc<Path> = folder.path().into();
     run(Run {

@@ -370,7 +370,7 @@ fn distance(got: &Params, want: &Params) -> f32 {
 
 /// Every rank has the same batch: a mean of two or four equal gradients has the same bits.
 #[test]
-fn optimizers_of_whole_tensors_have_burns_bits() {
+fn optimizers_of_whole_tensors_match_burn_bit_for_bit() {
     for optimizer in ALL {
         let want = Run::new(optimizer, 1).plain(4);
         for ranks in 1..=4 {
@@ -401,7 +401,7 @@ fn check(run: &Run, want: &Params) {
 
 /// Tests orders of the step, frozen parameters, and steps of several micro-batches.
 #[test]
-fn owners_keep_burns_bits_in_every_order() {
+fn owners_match_burn_bit_for_bit_in_every_order() {
     let orders: [fn(Options) -> Options; 5] = [
         |options| options.prefetch(true),
         |options| options.bucket(None).fuse(false),
@@ -442,7 +442,7 @@ fn owners_keep_burns_bits_in_every_order() {
 
 /// Ranks have different batches; the bits are the eager engine's.
 #[test]
-fn owners_have_the_eager_engines_bits() {
+fn owners_match_the_eager_engine_bit_for_bit() {
     for optimizer in ALL {
         for ranks in 1..=4 {
             let run = Run {
@@ -552,7 +552,7 @@ fn leg(folder: &Path, run: &Run, is_compiled: bool, until: u64) -> Vec<Params> {
 }
 
 #[test]
-fn a_training_goes_on_in_either_engine_wherever_its_owners_are() {
+fn training_resumes_in_either_engine_with_any_owners() {
     for optimizer in [Optimizer::Muon, Optimizer::Adafactor, Optimizer::Lamb] {
         let want = Run::new(optimizer, 1).plain(6);
         let run = |ranks, copies| Run {
@@ -683,7 +683,7 @@ fn owned_values_are_read_set_and_evaluated() {
 }
 
 #[test]
-fn what_cannot_have_an_owner_is_refused_by_name() {
+fn impossible_owners_are_named_in_the_error() {
     let loss = |net: &Net, x: Tensor<2>| net.loss(x);
     let error = |mode: Mode| {
         let step = compile(Net::new, loss, Optimizer::Muon.groups(), mode);
@@ -741,7 +741,7 @@ impl GraphTransform for Misdirected {
 
 /// Types detect the error, in every plan, before anything runs.
 #[test]
-fn plans_that_take_owners_for_others_are_refused() {
+fn plans_with_misdirected_owners_are_rejected() {
     for kind in [CollectiveKind::AllGather, CollectiveKind::ReduceScatter] {
         let refused = launch(config(2), move |world| {
             let mode = Mode::data_parallel(world, Strategy::FullShard);

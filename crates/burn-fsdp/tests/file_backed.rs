@@ -160,7 +160,7 @@ impl burn::module::ModuleMapper for Ramp {
 }
 
 #[test]
-fn the_same_bits_as_with_the_plain_optimizer() {
+fn results_match_the_plain_optimizer_bit_for_bit() {
     let _turn = alone();
     // With one row, some ranks hold nothing of the weights, and with sharded vectors nothing of the unit.
     let cases = [(1, 7), (2, 7), (3, 7), (2, 1), (3, 1)];
@@ -218,7 +218,7 @@ fn shards(net: &Net) -> Vec<u32> {
 
 /// Runs steps `from..until` with the optimizer in memory, or in files of `scratch`, from the newest step in `folder`,
 /// and saves there again. With files, a step is made between the snapshot and its save, which must not affect the save.
-fn saved_and_gone_on(
+fn saved_and_resumed(
     (ranks, side): (usize, usize),
     folder: &Path,
     scratch: Option<&Path>,
@@ -277,7 +277,7 @@ fn steps_are_saved_from_files_and_read_into_them() {
     let _turn = alone();
     for side in [7, 1] {
         let whole = tempfile::tempdir().expect("a folder");
-        let want = saved_and_gone_on((2, side), whole.path(), None, 9);
+        let want = saved_and_resumed((2, side), whole.path(), None, 9);
         for legs in [
             [true, true, true],
             [true, false, true],
@@ -289,7 +289,7 @@ fn steps_are_saved_from_files_and_read_into_them() {
             for (leg, (ranks, in_files)) in [2, 4, 2].into_iter().zip(legs).enumerate() {
                 let scratch = in_files.then_some(scratch.path());
                 let until = 3 * (leg as u64 + 1);
-                got = saved_and_gone_on((ranks, side), folder.path(), scratch, until);
+                got = saved_and_resumed((ranks, side), folder.path(), scratch, until);
             }
             assert_eq!(got, want, "{legs:?} of {side} rows");
             let left = std::fs::read_dir(scratch.path()).expect("there").count();
@@ -301,7 +301,7 @@ fn steps_are_saved_from_files_and_read_into_them() {
 /// The memory holds one tensor of the state at a time while it is saved, and one unit's state while it is
 /// read.
 #[test]
-fn the_state_is_not_in_memory_while_it_is_saved_and_read() {
+fn saving_and_reading_keep_the_state_out_of_memory() {
     let _turn = alone();
     let scratch = tempfile::tempdir().expect("a folder");
     let path = scratch.path().to_owned();
@@ -443,7 +443,7 @@ fn peak(folder: Option<&Path>) -> usize {
 }
 
 #[test]
-fn a_model_trains_whose_optimizer_state_exceeds_the_memory_allowed() {
+fn optimizer_state_may_exceed_the_memory_limit() {
     let _turn = alone();
     let folder = tempfile::tempdir().expect("a folder");
     let with_files = peak(Some(folder.path()));

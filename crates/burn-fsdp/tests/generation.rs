@@ -124,20 +124,20 @@ fn assert_generation<A: Architecture>(sizes: A, [root, block]: [usize; 2], layer
 }
 
 #[test]
-fn a_gpt_is_whole_a_unit_at_a_time() {
+fn a_gpt_generates_one_unit_at_a_time() {
     let root = GPT.dim * (2 * GPT.vocab + GPT.seq);
     assert_generation(GPT, [root, 12 * GPT.dim * GPT.dim], 3);
 }
 
 #[test]
-fn a_gpt2_is_whole_a_unit_at_a_time() {
+fn a_gpt2_generates_one_unit_at_a_time() {
     let root = GPT2.dim * (GPT2.vocab + GPT2.seq);
     let block = GPT2.dim * (4 * GPT2.dim + 2 * GPT2.hidden);
     assert_generation(GPT2, [root, block], 3);
 }
 
 #[test]
-fn a_llama_is_whole_a_unit_at_a_time() {
+fn a_llama_generates_one_unit_at_a_time() {
     let root = 2 * LLAMA.dim * LLAMA.vocab;
     let block = LLAMA.dim * (2 * LLAMA.dim + 2 * LLAMA.kv_dim() + 3 * LLAMA.hidden);
     assert_generation(LLAMA, [root, block], 3);

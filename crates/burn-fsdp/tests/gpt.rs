@@ -200,7 +200,7 @@ fn a_step_gathers_reduces_and_frees_unit_by_unit() {
 }
 
 #[test]
-fn the_whole_model_is_counted_whatever_is_sharded() {
+fn parameter_counts_ignore_sharding() {
     let counts = on_ranks(3, |_, mesh| {
         let model = CONFIG.init(&checkpointing(), 5).expect("valid");
         let model = fully_shard(model, &mesh, blocks())?;
@@ -210,7 +210,7 @@ fn the_whole_model_is_counted_whatever_is_sharded() {
 }
 
 #[test]
-fn a_model_built_outside_and_cloned_into_ranks_is_sharded_apart() {
+fn a_model_cloned_into_ranks_is_sharded_on_each() {
     let want = plain_losses(3);
     let device = checkpointing();
     let model = CONFIG.init(&device, 5).expect("valid");

@@ -79,7 +79,7 @@ fn loaded(
 }
 
 #[test]
-fn every_rank_reads_its_shards_and_nothing_is_whole() {
+fn each_rank_reads_only_its_shards() {
     let folder = tempfile::tempdir().expect("a folder");
     let model = CONFIG.init(&Device::flex(), 5).expect("valid sizes");
     model
@@ -234,7 +234,7 @@ fn sharded(
 /// A frozen Llama whose shards are read from files, with adapters, saved in the middle of a training and resumed on
 /// another number of ranks.
 #[test]
-fn adapters_of_a_frozen_llama_train_as_without_sharding() {
+fn adapters_of_a_frozen_llama_match_unsharded_training() {
     let folder = tempfile::tempdir().expect("a folder");
     let model = CONFIG.init(&Device::flex(), 5).expect("valid sizes");
     let file = folder.path().join("model.safetensors");
@@ -416,7 +416,7 @@ fn assert_tied<M: Module + 'static>(case: Tied<M>, units: &str) {
 }
 
 #[test]
-fn a_tied_llama_trains_as_without_sharding() {
+fn a_tied_llama_matches_unsharded_training() {
     let case = Tied {
         init: |device| TIED.init(device, 9).expect("valid sizes"),
         loss: |model: &Llama, (tokens, targets)| model.loss(tokens, targets),
@@ -426,7 +426,7 @@ fn a_tied_llama_trains_as_without_sharding() {
 }
 
 #[test]
-fn a_gpt2_trains_as_without_sharding() {
+fn a_gpt2_matches_unsharded_training() {
     let case = Tied {
         init: |device| GPT2.init(device, 9).expect("valid sizes"),
         loss: |model: &Gpt2, (tokens, targets)| model.loss(tokens, targets),

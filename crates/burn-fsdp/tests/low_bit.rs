@@ -347,7 +347,7 @@ fn momentum() -> Sgd {
         .build()
 }
 
-fn is_that_of_one_rank<O: Optimizer>(optimizer: &O, name: &str) {
+fn assert_matches_one_rank<O: Optimizer>(optimizer: &O, name: &str) {
     for format in FORMATS {
         let want = oracle(optimizer, format, 6);
         let exact = oracle_in_32_bits(optimizer, 6);
@@ -385,15 +385,15 @@ fn oracle_in_32_bits<O: Optimizer>(optimizer: &O, steps: u64) -> Params {
 }
 
 #[test]
-fn bits_are_those_of_one_rank() {
+fn results_match_one_rank_bit_for_bit() {
     let _alone = alone();
-    is_that_of_one_rank(&adamw(), "AdamW");
-    is_that_of_one_rank(&momentum(), "SGD");
+    assert_matches_one_rank(&adamw(), "AdamW");
+    assert_matches_one_rank(&momentum(), "SGD");
 }
 
 /// Saved in 32 bits, cut otherwise and rounded again: the same values.
 #[test]
-fn steps_are_resumed_on_other_ranks_with_their_bits() {
+fn steps_resume_on_other_ranks_bit_for_bit() {
     let _alone = alone();
     for format in FORMATS {
         let want = oracle(&adamw(), format, 8);
@@ -416,7 +416,7 @@ fn steps_are_resumed_on_other_ranks_with_their_bits() {
 
 /// The states of another kind are not taken in silence.
 #[test]
-fn an_optimizer_without_it_refuses_the_states() {
+fn a_plain_optimizer_rejects_low_bit_states() {
     let _alone = alone();
     let folder = tempfile::tempdir().expect("a folder");
     let (format, ranks) = (StateFormat::Block8, (2, Cut::Elements));
@@ -470,7 +470,7 @@ fn states_of_other_types_are_refused() {
 }
 
 #[test]
-fn compiled_steps_refuse_it_by_name() {
+fn compiled_steps_reject_low_bit_optimizers() {
     let _alone = alone();
     let refused = on_ranks(1, |world| {
         let mode = Mode::data_parallel(world, burn_fsdp::Strategy::FullShard);
@@ -492,7 +492,7 @@ fn compiled_steps_refuse_it_by_name() {
 
 /// Half and a quarter of what the states of AdamW are in 32 bits.
 #[test]
-fn states_take_a_half_and_a_quarter() {
+fn states_shrink_to_a_half_and_a_quarter() {
     let _alone = alone();
     const SIDE: usize = 1024;
     let wide = 2 * 4 * SIDE * SIDE;
@@ -531,7 +531,7 @@ fn second_moment<S: RecordState>(state: &S) -> Vec<f32> {
 
 /// Rounded to the nearest it would stay at a third of where it goes: each step adds less than half of a step of the type.
 #[test]
-fn an_average_reaches_what_it_averages() {
+fn averages_converge_despite_rounding() {
     let _alone = alone();
     for format in FORMATS {
         let optimizer = LowBitOptimizer::new(AdamWConfig::new().build(), format);
@@ -558,7 +558,7 @@ fn an_average_reaches_what_it_averages() {
 
 /// A loss like that of 32 bits.
 #[test]
-fn a_training_comes_as_far_as_in_32_bits() {
+fn the_loss_falls_as_far_as_in_32_bits() {
     let _alone = alone();
     let run = |optimizer: fn() -> ModuleOptimizer| {
         let losses = on_ranks(2, move |world| {

@@ -8,7 +8,7 @@ mod skipped;
 
 #[cfg(not(feature = "ndarray"))]
 #[test]
-fn a_training_goes_on_from_its_checkpoint() {
+fn training_resumes_from_a_checkpoint() {
     skipped::skipped("built for one backend; the workspace's tests are built for two");
 }
 
@@ -239,7 +239,7 @@ mod elsewhere {
     /// In each part of the training shards, gradients and states are on the host, and whole parameters where the module
     /// computes; it ends like Burn alone, and may be offloaded in one part and not in the next.
     #[test]
-    fn a_training_goes_on_from_its_checkpoint() {
+    fn training_resumes_from_a_checkpoint() {
         let want = plainly(6);
         let parts = [
             vec![(1, Place::Offloaded, 3), (1, Place::Offloaded, 6)],
@@ -264,7 +264,7 @@ mod elsewhere {
     /// Without an offload each gather reads shards back, and each reduced gradient is brought to the device; with it, these two
     /// stay on the host.
     #[test]
-    fn fewer_bytes_are_copied_than_without() {
+    fn offload_copies_fewer_bytes() {
         let copied = |place| {
             let folder = tempfile::tempdir().expect("a folder");
             trained(folder.path(), 2, place, 2).swap_remove(0).1

@@ -151,7 +151,7 @@ fn train(folder: &Path, ranks: usize, placed: Placed, make: Make, until: u64) ->
 /// A training stops and continues, on other ranks and with another placement. It ends with the bits of a run that
 /// never stopped.
 #[test]
-fn a_training_goes_on_from_its_checkpoint_wherever_its_owners_are() {
+fn training_resumes_from_a_checkpoint_with_any_owners() {
     let placements = [
         (1, Placed::Owned),
         (2, Placed::Owned),
@@ -179,7 +179,7 @@ fn a_training_goes_on_from_its_checkpoint_wherever_its_owners_are() {
 
 /// The states of element-wise optimizers can be cut, whichever ranks held them.
 #[test]
-fn an_elementwise_training_may_be_cut_afterwards_and_owned_again() {
+fn elementwise_states_move_between_owners_and_shards() {
     let folder = tempfile::tempdir().expect("a folder");
     let make: Make = || AdamWConfig::new().init();
     let want = train(folder.path(), 1, Placed::Everywhere, make, 6).swap_remove(0);
@@ -193,7 +193,7 @@ fn an_elementwise_training_may_be_cut_afterwards_and_owned_again() {
 
 /// A state whose shape differs from its parameter's has one part, on its owner, and is never cut silently.
 #[test]
-fn a_state_that_is_no_elements_is_refused_where_parameters_are_cut() {
+fn non_elementwise_states_are_rejected_on_shards() {
     let folder = tempfile::tempdir().expect("a folder");
     let make: Make = || AdafactorConfig::new().init();
     train(folder.path(), 2, Placed::Owned, make, 2);
@@ -222,7 +222,7 @@ fn a_state_that_is_no_elements_is_refused_where_parameters_are_cut() {
 }
 
 #[test]
-fn state_in_files_is_the_owners() {
+fn file_backed_optimizers_support_owners() {
     let config = LaunchConfig::new(2).deadline(Duration::from_secs(30));
     let folder = tempfile::tempdir().expect("a folder");
     let state = folder.path().to_owned();
@@ -348,7 +348,7 @@ fn with_adamw() -> impl Iterator<Item = (&'static str, Make)> {
 /// The ranks train for three steps. The rank that keeps the whole model and the whole state continues with plain Burn,
 /// with the bits of a training that was never sharded.
 #[test]
-fn whole_states_train_on_without_shards() {
+fn whole_states_continue_training_without_shards() {
     for (name, make) in with_adamw() {
         let want = values(&plainly(plain_net(), make(), 0, 6).0);
         for (ranks, placed) in places_of(name) {

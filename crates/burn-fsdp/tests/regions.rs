@@ -334,7 +334,7 @@ fn policies() -> [ShardPolicy; 3] {
 
 /// The mask of a region is the same in backward, and its BatchNorm counts a batch once.
 #[test]
-fn dropout_is_drawn_again_the_same_where_a_process_is_a_rank() {
+fn dropout_repeats_its_mask_if_each_rank_is_a_process() {
     let _alone = alone();
     for policy in policies() {
         let seen = trained(&ProcessGroup::solo(), 0.4, &policy).expect("trains");

@@ -572,7 +572,7 @@ impl ForEach for Table {
 const SHORT: usize = 9;
 
 #[test]
-fn every_optimizer_goes_on_in_every_type_through_every_call() {
+fn every_optimizer_resumes_in_every_type_through_every_call() {
     let mut table = Table::default();
     for_each(&mut table);
     table.finish();
@@ -580,7 +580,7 @@ fn every_optimizer_goes_on_in_every_type_through_every_call() {
 
 /// Vectors of f32 between 16-bit matrices, and the other way round.
 #[test]
-fn a_module_of_several_types_goes_on_in_each_of_them() {
+fn a_module_of_several_types_resumes_in_each_of_them() {
     let mut table = Table::default();
     let mixed = [
         [DType::BF16, DType::F32],
@@ -608,7 +608,7 @@ fn a_module_of_several_types_goes_on_in_each_of_them() {
 
 /// Previously a panic revealed this only when the training was resumed.
 #[test]
-fn a_state_that_could_not_come_back_is_refused_before_training() {
+fn a_state_that_cannot_be_restored_is_rejected_before_training() {
     let adamw = || AdamWConfig::new().with_epsilon(1e-3).build();
     let of = |types, call| Part {
         optimizer: adamw(),
@@ -685,7 +685,7 @@ fn two_more(folder: &Path) -> Result<u64, String> {
 
 #[cfg(unix)]
 #[test]
-fn resume_goes_on_from_the_newest_step_or_says_why_not() {
+fn resume_uses_the_newest_step_or_reports_why_not() {
     use std::fs;
     use std::os::unix::fs::symlink;
 

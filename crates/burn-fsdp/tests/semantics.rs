@@ -170,7 +170,7 @@ fn mark(place: &str) -> Option<&'static str> {
 /// A row with a weaker guarantee begins with a mark, however else it is expressed: with another spelling, in the
 /// middle, or by reference to another row.
 #[test]
-fn marks_stand_at_the_beginning() {
+fn weaker_rows_begin_with_a_mark() {
     const SIGNS: [&str; 8] = [
         "weaker",
         "missing",

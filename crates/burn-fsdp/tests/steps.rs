@@ -122,7 +122,7 @@ fn saved(step: &Step) -> Tensors {
 }
 
 #[test]
-fn saved_at_n_and_loaded_at_m_is_the_same_to_the_bit() {
+fn steps_move_between_rank_counts_bit_for_bit() {
     let plain = parameters(&trained_plainly(2).0);
     let mut states_of_one = None;
     for (n, save_layout, load_layout) in (1..=8).map(|n| match n % 2 {
@@ -184,7 +184,7 @@ fn saved_at_n_and_loaded_at_m_is_the_same_to_the_bit() {
 
 /// One rank of a plain model, and the next steps after resuming.
 #[test]
-fn one_rank_saves_what_the_plain_model_has_and_training_goes_on() {
+fn one_rank_saves_the_plain_model_and_resumes() {
     let (plain, losses) = trained_plainly(4);
     let want = parameters(&plain);
     let folder = tempfile::tempdir().expect("a folder");
@@ -258,7 +258,7 @@ fn a_part_may_be_loaded_by_path() {
 
 /// A shard over 16 MiB is cut into chunks and comes back whole.
 #[test]
-fn large_shards_come_back() {
+fn large_shards_round_trip() {
     let folder = tempfile::tempdir().expect("a folder");
     let mesh = Mesh::line("shard", 1).expect("one rank");
     let layout = burn_fsdp::checkpoint::Layout::flat(&mesh, "shard").expect("an axis");
@@ -357,7 +357,7 @@ fn counting(device: &Device, usage: i64) -> Counting {
 
 /// Integers and booleans are restored; rank 0's values are used for everything that differs by rank.
 #[test]
-fn what_ranks_have_of_their_own_is_saved_as_rank_0_has_it() {
+fn values_that_differ_by_rank_are_saved_from_rank_0() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().to_owned();
     let seen = launch(LaunchConfig::new(3), move |world| {
@@ -394,7 +394,7 @@ fn what_ranks_have_of_their_own_is_saved_as_rank_0_has_it() {
 
 /// The optimizer is not checked explicitly, but saving or restoring notices it.
 #[test]
-fn an_optimizer_that_needs_whole_tensors_is_noticed() {
+fn optimizers_of_whole_tensors_are_detected() {
     let folder = tempfile::tempdir().expect("a folder");
     save_at(2, Cut::Elements, folder.path());
     let from = folder.path().to_owned();

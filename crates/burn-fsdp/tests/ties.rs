@@ -237,7 +237,7 @@ fn assert_tied<M: Module + ModuleDisplay + 'static>(case: Case<M>) {
 }
 
 #[test]
-fn two_gpt2s_of_one_set_of_parameters_train_as_one_that_runs_twice() {
+fn two_gpt2s_with_shared_parameters_train_like_one_run_twice() {
     assert_tied(Case {
         init: |device| GPT2.init(device, 9).expect("valid sizes"),
         loss: |model: &Gpt2, (tokens, targets)| model.loss(tokens, targets),
@@ -246,7 +246,7 @@ fn two_gpt2s_of_one_set_of_parameters_train_as_one_that_runs_twice() {
 }
 
 #[test]
-fn two_llamas_of_one_set_of_parameters_train_as_one_that_runs_twice() {
+fn two_llamas_with_shared_parameters_train_like_one_run_twice() {
     assert_tied(Case {
         init: |device| LLAMA.init(device, 9).expect("valid sizes"),
         loss: |model: &Llama, (tokens, targets)| model.loss(tokens, targets),

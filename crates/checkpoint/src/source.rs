@@ -172,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn infinities_and_nans_of_every_float_are_seen() {
+    fn infinities_and_nans_are_detected_in_every_float_type() {
         let f32s = |values: [f32; 3]| values.map(f32::to_le_bytes).concat();
         let f64s = |values: [f64; 3]| values.map(f64::to_le_bytes).concat();
         let halves = |values: [u16; 3]| values.map(u16::to_le_bytes).concat();

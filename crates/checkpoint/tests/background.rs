@@ -198,7 +198,7 @@ fn a_source_that_panics_or_gives_padding_fails_the_save() {
 }
 
 #[test]
-fn a_rank_that_does_not_come_is_an_error() {
+fn a_missing_rank_is_an_error() {
     let plan = common::plan(&common::line(2), Kind::Flat);
     let memory = Memory::new();
     let request = common::request(&plan, 1);

@@ -167,7 +167,7 @@ fn two_runs_cannot_save_into_one_folder_at_once() {
 }
 
 #[test]
-fn a_step_that_is_there_is_refused_or_replaced() {
+fn an_existing_step_is_rejected_or_replaced() {
     let memory = two_steps();
     let checkpoints = checkpoints(memory.clone());
     let error = save_in_turns(&checkpoints, 2, Existing::Refuse).expect_err("there");
@@ -217,7 +217,7 @@ fn keep_last_never_removes_the_newest_good_step() {
 }
 
 #[test]
-fn other_things_in_the_folder_are_left_alone() {
+fn other_files_in_the_folder_are_untouched() {
     let memory = two_steps();
     for name in [
         "notes.txt",
@@ -247,7 +247,7 @@ fn other_things_in_the_folder_are_left_alone() {
 }
 
 #[test]
-fn receipts_must_be_of_this_save_and_plan() {
+fn receipts_must_match_the_save_and_the_plan() {
     let memory = Memory::new();
     let checkpoints = checkpoints(memory);
     let plan = plan();
@@ -283,7 +283,7 @@ fn receipts_must_be_of_this_save_and_plan() {
 }
 
 #[test]
-fn what_cannot_be_loaded_is_not_committed() {
+fn unloadable_steps_are_not_committed() {
     let mesh = common::line(2);
     let layout = Layout::flat(&mesh, "shard").expect("an axis");
     let tensor = TensorSpec::new(

@@ -12,7 +12,7 @@ use rand::{RngExt, SeedableRng};
 use serde_json::Value;
 
 #[test]
-fn bit_flips_and_truncations_are_detected_where_they_are() {
+fn bit_flips_and_truncations_are_located() {
     let memory = Memory::new();
     let plan = plan();
     common::save_step(&checkpoints(&memory), &plan, 1);
@@ -86,7 +86,7 @@ fn bit_flips_and_truncations_are_detected_where_they_are() {
 }
 
 #[test]
-fn all_damage_is_told_at_once_and_progress_reaches_the_end() {
+fn all_damage_is_reported_and_progress_reaches_the_end() {
     let memory = Memory::new();
     common::save_step(&checkpoints(&memory), &plan(), 1);
     for file in &FILES[2..] {
@@ -128,7 +128,7 @@ fn a_missing_file_is_named() {
 }
 
 #[test]
-fn headers_that_lie_are_refused() {
+fn inconsistent_headers_are_rejected() {
     // The index describes a header with another length.
     let memory = Memory::new();
     common::save_step(&checkpoints(&memory), &plan(), 1);
@@ -205,7 +205,7 @@ fn headers_that_lie_are_refused() {
 
 #[cfg(unix)]
 #[test]
-fn nothing_but_regular_files_is_opened() {
+fn only_regular_files_are_opened() {
     let dir = tempfile::tempdir().expect("a folder");
     let checkpoints = Checkpoints::new(dir.path());
     common::save_step(&checkpoints, &plan(), 1);
@@ -259,7 +259,7 @@ fn wrong_calls_are_errors() {
 }
 
 #[test]
-fn models_that_differ_are_told_apart() {
+fn differing_models_are_reported() {
     let memory = Memory::new();
     let plan = plan();
     common::save_step(&checkpoints(&memory), &plan, 1);

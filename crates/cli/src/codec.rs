@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn other_forms_are_found_by_name() {
+    fn other_tokenizer_formats_are_recognized_by_name() {
         for (names, want) in [
             (
                 &["tokenizer_config.json", "tokenizer.model"][..],

@@ -195,7 +195,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_end_of_the_writer_is_the_end() {
+    fn the_tether_ends_with_its_writer() {
         let tether = Tether::new().expect("a pipe");
         let way = tether.tie.way().expect("a way");
         assert!(matches!(way, Way::Pipe(_)), "{way:?}");
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn another_file_in_its_place_is_not_the_pipe() {
+    fn a_reused_descriptor_is_not_the_pipe() {
         let tether = Tether::new().expect("a pipe");
         let other = Tether::new().expect("a pipe");
         let mut tie = tether.tie;
@@ -221,7 +221,7 @@ mod tests {
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn a_launch_that_is_gone_before_is_gone() {
+    fn an_already_ended_launch_is_detected() {
         let tether = Tether::new().expect("a pipe");
         let mut tie = tether.tie;
         tie.end = -1;

@@ -161,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_likely_token_is_chosen_nearly_everywhere() {
+    fn a_likely_token_is_chosen_almost_always() {
         let mut logits = vec![0.0; 256];
         logits[65] = 20.0;
         let choice = |position| choose(&logits, TEMPERATURE, position);

@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rank_that_holds_another_result_is_named_when_all_have_told() {
+    fn a_rank_with_a_differing_result_is_named_once_all_have_reported() {
         let mut replicas = Replicas::default();
         replicas.hold(&operation(3), 3, &[Checksums::of(&[5])]);
         let told = replicas.take_untold();
@@ -331,7 +331,7 @@ mod tests {
 
     /// The last announcement before a pause is processed together with the ones after it.
     #[test]
-    fn values_of_one_number_are_compared_in_the_order_in_which_they_are_told() {
+    fn values_with_one_number_are_compared_in_the_order_reported() {
         let mut replicas = Replicas::default();
         let told = [(7, 1), (7, 2)];
         assert_eq!(replicas.hear(0, 2, &told), None);
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn results_that_a_rank_never_tells_take_no_more_room_in_time() {
+    fn unreported_results_take_bounded_memory() {
         let mut replicas = Replicas::default();
         for sequence in 0..2 * MOST_OPEN as u64 {
             replicas.hold(&operation(sequence), 2, &[]);

@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_of_no_bytes_make_no_difference() {
+    fn empty_pieces_do_not_change_the_checksum() {
         let (one, none) = (checksum(&[7, 8]), checksum(&[]));
         let checksums = Checksums::of_pieces([(0, none), (2, one), (0, none)]);
         assert_eq!(checksums, Checksums::of(&[7, 8]));

@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn what_travels_to_a_rank_fills_what_it_gets() {
+    fn routes_fill_everything_a_rank_receives() {
         for size in 2..=5 {
             for kind in OperationKind::ALL {
                 let signature = signature(kind, size);
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn what_travels_is_as_long_here_as_there() {
+    fn routes_have_equal_lengths_at_both_ends() {
         for kind in OperationKind::ALL {
             let signature = signature(kind, 4);
             for (from, to) in (0..16).map(|pair| (pair / 4, pair % 4)) {

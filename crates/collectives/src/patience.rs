@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn looks_in_between_cost_what_they_take() {
+    fn extra_polls_cost_only_the_time_they_take() {
         let start = Instant::now();
         let mut patience = Patience::new(10 * SECOND, start);
         for look in 1..1100 {
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn none_and_endless() {
+    fn zero_and_unlimited_patience() {
         let start = Instant::now();
         assert!(Patience::new(Duration::ZERO, start).spend(start).is_zero());
         let mut endless = Patience::new(Duration::MAX, start);

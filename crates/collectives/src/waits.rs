@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn waits_lead_to_those_who_wait_for_nobody() {
+    fn waits_lead_to_ranks_that_do_not_wait() {
         let chain = waits(&[&[2], &[], &[1], &[2, 0], &[]]);
         assert_eq!(chain.ends(0, &[2]), [1]);
         assert_eq!(chain.ends(3, &[2, 0]), [1]);

@@ -122,7 +122,7 @@ fn a_mesh_must_fit_the_world() {
 }
 
 #[test]
-fn groups_of_the_same_ranks_are_one_and_of_others_are_not() {
+fn groups_are_equal_if_their_ordered_ranks_are() {
     run(4, |world| {
         let pairs = |color: usize, name: &str| world.split(color, 0, name);
         let halves = pairs(world.rank() / 2, "shard")?;

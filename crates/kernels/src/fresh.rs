@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "2 parts of [3]")]
-    fn what_cannot_be_cut_is_refused() {
+    fn indivisible_lengths_are_rejected() {
         added_parts::<f32, 1>([3], 2, |_, _| ());
     }
 }

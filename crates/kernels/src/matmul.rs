@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn products_of_any_shape_are_those_of_64_bits() {
+    fn products_of_any_shape_match_64_bits() {
         for [m, k, n] in [
             [1, 1, 1],
             [3, 5, 7],
@@ -194,7 +194,7 @@ mod tests {
 
     /// Covers every shape that Burn handles in its own way: small and large, single and batched.
     #[test]
-    fn products_of_32_bits_have_burns_bits() {
+    fn products_in_32_bits_match_burn_bit_for_bit() {
         let floats = |shape: &[usize], seed| {
             let data = tensor(shape, seed).into_data();
             FlexTensor::from_data(data.convert_dtype(DType::F32))
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn not_a_number_and_infinities_go_through() {
+    fn nan_and_infinities_propagate() {
         let values = |number: f32| vec![bf16::from_f32(number); 4];
         for number in [f32::NAN, f32::INFINITY] {
             let lhs = FlexTensor::from_data(TensorData::new(values(number), [1, 4]));

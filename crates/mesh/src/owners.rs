@@ -60,7 +60,7 @@ mod tests {
     }
 
     #[test]
-    fn owners_of_large_models_hold_nearly_the_same() {
+    fn owners_of_large_models_are_balanced() {
         for num_ranks in [2, 3, 4, 8, 16, 32] {
             for sizes in [gpt_13b(), llama_70b()] {
                 let ratio = largest_over_mean(&sizes, num_ranks);
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_sizes_go_round_and_few_leave_ranks_without() {
+    fn equal_sizes_rotate_and_few_sizes_leave_ranks_empty() {
         assert_eq!(balanced(&[5, 5, 5, 5], 2), [0, 1, 0, 1]);
         assert_eq!(balanced(&[1, 9, 4], 4), [2, 0, 1]);
         assert_eq!(balanced(&[3, 4], 1), [0, 0]);

@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_grows_after_an_interval_and_backs_off_at_once() {
+    fn scaling_grows_after_an_interval_and_backs_off_immediately() {
         let scaling = LossScaling {
             growth_interval: 3,
             ..LossScaling::default()

@@ -51,7 +51,7 @@ fn rows_are_kept_whole() {
 }
 
 #[test]
-fn refuses_what_cannot_be_cut() {
+fn refuses_invalid_partitions() {
     assert_eq!(
         Partition::flat(5, 0),
         Err(Error::NoShards { num_elements: 5 })
@@ -120,7 +120,7 @@ fn resharding_lists_the_overlaps() {
 }
 
 #[test]
-fn reading_back_checks_again() {
+fn deserialization_validates() {
     let partition = Partition::rows(&[7, 15], 4).unwrap();
     let text = serde_json::to_string(&partition).unwrap();
     assert_eq!(serde_json::from_str::<Partition>(&text).unwrap(), partition);

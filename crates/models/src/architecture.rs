@@ -344,7 +344,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn narrower_models_divide_alike() {
+    fn narrower_models_keep_their_divisibility() {
         for size in 1..200 {
             for ranks in 1..9 {
                 for least in [1, 5, 16] {

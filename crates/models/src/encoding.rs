@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn marks_name_encodings_and_are_no_text() {
+    fn byte_order_marks_select_the_encoding_and_are_not_text() {
         let text = "né 🦀\n";
         let utf16 = |to: fn(u16) -> [u8; 2]| text.encode_utf16().flat_map(to).collect::<Vec<_>>();
         let utf32 = |to: fn(u32) -> [u8; 4]| {
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn other_encodings_are_read_as_they_are() {
+    fn other_encodings_are_read_as_raw_bytes() {
         for bytes in [
             &b"caf\xe9 na\xefve"[..],
             b"\x83e\x83X\x83g\n",
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn other_files_are_no_text() {
+    fn other_files_are_not_text() {
         let mut random = 1_u64;
         let noise: Vec<u8> = (0..300)
             .map(|_| {

@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rules_of_generation_are_those_that_have_an_effect() {
+    fn only_effective_generation_rules_are_listed() {
         let folder = tempfile::tempdir().unwrap();
         let rules = || ModelConfig::generation_rules(folder.path()).unwrap();
         assert!(rules().is_empty());
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn the_file_for_generation_counts_before_the_other() {
+    fn the_generation_config_takes_precedence() {
         let folder = tempfile::tempdir().unwrap();
         let write =
             |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();

@@ -109,7 +109,7 @@ mod tests {
     use super::RopeScaling;
 
     #[test]
-    fn slow_turns_are_slower_and_fast_ones_stay() {
+    fn low_frequencies_are_scaled_and_high_ones_kept() {
         let scaling = RopeScaling::Llama3 {
             factor: 32.0,
             low_freq_factor: 1.0,

@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_null_or_of_another_type_is_named() {
+    fn null_and_mistyped_settings_are_named() {
         let json = json!({"a": null, "b": "3", "c": 3.5, "d": 1});
         let settings = settings_of(&json);
         assert_eq!(settings.optional_size("a"), Ok(None));

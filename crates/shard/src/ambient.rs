@@ -83,7 +83,7 @@ mod tests {
     use super::{Purpose, innermost, is_within, within};
 
     #[test]
-    fn a_panic_ends_what_was_begun() {
+    fn a_panic_leaves_its_scopes() {
         within(Purpose::Catch, || {
             let unwound = catch_unwind(AssertUnwindSafe(|| {
                 within(Purpose::Inspect, || {
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn the_innermost_counts() {
+    fn the_innermost_scope_wins() {
         let regions = [Purpose::Region, Purpose::RegionAgain];
         within(Purpose::Region, || {
             within(Purpose::RegionAgain, || {

@@ -50,7 +50,7 @@ mod tests {
 
     /// The test uses a device that is not a CPU backend, and needs only its identity.
     #[test]
-    fn shards_are_on_the_host_and_weights_where_the_module_is() {
+    fn shards_are_on_the_host_and_weights_on_the_modules_device() {
         let policy = ShardPolicy::new().offload_to(Device::flex());
         let elsewhere = Device::capture();
         let offload = Offload::new(&policy, &elsewhere).expect("a host");

@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_makes_its_block_none() {
+    fn non_finite_values_turn_their_block_to_nan() {
         let mut values = vec![1.0; 600];
         values[300] = f32::INFINITY;
         let got = arrived(&values, Partition::flat(600, 1).expect("few"));

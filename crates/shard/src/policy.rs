@@ -401,7 +401,7 @@ mod tests {
     use super::DivideFactors;
 
     #[test]
-    fn factors_are_those_of_the_table() {
+    fn factors_match_the_table() {
         let pairs = [
             (1, 1.0, 1.0),
             (2, 2.0, 1.0),

@@ -410,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_of_a_model_have_places_of_their_own() {
+    fn parameters_of_a_model_have_distinct_places() {
         let places = |ids: &mut dyn Iterator<Item = u64>| {
             let places: HashSet<_> = ids.map(|id| place_of(ParamId::from(id))).collect();
             assert!(places.iter().all(|place| *place < 1 << PLACE_BITS));

@@ -93,7 +93,7 @@ mod tests {
     use super::caught;
 
     #[test]
-    fn a_panic_says_what_and_where() {
+    fn a_panic_has_its_message_and_place() {
         let panic = caught(|| panic!("no {}", "way")).expect_err("it panics");
         let text = panic.text();
         assert!(

@@ -110,7 +110,7 @@ const METAPHORS: [(&str, &[&str]); 6] = [
 const PLAIN: [&str; 0] = [];
 
 #[test]
-fn files_import_each_other_in_no_circle() {
+fn files_have_no_import_cycles() {
     let mut standing = BTreeSet::new();
     let mut said = String::new();
     for (name, _, imports) in crates() {
@@ -152,7 +152,7 @@ fn files_import_each_other_in_no_circle() {
 }
 
 #[test]
-fn nothing_is_too_large_without_a_reason() {
+fn nothing_is_too_large_without_an_exception() {
     let page = fs::read_to_string(root().join("ARCHITECTURE.md")).expect("the page is there");
     let excused: BTreeMap<(String, String), &str> = page.lines().filter_map(exception).collect();
     let mut found = BTreeSet::new();
@@ -234,7 +234,7 @@ fn comments_have_no_private_words() {
 }
 
 #[test]
-fn the_page_names_files_that_are_there() {
+fn the_page_names_existing_files() {
     let page = fs::read_to_string(root().join("ARCHITECTURE.md")).expect("the page is there");
     let quoted = page.split('`').skip(1).step_by(2);
     let paths = quoted.filter(|quoted| {

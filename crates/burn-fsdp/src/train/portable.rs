@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn outputs_of_burn_come_out_as_they_went_in() {
+    fn burn_outputs_round_trip() {
         let device = Device::flex().autodiff();
         let loss = || Tensor::<1>::from_floats([f32::NAN], &device).require_grad();
         let scores = || Tensor::<2>::from_floats([[1.0, -0.0, f32::INFINITY]], &device);
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused_by_name() {
+    fn unsupported_outputs_are_named_in_the_error() {
         let device = Device::flex();
         let mask = || Tensor::<2, Bool>::full([1, 2], true, &device);
         assert_eq!(

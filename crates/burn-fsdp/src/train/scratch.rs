@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_added_lies_in_the_file_and_goes_with_the_folder() {
+    fn scratch_holds_its_data_until_dropped() {
         let parent = tempfile::tempdir().expect("a folder");
         let scratch = Scratch::new(Some(&parent.path().join("deep"))).expect("it is made");
         let mut pile = scratch.pile("tensors").expect("it begins");

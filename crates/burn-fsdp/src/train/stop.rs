@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_comes_before_what_the_program_said() {
+    fn an_error_outranks_a_requested_stop() {
         let asked = || Some(Stop::Asked(Some("enough".to_owned())));
         let failed = || Some(Stop::Failed("the disk is gone".to_owned()));
         assert_eq!(Stop::first([None, None].into_iter()), None);

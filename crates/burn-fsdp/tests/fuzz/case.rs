@@ -89,7 +89,7 @@ pub(crate) fn cases(engines: Engines) -> impl Strategy<Value = Case> {
             },
         )
         .prop_map(Case::with_whole_tensors)
-        .prop_map(Case::within_what_is_documented)
+        .prop_map(Case::without_unsupported_combinations)
 }
 
 impl Case {
@@ -135,7 +135,7 @@ impl Case {
     }
 
     /// Leaves out combinations that are documented as unsupported.
-    fn within_what_is_documented(mut self) -> Self {
+    fn without_unsupported_combinations(mut self) -> Self {
         let may_have_states = self.plan.may_have_states();
         let has_adapters = self.plan.adapters.is_some();
         for leg in &mut self.legs {

@@ -174,7 +174,7 @@ fn random_trainings_that_move_between_the_engines() {
 
 /// Cases in which a tensor with another memory order was given to a collective, and its seal was taken for its copy's.
 #[test]
-fn cases_that_have_differed_agree() {
+fn past_failures_stay_fixed() {
     for (engines, seed, number) in [(Engines::Placed, 401, 0), (Engines::Placed, 401, 23)] {
         let (strategy, runner) = (cases(engines), &mut runner_of(seed, 1));
         let trees = (0..=number).map(|_| strategy.new_tree(runner).expect("a case"));

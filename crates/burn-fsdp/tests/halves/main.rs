@@ -264,7 +264,7 @@ fn layers_with_states_are_refused_by_the_eager_engine() {
 
 /// An unforeseeable clash of two types is reported with the parameter that was read last.
 #[test]
-fn two_types_are_told_with_a_name() {
+fn mixed_dtypes_are_named_in_the_error() {
     let device = device();
     let precision = Precision::new(FloatDType::BF16).full_in(["layer"]);
     let policy = ShardPolicy::new().precision(precision);
@@ -361,7 +361,7 @@ impl Batch for Labelled {
 
 /// Floats at any depth are cast, and nothing else changes.
 #[test]
-fn nests_are_cast() {
+fn nested_inputs_are_cast() {
     let device = device();
     let policy = ShardPolicy::new().precision(Precision::new(FloatDType::F16));
     let model = Net::new(Kind::LayerNorm, &device);
@@ -408,7 +408,7 @@ fn nests_are_cast() {
 
 /// A compiled step takes a nest, and has a graph for each shape of it.
 #[test]
-fn compiled_steps_take_nests() {
+fn compiled_steps_take_nested_inputs() {
     type Nest = (
         Vec<Tensor<3>>,
         Option<Tensor<1>>,
@@ -476,7 +476,7 @@ fn assert_lost(made: &[fn(&Device) -> Tensor<1>], lost: &str) {
 
 /// Where new tensors would lose bits in the compute type, the error names the remedy.
 #[test]
-fn a_compiled_step_refuses_what_would_lose_bits() {
+fn a_compiled_step_rejects_tensors_that_would_lose_bits() {
     let compute = FloatDType::BF16;
     let said = |loss: fn(&Net, (Tensor<3>, Tensor<3, Int>)) -> Tensor<1>| {
         let init = |device: &Device| Net::new(Kind::Lstm, device);

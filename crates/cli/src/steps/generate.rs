@@ -372,7 +372,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_largest_unit_is_a_block_or_what_is_in_none() {
+    fn the_largest_unit_is_a_block_or_the_root() {
         let sizes = |vocab| GptConfig {
             vocab,
             seq: 8,

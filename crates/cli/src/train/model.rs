@@ -126,7 +126,7 @@ mod tests {
     use super::check_hosts;
 
     #[test]
-    fn each_machine_has_as_many_ranks_one_after_the_other() {
+    fn each_host_must_have_equally_many_consecutive_ranks() {
         let check = |names: &str, each| {
             let hosts: Vec<_> = names.chars().map(String::from).collect();
             check_hosts(&hosts, each).is_ok()

@@ -242,7 +242,7 @@ mod tests {
     use super::StepMillis;
 
     #[test]
-    fn the_median_of_an_even_number_lies_between_the_middle_two() {
+    fn an_even_median_is_the_mean_of_the_middle_two() {
         let of = |seconds: &[f64]| StepMillis::of(seconds).map(|step| step.median);
         assert_eq!(of(&[0.004, 0.001, 0.003, 0.002]), Some(2.5));
         assert_eq!(of(&[0.004, 0.001, 0.003]), Some(3.0));

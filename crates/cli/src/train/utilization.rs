@@ -36,7 +36,7 @@ mod tests {
 
     /// Counted by hand: a block has 12 matrices of `dim` by `dim`, and two products of `seq` by `dim` in attention.
     #[test]
-    fn operations_are_those_of_matrices_and_attention() {
+    fn operations_count_matrices_and_attention() {
         let (layers, dim, vocab, seq) = (2, 16, 256, 8);
         let model = ModelConfig::Gpt(GptConfig {
             layers,

@@ -22,7 +22,7 @@ pub(crate) fn metrics(folder: &Folder) -> Vec<(u64, u64)> {
 }
 
 #[test]
-fn a_resumed_run_goes_on_to_the_bit() {
+fn resumed_runs_are_bit_identical() {
     for extra in [
         "",
         "--ranks 1",
@@ -46,7 +46,7 @@ fn a_resumed_run_goes_on_to_the_bit() {
 
 /// Optimizer state moves from files into steps and back, or a run continues with the state in memory.
 #[test]
-fn a_run_with_its_optimizer_in_files_goes_on_to_the_bit() {
+fn resumed_runs_with_state_in_files_are_bit_identical() {
     let whole = Folder::new();
     whole.report(&format!("{DIR} --warmup 0 --steps 8 --ranks 3"));
     for [first, then] in [
@@ -69,7 +69,7 @@ fn a_run_with_its_optimizer_in_files_goes_on_to_the_bit() {
 
 /// Other commands take the folder of a step, so a user might also pass it to a training.
 #[test]
-fn no_training_saves_into_a_step() {
+fn runs_do_not_save_into_a_step() {
     let folder = Folder::new();
     folder.report("--synthetic --warmup 0 --steps 2 --checkpoint-dir steps");
     let step = folder.names_in("steps/step-000002");
@@ -90,7 +90,7 @@ fn no_training_saves_into_a_step() {
 }
 
 #[test]
-fn another_number_of_ranks_may_go_on() {
+fn a_run_resumes_on_another_number_of_ranks() {
     let whole = Folder::new();
     whole.report(&format!("{DIR} --ranks 1 --warmup 0 --steps 6"));
     let folder = Folder::new();
@@ -122,7 +122,7 @@ fn resuming_without_a_step_starts_fresh_and_only_new_steps_are_kept() {
 }
 
 #[test]
-fn torn_lines_and_later_ones_go() {
+fn torn_and_later_lines_are_removed() {
     let folder = Folder::new();
     folder.report(&format!("{DIR} --warmup 0 --steps 4"));
     let mut lines = folder.read("metrics.jsonl");
@@ -275,7 +275,7 @@ fn a_step_is_consolidated_inspected_and_sampled() {
 }
 
 #[test]
-fn wrong_paths_and_sizes_are_the_users_fault() {
+fn wrong_paths_and_sizes_are_usage_errors() {
     let folder = Folder::new();
     folder.write("file", "no step");
     std::fs::create_dir_all(folder.path("left/rank-0")).expect("a folder");

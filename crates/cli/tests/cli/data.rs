@@ -57,7 +57,7 @@ fn refused(folder: &Folder, arguments: &str, words: &[&str]) {
 }
 
 #[test]
-fn what_is_hidden_or_no_text_is_left_out_and_counted() {
+fn hidden_and_binary_files_are_skipped_and_counted() {
     let folder = Folder::new();
     write(&folder, "proj/notes.txt", prose(50_000));
     let want = folder.report(&format!("{RUN} --data proj"));
@@ -104,7 +104,7 @@ fn what_is_hidden_or_no_text_is_left_out_and_counted() {
 }
 
 #[test]
-fn encodings_are_read_as_what_they_are() {
+fn encodings_are_detected() {
     let folder = Folder::new();
     let text: String = prose(20_000).replace("cat", "chäte").replace("dog", "🦀");
     write(&folder, "utf8/a", &text);
@@ -152,7 +152,7 @@ fn encodings_are_read_as_what_they_are() {
 }
 
 #[test]
-fn what_follows_the_first_16_mib_is_said_to_be_there() {
+fn text_beyond_16_mib_is_reported() {
     let folder = Folder::new();
     let line = prose(1 << 20);
     write(&folder, "whole/a", line.repeat(16));
@@ -194,7 +194,7 @@ fn twice(folder: &Folder, arguments: &str) -> [Value; 2] {
 
 /// A run does not read its own outputs, whichever path named them, and reports this from the first run on.
 #[test]
-fn outputs_that_lie_in_the_text_are_no_part_of_it() {
+fn outputs_inside_the_text_folder_are_skipped() {
     const COMMON: &str = "--warmup 0 --sample 0 --eval-batches 0 --ranks 2";
     for (data_is, outputs, of_run) in [
         (".", "--checkpoint-dir run --metrics m.jsonl", 3),
@@ -258,7 +258,7 @@ fn outputs_that_lie_in_the_text_are_no_part_of_it() {
 
 /// The steps of an earlier run are also excluded, although no flag names their folder any more.
 #[test]
-fn saved_steps_of_other_runs_are_no_text() {
+fn saved_steps_of_other_runs_are_skipped() {
     let folder = Folder::new();
     write(&folder, "text/a", prose(20_000));
     write(&folder, "text/step-by-step/index.txt", prose(1_000));
@@ -275,7 +275,7 @@ fn saved_steps_of_other_runs_are_no_text() {
 
 #[cfg(unix)]
 #[test]
-fn what_a_run_prints_into_its_text_is_no_part_of_it() {
+fn output_printed_into_the_text_folder_is_skipped() {
     let folder = Folder::new();
     write(&folder, "text/a", prose(20_000));
     let mut seen = Vec::new();
@@ -306,7 +306,7 @@ fn what_a_run_prints_into_its_text_is_no_part_of_it() {
 /// Files that other processes of the run write are also excluded: a surrounding shell, `tee`, another rank.
 #[cfg(target_os = "linux")]
 #[test]
-fn what_is_written_around_a_run_is_no_part_of_its_text() {
+fn files_written_around_a_run_are_skipped() {
     let folder = Folder::new();
     write(&folder, "text/a", prose(20_000));
     let train =
@@ -421,7 +421,7 @@ fn held_out_loss(folder: &Folder, text: &str, seq: usize) -> f64 {
 }
 
 #[test]
-fn each_token_of_what_is_held_out_counts_once() {
+fn each_held_out_token_counts_once() {
     let folder = Folder::new();
     let text = prose(3_000);
     folder.write("text", &text);

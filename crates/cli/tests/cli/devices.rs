@@ -3,7 +3,7 @@
 use crate::command::Folder;
 
 #[test]
-fn devices_that_are_not_there_are_refused_by_name() {
+fn missing_devices_are_named_in_the_error() {
     let folder = Folder::new();
     for (device, words) in [
         ("gpu", ["names no device", "wgpu"]),
@@ -53,7 +53,7 @@ mod wgpu {
     }
 
     #[test]
-    fn text_is_evaluated_sampled_saved_and_resumed_elsewhere() {
+    fn a_run_moves_from_a_device_to_the_cpu() {
         let folder = Folder::new();
         let text = "to be or not to be, that is the question. ".repeat(100);
         folder.write("text", text.as_bytes());
@@ -65,7 +65,7 @@ mod wgpu {
     }
 
     #[test]
-    fn compiled_steps_say_that_they_run_on_the_cpu() {
+    fn compiled_steps_report_that_they_run_on_the_cpu() {
         let run = Folder::new().train("--synthetic --compile --device wgpu:0");
         assert_eq!(run.code, 2, "{}", run.stderr);
         assert!(run.stderr.contains("--device"), "{}", run.stderr);

@@ -84,7 +84,7 @@ fn a_flipped_bit_is_named_by_step_operation_and_rank_where_ranks_compare_bytes()
 }
 
 #[test]
-fn a_flipped_bit_goes_on_unseen_where_ranks_compare_calls_alone() {
+fn flipped_bits_go_unnoticed_if_ranks_compare_only_calls() {
     let run = Folder::new().train_with_fault(ARGUMENTS, FLIP);
     assert_eq!(run.code, 0, "{}", run.stderr);
 }

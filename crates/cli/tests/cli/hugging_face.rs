@@ -131,7 +131,7 @@ fn assert_close(want: &[f64], got: &[f64], of: &str) {
 }
 
 #[test]
-fn losses_are_those_of_plain_burn() {
+fn losses_match_plain_burn() {
     let folder = folders();
     let device = Device::flex().autodiff();
     let llama = plainly(loaded(&folder, "llama", LLAMA), 3, &device);
@@ -161,7 +161,7 @@ fn losses_are_those_of_plain_burn() {
 }
 
 #[test]
-fn low_precision_trains_too() {
+fn models_train_in_low_precision() {
     let folder = folders();
     for model in ["llama", "gpt2"] {
         let losses_of = |precision: &str| {
@@ -244,7 +244,7 @@ fn adapted_plainly<A: Architecture>(folder: &Folder, name: &str, sizes: A) -> Ve
 }
 
 #[test]
-fn adapters_train_as_those_of_burn() {
+fn adapters_train_like_burns() {
     let folder = folders();
     for model in ["llama", "gpt2"] {
         let run = format!("--init {model} --lora 2 --lora-alpha 3 --synthetic");
@@ -284,7 +284,7 @@ fn adapters_train_as_those_of_burn() {
 }
 
 #[test]
-fn adapters_are_saved_alone_and_resumed() {
+fn only_adapters_are_saved_and_resumed() {
     let folder = folders();
     let run = "--init llama --lora 2 --synthetic";
     let want = losses(&report(&folder, &format!("{run} --steps 5")));
@@ -424,7 +424,7 @@ fn text_is_read_in_the_tokens_of_the_folder() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused_by_name() {
+fn invalid_combinations_are_named_in_the_error() {
     let folder = folders();
     folder.write("tokenizer.json", TOKENIZER);
     folder.write("empty", "");
@@ -581,7 +581,7 @@ fn generated(folder: &Folder, arguments: &str) -> String {
 }
 
 #[test]
-fn a_text_ends_where_the_folder_says() {
+fn generation_stops_at_the_folders_end_tokens() {
     let folder = folders();
     folder.write("llama/tokenizer.json", TOKENIZER);
     let text = || generated(&folder, "--init llama").trim_end().to_owned();
@@ -601,7 +601,7 @@ fn a_text_ends_where_the_folder_says() {
 }
 
 /// Writes the step of `whole` with the tokenizer and token ids of its base.
-fn what_is_beside_weights_is_copied(folder: &Folder, whole: &str) {
+fn copies_tokenizer_and_token_ids(folder: &Folder, whole: &str) {
     let config = folder.read("llama/config.json");
     let mut config: Value = serde_json::from_str(&config).expect("JSON");
     config["eos_token_id"] = Value::from([299, 298].to_vec());
@@ -659,7 +659,7 @@ fn text_is_generated_from_steps_and_adapters() {
         text("--init written --tokenizer llama/tokenizer.json"),
         whole
     );
-    what_is_beside_weights_is_copied(&folder, &whole);
+    copies_tokenizer_and_token_ids(&folder, &whole);
     for (arguments, problem) in [
         ("adapted", "has adapters alone; give --init FOLDER"),
         (
@@ -705,7 +705,7 @@ fn peer_loss(python: &Path, folder: &Folder, arguments: &str) -> Vec<f64> {
 
 /// Weights from transformers are trained here and read back by transformers.
 #[test]
-fn transformers_reads_what_is_written_and_writes_what_is_read() {
+fn weights_round_trip_through_transformers() {
     let Some(python) = python("torch, transformers, peft") else {
         return;
     };
@@ -801,7 +801,7 @@ fn greedy<A: Architecture>(sizes: A, folder: &Path) -> Vec<i64> {
 
 /// A resumed run of a folder needs the folder for the sizes and the tokenizer. The text that it reads is compared.
 #[test]
-fn a_resumed_run_of_a_folder_needs_it_and_names_what_differs() {
+fn resuming_needs_the_folder_and_names_differences() {
     let folder = folders();
     let run = "--synthetic --checkpoint-dir run";
     report(&folder, &format!("{run} --init llama --steps 2"));
@@ -820,7 +820,7 @@ fn a_resumed_run_of_a_folder_needs_it_and_names_what_differs() {
 
 /// The files of the model cannot be replaced, but new files can be added to the folder.
 #[test]
-fn no_output_takes_the_place_of_a_file_of_the_folder() {
+fn outputs_never_replace_files_of_the_folder() {
     let folder = folders();
     let run = "--init llama --synthetic --steps 1";
     for output in ["--metrics", "--trace", "--curve", "--save-init"] {

@@ -30,7 +30,7 @@ fn begun(folder: &Folder, arguments: &str, in_folder: &str) -> Child {
 }
 
 #[test]
-fn offloaded_state_of_a_run_that_was_killed_makes_way() {
+fn offloaded_state_of_a_killed_run_is_replaced() {
     let folder = Folder::new();
     for signal in ["-INT", "-TERM", "-KILL"] {
         let mut child = begun(&folder, &format!("{OFFLOADED} --ranks 3"), "off/rank-0");
@@ -63,7 +63,7 @@ fn offloaded_state_of_a_run_that_was_killed_makes_way() {
 }
 
 #[test]
-fn what_others_have_put_among_offloaded_state_stays() {
+fn foreign_files_among_offloaded_state_are_kept() {
     let folder = Folder::new();
     for name in ["notes.txt", "00000-x.bpk.zip", "x.tmp"] {
         std::fs::create_dir_all(folder.path("off/rank-1")).expect("makes");
@@ -99,7 +99,7 @@ fn offloaded_state_is_neither_written_nor_removed_through_a_link() {
 
 /// Save failures with the same text give one warning, and a count at the end.
 #[test]
-fn saves_that_fail_again_in_the_same_way_are_counted() {
+fn repeated_save_failures_are_counted() {
     let folder = Folder::new();
     let mut command = folder.train_command(
         "--synthetic --warmup 0 --steps 100000000 --checkpoint-dir steps --save-every 1 --metrics lines --json",
@@ -137,7 +137,7 @@ fn saves_that_fail_again_in_the_same_way_are_counted() {
 }
 
 #[test]
-fn steps_that_stay_for_what_is_in_them_are_told_of_once() {
+fn steps_kept_for_their_foreign_files_are_reported_once() {
     let folder = Folder::new();
     let run = "--synthetic --warmup 0 --checkpoint-dir steps --save-every 2 --keep-last 2";
     folder.report(&format!("{run} --steps 4"));

@@ -17,7 +17,7 @@ fn with_docs() -> Folder {
 }
 
 #[test]
-fn what_a_link_with_the_name_of_a_step_leads_to_stays() {
+fn targets_of_links_named_like_a_step_are_kept() {
     let folder = with_docs();
     symlink("../docs", folder.path("steps/step-000005")).expect("links");
     for how in ["", "--overwrite", "--resume", "--resume=newest-good"] {
@@ -30,7 +30,7 @@ fn what_a_link_with_the_name_of_a_step_leads_to_stays() {
 }
 
 #[test]
-fn a_step_moved_away_behind_a_link_is_told_and_kept() {
+fn a_linked_step_is_reported_and_kept() {
     let folder = with_docs();
     folder.report(&format!("{RUN} --steps 10"));
     std::fs::rename(folder.path("steps/step-000010"), folder.path("elsewhere")).expect("renames");

@@ -15,7 +15,7 @@ fn diff(folder: &Folder, names: [&str; 2]) -> Run {
 }
 
 #[test]
-fn runs_of_the_same_arguments_carry_the_same() {
+fn identical_runs_record_identical_operations() {
     let saves = "--checkpoint-dir run --save-every 1 --overwrite";
     for engine in ["", "--compile", "--strategy hybrid-shard --ranks 4", saves] {
         let folder = Folder::new();
@@ -50,7 +50,7 @@ fn the_first_operation_that_differs_is_named() {
 }
 
 #[test]
-fn what_cannot_be_compared_is_refused() {
+fn incomparable_records_are_rejected() {
     let folder = Folder::new();
     write(&folder, "four", "--ranks 4");
     // Files of an earlier run with more ranks are removed.

@@ -61,7 +61,7 @@ fn comparable(report: &Value) -> Value {
 }
 
 #[test]
-fn losses_and_saved_files_are_those_of_threads() {
+fn losses_and_saved_files_match_threads() {
     let steps = if is_long() { 30 } else { 8 };
     for (ranks, flags) in [
         (2, ""),
@@ -155,7 +155,7 @@ fn text_is_evaluated_sampled_and_resumed_with_other_ranks() {
 }
 
 #[test]
-fn what_differs_among_processes_is_named() {
+fn differences_between_processes_are_named() {
     let folder = Folder::new();
     let Some(run) = run(&folder, 2, "--synthetic --steps 2 --ranks 3") else {
         return;
@@ -448,7 +448,7 @@ fn a_generation_warns_once() {
 
 /// The launcher writes the ranks' output to files, which are not text for any rank.
 #[test]
-fn what_other_ranks_print_into_the_text_is_no_part_of_it() {
+fn output_of_other_ranks_in_the_text_folder_is_skipped() {
     let folder = Folder::new();
     let text = "to be or not to be, that is the question. ".repeat(100);
     std::fs::create_dir(folder.path("text")).expect("a writable folder");

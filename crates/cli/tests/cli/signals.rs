@@ -182,7 +182,7 @@ const SCRIPTS: [(&str, &str); 13] = [
 ];
 
 #[test]
-fn a_signal_to_launch_has_a_training_save_once_whatever_is_between() {
+fn a_signal_to_launch_saves_once_through_any_script() {
     for (index, (name, script)) in SCRIPTS.into_iter().enumerate() {
         let signal = ["-TERM", "-INT", "-HUP", "-USR1"][index % 4];
         let launched = Launched::start(script);
@@ -194,7 +194,7 @@ fn a_signal_to_launch_has_a_training_save_once_whatever_is_between() {
 }
 
 #[test]
-fn a_script_goes_on_behind_a_training_that_was_told_to_end() {
+fn a_script_continues_after_a_signaled_training() {
     let launched = Launched::start("$TRAIN; code=$?; sleep 1; echo code $code >after; exit 5");
     send("-TERM", launched.child.id());
     let (folder, ended) = launched.end();
@@ -204,7 +204,7 @@ fn a_script_goes_on_behind_a_training_that_was_told_to_end() {
 }
 
 #[test]
-fn a_script_that_runs_on_behind_a_training_is_ended_as_well() {
+fn a_script_that_outlives_the_training_is_ended() {
     let scripts = [
         "$TRAIN; sleep 1000; echo >after",
         // The shell is replaced by its last command.
@@ -226,7 +226,7 @@ fn a_script_that_runs_on_behind_a_training_is_ended_as_well() {
 }
 
 #[test]
-fn what_no_signal_ends_is_waited_for_and_killed_after_a_second_one() {
+fn commands_that_ignore_signals_are_killed_after_a_second_one() {
     let scripts = [
         "trap '' TERM; echo >ready; sleep 1000; echo >after",
         "trap 'echo told >>told' TERM; echo >ready; while :; do sleep 0.05; done",
@@ -273,7 +273,7 @@ fn a_script_that_trains_again_and_again_is_ended_as_well() {
 }
 
 #[test]
-fn signals_by_several_ways_are_one() {
+fn duplicate_signals_count_once() {
     // A scheduler signals each process of a job.
     let each = |launched: &Launched| {
         let trainer = launched.trainer();
@@ -304,7 +304,7 @@ fn signals_by_several_ways_are_one() {
 }
 
 #[test]
-fn a_training_alone_takes_two_signals_of_one_moment_as_one() {
+fn two_simultaneous_signals_to_a_training_count_once() {
     let folder = Folder::new();
     let train = folder.train_command(
         "--synthetic --warmup 0 --steps 100000000 --checkpoint-dir steps --json --metrics lines",
@@ -406,7 +406,7 @@ fn a_training_saves_and_ends_when_launch_is_killed() {
 
 /// `setsid` leaves a process behind that only later becomes the training.
 #[test]
-fn a_training_that_begins_behind_the_command_is_waited_for() {
+fn a_training_that_starts_after_the_command_ended_is_awaited() {
     let late = "(sleep 0.3; exec $TRAIN) & exit 0";
     let launched = Launched::start(late);
     send("-TERM", launched.child.id());
@@ -416,7 +416,7 @@ fn a_training_that_begins_behind_the_command_is_waited_for() {
 }
 
 #[test]
-fn a_launch_below_a_launch_that_is_killed_ends_its_training() {
+fn a_nested_launch_ends_its_training_if_the_outer_is_killed() {
     let mut launched =
         Launched::start("$PROGRAM launch --max-restarts 3 -- bash -c '$TRAIN; exit $?'; exit $?");
     send("-KILL", launched.child.id());
@@ -427,7 +427,7 @@ fn a_launch_below_a_launch_that_is_killed_ends_its_training() {
 }
 
 #[test]
-fn what_a_failed_command_leaves_behind_does_not_stop_the_next() {
+fn leftovers_of_a_failed_command_do_not_block_a_restart() {
     let script = "if [ $BURN_FSDP_RESTART = 0 ]; then $TRAIN & while [ ! -s lines ]; do sleep 0.05; done; exit 9; fi; \
                   $TRAIN";
     let launched = Launched::start(script);
@@ -451,7 +451,7 @@ fn what_a_failed_command_leaves_behind_does_not_stop_the_next() {
 }
 
 #[test]
-fn what_is_of_another_program_is_told_as_a_group_and_as_orphans() {
+fn foreign_groups_and_orphans_receive_the_signal() {
     let folder = Folder::new();
     let mut launch = folder.command("launch --max-restarts 0 -- bash -c");
     // Another session, whose parent is a shell that is killed by the signal.

@@ -62,7 +62,7 @@ fn saving_loaded_weights_copies_them() {
 }
 
 #[test]
-fn prefetching_changes_no_bit() {
+fn prefetching_does_not_change_results() {
     let folder = Folder::new();
     let with = |flags: &str| folder.report(&format!("{STEPS} {flags}"));
     let one = with("--prefetch 1");

@@ -238,7 +238,7 @@ fn an_engine_of_a_hundred_lines_keeps_the_contract() {
 }
 
 /// Runs an all-reduce followed by another operation, on ranks that share a board.
-fn reduce_and_go_on(size: usize, label: &'static str) -> Vec<Result<(), Error>> {
+fn reduce_and_continue(size: usize, label: &'static str) -> Vec<Result<(), Error>> {
     std::thread::scope(|scope| {
         let run = |end: ProcessGroup| {
             let part = FullPart::new(Source::new(vec![end.rank() as u8; 5]), ElementType::U8);
@@ -254,9 +254,9 @@ fn reduce_and_go_on(size: usize, label: &'static str) -> Vec<Result<(), Error>> 
 }
 
 #[test]
-fn a_result_that_one_rank_alone_holds_is_named_in_the_next_operation() {
+fn a_differing_result_is_reported_in_the_next_operation() {
     for (size, odd) in [(2, vec![0, 1]), (3, vec![1]), (4, vec![1])] {
-        for seen in reduce_and_go_on(size, SPOILED) {
+        for seen in reduce_and_continue(size, SPOILED) {
             match seen.unwrap_err() {
                 Error::Disagreement {
                     operation,
@@ -273,6 +273,6 @@ fn a_result_that_one_rank_alone_holds_is_named_in_the_next_operation() {
                 other => panic!("{other}"),
             }
         }
-        assert!(reduce_and_go_on(size, "right").iter().all(Result::is_ok));
+        assert!(reduce_and_continue(size, "right").iter().all(Result::is_ok));
     }
 }

@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn rayons_variable_is_obeyed_where_nothing_is_set() {
+    fn rayons_variable_is_the_default() {
         let config = LaunchConfig::new(2);
         assert_eq!(threads(config, None).unwrap(), 1);
         assert_eq!(threads(config, Some("3")).unwrap(), 3);
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_of_threads_that_cannot_be_are_refused() {
+    fn invalid_thread_counts_are_rejected() {
         let config = LaunchConfig::new(2);
         for text in ["many", "-1", "1.5", "0x2"] {
             let message = threads(config, Some(text)).unwrap_err().to_string();

@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_knows_its_number() {
+    fn the_rank_is_read_from_the_environment() {
         let found = of(&[
             ("OMPI_COMM_WORLD_SIZE", "8"),
             ("OMPI_COMM_WORLD_RANK", "5"),
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_launcher_counts() {
+    fn the_first_launcher_takes_precedence() {
         let both = [
             ("PMI_SIZE", "4"),
             ("PMI_RANK", "0"),
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_that_starts_nothing_in_parallel_is_none() {
+    fn a_job_without_parallel_tasks_is_not_a_launcher() {
         assert_eq!(sizes(&[("SLURM_NTASKS", "8"), ("SLURM_PROCID", "0")]), None);
         assert_eq!(sizes(&[("SLURM_STEP_NUM_TASKS", "8")]), None);
     }

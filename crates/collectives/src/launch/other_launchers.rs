@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn one_process_is_alone() {
+    fn a_single_process_has_no_launcher() {
         let alone: [Variables<'_>; 6] = [
             &[
                 ("RANK", "0"),
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn stray_variables_are_no_launcher() {
+    fn stray_variables_are_not_a_launcher() {
         let stray: [Variables<'_>; 6] = [
             &[("RANK", "2")],
             &[("WORLD_SIZE", "4"), ("MASTER_ADDR", "localhost")],

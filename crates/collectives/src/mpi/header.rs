@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn signatures_come_back_as_they_were() {
+    fn signatures_round_trip() {
         let all = signatures();
         for one in &all {
             assert_eq!(signature_of(&signature_bytes(one)).as_ref(), Some(one));
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_come_back_as_they_were_and_nothing_else_does() {
+    fn only_valid_headers_round_trip() {
         let claim = |signature: &Signature| {
             Header::Claim(ClaimHeader {
                 round: (7 << 32, 9),

@@ -185,7 +185,7 @@ fn cross_entropy_of_halves_is_computed_in_32_bits() {
 }
 
 #[test]
-fn a_cast_is_the_number_rounded_once() {
+fn casts_round_once() {
     let x = Operand::floats(&[5, 7], 1)
         .full()
         .with(3, 1.003_9)

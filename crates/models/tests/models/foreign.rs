@@ -37,7 +37,7 @@ fn renamed(parameters: Vec<ParameterSpec>, folder: &Path, rename: impl Fn(&str) 
 }
 
 #[test]
-fn what_a_wrapper_puts_in_front_of_names_is_named() {
+fn prefixes_of_wrappers_are_named() {
     for prefix in [
         "module.",
         "_orig_mod.",
@@ -73,7 +73,7 @@ fn what_a_wrapper_puts_in_front_of_names_is_named() {
 }
 
 #[test]
-fn the_form_of_a_folder_without_safetensors_is_named() {
+fn the_format_of_a_folder_without_safetensors_is_named() {
     for (file, word) in [
         ("pytorch_model.bin", "PyTorch's form"),
         ("pytorch_model.bin.index.json", "PyTorch's form"),
@@ -112,7 +112,7 @@ fn files_that_were_not_fetched_are_named() {
 }
 
 #[test]
-fn the_reason_against_a_tensor_is_its_own() {
+fn each_rejected_tensor_has_its_own_reason() {
     let one = |names: [&str; 3]| names.map(str::to_owned);
     for (name, shape, words) in [
         (
@@ -212,7 +212,7 @@ fn a_tied_head_is_compared_wherever_it_is_read() {
 
 /// NaN is equal to itself here, because diverged models are also written and read.
 #[test]
-fn a_tied_head_of_a_diverged_model_is_its_table() {
+fn the_tied_head_of_a_diverged_model_equals_its_table() {
     let open = |table: u32, head: u32| {
         let folder = folder();
         let mut container = Container::of_parameters(TIED.parameters());
@@ -404,7 +404,7 @@ fn settings_that_are_null_are_absent_or_named() {
 /// The safetensors writer creates files that only their owner can read.
 #[cfg(unix)]
 #[test]
-fn written_files_have_the_permissions_of_any_file() {
+fn written_files_have_default_permissions() {
     use std::os::unix::fs::PermissionsExt;
     let folder = folder();
     let mode = |name: &str| {

@@ -95,7 +95,7 @@ fn a_folder_without_weights_is_named() {
 
 /// As in transformers, an index next to the single file is not read, whatever it contains.
 #[test]
-fn of_two_forms_the_single_file_counts() {
+fn a_single_file_takes_precedence_over_an_index() {
     let mut other = Container::of_model(&CONFIG);
     let third = other.data.iter_mut().skip(2).step_by(4);
     third.for_each(|byte| *byte ^= 1);

@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_are_combined_where_none_suffices_and_nothing_is_promised_in_vain() {
+    fn changes_are_combined_if_necessary_and_advice_always_suffices() {
         let hungry = Job {
             checkpointing: Checkpointing::None,
             ..job(8, 64)

@@ -96,7 +96,7 @@ mod tests {
 
     /// Compares the counts with the pool's own counts after the same calls.
     #[test]
-    fn the_books_are_the_pools() {
+    fn the_books_match_the_pool() {
         let (pool, mut books) = (BufferPool::new(), Transport::default());
         let mut held = Vec::new();
         for step in 0..200_usize {
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_tensor_lies_in_is_not_counted_again() {
+    fn shown_buffers_are_not_counted_as_hidden() {
         let mut books = Transport::default();
         let buffer = books.take(80);
         let shown = books.show(buffer);

@@ -158,7 +158,7 @@ fn check_as<M: Module + 'static, B: Batch>(
 }
 
 #[test]
-fn a_gpt_takes_what_was_planned_of_the_process() {
+fn the_process_memory_of_a_gpt_matches_the_plan() {
     check(
         "GPT",
         |device| GPT.init(device, 1).expect("the sizes are valid"),
@@ -168,7 +168,7 @@ fn a_gpt_takes_what_was_planned_of_the_process() {
 }
 
 #[test]
-fn a_gpt_of_fused_operations_takes_what_was_planned_of_the_process() {
+fn the_process_memory_of_a_gpt_of_fused_operations_matches_the_plan() {
     check(
         "GPT of fused operations",
         |device| GPT.init(device, 1).expect("the sizes are valid"),
@@ -178,12 +178,12 @@ fn a_gpt_of_fused_operations_takes_what_was_planned_of_the_process() {
 }
 
 #[test]
-fn a_cnn_takes_what_was_planned_of_the_process() {
+fn the_process_memory_of_a_cnn_matches_the_plan() {
     check("CNN", Cnn::new, Cnn::loss, images);
 }
 
 #[test]
-fn a_cnn_with_a_wide_head_takes_what_was_planned_of_the_process() {
+fn the_process_memory_of_a_cnn_with_a_wide_head_matches_the_plan() {
     check(
         "CNN with a wide head",
         WideHead::new,
@@ -193,12 +193,12 @@ fn a_cnn_with_a_wide_head_takes_what_was_planned_of_the_process() {
 }
 
 #[test]
-fn an_lstm_takes_what_was_planned_of_the_process() {
+fn the_process_memory_of_an_lstm_matches_the_plan() {
     check("LSTM", Recurrent::new, Recurrent::loss, sequences);
 }
 
 #[test]
-fn other_schedules_and_styles_take_what_was_planned_of_the_process() {
+fn the_process_memory_of_other_schedules_and_styles_matches_the_plan() {
     let mut prefetching = Options::default();
     prefetching.prefetch = Some(true);
     for (name, style, options) in [
@@ -330,7 +330,7 @@ fn check_each_by<M: Module + 'static, B: Batch>(
 }
 
 #[test]
-fn each_operation_of_a_gpt_takes_what_was_planned() {
+fn the_memory_of_each_gpt_operation_matches_the_plan() {
     check_each(
         "GPT",
         |device| GPT.init(device, 1).expect("the sizes are valid"),
@@ -340,7 +340,7 @@ fn each_operation_of_a_gpt_takes_what_was_planned() {
 }
 
 #[test]
-fn each_operation_of_a_cnn_takes_what_was_planned() {
+fn the_memory_of_each_cnn_operation_matches_the_plan() {
     check_each("CNN", Cnn::new, Cnn::loss, images);
     check_each(
         "CNN with a wide head",
@@ -351,12 +351,12 @@ fn each_operation_of_a_cnn_takes_what_was_planned() {
 }
 
 #[test]
-fn each_operation_of_an_lstm_takes_what_was_planned() {
+fn the_memory_of_each_lstm_operation_matches_the_plan() {
     check_each("LSTM", Recurrent::new, Recurrent::loss, sequences);
 }
 
 #[test]
-fn what_the_allocator_has_beside_tensors_is_listed_by_kernel() {
+fn memory_besides_tensors_is_listed_by_kernel() {
     let _alone = alone();
     let optimizer = AdamWConfig::new().build();
     let batch = images(&Device::flex());

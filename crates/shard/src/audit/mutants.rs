@@ -474,7 +474,7 @@ fn expect_name(wrong: Wrong, finding: &Finding, seed: u64) {
 }
 
 #[test]
-fn followed_orders_are_not_audited_again_and_new_ones_are() {
+fn only_new_orders_are_audited() {
     let mut auditor = Auditor::new(Audit::NewOrders, 0, 1);
     let mut audits = |choice: bool, order: u64| {
         auditor.begin(true, || vec![choice], || order);
@@ -496,7 +496,7 @@ fn followed_orders_are_not_audited_again_and_new_ones_are() {
 }
 
 #[test]
-fn ranks_that_tell_nothing_are_not_judged() {
+fn silent_ranks_are_not_judged() {
     let mut auditor = Auditor::new(Audit::EveryStep, 0, 1);
     auditor.begin(true, Vec::new, || 0);
     auditor.came(0);

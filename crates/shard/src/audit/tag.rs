@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_rank_does_not_tell_makes_the_sum_unknown() {
+    fn missing_tags_make_the_sum_unknown() {
         let given = || [Some(Tag::draw(0, 0, 0))].into_iter();
         let whole = [flags(given()), tags(given())].concat();
         let short = flags(given());
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn scales_are_those_of_the_reduction() {
+    fn scales_match_the_reduction() {
         let tag = Tag::from(21);
         let third = scale_of(&Reduction::mean(3), 3);
         assert_eq!(tag.times(third), Tag::from(7));

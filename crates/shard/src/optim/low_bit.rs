@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_rounded_is_rounded_to_itself() {
+    fn rounding_is_idempotent() {
         for format in [StateFormat::Bf16, StateFormat::Block8] {
             let once = rounded(&values(), format, 0);
             assert_ne!(once, values());
@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_zero_does_not_become_zero_nor_infinite() {
+    fn nonzero_values_become_neither_zero_nor_infinite() {
         for format in [StateFormat::Bf16, StateFormat::Block8] {
             for draw in 0..20 {
                 for (value, got) in values().into_iter().zip(rounded(&values(), format, draw)) {
@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_is_not_hidden() {
+    fn nan_and_infinities_are_not_hidden() {
         for wrong in [f32::NAN, f32::INFINITY] {
             let mut values = vec![1.0; 2 * STATE_BLOCK];
             values[3] = wrong;

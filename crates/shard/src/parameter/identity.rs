@@ -101,14 +101,14 @@ mod tests {
     use super::{Identity, counterpart};
 
     #[test]
-    fn a_pair_has_two_ids_each_known_by_the_other() {
+    fn the_counterpart_of_an_id_is_an_involution() {
         let id = ParamId::new();
         assert_ne!(counterpart(id), id);
         assert_eq!(counterpart(counterpart(id)), id);
     }
 
     #[test]
-    fn an_unsettled_id_clashes_with_none_that_a_record_may_hold() {
+    fn unsettled_ids_do_not_clash_with_recorded_ids() {
         let id = ParamId::new();
         let identity = Identity::new(id).unsettled();
         assert_ne!(identity.id(), id);

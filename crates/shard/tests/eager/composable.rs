@@ -55,7 +55,7 @@ fn trains(
 }
 
 #[test]
-fn replicate_alone_and_below_a_parent_agrees() {
+fn replicate_works_alone_and_below_a_parent() {
     for ranks in 1..=4 {
         let want = plainly(MLP, ranks, 10);
         let all = trains(ranks, |mesh, model| {
@@ -82,7 +82,7 @@ fn replicate_alone_and_below_a_parent_agrees() {
 
 /// Their values equal those of shards; they differ in the memory they hold and in their gathers.
 #[test]
-fn a_replica_is_held_whole_and_is_no_unit_of_its_parent() {
+fn a_replica_is_held_whole_and_is_not_a_unit_of_its_parent() {
     with_mesh(2, |mesh, model| {
         let world = mesh.world().clone();
         let gathers = |model: &Mlp| {
@@ -321,7 +321,7 @@ fn single_parameters_are_left_alone() {
 }
 
 #[test]
-fn verbs_refuse_a_second_time() {
+fn sharding_twice_is_rejected_by_every_verb() {
     let messages = with_mesh(1, |mesh, model| {
         let again = |model: Mlp| {
             fully_shard(model, &mesh, ShardPolicy::new())
@@ -345,7 +345,7 @@ fn verbs_refuse_a_second_time() {
 }
 
 #[test]
-fn units_tell_their_state_and_unshard_by_hand() {
+fn units_report_their_state_and_unshard_on_request() {
     with_mesh(2, |mesh, model| {
         let model = fully_shard(model, &mesh, ShardPolicy::new().units(["blocks.*"]))?;
         let all = units(&model)?;
@@ -431,7 +431,7 @@ fn an_error_leaves_everything_sharded() {
 }
 
 #[test]
-fn units_that_took_no_part_are_named() {
+fn unused_units_are_named() {
     with_mesh(2, |mesh, model| {
         let model = fully_shard(model, &mesh, ShardPolicy::new().units(["blocks.*", "head"]))?;
         let loss = model.head.weight.val().sum();

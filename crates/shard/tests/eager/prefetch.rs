@@ -46,7 +46,7 @@ fn most_at_once(ranks: usize, prefetch: usize) -> Vec<[usize; 2]> {
 /// The root and three blocks are gathered in forward, and the blocks again in backward: the unit in use, and
 /// the units ahead of it, if there are any.
 #[test]
-fn as_many_gathers_are_ahead_as_the_limit_says() {
+fn prefetching_respects_its_limit() {
     for ranks in 2..=3 {
         for (prefetch, want) in [(0, [1, 1]), (1, [2, 2]), (2, [3, 3]), (3, [4, 3])] {
             for most in most_at_once(ranks, prefetch) {

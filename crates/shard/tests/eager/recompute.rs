@@ -99,7 +99,7 @@ fn regions_change_nothing() {
 
 /// A region around a unit costs no additional gather.
 #[test]
-fn gathers_are_as_many_as_without() {
+fn regions_add_no_gathers() {
     for prefetch in 0..3 {
         let counts = on_ranks(3, move |world| {
             let device = device();

@@ -81,7 +81,7 @@ fn an_adapter_is_refused_by_name() {
 }
 
 #[test]
-fn a_plain_module_is_told_to_shard_first() {
+fn plain_modules_must_be_sharded_first() {
     let error = memory(&Mlp::new(&device())).expect_err("plain");
     assert!(error.to_string().contains("fully_shard"), "{error}");
 }
@@ -134,7 +134,7 @@ fn a_module_of_nothing_but_ignored_parameters_is_refused() {
 }
 
 #[test]
-fn an_axis_that_the_mesh_has_not_is_named_with_the_mesh() {
+fn an_unknown_axis_is_named_with_the_mesh() {
     let message = refusal(|| Mlp::new(&device()), ShardPolicy::new().axis("model"));
     assert!(message.contains("no axis `model`"), "{message}");
     assert!(message.contains("`shard`"), "{message}");
@@ -217,7 +217,7 @@ impl Module for Forgetful {
 }
 
 #[test]
-fn a_parameter_that_map_does_not_reach_is_refused_by_path_and_shape() {
+fn a_parameter_missed_by_map_is_rejected_with_path_and_shape() {
     let forgetful = || Forgetful {
         mapped: LinearConfig::new(3, 3).init(&device()),
         forgotten: LinearConfig::new(3, 5).init(&device()),
@@ -344,7 +344,7 @@ fn bytes_of_another_length_are_refused_by_path() {
 }
 
 #[test]
-fn a_rank_with_other_values_than_others_use_is_told() {
+fn a_rank_with_diverging_values_is_reported() {
     let message = panic_of(|| {
         on_ranks(2, |world| {
             let device = device();
@@ -368,7 +368,7 @@ fn a_rank_with_other_values_than_others_use_is_told() {
 
 /// While one thread of rank 0 waits in a gather, another one asks for a parameter.
 #[test]
-fn two_threads_in_one_module_at_once_are_refused() {
+fn concurrent_use_of_a_module_is_rejected() {
     let (send, receive) = mpsc::channel();
     let receive = Mutex::new(receive);
     on_ranks(2, move |world| {

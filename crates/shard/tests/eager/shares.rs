@@ -138,7 +138,7 @@ impl Optimizer for Witness {
 }
 
 #[test]
-fn gradients_and_states_are_of_what_a_rank_holds() {
+fn gradients_and_states_cover_only_held_elements() {
     let cut = 11 * 15 + 15 * 7 + 9 * 15 * 7;
     let whole = 3 * (15 + 15 + 7 + 15) + 15 + 7;
     for ranks in 1..=4 {

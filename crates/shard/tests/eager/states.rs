@@ -138,7 +138,7 @@ fn text(error: Error) -> String {
 
 /// Without the check the hook would wait for itself.
 #[test]
-fn a_hook_that_uses_the_module_is_an_error_and_no_hang() {
+fn a_hook_that_uses_the_module_is_an_error_not_a_hang() {
     let touch = |model: &Mlp| drop(model.blocks[0].up.weight.val());
     let ask = |model: &Mlp| drop(memory(model));
     for body in [touch, ask] {
@@ -236,7 +236,7 @@ fn a_child_in_the_middle_of_a_step_is_not_taken_over() {
 }
 
 #[test]
-fn a_part_of_a_module_has_a_norm_of_its_own() {
+fn submodules_have_their_own_norm() {
     on_ranks(3, |world| {
         let device = device();
         let model = build(MLP, &world, &device, blocks())?;

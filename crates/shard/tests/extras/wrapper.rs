@@ -98,7 +98,7 @@ fn names_sizes_and_records_are_the_modules_own() {
 }
 
 #[test]
-fn it_prints_its_configuration() {
+fn the_wrapper_prints_its_configuration() {
     let texts = on_ranks(2, |world| Ok(wrapped(&world, &device())?.to_string()));
     let text = &texts[1];
     for part in [
@@ -206,7 +206,7 @@ const PLAIN: Case<Plain> = Case {
 };
 
 #[test]
-fn wrapped_children_first_and_the_outer_takes_what_is_left() {
+fn outer_wrappers_shard_what_their_children_left() {
     let outcomes = on_ranks(2, |world| {
         let device = device();
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 2)?)?;

@@ -284,7 +284,7 @@ impl GraphTransform for Idle {
 
 /// The passes before a user's pass are proved, and so are the passes after it.
 #[test]
-fn passes_around_one_of_the_user_are_proved() {
+fn passes_around_a_custom_pass_are_proved() {
     let clipped = Options::default().clip_grad_norm(Clip::to(0.5));
     for options in [Options::default(), clipped] {
         let mode = two_ranks(options).transform(Idle);
@@ -304,7 +304,7 @@ fn passes_around_one_of_the_user_are_proved() {
 
 /// After the gradient clipping pass, the faulty pass is named instead of the clipping.
 #[test]
-fn the_pass_at_fault_behind_clipping_is_named() {
+fn the_faulty_pass_after_clipping_is_named() {
     let options = Options::default().clip_grad_norm(Clip::to(0.5));
     let stages = |fault| {
         let mode = two_ranks(options.clone()).planting(fault);

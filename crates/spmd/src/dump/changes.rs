@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn as_few_lines_as_can_be_have_moved() {
+    fn as_few_lines_as_possible_are_moved() {
         let names = |numbers: &[usize]| {
             let lines: Vec<_> = numbers.iter().map(|n| format!("%{n} = f()")).collect();
             lines.join("; ")

@@ -229,7 +229,7 @@ mod tests {
 
     /// Values recomputed only from values of forward come when their unit is visited, not all at once.
     #[test]
-    fn nothing_is_computed_earlier_than_it_is_read() {
+    fn completing_early_waits_for_no_extra_gathers() {
         let options = Options::default().bucket(None);
         let mode =
             Mode::data_parallel(ProcessGroup::fake(2, 0), Strategy::FullShard).options(options);

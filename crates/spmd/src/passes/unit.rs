@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrapper_is_no_unit() {
+    fn a_wrapper_is_not_a_unit() {
         let of = |paths: &[&str]| units(&Units::by_path(), paths);
         let wrapped = of(&["net.one.weight", "net.one.bias", "net.two.weight"]);
         assert_eq!(wrapped, ["net.one", "net.one", "net.two"]);
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn units_are_the_users() {
+    fn units_can_be_chosen_by_the_user() {
         let paths = [
             "embed.weight",
             "net.blocks.0.fc.weight",

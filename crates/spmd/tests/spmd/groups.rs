@@ -272,7 +272,7 @@ const WAYS: [(Way, usize); 9] = [
 ];
 
 #[test]
-fn groups_train_with_the_bits_of_burns_groups() {
+fn groups_match_burns_groups_bit_for_bit() {
     let _guard = seeded();
     let mut failed = Vec::new();
     let mut runs = Vec::new();
@@ -314,7 +314,7 @@ fn groups_train_with_the_bits_of_burns_groups() {
 }
 
 #[test]
-fn groups_go_on_from_what_was_taken_out_of_them() {
+fn groups_resume_from_their_extracted_state() {
     let _guard = seeded();
     for (name, groups) in all_groups() {
         for (schedule, scheduler) in RATES {
@@ -381,7 +381,7 @@ fn with_id(device: &Device) -> Net {
 }
 
 #[test]
-fn a_group_by_ids_is_of_the_module_that_init_returns() {
+fn groups_by_ids_refer_to_the_module_that_init_returns() {
     let _guard = seeded();
     let all = || OptimizerGroups::from(adamw(0.1).build());
     let ids = ParamGroup::from_ids(vec![ParamId::from(7)]);
@@ -412,7 +412,7 @@ fn a_group_by_ids_is_of_the_module_that_init_returns() {
 }
 
 #[test]
-fn rates_of_groups_that_differ_among_ranks_are_found_before_anything_runs() {
+fn group_rates_that_differ_between_ranks_are_found_before_anything_runs() {
     let _guard = seeded();
     Device::flex().seed(1);
     let body = |world: ProcessGroup| -> Result<(f64, Error), Error> {

@@ -178,7 +178,7 @@ fn assert_close(what: &str, (losses, parameters): &Trained, one: &eager::Trained
 }
 
 #[test]
-fn what_was_moved_trains_like_one_rank() {
+fn moved_nodes_match_one_rank() {
     let _guard = seeded();
     for ranks in 1..=4 {
         for is_adam in [true, false] {
@@ -224,7 +224,7 @@ fn what_was_moved_trains_like_one_rank() {
 }
 
 #[test]
-fn nothing_is_left_after_so_many_steps() {
+fn moves_end_after_the_given_number_of_steps() {
     let _guard = seeded();
     for limit in [None, Some(1), Some(3)] {
         let mode = Mode::single().move_to_next_iteration(MovePart {
@@ -271,7 +271,7 @@ fn divided(clip: Option<Clip>) -> Graph {
 }
 
 #[test]
-fn what_cannot_move_is_refused_by_name() {
+fn invalid_moves_are_named_in_the_error() {
     let _guard = seeded();
     let graph = divided(None);
     let at = |of: &dyn Fn(&Node) -> bool| graph.nodes().iter().position(of).unwrap();
@@ -349,7 +349,7 @@ fn what_cannot_move_is_refused_by_name() {
 }
 
 #[test]
-fn a_step_whose_loss_is_scaled_moves_nothing() {
+fn steps_with_loss_scaling_move_nothing() {
     let _guard = seeded();
     let options = Options::default().scale_loss(burn_fsdp_spmd::LossScaling::default());
     let mode = Mode::single().options(options);
@@ -458,7 +458,7 @@ fn steps_that_train_other_parameters_move_nothing() {
 
 /// Ranks that do not call the same are told so before the pending part of the last step runs. Then all continue.
 #[test]
-fn a_step_without_batches_leaves_what_was_moved() {
+fn a_step_without_batches_keeps_pending_moves() {
     let _guard = seeded();
     let body = |world: ProcessGroup| {
         let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
@@ -498,7 +498,7 @@ fn a_step_without_batches_leaves_what_was_moved() {
 
 /// Work of forward runs between the start of each reduction and its end.
 #[test]
-fn forward_runs_while_gradients_travel() {
+fn forward_runs_while_gradients_are_reduced() {
     let _guard = seeded();
     let options = Options::default()
         .prefetch(true)

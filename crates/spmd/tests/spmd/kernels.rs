@@ -207,7 +207,7 @@ fn encoders_and_decoders_of_burn_run_kernels() {
 }
 
 #[test]
-fn recurrent_and_convolutional_models_train_as_by_burn() {
+fn recurrent_and_convolutional_models_match_burn() {
     let _guard = seeded();
     let device = Device::flex();
     let close = |found: f64, expected: f32| (found - f64::from(expected)).abs() <= 1e-5;

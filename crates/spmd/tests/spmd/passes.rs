@@ -126,7 +126,7 @@ fn equal_things_are_computed_once_within_a_phase() {
 }
 
 #[test]
-fn dead_code_goes_and_nothing_else() {
+fn only_dead_code_is_removed() {
     let mut graph = gpt();
     let expected = graph.nodes().len();
     let loss = graph.loss().unwrap();
@@ -196,7 +196,7 @@ fn without_stand_ins_embeddings_are_gathered_in_backward() {
 }
 
 #[test]
-fn buckets_have_a_small_first_one_and_a_cap() {
+fn the_first_bucket_is_small_and_all_are_capped() {
     let bucket = Bucket {
         first_bytes: 1,
         cap_bytes: 6000,
@@ -505,7 +505,7 @@ fn fault(faulty: fn(&mut Vec<Node>)) -> (&'static str, String) {
 }
 
 #[test]
-fn the_verifier_names_the_rule_and_the_node_at_fault() {
+fn the_verifier_names_the_rule_and_the_faulty_node() {
     // A node is missing that writes a needed value.
     let (rule, at) = fault(|nodes| {
         let matmul = nodes

@@ -162,7 +162,7 @@ mod tests {
 
     /// The collectives that gather a parameter and reduce its gradient are each other's gradients.
     #[test]
-    fn the_gradient_of_a_gather_is_a_reduction_and_of_a_reduction_a_gather() {
+    fn gradients_swap_gathers_and_reductions() {
         let gathered = SpmdType::Shard.after(AllGather, None, None).unwrap();
         assert_eq!(gathered, SpmdType::Replicate);
         // Each rank's use of a replicated value adds to the gradient.
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_reduced_twice_or_by_another_reduction() {
+    fn values_are_reduced_once_and_by_their_own_reduction() {
         let reduced = SUM.after(AllReduce, Some(ReduceOp::Sum), None).unwrap();
         assert!(reduced.after(AllReduce, Some(ReduceOp::Sum), None).is_err());
         assert!(reduced.after(AllReduce, Some(ReduceOp::Mean), None).is_ok());
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn what_one_rank_owns_comes_from_it_and_goes_to_it() {
+    fn owned_values_are_gathered_from_and_reduced_to_their_owner() {
         let mean = Some(ReduceOp::Mean);
         let owned = SpmdType::Varying.after(ReduceScatter, mean, Some(1));
         assert_eq!(owned, Ok(SpmdType::Owned(1)));

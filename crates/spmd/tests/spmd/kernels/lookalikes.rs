@@ -88,7 +88,7 @@ impl Lookalikes {
 }
 
 #[test]
-fn what_only_looks_like_a_kernel_is_left_alone() {
+fn lookalikes_are_not_replaced_by_kernels() {
     let _guard = seeded();
     let names = check("lookalikes", Lookalikes::new, Lookalikes::loss, pairs);
     // One log-softmax and one softmax of the logits, and the norm that has a shift.

@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_as_it_is_read_is_not_copied() {
+    fn operands_in_reading_order_are_not_copied() {
         assert_eq!(product(32, 128, 256).packed_bytes(4), 0);
     }
 

@@ -218,7 +218,7 @@ fn assert_close(what: &str, got: &[f32], expected: &[f32]) {
 }
 
 #[test]
-fn kernels_run_on_the_parts_that_their_signatures_say() {
+fn kernels_run_on_the_parts_in_their_signatures() {
     let mut num_letters = 0;
     for case in cases() {
         let call = call(&case, &case.inputs, &case.outputs);
@@ -234,7 +234,7 @@ fn kernels_run_on_the_parts_that_their_signatures_say() {
 }
 
 #[test]
-fn gradients_are_sums_of_those_of_addends() {
+fn gradients_are_linear_in_their_addends() {
     for case in cases() {
         let call = call(&case, &case.inputs, &case.outputs);
         let of = signature(&call).expect("a signature");
