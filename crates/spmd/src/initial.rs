@@ -79,6 +79,7 @@ impl InitialValues {
                 return Err(Error::Initialization { reason }.into());
             }
         } else {
+            // In the order in which rank 0 visits the parameters, because each may be a collective.
             for spec in specs {
                 receiver.receive(spec, || None);
             }

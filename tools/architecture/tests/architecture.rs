@@ -6,9 +6,10 @@ use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use burn_fsdp_architecture::face;
 use burn_fsdp_architecture::imports::Imports;
+use burn_fsdp_architecture::prose::Prose;
 use burn_fsdp_architecture::sizes::{self, TooLarge};
-use burn_fsdp_architecture::{face, prose};
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
 /// For each crate of the workspace, the workspace crates that it may use.
@@ -95,19 +96,6 @@ fn dependencies_flow_one_way() {
 /// Remaining circles of imports: the crate and the circle's files. When a circle is removed, the test requires that
 /// its line is removed.
 const CIRCLES: [(&str, &[&str]); 0] = [];
-
-/// Private words, and the crates whose comments still contain them.
-const METAPHORS: [(&str, &[&str]); 6] = [
-    ("bell", &["collectives"]),
-    ("books", &["spmd"]),
-    ("twin", &["spmd"]),
-    ("floating", &["spmd"]),
-    ("lies nowhere", &[]),
-    ("made of nothing", &["spmd"]),
-];
-
-/// Crates without a doc comment that begins with a clause. Others are counted and printed.
-const PLAIN: [&str; 0] = [];
 
 #[test]
 fn files_have_no_import_cycles() {
@@ -203,34 +191,9 @@ fn the_root_of_the_facade_fits_on_a_page() {
 }
 
 #[test]
-fn comments_have_no_private_words() {
-    let mut said = String::new();
-    for (name, folder, imports) in crates() {
-        let paths = imports.files.iter();
-        let files: Vec<PathBuf> = paths.map(|file| Path::new(&folder).join(file)).collect();
-        let num_clauses: usize = files
-            .iter()
-            .map(|file| prose::num_clauses(&root().join(file)))
-            .sum();
-        println!("{name}: {num_clauses} doc comments begin with a clause");
-        if num_clauses > 0 && PLAIN.contains(&name.as_str()) {
-            let _ = writeln!(
-                said,
-                "{num_clauses} doc comments of `{name}` begin with a clause"
-            );
-        }
-        for (phrase, _) in METAPHORS
-            .iter()
-            .filter(|(_, crates)| !crates.contains(&name.as_str()))
-        {
-            for file in &files {
-                for line in prose::lines_with(&root().join(file), phrase) {
-                    let _ = writeln!(said, "{}:{line} says \"{phrase}\"", file.display());
-                }
-            }
-        }
-    }
-    assert!(said.is_empty(), "\n{said}");
+fn prose_is_idiomatic() {
+    let prose = Prose::read(&root());
+    assert!(prose.excesses().is_empty(), "\n{prose}");
 }
 
 #[test]

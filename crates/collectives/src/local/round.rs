@@ -73,6 +73,7 @@ impl Round {
         *lock(&seat.sources) = Some(offer.sources);
         let claimed = seat.claim.set(offer.claim);
         debug_assert!(claimed.is_ok(), "rank {rank} came twice");
+        // Last, so a rank that counts all arrivals also sees every source and claim.
         self.num_arrived.fetch_add(1, Ordering::AcqRel);
     }
 
@@ -118,6 +119,7 @@ impl Round {
             let parts = lock(&slice.parts).take();
             drop(parts);
         }
+        // Last: whoever sees it may assume that no other rank holds the memory of its sources.
         self.released.store(true, Ordering::Release);
         true
     }

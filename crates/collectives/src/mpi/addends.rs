@@ -28,6 +28,7 @@ pub(super) fn combine(
 ) {
     let own = signature.routes(rank, rank);
     for (part, (buffer, extent)) in into.iter_mut().zip(&signature.extents).enumerate() {
+        // In rank order with this rank's share in its place, so the bits are those of `local`.
         let bytes: Vec<&[u8]> = addends
             .iter()
             .map(|addend| match addend {

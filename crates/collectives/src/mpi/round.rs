@@ -244,6 +244,7 @@ impl Round {
         {
             return Ok(());
         }
+        // No transfer before this: an equal signature means equal lengths, so no data can overrun its buffer.
         if agrees {
             self.num_agreeing += 1;
             self.send(wire, from, header.receives)?;

@@ -251,6 +251,7 @@ impl Progress {
         match kind {
             UseKind::Tracked => {
                 let end = UnitEnd::new(root, generation, id);
+                // Deeper than the previous unit's operations, so backward ends this use before it reaches them.
                 pass.depth += unit.stride();
                 pass.token = root.link(&pass.token, pass.depth, end);
                 self.uses

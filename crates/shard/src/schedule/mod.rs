@@ -321,6 +321,7 @@ impl Schedule {
             Operation::UnshardForward(unit) => (0, unit, 0),
             Operation::UnshardBackward(unit) => (1, latest_first(unit), 0),
             Operation::Reduce(unit) => (1, latest_first(unit), 1),
+            // Last, so no rank finishes while another one needs an operation.
             Operation::Finish => (2, 0, 0),
         }
     }
@@ -372,6 +373,7 @@ impl Schedule {
         }
         self.recorded.retain(|entry| match entry.fresh {
             true => entry.idle == 0,
+            // All ranks count alike, from marks that travel with the last reduction. So all drop the same entries.
             false => entry.idle < IDLE_LIMIT,
         });
         self.recorded

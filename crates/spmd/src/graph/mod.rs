@@ -148,7 +148,8 @@ impl Graph {
         std::mem::take(&mut self.nodes)
     }
 
-    /// Returns the sizes that passes decide by.
+    /// Returns the sizes that passes decide by. A pass that asked a shape instead would choose another plan for the small
+    /// shapes of a proof.
     pub(crate) fn sizes(&self) -> &Sizes {
         &self.sizes
     }

@@ -45,6 +45,7 @@ impl GraphTransform for CommonSubexpressions {
         let kept = graph.kept();
         let mut same: BTreeMap<TensorId, TensorId> = BTreeMap::new();
         merge_constants(&graph, &mut same);
+        // Only looked up, never iterated: the order of its keys differs between ranks.
         let mut seen: HashMap<u64, Vec<(Phase, OperationIr, Vec<TensorId>)>> = HashMap::new();
         let mut scheduled = Vec::new();
         for mut node in graph.take_nodes() {
