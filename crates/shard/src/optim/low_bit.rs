@@ -120,7 +120,7 @@ impl<O: Optimizer> Optimizer for LowBitOptimizer<O> {
         if is_capture(&device) {
             throw(Error::Option {
                 option: "the optimizer of a compiled step",
-                expected: "one with states in 32 bits, or train by the eager engine",
+                expected: "one with 32-bit states; use another optimizer, or train with the eager engine",
                 got: "a `LowBitOptimizer`".to_owned(),
             });
         }
@@ -200,9 +200,9 @@ fn start_of(current: &Current, format: StateFormat) -> Result<usize, Error> {
     if format == StateFormat::Block8 && slot.is_gathered() && divides_blocks(partition) {
         return Err(Error::Option {
             option: "ShardPolicy::cut",
-            expected: "`Cut::Multiples(STATE_BLOCK)`, or keep the states as `StateFormat::Bf16`",
+            expected: "`Cut::Multiples(STATE_BLOCK)`; set it, or keep the states as `StateFormat::Bf16`",
             got: format!(
-                "a division of blocks of {STATE_BLOCK} elements, whose states share a scale: `{}` has {partition}",
+                "a cut through blocks of {STATE_BLOCK} elements, which share a scale (`{}` has {partition})",
                 slot.path
             ),
         });
@@ -253,7 +253,8 @@ impl Rounded {
         if data.dtype() != DType::F32 {
             return Err(Error::Option {
                 option: "a state of `LowBitOptimizer`",
-                expected: "of 32 bits: give the module parameters in 32 bits, or use the optimizer without it",
+                expected: "of 32 bits; give the module parameters in 32 bits, or use the optimizer without \
+                    `LowBitOptimizer`",
                 got: format!("of type {:?}", data.dtype()),
             });
         }
