@@ -67,7 +67,10 @@ fn graphs_are_refused_where_there_are_none_or_no_place_for_them() {
         (
             "/proc/graphs",
             "--synthetic",
-            &["cannot write graphs to /proc/graphs", "name a folder"],
+            &[
+                "cannot write graphs to /proc/graphs",
+                "choose a writable folder",
+            ],
         ),
         (
             "mine",

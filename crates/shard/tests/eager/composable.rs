@@ -240,7 +240,7 @@ fn ignored_modules_are_left_alone() {
     let (nothing, sharded) = (nothing.unwrap_or_default(), sharded.unwrap_or_default());
     assert!(nothing.contains("`tail` matches no module"), "{nothing}");
     assert!(
-        sharded.contains("`head.weight` is to be ignored, but is sharded"),
+        sharded.contains("`head.weight` should be ignored, but is already sharded"),
         "{sharded}"
     );
 }
@@ -338,7 +338,7 @@ fn verbs_refuse_a_second_time() {
     for message in messages[0].clone() {
         let message = message.unwrap_or_default();
         assert!(
-            message.contains("belongs to a unit already, such as `root`"),
+            message.contains("already belongs to a unit, such as `root`"),
             "{message}"
         );
     }

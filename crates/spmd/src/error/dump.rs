@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 pub enum DumpError {
     /// A folder or file that cannot be written.
     #[error(
-        "cannot write graphs to {}: {reason}; name a folder that can be written to and has room, or write no graphs",
+        "cannot write graphs to {}: {reason}; choose a writable folder with enough space, or do not write graphs",
         path.display()
     )]
     Write {
@@ -21,8 +21,8 @@ pub enum DumpError {
 
     /// Something other than a graph, in the place of graphs of an earlier run.
     #[error(
-        "graphs of an earlier run in {} cannot be replaced: {} was not written with them; move it away, or name another \
-         folder",
+        "cannot replace the graphs of an earlier run in {}: {} was not written with them; move it away, or choose \
+         another folder",
         folder.display(),
         path.display()
     )]

@@ -85,5 +85,9 @@ fn what_is_read_must_be_equal() {
         SgdConfig::new().build(),
         Mode::single(),
     );
-    says(&step.expect_err("refused"), "head.weight", "what is read");
+    says(
+        &step.expect_err("refused"),
+        "head.weight",
+        "the values read",
+    );
 }
