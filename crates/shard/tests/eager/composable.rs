@@ -283,7 +283,7 @@ fn several_modules_are_one_unit() {
             .unit_of(["norm", "head"])
             .unit_of(["embed", "head"]);
         let error = build(MLP, &world, &device(), twice).expect_err("the head twice");
-        assert!(error.to_string().contains("both with `head`"), "{error}");
+        assert!(error.to_string().contains("given `head` for both"), "{error}");
         let policy = ShardPolicy::new().unit_of(["norm", "tail"]);
         let error = build(MLP, &world, &device(), policy).expect_err("no tail");
         assert!(error.to_string().contains("`tail`"), "{error}");
@@ -407,7 +407,7 @@ fn an_error_leaves_everything_sharded() {
             drop(all);
             let message = in_forward.err().map(|error| error.to_string());
             let message = message.unwrap_or_default();
-            assert!(message.contains("expected state Unsharded"), "{message}");
+            assert!(message.contains("must be Unsharded"), "{message}");
             assert_sharded(&model, "after an error in forward")?;
 
             is_broken.store(true, Relaxed);

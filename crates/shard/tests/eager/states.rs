@@ -226,7 +226,7 @@ fn a_child_in_the_middle_of_a_step_is_not_taken_over() {
         model.blocks[0] = block.clone();
         let refused = fully_shard(model, &mesh, blocks()).err().map(text);
         let message = refused.unwrap_or_default();
-        assert!(message.contains("current state Forward"), "{message}");
+        assert!(message.contains("in phase Forward"), "{message}");
         backward(loss, &block)?;
         Ok(())
     });
