@@ -283,7 +283,10 @@ fn several_modules_are_one_unit() {
             .unit_of(["norm", "head"])
             .unit_of(["embed", "head"]);
         let error = build(MLP, &world, &device(), twice).expect_err("the head twice");
-        assert!(error.to_string().contains("given `head` for both"), "{error}");
+        assert!(
+            error.to_string().contains("given `head` for both"),
+            "{error}"
+        );
         let policy = ShardPolicy::new().unit_of(["norm", "tail"]);
         let error = build(MLP, &world, &device(), policy).expect_err("no tail");
         assert!(error.to_string().contains("`tail`"), "{error}");
