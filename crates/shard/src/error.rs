@@ -39,7 +39,7 @@ pub enum Error {
         /// The path.
         path: String,
     },
-    /// A backward in which no parameter of the module takes part.
+    /// A backward that reaches no parameter of the module.
     #[error(
         "no parameter of the module gets a gradient: it was built on a device without autodiff, is entirely frozen, or \
          no trained parameter took part in the loss; build it on `Device::flex().autodiff().gradient_checkpointing()`, \
@@ -47,7 +47,7 @@ pub enum Error {
          `apply_lora`, which freezes sharded parameters"
     )]
     NoGraph,
-    /// A parameter that no unit manages, and clones of it on ranks that are threads.
+    /// A parameter that no unit manages, cloned into ranks that are threads.
     #[error(
         "ranks {rank} and {peer} share parameter `{path}`, which is not sharded, and would wait forever for each other's \
          backward: it was created once and cloned into the ranks; build the module on each rank, shard or replicate all \
@@ -97,7 +97,7 @@ pub enum Error {
         /// One of the units.
         unit: String,
     },
-    /// A pattern of ignored modules that names a sharded one.
+    /// An ignore pattern that matches a sharded parameter.
     #[error(
         "parameter `{path}` should be ignored, but is already sharded; remove its module from the ignored ones, or do \
          not shard it"
@@ -125,10 +125,10 @@ pub enum Error {
     Reparameterized {
         /// Path of the parameter.
         path: String,
-        /// Name of the reparameterization that is there.
+        /// Name of the existing reparameterization.
         name: String,
     },
-    /// A parameter of two fields that cannot share it.
+    /// Two fields that cannot share a parameter.
     #[error("parameters `{first}` and `{second}` are one parameter (same id), {problem}")]
     Tied {
         /// The path seen first.
@@ -176,7 +176,7 @@ pub enum Error {
         /// The element type found.
         got: String,
     },
-    /// A layer of Burn's that does not compute in its parameters' type.
+    /// A Burn layer that does not compute in its parameters' type.
     #[error(
         "layer {layer} computes only in {expected}, the type of its states, but its `{param}` computes in {got}; keep it \
          in full precision with `Precision::full_in` and, in the model, cast its input with `x.cast(DType::{expected})` \
@@ -230,7 +230,7 @@ pub enum Error {
         /// The number of copies that differ.
         copies: usize,
     },
-    /// A unit that another rank uses, and for which this rank holds no copy of the same age.
+    /// A unit that another rank uses, but of which this rank has no matching copy.
     #[error(
         "rank {rank}: another rank uses unit `{unit}`, but this rank holds no copy of it, or several with different \
          values, and cannot tell which one belongs to the module in use; keep the parts of a module together, and clone \
@@ -252,7 +252,7 @@ pub enum Error {
         /// This rank.
         rank: usize,
     },
-    /// A loss whose graph was consumed already.
+    /// A loss whose graph has already been consumed.
     #[error(
         "an earlier backward consumed the graph of this loss: two forwards of a module share the nodes of their \
          parameters if it has one unit or they begin with different parameters; sum the losses and call backward once, \
@@ -284,7 +284,7 @@ pub enum Error {
         /// The advice to the user.
         advice: &'static str,
     },
-    /// A tracked tensor in a recomputed region that is neither its input nor its module's.
+    /// A tracked tensor in a recomputed region that is neither its input nor one of its module's tensors.
     #[error(
         "a recomputed region captures a tensor with a graph, whose gradient would be lost; \
          pass it as the region's input, or detach it"
@@ -311,7 +311,7 @@ pub enum Error {
         /// Bytes read.
         got: usize,
     },
-    /// A hook of the policy that returned a wrong result, or made a wrong request of the engine.
+    /// A policy hook that returned a wrong result, or made an invalid request to the engine.
     #[error(
         "{of}: the policy's hook {got}, expected {expected}; give plain tensors of these lengths, made with \
          `Tensor::inner` if necessary"
@@ -432,7 +432,7 @@ pub enum Error {
         /// Path of the parameter or running state.
         path: String,
     },
-    /// A closure that returned a different module from the one it was given.
+    /// A closure that returned a different module from the one it received.
     #[error(
         "the returned module has {got} at `{path}`, expected {expected}; return the module that the closure received, \
          and change only its values"
@@ -463,7 +463,7 @@ pub enum Error {
         unit: String,
         /// The file.
         file: String,
-        /// The reason of the failure.
+        /// The reason for the failure.
         reason: String,
         /// The advice to the user.
         advice: &'static str,

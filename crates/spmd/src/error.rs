@@ -60,7 +60,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// A tensor of the module that is not a parameter, but is made of random numbers.
+    /// A tensor of the module that is drawn at random, but is not a parameter.
     #[error(
         "the loss reads a tensor that `init` draws at random ({operation} of shape {shape:?}) and that is not a \
          parameter, so every step would draw it again; make it a frozen parameter \
@@ -104,8 +104,8 @@ pub enum Error {
         rank: usize,
     },
 
-    /// The model captured an operation of its own, and the step has no [`CustomOperation`](crate::CustomOperation) of
-    /// that name.
+    /// The model uses an operation that is not one of Burn's, and the step has no
+    /// [`CustomOperation`](crate::CustomOperation) of that name.
     #[error(
         "the model uses the operation \"{name}\", which is not one of Burn's; pass the step a CustomOperation of that \
          name (CompiledStep::operations)"
@@ -135,7 +135,7 @@ pub enum Error {
     /// Two tensors of a batch, or two parameters, with the same name.
     #[error("{what} \"{name}\" occurs twice; give each a unique name")]
     DuplicateName {
-        /// Kind of the thing that is named: an input, a parameter.
+        /// Kind of the named object: an input, a parameter.
         what: &'static str,
         /// The name.
         name: String,
@@ -144,7 +144,7 @@ pub enum Error {
     /// A name that matches nothing.
     #[error("there is no {what} \"{name}\"; {}", Known(known))]
     UnknownName {
-        /// Kind of the thing that is named: an input, a parameter.
+        /// Kind of the named object: an input, a parameter.
         what: &'static str,
         /// The name.
         name: String,
@@ -218,7 +218,7 @@ pub enum Error {
          this one"
     )]
     TensorMismatch {
-        /// Kind of the thing that is named: an input, a parameter, a state.
+        /// Kind of the named object: an input, a parameter, a state.
         what: &'static str,
         /// The name.
         name: String,
@@ -306,7 +306,7 @@ pub enum Error {
         clip: burn_fsdp_mesh::Clip,
     },
 
-    /// An optimizer whose step or state cannot be followed.
+    /// An optimizer whose step or state cannot be traced.
     #[error(
         "the optimizer {optimizer} cannot be traced for parameter \"{path}\": {reason}; use another optimizer, or train \
          this model with the eager engine (fully_shard)"
@@ -316,11 +316,11 @@ pub enum Error {
         optimizer: &'static str,
         /// The parameter.
         path: String,
-        /// The part of the step or state that cannot be followed.
+        /// The part of the step or state that cannot be traced.
         reason: String,
     },
 
-    /// An override whose module does not stand for the module of the step.
+    /// An override whose module cannot replace the step's module.
     #[error(transparent)]
     Override(#[from] OverrideError),
 
@@ -414,7 +414,7 @@ pub enum Error {
     Backwards {
         /// Number of steps done.
         done: u64,
-        /// Number of steps at which the run was to resume.
+        /// Number of steps at which the run should resume.
         steps: u64,
     },
 

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The reason why graphs were not written. Nothing of the graph at hand was written.
+/// The reason why graphs were not written. No part of the current graph was written.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DumpError {
@@ -19,7 +19,7 @@ pub enum DumpError {
         reason: String,
     },
 
-    /// Something other than a graph, in the place of graphs of an earlier run.
+    /// Something other than a graph where an earlier run's graphs belong.
     #[error(
         "cannot replace the graphs of an earlier run in {}: {} was not written with them; move it away, or choose \
          another folder",

@@ -28,7 +28,7 @@ pub enum MoveError {
         node: usize,
         /// Name of its operation.
         operation: String,
-        /// The node before which it was to run.
+        /// The node that it should run before.
         before: usize,
         /// The node that reads its result.
         reader: usize,
@@ -40,7 +40,7 @@ pub enum MoveError {
     #[error("no node was chosen to run in the next step; remove the pass, or let it move nodes")]
     Nothing,
 
-    /// A step of several micro-batches, which keeps its nodes.
+    /// A step with a scaled loss, whose nodes cannot move.
     #[error(
         "a step with a scaled loss has several graphs, and none of their nodes can run in the next step; compute in \
          bf16, or remove the passes of Mode::move_to_next_iteration"

@@ -1,4 +1,4 @@
-//! Errors of modules that stand for others while a step is traced.
+//! Errors of modules that are traced in place of a step's module.
 
 /// The reason why a module cannot be traced in place of the step's module.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

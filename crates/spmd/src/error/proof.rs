@@ -27,7 +27,7 @@ pub enum ProofError {
         reason: String,
     },
 
-    /// A plan that is not among the proved ones: see [`Mode::proved`](crate::Mode::proved).
+    /// A plan that was not proved: see [`Mode::proved`](crate::Mode::proved).
     #[error(
         "the step has a plan of {nodes} operations that was not proved before the run: its batch has another shape, or \
          its optimizer another step; prove that plan as well, or skip the proof"

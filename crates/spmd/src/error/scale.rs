@@ -20,20 +20,20 @@ pub enum ScaleError {
         scale: f64,
     },
 
-    /// A loss that is to be scaled within a memory budget.
+    /// A scaled loss in a step with a memory budget.
     #[error(
         "a step with a scaled loss has several graphs, for which a memory budget is not supported; use bf16, or choose \
          units with Options::recompute_units"
     )]
     Budget,
 
-    /// A graph that takes no factor of the loss.
+    /// A graph without a factor for its loss.
     #[error(
         "the graph was traced without a factor for its loss; trace it with TraceConfig::scales_loss"
     )]
     NotTraced,
 
-    /// A step that scales no loss.
+    /// A step that does not scale its loss.
     #[error("this step does not scale its loss; compile it with Options::scale_loss")]
     Off,
 }
