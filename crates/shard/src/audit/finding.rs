@@ -74,7 +74,7 @@ impl Sum {
     }
 }
 
-/// Prints as `the sum of 2 gradients of rank 0 and 1 of rank 2`.
+/// Prints as `the sum of the gradients computed: 2 of rank 0 and 1 of rank 2`.
 impl fmt::Display for Sum {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let counts = self

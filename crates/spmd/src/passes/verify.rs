@@ -81,7 +81,7 @@ pub fn verify(graph: &Graph) -> Result<(), Error> {
     RULES.iter().try_for_each(|rule| keeps(graph, rule))
 }
 
-/// Checks only the rule of types, for every plan before it runs: whether ranks hold of every value what its readers
+/// Checks only the rule of types, for every plan before it runs: whether ranks hold what the readers of each value
 /// need.
 ///
 /// # Errors
