@@ -347,7 +347,10 @@ impl Machine {
                 let from = from.ok_or_else(|| Fault {
                     node: graph.nodes().len(),
                     rank: number,
-                    reason: format!("%{} does not exist for an update", update.from.value()),
+                    reason: format!(
+                        "an update reads %{}, which does not exist",
+                        update.from.value()
+                    ),
                 })?;
                 Ok((update.into, from))
             });

@@ -160,7 +160,7 @@ impl Scale {
         let sizes = a.sizes.iter().copied().zip(b.sizes.iter().copied());
         if let Some((a, b)) = sizes.into_iter().find(|pair| !self.explains(*pair)) {
             return Err(format!(
-                "its size is {a}, but its twin's is {b}, and no size of the traces corresponds in this way"
+                "its size is {a} and its twin's is {b}, a pair that the traces do not have"
             ));
         }
         let mut numbers = a.numbers.iter().copied().zip(b.numbers.iter().copied());

@@ -14,8 +14,8 @@ pub(super) const LEGEND: &str = "\
 For each pass: the number of nodes before and after it, and the first lines that differ.
   - removed
   + added
-  < before the pass, and after it
-  > this: the same values are computed from other operands, in another shape, or with other marks
+  < the line before the pass
+  > the line after it: the same values from other operands, in another shape, or marked differently
   ~ runs earlier or later
 ";
 

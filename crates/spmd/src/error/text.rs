@@ -6,7 +6,7 @@ use crate::pass_id::PassId;
 pub(super) fn advice(reason: &str, produced_by: Option<&str>) -> &'static str {
     // Burn panics with this text, and has no error type for it.
     if reason.contains("seeding is not supported") {
-        "seed before `compile`: rank 0 draws there the values that `init` makes, from the seed at that time"
+        "seed before `compile`, which draws the initial values on rank 0 from the seed at that time"
     } else if reason.contains("do not support autodiff") {
         "inner(), valid() and from_inner() cannot be captured: use detach() for values without a gradient, or train this \
          model with the eager engine (fully_shard)"
