@@ -372,7 +372,7 @@ fn dropout_is_refused_where_ranks_are_threads() {
     let said = said
         .expect_err("two ranks draw from one generator")
         .to_string();
-    assert!(said.contains("must be deterministic"), "{said}");
+    assert!(said.contains("make regions deterministic"), "{said}");
 }
 
 /// Running states are updated once, on every rank by its own batches.

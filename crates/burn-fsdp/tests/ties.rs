@@ -1,5 +1,5 @@
-//! Two GPT-2s, and two Llamas, that share every parameter (clones of it, with one id): against one of them in plain Burn that runs
-//! twice, and through steps on disk from engine to engine.
+//! Two GPT-2s, and two Llamas, that share every parameter (clones of it, with one id). They are compared with one model in plain
+//! Burn that runs twice, and saved steps move between engines.
 
 #[path = "common/save.rs"]
 mod saving;
@@ -46,7 +46,7 @@ const LLAMA: LlamaConfig = LlamaConfig {
     },
 };
 
-/// 12 is divided by every number of ranks up to 4.
+/// 12 rows, divisible by every number of ranks up to 4.
 const ROWS: usize = 12;
 const STEPS: usize = 4;
 
@@ -62,7 +62,7 @@ struct Two<M> {
 struct Case<M> {
     init: fn(&Device) -> M,
     loss: fn(&M, Tokens) -> Tensor<1>,
-    /// Of the first model, and of the second.
+    /// The units of the first and of the second model.
     units: [&'static str; 2],
 }
 
@@ -135,7 +135,7 @@ fn on_ranks<T: Send + 'static>(
     launch(config, body).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Losses of some steps by the eager engine.
+/// Losses of some steps with the eager engine.
 fn eagerly<M: Module + ModuleDisplay + 'static>(
     case: Case<M>,
     ranks: usize,
@@ -169,7 +169,7 @@ fn eagerly<M: Module + ModuleDisplay + 'static>(
     (0..seen[0].len()).map(mean).collect()
 }
 
-/// Losses of some steps by a compiled step.
+/// Losses of some steps with a compiled step.
 fn compiled<M: Module + ModuleDisplay + 'static>(
     case: Case<M>,
     ranks: usize,
@@ -254,7 +254,7 @@ fn two_llamas_with_shared_parameters_train_like_one_run_twice() {
     });
 }
 
-/// Adds a number to the parameters of one of the two.
+/// Adds a number to the parameters of one of the two models.
 struct Shift {
     path: Vec<String>,
     of: &'static str,
@@ -275,12 +275,12 @@ impl ModuleMapper for Shift {
             0.0
         };
         let value = (param.val().inner() + by).autodiff().require_grad();
-        // Apart: an id of its own.
+        // A new id unties it.
         Param::initialized(burn::module::ParamId::new(), value)
     }
 }
 
-/// Steps of a model that has two sets of parameters, and the other way round.
+/// A tied model reads the steps of a model with two sets of parameters, and the reverse.
 #[test]
 fn steps_with_both_names_or_one_are_read_if_the_values_are_equal() {
     let init = |device: &Device| GPT2.init(device, 9).expect("valid sizes");
@@ -342,7 +342,7 @@ fn steps_with_both_names_or_one_are_read_if_the_values_are_equal() {
                 return Ok(());
             }
             let (got, ()) = (got?, by_compiled?);
-            // And back, from a step with one name.
+            // The reverse, from a step with one name.
             let taken = snapshot(&got, &adamw().init(), mesh.mesh(), "shard")?;
             save_taken(&path, world, taken, 2)?;
             let step = Checkpoints::new(&path).newest()?;

@@ -37,12 +37,11 @@ pub(crate) fn check_backend(path: &str, device: &Device) -> Result<(), Error> {
         path: path.to_owned(),
         advice: match known {
             Some((_, features)) => format!(
-                "switch on the feature of `burn-fsdp` for this device, one of {}",
+                "enable the `burn-fsdp` feature for this device, one of {}",
                 quoted(features.iter())
             ),
             None => format!(
-                "build the module on `Device::flex()`, or on a device of one of the features {} of \
-                 `burn-fsdp`",
+                "build the module on `Device::flex()`, or on a device of one of the `burn-fsdp` features {}",
                 quoted(OPTIONAL_BACKENDS.iter().flat_map(|(_, features)| *features))
             ),
         },

@@ -20,10 +20,7 @@
 
 #![cfg_attr(
     feature = "ndarray",
-    allow(
-        deprecated,
-        reason = "`NdArray` is there for tests, which need a second backend"
-    )
+    allow(deprecated, reason = "tests need `NdArray` as a second backend")
 )]
 
 use std::fmt;

@@ -22,10 +22,9 @@ impl fmt::Display for Pinned {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "unit `{}`: {} of {} bytes of full weights stayed alive from forward to backward; an \
-             operation saved a view, a cast or the weight itself. Use a device with \
-             `.autodiff().gradient_checkpointing()`, if it is not one, and leave embeddings to the root: they save their \
-             weight on every device",
+            "unit `{}`: {} of {} bytes of full weights stayed alive from forward to backward because an operation saved \
+             a view, a cast or the weight itself; use a device with `.autodiff().gradient_checkpointing()`, and leave \
+             embeddings to the root, because they save their weight on every device",
             self.unit, self.bytes, self.of
         )
     }

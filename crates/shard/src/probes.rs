@@ -261,9 +261,9 @@ impl Trial {
         {
             self.warned.call_once(|| {
                 report::warn(format!(
-                    "the shard of `{path}` was updated, and it is not known whether by an optimizer that may \
-                     work on shards: the gradients are not straight from `backward(loss, &model)` of this \
-                     crate; call `check_elementwise(&model, &optimizer)` once before training"
+                    "the shard of `{path}` was updated, but it is unknown whether the optimizer may work on shards, \
+                     because the gradients do not come directly from this crate's `backward(loss, &model)`; call \
+                     `check_elementwise(&model, &optimizer)` once before training"
                 ));
             });
         }

@@ -170,7 +170,7 @@ impl UnitReduction {
     pub fn reduce_scatter(&self, gradients: Vec<Tensor<1>>) -> Result<Vec<Tensor<1>>, Error> {
         self.check(
             &gradients,
-            "gave to `reduce_scatter`",
+            "passed `reduce_scatter`",
             FullGradient::elements,
         )?;
         if self.gradients.iter().any(|own| own.partition.is_none()) {
@@ -229,10 +229,13 @@ impl UnitReduction {
 
     fn kind(&self, tensor: &Tensor<1>) -> Result<Kind, Error> {
         if tensor.is_autodiff() {
-            return Err(self.refused("plain tensors", "gave one with a graph".to_owned()));
+            return Err(self.refused("plain tensors", "passed a tensor with a graph".to_owned()));
         }
         let Some(wire) = transport::element_type(tensor.dtype()) else {
-            return Err(self.refused("floats", format!("gave {:?}", tensor.dtype())));
+            return Err(self.refused(
+                "floats",
+                format!("passed a tensor of type {:?}", tensor.dtype()),
+            ));
         };
         let (sum, dtype) = match wire {
             ElementType::F64 => (ElementType::F64, DType::F64),
@@ -254,7 +257,7 @@ impl UnitReduction {
         elements: impl Fn(&FullGradient) -> usize,
     ) -> Result<(), Error> {
         if tensors.len() != self.gradients.len() {
-            let got = format!("{what} {}", tensors.len());
+            let got = format!("{what} {} tensors", tensors.len());
             let expected = format!("{} tensors", self.gradients.len());
             return Err(self.refused(&expected, got));
         }
@@ -264,7 +267,7 @@ impl UnitReduction {
             if len != expected {
                 return Err(self.refused(
                     &format!("{expected} elements for `{}`", own.path),
-                    format!("{what} {len}"),
+                    format!("{what} {len} elements"),
                 ));
             }
         }

@@ -57,7 +57,7 @@ impl Shown {
             4 => Self::Four(leaf(id, flat, shape, is_trainable)),
             5 => Self::Five(leaf(id, flat, shape, is_trainable)),
             6 => Self::Six(leaf(id, flat, shape, is_trainable)),
-            dims => unreachable!("what has {dims} dims is shown flat"),
+            dims => unreachable!("a tensor of {dims} dims is shown flat"),
         }
     }
 

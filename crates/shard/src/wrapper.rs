@@ -239,7 +239,7 @@ impl<M: Module> fmt::Display for FullyShardedDataParallel<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let members = inspect::members(&self.module);
         let (Ok(root), Ok(plan)) = (inspect::root_of(&self.module), wrap_plan(&self.module)) else {
-            return f.write_str("FullyShardedDataParallel, not sharded any more");
+            return f.write_str("FullyShardedDataParallel, no longer sharded");
         };
         let types = |of: fn(&Elements) -> Element| {
             let all = members.iter().map(|member| of(&member.slot().elements));
@@ -259,9 +259,8 @@ impl<M: Module> fmt::Display for FullyShardedDataParallel<M> {
         } = &self.policy;
         writeln!(
             f,
-            "FullyShardedDataParallel: rank {} of {} on axis \"{axis}\", {strategy:?}, {cut} \
-             shards of {}, which compute in {} and are reduced in {}, whole below {whole_below} elements, {} units \
-             prefetched",
+            "FullyShardedDataParallel: rank {} of {} on axis \"{axis}\", {strategy:?}, {cut} shards in {}, computed in \
+             {}, reduced in {}, whole below {whole_below} elements, {} units prefetched",
             root.group.rank(),
             root.group.size(),
             types(|elements| elements.stored),

@@ -147,7 +147,7 @@ where
             HandleKind::Float(tensor) | HandleKind::Int(tensor) | HandleKind::Bool(tensor) => {
                 Ok(tensor)
             }
-            HandleKind::Quantized(_) => Err("its tensors are not quantized".to_owned()),
+            HandleKind::Quantized(_) => Err("its tensors must not be quantized".to_owned()),
         });
         let outputs = (self.run)(call, inputs.collect::<Result<_, _>>()?);
         let kind = |(tensor, output): (FlexTensor, &TensorIr)| match output.dtype {
@@ -159,7 +159,7 @@ where
         let outputs: Vec<_> = outputs.into_iter().zip(&call.outputs).map(kind).collect();
         match outputs.len() == num_outputs {
             true => Ok(outputs),
-            false => Err(format!("it gave {num_outputs} tensors")),
+            false => Err(format!("it returned {num_outputs} tensors")),
         }
     }
 

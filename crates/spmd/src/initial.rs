@@ -236,7 +236,7 @@ where
             && self.error.is_none()
             && hash_of(&data()) != hash
         {
-            let problem = "but of different values; make the second by cloning the first when the module is built";
+            let problem = "but have different values; create the second by cloning the first when the module is built";
             self.error = Some(tied(first, path, problem).into());
         }
     }
@@ -260,8 +260,7 @@ where
             };
             match (&known, (self.read)(&asked)?) {
                 (Some((first, one)), Some(other)) if one.as_bytes() != other.as_bytes() => {
-                    let problem = "but what is read has other values for one than for the other; read one name, or the \
-                                   same for both";
+                    let problem = "but the values read for them differ; read only one name, or the same values for both";
                     return Err(tied(first, &whole.path, problem).into());
                 }
                 (None, Some(data)) => known = Some((whole.path, data)),
@@ -377,7 +376,7 @@ fn sent(
         let held = broadcast(copies, path, own, known)?;
         data = Some(owned(held));
     }
-    data.ok_or_else(|| Error::Internal(format!("parameter {path} has come to no rank")))
+    data.ok_or_else(|| Error::Internal(format!("no rank has parameter {path}")))
 }
 
 /// Copies elements into memory of their own.

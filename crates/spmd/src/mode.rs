@@ -328,8 +328,8 @@ impl Mode {
             None => Ok(()),
             Some(name) => Err(Error::Evaluation {
                 reason: format!(
-                    "the step cuts its batch, and no placement is for the evaluation's \"{name}\"; give the batch the \
-                     names that it has in training, or evaluate with a tuple of the same form"
+                    "the step cuts its batch, but the evaluation's \"{name}\" has no placement; give the batch the same \
+                     names as in training, or evaluate with a tuple of the same form"
                 ),
             }),
         }
@@ -340,7 +340,7 @@ impl Mode {
     pub(crate) fn check_full(&self, paths: &[&str]) -> Result<(), Error> {
         match self.options.precision.unmatched(paths) {
             Some(pattern) => Err(Error::UnknownName {
-                what: "module that computes in full",
+                what: "module in full precision",
                 name: pattern.to_owned(),
                 known: paths.join(", "),
             }),
@@ -373,14 +373,14 @@ impl Mode {
         let is_flex = |of: &[DType; 3]| of[1..].contains(&DType::Flex32);
         if types.iter().any(|of| is_double(of) || is_flex(of)) {
             return Err(Error::Precision {
-                what: "from or to f64 or flex32, which are not reduced to other types",
+                what: "from or to f64 or flex32, which cannot be reduced to other types",
                 way_out: "build the model in f32",
             });
         }
         match types.iter().any(has_halves) && self.options.loss_scaling.is_none() {
             true => Err(Error::Precision {
-                what: "in f16 with a loss that is not scaled",
-                way_out: "scale it (Options::scale_loss), or use bf16",
+                what: "in f16 without loss scaling",
+                way_out: "scale the loss (Options::scale_loss), or use bf16",
             }),
             false => Ok(()),
         }

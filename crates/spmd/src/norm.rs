@@ -123,8 +123,8 @@ impl<B: BackendIr> CustomOperation<B> for Coefficients {
         let total = measure.root(total);
         if clip.refuses_nonfinite() && !total.is_finite() {
             return Err(format!(
-                "the norm of the gradients is {total}; go on from a checkpoint with a lower learning rate, look for a \
-                 division by zero in the loss, or clip all the same with `NonFinite::Scale`"
+                "the norm of the gradients is {total}; continue from a checkpoint with a lower learning rate, look for a \
+                 division by zero in the loss, or clip anyway with `NonFinite::Scale`"
             ));
         }
         let coefficient = clip.coefficient(total);
@@ -160,7 +160,7 @@ fn choice(call: &CustomOpIr) -> Result<(Clip, Measure), String> {
         ScalarIr::Bool(refuses),
     ] = call.scalars.as_slice()
     else {
-        return Err("it has not the numbers of a norm".to_owned());
+        return Err("it does not have the scalars of a norm".to_owned());
     };
     let norm = Norm::P(*order);
     let nonfinite = match refuses {
@@ -174,16 +174,16 @@ fn choice(call: &CustomOpIr) -> Result<(Clip, Measure), String> {
 fn device<B: BackendIr>(inputs: &[HandleKind<B>]) -> Result<B::Device, String> {
     match inputs.first() {
         Some(HandleKind::Float(tensor)) => Ok(tensor.device()),
-        _ => Err("gradients are float tensors".to_owned()),
+        _ => Err("gradients must be float tensors".to_owned()),
     }
 }
 
 fn read<B: BackendIr>(tensor: HandleKind<B>) -> Result<TensorData, String> {
     let HandleKind::Float(tensor) = tensor else {
-        return Err("gradients are float tensors".to_owned());
+        return Err("gradients must be float tensors".to_owned());
     };
     let data = try_read_sync(B::float_into_data(tensor));
-    data.ok_or_else(|| "the backend cannot be read synchronously".to_owned())?
+    data.ok_or_else(|| "the backend does not support synchronous reads".to_owned())?
         .map_err(|error| error.to_string())
 }
 

@@ -253,7 +253,7 @@ fn gather(
 fn first_of(buffers: Vec<Buffer>, shape: &[usize], dtype: DType) -> Result<TensorData, Error> {
     let buffer = buffers.into_iter().next();
     let buffer =
-        buffer.ok_or_else(|| Error::Internal("a collective has given no buffer".to_owned()))?;
+        buffer.ok_or_else(|| Error::Internal("a collective returned no buffer".to_owned()))?;
     let bytes = bytes::Bytes::from_owner(buffer);
     let bytes = Bytes::from_shared(bytes, AllocationProperty::Native);
     Ok(TensorData::from_bytes(bytes, shape.to_vec(), dtype))

@@ -250,5 +250,5 @@ impl Keep<'_> {
 }
 
 fn no_plan() -> Error {
-    Error::Internal("no pass has made a plan".to_owned())
+    Error::Internal("no pass made a plan".to_owned())
 }

@@ -505,7 +505,7 @@ fn a_compiled_step_rejects_tensors_that_would_lose_bits() {
     });
     let of_host = of_host.expect("refused");
     assert!(
-        of_host.contains("numbers of the host would lose bits"),
+        of_host.contains("host numbers would lose bits"),
         "{of_host}"
     );
     // Numbers that halves cannot represent: 0.1 is not one of theirs, and neither are the others.
@@ -515,7 +515,7 @@ fn a_compiled_step_rejects_tensors_that_would_lose_bits() {
         |device| Tensor::full([3], -1e9, device),
         |device| Tensor::ones([1], device).full_like(65537.0),
     ];
-    assert_lost(&fills, "numbers of the host");
+    assert_lost(&fills, "host numbers");
     let draws: [fn(&Device) -> Tensor<1>; 2] = [
         |device| Tensor::random([3], Distribution::Default, device),
         |device| Tensor::random([1], Distribution::Normal(0.0, 1.0), device),

@@ -67,7 +67,10 @@ fn dumps_without_graphs_or_a_writable_folder_are_rejected() {
         (
             "/proc/graphs",
             "--synthetic",
-            &["cannot write graphs to /proc/graphs", "name a folder"],
+            &[
+                "cannot write graphs to /proc/graphs",
+                "choose a writable folder",
+            ],
         ),
         (
             "mine",

@@ -46,11 +46,11 @@ impl fmt::Display for Memory {
         writeln!(f, "parameters held    {:>12} B", self.parameters)?;
         writeln!(f, "unsharded, now     {:>12} B", self.unsharded_live)?;
         writeln!(f, "unsharded, peak    {:>12} B", self.unsharded_peak)?;
-        writeln!(f, "gradients unreduced{:>12} B", self.unreduced)?;
+        writeln!(f, "unreduced gradients{:>12} B", self.unreduced)?;
         writeln!(f, "kept for later use {:>12} B", self.pooled)?;
         if self.staged != Staged::default() {
-            writeln!(f, "read back to send  {}", self.staged.to_host)?;
-            writeln!(f, "brought to devices {}", self.staged.to_device)?;
+            writeln!(f, "copied to host     {}", self.staged.to_host)?;
+            writeln!(f, "copied to devices  {}", self.staged.to_device)?;
         }
         self.pinned
             .iter()
@@ -193,9 +193,8 @@ pub(crate) fn warn_at_wrap(root: &Root) {
         let bytes: usize = dropped.iter().map(|unit| unit.gathered_bytes()).sum();
         let names: Vec<_> = dropped.iter().map(|unit| unit.label()).collect();
         report::warn(format!(
-            "the device has no gradient checkpointing: units {} may stay unsharded until \
-             backward, up to {bytes} bytes; build the module on \
-             `device.autodiff().gradient_checkpointing()`",
+            "units {} may stay unsharded until backward, up to {bytes} bytes, because the device has no gradient \
+             checkpointing; build the module on `device.autodiff().gradient_checkpointing()`",
             names.join(", "),
         ));
     }

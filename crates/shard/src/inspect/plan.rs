@@ -103,8 +103,8 @@ pub fn wrap_plan<M: Module>(module: &M) -> Result<WrapPlan, Error> {
         && 2 * unit.num_params > total
     {
         plan.warnings.push(format!(
-            "unit `{}` holds {} of {} parameters; full weights of one unit exist at once, so \
-             sharding saves little: name smaller modules as units, such as \"blocks.*\"",
+            "unit `{}` holds {} of {} parameters, and the full weights of a unit exist at once, so sharding saves \
+             little; make smaller modules units, such as \"blocks.*\"",
             unit.name, unit.num_params, total
         ));
     }

@@ -200,10 +200,10 @@ impl UnitHandle {
         if self.root.holds_sums_of(&self.unit) {
             return Err(Error::State {
                 unit: self.name(),
-                expected: "without gradients that wait on the shards".to_owned(),
-                got: "with such gradients, which were divided already".to_owned(),
-                advice: "let a backward hand them out, by `set_requires_all_reduce(true)` and \
-                         `set_is_last_backward(true)`, and set the factors then",
+                expected: "free of waiting gradients".to_owned(),
+                got: "holding gradients that wait on the shards and are already divided".to_owned(),
+                advice: "reduce them in a backward with `set_requires_all_reduce(true)` and \
+                    `set_is_last_backward(true)`, then set the factors",
             });
         }
         *self.unit.switches.factors.lock() = factors.into();
@@ -221,7 +221,7 @@ const ADVICE: &str = "switch units between steps, not inside a backward";
 
 /// A gather that the program has asked for. Dropping it leaves the gather under way.
 #[derive(Debug)]
-#[must_use = "the gather goes on without it, but its errors come later"]
+#[must_use = "the gather continues without it, but its errors are reported later"]
 pub struct Unsharding<'a>(&'a UnitHandle);
 
 impl Unsharding<'_> {
@@ -260,8 +260,8 @@ pub fn no_sync<M: Module, T>(module: &M, body: impl FnOnce() -> T) -> Result<T, 
         None => Ok(result),
         Some(switched) => Err(Error::State {
             unit: switched.name(),
-            expected: "without gradient sync".to_owned(),
-            got: "with gradient sync".to_owned(),
+            expected: "set to skip gradient sync".to_owned(),
+            got: "set to sync gradients".to_owned(),
             advice: "do not call `set_requires_gradient_sync` inside `no_sync`",
         }),
     }

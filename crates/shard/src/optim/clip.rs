@@ -105,7 +105,7 @@ pub fn clip_grad_norm<M: Module>(
     if clip.max_norm().is_nan() || clip.max_norm() < 0.0 {
         return Err(Error::Option {
             option: "max_norm",
-            expected: "a number that is not negative",
+            expected: "a nonnegative number",
             got: clip.max_norm().to_string(),
         });
     }
@@ -134,7 +134,7 @@ fn nonfinite<M: Module>(module: &M, gradients: &GradientsParams, norm: f64) -> E
         norm,
         rank,
         first: first.map_or_else(
-            || "none of this rank's elements, but another's".to_owned(),
+            || "none, but another rank has one".to_owned(),
             |entry| format!("`{}`", entry.path),
         ),
     }

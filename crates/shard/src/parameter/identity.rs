@@ -84,9 +84,9 @@ impl Identity {
         if !self.is_settled() {
             WARNED.call_once(|| {
                 crate::report::warn(format!(
-                    "a record was loaded into `{path}` after sharding, and Burn asks for its id before \
-                     the engine has seen it: state of an optimizer that was recorded with it, and \
-                     groups of ids, will not match; call `settle_ids(&model)` after `load_record`"
+                    "a record was loaded into `{path}` after sharding, and Burn asks for its id before the engine has \
+                     seen it, so optimizer state recorded with it and groups of ids will not match; call \
+                     `settle_ids(&model)` after `load_record`"
                 ));
             });
         }

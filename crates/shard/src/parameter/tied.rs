@@ -22,10 +22,10 @@ use crate::thrown::throw;
 
 /// The error message for a field that was copied or kept without the first one.
 const ALONE: &str =
-    "and this copy of the module has only the second: clone, and keep, the module that has both";
+    "but this copy of the module has only the second; clone and keep the module that has both";
 /// The error message for a record of both.
 const RECORDED_TWICE: &str =
-    "but a record has other values for one than for the other; load one in which they are equal";
+    "but a record has different values for them; load a record in which they are equal";
 
 /// The part of a tied field that is the same in all copies of the module.
 pub(crate) struct Tie {

@@ -136,7 +136,7 @@ impl AtEnd<'_> {
         };
         let _ = write!(
             text,
-            "; the order has {} operations, its reduction as number {}: {shown}{more}",
+            "; the order has {} operations, with its reduction as number {}: {shown}{more}",
             operations.len(),
             match ordinals.is_empty() {
                 true => "none".to_owned(),

@@ -65,7 +65,7 @@ impl Evaluation {
                 option: "the module to evaluate",
                 expected: "sharded over one group",
                 got: format!(
-                    "sharded over `{}`, and `{}` over `{}`",
+                    "sharded over `{}`, with unit `{}` over `{}`",
                     group.name(),
                     generation.unit.label(),
                     other.group.name()
@@ -77,9 +77,9 @@ impl Evaluation {
             if progress.routes.is_some() {
                 return Err(Error::State {
                     unit: generation.unit.label(),
-                    expected: "in no evaluation".to_owned(),
+                    expected: "in no other evaluation".to_owned(),
                     got: "in one".to_owned(),
-                    advice: "let one `evaluate` end before the next begins",
+                    advice: "let one `evaluate` return before starting the next",
                 });
             }
             // This drops the unit of a previously evaluated copy: a rank that reads nothing would keep it,
@@ -139,7 +139,7 @@ impl Evaluated {
                 self.is_broken.store(true, Ordering::Relaxed);
                 return Err(self.state(
                     "evaluated by all ranks",
-                    format!("left by rank {rank} with an error"),
+                    format!("no longer evaluated by rank {rank}, which failed"),
                 ));
             }
             let next = wanted.into_iter().min().unwrap_or(DONE);
@@ -148,8 +148,8 @@ impl Evaluated {
             }
             let Some((root, generation)) = self.units.get(next as usize) else {
                 return Err(self.state(
-                    "one of the same units on all ranks",
-                    format!("asked for unit {next}"),
+                    "in the same module on all ranks",
+                    format!("in a module without unit {next}, which another rank evaluates"),
                 ));
             };
             let operation = Operation::UnshardForward(generation.unit.position());
@@ -163,7 +163,7 @@ impl Evaluated {
             unit: unit.map_or_else(String::new, |(_, generation)| generation.unit.label()),
             expected: expected.to_owned(),
             got,
-            advice: "let all ranks evaluate one module, and see to the error of that rank",
+            advice: "evaluate the same module on all ranks, and fix the error of that rank",
         }
     }
 }
@@ -175,9 +175,9 @@ impl Routes for Evaluated {
             Some(place) => self.join_until(u32::try_from(place).unwrap_or(DONE)),
             None => Err(Error::State {
                 unit: generation.unit.label(),
-                expected: "of the module that `evaluate` gives".to_owned(),
-                got: "of another copy".to_owned(),
-                advice: "run the module that the closure gets",
+                expected: "part of the module that `evaluate` passes to the closure".to_owned(),
+                got: "part of another copy".to_owned(),
+                advice: "run the module that the closure receives",
             }),
         }
     }

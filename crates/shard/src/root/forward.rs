@@ -164,9 +164,9 @@ impl Progress {
             None => Ok(()),
             Some(_) => Err(Error::State {
                 unit: generation.unit.label(),
-                expected: "of the module that `evaluate` gives".to_owned(),
-                got: "of the module that is trained".to_owned(),
-                advice: "run the module that the closure gets",
+                expected: "part of the module that `evaluate` passes to the closure".to_owned(),
+                got: "part of the module being trained".to_owned(),
+                advice: "run the module that the closure receives",
             }),
         }
     }

@@ -200,8 +200,8 @@ impl Root {
             unit: unit.label(),
             expected: UnitState::Unsharded.to_string(),
             got: generation.life.state().to_string(),
-            advice: "it was resharded in the middle of a use; run the forward again, and `reshard` \
-                     only what no forward is using",
+            advice: "it was resharded while in use: run the forward again, and call `reshard` only on units that no \
+                forward is using",
         })
     }
 

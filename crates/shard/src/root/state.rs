@@ -291,12 +291,12 @@ impl Root {
             Phase::Idle => Ok(()),
             Phase::Forward => Err(misplaced(
                 Phase::Forward,
-                "a forward waits for its backward: run that first, or `reset` the module if the \
-                 loss is not wanted; to evaluate, use `Module::valid`",
+                "run the backward that the forward is waiting for, or `reset` the module if the loss is not needed; use \
+                 `Module::valid` to evaluate",
             )),
             Phase::Backward => Err(misplaced(
                 Phase::Backward,
-                "do this between steps, when `backward` has returned",
+                "do this between steps, after `backward` has returned",
             )),
         }
     }
@@ -438,7 +438,7 @@ fn refuse_in_hook() {
     if GradientHook::is_running() {
         throw(misplaced(
             Phase::Backward,
-            "a hook of the policy must not use a sharded module; read its values before backward",
+            "do not use a sharded module in a hook of the policy; read its values before backward",
         ));
     }
 }
@@ -447,8 +447,8 @@ fn refuse_in_hook() {
 fn misplaced(got: Phase, advice: &'static str) -> Error {
     Error::State {
         unit: "root".to_owned(),
-        expected: format!("{:?}", Phase::Idle),
-        got: format!("{got:?}"),
+        expected: format!("in phase {:?}", Phase::Idle),
+        got: format!("in phase {got:?}"),
         advice,
     }
 }

@@ -114,8 +114,8 @@ fn is_narrow(dtype: DType) -> bool {
 fn differing(path: &str) -> Error {
     Error::Returned {
         path: path.to_owned(),
-        expected: "the same tensor in the average as in the model".to_owned(),
-        got: "another one, or none".to_owned(),
+        expected: "the same tensor as in the model".to_owned(),
+        got: "another tensor or none".to_owned(),
     }
 }
 

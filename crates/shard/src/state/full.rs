@@ -54,7 +54,7 @@ pub fn summon_full_params<M: Module>(
     if write_back == WriteBack::Keep && fields.iter().any(is_adapted) {
         return Err(Error::Option {
             option: "write_back",
-            expected: "`WriteBack::Discard`: the whole weights have the adapters merged into them",
+            expected: "`WriteBack::Discard`, because the adapters are merged into the full weights",
             got: "`WriteBack::Keep` for a module with LoRA adapters".to_owned(),
         });
     }
@@ -215,7 +215,7 @@ impl Narrow {
                 path: path.clone(),
                 expected: format!("shape {shape:?}"),
                 got: value.map_or("nothing".to_owned(), |value| {
-                    format!("{:?}", value.shape().to_vec())
+                    format!("shape {:?}", value.shape().to_vec())
                 }),
             });
         }
@@ -225,8 +225,8 @@ impl Narrow {
             None => Ok(()),
             Some(path) => Err(Error::Returned {
                 path: path.clone(),
-                expected: "no such parameter".to_owned(),
-                got: "one".to_owned(),
+                expected: "none".to_owned(),
+                got: "a parameter".to_owned(),
             }),
         }
     }
@@ -243,7 +243,7 @@ impl Narrow {
                 return Err(Error::Tied {
                     first: first.clone(),
                     second: path.clone(),
-                    problem: "but other values were returned for one than for the other; change both alike",
+                    problem: "but were returned with different values; change both in the same way",
                 });
             }
         }

@@ -144,8 +144,8 @@ impl Grouping {
                     } else if module == innermost && joint.is_some() && name != unit {
                         return Err(Error::Option {
                             option: "unit_of",
-                            expected: "of each module once",
-                            got: format!("`{unit}` and `{name}`, both with `{module}`"),
+                            expected: "given each module once",
+                            got: format!("given `{module}` for both `{unit}` and `{name}`"),
                         });
                     }
                 }
@@ -189,8 +189,11 @@ impl Grouping {
         if let Some(found) = owned.iter().find(|found| found.shape.len() > MAX_DIMS) {
             return Err(Error::Option {
                 option: "one_owner",
-                expected: "a set of patterns without parameters of more than 6 dims",
-                got: format!("around `{}` of shape {:?}", found.path, found.shape),
+                expected: "given patterns that match only parameters of at most 6 dims",
+                got: format!(
+                    "given a pattern that matches `{}` of shape {:?}",
+                    found.path, found.shape
+                ),
             });
         }
         let sizes: Vec<_> = owned.iter().map(|found| found.num_elements()).collect();
@@ -270,7 +273,7 @@ fn expect_types(found: &Found, compute: DType, reduce: DType) -> Result<(), Erro
     match is_double || [compute, reduce].contains(&DType::Flex32) {
         true => Err(Error::Option {
             option: "a type of `Precision`",
-            expected: "f32, bf16 or f16, or leave a module in f64 as it is",
+            expected: "f32, bf16 or f16; leave a module in f64 unchanged",
             got: format!(
                 "{compute:?}, reduced as {reduce:?}, for `{}` in {:?}",
                 found.path, found.dtype

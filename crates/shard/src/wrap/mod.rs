@@ -168,8 +168,8 @@ fn wrap<M: Module>(
     if let (Some(_), Some(path)) = (&policy.lora, survey.sharded.first()) {
         return Err(Error::Option {
             option: "lora",
-            expected: "in one call for the whole module, with `units` in place of calls for its children",
-            got: format!("for a module of which `{path}` is sharded already"),
+            expected: "set in one call for the whole module; use `units` instead of calls for its children",
+            got: format!("set for a module in which `{path}` is already sharded"),
         });
     }
     let ignored = Ignored::new(&survey, policy)?;

@@ -33,7 +33,7 @@ impl Ranks {
         if policy.replicate_axis.as_ref() == Some(&policy.axis) {
             return Err(Error::Option {
                 option: "replicate_axis",
-                expected: "another axis than that of the shards",
+                expected: "an axis other than the shard axis",
                 got: format!("\"{}\"", policy.axis),
             });
         }

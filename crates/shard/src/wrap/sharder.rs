@@ -30,7 +30,8 @@ use crate::transport;
 use crate::unit::Unit;
 
 /// The error message for fields of one parameter that are read with different values.
-const READ_TWICE: &str = "but what is read has other values for one than for the other; read one name, or the same for both";
+const READ_TWICE: &str =
+    "but the values read for them differ; read only one name, or the same values for both";
 
 /// A reparameterizer that replaces each parameter by a stand-in with its value next to it.
 pub(super) struct Sharder<'a> {

@@ -240,7 +240,7 @@ fn ignored_modules_are_left_alone() {
     let (nothing, sharded) = (nothing.unwrap_or_default(), sharded.unwrap_or_default());
     assert!(nothing.contains("`tail` matches no module"), "{nothing}");
     assert!(
-        sharded.contains("`head.weight` is to be ignored, but is sharded"),
+        sharded.contains("`head.weight` should be ignored, but is already sharded"),
         "{sharded}"
     );
 }
@@ -283,7 +283,10 @@ fn several_modules_are_one_unit() {
             .unit_of(["norm", "head"])
             .unit_of(["embed", "head"]);
         let error = build(MLP, &world, &device(), twice).expect_err("the head twice");
-        assert!(error.to_string().contains("both with `head`"), "{error}");
+        assert!(
+            error.to_string().contains("given `head` for both"),
+            "{error}"
+        );
         let policy = ShardPolicy::new().unit_of(["norm", "tail"]);
         let error = build(MLP, &world, &device(), policy).expect_err("no tail");
         assert!(error.to_string().contains("`tail`"), "{error}");
@@ -338,7 +341,7 @@ fn sharding_twice_is_rejected_by_every_verb() {
     for message in messages[0].clone() {
         let message = message.unwrap_or_default();
         assert!(
-            message.contains("belongs to a unit already, such as `root`"),
+            message.contains("already belongs to a unit, such as `root`"),
             "{message}"
         );
     }
@@ -407,7 +410,7 @@ fn an_error_leaves_everything_sharded() {
             drop(all);
             let message = in_forward.err().map(|error| error.to_string());
             let message = message.unwrap_or_default();
-            assert!(message.contains("expected state Unsharded"), "{message}");
+            assert!(message.contains("must be Unsharded"), "{message}");
             assert_sharded(&model, "after an error in forward")?;
 
             is_broken.store(true, Relaxed);

@@ -326,9 +326,12 @@ fn invalid_hook_results_are_named_in_the_error() {
             .map(|part| Tensor::from_data(part.into_data(), &device))
             .collect())
     });
-    assert!(tracked.contains("one with a graph"), "{tracked}");
+    assert!(tracked.contains("a tensor with a graph"), "{tracked}");
     let wrong = message(|unit| unit.reduce_scatter(Vec::new()));
-    assert!(wrong.contains("gave to `reduce_scatter` 0"), "{wrong}");
+    assert!(
+        wrong.contains("passed `reduce_scatter` 0 tensors"),
+        "{wrong}"
+    );
 }
 
 #[test]

@@ -214,10 +214,10 @@ fn evaluations_use_only_their_own_module_and_do_not_nest() {
             nested.and_then(|got| got).expect_err("refused").to_string()
         };
         let nested = inside(&|outer| evaluate(outer, |_| ()));
-        assert!(nested.contains("in no evaluation"), "{nested}");
+        assert!(nested.contains("in no other evaluation"), "{nested}");
         let trained = inside(&|_| catch(|| loss(&model, &device)).map(drop));
         assert!(
-            trained.contains("of the module that is trained"),
+            trained.contains("part of the module being trained"),
             "{trained}"
         );
         let other = model.clone().no_grad().valid();
@@ -261,8 +261,8 @@ fn a_rank_that_leaves_an_evaluation_with_an_error_takes_the_others_along() {
         });
         let error = evaluated.expect_err("left").to_string();
         let words = match world.rank() {
-            1 => "of the module that is trained",
-            _ => "left by rank 1 with an error",
+            1 => "part of the module being trained",
+            _ => "no longer evaluated by rank 1, which failed",
         };
         assert!(error.contains(words), "{error}");
         // All may continue.

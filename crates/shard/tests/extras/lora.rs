@@ -404,7 +404,7 @@ fn invalid_adapters_are_rejected() {
         let mut sized = Lora::new(2, 1.0);
         sized.init_std = Some(-0.5);
         let message = refused(sized);
-        assert!(message.contains("one of -0.5"), "{message}");
+        assert!(message.contains("an `init_std` of -0.5"), "{message}");
         let message = refused(adapters().set_dtype(FloatDType::BF16));
         assert!(message.contains("of BF16 for `"), "{message}");
         let nowhere = ParamGroup::from_predicate("norm.gamma");
@@ -420,7 +420,7 @@ fn invalid_adapters_are_rejected() {
         assert!(
             error
                 .to_string()
-                .contains("`head.weight` is sharded already"),
+                .contains("`head.weight` is already sharded"),
             "{error}"
         );
         let adapted = seeded(in_rows(&device()), SEED).apply_lora(adapters());

@@ -205,7 +205,7 @@ mod elsewhere {
             let message = refused.err().map(|error| error.to_string());
             let message = message.unwrap_or_default();
             assert!(message.contains("`embed.weight` is on"), "{message}");
-            assert!(message.contains("but `head.weight` on"), "{message}");
+            assert!(message.contains("but `head.weight` is on"), "{message}");
             let is_named = ["Wgpu", "NdArray"]
                 .iter()
                 .any(|name| message.contains(name));

@@ -108,7 +108,7 @@ impl ModuleMapper for Double {
         self.path.pop();
     }
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        // For a sharded parameter this is the shard.
+        // A sharded parameter shows its shard.
         if D == 1 {
             self.seen.push(self.path.join("."));
         }
@@ -225,7 +225,7 @@ fn a_summoned_copy_is_tied_and_must_stay_so() {
     }
 }
 
-/// What the engine holds of the module meanwhile is no copy of it.
+/// The engine's own references to the module do not count as a copy of it.
 #[test]
 fn another_copy_may_be_read_while_the_module_is_summoned() {
     on_ranks(2, |world| {
@@ -302,7 +302,7 @@ fn a_moving_average_updates_all_tied_fields() {
     });
 }
 
-/// Files may have either name, or both.
+/// A source may have any of the names.
 #[test]
 fn tied_parameters_are_read_under_any_path() {
     for ranks in 1..=3 {
@@ -352,7 +352,7 @@ fn tied_parameters_are_read_under_any_path() {
     });
 }
 
-/// A module inside another one that is sharded later.
+/// A module inside another module that is sharded later.
 #[test]
 fn a_part_with_all_fields_may_be_sharded_first() {
     #[derive(Module, Debug)]

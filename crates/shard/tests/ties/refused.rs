@@ -43,7 +43,7 @@ fn values_shapes_and_training_must_be_equal() {
             model
         },
         policy(),
-        "different shapes",
+        "differ in shape",
     );
     refused(
         |mut model| {

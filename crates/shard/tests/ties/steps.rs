@@ -13,7 +13,7 @@ use super::model::{
     Net, Once, Tied, assert_trained, build, mesh, plainly, plainly_by, sharded, step, whole,
 };
 
-/// Units in which the fields are together, apart, and with one that has no other parameter.
+/// Units with the fields together, with the fields apart, and with a field that is the only parameter of its unit.
 fn units() -> [ShardPolicy; 4] {
     let policy = ShardPolicy::new;
     [
@@ -68,7 +68,7 @@ fn replicas_train_tied_fields() {
     }
 }
 
-/// Full parameters of two units with the table between them: one gather for each use of its unit, forward and backward.
+/// The table is gathered once for each use of its unit, in forward and in backward.
 #[test]
 fn the_table_is_gathered_once_for_each_use_and_reduced() {
     on_ranks(2, |world| {
@@ -167,7 +167,7 @@ fn scaled(gradients: GradientsParams, model: &Once, factor: f32) -> GradientsPar
     scale.1
 }
 
-/// Two micro-batches a step, the first without reductions.
+/// Two micro-batches per step, the first without reductions.
 #[test]
 fn gradients_that_wait_are_summed_once() {
     for ranks in 1..=3 {
@@ -261,7 +261,7 @@ fn in_regions(model: &Tied, rank: usize, step: usize, device: &Device) -> burn::
     logits.powf_scalar(2.0).mean()
 }
 
-/// Ranks evaluate with different routes: only some read the second field.
+/// Ranks evaluate along different routes, and only some read the second field.
 #[test]
 fn evaluations_read_tied_fields_on_some_ranks() {
     on_ranks(3, |world| {

@@ -109,7 +109,7 @@ impl<N: Number> KernelCall<'_, N> {
         let scalar = self.scalars.get(index).copied();
         scalar
             .map(N::of_scalar)
-            .ok_or_else(|| format!("it has no number {index}"))
+            .ok_or_else(|| format!("it has no scalar {index}"))
     }
 
     /// Returns the sums along the dim that is the call's number.
@@ -120,7 +120,7 @@ impl<N: Number> KernelCall<'_, N> {
             .first()
             .map(|dim| dim.elem::<u64>() as usize);
         let dim = dim.filter(|dim| *dim < x.shape.len());
-        let dim = dim.ok_or("its number is no dim")?;
+        let dim = dim.ok_or("its scalar is not a dim")?;
         let (rows, columns) = (x.shape[dim], x.shape[dim + 1..].iter().product::<usize>());
         let mut shape = x.shape.clone();
         shape[dim] = 1;
@@ -133,7 +133,7 @@ impl<N: Number> KernelCall<'_, N> {
 
     fn program(&self) -> Result<Tensor<N>, String> {
         let program = PointwiseProgram::from_scalars(&self.call.scalars);
-        let program = program.ok_or("its numbers are of no program")?;
+        let program = program.ok_or("its scalars are not a program")?;
         let shape = self.call.outputs[0].shape.as_slice();
         map(shape, self.inputs, |elements| {
             let mut results: Vec<N> = Vec::with_capacity(program.len());
@@ -231,7 +231,7 @@ impl<N: Number> KernelCall<'_, N> {
         };
         let sizes = size(0)
             .zip(size(1))
-            .ok_or("it does not say of how many heads it is")?;
+            .ok_or("it does not specify its number of heads")?;
         Causal::of(qkv, sizes)
     }
 }

@@ -190,7 +190,7 @@ fn compare(kernel: FusedOperation, call: &CustomOpIr) -> Result<(), String> {
             let is_number = expected.is_finite() && allowed.is_finite();
             if is_number && (difference > allowed || difference.is_nan()) {
                 return Err(format!(
-                    "it computes {} where its composed form is {expected:.8} (element {at} of result {number})",
+                    "it computes {}, but its composed form is {expected:.8} (element {at} of result {number})",
                     got[at]
                 ));
             }

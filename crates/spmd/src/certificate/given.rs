@@ -68,7 +68,7 @@ impl Given<'_> {
                     ),
                 }
             }
-            Role::Pending(path) => Err(format!("no step has left a gradient of `{path}`")),
+            Role::Pending(path) => Err(format!("no step left a gradient of `{path}`")),
             Role::Gradient(_) | Role::Temporary => Err("no node writes it".to_owned()),
         }
     }
@@ -161,7 +161,7 @@ pub(super) fn places(
         Region::Flat(range) => range.zip(0..).collect(),
         Region::Box { offsets, sizes } => {
             if sizes.iter().zip(part).any(|(size, held)| size > held) || sizes.len() != part.len() {
-                return Err(format!("{part:?} holds no {sizes:?}"));
+                return Err(format!("{part:?} cannot hold {sizes:?}"));
             }
             let own = boxed(part, &vec![0; part.len()], &sizes);
             boxed(whole, &offsets, &sizes)
@@ -172,7 +172,7 @@ pub(super) fn places(
     };
     let len: usize = part.iter().product();
     match places.iter().any(|(_, own)| *own >= len) {
-        true => Err(format!("{len} elements of {}", places.len())),
+        true => Err(format!("it has {len} elements instead of {}", places.len())),
         false => Ok(places),
     }
 }

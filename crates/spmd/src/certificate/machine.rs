@@ -210,7 +210,7 @@ impl Machine {
             OperationIr::Activation(op) => call.activation(op),
             OperationIr::Custom(op) => call.custom(op),
             OperationIr::Drop(_) => Ok(Vec::new()),
-            OperationIr::Init(_) => Err("it is given by nobody".to_owned()),
+            OperationIr::Init(_) => Err("nothing provides it".to_owned()),
             OperationIr::Distributed(_) => Err("it is not an operation of these ranks".to_owned()),
         }
     }
@@ -227,11 +227,14 @@ impl Machine {
             OperationIr::BaseFloat(BaseOperationIr::Slice(op))
             | OperationIr::BaseInt(BaseOperationIr::Slice(op))
             | OperationIr::BaseBool(BaseOperationIr::Slice(op)) => {
-                let range = op.ranges.get_mut(shift.dim).ok_or("it has no such dim")?;
+                let range = op
+                    .ranges
+                    .get_mut(shift.dim)
+                    .ok_or("it does not have that dim")?;
                 range.start = start as isize;
                 range.end = Some((start + shift.len) as isize);
             }
-            _ => return Err("only slices depend on the rank".to_owned()),
+            _ => return Err("only slices can depend on the rank".to_owned()),
         }
         Ok(Some(node))
     }
@@ -244,7 +247,7 @@ impl Machine {
         for (output, tensor) in results {
             if tensor.shape != output.shape.as_slice() {
                 return Err(format!(
-                    "it makes {:?} where {:?} is declared",
+                    "it produces {:?}, but {:?} is declared",
                     tensor.shape,
                     output.shape.as_slice()
                 ));
@@ -310,7 +313,7 @@ impl Machine {
                         false => own,
                     };
                     let id = input.id.value();
-                    own.ok_or_else(|| (*rank, format!("it reads %{id}, which is not there")))
+                    own.ok_or_else(|| (*rank, format!("it reads %{id}, which does not exist")))
                 });
                 let given = given.collect::<Result<Vec<_>, _>>()?;
                 let results = exchanged(collective, part, &given);
@@ -344,7 +347,10 @@ impl Machine {
                 let from = from.ok_or_else(|| Fault {
                     node: graph.nodes().len(),
                     rank: number,
-                    reason: format!("%{} is not there for an update", update.from.value()),
+                    reason: format!(
+                        "an update reads %{}, which does not exist",
+                        update.from.value()
+                    ),
                 })?;
                 Ok((update.into, from))
             });

@@ -163,7 +163,7 @@ impl Number for f64 {
 
     fn matmul(a: &Tensor<Self>, b: &Tensor<Self>, shape: &[usize]) -> Result<Tensor<Self>, String> {
         let (Some([m, k]), Some([other, n])) = (a.shape.last_chunk(), b.shape.last_chunk()) else {
-            return Err(format!("{:?} times {:?} are no matrices", a.shape, b.shape));
+            return Err(format!("{:?} and {:?} are not matrices", a.shape, b.shape));
         };
         let batch = shape.len().checked_sub(2).map(|end| &shape[..end]);
         let Some(batch) = batch.filter(|_| k == other) else {

@@ -10,7 +10,7 @@ const UNREDUCED: usize = 32;
 pub(super) fn matmul(a: &Tensor, b: &Tensor, shape: &[usize]) -> Result<Tensor, String> {
     let dims = |tensor: &Tensor| match tensor.shape.as_slice() {
         [batch @ .., rows, columns] => Ok((batch.len(), *rows, *columns)),
-        shape => Err(format!("{shape:?} is no matrix")),
+        shape => Err(format!("{shape:?} is not a matrix")),
     };
     let ((_, m, k), (_, other, n)) = (dims(a)?, dims(b)?);
     let batch = shape.len().checked_sub(2).map(|end| &shape[..end]);

@@ -53,7 +53,7 @@ impl fmt::Display for Certificate {
             self.num_nodes, self.num_ranks, self.num_tensors, self.num_elements
         )?;
         if !self.uninterpreted.is_empty() {
-            write!(f, "; taken as they are: {}", self.uninterpreted.join(", "))?;
+            write!(f, "; uninterpreted: {}", self.uninterpreted.join(", "))?;
         }
         if !self.checked_in_floats.is_empty() {
             let kernels = self.checked_in_floats.iter();
@@ -143,7 +143,7 @@ impl Proof<'_> {
     pub(crate) fn of_passes(&self, stages: &[Graph]) -> Result<Certificate, Error> {
         let start = Instant::now();
         let [traced, .., plan] = stages else {
-            return Err(Error::Internal("no pass has made a plan".to_owned()));
+            return Err(Error::Internal("no pass made a plan".to_owned()));
         };
         let bounds = bounds(traced);
         // A user's pass changes the meaning of the step. The graphs before it are compared with the trace, and the
@@ -212,7 +212,7 @@ impl Proof<'_> {
         };
         if let Some(user) = stages.iter().find(|graph| is_assumed(graph)).and_then(last) {
             return Err(Error::NotProvable {
-                what: format!("of several graphs behind the pass \"{user}\", which is the user's,"),
+                what: format!("of several graphs after the user's pass \"{user}\""),
             });
         }
         let mut errors = versions
@@ -397,7 +397,7 @@ impl Proof<'_> {
                 }
             }
         }
-        let lost = "a plan differs from its trace, and no pass does".to_owned();
+        let lost = "a plan differs from its trace, but no pass does".to_owned();
         Ok(Error::Internal(lost))
     }
 

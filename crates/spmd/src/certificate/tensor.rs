@@ -74,7 +74,7 @@ impl<E: Copy> Tensor<E> {
                 shape: shape.to_vec(),
                 elements: self.elements.clone(),
             }),
-            false => Err(format!("{:?} has no shape of {shape:?}", self.shape)),
+            false => Err(format!("{:?} cannot have shape {shape:?}", self.shape)),
         }
     }
 

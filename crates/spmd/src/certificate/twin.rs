@@ -134,7 +134,10 @@ impl Scale {
         let [a, b] = [real, small].map(|graph| graph.nodes().len());
         if a != b {
             let extra = (a > b).then_some(b);
-            return differs(extra, format!("it has {a} operations, and its twin {b}"));
+            return differs(
+                extra,
+                format!("it has {a} operations, but its twin has {b}"),
+            );
         }
         if let Err(reason) = self.compare_graphs(real, small) {
             return differs(None, reason);
@@ -146,23 +149,23 @@ impl Scale {
         let (a, b) = (Form::of(node), Form::of(twin));
         if a.node != b.node || a.sizes.len() != b.sizes.len() {
             return Err(match node.name() == twin.name() {
-                true => "it reads, writes or does something else than its twin".to_owned(),
+                true => "it differs from its twin in what it reads, writes or does".to_owned(),
                 false => format!("its twin is {}", twin.name()),
             });
         }
         let fixed = a.fixed.iter().zip(&b.fixed).find(|(a, b)| a != b);
         if let Some((a, b)) = fixed {
-            return Err(format!("it has {a:?} where its twin has {b:?}"));
+            return Err(format!("it has {a:?}, but its twin has {b:?}"));
         }
         let sizes = a.sizes.iter().copied().zip(b.sizes.iter().copied());
         if let Some((a, b)) = sizes.into_iter().find(|pair| !self.explains(*pair)) {
             return Err(format!(
-                "its size {a} is {b} of its twin, which no two sizes of the traces are"
+                "its size is {a} and its twin's is {b}, a pair that the traces do not have"
             ));
         }
         let mut numbers = a.numbers.iter().copied().zip(b.numbers.iter().copied());
         match numbers.find(|pair| !self.explains_number(*pair)) {
-            Some((a, b)) => Err(format!("its number {a} is {b} of its twin")),
+            Some((a, b)) => Err(format!("its number is {a}, but its twin's is {b}")),
             None => Ok(()),
         }
     }
@@ -171,7 +174,7 @@ impl Scale {
     fn compare_graphs(&self, real: &Graph, small: &Graph) -> Result<(), String> {
         let [a, b] = [real, small].map(|graph| graph.values().len());
         if a != b {
-            return Err(format!("it has {a} values, and its twin {b}"));
+            return Err(format!("it has {a} values, but its twin has {b}"));
         }
         for value in real.values() {
             let id = value.id.value();
@@ -186,13 +189,13 @@ impl Scale {
             if !is_alike {
                 let (a, b) = (&value.shape, &twin.shape);
                 return Err(format!(
-                    "%{id}, {}, is {a:?}, and its twin {b:?}",
+                    "%{id}, {}, is {a:?}, but {b:?} in its twin",
                     value.role
                 ));
             }
             if value.role == Role::Constant && !self.is_known(value.id, [real, small]) {
                 return Err(format!(
-                    "the data of the constant %{id} are others than traced"
+                    "the data of the constant %{id} differ from the traced data"
                 ));
             }
         }
@@ -208,7 +211,7 @@ impl Scale {
         let is_alike = rest(real) == rest(small) && fixed(real) == fixed(small);
         match is_alike && real.mesh() == small.mesh() {
             true => Ok(()),
-            false => Err("parameters, results or updates differ from its twin's".to_owned()),
+            false => Err("its parameters, results or updates differ from its twin's".to_owned()),
         }
     }
 

@@ -48,7 +48,8 @@ pub(super) fn agree<B: Batch>(
     let (first, other) = (text(0), text(rank));
     let difference = match first == other {
         true => format!(
-            "both have {first}, but the model, the loss, the mode (options, seed), the optimizers or rates of groups, the number of steps or the scale of the loss differ"
+            "both have {first}, but differ in the model, the loss, the mode (options, seed), the optimizers or rates of \
+             groups, the number of steps or the scale of the loss"
         ),
         false => format!("rank 0 has {first}, rank {rank} has {other}"),
     };

@@ -155,8 +155,8 @@ impl<B: Batch> Graphs<B> {
             tracing::warn!(
                 target: "burn_fsdp",
                 graphs = cache,
-                "a compiled step has seen more shapes than it keeps graphs for, and traces those that \
-                 went again; pad batches to fewer shapes, or keep more graphs (Mode::cache)"
+                "a compiled step has seen more shapes than it caches graphs for, and traces dropped ones again; pad \
+                 batches to fewer shapes, or cache more graphs (Mode::cache)"
             );
         }
         Ok(made)
@@ -262,7 +262,7 @@ fn check_optimizer(graph: &Graph, mode: &Mode, scalars: &HostScalars) -> Result<
     match drawn.filter(|_| mode.ranks().size() > 1) {
         Some(node) => {
             let path = node.path.as_deref().unwrap_or_default();
-            let reason = format!("every rank has other results of {}", node.name());
+            let reason = format!("every rank gets different results from {}", node.name());
             Err(scalars.untraceable(path, reason))
         }
         None => Ok(()),

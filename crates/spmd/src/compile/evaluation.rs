@@ -195,8 +195,8 @@ fn check_module(graph: &Graph, specs: &[ParameterSpec]) -> Result<(), Error> {
         None => Ok(()),
         Some(path) => Err(Error::Evaluation {
             reason: format!(
-                "its module differs at \"{path}\" in path, shape or type; make it by the `init` of the step, and for a \
-                 device of other types by Evaluation::on"
+                "its module differs at \"{path}\" in path, shape or type; make it with the step's `init`, and use \
+                 Evaluation::on for a device of other types"
             ),
         }),
     }
@@ -211,7 +211,7 @@ fn check_layouts(graph: &Graph, of_step: &Graph) -> Result<(), Error> {
     match other {
         None => Ok(()),
         Some((own, other)) => Err(Error::Internal(format!(
-            "{} lies as {:?} in an evaluation and as {:?} in the step",
+            "{} is divided as {:?} in an evaluation and as {:?} in the step",
             own.path, own.layout, other.layout
         ))),
     }
@@ -259,8 +259,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.flush()?;
         if self.mode.is_open() {
             return Err(Error::Evaluation {
-                reason: "its placements are decided by the first train step; do that first"
-                    .to_owned(),
+                reason: "the first train step decides its placements; run one first".to_owned(),
             });
         }
         let number = self.graphs.number();

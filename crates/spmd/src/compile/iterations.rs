@@ -186,5 +186,5 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 }
 
 fn not_whole() -> Error {
-    Error::Internal("a step of one batch has the graphs of another kind of step".to_owned())
+    Error::Internal("a step of one batch has graphs of another kind of step".to_owned())
 }

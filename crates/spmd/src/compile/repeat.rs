@@ -18,7 +18,7 @@ pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
     for ((_, a), (_, b)) in constants {
         if a.shape() == b.shape() && a != b {
             return Some(format!(
-                "a tensor of host data, {:?} {:?}, had other values",
+                "a tensor of host data, {:?} {:?}, had different values",
                 a.dtype(),
                 a.shape().to_vec()
             ));
@@ -31,17 +31,17 @@ pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
         let (old, new) = (words(a), words(b));
         return Some(match old == new {
             true => format!(
-                "operation {index} was {old} with {:?}, and then with {:?}",
+                "operation {index} was {old} with {:?}, then with {:?}",
                 a.scalar_values(),
                 b.scalar_values()
             ),
-            false => format!("operation {index} was {old}, and then {new}"),
+            false => format!("operation {index} was {old}, then {new}"),
         });
     }
     if a.len() != b.len() {
         let extra = a.get(b.len()).or(b.get(a.len())).map(words);
         return Some(format!(
-            "it had {} operations, and then {}; {} is in one only",
+            "it had {} operations, then {}; only one has {}",
             a.len(),
             b.len(),
             extra.unwrap_or_default()

@@ -31,9 +31,10 @@ pub(super) fn check(
         for path in &spec.tied {
             let other = optimizers.of(*id, path);
             let problem = if other != group && other != 0 {
-                "but the group of an optimizer has the second, and not the first, whose group it is; name the first"
+                "but an optimizer group has the second and not the first, which decides the group; name the first"
             } else if precision.compute_of(path, spec.dtype) != compute {
-                "but are to compute in different types; name both in `Precision::full_in`, or cast the value where it is used"
+                "but would compute in different types; name both in `Precision::full_in`, or cast the value where it is \
+                 used"
             } else {
                 continue;
             };

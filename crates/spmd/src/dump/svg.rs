@@ -38,7 +38,7 @@ pub(super) fn draw(printed: &Printed, graph: &Graph, groups: &[Group]) -> String
     }
     let left = groups.len() - shown.len();
     if left > 0 {
-        let more = format!(".. and {left} groups more, which the text has");
+        let more = format!(".. and {left} more groups, listed in the text");
         svg += &text(COMPUTES.0, middle(shown.len()) + 4, &more, "");
     }
     svg + "</svg>\n"

@@ -31,7 +31,7 @@ impl Draw {
             if let Placement::Shard(dim) = of.placement {
                 debug_assert!(
                     local[dim].is_multiple_of(of.num_ranks),
-                    "what is drawn is cut in equal parts"
+                    "draws are cut into equal parts"
                 );
                 local[dim] /= of.num_ranks;
                 self.shifts.push(AxisShift {
@@ -50,7 +50,9 @@ impl Draw {
     ) -> Result<Vec<usize>, String> {
         let mut start = vec![0; self.whole.len()];
         for shift in &self.shifts {
-            let start = start.get_mut(shift.dim).ok_or("it has no such dim")?;
+            let start = start
+                .get_mut(shift.dim)
+                .ok_or("it does not have that dim")?;
             *start += along(&shift.axis)? * shift.len;
         }
         Ok(start)

@@ -57,8 +57,8 @@ impl Owners {
                         name: path.to_string(),
                         placement: "whole on one rank (Mode::one_owner)".to_owned(),
                         shape: shape.to_vec(),
-                        reason: "this step lays every value out by placements, and owners are of Mode::data_parallel and \
-                                 Mode::hybrid"
+                        reason: "owners require Mode::data_parallel or Mode::hybrid, but this step divides every value \
+                            by placements"
                             .to_owned(),
                     });
                 }

@@ -68,7 +68,7 @@ impl Holding {
         match other.filter(|_| !self.is_owned()) {
             Some(state) => Err(Error::OptimizerNotElementwise {
                 path: self.path.to_string(),
-                operation: format!("its {state} has another shape"),
+                operation: format!("its {state} has a different shape"),
             }),
             None => Ok(()),
         }

@@ -180,12 +180,15 @@ impl IterationGraph {
         let is_out = |node: usize| node >= end || self.is_moved(node);
         let refused = |node: usize, reason: &'static str| self.refused(node, reason);
         if let Some(node) = nodes.iter().find(|node| is_out(**node)) {
-            return Err(refused(*node, "it has been moved, or is not there"));
+            return Err(refused(
+                *node,
+                "it does not exist, or has already been moved",
+            ));
         }
         if before > end || nodes.contains(&before) || self.is_moved(before) {
             return Err(refused(
                 first,
-                "the node that it is to run before moves, or is not there",
+                "the node that it should run before does not exist, or moves",
             ));
         }
         for node in &nodes {
@@ -251,7 +254,7 @@ impl IterationGraph {
         let moves = |index: &usize| moving.contains(index) || self.is_moved(*index);
         if node.draw.is_some() || (node.is_opaque() && node.collective.is_none()) {
             return Some(
-                "what it computes may depend on the step that it runs in, as random numbers do",
+                "its result may depend on the step in which it runs, as random numbers do",
             );
         }
         let is_wait = node.collective.as_ref().map(|of| of.stage) == Some(Stage::Wait);
@@ -260,21 +263,21 @@ impl IterationGraph {
             && let Some(input) = node.inputs().next()
             && !writers.any(|(at, other)| moves(&at) && other.outputs().any(|out| out == input))
         {
-            return Some("it waits for a collective whose start stays");
+            return Some("it waits for a collective whose start is not moved");
         }
         let outputs: BTreeSet<TensorId> = node.outputs().collect();
         if self.graph.results().any(|id| outputs.contains(&id)) {
             return Some(match node.collective.is_some() {
                 true => {
-                    "it brings what comes out of the step, too (join no collectives: Options::bucket)"
+                    "it also produces a result of the step (join no collectives: Options::bucket)"
                 }
-                false => "its result comes out of the step",
+                false => "it produces a result of the step",
             });
         }
         let mut readers = self.graph.nodes().iter().enumerate();
         let stays = readers
             .any(|(at, other)| !moves(&at) && other.inputs().any(|input| outputs.contains(&input)));
-        stays.then_some("a node that stays reads what it writes")
+        stays.then_some("a node that is not moved reads its result")
     }
 
     /// Returns the three graphs, each after the last passes. The step must not have had these, including

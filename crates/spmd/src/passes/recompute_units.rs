@@ -63,7 +63,7 @@ impl GraphTransform for RecomputeUnits {
         for pattern in &self.units {
             if !names.iter().any(|name| pattern.matches(name)) {
                 return Err(Error::UnknownName {
-                    what: "unit to compute again",
+                    what: "unit to recompute",
                     name: pattern.to_string(),
                     known: names.into_iter().collect::<Vec<_>>().join(", "),
                 });

@@ -149,7 +149,7 @@ impl Weights {
         id: TensorId,
         user: &Node,
     ) -> Result<TensorId, Error> {
-        let missing = || Error::Internal(format!("%{} is made of no weight", id.value()));
+        let missing = || Error::Internal(format!("%{} is not computed from a weight", id.value()));
         let (source, unit) = self.sources.get(&id).cloned().ok_or_else(missing)?;
         self.enter(&unit);
         if let Some(now) = self.made.get(&unit).and_then(|made| made.get(&id)) {

@@ -266,7 +266,7 @@ fn check(
         let dim = match axis.placement {
             Placement::Replicate => continue,
             Placement::Partial(_) => {
-                return Err(refuse(axis, "nobody adds it up".to_owned()));
+                return Err(refuse(axis, "nothing reduces it".to_owned()));
             }
             Placement::Shard(dim) => dim,
         };
@@ -274,7 +274,7 @@ fn check(
             None => format!("it has {} dims", shape.len()),
             // Every rank passes its own part of an input, and all parts have the same size.
             Some(size) if what == "input" && !size.is_multiple_of(axis.num_ranks) => {
-                format!("{size} cannot be cut in {} equal parts", axis.num_ranks)
+                format!("{size} cannot be cut into {} equal parts", axis.num_ranks)
             }
             Some(size) if *size < axis.num_ranks => {
                 format!("{size} cannot be cut among {} ranks", axis.num_ranks)
@@ -282,7 +282,8 @@ fn check(
             Some(_) => match cut.insert(dim, &axis.axis) {
                 None => continue,
                 Some(other) => format!(
-                    "axis {other} cuts this dim, too: cut another dim along {}, or place it otherwise on {other}",
+                    "axis {other} already cuts this dim: cut another dim along {}, or choose another placement on \
+                     {other}",
                     axis.axis
                 ),
             },

@@ -128,7 +128,7 @@ impl Placer {
         if let Some(Located::Floating(node)) = self.values.located.get(&id).cloned() {
             self.make(&node, id, to, reader)?;
         }
-        let undeclared = || Error::Internal(format!("value {} lies nowhere", id.value()));
+        let undeclared = || Error::Internal(format!("value {} has no placement", id.value()));
         let Some(Located::Placed(versions)) = self.values.located.get(&id) else {
             return Err(undeclared());
         };
@@ -366,7 +366,7 @@ impl Placer {
                     name: name.to_string(),
                     placement: "placed by its name".to_owned(),
                     shape,
-                    reason: "it has another name, of which another placement is asked".to_owned(),
+                    reason: "it has another name with a different placement".to_owned(),
                 });
             }
         }

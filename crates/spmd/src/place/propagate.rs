@@ -78,7 +78,7 @@ impl GraphTransform for ExpandPlacements {
             let signature = rules::signature(&node.operation);
             if let Some(reason) = signature.fault() {
                 return Err(Error::InvalidGraph {
-                    rule: "an operation's dims go together as its rule says",
+                    rule: "an operation's dims match its rule",
                     after: None,
                     node: index,
                     operation: node.name(),

@@ -161,7 +161,7 @@ impl Signature {
                 let &[dim] = own.as_slice() else {
                     match own.is_empty() {
                         true => continue,
-                        false => return Some(format!("two dims of a tensor are {letter}")),
+                        false => return Some(format!("{letter} names two dims of a tensor")),
                     }
                 };
                 // If a dim is divided or joined, the parts hold the same elements if equally many elements precede the
@@ -170,7 +170,7 @@ impl Signature {
                 let size = operand.shape[dim];
                 match sizes {
                     Some((of, outer)) if of != size && outer != before => {
-                        return Some(format!("{letter} is of {of} and of {size}"));
+                        return Some(format!("{letter} has sizes {of} and {size}"));
                     }
                     _ => sizes = Some((size, before)),
                 }
@@ -179,16 +179,16 @@ impl Signature {
         let is_in = |letter: &Letter, operand: &Operand| operand.dim_of(*letter).is_some();
         for letter in self.contracted.keys() {
             if !self.inputs.iter().any(|input| is_in(letter, input)) {
-                return Some(format!("no operand has {letter}, which is combined"));
+                return Some(format!("{letter} is combined, but no operand has it"));
             }
             if self.outputs.iter().all(|output| is_in(letter, output)) {
-                return Some(format!("{letter} is combined, and all results have it"));
+                return Some(format!("{letter} is combined, but all results have it"));
             }
         }
         let known = |id: &TensorId| self.inputs.iter().any(|input| input.id == *id);
         match self.linear.iter().flatten().all(known) {
             true => None,
-            false => Some("it is linear in what it does not read".to_owned()),
+            false => Some("it is linear in a tensor that it does not read".to_owned()),
         }
     }
 

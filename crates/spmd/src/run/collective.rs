@@ -38,7 +38,7 @@ impl From<burn_fsdp_collectives::Error> for Failure {
 type Given<'a> = (Source, &'a CollectivePart, ElementType);
 
 fn crossed((source, part, element): Given<'_>) -> Result<CrossPart, Failure> {
-    let missing = || Failure::Other(format!("{} is cut along one dim alone", part.path));
+    let missing = || Failure::Other(format!("{} is cut along only one dim", part.path));
     let across = part.across.ok_or_else(missing)?;
     Ok(CrossPart::new(source, part.partition, across, element))
 }
@@ -206,7 +206,7 @@ fn source<B: BackendIr>(
         HandleKind::Quantized(tensor) => try_read_sync(B::q_into_data(tensor)),
     };
     let data = data
-        .ok_or_else(|| Failure::Other("the backend cannot be read synchronously".to_owned()))?
+        .ok_or_else(|| Failure::Other("the backend does not support synchronous reads".to_owned()))?
         .map_err(|error| Failure::Other(error.to_string()))?;
     Ok(Source::new(HostBytes { data, num_bytes }))
 }

@@ -164,8 +164,10 @@ impl<B: BackendIr> Executor<B> {
             HandleKind::Bool(tensor) => try_read_sync(B::bool_into_data(tensor)),
             HandleKind::Quantized(tensor) => try_read_sync(B::q_into_data(tensor)),
         };
-        data.ok_or_else(|| Error::Internal("the backend cannot be read synchronously".to_owned()))?
-            .map_err(|error| Error::Internal(error.to_string()))
+        data.ok_or_else(|| {
+            Error::Internal("the backend does not support synchronous reads".to_owned())
+        })?
+        .map_err(|error| Error::Internal(error.to_string()))
     }
 
     /// Frees a given value.
@@ -355,7 +357,7 @@ impl<B: BackendIr> Executor<B> {
         | OperationIr::BaseInt(BaseOperationIr::Slice(op))
         | OperationIr::BaseBool(BaseOperationIr::Slice(op))) = operation
         else {
-            return Err("only slices depend on the rank".to_owned());
+            return Err("only slices can depend on the rank".to_owned());
         };
         let start = self.along(&shift.axis)?.rank() * shift.len;
         if let Some(range) = op.ranges.get_mut(shift.dim) {
@@ -392,7 +394,7 @@ impl<B: BackendIr> Executor<B> {
             .map_err(|reason| failed(index, node, reason))?;
         if results.len() != call.outputs.len() {
             let (got, expected) = (results.len(), call.outputs.len());
-            let reason = format!("it gave {got} tensors, and {expected} were captured");
+            let reason = format!("it returned {got} tensors, but {expected} were captured");
             return Err(failed(index, node, reason));
         }
         for (output, tensor) in call.outputs.iter().zip(results) {

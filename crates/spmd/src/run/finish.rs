@@ -37,7 +37,7 @@ impl<B: BackendIr> Executor<B> {
                 Ok(None)
             }
             _ => Err(Error::Internal(format!(
-                "{} reads what other ranks own",
+                "{} reads values that other ranks own",
                 call.id
             ))),
         }

@@ -43,8 +43,9 @@ impl<B: BackendIr> Executor<B> {
             fit
         });
         if !are_set || !patched.set_scalar_values(&all) {
-            let reason =
-                format!("the optimizer's step for parameter \"{path}\" has no such scalars for it");
+            let reason = format!(
+                "the optimizer's step for parameter \"{path}\" does not have those scalars"
+            );
             return Err(failed(index, node, reason));
         }
         Ok(patched.operation)

@@ -47,7 +47,7 @@ impl<'a> Drawing<'a> {
 
     /// Returns the rank's part of the numbers that an operation draws.
     pub(super) fn of(&self, operation: &OperationIr) -> Result<TensorData, String> {
-        let op = random_of(operation).ok_or("it draws nothing")?;
+        let op = random_of(operation).ok_or("it draws no random numbers")?;
         match op.out.dtype {
             DType::F64 => self.part::<f64>(op),
             DType::F32 => self.part::<f32>(op),
@@ -62,7 +62,7 @@ impl<'a> Drawing<'a> {
             DType::U16 => self.part::<u16>(op),
             DType::U8 => self.part::<u8>(op),
             other => Err(format!(
-                "no numbers of type {other:?} are drawn from a seed"
+                "numbers of type {other:?} cannot be drawn from a seed"
             )),
         }
     }
@@ -74,7 +74,7 @@ impl<'a> Drawing<'a> {
         let fits = |((size, start), whole): ((&usize, &usize), &usize)| size + start <= *whole;
         let mut dims = part.iter().zip(&self.start).zip(whole);
         if part.len() != whole.len() || !dims.all(fits) {
-            return Err(format!("a rank's {part:?} is no part of {whole:?}"));
+            return Err(format!("a rank's {part:?} is not part of {whole:?}"));
         }
         let Some((width, rows)) = part.split_last() else {
             return Err("it has no dims".to_owned());

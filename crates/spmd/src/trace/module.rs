@@ -312,7 +312,7 @@ pub(super) fn off_tape<M: Module>(module: M, device: &Device, shapes: &[Leaf]) -
                     let known = self.2.entry(captured.id);
                     let known = known.or_insert_with(|| Box::new(fake()));
                     let known = known.downcast_ref::<Tensor<D>>();
-                    known.expect("what is shared has one shape").clone()
+                    known.expect("a shared value has one shape").clone()
                 }
                 _ => fake(),
             };
@@ -369,7 +369,7 @@ impl ModuleMapper for Casts<'_> {
                         let known = self.cast.entry(captured.id);
                         let known = known.or_insert_with(|| Box::new(tensor.cast(compute)));
                         let known = known.downcast_ref::<Tensor<D>>();
-                        known.expect("what is shared has one shape").clone()
+                        known.expect("a shared value has one shape").clone()
                     }
                     None => tensor.cast(compute),
                 };

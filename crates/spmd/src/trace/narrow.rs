@@ -24,7 +24,7 @@ pub(super) fn check_narrow(
     constants: &BTreeMap<TensorId, Arc<TensorData>>,
 ) -> Result<(), Error> {
     let lost = match is_of_module {
-        true => Some("tensors of the module that are no parameters"),
+        true => Some("tensors of the module other than parameters"),
         false => lost_by(operation, constants),
     };
     let Some(lost) = lost else {
@@ -34,9 +34,9 @@ pub(super) fn check_narrow(
         stage: "the loss",
         produced_by: Some(operation_name(operation)),
         reason: format!(
-            "two types met, and with new tensors in the compute type {lost} would lose bits; make each such tensor of the loss or \
-             the module in 32 bits, by `(&device, DType::F32)` or `.cast(DType::F32)`, and cast it, or what it meets, where two \
-             types meet"
+            "two types met, and {lost} would lose bits if new tensors had the compute type; create each such tensor of \
+             the loss or the module in 32 bits with `(&device, DType::F32)` or `.cast(DType::F32)`, and cast it, or the \
+             tensor it meets, where two types meet"
         ),
     })
 }
@@ -69,7 +69,7 @@ fn lost_by(
     }
 }
 
-const NUMBERS: &str = "numbers of the host";
+const NUMBERS: &str = "host numbers";
 
 fn is_half(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)

@@ -45,7 +45,7 @@ pub(super) fn by_types<M: Module, T>(
     };
     if let Some(narrow) = options.narrow(init)? {
         tracing::info!(
-            "two types met: the trace is made again, with new tensors in the compute type"
+            "two types met, so the step is traced again with new tensors in the compute type"
         );
         if let Ok(traced) = trace(&narrow) {
             return Ok(traced);
@@ -63,9 +63,9 @@ impl Error {
             } => Self::Uncapturable {
                 stage,
                 produced_by,
-                reason: "tensors of two types met in one operation, which Burn refuses; cast what goes into layers that compute \
-                         in full (Precision::full_in), and what comes out of them, by `x.cast(..)`, and give tensors that are \
-                         made in the loss the type of what they meet"
+                reason: "tensors of two types met in one operation, which Burn refuses; cast the inputs and outputs of \
+                    layers in full precision (Precision::full_in) with `x.cast(..)`, and give tensors that are created \
+                    in the loss the type of the tensors they meet"
                     .to_owned(),
             },
             other => other,

@@ -443,7 +443,10 @@ fn graphs_of_an_earlier_run_are_replaced_and_nothing_else() {
             matches!(&error, Error::Dump(DumpError::InTheWay { path, .. }) if *path == named),
             "{error}"
         );
-        assert!(error.to_string().contains("name another folder"), "{error}");
+        assert!(
+            error.to_string().contains("choose another folder"),
+            "{error}"
+        );
     }
     assert_eq!(names(&path.join("graph-0")), before);
     assert_eq!(

@@ -169,7 +169,10 @@ fn tensors_of_other_host_data_are_noticed() {
     };
     for result in launch(LaunchConfig::new(2), body).unwrap() {
         let text = result.unwrap_err();
-        assert!(text.contains("rank 1 would run another graph"), "{text}");
+        assert!(
+            text.contains("rank 1 would run a different graph"),
+            "{text}"
+        );
     }
 }
 

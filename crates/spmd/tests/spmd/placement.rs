@@ -395,7 +395,7 @@ fn impossible_placements_are_rejected_with_the_shape() {
          another placement, or replicate it"
     );
     let partial = burn_fsdp_mesh::Placement::Partial(burn_fsdp_mesh::ReduceOp::Sum);
-    assert!(refused(head(partial)).contains("nobody adds it up"));
+    assert!(refused(head(partial)).contains("nothing reduces it"));
     let unknown = refused(Expand::new().parameter("nose.*", "model", Shard(0)));
     assert!(
         unknown.contains("there is no parameter \"nose.*\""),

@@ -369,7 +369,7 @@ fn a_plan_whose_ranks_draw_the_wrong_part_is_refused() {
     assert!(matches!(error, Error::NotCertified { .. }), "{error}");
     // The types themselves show that nothing is cut.
     let error = refused(|draw| draw.shifts.clear(), false).to_string();
-    assert!(error.contains("it draws what is"), "{error}");
+    assert!(error.contains("it draws values that are"), "{error}");
 }
 
 /// Returns noise whose shape no number of ranks divides.

@@ -121,15 +121,18 @@ fn impossible_placements_of_activations_are_rejected_by_name() {
     assert!(unknown.contains("residual"), "{unknown}");
     assert!(refused(ask("residual", Shard(3)), Gpt::loss).contains("it has 3 dims"));
     let addends = refused(ask("residual", Partial(ReduceOp::Sum)), Gpt::loss);
-    assert!(addends.contains("nobody adds it up"), "{addends}");
+    assert!(addends.contains("nothing reduces it"), "{addends}");
     let axis = Expand::new().activation("residual", "data", Shard(1));
     let axis = refused(axis, Gpt::loss);
     assert!(axis.contains("data"), "{axis}");
     let both = ask("logits", Shard(0)).activation("scores", "model", Shard(1));
     let both = refused(both, named_twice);
-    assert!(both.contains("another placement is asked"), "{both}");
+    assert!(both.contains("a different placement"), "{both}");
     let weight = refused(ask("weight", Shard(0)), named_weight);
-    assert!(weight.contains("Expand::parameter places"), "{weight}");
+    assert!(
+        weight.contains("place it with Expand::parameter"),
+        "{weight}"
+    );
     // An uneven dim.
     graph(ask("logits", Shard(2)), named_twice).unwrap();
     // Equal requests, and one for a value that is computed only from the batch.

@@ -85,5 +85,9 @@ fn values_read_for_tied_fields_must_be_equal() {
         SgdConfig::new().build(),
         Mode::single(),
     );
-    assert_tied(&step.expect_err("refused"), "head.weight", "what is read");
+    assert_tied(
+        &step.expect_err("refused"),
+        "head.weight",
+        "the values read",
+    );
 }

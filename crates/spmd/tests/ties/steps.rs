@@ -160,7 +160,7 @@ fn the_first_path_decides_the_group() {
     }
 }
 
-/// Clipped by the norm, in which each parameter counts once, over two micro-batches.
+/// Clips two micro-batches by the norm, in which each parameter counts once.
 #[test]
 fn norms_count_tied_fields_once() {
     let halves = |step: usize, device: &Device| {
@@ -271,7 +271,7 @@ fn tied_parameters_are_read_and_set_under_any_path() {
     }
 }
 
-/// In 16 bits, bit for bit like a module with one field.
+/// In 16 bits, steps match a module with one field bit for bit.
 #[test]
 fn tied_fields_compute_in_one_type() {
     for ranks in 1..=2 {

@@ -110,36 +110,36 @@ impl SpmdType {
             CollectiveKind::AllGather => {
                 return match self {
                     Self::Owned(own) if Some(own) == owner => Ok(Self::Replicate),
-                    Self::Owned(_) => Err("it takes it from ranks that have none of it"),
+                    Self::Owned(_) => Err("it takes it from ranks that hold none of it"),
                     Self::Shard | Self::Varying if owner.is_some() => {
                         Err("it takes all of it from one rank")
                     }
                     Self::Shard | Self::Varying => Ok(Self::Replicate),
-                    Self::Replicate => Err("all ranks have the same of it already"),
-                    Self::Partial(_) => Err("it puts addends side by side"),
+                    Self::Replicate => Err("it is already the same on all ranks"),
+                    Self::Partial(_) => Err("it concatenates addends"),
                 };
             }
             CollectiveKind::AllToAll => {
                 return match self {
                     Self::Shard | Self::Varying => Ok(self),
-                    Self::Replicate => Err("all ranks have the same of it already"),
+                    Self::Replicate => Err("it is already the same on all ranks"),
                     Self::Partial(_) => Err("it exchanges addends"),
-                    Self::Owned(_) => Err("one rank has all of it"),
+                    Self::Owned(_) => Err("one rank holds all of it"),
                 };
             }
         };
         match (self, reduction) {
-            (_, None) => Err("it combines, and does not say how"),
+            (_, None) => Err("it combines without specifying a reduction"),
             (Self::Partial(op), Some(other)) if op == other => Ok(combined),
-            (Self::Partial(_), Some(_)) => Err("its addends are of another reduction"),
+            (Self::Partial(_), Some(_)) => Err("its addends belong to another reduction"),
             (Self::Varying, Some(_)) => Ok(combined),
             // The mean, maximum and minimum of equal values are that value.
             (Self::Replicate, Some(ReduceOp::Sum)) => {
-                Err("all ranks have the same of it, and the sum counts it once for each")
+                Err("it is the same on all ranks, so the sum counts it once for each")
             }
             (Self::Replicate, Some(_)) => Ok(combined),
-            (Self::Shard, Some(_)) => Err("it combines parts that are of different elements"),
-            (Self::Owned(_), Some(_)) => Err("one rank has all of it, and the others have none"),
+            (Self::Shard, Some(_)) => Err("it combines parts with different elements"),
+            (Self::Owned(_), Some(_)) => Err("one rank holds all of it, and the others none"),
         }
     }
 

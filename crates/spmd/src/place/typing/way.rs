@@ -55,11 +55,11 @@ impl Way {
 impl std::fmt::Display for Way {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Made => f.write_str("made of nothing"),
+            Self::Made => f.write_str("made from nothing"),
             Self::Drawn => f.write_str("drawn by each rank"),
             Self::Spread => f.write_str("repeated"),
             Self::Alike(of) => of.fmt(f),
-            Self::Parts { .. } => f.write_str("made of parts"),
+            Self::Parts { .. } => f.write_str("made from parts"),
         }
     }
 }
@@ -87,7 +87,7 @@ pub(super) fn spreads(node: &Node) -> bool {
 }
 
 /// Why an operation cannot run on parts.
-pub(super) const WHOLE: &str = "it takes parts for the whole";
+pub(super) const WHOLE: &str = "it takes parts as the whole";
 
 /// Returns the way of an operation of Burn that reads parts.
 pub(super) fn parts(operation: &OperationIr) -> Result<Way, &'static str> {
@@ -159,6 +159,6 @@ pub(super) fn of_owner(inputs: &[(TensorId, SpmdType)]) -> Result<Option<Way>, &
     let fits = |of: SpmdType| matches!(of, SpmdType::Replicate) || of.owner() == Some(owner);
     match inputs.iter().all(|(_, of)| fits(*of)) {
         true => Ok(Some(Way::Alike(SpmdType::Owned(owner)))),
-        false => Err("it reads what one rank owns together with what other ranks have"),
+        false => Err("it combines values of one owner with values of other ranks"),
     }
 }

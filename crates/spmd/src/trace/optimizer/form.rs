@@ -71,8 +71,8 @@ pub(super) fn tensors_of(
     let tensors = form.map(|form| form.tensors.as_slice()).unwrap_or_default();
     let tensors = tensors.iter().map(|(name, id)| {
         let found = known.get(id).cloned();
-        let (shape, dtype) = found
-            .ok_or_else(|| format!("its state \"{name}\" is made by nothing that was recorded"))?;
+        let (shape, dtype) =
+            found.ok_or_else(|| format!("no recorded operation computes its state \"{name}\""))?;
         let name = name.as_str().into();
         Ok(Slot { name, shape, dtype })
     });

@@ -206,7 +206,7 @@ impl<O: Optimizer> Followed for O {
         with_rank!(
             shape.len(),
             D => Ok(Box::new(TwinOf::<O, D>::new(self, learning_rate, shape, dtype)?)),
-            Err(format!("its tensor has {} dims, and 1 to 6 are supported", shape.len()))
+            Err(format!("its tensor has {} dims, but only 1 to 6 are supported", shape.len()))
         )
     }
 

@@ -113,12 +113,12 @@ impl Structure {
                 let text = |name: Option<String>| name.unwrap_or_else(|| "none".to_owned());
                 let (before, now) = (name(other, index), name(self, index));
                 format!(
-                    "operation {index} was {} and is {}",
+                    "operation {index} changed from {} to {}",
                     text(before),
                     text(now)
                 )
             }
-            None => "its new states are made by other operations".to_owned(),
+            None => "other operations compute its new states".to_owned(),
         }
     }
 }

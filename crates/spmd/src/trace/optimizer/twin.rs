@@ -165,7 +165,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
 
     fn slot(&self, name: &str) -> Result<usize, String> {
         let found = self.slots.iter().position(|slot| *slot.name == *name);
-        found.ok_or_else(|| format!("its state got the tensor \"{name}\" in a later step"))
+        found.ok_or_else(|| format!("its state gained the tensor \"{name}\" in a later step"))
     }
 
     /// Returns data of a slot's shape. Its start identifies the slot.
@@ -207,7 +207,10 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         let live = match state {
             Some(state) => {
                 let live = state.live.state.downcast_ref::<O::State<D>>();
-                Some(live.ok_or("its state is another optimizer's")?.clone())
+                Some(
+                    live.ok_or("its state belongs to another optimizer")?
+                        .clone(),
+                )
             }
             None => None,
         };
@@ -302,12 +305,11 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
                 continue;
             }
             if matches!(operation, OperationIr::Init(_)) {
-                return Err("it makes tensors of host data".to_owned());
+                return Err("it creates tensors from host data".to_owned());
             }
             if let Some(input) = operation.inputs().find(|input| !known.contains(&input.id)) {
                 return Err(format!(
-                    "{} reads a tensor of shape {:?} that is neither the parameter, its gradient nor \
-                     in its state",
+                    "{} reads a tensor of shape {:?} that is not the parameter, its gradient or part of its state",
                     operation_name(&operation),
                     input.shape.to_vec()
                 ));
@@ -383,7 +385,7 @@ impl<O: Optimizer, const D: usize> Twin for TwinOf<O, D> {
         let (state, form) = recording.map_err(reason_of)?.result;
         let (Some(state), Some(form)) = (state, form) else {
             return Err(format!(
-                "no state of it has just the tensors {given:?} and the numbers {:?}",
+                "none of its states has exactly the tensors {given:?} and the numbers {:?}",
                 numbers(scalars).into_keys().collect::<Vec<_>>()
             ));
         };
@@ -412,7 +414,7 @@ impl<O: Optimizer, const D: usize> Twin for TwinOf<O, D> {
 
 fn changed(known: &Slot, now: &Slot) -> String {
     format!(
-        "its state \"{}\" was {:?} {:?} and becomes {:?} {:?}",
+        "its state \"{}\" changes from {:?} {:?} to {:?} {:?}",
         known.name, known.dtype, known.shape, now.dtype, now.shape
     )
 }

@@ -198,7 +198,7 @@ fn check(case: &Case, whole: &[FlexTensor], of: &Signature, letter: Letter) {
         }
         assert!(
             of.contracted.contains_key(&letter),
-            "{what}: of what is it made?"
+            "{what}: no operand provides it"
         );
         let sums: Vec<f32> = parts[0].iter().zip(&parts[1]).map(|(a, b)| a + b).collect();
         assert_close(&what, &sums, &values(whole));
