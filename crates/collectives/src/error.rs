@@ -105,7 +105,7 @@ pub enum Error {
 
     /// Bytes that differ from the bytes that their rank gave, with [`Check::Agreement`](crate::Check::Agreement).
     #[error(
-        "{}rank {rank} received other bytes for tensor {part} of {operation} than rank {peer} passed to the call; \
+        "{}rank {rank} received different bytes for tensor {part} of {operation} than rank {peer} passed to the call; \
          the memory of one of the two or the link between them is faulty: resume from the last checkpoint without \
          that machine; {ledger}",
         in_step(step)

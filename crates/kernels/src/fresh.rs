@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "2 parts of [3]")]
+    #[should_panic(expected = "2 parts do not divide vectors of [3]")]
     fn what_cannot_be_cut_is_refused() {
         added_parts::<f32, 1>([3], 2, |_, _| ());
     }
