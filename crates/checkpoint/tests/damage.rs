@@ -124,7 +124,10 @@ fn a_missing_file_is_named() {
     }
     let error = checkpoints(&Memory::new()).newest().expect_err("nothing");
     assert!(matches!(error, Error::NoStep { .. }));
-    assert!(error.to_string().contains("has no whole step"), "{error}");
+    assert!(
+        error.to_string().contains("has no complete step"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -82,7 +82,7 @@ fn no_training_saves_into_a_step() {
             "--synthetic --warmup 0 --steps 4 --checkpoint-dir {dir} {extra}"
         ));
         assert_eq!(run.code, 2, "{dir} {extra}: {}", run.stderr);
-        let way_out = "name the folder that has the step";
+        let way_out = "give the folder that contains the step";
         assert!(run.stderr.contains(way_out), "{}", run.stderr);
         assert_eq!(folder.names_in("steps/step-000002"), step);
     }
@@ -249,7 +249,7 @@ fn a_step_is_consolidated_inspected_and_sampled() {
     std::os::unix::fs::symlink("elsewhere", folder.path("link")).expect("a link");
     let onto = folder.run("consolidate steps link --overwrite");
     assert_eq!(onto.code, 2, "{}", onto.stderr);
-    assert!(onto.stderr.contains("no plain file"), "{}", onto.stderr);
+    assert!(onto.stderr.contains("not a plain file"), "{}", onto.stderr);
     let again = folder.run("consolidate steps model.safetensors");
     assert_eq!(again.code, 2);
     assert!(

@@ -143,7 +143,7 @@ fn encodings_are_read_as_what_they_are() {
         .collect();
     write(&folder, "other/a", latin);
     let report = folder.report(&format!("{RUN} --data other"));
-    assert_warned(&report, &["1 files", "not of UTF-8", "other/a"]);
+    assert_warned(&report, &["1 files", "not in UTF-8", "other/a"]);
     // A file that is named explicitly is read, with a warning.
     write(&folder, "packed", noise(5000));
     let report = folder.report(&format!("{RUN} --data packed"));

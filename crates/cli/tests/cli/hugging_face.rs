@@ -441,7 +441,7 @@ fn what_makes_no_sense_is_refused_by_name() {
             "--model gpt2 --init llama --synthetic",
             "--model is gpt2, but --init has a llama",
         ),
-        ("--init bert --synthetic", "it is of a \"bert\""),
+        ("--init bert --synthetic", "`model_type` is \"bert\""),
         (
             "--init llama --synthetic --dim 24",
             "--dim is not for the model of --init",
@@ -477,7 +477,7 @@ fn what_makes_no_sense_is_refused_by_name() {
         ("--data text --tokenizer empty", "empty: not a tokenizer"),
         (
             "--data text --tokenizer tokenizer.json --vocab 299",
-            "its ids go up to 299, but the model has 299 tokens",
+            "its ids go up to 299, but the model has a vocabulary of 299",
         ),
     ] {
         let run = train(&folder, &format!("{arguments} --steps 1"));

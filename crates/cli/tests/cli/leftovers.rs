@@ -37,7 +37,11 @@ fn offloaded_state_of_a_run_that_was_killed_makes_way() {
         // While it lives, no other run can use its folder.
         let run = folder.train(&format!("{OFFLOADED} --steps 2"));
         assert_eq!(run.code, 2, "{}", run.stderr);
-        assert!(run.stderr.contains("under way"), "{}", run.stderr);
+        assert!(
+            run.stderr.contains("another run is using it"),
+            "{}",
+            run.stderr
+        );
         send(signal, child.id());
         let status = child.wait().expect("an end");
         // Signals with a handler end it after its step. It then leaves nothing behind, and exits as if the signal had
@@ -125,7 +129,7 @@ fn saves_that_fail_again_in_the_same_way_are_counted() {
     let report = last_report(&run);
     let all = warnings(&report);
     // The save that was under way may fail in another way.
-    let one = "a save failed, training goes on: cannot create steps:";
+    let one = "a save failed; training continues: cannot create steps:";
     let told: Vec<_> = all.iter().filter(|warning| warning.contains(one)).collect();
     let [first, again] = told[..] else {
         panic!("the warning and the number, not {all:?}");
