@@ -143,7 +143,7 @@ fn files_import_each_other_in_no_circle() {
         if !standing.contains(&(name.to_owned(), files.clone())) {
             let _ = writeln!(
                 said,
-                "this circle of `{name}` is gone: take its line out: {files:?}"
+                "this circle of `{name}` is gone: remove its line: {files:?}"
             );
         }
     }
@@ -195,7 +195,7 @@ fn the_root_of_the_facade_fits_on_a_page() {
     assert!(names.contains(&"fully_shard".to_owned()), "{names:?}");
     assert!(
         names.len() <= MOST_NAMES,
-        "{} names at the root of `burn-fsdp`, at most {MOST_NAMES} are wanted; give some of them to the module \
+        "{} names at the root of `burn-fsdp`, but at most {MOST_NAMES} are allowed; move some of them to the module \
          that they belong to: {names:?}",
         names.len()
     );
@@ -224,7 +224,7 @@ fn comments_have_no_private_words() {
         {
             for file in &files {
                 for line in prose::lines_with(&root().join(file), phrase) {
-                    let _ = writeln!(said, "{}:{line} says \"{phrase}\"", file.display());
+                    let _ = writeln!(said, "{}:{line} contains \"{phrase}\"", file.display());
                 }
             }
         }

@@ -89,7 +89,7 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode, Failure> {
         }
         if restarts == args.max_restarts {
             console::tell(format_args!(
-                "error: the command ended with {status} after {} s; it has been started again {restarts} times, and \
+                "error: the command ended with {status} after {} s; it was restarted {restarts} times, and \
                  --max-restarts allows no more",
                 began.elapsed().as_secs()
             ));
@@ -119,12 +119,13 @@ fn check(args: &LaunchArgs) -> Result<(), InputError> {
     let has_place = args.command.iter().any(|word| word.contains(RANKS));
     if !args.ranks.is_empty() && !has_place {
         return Err(InputError::Restart {
-            problem: "--ranks has no effect: the command has no {ranks} to replace",
+            problem: "--ranks has no effect because the command does not contain {ranks}; write {ranks} in it, or \
+                 leave out --ranks",
         });
     }
     if args.ranks.is_empty() && has_place {
         return Err(InputError::Restart {
-            problem: "the command has {ranks}; give --ranks, such as 4,3,2",
+            problem: "the command contains {ranks}; pass --ranks, such as --ranks 4,3,2",
         });
     }
     let is_own = |pair: &[String]| pair[0].ends_with("burn-fsdp") && pair[1] == "train";
@@ -133,8 +134,8 @@ fn check(args: &LaunchArgs) -> Result<(), InputError> {
     let resumes = args.command.iter().any(is_resume);
     if args.max_restarts > 0 && trains && !resumes {
         return Err(InputError::Restart {
-            problem: "each start of `train` would begin anew; give it --checkpoint-dir and --resume=newest-good, \
-                      and --save-every",
+            problem: "each restart of `train` would train from scratch; pass it --checkpoint-dir, --save-every and \
+                 --resume=newest-good",
         });
     }
     Ok(())
@@ -200,7 +201,8 @@ fn wait(child: &mut Child, below: &mut Below, signals: &Signals) -> std::io::Res
                 was_empty = is_empty;
                 if num_awaited > 0 && !status.success() && !below.has_order() {
                     console::tell(format_args!(
-                        "warning: the command ended with {status}, and left {num_awaited} processes behind, which are told to end"
+                        "warning: the command ended with {status} and left {num_awaited} processes behind; telling \
+                         them to end"
                     ));
                     below.obey(Order::End(SIGTERM));
                 }

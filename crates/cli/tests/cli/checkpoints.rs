@@ -230,7 +230,7 @@ fn a_step_is_consolidated_inspected_and_sampled() {
     for text in [
         "blocks.1.qkv.weight",
         "optimizer.wte.weight.momentum.moment_1",
-        "every byte is as it was",
+        "every byte matches its checksum",
     ] {
         assert!(shown.stdout.contains(text), "{text} in {}", shown.stdout);
     }
@@ -307,7 +307,7 @@ fn wrong_paths_and_sizes_are_the_users_fault() {
         ),
         (
             "--synthetic --ranks 3 --strategy hybrid-shard",
-            "must divide the 3 ranks",
+            "does not divide the 3 ranks",
         ),
         ("--synthetic --clip-grad-norm -1", "a number above 0"),
         ("--synthetic --unit-size 0", "--unit-size is 0"),

@@ -148,7 +148,7 @@ fn encodings_are_read_as_what_they_are() {
     write(&folder, "packed", noise(5000));
     let report = folder.report(&format!("{RUN} --data packed"));
     assert!(data(&report).starts_with("5000 bytes"), "{}", data(&report));
-    assert_warned(&report, &["packed is no text"]);
+    assert_warned(&report, &["packed is not text"]);
 }
 
 #[test]
@@ -250,7 +250,7 @@ fn outputs_that_lie_in_the_text_are_no_part_of_it() {
             "{data_is}: {}",
             data(&first)
         );
-        assert_warned(&first, &["lies inside of --data"]);
+        assert_warned(&first, &["inside --data"]);
         let warnings = warnings(&second).join("; ");
         assert!(!warnings.contains("was saved"), "{warnings}");
     }

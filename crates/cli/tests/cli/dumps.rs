@@ -77,7 +77,7 @@ fn graphs_are_refused_where_there_are_none_or_no_place_for_them() {
         (
             ".",
             "--data text",
-            &["holds the text of --data", "name another folder"],
+            &["contains the text of --data", "name another folder"],
         ),
         ("text/..", "--data text", &["not a folder"]),
         (

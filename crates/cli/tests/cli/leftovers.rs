@@ -135,7 +135,7 @@ fn saves_that_fail_again_in_the_same_way_are_counted() {
         panic!("the warning and the number, not {all:?}");
     };
     assert!(first.starts_with(one), "{first}");
-    let (number, _) = again.split_once(" saves more failed").expect("a number");
+    let (number, _) = again.split_once(" more saves failed").expect("a number");
     assert!(number.parse::<usize>().expect("a number") > 1, "{again}");
     assert_eq!(run.stderr.matches(one).count(), 2, "{}", run.stderr);
 }

@@ -367,7 +367,7 @@ fn ranks_save_and_end_when_launch_is_killed() {
     }
     let said = folder.read("err");
     assert_eq!(
-        said.matches("`burn-fsdp launch` is gone").count(),
+        said.matches("`burn-fsdp launch` has ended").count(),
         1,
         "{said}"
     );
