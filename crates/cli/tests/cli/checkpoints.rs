@@ -117,7 +117,7 @@ fn resuming_without_a_step_starts_fresh_and_only_new_steps_are_kept() {
     assert_eq!(folder.names_in("steps"), ["step-000008", "step-000009"]);
     let run = folder.train(&format!("{DIR} --warmup 0 --steps 9 --resume"));
     assert_eq!(run.code, 0, "{}", run.stderr);
-    let told = "from step 9, with none left to train; raise --steps";
+    let told = "from step 9, with no steps left to train; raise --steps";
     assert!(run.stdout.contains(told), "{}", run.stdout);
 }
 

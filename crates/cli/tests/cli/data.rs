@@ -94,7 +94,7 @@ fn what_is_hidden_or_no_text_is_left_out_and_counted() {
     );
     // No usable text is left.
     fs::remove_file(folder.path("proj/notes.txt")).expect("removes");
-    refused(&folder, "--data proj", &["0 bytes of text", "3 binary"]);
+    refused(&folder, "--data proj", &["but 0 were found", "3 binary"]);
     write(&folder, "proj/short", "abcdefgh");
     refused(
         &folder,
@@ -121,11 +121,11 @@ fn encodings_are_read_as_what_they_are() {
         (
             &b"\xef\xbb\xbf"[..],
             text.as_bytes(),
-            "1 with a mark of UTF-8",
+            "1 with a UTF-8 byte order mark",
         ),
-        (b"\xfe\xff", &big, "1 of UTF-16"),
-        (b"\xff\xfe", &little, "1 of UTF-16"),
-        (b"\xff\xfe\0\0", &wide, "1 of UTF-16 or UTF-32"),
+        (b"\xfe\xff", &big, "1 in UTF-16"),
+        (b"\xff\xfe", &little, "1 in UTF-16"),
+        (b"\xff\xfe\0\0", &wide, "1 in UTF-16 or UTF-32"),
     ] {
         write(&folder, "other/a", [mark, bytes].concat());
         for path in ["other", "other/a"] {
@@ -136,7 +136,7 @@ fn encodings_are_read_as_what_they_are() {
     }
     // Without a byte order mark, the encoding is unknown.
     write(&folder, "other/a", &little);
-    refused(&folder, "--data other", &["0 bytes of text", "1 binary"]);
+    refused(&folder, "--data other", &["but 0 were found", "1 binary"]);
     let latin: Vec<u8> = text
         .chars()
         .map(|char| u8::try_from(char).unwrap_or(b'?'))

@@ -457,7 +457,7 @@ fn what_makes_no_sense_is_refused_by_name() {
         ("--init llama --synthetic --lora 0", "--lora is 0"),
         (
             "--init llama --synthetic --lora 18446744073709551615",
-            "it must be at most the width of the model",
+            "it must be at most the hidden size of the model",
         ),
         (
             "--init llama --synthetic --lora 2 --lora-alpha -1",
