@@ -182,15 +182,15 @@ fn headers_that_lie_are_refused() {
     for (expected, json) in [
         ("occurs twice", format!(r#"{{"a":{tensor},"a":{tensor}}}"#)),
         (
-            "contradicts",
+            "is inconsistent",
             r#"{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,2]}}"#.to_owned(),
         ),
         (
-            "contradicts",
+            "is inconsistent",
             r#"{"a":{"dtype":"U8","shape":[3],"data_offsets":[5,8]}}"#.to_owned(),
         ),
         (
-            "contradicts",
+            "is inconsistent",
             format!(
                 r#"{{"a":{{"dtype":"F64","shape":[{0},{0}],"data_offsets":[0,8]}}}}"#,
                 u64::MAX

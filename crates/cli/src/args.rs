@@ -420,7 +420,7 @@ pub(crate) enum LrSchedule {
 pub(crate) enum StrategyArg {
     /// Shard parameters, gradients and optimizer state. Full weights exist unit by unit
     FullShard,
-    /// The same, but keep full weights from forward to backward
+    /// Like full-shard, but keep full weights from forward to backward
     ShardGradOp,
     /// Shard nothing: every rank holds everything
     NoShard,

@@ -70,7 +70,7 @@ pub(crate) enum TrainedModelArg {
     Gpt,
     /// Rotary positions, RMS norms, gated MLPs, grouped-query attention
     Llama,
-    /// GPT-2 as it was published
+    /// GPT-2 as published
     Gpt2,
 }
 

@@ -1,4 +1,4 @@
-//! What steps the parameters.
+//! The arguments of the optimizer.
 
 use clap::{Args, ValueEnum};
 use serde::Serialize;
@@ -70,11 +70,11 @@ pub(crate) enum OptimizerName {
     Adam,
     /// Stochastic gradient descent with momentum
     Sgd,
-    /// RMSProp, with momentum or without
+    /// RMSProp, optionally with momentum
     Rmsprop,
     /// AdaGrad
     Adagrad,
-    /// Adan, with 0.99 for the mean of squares
+    /// Adan, with decay rate 0.99 for the mean of squares
     Adan,
     /// Lion
     Lion,

@@ -123,9 +123,9 @@ pub(crate) struct PlanArgs {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ModelArg {
-    /// Learned positions, layer norms, plain perceptrons
+    /// Learned positions, layer norms, plain MLPs
     Gpt,
-    /// Rotary positions, root-mean-square norms, gated perceptrons, grouped heads
+    /// Rotary positions, RMS norms, gated MLPs, grouped-query attention
     Llama,
 }
 
@@ -150,7 +150,7 @@ pub(crate) enum CheckpointingArg {
 pub(crate) enum PlannedStrategyArg {
     /// Shard parameters, gradients and optimizer state. Full weights exist unit by unit
     FullShard,
-    /// The same, but keep full weights from forward to backward
+    /// Like full-shard, but keep full weights from forward to backward
     ShardGradOp,
     /// Shard nothing: every rank holds everything
     NoShard,

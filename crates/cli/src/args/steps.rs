@@ -42,7 +42,7 @@ pub(crate) enum FormatArg {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum NamesArg {
-    /// PyTorch's names, which `train --init` and PyTorch read
+    /// PyTorch's names, for PyTorch and `train --init`
     Torch,
     /// The Burn module's names, as in the step
     Burn,

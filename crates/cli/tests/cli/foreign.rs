@@ -265,7 +265,7 @@ fn a_training_tells_of_dropout_that_it_does_not_have() {
         let told = all.iter().filter(|warning| warning.contains("drop"));
         let told: Vec<_> = told.cloned().collect();
         assert_eq!(
-            run.stderr.matches("drops").count(),
+            run.stderr.matches("without dropout").count(),
             told.len(),
             "{}",
             run.stderr
