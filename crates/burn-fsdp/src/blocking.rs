@@ -178,9 +178,10 @@ fn shard_axis(mesh: &Mesh) -> Result<&str, CheckpointError> {
             let names: Vec<_> = axes.iter().map(|axis| axis.name.as_str()).collect();
             Err(CheckpointError::Step(StepError::Argument {
                 argument: "mesh",
-                expected: "of one axis, or with an axis \"shard\"; `snapshot` takes any axis"
-                    .to_owned(),
-                got: format!("of the axes {}", names.join(", ")),
+                expected:
+                    "a mesh with one axis, or with an axis \"shard\"; `snapshot` takes any axis"
+                        .to_owned(),
+                got: format!("one with the axes {}", names.join(", ")),
             }))
         }
     }

@@ -123,13 +123,13 @@ pub enum SaveRemark {
 impl fmt::Display for SaveRemark {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Failed(error) => write!(f, "a save failed, training goes on: {error}"),
+            Self::Failed(error) => write!(f, "a save failed; training continues: {error}"),
             Self::NotRemoved(problem) => {
                 write!(f, "older steps could not be removed: {problem}")
             }
             Self::LeftOut(step) => write!(
                 f,
-                "step {step} is not saved, as the save before it still goes on"
+                "step {step} was not saved because the previous save is still running"
             ),
         }
     }

@@ -380,7 +380,7 @@ fn idle_tensor(
 
 fn lacks(path: &str, what: String) -> CheckpointError {
     optimizer_error(format!(
-        "the step has {what} of `{path}`, which the model has not; restore into the model that was saved"
+        "the step has {what} of `{path}`, which the model does not have; restore into the model that was saved"
     ))
 }
 

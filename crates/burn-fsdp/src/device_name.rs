@@ -39,7 +39,7 @@ pub struct DeviceName {
 pub enum DeviceNameError {
     /// A name that matches no backend.
     #[error(
-        "{name:?} names no device: it is a backend ({}), and perhaps a colon and a number, as `wgpu:0`",
+        "{name:?} is not a device; give a backend ({}), optionally with a colon and a number, such as `wgpu:0`",
         BACKENDS.join(", ")
     )]
     Unknown {
@@ -48,7 +48,7 @@ pub enum DeviceNameError {
     },
     /// A backend that this build does not have.
     #[error(
-        "this build has no {backend}: build with the feature `{backend}` of `burn-fsdp`, or the command with \
+        "this build has no {backend}: build with the feature `{backend}` of `burn-fsdp`, or build the command with \
          `--features burn-fsdp-cli/{backend}`; it has {}",
         built().join(", ")
     )]
@@ -58,8 +58,8 @@ pub enum DeviceNameError {
     },
     /// A number that no device has.
     #[error(
-        "there is no device {number} of {backend} for rank {rank_here} of this machine: it has {found} \
-         (counted from 0); give a number that several ranks share, as `{backend}:0`, or start fewer ranks"
+        "there is no {backend} device {number} for rank {rank_here} of this machine, which has {found} (counted from \
+         0); give a device for several ranks to share, such as `{backend}:0`, or start fewer ranks"
     )]
     Missing {
         /// The backend.
@@ -205,7 +205,7 @@ mod tests {
         assert!(second.device(0).is_err(), "there is one CPU");
         for name in ["", "gpu", "wgpu:", "wgpu:x", "flex:-1", "flex:0:0", "Flex"] {
             let error = name.parse::<DeviceName>().expect_err(name).to_string();
-            assert!(error.contains("names no device"), "{error}");
+            assert!(error.contains("is not a device"), "{error}");
         }
     }
 
@@ -222,10 +222,7 @@ mod tests {
     fn a_missing_device_is_reported() {
         let name: DeviceName = "wgpu:999".parse().expect("a name");
         let error = name.device(1).expect_err("nobody has so many").to_string();
-        assert!(
-            error.contains("no device 999 of wgpu for rank 1"),
-            "{error}"
-        );
+        assert!(error.contains("no wgpu device 999 for rank 1"), "{error}");
         assert!(error.contains("`wgpu:0`"), "{error}");
     }
 }

@@ -218,7 +218,7 @@ impl FileBackedOptimizer {
         let known = self.files.get(&unit).map(|file| file.path.clone());
         let path = known.unwrap_or_else(|| self.folder.path.join(file_name(number, &unit)));
         let saved = optimizer.save(&path);
-        saved.map_err(|error| failure(&unit, &path, &error, "make room on the disk"))?;
+        saved.map_err(|error| failure(&unit, &path, &error, "free space on the disk"))?;
         let checksum = checksum(&path);
         let checksum = checksum.map_err(|error| failure(&unit, &path, &error, DAMAGED))?;
         let file = StateFile {
@@ -242,7 +242,7 @@ impl StateFile {
     fn read(&self, unit: &str) -> Result<OptimizerRecord, Error> {
         let damaged = |reason: &dyn std::fmt::Display| failure(unit, &self.path, reason, DAMAGED);
         if checksum(&self.path).map_err(|error| damaged(&error))? != self.checksum {
-            return Err(damaged(&"its bytes are not those that were written"));
+            return Err(damaged(&"its bytes changed after they were written"));
         }
         OptimizerRecord::load(&self.path).map_err(|error| damaged(&error))
     }
@@ -266,7 +266,7 @@ impl StateFile {
         let damaged = |reason: &dyn std::fmt::Display| failure(unit, &self.path, reason, DAMAGED);
         match checksum(&kept.path).map_err(|error| damaged(&error))? == self.checksum {
             true => Ok(kept),
-            false => Err(damaged(&"its bytes are not those that were written")),
+            false => Err(damaged(&"its bytes changed after they were written")),
         }
     }
 }
@@ -294,7 +294,7 @@ impl KeptFile {
         match is_right {
             true => Ok(()),
             false => Err(io::Error::other(format!(
-                "{}: its bytes are not those that were written; {DAMAGED}",
+                "{}: its bytes changed after they were written; {DAMAGED}",
                 self.path.display()
             ))),
         }
@@ -330,9 +330,7 @@ fn take(folder: &Path) -> Result<Option<File>, Error> {
             Ok((Ok(()), file)) => break Some(file),
             Ok((Err(TryLockError::WouldBlock), _)) if Instant::now() < until => sleep(RETRY),
             Ok((Err(TryLockError::WouldBlock), _)) => {
-                return Err(refused(
-                    &"another run that is under way has its files there",
-                ));
+                return Err(refused(&"another run is using it"));
             }
             // The previous run has removed its folder with its files.
             Err(error) if error.kind() == io::ErrorKind::NotFound && Instant::now() < until => {
@@ -354,7 +352,7 @@ fn take(folder: &Path) -> Result<Option<File>, Error> {
     {
         let name = other.file_name();
         return Err(refused(&format!(
-            "there are files of another run, such as {}",
+            "it contains files of another run, such as {}",
             name.display()
         )));
     }
@@ -412,12 +410,12 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// Time between two attempts to take the lock.
 const RETRY: Duration = Duration::from_millis(20);
 
-const WRITABLE: &str = "give a folder that can be written to";
+const WRITABLE: &str = "give a writable folder";
 
-const OF_OTHERS: &str = "give a folder that no other run uses, or remove what is there";
-const NO_WAY_BACK: &str = "no second step could be made with it";
+const OF_OTHERS: &str = "give a folder that no other run uses, or remove its contents";
+const NO_WAY_BACK: &str = "no further step would be possible with it";
 
-const DAMAGED: &str = "do not touch the folder during a run; go on from a checkpoint";
+const DAMAGED: &str = "do not change the folder during a run; resume from a checkpoint";
 
 /// Returns a file name by which people recognize the unit, whatever characters its path has.
 fn file_name(number: usize, unit: &str) -> String {

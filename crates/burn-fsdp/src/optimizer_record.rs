@@ -242,10 +242,10 @@ pub(crate) fn check_taken(
         Some(name) => {
             let fields: BTreeSet<&str> = names.iter().map(|name| field_of(name)).collect();
             Err(optimizer_error(format!(
-                "the step has {fields:?}, and the optimizer {} `{}`; configure the optimizer as the \
-                 one that was saved",
+                "the step has {fields:?}, but the optimizer {} `{}`; configure the optimizer like the one that was \
+                 saved",
                 match names.contains(*name) {
-                    true => "does not take the state with",
+                    true => "does not accept the state with",
                     false => "needs",
                 },
                 field_of(name)

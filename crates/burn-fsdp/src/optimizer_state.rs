@@ -73,8 +73,8 @@ impl Holders {
 /// elements on this rank.
 pub(crate) fn not_elementwise(name: &str, shape: &[usize], elements: usize) -> CheckpointError {
     optimizer_error(format!(
-        "`{name}` has the shape {shape:?}, and the parameter {elements} elements here; only element-wise state can be \
-         divided among ranks: give the parameter to one of them by `ShardPolicy::one_owner`"
+        "`{name}` has shape {shape:?}, but the parameter has {elements} elements here, and only element-wise state \
+         can be divided among ranks; give the parameter to one rank with `ShardPolicy::one_owner`"
     ))
 }
 
@@ -107,14 +107,14 @@ pub(crate) fn states<M: Module>(
     let of_stand_in = |id: &&LocalId| parts.tensors_of(id.recorded.val()).next().is_some();
     if let Some(id) = ids.iter().find(of_stand_in) {
         return Err(optimizer_error(format!(
-            "the state that it has of `{}` is of another id than the parameter's, and was not trained on: a record of a \
-             sharded model was loaded before the model was sharded; shard first, and load then",
+            "its state of `{}` has a different id from the parameter and was not trained: a record of a sharded model \
+             was loaded before the model was sharded; shard first, then load",
             id.path
         )));
     }
     if taken != parts.tensors.len() {
         return Err(optimizer_error(format!(
-            "{} tensors belong to parameters that are not sharded, and are each rank's own",
+            "{} tensors belong to parameters that are not sharded, so each rank has its own; shard these parameters",
             parts.tensors.len() - taken
         )));
     }

@@ -47,8 +47,8 @@ pub fn unsharded_optimizer<M: Module>(
         .collect();
     if let Some(factor) = locals.values().find(|local| local.adapter_scale.is_some()) {
         return Err(optimizer_error(format!(
-            "`{}` is a factor of a low-rank adapter, which the plain copy of the model has merged into its weights: there is no \
-             parameter for its state; save a step, which has it",
+            "`{}` is a factor of a low-rank adapter, which the plain copy of the model has merged into its weights, \
+             so there is no parameter for its state; save a step, which contains it",
             factor.path
         )));
     }
@@ -197,8 +197,8 @@ pub fn shard_optimizer<M: Module>(
             .all(|number| parts.tensors_of(*number).next().is_some())
         {
             return Err(optimizer_error(format!(
-                "it has two states of `{}`: one of the sharded model and one of a plain copy; give an optimizer that has \
-                 trained one of them",
+                "it has two states of `{}`: one of the sharded model and one of a plain copy; give an optimizer \
+                 that has trained only one of them",
                 id.path
             )));
         }
@@ -227,8 +227,8 @@ pub fn shard_optimizer<M: Module>(
         .filter(|&n| n > 0)
     {
         return Err(optimizer_error(format!(
-            "{other} of its tensors belong to no parameter of the model by id: give the optimizer of the module that was \
-             sharded, or that of the copy which `unsharded` returned"
+            "{other} of its tensors have ids of no parameter of the model; give the optimizer of the module that \
+             was sharded, or of the copy that `unsharded` returned"
         )));
     }
     let read = |state: &WholeState, range: std::ops::Range<usize>| {

@@ -40,7 +40,7 @@ impl Rendezvous for GroupRendezvous {
         let all = self.0.exchange("checkpoint, broadcast", own)?;
         all.into_iter()
             .next()
-            .ok_or_else(|| "rank 0 gave nothing to broadcast".into())
+            .ok_or_else(|| "rank 0 provided nothing to broadcast".into())
     }
 }
 

@@ -329,8 +329,7 @@ fn adapters_of_another_alpha_are_refused() {
         match alpha {
             3.0 => {
                 let message = resumed.expect_err("refused").to_string();
-                let says =
-                    "a scale (alpha over rank) of 2, and the policy gives adapters one of 1.5";
+                let says = "a scale (alpha over rank) of 2, but the policy scales adapters by 1.5";
                 assert!(message.contains(says), "{message}");
             }
             _ => drop(resumed.unwrap_or_else(|error| panic!("{error}"))),

@@ -372,7 +372,7 @@ fn a_file_that_changes_in_one_bit_ends_the_step() {
     });
     for said in says.into_iter().flatten() {
         let text = said.expect_err("other bytes");
-        assert!(text.contains("not those that were written"), "{text}");
+        assert!(text.contains("changed after they were written"), "{text}");
     }
 }
 
@@ -402,7 +402,7 @@ fn a_folder_of_another_run_is_refused() {
     let own = FileBackedOptimizer::new(optimizer(), folder.path(), 0).expect("free");
     assert_eq!(std::fs::read_dir(&rank).expect("there").count(), 0);
     let message = refused();
-    assert!(message.contains("under way"), "{message}");
+    assert!(message.contains("another run is using it"), "{message}");
     drop(own);
     FileBackedOptimizer::clean(folder.path(), 0).expect("nothing is there");
     assert!(!rank.exists());

@@ -320,7 +320,7 @@ impl Flip {
     /// The words by which an error names the value.
     fn words(&self) -> &'static [&'static str] {
         match (self.fault.at, self.training.is_compiled) {
-            (At::Collective, _) => &["got other bytes"],
+            (At::Collective, _) => &["received different bytes"],
             (At::Shard, false) => &["the shard of `", "the parameter of `"],
             (At::Shard, true) => &["parameter "],
             (At::Weight, false) => &["the full parameter of `"],
@@ -338,8 +338,8 @@ impl Flip {
     fn problem(&self) -> Option<String> {
         let Fault { rank, step, at, .. } = self.fault;
         let by_rank = match at {
-            At::Collective => format!("other bytes of rank {rank} for tensor"),
-            _ => format!("rank {rank} finds other bytes in "),
+            At::Collective => format!("than rank {rank} passed to the call"),
+            _ => format!("rank {rank} found that the bytes of "),
         };
         let says = self.training.train(Some(self.fault));
         let problem = says.into_iter().enumerate().find_map(|(own, said)| {
@@ -450,7 +450,7 @@ fn a_shard_that_flips_in_an_evaluation_is_named_on_any_number_of_ranks() {
         for (before, after) in launch(config, body).expect("ranks that return") {
             before.expect("no flip yet");
             let text = after.expect_err("a flip");
-            let names = format!("rank {last} finds other bytes in the shard of `");
+            let names = format!("rank {last} found that the bytes of the shard of `");
             assert!(text.contains(&names), "{num_ranks} ranks: {text}");
         }
     }

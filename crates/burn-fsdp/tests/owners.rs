@@ -422,7 +422,7 @@ fn states_of_another_model_are_refused() {
     });
     for [other, whole] in refused.expect("an error is a value here") {
         assert!(
-            other.contains("belong to no parameter of the model by id"),
+            other.contains("have ids of no parameter of the model"),
             "{other}"
         );
         assert!(whole.contains("it cannot be divided"), "{whole}");

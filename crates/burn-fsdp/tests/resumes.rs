@@ -633,7 +633,12 @@ fn a_state_that_cannot_be_restored_is_rejected_before_training() {
                 ..of(types, call)
             };
             let refused = train(&part).expect_err("it could not come back");
-            for word in [words, "makes it F32", NO_WAY_BACK, "ShardPolicy::precision"] {
+            for word in [
+                words,
+                "loads it as F32",
+                NO_WAY_BACK,
+                "ShardPolicy::precision",
+            ] {
                 assert!(refused.contains(word), "{types:?}, {call:?}: {refused}");
             }
             let mut entries = std::fs::read_dir(folder.path()).expect("lists");

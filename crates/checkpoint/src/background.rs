@@ -157,7 +157,7 @@ impl Drop for BackgroundSaver {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            tracing::error!("the thread of background saves panicked");
+            tracing::error!("the background save thread panicked");
         }
     }
 }
@@ -172,6 +172,6 @@ impl fmt::Debug for BackgroundSaver {
 
 /// Returns the error for a thread that ended in a panic, most likely of the rendezvous.
 fn gone(step: u64) -> Error {
-    let reason = "the thread of background saves is gone; make a new saver".to_owned();
+    let reason = "the background save thread has ended; create a new saver".to_owned();
     Error::Panicked { step, reason }
 }

@@ -211,7 +211,7 @@ impl Checkpoints {
             inside => {
                 let own = folder_name::of_step(inside);
                 let problem = format!(
-                    "it is of step {inside}, and not of the {step} of its folder, whose own name is {own}"
+                    "it is step {inside}, but its folder is named for step {step}; rename the folder to {own}"
                 );
                 Err(Error::invalid(&path.join(INDEX_FILE), problem))
             }
@@ -437,7 +437,7 @@ impl Checkpoints {
                 let synced = self.storage.sync_dir(&self.root);
                 synced.map_err(Error::io("sync", &self.root))?;
             } else if let Err(error) = self.storage.remove_tree(&path) {
-                tracing::warn!(path = %path.display(), %error, "cannot remove what a dead run left");
+                tracing::warn!(path = %path.display(), %error, "cannot remove the leftovers of a run that died");
             }
         }
         Ok(())

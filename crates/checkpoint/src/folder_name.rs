@@ -110,7 +110,7 @@ impl TryFrom<String> for Ticket {
         Hidden::parse(&name)
             .filter(|hidden| hidden.state == State::Partial)
             .map(Self)
-            .ok_or_else(|| format!("{name:?} names no folder of a save"))
+            .ok_or_else(|| format!("{name:?} is not the folder of a save"))
     }
 }
 

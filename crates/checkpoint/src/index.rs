@@ -217,7 +217,7 @@ fn read_mesh<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Mesh, 
     let axes = Vec::<Axis>::deserialize(deserializer)?;
     if axes.len() > MAX_AXES {
         return Err(D::Error::custom(format!(
-            "a mesh of {} axes; at most {MAX_AXES} are read",
+            "the mesh has {} axes, but at most {MAX_AXES} are read",
             axes.len()
         )));
     }

@@ -51,7 +51,7 @@ impl Rendezvous for Alone {
     }
 
     fn broadcast(&mut self, bytes: Option<Vec<u8>>) -> Result<Vec<u8>, BoxError> {
-        bytes.ok_or_else(|| "rank 0 gave nothing to broadcast".into())
+        bytes.ok_or_else(|| "rank 0 provided nothing to broadcast".into())
     }
 }
 
@@ -121,7 +121,7 @@ impl ThreadRendezvous {
         call: impl FnOnce(&mut Ends, Instant) -> Result<T, String>,
     ) -> Result<T, BoxError> {
         if let Some(failure) = &self.failure {
-            let again = format!("an earlier call failed ({failure}); make a new rendezvous");
+            let again = format!("an earlier call failed ({failure}); create a new rendezvous");
             return Err(again.into());
         }
         // A deadline beyond the clock's range means none.
@@ -166,7 +166,7 @@ impl Rendezvous for ThreadRendezvous {
     fn broadcast(&mut self, bytes: Option<Vec<u8>>) -> Result<Vec<u8>, BoxError> {
         self.guarded(|ends, until| match ends {
             Ends::Root(leaves) => {
-                let bytes = bytes.ok_or("rank 0 gave nothing to broadcast")?;
+                let bytes = bytes.ok_or("rank 0 provided nothing to broadcast")?;
                 // Every remaining rank receives it, even if another rank is gone.
                 let mut sent = Ok(());
                 for (index, leaf) in leaves.iter().enumerate() {
@@ -196,7 +196,7 @@ fn send(to: &Sender<Vec<u8>>, rank: usize, bytes: Vec<u8>) -> Result<(), String>
 fn receive(from: &Receiver<Vec<u8>>, rank: usize, until: Instant) -> Result<Vec<u8>, String> {
     let left = until.saturating_duration_since(Instant::now());
     from.recv_timeout(left).map_err(|error| match error {
-        RecvTimeoutError::Timeout => format!("rank {rank} did not come in time"),
+        RecvTimeoutError::Timeout => format!("rank {rank} did not arrive in time"),
         RecvTimeoutError::Disconnected => format!("rank {rank} has left"),
     })
 }

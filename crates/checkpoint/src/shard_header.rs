@@ -50,7 +50,7 @@ pub(crate) fn encode(
     let limit = Limits::default().header_bytes;
     if json.len() as u64 > limit {
         return Err(format!(
-            "its header takes {} bytes, but readers of safetensors take at most {limit}",
+            "its header takes {} bytes, but safetensors readers accept at most {limit}",
             json.len()
         ));
     }
@@ -71,7 +71,7 @@ pub(crate) fn decode(path: &Path, bytes: &[u8], file_bytes: u64) -> Result<Metad
     let mut tensors = parsed.tensors;
     tensors.sort_by_key(|(_, info)| info.data_offsets);
     let metadata = Metadata::new(Some(parsed.metadata), tensors).map_err(|error| {
-        let problem = format!("its header contradicts itself: {error}");
+        let problem = format!("its header is inconsistent: {error}");
         Error::invalid(path, problem)
     })?;
     let end = (bytes.len() as u64).checked_add(metadata.data_len() as u64);

@@ -153,7 +153,7 @@ impl Source for Snapshot {
         match self.parts.remove(&tensor.name) {
             Some(Part::Held(bytes)) => Ok(bytes),
             Some(Part::Read { read, .. }) => Ok(Box::new(read()?)),
-            None => Err("it is not in the snapshot; insert what this rank holds of it".into()),
+            None => Err("it is not in the snapshot; insert this rank's part of it".into()),
         }
     }
 }

@@ -166,7 +166,7 @@ impl Staging {
                 && let Err(error) = storage.rename(aside, &target)
             {
                 // The next save tries again.
-                tracing::error!(path = %aside.display(), %error, "cannot bring the replaced step back");
+                tracing::error!(path = %aside.display(), %error, "cannot restore the replaced step");
             }
             return Err(error);
         }
@@ -234,19 +234,22 @@ impl Staging {
         receipts.sort_by_key(|receipt| receipt.rank);
         let ranks: Vec<_> = receipts.iter().map(|receipt| receipt.rank).collect();
         if !ranks.iter().copied().eq(0..plan.mesh().size()) {
-            let expected = format!("one of each of the {} ranks", plan.mesh().size());
-            return Err(wrong(expected, format!("those of ranks {ranks:?}")));
+            let expected = format!("one receipt of each of the {} ranks", plan.mesh().size());
+            return Err(wrong(expected, format!("the receipts of ranks {ranks:?}")));
         }
         let plan_crc32 = plan_crc32(plan)?;
         for receipt in &receipts {
             let rank = receipt.rank;
             if receipt.ticket != self.ticket {
-                let got = format!("one of rank {rank} for {}", receipt.ticket.0);
+                let got = format!("a receipt of rank {rank} for {}", receipt.ticket.0);
                 return Err(wrong(format!("for {}", self.ticket.0), got));
             }
             if receipt.plan_crc32 != plan_crc32 || receipt.parts.len() != plan.of_rank(rank).len() {
                 let expected = "for the tensors that rank 0 saves".to_owned();
-                return Err(wrong(expected, format!("one of rank {rank} for others")));
+                return Err(wrong(
+                    expected,
+                    format!("a receipt of rank {rank} for other tensors"),
+                ));
             }
         }
         Ok(receipts)
@@ -318,7 +321,7 @@ pub fn write_shard(
     if rank >= world_size {
         return Err(Error::Argument {
             argument: "rank",
-            expected: format!("below the plan's {world_size} ranks"),
+            expected: format!("less than the plan's {world_size} ranks"),
             got: rank.to_string(),
         });
     }

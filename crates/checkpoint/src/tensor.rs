@@ -103,7 +103,7 @@ pub(crate) fn check_tensor(name: &str, shape: &[usize], dtype: Dtype) -> Result<
     let bits = dtype.bitsize();
     if !bits.is_multiple_of(8) {
         return Err(format!(
-            "elements of {dtype} are no whole bytes; pack them into U8"
+            "elements of {dtype} are not whole bytes; pack them into U8"
         ));
     }
     let item_bytes = bits / 8;

@@ -72,8 +72,11 @@ impl WritePlan {
         if regions.len() != tensors.len() || regions.iter().any(|by| by.len() != num_ranks) {
             return Err(Error::Argument {
                 argument: "regions",
-                expected: format!("{} tensors by {num_ranks} ranks", tensors.len()),
-                got: format!("{} lists of regions", regions.len()),
+                expected: format!(
+                    "one list for each of the {} tensors, with {num_ranks} regions each",
+                    tensors.len()
+                ),
+                got: format!("{} lists", regions.len()),
             });
         }
         let mut names = HashSet::new();
@@ -84,7 +87,7 @@ impl WritePlan {
                 problem,
             };
             if !names.insert(&tensor.name) {
-                let problem = "there are two of that name; save tied tensors once";
+                let problem = "two tensors have this name; save tied tensors once";
                 return Err(invalid(problem.to_owned()));
             }
             let item_bytes =

@@ -212,7 +212,7 @@ fn a_missing_rank_is_an_error() {
         &mut root,
     );
     let error = error.expect_err("nobody came").to_string();
-    assert!(error.contains("rank 1 did not come in time"), "{error}");
+    assert!(error.contains("rank 1 did not arrive in time"), "{error}");
     assert!(checkpoints(&memory).steps().expect("lists").is_empty());
     // The remaining messages of the failed save cannot be mistaken for another save.
     let error = root

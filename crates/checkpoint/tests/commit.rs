@@ -273,7 +273,7 @@ fn receipts_must_match_the_save_and_the_plan() {
     let staging = begin(1);
     let other = common::plan(&common::line(2), Kind::Replicated);
     let both = vec![write(&staging, &plan, 0), write(&staging, &other, 1)];
-    refused(staging, both, "rank 1 for others");
+    refused(staging, both, "rank 1 for other tensors");
     let staging = begin(1);
     let both = vec![write(&staging, &plan, 0), write(&staging, &plan, 1)];
     let error = staging
@@ -346,7 +346,7 @@ fn tensors_that_cannot_be_saved_are_refused() {
     for (tensors, expected) in [
         (
             vec![spec("a", &[1], Dtype::U8, &flat); 2],
-            "two of that name",
+            "two tensors have this name",
         ),
         (vec![spec("", &[1], Dtype::U8, &flat)], "name must be"),
         (vec![spec("a", &[1], Dtype::F4, &flat)], "whole bytes"),

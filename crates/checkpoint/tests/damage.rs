@@ -124,7 +124,10 @@ fn a_missing_file_is_named() {
     }
     let error = checkpoints(&Memory::new()).newest().expect_err("nothing");
     assert!(matches!(error, Error::NoStep { .. }));
-    assert!(error.to_string().contains("has no whole step"), "{error}");
+    assert!(
+        error.to_string().contains("has no complete step"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -179,15 +182,15 @@ fn inconsistent_headers_are_rejected() {
     for (expected, json) in [
         ("occurs twice", format!(r#"{{"a":{tensor},"a":{tensor}}}"#)),
         (
-            "contradicts",
+            "is inconsistent",
             r#"{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,2]}}"#.to_owned(),
         ),
         (
-            "contradicts",
+            "is inconsistent",
             r#"{"a":{"dtype":"U8","shape":[3],"data_offsets":[5,8]}}"#.to_owned(),
         ),
         (
-            "contradicts",
+            "is inconsistent",
             format!(
                 r#"{{"a":{{"dtype":"F64","shape":[{0},{0}],"data_offsets":[0,8]}}}}"#,
                 u64::MAX

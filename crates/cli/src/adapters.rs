@@ -175,7 +175,7 @@ fn checksum_compiled<B: Batch, O>(
             continue;
         }
         let Region::Flat(range) = layout.region(&spec.shape, &own_mesh, rank)? else {
-            unreachable!("the command divides parameters into flat shards, and not by {layout:?}");
+            unreachable!("the command divides parameters into flat shards, not by {layout:?}");
         };
         let shard = step.shard(&spec.path)?;
         sum = sum.wrapping_add(checksum_of(&spec.path, range, shard.as_bytes()));

@@ -114,7 +114,7 @@ impl Chosen {
                 Some(path) if are_bytes() => Ok(of_bytes(
                     true,
                     Some(format!(
-                        "{} is not read: each byte is a token, as when the step was saved",
+                        "{} is ignored: each byte is a token, as when the step was saved",
                         path.display()
                     )),
                 )),
@@ -129,8 +129,8 @@ impl Chosen {
         let is_guess = matches!(self.codec, TextCodec::Bytes) && !self.are_bytes_given;
         let guess = (is_guess && vocab != BYTE_VOCAB).then(|| {
             format!(
-                "the model of --init has {vocab} tokens and no tokenizer: text is read as bytes, byte b for the token of id b; \
-                 give its tokenizer.json by --tokenizer, or say --tokenizer bytes if that is right"
+                "the model of --init has {vocab} tokens and no tokenizer, so byte b of the text is read as token b; \
+                 pass its tokenizer.json with --tokenizer, or pass --tokenizer bytes if that is right"
             )
         });
         self.warning.iter().cloned().chain(guess).collect()
@@ -143,7 +143,7 @@ fn other_than(given: &Tokenizer, path: &Path, in_folder: PathBuf) -> Option<Stri
     let own = Tokenizer::open(&in_folder).ok()?;
     (own.hash() != given.hash()).then(|| {
         format!(
-            "--tokenizer {} is another tokenizer than {}, which comes with the model",
+            "--tokenizer {} differs from {}, the tokenizer of the model",
             path.display(),
             in_folder.display()
         )

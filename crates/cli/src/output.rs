@@ -44,7 +44,7 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
         return Err(InputError::Output {
             flag: "--data",
             path: data.to_owned(),
-            problem: "lies among the saved steps; name text outside of them".to_owned(),
+            problem: "is among the saved steps; name text outside them".to_owned(),
         });
     }
     if let Some(folder) = &args.output.dump_graphs {
@@ -65,7 +65,7 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
             return Err(InputError::Output {
                 flag,
                 path: path.to_owned(),
-                problem: "lies among the saved steps; name a file beside them".to_owned(),
+                problem: "is among the saved steps; name a file next to them".to_owned(),
             });
         }
         let is_same = |other: &Path| other == identity || are_one_file(other, &identity);
@@ -105,7 +105,10 @@ fn overwrites(file: &Path, init: Option<&Path>) -> Option<String> {
     ];
     let mut above = file.ancestors().skip(1);
     if let Some(step) = above.find(|folder| folder.join("index.json.crc32").exists()) {
-        return Some(format!("lies in the saved step {}", step.display()));
+        return Some(format!(
+            "is inside the saved step {}; name a file outside it",
+            step.display()
+        ));
     }
     let is_of_model = || {
         let end = file.extension().and_then(|end| end.to_str());
@@ -113,7 +116,7 @@ fn overwrites(file: &Path, init: Option<&Path>) -> Option<String> {
     };
     let is_in = init.is_some_and(|init| file.starts_with(init));
     (is_in && file.exists() && is_of_model())
-        .then(|| "is a file of the folder of --init; name another".to_owned())
+        .then(|| "is a file of the --init folder; name another".to_owned())
 }
 
 /// Checks that graphs can be written into a folder, and that the folder has no other use in `taken`.
@@ -140,13 +143,13 @@ fn check_graphs(
     let checkpoints = args.checkpoint.checkpoint_dir.as_ref();
     if checkpoints.is_some_and(|checkpoints| lies_among_steps(&own, checkpoints)) {
         return Err(refused(
-            "lies among the saved steps; name a folder beside them",
+            "is among the saved steps; name a folder next to them",
         ));
     }
     // The graphs of one run would become the text of the next.
     let data = args.data.data.as_ref();
     match data.is_some_and(|data| identity(data).starts_with(&own)) {
-        true => Err(refused("holds the text of --data; name another folder")),
+        true => Err(refused("contains the text of --data; name another folder")),
         false => Ok(()),
     }
 }
@@ -179,8 +182,8 @@ pub(crate) fn check_folder(flag: &'static str, path: &Path) -> Result<(), InputE
             flag,
             path: path.to_owned(),
             problem: match above == path {
-                true => "not a folder".to_owned(),
-                false => format!("{} is not a folder", above.display()),
+                true => "is not a folder; name a folder".to_owned(),
+                false => format!("{} is not a folder; name another path", above.display()),
             },
         }),
         _ => Ok(()),
@@ -257,7 +260,7 @@ fn check_writable(path: &Path, kind: Kind) -> Result<(), String> {
         Ok(metadata) if metadata.is_dir() => Err("is a folder; name a file".to_owned()),
         Ok(metadata) if metadata.is_file() => open_existing(path).map_err(|e| e.to_string()),
         Ok(_) if kind == Kind::Whole => {
-            Err("is not a plain file, and would be replaced by one; name another".to_owned())
+            Err("is not a plain file and would be replaced by one; name another".to_owned())
         }
         // Opening a pipe waits for its reader, so the pipe is opened only when there is something to write.
         Ok(_) => Ok(()),

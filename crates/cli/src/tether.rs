@@ -174,12 +174,12 @@ fn end() {
             stop.store(true, Ordering::Relaxed);
             if *says_so {
                 console::tell(
-                    "warning: `burn-fsdp launch` is gone; this process ends in good order",
+                    "warning: `burn-fsdp launch` has ended; this process now stops in an orderly way",
                 );
             }
         }
         None => {
-            console::tell("error: `burn-fsdp launch`, which has started this process, is gone");
+            console::tell("error: `burn-fsdp launch`, which started this process, has ended");
             process::exit(TOLD_TO_END);
         }
     }

@@ -50,7 +50,7 @@ pub(crate) fn read_part<A: Architecture>(
     };
     let Region::Flat(range) = &part.region else {
         unreachable!(
-            "the command divides parameters into flat shards, and these are {}",
+            "the command divides parameters into flat shards, but these are {}",
             part.region
         );
     };

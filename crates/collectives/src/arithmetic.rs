@@ -122,7 +122,9 @@ pub(crate) fn reduce(reduction: &Reduction, input: ElementType, addends: &[&[u8]
         (U32, _) => recipe.run::<u32, u32>(addends, out),
         (U16, _) => recipe.run::<u16, u16>(addends, out),
         (U8, _) => recipe.run::<u8, u8>(addends, out),
-        (input, output) => unreachable!("{input} to {output} is refused before it gets here"),
+        (input, output) => {
+            unreachable!("the conversion of {input} to {output} is rejected before this call")
+        }
     }
 }
 

@@ -68,13 +68,13 @@ impl<'a> Call<'a> {
             let num_elements = extent.partition.num_elements().checked_mul(across);
             let num_bytes = num_elements.and_then(|len| len.checked_mul(size_of::<f64>()));
             if num_bytes.is_none() {
-                let expected = "of a size that a usize counts in bytes".to_owned();
+                let expected = "small enough for its bytes to fit in a usize".to_owned();
                 let got = extent.partition.to_string();
                 return Err(self.argument(format!("parts[{index}]"), expected, got));
             }
             let element = extent.element;
             if let Some(objection) = self.signature.reduction.and_then(|r| r.objection(element)) {
-                let expected = "elements that the reduction can combine".to_owned();
+                let expected = "a type that the reduction supports".to_owned();
                 return Err(self.argument(format!("parts[{index}]"), expected, objection));
             }
             let gives = self.signature.gives(self.group.rank());

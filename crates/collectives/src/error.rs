@@ -51,7 +51,7 @@ pub enum Error {
 
     /// A rank that panicked, returned an error or met one of these errors before this operation was complete.
     #[error(
-        "{operation} cannot complete because rank {rank} failed: {reason}; see to that failure first; {ledger}"
+        "{operation} cannot complete because rank {rank} failed: {reason}; fix that failure first; {ledger}"
     )]
     PeerFailed {
         /// The rank that failed first.
@@ -80,9 +80,9 @@ pub enum Error {
 
     /// Ranks that did not arrive within the deadline.
     #[error(
-        "rank {rank} waited {deadline:?} for ranks {missing:?} to {stage} {operation}{}; see below what \
-         they did instead, or set a longer deadline (LaunchConfig::deadline, or that of the isolated \
-         group) if they are only slow; {ledger}",
+        "rank {rank} waited {deadline:?} for ranks {missing:?} to {stage} {operation}{}; check below what they did \
+         instead, or set a longer deadline (LaunchConfig::deadline, or the isolated group's deadline) if they are \
+         only slow; {ledger}",
         in_the_end(missing, ends)
     )]
     Timeout {
@@ -105,9 +105,9 @@ pub enum Error {
 
     /// Bytes that differ from the bytes that their rank gave, with [`Check::Agreement`](crate::Check::Agreement).
     #[error(
-        "{}rank {rank} got other bytes of rank {peer} for tensor {part} of {operation} than rank {peer} had when it \
-         called; the memory of one of the two or the link between them is faulty: go on from the last checkpoint \
-         without that machine; {ledger}",
+        "{}rank {rank} received different bytes for tensor {part} of {operation} than rank {peer} passed to the call; \
+         the memory of one of the two or the link between them is faulty: resume from the last checkpoint without \
+         that machine; {ledger}",
         in_step(step)
     )]
     Altered {
@@ -128,8 +128,9 @@ pub enum Error {
     /// A result that differs between the ranks although all received the result of the same operation, with
     /// [`Check::Agreement`](crate::Check::Agreement). Detected in a later operation of the group.
     #[error(
-        "{}ranks {ranks:?} hold another result of {operation} than most ranks of the group, or no two hold the same; \
-         the memory of one of them or its link is faulty: go on from the last checkpoint without that machine; {ledger}",
+        "{}ranks {ranks:?} hold a different result of {operation} than most ranks of the group, or there is no \
+         majority; the memory or the link of one of them is faulty: resume from the last checkpoint without that \
+         machine; {ledger}",
         in_step(step)
     )]
     Disagreement {
@@ -147,8 +148,9 @@ pub enum Error {
     /// with [`Check::Agreement`](crate::Check::Agreement). Detected by the rank itself or by a rank that reads the
     /// value there.
     #[error(
-        "{}rank {rank} finds other bytes in {what} than were there {written}, and nobody has written them until now, \
-         {found}; the memory of rank {rank} is faulty: go on from the last checkpoint without that machine; {ledger}",
+        "{}rank {rank} found that the bytes of {what} changed although nothing wrote to them: they were intact \
+         {written}, and changed {found}; the memory of rank {rank} is faulty: resume from the last checkpoint \
+         without that machine; {ledger}",
         in_step(&found.step)
     )]
     AlteredAtRest {
@@ -167,8 +169,9 @@ pub enum Error {
     /// A replicated value that differs between the ranks, with [`Check::Agreement`](crate::Check::Agreement). Detected
     /// in the operation after the one with which the ranks announced the value.
     #[error(
-        "{}ranks {ranks:?} hold other bytes in {what} than most ranks of the group, or no two hold the same; one of them \
-         has computed it wrongly, or its memory is faulty: go on from the last checkpoint without that machine; {ledger}",
+        "{}ranks {ranks:?} hold different bytes in {what} than most ranks of the group, or there is no majority; \
+         one of them computed it incorrectly, or its memory is faulty: resume from the last checkpoint without that \
+         machine; {ledger}",
         in_step(step)
     )]
     Diverged {
@@ -183,7 +186,7 @@ pub enum Error {
     },
 
     /// A failure that was requested; see [`Fault`].
-    #[error("it was told to fail, by the fault \"{fault}\"; remove the fault to run on")]
+    #[error("the fault \"{fault}\" made this rank fail; remove the fault to continue")]
     Injected {
         /// The fault that was set.
         fault: Fault,
@@ -191,7 +194,7 @@ pub enum Error {
 
     /// A fault that cannot be parsed.
     #[error(
-        "cannot read the fault \"{text}\": {problem}; write it as {}",
+        "cannot parse the fault \"{text}\": {problem}; write it as {}",
         Fault::SYNTAX
     )]
     InvalidFault {
@@ -203,7 +206,8 @@ pub enum Error {
 
     /// A mesh whose number of ranks differs from the group's.
     #[error(
-        "the mesh {mesh} has {mesh_size} ranks, but group \"{group}\" has {group_size}; make the product of its axes {group_size}"
+        "mesh {mesh} has {mesh_size} ranks, but group \"{group}\" has {group_size}; make the product of the mesh \
+         axes {group_size}"
     )]
     MeshSize {
         /// The mesh, as it is displayed.
@@ -250,6 +254,6 @@ fn in_the_end(missing: &[usize], ends: &[usize]) -> String {
     }
     match ends == missing {
         true => String::new(),
-        false => format!(", and in the end for ranks {ends:?}, which wait for none"),
+        false => format!(", and ultimately for ranks {ends:?}, which wait for no other rank"),
     }
 }

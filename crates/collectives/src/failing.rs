@@ -28,7 +28,7 @@ impl Fault {
                 "seed" => seed.replace(number(key, value).map_err(invalid)?).is_none(),
                 "at" => at.replace(At::read(value).map_err(invalid)?).is_none(),
                 "how" => how.replace(How::read(value).map_err(invalid)?).is_none(),
-                _ => return Err(invalid(format!("there is no {key:?}"))),
+                _ => return Err(invalid(format!("{key:?} is not a known key"))),
             };
             if !is_new {
                 return Err(invalid(format!("{key} is given twice")));
@@ -44,10 +44,10 @@ impl Fault {
         };
         let problem = match (fault.how, fault.at) {
             (How::Flip, At::Forward | At::Backward) => {
-                "a bit flips in a value; write at:collective, shard, weight, gradient, state or running"
+                "how:flip flips a bit of a value; write at:collective, shard, weight, gradient, state or running"
             }
             (How::Flip, _) | (_, At::Forward | At::Backward | At::Collective) => return Ok(fault),
-            _ => "at a value a bit can flip and nothing else; write how:flip",
+            _ => "the values of this place can only have a bit flipped; write how:flip",
         };
         Err(invalid(problem.to_owned()))
     }
@@ -55,7 +55,7 @@ impl Fault {
     /// Fails in the specified way.
     pub(crate) fn strike(self) -> Result<(), Error> {
         match self.how {
-            How::Panic => panic!("told to panic by the fault \"{self}\""),
+            How::Panic => panic!("the fault \"{self}\" made this rank panic"),
             // The owner of the value flips the bit.
             How::Flip => Ok(()),
             How::Error => Err(Error::Injected { fault: self }),
@@ -69,7 +69,7 @@ impl Fault {
 fn number<T: FromStr>(key: &str, value: &str) -> Result<T, String> {
     value
         .parse()
-        .map_err(|_| format!("{key} is {value:?}, which is not a number from 0 on"))
+        .map_err(|_| format!("{key} is {value:?}, which is not a number of at least 0"))
 }
 
 impl At {
@@ -83,7 +83,7 @@ impl At {
             "gradient" => Ok(Self::Gradient),
             "state" => Ok(Self::State),
             "running" => Ok(Self::Running),
-            _ => Err(format!("at is {value:?}, which is not a place")),
+            _ => Err(format!("at is {value:?}, which is not a known place")),
         }
     }
 }
@@ -95,7 +95,9 @@ impl How {
             "error" => Ok(Self::Error),
             "stall" => Ok(Self::Stall),
             "flip" => Ok(Self::Flip),
-            _ => Err(format!("how is {value:?}, which is not a way to fail")),
+            _ => Err(format!(
+                "how is {value:?}, which is not a known kind of failure"
+            )),
         }
     }
 }

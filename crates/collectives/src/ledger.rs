@@ -164,7 +164,7 @@ impl fmt::Display for LedgerReport {
             match (entries.is_empty(), is_here) {
                 (true, true) => write!(f, "\n  rank {rank}: none")?,
                 (true, false) => {
-                    write!(f, "\n  rank {rank}: see what its process says")?;
+                    write!(f, "\n  rank {rank}: see the output of its process")?;
                     if let Some(wait) = wait {
                         write!(f, "; it {wait}")?;
                     }

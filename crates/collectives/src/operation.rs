@@ -148,8 +148,8 @@ impl Signature {
         let extents = self.extents.iter().zip(&other.extents);
         let first = extents.enumerate().find(|(_, (own, other))| own != other);
         if let Some((part, (own_extent, other_extent))) = first {
-            own += &format!(", part {part} being {own_extent}");
-            others += &format!(", part {part} being {other_extent}");
+            own += &format!(", where part {part} is {own_extent}");
+            others += &format!(", where part {part} is {other_extent}");
         }
         Some((own, others))
     }

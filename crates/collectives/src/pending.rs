@@ -24,7 +24,7 @@ use crate::{Buffer, Carried, CommStage, Error, Moment, Operation, OperationKind,
 ///
 /// Dropping it unfinished discards it. This rank's part is then complete, the peers get their results as if this rank
 /// had waited, and its buffers go back to their pool.
-#[must_use = "an operation that is dropped is discarded: wait for it"]
+#[must_use = "dropping an operation discards it: wait for it"]
 pub struct Pending<T = Received> {
     peers: Peers,
     flight: Box<dyn Flight>,
@@ -313,7 +313,7 @@ impl<T> Pending<T> {
         read.or_else(|Withdrawn| {
             let operation = &self.entry.operation;
             self.peers.control.check(operation)?;
-            unreachable!("a source was withdrawn under a reader in {operation}")
+            unreachable!("a source of {operation} was withdrawn while it was being read")
         })
     }
 

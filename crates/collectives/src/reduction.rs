@@ -96,14 +96,14 @@ impl Reduction {
         let output = self.output_of(input);
         let narrow = |element| element != ElementType::F64 && ElementType::is_float(element);
         if output != input && !(narrow(input) && narrow(output)) {
-            return Some(format!("{input} that becomes {output}"));
+            return Some(format!("{input} converted to {output}"));
         }
         if !input.is_float() && self.scales() {
-            return Some(format!("{input} that is scaled"));
+            return Some(format!("{input} with a scale"));
         }
         if !(self.pre_scale.is_finite() && self.post_scale.is_finite()) {
             return Some(format!(
-                "a scale of {} or {}",
+                "an addend scaled by {} and {}",
                 self.pre_scale, self.post_scale
             ));
         }

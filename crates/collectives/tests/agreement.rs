@@ -213,7 +213,7 @@ impl Flip {
                     named += 1;
                 }
                 Err(Error::PeerFailed { reason, .. }) => {
-                    let says = format!("other bytes of rank {}", self.giver);
+                    let says = format!("than rank {} passed to the call", self.giver);
                     prop_assert!(reason.contains(&says), "{}", reason);
                 }
                 // The rank had received its own result before another found the flip in its part.

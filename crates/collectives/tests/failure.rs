@@ -216,7 +216,7 @@ fn a_chain_of_waits_is_followed_to_its_end() {
     );
     assert!(
         error.to_string().contains(
-            "(operation 1 of group \"world\"), and in the end for ranks [2], which wait for none;"
+            "(operation 1 of group \"world\"), and ultimately for ranks [2], which wait for no other rank;"
         ),
         "{error}"
     );
@@ -348,14 +348,17 @@ fn faults_that_cannot_be_read_are_explained() {
     assert_eq!(problem("rank:1"), "step is missing");
     assert_eq!(
         problem("rank:-1"),
-        "rank is \"-1\", which is not a number from 0 on"
+        "rank is \"-1\", which is not a number of at least 0"
     );
     assert_eq!(problem("rank:1,rank:2"), "rank is given twice");
-    assert_eq!(problem("where:here"), "there is no \"where\"");
-    assert_eq!(problem("at:noon"), "at is \"noon\", which is not a place");
+    assert_eq!(problem("where:here"), "\"where\" is not a known key");
+    assert_eq!(
+        problem("at:noon"),
+        "at is \"noon\", which is not a known place"
+    );
     assert_eq!(
         problem("how:softly"),
-        "how is \"softly\", which is not a way to fail"
+        "how is \"softly\", which is not a known kind of failure"
     );
     let text = "rank:1,step:3,at:backward,how:stall";
     assert_eq!(Fault::parse(text).unwrap().to_string(), text);

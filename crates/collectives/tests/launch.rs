@@ -33,7 +33,7 @@ fn refuses_no_ranks() {
     assert!(matches!(error, LaunchError::NoRanks));
     assert_eq!(
         error.to_string(),
-        "cannot launch 0 ranks; ask for at least one"
+        "cannot launch 0 ranks; request at least one"
     );
 }
 
@@ -128,7 +128,7 @@ fn a_non_numeric_rayon_variable_is_rejected() {
 fn refuses_more_threads_than_a_rank_should_have() {
     let message = fail(LaunchConfig::new(2).threads_per_rank(5_000), |_| Ok(())).to_string();
     assert!(
-        message.starts_with("cannot give each rank 5000 threads; ask for at most"),
+        message.starts_with("cannot give each rank 5000 threads; request at most"),
         "{message}"
     );
 }
@@ -189,7 +189,7 @@ fn refuses_more_ranks_than_a_process_should_have() {
     let error = fail(LaunchConfig::new(20_000), |_| Ok(()));
     let message = error.to_string();
     assert!(
-        message.starts_with("cannot launch 20000 ranks as threads of one process; ask for at most"),
+        message.starts_with("cannot launch 20000 ranks as threads of one process; request at most"),
         "{message}"
     );
 }

@@ -77,11 +77,11 @@ fn of_label() {
 fn of_sizes() {
     let message = mismatch_error(gathering("x", 10), gathering("x", 11));
     assert!(
-        message.contains("part 0 being f32 10 elements in 3 shards of 4"),
+        message.contains("part 0 is f32 10 elements in 3 shards of 4"),
         "{message}"
     );
     assert!(
-        message.contains("part 0 being f32 11 elements in 3 shards of 4"),
+        message.contains("part 0 is f32 11 elements in 3 shards of 4"),
         "{message}"
     );
 }
@@ -109,8 +109,8 @@ fn of_element_type() {
             .wait()
             .map(|_| ())
     });
-    assert!(message.contains("part 0 being f32 10"), "{message}");
-    assert!(message.contains("part 0 being i32 10"), "{message}");
+    assert!(message.contains("part 0 is f32 10"), "{message}");
+    assert!(message.contains("part 0 is i32 10"), "{message}");
 }
 
 #[test]

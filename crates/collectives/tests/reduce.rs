@@ -282,8 +282,8 @@ fn refuses_unsupported_reductions() {
     };
     assert_eq!(
         call(Reduction::mean(2), ElementType::I32).unwrap_err(),
-        "rank 0: in all_reduce \"x\" (operation 0 of group \"world\"), parts[0] should be elements \
-         that the reduction can combine but is i32 that is scaled; correct this rank's call"
+        "rank 0: in all_reduce \"x\" (operation 0 of group \"world\"), parts[0] should be a type \
+         that the reduction supports but is i32 with a scale; correct this rank's call"
     );
     assert!(call(Reduction::sum().output(ElementType::F32), ElementType::F64).is_err());
     assert!(call(Reduction::sum().output(ElementType::I64), ElementType::I32).is_err());

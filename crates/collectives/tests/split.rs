@@ -107,8 +107,7 @@ fn a_mesh_must_fit_the_world() {
     });
     let message = error.to_string();
     assert!(
-        message
-            .contains("the mesh shard=3 has 3 ranks, but group \"world\" has 2; make the product"),
+        message.contains("mesh shard=3 has 3 ranks, but group \"world\" has 2; make the product"),
         "{message}"
     );
     let error = ranks::fail(config, |world| {

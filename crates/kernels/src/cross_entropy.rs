@@ -124,8 +124,8 @@ pub(crate) fn target_indices(targets: &FlexTensor, num_classes: usize) -> Vec<us
     let index = |(row, target): (usize, i64)| match usize::try_from(target) {
         Ok(index) if index < num_classes => index,
         _ => panic!(
-            "the target of row {row} is class {target}, and the logits have {num_classes} classes; mask targets that are \
-             none, or pad with a class that the loss leaves out"
+            "the target of row {row} is class {target}, but the logits have {num_classes} classes; mask invalid \
+             targets, or pad with a class that the loss ignores"
         ),
     };
     targets.map(index).collect()

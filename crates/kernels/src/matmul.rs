@@ -86,7 +86,7 @@ fn shape_of(lhs: &FlexTensor, rhs: &FlexTensor) -> Shape {
         let [a, b] = [dim(lhs, at), dim(rhs, at)];
         assert!(
             a == b || a == 1 || b == 1,
-            "{lhs:?} and {rhs:?} do not broadcast"
+            "shapes {lhs:?} and {rhs:?} do not broadcast"
         );
         if a == 1 { b } else { a }
     });
@@ -109,7 +109,7 @@ impl<'a, T: Factor> Batch<'a, T> {
         let layout = tensor.layout();
         let shape = layout.shape();
         let rank = shape.num_dims();
-        assert!(rank >= 2, "{shape:?} is no matrix");
+        assert!(rank >= 2, "shape {shape:?} is not a matrix");
         let strides: Vec<usize> = layout.strides().iter().map(|of| *of as usize).collect();
         let dims = (0..rank - 2).map(|dim| [shape[dim], strides[dim]]);
         Self {

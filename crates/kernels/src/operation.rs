@@ -426,7 +426,7 @@ fn product_cost(call: &CustomOpIr) -> FusedCost {
 /// Returns the program of a call.
 fn program(call: &CustomOpIr) -> PointwiseProgram {
     let program = PointwiseProgram::from_scalars(&call.scalars);
-    program.expect("the scalars of a call of pointwise operations are those of a program")
+    program.expect("a call of pointwise operations has the scalars of a program")
 }
 
 fn pointwise_cost(call: &CustomOpIr, num_elements: u64) -> FusedCost {

@@ -260,24 +260,24 @@ impl Layout {
     fn check(&self, shape: &[usize], mesh: &Mesh) -> Result<(), Error> {
         let invalid = |expected: String, got: String| Err(Error::InvalidLayout { expected, got });
         if self.placements.len() != mesh.axes().len() {
-            let expected = format!("one placement for each axis of the mesh {mesh}");
+            let expected = format!("one placement for each axis of mesh {mesh}");
             return invalid(expected, self.to_string());
         }
         let cuts = self.placements.iter();
         let num_cuts = cuts.filter(|on| matches!(on, Placement::Shard(_))).count();
         if self.owner.is_some() && (self.cut, num_cuts) != (Cut::Elements, 1) {
-            let expected = "an owner along the one axis that cuts elements".to_owned();
+            let expected = "an owner only with exactly one axis that cuts elements".to_owned();
             return invalid(expected, self.to_string());
         }
         for placement in &self.placements {
             match placement {
                 Placement::Partial(_) => {
-                    let expected = "a tensor whose addends are reduced".to_owned();
+                    let expected = "no partial placement; reduce the tensor first".to_owned();
                     return invalid(expected, self.to_string());
                 }
                 Placement::Shard(0) if self.cut.multiple().is_some() => {}
                 Placement::Shard(_) if self.cut.multiple().is_some() => {
-                    let expected = "shard(0) or replicate where elements are cut".to_owned();
+                    let expected = "shard(0) or replicate when elements are cut".to_owned();
                     return invalid(expected, self.to_string());
                 }
                 Placement::Shard(dim) if *dim >= shape.len() => {

@@ -179,7 +179,7 @@ impl Partition {
         let num_shards = self.num_shards();
         assert!(
             shard < num_shards,
-            "shard {shard} of a partition into {num_shards}"
+            "shard {shard} is not in a partition of {num_shards} shards"
         );
         let end = self.num_elements();
         if let Some(owner) = self.rows.owner {
@@ -239,7 +239,7 @@ impl Partition {
         let num_elements = self.num_elements();
         assert!(
             element < num_elements,
-            "element {element} of a tensor of {num_elements}"
+            "element {element} is not in a tensor of {num_elements} elements"
         );
         self.rows.owner.unwrap_or(element / self.chunk_len)
     }

@@ -72,7 +72,8 @@ impl Region {
     pub fn check(&self, shape: &[usize]) -> Result<(), String> {
         match self {
             Self::Flat(range) => {
-                let total = num_elements(shape).ok_or("the shape is too large")?;
+                let total =
+                    num_elements(shape).ok_or("the shape has more elements than fit in a usize")?;
                 if range.start > range.end || range.end > total {
                     return Err(format!("the tensor has {total} elements"));
                 }

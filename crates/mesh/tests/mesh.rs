@@ -61,7 +61,7 @@ fn refuses_unknown_axes_and_ranks() {
     let mesh = Mesh::new([("replicate", 2), ("shard", 2)]).unwrap();
     assert_eq!(
         mesh.ranks_along("tensor", 0).unwrap_err().to_string(),
-        "mesh replicate=2 x shard=2 has no axis \"tensor\"; use one of its own"
+        "mesh replicate=2 x shard=2 has no axis \"tensor\"; use one of its axes"
     );
     assert_eq!(
         mesh.coordinate(4).unwrap_err().to_string(),

@@ -86,13 +86,13 @@ fn refuses_invalid_partitions() {
 }
 
 #[test]
-#[should_panic(expected = "shard 2 of a partition into 2")]
+#[should_panic(expected = "shard 2 is not in a partition of 2 shards")]
 fn a_shard_beyond_the_last_is_a_bug() {
     let _ = Partition::flat(5, 2).unwrap().range(2);
 }
 
 #[test]
-#[should_panic(expected = "element 5 of a tensor of 5")]
+#[should_panic(expected = "element 5 is not in a tensor of 5 elements")]
 fn an_element_beyond_the_last_is_a_bug() {
     let _ = Partition::flat(5, 2).unwrap().owner(5);
 }

@@ -15,7 +15,7 @@ const FILES: [&str; 2] = ["generation_config.json", "config.json"];
 #[derive(Deserialize)]
 #[serde(
     untagged,
-    expecting = "it is neither the id of a token nor a list of ids"
+    expecting = "it is neither a token id nor a list of token ids"
 )]
 enum Ids {
     One(u32),

@@ -69,7 +69,7 @@ fn sizes(settings: Settings<'_>) -> Result<Gpt2Config, String> {
         (
             "activation_function",
             !ACTIVATIONS.contains(&activation),
-            "the activation by tanh (\"gelu_new\", \"gelu_fast\", \"gelu_pytorch_tanh\")",
+            "GELU approximated with tanh (\"gelu_new\", \"gelu_fast\", \"gelu_pytorch_tanh\")",
         ),
         ("layer_norm_epsilon", epsilon != EPSILON, "1e-5"),
         (

@@ -32,10 +32,10 @@ impl Kind {
         if named == gpt2 {
             return Ok(Self::Gpt2);
         }
-        let own = "write the model as a Burn module of your own";
+        let own = "write the model as your own Burn module";
         if !named.is_empty() {
             return Err(format!(
-                "`model_type`: it is of a {named:?}, and no \"{llama}\" or \"{gpt2}\"; {own}"
+                "`model_type` is {named:?}, not \"{llama}\" or \"{gpt2}\"; {own}"
             ));
         }
         let classes = settings.given("architectures").and_then(Value::as_array);
@@ -45,7 +45,7 @@ impl Kind {
             known.map(|(_, kind)| *kind)
         });
         kind.ok_or_else(|| {
-            format!("it has no `model_type`; add \"{llama}\" or \"{gpt2}\", whichever it is of, or {own}")
+            format!("`model_type` is missing; add \"{llama}\" or \"{gpt2}\", whichever applies, or {own}")
         })
     }
 }

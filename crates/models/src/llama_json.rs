@@ -156,8 +156,8 @@ impl Rope {
         };
         match (read(older)?, read(newer)?) {
             (Some(one), Some(other)) if one != other => Err(format!(
-                "`{older}` and `{newer}` differ, but both name the rotary positions, and versions of transformers differ in which \
-                 of them counts; remove the one that is not meant"
+                "`{older}` and `{newer}` differ, but both set the rotary positions, and versions of transformers \
+                 disagree on which one applies; remove the wrong one"
             )),
             (Some(rope), _) | (None, Some(rope)) => Ok(rope),
             (None, None) => {
@@ -180,13 +180,13 @@ impl Rope {
         check_factor(nested)?;
         if nested.has_objects() {
             return Err(format!(
-                "`{}` or `{}` has an object for each kind of layer, but a Llama has one kind",
+                "`{}` or `{}` has an object for each kind of layer, but a Llama has only one kind",
                 ROPE[0], ROPE[1]
             ));
         }
         let factor = |name| {
             let number = nested.number(name)?;
-            number.ok_or_else(|| format!("`{name}` of the rotary positions is absent"))
+            number.ok_or_else(|| format!("`{name}` of the rotary positions is missing"))
         };
         let kind = nested.word(&ROPE_TYPE, "default")?;
         let scaling = match kind {

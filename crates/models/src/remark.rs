@@ -46,13 +46,13 @@ impl Remark {
             Self::Hidden => "hidden",
             Self::Excluded => "of this run",
             Self::Binary | Self::NamedBinary => "binary",
-            Self::Again => "met twice",
+            Self::Again => "repeated",
             Self::BrokenLink => "broken links",
             Self::Unreadable => "unreadable",
             Self::Special => "neither files nor folders",
-            Self::Marked => "with a mark of UTF-8",
-            Self::Decoded => "of UTF-16 or UTF-32",
-            Self::NotUtf8 => "not of UTF-8",
+            Self::Marked => "with a UTF-8 byte order mark",
+            Self::Decoded => "in UTF-16 or UTF-32",
+            Self::NotUtf8 => "not in UTF-8",
         }
     }
 }

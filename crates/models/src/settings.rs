@@ -127,7 +127,7 @@ fn number((name, value): Setting<'_>) -> Result<f64, String> {
 
 fn unfit((name, value): Setting<'_>, expected: &str) -> String {
     let default = if value.is_null() {
-        "; leave it out where transformers' default is meant"
+        "; omit it to use transformers' default"
     } else {
         ""
     };
@@ -137,8 +137,8 @@ fn unfit((name, value): Setting<'_>, expected: &str) -> String {
 /// Returns the message for two names of one setting with different values.
 pub(crate) fn contradiction(one: (&str, &Value), other: (&str, &Value)) -> String {
     format!(
-        "`{}` is {} and `{}` is {}, but both name one setting, and versions of transformers differ in which of them counts; remove \
-         the one that is not meant",
+        "`{}` is {} and `{}` is {}, but both set the same thing, and versions of transformers disagree on which one \
+         applies; remove the wrong one",
         one.0, one.1, other.0, other.1
     )
 }
@@ -162,8 +162,8 @@ pub(crate) fn refuse(model: &str, asked: &[(&str, bool, &str)]) -> Result<(), St
 /// Returns the message for a setting that a model does not support.
 pub(crate) fn refusal(model: &str, setting: &str, expected: &str) -> String {
     format!(
-        "`{setting}` is not {expected}, which is all that this {model} computes; load a checkpoint that has it, or \
-         write the model as a Burn module of your own"
+        "`{setting}` is not {expected}, and this {model} supports nothing else; load a checkpoint that has it, or \
+         write the model as your own Burn module"
     )
 }
 
@@ -194,13 +194,13 @@ pub(crate) fn read_json(path: &Path) -> Result<Map<String, Value>, ModelError> {
     };
     let metadata = path.metadata().map_err(file_error)?;
     if !metadata.is_file() || metadata.len() > MAX_BYTES {
-        let problem = format!("it is no regular file of at most {MAX_BYTES} bytes");
+        let problem = format!("it is not a regular file of at most {MAX_BYTES} bytes");
         return Err(malformed(problem));
     }
     let text = std::fs::read(path).map_err(file_error)?;
     match serde_json::from_slice(&text) {
         Ok(Value::Object(map)) => Ok(map),
-        Ok(_) => Err(malformed("it is no object of JSON".to_owned())),
+        Ok(_) => Err(malformed("it is not a JSON object".to_owned())),
         Err(error) => Err(malformed(error.to_string())),
     }
 }
@@ -240,7 +240,7 @@ mod tests {
             settings.word(&["a"], "").map(|_| ()).expect_err("null"),
         ] {
             assert!(
-                problem.contains("`a`") && problem.contains("leave it out"),
+                problem.contains("`a`") && problem.contains("omit it"),
                 "{problem}"
             );
         }

@@ -108,12 +108,12 @@ impl ByteText {
         let known = training.ids.len() + held_out.ids.len() - num_unknown;
         if num_unknown + num_without > known {
             return Err(tokenizer.refused(format!(
-                "of its tokens, {num_unknown} are unknown and {known} are not, and {num_without} characters have none; give the \
-                 tokenizer of such text"
+                "{num_unknown} of its tokens are unknown and {known} are known, and {num_without} characters have \
+                 no token; give a tokenizer for this kind of text"
             )));
         }
         let range = |tokens: Tokens| {
-            let none = || tokenizer.refused("a part of it has no token".to_owned());
+            let none = || tokenizer.refused("part of it has no token".to_owned());
             TokenRange::of_ids(tokens.ids.into()).ok_or_else(none)
         };
         Ok(TokenText {
@@ -134,7 +134,7 @@ fn part(bytes: &[u8], cut: usize, tokenizer: &Tokenizer) -> Result<(Tokens, usiz
     let chunks = bytes.utf8_chunks();
     let num_replaced = chunks.filter(|chunk| !chunk.invalid().is_empty()).count();
     if num_replaced > text.chars().count() / 2 {
-        let problem = "most of it is not UTF-8; convert its files, by iconv say";
+        let problem = "most of it is not in UTF-8; convert its files, for example with iconv";
         return Err(tokenizer.refused(problem.to_owned()));
     }
     Ok((tokens_of(tokenizer, &text, cut, PIECES)?, num_replaced))

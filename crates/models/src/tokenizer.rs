@@ -162,7 +162,7 @@ impl Tokenizer {
 fn caught<T>(body: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(result) => result.map_err(|error| error.to_string()),
-        Err(_) => Err("its parts do not fit together".to_owned()),
+        Err(_) => Err("its parts are inconsistent".to_owned()),
     }
 }
 
@@ -176,7 +176,7 @@ fn read(path: &Path) -> Result<Vec<u8>, ModelError> {
     if !metadata.is_file() || metadata.len() > MAX_BYTES {
         return Err(ModelError::NotATokenizer {
             path: path.to_owned(),
-            problem: format!("it is no regular file of at most {MAX_BYTES} bytes"),
+            problem: format!("it is not a regular file of at most {MAX_BYTES} bytes"),
         });
     }
     let mut bytes = Vec::new();

@@ -214,8 +214,8 @@ impl<A: Architecture> WeightsFile<A> {
             name: head.tensor.spec.name.clone(),
             found: head.tensor.spec.shape.clone(),
             problem: format!(
-                ": `tie_word_embeddings` of config.json is true, so that the head is {}, but the two have other values; remove the \
-                 one that is not meant, or set it to false where the model has a head of its own",
+                ": `tie_word_embeddings` in config.json is true, so the head is {}, but their values differ; remove \
+                 the wrong one, or set it to false if the model has a separate head",
                 head.table_name
             ),
         }
@@ -263,7 +263,7 @@ impl<A: Architecture> WeightsFile<A> {
         match result.missing.first() {
             None => Ok(model),
             Some(missing) => {
-                let problem = format!("parameter {missing:?} is not in the table of the model");
+                let problem = format!("parameter {missing:?} is not in the model's table");
                 Err(store_error(&self.path, &problem))
             }
         }
@@ -336,8 +336,7 @@ fn found_in<A: Architecture>(
                 name,
             };
             if let Some(earlier) = found.insert(known, tensor) {
-                let problem =
-                    "; it is there twice, under this name and another, or in two files; remove one";
+                let problem = "; it occurs twice, under two names or in two files; remove one";
                 return Err(unexpected(path.to_owned(), earlier, problem.to_owned()));
             }
         }
@@ -379,7 +378,7 @@ fn reason_against<A: Architecture>(config: &A, name: &str) -> String {
     } else {
         String::new()
     };
-    format!("{reason}; was the file written for another configuration?")
+    format!("{reason}; load a file that was written for this configuration")
 }
 
 /// Returns the error for a parameter that the files lack or have under a longer name.

@@ -38,8 +38,8 @@ pub struct Fitted {
 pub enum BudgetError {
     /// No choice that was tried needs so little memory.
     #[error(
-        "the least found for a rank's step is {} of memory, {least} bytes, where {budget} bytes are allowed; raise the budget, \
-         shard over more ranks, or make the batch smaller",
+        "the best plan found needs {} of memory per rank, {least} bytes, but the budget is {budget} bytes; raise \
+         the budget, use more ranks, or make the batch smaller",
         Size(*.least).trimmed()
     )]
     TooSmall {
@@ -83,8 +83,8 @@ pub fn fit(
     }
     if !computes_as(graph, options) {
         return Err(BudgetError::Step(Error::Precision {
-            what: "within a budget of memory for a graph that was traced in the types of the model",
-            way_out: "trace it with the `TraceConfig::precision` of the options",
+            what: "within a memory budget for a graph that was traced in the model's types",
+            way_out: "trace it with the options' `TraceConfig::precision`",
         }));
     }
     let named = AssignUnits(options.units.clone()).transform(graph.clone())?;

@@ -18,7 +18,7 @@ pub fn names(file: &Path) -> Vec<String> {
                 for import in imports(item) {
                     let path = import.path.join("::");
                     let name = import.name;
-                    names.push(name.unwrap_or_else(|| panic!("{file:?} hands out `{path}::*`")));
+                    names.push(name.unwrap_or_else(|| panic!("{file:?} re-exports `{path}::*`")));
                 }
                 continue;
             }

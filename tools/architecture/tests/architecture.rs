@@ -132,7 +132,7 @@ fn files_have_no_import_cycles() {
         if !standing.contains(&(name.to_owned(), files.clone())) {
             let _ = writeln!(
                 said,
-                "this circle of `{name}` is gone: take its line out: {files:?}"
+                "this circle of `{name}` is gone: remove its line: {files:?}"
             );
         }
     }
@@ -184,7 +184,7 @@ fn the_root_of_the_facade_fits_on_a_page() {
     assert!(names.contains(&"fully_shard".to_owned()), "{names:?}");
     assert!(
         names.len() <= MOST_NAMES,
-        "{} names at the root of `burn-fsdp`, at most {MOST_NAMES} are wanted; give some of them to the module \
+        "{} names at the root of `burn-fsdp`, but at most {MOST_NAMES} are allowed; move some of them to the module \
          that they belong to: {names:?}",
         names.len()
     );

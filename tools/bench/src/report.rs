@@ -133,7 +133,7 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", self.about)?;
         match &self.torch {
-            Some(version) => writeln!(f, "PyTorch {version}, in turn on the same cores\n")?,
+            Some(version) => writeln!(f, "PyTorch {version}, alternating on the same cores\n")?,
             None => writeln!(f, "without PyTorch\n")?,
         }
         writeln!(

@@ -178,7 +178,7 @@ impl<O: Portable> Codec<O> {
                 let number = |name: &str| {
                     let number = numbers.get(name).ok_or_else(|| Error::Parcel {
                         name: name.to_owned(),
-                        reason: "is not in it".to_owned(),
+                        reason: "is missing".to_owned(),
                     })?;
                     Ok::<_, Error>(*number as usize)
                 };

@@ -94,11 +94,11 @@ impl Parcel {
         device: &Device,
     ) -> Result<Tensor<D, K>, Error> {
         let Some(data) = self.tensors.remove(name) else {
-            return Err(unfit(name, "is not in it, or was taken before".to_owned()));
+            return Err(unfit(name, "is missing, or was taken before".to_owned()));
         };
         let dims = data.shape().num_dims();
         if dims != D {
-            let reason = format!("has {dims} dims and is taken out with {D}");
+            let reason = format!("has {dims} dims, but was requested with {D}");
             return Err(unfit(name, reason));
         }
         let dtype = data.dtype();
@@ -113,7 +113,7 @@ impl Parcel {
     /// Returns the tensors, and additional numbers, as bytes.
     pub(crate) fn into_bytes(self, numbers: &[(&str, u64)]) -> Result<Bytes, Error> {
         if let Some(name) = &self.twice {
-            return Err(unfit(name, "was put in twice".to_owned()));
+            return Err(unfit(name, "was added twice".to_owned()));
         }
         let tensors = self.tensors.into_iter().map(|(name, data)| {
             let (dtype, shape) = (data.dtype(), data.shape().clone());
@@ -287,7 +287,7 @@ mod tests {
         Masked(mask(), false).pack(&mut parcel);
         let none = parcel.take::<1, Bool>("loss", &device);
         let (name, reason) = refused(none.expect_err("it is not in it"));
-        assert!(name == "loss" && reason.contains("not in it"), "{reason}");
+        assert!(name == "loss" && reason.contains("is missing"), "{reason}");
         let other = parcel.take::<1, Bool>("mask", &device);
         let (name, reason) = refused(other.expect_err("it is of two dims"));
         assert!(name == "mask" && reason.contains("2 dims"), "{reason}");

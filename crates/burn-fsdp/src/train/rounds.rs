@@ -145,7 +145,11 @@ impl<'a, I> Rounds<'a, I> {
             None => match self.all.iter().next() {
                 Some(Ok(batch)) => batch,
                 Some(Err(failure)) => return Err(Error::Loader(failure.to_string())),
-                None => return Err(Error::Loader("it has no items the second time".to_owned())),
+                None => {
+                    return Err(Error::Loader(
+                        "it has no items when it is read again".to_owned(),
+                    ));
+                }
             },
         };
         let weight = match notes.iter().all(|note| note.items == notes[0].items) {

@@ -40,7 +40,7 @@ impl Scratch {
         };
         let made = std::fs::create_dir_all(&parent);
         let made = made.and_then(|()| tempfile::Builder::new().prefix(PREFIX).tempdir_in(&parent));
-        let folder = made.map_err(failure("make a folder in", &parent))?;
+        let folder = made.map_err(failure("create a folder in", &parent))?;
         let lock = File::create(folder.path().join(LOCK)).ok();
         let lock = lock.filter(|lock| lock.try_lock().is_ok());
         remove_left_behind(&parent);
@@ -114,8 +114,8 @@ impl Pile {
     pub(crate) fn add(&mut self, bytes: &[u8]) -> Result<Bytes, Error> {
         let (start, size) = (self.num_bytes, bytes.len() as u64);
         if size > MAX_TENSOR_BYTES || start.saturating_add(size) > MAX_FILE_BYTES {
-            let problem = "Burn reads no record of more than 100 GiB, and no tensor of more than 10 GiB: write the loop, and \
-                           save by `burn_fsdp::save`, which divides the files among the ranks";
+            let problem = "Burn reads no record of more than 100 GiB, and no tensor of more than 10 GiB; write your \
+                 own loop, and save with `burn_fsdp::save`, which divides the files among the ranks";
             return Err(failure("write", &self.path)(io::Error::other(problem)));
         }
         let written = self.file.write_all(bytes);

@@ -80,7 +80,7 @@ pub(crate) fn divided<M: Module>(
         let rest = OptimizerParts::take(&rest)?.tensors;
         if !rest.is_empty() {
             return Err(optimizer_error(format!(
-                "{} tensors of its checkpoint belong to parameters that this model has not",
+                "{} tensors of its checkpoint belong to parameters that this model does not have",
                 rest.len()
             ))
             .into());

@@ -132,7 +132,7 @@ impl Case {
 
 /// Returns true if an error reports a death on purpose.
 fn is_of_death(error: &str) -> bool {
-    let words = [KILLED, "it was told to fail", "told to panic by the fault"];
+    let words = [KILLED, "made this rank fail", "made this rank panic"];
     words.iter().any(|words| error.contains(words))
 }
 

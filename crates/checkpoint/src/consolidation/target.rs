@@ -61,7 +61,7 @@ pub(super) fn remove_leftovers(storage: &dyn Storage, out: &Path) {
 pub(super) fn beside(out: &Path) -> Result<PathBuf, Error> {
     let name = out.file_name().ok_or_else(|| Error::Argument {
         argument: "out",
-        expected: "the name of a file or folder".to_owned(),
+        expected: "a file or folder name".to_owned(),
         got: out.display().to_string(),
     })?;
     let name = name.to_string_lossy();

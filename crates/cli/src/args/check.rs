@@ -1,4 +1,4 @@
-//! What ranks compare of each other.
+//! The comparisons among ranks.
 
 use burn_fsdp::collectives::Check;
 use clap::ValueEnum;
@@ -6,15 +6,14 @@ use clap::ValueEnum;
 /// The choices of `--check`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum CheckArg {
-    /// The calls: all ranks do the same operations with the same tensors
+    /// The calls: all ranks start the same operations with the same tensors
     Calls,
-    /// Also the bytes: each rank gets what the others sent, and keeps what it wrote. Use it if memory or links may be
-    /// faulty
+    /// Also the bytes that ranks send, receive and keep. Use it if memory or links may be faulty
     Agreement,
 }
 
 impl CheckArg {
-    /// Returns what ranks compare: bytes, where what they carry is written down.
+    /// Returns what ranks compare: also bytes if their operations are written to files.
     pub(crate) fn check(self, is_written: bool) -> Check {
         match self {
             Self::Calls if !is_written => Check::Calls,

@@ -202,7 +202,7 @@ impl Below {
         let left: Vec<_> = seen.own.iter().chain(&seen.others).collect();
         if !left.is_empty() && !std::mem::replace(&mut self.has_killed, true) {
             console::tell(format_args!(
-                "warning: {} processes below have not ended since they were told to end at once, and are killed",
+                "warning: killing {} processes that did not end when told to end at once",
                 left.len()
             ));
         }
@@ -278,7 +278,7 @@ fn image(process: &Process) -> Image {
 fn send(signal: i32, process: &Process) {
     if !kill(signal, &process.id.to_string()) && process.is_alive() {
         console::tell(format_args!(
-            "warning: signal {signal} could not be passed on to process {}",
+            "warning: cannot send signal {signal} to process {}",
             process.id
         ));
     }

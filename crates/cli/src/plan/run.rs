@@ -288,7 +288,7 @@ fn check_compiled(args: &PlanArgs) -> Result<(), InputError> {
     if args.activation_checkpointing == CheckpointingArg::Selective {
         return Err(InputError::NotCompiled {
             flag: "--activation-checkpointing selective",
-            reason: "of a block they compute all again, or what is cheap",
+            reason: "they recompute a whole block, or its cheap operations",
         });
     }
     Ok(())
@@ -310,9 +310,8 @@ fn heading(job: &Job, how: &str) -> String {
     let offload = if job.is_offloaded { ", offload" } else { "" };
     let at_rest = 16.0 * job.model.num_params() as f64;
     format!(
-        "{} ({billions:.2} B parameters), {how}\n\
-         {} ranks, {} x {} tokens each, {precision}, {strategy}, {checkpointing}{offload}, AdamW\n\
-         states: 16 bytes a parameter, {} in all\n",
+        "{} ({billions:.2} B parameters), {how}\n{} ranks, {} x {} tokens each, {precision}, {strategy}, \
+         {checkpointing}{offload}, AdamW\nstates: 16 bytes per parameter, {} in total\n",
         job.model.name,
         job.ranks,
         job.batch,

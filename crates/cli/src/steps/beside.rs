@@ -44,7 +44,7 @@ impl Beside {
         if found != *model {
             let found = found.name();
             return Err(unfit(format!(
-                "it is of a {found} of other sizes than the step's"
+                "its {found} has different sizes from the step's model"
             )));
         }
         Self::read(folder)

@@ -60,8 +60,8 @@ fn warn_of_rules(folder: &Path) -> Result<(), InputError> {
     if !rules.is_empty() {
         let rules = rules.join(", ");
         console::tell(format_args!(
-            "warning: the text may be another one than that of transformers, which follows {rules} of generation_config.json: \
-             tokens are chosen by --temperature and --seed alone"
+            "warning: the text may differ from the text of transformers, which applies {rules} of \
+             generation_config.json; here only --temperature and --seed choose tokens"
         ));
     }
     Ok(())
@@ -83,7 +83,7 @@ fn check(args: &GenerateArgs) -> Result<(), InputError> {
         false => Err(InputError::OutOfRange {
             flag: "--temperature",
             value: args.temperature,
-            expected: "a number from 0 on",
+            expected: "a number of at least 0",
         }),
     }
 }
@@ -239,7 +239,7 @@ fn adapted_model(
         return Err(InputError::Excludes {
             first: "--init",
             second: "a step of a whole model",
-            reason: "the weights are those of the step",
+            reason: "the step contains the weights",
         });
     }
     let (model, saved) = (model_of_folder(folder)?, sizes_of(step)?);

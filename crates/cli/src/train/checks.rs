@@ -27,26 +27,26 @@ pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
         (
             training.no_sync,
             "--no-sync",
-            "micro-batches are added up in shards, and never whole",
+            "they accumulate gradients in shards, never as a whole",
         ),
         (
             sharding.prefetch.is_some_and(|units| units > 1),
             "--prefetch of more than 1",
-            "each unit is gathered while the one before it computes, and none before that",
+            "they gather each unit while the previous one computes, and none earlier",
         ),
     ];
     if training.memory_budget.is_some() && training.precision == Float::F16 {
         return Err(InputError::Excludes {
             first: "--memory-budget",
             second: "--precision f16",
-            reason: "a step whose loss is scaled is several graphs, as one of micro-batches is",
+            reason: "a step with loss scaling consists of several graphs, like a step of micro-batches",
         });
     }
     if training.activation_checkpointing && sharding.unit_size.is_some() {
         return Err(InputError::Excludes {
             first: "--activation-checkpointing",
             second: "--compile and --unit-size",
-            reason: "a compiled step computes whole units again, and blocks are none of these",
+            reason: "a compiled step recomputes whole units, and the blocks are not units then",
         });
     }
     let refused = refusals.into_iter().find(|(is_given, ..)| *is_given);
@@ -63,7 +63,7 @@ pub(super) fn check_reduction(args: &TrainArgs) -> Result<(), InputError> {
         true => Err(InputError::Excludes {
             first: "--reduce-dtype f16",
             second: "--precision f32 or bf16",
-            reason: "only --precision f16 scales the loss, without which small gradients are 0 in f16",
+            reason: "only --precision f16 scales the loss; without scaling, small gradients become 0 in f16",
         }),
         false => Ok(()),
     }

@@ -322,7 +322,7 @@ impl<'a, A: Architecture> Compiled<'a, A> {
         if self.unsharded.is_none() && self.world.rank() == 0 && !self.config.json {
             let (nodes, peak) = (graph.nodes().len(), Size(plan.peak_bytes()).trimmed());
             console::tell(format_args!(
-                "compiled: {nodes} operations, at most {peak} of tensors on a rank"
+                "compiled: {nodes} operations, at most {peak} of tensors per rank"
             ));
         }
         let moments = plan.moments.iter().map(|moment| moment.during);

@@ -389,8 +389,8 @@ fn sharding(args: &TrainArgs, ranks: &Ranks) -> Result<Sharding, InputError> {
         (_, Some(_)) => {
             return Err(InputError::Excludes {
                 first: "--replicate-size",
-                second: "another strategy than hybrid-shard",
-                reason: "there are no copies of the shards",
+                second: "a strategy other than hybrid-shard",
+                reason: "only hybrid-shard copies shards",
             });
         }
         (_, None) => 1,

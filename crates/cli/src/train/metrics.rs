@@ -119,7 +119,7 @@ impl Open {
         let is_first = !std::mem::replace(&mut self.has_failed, true);
         is_first.then(|| {
             let path = self.path.display();
-            format!("--metrics {path}: {error}; lines are lost, training goes on")
+            format!("--metrics {path}: {error}; lines are lost, but training continues")
         })
     }
 }

@@ -23,10 +23,10 @@ use crate::train::trainer::Trainer;
 const fn advice(on_not_finite: NotFinite) -> &'static str {
     match on_not_finite {
         NotFinite::Stop => {
-            "nothing of that is saved; go on from a saved step with a lower --lr, or give --nan continue to train on"
+            "it is not saved; resume from a saved step with a lower --lr, or pass --nan continue to keep training"
         }
         NotFinite::Continue => {
-            "--nan continue trains on, and no step that is saved now pushes out an older one"
+            "--nan continue keeps training, and steps saved from now on do not replace older ones"
         }
     }
 }
@@ -227,7 +227,7 @@ impl Run<'_> {
         let advice = advice(self.config.not_finite);
         if let Some(norm) = trainer.norm_not_finite() {
             return Some(format!(
-                "the norm of the gradients of step {step} is {norm}; {advice}"
+                "the gradient norm of step {step} is {norm}; {advice}"
             ));
         }
         let is_scaled = trainer.scaler().is_some();

@@ -193,15 +193,15 @@ impl Recipe {
             })
         };
         if !given.no_decay.is_empty() && numbers.weight_decay == 0.0 {
-            return excludes(NO_DECAY, "a --weight-decay of 0", "nothing decays");
+            return excludes(NO_DECAY, "a --weight-decay of 0", "no parameter decays");
         }
         if args.model.lora.is_some() {
             if !given.no_decay.is_empty() {
-                let reason = "adapters alone are trained, and they are matrices";
+                let reason = "only adapters are trained, and they are matrices";
                 return excludes(NO_DECAY, "--lora", reason);
             }
             if name == OptimizerName::Muon {
-                let reason = "it steps the matrices of blocks, and these are frozen";
+                let reason = "it updates the matrices of blocks, which are frozen";
                 return excludes(name.flag(), "--lora", reason);
             }
         }
@@ -405,7 +405,7 @@ fn check_rate(rate: f64) -> Result<(), InputError> {
         false => Err(InputError::OutOfRange {
             flag: "--lr",
             value: rate,
-            expected: "a number from 0 on",
+            expected: "a number of at least 0",
         }),
     }
 }
@@ -416,7 +416,7 @@ fn numbers(args: &OptimizerArgs) -> Result<Numbers, InputError> {
     let fraction = |value: f32| (0.0..1.0).contains(&value);
     let positive = |value: f32| value.is_finite() && value > 0.0;
     let not_negative = |value: f32| value.is_finite() && value >= 0.0;
-    let below_one = "from 0 to below 1";
+    let below_one = "at least 0 and below 1";
     type Check<'a> = (
         &'static str,
         Option<f32>,
@@ -432,7 +432,7 @@ fn numbers(args: &OptimizerArgs) -> Result<Numbers, InputError> {
             "--weight-decay",
             args.weight_decay,
             &not_negative,
-            "a number from 0 on",
+            "a number of at least 0",
         ),
     ];
     for (flag, value, is_valid, expected) in checks {
@@ -452,7 +452,7 @@ fn numbers(args: &OptimizerArgs) -> Result<Numbers, InputError> {
             return Err(InputError::Excludes {
                 first: flag,
                 second: name.flag(),
-                reason: "it has no such number",
+                reason: "it has no such hyperparameter",
             });
         }
     }

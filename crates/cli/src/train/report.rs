@@ -213,7 +213,7 @@ fn warnings(config: &TrainConfig, results: &[RankOutcome]) -> Vec<String> {
     if let Some(position) = losses.iter().position(|loss| !loss.is_finite()) {
         let step = position + results.first().map_or(0, |first| first.first_step);
         warnings.push(format!(
-            "the loss is no number from step {step} on; choose a lower --lr"
+            "the loss is not finite from step {step} on; choose a lower --lr"
         ));
     }
     warnings

@@ -31,7 +31,7 @@ impl Resumed {
         let first = self.first_step();
         match () {
             () if first > steps => Some(format!(
-                "step {first} is beyond the {steps} of --warmup and --steps; nothing is trained"
+                "step {first} is beyond the {steps} steps of --warmup and --steps; nothing is trained"
             )),
             () if is_init_idle => Some(format!(
                 "--init has no effect: the weights are those of step {first}"

@@ -88,7 +88,7 @@ impl CheckpointConfig {
             return Err(InputError::Output {
                 flag: "--checkpoint-dir",
                 path,
-                problem: "is no name; give one, such as steps".to_owned(),
+                problem: "is empty; give a name, such as steps".to_owned(),
             });
         }
         let (folder, resumed) = match ranks.have_first() {

@@ -125,8 +125,8 @@ impl<'a> Saving<'a> {
             let (tensor, rank) = (&not_finite.tensor, not_finite.rank);
             if !std::mem::replace(&mut self.has_told_not_finite, true) {
                 let warning = format!(
-                    "step {steps} is saved though {tensor} is not finite on rank {rank}, as --nan continue says; no step \
-                     from then on pushes out an older one"
+                    "step {steps} is saved although {tensor} is not finite on rank {rank} (--nan continue); steps \
+                     saved from then on do not replace older ones"
                 );
                 self.warn(warning);
             }
@@ -170,9 +170,7 @@ impl<'a> Saving<'a> {
         let may = failure.as_ref().map(Checkpointer::may_be_tried_again);
         if self.is_tried_again(may)? {
             if let Some(error) = &failure {
-                self.warn(format!(
-                    "the last save failed, and is tried once more: {error}"
-                ));
+                self.warn(format!("the last save failed and is retried once: {error}"));
             }
             let taken = trainer.snapshot()?;
             let request =
@@ -228,7 +226,7 @@ impl<'a> Saving<'a> {
     fn tell_again(&mut self) {
         for (failure, times) in std::mem::take(&mut self.again) {
             self.warn(format!(
-                "{times} saves more failed as one before: {failure}"
+                "{times} more saves failed in the same way: {failure}"
             ));
         }
     }

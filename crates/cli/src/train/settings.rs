@@ -125,8 +125,7 @@ impl Settings {
         let sample = batch.and_then(|batch| step.checked_mul(batch));
         if let Some(sample) = sample.filter(|sample| *sample != saved.data.sample) {
             sentences.push(format!(
-                "the run goes on with sample {sample} of the data, but step {step} was saved after \
-                 sample {}",
+                "the run continues with sample {sample} of the data, but step {step} was saved after sample {}",
                 saved.data.sample
             ));
         }

@@ -82,7 +82,7 @@ fn runs_do_not_save_into_a_step() {
             "--synthetic --warmup 0 --steps 4 --checkpoint-dir {dir} {extra}"
         ));
         assert_eq!(run.code, 2, "{dir} {extra}: {}", run.stderr);
-        let way_out = "name the folder that has the step";
+        let way_out = "give the folder that contains the step";
         assert!(run.stderr.contains(way_out), "{}", run.stderr);
         assert_eq!(folder.names_in("steps/step-000002"), step);
     }
@@ -117,7 +117,7 @@ fn resuming_without_a_step_starts_fresh_and_only_new_steps_are_kept() {
     assert_eq!(folder.names_in("steps"), ["step-000008", "step-000009"]);
     let run = folder.train(&format!("{DIR} --warmup 0 --steps 9 --resume"));
     assert_eq!(run.code, 0, "{}", run.stderr);
-    let told = "from step 9, with none left to train; raise --steps";
+    let told = "from step 9, with no steps left to train; raise --steps";
     assert!(run.stdout.contains(told), "{}", run.stdout);
 }
 
@@ -230,7 +230,7 @@ fn a_step_is_consolidated_inspected_and_sampled() {
     for text in [
         "blocks.1.qkv.weight",
         "optimizer.wte.weight.momentum.moment_1",
-        "every byte is as it was",
+        "every byte matches its checksum",
     ] {
         assert!(shown.stdout.contains(text), "{text} in {}", shown.stdout);
     }
@@ -249,7 +249,7 @@ fn a_step_is_consolidated_inspected_and_sampled() {
     std::os::unix::fs::symlink("elsewhere", folder.path("link")).expect("a link");
     let onto = folder.run("consolidate steps link --overwrite");
     assert_eq!(onto.code, 2, "{}", onto.stderr);
-    assert!(onto.stderr.contains("no plain file"), "{}", onto.stderr);
+    assert!(onto.stderr.contains("not a plain file"), "{}", onto.stderr);
     let again = folder.run("consolidate steps model.safetensors");
     assert_eq!(again.code, 2);
     assert!(
@@ -307,7 +307,7 @@ fn wrong_paths_and_sizes_are_usage_errors() {
         ),
         (
             "--synthetic --ranks 3 --strategy hybrid-shard",
-            "must divide the 3 ranks",
+            "does not divide the 3 ranks",
         ),
         ("--synthetic --clip-grad-norm -1", "a number above 0"),
         ("--synthetic --unit-size 0", "--unit-size is 0"),

@@ -179,7 +179,7 @@ fn unsupported_flags_of_compiled_steps_are_rejected() {
         let folder = Folder::new();
         let run = folder.train(&format!("{STEPS} --compile {flags}"));
         assert_eq!(run.code, 2, "{flags}: {}", run.stderr);
-        let expected = format!("error: {flag} is not for compiled steps: ");
+        let expected = format!("error: {flag} cannot be used with compiled steps: ");
         assert!(run.stderr.starts_with(&expected), "{}", run.stderr);
         assert!(run.stderr.contains("leave out"), "{}", run.stderr);
         assert!(folder.names().is_empty(), "{flags}");

@@ -94,7 +94,7 @@ fn hidden_and_binary_files_are_skipped_and_counted() {
     );
     // No usable text is left.
     fs::remove_file(folder.path("proj/notes.txt")).expect("removes");
-    refused(&folder, "--data proj", &["0 bytes of text", "3 binary"]);
+    refused(&folder, "--data proj", &["but 0 were found", "3 binary"]);
     write(&folder, "proj/short", "abcdefgh");
     refused(
         &folder,
@@ -121,11 +121,11 @@ fn encodings_are_detected() {
         (
             &b"\xef\xbb\xbf"[..],
             text.as_bytes(),
-            "1 with a mark of UTF-8",
+            "1 with a UTF-8 byte order mark",
         ),
-        (b"\xfe\xff", &big, "1 of UTF-16"),
-        (b"\xff\xfe", &little, "1 of UTF-16"),
-        (b"\xff\xfe\0\0", &wide, "1 of UTF-16 or UTF-32"),
+        (b"\xfe\xff", &big, "1 in UTF-16"),
+        (b"\xff\xfe", &little, "1 in UTF-16"),
+        (b"\xff\xfe\0\0", &wide, "1 in UTF-16 or UTF-32"),
     ] {
         write(&folder, "other/a", [mark, bytes].concat());
         for path in ["other", "other/a"] {
@@ -136,19 +136,19 @@ fn encodings_are_detected() {
     }
     // Without a byte order mark, the encoding is unknown.
     write(&folder, "other/a", &little);
-    refused(&folder, "--data other", &["0 bytes of text", "1 binary"]);
+    refused(&folder, "--data other", &["but 0 were found", "1 binary"]);
     let latin: Vec<u8> = text
         .chars()
         .map(|char| u8::try_from(char).unwrap_or(b'?'))
         .collect();
     write(&folder, "other/a", latin);
     let report = folder.report(&format!("{RUN} --data other"));
-    assert_warned(&report, &["1 files", "not of UTF-8", "other/a"]);
+    assert_warned(&report, &["1 files", "not in UTF-8", "other/a"]);
     // A file that is named explicitly is read, with a warning.
     write(&folder, "packed", noise(5000));
     let report = folder.report(&format!("{RUN} --data packed"));
     assert!(data(&report).starts_with("5000 bytes"), "{}", data(&report));
-    assert_warned(&report, &["packed is no text"]);
+    assert_warned(&report, &["packed is not text"]);
 }
 
 #[test]
@@ -250,7 +250,7 @@ fn outputs_inside_the_text_folder_are_skipped() {
             "{data_is}: {}",
             data(&first)
         );
-        assert_warned(&first, &["lies inside of --data"]);
+        assert_warned(&first, &["inside --data"]);
         let warnings = warnings(&second).join("; ");
         assert!(!warnings.contains("was saved"), "{warnings}");
     }

@@ -6,14 +6,14 @@ use crate::command::Folder;
 fn missing_devices_are_named_in_the_error() {
     let folder = Folder::new();
     for (device, words) in [
-        ("gpu", ["names no device", "wgpu"]),
-        ("wgpu:", ["names no device", "wgpu:0"]),
-        ("cuda:-1", ["names no device", "wgpu:0"]),
-        ("flex:1", ["no device 1 of flex", "it has 1"]),
+        ("gpu", ["is not a device", "wgpu"]),
+        ("wgpu:", ["is not a device", "wgpu:0"]),
+        ("cuda:-1", ["is not a device", "wgpu:0"]),
+        ("flex:1", ["no flex device 1", "which has 1"]),
         #[cfg(not(feature = "cuda"))]
         ("cuda:0", ["no cuda", "burn-fsdp-cli/cuda"]),
         #[cfg(feature = "wgpu")]
-        ("wgpu:999", ["no device 999 of wgpu", "`wgpu:0`"]),
+        ("wgpu:999", ["no wgpu device 999", "`wgpu:0`"]),
     ] {
         let run = folder.train(&format!("--synthetic --device {device}"));
         assert_eq!(run.code, 2, "{device}: {}", run.stderr);

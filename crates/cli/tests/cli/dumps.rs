@@ -80,7 +80,7 @@ fn dumps_without_graphs_or_a_writable_folder_are_rejected() {
         (
             ".",
             "--data text",
-            &["holds the text of --data", "name another folder"],
+            &["contains the text of --data", "name another folder"],
         ),
         ("text/..", "--data text", &["not a folder"]),
         (

@@ -114,7 +114,7 @@ fn unreadable_steps_are_not_skipped() {
     let run = folder.train(&format!("{RUN} --steps 6 --resume=newest-good"));
     assert_eq!(run.code, 2, "{}", run.stderr);
     assert!(
-        run.stderr.contains("none of them is whole"),
+        run.stderr.contains("none of them is complete"),
         "{}",
         run.stderr
     );

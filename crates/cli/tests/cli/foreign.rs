@@ -265,7 +265,7 @@ fn ignored_dropout_is_warned_about() {
         let told = all.iter().filter(|warning| warning.contains("drop"));
         let told: Vec<_> = told.cloned().collect();
         assert_eq!(
-            run.stderr.matches("drops").count(),
+            run.stderr.matches("without dropout").count(),
             told.len(),
             "{}",
             run.stderr

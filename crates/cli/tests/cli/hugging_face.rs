@@ -432,23 +432,23 @@ fn invalid_combinations_are_named_in_the_error() {
     std::fs::create_dir(folder.path("bert")).expect("a writable folder");
     folder.write("bert/config.json", r#"{"model_type": "bert"}"#);
     for (arguments, problem) in [
-        ("--model llama --synthetic", "give --init FOLDER"),
+        ("--model llama --synthetic", "pass --init FOLDER"),
         (
             "--model llama --init missing --synthetic",
-            "give --init FOLDER",
+            "pass --init FOLDER",
         ),
         (
             "--model gpt2 --init llama --synthetic",
             "--model is gpt2, but --init has a llama",
         ),
-        ("--init bert --synthetic", "it is of a \"bert\""),
+        ("--init bert --synthetic", "`model_type` is \"bert\""),
         (
             "--init llama --synthetic --dim 24",
-            "--dim is not for the model of --init",
+            "--dim does not apply to the model of --init",
         ),
         (
             "--init llama --synthetic --vocab 300",
-            "--vocab is not for the model of --init",
+            "--vocab does not apply to the model of --init",
         ),
         (
             "--init llama --synthetic --seq 17",
@@ -457,7 +457,7 @@ fn invalid_combinations_are_named_in_the_error() {
         ("--init llama --synthetic --lora 0", "--lora is 0"),
         (
             "--init llama --synthetic --lora 18446744073709551615",
-            "it must be at most the width of the model",
+            "it must be at most the hidden size of the model",
         ),
         (
             "--init llama --synthetic --lora 2 --lora-alpha -1",
@@ -465,7 +465,7 @@ fn invalid_combinations_are_named_in_the_error() {
         ),
         (
             "--init llama --synthetic --lora 2 --save-init begun.safetensors",
-            "--save-init is not for a run with --lora",
+            "--save-init cannot be used with --lora",
         ),
         ("--synthetic --lora 2", "--init"),
         ("--init llama --synthetic --lora-alpha 2", "--lora"),
@@ -477,7 +477,7 @@ fn invalid_combinations_are_named_in_the_error() {
         ("--data text --tokenizer empty", "empty: not a tokenizer"),
         (
             "--data text --tokenizer tokenizer.json --vocab 299",
-            "its ids go up to 299, but the model has 299 tokens",
+            "its ids go up to 299, but the model has a vocabulary of 299",
         ),
     ] {
         let run = train(&folder, &format!("{arguments} --steps 1"));
@@ -531,7 +531,10 @@ fn a_consolidated_folder_is_read_back() {
     let refused = folder.run("consolidate gpt-steps again --format hugging-face");
     assert_eq!(refused.code, 2, "{}", refused.stderr);
     assert!(
-        refused.stderr.contains("transformers has no GPT") && refused.stderr.contains("--format"),
+        refused
+            .stderr
+            .contains("transformers does not have this command's GPT")
+            && refused.stderr.contains("--format"),
         "{}",
         refused.stderr
     );
@@ -626,11 +629,11 @@ fn copies_tokenizer_and_token_ids(folder: &Folder, whole: &str) {
         ("elsewhere --format hugging-face --init nowhere", "nowhere"),
         (
             "elsewhere --format hugging-face --init gpt2",
-            "of other sizes than the step's",
+            "different sizes from the step's model",
         ),
         (
             "copied --format hugging-face",
-            "only empty ones are replaced",
+            "--overwrite replaces only empty folders",
         ),
     ] {
         let refused = folder.run(&format!("consolidate whole {arguments} --overwrite"));
@@ -661,10 +664,10 @@ fn text_is_generated_from_steps_and_adapters() {
     );
     copies_tokenizer_and_token_ids(&folder, &whole);
     for (arguments, problem) in [
-        ("adapted", "has adapters alone; give --init FOLDER"),
+        ("adapted", "has only adapters; pass --init FOLDER"),
         (
             "adapted --init other",
-            "was trained on tokens of a tokenizer",
+            "was trained on the tokens of a tokenizer",
         ),
         (
             "adapted --init other --tokenizer llama/tokenizer.json",
@@ -672,9 +675,9 @@ fn text_is_generated_from_steps_and_adapters() {
         ),
         (
             "whole --init llama",
-            "--init is not for a run with a step of a whole model",
+            "--init cannot be used with a step of a whole model",
         ),
-        ("whole", "was trained on tokens of a tokenizer"),
+        ("whole", "was trained on the tokens of a tokenizer"),
         ("--init gpt2 --ranks 0", "--ranks"),
         ("", "--init"),
     ] {

@@ -192,7 +192,7 @@ fn a_model_without_a_name_table_is_written_unchanged() {
         serde_json::json!([2, 3])
     );
     for (arguments, text) in [
-        ("none a.safetensors --names torch", "no model with a table"),
+        ("none a.safetensors --names torch", "has no table of names"),
         ("other a.safetensors", "no such tensor"),
         ("huge a.safetensors", "1099511627776 layers"),
     ] {

@@ -37,7 +37,11 @@ fn offloaded_state_of_a_killed_run_is_replaced() {
         // While it lives, no other run can use its folder.
         let run = folder.train(&format!("{OFFLOADED} --steps 2"));
         assert_eq!(run.code, 2, "{}", run.stderr);
-        assert!(run.stderr.contains("under way"), "{}", run.stderr);
+        assert!(
+            run.stderr.contains("another run is using it"),
+            "{}",
+            run.stderr
+        );
         send(signal, child.id());
         let status = child.wait().expect("an end");
         // Signals with a handler end it after its step. It then leaves nothing behind, and exits as if the signal had
@@ -125,13 +129,13 @@ fn repeated_save_failures_are_counted() {
     let report = last_report(&run);
     let all = warnings(&report);
     // The save that was under way may fail in another way.
-    let one = "a save failed, training goes on: cannot create steps:";
+    let one = "a save failed; training continues: cannot create steps:";
     let told: Vec<_> = all.iter().filter(|warning| warning.contains(one)).collect();
     let [first, again] = told[..] else {
         panic!("the warning and the number, not {all:?}");
     };
     assert!(first.starts_with(one), "{first}");
-    let (number, _) = again.split_once(" saves more failed").expect("a number");
+    let (number, _) = again.split_once(" more saves failed").expect("a number");
     assert!(number.parse::<usize>().expect("a number") > 1, "{again}");
     assert_eq!(run.stderr.matches(one).count(), 2, "{}", run.stderr);
 }

@@ -104,11 +104,7 @@ fn outputs_among_the_steps_are_refused() {
     for out in ["rank-00001.safetensors", "index.json", "new"] {
         let run = folder.run(&format!("consolidate steps {step}/{out} --overwrite"));
         assert_eq!(run.code, 2, "{out}: {}", run.stderr);
-        assert!(
-            run.stderr.contains("outside of the steps"),
-            "{}",
-            run.stderr
-        );
+        assert!(run.stderr.contains("outside the steps"), "{}", run.stderr);
     }
     assert_eq!(folder.run("inspect steps").code, 0);
     folder.report(&format!(

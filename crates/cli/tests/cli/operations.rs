@@ -23,7 +23,7 @@ fn identical_runs_record_identical_operations() {
         write(&folder, "b", engine);
         let run = diff(&folder, ["a", "b"]);
         assert_eq!(run.code, 0, "{engine}: {}", run.stderr);
-        assert!(run.stdout.contains("carry the same"), "{}", run.stdout);
+        assert!(run.stdout.contains("have the same bytes"), "{}", run.stdout);
     }
 }
 
@@ -35,7 +35,10 @@ fn the_first_operation_that_differs_is_named() {
     write(&folder, "rate", "--lr 0.02");
     write(&folder, "strategy", "--strategy no-shard");
     for (other, words) in [
-        ("rate", ["in step 1, ", "all_gather", "gives other bytes"]),
+        (
+            "rate",
+            ["in step 1, ", "all_gather", "sends different bytes"],
+        ),
         (
             "strategy",
             ["before the first step", "wte", "the second run does"],
@@ -66,12 +69,12 @@ fn incomparable_records_are_rejected() {
     std::fs::remove_file(folder.path("lost/rank-1.jsonl")).unwrap();
     let last = format!("line {}: EOF", whole.lines().count());
     for (other, word) in [
-        ("four", "2 ranks, the other 4"),
+        ("four", "2 ranks, but the other has 4"),
         ("garbled", "rank-0.jsonl"),
         ("torn", "rank-0.jsonl"),
         ("torn", last.as_str()),
         ("lost", "rank-1.jsonl"),
-        ("nowhere", "there is no rank-0.jsonl"),
+        ("nowhere", "it contains no rank-0.jsonl"),
     ] {
         let run = diff(&folder, ["a", other]);
         assert_eq!(run.code, 2, "{other}: {}", run.stderr);

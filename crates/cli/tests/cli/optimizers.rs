@@ -419,7 +419,7 @@ fn a_step_of_another_optimizer_is_refused() {
             let run = folder.run(&format!("{run} --optimizer {name}"));
             assert_eq!(run.code, 2, "{}", run.stderr);
             assert!(
-                run.stderr.contains("give --optimizer adamw"),
+                run.stderr.contains("pass --optimizer adamw"),
                 "{}",
                 run.stderr
             );

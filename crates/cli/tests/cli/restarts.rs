@@ -71,8 +71,8 @@ fn commands_that_cannot_be_restarted_are_rejected() {
             "launch -- mpirun -n 2 burn-fsdp train --steps 3",
             "--resume=newest-good",
         ),
-        ("launch --ranks 2 -- true", "no {ranks} to replace"),
-        ("launch -- echo {ranks}", "give --ranks"),
+        ("launch --ranks 2 -- true", "does not contain {ranks}"),
+        ("launch -- echo {ranks}", "pass --ranks"),
         (
             "launch -- no-such-command-anywhere",
             "cannot run no-such-command-anywhere",

@@ -29,7 +29,7 @@ fn settings_that_differ_are_named() {
         ("--batch 24", "--batch is 24, but was 12"),
         (
             "--batch 24",
-            "goes on with sample 96 of the data, but step 4 was saved after sample 48",
+            "continues with sample 96 of the data, but step 4 was saved after sample 48",
         ),
         ("--precision bf16", "--precision is bf16, but was f32"),
         (

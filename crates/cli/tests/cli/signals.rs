@@ -397,7 +397,7 @@ fn a_training_saves_and_ends_when_launch_is_killed() {
         launched.wait_until("the report", || launched.folder.read("out").ends_with('\n'));
         let (out, err) = (launched.folder.read("out"), launched.folder.read("err"));
         assert!(
-            err.contains("`burn-fsdp launch` is gone"),
+            err.contains("`burn-fsdp launch` has ended"),
             "{script}: {err}"
         );
         saved_once(&launched.folder, &out);

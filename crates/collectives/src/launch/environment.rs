@@ -121,7 +121,7 @@ pub(super) fn processes(
         let number = |name: &str| variable(name).and_then(|text| text.trim().parse().ok());
         let Some(rank) = number(launcher.rank).filter(|rank| *rank < size) else {
             let value = variable(launcher.rank).unwrap_or_default();
-            return Err(error(launcher.rank, value, "the number of this process"));
+            return Err(error(launcher.rank, value, "the rank of this process"));
         };
         return Ok(Some(Processes {
             launcher: launcher.name,

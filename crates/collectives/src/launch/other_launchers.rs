@@ -34,27 +34,27 @@ pub(super) struct Strangers {
 const OTHERS: [Other; 13] = [
     // Also `accelerate`, DeepSpeed, Ray Train, and the PyTorchJob and XGBoostJob of Kubeflow.
     Other {
-        name: "torchrun or a launcher of its kind",
+        name: "torchrun or a similar launcher",
         rank: "RANK",
         size: Size::Variable("WORLD_SIZE"),
     },
     Other {
-        name: "Kubeflow's trainer of PyTorch",
+        name: "Kubeflow's PyTorch trainer",
         rank: "PET_NODE_RANK",
         size: Size::Variable("PET_NNODES"),
     },
     Other {
-        name: "Kubeflow's trainer of TensorFlow",
+        name: "Kubeflow's TensorFlow trainer",
         rank: "TF_CONFIG",
         size: Size::Addresses("TF_CONFIG"),
     },
     Other {
-        name: "a launcher of JAX",
+        name: "a JAX launcher",
         rank: "JAX_PROCESS_ID",
         size: Size::Variable("JAX_NUM_PROCESSES"),
     },
     Other {
-        name: "a launcher of Paddle",
+        name: "a Paddle launcher",
         rank: "PADDLE_TRAINER_ID",
         size: Size::Variable("PADDLE_TRAINERS_NUM"),
     },
@@ -98,7 +98,7 @@ const OTHERS: [Other; 13] = [
     },
     // `prterun`, and `srun --mpi=pmix` where the environment was cleared.
     Other {
-        name: "a launcher of PMIx",
+        name: "a PMIx launcher",
         rank: "PMIX_RANK",
         size: Size::Unknown,
     },

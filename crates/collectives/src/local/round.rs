@@ -72,7 +72,7 @@ impl Round {
         let seat = &self.seats[rank];
         *lock(&seat.sources) = Some(offer.sources);
         let claimed = seat.claim.set(offer.claim);
-        debug_assert!(claimed.is_ok(), "rank {rank} came twice");
+        debug_assert!(claimed.is_ok(), "rank {rank} arrived twice");
         // Last, so a rank that counts all arrivals also sees every source and claim.
         self.num_arrived.fetch_add(1, Ordering::AcqRel);
     }

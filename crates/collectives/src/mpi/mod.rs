@@ -69,7 +69,7 @@ pub(crate) fn connect() -> Result<Connection, String> {
     };
     let thread = thread::Builder::new().name("mpi".to_owned());
     thread.spawn(run).map_err(|error| error.to_string())?;
-    let gone = |_| "the thread of MPI ended before it began".to_owned();
+    let gone = |_| "the MPI thread ended during startup".to_owned();
     let (rank, size) = placed.recv().map_err(gone)??;
     Ok(Connection {
         rank,

@@ -276,7 +276,7 @@ impl Progress {
 
     /// Ends all operations because MPI itself has failed.
     fn fail(&mut self, error: &WireError) {
-        let reason = format!("{error}; see what MPI and the other ranks say");
+        let reason = format!("{error}; check the output of MPI and of the other ranks");
         match self.domains.get(&WORLD_DOMAIN) {
             // Ends the waits of this rank, and notifies the others if MPI still can.
             Some(control) => control.fail(self.rank, reason),

@@ -111,9 +111,12 @@ impl Wire {
             reason: reason.to_owned(),
         };
         let (universe, provided) = mpi::initialize_with_threading(Threading::Funneled)
-            .ok_or_else(|| failed("MPI was initialised before in this process"))?;
+            .ok_or_else(|| failed("MPI was already initialised in this process"))?;
         if provided < Threading::Funneled {
-            return Err(failed("this MPI allows no second thread in a process"));
+            return Err(failed(
+                "this MPI does not support a second thread in a process; use an MPI with \
+                 MPI_THREAD_FUNNELED",
+            ));
         }
         let world = universe.world().as_communicator().as_raw();
         // SAFETY: the communicator is the world's, which lives as long as MPI.

@@ -53,15 +53,16 @@ fn direct() -> ExitCode {
         let output = mpirun(3, scene);
         let words = [
             "in step 7, ",
-            "got other bytes of rank 1",
+            "received different bytes",
             "for tensor 0 of ",
+            "than rank 1 passed to the call",
             kind,
         ];
         expect(&output, Some(3), &words);
     }
     overlap();
     let output = mpirun(2, "fewer");
-    expect(&output, Some(3), &["asked for 7 ranks", "2 processes"]);
+    expect(&output, Some(3), &["7 ranks were requested", "2 processes"]);
     let output = mpirun(3, "error");
     expect(&output, Some(3), &["rank 1 failed: told to fail"]);
     let output = mpirun(3, "panic");

@@ -196,7 +196,7 @@ fn folders_of_public_models_load_as_in_transformers() {
             (Some(word), ..) => {
                 let error = found.expect_err(name).to_string();
                 assert!(error.contains(word), "{name}: {error}");
-                assert!(error.contains("of your own"), "{name}: {error}");
+                assert!(error.contains("your own Burn module"), "{name}: {error}");
                 num_refused += 1;
             }
             _ => panic!("{name}: neither read nor refused"),

@@ -77,7 +77,7 @@ fn the_format_of_a_folder_without_safetensors_is_named() {
     for (file, word) in [
         ("pytorch_model.bin", "PyTorch's form"),
         ("pytorch_model.bin.index.json", "PyTorch's form"),
-        ("adapter_model.safetensors", "an adapter of PEFT"),
+        ("adapter_model.safetensors", "a PEFT adapter"),
         ("model-00001-of-00002.safetensors", "without its index"),
         ("consolidated.00.pth", "Meta's form"),
         ("tf_model.h5", "TensorFlow's form"),
@@ -107,7 +107,7 @@ fn files_that_were_not_fetched_are_named() {
         fs::remove_file(&path).expect("ours");
         std::os::unix::fs::symlink("nowhere", &path).expect("a link");
         let error = WeightsFile::open(folder.path(), CONFIG).expect_err("a link");
-        assert!(error.to_string().contains("not there"), "{error}");
+        assert!(error.to_string().contains("a missing file"), "{error}");
     }
 }
 
@@ -118,12 +118,12 @@ fn each_rejected_tensor_has_its_own_reason() {
         (
             "model.layers.2.self_attn.q_proj.weight",
             vec![16, 16],
-            one(["fewer blocks", "another configuration", ""]),
+            one(["fewer blocks", "this configuration", ""]),
         ),
         (
             "model.layers.1.self_attn.q_proj.bias",
             vec![16],
-            one(["no bias there", "another configuration", ""]),
+            one(["no bias there", "this configuration", ""]),
         ),
         (
             "model.embed_positions.weight",
@@ -133,7 +133,7 @@ fn each_rejected_tensor_has_its_own_reason() {
         (
             "embed_tokens.weight",
             vec![13, 16],
-            one(["there twice", "remove one", ""]),
+            one(["occurs twice", "remove one", ""]),
         ),
     ] {
         let folder = folder();
@@ -288,7 +288,7 @@ fn two_names_of_one_setting_must_agree() {
         let error = config_of(&with(llama(), changes)).expect_err(names[0]);
         let text = error.to_string();
         assert!(names.iter().all(|name| text.contains(name)), "{text}");
-        assert!(text.contains("remove the one that is not meant"), "{text}");
+        assert!(text.contains("remove the wrong one"), "{text}");
     }
     for (name, alias) in [
         ("n_embd", "hidden_size"),

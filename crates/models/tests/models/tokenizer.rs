@@ -250,7 +250,7 @@ fn invalid_utf8_is_counted_and_half_characters_are_dropped() {
     let tokens = read(&b"the cat, caf\xe9, na\xefve\n".repeat(20), usize::MAX).expect("tokens");
     assert_eq!(tokens.num_replaced(), 40);
     let error = read(&b"\x83e\x83X\x83g\x83\xff".repeat(20), usize::MAX).unwrap_err();
-    assert!(error.to_string().contains("not UTF-8"), "{error}");
+    assert!(error.to_string().contains("not in UTF-8"), "{error}");
 }
 
 #[test]

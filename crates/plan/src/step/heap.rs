@@ -397,7 +397,9 @@ impl<'a> Heap<'a> {
                 });
             }
             let id = input.id.value();
-            return Err(Error::Internal(format!("value {id} is read but not there")));
+            return Err(Error::Internal(format!(
+                "value {id} is read but does not exist"
+            )));
         };
         let memory = self.memories.get(&tensor.memory);
         let num_tensors = memory.map_or(0, |memory| memory.num_tensors);

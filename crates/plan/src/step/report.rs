@@ -153,7 +153,7 @@ impl fmt::Display for Plan {
             let (name, times) = (&kernel.name, kernel.times);
             writeln!(
                 f,
-                "        {scratch}  scratch of {name}, {times} times; {allocated} in all"
+                "        {scratch}  scratch of {name}, {times} times; {allocated} in total"
             )?;
         }
         for (kind, tally) in self.traffic.by_kind() {
@@ -184,8 +184,8 @@ impl fmt::Display for Plan {
         } = self.time;
         write!(
             f,
-            "time on {}: {step:.4} s a step; {compute:.4} s of operations, {communication:.4} s of \
-             collectives, of which {exposed:.4} s are waited for",
+            "time on {}: {step:.4} s per step; {compute:.4} s of operations, {communication:.4} s of collectives, \
+             {exposed:.4} s of them not overlapped",
             self.machine.name
         )
     }
