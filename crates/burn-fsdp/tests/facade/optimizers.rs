@@ -1,8 +1,5 @@
 //! Every optimizer moves between the eager engine and a compiled step, in the middle of a run, by checkpoints.
 
-#[path = "../../spmd/tests/common/optimizers.rs"]
-mod every;
-
 use std::path::Path;
 use std::sync::Arc;
 
@@ -24,7 +21,7 @@ use burn_fsdp::{
     launch,
 };
 
-use every::{ForEach, Needs, for_each};
+use crate::every::{ForEach, Needs, for_each};
 
 const CUT: usize = 4;
 const STEPS: usize = 10;

@@ -1,15 +1,9 @@
 //! Trainings whose shards are on the host while another backend computes, stopped and gone on with from checkpoints.
 
-#[cfg(feature = "ndarray")]
-#[path = "common/fixed.rs"]
-mod fixed;
-#[path = "../../collectives/tests/skipped/mod.rs"]
-mod skipped;
-
 #[cfg(not(feature = "ndarray"))]
 #[test]
 fn training_resumes_from_a_checkpoint() {
-    skipped::skipped("built for one backend; the workspace's tests are built for two");
+    crate::skipped::skipped("built for one backend; the workspace's tests are built for two");
 }
 
 #[cfg(feature = "ndarray")]

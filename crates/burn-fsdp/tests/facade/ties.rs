@@ -1,9 +1,6 @@
 //! Two GPT-2s, and two Llamas, that share every parameter (clones of it, with one id). They are compared with one model in plain
 //! Burn that runs twice, and saved steps move between engines.
 
-#[path = "common/save.rs"]
-mod saving;
-
 use std::ops::Range;
 use std::path::Path;
 use std::time::Duration;

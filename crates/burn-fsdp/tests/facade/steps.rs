@@ -1,9 +1,5 @@
 //! Steps of a real training: saved by N ranks, loaded by M.
 
-mod common;
-#[path = "common/save.rs"]
-mod saving;
-
 use std::path::Path;
 use std::sync::Arc;
 

@@ -1,8 +1,5 @@
 //! Parameters with one owner: their optimizer's state in checkpoints, in files and in Burn's own loop.
 
-#[path = "common/fixed.rs"]
-mod fixed;
-
 use std::path::Path;
 use std::time::Duration;
 

@@ -1,8 +1,5 @@
 //! A training that moves between the eager engine and a compiled step, by checkpoints and in memory.
 
-#[path = "common/save.rs"]
-mod saving;
-
 use std::path::Path;
 use std::sync::Arc;
 

@@ -1,7 +1,5 @@
 //! `save`, `resume` and `Checkpointer`: whole trainings, and errors on one rank.
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;

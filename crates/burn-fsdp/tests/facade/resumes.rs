@@ -2,11 +2,6 @@
 //! resumed run has the bits of a run without the stop, or it is refused before a step is trained; `snapshot`, which
 //! does not see the beginning, refuses on its first call.
 
-#[path = "../../spmd/tests/common/optimizers.rs"]
-mod every;
-#[path = "common/save.rs"]
-mod saving;
-
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -29,7 +24,7 @@ use burn_fsdp::{
 
 use crate::saving::save_taken;
 
-use every::{ForEach, Needs, for_each};
+use crate::every::{ForEach, Needs, for_each};
 
 const CUT: u64 = 3;
 const STEPS: u64 = 6;
