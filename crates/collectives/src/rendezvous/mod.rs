@@ -1,0 +1,63 @@
+//! The control plane: how the ranks of a group find each other and agree on each operation.
+//!
+//! It holds the state of the world and of each rank, the claims and notes of operations, their deadlines, their
+//! failures and the ledgers that explain them. Everything is host memory and the same for every engine. Nothing here
+//! knows where tensors are or how they move.
+
+mod agreement;
+mod bell;
+mod carried;
+mod checksum;
+mod claim;
+mod contract;
+mod control;
+mod counts;
+mod element;
+mod error;
+mod failing;
+mod fault;
+mod fingerprint;
+mod identity;
+mod label;
+mod ledger;
+mod lock;
+mod operation;
+mod patience;
+mod rank_state;
+mod recording;
+mod reduction;
+mod seal;
+mod waits;
+mod world;
+
+pub use agreement::{AlteredPart, Check, Checks};
+pub(crate) use agreement::{Difference, Held, Replicas};
+pub use carried::Carried;
+pub(crate) use carried::Watcher;
+pub use checksum::{Checksums, Reading, checksum};
+pub use claim::{Claim, Meeting, Messages, Subgroup};
+pub use contract::{Contract, Role, Route, Share, Who};
+#[cfg(feature = "mpi")]
+pub(crate) use control::WORLD_DOMAIN;
+pub(crate) use control::Wait;
+pub use control::{Control, Failure};
+pub use counts::{OperationCounts, Tally};
+pub use element::ElementType;
+pub use error::{Error, Stage};
+pub use fault::{At, Fault, How};
+pub use fingerprint::Fingerprint;
+pub use identity::GroupId;
+pub use label::Label;
+pub use ledger::{EntryState, Ledger, LedgerEntry, LedgerReport};
+pub(crate) use lock::lock;
+pub use operation::{Extent, Operation, OperationKind, Signature};
+pub(crate) use rank_state::RankState;
+pub(crate) use recording::Recording;
+pub use recording::{CommSpan, CommStage};
+pub use reduction::Reduction;
+pub use seal::{Moment, Seal};
+#[cfg(feature = "mpi")]
+pub(crate) use waits::LongWait;
+#[cfg(feature = "mpi")]
+pub(crate) use world::News;
+pub(crate) use world::{Messenger, NobodyElse, World};
