@@ -115,15 +115,15 @@ where
 /// Waits until all ranks have ended, and returns true if none has failed. After a failure they have the grace period.
 /// So each can report what it saw before the launcher ends them all, and none waits for a process that is gone.
 fn part(config: &LaunchConfig, control: &Control) -> bool {
-    let bell = control.world().bell();
-    let over = bell.wait_for(Duration::MAX, || {
+    let world = control.world();
+    let over = world.wait_for(Duration::MAX, || {
         let is_failed = control.failure().is_some();
-        (is_failed || control.world().is_over()).then_some(!is_failed)
+        (is_failed || world.is_over()).then_some(!is_failed)
     });
     if over == Some(true) {
         return true;
     }
-    bell.wait_for(config.grace, || control.world().is_over().then_some(()));
+    world.wait_for(config.grace, || world.is_over().then_some(()));
     false
 }
 

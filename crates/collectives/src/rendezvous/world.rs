@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
 
 use super::bell::Bell;
 use super::ledger::{Ledger, LedgerReport};
@@ -37,7 +38,7 @@ pub(crate) trait Messenger: fmt::Debug + Send + Sync {
 pub(crate) enum News {
     /// A failure domain that has ended.
     Failed {
-        /// The number of the domain; see [`Control`](crate::control::Control).
+        /// The number of the domain; see [`Control`](super::Control).
         domain: u64,
         /// The rank of the world that failed first.
         rank: usize,
@@ -70,11 +71,6 @@ impl World {
             ranks,
             messenger,
         }
-    }
-
-    /// Returns the state of a rank, if it lives in this process.
-    pub(crate) fn rank(&self, rank: usize) -> Option<&Arc<RankState>> {
-        self.ranks[rank].as_ref()
     }
 
     /// Sends news to all other processes.
@@ -116,6 +112,15 @@ impl World {
             .map(|departed| departed.load(Ordering::Acquire))
             .collect();
         missing().into_iter().find(|rank| departed[*rank])
+    }
+
+    /// Waits until `look` returns something; `None` if it returns nothing before the deadline.
+    pub(crate) fn wait_for<T>(
+        &self,
+        deadline: Duration,
+        look: impl FnMut() -> Option<T>,
+    ) -> Option<T> {
+        self.bell.wait_for(deadline, look)
     }
 
     /// Returns true if every rank has departed.

@@ -7,8 +7,10 @@ use std::sync::mpsc::Sender;
 use super::header::signature_bytes;
 use super::progress::Command;
 use super::round::{Shared, Start};
-use crate::rendezvous::{Claim, Control, RankState, Subgroup, WORLD_DOMAIN};
-use crate::transport::{Awaited, Buffer, Engine, Findings, Flight, Request, Source, Withdrawn};
+use crate::rendezvous::{Claim, Control, Meeting, Messages, Operation, Subgroup, WORLD_DOMAIN};
+use crate::transport::{
+    Awaited, BufferPool, Completion, Engine, Findings, Flight, Request, Source, Withdrawn,
+};
 
 pub(super) struct MpiEnd {
     control: Arc<Control>,
