@@ -41,32 +41,30 @@
 mod engines;
 mod group;
 mod launch;
-mod rendezvous;
-mod transport;
 
 pub use burn_fsdp_mesh::{Mesh, Partition, ReduceOp};
+pub use burn_fsdp_rendezvous::{
+    At, Carried, Check, CommSpan, CommStage, Contract, ElementType, EntryState, Error, Fault,
+    Fingerprint, GroupId, How, Label, Ledger, LedgerEntry, LedgerReport, Moment, Operation,
+    OperationCounts, OperationKind, Reduction, Role, Seal, Share, Stage, Tally, Who,
+};
+pub use burn_fsdp_transport::{Account, Buffer, BufferPool, Source};
 pub use group::{
     AsMesh, CommCounter, CrossPart, FullPart, Part, Pending, ProcessGroup, ProcessMesh, Received,
 };
 pub use launch::{
     LaunchConfig, LaunchError, Processes, Unwound, launch, launcher_ranks, processes, thread_ranks,
 };
-pub use rendezvous::{
-    At, Carried, Check, CommSpan, CommStage, Contract, ElementType, EntryState, Error, Fault,
-    Fingerprint, GroupId, How, Label, Ledger, LedgerEntry, LedgerReport, Moment, Operation,
-    OperationCounts, OperationKind, Reduction, Role, Seal, Share, Stage, Tally, Who,
-};
-pub use transport::{Account, Buffer, BufferPool, Source};
 
 /// The names that an engine is written with.
 ///
 /// `src/README.md` explains how to add one.
 pub mod engine {
-    pub use crate::rendezvous::{
+    pub use burn_fsdp_rendezvous::{
         AlteredPart, Checks, Checksums, Claim, Control, Extent, Failure, Meeting, Messages, Route,
         Signature, Subgroup, checksum,
     };
-    pub use crate::transport::{
+    pub use burn_fsdp_transport::{
         Awaited, Completion, Engine, Fence, Findings, Flight, Payload, Request, Space, Withdrawn,
         copy, reduce,
     };

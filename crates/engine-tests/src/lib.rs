@@ -25,9 +25,7 @@ pub use cases::{CASES, Case};
 ///
 /// If the engine does not keep the contract. The message names the case, the number of ranks and what is wrong.
 #[track_caller]
-pub fn check(
-    make: impl Fn(Box<dyn Engine>, &Subgroup) -> Box<dyn Engine> + Send + Sync + 'static,
-) {
+pub fn check(make: impl Fn(Box<dyn Engine>, &Subgroup) -> Box<dyn Engine> + Send + Sync + 'static) {
     let make = Arc::new(make);
     for (name, case) in CASES {
         for (ranks, check) in (1..=4).flat_map(|n| [(n, Check::Calls), (n, Check::Agreement)]) {

@@ -6,10 +6,10 @@
 
 use std::sync::Arc;
 
-use crate::rendezvous::{
+use burn_fsdp_rendezvous::{
     Claim, Control, Meeting, Messages, Operation, OperationKind, Route, Subgroup,
 };
-use crate::transport::{
+use burn_fsdp_transport::{
     Awaited, Buffer, Completion, Engine, Flight, Request, Source, Withdrawn, copy, reduce,
 };
 

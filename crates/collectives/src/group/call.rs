@@ -2,8 +2,8 @@
 
 use super::pending::Pending;
 use super::process_group::{Contribution, ProcessGroup};
-use crate::rendezvous::{Error, Extent, Label, OperationKind, Reduction, Share, Signature};
-use crate::transport::{Buffer, Source, Space};
+use burn_fsdp_rendezvous::{Error, Extent, Label, OperationKind, Reduction, Share, Signature};
+use burn_fsdp_transport::{Buffer, Source, Space};
 
 /// A call under construction: each step checks what it adds.
 pub(crate) struct Call<'a> {

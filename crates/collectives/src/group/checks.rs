@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use crate::rendezvous::{AlteredPart, Checks, Signature, checksum};
-use crate::transport::{Buffer, Source};
+use burn_fsdp_rendezvous::{AlteredPart, Checks, Signature, checksum};
+use burn_fsdp_transport::{Buffer, Source};
 
 /// Returns the checksums of the bytes that a rank gives each rank of a group. `if trusts_seals`, a source that is given
 /// whole uses the checksum of its seal; otherwise all bytes are read.
@@ -24,7 +24,7 @@ pub(super) fn of_given(
             let (range, checksum) = known.unwrap_or_else(|| {
                 let is_whole = range == (0..source.len());
                 let sealed = source.seal().filter(|_| trusts_seals && is_whole);
-                let told = sealed.and_then(|sealed| sealed.0.checksums.whole());
+                let told = sealed.and_then(|sealed| sealed.0.checksums().whole());
                 let read = || checksum(&source.as_bytes()[range.clone()]);
                 let told = told.unwrap_or_else(read);
                 (range, told)

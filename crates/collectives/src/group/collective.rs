@@ -7,8 +7,8 @@ use super::part::{CrossPart, FullPart, Part};
 use super::pending::Pending;
 use super::process_group::ProcessGroup;
 use super::received::Received;
-use crate::rendezvous::{ElementType, Error, Extent, Label, OperationKind, Reduction};
-use crate::transport::{Buffer, Source};
+use burn_fsdp_rendezvous::{ElementType, Error, Extent, Label, OperationKind, Reduction};
+use burn_fsdp_transport::{Buffer, Source};
 
 /// # Collective operations
 ///

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::process_group::ProcessGroup;
-use crate::rendezvous::{OperationCounts, OperationKind};
+use burn_fsdp_rendezvous::{OperationCounts, OperationKind};
 
 /// Counts the operations that this rank starts on some groups, from its creation on.
 ///

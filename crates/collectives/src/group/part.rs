@@ -1,8 +1,8 @@
 //! The tensors of an operation, with the bytes that a rank gives of each.
 
-use crate::rendezvous::ElementType;
-use crate::transport::Source;
 use burn_fsdp_mesh::Partition;
+use burn_fsdp_rendezvous::ElementType;
+use burn_fsdp_transport::Source;
 
 /// A tensor of an operation that partitions tensors into the ranks' shards.
 #[derive(Debug, Clone)]

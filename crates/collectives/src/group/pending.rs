@@ -8,12 +8,12 @@ use std::time::Instant;
 use super::checks::first_misplaced;
 use super::received::Received;
 use super::started::{Started, Wanted};
-use crate::rendezvous::{
-    AlteredPart, Carried, Checks, Checksums, Claim, CommStage, Control, Difference, EntryState,
-    Error, GroupId, Held, Moment, Operation, OperationKind, RankState, Replicas, Seal, Stage, Wait,
+use burn_fsdp_rendezvous::{
+    AlteredPart, Checks, Checksums, Claim, CommStage, Control, Difference, EntryState, Error,
+    GroupId, Held, Moment, Operation, OperationKind, RankState, Replicas, Seal, Stage, Wait,
     checksum, lock,
 };
-use crate::transport::{Awaited, Buffer, Completion, Withdrawn};
+use burn_fsdp_transport::{Awaited, Buffer, Completion, Withdrawn};
 
 /// An operation that this rank has started and not yet waited for. It owns the operation's sources and buffers.
 ///
@@ -33,7 +33,7 @@ pub struct Pending<T = Received> {
 }
 
 impl<T> Pending<T> {
-    pub(crate) fn new(
+    pub(super) fn new(
         peers: Peers,
         (started, wanted): (Started, Wanted),
         entry: Entry,
@@ -263,18 +263,14 @@ impl<T> Pending<T> {
 
     /// Passes the checksums of the operation to the watcher, if there is one.
     fn tell_watcher(&self, checks: &Checks, buffers: &[Buffer]) {
+        let got = || {
+            let got = buffers.iter().map(|buffer| checksum(buffer.as_ref()));
+            got.collect()
+        };
         let Entry {
             rank, operation, ..
         } = &self.entry;
-        if let Some(watcher) = &mut *lock(&rank.watcher) {
-            let got = buffers.iter().map(|buffer| checksum(buffer.as_ref()));
-            watcher.tell(Carried {
-                operation: operation.clone(),
-                step: rank.step(),
-                given: checks.given.clone(),
-                got: got.collect(),
-            });
-        }
+        rank.tell_watcher(operation, &checks.given, got);
     }
 
     fn altered(&self, altered: AlteredPart) -> Error {
@@ -294,11 +290,11 @@ impl<T> Pending<T> {
             Some((seal, what)) => Error::AlteredAtRest {
                 what: what.as_str().to_owned(),
                 rank: peer,
-                written: Box::new(seal.written.clone()),
-                found: Box::new(Moment {
-                    step: self.entry.rank.step(),
-                    after: Some(self.entry.operation.clone()),
-                }),
+                written: Box::new(seal.written().clone()),
+                found: Box::new(Moment::new(
+                    self.entry.rank.step(),
+                    Some(self.entry.operation.clone()),
+                )),
                 ledger,
             },
             None => Error::Altered {
@@ -407,7 +403,7 @@ pub(crate) struct Entry {
 impl Entry {
     /// Adds the entry.
     pub(crate) fn new(rank: Arc<RankState>, operation: Operation, bytes: usize) -> Self {
-        let number = lock(&rank.ledger).record(operation.clone(), bytes);
+        let number = rank.record(operation.clone(), bytes);
         Self {
             rank,
             operation,
@@ -430,6 +426,6 @@ impl Entry {
 
 impl Drop for Entry {
     fn drop(&mut self) {
-        lock(&self.rank.ledger).settle(self.number, self.state);
+        self.rank.settle(self.number, self.state);
     }
 }

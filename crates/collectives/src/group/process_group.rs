@@ -8,12 +8,12 @@ use super::checks;
 use super::pending::{Entry, Peers, Pending};
 use super::received::Received;
 use super::started::{Started, Wanted};
-use crate::rendezvous::{
+use burn_fsdp_rendezvous::{
     At, Carried, Check, Checks, Checksums, Claim, CommSpan, CommStage, Control, Error, Fault,
-    GroupId, Label, Ledger, Moment, Operation, OperationCounts, OperationKind, RankState,
-    Recording, Replicas, Seal, Signature, Watcher, lock,
+    GroupId, Label, Ledger, Moment, Operation, OperationCounts, OperationKind, RankState, Replicas,
+    Seal, Signature, lock,
 };
-use crate::transport::{Buffer, BufferPool, Engine, Request, Source, Space};
+use burn_fsdp_transport::{Buffer, BufferPool, Engine, Request, Source, Space};
 
 /// A rank's end of a group of ranks that communicate. Cheap to clone.
 ///
@@ -55,7 +55,7 @@ impl ProcessGroup {
         engine: Box<dyn Engine>,
         (state, pool): (Arc<RankState>, BufferPool),
     ) -> Self {
-        let id = GroupId::new(engine.control().world().number, members);
+        let id = GroupId::new(engine.control().world().number(), members);
         Self(Arc::new(End {
             name,
             rank,
@@ -114,7 +114,7 @@ impl ProcessGroup {
 
     /// Returns this rank's number in the world.
     pub fn world_rank(&self) -> usize {
-        self.0.state.world_rank
+        self.0.state.world_rank()
     }
 
     /// Returns the pool for the memory of this rank's operations, shared by all its groups.
@@ -129,31 +129,30 @@ impl ProcessGroup {
 
     /// Returns this rank's last operations on any group.
     pub fn ledger(&self) -> Ledger {
-        lock(&self.0.state.ledger).clone()
+        self.0.state.ledger()
     }
 
     /// Records the times of this rank's operations, on any group, from now on. `sample` returns a number that is stored
     /// at the end of each span, such as the live bytes. It must not start an operation.
     pub fn start_recording(&self, sample: impl Fn() -> usize + Send + 'static) {
-        *lock(&self.0.state.recording) = Some(Recording::new(sample));
+        self.0.state.start_recording(sample);
     }
 
     /// Ends the recording and returns the spans in the order in which they ended. Returns no spans if there was no
     /// recording.
     pub fn end_recording(&self) -> Vec<CommSpan> {
-        let recording = lock(&self.0.state.recording).take();
-        recording.map(Recording::into_spans).unwrap_or_default()
+        self.0.state.end_recording()
     }
 
     /// Calls `watch` from now on with the checksums of each operation of this rank that has ended, on any group. It is
     /// called only where ranks compare bytes ([`Check::Agreement`]). It must not start an operation.
     pub fn watch(&self, watch: impl FnMut(Carried) + Send + 'static) {
-        *lock(&self.0.state.watcher) = Some(Watcher::new(watch));
+        self.0.state.watch(watch);
     }
 
     /// Returns true if the ranks compare bytes ([`Check::Agreement`]).
     pub fn compares_bytes(&self) -> bool {
-        self.0.state.check == Check::Agreement
+        self.0.state.check() == Check::Agreement
     }
 
     /// Arms a fault. If it names this rank, this rank will fail there, once. All ranks may be given the same fault.
@@ -276,7 +275,7 @@ impl ProcessGroup {
             let to_first = signature.routes(rank, 0);
             let is_whole = to_first.get(part).map(|route| &route.given) == Some(&(0..source.len()));
             match is_whole {
-                true if Some(given[part]) == seal.checksums.whole() => {}
+                true if Some(given[part]) == seal.checksums().whole() => {}
                 _ => self.check_seal(seal, source.as_bytes(), || what.as_str().to_owned())?,
             }
         }
@@ -294,7 +293,7 @@ impl ProcessGroup {
     /// Returns a seal with these checksums, taken now.
     pub(crate) fn sealed(&self, checksums: Checksums) -> Seal {
         let written = self.moment();
-        Seal { checksums, written }
+        Seal::new(checksums, written)
     }
 
     /// Keeps the checksum of a value that all ranks must hold alike, to be announced with the next operation.

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use burn_fsdp_mesh::Mesh;
 
 use super::process_group::ProcessGroup;
-use crate::rendezvous::Error;
+use burn_fsdp_rendezvous::Error;
 
 /// A [`Mesh`] and this rank's process groups along each of its axes.
 ///

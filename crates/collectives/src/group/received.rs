@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::rendezvous::Seal;
-use crate::transport::{Buffer, Fence};
+use burn_fsdp_rendezvous::Seal;
+use burn_fsdp_transport::{Buffer, Fence};
 
 /// The result of an operation on one rank.
 #[derive(Debug)]

@@ -1,7 +1,7 @@
 //! A rank's operations on seals: creating, checking and announcing them.
 
 use super::process_group::ProcessGroup;
-use crate::rendezvous::{Checksums, Error, Label, Seal};
+use burn_fsdp_rendezvous::{Checksums, Error, Label, Seal};
 
 impl ProcessGroup {
     /// Seals bytes that this rank holds; `None` where ranks do not compare bytes
@@ -48,7 +48,7 @@ impl ProcessGroup {
         let error = Error::AlteredAtRest {
             what: what(),
             rank,
-            written: Box::new(seal.written.clone()),
+            written: Box::new(seal.written().clone()),
             found: Box::new(self.moment()),
             ledger: control.report(),
         };
@@ -61,7 +61,7 @@ impl ProcessGroup {
     /// else. Does nothing where ranks do not compare bytes.
     pub fn tell_replica(&self, number: u64, seal: &Seal, what: impl FnOnce() -> Label) {
         if self.compares_bytes() {
-            self.hold_value((number, seal.checksums.together()), what());
+            self.hold_value((number, seal.checksums().together()), what());
         }
     }
 }

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::process_group::ProcessGroup;
-use crate::rendezvous::{Error, Label, Subgroup};
-use crate::transport::Engine;
+use burn_fsdp_rendezvous::{Error, Label, Subgroup};
+use burn_fsdp_transport::Engine;
 
 impl ProcessGroup {
     /// Divides the group. Ranks that pass the same `color` form a new group, ordered by `key`, and by their rank in

@@ -1,7 +1,7 @@
 //! The engine's part of an operation.
 
-use crate::rendezvous::{Meeting, Who};
-use crate::transport::{
+use burn_fsdp_rendezvous::{Meeting, Who};
+use burn_fsdp_transport::{
     Awaited, Buffer, Completion, Engine, Findings, Flight, Request, Space, Withdrawn,
 };
 

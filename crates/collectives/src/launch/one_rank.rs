@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::worlds;
 use crate::group::ProcessGroup;
-use crate::rendezvous::Check;
+use burn_fsdp_rendezvous::Check;
 
 impl ProcessGroup {
     /// Returns a group with a single rank, whose operations never wait. For code that takes a group, on one rank and

@@ -13,7 +13,7 @@ use super::error::{BoxError, LaunchError};
 use super::worlds::Here;
 use crate::engines::mpi;
 use crate::group::ProcessGroup;
-use crate::rendezvous::Control;
+use burn_fsdp_rendezvous::Control;
 
 /// The pause between two checks for the failure of another rank, while this one continues.
 const LOOK_EVERY: Duration = Duration::from_millis(20);

@@ -11,7 +11,7 @@ use super::config::{LaunchConfig, MOST_THREADS};
 use super::error::{BoxError, LaunchError};
 use super::worlds;
 use crate::group::ProcessGroup;
-use crate::rendezvous::Control;
+use burn_fsdp_rendezvous::Control;
 
 /// The outcome of a rank: its result, or the cause of its failure.
 type End<T> = Result<T, Cause>;

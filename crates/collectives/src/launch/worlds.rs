@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use crate::engines::{fake, local};
 use crate::group::ProcessGroup;
-use crate::rendezvous::{Check, Control, Messenger, NobodyElse, RankState, World};
-use crate::transport::{BufferPool, Engine};
+use burn_fsdp_rendezvous::{Check, Control, Messenger, NobodyElse, RankState, World};
+use burn_fsdp_transport::{BufferPool, Engine};
 
 /// Returns the ends of the group of all ranks of a new world of threads, by rank.
 pub(super) fn of_threads(num_ranks: usize, deadline: Duration, check: Check) -> Vec<ProcessGroup> {

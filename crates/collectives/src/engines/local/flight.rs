@@ -5,10 +5,10 @@ use std::sync::Arc;
 use super::round::{Round, Sources};
 use super::team::Team;
 use super::transfer;
-use crate::rendezvous::{
+use burn_fsdp_rendezvous::{
     AlteredPart, Checksums, Claim, Extent, Meeting, OperationKind, Reduction, Signature,
 };
-use crate::transport::{
+use burn_fsdp_transport::{
     Awaited, Buffer, Combined, Completion, Findings, Flight, Source, Withdrawn,
 };
 

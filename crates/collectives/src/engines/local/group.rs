@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 use super::flight::LocalFlight;
 use super::round::{Offer, Round};
 use super::team::Team;
-use crate::rendezvous::{Claim, Control, Meeting, Messages, Operation, Subgroup, lock};
-use crate::transport::{BufferPool, Engine, Flight, Request};
+use burn_fsdp_rendezvous::{Claim, Control, Meeting, Messages, Operation, Subgroup, lock};
+use burn_fsdp_transport::{BufferPool, Engine, Flight, Request};
 
 /// The state that the ranks of one group share.
 #[derive(Debug)]

@@ -12,8 +12,8 @@ mod transfer;
 use std::sync::Arc;
 
 use self::group::LocalGroup;
-use crate::rendezvous::Control;
-use crate::transport::{BufferPool, Engine};
+use burn_fsdp_rendezvous::Control;
+use burn_fsdp_transport::{BufferPool, Engine};
 
 /// Returns the ends of the group of all ranks of a world, by rank. Each rank has one of the pools.
 pub(crate) fn ends(control: &Arc<Control>, pools: Vec<BufferPool>) -> Vec<Box<dyn Engine>> {

@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use crate::rendezvous::{Claim, lock};
-use crate::transport::Source;
+use burn_fsdp_rendezvous::{Claim, lock};
+use burn_fsdp_transport::Source;
 
 /// An operation of one group. Kept alive by the ranks that are still using it.
 #[derive(Debug)]

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::rendezvous::Control;
-use crate::transport::BufferPool;
+use burn_fsdp_rendezvous::Control;
+use burn_fsdp_transport::BufferPool;
 
 /// The members of a group, and their failure domain.
 #[derive(Debug)]

@@ -6,8 +6,8 @@
 use std::ops::Range;
 
 use super::round::Sources;
-use crate::rendezvous::{Checksums, ElementType, Extent, Reduction, Route};
-use crate::transport::{Buffer, Combined, copy, copy_and_read, reduce, reduce_and_read};
+use burn_fsdp_rendezvous::{Checksums, ElementType, Extent, Reduction, Route};
+use burn_fsdp_transport::{Buffer, Combined, copy, copy_and_read, reduce, reduce_and_read};
 
 /// Copies the bytes that one rank gives another, part by part. Returns the first part that does not match the announced
 /// checksum, if there is one.

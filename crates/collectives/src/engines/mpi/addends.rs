@@ -1,8 +1,8 @@
 //! The addends of the other ranks in a reduction: receiving and combining them.
 
 use super::landing::Landing;
-use crate::rendezvous::{Reduction, Signature};
-use crate::transport::{Buffer, BufferPool, Source, reduce};
+use burn_fsdp_rendezvous::{Reduction, Signature};
+use burn_fsdp_transport::{Buffer, BufferPool, Source, reduce};
 
 /// Buffers to receive a rank's addends in.
 pub(super) fn scratch(signature: &Signature, from: usize, to: usize, pool: &BufferPool) -> Landing {

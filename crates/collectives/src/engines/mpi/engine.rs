@@ -7,8 +7,8 @@ use std::sync::mpsc::Sender;
 use super::header::signature_bytes;
 use super::progress::Command;
 use super::round::{Shared, Start};
-use crate::rendezvous::{Claim, Control, Meeting, Messages, Operation, Subgroup, WORLD_DOMAIN};
-use crate::transport::{
+use burn_fsdp_rendezvous::{Claim, Control, Meeting, Messages, Operation, Subgroup, WORLD_DOMAIN};
+use burn_fsdp_transport::{
     Awaited, BufferPool, Completion, Engine, Findings, Flight, Request, Source, Withdrawn,
 };
 

@@ -5,7 +5,7 @@
 
 use burn_fsdp_mesh::{Partition, ReduceOp};
 
-use crate::rendezvous::{
+use burn_fsdp_rendezvous::{
     Checks, ElementType, Extent, Label, LongWait, News, OperationKind, Reduction, Signature,
 };
 

@@ -8,8 +8,8 @@
 use std::ops::Range;
 use std::sync::Mutex;
 
-use crate::rendezvous::lock;
-use crate::transport::{Buffer, copy};
+use burn_fsdp_rendezvous::lock;
+use burn_fsdp_transport::{Buffer, copy};
 
 /// Buffers that belong to the transfers into them until they are taken.
 #[derive(Debug)]

@@ -21,8 +21,8 @@ use std::time::Duration;
 use self::engine::MpiEnd;
 use self::progress::{Command, Progress};
 use self::wire::Wire;
-use crate::rendezvous::{Control, Messenger, News};
-use crate::transport::{BufferPool, Engine};
+use burn_fsdp_rendezvous::{Control, Messenger, News};
+use burn_fsdp_transport::{BufferPool, Engine};
 
 /// The place of this process in the MPI world, and the thread that owns MPI.
 pub(crate) struct Connection {

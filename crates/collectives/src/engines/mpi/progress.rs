@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use super::header::{ClaimHeader, Header};
 use super::round::{Round, Start};
 use super::wire::{FIRST_DATA_TAG, Incoming, LAST_DATA_TAG, Transfer, Wire, WireError};
-use crate::rendezvous::{Control, News, WORLD_DOMAIN};
-use crate::transport::Source;
+use burn_fsdp_rendezvous::{Control, News, WORLD_DOMAIN};
+use burn_fsdp_transport::Source;
 
 /// The time for which the thread looks without a pause while nothing moves and the rank waits. After it, the thread
 /// sleeps between two looks.
@@ -267,7 +267,7 @@ impl Progress {
             // Before this rank has a world it waits for nobody, and needs no explanation.
             News::Waits { rank, wait } => {
                 if let Some(control) = self.domains.get(&WORLD_DOMAIN) {
-                    control.world().waits.set(rank, wait);
+                    control.world().waits(rank, wait);
                 }
             }
         }

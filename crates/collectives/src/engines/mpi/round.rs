@@ -8,8 +8,8 @@ use super::addends::{combine, scratch};
 use super::header::{ClaimHeader, signature_of};
 use super::landing::Landing;
 use super::wire::{Transfer, Wire, WireError};
-use crate::rendezvous::{AlteredPart, Claim, Control, OperationKind, Signature, lock};
-use crate::transport::{Awaited, Buffer, BufferPool, Source};
+use burn_fsdp_rendezvous::{AlteredPart, Claim, Control, OperationKind, Signature, lock};
+use burn_fsdp_transport::{Awaited, Buffer, BufferPool, Source};
 
 /// The state of an operation that MPI's thread shows to the rank's threads. Ranks are ranks of the group.
 #[derive(Debug)]

@@ -20,7 +20,7 @@ use mpi::traits::AsRaw;
 use mpi::{Threading, ffi};
 
 use super::landing::Landing;
-use crate::transport::{BufferPool, Source};
+use burn_fsdp_transport::{BufferPool, Source};
 
 /// The maximum number of bytes in one message: MPI counts in `int`.
 const MOST_BYTES: usize = 1 << 30;

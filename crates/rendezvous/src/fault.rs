@@ -5,19 +5,19 @@ use std::fmt;
 /// A failure of one rank at one point of one step.
 ///
 /// ```
-/// use burn_fsdp_collectives::{At, Fault, How};
+/// use burn_fsdp_rendezvous::{At, Fault, How};
 ///
 /// let fault = Fault::parse("rank:1,step:3,at:backward,how:panic")?;
 /// assert_eq!(fault, Fault::new(1, 3, At::Backward, How::Panic));
 /// let flip = Fault::parse("rank:1,step:3,at:shard,how:flip,seed:5")?;
 /// assert_eq!(flip, Fault::new(1, 3, At::Shard, How::Flip).seed(5));
-/// # Ok::<(), burn_fsdp_collectives::Error>(())
+/// # Ok::<(), burn_fsdp_rendezvous::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fault {
     /// The rank of the world that fails.
     pub rank: usize,
-    /// The step, as given to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step).
+    /// The step, as given to `ProcessGroup::begin_step`.
     pub step: u64,
     /// The point of the step.
     pub at: At,

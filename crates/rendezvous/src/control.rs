@@ -3,6 +3,7 @@
 //! All of this is the same for every engine. An engine moves bytes, rings the world's bell when something changes that
 //! a rank may wait for, and carries [`News`] between processes.
 
+use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -13,11 +14,11 @@ use super::waits::LongWait;
 use super::world::{News, World};
 
 /// The number of the failure domain of all ranks.
-pub(crate) const WORLD_DOMAIN: u64 = u64::MAX;
+pub const WORLD_DOMAIN: u64 = u64::MAX;
 
 /// A failure domain: groups that fail together, and the time that their ranks wait for each other.
 ///
-/// The world is one domain. An [isolated](crate::ProcessGroup::isolate) group begins another one inside it. A failure
+/// The world is one domain. An isolated group (`ProcessGroup::isolate`) begins another one inside it. A failure
 /// inside stays there, and a failure outside also ends the inner domain.
 #[derive(Debug)]
 pub struct Control {
@@ -42,16 +43,29 @@ pub struct Failure {
 }
 
 /// The event that a rank waits for.
-pub(crate) struct Wait<'a> {
+pub struct Wait<'a> {
     /// Returns true if the event has happened.
-    pub(crate) is_over: &'a dyn Fn() -> bool,
+    pub is_over: &'a dyn Fn() -> bool,
     /// Returns the ranks of the world that have yet to do their part.
-    pub(crate) missing: &'a dyn Fn() -> Vec<usize>,
+    pub missing: &'a dyn Fn() -> Vec<usize>,
     /// The part that they have yet to do.
-    pub(crate) stage: Stage,
+    pub stage: Stage,
     /// The rank of the world that waits.
-    pub(crate) rank: usize,
-    pub(crate) operation: &'a Operation,
+    pub rank: usize,
+    /// The operation.
+    pub operation: &'a Operation,
+}
+
+impl fmt::Debug for Wait<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            rank,
+            stage,
+            operation,
+            ..
+        } = self;
+        write!(f, "Wait of rank {rank} to {stage} {operation}")
+    }
 }
 
 enum Outcome {
@@ -62,7 +76,7 @@ enum Outcome {
 
 impl Control {
     /// Returns the failure domain of all ranks of a world.
-    pub(crate) fn of_world(world: World, deadline: Duration) -> Arc<Self> {
+    pub fn of_world(world: World, deadline: Duration) -> Arc<Self> {
         Arc::new(Self {
             world: Arc::new(world),
             outer: None,
@@ -84,7 +98,7 @@ impl Control {
     }
 
     /// Returns the state that the ranks of all domains share.
-    pub(crate) fn world(&self) -> &Arc<World> {
+    pub fn world(&self) -> &Arc<World> {
         &self.world
     }
 
@@ -116,7 +130,7 @@ impl Control {
     }
 
     /// Ends the domain for the ranks of this process. Returns true if the domain had not already ended.
-    pub(crate) fn has_failed(&self, rank: usize, reason: String) -> bool {
+    pub fn has_failed(&self, rank: usize, reason: String) -> bool {
         let mut is_first = false;
         let failure = self.failure.get_or_init(|| {
             is_first = true;
@@ -140,7 +154,7 @@ impl Control {
     }
 
     /// Fails if the domain has ended.
-    pub(crate) fn check(&self, operation: &Operation) -> Result<(), Error> {
+    pub fn check(&self, operation: &Operation) -> Result<(), Error> {
         match self.failure() {
             None => Ok(()),
             Some(Failure {
@@ -157,7 +171,7 @@ impl Control {
     }
 
     /// Waits until the event happens, a rank fails or leaves, or the deadline passes. Errors end the domain.
-    pub(crate) fn wait(&self, wait: &Wait<'_>) -> Result<(), Error> {
+    pub fn wait(&self, wait: &Wait<'_>) -> Result<(), Error> {
         let look = || {
             if (wait.is_over)() {
                 return Some(Outcome::Over);
@@ -207,14 +221,14 @@ impl Control {
     }
 
     /// Ends the domain with an error that a rank is about to return.
-    pub(crate) fn end_with(&self, rank: usize, error: Error) -> Error {
+    pub fn end_with(&self, rank: usize, error: Error) -> Error {
         self.fail(rank, error.to_string());
         error
     }
 
     /// Returns the last operations of the ranks, as of the end of the domain if it has ended. All ranks share one
     /// report, because its length is proportional to the number of ranks.
-    pub(crate) fn report(&self) -> LedgerReport {
+    pub fn report(&self) -> LedgerReport {
         match self.failure() {
             Some(failure) => failure.ledger.clone(),
             None => self.world.report(),

@@ -6,7 +6,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use super::payload::{Payload, Space};
-use crate::rendezvous::lock;
+use burn_fsdp_rendezvous::lock;
 
 /// A pool that hands out [`Buffer`]s, takes their memory back and counts the live bytes. Cheap to clone: all clones are
 /// the same pool.

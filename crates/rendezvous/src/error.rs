@@ -116,7 +116,7 @@ pub enum Error {
     Altered {
         /// The operation.
         operation: Box<Operation>,
-        /// The step, as given to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step), if it was given.
+        /// The step, as given to `ProcessGroup::begin_step`, if it was given.
         step: Option<u64>,
         /// The rank that received the bytes.
         rank: usize,

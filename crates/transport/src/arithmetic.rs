@@ -12,7 +12,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use crate::rendezvous::{ElementType, Reading, Reduction, checksum};
+use burn_fsdp_rendezvous::{ElementType, Reading, Reduction, checksum};
 
 /// Elements of a block: an `f32` accumulator and its scratch are 8 KiB each.
 const BLOCK: usize = 2048;
@@ -39,7 +39,7 @@ pub fn copy(from: &[u8], to: &mut [u8]) {
 const NEAR: usize = 1 << 15;
 
 /// Copies as [`copy`] does, and returns the checksum of the copied bytes.
-pub(crate) fn copy_and_read(from: &[u8], to: &mut [u8]) -> u64 {
+pub fn copy_and_read(from: &[u8], to: &mut [u8]) -> u64 {
     if is_shared(from.len()) {
         copy(from, to);
         return checksum(to);
@@ -53,14 +53,16 @@ pub(crate) fn copy_and_read(from: &[u8], to: &mut [u8]) -> u64 {
 }
 
 /// The checksums of a reduction.
-pub(crate) struct Combined {
+#[derive(Debug)]
+pub struct Combined {
     /// Checksum of each addend, as it was when it was combined.
-    pub(crate) addends: Vec<u64>,
-    pub(crate) result: u64,
+    pub addends: Vec<u64>,
+    /// Checksum of the result.
+    pub result: u64,
 }
 
 /// Combines as [`reduce`] does, and returns the checksums of the addends and of the result.
-pub(crate) fn reduce_and_read(
+pub fn reduce_and_read(
     reduction: &Reduction,
     input: ElementType,
     addends: &[&[u8]],

@@ -6,6 +6,6 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 ///
 /// Every critical section of this crate leaves its data consistent at each step. After a panic the other ranks must
 /// still be able to read the data to report the panic.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

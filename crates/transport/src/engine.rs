@@ -5,14 +5,14 @@ use std::sync::Arc;
 use super::payload::{Fence, Space};
 use super::pool::Buffer;
 use super::source::Source;
-use crate::rendezvous::{AlteredPart, Checksums, Claim, Meeting, Messages, Operation, Subgroup};
+use burn_fsdp_rendezvous::{AlteredPart, Checksums, Claim, Meeting, Messages, Operation, Subgroup};
 
 /// A rank's end of a group, on some transport.
 ///
 /// An engine moves bytes. The group checks a rank's own arguments, compares the claims of all ranks, and is responsible
-/// for deadlines, failures and ledgers, with the engine's [`Control`](crate::Control). An engine must read a rank's
-/// sources and fill its buffers only as the operation's [contract](crate::OperationKind::contract) specifies, along the
-/// [routes](crate::Signature::routes) that follow from it.
+/// for deadlines, failures and ledgers, with the engine's [`Control`](burn_fsdp_rendezvous::Control). An engine must read a rank's
+/// sources and fill its buffers only as the operation's [contract](burn_fsdp_rendezvous::OperationKind::contract) specifies, along the
+/// [routes](burn_fsdp_rendezvous::Signature::routes) that follow from it.
 ///
 /// The group calls [`post`](Messages::post) for operations that carry claims and notes only, and [`start`](Self::start)
 /// for all others. Each number is used once, in order.
@@ -106,7 +106,6 @@ pub trait Flight: Meeting {
 /// The result of a flight: the request's buffers. The engine fills the ones in host memory, and replaces the others by
 /// [what has arrived](Buffer::arrived).
 #[derive(Debug)]
-#[non_exhaustive]
 pub enum Completion {
     /// The buffers are filled.
     Done(Vec<Buffer>),
@@ -120,7 +119,7 @@ pub enum Completion {
 }
 
 /// An engine's findings about the bytes that it has moved. An engine compares the bytes that it combines with the
-/// giver's [checksums](crate::Checks::first_altered), since nobody else sees them.
+/// giver's [checksums](burn_fsdp_rendezvous::Checks::first_altered), since nobody else sees them.
 #[derive(Debug, Default)]
 pub struct Findings {
     /// True if it has also compared moved bytes; otherwise the group compares them.

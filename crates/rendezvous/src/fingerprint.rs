@@ -11,7 +11,7 @@ use siphasher::sip::SipHasher13;
 /// are hashed in the machine's representation.
 ///
 /// ```
-/// use burn_fsdp_collectives::Fingerprint;
+/// use burn_fsdp_rendezvous::Fingerprint;
 ///
 /// assert_eq!(Fingerprint::of(&("a step", 3usize)), Fingerprint::of(&("a step", 3u64)));
 /// assert_ne!(Fingerprint::of(&("a step", 3usize)), Fingerprint::of(&("a step", 4usize)));

@@ -53,7 +53,8 @@ impl OperationCounts {
         counts
     }
 
-    pub(crate) fn count(&mut self, kind: OperationKind, bytes: usize) {
+    /// Adds an operation.
+    pub fn count(&mut self, kind: OperationKind, bytes: usize) {
         let tally = &mut self.0[kind as usize];
         *tally = *tally
             + Tally {

@@ -1,6 +1,7 @@
 //! The checksum with which ranks compare bytes: XXH3 with 64 bits. It reads data in a core's cache several times faster
 //! than memory delivers it, so comparing costs little more than reading.
 
+use std::fmt;
 use std::hash::Hasher;
 
 use twox_hash::XxHash3_64;
@@ -15,12 +16,20 @@ pub fn checksum(bytes: &[u8]) -> u64 {
 pub struct Reading(XxHash3_64);
 
 impl Reading {
+    /// Reads the next stretch.
     pub fn update(&mut self, bytes: &[u8]) {
         self.0.write(bytes);
     }
 
+    /// Returns the checksum of all stretches.
     pub fn finalize(self) -> u64 {
         self.0.finish()
+    }
+}
+
+impl fmt::Debug for Reading {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Reading")
     }
 }
 

@@ -110,7 +110,7 @@ impl Checks {
 
 /// One rank's view of the results and values that must be the same on all ranks of a group.
 #[derive(Debug, Default)]
-pub(crate) struct Replicas {
+pub struct Replicas {
     /// Checksums that this rank has yet to announce.
     untold: Vec<(u64, u64)>,
     /// Checksums that not all ranks have announced, by the number of the operation or of the value.
@@ -136,7 +136,7 @@ impl Open {
 
 /// Something that all ranks of a group must hold alike.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) enum Held {
+pub enum Held {
     /// The result of an operation.
     Result(Operation),
     /// Another value, by its description.
@@ -145,15 +145,16 @@ pub(crate) enum Held {
 
 /// The ranks of a group that differ from the majority.
 #[derive(Debug, PartialEq)]
-pub(crate) struct Difference {
+pub struct Difference {
     /// The result or value, if this rank knows it.
-    pub(crate) held: Option<Held>,
-    pub(crate) ranks: Vec<usize>,
+    pub held: Option<Held>,
+    /// The ranks of the group that differ; all if no majority agrees.
+    pub ranks: Vec<usize>,
 }
 
 impl Replicas {
     /// Keeps the checksums of the result of an operation, one for each part, to be announced as one checksum.
-    pub(crate) fn hold(&mut self, operation: &Operation, size: usize, checksums: &[Checksums]) {
+    pub fn hold(&mut self, operation: &Operation, size: usize, checksums: &[Checksums]) {
         let mut together = Reading::default();
         let parts = checksums.iter().map(Checksums::together);
         parts.for_each(|part| together.update(&part.to_le_bytes()));
@@ -163,7 +164,7 @@ impl Replicas {
 
     /// Keeps the checksum of a value, to be announced. Ranks use the same number for a value. It is never the number of
     /// an operation.
-    pub(crate) fn hold_value(&mut self, told: (u64, u64), size: usize, what: Label) {
+    pub fn hold_value(&mut self, told: (u64, u64), size: usize, what: Label) {
         let (number, checksum) = told;
         self.keep((number | VALUE, checksum), size, Held::Value(what));
     }
@@ -174,17 +175,12 @@ impl Replicas {
     }
 
     /// Takes the checksums that this rank has yet to announce.
-    pub(crate) fn take_untold(&mut self) -> Vec<(u64, u64)> {
+    pub fn take_untold(&mut self) -> Vec<(u64, u64)> {
         std::mem::take(&mut self.untold)
     }
 
     /// Processes the checksums that a rank has announced and returns the first difference.
-    pub(crate) fn hear(
-        &mut self,
-        from: usize,
-        size: usize,
-        results: &[(u64, u64)],
-    ) -> Option<Difference> {
+    pub fn hear(&mut self, from: usize, size: usize, results: &[(u64, u64)]) -> Option<Difference> {
         let mut found = None;
         for (sequence, checksum) in results {
             let open = self.open(*sequence, size);

@@ -4,6 +4,8 @@
 //! failures and the ledgers that explain them. Everything is host memory and the same for every engine. Nothing here
 //! knows where tensors are or how they move.
 
+#![forbid(unsafe_code)]
+
 mod agreement;
 mod bell;
 mod carried;
@@ -30,17 +32,12 @@ mod seal;
 mod waits;
 mod world;
 
-pub use agreement::{AlteredPart, Check, Checks};
-pub(crate) use agreement::{Difference, Held, Replicas};
+pub use agreement::{AlteredPart, Check, Checks, Difference, Held, Replicas};
 pub use carried::Carried;
-pub(crate) use carried::Watcher;
 pub use checksum::{Checksums, Reading, checksum};
 pub use claim::{Claim, Meeting, Messages, Subgroup};
 pub use contract::{Contract, Role, Route, Share, Who};
-#[cfg(feature = "mpi")]
-pub(crate) use control::WORLD_DOMAIN;
-pub(crate) use control::Wait;
-pub use control::{Control, Failure};
+pub use control::{Control, Failure, WORLD_DOMAIN, Wait};
 pub use counts::{OperationCounts, Tally};
 pub use element::ElementType;
 pub use error::{Error, Stage};
@@ -49,15 +46,11 @@ pub use fingerprint::Fingerprint;
 pub use identity::GroupId;
 pub use label::Label;
 pub use ledger::{EntryState, Ledger, LedgerEntry, LedgerReport};
-pub(crate) use lock::lock;
+pub use lock::lock;
 pub use operation::{Extent, Operation, OperationKind, Signature};
-pub(crate) use rank_state::RankState;
-pub(crate) use recording::Recording;
+pub use rank_state::RankState;
 pub use recording::{CommSpan, CommStage};
 pub use reduction::Reduction;
 pub use seal::{Moment, Seal};
-#[cfg(feature = "mpi")]
-pub(crate) use waits::LongWait;
-#[cfg(feature = "mpi")]
-pub(crate) use world::News;
-pub(crate) use world::{Messenger, NobodyElse, World};
+pub use waits::LongWait;
+pub use world::{Messenger, News, NobodyElse, World};

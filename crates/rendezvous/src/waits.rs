@@ -8,11 +8,11 @@ use super::lock::lock;
 
 /// A wait that has lasted for a while. Rank numbers are ranks of the world.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct LongWait {
+pub struct LongWait {
     /// The ranks waited for.
-    pub(crate) missing: Vec<usize>,
+    pub missing: Vec<usize>,
     /// The part that they have to do, and the operation.
-    pub(crate) what: String,
+    pub what: String,
 }
 
 impl fmt::Display for LongWait {

@@ -7,52 +7,57 @@ use std::time::Duration;
 
 use super::bell::Bell;
 use super::ledger::{Ledger, LedgerReport};
-use super::lock::lock;
 use super::rank_state::RankState;
 use super::waits::{LongWait, LongWaits};
 
 /// The ranks of one launch, as this process sees them.
 #[derive(Debug)]
-pub(crate) struct World {
+pub struct World {
     /// Number of the world, unique in the process.
-    pub(crate) number: u64,
+    number: u64,
     /// The bell that wakes the waiting threads of this process.
     pub(super) bell: Bell,
     /// Ranks that have returned and will start nothing more.
     departed: Vec<AtomicBool>,
     num_departed: AtomicUsize,
-    pub(crate) waits: LongWaits,
+    pub(super) waits: LongWaits,
     /// The state of each rank that lives in this process.
     ranks: Vec<Option<Arc<RankState>>>,
     messenger: Box<dyn Messenger>,
 }
 
 /// Notifies other processes of local events that they cannot observe.
-pub(crate) trait Messenger: fmt::Debug + Send + Sync {
+pub trait Messenger: fmt::Debug + Send + Sync {
     /// Sends news to all other processes. Never waits for them.
     fn tell(&self, news: News);
 }
 
 /// The news that the processes of a world tell each other.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum News {
+pub enum News {
     /// A failure domain that has ended.
     Failed {
         /// The number of the domain; see [`Control`](super::Control).
         domain: u64,
         /// The rank of the world that failed first.
         rank: usize,
+        /// The reason that it gave.
         reason: String,
     },
     /// A rank of the world that has returned.
     Departed(usize),
     /// A rank of the world whose wait has lasted for a while, or that has continued after such a wait.
-    Waits { rank: usize, wait: Option<LongWait> },
+    Waits {
+        /// The rank.
+        rank: usize,
+        /// Its wait; `None` if it has continued.
+        wait: Option<LongWait>,
+    },
 }
 
 /// The messenger of a world that has one process.
 #[derive(Debug)]
-pub(crate) struct NobodyElse;
+pub struct NobodyElse;
 
 impl Messenger for NobodyElse {
     fn tell(&self, _: News) {}
@@ -60,7 +65,7 @@ impl Messenger for NobodyElse {
 
 impl World {
     /// Makes a world of the given ranks, with the state of each rank that lives here.
-    pub(crate) fn new(ranks: Vec<Option<Arc<RankState>>>, messenger: Box<dyn Messenger>) -> Self {
+    pub fn new(ranks: Vec<Option<Arc<RankState>>>, messenger: Box<dyn Messenger>) -> Self {
         static NUM_WORLDS: AtomicU64 = AtomicU64::new(0);
         Self {
             number: NUM_WORLDS.fetch_add(1, Ordering::Relaxed),
@@ -73,25 +78,35 @@ impl World {
         }
     }
 
+    /// Returns the number of the world, unique in the process.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Records the wait of a rank of another process; `None` if it continues.
+    pub fn waits(&self, rank: usize, wait: Option<LongWait>) {
+        self.waits.set(rank, wait);
+    }
+
     /// Sends news to all other processes.
-    pub(crate) fn tell(&self, news: News) {
+    pub(super) fn tell(&self, news: News) {
         self.messenger.tell(news);
     }
 
     /// Announces, here and to the other processes, that a rank of this process will start nothing more.
-    pub(crate) fn depart(&self, rank: usize) {
+    pub fn depart(&self, rank: usize) {
         self.has_departed(rank);
         self.tell(News::Departed(rank));
     }
 
     /// Announces, here and to the other processes, a long wait of a rank of this process; `None` if the rank continues.
-    pub(crate) fn wait_of(&self, rank: usize, wait: Option<LongWait>) {
+    pub(super) fn wait_of(&self, rank: usize, wait: Option<LongWait>) {
         self.waits.set(rank, wait.clone());
         self.tell(News::Waits { rank, wait });
     }
 
     /// Records that a rank will start nothing more.
-    pub(crate) fn has_departed(&self, rank: usize) {
+    pub fn has_departed(&self, rank: usize) {
         if !self.departed[rank].swap(true, Ordering::AcqRel) {
             self.num_departed.fetch_add(1, Ordering::AcqRel);
         }
@@ -99,7 +114,7 @@ impl World {
     }
 
     /// Returns a rank that will never do its part, among the ranks that `missing` returns.
-    pub(crate) fn left(&self, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
+    pub(super) fn left(&self, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
         // The cheap check first: this runs in a spin loop, and hardly any rank ever leaves early.
         if self.num_departed.load(Ordering::Acquire) == 0 {
             return None;
@@ -115,23 +130,19 @@ impl World {
     }
 
     /// Waits until `look` returns something; `None` if it returns nothing before the deadline.
-    pub(crate) fn wait_for<T>(
-        &self,
-        deadline: Duration,
-        look: impl FnMut() -> Option<T>,
-    ) -> Option<T> {
+    pub fn wait_for<T>(&self, deadline: Duration, look: impl FnMut() -> Option<T>) -> Option<T> {
         self.bell.wait_for(deadline, look)
     }
 
     /// Returns true if every rank has departed.
-    pub(crate) fn is_over(&self) -> bool {
+    pub fn is_over(&self) -> bool {
         self.num_departed.load(Ordering::Acquire) == self.departed.len()
     }
 
     /// Returns the last operations of the ranks of this process.
-    pub(crate) fn report(&self) -> LedgerReport {
+    pub(super) fn report(&self) -> LedgerReport {
         let ledger = |rank: &Option<Arc<RankState>>| -> Option<Ledger> {
-            rank.as_ref().map(|rank| lock(&rank.ledger).clone())
+            rank.as_ref().map(|rank| rank.ledger())
         };
         let waits = self.waits.all();
         LedgerReport::new(self.ranks.iter().map(ledger).zip(waits))

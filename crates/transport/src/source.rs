@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::payload::{Payload, Space};
-use crate::rendezvous::{Label, Seal};
+use burn_fsdp_rendezvous::{Label, Seal};
 
 /// Shared, read-only bytes that an operation reads. Cheap to clone.
 ///
@@ -69,7 +69,7 @@ impl Source {
 
     /// Returns the source with the seal of its bytes. An operation that gives the bytes checks them against the seal
     /// when it starts; a gather between threads checks when it reads them. A difference is an
-    /// [`Error::AlteredAtRest`](crate::Error::AlteredAtRest) that names `what`. Without a seal the source stays as it
+    /// [`Error::AlteredAtRest`](burn_fsdp_rendezvous::Error::AlteredAtRest) that names `what`. Without a seal the source stays as it
     /// is.
     #[must_use]
     pub fn sealed(mut self, seal: Option<Seal>, what: impl FnOnce() -> Label) -> Self {

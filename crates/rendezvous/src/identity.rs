@@ -15,7 +15,8 @@ pub struct GroupId {
 }
 
 impl GroupId {
-    pub(crate) fn new(world: u64, members: Arc<[usize]>) -> Self {
+    /// Returns the identity of a group of these ranks, in a launch with this number.
+    pub fn new(world: u64, members: Arc<[usize]>) -> Self {
         Self { world, members }
     }
 

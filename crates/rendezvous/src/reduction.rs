@@ -87,12 +87,12 @@ impl Reduction {
     }
 
     /// Returns true if a factor may differ from 1.
-    pub(crate) fn scales(&self) -> bool {
+    pub fn scales(&self) -> bool {
         self.op == ReduceOp::Mean || self.pre_scale != 1.0 || self.post_scale != 1.0
     }
 
     /// Returns the reason why addends of this type cannot be combined this way, or `None` if they can.
-    pub(crate) fn objection(&self, input: ElementType) -> Option<String> {
+    pub fn objection(&self, input: ElementType) -> Option<String> {
         let output = self.output_of(input);
         let narrow = |element| element != ElementType::F64 && ElementType::is_float(element);
         if output != input && !(narrow(input) && narrow(output)) {
