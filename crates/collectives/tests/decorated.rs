@@ -31,7 +31,7 @@ impl Messages for Decorated {
         self.inner.control()
     }
 
-    fn post(&self, operation: &Operation, claim: Claim) -> Box<dyn Meeting> {
+    fn post(&self, operation: &Operation, claim: Claim) -> Arc<dyn Meeting> {
         self.inner.post(operation, claim)
     }
 }
@@ -52,21 +52,11 @@ impl Engine for Decorated {
     }
 }
 
-impl Meeting for Changed {
-    fn is_complete(&self) -> bool {
-        self.inner.is_complete()
-    }
-
-    fn absent(&self) -> Vec<usize> {
-        self.inner.absent()
-    }
-
-    fn claim(&self, rank: usize) -> &Claim {
-        self.inner.claim(rank)
-    }
-}
-
 impl Flight for Changed {
+    fn meeting(&self) -> &dyn Meeting {
+        self.inner.meeting()
+    }
+
     fn is_there(&self, awaited: Awaited) -> bool {
         self.inner.is_there(awaited)
     }

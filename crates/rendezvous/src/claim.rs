@@ -41,11 +41,11 @@ pub trait Messages: fmt::Debug + Send + Sync {
     fn control(&self) -> &Arc<Control>;
 
     /// Sends this rank's claim on an operation that moves nothing else, and returns without waiting for the peers.
-    fn post(&self, operation: &Operation, claim: Claim) -> Box<dyn Meeting>;
+    fn post(&self, operation: &Operation, claim: Claim) -> Arc<dyn Meeting>;
 }
 
 /// The claims of all ranks on one operation, as they arrive. Dropping it does not keep the peers from meeting.
-pub trait Meeting: Send {
+pub trait Meeting: Send + Sync {
     /// Returns true if the claims of all ranks are there. Never waits and must be cheap, because it is called in a loop.
     fn is_complete(&self) -> bool;
 

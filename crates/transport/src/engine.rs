@@ -72,7 +72,10 @@ pub enum Awaited {
 
 /// A rank's part in an operation that has started. Dropping it completes that part without receiving; the peers still
 /// get their results.
-pub trait Flight: Meeting {
+pub trait Flight: Send {
+    /// Returns the claims of all ranks.
+    fn meeting(&self) -> &dyn Meeting;
+
     /// Returns true if the event has happened. Never waits and must be cheap, because it is called in a loop.
     fn is_there(&self, awaited: Awaited) -> bool;
 

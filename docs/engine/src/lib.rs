@@ -1,7 +1,7 @@
-//! An engine of one's own: ranks that are threads lay their sources on a shelf, and take what they need from it.
+//! An engine of one's own for a sharded module: it replaces the all-gathers and the reduce-scatters, and leaves all
+//! other operations to the engine of the launch.
 //!
-//! It moves the bytes of every operation itself. An engine that replaces one kind of operation, such as the all-gathers
-//! of a sharded module, passes the others on in `start`: `self.inner.start(request)`.
+//! Ranks are threads. They put their sources on a shelf, and each takes what it needs from there.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,28 +11,34 @@ use burn_fsdp_collectives::engine::*;
 use burn_fsdp_collectives::{Buffer, Operation, OperationKind, Source};
 
 /// The sources of one operation, by rank of the group.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Shelf {
-    sources: Vec<Mutex<Option<Arc<[Source]>>>>,
-    num_done: AtomicUsize,
+    places: Vec<Mutex<Option<Arc<[Source]>>>>,
+    /// Ranks that may still read, and one more until the places are empty.
+    num_open: AtomicUsize,
 }
 
-/// The shelves of all operations, by the numbers of their groups and their own. All ranks share them.
+/// The shelves of all operations, by the numbers of group and operation. All ranks share them.
 pub type Shelves = Arc<Mutex<HashMap<(u64, u64), Arc<Shelf>>>>;
 
-/// A rank's end of a group whose bytes lie on shelves. `inner` carries the claims.
+/// A rank's end of a group.
 #[derive(Debug)]
 pub struct ShelfEngine {
+    /// Carries the claims, and the operations that this engine does not replace.
     inner: Box<dyn Engine>,
     group: Subgroup,
     shelves: Shelves,
 }
 
 impl ShelfEngine {
-    /// Returns the end of a rank, as `ProcessGroup::on_engine` asks for it.
+    /// Returns a rank's end, for `ProcessGroup::on_engine`.
     pub fn end(inner: Box<dyn Engine>, group: &Subgroup, shelves: &Shelves) -> Box<dyn Engine> {
         let (group, shelves) = (group.clone(), shelves.clone());
-        Box::new(Self { inner, group, shelves })
+        Box::new(Self {
+            inner,
+            group,
+            shelves,
+        })
     }
 }
 
@@ -41,7 +47,7 @@ impl Messages for ShelfEngine {
         self.inner.control()
     }
 
-    fn post(&self, operation: &Operation, claim: Claim) -> Box<dyn Meeting> {
+    fn post(&self, operation: &Operation, claim: Claim) -> Arc<dyn Meeting> {
         self.inner.post(operation, claim)
     }
 }
@@ -52,16 +58,40 @@ impl Engine for ShelfEngine {
     }
 
     fn start(&self, request: Request) -> Box<dyn Flight> {
-        let (size, key) = (self.group.members.len(), (self.group.number, request.operation.sequence));
-        let sources = || (0..size).map(|_| Mutex::default()).collect();
-        let new = || Arc::new(Shelf { sources: sources(), ..Shelf::default() });
-        let shelf = self.shelves.lock().unwrap().entry(key).or_insert_with(new).clone();
-        *shelf.sources[self.group.rank].lock().unwrap() = Some(request.sources.into());
-        // Posted afterwards, so a rank that has all claims finds all sources.
-        let meeting = self.inner.post(&request.operation, request.claim);
-        let (control, shelves) = (self.control().clone(), self.shelves.clone());
-        let (rank, into, findings) = (self.group.rank, request.into, Findings::default());
-        Box::new(ShelfFlight { meeting, control, shelves, key, shelf, rank, into, findings, is_done: false })
+        use OperationKind::{AllGather, ReduceScatter};
+        if !matches!(request.operation.kind, AllGather | ReduceScatter) {
+            return self.inner.start(request);
+        }
+        let (rank, size) = (self.group.rank, self.group.members.len());
+        let key = (self.group.number, request.operation.sequence);
+        let mut shelves = self.shelves.lock().unwrap();
+        let shelf = shelves.entry(key).or_insert_with(|| {
+            let places = (0..size).map(|_| Mutex::default()).collect();
+            let num_open = AtomicUsize::new(size + 1);
+            Arc::new(Shelf { places, num_open })
+        });
+        let shelf = shelf.clone();
+        *shelf.places[rank].lock().unwrap() = Some(request.sources.into());
+        let is_full = |shelf: &Shelf| {
+            shelf
+                .places
+                .iter()
+                .all(|place| place.lock().unwrap().is_some())
+        };
+        if is_full(&shelf) {
+            // Every rank that needs it has it.
+            shelves.remove(&key);
+        }
+        Box::new(ShelfFlight {
+            // After the sources, so a rank that has all claims finds all sources.
+            meeting: self.inner.post(&request.operation, request.claim),
+            control: self.control().clone(),
+            shelf,
+            rank,
+            into: request.into,
+            findings: Findings::default(),
+            is_done: false,
+        })
     }
 
     fn split(&self, group: Subgroup) -> Box<dyn Engine> {
@@ -71,10 +101,8 @@ impl Engine for ShelfEngine {
 
 /// A rank's part in one operation.
 struct ShelfFlight {
-    meeting: Box<dyn Meeting>,
+    meeting: Arc<dyn Meeting>,
     control: Arc<Control>,
-    shelves: Shelves,
-    key: (u64, u64),
     shelf: Arc<Shelf>,
     rank: usize,
     into: Vec<Buffer>,
@@ -83,85 +111,86 @@ struct ShelfFlight {
 }
 
 impl ShelfFlight {
-    /// Fills a buffer along the routes of its part.
-    fn fill(&mut self, part: usize, sources: &[Arc<[Source]>], out: &mut [u8]) {
-        let signature = self.claim(self.rank).signature.clone();
-        let Some(reduction) = &signature.reduction else {
-            for (from, sources) in sources.iter().enumerate() {
-                if let Some(Route { given, placed }) = signature.routes(from, self.rank).into_iter().nth(part) {
-                    copy(&sources[part].as_bytes()[given], &mut out[placed]);
+    /// Fills the buffers. Reductions add in rank order, so the bits are the same as with any engine.
+    fn fill(&mut self, sources: &[Arc<[Source]>], into: &mut [Buffer]) {
+        let signature = &self.meeting.claim(self.rank).signature;
+        for (part, buffer) in into.iter_mut().enumerate() {
+            let (out, num_ranks) = (buffer.as_mut(), sources.len());
+            let route = |from| signature.routes(from, self.rank).swap_remove(part);
+            let given = |from: usize| &sources[from][part].as_bytes()[route(from).given];
+            match &signature.reduction {
+                None => {
+                    (0..num_ranks).for_each(|from| copy(given(from), &mut out[route(from).placed]))
+                }
+                Some(reduction) => {
+                    let addends: Vec<_> = (0..num_ranks).map(given).collect();
+                    reduce(reduction, signature.extents[part].element, &addends, out);
                 }
             }
-            return;
-        };
-        let extent = &signature.extents[part];
-        let size = reduction.output_of(extent.element).size();
-        let is_whole = signature.kind == OperationKind::AllReduce;
-        for to in (0..sources.len()).filter(|to| is_whole || *to == self.rank) {
-            let slice = extent.partition.range(to);
-            let place = if is_whole { slice.start * size..slice.end * size } else { 0..out.len() };
-            let given = |from: usize| signature.routes(from, to)[part].given.clone();
-            let addend = |from: usize| &sources[from][part].as_bytes()[given(from)];
-            let addends: Vec<_> = (0..sources.len()).map(addend).collect();
-            for (from, addend) in addends.iter().enumerate() {
-                let told = self.claim(from).checks.told_to(to, signature.extents.len());
-                if told.is_some_and(|told| told[part] != checksum(addend)) {
-                    self.findings.altered.get_or_insert(AlteredPart::on_its_way(from, part));
-                }
-            }
-            reduce(reduction, extent.element, &addends, &mut out[place]);
         }
     }
 
-    /// Marks this rank as one that reads nothing more. The last rank clears the shelf.
+    /// Compares the addends with the checksums that their ranks have announced. The group compares moved bytes.
+    fn compare(&mut self, sources: &[Arc<[Source]>]) {
+        self.findings.altered = (0..sources.len()).find_map(|from| {
+            let Claim {
+                signature, checks, ..
+            } = self.meeting.claim(from);
+            let routes = signature.routes(from, self.rank);
+            let given = (0..routes.len())
+                .map(|part| &sources[from][part].as_bytes()[routes[part].given.clone()]);
+            let part = checks.first_altered(self.rank, given)?;
+            Some(AlteredPart::on_its_way(from, part))
+        });
+    }
+
+    /// Reads nothing more. The last rank empties the shelf.
     fn finish(&mut self) {
         if std::mem::replace(&mut self.is_done, true) {
             return;
         }
+        let empty = |place: &Mutex<_>| *place.lock().unwrap() = None;
         if self.control.failure().is_some() {
-            *self.shelf.sources[self.rank].lock().unwrap() = None;
+            // Not every rank may ever finish.
+            empty(&self.shelf.places[self.rank]);
         }
-        let size = self.shelf.sources.len();
-        if self.shelf.num_done.fetch_add(1, Ordering::AcqRel) + 1 == size {
-            self.shelves.lock().unwrap().remove(&self.key);
-            self.shelf.sources.iter().for_each(|sources| *sources.lock().unwrap() = None);
-            self.shelf.num_done.fetch_add(1, Ordering::AcqRel);
+        if self.shelf.num_open.fetch_sub(1, Ordering::AcqRel) == 2 {
+            self.shelf.places.iter().for_each(empty);
+            self.shelf.num_open.store(0, Ordering::Release);
         }
         self.control.ring();
     }
 }
 
-impl Meeting for ShelfFlight {
-    fn is_complete(&self) -> bool {
-        self.meeting.is_complete()
-    }
-
-    fn absent(&self) -> Vec<usize> {
-        self.meeting.absent()
-    }
-
-    fn claim(&self, rank: usize) -> &Claim {
-        self.meeting.claim(rank)
-    }
-}
-
 impl Flight for ShelfFlight {
+    fn meeting(&self) -> &dyn Meeting {
+        &*self.meeting
+    }
+
     fn is_there(&self, awaited: Awaited) -> bool {
-        // One more than the ranks: the shelf is cleared.
-        awaited == Awaited::Result || self.shelf.num_done.load(Ordering::Acquire) > self.shelf.sources.len()
+        match awaited {
+            Awaited::Result => true,
+            Awaited::Release => self.shelf.num_open.load(Ordering::Acquire) == 0,
+        }
     }
 
     fn missing(&self, _: Awaited) -> Vec<usize> {
-        let is_open = |rank: &usize| self.shelf.sources[*rank].lock().unwrap().is_some();
-        (0..self.shelf.sources.len()).filter(is_open).collect()
+        (0..self.shelf.places.len())
+            .filter(|rank| *rank != self.rank)
+            .collect()
     }
 
     fn receive(&mut self) -> Result<Completion, Withdrawn> {
-        let sources = self.shelf.sources.iter().map(|sources| sources.lock().unwrap().clone());
+        let sources = self
+            .shelf
+            .places
+            .iter()
+            .map(|place| place.lock().unwrap().clone());
         let sources: Vec<_> = sources.collect::<Option<_>>().ok_or(Withdrawn)?;
         let mut buffers = std::mem::take(&mut self.into);
-        for (part, buffer) in buffers.iter_mut().enumerate() {
-            self.fill(part, &sources, buffer.as_mut());
+        self.fill(&sources, &mut buffers);
+        if self.meeting.claim(self.rank).signature.reduction.is_some() {
+            self.compare(&sources);
         }
         drop(sources);
         self.finish();

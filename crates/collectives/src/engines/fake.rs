@@ -35,8 +35,8 @@ impl Messages for FakeEnd {
         &self.control
     }
 
-    fn post(&self, _: &Operation, claim: Claim) -> Box<dyn Meeting> {
-        Box::new(FakeMeeting { claim })
+    fn post(&self, _: &Operation, claim: Claim) -> Arc<dyn Meeting> {
+        Arc::new(FakeMeeting { claim })
     }
 }
 
@@ -105,21 +105,11 @@ struct FakeFlight {
     into: Vec<Buffer>,
 }
 
-impl Meeting for FakeFlight {
-    fn is_complete(&self) -> bool {
-        self.meeting.is_complete()
-    }
-
-    fn absent(&self) -> Vec<usize> {
-        self.meeting.absent()
-    }
-
-    fn claim(&self, rank: usize) -> &Claim {
-        self.meeting.claim(rank)
-    }
-}
-
 impl Flight for FakeFlight {
+    fn meeting(&self) -> &dyn Meeting {
+        &self.meeting
+    }
+
     fn is_there(&self, _: Awaited) -> bool {
         true
     }

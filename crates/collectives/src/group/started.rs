@@ -1,5 +1,7 @@
 //! The engine's part of an operation.
 
+use std::sync::Arc;
+
 use burn_fsdp_rendezvous::{Meeting, Who};
 use burn_fsdp_transport::{
     Awaited, Buffer, Completion, Engine, Findings, Flight, Request, Space, Withdrawn,
@@ -8,7 +10,7 @@ use burn_fsdp_transport::{
 /// An operation that this rank has started on its engine.
 pub(super) enum Started {
     /// Only claims and notes travel.
-    Posted(Box<dyn Meeting>),
+    Posted(Arc<dyn Meeting>),
     Flying(Box<dyn Flight>),
 }
 
@@ -26,7 +28,7 @@ impl Started {
     pub(super) fn meeting(&self) -> &dyn Meeting {
         match self {
             Self::Posted(meeting) => &**meeting,
-            Self::Flying(flight) => &**flight,
+            Self::Flying(flight) => flight.meeting(),
         }
     }
 

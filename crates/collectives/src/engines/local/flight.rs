@@ -6,7 +6,7 @@ use super::round::{Round, Sources};
 use super::team::Team;
 use super::transfer;
 use burn_fsdp_rendezvous::{
-    AlteredPart, Checksums, Claim, Extent, Meeting, OperationKind, Reduction, Signature,
+    AlteredPart, Checksums, Extent, Meeting, OperationKind, Reduction, Signature,
 };
 use burn_fsdp_transport::{
     Awaited, Buffer, Combined, Completion, Findings, Flight, Source, Withdrawn,
@@ -185,21 +185,11 @@ impl LocalFlight {
     }
 }
 
-impl Meeting for LocalFlight {
-    fn is_complete(&self) -> bool {
-        self.round.has_all()
-    }
-
-    fn absent(&self) -> Vec<usize> {
-        self.round.absent()
-    }
-
-    fn claim(&self, rank: usize) -> &Claim {
-        self.round.claim(rank)
-    }
-}
-
 impl Flight for LocalFlight {
+    fn meeting(&self) -> &dyn Meeting {
+        &*self.round
+    }
+
     fn is_there(&self, awaited: Awaited) -> bool {
         match awaited {
             Awaited::Result => match self.signature().kind {

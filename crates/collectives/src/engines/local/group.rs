@@ -97,30 +97,9 @@ impl Messages for LocalEnd {
         &self.group.team.control
     }
 
-    fn post(&self, operation: &Operation, claim: Claim) -> Box<dyn Meeting> {
+    fn post(&self, operation: &Operation, claim: Claim) -> Arc<dyn Meeting> {
         let offer = Offer::new(claim, Vec::new());
-        Box::new(Posted(self.group.join(
-            operation.sequence,
-            self.rank,
-            offer,
-        )))
-    }
-}
-
-/// An operation for which this rank has published a claim and nothing else.
-struct Posted(Arc<Round>);
-
-impl Meeting for Posted {
-    fn is_complete(&self) -> bool {
-        self.0.has_all()
-    }
-
-    fn absent(&self) -> Vec<usize> {
-        self.0.absent()
-    }
-
-    fn claim(&self, rank: usize) -> &Claim {
-        self.0.claim(rank)
+        self.group.join(operation.sequence, self.rank, offer)
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use burn_fsdp_rendezvous::{Claim, lock};
+use burn_fsdp_rendezvous::{Claim, Meeting, lock};
 use burn_fsdp_transport::Source;
 
 /// An operation of one group. Kept alive by the ranks that are still using it.
@@ -80,20 +80,6 @@ impl Round {
         self.num_arrived.load(Ordering::Acquire) == self.seats.len()
     }
 
-    /// Returns the ranks that have not published.
-    pub(super) fn absent(&self) -> Vec<usize> {
-        let is_absent = |rank: &usize| self.seats[*rank].claim.get().is_none();
-        (0..self.seats.len()).filter(is_absent).collect()
-    }
-
-    /// Returns the claim of a rank that has published.
-    pub(super) fn claim(&self, rank: usize) -> &Claim {
-        self.seats[rank]
-            .claim
-            .get()
-            .expect("read after the ranks have met")
-    }
-
     /// Returns a rank's sources, if they are still there.
     pub(super) fn sources(&self, rank: usize) -> Option<Sources> {
         lock(&self.seats[rank].sources).clone()
@@ -160,5 +146,21 @@ impl Round {
     /// Returns a combined slice, if it is there.
     pub(super) fn slice(&self, slice: usize) -> Option<Sources> {
         lock(&self.slices[slice].parts).clone()
+    }
+}
+
+impl Meeting for Round {
+    fn is_complete(&self) -> bool {
+        self.has_all()
+    }
+
+    fn absent(&self) -> Vec<usize> {
+        let is_absent = |rank: &usize| self.seats[*rank].claim.get().is_none();
+        (0..self.seats.len()).filter(is_absent).collect()
+    }
+
+    fn claim(&self, rank: usize) -> &Claim {
+        let claim = self.seats[rank].claim.get();
+        claim.expect("read after the ranks have met")
     }
 }

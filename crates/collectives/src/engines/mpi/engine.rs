@@ -82,31 +82,14 @@ impl Messages for MpiEnd {
         &self.control
     }
 
-    fn post(&self, operation: &Operation, claim: Claim) -> Box<dyn Meeting> {
+    fn post(&self, operation: &Operation, claim: Claim) -> Arc<dyn Meeting> {
         let (shared, _) = self.command(Request {
             operation: operation.clone(),
             claim,
             sources: Vec::new(),
             into: Vec::new(),
         });
-        Box::new(Posted(shared))
-    }
-}
-
-/// An operation for which this rank has sent a claim and nothing else.
-struct Posted(Arc<Shared>);
-
-impl Meeting for Posted {
-    fn is_complete(&self) -> bool {
-        self.0.has_all_claims()
-    }
-
-    fn absent(&self) -> Vec<usize> {
-        self.0.absent()
-    }
-
-    fn claim(&self, rank: usize) -> &Claim {
-        self.0.claim(rank)
+        shared
     }
 }
 
@@ -151,21 +134,11 @@ struct MpiFlight {
     sources: Vec<Source>,
 }
 
-impl Meeting for MpiFlight {
-    fn is_complete(&self) -> bool {
-        self.shared.has_all_claims()
-    }
-
-    fn absent(&self) -> Vec<usize> {
-        self.shared.absent()
-    }
-
-    fn claim(&self, rank: usize) -> &Claim {
-        self.shared.claim(rank)
-    }
-}
-
 impl Flight for MpiFlight {
+    fn meeting(&self) -> &dyn Meeting {
+        &*self.shared
+    }
+
     fn is_there(&self, awaited: Awaited) -> bool {
         match awaited {
             Awaited::Result => self.shared.has_result(),

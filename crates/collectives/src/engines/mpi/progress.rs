@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::header::{ClaimHeader, Header};
 use super::round::{Round, Start};
 use super::wire::{FIRST_DATA_TAG, Incoming, LAST_DATA_TAG, Transfer, Wire, WireError};
-use burn_fsdp_rendezvous::{Control, News, WORLD_DOMAIN};
+use burn_fsdp_rendezvous::{Control, Meeting, News, WORLD_DOMAIN};
 use burn_fsdp_transport::Source;
 
 /// The time for which the thread looks without a pause while nothing moves and the rank waits. After it, the thread

@@ -8,7 +8,7 @@ use super::addends::{combine, scratch};
 use super::header::{ClaimHeader, signature_of};
 use super::landing::Landing;
 use super::wire::{Transfer, Wire, WireError};
-use burn_fsdp_rendezvous::{AlteredPart, Claim, Control, OperationKind, Signature, lock};
+use burn_fsdp_rendezvous::{AlteredPart, Claim, Control, Meeting, OperationKind, Signature, lock};
 use burn_fsdp_transport::{Awaited, Buffer, BufferPool, Source};
 
 /// The state of an operation that MPI's thread shows to the rank's threads. Ranks are ranks of the group.
@@ -59,15 +59,6 @@ impl Shared {
             addends: Mutex::new((0..size).map(|_| None).collect()),
             altered: OnceLock::new(),
         }
-    }
-
-    pub(super) fn claim(&self, rank: usize) -> &Claim {
-        let claim = self.claims[rank].get();
-        claim.expect("read after the ranks have met")
-    }
-
-    pub(super) fn has_all_claims(&self) -> bool {
-        self.num_claims.load(Ordering::Acquire) == self.claims.len()
     }
 
     pub(super) fn has_result(&self) -> bool {
@@ -130,11 +121,6 @@ impl Shared {
         self.released.load(Ordering::Acquire)
     }
 
-    pub(super) fn absent(&self) -> Vec<usize> {
-        let is_absent = |rank: &usize| self.claims[*rank].get().is_none();
-        (0..self.claims.len()).filter(is_absent).collect()
-    }
-
     pub(super) fn missing(&self, awaited: Awaited) -> Vec<usize> {
         let has_done = |rank: &usize| match awaited {
             Awaited::Result => self.arrived[*rank].load(Ordering::Acquire),
@@ -150,6 +136,22 @@ impl Shared {
         let addends = std::mem::take(&mut *lock(&self.addends));
         let taken = |landing: Option<Arc<Landing>>| landing.map(|landing| landing.take());
         addends.into_iter().map(taken).collect()
+    }
+}
+
+impl Meeting for Shared {
+    fn is_complete(&self) -> bool {
+        self.num_claims.load(Ordering::Acquire) == self.claims.len()
+    }
+
+    fn absent(&self) -> Vec<usize> {
+        let is_absent = |rank: &usize| self.claims[*rank].get().is_none();
+        (0..self.claims.len()).filter(is_absent).collect()
+    }
+
+    fn claim(&self, rank: usize) -> &Claim {
+        let claim = self.claims[rank].get();
+        claim.expect("read after the ranks have met")
     }
 }
 
