@@ -159,19 +159,15 @@ impl<'a> Call<'a> {
             return Ok(());
         }
         let expected = match self.space {
-            Some(space) => format!("in {space}, as the other bytes of the call are"),
-            None if !self.group.takes(space) => {
-                let why = if self.group.compares_bytes() {
-                    ", where ranks compare bytes"
-                } else {
-                    ""
-                };
-                format!("in memory that engine `{}` takes{why}", self.group.engine())
-            }
-            None => {
+            Some(space) => format!("in {space} (like the other bytes of the call)"),
+            None if self.group.takes(space) => {
                 self.space = Some(space);
                 return Ok(());
             }
+            None if self.group.compares_bytes() => {
+                format!("in {} (because ranks compare bytes)", Space::Host)
+            }
+            None => format!("in memory that engine `{}` takes", self.group.engine()),
         };
         Err(self.argument(argument(), expected, format!("in {space}")))
     }
