@@ -149,7 +149,8 @@ impl Flight for Enqueued {
         for (from, sources) in self.board.iter().enumerate() {
             let route = signature.routes(from, self.rank).swap_remove(0);
             let sources = sources.get().expect("all claims are there");
-            full[route.placed].copy_from_slice(&bytes_of(&**sources[0].payload())[route.given]);
+            full[route.placed]
+                .copy_from_slice(&bytes_of(sources[0].payload().unwrap())[route.given]);
         }
         let buffers = match self.results {
             Space::Host => std::mem::take(&mut self.into),
@@ -208,7 +209,7 @@ fn a_result_on_a_device_is_handed_out_before_it_is_computed() {
         // It can be given in the next operation.
         let source = Source::of(Arc::new(buffer));
         assert_eq!((source.len(), source.space()), (5, PRETEND));
-        Ok(bytes_of(&**source.payload()).to_vec())
+        Ok(bytes_of(source.payload().unwrap()).to_vec())
     });
     for full in seen {
         assert_eq!(full.unwrap(), [0, 7, 14, 21, 28]);

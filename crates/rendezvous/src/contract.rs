@@ -57,6 +57,7 @@ pub enum Share {
 
 impl OperationKind {
     /// Returns the operation's requirements on its ranks.
+    #[inline]
     pub fn contract(self) -> Contract {
         use Share::{Across, Full, Own};
         use Who::{All, Nobody, Others, Root};
@@ -82,6 +83,7 @@ impl OperationKind {
 
 impl Role {
     /// Returns the share of a rank, in an operation with this root.
+    #[inline]
     pub fn share_of(self, rank: usize, root: Option<usize>) -> Share {
         let is_meant = match self.who {
             Who::All => true,
@@ -95,6 +97,7 @@ impl Role {
 
 impl Extent {
     /// Returns the number of elements in a rank's share.
+    #[inline]
     pub fn share_len(&self, share: Share, rank: usize) -> usize {
         let all = |partition: burn_fsdp_mesh::Partition| partition.num_elements();
         match share {
@@ -145,16 +148,19 @@ pub struct Route {
 
 impl Signature {
     /// Returns the share that a rank gives.
+    #[inline]
     pub fn gives(&self, rank: usize) -> Share {
         self.kind.contract().gives.share_of(rank, self.root)
     }
 
     /// Returns the share that a rank gets.
+    #[inline]
     pub fn gets(&self, rank: usize) -> Share {
         self.kind.contract().gets.share_of(rank, self.root)
     }
 
     /// Returns true if anything travels from one rank to another. A rank also gives to itself.
+    #[inline]
     pub fn travels(&self, from: usize, to: usize) -> bool {
         self.gives(from) != Share::None && self.gets(to) != Share::None
     }

@@ -98,11 +98,13 @@ impl Control {
     }
 
     /// Returns the state that the ranks of all domains share.
+    #[inline]
     pub fn world(&self) -> &Arc<World> {
         &self.world
     }
 
     /// Wakes the waiting threads of this process to look for a change that the caller has made.
+    #[inline]
     pub fn ring(&self) {
         self.world.bell.ring();
     }
@@ -148,12 +150,14 @@ impl Control {
     }
 
     /// Returns the failure that has ended this domain or one around it, if any.
+    #[inline]
     pub fn failure(&self) -> Option<&Failure> {
         let outer = || self.outer.as_ref().and_then(|outer| outer.failure());
         self.failure.get().or_else(outer)
     }
 
     /// Fails if the domain has ended.
+    #[inline]
     pub fn check(&self, operation: &Operation) -> Result<(), Error> {
         match self.failure() {
             None => Ok(()),

@@ -24,6 +24,7 @@ pub enum ElementType {
 
 impl ElementType {
     /// Returns the bytes of one element.
+    #[inline]
     pub const fn size(self) -> usize {
         match self {
             Self::F64 | Self::I64 | Self::U64 => 8,

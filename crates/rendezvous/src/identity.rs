@@ -21,6 +21,7 @@ impl GroupId {
     }
 
     /// Returns the members by their rank in the world, in the order of their rank in the group.
+    #[inline]
     pub fn members(&self) -> &[usize] {
         &self.members
     }

@@ -11,6 +11,7 @@ pub struct Label(Arc<str>);
 
 impl Label {
     /// Returns the text.
+    #[inline]
     pub fn as_str(&self) -> &str {
         &self.0
     }

@@ -103,12 +103,14 @@ pub struct Extent {
 
 impl Extent {
     /// Returns the number of elements of the whole tensor. `start` has checked that their bytes can be counted.
+    #[inline]
     pub fn num_elements(&self) -> usize {
         let across = self.across.map_or(1, |across| across.num_elements());
         self.partition.num_elements() * across
     }
 
     /// Returns the bytes of the whole tensor.
+    #[inline]
     pub fn num_bytes(&self) -> usize {
         self.num_elements() * self.element.size()
     }
@@ -141,6 +143,7 @@ pub struct Signature {
 
 impl Signature {
     /// Returns the bytes of all full tensors together.
+    #[inline]
     pub fn num_bytes(&self) -> usize {
         self.extents
             .iter()

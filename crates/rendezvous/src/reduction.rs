@@ -82,6 +82,7 @@ impl Reduction {
     }
 
     /// Returns the element type of the result for addends of this type.
+    #[inline]
     pub fn output_of(&self, input: ElementType) -> ElementType {
         self.output.unwrap_or(input)
     }
@@ -92,6 +93,7 @@ impl Reduction {
     }
 
     /// Returns the reason why addends of this type cannot be combined this way, or `None` if they can.
+    #[inline]
     pub fn objection(&self, input: ElementType) -> Option<String> {
         let output = self.output_of(input);
         let narrow = |element| element != ElementType::F64 && ElementType::is_float(element);

@@ -187,6 +187,7 @@ impl Buffer {
     }
 
     /// Returns the number of bytes.
+    #[inline]
     pub fn len(&self) -> usize {
         match &self.0 {
             Memory::Pooled(Pooled { len, .. }) | Memory::Awaited { len, .. } => *len,
@@ -200,11 +201,13 @@ impl Buffer {
     }
 
     /// Returns true if there is memory for the bytes.
+    #[inline]
     pub fn is_arrived(&self) -> bool {
         !matches!(self.0, Memory::Awaited { .. })
     }
 
     /// Returns the memory in which the bytes are or will be.
+    #[inline]
     pub fn space(&self) -> Space {
         match &self.0 {
             Memory::Pooled(_) => Space::Host,
@@ -214,6 +217,7 @@ impl Buffer {
     }
 
     /// Returns the bytes if they are in host memory.
+    #[inline]
     pub fn host(&self) -> Option<&[u8]> {
         match &self.0 {
             Memory::Pooled(pooled) => Some(&bytemuck::cast_slice(&pooled.words)[..pooled.len]),
@@ -223,6 +227,7 @@ impl Buffer {
     }
 
     /// Returns the bytes to be written, if they are in host memory and from a pool.
+    #[inline]
     pub fn host_mut(&mut self) -> Option<&mut [u8]> {
         match &mut self.0 {
             Memory::Pooled(pooled) => {
@@ -274,6 +279,7 @@ impl Payload for Buffer {
 ///
 /// If they are [elsewhere](Buffer::in_space); [`host`](Buffer::host) returns `None` there.
 impl AsRef<[u8]> for Buffer {
+    #[inline]
     fn as_ref(&self) -> &[u8] {
         let bytes = self.host();
         bytes.unwrap_or_else(|| panic!("the bytes are in {}, not in host memory", self.space()))
@@ -286,6 +292,7 @@ impl AsRef<[u8]> for Buffer {
 ///
 /// If they are [elsewhere](Buffer::in_space); [`host_mut`](Buffer::host_mut) returns `None` there.
 impl AsMut<[u8]> for Buffer {
+    #[inline]
     fn as_mut(&mut self) -> &mut [u8] {
         let space = self.space();
         let bytes = self.host_mut();

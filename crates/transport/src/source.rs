@@ -1,6 +1,5 @@
 //! Bytes that a rank shows to its peers.
 
-use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
@@ -13,58 +12,34 @@ use burn_fsdp_rendezvous::{Label, Seal};
 /// return the same bytes each time.
 #[derive(Clone)]
 pub struct Source {
-    payload: Arc<dyn Payload>,
+    owner: Owner,
     /// The seal of the bytes and a description of them, if they were sealed.
     seal: Option<Arc<(Seal, Label)>>,
 }
 
-/// The owner of bytes in host memory.
-struct Host<T>(T);
-
-impl<T: AsRef<[u8]> + Send + Sync + 'static> Payload for Host<T> {
-    fn len(&self) -> usize {
-        self.0.as_ref().len()
-    }
-
-    fn space(&self) -> Space {
-        Space::Host
-    }
-
-    fn host(&self) -> Option<&[u8]> {
-        Some(self.0.as_ref())
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        &self.0
-    }
-}
-
-/// An owner that was shared before it became a payload.
-struct Shared(Arc<dyn AsRef<[u8]> + Send + Sync>);
-
-impl AsRef<[u8]> for Shared {
-    fn as_ref(&self) -> &[u8] {
-        (*self.0).as_ref()
-    }
+#[derive(Clone)]
+enum Owner {
+    /// Without a payload around it, which would cost an allocation for each part of each operation.
+    Host(Arc<dyn AsRef<[u8]> + Send + Sync>),
+    Payload(Arc<dyn Payload>),
 }
 
 impl Source {
     /// Makes a source of the bytes of `owner`, such as a [`Buffer`](crate::Buffer) or a `Vec<u8>`, in host memory.
     pub fn new(owner: impl AsRef<[u8]> + Send + Sync + 'static) -> Self {
-        Self::of(Arc::new(Host(owner)))
+        Self::from_arc(Arc::new(owner))
     }
 
-    /// Makes a source of the bytes of an owner that is already shared.
+    /// Makes a source of the bytes of an owner that is already shared, in host memory.
     pub fn from_arc(owner: Arc<dyn AsRef<[u8]> + Send + Sync>) -> Self {
-        Self::new(Shared(owner))
+        let owner = Owner::Host(owner);
+        Self { owner, seal: None }
     }
 
     /// Makes a source of bytes in any memory that the group's engine takes.
     pub fn of(payload: Arc<dyn Payload>) -> Self {
-        Self {
-            payload,
-            seal: None,
-        }
+        let owner = Owner::Payload(payload);
+        Self { owner, seal: None }
     }
 
     /// Returns the source with the seal of its bytes. An operation that gives the bytes checks them against the seal
@@ -78,6 +53,7 @@ impl Source {
     }
 
     /// Returns the seal of the bytes and a description of them, if they were sealed.
+    #[inline]
     pub fn seal(&self) -> Option<&Arc<(Seal, Label)>> {
         self.seal.as_ref()
     }
@@ -88,8 +64,12 @@ impl Source {
     }
 
     /// Returns the number of bytes.
+    #[inline]
     pub fn len(&self) -> usize {
-        self.payload.len()
+        match &self.owner {
+            Owner::Host(owner) => (**owner).as_ref().len(),
+            Owner::Payload(payload) => payload.len(),
+        }
     }
 
     /// Returns true if there are no bytes.
@@ -98,18 +78,29 @@ impl Source {
     }
 
     /// Returns the memory in which the bytes are.
+    #[inline]
     pub fn space(&self) -> Space {
-        self.payload.space()
-    }
-
-    /// Returns the payload.
-    pub fn payload(&self) -> &Arc<dyn Payload> {
-        &self.payload
+        match &self.owner {
+            Owner::Host(_) => Space::Host,
+            Owner::Payload(payload) => payload.space(),
+        }
     }
 
     /// Returns the bytes if they are in host memory.
+    #[inline]
     pub fn host(&self) -> Option<&[u8]> {
-        self.payload.host()
+        match &self.owner {
+            Owner::Host(owner) => Some((**owner).as_ref()),
+            Owner::Payload(payload) => payload.host(),
+        }
+    }
+
+    /// Returns the payload that the source was made of, if it was made of [one](Self::of).
+    pub fn payload(&self) -> Option<&dyn Payload> {
+        match &self.owner {
+            Owner::Host(_) => None,
+            Owner::Payload(payload) => Some(&**payload),
+        }
     }
 
     /// Returns the bytes.
@@ -117,6 +108,7 @@ impl Source {
     /// # Panics
     ///
     /// If they are not in host memory. No engine gets such a source unless it [takes](crate::Engine::takes) the space.
+    #[inline]
     pub fn as_bytes(&self) -> &[u8] {
         let bytes = self.host();
         bytes.unwrap_or_else(|| panic!("the bytes are in {}, not in host memory", self.space()))
