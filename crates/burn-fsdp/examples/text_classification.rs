@@ -123,7 +123,7 @@ fn lines() -> Vec<Line> {
     let programs = [
         include_str!("../../shard/src/wrap/mod.rs"),
         include_str!("../../shard/src/state/record.rs"),
-        include_str!("../../collectives/src/collective.rs"),
+        include_str!("../../collectives/src/group/collective.rs"),
         include_str!("../src/snapshot.rs"),
         include_str!("../src/restore.rs"),
     ];

@@ -4,7 +4,7 @@ use std::thread;
 use std::time::Duration;
 
 use super::error::LaunchError;
-use crate::Check;
+use burn_fsdp_rendezvous::Check;
 
 /// The maximum number of ranks that are started as threads of one process. The ranks exchange a table of ranks by
 /// ranks, and no machine has as many cores.

@@ -3,8 +3,6 @@
 //! This program starts itself again under `mpirun`, once for each number of processes and each kind of failure. If
 //! there is no `mpirun`, it only prints a notice.
 
-#[path = "../contract/mod.rs"]
-mod contract;
 #[path = "../launcher/mod.rs"]
 mod launcher;
 
@@ -240,7 +238,7 @@ fn signal(signal: &str) {
 
 fn keep_contract(world: &ProcessGroup) -> Result<(), Error> {
     assert_eq!(world.engine(), "mpi");
-    for (name, case) in contract::CASES {
+    for (name, case) in burn_fsdp_engine_tests::CASES {
         let before = world.counts();
         case(world)?;
         if world.rank() == 0 {
@@ -249,7 +247,7 @@ fn keep_contract(world: &ProcessGroup) -> Result<(), Error> {
     }
     // Again, on a part of the world.
     let part = world.split(world.rank() % 2, 0, "part")?;
-    for (_, case) in contract::CASES {
+    for (_, case) in burn_fsdp_engine_tests::CASES {
         case(&part)?;
     }
     world.barrier("end")?;
