@@ -55,6 +55,7 @@ mod tests;
 mod threads;
 mod turned;
 mod vectors;
+mod widened;
 
 pub use halves::takes;
 pub use operation::{FusedCost, FusedOperation};

@@ -2,9 +2,8 @@
 //!
 //! Burn's CPU backend fills the memory of a result with zeros, copies it to aligned memory, and writes the product
 //! there. For products of halves, it converts the operands to 32-bit copies, element by element. Here a product is
-//! written once, by the same library, so it has the same bits. Halves are multiplied as they are, with 32-bit sums
-//! that are rounded once. Processors with instructions for halves (AVX512-BF16) are twice as fast, and others read
-//! half as much memory.
+//! written once, by the same library, so it has the same bits. Halves have 32-bit sums that are rounded once. Some
+//! processors have fast instructions for halves. On others a part of each factor is converted at a time.
 
 use burn::backend::Flex;
 use burn::backend::ops::FloatTensorOps;
