@@ -17,7 +17,7 @@ use crate::restore::restore;
 use crate::snapshot::snapshot;
 use crate::state_types::check_state_types;
 
-/// A training as it was when it was saved, or a fresh one.
+/// A training run as it was when it was saved, or a fresh one.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct Resumed<M> {
@@ -39,9 +39,9 @@ impl<M> std::fmt::Debug for Resumed<M> {
 /// Saves a sharded model and its optimizer after `step` steps into a folder of steps: completely or not at
 /// all. Any number of ranks can continue from it with [`resume`].
 ///
-/// Collective: all ranks of `mesh` call it at the same point, and all get the same result. It returns when the step
-/// is on disk; a [`Checkpointer`](crate::Checkpointer) saves while the training continues. Running states are
-/// stored once: call [`sync_buffers`](crate::state::sync_buffers) first, if the model has any.
+/// Collective: all ranks of `mesh` call it at the same point, and all get the same result. It returns when the step is
+/// on disk; a [`Checkpointer`](crate::Checkpointer) saves while training continues. Running states are stored once:
+/// call [`sync_buffers`](crate::state::sync_buffers) first, if the model has any.
 ///
 /// The model is divided along the mesh's only axis, or along its axis `shard`; for other axes use
 /// [`snapshot`].

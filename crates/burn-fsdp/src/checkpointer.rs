@@ -1,4 +1,4 @@
-//! Saving the steps of a training while it continues.
+//! Saving the steps of a training run while it continues.
 
 use std::fmt;
 use std::time::Duration;
@@ -18,7 +18,7 @@ const BEFORE_RETRY: Duration = Duration::from_secs(1);
 /// The longest wait for the previous save, if [`Checkpointer::patience`] does not set another.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// One rank's handle for the saves of a training, which are written while the training continues.
+/// One rank's handle for the saves of a training run, which are written while training continues.
 ///
 /// A save takes two calls. With [`offer`](Self::offer) the ranks agree whether they are ready and have finite
 /// numbers; the caller decides on the save by the answer. [`begin`](Self::begin) hands over the step. A
@@ -217,8 +217,8 @@ impl Checkpointer {
         })
     }
 
-    /// Begins to save an offered snapshot; the training may continue meanwhile. If the previous save is not
-    /// complete on some rank, the step is left out. If it is the last step, [`finish`](Self::finish) saves it.
+    /// Begins to save an offered snapshot; training may continue meanwhile. If the previous save is not complete on
+    /// some rank, the step is left out. If it is the last step, [`finish`](Self::finish) saves it.
     ///
     /// All ranks must begin with equal requests, or none may begin.
     ///

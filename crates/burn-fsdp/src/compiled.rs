@@ -1,4 +1,4 @@
-//! Compiled steps in the checkpoints of sharded trainings. A run may begin with the eager engine and continue
+//! Compiled steps in the checkpoints of sharded training runs. A run may begin with the eager engine and continue
 //! compiled, or the other way round, on any number of ranks.
 
 use std::collections::BTreeMap;

@@ -23,7 +23,7 @@ pub enum Error {
     /// An invalid mesh, placement or partition.
     #[error(transparent)]
     Mesh(#[from] burn_fsdp_mesh::Error),
-    /// A training that could not be saved or restored.
+    /// A training run that could not be saved or restored.
     #[error(transparent)]
     Checkpoint(Box<CheckpointError>),
     /// A step that could not be compiled or run.
@@ -141,7 +141,7 @@ impl From<LaunchError> for Error {
     }
 }
 
-/// The error of saving or restoring a training.
+/// The error of saving or restoring a training run.
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum CheckpointError {

@@ -25,9 +25,9 @@ use crate::optimizer_record::{OptimizerParts, check_taken};
 /// and gradients. Each step reads and writes all state once, so a fast disk and large batches help. Values
 /// have the same bits as with the plain optimizer.
 ///
-/// State belongs to the run: the files are removed when this is dropped, and a folder that another run uses is refused.
-/// The files of a killed run are removed; a folder with any other file is refused, and left unchanged. A file that
-/// differs from the written one by a single bit ends the step. [`snapshot`](Self::snapshot) and
+/// State belongs to the run: the files are removed when this is dropped, and a folder that another run uses is
+/// rejected. The files of a killed run are removed; a folder with any other file is rejected, and left unchanged. A
+/// file that differs from the written one by a single bit ends the step. [`snapshot`](Self::snapshot) and
 /// [`restore_step`](Self::restore_step) are for [checkpoints](crate::checkpoint).
 ///
 /// ```no_run
@@ -225,7 +225,7 @@ impl FileBackedOptimizer {
             path: path.clone(),
             checksum,
         };
-        // Before the check: a file that is refused is removed with the others.
+        // Before the check: a file that is rejected is removed with the others.
         if self.files.insert(unit.clone(), file).is_none() {
             let record = Reader::from_file(&path);
             let record = record.map_err(|error| failure(&unit, &path, &error, DAMAGED))?;

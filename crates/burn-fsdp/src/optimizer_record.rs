@@ -194,7 +194,7 @@ pub(crate) fn with_state_of_file(
     Ok(optimizer.load_record(record))
 }
 
-/// Refuses a record unless the optimizer accepts all of it, in its types. Burn leaves out the states that it cannot put
+/// Rejects a record unless the optimizer accepts all of it, in its types. Burn leaves out the states that it cannot put
 /// together, and training would continue without them. It also creates tensors in the default type of the device, and
 /// then the next step of a parameter of another type panics. The check uses tensors of one element.
 pub(crate) fn check_taken(

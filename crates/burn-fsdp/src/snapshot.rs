@@ -26,7 +26,7 @@ use crate::tied;
 /// The metadata key for the scale of an adapter, by which the product of its factors is multiplied.
 pub(crate) const ADAPTER_SCALE: &str = "adapter_scale";
 
-/// One rank's part of the state of a training at one moment.
+/// One rank's part of the state of a training run at one moment.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct TrainingSnapshot {
@@ -54,9 +54,8 @@ pub struct TrainingSnapshot {
 /// # Errors
 ///
 /// An optimizer that computes with whole tensors; a tensor whose type checkpoints do not support; an optimizer with
-/// state of parameters that are not sharded, which each rank has for itself; state whose type would change when
-/// Burn puts it together ([`CheckpointError::StateType`]), so that a training that cannot be resumed is refused
-/// early.
+/// state of parameters that are not sharded, which each rank has for itself; state whose type would change when Burn
+/// puts it together ([`CheckpointError::StateType`]), so that a training run that cannot be resumed is rejected early.
 pub fn snapshot<M: Module>(
     model: &M,
     optimizer: &ModuleOptimizer,

@@ -1,4 +1,4 @@
-//! The types of an optimizer's state, tried before a training that could not be resumed.
+//! The types of an optimizer's state, tried before a training run that could not be resumed.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

@@ -1,4 +1,4 @@
-//! A training that moves between the eager engine and a compiled step, by checkpoints and in memory.
+//! A training run that moves between the eager engine and a compiled step, by checkpoints and in memory.
 
 #[path = "common/save.rs"]
 mod saving;

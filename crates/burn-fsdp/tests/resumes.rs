@@ -1,6 +1,6 @@
 //! The table of resumes: every optimizer, with every type of parameters, through every call that saves and resumes. A
-//! resumed run has the bits of a run without the stop, or it is refused before a step is trained; `snapshot`, which
-//! does not see the beginning, refuses on its first call.
+//! resumed run has the bits of a run without the stop, or it is rejected before a step is trained; `snapshot`, which
+//! does not see the beginning, rejects on its first call.
 
 #[path = "../../spmd/tests/common/optimizers.rs"]
 mod every;
@@ -231,7 +231,7 @@ fn plain(reason: &str) -> String {
     rest.to_owned()
 }
 
-/// The reason why a part of a run was refused. Panics do not count.
+/// The reason why a part of a run was rejected. Panics do not count.
 fn refused(reason: &str) -> Cell {
     match reason.contains("panicked") {
         true => Cell::Failed(reason.to_owned()),
@@ -268,7 +268,7 @@ fn parts<O: Optimizer>(of: &Part<O>, cuts: &[u64]) -> Result<Vec<f64>, String> {
 fn stopped<O: Optimizer>(of: &Part<O>) -> Cell {
     match (parts(of, &[STEPS]), parts(of, &[CUT, STEPS])) {
         (Ok(want), Ok(got)) => compared(&want, &got),
-        // The first part is refused for the same reason as the whole: the stop reveals nothing new.
+        // The first part is rejected for the same reason as the whole: the stop reveals nothing new.
         (Err(reason), Err(other)) if plain(&reason) == plain(&other) => refused(&reason),
         (want, got) => Cell::Failed(format!("{:?}, {:?}", want.err(), got.err())),
     }
@@ -518,7 +518,7 @@ impl Table {
             let sign = match outcome {
                 Cell::Bits => "0",
                 Cell::Refused(reason) => {
-                    // Among element-wise optimizers, only a state whose type differs from Burn's is refused.
+                    // Among element-wise optimizers, only a state whose type differs from Burn's is rejected.
                     let is_due = reason.contains(NO_WAY_BACK) && types != [DType::F32; 2];
                     let is_stateless = ["sgd", "sgd decay", "sgd, several"].contains(&name);
                     if needs == Needs::Element && (!is_due || is_stateless) {

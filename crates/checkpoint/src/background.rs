@@ -1,4 +1,4 @@
-//! Saving while the training continues.
+//! Saving while training continues.
 
 use std::fmt;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};

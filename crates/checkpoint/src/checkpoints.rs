@@ -103,7 +103,7 @@ impl Checkpoints {
         self.held.as_ref().is_some_and(|held| held.is_effective())
     }
 
-    /// Refuses a folder for steps that is a step or is inside one: its steps would be mistaken for that step.
+    /// Rejects a folder for steps that is a step or is inside one: its steps would be mistaken for that step.
     pub(crate) fn check_is_for_steps(&self) -> Result<(), Error> {
         match step_around(&*self.storage, &self.root, None) {
             Some(step) => Err(Error::NotForSteps {

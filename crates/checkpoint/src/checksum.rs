@@ -3,7 +3,7 @@
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Bytes of a chunk in the files that this version writes.
+/// Size in bytes of a chunk in the files that this version writes.
 ///
 /// Small enough to stay in a core's cache between checksum and copy. It also limits the excess bytes that a rank reads
 /// at the ends of its range. Large enough that the index of a terabyte has only 9 MB.
@@ -18,7 +18,7 @@ pub(crate) const CHUNK_LIMITS: std::ops::RangeInclusive<u64> = 1..=16 << 20;
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Checksums(pub Vec<u32>);
 
-/// Bytes of a block that is checksummed and copied at a time. It fits a core's nearest caches.
+/// Size in bytes of a block that is checksummed and copied at a time. It fits a core's nearest caches.
 ///
 /// The checksum finds a block in the cache that was just read, and a write finds a block in the cache that was just
 /// checksummed.

@@ -259,7 +259,7 @@ pub enum Error {
         tensor: String,
         /// The part.
         region: Region,
-        /// Bytes of the part.
+        /// Size of the part in bytes.
         expected: usize,
         /// Bytes given.
         got: usize,

@@ -10,7 +10,7 @@ use crate::shard_header::LENGTH_BYTES;
 use crate::storage::Memory;
 use crate::{Error, Index, Inspection, Limits, ReadPlan, Region, Step, Verification, shard_header};
 
-/// Maximum bytes of a tensor that is read as a whole.
+/// Maximum size in bytes of a tensor that is read as a whole.
 const MAX_READ_BYTES: u64 = 1 << 20;
 
 /// Reads any bytes as an index. The result is an error, or an index for which plans can be made.

@@ -57,7 +57,7 @@ pub struct Index {
 pub struct FileEntry {
     /// Name in the folder of the step.
     pub name: String,
-    /// Bytes of the whole file.
+    /// Size of the whole file in bytes.
     pub bytes: u64,
     /// Bytes before the first tensor.
     pub header_bytes: u64,
@@ -179,12 +179,12 @@ impl TensorEntry {
         burn_fsdp_mesh::num_elements(&self.shape).unwrap_or(0)
     }
 
-    /// Returns the bytes of one element.
+    /// Returns the size of an element in bytes.
     pub fn item_bytes(&self) -> usize {
         self.dtype.bitsize() / 8
     }
 
-    /// Returns the bytes of the whole tensor.
+    /// Returns the size of the whole tensor in bytes.
     pub fn num_bytes(&self) -> u64 {
         self.num_elements() as u64 * self.item_bytes() as u64
     }

@@ -18,7 +18,7 @@ use crate::{Checkpoints, Error, Existing, Receipt, Staging, Ticket, TrainingStat
 /// The content of a save in addition to the bytes of the tensors; the same on every rank.
 #[derive(Debug, Clone)]
 pub struct SaveRequest {
-    /// The parts that each rank writes. Made once for a training, and shared by its saves.
+    /// The parts that each rank writes. Made once for a training run, and shared by its saves.
     pub plan: Arc<WritePlan>,
     /// State of the training; its step names the folder.
     pub training: TrainingState,

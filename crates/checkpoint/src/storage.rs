@@ -100,7 +100,7 @@ pub trait WriteFile: Send {
 
 /// A file that is being read, by any number of threads.
 pub trait ReadFile: Send + Sync {
-    /// Returns the bytes of the file.
+    /// Returns the size of the file in bytes.
     fn num_bytes(&self) -> io::Result<u64>;
 
     /// Fills the buffer with the bytes at `offset`; an error if the file ends too early.

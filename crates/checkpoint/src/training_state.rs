@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-/// The state of a training in addition to its tensors. Numbers are restored to the same bits.
+/// The state of a training run in addition to its tensors. Numbers are restored to the same bits.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainingState {

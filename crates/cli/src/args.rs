@@ -102,7 +102,7 @@ pub(crate) struct CompletionsArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct ManualArgs {
-    /// Command to print the page of [default: the page of all commands]
+    /// Command whose page to print [default: the page for all commands]
     pub(crate) command: Option<String>,
 }
 
@@ -134,7 +134,7 @@ pub(crate) struct TrainingArgs {
     /// Measured steps
     #[arg(long, default_value_t = 500)]
     pub(crate) steps: usize,
-    /// Unmeasured steps before the measured ones; their losses are also reported
+    /// Warmup steps before the measured ones; their losses are also reported
     #[arg(
         long,
         value_name = "STEPS",
@@ -175,8 +175,8 @@ pub(crate) struct TrainingArgs {
     pub(crate) nan: NotFinite,
     /// Device: flex (the CPU) or a GPU backend; not with --compile
     ///
-    /// wgpu, vulkan, metal, webgpu, cuda and rocm need a build with the feature of that name. Each rank takes the
-    /// device with its number on its machine; wgpu:0 takes device 0 for all ranks.
+    /// wgpu, vulkan, metal, webgpu, cuda and rocm need a build with the feature of that name. Ranks on a machine use
+    /// its devices 0, 1 and so on; with wgpu:0, all ranks use device 0.
     #[arg(
         long,
         value_name = "DEVICE",
@@ -224,7 +224,7 @@ pub(crate) struct TrainingArgs {
     /// With --compile: prove before the first step that the plans of the run compute the traced step
     ///
     /// The proof uses a narrower model and few tokens, for which the passes decide as for the run. Steps with other
-    /// plans are refused. Evaluations are not proved.
+    /// plans are rejected. Evaluations are not proved.
     #[arg(long, requires = "compile", help_heading = MEMORY, hide_short_help = true)]
     pub(crate) certify: bool,
 }
@@ -314,9 +314,9 @@ pub(crate) struct CheckpointArgs {
     /// Also save every this many steps, in the background
     #[arg(long, value_name = "STEPS", requires = "checkpoint_dir")]
     pub(crate) save_every: Option<usize>,
-    /// Keep only this many of the newest steps [default: all]
+    /// Number of newest steps to keep [default: all]
     ///
-    /// 1 keeps two, because only the following step shows whether the newest gives finite losses.
+    /// 1 keeps two, because only the next training step shows whether the newest one gives finite losses.
     #[arg(long, value_name = "STEPS", requires = "checkpoint_dir")]
     pub(crate) keep_last: Option<std::num::NonZeroUsize>,
     /// Continue from a saved step, or start fresh if there is none
@@ -354,10 +354,9 @@ pub(crate) enum NotFinite {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ResumeFrom {
-    /// The newest step. If it is damaged, this is an error
+    /// The newest step; an error if it is damaged
     Newest,
-    /// The newest undamaged step, with every byte verified. It is an error if a step cannot be read, or if all are
-    /// damaged
+    /// The newest undamaged step, with every byte verified; an error if a step cannot be read, or if all are damaged
     NewestGood,
 }
 
@@ -372,7 +371,7 @@ pub(crate) struct OutputArgs {
     pub(crate) curve: PathBuf,
     /// Tokens to generate after training on text; 0 for none
     ///
-    /// Bytes without a tokenizer.
+    /// Counts bytes if there is no tokenizer.
     #[arg(long, value_name = "TOKENS", default_value_t = 200)]
     pub(crate) sample: usize,
     /// Print one JSON object instead of the summary, and show no progress

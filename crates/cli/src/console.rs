@@ -1,4 +1,4 @@
-//! Printing to stdout and stderr. A closed reader is no reason to panic, or to end a training.
+//! Printing to stdout and stderr. A closed reader is no reason to panic, or to end a training run.
 
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};

@@ -23,7 +23,7 @@ pub enum ElementType {
 }
 
 impl ElementType {
-    /// Returns the bytes of one element.
+    /// Returns the size of an element in bytes.
     pub const fn size(self) -> usize {
         match self {
             Self::F64 | Self::I64 | Self::U64 => 8,

@@ -118,7 +118,7 @@ impl ProcessGroup {
         self.0.state.world_rank
     }
 
-    /// Returns the pool for the memory of this rank's operations, shared by all its groups.
+    /// Returns this rank's memory pool for operations, shared by all its groups.
     pub fn pool(&self) -> &BufferPool {
         &self.0.state.pool
     }

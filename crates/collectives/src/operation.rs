@@ -104,7 +104,7 @@ impl Extent {
         self.partition.num_elements() * across
     }
 
-    /// Returns the bytes of the whole tensor.
+    /// Returns the size of the whole tensor in bytes.
     pub(crate) fn num_bytes(&self) -> usize {
         self.num_elements() * self.element.size()
     }

@@ -1,8 +1,8 @@
-//! The tensors of an operation, with the bytes that a rank gives of each.
+//! The tensors of an operation, with the bytes that a rank contributes to each.
 
 use crate::{ElementType, Partition, Source};
 
-/// A tensor of an operation that partitions tensors into the ranks' shards.
+/// A tensor in an operation that splits tensors into one shard per rank.
 #[derive(Debug, Clone)]
 pub struct Part {
     /// The bytes that this rank contributes: its shard or its full tensor, depending on the operation.
@@ -29,7 +29,7 @@ impl Part {
     }
 }
 
-/// A tensor of an operation that does not partition tensors.
+/// A tensor in an operation that does not split tensors.
 #[derive(Debug, Clone)]
 pub struct FullPart {
     /// The elements, in row-major order; empty on ranks that contribute nothing.

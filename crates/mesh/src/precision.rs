@@ -2,8 +2,8 @@
 
 use crate::pattern::Pattern;
 
-/// The element types of a sharded module, in the type `T`. Shards, and with them the optimizer, keep the type in
-/// which the module was built: the master copy.
+/// The element types of a sharded module, as values of `T`. Shards and optimizer state keep the type in which the
+/// module was built: they are the master copy.
 ///
 /// ```
 /// use burn_fsdp_mesh::Precision;
@@ -65,8 +65,7 @@ impl<T: Copy> Precision<T> {
     /// - Norms without states: leave them out of `patterns`. `RmsNorm` takes its statistics in 32 bits by itself.
     ///   `LayerNorm` and `GroupNorm` do so in `F16`. `LayerNorm` may stay in full precision in an `F16` model.
     /// - `BatchNorm` and Burn's recurrent layers, whose states have the device's type: leave them out in compiled
-    ///   steps. The eager engine refuses them in 16 bits, so there they must be in `patterns`, and the model must
-    ///   cast.
+    ///   steps. The eager engine rejects them in 16 bits, so there they must be in `patterns`, and the model must cast.
     pub fn full_in<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.full_in = patterns.into_iter().map(Pattern::new).collect();
         self

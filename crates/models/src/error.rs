@@ -278,7 +278,7 @@ pub enum ModelError {
         problem: String,
     },
 
-    /// A tokenizer refuses a text or ids.
+    /// A tokenizer rejects a text or ids.
     #[error("{}: cannot tokenize this text: {problem}", path.display())]
     Tokenize {
         /// The tokenizer's file.

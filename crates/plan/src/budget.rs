@@ -62,10 +62,10 @@ pub enum BudgetError {
 /// more, units are taken from the first on, as many as necessary. Those without which the step also fits are then
 /// removed. Steps with several micro-batches need more memory.
 ///
-/// `graph` must come unchanged from [`trace`](burn_fsdp_spmd::trace::trace). `options` are the mode's options, in
-/// which [`recompute_units`](Options::recompute_units) is replaced. The call is not collective. Ranks choose the same
-/// units if they pass equal arguments and have equal numbers of threads. If they choose differently, the step is
-/// refused before it runs.
+/// `graph` must come unchanged from [`trace`](burn_fsdp_spmd::trace::trace). `options` are the mode's options, in which
+/// [`recompute_units`](Options::recompute_units) is replaced. The call is not collective. Ranks choose the same units
+/// if they pass equal arguments and have equal numbers of threads. If they choose differently, the step is rejected
+/// before it runs.
 ///
 /// # Errors
 ///

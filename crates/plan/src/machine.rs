@@ -24,7 +24,7 @@ pub struct Machine {
     pub achievable: f64,
     /// Bytes per second of one device's memory.
     pub memory_bandwidth: f64,
-    /// Bytes of one device's memory.
+    /// Size of one device's memory in bytes.
     pub memory_bytes: u64,
     /// Number of devices of a node.
     pub ranks_per_node: usize,

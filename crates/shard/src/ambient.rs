@@ -1,4 +1,4 @@
-//! The purposes for which this thread works on a module, which Burn's visitors and mappers cannot be told.
+//! The reason why this thread visits or maps a module. Burn's visitors and mappers have no argument for it.
 
 use std::cell::RefCell;
 

@@ -15,7 +15,7 @@ const OPTIONAL_BACKENDS: [(&str, &[&str]); 3] = [
     ("NdArray", &["ndarray"]),
 ];
 
-/// Refuses a device without the operations.
+/// Rejects a device without the operations.
 pub(crate) fn check_backend(path: &str, device: &Device) -> Result<(), Error> {
     let plain = device.clone().without_autodiff();
     let backend = match plain.as_dispatch() {

@@ -26,8 +26,8 @@
 //!   unit's fixed properties, and its mutable state.
 //! - `copies`: the values that belong together, as optimizers, clones and records create new ones, and the
 //!   life cycle of the full parameters made of them.
-//! - `root`: gathers a unit at its first use, creates the autodiff nodes, collects gradients, and reduces
-//!   them when the unit's last gradient has come.
+//! - `root`: gathers a unit at its first use, creates the autodiff nodes, collects gradients, and reduces them when the
+//!   unit's last gradient has arrived.
 //! - `parameter`: the form in which Burn sees a sharded parameter, a reparameterization that is
 //!   called at every `Param::val`.
 //! - `survey`: the float tensors of a module by kind, before it is sharded. `layer`: rules for single types of

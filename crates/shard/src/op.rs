@@ -70,7 +70,7 @@ pub(crate) trait Weight: fmt::Debug + Send + Sync {
 
 /// A milestone, which a link of the token announces when backward reaches it.
 pub(crate) trait Announce: fmt::Debug + Send + Sync {
-    /// Handles that backward has come here. Returns the gradients of completed reductions.
+    /// Handles that backward has arrived here. Returns the gradients of completed reductions.
     fn reached(&self) -> Result<Vec<Reduced>, Error>;
 
     /// Handles that those gradients are now in Burn's `Gradients`: the leaf and the tag of each.

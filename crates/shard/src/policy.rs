@@ -189,21 +189,20 @@ impl ShardPolicy {
         self
     }
 
-    /// Gives every matching parameter to one rank, which holds all of it between steps and steps it, instead of a
-    /// shard to every rank. A pattern names a parameter, or a module with everything in it: `"**"`, `"blocks.*"`,
-    /// `"**.attention.*.weight"`.
+    /// Assigns each matching parameter to one owner rank, instead of sharding it. Between steps only the owner holds
+    /// the parameter, and its optimizer updates it. A pattern names a parameter, or a module with everything in it:
+    /// `"**"`, `"blocks.*"`, `"**.attention.*.weight"`.
     ///
     /// For optimizers that compute with whole tensors (Muon, Adafactor, LAMB, Burn's clipping by the norm of each
-    /// gradient, custom ones). On its owner the optimizer sees the parameter and its gradient in their own shape, so
-    /// the step has the same bits as the unsharded step. On the other ranks the parameter has no gradient and is not
-    /// updated. The unit's one reduction brings the gradient to its owner, and the next gather spreads the
-    /// optimizer's result, so no more bytes travel than for shards.
+    /// gradient, custom ones). On the owner, the optimizer sees the parameter and its gradient in their original shape,
+    /// so the update is bit-identical to an unsharded one. On other ranks the parameter has no gradient and is not
+    /// updated. The unit's reduction sends the gradient to the owner, and the next gather distributes the updated
+    /// parameter. The traffic is the same as for shards.
     ///
-    /// The ranks of the shard axis share the matching parameters by their number of elements: the largest first, each
-    /// to the rank that owns least. A rank holds what it owns; with fewer such parameters than ranks, some own none.
-    /// Parameters that every rank holds whole anyway (those of one dimension, those below
-    /// [`whole_below`](Self::whole_below), all with [`Strategy::NoShard`]) stay whole; optimizers also see them in
-    /// their own shape.
+    /// Parameters are assigned by their number of elements: the largest first, each to the rank of the shard axis that
+    /// owns the fewest elements. With fewer matching parameters than ranks, some ranks own none. Parameters that every
+    /// rank holds whole anyway stay whole, and optimizers also see them in their original shape. These are
+    /// one-dimensional parameters, those below [`whole_below`](Self::whole_below), and all with [`Strategy::NoShard`].
     pub fn one_owner<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.one_owner = patterns.into_iter().map(Pattern::new).collect();
         self
@@ -321,7 +320,7 @@ impl ShardPolicy {
     ///
     /// Initial values are Burn's: `a` is normal, drawn on rank 0, and `b` is zero. `Module::materialize` gives the
     /// plain module with its adapters merged; `Param::adapter` does not recognize a sharded one. A quantized base
-    /// (`QLora`) is refused, as its type is.
+    /// (`QLora`) is rejected, as its type is.
     ///
     /// ```
     /// use burn::module::Lora;

@@ -34,7 +34,7 @@ pub(crate) struct Element {
 }
 
 impl Element {
-    /// Returns the bytes of one element.
+    /// Returns the size of an element in bytes.
     pub(crate) fn size(self) -> usize {
         self.wire.size()
     }

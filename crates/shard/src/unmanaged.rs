@@ -11,7 +11,7 @@ use crate::inspect;
 use crate::path::{self, Location};
 use crate::root::Root;
 
-/// Refuses gradients of parameters of `module` that no unit manages and no policy has ignored.
+/// Rejects gradients of parameters of `module` that no unit manages and no policy has ignored.
 ///
 /// # Errors
 ///

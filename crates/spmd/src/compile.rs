@@ -102,10 +102,9 @@ pub use step::CompiledStep;
 ///
 /// # Errors
 ///
-/// [`Error::Uncapturable`] if `init` reads the value of a tensor; [`Error::UntraceableOptimizer`] if the
-/// optimizer refuses a parameter, or reads tensors; [`Error::UnknownName`] for a group without any parameter;
-/// [`Error::Tied`]; [`Error::ElementType`];
-/// [`Error::Initialization`]; [`Error::Collective`].
+/// [`Error::Uncapturable`] if `init` reads the value of a tensor; [`Error::UntraceableOptimizer`] if the optimizer
+/// rejects a parameter, or reads tensors; [`Error::UnknownName`] for a group without any parameter; [`Error::Tied`];
+/// [`Error::ElementType`]; [`Error::Initialization`]; [`Error::Collective`].
 pub fn compile<M, B, L, O>(
     init: impl Fn(&Device) -> M + Send + 'static,
     loss: impl Fn(&M, B) -> L + Send + 'static,

@@ -274,7 +274,7 @@ fn remove_earlier(folder: &Path) -> Result<(), DumpError> {
     Ok(())
 }
 
-/// Finds the graphs of an earlier run: the folders, and the files of each. Refuses anything else among them.
+/// Finds the graphs of an earlier run: the folders, and the files of each. Rejects anything else among them.
 fn earlier(folder: &Path) -> Result<Vec<(PathBuf, Vec<PathBuf>)>, DumpError> {
     let in_the_way = |path: PathBuf| DumpError::InTheWay {
         folder: folder.to_owned(),

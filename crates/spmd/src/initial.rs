@@ -227,7 +227,7 @@ where
         }
     }
 
-    /// Refuses a field whose value differs from the value made for the parameter that it shares.
+    /// Rejects a field whose value differs from the value made for the parameter that it shares.
     fn compare(&mut self, path: &str, data: impl FnOnce() -> TensorData) {
         let is_of = |spec: &&ParameterSpec| spec.tied.iter().any(|tied| **tied == *path);
         let first = self.specs.iter().find(is_of);

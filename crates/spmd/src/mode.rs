@@ -294,7 +294,7 @@ impl Mode {
         self.division.initial_layout(&mesh, spec, owners)
     }
 
-    /// Refuses patterns that match no parameter or input.
+    /// Rejects patterns that match no parameter or input.
     pub(crate) fn check_names(
         &self,
         specs: &[ParameterSpec],
@@ -319,7 +319,7 @@ impl Mode {
         expand.check_names(mesh, paths, names)
     }
 
-    /// Refuses inputs of an evaluation without a placement, if placements matter.
+    /// Rejects inputs of an evaluation without a placement, if placements matter.
     pub(crate) fn check_evaluation(&self, inputs: &[InputSpec]) -> Result<(), Error> {
         let Division::Expand(_, expand) = &self.division else {
             return Ok(());
@@ -335,7 +335,7 @@ impl Mode {
         }
     }
 
-    /// Refuses patterns of modules that compute in full precision and match none of these parameters. The paths include
+    /// Rejects patterns of modules that compute in full precision and match none of these parameters. The paths include
     /// those of all fields that share a parameter, which a graph does not know.
     pub(crate) fn check_full(&self, paths: &[&str]) -> Result<(), Error> {
         match self.options.precision.unmatched(paths) {
@@ -348,7 +348,7 @@ impl Mode {
         }
     }
 
-    /// Refuses options that cannot be combined, and types in which the mode cannot compute. `parameters` lists each
+    /// Rejects options that cannot be combined, and types in which the mode cannot compute. `parameters` lists each
     /// parameter, but no buffer, by path and type.
     pub(crate) fn check_precision(&self, parameters: &[(&str, DType)]) -> Result<(), Error> {
         let precision = &self.options.precision;
@@ -386,8 +386,8 @@ impl Mode {
         }
     }
 
-    /// Returns the purpose of a graph for a step with the given number of micro-batches. If the loss is scaled, the
-    /// host looks at the gradients before the optimizer takes them.
+    /// Returns the purpose of a graph for a step with the given number of micro-batches. With loss scaling, even a
+    /// single micro-batch is its own graph, because the host checks the gradients before the optimizer runs.
     pub(crate) fn purpose(&self, num_batches: usize) -> Purpose {
         match num_batches {
             0 | 1 if self.options.loss_scaling.is_none() => Purpose::Step,

@@ -174,7 +174,7 @@ fn part_along(data: &TensorData, dim: usize, num_parts: usize, index: usize) -> 
 /// zeros are added where it is longer.
 fn resized(data: TensorData, shape: &[usize]) -> TensorData {
     let from = data.shape().to_vec();
-    // Another number of dims is refused at the use of the tensor.
+    // Another number of dims is rejected at the use of the tensor.
     if from == shape || from.len() != shape.len() {
         return data;
     }

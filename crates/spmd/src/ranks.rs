@@ -37,7 +37,7 @@ impl Ranks {
         &self.group
     }
 
-    /// Returns this rank's number among all of them.
+    /// Returns this rank's number in the group of all ranks.
     pub(crate) fn rank(&self) -> usize {
         self.group.rank()
     }

@@ -45,7 +45,7 @@ pub(crate) fn check_same<M: LearnerModel>(
     Ok(())
 }
 
-/// Returns the fingerprint of a model's tensors: paths, kinds and shapes. It initializes nothing.
+/// Returns the fingerprint of a model's tensors: paths, kinds and shapes. Lazy parameters stay uninitialized.
 fn of_tensors<M: Module>(model: &M) -> u64 {
     let mut tensors = Tensors::default();
     model.visit(&mut tensors);

@@ -73,7 +73,7 @@ impl Parcel {
         Self::default()
     }
 
-    /// Puts a tensor in. A second one with the same name is refused when the parcel is sent.
+    /// Puts a tensor in. A second one with the same name is rejected when the parcel is sent.
     pub fn put<const D: usize, K: Basic>(&mut self, name: &str, tensor: Tensor<D, K>) {
         match self.tensors.entry(name.to_owned()) {
             Entry::Vacant(place) => {
@@ -251,7 +251,7 @@ mod tests {
         }
     }
 
-    /// An output with a tensor of truth values, which it may pack twice.
+    /// An output with a boolean tensor, packed twice if the flag is set.
     struct Masked(Tensor<2, Bool>, bool);
 
     impl Portable for Masked {

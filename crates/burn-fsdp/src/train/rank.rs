@@ -82,7 +82,7 @@ pub(crate) fn train<M: LearnerModel>(
     check_managed(&model)?;
     check_elementwise(&model, &optimizer)?;
     if course.saves {
-        // A checkpoint that could not be resumed is refused now, and not only when it is read.
+        // A checkpoint that could not be resumed is rejected now, and not only when it is read.
         check_state_types(&model, &optimizer)?;
     }
     if course.among == Ranks::Processes {
@@ -122,7 +122,7 @@ pub(crate) fn train<M: LearnerModel>(
     Ok((model, rank.optimizer))
 }
 
-/// Refuses a model with trained parameters that no unit manages: each rank would have its own, and only one rank's are
+/// Rejects a model with trained parameters that no unit manages: each rank would have its own, and only one rank's are
 /// saved and returned.
 fn check_managed<M: LearnerModel>(model: &M) -> Result<(), Error> {
     let managed = local_ids(model)?.into_iter();
@@ -178,7 +178,7 @@ struct End {
     stop: Option<Stop>,
 }
 
-/// One rank in the middle of a training.
+/// One rank in the middle of a training run.
 struct Rank<'a, M: LearnerModel> {
     world: &'a ProcessGroup,
     /// The device where outputs of other processes are put together.

@@ -180,7 +180,7 @@ pub(crate) struct Own {
     pub(crate) stop: Option<Stop>,
     /// The fingerprint of the rates of the last step.
     pub(crate) rates: u64,
-    /// The bytes of the output that waits to be brought to rank 0.
+    /// Size in bytes of the output that waits to be sent to rank 0.
     pub(crate) waiting: usize,
 }
 

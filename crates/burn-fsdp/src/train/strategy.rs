@@ -38,7 +38,7 @@ pub(crate) struct Strategy<M: LearnerModel, T> {
 /// The ranks' results, in their order, once all have ended.
 pub(crate) type Outcome<T> = Arc<Mutex<Option<Result<Vec<T>, Error>>>>;
 
-/// The results of a training.
+/// The results of a training run.
 pub(crate) struct Left<T> {
     /// The results of the ranks here, or the reason why one failed; `None` before.
     pub(crate) outcome: Outcome<T>,
@@ -166,7 +166,7 @@ impl<M: LearnerModel, T: Send + 'static> SupervisedLearningStrategy<Lent<M>> for
     }
 }
 
-/// The strategy in a process other than rank 0's: Burn's loop reports nothing here about a training that rank 0
+/// The strategy in a process other than rank 0's: Burn's loop reports nothing here about a training run that rank 0
 /// reports.
 pub(crate) struct Silently<M: LearnerModel, T>(pub(crate) Strategy<M, T>);
 

@@ -1,4 +1,4 @@
-//! Random trainings of random models, by the eager engine, by compiled steps, by placements, and by these in turn,
+//! Random training runs of random models, by the eager engine, by compiled steps, by placements, and by these in turn,
 //! compared with plain Burn on one rank.
 //!
 //! Short by default, 2,000 of each kind with `BURN_FSDP_LONG=1`. `BURN_FSDP_CASES=300` sets the number,

@@ -1,4 +1,4 @@
-//! One training by plain Burn on one rank: the oracle.
+//! One training run by plain Burn on one rank: the oracle.
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{GradientsParams, ModuleOptimizer};

@@ -440,7 +440,7 @@ fn compiled_steps_take_nested_inputs() {
     }
 }
 
-/// Checks that a loss and a forward to which these tensors are added are refused, in both halves.
+/// Checks that a loss and a forward to which these tensors are added are rejected, in both halves.
 fn assert_lost(made: &[fn(&Device) -> Tensor<1>], lost: &str) {
     let lost = format!("{lost} would lose bits");
     for &made in made {

@@ -27,7 +27,7 @@ pub(super) fn check_outside_steps(
     }
 }
 
-/// Returns true if the name is a file directly in the folder and is not hidden.
+/// Returns true if the name has no directory part and is not hidden.
 pub(super) fn is_plain(name: &str) -> bool {
     let own = Path::new(name).file_name();
     own.is_some_and(|own| own == name) && !name.starts_with('.')

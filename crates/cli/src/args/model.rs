@@ -1,4 +1,4 @@
-//! The model of a training, and its data.
+//! The model of a training run, and its data.
 
 use std::path::PathBuf;
 
@@ -47,8 +47,8 @@ pub(crate) struct ModelArgs {
     pub(crate) init: Option<PathBuf>,
     /// Freeze the weights of --init, and train LoRA adapters of this rank
     ///
-    /// Adapters are on all matrices of the blocks. Saved steps contain only the adapters; pass the same --init to
-    /// resume. Conflicts with --save-init, --no-decay and --optimizer muon.
+    /// All matrices of the blocks are adapted. Saved steps contain only the adapters; pass the same --init to resume.
+    /// Conflicts with --save-init, --no-decay and --optimizer muon.
     #[arg(long, value_name = "RANK", requires = "init", help_heading = FINE_TUNING)]
     pub(crate) lora: Option<usize>,
     /// LoRA alpha: adapters are scaled by alpha / rank [default: twice the rank]

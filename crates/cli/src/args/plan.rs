@@ -91,7 +91,7 @@ pub(crate) struct PlanArgs {
     pub(crate) offload: bool,
     /// Plan the compiled step from its traced graph
     ///
-    /// For more than 8 blocks, the plans of 6 and 8 blocks are extrapolated.
+    /// More than 8 blocks are extrapolated from the plans of 6 and 8 blocks.
     #[arg(long, help_heading = MEMORY)]
     pub(crate) compile: bool,
     /// With --compile: trace every block

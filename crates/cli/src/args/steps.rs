@@ -73,9 +73,9 @@ pub(crate) struct GenerateArgs {
     /// Text to continue
     #[arg(long)]
     pub(crate) prompt: String,
-    /// Maximum number of tokens to generate; a model of --init may end earlier
+    /// Maximum number of tokens to generate; an --init model may stop earlier
     ///
-    /// Bytes without a tokenizer.
+    /// Counts bytes if there is no tokenizer.
     #[arg(long, alias = "bytes", default_value_t = 200)]
     pub(crate) tokens: usize,
     /// Sampling temperature; 0 always picks the likeliest token

@@ -25,9 +25,9 @@ pub(crate) struct LaunchArgs {
     /// Maximum number of restarts; exit code 2, an input error, is never restarted
     #[arg(long, value_name = "TIMES", default_value_t = 3)]
     pub(crate) max_restarts: usize,
-    /// Ranks of the first start, the second and so on, to replace {ranks} in the command
+    /// Number of ranks for each start, substituted for {ranks} in the command
     ///
-    /// The last number is used for all further starts.
+    /// All further starts use the last number.
     #[arg(long, value_name = "RANKS", value_delimiter = ',')]
     pub(crate) ranks: Vec<usize>,
     /// Command to run, after --
@@ -71,8 +71,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// The time between two checks of the processes below, while the command is ending.
 const LOOK_BELOW_EVERY: Duration = Duration::from_millis(100);
 
-/// The time in which a process that a command leaves behind may still become a training: `setsid` and `nohup` leave a
-/// process that starts the next program only after they have ended.
+/// The time in which a process that a command leaves behind may still become a training run: `setsid` and `nohup` leave
+/// a process that starts the next program only after they have ended.
 const SETTLING: Duration = Duration::from_secs(1);
 
 /// The longest pause before a restart.
@@ -180,7 +180,7 @@ fn cannot_run(args: &LaunchArgs, error: &std::io::Error) -> InputError {
     }
 }
 
-/// Waits for the end of the command and of the trainings below it, and passes signals on. Trainings that a failed
+/// Waits for the end of the command and of the training runs below it, and passes signals on. Trainings that a failed
 /// command leaves behind are told to end, because they would block the next start.
 fn wait(child: &mut Child, below: &mut Below, signals: &Signals) -> std::io::Result<ExitStatus> {
     let mut ended = None;

@@ -31,7 +31,7 @@ const fn advice(on_not_finite: NotFinite) -> &'static str {
     }
 }
 
-/// Runs a training on one rank. Times in traces count from `origin`. Rank 0 has the metrics.
+/// Runs a training run on one rank. Times in traces count from `origin`. Rank 0 has the metrics.
 pub(crate) fn train(
     config: &TrainConfig,
     world: &ProcessGroup,
@@ -146,7 +146,7 @@ fn trainer<'a, A: Architecture>(
     })
 }
 
-/// The observers of a training: progress bar, metrics and saves.
+/// The observers of a training run: progress bar, metrics and saves.
 struct Observers<'a> {
     progress: Progress,
     metrics: Metrics,

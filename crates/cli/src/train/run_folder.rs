@@ -50,7 +50,7 @@ struct Found {
 /// The checkpoint folder, with the schedule of saves and the step to resume from.
 #[derive(Debug)]
 pub(crate) struct CheckpointConfig {
-    /// The folder. The process of rank 0 keeps it locked against other runs for the lifetime of this value.
+    /// The checkpoint folder, which rank 0's process keeps locked against other runs for the lifetime of this value.
     pub(crate) folder: Checkpoints,
     pub(crate) save_every: Option<usize>,
     pub(crate) keep_last: Option<NonZeroUsize>,

@@ -91,7 +91,7 @@ impl<'a> Saving<'a> {
         every.is_some_and(|every| (step + 1).is_multiple_of(every))
     }
 
-    /// Starts to save the state after `steps` steps. The training continues in the meantime.
+    /// Starts to save the state after `steps` steps. Training continues in the meantime.
     ///
     /// If the previous save is not complete, this waits for it, but for less time than ranks wait for each other. After
     /// that time, the save is left out, or it is done at the end if it is the last.

@@ -33,7 +33,7 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// Returns the number of bytes of an element.
+    /// Returns the size of an element in bytes.
     pub fn size(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -199,7 +199,7 @@ impl Job {
         self.tokens() * per_token * self.size() * self.model.layers as f64
     }
 
-    /// Returns the recomputed bytes of one block.
+    /// Returns the number of recomputed bytes in a block.
     fn recomputed(&self) -> f64 {
         let kept = match self.checkpointing {
             Checkpointing::None => return 0.0,

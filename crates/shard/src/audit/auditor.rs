@@ -9,7 +9,7 @@ use burn_fsdp_mesh::field::Element;
 use super::finding::{Finding, Sum};
 use super::{Audit, Tag};
 
-/// Number of bytes of a number in a note.
+/// Size of a number in a note in bytes.
 const LEN: usize = size_of::<u64>();
 
 /// Whether the step under way is audited.
@@ -61,7 +61,7 @@ pub(crate) struct Fault {
 pub(crate) struct Auditor {
     audit: Audit,
     rank: usize,
-    /// The numbers of the gradients that have come and are not complete yet, by parameter.
+    /// The numbers of the gradients that have arrived and are not complete yet, by parameter.
     open: Vec<Range<u64>>,
     step: Step,
     /// The hash of the order that was followed in the last audited step, by choice of units.
@@ -93,7 +93,7 @@ impl Auditor {
         Self::new(self.audit, self.rank, parameters)
     }
 
-    /// Returns the tag of a gradient that has come for `parameter` on this rank.
+    /// Returns the tag of a gradient that has arrived for `parameter` on this rank.
     pub(crate) fn came(&mut self, parameter: usize) -> Tag {
         if self.audit == Audit::Off {
             return Tag::UNKNOWN;

@@ -3,7 +3,7 @@
 use burn_fsdp_collectives::{Fingerprint, ReduceOp, Reduction};
 use burn_fsdp_mesh::field::{self, Element};
 
-/// Number of bytes of an encoded tag.
+/// Size of an encoded tag in bytes.
 const LEN: usize = size_of::<u64>();
 /// The encoding of the unknown tag. No element has it.
 const UNKNOWN: u64 = u64::MAX;

@@ -84,7 +84,7 @@ impl<O: Optimizer> Optimizer for SealedOptimizer<O> {
 }
 
 impl<S: RecordState> SealedState<S> {
-    /// Takes a state apart and seals it, where ranks compare bytes.
+    /// Splits a state into sealed tensors if ranks compare bytes; otherwise keeps it whole.
     fn of(state: S, current: Option<&Current>) -> Self {
         let Some(group) = current.and_then(|current| current.sealed_in.as_ref()) else {
             return Self(Form::Whole(state));

@@ -46,10 +46,10 @@ pub(super) struct Ended {
     pub(super) whole: Slots<Tagged>,
 }
 
-/// The gradients that have come and wait.
+/// The gradients that have arrived and wait.
 #[derive(Default)]
 pub(super) struct Accumulation {
-    /// Full gradients by use, until the unit's last one has come.
+    /// Full gradients by use, until the unit's last one has arrived.
     pub(super) of_uses: BTreeMap<u64, Slots<Gradient>>,
     /// Units whose gradients have all come in this backward, with the gradients that wait for its end.
     pub(super) ended: Vec<Ended>,

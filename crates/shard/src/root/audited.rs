@@ -60,7 +60,7 @@ impl Audited {
         }
     }
 
-    /// Returns the tag of a gradient that has come for a parameter.
+    /// Returns the tag of a gradient that has arrived for a parameter.
     pub(super) fn came(&mut self, unit: &Unit, slot: usize) -> Tag {
         match self.first.get(unit.position() + 1) {
             Some(_) => self.auditor.came(self.first[unit.position()] + slot),

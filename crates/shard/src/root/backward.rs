@@ -57,8 +57,8 @@ impl Root {
         gradient.add_to(&mut of_use[slot]);
     }
 
-    /// Ends the backward of a use, whose last gradient has come: frees the full parameters and starts the
-    /// reduction. Returns the gradients of completed reductions.
+    /// Ends the backward of a use, whose last gradient has arrived: frees the full parameters and starts the reduction.
+    /// Returns the gradients of completed reductions.
     pub(super) fn unit_end(
         &self,
         generation: &Arc<Generation>,

@@ -234,9 +234,8 @@ impl Progress {
         Ok(arrived(received, &sum, replicas.size()))
     }
 
-    /// Completes all reductions and averages the gradients of the parameters that every rank holds whole, as
-    /// far as they have come since the last call. Tells the other ranks that `wanted` is next, and returns
-    /// their messages.
+    /// Completes all reductions and averages the gradients of the parameters that every rank holds whole, as far as
+    /// they have arrived since the last call. Tells the other ranks that `wanted` is next, and returns their messages.
     pub(super) fn reduce_whole(
         &mut self,
         root: &Root,
@@ -273,8 +272,8 @@ impl Progress {
         Ok(notes)
     }
 
-    /// Takes the gradients of the parameters kept whole that have come and whose units reduce. Gradients with the same
-    /// factors are in one list: a single list, unless units were given different factors.
+    /// Takes the gradients of the parameters kept whole that have arrived and whose units reduce. Gradients with the
+    /// same factors are in one list: a single list, unless units were given different factors.
     fn take_whole(&mut self, root: &Root) -> Result<Vec<Vec<Whole>>, Error> {
         let mut taken: Vec<Vec<Whole>> = Vec::new();
         for mut ended in std::mem::take(&mut self.gradients.ended) {

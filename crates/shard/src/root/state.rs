@@ -259,7 +259,7 @@ impl Root {
         self.progress().watch.clone()
     }
 
-    /// Returns the number of times that a backward has come to its end.
+    /// Returns the number of times that a backward has ended.
     pub(crate) fn num_finished(&self) -> u64 {
         self.progress().counts.finished
     }

@@ -28,7 +28,7 @@ const ABANDONED_LIMIT: usize = 1;
 
 /// The mark of an operation that this rank asked for.
 const ASKED: u8 = 1;
-/// The mark of an operation whose backward has come.
+/// The mark of an operation whose backward has arrived.
 const ENDED: u8 = 2;
 /// The mark of a gather that was made ahead for a different copy of the module from the one that asked.
 const MISLED: u8 = 4;
@@ -208,7 +208,7 @@ impl Schedule {
         }
     }
 
-    /// Notes that the backward of `use_id` has come, or that it will have no visible one.
+    /// Notes that the backward of `use_id` has arrived, or that it will have no visible one.
     pub(crate) fn end_use(&mut self, use_id: u64) {
         if let Some(position) = self.uses.remove(&use_id) {
             self.marks[position] |= ENDED;

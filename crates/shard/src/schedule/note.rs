@@ -12,7 +12,7 @@ pub(crate) struct Wish {
 }
 
 impl Wish {
-    /// Number of bytes of an encoded wish.
+    /// Size of an encoded wish in bytes.
     const LEN: usize = 3 * size_of::<u64>();
 
     /// Returns the wish as a fixed number of bytes.

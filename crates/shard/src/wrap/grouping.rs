@@ -61,7 +61,7 @@ impl Ignored {
     }
 }
 
-/// Refuses a pattern that matches none of the parameters, nor a module around one.
+/// Rejects a pattern that matches none of the parameters, nor a module around one.
 fn expect_match<'a>(
     pattern: &Pattern,
     parameters: impl Iterator<Item = &'a Found> + Clone,
@@ -90,8 +90,8 @@ pub(crate) fn unmatched<'a>(pattern: &str, paths: impl Iterator<Item = &'a str>)
     }
 }
 
-/// Returns the patterns of units. The patterns of a unit of several modules come with the unit's name, and before those
-/// that would divide it.
+/// Returns the patterns that select units. Patterns of a multi-module unit carry its name and come first, so no
+/// single-module pattern splits it.
 fn named_units(policy: &ShardPolicy) -> Vec<(&Pattern, Option<String>)> {
     let joint = policy.joint_units.iter().flat_map(|patterns| {
         let names: Vec<_> = patterns.iter().map(Pattern::as_str).collect();

@@ -229,7 +229,7 @@ fn wrap<M: Module>(
     Ok(module)
 }
 
-/// Refuses modules that cannot be sharded.
+/// Rejects modules that cannot be sharded.
 fn check(
     survey: &Survey,
     parameters: &[Found],

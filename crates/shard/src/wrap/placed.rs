@@ -59,7 +59,7 @@ pub(super) fn earlier_units<M: Module>(module: &M) -> Vec<Placed> {
     units
 }
 
-/// Refuses a unit whose ranks differ from `groups`: the ranks that hold the shards, and the replicas of each.
+/// Rejects a unit whose ranks differ from `groups`: the ranks that hold the shards, and the replicas of each.
 pub(super) fn check_groups(earlier: &Placed, groups: &Groups) -> Result<(), Error> {
     let own = &earlier.copies.unit.groups;
     let are_same = match (&own.replicas, &groups.replicas) {

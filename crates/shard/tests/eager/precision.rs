@@ -187,7 +187,7 @@ const ONE_TYPE: Case<ConvNet> = Case {
     loss: in_one_type,
 };
 
-/// BatchNorm computes in 16 bits where its running states are of these, and is refused where they are not.
+/// BatchNorm computes in 16 bits where its running states are of these, and is rejected where they are not.
 #[test]
 fn running_states_may_be_of_the_compute_type() {
     let policy = ShardPolicy::new().units(["convs.*"]);

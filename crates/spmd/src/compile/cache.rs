@@ -162,7 +162,7 @@ impl<B: Batch> Graphs<B> {
         Ok(made)
     }
 
-    /// Traces a graph again, with this batch, when it is used for the second time. Refuses it if the two differ.
+    /// Traces a graph again, with this batch, when it is used for the second time. Rejects it if the two differ.
     fn check_again(
         &mut self,
         index: usize,
@@ -255,7 +255,7 @@ fn stepped(graph: &Graph) -> Stepped {
     stepped.collect()
 }
 
-/// Refuses an optimizer that would give each rank different parameters.
+/// Rejects an optimizer that would give each rank different parameters.
 fn check_optimizer(graph: &Graph, mode: &Mode, scalars: &HostScalars) -> Result<(), Error> {
     let is_drawn = |node: &&Node| node.phase == Phase::Optimizer && node.is_opaque();
     let drawn = graph.nodes().iter().find(is_drawn);

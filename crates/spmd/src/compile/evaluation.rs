@@ -138,7 +138,7 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
         Ok(self.keep(key, entry, mode.cache))
     }
 
-    /// Traces a graph again when it is used for the second time, and refuses it if the two differ.
+    /// Traces a graph again when it is used for the second time, and rejects it if the two differ.
     fn check_again(&mut self, index: usize, batch: &B, mode: &Mode) -> Result<(), Error> {
         let entry = &mut self.kept[index].1;
         let Some(first) = &entry.traced else {
@@ -170,7 +170,7 @@ impl<B, O> fmt::Debug for Evaluation<B, O> {
     }
 }
 
-/// Refuses a module that differs from the step's.
+/// Rejects a module that differs from the step's.
 fn check_module(graph: &Graph, specs: &[ParameterSpec]) -> Result<(), Error> {
     let parameters = graph.parameters();
     let is_alike = |(index, spec): (usize, &ParameterSpec)| {

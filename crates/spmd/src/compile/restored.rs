@@ -28,7 +28,7 @@ impl Restored {
         }
     }
 
-    /// Refuses data whose shape or type differs from the state's.
+    /// Rejects data whose shape or type differs from the state's.
     pub(super) fn check(&self, place: &Parameter, slot: &str, ranks: &Ranks) -> Result<(), Error> {
         let (shape, data) = match self {
             Self::Whole(data) => (place.shape.clone(), data),

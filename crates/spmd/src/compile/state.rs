@@ -185,7 +185,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Returns the values of the graph to which the restored states belong, in their order. Refuses a mismatch.
+    /// Returns the values of the graph to which the restored states belong, in their order. Rejects a mismatch.
     fn places(&self, graph: &Graph) -> Result<Vec<Parameter>, Error> {
         let places = self.restored.iter().map(|((path, slot), data)| {
             let place = state_of(graph, path, slot)?;

@@ -14,7 +14,7 @@ pub(super) fn paths(spec: &ParameterSpec) -> impl Iterator<Item = &str> {
     all.map(AsRef::as_ref)
 }
 
-/// Refuses options that treat the fields of one parameter differently.
+/// Rejects options that treat the fields of one parameter differently.
 ///
 /// # Errors
 ///

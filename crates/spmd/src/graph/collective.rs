@@ -85,7 +85,7 @@ impl CollectivePart {
         self.len_by(Share::Full, Partition::num_elements)
     }
 
-    /// Returns the bytes of the whole tensor.
+    /// Returns the size of the whole tensor in bytes.
     pub fn num_bytes(&self) -> usize {
         self.num_elements() * self.dtype.size()
     }

@@ -16,10 +16,10 @@ impl Mode {
     ///
     /// Rank 0 of the mode's group writes. Plans and their fingerprints do not change, but making a plan takes longer.
     /// The first complete plan replaces the graphs of an earlier run. Steps that are compiled with clones of this mode
-    /// continue the numbering. For a refused plan, the folder holds all graphs that were made until then, and the
+    /// continue the numbering. For a rejected plan, the folder holds all graphs that were made until then, and the
     /// error.
     ///
-    /// If graphs cannot be written, the step is refused on all ranks before it changes anything, on rank 0 with
+    /// If graphs cannot be written, the step is rejected on all ranks before it changes anything, on rank 0 with
     /// [`Error::Dump`].
     ///
     /// ```no_run

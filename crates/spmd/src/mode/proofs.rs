@@ -18,7 +18,7 @@ impl Mode {
     /// the other, and is the same on every rank. A plan for many rows is proved at small shapes by
     /// [`certify_at`](crate::certify_at).
     ///
-    /// With placements, operations for which only whole tensors are supported cannot be proved, and are refused
+    /// With placements, operations for which only whole tensors are supported cannot be proved, and are rejected
     /// ([`Error::NotProvable`]).
     #[must_use]
     pub fn certified(mut self) -> Self {
@@ -26,7 +26,7 @@ impl Mode {
         self
     }
 
-    /// Runs only plans of steps that were proved. A step with another plan is refused before it changes anything
+    /// Runs only plans of steps that were proved. A step with another plan is rejected before it changes anything
     /// ([`ProofError::Unproved`]). The ranks agree on the plan before they run it, so only one of them needs the
     /// certificates. Evaluations are not steps.
     ///
@@ -72,7 +72,7 @@ impl Mode {
         }
     }
 
-    /// Refuses a plan with this fingerprint and number of nodes if only proved plans may run and it is not one of them.
+    /// Rejects a plan with this fingerprint and number of nodes if only proved plans may run and it is not one of them.
     pub(crate) fn check_proved(&self, plan: u64, nodes: usize) -> Result<(), Error> {
         let proved = self.proved.as_ref();
         match proved.is_none_or(|proved| proved.contains(&plan)) {

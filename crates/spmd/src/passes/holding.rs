@@ -59,7 +59,7 @@ impl Holding {
         }
     }
 
-    /// Refuses states that cannot be cut.
+    /// Rejects states that cannot be cut.
     pub(super) fn check_states(&self, graph: &Graph, states: &[TensorId]) -> Result<(), Error> {
         let other = states.iter().find_map(|id| {
             let value = graph.value(*id)?;
@@ -74,7 +74,7 @@ impl Holding {
         }
     }
 
-    /// Refuses an operation of the optimizer, as traced, that cannot run on a part of the parameter.
+    /// Rejects an operation of the optimizer, as traced, that cannot run on a part of the parameter.
     pub(super) fn check_step(&self, node: &Node) -> Result<(), Error> {
         let mut tensors = node.operation.nodes().into_iter();
         let keeps_shape = tensors.all(|tensor| tensor.shape.to_vec() == self.shape);

@@ -312,7 +312,7 @@ impl IterationGraph {
         })
     }
 
-    /// Refuses moved nodes that run, in the next step, before another moved node whose result they read.
+    /// Rejects moved nodes that run, in the next step, before another moved node whose result they read.
     fn check_order_of_moved(&self) -> Result<(), Error> {
         let nodes = self.graph.nodes();
         let moved = self.moved.iter();

@@ -149,8 +149,8 @@ impl Options {
         self
     }
 
-    /// Sets the greatest norm that the gradients of a step may have, taken as one vector; `None` for no limit. With a
-    /// limit, no parameter is updated before all gradients are there.
+    /// Sets the maximum norm of all gradients of a step, taken as one vector; `None` for no limit. With a limit, no
+    /// parameter is updated until all gradients are available.
     #[must_use]
     pub fn clip_grad_norm(mut self, clip: impl Into<Option<Clip>>) -> Self {
         self.clip = clip.into();

@@ -1,4 +1,4 @@
-//! Random numbers from a seed: the same elements, however the ranks divide the whole.
+//! Seeded random numbers that do not depend on how the ranks split the tensor.
 
 use burn::tensor::{DType, Distribution, TensorData, bf16, f16};
 use burn_backend::Element;

@@ -89,7 +89,7 @@ impl OptimizerGroups {
     /// Adds an optimizer for the parameters of a group.
     ///
     /// The group names them by path. Ids refer to the module that `init` of [`compile`](crate::compile()) returns, and
-    /// a newly made module has new ids. A group without any parameter is refused when the step is compiled.
+    /// a newly made module has new ids. A group without any parameter is rejected when the step is compiled.
     #[must_use]
     pub fn with_group(mut self, members: ParamGroup, optimizer: impl Optimizer) -> Self {
         let optimizer = Arc::new(optimizer);
@@ -120,7 +120,7 @@ impl OptimizerGroups {
         optimizer.twin(learning_rate, shape, dtype)
     }
 
-    /// Refuses a group without any parameter.
+    /// Rejects a group without any parameter.
     ///
     /// # Errors
     ///

@@ -143,7 +143,7 @@ impl HostScalars {
     ///
     /// # Errors
     ///
-    /// [`Error::UntraceableOptimizer`] if an optimizer reads tensors, or refuses a parameter.
+    /// [`Error::UntraceableOptimizer`] if an optimizer reads tensors, or rejects a parameter.
     pub(crate) fn new(
         optimizers: OptimizerGroups,
         learning_rate: f64,
