@@ -22,7 +22,7 @@ pub(crate) use signals::ONE_REQUEST;
 #[derive(Debug, Args)]
 #[command(after_help = LAUNCH_AFTER_HELP, after_long_help = LAUNCH_AFTER_LONG_HELP)]
 pub(crate) struct LaunchArgs {
-    /// Maximum number of restarts; exit code 2, an input error, is never restarted
+    /// Maximum number of restarts; a command with exit code 2, an input error, is not restarted
     #[arg(long, value_name = "TIMES", default_value_t = 3)]
     pub(crate) max_restarts: usize,
     /// Number of ranks for each start, substituted for {ranks} in the command
@@ -78,7 +78,7 @@ const SETTLING: Duration = Duration::from_secs(1);
 /// The longest pause before a restart.
 const MOST_PAUSE: Duration = Duration::from_secs(30);
 
-/// The variable of the command's environment with the number of the restart.
+/// The environment variable that tells the command the number of the restart.
 pub(crate) const RESTART: &str = "BURN_FSDP_RESTART";
 
 /// The placeholder for the number of ranks.
