@@ -17,7 +17,7 @@ use crate::restore::restore;
 use crate::snapshot::snapshot;
 use crate::state_types::check_state_types;
 
-/// A training run as it was when it was saved, or a fresh one.
+/// A training run, as restored from a saved step, or a fresh one.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct Resumed<M> {

@@ -20,10 +20,10 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// One rank's handle for the saves of a training run, which are written while training continues.
 ///
-/// A save takes two calls. With [`offer`](Self::offer) the ranks agree whether they are ready and have finite
-/// numbers; the caller decides on the save by the answer. [`begin`](Self::begin) hands over the step. A
-/// failed save ends nothing: it is one of the [`remarks`](Self::remarks), and the training may continue. Only
-/// [`finish`](Self::finish) returns the result of the last one.
+/// A save takes two calls. With [`offer`](Self::offer) the ranks agree whether they are ready and have finite numbers;
+/// the caller decides on the save by the answer. [`begin`](Self::begin) starts saving the step. A failed save ends
+/// nothing: it is one of the [`remarks`](Self::remarks), and the training may continue. Only [`finish`](Self::finish)
+/// returns the result of the last one.
 ///
 /// To save in one call and wait for the disk, use [`save`](crate::save()).
 ///

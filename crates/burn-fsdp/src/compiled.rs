@@ -1,5 +1,5 @@
 //! Compiled steps in the checkpoints of sharded training runs. A run may begin with the eager engine and continue
-//! compiled, or the other way round, on any number of ranks.
+//! compiled, or vice versa, on any number of ranks.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -151,7 +151,7 @@ fn state_spec(
 }
 
 /// Returns a layout on the ranks of a step as one on the mesh of a checkpoint. The only axis of a step is `axis` there,
-/// whatever its name in the step.
+/// regardless of its name in the step.
 fn layout_of<B: Batch, O>(
     step: &CompiledStep<B, Flex, O>,
     held: &Layout,
@@ -317,7 +317,7 @@ fn states_of<B: Batch, O>(
         let has_owner = step.layout(path)?.owner.is_some();
         let place = match spec.shape == entry.shape || has_owner {
             true => Place::of(step, path, &entry.shape)?,
-            // A state of another shape is whole on every rank.
+            // A state of a different shape is whole on every rank.
             false => Place::whole(&entry.shape),
         };
         let bytes = saved.read(&entry.name, &place.region)?;
@@ -419,15 +419,16 @@ impl Place {
     }
 }
 
-/// Gives a sharded model the current parameters and buffers of a compiled step, to evaluate it or to continue
+/// Copies the current parameters and buffers of a compiled step into a sharded model, to evaluate it or to continue
 /// with the eager engine.
 ///
-/// Collective: all ranks of the step's group call it. One parameter at a time is whole. In addition to the model, a
-/// rank holds at most as much of its new values as its part of the largest tensor.
+/// Collective: all ranks of the step's group call it. Parameters are unsharded one at a time. In addition to the model,
+/// a rank holds new values of at most its part of the largest tensor.
 ///
 /// # Errors
 ///
-/// A path that the step lacks; a failed collective. Other copies of the model may have some of the values then.
+/// A path that the step lacks; a failed collective, after which other copies of the model may have some of the new
+/// values.
 pub fn load_compiled<M: Module, B: Batch, O>(
     mut model: M,
     step: &mut CompiledStep<B, Flex, O>,

@@ -10,7 +10,7 @@ use crate::device_name::DeviceNameError;
 /// The errors of this library: a function that returns it, such as the body of a [`launch`](crate::launch()),
 /// can use `?` on sharding, steps, collectives, meshes, checkpoints, compiled steps and launches alike.
 ///
-/// The functions themselves return errors of their own kind, which have more detail for a `match`.
+/// The functions themselves return their own error types, which have more detail for a `match`.
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum Error {
@@ -84,7 +84,7 @@ pub enum Error {
          inference"
     )]
     UntrackedInTraining,
-    /// A file of whole tensors on their way to or from a checkpoint of Burn's training loop.
+    /// A file of whole tensors in transit to or from a checkpoint of Burn's training loop.
     #[error(
         "cannot {operation} {}: {source}; with `FullySharded::scratch`, set another folder for temporary files as \
          large as the model and its optimizer state", path.display()
@@ -154,7 +154,7 @@ pub enum CheckpointError {
     /// A compiled step that cannot be read or filled.
     #[error(transparent)]
     Compiled(Box<burn_fsdp_spmd::Error>),
-    /// A state of the optimizer that cannot be taken apart or put together.
+    /// An optimizer state that cannot be split or reassembled.
     #[error("optimizer state: {reason}")]
     Optimizer {
         /// The reason.

@@ -108,8 +108,8 @@ impl FileBackedOptimizer {
         })
     }
 
-    /// Removes the files that a killed run has left for rank `rank` in `folder`, as [`new`](Self::new) does, and
-    /// creates nothing.
+    /// Removes the files of rank `rank` that a killed run left in `folder`, like [`new`](Self::new), but without
+    /// creating any.
     ///
     /// # Errors
     ///

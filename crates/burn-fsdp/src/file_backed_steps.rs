@@ -53,7 +53,7 @@ impl FileBackedOptimizer {
 
     /// Gives a sharded model those parameters and running states of `step` whose path `is_wanted`, and this optimizer
     /// all its state, with one unit at a time in memory, as [`restore_training`](crate::checkpoint::restore_training)
-    /// does. The step may come from a training run with its state in memory, and the other way round.
+    /// does. The step may come from a training run with its state in memory, and vice versa.
     ///
     /// Not collective.
     ///

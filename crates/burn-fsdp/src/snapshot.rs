@@ -291,7 +291,8 @@ impl Ranks<'_> {
         })
     }
 
-    /// Returns the layout with which a tensor is listed: its parameter's. A tensor with one owner has one part.
+    /// Returns the layout under which a tensor is listed, which is its parameter's. A tensor with one owner has one
+    /// part.
     fn layout_of(&self, local: &LocalTensor) -> Result<Layout, CheckpointError> {
         let LocalPart::Shard { partition, .. } = &local.part else {
             return Ok(Layout::replicated(self.mesh));

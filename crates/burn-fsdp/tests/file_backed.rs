@@ -217,7 +217,7 @@ fn shards(net: &Net) -> Vec<u32> {
 }
 
 /// Runs steps `from..until` with the optimizer in memory, or in files of `scratch`, from the newest step in `folder`,
-/// and saves there again. With files, a step is made between the snapshot and its save, which must not affect the save.
+/// and saves there again. With files, a step runs between the snapshot and its save, which must not affect the save.
 fn saved_and_resumed(
     (ranks, side): (usize, usize),
     folder: &Path,

@@ -35,7 +35,7 @@ const CUT: u64 = 3;
 const STEPS: u64 = 6;
 const TYPES: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
 
-/// Two layers, and a scale between them that may have another type.
+/// Two layers, and a scale between them that may have a different type.
 #[derive(Module, Debug)]
 struct Net {
     first: Linear,
@@ -434,7 +434,7 @@ fn plainly<O: Optimizer>(of: &Part<O>) -> Vec<f64> {
     steps.collect()
 }
 
-/// The text of the refusal of a state of another type.
+/// The text of the refusal of a state of a different type.
 const NO_WAY_BACK: &str = "the training could not be resumed";
 
 /// The text of the refusal of an optimizer that computes with whole tensors.
@@ -578,7 +578,7 @@ fn every_optimizer_resumes_in_every_type_through_every_call() {
     table.finish();
 }
 
-/// Vectors of f32 between 16-bit matrices, and the other way round.
+/// Vectors of f32 between 16-bit matrices, and vice versa.
 #[test]
 fn a_module_of_several_types_resumes_in_each_of_them() {
     let mut table = Table::default();

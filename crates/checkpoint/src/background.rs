@@ -9,7 +9,7 @@ use crate::rendezvous::Rendezvous;
 use crate::save::save;
 use crate::{Checkpoints, Error, SaveRequest, Saved, Snapshot};
 
-/// Saves snapshots on a thread of its own, one at a time.
+/// Saves snapshots on a separate thread, one at a time.
 ///
 /// Every rank has one, with its end of a rendezvous that nothing else uses. A failed save does not damage earlier
 /// saves. The next call of [`start`](Self::start), [`poll`](Self::poll) or [`wait`](Self::wait) reports it, on every

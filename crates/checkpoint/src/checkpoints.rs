@@ -63,7 +63,7 @@ pub(crate) struct Removal {
 }
 
 impl Checkpoints {
-    /// Returns the checkpoints in a folder of the file system. The first save makes the folder.
+    /// Creates a handle for the checkpoints in a folder of the file system. The first save creates the folder.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self::with_storage(Arc::new(FileSystem), root)
     }
@@ -85,7 +85,7 @@ impl Checkpoints {
     /// # Errors
     ///
     /// [`Error::Locked`] if somebody else is working in the folder; [`Error::NotForSteps`] if it is a step or is inside
-    /// one; [`Error::Io`] if it cannot be made or written to.
+    /// one; [`Error::Io`] if it cannot be created or written to.
     pub fn acquire(mut self) -> Result<Self, Error> {
         self.check_is_for_steps()?;
         let made = self.storage.create_dir_all(&self.root);
@@ -198,7 +198,7 @@ impl Checkpoints {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if the folder holds a step with another number, as a renamed or copied step does;
+    /// [`Error::Invalid`] if the folder holds a step with a different number, as a renamed or copied step does;
     /// [`Error::NotAFolder`] if a link or a file has its name; otherwise as [`Step::open`].
     pub fn open(&self, step: u64) -> Result<Step, Error> {
         let path = self.path(step);
@@ -298,8 +298,8 @@ impl Checkpoints {
     /// Removes whole steps older than `newest_good`, except the `keep - 1` newest of them. Returns the removed steps,
     /// oldest first.
     ///
-    /// Steps that are newer than `newest_good` or are not whole are neither counted nor removed, because they may be
-    /// all that is left to repair. The same applies to steps that contain foreign files.
+    /// Steps that are incomplete or newer than `newest_good` are neither counted nor removed, because they may be the
+    /// only ones left to repair. The same applies to steps that contain foreign files.
     ///
     /// # Errors
     ///
@@ -415,7 +415,7 @@ impl Checkpoints {
         }
     }
 
-    /// Removes the remains of dead runs, under the lock, so nobody else is working in the folder.
+    /// Removes the remains of dead runs, under the lock, so nothing else is working in the folder.
     ///
     /// A remnant that cannot be removed takes space but does no harm. Failing to remove it is only a warning.
     pub(crate) fn clean(&self) -> Result<(), Error> {

@@ -18,10 +18,9 @@ pub(crate) const CHUNK_LIMITS: std::ops::RangeInclusive<u64> = 1..=16 << 20;
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Checksums(pub Vec<u32>);
 
-/// Size in bytes of a block that is checksummed and copied at a time. It fits a core's nearest caches.
+/// Size in bytes of a block that is checksummed and copied at a time. It fits the caches closest to a core.
 ///
-/// The checksum finds a block in the cache that was just read, and a write finds a block in the cache that was just
-/// checksummed.
+/// So a block that was just read is still cached for its checksum, and a checksummed block for its write.
 pub(crate) const BLOCK_BYTES: usize = 128 << 10;
 
 /// Computes the CRC-32 (IEEE 802.3) of some bytes.

@@ -354,7 +354,7 @@ impl Error {
             | Self::Limit { .. } => true,
             Self::Io { source, .. } => matches!(
                 source.kind(),
-                // `InvalidInput` stands for an entry that is not a regular file.
+                // `InvalidInput` represents an entry that is not a regular file.
                 io::ErrorKind::NotFound
                     | io::ErrorKind::UnexpectedEof
                     | io::ErrorKind::InvalidInput

@@ -13,7 +13,7 @@ use crate::{Error, Index, Inspection, Limits, ReadPlan, Region, Step, Verificati
 /// Maximum size in bytes of a tensor that is read as a whole.
 const MAX_READ_BYTES: u64 = 1 << 20;
 
-/// Reads any bytes as an index. The result is an error, or an index for which plans can be made.
+/// Reads any bytes as an index. The result is an error, or an index for which plans can be created.
 pub fn index(data: &[u8]) -> Result<(), Error> {
     let index = Index::from_json(Path::new(INDEX_FILE), data)?;
     let wholes: Vec<_> = index

@@ -77,7 +77,7 @@ pub struct TensorEntry {
     pub dtype: Dtype,
     /// Kind of the tensor.
     pub kind: TensorKind,
-    /// Layout on the ranks that saved it. It does not determine the positions of the parts.
+    /// Layout on the ranks that saved the tensor. It does not determine the positions of the parts.
     pub layout: Layout,
     /// Additional data that was saved with the tensor.
     pub metadata: Map<String, Value>,

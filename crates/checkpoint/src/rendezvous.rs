@@ -9,7 +9,7 @@ use crate::error::BoxError;
 /// One rank's end of the connection between the ranks that save together.
 ///
 /// A save makes the same calls in the same order on every rank: `broadcast`, `gather`, `broadcast`. If saves run in the
-/// background, implement it over a process group *of its own*: the calls must not mix with the collectives of the
+/// background, implement it over a *separate* process group: the calls must not mix with the collectives of the
 /// training. Calls must end with an error when a peer does not arrive.
 pub trait Rendezvous: Send {
     /// Returns this rank.

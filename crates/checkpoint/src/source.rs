@@ -33,7 +33,7 @@ impl<F: FnMut(&TensorSpec, &Region) -> Result<Vec<u8>, BoxError>> Source for F {
 /// The parts that one rank holds at one moment, by tensor name.
 ///
 /// Takes any owned bytes without copying them: `Vec<u8>`, `Arc<[u8]>`, or a type of the caller. Each part is freed as
-/// soon as it is written. Tensors that the plan does not assign to this rank are ignored.
+/// soon as it is written. Ignores tensors that the plan does not assign to this rank.
 #[derive(Default)]
 pub struct Snapshot {
     parts: HashMap<String, Part>,
@@ -84,8 +84,8 @@ impl Snapshot {
             .insert(tensor.into(), Part::Held(Box::new(bytes)));
     }
 
-    /// Adds this rank's part of a tensor, with `num_bytes` bytes that are in memory only while they are checked or
-    /// written. `read` must return the same bytes each time.
+    /// Adds this rank's part of a tensor, of `num_bytes` bytes, which is in memory only while it is checked or written.
+    /// `read` must return the same bytes each time.
     pub fn insert_read(
         &mut self,
         tensor: impl Into<String>,

@@ -28,7 +28,7 @@ pub trait Storage: fmt::Debug + Send + Sync {
     /// Makes a folder; an error if it exists.
     fn create_dir(&self, path: &Path) -> io::Result<()>;
 
-    /// Makes a file; an error if it exists.
+    /// Creates a file; an error if it exists.
     fn create_file(&self, path: &Path) -> io::Result<Box<dyn WriteFile>>;
 
     /// Opens a file. Anything else, such as a link or a pipe, is an error of the kind
@@ -81,11 +81,11 @@ pub trait Storage: fmt::Debug + Send + Sync {
         Ok(path.components().collect())
     }
 
-    /// Returns when the entries of a folder will survive a crash.
+    /// Syncs a folder; returns when its entries will survive a crash.
     fn sync_dir(&self, path: &Path) -> io::Result<()>;
 
-    /// Locks a file until the guard is dropped or the process ends, and makes the file if necessary. `None` if somebody
-    /// else holds the lock.
+    /// Locks a file until the guard is dropped or the process ends, and creates the file if necessary. `None` if
+    /// somebody else holds the lock.
     fn lock(&self, path: &Path) -> io::Result<Option<Box<dyn Lock>>>;
 }
 

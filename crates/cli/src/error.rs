@@ -68,7 +68,7 @@ impl From<InputError> for Failure {
 
 impl Failure {
     /// Returns true if this process must print the failure. Rank 0 and the failed rank print failures that all
-    /// processes of a run know about. Each process prints failures that only it knows about.
+    /// processes know. Every other failure is printed by the process that found it.
     pub(crate) fn is_told_here(&self) -> bool {
         use LaunchError::{Failed, Panicked, Start};
         let Ok(Some(own)) = processes() else {
@@ -302,7 +302,7 @@ pub(crate) enum InputError {
         needed: usize,
         batch: usize,
         seq: usize,
-        /// Files and folders that were left out, as text for the message.
+        /// Text that lists skipped files and folders, for a message.
         left_out: String,
     },
 

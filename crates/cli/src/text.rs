@@ -27,8 +27,8 @@ pub(crate) struct Sample<'a> {
 }
 
 impl Sample<'_> {
-    /// Appends tokens that the model generates until there are enough, the text ends, or the run is told to stop.
-    /// Returns the text of all tokens. The model is without autodiff.
+    /// Appends generated tokens until there are enough, the text ends, or the run is told to stop. Returns the text of
+    /// all tokens. The model must be without autodiff.
     pub(crate) fn go_on<M: LanguageModel>(
         &self,
         model: &M,
@@ -55,11 +55,10 @@ impl Sample<'_> {
         self.ends.iter().any(|end| i64::from(*end) == token)
     }
 
-    /// Returns the logits of the token after `tokens`. Only tokens that occur in text count: the vocabulary may be
+    /// Returns the logits of the token after `tokens`, limited to tokens that occur in text: the vocabulary may be
     /// larger.
     ///
-    /// Beyond the longest sequence, each token shifts all earlier ones to other positions, so the cache cannot be
-    /// reused.
+    /// Beyond the maximum length, each new token shifts all earlier ones, so the cache cannot be reused.
     fn next_logits<M: LanguageModel>(
         &self,
         model: &M,

@@ -182,7 +182,7 @@ impl Open {
     }
 }
 
-/// Something that all ranks of a group must hold alike.
+/// Something that must be the same on all ranks of a group.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Held {
     /// The result of an operation.
@@ -209,8 +209,8 @@ impl Replicas {
         self.keep((operation.sequence, together.finalize()), size, held);
     }
 
-    /// Keeps the checksum of a value, to be announced. Ranks use the same number for a value. It is never the number of
-    /// an operation.
+    /// Stores the checksum of a value, to be announced. All ranks use the same number for a value, and it is never an
+    /// operation's number.
     pub(crate) fn hold_value(&mut self, told: (u64, u64), size: usize, what: Label) {
         let (number, checksum) = told;
         self.keep((number | VALUE, checksum), size, Held::Value(what));

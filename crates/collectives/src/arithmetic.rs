@@ -35,8 +35,8 @@ pub(crate) fn copy(from: &[u8], to: &mut [u8]) {
     }
 }
 
-/// The number of bytes that are read for their checksum while they are in the core's own cache. Reading them again from
-/// memory would cost as much as moving them.
+/// The number of bytes to checksum at a time, while they are in the core's cache. Reading them again from memory would
+/// cost as much as moving them.
 const NEAR: usize = 1 << 15;
 
 /// Copies as [`copy`] does, and returns the checksum of the copied bytes.
@@ -128,8 +128,8 @@ pub(crate) fn reduce(reduction: &Reduction, input: ElementType, addends: &[&[u8]
     }
 }
 
-/// Returns true if the threads of the rank's pool share the work. The thread that owns MPI is not in a pool and works
-/// alone: the rank's pool may be busy for any length of time, and rayon's global pool does not belong to the rank.
+/// Returns true if the threads of the rank's pool share the work. MPI's thread is not in a pool and works alone,
+/// because the rank's pool may be busy for any time, and rayon's global pool does not belong to the rank.
 fn is_shared(num_bytes: usize) -> bool {
     num_bytes > SHARED_WORK
         && rayon::current_thread_index().is_some()

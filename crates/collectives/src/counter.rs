@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::{OperationCounts, OperationKind, ProcessGroup};
 
-/// Counts the operations that this rank starts on some groups, from its creation on.
+/// Counts the operations that this rank starts on some groups after the counter was created.
 ///
 /// ```
 /// use burn_fsdp_collectives::{CommCounter, OperationKind, ProcessGroup};

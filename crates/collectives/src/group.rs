@@ -38,7 +38,7 @@ struct End {
     engine: Box<dyn Engine>,
     state: Arc<RankState>,
     progress: Mutex<Progress>,
-    /// Results that all ranks must hold alike, with [`Check::Agreement`].
+    /// Results that must be the same on all ranks, with [`Check::Agreement`].
     replicas: Arc<Mutex<Replicas>>,
 }
 
@@ -103,7 +103,7 @@ impl ProcessGroup {
     }
 
     /// Returns the identity of the group: its launch and its ranks. It is equal for groups with the same members in the
-    /// same order, regardless of their names and how they were made.
+    /// same order, regardless of their names and how they were created.
     pub fn id(&self) -> &GroupId {
         &self.0.id
     }
@@ -147,7 +147,7 @@ impl ProcessGroup {
     }
 
     /// Calls `watch` from now on with the checksums of each operation of this rank that has ended, on any group. It is
-    /// called only where ranks compare bytes ([`Check::Agreement`]). It must not start an operation.
+    /// called only if ranks compare bytes ([`Check::Agreement`]). It must not start an operation.
     pub fn watch(&self, watch: impl FnMut(Carried) + Send + 'static) {
         *lock(&self.0.state.watcher) = Some(Watcher::new(watch));
     }
@@ -176,13 +176,13 @@ impl ProcessGroup {
         Ok(self.form(name, members, &choices, None))
     }
 
-    /// Makes a group of the same ranks that fails by itself. It fails on a mismatch, when a rank leaves, or when a rank
-    /// does not arrive within `deadline`. Such a failure ends only the operations of this group and of groups
+    /// Creates a group of the same ranks that fails independently. It fails on a mismatch, when a rank leaves, or when
+    /// a rank does not arrive within `deadline`. Such a failure ends only the operations of this group and of groups
     /// [`split`](Self::split) off it. The parent group continues. Use an isolated group for work in parallel to the
     /// main work, such as checkpoints written in the background. A slow disk then costs a checkpoint, not the run.
     ///
-    /// There is no isolation in the other direction. When the world fails, or an isolated group that this one was made
-    /// from, this group also fails.
+    /// There is no isolation in the other direction. When the world fails, or an isolated group that this one was
+    /// created from, this group also fails.
     ///
     /// A group that has failed stays failed. To start again, make another one from a group that is still working.
     /// `deadline` replaces the one of [`LaunchConfig`](crate::LaunchConfig); [`Duration::MAX`] means none. Collective;
@@ -220,7 +220,7 @@ impl ProcessGroup {
     }
 
     /// Makes a group of these ranks of this group, in this order, which all ranks already know. Collective; ranks that
-    /// are not members make groups of their own.
+    /// are not members form separate groups.
     pub(crate) fn split_known(
         &self,
         members: Vec<usize>,
@@ -231,7 +231,7 @@ impl ProcessGroup {
         Ok(self.form(name, members, &choices, None))
     }
 
-    /// Sends this rank's choice in a division to all ranks and returns the choices of all.
+    /// Sends this rank's choice in a split to all ranks, and returns everyone's choices.
     fn choose(&self, label: String, color: usize, key: usize) -> Result<Vec<Choice>, Error> {
         let own = Choice {
             color,
@@ -402,13 +402,13 @@ impl ProcessGroup {
         self.0.state.moment()
     }
 
-    /// Returns a seal with these checksums, taken now.
+    /// Returns a seal with these checksums and the current time.
     pub(crate) fn sealed(&self, checksums: Checksums) -> Seal {
         let written = self.moment();
         Seal { checksums, written }
     }
 
-    /// Keeps the checksum of a value that all ranks must hold alike, to be announced with the next operation.
+    /// Stores the checksum of a value that must be the same on all ranks; the next operation announces it.
     pub(crate) fn hold_value(&self, told: (u64, u64), what: Label) {
         lock(&self.0.replicas).hold_value(told, self.size(), what);
     }

@@ -62,7 +62,7 @@ impl fmt::Display for OperationKind {
     }
 }
 
-/// The identity of an operation: a rank's name for one of its calls.
+/// The label by which ranks identify an operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Operation {
     /// The kind of the operation.

@@ -341,14 +341,14 @@ impl<T> fmt::Debug for Pending<T> {
     }
 }
 
-/// The group of an operation as this rank knows it.
+/// This rank's view of an operation's group.
 pub(crate) struct Peers {
     pub(crate) id: GroupId,
     /// This rank in the group, and in the world.
     pub(crate) rank: usize,
     pub(crate) world_rank: usize,
     pub(crate) control: Arc<Control>,
-    /// The results that all ranks must hold alike, where ranks compare bytes.
+    /// The results that must be the same on all ranks, if ranks compare bytes.
     pub(crate) replicas: Option<Arc<Mutex<Replicas>>>,
     /// The end of the group, kept so that its engine lives as long as an operation on it is in progress.
     pub(crate) _end: Arc<dyn Any + Send + Sync>,

@@ -8,8 +8,8 @@ use crate::{Error, ProcessGroup};
 
 /// A [`Mesh`] and this rank's process groups along each of its axes.
 ///
-/// For example, take the mesh `replicate=2 x shard=4`. Rank 6 has the group of ranks 4, 5, 6 and 7 along `shard`, and
-/// the group of ranks 2 and 6 along `replicate`. Cheap to clone.
+/// For example, in the mesh `replicate=2 x shard=4`, rank 6 has the group of ranks 4, 5, 6 and 7 along `shard`, and the
+/// group of ranks 2 and 6 along `replicate`. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct ProcessMesh {
     mesh: Mesh,

@@ -8,7 +8,7 @@ use crate::checksum::Checksums;
 /// The checksum of some bytes, and the moment when it was computed. Made by
 /// [`ProcessGroup::seal`](crate::ProcessGroup::seal).
 ///
-/// The owner keeps the seal with the bytes. It holds the bytes or owns them exclusively, so nobody else overwrites
+/// The owner keeps the seal with the bytes. It holds the bytes or owns them exclusively, so nothing else overwrites
 /// them. A difference that [`ProcessGroup::check_seal`](crate::ProcessGroup::check_seal) then finds is corruption.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seal {
@@ -20,7 +20,7 @@ pub struct Seal {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Moment {
-    /// The step, as given to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step), if it was given.
+    /// The step that was passed to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step), if any.
     pub step: Option<u64>,
     /// The last operation that the rank had started, on any group; `None` before the first.
     pub after: Option<Operation>,

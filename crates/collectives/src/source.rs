@@ -29,8 +29,8 @@ impl Source {
 
     /// Returns the source with the seal of its bytes. An operation that gives the bytes checks them against the seal
     /// when it starts; a gather between threads checks when it reads them. A difference is an
-    /// [`Error::AlteredAtRest`](crate::Error::AlteredAtRest) that names `what`. Without a seal the source stays as it
-    /// is.
+    /// [`Error::AlteredAtRest`](crate::Error::AlteredAtRest) that names `what`. Without a seal the source stays
+    /// unchanged.
     #[must_use]
     pub fn sealed(mut self, seal: Option<Seal>, what: impl FnOnce() -> Label) -> Self {
         self.seal = seal.map(|seal| Arc::new((seal, what())));

@@ -25,7 +25,7 @@ impl fmt::Display for LongWait {
 ///
 /// A stuck rank stops others, and these stop further ones, so the rank that a deadline names is seldom the one at
 /// fault. Each rank announces when a wait has lasted for a tenth of its deadline. When the deadline has passed, the
-/// waits can be followed to the ranks that wait for nobody.
+/// waits can be followed to the ranks that waits for no other rank.
 #[derive(Debug)]
 pub(crate) struct LongWaits(Mutex<Vec<Option<LongWait>>>);
 
@@ -45,8 +45,8 @@ impl LongWaits {
         lock(&self.0).clone()
     }
 
-    /// Follows a wait of `rank` for `missing` to the ranks that wait for nobody, and returns them in order. Empty if
-    /// all of them wait for each other.
+    /// Follows a wait of `rank` for `missing` to the ranks that waits for no other rank, and returns them in order.
+    /// Empty if all of them wait for each other.
     pub(crate) fn ends(&self, rank: usize, missing: &[usize]) -> Vec<usize> {
         let waits = lock(&self.0);
         let mut seen = BTreeSet::from([rank]);

@@ -155,7 +155,7 @@ unsafe impl Send for Columns {}
 // SAFETY: as above.
 unsafe impl Sync for Columns {}
 
-/// Writes a product. The library for 32-bit floats divides the work among threads by itself.
+/// Writes a product. The library for 32-bit floats divides the work among threads.
 fn multiply_among_threads<T: Factor>(
     lhs: Matrix<'_, T>,
     rhs: Matrix<'_, T>,
@@ -193,8 +193,7 @@ fn rows_of_part(rows: usize, num_threads: usize) -> usize {
 pub(crate) fn scratch_of_halves([rows, columns, addends]: [usize; 3]) -> usize {
     /// Columns of the right factor that are copied at a time.
     const COLUMNS: usize = 256;
-    /// Minimum number of addends for which the library processes them in parts. The actual number depends on the
-    /// caches.
+    /// Minimum number of addends that the library processes in several parts. The actual number depends on the caches.
     const MANY: usize = 5000;
     let num_threads = rayon::current_num_threads();
     let part = rows_of_part(rows, num_threads).min(rows);

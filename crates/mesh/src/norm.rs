@@ -26,7 +26,7 @@ impl Default for Norm {
     }
 }
 
-/// The treatment of a norm that is infinite or not a number.
+/// The handling of an infinite or NaN norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum NonFinite {
     /// Scales anyway, as PyTorch does by default. An infinite norm turns finite elements to zero, and a NaN norm

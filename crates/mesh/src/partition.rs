@@ -11,8 +11,8 @@ use crate::Error;
 /// The ranges of one tensor's elements, in row-major order, that contiguous shards hold.
 ///
 /// The tensor is a sequence of rows that are never cut: single elements for [`flat`](Self::flat), rows of dim 0 for
-/// [`rows`](Self::rows). Every shard holds `ceil(num_rows / num_shards)` rows until they run out, so the last shards
-/// may be shorter or empty, as with `torch.chunk`:
+/// [`rows`](Self::rows). Every shard holds `ceil(num_rows / num_shards)` rows as long as there are any, so the last
+/// shards may be shorter or empty, as with `torch.chunk`:
 ///
 /// ```text
 /// 7 rows in 4 shards:  [0 1] [2 3] [4 5] [6]
@@ -41,7 +41,7 @@ struct Rows {
     /// The shard with all rows, if the rows are not divided.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     owner: Option<usize>,
-    /// The number of rows that are cut as one.
+    /// The number of rows that are kept together when the tensor is cut.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     multiple: usize,
 }

@@ -1,4 +1,4 @@
-//! Mixed precision: the types in which parameters compute and gradients travel.
+//! Mixed precision: the types of computation and of gradient reduction.
 
 use crate::pattern::Pattern;
 
@@ -62,7 +62,7 @@ impl<T: Copy> Precision<T> {
     ///
     /// A model that does not cast has these choices:
     ///
-    /// - Norms without states: leave them out of `patterns`. `RmsNorm` takes its statistics in 32 bits by itself.
+    /// - Norms without states: leave them out of `patterns`. `RmsNorm` already computes its statistics in 32 bits.
     ///   `LayerNorm` and `GroupNorm` do so in `F16`. `LayerNorm` may stay in full precision in an `F16` model.
     /// - `BatchNorm` and Burn's recurrent layers, whose states have the device's type: leave them out in compiled
     ///   steps. The eager engine rejects them in 16 bits, so there they must be in `patterns`, and the model must cast.

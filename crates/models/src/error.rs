@@ -157,7 +157,7 @@ pub enum ModelError {
         problem: String,
     },
 
-    /// A tensor of a file has another shape than the model's parameter.
+    /// A tensor of a file has a different shape from the model's parameter.
     #[error("{}: tensor {name} has shape {found:?}, but the model expects {expected:?}", path.display())]
     WrongShape {
         /// The file.

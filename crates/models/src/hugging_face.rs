@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::settings::{Settings, read_config};
 use crate::{Gpt2, Gpt2Config, Llama, LlamaConfig, ModelConfig, ModelError, gpt2_json, llama_json};
 
-/// The kinds of models that both transformers and this crate have.
+/// The model types that both transformers and this crate support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Llama,

@@ -72,7 +72,7 @@ fn drawn<A: Architecture>(config: A, seed: u64, path: &str) -> Result<TensorData
     })
 }
 
-/// A mapper to parameters with the same shapes and a single stored element.
+/// A mapper that replaces parameters with ones of the same shape and a single stored element.
 struct StandIns;
 
 impl ModuleMapper for StandIns {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Remark {
-    /// Left out: its name begins with a dot, or it is the store of a version control system.
+    /// Skipped, because its name starts with a dot, or it is a version control folder.
     Hidden,
     /// Left out: the caller excluded it.
     Excluded,

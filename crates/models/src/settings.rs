@@ -45,7 +45,7 @@ impl<'a> Settings<'a> {
     ///
     /// # Errors
     ///
-    /// If two of them have different values: versions of transformers differ in which one counts.
+    /// If two of them have different values, because versions of transformers differ in which name takes precedence.
     fn one_of(&self, names: &[&'a str]) -> Result<Option<Setting<'a>>, String> {
         let there = names
             .iter()

@@ -58,9 +58,9 @@ impl ByteText {
     /// A UTF-16 or UTF-32 file, identified by the mark at its start, is converted to UTF-8. Marks are not part of the
     /// text. All other files are read byte by byte.
     ///
-    /// In a folder, links are followed, and a file that several links lead to is read once. Files are left out if
-    /// they are hidden, belong to version control, are not text, or cannot be read. [`remarks`](Self::remarks) counts
-    /// them. The given path itself is read whatever its name and content are.
+    /// In a folder, links are followed, and a file that several links lead to is read once. Files are left out if they
+    /// are hidden, belong to version control, are not text, or cannot be read. [`remarks`](Self::remarks) counts them.
+    /// The given path itself is read regardless of its name and content.
     ///
     /// # Errors
     ///
@@ -149,7 +149,7 @@ impl ByteText {
         self.num_files
     }
 
-    /// Returns the number of files that are held out whole.
+    /// Returns the number of files that are held out entirely.
     #[must_use]
     pub fn num_held_out(&self) -> usize {
         self.num_held_out

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use crate::encoding::{HEAD_BYTES, Marked, may_be_text, text_of};
 use crate::remark::{Remark, Remarks};
 
-/// Names of version control folders that do not begin with a dot.
+/// Names of version control folders without a leading dot.
 const VERSION_CONTROL: [&str; 2] = ["CVS", "_darcs"];
 
 /// Maximum number of files and folders that are visited after the limit is reached, to count the remaining text.
@@ -62,12 +62,12 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Reads a file that the caller named, whatever its content.
+    /// Reads a file that the caller named, regardless of its content.
     pub(crate) fn read_named(&mut self, path: &Path) -> io::Result<()> {
         self.read_file(path, true)
     }
 
-    /// Reads a folder that the caller named, whatever its name.
+    /// Reads a folder that the caller named, regardless of its name.
     pub(crate) fn read_root(&mut self, path: &Path) -> io::Result<()> {
         let real = path.canonicalize()?;
         self.seen.insert(real.clone());

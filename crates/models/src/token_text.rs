@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::tokenizer::Placed;
 use crate::{ByteText, ModelError, TokenRange, TokenStream, Tokenizer};
 
-/// Sizes of the pieces in which a long text is tokenized. While a token is made, it takes many times its bytes in
+/// Sizes of the pieces in which a long text is tokenized. While a token is created, it takes many times its bytes in
 /// memory.
 #[derive(Debug, Clone, Copy)]
 struct Pieces {
@@ -52,13 +52,13 @@ impl TokenText {
         TokenStream::Text(self.held_out.clone())
     }
 
-    /// Returns the number of U+FFFD characters that replace bytes that are not UTF-8.
+    /// Returns the number of U+FFFD characters that replace invalid UTF-8.
     #[must_use]
     pub fn num_replaced(&self) -> usize {
         self.num_replaced
     }
 
-    /// Returns the number of tokens that stand for text unknown to the tokenizer.
+    /// Returns the number of tokens that represent text unknown to the tokenizer.
     #[must_use]
     pub fn num_unknown(&self) -> usize {
         self.num_unknown
@@ -362,7 +362,7 @@ mod tests {
         most: 3000,
     };
 
-    /// Returns the byte pairs of the tests, with other rules.
+    /// Returns the tests' byte-pair tokenizer with different rules.
     fn with(rules: Value) -> Tokenizer {
         let mut all: Value =
             serde_json::from_str(include_str!("../tests/models/tokenizer.json")).unwrap();

@@ -212,7 +212,7 @@ fn unknown_of(inner: &tokenizers::Tokenizer) -> Option<u32> {
     }
 }
 
-/// Returns the tokens that are added before a text: those before the token of a text with a single token.
+/// Returns the tokens that the tokenizer adds before a text.
 fn front_of(inner: &tokenizers::Tokenizer) -> tokenizers::Result<Vec<u32>> {
     let Some(processor) = inner.get_post_processor() else {
         return Ok(Vec::new());

@@ -69,7 +69,7 @@ impl TokenRange {
         self.range.len()
     }
 
-    /// Returns the token at a position. Positions after the last token start again at the first.
+    /// Returns the token at a position. Positions past the last token wrap around.
     #[must_use]
     pub fn token(&self, index: usize) -> i64 {
         let index = self.range.start + index % self.num_tokens();

@@ -71,7 +71,7 @@ impl<A: Architecture> WeightsFile<A> {
     ///
     /// # Errors
     ///
-    /// If a file cannot be read, is not well-formed, or if a tensor is missing, unexpected, or has another shape or
+    /// If a file cannot be read, is not well-formed, or if a tensor is missing, unexpected, or has a different shape or
     /// type.
     pub fn open(path: impl Into<PathBuf>, config: A) -> Result<Self, ModelError> {
         config.validate()?;

@@ -229,7 +229,7 @@ impl Search<'_> {
         Ok(best)
     }
 
-    /// Takes units from the first on, and then removes the unnecessary ones, most expensive first.
+    /// Selects units from the first on, and then drops unnecessary ones, the most expensive first.
     fn first_ones(&mut self) -> Result<Option<Fitted>, Error> {
         let first = |number: usize| (0..number).collect::<BTreeSet<_>>();
         let number = self.units.len();

@@ -20,7 +20,7 @@ pub struct Machine {
     pub peak_flops_16: f64,
     /// Operations per second of one device in 32-bit matrix products, according to its data sheet.
     pub peak_flops_32: f64,
-    /// Fraction of the peak that whole train steps reach while they compute, `0..=1`.
+    /// Fraction of peak throughput that train steps reach while they compute, `0..=1`.
     pub achievable: f64,
     /// Bytes per second of one device's memory.
     pub memory_bandwidth: f64,

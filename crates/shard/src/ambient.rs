@@ -11,9 +11,9 @@ pub(crate) enum Purpose {
     PlainMappers,
     /// The removal of a parameter's reparameterization, which keeps the value put in its place.
     KeepBase,
-    /// The preparation of a module for a recomputed region: what is sharded stays as it is.
+    /// The preparation of a module for a recomputed region: what is sharded stays unchanged.
     Prepare,
-    /// The making of a module's own running states: what is sharded stays as it is.
+    /// The making of a module's own running states: what is sharded stays unchanged.
     OwnStates,
     /// A copy for a graph. Graphs must not make an abandoned copy look alive.
     CopyForGraph,

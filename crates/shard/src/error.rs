@@ -427,7 +427,7 @@ pub enum Error {
     Disagreement {
         /// The first rank with its value.
         rank: usize,
-        /// The first rank with another value.
+        /// The first rank with a different value.
         peer: usize,
         /// Path of the parameter or running state.
         path: String,

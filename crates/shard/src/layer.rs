@@ -1,4 +1,4 @@
-//! Burn's layers that compute in only one type, whatever the types of their parameters and inputs.
+//! Burn's layers that compute in only one type, regardless of the types of their parameters and inputs.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -74,7 +74,7 @@ impl Layer {
         })
     }
 
-    /// Returns the error of a parameter of the layer that computes in another type.
+    /// Returns the error of a parameter of the layer that computes in a different type.
     pub(crate) fn refuses(&self, param: &str, compute: DType) -> Error {
         Error::LayerType {
             layer: format!("`{}` ({})", self.path, self.kind),

@@ -9,13 +9,13 @@
 //! The foundation, which does not know of units:
 //!
 //! - `policy`, `gradient_hook`, `reduction_hook`: the user's settings.
-//! - `error`, `thrown` (errors on their way out of Burn), `read` (the parameter that was read last, for errors),
-//!   `report` (warnings), `device`, `path` (walks that know where they are), `pins` (buffers by their lifetime),
-//!   `transport` (tensors as bytes; collectives decide which bytes go where).
+//! - `error`, `thrown` (errors that leave Burn), `read` (the parameter that was read last, for errors), `report`
+//!   (warnings), `device`, `path` (walks that know where they are), `pins` (buffers by their lifetime), `transport`
+//!   (tensors as bytes; collectives decide which bytes go where).
 //! - `probes`: the trial of the optimizer at its first step, which finds out whether it may work on shards.
 //! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region it is in.
 //! - `audit`: whether each gradient of a step was summed and divided once.
-//! - `packing`: shards in 8 bits, on their way.
+//! - `packing`: shards in 8 bits, in transit.
 //! - `adapter`: a weight and its low-rank adapter in arithmetic.
 //! - `schedule`: the order of operations, recorded in the first step and followed later.
 //! - `op`: the nodes in Burn's autodiff graph, and the token that makes backward run unit by unit.
@@ -40,7 +40,7 @@
 //!   backward and the optimizer.
 //! - `wrap`: [`fully_shard`] groups parameters into units by path, cuts rank 0's values and puts a
 //!   `ShardedParam` beside each parameter, or a `TiedParam` beside a clone of one.
-//! - `unmanaged`: parameters that nobody would reduce.
+//! - `unmanaged`: parameters that would not be reduced.
 //! - `recompute` (activations computed again), `numbers` (random ones, drawn again), `leaves` and `step` ([`backward`] and what surrounds it).
 //! - `wrapper` offers all of it as methods.
 //!

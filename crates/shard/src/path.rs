@@ -79,7 +79,7 @@ pub(crate) trait Mapper {
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>>;
 
-    /// Returns the tensor of integers to put at `place`.
+    /// Returns the integer tensor for `place`.
     fn int<const D: usize>(
         &mut self,
         _place: &Location,

@@ -120,17 +120,16 @@ impl ShardPolicy {
         }
     }
 
-    /// Makes every module whose path matches one of `patterns` a unit of its own; the root takes the rest. A
-    /// pattern names path segments; `*` stands for any characters of one segment and `**` for any number of
-    /// segments: `"blocks.*"`, `"conv*"`, `"**.norm"`. If two patterns match on one path, the inner module
-    /// wins.
+    /// Makes every module whose path matches one of `patterns` a separate unit; the root takes the rest. A pattern
+    /// names path segments; `*` matches any characters within one segment, and `**` any number of segments:
+    /// `"blocks.*"`, `"conv*"`, `"**.norm"`. If two patterns match on one path, the inner module wins.
     pub fn units<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.patterns = patterns.into_iter().map(Pattern::new).collect();
         self
     }
 
     /// Makes one unit of all modules whose paths match any of `patterns`, such as the last norm and the head, like
-    /// PyTorch's `fully_shard([norm, head])`. Each call makes a unit. The patterns are like those in
+    /// PyTorch's `fully_shard([norm, head])`. Each call defines a unit. The patterns are like those in
     /// [`units`](Self::units), and again an inner module wins. The unit's name is its patterns, joined with `+`.
     ///
     /// Parameters that are gathered together are held together, so join modules that are used one after the
@@ -250,8 +249,8 @@ impl ShardPolicy {
         self
     }
 
-    /// Leaves parameters alone, and modules with everything in them, by pattern as in [`units`](Self::units): `"head"`,
-    /// `"**.bias"`. They are neither sharded nor reduced, and each rank has its own.
+    /// Ignores parameters, and modules with everything in them, by pattern as in [`units`](Self::units): `"head"`,
+    /// `"**.bias"`. They are neither sharded nor reduced, and are separate on each rank.
     pub fn ignore<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.ignored = patterns.into_iter().map(Pattern::new).collect();
         self
@@ -341,7 +340,8 @@ impl ShardPolicy {
     }
 
     /// Sets the steps whose gradients are audited. Default: in debug builds the first step and each step that follows a
-    /// new order of operations; in other builds none. All ranks must choose alike; otherwise nothing is compared.
+    /// new order of operations; in other builds none. All ranks must make the same choice; otherwise nothing is
+    /// compared.
     pub fn audit(mut self, steps: Audit) -> Self {
         self.audit = steps;
         self
@@ -370,7 +370,7 @@ impl ShardPolicy {
     /// cannot see the effect of a hook.
     ///
     /// The function is called inside backward, in the same order on all ranks of the shard axis, also on those that
-    /// have no gradient. All must communicate alike in it. It must not use sharded modules. It runs after
+    /// have no gradient. All must communicate in the same way in it. It must not use sharded modules. It runs after
     /// [`gradient_hook`](Self::gradient_hook). Parameters that every rank keeps whole under another strategy than
     /// [`Strategy::NoShard`] (vectors, those below [`whole_below`](Self::whole_below)) are still reduced by the engine.
     ///

@@ -1,13 +1,12 @@
 //! The trial that finds out, at an optimizer's first step, whether the optimizer may work on shards.
 //!
-//! Burn does not report that an optimizer steps: the optimizer maps over the module, as others do, with
-//! gradients that it finds by id. So [`backward`](crate::backward) adds gradients for small matrices, whole and
-//! in two shards, to the module's gradients, under separate ids. There is one matrix for each parameter that
-//! optimizers see in parts. A map that reaches such a parameter is also shown its matrix and shards, under the
-//! parameter's path, by which groups choose. A map without gradients for them changes nothing. A map that
-//! changes a value without a gradient is no optimizer. An optimizer that computes different bits for the shards
-//! than for the same elements of the whole matrix computes with whole tensors. Groups by ids remain unseen, as
-//! probes have other ids.
+//! Burn does not report that an optimizer steps: the optimizer maps over the module, as others do, with gradients that
+//! it finds by id. So [`backward`](crate::backward) adds gradients for small matrices, whole and in two shards, to the
+//! module's gradients, under separate ids. There is one matrix for each parameter that optimizers see in parts. A map
+//! that reaches such a parameter is also shown its matrix and shards, under the parameter's path, by which groups
+//! choose. A map without gradients for them changes nothing. A map that changes a value without a gradient is not an
+//! optimizer. An optimizer that computes different bits for the shards than for the same elements of the whole matrix
+//! computes with whole tensors. Groups by ids remain unseen, as probes have other ids.
 
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
@@ -329,8 +328,8 @@ impl Probes {
         gradients.register(self.id(probe, shard), gradient.inner());
     }
 
-    /// Shows the probes to `mapper` and returns their verdict. Shows all of them even if the matrix does not
-    /// move, so that their states advance alike.
+    /// Shows the probes to `mapper` and returns their verdict. Shows all of them even if the matrix does not move, so
+    /// their states advance together.
     fn verdict<M: ModuleMapper>(&self, mapper: &mut M) -> Verdict {
         let matrix = [SIDE, SIDE];
         let (before, control) = self.mapped(Probe::Control, 0, matrix, mapper);

@@ -5,8 +5,8 @@ use burn::tensor::{Device, GradientCheckpointingStrategy, Shape, Tensor};
 
 use crate::device;
 
-/// A rank's part of a parameter, as a separate parameter. It is flat if it is cut, and has the parameter's shape if it
-/// is the whole. If another rank owns the whole, it has as many empty dims.
+/// A rank's part of a parameter, as a separate parameter. A shard is flat, and a whole parameter has its own shape. If
+/// another rank owns the parameter, the part has the same number of dims, all empty.
 #[derive(Debug, Clone)]
 pub(crate) enum Shown {
     One(Param<Tensor<1>>),
@@ -17,7 +17,7 @@ pub(crate) enum Shown {
     Six(Param<Tensor<6>>),
 }
 
-/// Evaluates an expression of the parameter, whatever its number of dims.
+/// Evaluates an expression of the parameter, regardless of its number of dims.
 macro_rules! of_any {
     ($shown:expr, $param:ident => $body:expr) => {
         match $shown {
@@ -31,7 +31,7 @@ macro_rules! of_any {
     };
 }
 
-/// Creates another parameter with the same number of dims.
+/// Creates a parameter with the same number of dims.
 macro_rules! map_any {
     ($shown:expr, $param:ident => $body:expr) => {
         match $shown {
@@ -148,7 +148,7 @@ impl Shown {
     }
 }
 
-/// Returns a parameter with the elements of `flat`, on its device and with its autodiff.
+/// Returns a parameter with the elements of `flat`, with the same device and autodiff.
 fn leaf<const D: usize>(
     id: ParamId,
     flat: Tensor<1>,

@@ -24,7 +24,7 @@ pub(crate) enum Holding {
     Replica,
 }
 
-/// An element type, in Burn's terms and in the transport's.
+/// An element type, both as Burn's and as the transport's type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Element {
     /// Burn's name of the type.
@@ -47,7 +47,7 @@ pub(crate) struct Elements {
     pub(crate) stored: Element,
     /// The type of the full parameter, and so of its gradient.
     pub(crate) compute: Element,
-    /// The type of gradients while they are reduced.
+    /// The type in which gradients are reduced.
     pub(crate) reduce: Element,
 }
 

@@ -161,7 +161,7 @@ impl ModuleVisitor for PutBack<'_> {
     }
 }
 
-/// Drops every full parameter and everything pending, as after an error.
+/// Drops all full parameters and all pending work, as after an error.
 ///
 /// For programs that catch their own panic inside forward or backward. Not collective; all ranks must call
 /// it, or the next operation reports the difference.

@@ -23,7 +23,7 @@ pub(crate) struct Found {
     pub(crate) device: Device,
     /// True if it is configured to be trained.
     pub(crate) is_trainable: bool,
-    /// Path of the parameter that it adapts, if it is a factor of an adapter that is about to be made.
+    /// Path of the parameter that it adapts, if it is a factor of an adapter that is about to be created.
     pub(crate) factor_of: Option<String>,
     /// The layer around it, if the layer computes in only one type.
     pub(crate) layer: Option<Arc<Layer>>,
@@ -66,8 +66,8 @@ enum Kind {
 
 /// Walks `module` without initializing any lazy parameter.
 ///
-/// Burn shows buffers and parameters alike to mappers, but only a parameter keeps what a mapper
-/// attaches: a marker, put on a clone, tells them apart.
+/// Burn shows mappers buffers and parameters in the same way, but only a parameter keeps what a mapper attaches. So a
+/// marker that is attached to a clone distinguishes them.
 ///
 /// # Errors
 ///
@@ -177,7 +177,7 @@ impl Reparameterization for Marker {
 }
 
 struct Attach<'a> {
-    /// Paths of the parameters that the module hands out.
+    /// Paths of the parameters that the module exposes.
     reached: &'a mut HashSet<String>,
 }
 

@@ -19,7 +19,7 @@ const LONGEST_STRIDE: usize = 1 << 12;
 /// The mark for the first stride, where a longer stride did not help.
 const HOPELESS: usize = 0;
 
-/// The reason why full weights stay from forward to backward, if they do.
+/// The reason why full weights are kept from forward to backward, if they are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Keep {
     /// No reason: they are dropped after forward and gathered again.

@@ -45,9 +45,9 @@ pub use step::CompiledStep;
 /// for every parameter. The closure returns only the loss, or a pair of the loss and other tensors that the step
 /// outputs, see [`Loss`]. All ranks of the mode's group must call it, with the same arguments.
 ///
-/// A graph is made when the first batch of its shapes comes. Initial values are the ones that `init` gives on rank 0.
-/// No rank ever holds more than its part and one whole parameter, as long as `init` leaves parameters lazy, as Burn's
-/// layers do. [`LazyLora`](crate::LazyLora) also does, in place of Burn's `apply_lora`. Until the first graph of
+/// A graph is created when the first batch of its shapes comes. Initial values are the ones that `init` gives on rank
+/// 0. No rank ever holds more than its part and one whole parameter, as long as `init` leaves parameters lazy, as
+/// Burn's layers do. [`LazyLora`](crate::LazyLora) also does, in place of Burn's `apply_lora`. Until the first graph of
 /// [`DataParallel::Automatic`](crate::DataParallel::Automatic) has decided the parts, they are flat shards. To read
 /// values from a file, use [`compile_from`].
 ///
@@ -154,7 +154,8 @@ where
 ///
 /// # Errors
 ///
-/// The errors of `read`, [`Error::TensorMismatch`] for a part of another shape or type, and the errors of [`compile`].
+/// The errors of `read`, [`Error::TensorMismatch`] for a part of a different shape or type, and the errors of
+/// [`compile`].
 pub fn compile_from<M, B, L, O, E>(
     init: impl Fn(&Device) -> M + Send + 'static,
     read: impl FnMut(&ShardSpec<'_>) -> Result<Option<TensorData>, E>,
@@ -173,8 +174,8 @@ where
     compiled::<Flex, M, B, L, O, (), E>((init, read), loss, optimizer, mode, (), on)
 }
 
-/// Compiles as [`compile`] does, with an [`Override`] for parts that cannot be traced as they are. `loss` takes the
-/// module that stands for the one that `init` makes.
+/// Compiles as [`compile`] does, with an [`Override`] for parts that cannot be traced. `loss` takes the module that
+/// replaces the one that `init` makes.
 ///
 /// # Errors
 ///
@@ -314,7 +315,7 @@ fn initial_values<M: Module, V: Override<M>, E: From<Error>>(
 ) -> Result<InitialValues, E> {
     let layout = |spec: &ParameterSpec| mode.initial_layout(spec);
     let (layout, ranks): (&dyn Fn(&ParameterSpec) -> _, _) = (&layout, mode.ranks());
-    // An override's tensors may be made from the module's own values, so these are drawn once.
+    // An override's tensors may be created from the module's own values, so these are drawn once.
     let made = RefCell::new(None);
     let kept = |device: &Device| {
         let module = init(device);

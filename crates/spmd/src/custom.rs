@@ -1,7 +1,7 @@
 //! Operations that are not Burn's: their implementations and their costs.
 //!
-//! A model that captures an operation of its own, as an [`OperationIr::Custom`](burn_ir::OperationIr::Custom),
-//! trains compiled if the step knows it: see [`CompiledStep::operations`](crate::CompiledStep::operations).
+//! A model that captures a custom operation, as an [`OperationIr::Custom`](burn_ir::OperationIr::Custom), trains
+//! compiled if the step knows it: see [`CompiledStep::operations`](crate::CompiledStep::operations).
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -79,7 +79,7 @@ pub(crate) struct Record<'a> {
 }
 
 impl GraphDump {
-    /// Creates a dump into a folder, which is made when the first graph is written.
+    /// Creates a dump into a folder, which is created when the first graph is written.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         Self {
             folder: folder.into(),

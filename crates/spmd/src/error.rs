@@ -357,7 +357,7 @@ pub enum Error {
     InvalidGraph {
         /// The rule.
         rule: &'static str,
-        /// The pass that made the graph, if any.
+        /// The pass that produced the graph, if any.
         after: Option<PassId>,
         /// Index of the node at fault.
         node: usize,
@@ -401,13 +401,13 @@ pub enum Error {
         "the graph was made for {expected} ranks, but the group has {got}; compile it for {got}"
     )]
     GroupSize {
-        /// Number of ranks that the graph was made for.
+        /// Number of ranks that the graph was created for.
         expected: usize,
         /// Number of ranks in the group.
         got: usize,
     },
 
-    /// A resume at a step before the current one.
+    /// An attempt to resume at a step before the current one.
     #[error(
         "{done} steps are done, so a run cannot be resumed after {steps}; restore it from a checkpoint (resume_with)"
     )]

@@ -404,7 +404,7 @@ fn scattered(
     };
     let into = BufferPool::new().take(partition.len(group.rank()) * size);
     let label = format!("initial {}", spec.path);
-    // Waits until the others have read it, because the next value must not be made before.
+    // Waits until the others have read it, because the next value must not be created before.
     let received = group
         .start_scatter(label, Vec::new(), 0, vec![part], vec![into])
         .and_then(Pending::wait_released)

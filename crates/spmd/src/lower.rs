@@ -21,7 +21,7 @@ pub(crate) struct Lowered {
     pub(crate) certificate: Option<Arc<Certificate>>,
 }
 
-/// Returns the graph as the mode runs it, if its options name parameters of the graph.
+/// Returns the graph that the mode runs, if its options name parameters of the graph.
 fn prepared(graph: Graph, mode: &mut Mode) -> Result<Graph, Error> {
     let parameters = graph.parameters().iter().filter(|of| !of.is_buffer);
     let paths: Vec<&str> = parameters.map(|of| &*of.path).collect();
@@ -47,7 +47,7 @@ pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
     })
 }
 
-/// Applies the passes of a mode as [`lower`] does, and proves that the plan computes the graph as it is. With
+/// Applies the passes of a mode as [`lower`] does, and proves that the plan computes the original graph. With
 /// `num_batches` above one, the step is of that many micro-batches. See [`Mode::certified`].
 ///
 /// # Errors

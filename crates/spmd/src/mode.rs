@@ -42,7 +42,7 @@ pub struct Mode {
     certified: Certify,
     /// Fingerprints of the plans that were proved, if no others may run.
     proved: Option<BTreeSet<u64>>,
-    /// Replaces the passes of the mode by faulty ones.
+    /// Replaces the passes of the mode with faulty ones.
     #[cfg(test)]
     planted: Option<certify::Planted>,
     /// The seed of random numbers; without one, the backend draws them.
@@ -168,7 +168,7 @@ impl Mode {
     /// and a run that is [resumed](crate::CompiledStep::resume) continues as if it had not stopped. With placements
     /// ([`expand`](Self::expand), [`DataParallel::Automatic`]), the position of an element is its position in the whole
     /// tensor. The step then draws the same numbers as one rank, compiled with the same seed, draws for the joined
-    /// batch, and nothing is gathered for it. Otherwise every rank draws numbers of its own for its part of the batch.
+    /// batch, and nothing is gathered for it. Otherwise every rank draws separate numbers for its part of the batch.
     ///
     /// The numbers differ from those of Burn's generator with the same seed, and another version of the crate `rand`
     /// may give others. Evaluations, initial values, custom operations and random numbers of an optimizer draw as they
@@ -224,9 +224,9 @@ impl Mode {
         self
     }
 
-    /// Declares that the batch's tensors that match a pattern have no batch dim and are the same on all ranks, such as
-    /// class weights or a temperature. It is for [`DataParallel::Automatic`], which joins all others along their first
-    /// dim. [`Expand`] replicates tensors that it does not name, and the other styles join nothing.
+    /// Declares that the batch's tensors that match a pattern have no batch dim and are equal on all ranks, such as
+    /// class weights or a temperature. This is for [`DataParallel::Automatic`], which joins all other tensors along
+    /// their first dim. [`Expand`] replicates tensors that it does not name, and the other styles do not join tensors.
     #[must_use]
     pub fn shared_input(mut self, pattern: impl Into<Pattern>) -> Self {
         self.names.shared.push(pattern.into());

@@ -27,7 +27,7 @@ pub(crate) fn local_norm(clip: &Clip, gradients: Vec<TensorIr>, norm: TensorIr) 
 }
 
 /// Returns the call that computes the total norm and the factors from the norms of parts of the gradients. The first
-/// output is the total norm. Every other output is the factor, each with a shape and type of its own.
+/// output is the total norm. Every other output is the factor, each with its own shape and type.
 pub(crate) fn coefficients(
     clip: &Clip,
     norms: Vec<TensorIr>,
@@ -42,7 +42,7 @@ pub(crate) fn coefficients(
     }
 }
 
-/// Returns what passes and plans need to know about either call: results are numbers in memory of their own.
+/// Returns what passes and plans need to know about either call: results are numbers in separate memory.
 pub(crate) fn profile(call: &CustomOpIr) -> CustomProfile {
     let sizes = call.inputs.iter();
     let sizes = sizes.map(|input| input.shape.num_elements() * input.dtype.size());

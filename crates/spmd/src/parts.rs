@@ -43,7 +43,7 @@ impl Divided<'_> {
         }
     }
 
-    /// Returns the ranks that divide the elements, one flat shard each.
+    /// Returns the ranks that hold one flat shard of the elements each.
     pub(crate) fn flat_group(&self) -> Result<&ProcessGroup, Error> {
         let cut = self.cuts()?.into_iter().next();
         Ok(cut.map_or(self.ranks.group(), |(_, group)| group))
@@ -70,7 +70,7 @@ impl Divided<'_> {
         cuts.collect()
     }
 
-    /// Returns this rank's part of the whole, padded, in memory of its own.
+    /// Returns this rank's part of the whole, padded, in separate memory.
     pub(crate) fn localize(&self, data: &TensorData) -> Result<TensorData, Error> {
         if let Some(partition) = self.partition()? {
             let part = slice(data, partition.range(self.flat_group()?.rank()));
@@ -296,7 +296,7 @@ pub(crate) fn broadcast(
             vec![BufferPool::new().take(num_bytes)],
         ),
     };
-    // Waits until the others have read it, because the next value must not be made before.
+    // Waits until the others have read it, because the next value must not be created before.
     let received = group
         .start_broadcast(label, Vec::new(), 0, parts, into)
         .and_then(Pending::wait_released)

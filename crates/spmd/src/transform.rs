@@ -35,7 +35,7 @@ use crate::pass_id::PassId;
 /// # Ok::<(), Error>(())
 /// ```
 pub trait GraphTransform: fmt::Debug + Send + Sync {
-    /// Returns the name of the pass in errors and in [`Graph::applied`].
+    /// Returns the name of the pass, as used in errors and [`Graph::applied`].
     fn id(&self) -> PassId;
 
     /// Returns the passes that must have been applied before it.

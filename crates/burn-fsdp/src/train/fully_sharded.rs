@@ -170,7 +170,7 @@ impl FullySharded {
         })
     }
 
-    /// Sets the units, and the rest of the sharding policy. There is a mesh of only one axis: a policy with a replicate
+    /// Sets the units, and the rest of the sharding policy. The mesh has only one axis, so a policy with a replicate
     /// axis is rejected.
     #[must_use]
     pub fn policy(mut self, policy: ShardPolicy) -> Self {
@@ -446,7 +446,7 @@ enum Whole {
     OfAll,
 }
 
-/// Checks that ranks can be threads: that no launcher has started the program several times.
+/// Checks that ranks can be threads, because no launcher has started the program several times.
 fn check_threads() -> Result<(), Error> {
     match processes()? {
         None => Ok(()),

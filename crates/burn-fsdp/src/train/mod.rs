@@ -8,7 +8,7 @@
 //! - `course`: the settings that all ranks share; `agreement`: the check that ranks which are processes have
 //!   the same.
 //! - `rank`: the loop of one rank. `rounds`: the batches of all ranks, step by step. `lead`: rank 0's work for all.
-//! - `outputs`: the steps' outputs for the metrics, on their way to rank 0; `portable`: outputs as tensors that travel
+//! - `outputs`: the steps' outputs for the metrics, in transit to rank 0; `portable`: outputs as tensors that travel
 //!   between processes.
 //! - `stop`: the reason why a rank stops, and its message to the others; `notes`: messages between ranks.
 //! - `whole_state`: the optimizer's state in shards, from and to Burn's record of it; `filed`: the whole state in a

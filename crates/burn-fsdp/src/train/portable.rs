@@ -12,8 +12,7 @@ use burn_pack::{Reader, Scalar, Tensor as PackedTensor, Writer};
 
 use crate::error::Error;
 
-/// An output of a step for the metrics of Burn's loop, as tensors, so that it can travel to rank 0 where ranks are
-/// processes.
+/// A step's output for the metrics of Burn's loop, as tensors that can be sent to rank 0 if ranks are processes.
 ///
 /// Burn's outputs of classification, regression and sequences implement it. For a custom type, pack everything that
 /// the metrics read:
@@ -59,7 +58,7 @@ pub trait Portable: Sized {
     fn unpack(parcel: &mut Parcel, device: &Device) -> Result<Self, Error>;
 }
 
-/// Tensors by name, on their way from one process to another. Their types and bits stay as they are.
+/// Tensors by name, in transit from one process to another. Their types and bits stay unchanged.
 #[derive(Debug, Default)]
 pub struct Parcel {
     tensors: BTreeMap<String, TensorData>,
@@ -87,7 +86,7 @@ impl Parcel {
     ///
     /// # Errors
     ///
-    /// [`Error::Parcel`] if there is none with this name, or one with another number of dims.
+    /// [`Error::Parcel`] if there is none with this name, or one with a different number of dims.
     pub fn take<const D: usize, K: Basic>(
         &mut self,
         name: &str,
@@ -155,7 +154,7 @@ fn unfit(name: &str, reason: String) -> Error {
     }
 }
 
-/// Returns the error for bytes that are no parcel.
+/// Returns the error for bytes that are not a parcel.
 fn unreadable(error: burn_pack::Error) -> Error {
     Error::Parcel {
         name: "all".to_owned(),

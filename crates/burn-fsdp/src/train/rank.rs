@@ -181,7 +181,7 @@ struct End {
 /// One rank in the middle of a training run.
 struct Rank<'a, M: LearnerModel> {
     world: &'a ProcessGroup,
-    /// The device where outputs of other processes are put together.
+    /// The device where outputs of other processes are reassembled.
     device: Device,
     /// The rates that are compared between the schedules of processes.
     rates: Option<Rates>,
@@ -347,7 +347,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         rounds.next(self.world, own)
     }
 
-    /// Ends the training of all ranks if it `ends` on one, or is stopped there.
+    /// Ends training on all ranks if it `ends` or is stopped on one of them.
     fn agreed(&self, ends: bool) -> Result<After, Error> {
         let stop = Stop::of(&self.course.interrupter);
         let all = exchanged(self.world, "end of an epoch", &End { ends, stop })?;

@@ -20,8 +20,7 @@ pub(crate) struct Share<I> {
 }
 
 impl<I> Share<I> {
-    /// Divides a loader: neighbouring items to each rank, and one more to the first ranks if they do not
-    /// divide evenly.
+    /// Splits a loader into contiguous ranges, one per rank; the first ranks get one more item if the split is uneven.
     pub(crate) fn of_ranks(loader: &Arc<dyn DataLoader<I>>, devices: &[Device]) -> Vec<Self> {
         let items = loader.num_items();
         let (each, more) = (items / devices.len(), items % devices.len());
@@ -73,8 +72,7 @@ pub(crate) enum Next<I> {
     Round(Round<I>),
     /// All items are used.
     Through,
-    /// A rank is to stop, or its loader failed: the rank and the reason. The failure is this rank's own, if it
-    /// is that rank.
+    /// A rank must stop, or its loader failed: the rank and the reason. On that rank, the failure is included.
     Stopped(Option<DatasetError>, (usize, Stop)),
 }
 

@@ -1,4 +1,4 @@
-//! Files of whole tensors that are on their way between the ranks and Burn's checkpointers.
+//! Files of whole tensors that are in transit between the ranks and Burn's checkpointers.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -106,7 +106,7 @@ pub(crate) struct Pile {
 }
 
 impl Pile {
-    /// Adds the bytes of a tensor, and returns them as a part of the file, without holding them in memory.
+    /// Appends a tensor's bytes to the file, and returns them as a lazily read part of it.
     ///
     /// # Errors
     ///

@@ -85,7 +85,7 @@ impl<M: LearnerModel, T> Strategy<M, T> {
         }
     }
 
-    /// Returns the device of each rank, with the model's autodiff: tensors of one operation must agree on that.
+    /// Returns the device of each rank, with the model's autodiff, on which all tensors of an operation must agree.
     fn devices(&self, model: &M) -> Vec<Device> {
         let of_model = model.devices().into_iter().next().unwrap_or_default();
         let given = self.settings.devices.iter();

@@ -28,7 +28,7 @@ use crate::train::scratch::{Pile, Scratch};
 
 /// A parameter that an optimizer steps, in shards.
 struct Sharded {
-    /// The id by which this rank's optimizer knows it.
+    /// The tensor's id in this rank's optimizer.
     id: u64,
     local: LocalTensor,
 }
@@ -110,7 +110,7 @@ pub(crate) fn divided<M: Module>(
 /// The state that a rank has received.
 struct Own<'a> {
     parent: Option<&'a Path>,
-    /// The file of the tensors, and its folder, once rank 0 has announced any state.
+    /// The tensor file and its folder, once rank 0 has announced a state.
     files: Option<(Scratch, Pile)>,
     tensors: Vec<PackedTensor>,
     scalars: BTreeMap<String, Scalar>,

@@ -23,7 +23,7 @@ impl Case {
 
     /// Trains with plain Burn, as [`plainly`](Self::plainly) except for rounding. Parameters differ in the last bits of
     /// the narrowest type (see [`Plan::init_nudged`]), and gradients come from a multiple of the loss and are then
-    /// divided by it. A gradient that is zero except for rounding then has another value.
+    /// divided by it. A gradient that is zero except for rounding then has a different value.
     pub(crate) fn plainly_nudged(&self, nudge: u64) -> Outcome {
         let device = Device::flex().autodiff();
         let rounding = self.legs.iter().map(|leg| leg.halves().rounding());

@@ -115,7 +115,7 @@ pub(crate) fn finish(
     }
 }
 
-/// Saves a step while the next one is made.
+/// Saves a step while the next one runs.
 fn in_background(
     run: &mut dyn Run,
     checkpoints: &Checkpoints,

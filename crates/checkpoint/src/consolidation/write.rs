@@ -68,7 +68,7 @@ pub(super) fn write_folder(
     Ok(names)
 }
 
-/// Writes whole tensors into one file, wide elements first. This aligns all of them.
+/// Writes whole tensors into one file, those with the widest elements first, which aligns all of them.
 pub(super) fn write_file(
     step: &Step,
     path: &Path,
@@ -87,7 +87,7 @@ pub(super) fn write_file(
         .map_err(|problem| Error::invalid(path, problem))?;
     let file = step.storage().create_file(path);
     let mut file = file.map_err(Error::io("create", path))?;
-    // Tells others that a process is writing the file. Without support for locks, nobody checks.
+    // Tells others that a process is writing the file. Without support for locks, there is no check.
     let _lock = step.storage().lock(path);
     let mut write = |bytes: &[u8]| file.write_all(bytes).map_err(Error::io("write", path));
     write(&header)?;

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{DirEntry, EntryKind, Lock, ReadFile, Storage, WriteFile};
 
-/// A storage in memory, for tests. [`crash`](Self::crash) discards unsynced data, as a loss of power does.
+/// A storage in memory, for tests. [`crash`](Self::crash) discards unsynced data, like a power failure.
 ///
 /// A file keeps its synced bytes and any prefix of the bytes written after them. A folder keeps its entries as of its
 /// last sync or any later moment, because journaling file systems keep changes in order. Different files and folders

@@ -62,7 +62,7 @@ Environment of the command:
 
 The exit code is the command's, or 128 + N if signal N ended it.";
 
-/// Exit code of a command with an error in its input, which a restart would not change.
+/// Exit code for an error in the command's input, which a restart would not fix.
 const INPUT: i32 = 2;
 
 /// The time between two checks whether the command has ended.
@@ -180,8 +180,8 @@ fn cannot_run(args: &LaunchArgs, error: &std::io::Error) -> InputError {
     }
 }
 
-/// Waits for the end of the command and of the training runs below it, and passes signals on. Trainings that a failed
-/// command leaves behind are told to end, because they would block the next start.
+/// Waits for the end of the command and of the training runs below it, and passes signals on. Training runs that a
+/// failed command leaves behind are told to end, because they would block the next start.
 fn wait(child: &mut Child, below: &mut Below, signals: &Signals) -> std::io::Result<ExitStatus> {
     let mut ended = None;
     let mut look_at = Instant::now();

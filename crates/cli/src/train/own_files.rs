@@ -12,7 +12,7 @@ use crate::process::Process;
 /// Prefixes of the names of entries in the run's folders.
 const NAMES: [&str; 5] = ["step-", "rank-", ".step-", ".lock", ".seen-by-all-"];
 
-/// The run's own files and folders inside the text of `--data`.
+/// The run's own files and folders inside the `--data` folder.
 #[derive(Debug)]
 pub(crate) struct OwnFiles {
     /// Paths from flags that are inside the text, with links resolved.

@@ -31,7 +31,7 @@ const fn advice(on_not_finite: NotFinite) -> &'static str {
     }
 }
 
-/// Runs a training run on one rank. Times in traces count from `origin`. Rank 0 has the metrics.
+/// Trains on one rank. Times in traces are relative to `origin`. Rank 0 writes the metrics.
 pub(crate) fn train(
     config: &TrainConfig,
     world: &ProcessGroup,

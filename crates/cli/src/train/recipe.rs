@@ -81,7 +81,7 @@ impl Numbers {
 
 /// The optimizers with these hyperparameters.
 impl Numbers {
-    /// Returns the weight decay that Burn adds to gradients, or that Muon applies itself.
+    /// Returns the weight decay that Burn adds to gradients, or that Muon applies.
     fn decay(self) -> Option<WeightDecayConfig> {
         (self.weight_decay > 0.0).then(|| WeightDecayConfig::new(self.weight_decay))
     }
@@ -253,7 +253,7 @@ impl Recipe {
         groups
     }
 
-    /// Adds one of the optimizers for a group, or starts with it.
+    /// Adds an optimizer for a group, or starts a list with it.
     fn with(
         &self,
         groups: Option<OptimizerGroups>,

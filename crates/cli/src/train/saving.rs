@@ -141,7 +141,7 @@ impl<'a> Saving<'a> {
         Ok(Started::Goes)
     }
 
-    /// Handles the result of the save under way, if it is complete.
+    /// Handles the result of the current save, if it is complete.
     pub(crate) fn poll(&mut self) {
         self.saves.poll();
         self.tell();
@@ -206,7 +206,7 @@ impl<'a> Saving<'a> {
         Ok(has(1) && !has(2))
     }
 
-    /// Passes on the remarks about saves as warnings.
+    /// Turns remarks about saves into warnings.
     fn tell(&mut self) {
         for remark in self.saves.remarks() {
             self.pass_on(&remark);

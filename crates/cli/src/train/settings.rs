@@ -294,7 +294,7 @@ fn older(saved: &TrainingState) -> Map<String, Value> {
     was
 }
 
-/// Returns the flag of a setting. Steps store two of them under names without dashes.
+/// Returns the flag for a setting. Saved steps store two settings under names without dashes.
 fn flag_of(name: &str) -> String {
     match name {
         DATA | TOKENIZER => format!("--{name}"),

@@ -14,8 +14,7 @@ pub(crate) trait Trainer {
     /// Trains one step on this rank's rows. Returns the loss before the update, of these rows or of all rows.
     fn step(&mut self, step: usize) -> Result<f32, RankError>;
 
-    /// Trains one step as [`step`](Self::step) does. Also returns its events of a Chrome trace, with times since
-    /// `origin`.
+    /// Trains one step like [`step`](Self::step), and also returns its Chrome trace events, with times since `origin`.
     fn traced_step(&mut self, step: usize, origin: Instant)
     -> Result<(f32, Vec<Value>), RankError>;
 

@@ -166,7 +166,7 @@ fn a_tokenizer_that_differs_from_the_folders_is_warned_about() {
     );
 }
 
-/// The same tokenizer, written by another program, in another order, and with merges in their older format.
+/// The same tokenizer, written by another program, in a different order, and with merges in their older format.
 fn same_tokenizers() -> [String; 3] {
     let json: Value = serde_json::from_str(TOKENIZER).expect("JSON");
     let pretty = serde_json::to_string_pretty(&json).expect("JSON");

@@ -51,7 +51,7 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     }
 }
 
-/// The request of one rank for its part in an operation.
+/// One rank's request in an operation.
 #[derive(Debug)]
 pub(crate) struct Request {
     pub(crate) operation: Operation,
@@ -73,7 +73,7 @@ pub(crate) struct Claim {
     pub(crate) checks: Checks,
 }
 
-/// The description of a group to be made from a larger one.
+/// The description of a group to be created from a larger one.
 #[derive(Debug)]
 pub(crate) struct Subgroup {
     /// The group's number in the world, which its members have agreed on; no other group has it.
@@ -127,12 +127,12 @@ pub(crate) trait Flight: Send {
     /// As [`begin`](Self::begin).
     fn receive(&mut self) -> Result<Vec<Buffer>, Withdrawn>;
 
-    /// Returns the engine's findings about the bytes that it has moved. Called after [`receive`](Self::receive), where
+    /// Returns the engine's findings about the bytes that it has moved. Called after [`receive`](Self::receive), if
     /// ranks compare bytes.
     fn findings(&mut self) -> Findings;
 }
 
-/// An engine's findings about the bytes that it has moved. The engine has always compared combined bytes.
+/// An engine's findings about the bytes that it moved. The engine itself has already compared combined bytes.
 #[derive(Debug, Default)]
 pub(crate) struct Findings {
     /// True if it has also compared moved bytes; otherwise the group compares them.
@@ -155,6 +155,6 @@ pub struct Received {
     pub buffers: Vec<Buffer>,
     /// The note of every rank, by rank of the group.
     pub notes: Vec<Vec<u8>>,
-    /// The seal of each buffer, where ranks compare bytes; otherwise empty.
+    /// The seal of each buffer, if ranks compare bytes; otherwise empty.
     pub seals: Vec<Seal>,
 }

@@ -8,7 +8,7 @@ use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder, Yield};
 /// Stack size of a rank's threads: a main thread's size, because whole training loops run on them.
 const STACK_BYTES: usize = 8 << 20;
 
-/// The pause between two checks of a background worker for work. Each check takes some microseconds.
+/// The pause between a background worker's checks for work. Each check takes some microseconds.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 /// A rank's rayon pool. The body runs on one of its workers. So parallel work that the body begins, such as Burn's

@@ -85,7 +85,7 @@ impl LocalFlight {
     /// Combines this rank's slice of an all-reduce, then the slices that no rank has begun yet.
     ///
     /// So a rank only ever waits for slices that another rank is working on. A rank that arrives late or has discarded
-    /// the operation delays nobody. The bits of a slice do not depend on the rank that combines it.
+    /// the operation delays no other rank. The bits of a slice do not depend on the rank that combines it.
     fn combine_slices(
         &mut self,
         reduction: &Reduction,

@@ -17,7 +17,7 @@ use crate::world::News;
 /// sleeps between two looks.
 const LOOK_FOR: Duration = Duration::from_millis(1);
 
-/// The same while the rank computes, because the looks may take its core. For a rank that has started an operation and
+/// The pause while the rank computes, because polling may take its core. For a rank that has started an operation and
 /// is about to wait.
 const LOOK_UNAWAITED_FOR: Duration = Duration::from_micros(20);
 
@@ -265,7 +265,7 @@ impl Progress {
                 Some(control) => control.world.has_departed(rank),
                 None => self.early_departed.push(rank),
             },
-            // Before this rank has a world it waits for nobody, and needs no explanation.
+            // Before this rank has a world it waits for no other rank, and needs no explanation.
             News::Waits { rank, wait } => {
                 if let Some(control) = self.domains.get(&WORLD_DOMAIN) {
                     control.world.waits.set(rank, wait);

@@ -205,7 +205,7 @@ impl Round {
         &self.start.shared.claim(self.rank()).signature
     }
 
-    /// Returns true if nobody waits for the operation any more and it cannot complete.
+    /// Returns true if nothing waits for the operation any more and it cannot complete.
     pub(super) fn is_given_up(&self) -> bool {
         Arc::strong_count(&self.start.shared) == 1 && self.start.control.failure().is_some()
     }

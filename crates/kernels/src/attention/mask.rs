@@ -25,8 +25,7 @@ pub(crate) struct Fill {
     pub(crate) value: f32,
 }
 
-/// The masks of a block of queries. The code of each key is zero, or the number of the last mask that is set, counted
-/// from one.
+/// The masks of a block of queries. Each key has a code: zero, or the one-based index of the last mask that is set.
 pub(super) struct Codes {
     codes: Vec<u8>, // [heads or 1, queries, keys]
     planes: usize,
@@ -96,7 +95,7 @@ impl Codes {
         &self.codes[start + keys.start..start + keys.end]
     }
 
-    /// Returns the greatest number that a mask fills in, or NaN if one of them is NaN.
+    /// Returns the largest fill value of a mask, or NaN if one of them is NaN.
     fn highest(&self) -> f32 {
         let larger = |a: f32, b: f32| if a > b || a.is_nan() { a } else { b };
         let values = self.values.iter().copied();

@@ -460,7 +460,7 @@ impl<'a> Heap<'a> {
         }
     }
 
-    /// Moves the updates of the step to the tensors that the next step reads, and frees the rest.
+    /// Moves the step's updates into the tensors that the next step reads, and frees the rest.
     fn finish(&mut self, graph: &Graph) {
         let updates: Vec<_> = graph
             .updates()

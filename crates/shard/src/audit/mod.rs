@@ -21,8 +21,8 @@ pub(crate) use auditor::{Auditor, Due, Fault, Wanted};
 pub(crate) use tag::{Tag, flags, is_flagged, scale_of, tag_of_sum, tags};
 
 /// The steps whose gradients are audited. An audit checks that each gradient of each parameter was summed exactly once
-/// over each group of ranks and divided once. It uses exact arithmetic with random elements of a prime field that stand
-/// for the gradients.
+/// over each group of ranks and divided once. It uses exact arithmetic with random elements of a prime field that
+/// represent the gradients.
 ///
 /// An audited step issues no additional operation. An error ends `backward` with
 /// [`Error::Audit`](crate::Error::Audit) on the ranks that hold the gradient.

@@ -75,7 +75,7 @@ pub(crate) fn scale_of(reduction: &Reduction, ranks: usize) -> Tag {
     }
 }
 
-/// Returns the first part of the note of a reduction: a byte for each gradient, 1 if this rank has it.
+/// Returns the first part of a reduction's note: one byte per gradient, 1 if this rank has the gradient.
 pub(crate) fn flags(given: impl Iterator<Item = Option<Tag>>) -> Vec<u8> {
     given.map(|tag| u8::from(tag.is_some())).collect()
 }
@@ -85,7 +85,7 @@ pub(crate) fn is_flagged(notes: &[Vec<u8>], index: usize) -> bool {
     notes.iter().any(|note| note.get(index) == Some(&1))
 }
 
-/// Returns the second part of the note, only of audited steps: the tag of each gradient, zero for none.
+/// Returns the second part of an audited step's note: the tag of each gradient, or zero if there is none.
 pub(crate) fn tags(given: impl Iterator<Item = Option<Tag>>) -> Vec<u8> {
     let tags = given.map(|tag| tag.unwrap_or(Tag::from(0)));
     tags.flat_map(Tag::encode).collect()

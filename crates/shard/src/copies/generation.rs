@@ -65,7 +65,7 @@ pub(crate) struct Generation {
     view: Mutex<Option<View>>,
 }
 
-/// This rank's piece of a full parameter, with its seal where ranks compare bytes.
+/// This rank's piece of a full parameter, with its seal if ranks compare bytes.
 pub(crate) type Piece = (Tensor<1>, Option<Seal>);
 
 /// A set of values from several generations.
@@ -203,7 +203,7 @@ impl Generation {
         &self.unit.groups.shard
     }
 
-    /// Returns the checksum that the value of `slot` had when it was written, where ranks compare bytes.
+    /// Returns the checksum that the value of `slot` had when it was written, if ranks compare bytes.
     pub(crate) fn seal(&self, slot: usize) -> Option<Seal> {
         self.held(slot).seal
     }
@@ -223,7 +223,7 @@ impl Generation {
         format!("{kind} of `{path}` (unit {})", self.unit.label())
     }
 
-    /// Checks that the value of `slot` still has its written bytes, where ranks compare bytes.
+    /// Checks that the value of `slot` still has its written bytes, if ranks compare bytes.
     pub(crate) fn check(&self, slot: usize) -> Result<(), Error> {
         let held = self.held(slot);
         let named = || self.named(slot);
@@ -294,7 +294,7 @@ impl Generation {
     }
 
     /// Returns the parent in a graph of the full parameter of `slot`: `parent`, the flat leaf that optimizers see. It
-    /// is a new leaf if `parent` is on another device (for an offloaded unit) or has another shape.
+    /// is a new leaf if `parent` is on another device (for an offloaded unit) or has a different shape.
     pub(crate) fn leaf(&self, slot: usize, parent: Tensor<1>) -> Tensor<1> {
         let is_flat = self.unit.slots[slot].shown_dims() == 1;
         match is_flat && self.unit.offload.is_none() {
@@ -465,7 +465,7 @@ impl Kin {
         known.push(Arc::downgrade(generation));
     }
 
-    /// Returns the generations that still exist, in the order in which they were made.
+    /// Returns the generations that still exist, in the order in which they were created.
     pub(super) fn live(&self) -> Vec<Arc<Generation>> {
         self.0.lock().iter().filter_map(Weak::upgrade).collect()
     }

@@ -30,7 +30,7 @@ impl fmt::Display for UnitState {
 pub(crate) struct Full {
     /// The tensors.
     pub(crate) tensors: Slots<Tensor<1>>,
-    /// The checksums of the gathered tensors, where ranks compare bytes.
+    /// Checksums of the gathered tensors, if ranks compare bytes.
     pub(crate) seals: Slots<Seal>,
 }
 

@@ -25,7 +25,7 @@ pub(super) struct Value {
     pub(super) device: Device,
     /// The leaf's node, if gradients are wanted.
     pub(super) node: Option<NodeId>,
-    /// The checksum of its bytes when they were written, where ranks compare bytes.
+    /// The checksum of its bytes when they were written, if ranks compare bytes.
     pub(super) seal: Option<Seal>,
     /// Its elements in 32 bits, where a sum over many steps is kept and the parameter has a 16-bit type.
     pub(super) exact: Option<Tensor<1>>,

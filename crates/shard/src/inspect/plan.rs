@@ -20,7 +20,7 @@ pub struct UnitPlan {
     pub num_params: usize,
     /// Bytes of its full parameters while it is unsharded.
     pub unsharded: usize,
-    /// Bytes of parameters that this rank holds between steps.
+    /// Number of parameter bytes that this rank holds between steps.
     pub held: usize,
     /// True if full weights stay from forward to backward.
     pub keeps_unsharded: bool,

@@ -19,7 +19,7 @@ const NUM_STEPS: usize = 3;
 #[derive(Debug, Clone, Copy)]
 enum Gradients {
     Small,
-    /// Beyond any threshold of clipping by norm, while the square is still finite, as far as the type allows.
+    /// A value beyond any threshold of clipping by norm whose square is still finite, as far as the type allows.
     Large,
     /// Large in the first half of the matrix, small in the second.
     Halves,
@@ -104,7 +104,7 @@ pub fn check_elementwise_once<M: Module>(
 }
 
 /// Checks that the optimizers of all ranks do the same, for every trainable parameter of a sharded module. Ranks that
-/// step their shards with different betas silently train a model that nobody configured.
+/// step their shards with different betas silently train an unintended model.
 ///
 /// Burn does not show an optimizer's settings. So a copy of it, without its state, makes a few steps with a small
 /// matrix under the path and id of each parameter, and ranks compare the bits. The learning rate is an argument of each
@@ -216,7 +216,7 @@ impl<'a> Trial<'a> {
     }
 }
 
-/// A module of one parameter, at any path: an optimizer's argument for that parameter of a larger module.
+/// A module with a single parameter at any path, to run an optimizer on one parameter of a larger module.
 #[derive(Debug, Clone)]
 pub struct Probe<const D: usize> {
     path: Vec<String>,

@@ -156,10 +156,10 @@ pub struct UnitGradients {
     pub gradients: GradientsParams,
 }
 
-/// Divides the gradients of `module` by unit, in the order in which the module first names a parameter of each,
-/// for optimizers that step unit by unit. The parameters that no unit manages come last. Units without a gradient
-/// are left out, except those in which a rank [owns](crate::ShardPolicy::one_owner) a trained parameter: only the
-/// owner has the gradient, and all ranks must step alike.
+/// Divides the gradients of `module` by unit, in the order in which the module first names a parameter of each, for
+/// optimizers that step unit by unit. The parameters that no unit manages come last. Units without a gradient are left
+/// out, except those in which a rank [owns](crate::ShardPolicy::one_owner) a trained parameter: only the owner has the
+/// gradient, and all ranks must make the same step.
 ///
 /// Not collective. Gradients that belong to no parameter of `module` are dropped.
 pub fn gradients_by_unit<M: Module>(

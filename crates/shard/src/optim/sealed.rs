@@ -43,7 +43,7 @@ pub struct SealedState<S>(Form<S>);
 
 #[derive(Debug, Clone)]
 enum Form<S> {
-    /// In the optimizer's form: from a record, or where ranks do not compare bytes.
+    /// In the optimizer's form: from a record, or if ranks do not compare bytes.
     Whole(S),
     /// In parts, each with its seal.
     Apart {
@@ -77,7 +77,7 @@ impl<O: Optimizer> Optimizer for SealedOptimizer<O> {
     fn to_device<const D: usize>(state: Self::State<D>, device: &Device) -> Self::State<D> {
         match state.0 {
             Form::Whole(state) => SealedState(Form::Whole(O::to_device(state, device))),
-            // It is put together on the device of the step.
+            // It is reassembled on the device of the step.
             apart => SealedState(apart),
         }
     }
@@ -102,7 +102,7 @@ impl<S: RecordState> SealedState<S> {
         Self(Form::Apart { tensors, rest })
     }
 
-    /// Returns the state of the optimizer, checked against the seals; `None` if it cannot be put together.
+    /// Returns the state of the optimizer, checked against the seals; `None` if it cannot be reassembled.
     fn checked(self, current: Option<&Current>, device: &Device) -> Result<Option<S>, Error> {
         let (tensors, rest) = match self.0 {
             Form::Whole(state) => return Ok(Some(state)),

@@ -27,7 +27,7 @@ pub(crate) struct Member {
     pub(crate) copy: Copied,
     /// The id of the value that optimizers and gradients see.
     pub(crate) id: ParamId,
-    /// True for another field that shares the parameter, which is a member under the first.
+    /// True for a further field of a shared parameter, which is a member through the first field.
     pub(crate) is_tied: bool,
     /// An uncounted hold, for reading the full parameter.
     owned: Owned,
@@ -36,7 +36,7 @@ pub(crate) struct Member {
 }
 
 impl Clone for Member {
-    /// Returns the same member: no copy of the module, which would have a number of its own.
+    /// Returns the same member: no copy of the module, which would have its own number.
     fn clone(&self) -> Self {
         Self {
             generation: self.generation.clone(),
@@ -73,7 +73,7 @@ impl Member {
     }
 }
 
-/// A parameter, whatever its values: its unit, and its index there.
+/// A parameter, regardless of its values: its unit, and its index there.
 pub(crate) type Key = (*const Unit, usize);
 
 thread_local! {

@@ -69,7 +69,7 @@ impl Reparameterization for Attached {
     }
 }
 
-/// A field that shares another field's parameter has no value of its own: there is nothing to map, and nothing to move.
+/// A field that shares another field's parameter has no value: there is nothing to map, and nothing to move.
 impl Module for Attached {
     fn collect_devices(&self, devices: Devices) -> Devices {
         match self {

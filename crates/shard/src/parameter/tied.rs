@@ -45,7 +45,7 @@ pub(crate) struct Tie {
 /// A field that shares a sharded parameter.
 pub(crate) struct TiedParam {
     tie: Arc<Tie>,
-    /// The copy of the module that it belongs to; `None` for a field that was made without the first one.
+    /// The copy of the module that it belongs to; `None` for a field that was created without the first one.
     copy: Option<Held>,
     /// The values that a backward graph may need when the module is gone.
     of_graph: Option<Arc<Generation>>,
@@ -69,8 +69,7 @@ impl Held {
         }
     }
 
-    /// Returns the copy that was just made of the first field, if there is one: fields are copied in the order of the
-    /// module.
+    /// Returns the latest copy of the first field, if there is one; fields are copied in module order.
     fn followed(&self) -> Option<Self> {
         let count = self.clones.count();
         let is_new = self.num_seen.swap(count, Ordering::Relaxed) != count;

@@ -22,7 +22,7 @@ pub(super) struct Gradient {
     pub(super) tensor: Tensor<1>,
     pub(super) account: Account,
     pub(super) tag: Tag,
-    /// Its checksum while it waits for another backward, where ranks compare bytes.
+    /// Its checksum while it waits for another backward, if ranks compare bytes.
     pub(super) seal: Option<Seal>,
 }
 
@@ -32,7 +32,7 @@ pub(super) struct Tagged {
     pub(super) tag: Tag,
 }
 
-/// A shard's gradient of one replica, with its seal where ranks compare bytes.
+/// A shard's gradient of one replica, with its seal if ranks compare bytes.
 pub(super) struct Sum {
     pub(super) tensor: Tensor<1>,
     pub(super) tag: Tag,

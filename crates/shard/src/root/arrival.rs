@@ -102,7 +102,7 @@ pub(super) struct Arrived {
     /// True if any rank has a gradient.
     pub(super) is_used: bool,
     pub(super) tag: Tag,
-    /// Its checksum, where ranks compare bytes.
+    /// Its checksum, if ranks compare bytes.
     pub(super) seal: Option<Seal>,
 }
 

@@ -57,7 +57,7 @@ impl Evaluation {
     /// # Errors
     ///
     /// [`Error::State`] inside another one; [`Error::Option`] for units of several groups; [`Error::Collective`] if
-    /// full parameters have been corrupted, where ranks compare bytes.
+    /// full parameters have been corrupted, if ranks compare bytes.
     pub(crate) fn begin(root: &Arc<Root>, units: Vec<Evaluable>) -> Result<Self, Error> {
         let group = units.first().map_or(&root.group, |(root, _)| &root.group);
         if let Some((other, generation)) = units.iter().find(|(root, _)| root.group != *group) {
@@ -120,7 +120,7 @@ impl Evaluation {
 }
 
 impl Evaluated {
-    /// Tells the others what this rank needs, and returns each rank's need.
+    /// Exchanges the ranks' needs, and returns each rank's.
     fn told(&self, own: u32) -> Result<Vec<u32>, Error> {
         let label = self.root.label(format_args!("routes of an evaluation"));
         let notes = self.group.exchange(label, own.to_le_bytes().to_vec())?;
@@ -128,10 +128,10 @@ impl Evaluated {
         Ok(notes.iter().map(read).collect())
     }
 
-    /// Takes part in the gathers of the other ranks until the unit at `own` is next, or until all are done.
+    /// Takes part in the other ranks' gathers until the unit at `own` is next, or until all ranks are done.
     ///
-    /// In each round every rank reports its need, and all gather the first of these in the module's order. A rank that
-    /// is behind catches up with the others, so ranks on the same route gather each unit together.
+    /// In each round every rank reports the unit that it needs, and all gather the first of these in module order.
+    /// Ranks that are behind catch up, so ranks on the same route gather each unit together.
     fn join_until(&self, own: u32) -> Result<(), Error> {
         loop {
             let wanted = self.told(own)?;

@@ -205,8 +205,8 @@ impl Root {
         })
     }
 
-    /// Returns what the model computes with in the place of a slot's value, flat and plain: the full value, with what its
-    /// adapter adds. The unit must be unsharded.
+    /// Returns the flat, plain value that the model uses for a slot: the full value, plus its adapter's contribution.
+    /// The unit must be unsharded.
     pub(super) fn weight(&self, generation: &Generation, slot: usize) -> Result<Tensor<1>, Error> {
         let full = self.full(generation, slot)?;
         let Some(adapter) = &generation.unit.slots[slot].adapter else {
@@ -298,7 +298,7 @@ fn shards(generation: &Generation) -> Result<Vec<Part>, Error> {
     parts.collect()
 }
 
-/// Returns what this rank holds of the parameter in slot `index`, in 8 bits.
+/// Returns this rank's shard of the parameter in slot `index`, in 8 bits.
 fn packed(generation: &Generation, packing: &Packing, index: usize) -> Result<Vec<u8>, Error> {
     generation.check(index)?;
     let held = cast(generation.plain(index), DType::F32);

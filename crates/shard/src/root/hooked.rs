@@ -1,4 +1,4 @@
-//! Reductions by the policy's hook instead of the engine.
+//! Reductions that the policy's hook performs instead of the engine.
 
 use std::sync::Arc;
 

@@ -34,7 +34,7 @@ pub(super) struct Uses {
     pub(super) pass: Option<Pass>,
     /// The second forward of a region.
     pub(super) again: Option<Recomputation>,
-    /// Uses whose gradients have not all come: the pass and the unit of each.
+    /// Uses with outstanding gradients, each with its pass and unit.
     pub(super) open: BTreeMap<u64, (u64, Weak<Unit>)>,
     /// The copy read last without autodiff.
     pub(super) reading: Weak<Generation>,
@@ -49,10 +49,10 @@ pub(super) struct Pass {
     pub(super) first: (usize, Place),
     pub(super) left_first: bool,
     pub(super) token: Tensor<1>,
-    /// The depth of the ruler next to the last link of the token.
+    /// The depth of the ruler at the token's last link.
     pub(super) depth: usize,
     pub(super) current: Option<Use>,
-    /// Uses of units that stay unsharded, to be continued when touched again.
+    /// Uses of units that stay unsharded, and continue when touched again.
     pub(super) kept: Vec<Use>,
 }
 
@@ -86,7 +86,7 @@ pub(super) enum UseKind {
 }
 
 impl Use {
-    /// Returns a use of the unit of `generation` that begins.
+    /// Starts and returns a use of the unit of `generation`.
     pub(super) fn new(
         kind: UseKind,
         id: u64,

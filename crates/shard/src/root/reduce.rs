@@ -45,7 +45,7 @@ impl Root {
         self.is_last.load(Relaxed)
     }
 
-    /// Sets whether the gradients of the backwards from here on are handed out.
+    /// Sets whether later backwards return gradients.
     pub(crate) fn set_last(&self, is_last: bool) {
         self.is_last.store(is_last, Relaxed);
     }
@@ -142,7 +142,8 @@ impl Progress {
         Ok(())
     }
 
-    /// Lets what the shards' ranks have reduced arrive: at once, or by way of the replicas. What is not the last waits.
+    /// Delivers what the shard group has reduced, directly or through the replicas. Reductions other than the last one
+    /// wait.
     fn cross_over(
         &mut self,
         root: &Root,
@@ -172,7 +173,7 @@ impl Progress {
         self.arrive(root, gradients)
     }
 
-    /// Returns the shards' gradients with those that were put aside before.
+    /// Returns the shards' gradients with those that were set aside before.
     fn with_aside(
         &mut self,
         root: &Root,

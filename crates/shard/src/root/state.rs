@@ -71,7 +71,7 @@ pub(super) struct Progress {
     pub(super) order: Order,
     /// Gradients that wait.
     pub(super) gradients: Accumulation,
-    /// Gradients on their way to the shards.
+    /// Gradients in transit to the shards.
     pub(super) reductions: Reductions,
     /// The data for the audit of the step.
     pub(super) audited: Audited,
@@ -182,8 +182,8 @@ impl Root {
             .collect()
     }
 
-    /// Returns the switches on which the way of gradients depends: whether each unit reduces them, whether it crosses to the
-    /// replicas, and whether they are handed out.
+    /// Returns the switches on which the way of gradients depends: whether each unit reduces them, whether it crosses
+    /// to the replicas, and whether they are returned.
     pub(super) fn switches(&self) -> Vec<bool> {
         let mut switches = self.choice();
         let units = self.units.lock();
@@ -316,8 +316,7 @@ impl Root {
 
     /// Locks the state of the step.
     ///
-    /// Leaves with an error inside a hook: the step that calls the hook holds the state, so waiting would
-    /// deadlock.
+    /// Returns an error inside a hook: the step that calls the hook holds the lock, so waiting would deadlock.
     pub(super) fn progress(&self) -> MutexGuard<'_, Progress> {
         refuse_in_hook();
         self.progress.lock()
@@ -329,7 +328,7 @@ impl Root {
         self.prefetch.min(1)
     }
 
-    /// Brings every unit back to `Sharded` after an error, with nothing pending.
+    /// Resets every unit to `Sharded` after an error, with nothing pending.
     pub(crate) fn reset(&self) {
         let mut progress = self.progress();
         self.clear(&mut progress);
@@ -424,7 +423,7 @@ impl Root {
     }
 }
 
-/// The right to be in a step, which ends when it is dropped.
+/// A guard for being inside a step, which ends when the guard is dropped.
 struct Turn<'a>(&'a Root);
 
 impl Drop for Turn<'_> {

@@ -51,7 +51,7 @@ pub(crate) struct Step {
     pub(crate) operation: Operation,
     /// Its place in the recorded order, if that is being followed.
     pub(crate) position: Option<usize>,
-    /// True if this rank wanted it; false if only others need it.
+    /// True if this rank requested the operation; false if only others need it.
     pub(crate) wanted: bool,
 }
 
@@ -113,7 +113,7 @@ struct Entry {
     operation: Operation,
     /// Number of steps in a row in which no rank needed it.
     idle: u32,
-    /// True if any rank asked for it in the last step.
+    /// True if any rank requested the operation in the last step.
     used: bool,
     /// True if it may be gathered ahead.
     ahead: bool,
@@ -142,7 +142,7 @@ impl Schedule {
         used.map(|entry| entry.operation)
     }
 
-    /// Returns a number that is equal on two ranks if their orders are.
+    /// Returns a number that is equal on two ranks if their orders are equal.
     pub(crate) fn hash(&self) -> u64 {
         let mut hasher = Fingerprint::new();
         self.recorded.len().hash(&mut hasher);
@@ -373,7 +373,7 @@ impl Schedule {
         }
         self.recorded.retain(|entry| match entry.fresh {
             true => entry.idle == 0,
-            // All ranks count alike, from marks that travel with the last reduction. So all drop the same entries.
+            // All ranks count the same, from marks that are sent with the last reduction. So all drop the same entries.
             false => entry.idle < IDLE_LIMIT,
         });
         self.recorded
@@ -382,7 +382,7 @@ impl Schedule {
         self.rewind();
     }
 
-    /// Leaves a step in the middle, on all ranks alike.
+    /// Leaves a step in the middle, on all ranks.
     fn abandon(&mut self) {
         if self.phase == Phase::Following || !self.recorded.iter().all(|entry| entry.fresh) {
             self.recorded.retain(|entry| !entry.fresh);

@@ -58,11 +58,11 @@ pub(crate) struct Note {
     pub(crate) used: Vec<u8>,
     /// The tags of those gradients; only in audited steps.
     pub(crate) tags: Vec<u8>,
-    /// The gradients that came on the rank; only in audited steps.
+    /// The gradients that arrived on the rank; only in audited steps.
     pub(crate) told: Vec<u8>,
 }
 
-/// The parts of fixed length in a note, the same on all ranks.
+/// The fixed-length parts of a note, the same on all ranks.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct NoteLengths {
     /// The number of places of the order.

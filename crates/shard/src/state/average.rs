@@ -98,7 +98,7 @@ pub fn moving_average<M: Module>(average: M, model: &M, decay: f64) -> Result<M,
     Ok(average)
 }
 
-/// Returns true if both are the same part of tensors of one shape and one type; a 32-bit average may have another
+/// Returns true if both are the same part of tensors of one shape and one type; a 32-bit average may have a different
 /// type.
 fn is_alike(average: &LocalTensor, model: &LocalTensor) -> bool {
     let is_wider = average.dtype == DType::F32 && is_narrow(model.dtype);

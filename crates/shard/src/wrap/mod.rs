@@ -95,7 +95,7 @@ pub fn fully_shard<M: Module>(
 ///
 /// # Errors
 ///
-/// As [`fully_shard`]; errors of `read`; [`Error::LocalLength`] for another number of bytes.
+/// As [`fully_shard`]; errors of `read`; [`Error::LocalLength`] for a different number of bytes.
 pub fn fully_shard_from<M: Module, E: From<Error>>(
     module: M,
     mesh: &impl AsMesh,
@@ -253,7 +253,7 @@ fn check(
             });
         }
     }
-    // A parent without parameters of its own still orders the operations of its children.
+    // A parent without direct parameters still orders the operations of its children.
     let mut roots: Vec<_> = adopted
         .iter()
         .filter_map(|placed| placed.root_link.root())

@@ -12,7 +12,7 @@ use crate::optim::gradients;
 use crate::parameter::owned::RootLink;
 use crate::spec::Groups;
 
-/// A unit on the module that a call was made on.
+/// A unit of the module that was passed to a call.
 pub(super) struct Placed {
     pub(super) copies: Copies,
     pub(super) root_link: Arc<RootLink>,

@@ -1,4 +1,4 @@
-//! Fields that share a parameter: clones of it, with one id.
+//! Fields that share a parameter: clones of one `Param`, with the same id.
 
 use std::collections::{HashMap, HashSet};
 

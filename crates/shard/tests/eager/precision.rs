@@ -21,7 +21,7 @@ fn blocks() -> ShardPolicy {
     ShardPolicy::new().units(["blocks.*"])
 }
 
-/// Runs `body` in 32 bits, whatever the types of its input and result.
+/// Runs `body` in 32 bits, regardless of the types of its input and result.
 fn widely<const D: usize>(x: Tensor<D>, body: impl FnOnce(Tensor<D>) -> Tensor<D>) -> Tensor<D> {
     let dtype = x.dtype();
     body(x.cast(DType::F32)).cast(dtype)

@@ -102,7 +102,7 @@ fn misread(before: &Graph, mut graph: Graph, least: usize, count: Count) -> Grap
     graph
 }
 
-/// Returns the form that tells a new node of a pass from the old ones: operation, operands and results.
+/// Returns the form by which new nodes of a pass are distinguished from old ones: operation, operands and results.
 fn form(node: &Node) -> String {
     let ids =
         |ids: &mut dyn Iterator<Item = TensorId>| ids.map(|id| id.value()).collect::<Vec<_>>();
@@ -210,7 +210,7 @@ fn settings() -> Vec<(&'static str, Mode, usize)> {
     ]
 }
 
-/// Right plans are proved at the sizes of a run.
+/// Correct plans are proved at the sizes of a run.
 #[test]
 fn plans_of_many_rows_are_proved() {
     for (setting, mode, batches) in settings() {

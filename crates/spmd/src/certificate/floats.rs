@@ -70,7 +70,7 @@ pub(super) fn check(graph: &Graph, twin: &Graph) -> Result<BTreeMap<String, usiz
 }
 
 /// Returns the number of products and elements of a call. Matrix products count zero, because a small one is checked
-/// whatever the shape.
+/// regardless of the shape.
 fn work(node: &Node) -> u64 {
     let elements = node.operation.nodes().into_iter();
     let elements: u64 = elements
@@ -186,7 +186,7 @@ fn compare(kernel: FusedOperation, call: &CustomOpIr) -> Result<(), String> {
                 .map_or(0.0, |beside| (beside - expected).abs());
             let allowed = rounding + STEEPNESS * steep;
             let difference = (f64::from(got[at]) - expected).abs();
-            // A NaN, or a result too large for 32 bits, is no evidence.
+            // A NaN, or a result too large for 32 bits, is not evidence.
             let is_number = expected.is_finite() && allowed.is_finite();
             if is_number && (difference > allowed || difference.is_nan()) {
                 return Err(format!(

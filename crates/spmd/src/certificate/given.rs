@@ -19,7 +19,7 @@ pub(super) struct Given<'a> {
     pub(super) bounds: &'a BTreeMap<Arc<str>, usize>,
     /// The placements of the batch's tensors, if it is one joined batch that the ranks share.
     pub(super) joined: Option<&'a Expand>,
-    /// Number of the run: every run has a batch of its own.
+    /// Number of the run: every run has a different batch.
     pub(super) run: u64,
 }
 

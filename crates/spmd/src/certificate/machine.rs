@@ -13,7 +13,7 @@ use super::transport::exchanged;
 use crate::graph::{Absent, Collective, Graph, Node, Role, Stage, Update, Value};
 use crate::place::owned_of;
 
-/// An action of a graph that has no meaning, such as a read of a missing value.
+/// A meaningless action in a graph, such as a read of a missing value.
 #[derive(Debug, Clone)]
 pub(super) struct Fault {
     /// The node, or the number of nodes for a fault after the last one.

@@ -53,7 +53,7 @@ pub(super) fn as_matrix(tensor: &Tensor) -> Result<Tensor, String> {
     tensor.reshaped(&[tensor.len() / width.max(1), width])
 }
 
-/// Returns the matrix with rows and columns exchanged.
+/// Returns the transposed matrix.
 pub(super) fn transposed<E: Copy>(matrix: &Tensor<E>) -> Tensor<E> {
     let last = matrix.shape.len() - 1;
     matrix.taken(&matrix.view().swapped(last - 1, last))

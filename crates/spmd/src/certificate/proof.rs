@@ -33,8 +33,8 @@ pub struct Certificate {
     pub num_elements: usize,
     /// Operations that were taken as uninterpreted functions: only that equal operands give equal results is known.
     pub uninterpreted: Vec<String>,
-    /// Kernels that were taken as their composed forms, each with the number of forms that were checked against it in
-    /// 64-bit floats.
+    /// Kernels that were replaced with their composed forms in the proof, each with the number of instances that were
+    /// checked in 64-bit floats.
     pub checked_in_floats: BTreeMap<String, usize>,
     /// User passes, which may change the meaning of the step, and gradient clipping after them. They are not proved.
     pub assumed: Vec<PassId>,
@@ -251,7 +251,7 @@ impl Proof<'_> {
         }
     }
 
-    /// Runs steps with nodes that run in the next step, and returns the outcome of each.
+    /// Runs steps of which some nodes run in the next step, and returns the outcome of each.
     fn iterated<'g>(
         &self,
         machine: &mut Machine,

@@ -1,5 +1,5 @@
-//! The meaning of a one-rank trace when several ranks divide the batch. Each computes the loss and gradients of its own
-//! rows, and the optimizer steps once, with the means over ranks and micro-batches.
+//! The meaning of a one-rank trace when several ranks share the batch. Each rank computes the loss and gradients of its
+//! own rows, and the optimizer runs once, with the means over ranks and micro-batches.
 
 use std::collections::BTreeMap;
 
@@ -73,8 +73,8 @@ fn is_optimizer(node: &Node) -> bool {
     node.phase == Phase::Optimizer
 }
 
-/// Runs the nodes before the optimizer, appends the gradients to those from earlier micro-batches, and returns the
-/// results. Buffers then have their new values.
+/// Runs the nodes before the optimizer, appends the gradients to those of earlier micro-batches, updates the buffers,
+/// and returns the results.
 fn forward_and_backward(
     machine: &mut Machine,
     graph: &Graph,

@@ -19,7 +19,7 @@ use crate::trace::{Batch, HostScalars, InputSpec, ParameterSpec, StepScalars, fi
 
 pub(super) type Tracer<B> = Box<dyn Fn(&B, &StepScalars, &Mode) -> Result<Graph, Error> + Send>;
 
-/// The inputs and the optimizer operations that a graph was made for.
+/// The inputs and optimizer operations for which a graph was created.
 #[derive(Debug, Clone, PartialEq)]
 struct Key {
     purpose: Purpose,
@@ -34,7 +34,7 @@ struct Key {
 /// parameter with the same gradient. Gradients are pending under the numbers of these first parameters.
 pub(super) type Stepped = BTreeMap<Arc<str>, Arc<str>>;
 
-/// The graphs that were made for a key.
+/// The graphs that were created for a key.
 #[derive(Debug, Clone)]
 pub(super) struct Made {
     pub(super) compiled: Compiled,
@@ -74,11 +74,11 @@ pub(super) struct Cleanup {
 /// The kept graphs of a key.
 struct Entry {
     made: Made,
-    /// The graph as traced, until the step has been traced once more and compared.
+    /// The original trace, until the step has been traced a second time and compared.
     traced: Option<Box<Graph>>,
 }
 
-/// The parts of a compiled step from which graphs are made.
+/// The parts of a compiled step from which graphs are created.
 pub(super) struct Setting<'a, Be: BackendIr> {
     pub(super) mode: &'a mut Mode,
     pub(super) specs: &'a [ParameterSpec],
@@ -86,7 +86,7 @@ pub(super) struct Setting<'a, Be: BackendIr> {
     pub(super) operations: &'a CustomOperations<Be>,
 }
 
-/// The graphs that were made, and the tracer that makes others.
+/// The graphs that were created, and the tracer that makes others.
 pub(super) struct Graphs<B> {
     tracer: Tracer<B>,
     /// The kept graphs, the most recently used at the back.

@@ -41,7 +41,7 @@ struct Entry<O> {
     graph: Arc<Graph>,
     /// The closure's result, with small tensors as placeholders.
     template: O,
-    /// The graph as traced, until the forward has been traced once more and compared.
+    /// The original trace, until the forward has been traced a second time and compared.
     traced: Option<Box<Graph>>,
 }
 

@@ -35,8 +35,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(loss)
     }
 
-    /// Finishes the last step, if nodes of it were to run in the next one. A deferred optimizer moves nothing between
-    /// ranks. If collectives were [moved](Mode::move_to_next_iteration), all ranks must call it.
+    /// Completes the last step, if some of its nodes run in the next one. A deferred optimizer does not communicate. If
+    /// collectives were [moved](Mode::move_to_next_iteration), all ranks must call it.
     ///
     /// # Errors
     ///
@@ -83,8 +83,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Returns the graph for the given batch, made if there is none, and the scalars that it runs with. All ranks must
-    /// call it. They agree on the graph before anything changes, which takes one exchange of 8 bytes.
+    /// Returns the graph for the given batch, created if necessary, and its scalars. All ranks must call it. They agree
+    /// on the graph before anything changes, with one exchange of 8 bytes.
     pub(super) fn prepare(
         &mut self,
         rates: &ModuleLearningRate,

@@ -48,8 +48,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 
     /// Divides the pending gradients of this graph's optimizer by the scale of the loss, if it is scaled. Returns false
-    /// if a gradient of any rank is infinite or not a number; the scale is then smaller, and the step is to be skipped.
-    /// All ranks must call it; they exchange one byte.
+    /// if a gradient of any rank is infinite or NaN; the scale is then reduced, and the step must be skipped.
+    /// Collective: the ranks exchange one byte.
     pub(super) fn unscale(&mut self, update: &Graph) -> Result<bool, Error> {
         let Some(mut scaler) = self.done.scaler else {
             return Ok(true);

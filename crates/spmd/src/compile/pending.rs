@@ -23,7 +23,7 @@ pub(super) struct Prepared {
     pub(super) fingerprint: u64,
     /// Scalars that the graph runs with.
     pub(super) scalars: StepScalars,
-    /// Scalars of the step before, for the nodes of the graph that belong to it.
+    /// Scalars of the previous step, for the graph's nodes that belong to it.
     pub(super) before: Option<StepScalars>,
     /// Scalars of this step.
     pub(super) own: StepScalars,

@@ -1,4 +1,5 @@
-//! Fields that share a parameter: clones of it, with one id. The graph has it once, under the path of the first field.
+//! Fields that share a parameter: clones of one `Param`, with the same id. The graph has it once, under the path of the
+//! first field.
 
 use std::iter;
 

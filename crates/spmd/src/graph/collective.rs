@@ -119,7 +119,7 @@ pub enum Stage {
     Whole,
     /// Only the start.
     Start,
-    /// The wait for a collective that was started.
+    /// Waits for a collective that was started.
     Wait,
 }
 

@@ -119,11 +119,11 @@ struct Results {
     loss: Option<TensorId>,
     /// Outputs other than the loss, by name.
     outputs: BTreeMap<Arc<str>, TensorId>,
-    /// Number of the trace, which determines how the outputs are put together again.
+    /// Number of the trace, which determines how the outputs are reassembled.
     template: usize,
     /// Values with requested placements, until they are placed.
     activations: Vec<NamedActivation>,
-    /// The values of forward that the user wants to recompute, by region.
+    /// The forward values that the user wants to recompute, by region.
     regions: Vec<BTreeSet<TensorId>>,
 }
 
@@ -211,7 +211,7 @@ impl Graph {
         id
     }
 
-    /// Returns a value as a read operand of an operation: read-only.
+    /// Returns a value as a read-only operand of an operation.
     ///
     /// # Errors
     ///

@@ -49,7 +49,7 @@ pub struct CustomProfile {
     /// keeping its result.
     pub is_cheap: bool,
     /// Index of the input whose memory the first result overwrites. This requires that no other tensor holds that
-    /// memory, and that the input covers all of it, in the order of its dims. Every other result has memory of its own.
+    /// memory, and that the input covers all of it in row-major order. All other results have separate memory.
     pub written_over: Option<usize>,
     /// Arithmetic operations of a call.
     pub flops: Flops,

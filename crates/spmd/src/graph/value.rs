@@ -101,7 +101,7 @@ impl Value {
         self.shape.iter().product()
     }
 
-    /// Returns the bytes on one rank, if the value has memory of its own.
+    /// Returns the bytes on one rank, if the value has separate memory.
     pub fn num_bytes(&self) -> usize {
         self.num_elements() * self.dtype.size()
     }
@@ -133,7 +133,7 @@ pub struct Parameter {
     pub gradient: Option<TensorId>,
     /// The optimizer's states, in its order.
     pub states: Vec<TensorId>,
-    /// The states with another shape than the parameter, which are whole on each rank. A shard of the parameter may
+    /// The states with a different shape from the parameter, which are whole on each rank. A shard of the parameter may
     /// have the shape of such a state, which is still whole.
     pub whole_states: Vec<TensorId>,
     /// True for a tensor that is not a parameter. It is never sharded.

@@ -24,7 +24,7 @@ impl Mode {
     /// A step then consists of three graphs ([`Iteration`](crate::passes::Iteration)). Calls that read or set
     /// parameters and states between two steps, including evaluations, first finish the last step
     /// ([`CompiledStep::flush`](crate::CompiledStep::flush)). A step whose moved nodes differ from the pending ones,
-    /// for example because its batch has another shape, also does so. If collectives were moved, all ranks must
+    /// for example because its batch has a different shape, also does so. If collectives were moved, all ranks must
     /// therefore make these calls together. Steps of several micro-batches keep their nodes, and a step whose loss is
     /// scaled is rejected ([`MoveError::Scaled`](crate::MoveError::Scaled)).
     #[must_use]

@@ -26,12 +26,12 @@ impl Mode {
         self
     }
 
-    /// Runs only plans of steps that were proved. A step with another plan is rejected before it changes anything
+    /// Restricts steps to proved plans. A step with another plan is rejected before it changes anything
     /// ([`ProofError::Unproved`]). The ranks agree on the plan before they run it, so only one of them needs the
-    /// certificates. Evaluations are not steps.
+    /// certificates. This does not apply to evaluations.
     ///
     /// With [`certify_at`](crate::certify_at), plans are proved before the run, at small shapes. A step whose optimizer
-    /// has no states yet has a plan of its own.
+    /// has no states yet has a separate plan.
     #[must_use]
     pub fn proved<'a>(mut self, certificates: impl IntoIterator<Item = &'a Certificate>) -> Self {
         let plans = certificates.into_iter().map(|certificate| certificate.plan);
@@ -88,7 +88,7 @@ impl Mode {
         self
     }
 
-    /// Returns passes with the faults that are planted in them.
+    /// Returns the passes with injected faults.
     #[cfg(test)]
     pub(super) fn planted(&self, pipeline: crate::passes::Pipeline) -> crate::passes::Pipeline {
         match self.planted {

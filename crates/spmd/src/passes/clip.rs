@@ -84,7 +84,7 @@ impl GraphTransform for ClipGradients {
         for parameter in graph.parameters_mut() {
             parameter.gradient = parameter.gradient.map(|gradient| scaled[&gradient]);
         }
-        // Some optimizers keep the first gradient as it is.
+        // Some optimizers keep the first gradient unchanged.
         let mut updates = graph.updates().to_vec();
         for update in updates
             .iter_mut()
@@ -127,7 +127,7 @@ impl ClipGradients {
         groups
     }
 
-    /// Measures the gradients of a group, and returns the norms of its parts on all ranks that hold one.
+    /// Measures the gradients of a group, and returns the norms of its parts, from all ranks that hold one.
     fn measure(
         &self,
         graph: &mut Graph,

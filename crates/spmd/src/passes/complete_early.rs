@@ -12,7 +12,7 @@ use super::regather::is_gather;
 use super::unit::unit_in;
 use crate::graph::{CollectiveKind, Graph, Node, Payload, Phase};
 
-/// Takes the nodes of a graph, and returns them in another order. Reductions of gradients, and the computations and
+/// Takes the nodes of a graph, and returns them in a different order. Reductions of gradients, and the computations and
 /// gathers that serve only them, come as soon as their operands are complete. They move only if they would otherwise
 /// come after another unit's collective.
 pub(super) fn complete_early(graph: &mut Graph) -> Vec<Node> {

@@ -20,7 +20,7 @@ use crate::transform::check_order;
 ///
 /// It must be a function of the graph, because all ranks must move the same nodes.
 pub trait IterationMove: fmt::Debug + Send + Sync {
-    /// Returns the name of the pass in errors and in [`Graph::applied`].
+    /// Returns the name of the pass, as used in errors and [`Graph::applied`].
     fn id(&self) -> PassId;
 
     /// Returns the passes that must not have been applied before it.
@@ -107,7 +107,7 @@ impl IterationGraph {
         &self.graph
     }
 
-    /// Returns true if that node has been moved.
+    /// Returns true if the node has been moved.
     pub fn is_moved(&self, node: usize) -> bool {
         self.moved.contains_key(&node)
     }

@@ -68,7 +68,7 @@ impl GraphTransform for Recompute {
     }
 }
 
-/// Recomputes values of forward where backward first reads them, by the nodes that made them.
+/// Recomputes forward values right before backward first reads them, by repeating their nodes.
 pub(super) fn repeat_in_backward(
     mut graph: Graph,
     chosen: &BTreeMap<TensorId, Node>,
@@ -114,7 +114,7 @@ struct Choice<'a> {
     writers: BTreeMap<TensorId, &'a Node>,
     /// The values of forward that backward reads, by the value that holds their memory.
     saved: BTreeMap<TensorId, BTreeSet<TensorId>>,
-    /// Parameters, and the values of forward that are made only from parameters.
+    /// Parameters, and the values of forward that are created only from parameters.
     of_weights: BTreeSet<TensorId>,
     min_bytes: usize,
     order: Vec<TensorId>,

@@ -1,6 +1,6 @@
 //! The pass that gathers weights for one visit of their unit at a time.
 //!
-//! It is the last pass that decides what is computed. The passes after it decide when, and none of them may merge
+//! It is the last pass that determines what is computed. Later passes determine only when, and none of them may merge
 //! gathers.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -81,7 +81,7 @@ impl GraphTransform for Regather {
 
 /// Gathered weights, with the views and casts of each.
 struct Weights {
-    /// The node that makes each value, and the unit of the weight from which it is made.
+    /// The node that makes each value, and the unit of the weight from which it is created.
     sources: BTreeMap<TensorId, (Node, Arc<str>)>,
     /// The units whose weights are gathered now, the oldest first.
     resident: VecDeque<Arc<str>>,

@@ -40,7 +40,7 @@ pub struct Options {
     pub recompute_units: Vec<Pattern>,
     /// True to free gathered weights after forward and gather them again in backward: the default.
     pub reshard_after_forward: bool,
-    /// Scaling of the gradients to keep their norm below a limit; `None`, the default, for none.
+    /// Gradient clipping by norm; `None`, the default, for no clipping.
     pub clip: Option<Clip>,
     /// Scaling of the loss, to keep 16-bit gradients from vanishing; `None`, the default, for none.
     pub loss_scaling: Option<LossScaling>,
@@ -310,7 +310,7 @@ fn cheap_again(options: &Options) -> Pipeline {
     }
 }
 
-/// Returns the passes from the insertion of collectives up to the last passes.
+/// Returns the passes from the insertion of collectives to the last ones.
 fn scheduled(
     options: &Options,
     axes: Vec<Axis>,

@@ -49,7 +49,7 @@ use crate::transform::GraphTransform;
 /// the graph must have been traced over the joined batch.
 #[derive(Debug, Clone)]
 pub struct InsertCollectives {
-    /// Number of ranks along the axis: the ranks that divide parameters, if parameters are divided.
+    /// Number of ranks along the axis on which parameters are sharded, if they are.
     pub num_ranks: usize,
     /// Division of the parameters among them.
     pub style: DataParallel,
@@ -181,7 +181,7 @@ impl Insertion<'_> {
         Ok(scheduled)
     }
 
-    /// Returns casts of the shards, for parameters that compute in another type, and the nodes without the casts of
+    /// Returns casts of the shards, for parameters that compute in a different type, and the nodes without the casts of
     /// whole parameters that they replace. Gathered values then already have the compute type.
     fn cast_shards(
         &mut self,
@@ -334,7 +334,7 @@ impl Insertion<'_> {
                 }
             }
         }
-        // Some optimizers keep the first gradient as it is.
+        // Some optimizers keep the first gradient unchanged.
         let mut updates = self.graph.updates().to_vec();
         for update in &mut updates {
             let role = self.graph.value(update.into).map(|value| &value.role);

@@ -364,8 +364,7 @@ fn waits_follow_starts(graph: &Graph) -> Option<Fault> {
     Fault::new(node, format!("nothing waits for %{}", id.value()))
 }
 
-/// Checks that every unit is a module that contains its parameters, because one pass declares units and others use
-/// them.
+/// Checks that every unit is a module that contains its parameters. One pass declares units, and others use them.
 fn units_contain(graph: &Graph) -> Option<Fault> {
     graph.parameters().iter().find_map(|parameter| {
         let (path, unit) = (&parameter.path, graph.unit(&parameter.path)?);
@@ -409,7 +408,7 @@ struct Visit<'a> {
     is_back: bool,
 }
 
-/// Checks that the weights of a unit are dead when the unit after next begins.
+/// Checks that a unit's weights are freed before the unit after the next one begins.
 fn gathered_die(graph: &Graph) -> Option<Fault> {
     if !graph.applied().contains(&PassId::Regather) {
         return None;

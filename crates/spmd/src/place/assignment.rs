@@ -191,7 +191,8 @@ impl Values {
         })
     }
 
-    /// Returns the cost of bringing results to their requested placements on one axis; `None` if none is requested.
+    /// Returns the cost of redistributing results to their requested placements on one axis; `None` if none is
+    /// requested.
     fn asked_of(&self, assignment: &Assignment, axis: usize) -> Option<f64> {
         let costs = assignment.outputs.iter().filter_map(|(id, on)| {
             let asked = (*self.asked.get(id)?.get(axis)?)?;

@@ -197,7 +197,7 @@ impl ExpandPlacements {
         Ok(placer)
     }
 
-    /// Returns for each axis whether the user's placements cut a dim on it that does not divide evenly.
+    /// Returns, for each axis, whether the user's placements cut an unevenly dividing dim on it.
     fn is_padded(
         &self,
         axes: &[AxisPlacement],
@@ -393,7 +393,7 @@ impl Placer {
         node.inputs().all(floats) && rules::may_wait(&node.operation)
     }
 
-    /// Returns true if the node is the cast that makes a gradient as wide as its parameter.
+    /// Returns true if the node casts a gradient to the type of its parameter.
     fn makes_gradient(&self, node: &Node) -> bool {
         let OperationIr::BaseFloat(BaseOperationIr::Cast(cast)) = &node.operation else {
             return false;

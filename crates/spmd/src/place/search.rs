@@ -87,7 +87,7 @@ pub(crate) fn least_communication_with(
     Ok(placed(&inputs, axis, &chosen))
 }
 
-/// Returns the path with `*` in place of its numbers.
+/// Returns the path with its numbers replaced with `*`.
 fn pattern_of(path: &str) -> String {
     let names = path.split('.').map(|name| {
         let is_number = name.bytes().all(|byte| byte.is_ascii_digit());

@@ -122,7 +122,7 @@ impl Started {
             let is_whole = buffer.len() == len * dtype.size();
             let mut seal = seals.next();
             if let Some(seal) = seal.as_ref().filter(|_| !is_whole) {
-                // A padded result is a copy, which has a seal of its own.
+                // A padded result is a copy, which has a separate seal.
                 group.check_seal(seal, buffer.as_ref(), || "a result".to_owned())?;
             }
             let data = data(buffer, len, dtype);
@@ -181,7 +181,7 @@ fn source<B: BackendIr>(
         drop(tensor);
         let (start, _) = flex.layout().contiguous_offsets().unwrap_or((0, 0));
         let start = start * flex.dtype().size();
-        // The seal covers the memory in its stored order; elements in another order are other bytes.
+        // The seal covers the memory in its stored order; elements in a different order are other bytes.
         let is_whole = memory.layout().contiguous_offsets().is_some()
             && start == 0
             && num_bytes == flex.bytes().len();

@@ -49,7 +49,7 @@ pub struct Executor<B: BackendIr> {
     /// The ranks along each mesh axis.
     axes: BTreeMap<Arc<str>, ProcessGroup>,
     pub(super) table: MemoryTable,
-    /// Collectives under way, by the first value that they write.
+    /// Collectives in progress, by the first value that they write.
     started: BTreeMap<TensorId, Started>,
     /// Shapes and types of the given values that are set.
     pub(super) present: BTreeMap<TensorId, (Vec<usize>, DType)>,

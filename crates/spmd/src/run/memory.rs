@@ -69,8 +69,8 @@ impl MemoryTable {
         self.live_bytes
     }
 
-    /// Returns the most bytes at once since the last [`reset_peak`](Self::reset_peak). An operation's results count in
-    /// addition to its inputs, unless they are written in place.
+    /// Returns the peak number of bytes since the last [`reset_peak`](Self::reset_peak). An operation's results count
+    /// in addition to its inputs, unless they are written in place.
     pub fn peak_bytes(&self) -> usize {
         self.peak_bytes
     }

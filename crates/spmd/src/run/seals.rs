@@ -20,8 +20,8 @@ use crate::error::Error;
 use crate::graph::{Collective, Graph, Node, Parameter, Role, Stage, Storage, storage_of};
 
 impl<B: BackendIr> Executor<B> {
-    /// Checks the values that a node takes. Returns the seal of a value that the node takes to present it in another
-    /// way.
+    /// Checks the values that a node consumes. Returns the seal of a value that the node consumes and presents in
+    /// another way.
     pub(super) fn look_at_taken(
         &mut self,
         index: usize,

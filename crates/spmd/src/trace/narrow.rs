@@ -1,4 +1,4 @@
-//! Values that must not be made in 16 bits without a named type.
+//! Values that must not be created in 16 bits without a named type.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -28,7 +28,7 @@ enum Mutation {
     Divisor,
     /// A reduction is left out: each rank continues with its own addend.
     LostReduction,
-    /// A reduction is made twice.
+    /// A reduction is performed twice.
     DoubledReduction,
     /// A collective runs along another axis.
     Axis,

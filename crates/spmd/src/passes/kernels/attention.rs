@@ -178,7 +178,7 @@ fn operands(patterns: &Patterns, product: usize) -> Option<[TensorId; 2]> {
     patterns.inputs(product).try_into().ok()
 }
 
-/// Returns true if all have the same number of heads and four dims, none is empty, and nothing is broadcast.
+/// Returns true if all tensors have four non-empty dims and the same number of heads, and nothing is broadcast.
 fn fits(patterns: &Patterns, operands: [TensorId; 3]) -> bool {
     let shapes = operands.map(|id| patterns.shape(id));
     let [queries, keys, values] = &shapes;
@@ -280,7 +280,7 @@ fn factor(scale: Option<Kind>) -> f64 {
     }
 }
 
-/// Inserts the kernels where the result and the first gradient are made.
+/// Inserts the kernels where the result and the first gradient are computed.
 fn insert(
     patterns: &mut Patterns,
     forward: &Forward,

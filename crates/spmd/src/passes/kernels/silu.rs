@@ -1,4 +1,4 @@
-//! SiLU, by itself and as a gate.
+//! SiLU, as a function and as a gate.
 
 use std::collections::BTreeSet;
 
@@ -72,7 +72,7 @@ impl Silu {
     }
 }
 
-/// Replaces a SiLU by itself.
+/// Replaces a SiLU that is not a gate.
 fn alone(patterns: &mut Patterns, silu: &Silu) -> Result<(), Error> {
     let mut walk = Walk::new(patterns);
     let gradient = silu.gradient(&mut walk);

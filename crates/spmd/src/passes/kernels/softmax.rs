@@ -28,7 +28,7 @@ struct Forward {
 struct Backward {
     /// Gradient of `y`.
     grad: TensorId,
-    /// The node that makes the gradient of `x`.
+    /// The node that computes the gradient of `x`.
     at: usize,
     nodes: BTreeSet<usize>,
 }

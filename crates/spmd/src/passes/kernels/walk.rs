@@ -186,7 +186,7 @@ impl Total {
         }
     }
 
-    /// Adds the values from elsewhere to the parts, at the place of the last addition.
+    /// Adds the values from elsewhere to the parts, at the position of the last addition.
     pub(super) fn add_rests(&self, patterns: &mut Patterns, parts: TensorId) -> Result<(), Error> {
         let Some((last, others)) = self.rests.split_last() else {
             return Ok(());

@@ -23,7 +23,7 @@ pub(crate) enum SpmdType {
     Shard,
     /// Every rank holds an addend of one value.
     Partial(ReduceOp),
-    /// Every rank holds a value of its own, computed from its own rows. The ranks divide the batch, and none of them
+    /// Every rank holds a different value, computed from its own rows. The ranks divide the batch, and none of them
     /// knows the joined one.
     Varying,
     /// The rank at this index holds the whole value, and the others hold nothing. They skip the nodes that read or

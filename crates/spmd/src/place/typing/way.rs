@@ -149,7 +149,7 @@ fn cast_or_cleared(operation: &OperationIr) -> Option<TensorId> {
     (op.value.elem::<f64>() == 0.0).then_some(op.tensor.id)
 }
 
-/// Returns the way of a node that reads values of one owner: its results belong to that owner. `None` if it reads no
+/// Returns the way of a node that reads values of one owner, whose results belong to that owner; `None` if it reads no
 /// such value.
 pub(super) fn of_owner(inputs: &[(TensorId, SpmdType)]) -> Result<Option<Way>, &'static str> {
     let mut owners = inputs.iter().filter_map(|(_, of)| of.owner());

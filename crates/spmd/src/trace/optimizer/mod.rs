@@ -3,7 +3,7 @@
 //! On the host, an optimizer may do anything: count steps, follow a schedule, look at shapes and types, or branch. So
 //! it runs next to the graph, step by step, on tensors that are recorded and not computed. It runs once for all
 //! parameters of one shape, type and history. Its operations are compared with the graph's. If they are equal, the
-//! graph runs with the scalars of this step; otherwise another graph is made for them. An optimizer that cannot be
+//! graph runs with the scalars of this step; otherwise another graph is created for them. An optimizer that cannot be
 //! followed gives an error with the reason. Parameters of several groups have their own optimizers and rates.
 
 mod form;
@@ -32,10 +32,10 @@ use twin::{Twin, TwinState, TwinStep};
 use crate::error::Error;
 
 /// Greatest number of operation sequences that an optimizer may have for parameters of one shape and type. A graph is
-/// made for each.
+/// created for each.
 const MAX_STRUCTURES: usize = 16;
 
-/// The step of an optimizer to trace. The first step has no state yet, and other operations.
+/// The optimizer step to trace. The first step has no state yet, so its operations differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum OptimizerStep {
     /// The first step, without a state.

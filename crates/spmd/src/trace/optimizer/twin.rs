@@ -1,6 +1,6 @@
 //! An optimizer that runs next to the graph, on tensors of a parameter's shape and type that have no memory.
 //!
-//! Each step is recorded on a capture device of its own. Between two recordings the optimizer's state is kept as it is,
+//! Each step is recorded on a separate capture device. Between two recordings the optimizer's state is kept unchanged,
 //! including host values. Two properties make that possible:
 //!
 //! - A captured tensor can be read if its id is an alias of a tensor with data. Before a recording ends, every tensor
@@ -37,7 +37,7 @@ pub(crate) struct TwinState {
     pub(crate) scalars: Vec<(String, Scalar)>,
     /// The slots with a tensor.
     pub(crate) tensors: Vec<usize>,
-    /// The optimizer's own state, and the device that its tensors must leave.
+    /// The optimizer's original state, and the device from which its tensors must be moved.
     live: Live,
 }
 
@@ -369,7 +369,7 @@ impl<O: Optimizer, const D: usize> Twin for TwinOf<O, D> {
             let (client, first) = client_of(&Tensor::<1>::empty([1], device))?;
             let mut source = StateSource::new(scalars.iter().cloned().collect());
             for slot in tensors {
-                // A captured tensor gets the device's own type, whatever the type of its data.
+                // A captured tensor gets the device's own type, regardless of the type of its data.
                 let data = self.window(*slot, DType::F32).map_err(Error::Internal)?;
                 source.insert_tensor(self.slots[*slot].name.to_string(), data);
             }

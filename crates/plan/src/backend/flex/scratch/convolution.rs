@@ -1,4 +1,4 @@
-//! The scratch bytes of convolutions: copies in another order, windows copied into rows, and products of tiles.
+//! The scratch bytes of convolutions: copies in a different order, windows copied into rows, and products of tiles.
 //!
 //! The rules follow `burn-flex` 0.22.1, `ops/conv.rs` and `ops/conv_transpose.rs`, and for the gradients
 //! `burn-backend` 0.22.1, `backend/ops/modules/conv.rs`. Every thread has a separate tile, but only one is counted.

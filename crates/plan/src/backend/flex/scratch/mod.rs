@@ -36,7 +36,8 @@ pub(super) fn scratch(operation: &OperationIr, operands: &[Operand]) -> u64 {
     }
 }
 
-/// Returns the bytes of a kernel that are not in its profile because they depend on the memory order of its operands.
+/// Returns the scratch bytes of a kernel that depend on the memory order of its operands and are therefore not in its
+/// profile.
 fn kernel(operation: &OperationIr, operands: &[Operand]) -> u64 {
     match plain(operation) {
         Some(OperationIr::Float(DType::F32, F::Matmul(_))) => {

@@ -9,7 +9,7 @@ const TILE_ROW_BYTES: usize = 256;
 const TILE_COLUMNS: usize = 6;
 /// Number of registers that the rows of a tile fill.
 const REGISTERS: usize = 4;
-/// Maximum number of elements of the inner dim that are handled at once.
+/// Maximum number of elements of the inner dim that are processed at once.
 const DEPTH: usize = 512;
 /// Number of bytes that the left operand may take in a second-level cache of 1 MiB with 16 ways.
 const LEFT_CACHE_BYTES: usize = 14 * (1 << 16);
