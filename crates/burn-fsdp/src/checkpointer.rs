@@ -166,12 +166,12 @@ impl Checkpointer {
         Self::over(world, checkpoints, Box::new(GroupRendezvous::new(group)))
     }
 
-    /// Saves into `checkpoints`, with ranks that meet over `rendezvous`. It outlives a failure of `world` if the
-    /// rendezvous does: the current save is then completed.
+    /// Saves into `checkpoints`, with ranks that meet over `rendezvous`. If the rendezvous survives a failure of
+    /// `world`, the current save is completed.
     ///
     /// # Errors
     ///
-    /// A thread for saving that cannot be started.
+    /// If the save thread cannot be started.
     pub fn over(
         world: &ProcessGroup,
         checkpoints: Checkpoints,

@@ -247,8 +247,8 @@ impl StateFile {
         OptimizerRecord::load(&self.path).map_err(|error| damaged(&error))
     }
 
-    /// Returns the file under a second name, if it is unchanged since it was written. A step puts another file in its
-    /// place, and leaves this one.
+    /// Returns the file under a second name, if it is unchanged since it was written. A step replaces it with another
+    /// file, and leaves this one unchanged.
     fn kept(&self, unit: &str, folder: &Arc<Folder>) -> Result<KeptFile, Error> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);

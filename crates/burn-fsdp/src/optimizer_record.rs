@@ -51,7 +51,7 @@ pub(crate) struct Kept {
     pub(crate) group_path: Option<String>,
 }
 
-/// A number of any kind in the optimizer's records.
+/// A number in an optimizer's records, of any numeric type.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Number {
     Int(i64),

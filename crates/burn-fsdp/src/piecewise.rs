@@ -14,8 +14,7 @@ use crate::optimizer_record::OptimizerParts;
 #[cfg(feature = "train")]
 use crate::optimizer_record::deferred;
 
-/// Number of pieces in which a state is taken: a piece has about this fraction of it, and each piece costs a pass over
-/// all parameters.
+/// Number of pieces into which a state is split. Each piece costs a pass over all parameters.
 const PIECES: usize = 32;
 
 /// Returns the optimizer with the state of only these parameters.

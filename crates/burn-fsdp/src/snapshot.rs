@@ -211,7 +211,7 @@ impl Tensors<'_> {
         Ok(())
     }
 
-    /// Adds a tensor of the optimizer's state of the parameter `local`; `own` is this rank's part.
+    /// Adds a tensor of the optimizer state of parameter `local`; `own` is this rank's part.
     fn add_state(
         &mut self,
         local: &LocalTensor,

@@ -9,7 +9,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 /// at the ends of its range. Large enough that the index of a terabyte has only 9 MB.
 pub(crate) const CHUNK_BYTES: u64 = 1 << 20;
 
-/// The chunk sizes that this version reads. The largest bounds the memory that a read allocates for itself.
+/// The chunk sizes that this version reads. The largest one bounds the memory of a read.
 pub(crate) const CHUNK_LIMITS: std::ops::RangeInclusive<u64> = 1..=16 << 20;
 
 /// The CRC-32 of each chunk of a part. The last chunk may be shorter.

@@ -205,7 +205,7 @@ impl PartEntry {
 
 /// Returns the exact text of the file that seals an index.
 ///
-/// A reader recomputes the text from the index that it finds and compares, so any change of either file is detected.
+/// A reader recomputes the text from the index and compares, so a change to either file is detected.
 pub(crate) fn seal(index_json: &[u8]) -> String {
     format!("{:08x} {}\n", crc32(index_json), index_json.len())
 }

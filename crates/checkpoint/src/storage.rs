@@ -38,7 +38,7 @@ pub trait Storage: fmt::Debug + Send + Sync {
     /// Lists the entries of a folder, in no particular order.
     fn list(&self, path: &Path) -> io::Result<Vec<DirEntry>>;
 
-    /// Returns the kind of the entry at `path`, without following a link. `None` if there is nothing.
+    /// Returns the kind of the entry at `path`, without following links; `None` if there is none.
     fn kind(&self, path: &Path) -> io::Result<Option<EntryKind>>;
 
     /// Returns true if there is anything at `path`, even a dangling link.

@@ -1,4 +1,4 @@
-//! The description of a tensor in a checkpoint.
+//! Describes a tensor in a checkpoint.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};

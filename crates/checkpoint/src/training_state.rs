@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainingState {
-    /// Completed optimizer steps; also the name of the step's folder.
+    /// Number of completed optimizer steps, which is also the name of the step's folder.
     pub step: u64,
     /// Seed of the run.
     pub seed: u64,
@@ -29,7 +29,7 @@ pub struct TrainingState {
 pub struct DataPosition {
     /// Completed passes over the data.
     pub epoch: u64,
-    /// Completed samples of the current pass, over all ranks.
+    /// Samples completed in the current pass over the data, on all ranks.
     pub sample: u64,
 }
 

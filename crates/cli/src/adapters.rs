@@ -1,5 +1,4 @@
-//! Low-rank adapters on frozen weights. Saved steps contain only the adapters and a checksum of the weights that they
-//! belong to.
+//! Low-rank adapters on frozen weights. Saved steps contain only the adapters and a checksum of the base weights.
 
 use std::ops::Range;
 

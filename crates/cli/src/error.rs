@@ -14,7 +14,7 @@ pub(crate) enum Failure {
     /// An error in the user's input.
     #[error(transparent)]
     Input(Box<InputError>),
-    /// The failure of a rank. The message names the rank.
+    /// The failure of a rank, which the message names.
     #[error(transparent)]
     Rank(Box<LaunchError>),
     /// An error in the user's input that a rank met. Any rank may meet it first, so the message does not name the rank.

@@ -47,7 +47,7 @@ impl Limits {
     }
 }
 
-/// Returns the median over several rounds of the slowest rank's seconds. An additional first round maps fresh pages.
+/// Returns the median over several rounds of the slowest rank's seconds. An additional first round maps new pages.
 fn median(world: &ProcessGroup, mut work: impl FnMut()) -> Result<f64, Error> {
     work();
     let mut seconds = Vec::with_capacity(ROUNDS);

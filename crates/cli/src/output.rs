@@ -301,13 +301,13 @@ impl FileId {
     }
 }
 
-/// Returns true if two paths lead to one existing file, also through hard links.
+/// Returns true if two paths refer to the same existing file, also through hard links.
 fn are_one_file(one: &Path, other: &Path) -> bool {
     let id = |path| FileId::of(fs::metadata(path).ok().as_ref());
     id(one).is_some_and(|one| Some(one) == id(other))
 }
 
-/// Returns a path that is equal for all paths of a file. The file need not exist.
+/// Returns a canonical path, equal for all paths to a file. The file need not exist.
 pub(crate) fn identity(path: &Path) -> PathBuf {
     let parts: Vec<_> = path.components().collect();
     for there in (0..=parts.len()).rev() {

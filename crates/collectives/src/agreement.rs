@@ -20,7 +20,7 @@ use crate::{Buffer, Label, Operation, Seal, Source};
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Check {
-    /// Only the calls: kind, label, parts, reduction and root of each operation.
+    /// Compares only the calls: kind, label, parts, reduction and root of each operation.
     #[default]
     Calls,
     /// The calls and the bytes. A rank must receive exactly the bytes that the others gave. All ranks must get the same
@@ -33,7 +33,7 @@ pub enum Check {
     Agreement,
 }
 
-/// The maximum number of results that wait for other ranks' results. Results that a rank has discarded never arrive.
+/// Maximum number of results that wait for other ranks' results. Results that a rank discarded never arrive.
 const MOST_OPEN: usize = 4096;
 
 /// The bit that marks the number of a value. No group reaches so many operations.
@@ -73,7 +73,7 @@ impl AlteredPart {
 }
 
 impl Checks {
-    /// Returns the checksums of the bytes that a rank gives each rank of a group. `if trusts_seals`, a source that is
+    /// Returns the checksums of the bytes that a rank gives each rank of a group. If `trusts_seals`, a source that is
     /// given whole uses the checksum of its seal; otherwise all bytes are read.
     pub(crate) fn of_given(
         signature: &Signature,
@@ -329,7 +329,7 @@ mod tests {
         assert!(joined.are_of(&bytes) && joined.whole().is_none());
     }
 
-    /// The last announcement before a pause is processed together with the ones after it.
+    /// The last announcement before a pause is processed together with those after the pause.
     #[test]
     fn values_with_one_number_are_compared_in_the_order_reported() {
         let mut replicas = Replicas::default();

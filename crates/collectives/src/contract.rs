@@ -1,4 +1,4 @@
-//! The contract of each collective operation: who gives, who gets, and the data that travels between them.
+//! The contract of each collective operation: senders, receivers, and the data between them.
 //!
 //! All other knowledge about the kinds of operations follows from here: the lengths that a call must have, the bytes
 //! that an engine moves between ranks, and the numbers that a tool counts.
@@ -135,12 +135,12 @@ fn scaled(range: Range<usize>, by: usize) -> Range<usize> {
     range.start * by..range.end * by
 }
 
-/// The bytes of one part that travel from one rank to another.
+/// The bytes of one part that one rank sends to another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Route {
     /// Range in the source of the rank that gives.
     pub(crate) given: Range<usize>,
-    /// Range in the buffer of the rank that gets, for operations that do not combine.
+    /// Range in the receiving rank's buffer, for operations that do not combine.
     pub(crate) placed: Range<usize>,
 }
 

@@ -271,7 +271,7 @@ impl ProcessGroup {
         self.0.state.check == Check::Agreement
     }
 
-    /// Arms a fault. If it names this rank, this rank will fail there, once. All ranks may be given the same fault.
+    /// Arms a fault. If it names this rank, the rank fails there once. All ranks may arm the same fault.
     pub fn set_fault(&self, fault: Fault) {
         self.0.state.set_fault(fault);
     }
@@ -300,8 +300,8 @@ impl ProcessGroup {
         self.0.state.awaits_flip(at)
     }
 
-    /// Returns the bit that is to flip in `num_bytes` bytes at this point, if a fault is armed for it. For engines that
-    /// hold values: they flip the bit in their value and continue as if nothing had happened.
+    /// Returns the bit to flip in `num_bytes` bytes at this point, if a fault is armed for it. Engines that hold values
+    /// flip that bit in their value and continue normally.
     pub fn flips(&self, at: At, num_bytes: usize) -> Option<usize> {
         self.0.state.flips_now(at, num_bytes)
     }
@@ -362,8 +362,8 @@ impl ProcessGroup {
         Ok(Pending::new(peers, flight, entry, |received| received))
     }
 
-    /// Returns the checksums that this rank sends with its next claim, of the bytes that it gives and has received.
-    /// `receives` is true if it gets the result.
+    /// Returns the checksums that this rank sends with its next claim, of the bytes that it contributes and has
+    /// received. `receives` is true if it gets the result.
     fn checks(
         &self,
         signature: &Signature,
@@ -402,7 +402,7 @@ impl ProcessGroup {
         self.0.state.moment()
     }
 
-    /// Returns a seal with these checksums and the current time.
+    /// Returns a seal with these checksums and the current moment.
     pub(crate) fn sealed(&self, checksums: Checksums) -> Seal {
         let written = self.moment();
         Seal { checksums, written }

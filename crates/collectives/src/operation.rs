@@ -93,7 +93,7 @@ impl fmt::Display for Operation {
 pub(crate) struct Extent {
     pub(crate) element: ElementType,
     pub(crate) partition: Partition,
-    /// The partition along another dim, if there is one.
+    /// The partition along a second dim, if there is one.
     pub(crate) across: Option<Partition>,
 }
 

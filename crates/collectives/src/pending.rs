@@ -376,12 +376,12 @@ impl Entry {
         }
     }
 
-    /// Marks the operation as one that could not be started.
+    /// Marks the operation as not started because of an error.
     pub(crate) fn fail(&mut self) {
         self.settle(EntryState::Failed);
     }
 
-    /// Sets the state that the entry will get.
+    /// Sets the entry's next state.
     fn settle(&mut self, state: EntryState) {
         self.state = state;
     }

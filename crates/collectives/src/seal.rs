@@ -5,7 +5,7 @@ use std::fmt;
 use crate::Operation;
 use crate::checksum::Checksums;
 
-/// The checksum of some bytes, and the moment when it was computed. Made by
+/// The checksum of some bytes, and the moment when it was computed. Created by
 /// [`ProcessGroup::seal`](crate::ProcessGroup::seal).
 ///
 /// The owner keeps the seal with the bytes. It holds the bytes or owns them exclusively, so nothing else overwrites

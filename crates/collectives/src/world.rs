@@ -102,7 +102,7 @@ impl World {
         self.bell.ring();
     }
 
-    /// Returns a rank that will never do its part, among the ranks that `missing` returns.
+    /// Returns one of the ranks in `missing` that will never take part.
     pub(crate) fn left(&self, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
         // The cheap check first: this runs in a spin loop, and hardly any rank ever leaves early.
         if self.num_departed.load(Ordering::Acquire) == 0 {

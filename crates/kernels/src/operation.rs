@@ -119,7 +119,7 @@ pub struct FusedCost {
     pub matmul: u64,
     /// Other floating-point operations: one per element of the largest tensor.
     pub pointwise: u64,
-    /// Maximum number of bytes that it allocates and frees.
+    /// Maximum number of bytes that the operation allocates and frees.
     pub scratch_bytes: u64,
 }
 

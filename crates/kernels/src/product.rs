@@ -176,8 +176,8 @@ fn multiply_among_threads<T: Factor>(
     });
 }
 
-/// Returns the number of rows in a part of a product of halves. Unless there is only one part, the last part has more
-/// than a few rows. For few rows the library uses another method, whose sums round differently, and the bits must not
+/// Returns the number of rows in a part of a product of halves. If there are several parts, the last one has more than
+/// a few rows. For few rows, the library uses another method, whose sums round differently, but the bits must not
 /// depend on the number of threads.
 fn rows_of_part(rows: usize, num_threads: usize) -> usize {
     const FEW: usize = 16;

@@ -22,7 +22,7 @@ const BLOCK: usize = 16;
 /// Number of rows of the other factor from which a copy costs little compared with the product.
 const MANY_ROWS: usize = 128;
 
-/// Distance in bytes. Columns whose distance is a multiple of it share sets of the cache.
+/// Distance in bytes. Columns at a multiple of this distance map to the same cache sets.
 const CONFLICT: usize = 1024;
 
 /// Returns the maximum number of columns of a 32-bit product's right factor that are copied at a time, or zero if the

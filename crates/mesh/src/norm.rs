@@ -79,7 +79,7 @@ impl Clip {
         self.norm
     }
 
-    /// Returns true if a norm that is not finite is an error.
+    /// Returns true if a non-finite norm is an error.
     pub fn refuses_nonfinite(&self) -> bool {
         self.nonfinite == NonFinite::Refuse
     }

@@ -1,4 +1,4 @@
-//! The encoding of a file. Its first bytes identify it, and otherwise UTF-8 is assumed.
+//! The encoding of a file, identified by its first bytes; UTF-8 by default.
 
 use crate::remark::Remark;
 

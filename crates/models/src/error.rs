@@ -101,7 +101,7 @@ pub enum ModelError {
     /// The files of a folder in Hugging Face's form do not belong to one model.
     #[error("{}: {problem}", path.display())]
     MalformedFolder {
-        /// The folder, or the file in it that is at fault.
+        /// The folder, or the faulty file in it.
         path: PathBuf,
         /// A description of the problem.
         problem: String,

@@ -51,8 +51,8 @@ impl Kind {
 }
 
 impl ModelConfig {
-    /// Reads the configuration of a model from the `config.json` of a folder in Hugging Face's form. The file names
-    /// the kind of model.
+    /// Reads the configuration of a model from the `config.json` of a folder in Hugging Face's form. The file specifies
+    /// the model type.
     ///
     /// # Errors
     ///

@@ -85,7 +85,7 @@ impl ModuleMapper for StandIns {
 /// A function that returns the value of a parameter.
 type Value = dyn Fn(&ParameterSpec) -> Result<TensorData, ModelError> + Send + Sync;
 
-/// The adapter that provides parameters under their names and dim order in files. It computes their values when they
+/// The adapter that provides parameters with their names and dim order in files, and computes their values when they
 /// are written.
 #[derive(Clone)]
 struct Given {

@@ -15,7 +15,7 @@ use crate::key_values::{KeyValueCache, KeyValues};
 pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
     /// A block.
     type Block: Module + Sync + 'static;
-    /// Values that the blocks of a forward share in addition to the stream. They are not trained.
+    /// Untrained values that blocks share in addition to the residual stream.
     type Shared: Clone + Send + Sync + 'static;
 
     /// Returns the blocks, in order.

@@ -12,7 +12,7 @@ pub enum Remark {
     Hidden,
     /// Left out: the caller excluded it.
     Excluded,
-    /// Left out: its bytes are not text, but for example an image, an archive, or weights.
+    /// Skipped, because it is not text, but for example an image, an archive, or weights.
     Binary,
     /// Left out: it was already read through a link, or a link leads back to a folder that contains it.
     Again,
@@ -20,7 +20,7 @@ pub enum Remark {
     BrokenLink,
     /// Left out: it cannot be read.
     Unreadable,
-    /// Left out: it is neither a file nor a folder.
+    /// Skipped, because it is neither a file nor a folder.
     Special,
     /// Read without the byte order mark of UTF-8 at its start.
     Marked,

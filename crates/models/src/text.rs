@@ -14,7 +14,7 @@ use crate::{ModelError, TokenRange, TokenStream};
 /// Vocabulary size of byte-level text.
 pub const BYTE_VOCAB: usize = 256;
 
-/// One of this many bytes, or files, is held out for evaluation.
+/// One in this many bytes, or files, is held out for evaluation.
 const HELD_OUT_FRACTION: usize = 20;
 
 /// The crates whose sources are the text of [`ByteText::crate_sources`]. Cargo has these versions wherever this crate
@@ -39,7 +39,7 @@ const MIN_PART_BYTES: usize = 2;
 /// Text as bytes, with a twentieth held out for evaluation: the end of text that was [read](Self::read), or every
 /// 20th file of [crates](Self::crate_sources).
 ///
-/// Bytes need no tokenizer and no particular encoding. Files with a mark of another encoding than UTF-8 are converted
+/// Bytes need no tokenizer and no particular encoding. Files with the byte order mark of another encoding are converted
 /// to UTF-8.
 #[derive(Clone, Debug)]
 pub struct ByteText {
@@ -155,7 +155,7 @@ impl ByteText {
         self.num_held_out
     }
 
-    /// Returns the remarks on files that were left out or whose text differs from their bytes.
+    /// Returns the remarks on files that were skipped or whose text differs from their bytes.
     #[must_use]
     pub fn remarks(&self) -> &Remarks {
         &self.remarks

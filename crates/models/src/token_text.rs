@@ -11,7 +11,7 @@ use crate::{ByteText, ModelError, TokenRange, TokenStream, Tokenizer};
 struct Pieces {
     /// Number of bytes of a piece, without the rest of its last line.
     bytes: usize,
-    /// Number of bytes before and after a piece that are tokenized with it.
+    /// Number of context bytes on each side that are tokenized with a piece.
     around: usize,
     /// Maximum number of bytes of two pieces that are joined because their tokens do not match.
     most: usize,
@@ -29,7 +29,7 @@ const AT_ONCE: usize = 16;
 /// Number of tokens that must agree on both sides of the position where two pieces are joined.
 const AGREEING: usize = 4;
 
-/// Text in the tokens of a tokenizer, with a part held out for evaluation.
+/// Text as a tokenizer's tokens, with a part held out for evaluation.
 #[derive(Clone, Debug)]
 pub struct TokenText {
     training: TokenRange,
@@ -163,8 +163,8 @@ impl Tokens {
         }
     }
 
-    /// Divides the tokens into those that begin before `cut` and the others. Each part has at least one token if
-    /// there are two.
+    /// Splits the tokens into those that start before `cut` and the rest. Each part has at least one token if there are
+    /// two.
     fn divided(mut self) -> (Self, Self) {
         let most = self.ids.len().saturating_sub(1);
         let rest = self.ids.split_off(self.num_before.max(1).min(most));

@@ -236,8 +236,8 @@ fn hash_of(inner: &tokenizers::Tokenizer) -> tokenizers::Result<u64> {
     Ok(hasher.finish())
 }
 
-/// Feeds a value to a hasher, with the names of objects in order. Empty, false and null values count as absent,
-/// because versions of the library differ in the defaults that they write.
+/// Feeds a value to a hasher, with object keys in sorted order. Empty, false and null values count as absent, because
+/// versions of the library differ in the defaults that they write.
 fn feed(value: &Value, hasher: &mut SipHasher13) {
     let mut add = |kind: u8, bytes: &[u8]| {
         hasher.write(&[kind]);

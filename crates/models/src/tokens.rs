@@ -7,7 +7,7 @@ use std::sync::Arc;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use siphasher::sip::SipHasher13;
 
-/// A prime, which makes the synthetic tokens visit the whole vocabulary.
+/// A prime, so the synthetic tokens visit the whole vocabulary.
 const SYNTHETIC_STRIDE: usize = 7919;
 
 /// An endless sequence of tokens.
@@ -20,7 +20,7 @@ pub enum TokenStream {
         /// Vocabulary size.
         vocab: usize,
     },
-    /// Text that starts again after its last token.
+    /// Text that wraps around after its last token.
     Text(TokenRange),
     /// Text in which each row is a random window. The window depends only on the seed and the row's number, so a
     /// resumed run draws the same windows.

@@ -344,7 +344,7 @@ fn found_in<A: Architecture>(
     Ok(found)
 }
 
-/// Returns the error of a tensor that the model does not have.
+/// Returns the error for a tensor that the model does not have.
 fn unexpected(path: PathBuf, found: Found, problem: String) -> ModelError {
     ModelError::UnexpectedTensor {
         path,

@@ -413,7 +413,7 @@ pub enum Error {
          same groups on all ranks"
     )]
     OptimizersDiffer {
-        /// A rank whose optimizer differs from rank 0's.
+        /// The optimizer of a rank differs from rank 0's.
         rank: usize,
         /// Path of the parameter.
         path: String,

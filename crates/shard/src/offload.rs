@@ -6,7 +6,7 @@ use crate::device;
 use crate::error::Error;
 use crate::policy::ShardPolicy;
 
-/// The devices of an offloaded unit. Both are plain.
+/// The devices of an offloaded unit, both without autodiff.
 #[derive(Debug, Clone)]
 pub(crate) struct Offload {
     /// The device of shards, their gradients, and so of the optimizer's state.

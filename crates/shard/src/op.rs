@@ -103,7 +103,7 @@ pub(crate) struct HandedOn {
 
 /// A region of the model that runs again in backward, regardless of its types.
 pub(crate) trait Region: fmt::Debug + Send + Sync {
-    /// Runs the region again, with a graph, and differentiates it by `gradient`, flat and plain.
+    /// Runs the region again with a graph, and backpropagates `gradient`, flat and plain, through it.
     fn backward(&self, gradient: Tensor<1>) -> Vec<HandedOn>;
 }
 

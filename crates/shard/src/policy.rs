@@ -52,7 +52,7 @@ pub struct ShardPolicy {
 /// sum. Sums are computed in at least 32 bits, so the split matters only for bit-equality with other systems.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DivideFactors {
-    /// The divisor of each rank's gradient, before the sum.
+    /// The divisor of each rank's gradient before the sum.
     pub pre: f64,
     /// The divisor of the sum.
     pub post: f64,
@@ -79,7 +79,7 @@ pub enum ReduceGroup {
     /// The communicator of the gathers: one queue.
     #[default]
     Shared,
-    /// A separate communicator, so that an engine with queues per communicator can overlap the two.
+    /// A separate communicator, which allows an engine with queues per communicator to overlap the two.
     Own,
 }
 

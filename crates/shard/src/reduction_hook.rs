@@ -87,8 +87,8 @@ impl FullGradient {
         self.tensor.clone()
     }
 
-    /// Returns the range of the parameter's flat elements that this rank holds, whose sum the hook returns. It has all
-    /// elements where the strategy keeps parameters whole, and none where another rank owns the parameter.
+    /// Returns the range of the parameter's flat elements that this rank holds, whose sum the hook returns. It covers
+    /// all elements if the strategy keeps parameters whole, and none if another rank owns the parameter.
     pub fn held(&self) -> Range<usize> {
         self.held.clone()
     }

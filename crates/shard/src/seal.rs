@@ -120,7 +120,7 @@ impl Waiting {
         Ok(())
     }
 
-    /// Checks all gradients that wait, and releases them.
+    /// Checks all waiting gradients, and releases them.
     fn release(&mut self, group: &ProcessGroup) -> Result<(), Error> {
         let gradients = std::mem::take(&mut self.gradients);
         let mut held = gradients.values().flatten();

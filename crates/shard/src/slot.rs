@@ -45,7 +45,7 @@ impl Element {
 pub(crate) struct Elements {
     /// The type of the stored values.
     pub(crate) stored: Element,
-    /// The type of the full parameter, and so of its gradient.
+    /// The type of the full parameter and its gradient.
     pub(crate) compute: Element,
     /// The type in which gradients are reduced.
     pub(crate) reduce: Element,
@@ -82,7 +82,7 @@ impl Slot {
         self.partition.num_elements() * self.elements.stored.size()
     }
 
-    /// Returns the bytes of the whole parameter, or of its gradient, as it computes.
+    /// Returns the number of bytes of the whole parameter, or of its gradient, in its compute type.
     pub(crate) fn unsharded_bytes(&self) -> usize {
         self.partition.num_elements() * self.elements.compute.size()
     }
@@ -128,13 +128,12 @@ impl Slot {
         self.is_gathered() && self.partition.sole_owner().is_none()
     }
 
-    /// Returns true if optimizers do not see the parameter in its own shape: they see a part of it, or all of
-    /// it, flat.
+    /// Returns true if optimizers see the parameter flat, in part or as a whole, and not in its own shape.
     pub(crate) fn is_flattened(&self) -> bool {
         self.is_cut() || self.shape.len() > MAX_DIMS
     }
 
-    /// Returns true if rank `rank` of the group holds nothing because another one holds everything.
+    /// Returns true if another rank of the group holds the whole parameter, so rank `rank` holds none of it.
     pub(crate) fn is_elsewhere(&self, rank: usize) -> bool {
         let owner = self.partition.sole_owner();
         self.is_gathered() && owner.is_some_and(|owner| owner != rank)

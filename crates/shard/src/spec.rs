@@ -1,4 +1,4 @@
-//! The fixed properties of a unit, over the life of the module.
+//! The properties of a unit that are fixed for the life of the module.
 
 use burn::tensor::{Device, GradientCheckpointingStrategy};
 use burn_fsdp_collectives::{ProcessGroup, Reduction};

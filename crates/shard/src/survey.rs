@@ -49,7 +49,7 @@ pub(crate) struct Survey {
     pub(crate) buffers: Vec<String>,
     /// Ids of running states, in the same order. A clone has the same ids as its original.
     pub(crate) buffer_ids: Vec<ParamId>,
-    /// Parameters that carry another reparameterization: path and name.
+    /// Path and name of parameters that have another reparameterization.
     pub(crate) foreign: Vec<(String, String)>,
 }
 
@@ -118,7 +118,7 @@ pub(crate) struct Declared<const D: usize> {
     pub(crate) recorded: [usize; D],
     /// True if it is configured to be trained.
     pub(crate) is_trainable: bool,
-    /// The functions that it applies when loading and saving.
+    /// The functions that the parameter applies on load and save.
     pub(crate) mapper: ParamMapper<Tensor<D>>,
 }
 

@@ -47,7 +47,7 @@ pub(crate) struct Unit {
     spec: UnitSpec,
     name: Mutex<String>,
     keep: Mutex<Keep>,
-    /// The properties that may be switched between steps.
+    /// The properties that may be changed between steps.
     pub(crate) switches: Switches,
     /// Position in the root's list.
     index: AtomicUsize,

@@ -72,7 +72,7 @@ pub(crate) struct Record<'a> {
     /// Name of the last part seen; empty for the whole.
     part: &'static str,
     last: Option<Rc<Printed>>,
-    /// The last graph of the whole, from which parts come.
+    /// The last graph of the whole step, from which parts are split off.
     whole: Option<Rc<Printed>>,
     changes: String,
     failed: Option<DumpError>,
@@ -118,7 +118,7 @@ impl GraphDump {
         Ok(())
     }
 
-    /// Makes a folder with an unused name, which is removed with its contents unless it is kept.
+    /// Creates a folder with an unused name, which is removed with its contents unless it is kept.
     fn hidden_in(&self, folder: &Path) -> Result<TempDir, DumpError> {
         let mut builder = tempfile::Builder::new();
         builder.prefix(".graph-").suffix(".part");

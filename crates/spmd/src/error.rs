@@ -24,7 +24,8 @@ use text::{After, At, Known, Pass, Produced, advice};
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A model or loss that a graph cannot represent, for example because it reads a tensor's value on the host.
+    /// A model or loss that cannot be represented as a graph, for example because it reads a tensor's value on the
+    /// host.
     #[error(
         "cannot capture {stage}: {reason}{}; {}",
         Produced(produced_by),
@@ -39,7 +40,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// Parameters that share an id but cannot be one parameter.
+    /// Parameters with the same id that cannot be one parameter.
     #[error("parameters `{first}` and `{second}` are one parameter (same id), {problem}")]
     Tied {
         /// The path seen first.
@@ -316,7 +317,7 @@ pub enum Error {
         optimizer: &'static str,
         /// The parameter.
         path: String,
-        /// The part of the step or state that cannot be traced.
+        /// The reason: the part of the step or state that cannot be traced.
         reason: String,
     },
 
@@ -430,7 +431,7 @@ pub enum Error {
         difference: String,
     },
 
-    /// An operation that failed while the step ran.
+    /// An operation that failed during the step.
     #[error("node {node} ({operation}) failed: {reason}")]
     Execution {
         /// Index of the node in the schedule.

@@ -151,8 +151,8 @@ impl InitialValues {
         values.collect()
     }
 
-    /// Takes a value out, divided as the graph divides the parameter, and leaves its slot to be [filled
-    /// again](Self::set_local). All ranks must call it.
+    /// Takes a value out, in the parameter's layout in the graph, and leaves its slot to be
+    /// [refilled](Self::set_local). All ranks must call it.
     pub(crate) fn take(
         &mut self,
         parameter: &Parameter,

@@ -1,4 +1,4 @@
-//! The crate `kernels`, as operations of a graph.
+//! The kernels of the crate `kernels` as graph operations.
 
 use std::any::Any;
 

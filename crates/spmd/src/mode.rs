@@ -215,9 +215,9 @@ impl Mode {
         self
     }
 
-    /// Sets the number of graphs that are kept: one for each set of input shapes, of values named with
-    /// [`BatchMapper::fixed`](crate::BatchMapper::fixed) and of optimizer operations. The first step therefore has its
-    /// own. The default is 8 and the minimum is 1; the least recently used graph is evicted first.
+    /// Sets the number of graphs to keep. There is one graph for each combination of input shapes, values named with
+    /// [`BatchMapper::fixed`](crate::BatchMapper::fixed), and optimizer operations, so the first step has its own. The
+    /// default is 8 and the minimum is 1; the least recently used graph is evicted first.
     #[must_use]
     pub fn cache(mut self, num_graphs: usize) -> Self {
         self.cache = num_graphs.max(1);
@@ -335,8 +335,8 @@ impl Mode {
         }
     }
 
-    /// Rejects patterns of modules that compute in full precision and match none of these parameters. The paths include
-    /// those of all fields that share a parameter, which a graph does not know.
+    /// Rejects full-precision module patterns that match none of these parameters. The paths include all fields that
+    /// share a parameter, which a graph does not contain.
     pub(crate) fn check_full(&self, paths: &[&str]) -> Result<(), Error> {
         match self.options.precision.unmatched(paths) {
             Some(pattern) => Err(Error::UnknownName {

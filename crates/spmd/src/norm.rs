@@ -13,7 +13,7 @@ use burn_ir::{BackendIr, CustomOpIr, HandleKind, ScalarIr, TensorIr};
 use crate::custom::{CustomOperation, CustomOperations};
 use crate::graph::CustomProfile;
 
-/// The name under which a step reports the norm of its gradients.
+/// The name under which a step reports its gradient norm.
 pub const GRAD_NORM: &str = "grad_norm";
 
 /// Returns the call that measures some gradients as one vector.

@@ -170,8 +170,7 @@ fn part_along(data: &TensorData, dim: usize, num_parts: usize, index: usize) -> 
     TensorData::from_bytes_vec(bytes.collect(), shape, data.dtype())
 }
 
-/// Returns a tensor in another shape with the same number of dims. Elements after the end of a dim are left out, and
-/// zeros are added where it is longer.
+/// Resizes a tensor, with the same number of dims: each dim is truncated or extended with zeros.
 fn resized(data: TensorData, shape: &[usize]) -> TensorData {
     let from = data.shape().to_vec();
     // Another number of dims is rejected at the use of the tensor.
@@ -228,8 +227,8 @@ pub(crate) fn slice(data: &TensorData, range: std::ops::Range<usize>) -> TensorD
     TensorData::from_bytes_vec(bytes, [range.len()], data.dtype())
 }
 
-/// Gathers the whole tensor from the flat padded shards of all ranks. Its memory is not from a pool, because the pool
-/// would keep it.
+/// Gathers the whole tensor from the flat padded shards of all ranks. Its memory is not taken from a pool, because a
+/// pool would keep it.
 fn gather(
     group: &ProcessGroup,
     path: &str,

@@ -6,7 +6,7 @@ use crate::error::Error;
 use crate::graph::Graph;
 use crate::pass_id::PassId;
 
-/// A function from graph to graph.
+/// A transformation of a graph.
 ///
 /// ```
 /// use burn_fsdp_spmd::Error;

@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::train::course::Course;
 use crate::train::notes::exchanged;
 
-/// Checks that all ranks are about to train the same. A difference is refused by name.
+/// Checks that all ranks are about to train the same. A difference is an error.
 ///
 /// The values of the model and of the optimizer's state need not agree: all ranks get rank 0's.
 ///

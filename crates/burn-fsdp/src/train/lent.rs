@@ -73,7 +73,7 @@ impl<M: LearnerModel> Lent<M> {
         Some((model?, optimizer))
     }
 
-    /// Gives a learner the state to save: the record of the model, and the optimizer with its whole state.
+    /// Passes a learner the state to save: the model's record, and the optimizer with its whole state.
     pub(crate) fn put_into(
         learner: &mut Learner<Self>,
         record: ModuleRecord,

@@ -313,8 +313,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         Ok(After::Another)
     }
 
-    /// Gathers the contents of a checkpoint in files of rank 0, and saves it there, if the user's strategy
-    /// asks for it.
+    /// Gathers a checkpoint's contents into files on rank 0, which saves it, if the user's strategy requests it.
     fn save(&mut self, epoch: usize) -> Result<(), Error> {
         if !self.course.saves {
             return Ok(());

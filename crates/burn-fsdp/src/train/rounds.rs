@@ -1,4 +1,4 @@
-//! The batches of all ranks, round by round: in each, every rank takes one step.
+//! The batches of all ranks in rounds, in each of which every rank runs one step.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -87,13 +87,13 @@ impl<'a, I> Rounds<'a, I> {
         }
     }
 
-    /// Takes this rank's next batch, and agrees with the others on its use. A rank that stops stops all.
+    /// Takes this rank's next batch, and agrees with the other ranks on its use. If one rank stops, all stop.
     ///
     /// Collective.
     ///
     /// # Errors
     ///
-    /// A failed collective, and [`Error::OtherTraining`] if the ranks made the last step at other rates.
+    /// A failed collective, and [`Error::OtherTraining`] if ranks used different learning rates in the last step.
     pub(crate) fn next(&mut self, world: &ProcessGroup, own: Own) -> Result<Turn<I>, Error> {
         let (batch, failure) = match self.own.next() {
             Some(Ok(batch)) => (Some(batch), None),

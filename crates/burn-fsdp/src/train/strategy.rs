@@ -1,4 +1,4 @@
-//! Burn's strategy: the division among the ranks, and the results.
+//! Burn's strategy: the split among ranks, and the results.
 
 use std::sync::{Arc, Mutex};
 
@@ -27,7 +27,7 @@ use crate::train::settings::Settings;
 pub(crate) type Ending<M, T> =
     Arc<dyn Fn(&ProcessGroup, M, ModuleOptimizer) -> Result<T, Error> + Send + Sync + 'static>;
 
-/// The strategy that Burn's loop calls. It returns only a model, so the ranks' results are left in `outcome`.
+/// The strategy that Burn's loop calls. Because it returns only a model, the ranks' results are stored in `outcome`.
 pub(crate) struct Strategy<M: LearnerModel, T> {
     settings: Settings,
     process: Option<Process<M>>,
@@ -213,7 +213,7 @@ struct Whole<M: LearnerModel> {
 }
 
 impl<M: LearnerModel> Whole<M> {
-    /// Returns the initial state of each rank that is `here`: of all ranks, or only of this process.
+    /// Returns the initial state of each rank that is `here`, which are all ranks, or only the ranks of this process.
     fn divided(
         self,
         devices: Vec<Device>,

@@ -46,7 +46,7 @@ impl Default for ConsolidationConfig {
 pub struct PlainTensor {
     /// Name in the output.
     pub name: String,
-    /// True if its two dims are exchanged, as between Burn's linear weights, `[in, out]`, and PyTorch's.
+    /// True if the two dims are swapped, as between Burn's linear weights, `[in, out]`, and PyTorch's.
     pub is_transposed: bool,
 }
 

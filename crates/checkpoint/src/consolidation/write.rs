@@ -119,7 +119,7 @@ fn copy(
 
 /// Passes a matrix to `write` column by column, as the rows of its transpose.
 ///
-/// Assembles as many columns at a time as fit `max_bytes`, from blocks of rows.
+/// Assembles as many columns at a time as fit into `max_bytes`, from blocks of rows.
 fn transpose(
     step: &Step,
     tensor: &TensorEntry,

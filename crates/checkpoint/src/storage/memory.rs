@@ -43,7 +43,7 @@ struct Disk {
     dirs: BTreeMap<Node, DirNode>,
     num_nodes: usize,
     locked: BTreeSet<PathBuf>,
-    /// Number of crashes. It prevents the guards of locks taken before a crash from unlocking locks taken after it.
+    /// Number of crashes. It keeps guards from before a crash from releasing locks taken after it.
     life: usize,
 }
 

@@ -229,7 +229,7 @@ fn model_of_folder(folder: &Path) -> Result<ModelConfig, InputError> {
     Ok(model)
 }
 
-/// Returns the model of the folder that a step's adapters belong to.
+/// Returns the base model of a step's adapters, from its folder.
 fn adapted_model(
     step: &Step,
     adapters: Option<AdapterSizes>,

@@ -41,7 +41,7 @@ pub(crate) struct TrainConfig {
     pub(crate) model: ModelConfig,
     /// Tokens in a row of a batch. The model may support longer sequences.
     pub(crate) seq: usize,
-    /// Adapters that are trained instead of the weights, which are frozen.
+    /// Adapters to train, with the weights frozen.
     pub(crate) adapters: Option<AdapterSizes>,
     pub(crate) seed: u64,
     /// File or folder with the initial weights; if `None`, they are random.

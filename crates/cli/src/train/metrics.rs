@@ -67,7 +67,7 @@ impl Metrics {
         open.first_failure(written)
     }
 
-    /// Returns when the written lines would survive a crash. Every saved step then has its metrics.
+    /// Syncs the written lines to disk, so every saved step has its metrics.
     pub(crate) fn sync(&mut self) -> Option<String> {
         let open = self.0.as_mut()?;
         let synced = match open.end {

@@ -19,7 +19,7 @@ use crate::train::saving::{Saving, Started};
 use crate::train::share::{self, StepEnd};
 use crate::train::trainer::Trainer;
 
-/// Returns the user's options for numbers that are not finite.
+/// Returns the user's options after a non-finite number.
 const fn advice(on_not_finite: NotFinite) -> &'static str {
     match on_not_finite {
         NotFinite::Stop => {
@@ -153,7 +153,7 @@ struct Observers<'a> {
     saving: Option<Saving<'a>>,
     /// Warnings about metrics that could not be written, and about numbers that are not finite.
     lost: Vec<String>,
-    /// True if the user was warned about numbers that are not finite.
+    /// True once the user was warned about non-finite numbers.
     has_told: bool,
 }
 

@@ -20,7 +20,7 @@ use crate::error::InputError;
 pub(crate) const OPTIMIZER: &str = "--optimizer";
 /// Name of the setting for the parameters without weight decay.
 pub(crate) const NO_DECAY: &str = "--no-decay";
-/// The pattern for all parameters of one dim.
+/// The pattern for all one-dimensional parameters.
 const VECTORS: &str = "vectors";
 
 /// The optimizers of a run.

@@ -24,7 +24,7 @@ use crate::train::ranks::{self, Ranks};
 use crate::train::resumed::Resumed;
 use crate::train::settings::Settings;
 
-/// The maximum delay until a file from another machine appears here.
+/// Maximum delay until a file from another machine becomes visible.
 const PATIENCE: Duration = Duration::from_secs(15);
 
 /// The time for which a restarted run waits for the end of the previous run.

@@ -222,7 +222,7 @@ impl<'a> Saving<'a> {
         }
     }
 
-    /// Warns with the number of repeated save failures.
+    /// Emits a warning with the number of repeated save failures.
     fn tell_again(&mut self) {
         for (failure, times) in std::mem::take(&mut self.again) {
             self.warn(format!(

@@ -105,7 +105,7 @@ pub(crate) fn eager_events(
     events
 }
 
-/// The clock of a rank, which converts its times to a trace's.
+/// A rank's clock, which converts its times to trace times.
 struct Clock {
     rank: usize,
     origin: Instant,

@@ -78,7 +78,7 @@ pub(crate) struct Claim {
 pub(crate) struct Subgroup {
     /// The group's number in the world, which its members have agreed on; no other group has it.
     pub(crate) number: u64,
-    /// The members by their rank in the larger group, in the order of their new ranks.
+    /// The members' ranks in the larger group, in the order of their new ranks.
     pub(crate) members: Vec<usize>,
     /// The index of this rank among the members.
     pub(crate) rank: usize,
@@ -143,7 +143,7 @@ pub(crate) struct Findings {
     pub(crate) results: Vec<Checksums>,
 }
 
-/// The withdrawal of a rank's sources, which happens when its failure domain has ended.
+/// Withdraws a rank's sources after its failure domain has ended.
 #[derive(Debug)]
 pub(crate) struct Withdrawn;
 

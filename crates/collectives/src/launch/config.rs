@@ -6,8 +6,8 @@ use std::time::Duration;
 use super::error::LaunchError;
 use crate::Check;
 
-/// The maximum number of ranks that are started as threads of one process. The ranks exchange a table of ranks by
-/// ranks, and no machine has as many cores.
+/// Maximum number of thread ranks in a process. Ranks exchange a table of ranks by ranks, and no machine has as many
+/// cores.
 pub(super) const MOST_THREADS: usize = 1024;
 
 /// Maximum number of compute threads of a rank, above the number of cores of any machine.

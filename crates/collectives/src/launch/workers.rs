@@ -52,7 +52,7 @@ impl Workers {
     }
 }
 
-/// Makes the other worker of this pool the background worker. Returns when that has happened.
+/// Turns the other worker of this pool into the background worker, and waits until that is done.
 fn begin_background() -> Sender<()> {
     let (stop, stopped) = channel();
     let (begun, has_begun) = channel();

@@ -133,7 +133,7 @@ impl Header {
     }
 }
 
-/// Returns a signature as bytes, equal for equal signatures.
+/// Encodes a signature; equal signatures give equal bytes.
 pub(super) fn signature_bytes(signature: &Signature) -> Vec<u8> {
     let Signature {
         kind,

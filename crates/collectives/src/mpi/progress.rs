@@ -98,7 +98,7 @@ impl Progress {
         self.close(with_others);
     }
 
-    /// Returns the next command. Waits for it for a while if there is nothing else to do.
+    /// Returns the next command; waits for a while if there is nothing else to do.
     fn next_command(&self, moved_at: Instant) -> Option<Command> {
         match self.commands.try_recv() {
             Ok(command) => return Some(command),

@@ -78,7 +78,7 @@ impl Shared {
         self.result.load(Ordering::Acquire)
     }
 
-    /// Returns true if this rank's share can be added before the others' data is there.
+    /// Returns true if this rank's share can be added before the others' data arrives.
     pub(super) fn is_moved(&self) -> bool {
         self.claim(self.rank).signature.reduction.is_none()
     }

@@ -11,7 +11,7 @@ use crate::vectors::Kernel;
 /// The keys that queries see.
 #[derive(Clone, Debug)]
 pub(super) enum Mask {
-    /// A query sees the keys at its own position and before it.
+    /// A query sees keys up to its own position.
     Causal,
     /// Scores are replaced by numbers wherever a mask is set, one mask after the other.
     Filled(Vec<Fill>),
@@ -76,7 +76,7 @@ impl Codes {
         }
     }
 
-    /// Returns the keys from the first to the last that any query sees, or `None` if a query sees no key.
+    /// Returns the range from the first to the last key that any query sees, or `None` if a query sees no key.
     pub(super) fn seen(&self) -> Option<Range<usize>> {
         let mut seen = self.keys..0;
         for row in self.codes.chunks_exact(self.keys.max(1)) {
@@ -203,8 +203,7 @@ impl Kernel for MaskedSoftmax<'_> {
     }
 }
 
-/// Computes the gradient of the unscaled scores in place of the probabilities' gradient. Scores that a mask has
-/// filled get zero.
+/// Replaces the probabilities' gradient with the gradient of the unscaled scores, which is zero for masked scores.
 pub(super) struct SoftmaxGradient<'a> {
     pub(super) grad: &'a mut [f32],
     pub(super) probabilities: &'a [f32],

@@ -12,7 +12,7 @@ use super::{Audit, Tag};
 /// Size of a number in a note in bytes.
 const LEN: usize = size_of::<u64>();
 
-/// Whether the step under way is audited.
+/// Whether the current step is audited.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 enum Step {
     /// No step has begun since the last one ended.
@@ -88,7 +88,7 @@ impl Auditor {
         }
     }
 
-    /// Returns a new auditor of the same rank and steps, for this many parameters.
+    /// Creates an auditor for the same rank and steps, with this many parameters.
     pub(crate) fn over(&self, parameters: usize) -> Self {
         Self::new(self.audit, self.rank, parameters)
     }
@@ -122,7 +122,7 @@ impl Auditor {
         };
     }
 
-    /// Returns true if the step under way is audited.
+    /// Returns true if the current step is audited.
     pub(crate) fn is_auditing(&self) -> bool {
         matches!(self.step, Step::Audited { .. })
     }

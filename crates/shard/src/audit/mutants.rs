@@ -31,7 +31,7 @@ enum Event {
     Comes { rank: usize, parameter: usize },
     /// The gradients of a unit that have arrived are summed over a group and divided by a number.
     Reduce { unit: usize, over: Group, by: f64 },
-    /// The sums of a unit are summed over the replicas.
+    /// A unit's sums are summed over the replicas.
     Cross { unit: usize },
     /// The sums of a unit are handed over.
     HandOver { unit: usize },

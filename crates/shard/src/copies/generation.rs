@@ -172,7 +172,7 @@ impl Generation {
         self.epoch.load(Ordering::Relaxed)
     }
 
-    /// Returns the fingerprint of the values' history: copies of one version hold equal values.
+    /// Returns the fingerprint of the values' history. Copies of one version hold equal values.
     pub(crate) fn version(&self) -> u64 {
         self.version.load(Ordering::Relaxed)
     }
@@ -401,8 +401,7 @@ impl Generation {
         Ok(())
     }
 
-    /// Drops the full parameters or cancels their gather, and checks that they still equal the gathered
-    /// values.
+    /// Drops the full parameters or cancels their gather, and checks that they still equal the gathered values.
     pub(crate) fn let_go(&self) -> Result<(), Error> {
         let full = self.life.take_full();
         full.map_or(Ok(()), |full| self.check_full(&full))

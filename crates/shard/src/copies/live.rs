@@ -1,4 +1,4 @@
-//! The live copies of a unit, and which of their values belong together.
+//! Tracks the live copies of a unit, and which of their values belong together.
 
 use std::sync::{Arc, Weak};
 

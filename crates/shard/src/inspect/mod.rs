@@ -27,7 +27,7 @@ impl path::Visitor for Nothing {
     fn float<const D: usize>(&mut self, _place: &Location, _param: &Param<Tensor<D>>) {}
 }
 
-/// Returns the sharded parameters of `module`, in its own order: each once, for the first of the fields that share it.
+/// Returns the sharded parameters of `module`, in module order. A shared parameter is listed once, for its first field.
 pub(crate) fn members<M: Module>(module: &M) -> Vec<Member> {
     let mut members = visit(module, &mut Nothing);
     members.retain(|member| !member.is_tied);

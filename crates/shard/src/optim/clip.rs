@@ -83,9 +83,9 @@ pub fn grad_norm<M: Module>(
     Ok(measure.root(total))
 }
 
-/// Scales all gradients of a sharded module so that their norm, taken as one vector, is at most `clip`'s, and
-/// returns them with their previous norm. Clip after [`backward`](crate::backward) and before the optimizer's
-/// step; in half precision, also after [`LossScaler::unscale`](crate::LossScaler::unscale).
+/// Scales all gradients of a sharded module to limit their joint norm to `clip`'s, and returns them with their previous
+/// norm. Clip after [`backward`](crate::backward) and before the optimizer's step; in half precision, also after
+/// [`LossScaler::unscale`](crate::LossScaler::unscale).
 ///
 /// Burn's own gradient clipping by norm clips each shard separately, which
 /// [`check_elementwise`](crate::check_elementwise) refuses. See [`grad_norm`] for the gradients that count.

@@ -110,7 +110,7 @@ pub fn owner_groups<M: Module>(module: &M) -> Vec<ProcessGroup> {
     groups
 }
 
-/// Returns the path and the unit of each sharded parameter of `module` in its order, with the unit's name as in
+/// Returns the path and unit of each sharded parameter of `module`, in module order, with the unit's name as in
 /// [`UnitGradients`].
 ///
 /// Not collective.
@@ -149,8 +149,7 @@ pub fn params_with_gradient<M: Module>(module: &M, gradients: &GradientsParams) 
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct UnitGradients {
-    /// Path of the unit's module, `root` for the outermost; empty for the parameters that no unit
-    /// manages.
+    /// Path of the unit's module, `root` for the outermost; empty for parameters that no unit manages.
     pub unit: String,
     /// Its gradients.
     pub gradients: GradientsParams,

@@ -36,8 +36,7 @@ impl<O: Optimizer> SealedOptimizer<O> {
     }
 }
 
-/// The state of a [`SealedOptimizer`]: its inner optimizer's state, taken apart and sealed from one step to the
-/// next.
+/// The state of a [`SealedOptimizer`]: its inner optimizer's state, split and sealed between steps.
 #[derive(Debug, Clone)]
 pub struct SealedState<S>(Form<S>);
 

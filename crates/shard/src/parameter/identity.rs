@@ -77,8 +77,8 @@ impl Identity {
         self.0.is_settled.load(Ordering::Relaxed)
     }
 
-    /// Returns the id for one of Burn's own walks. Warns once if it is unsettled: the walk would not find
-    /// state that was loaded together with a record.
+    /// Returns the id for one of Burn's own walks. Warns once if the id is not settled, because the walk would not find
+    /// state that was loaded with a record.
     pub(crate) fn shown(&self, path: &str) -> ParamId {
         static WARNED: Once = Once::new();
         if !self.is_settled() {

@@ -43,7 +43,7 @@ impl Clones {
         last.and_then(|(copy, clones)| Some((copy, clones.upgrade()?)))
     }
 
-    /// Returns the next copy of `copy`. Parameters of one module are copied together, so they get one number.
+    /// Returns the next copy of `copy`. Parameters of one module are copied together, so they get the same number.
     fn add(&self, copy: Copied) -> (Copied, Arc<Self>) {
         let mut made = self.0.lock();
         let next = Copied {

@@ -20,7 +20,7 @@ use crate::layer::Layer;
 use crate::root::Place;
 use crate::thrown::throw;
 
-/// The error message for a field that was copied or kept without the first one.
+/// The error message for a field that was copied or kept without the first field.
 const ALONE: &str =
     "but this copy of the module has only the second; clone and keep the module that has both";
 /// The error message for a record of both.

@@ -22,7 +22,7 @@ pub(super) struct Gradient {
     pub(super) tensor: Tensor<1>,
     pub(super) account: Account,
     pub(super) tag: Tag,
-    /// Its checksum while it waits for another backward, if ranks compare bytes.
+    /// Checksum of the gradient while it waits for another backward, if ranks compare bytes.
     pub(super) seal: Option<Seal>,
 }
 

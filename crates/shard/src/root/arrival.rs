@@ -152,7 +152,7 @@ pub(super) fn sums(
     slots.iter().zip(arrived).map(sum).collect()
 }
 
-/// Returns the reduced gradient of one slot, as [`sums`] does.
+/// Returns the reduced gradient of one slot, like [`sums`].
 pub(super) fn sum(
     generation: &Generation,
     index: usize,
@@ -209,7 +209,7 @@ pub(super) fn given(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Res
     })
 }
 
-/// Returns a gradient changed by the policy's hook, in the type in which it is reduced.
+/// Applies the policy's hook to a gradient, and returns the result in the type in which it is reduced.
 pub(super) fn hooked(gradient: Gradient, slot: &Slot, unit: &Unit) -> Result<Gradient, Error> {
     let elements = slot.partition.num_elements();
     let tensor = match &unit.gradients.hook {

@@ -29,7 +29,7 @@ impl Default for Audited {
 }
 
 impl Audited {
-    /// Returns the data on rank `rank`, without any unit yet.
+    /// Returns the data of rank `rank`, without units.
     pub(super) fn new(audit: Audit, rank: usize) -> Self {
         Self {
             auditor: Auditor::new(audit, rank, 0),

@@ -1,4 +1,4 @@
-//! Backward: gathers units again, collects gradients, and hands them over unit by unit.
+//! Backward: gathers units again, collects gradients, and passes them on unit by unit.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;

@@ -86,8 +86,8 @@ impl Root {
         })
     }
 
-    /// Returns a full parameter for the second forward of a recomputed region. It stays until the region's
-    /// backward, which follows immediately.
+    /// Returns a full parameter for the second forward of a recomputed region. It is kept until the region's backward,
+    /// which follows immediately.
     fn access_again<const D: usize>(
         self: &Arc<Self>,
         generation: &Arc<Generation>,
@@ -331,7 +331,7 @@ impl Progress {
         current.node_of(root, slot, value, stays)
     }
 
-    /// Leaves a pass whose forward is over: its graph keeps what its backward needs.
+    /// Leaves a pass after its forward: its graph keeps the values that backward needs.
     fn leave_pass(&mut self) -> Result<(), Error> {
         let pass = self.uses.pass.take();
         let last = pass.and_then(|pass| pass.current);

@@ -160,7 +160,7 @@ impl Root {
         Ok(marks.unwrap_or_default())
     }
 
-    /// Returns the full parameter of a slot from the records of its shards, and the mark of its buffer.
+    /// Returns the full parameter of a slot, decoded from its shards' records, and its buffer's mark.
     fn unpacked(
         &self,
         generation: &Generation,

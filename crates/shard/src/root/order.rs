@@ -1,4 +1,4 @@
-//! The order of operations, and the values that they work on.
+//! The order of operations, and the values on which they work.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Weak};
@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 use crate::copies::{Copied, Generation};
 use crate::schedule::{Schedule, Schedules};
 
-/// The order of operations, and the values that they work on.
+/// The order of operations, and the values on which they work.
 #[derive(Default)]
 pub(super) struct Order {
     /// The recorded orders.
@@ -45,7 +45,7 @@ impl Ahead {
 }
 
 impl Order {
-    /// Returns the order of the step under way.
+    /// Returns the order of the current step.
     pub(super) fn current(&mut self) -> &mut Schedule {
         self.schedules.current()
     }

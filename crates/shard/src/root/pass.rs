@@ -43,7 +43,7 @@ pub(super) struct Uses {
 /// One tracked forward.
 pub(super) struct Pass {
     pub(super) number: u64,
-    /// The number of the copy of the module that began it.
+    /// The number of the module copy that started the pass.
     pub(super) copy: u64,
     /// The parameter touched first, with its unit: touching it again after another unit begins a new pass.
     pub(super) first: (usize, Place),
@@ -113,8 +113,8 @@ impl Use {
         self
     }
 
-    /// Drops the full parameters, unless the unit keeps them. From now on they live as long as the operations
-    /// that use them.
+    /// Drops the full parameters, unless the unit keeps them. From now on they live as long as the operations that use
+    /// them.
     pub(super) fn close(self) -> Result<(), Error> {
         match self.generation.unit.keeps() {
             true => Ok(()),

@@ -396,8 +396,8 @@ impl Progress {
         Ok(())
     }
 
-    /// Keeps gradients that have arrived until they go into Burn's `Gradients`, and holds those that are sealed until an
-    /// optimizer reads them.
+    /// Stores gradients that have arrived until they go into Burn's `Gradients`, and sealed ones until an optimizer
+    /// reads them.
     fn arrive(&mut self, root: &Root, arrived: Vec<Reduced>) -> Result<(), Error> {
         let backward = self.counts.finished;
         for reduced in &arrived {
@@ -432,7 +432,7 @@ fn added(
     }))
 }
 
-/// Tells the ranks that hold the same values of a unit what this one has written there.
+/// Announces the values that this rank wrote to the ranks that hold the same values of a unit.
 fn tell_replicas(root: &Root, generation: &Generation, slots: &[usize]) {
     let groups = &generation.unit.groups;
     for &slot in slots {

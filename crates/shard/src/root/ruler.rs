@@ -15,7 +15,7 @@ use crate::op;
 pub(super) struct Rulers(Vec<(Device, BTreeMap<usize, Tensor<1>>)>);
 
 impl Rulers {
-    /// Returns a ruler of `depth` on `device`, and creates it if there is none yet.
+    /// Returns a ruler of `depth` on `device`, created if necessary.
     pub(super) fn of_depth(&mut self, depth: usize, device: &Device) -> Tensor<1> {
         let known = self.0.iter().position(|(known, _)| known == device);
         let index = known.unwrap_or_else(|| {

@@ -67,7 +67,7 @@ pub(super) struct Progress {
     pub(super) phase: Phase,
     /// The uses of units that are under way.
     pub(super) uses: Uses,
-    /// The order of operations, and the values that they work on.
+    /// The order of operations, and the values on which they work.
     pub(super) order: Order,
     /// Gradients that wait.
     pub(super) gradients: Accumulation,
@@ -168,7 +168,7 @@ impl Root {
         units.iter().filter_map(WeakCopies::upgrade).collect()
     }
 
-    /// Returns true if `unit` is one of the root's.
+    /// Returns true if `unit` belongs to the root.
     pub(crate) fn owns(&self, unit: &Arc<Unit>) -> bool {
         self.units().iter().any(|known| Arc::ptr_eq(known, unit))
     }

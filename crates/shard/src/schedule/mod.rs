@@ -30,7 +30,7 @@ const ABANDONED_LIMIT: usize = 1;
 const ASKED: u8 = 1;
 /// The mark of an operation whose backward has arrived.
 const ENDED: u8 = 2;
-/// The mark of a gather that was made ahead for a different copy of the module from the one that asked.
+/// The mark of a prefetched gather for a different copy of the module from the one that needs it.
 const MISLED: u8 = 4;
 
 /// The next action on the way to the wanted operation.
@@ -59,7 +59,7 @@ pub(crate) struct Step {
 /// reductions is another sequence than a step with them.
 #[derive(Debug, Default)]
 pub(crate) struct Schedules {
-    /// True for each unit that reduces in the step under way.
+    /// True for each unit that reduces in the current step.
     choice: Vec<bool>,
     current: Schedule,
     /// The orders of the other choices.
@@ -78,7 +78,7 @@ impl Schedules {
         }
     }
 
-    /// Returns the order of the step under way.
+    /// Returns the order of the current step.
     pub(crate) fn current(&mut self) -> &mut Schedule {
         &mut self.current
     }
@@ -94,7 +94,7 @@ impl Schedules {
 pub(crate) struct Schedule {
     /// The recorded operations: equal on all ranks, at equal places of the sequence of operations.
     recorded: Vec<Entry>,
-    /// The marks of this rank for each recorded operation in the step under way.
+    /// This rank's marks for each recorded operation in the current step.
     marks: Vec<u8>,
     /// The next place to issue.
     cursor: usize,
@@ -111,7 +111,7 @@ pub(crate) struct Schedule {
 #[derive(Debug)]
 struct Entry {
     operation: Operation,
-    /// Number of steps in a row in which no rank needed it.
+    /// Number of consecutive steps in which no rank needed the operation.
     idle: u32,
     /// True if any rank requested the operation in the last step.
     used: bool,

@@ -72,7 +72,7 @@ pub(crate) struct NoteLengths {
 }
 
 impl Note {
-    /// Returns the lengths of the parts in every rank's note of this reduction.
+    /// Returns the lengths of the parts in a rank's note for this reduction, equal on all ranks.
     pub(crate) fn lengths(&self) -> NoteLengths {
         NoteLengths {
             places: self.marks.len(),

@@ -52,8 +52,8 @@ pub enum LocalPart {
     },
     /// All of a parameter that is whole on every rank.
     Whole,
-    /// All of a tensor that no unit manages: a running state, a parameter of integers or booleans, one
-    /// without elements, or one that was ignored. Each rank has its own.
+    /// All of a tensor that no unit manages: a running state, a parameter of integers or booleans, one without
+    /// elements, or one that was ignored. Each rank has its own value.
     Own,
 }
 
@@ -144,7 +144,7 @@ pub fn local_ids<M: Module>(module: &M) -> Result<Vec<LocalId>, Error> {
 /// Replaces this rank's part of a sharded module. `read` gets each tensor as [`local_state`] describes it,
 /// with its present elements, and returns new bytes, or `None` to leave it.
 ///
-/// Everything is read before anything is replaced: after an error no copy of the module has changed.
+/// Everything is read before anything is replaced, so after an error no copy of the module has changed.
 ///
 /// Not collective. All ranks must replace the same values: if one of them gets an error and continues with the
 /// unchanged module, the others must not use the new values either.

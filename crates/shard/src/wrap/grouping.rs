@@ -1,4 +1,4 @@
-//! The grouping of parameters into units, and the parameters that belong to none.
+//! Groups parameters into units, and finds those that belong to none.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -251,7 +251,7 @@ impl Grouping {
     }
 }
 
-/// Returns the way in which ranks hold a parameter.
+/// Returns how ranks hold a parameter.
 fn holding(found: &Found, policy: &ShardPolicy) -> Holding {
     let is_kept_vector = found.shape.len() < 2 && !policy.shard_vectors;
     let stays_whole = is_kept_vector || found.num_elements() < policy.whole_below;

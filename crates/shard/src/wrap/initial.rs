@@ -42,7 +42,7 @@ pub(crate) fn value<const D: usize>(
     }
 }
 
-/// Returns this rank's part of a value that rank 0 of the shard group holds whole.
+/// Returns this rank's part of a value that rank 0 of the shard group has.
 fn from_first(
     unit: &Unit,
     slot: &Slot,

@@ -245,7 +245,7 @@ enum Fill {
     Zeros,
 }
 
-/// Returns the parameter of a factor, which is initialized on demand.
+/// Returns the parameter of a factor, to be initialized on demand.
 fn lazy(factor: &Found, fill: Fill) -> Param<Tensor<2>> {
     let shape = [factor.shape[0], factor.shape[1]];
     let dtype = factor.dtype;

@@ -46,7 +46,7 @@ impl Call<'_> {
         }
     }
 
-    /// Returns the representation of a gradient norm: the sum under it, because norms are only combined.
+    /// Returns the representation of a gradient norm: the sum before the root, because norms are only combined.
     fn local_norm(&self, call: &CustomOpIr) -> Result<Vec<Tensor>, String> {
         let order = self.scalar(1)?;
         let mut total = 0;

@@ -21,7 +21,7 @@ use crate::graph::{Flops, Graph, Node};
 /// The largest difference that 32-bit rounding explains, relative to the largest result, or to one if that is larger.
 const ROUNDING: f64 = 2e-5;
 
-/// The largest difference of halves, which are rounded once at the end, relative to the largest result. [`ROUNDING`] is
+/// Maximum difference for halves, which are rounded once at the end, relative to the largest result; [`ROUNDING`] is
 /// added.
 const ROUNDING_OF_HALVES: f64 = 1.0 / 256.0;
 
@@ -37,8 +37,8 @@ pub(super) struct Difference {
     pub(super) reason: String,
 }
 
-/// The largest number of products and elements for a check at a call's own shapes. Larger calls are checked at the
-/// shapes of the twin.
+/// Maximum number of products and elements for a check at a call's own shapes. Larger calls are checked at the twin's
+/// shapes.
 const MOST_WORK: u64 = 1 << 21;
 
 /// Checks every kernel of a graph, each form of a call once. The shapes are the graph's, or its twin's where the check

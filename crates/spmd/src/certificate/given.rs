@@ -105,7 +105,7 @@ impl Given<'_> {
     }
 }
 
-/// Returns the layout and the whole shape of a value that is sharded like a parameter.
+/// Returns the layout and whole shape of a value that is sharded like a parameter.
 pub(super) fn part_of<'a>(
     graph: &'a Graph,
     path: &str,

@@ -73,7 +73,7 @@ pub(super) struct Convolution<'a> {
     pub(super) groups: usize,
 }
 
-/// The flat places of the factors and the result of one product.
+/// The flat positions of one product's factors and result.
 pub(super) struct Product {
     pub(super) x: usize,
     pub(super) weight: usize,

@@ -19,8 +19,8 @@ use crate::norm::{GRAD_NORM, scalars};
 /// The gradients of micro-batches, each the mean over ranks.
 type Gradients = BTreeMap<TensorId, Vec<Tensor>>;
 
-/// Runs a graph of one rank on each rank of the machine, once per micro-batch. The means replace each rank's own
-/// gradients and loss.
+/// Runs a one-rank graph on each rank of the machine, once per micro-batch. Means replace each rank's gradients and
+/// loss.
 pub(super) fn step(
     machine: &mut Machine,
     graph: &Graph,

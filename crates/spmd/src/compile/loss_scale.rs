@@ -1,4 +1,4 @@
-//! Steps with a scaled loss: gradients that have overflowed, and the step that is then skipped.
+//! Steps with a scaled loss: detects gradient overflow, and skips such steps.
 
 use burn::tensor::{DType, TensorData};
 use burn_fsdp_mesh::{LossScalerState, LossScaling};

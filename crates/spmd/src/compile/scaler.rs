@@ -1,4 +1,4 @@
-//! The scale of a loss, from step to step.
+//! The loss scale across steps.
 
 use burn::tensor::TensorData;
 use burn_fsdp_mesh::{LossScalerState, LossScaling};

@@ -128,9 +128,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(states)
     }
 
-    /// Continues a run after that many steps at that learning rate, all of which trained every parameter. The
-    /// optimizer's numbers are computed for that step. Every state must be set with [`set_state`](Self::set_state)
-    /// before the next step. See [`resume_with`](Self::resume_with) for a run that has other rates or routes, or has
+    /// Resumes a run after that many steps at that learning rate, all of which trained every parameter. The optimizer's
+    /// counters are computed for that step. Every state must be set with [`set_state`](Self::set_state) before the next
+    /// step. See [`resume_with`](Self::resume_with) for a run with different rates or routes, or with
     /// [skipped](Self::was_skipped) steps.
     ///
     /// # Errors
@@ -169,7 +169,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Gives the executor the values that it does not have yet, before a graph runs.
+    /// Passes missing values to the executor before a graph runs.
     pub(super) fn begin(&mut self, graph: &Arc<Graph>) -> Result<(), Error> {
         // A mismatch is found before anything is set.
         let places = self.places(graph)?;
@@ -185,7 +185,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Returns the values of the graph to which the restored states belong, in their order. Rejects a mismatch.
+    /// Returns the graph's values for the restored states, in the same order. Rejects a mismatch.
     fn places(&self, graph: &Graph) -> Result<Vec<Parameter>, Error> {
         let places = self.restored.iter().map(|((path, slot), data)| {
             let place = state_of(graph, path, slot)?;

@@ -317,7 +317,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.done.steps
     }
 
-    /// Returns the table of the memory of this rank's tensors.
+    /// Returns the memory table of this rank's tensors.
     pub fn memory(&self) -> &MemoryTable {
         self.executor.table()
     }

@@ -138,7 +138,7 @@ impl Graph {
         &self.nodes
     }
 
-    /// Replaces the schedule. Values that no node mentions stay declared until [`prune`](Self::prune).
+    /// Replaces the schedule. Values without a node stay declared until [`prune`](Self::prune).
     pub fn set_nodes(&mut self, nodes: Vec<Node>) {
         self.nodes = nodes;
     }
@@ -148,8 +148,8 @@ impl Graph {
         std::mem::take(&mut self.nodes)
     }
 
-    /// Returns the sizes that passes decide by. A pass that asked a shape instead would choose another plan for the small
-    /// shapes of a proof.
+    /// Returns the sizes on which passes base decisions. A pass that used shapes instead would choose a different plan
+    /// for the small shapes of a proof.
     pub(crate) fn sizes(&self) -> &Sizes {
         &self.sizes
     }
@@ -278,7 +278,7 @@ impl Graph {
         self.constants.insert(id, data);
     }
 
-    /// Returns the tensors of a batch, in its order.
+    /// Returns the tensors of a batch, in order.
     pub fn inputs(&self) -> &[TensorId] {
         &self.inputs
     }

@@ -72,7 +72,7 @@ impl Default for CustomProfile {
 /// A phase of a train step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Phase {
-    /// The computation of the loss from the batch.
+    /// Computes the loss from the batch.
     Forward,
     /// The computation of the gradients from the loss.
     Backward,

@@ -20,7 +20,7 @@ pub(crate) enum Trait {
     Cheap,
     /// Linear: addends of the operands give addends of the result.
     Linear,
-    /// Linear on floats, but not on integers, which are rounded.
+    /// Linear for floats, but not for integers, which are rounded.
     LinearOnFloats,
     /// A view: the result shares the memory of the first operand, on a backend with strided views such as Flex.
     View,

@@ -51,8 +51,8 @@ impl Absent {
         Some(call)
     }
 
-    /// Returns a node with only the operands that the rank has. `None` if it has all, or if the node is not a
-    /// [custom operation](Self::without).
+    /// Returns a node with only the operands that the rank has; `None` if it has all, or if the node is not a [custom
+    /// operation](Self::without).
     pub(crate) fn node_without(&self, node: &Node) -> Option<Node> {
         match &node.operation {
             OperationIr::Custom(call) if node.collective.is_none() => {

@@ -163,12 +163,12 @@ pub(crate) struct NamedActivation {
     pub(crate) value: TensorId,
 }
 
-/// What the ranks of each axis hold of a value that waits for the next step.
+/// What the ranks on each axis hold of a value that waits for the next step.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Carried {
     /// A placement for each axis; none for values of the ranks' own.
     pub(crate) on: Vec<Option<Placement>>,
-    /// The index of the owner along the axis that shards, if one rank has all of it.
+    /// The index of the owner along the shard axis, if one rank has the whole value.
     pub(crate) owner: Option<usize>,
 }
 

@@ -39,11 +39,11 @@ impl Mode {
         self
     }
 
-    /// Makes a plan, and writes the graphs from which it is created, if requested.
+    /// Creates a plan, and writes its graphs if requested.
     ///
     /// # Errors
     ///
-    /// The errors of `make`, whether its graphs were written or not; [`Error::Dump`].
+    /// The errors of `make`, whether or not its graphs were written; [`Error::Dump`].
     pub(crate) fn dumped<T>(
         &self,
         title: &str,

@@ -45,8 +45,8 @@ impl Mode {
         self
     }
 
-    /// Decides which rank owns each matching parameter of a step, given all parameters with their shapes. Does nothing
-    /// if that is already decided.
+    /// Assigns an owner to each matching parameter of a step, given all parameters with their shapes. Does nothing if
+    /// owners are already assigned.
     pub(crate) fn assign_owners<'a>(
         &mut self,
         parameters: impl Iterator<Item = (&'a Arc<str>, &'a [usize])> + Clone,

@@ -14,8 +14,8 @@ const SMALL_PLAN: u64 = 1 << 22;
 
 impl Mode {
     /// Proves, before a plan runs, that it computes what was traced ([`Certificate`](crate::Certificate)). Debug builds
-    /// always prove small plans. A proof takes as long as tens of steps on one thread. It covers all ranks, one after
-    /// the other, and is the same on every rank. A plan for many rows is proved at small shapes by
+    /// always prove small plans. A proof takes as long as tens of steps on one thread. It covers all ranks, one by one,
+    /// and is the same on every rank. A plan for many rows is proved at small shapes by
     /// [`certify_at`](crate::certify_at).
     ///
     /// With placements, operations for which only whole tensors are supported cannot be proved, and are rejected

@@ -1,6 +1,6 @@
 //! The pass that merges equal operations.
 //!
-//! It takes a graph without collectives, and keeps phases apart.
+//! It takes a graph without collectives, and keeps phases separate.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};

@@ -12,7 +12,7 @@ use crate::graph::{Graph, Node, Phase, Role, Update, rename};
 /// First id of pending gradients: graphs of one step agree on their ids for any batch.
 const FIRST_PENDING: u64 = 1 << 40;
 
-/// The halves of a step whose optimizer is at its end.
+/// The halves of a step with the optimizer at the end.
 pub(super) struct Halves {
     /// The graph of the step without its nodes: values, parameters and updates.
     pub(super) graph: Graph,

@@ -88,7 +88,7 @@ impl Holding {
     }
 }
 
-/// Returns the shape of a part of a tensor on its rank: flat, unless one rank holds all of it.
+/// Returns the shape of a rank's part of a tensor: flat, unless one rank holds the whole tensor.
 pub(super) fn local_shape(partition: Partition, whole: &[usize]) -> Vec<usize> {
     match partition.sole_owner() {
         Some(_) => whole.to_vec(),

@@ -63,7 +63,7 @@ pub trait IterationMove: fmt::Debug + Send + Sync {
 #[derive(Debug, Clone)]
 pub struct IterationGraph {
     graph: Graph,
-    /// The moved nodes, each with the node before which it runs.
+    /// The moved nodes, each with the node that it runs before.
     moved: BTreeMap<usize, usize>,
     max_iterations: Option<NonZeroU64>,
     passes: Vec<PassId>,
@@ -213,8 +213,8 @@ impl IterationGraph {
         Ok(())
     }
 
-    /// Moves some of the given nodes to the beginning of the next step, before the first staying node that does not
-    /// start a collective. These are the nodes that start a collective of only pending values.
+    /// Moves those of the given nodes that start a collective of only pending values. They move to the beginning of the
+    /// next step, before the first staying node that does not start a collective.
     pub(super) fn start_early(&mut self, nodes: &[usize]) {
         let written = self.outputs(self.moved.keys());
         let all = self.graph.nodes();

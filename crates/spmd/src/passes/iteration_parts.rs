@@ -36,7 +36,7 @@ pub struct Iteration {
 pub(super) struct Parts {
     /// The step, with the pending values and without nodes.
     graph: Graph,
-    /// The nodes that stay, with their places in the step.
+    /// The nodes that stay, with their positions in the step.
     stays: Vec<(usize, Node)>,
     /// The moved nodes, on pending values, in execution order. Each has the position before which it runs.
     moved: Vec<(usize, Node)>,

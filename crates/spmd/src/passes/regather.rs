@@ -174,7 +174,7 @@ impl Weights {
         made.get(&id).copied().ok_or_else(missing)
     }
 
-    /// Begins a visit, unless the unit is gathered already.
+    /// Starts a visit, unless the unit is already gathered.
     fn enter(&mut self, unit: &Arc<str>) {
         if self.resident.contains(unit) {
             return;
@@ -195,7 +195,7 @@ impl Weights {
         }
     }
 
-    /// Returns true if a unit is kept until its last use in this phase, because the phase visits it again.
+    /// Returns true if a unit stays gathered until its last use in this phase, because the phase visits it again.
     fn stays(&self, unit: &Arc<str>) -> bool {
         let (index, phase) = self.now;
         let key = (unit.clone(), phase);

@@ -50,7 +50,7 @@ pub struct Options {
     /// [overlaps](burn_fsdp_collectives::ProcessGroup::overlaps), as groups of processes do. It is false if ranks are
     /// threads, which gain nothing from it.
     pub prefetch: Option<bool>,
-    /// Place of the optimizer in the step: in backward by default.
+    /// Position of the optimizer in the step; in backward by default.
     pub optimizer: OptimizerPlace,
 }
 
@@ -92,7 +92,7 @@ impl Options {
         self
     }
 
-    /// Sets whether kernels replace functions that Burn composes of many operations.
+    /// Sets whether kernels replace functions that Burn composes from many operations.
     #[must_use]
     pub fn kernels(mut self, uses: bool) -> Self {
         self.kernels = uses;

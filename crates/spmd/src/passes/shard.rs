@@ -64,8 +64,7 @@ pub struct InsertCollectives {
 }
 
 impl InsertCollectives {
-    /// Returns true if a single rank has whole gradients that need no averaging, because they have the type in which it
-    /// computes them.
+    /// Returns true if a single rank has whole gradients that need no averaging or cast.
     fn has_all(&self) -> bool {
         self.num_ranks == 1
             && self.replicate.is_none()
@@ -352,8 +351,8 @@ impl Insertion<'_> {
         self.graph.parameter(path)?.layout.owner
     }
 
-    /// Returns the mean of a gradient that the last node has written, in the storage of the parameter with that index.
-    /// Parameters that share a gradient share its mean, unless they have different owners.
+    /// Returns the mean of a gradient that the last node has written, in the stored type of the parameter with that
+    /// index. Parameters that share a gradient share its mean, unless they have different owners.
     fn complete(
         &mut self,
         scheduled: &mut Vec<Node>,

@@ -1,6 +1,6 @@
-//! The pass that replaces weights by stand-ins where an operation needs only their shape.
+//! The pass that replaces weights with stand-ins if an operation needs only their shape.
 //!
-//! It comes before gathers are inserted: a weight that nothing reads then has none.
+//! It runs before gathers are inserted, so unread weights get none.
 
 use burn_ir::{BaseOperationIr, CreationOpIr, ModuleOperationIr, OperationIr, ShapeOpIr, TensorIr};
 

@@ -13,7 +13,7 @@ use crate::graph::{
 use crate::pass_id::PassId;
 use crate::place::check_types;
 
-/// A rule: its name, and the function that finds a fault.
+/// A rule, with its name and a function that finds violations.
 type Rule = (&'static str, fn(&Graph) -> Option<Fault>);
 
 /// The node at which a graph breaks a rule, and the reason.

@@ -43,7 +43,7 @@ pub struct ExpandPlacements {
 }
 
 impl ExpandPlacements {
-    /// Creates the pass. Gradients travel in the types in which they are computed.
+    /// Creates the pass. Gradients is sent in the types in which they are computed.
     pub fn new(expand: Expand, mesh: Mesh) -> Self {
         let precision = Precision::default();
         Self {
@@ -298,8 +298,8 @@ fn locate<'a>(
 
 impl Placer {
     /// Notes the requests for named activations, and for the values from which they are computed element by element.
-    /// The sum of a product's addends and a bias is then reduced directly to its requested placement, not to the whole
-    /// first.
+    /// The sum of a product's addends and a bias is then reduced directly to its requested placement, instead of being
+    /// made whole first.
     fn look_ahead(&mut self, nodes: &[Node]) {
         let axes = &self.values.axes;
         for (id, destination) in &self.destinations {

@@ -86,7 +86,7 @@ fn is_outermost(piece: &[usize], dim: usize) -> bool {
 pub(super) struct Redistribution<'a> {
     pub(super) graph: &'a mut Graph,
     pub(super) scheduled: &'a mut Vec<Node>,
-    /// Label of the collectives: a path, `loss`, or the id of the value.
+    /// Label of the collectives: a path, `loss`, or the value's id.
     pub(super) label: Arc<str>,
     pub(super) payload: Payload,
     pub(super) reader: &'a Reader,

@@ -117,7 +117,7 @@ impl<B: BackendIr> Executor<B> {
         &self.table
     }
 
-    /// Returns the mutable table of the tensors' memory, to begin a measurement.
+    /// Returns the mutable memory table, to start a measurement.
     pub fn table_mut(&mut self) -> &mut MemoryTable {
         &mut self.table
     }

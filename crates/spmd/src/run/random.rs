@@ -67,8 +67,8 @@ impl<'a> Drawing<'a> {
         }
     }
 
-    /// Draws the blocks of consecutive elements of the whole that overlap the part. Each block has its own generator,
-    /// so a rank draws few numbers of other ranks.
+    /// Draws the blocks of consecutive elements that overlap the part. Each block has its own generator, so a rank
+    /// draws few numbers outside of its part.
     fn part<E: Element>(&self, op: &RandomOpIr) -> Result<TensorData, String> {
         let (whole, part) = (&self.draw.whole, op.out.shape.to_vec());
         let fits = |((size, start), whole): ((&usize, &usize), &usize)| size + start <= *whole;

@@ -1,11 +1,11 @@
-//! Seals of the values that the executor holds from one node to another and from one run to the next, which show
-//! whether they still are what was written.
+//! Seals of the values that the executor holds between nodes and between runs, which show whether they have changed
+//! since they were written.
 //!
 //! The executor seals a collective's result when it arrives, from the data that the ranks reported about it. It seals
 //! the new value of a parameter, buffer or state when a node has written it, or at the end of the run. It checks a
-//! value where a node takes it, which is its last use, and where a collective gives it. It checks values that no node
-//! of a step takes at the end of the step. Memory with two holders is not overwritten, and a node that overwrites a
-//! value that it takes does so after the check. Only host memory is sealed.
+//! value when a node consumes it, which is its last use, and when a collective sends it. Values that no node of a step
+//! consumes are checked at the end of the step. Memory with two holders is not overwritten, and a node that overwrites
+//! a consumed value does so after the check. Only host memory is sealed.
 
 use std::any::Any;
 

@@ -59,7 +59,7 @@ pub struct TraceConfig {
     /// operations for them; see [`StepScalars::structure`].
     pub learning_rate: f64,
     /// Types in which parameters compute. They must match the [`Options`](crate::passes::schedule::Options::precision)
-    /// with which the graph is lowered. Those options, not this field, determine the types in which gradients travel.
+    /// with which the graph is lowered. Those options, not this field, determine the types in which gradients are sent.
     pub precision: Precision,
     /// True to multiply the loss by a factor that the graph takes after the batch, as
     /// [`Options::scale_loss`](crate::passes::schedule::Options::scale_loss) requests.

@@ -9,8 +9,8 @@ use super::pattern::{Kind, Patterns};
 use super::walk::Walk;
 use crate::error::Error;
 
-/// A softmax of products of queries with keys, times values. All operands are `[batch, heads, time, width]`. Factors on
-/// the probabilities, as in dropout, are part of it.
+/// A softmax of products of queries with keys, times values. All operands are `[batch, heads, time, width]`. This
+/// includes factors on the probabilities, as in dropout.
 struct Forward {
     queries: TensorId,
     keys: TensorId,
@@ -18,7 +18,7 @@ struct Forward {
     turned_keys: TensorId,
     values: TensorId,
     scale: Option<Kind>,
-    /// Masks with the numbers that they fill in, in order of application.
+    /// Masks with their fill values, in order of application.
     fills: Vec<(TensorId, f64)>,
     weights: Weights,
     nodes: BTreeSet<usize>,
@@ -335,7 +335,7 @@ fn by_time(patterns: &mut Patterns, at: usize, of: &[TensorId]) -> Result<Vec<Te
     of.iter().map(turn).collect()
 }
 
-/// Declares a value of another's shape with the second and third dim exchanged.
+/// Declares a value with another value's shape, but with the second and third dim swapped.
 fn swapped(patterns: &mut Patterns, of: TensorId) -> TensorId {
     let mut shape = patterns.shape(of);
     shape.swap(1, 2);

@@ -29,7 +29,7 @@ impl<'a> Walk<'a> {
         Some(self.patterns.output(node))
     }
 
-    /// Walks to the result of a sum over the last dim. Burn sums once more over a dim with one element, which changes
+    /// Walks to the result of a sum over the last dim. Burn then also sums over a dim with one element, which changes
     /// nothing.
     pub(super) fn sum(&mut self, of: TensorId, last: usize) -> Option<TensorId> {
         let sum = self.step(Kind::SumDim(last), &[of])?;

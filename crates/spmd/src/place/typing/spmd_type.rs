@@ -55,7 +55,7 @@ impl fmt::Display for SpmdType {
 }
 
 impl SpmdType {
-    /// Returns the type of a placement; a sharded value with an owner is all on that rank.
+    /// Returns the type of a placement; a sharded value with an owner is entirely on that rank.
     pub(super) fn of_placement(placement: Placement, owner: Option<usize>) -> Self {
         match (placement, owner) {
             (Placement::Shard(_), Some(owner)) => Self::Owned(owner),
@@ -97,7 +97,7 @@ impl SpmdType {
     }
 
     /// Returns the type of a value after a collective along the axis; the error is the reason why the collective does
-    /// not accept the value. For an undivided value, `owner` is the rank that gives or gets all of it.
+    /// not accept the value. For an undivided value, `owner` is the rank that sends or receives all of it.
     pub(crate) fn after(
         self,
         kind: CollectiveKind,

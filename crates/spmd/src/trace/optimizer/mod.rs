@@ -116,7 +116,7 @@ impl StepScalars {
         Some(scalars)
     }
 
-    /// Returns a number that is equal for equal rates and scalars on every process and rank.
+    /// Returns a number that is the same on every process and rank for equal rates and scalars.
     pub(crate) fn fingerprint(&self) -> u64 {
         let mut hasher = Fingerprint::new();
         for (path, step) in &self.parameters {
@@ -199,8 +199,7 @@ impl HostScalars {
     ///
     /// # Errors
     ///
-    /// [`Error::UntraceableOptimizer`] if an optimizer does something that cannot be followed; [`Error::Missing`]
-    /// without a rate.
+    /// [`Error::UntraceableOptimizer`] if an optimizer cannot be traced; [`Error::Missing`] without a rate.
     pub(crate) fn peek(&mut self, rates: &ModuleLearningRate) -> Result<StepScalars, Error> {
         type Past = (usize, u64, Option<*const TwinState>);
         if base_rate(rates).is_none() {

@@ -251,8 +251,8 @@ pub(super) fn transposed(x: &Given, weight: &Given, groups: usize, element_size:
     (elements * element_size) as u64 + product.packed_bytes(element_size)
 }
 
-/// Returns the bytes of the gradient of a convolution's weights in addition to its operands and result. It is a
-/// convolution of the input with the gradient, with batch and channels swapped.
+/// Returns the bytes of the gradient of a convolution's weights in addition to its operands and result. The gradient is
+/// a convolution of the input with the output's gradient, with batch and channels swapped.
 pub(super) fn weight_gradient(
     x: &Given,
     grad: &Given,

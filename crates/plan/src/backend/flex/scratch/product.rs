@@ -35,7 +35,7 @@ pub(super) struct Product {
 }
 
 impl Product {
-    /// Returns the bytes that are copied, for elements of this size.
+    /// Returns the number of copied bytes, for elements of this size.
     pub(super) fn packed_bytes(self, element_size: usize) -> u64 {
         // A row-by-row result is computed as the product of the transposed matrices, the right one first.
         let (rows, columns, depth) = (self.n, self.m, self.k);
