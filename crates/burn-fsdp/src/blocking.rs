@@ -112,8 +112,8 @@ pub fn save<M: Module>(
     )?)
 }
 
-/// Gives a sharded model and its optimizer the state of the newest step that [`save`] has put into a folder,
-/// whichever ranks saved it. Returns them unchanged if nothing in the folder has the name of a step.
+/// Loads the newest step that [`save`] wrote to a folder into a sharded model and its optimizer, regardless of the
+/// ranks that saved it. Returns them unchanged if nothing in the folder has the name of a step.
 ///
 /// Collective: all ranks of `mesh` call it at the same point. Rank 0 looks for the newest step, and all read that one.
 /// `optimizer` is configured like the saved one. If nothing is saved, the function tries whether the optimizer's future

@@ -116,7 +116,7 @@ pub enum SaveRemark {
     Failed(StepError),
     /// Older steps that a save should have removed, but that still exist.
     NotRemoved(String),
-    /// A step that was left out, because the previous save was not complete in time.
+    /// A step that was skipped, because the previous save was not complete in time.
     LeftOut(u64),
 }
 
@@ -218,7 +218,7 @@ impl Checkpointer {
     }
 
     /// Begins to save an offered snapshot; training may continue meanwhile. If the previous save is not complete on
-    /// some rank, the step is left out. If it is the last step, [`finish`](Self::finish) saves it.
+    /// some rank, the step is skipped. If it is the last step, [`finish`](Self::finish) saves it.
     ///
     /// All ranks must begin with equal requests, or none may begin.
     ///

@@ -49,7 +49,7 @@ pub fn snapshot_compiled<B: Batch, O>(
 /// [`snapshot_matching`](crate::checkpoint::snapshot_matching), except for the scale of adapters. A compiled step does
 /// not know the scale, so it is neither saved nor compared.
 ///
-/// All ranks must want the same. Otherwise as [`snapshot_compiled`].
+/// `is_wanted` must be equal on all ranks. Otherwise as [`snapshot_compiled`].
 ///
 /// # Errors
 ///
@@ -126,8 +126,7 @@ pub fn snapshot_compiled_matching<B: Batch, O>(
     })
 }
 
-/// Returns an optimizer's state of a parameter apart from tensors: its numbers, and the path by which it finds the
-/// group.
+/// Returns an optimizer's non-tensor state for a parameter: its numbers, and the path that selects the group.
 fn kept_of(path: &str, counters: &[(String, Scalar)]) -> Kept {
     let scalars = counters.iter();
     let scalars = scalars.map(|(name, scalar)| (name.clone(), (*scalar).into()));
@@ -203,7 +202,7 @@ fn regions_of(
     Ok(regions.map_err(burn_fsdp_checkpoint::Error::from)?)
 }
 
-/// Gives a compiled step the state of a step on disk, whichever engine saved it on any number of ranks. Each
+/// Loads the state of a saved step into a compiled step. Either engine may have saved it, on any number of ranks. Each
 /// rank reads the bytes that it needs. If both scale the loss, the saved scale is used.
 ///
 /// Not collective. The optimizer is configured like the saved one. States of parameters that are frozen in the step are
@@ -211,8 +210,8 @@ fn regions_of(
 ///
 /// # Errors
 ///
-/// Tensors of the model that the saved step lacks or has in another shape; tensors of the saved step that the
-/// model lacks; damage; states that do not fit the optimizer, or that are incomplete. Nothing is changed then.
+/// Tensors of the model that the saved step lacks or has in a different shape; tensors of the saved step that the model
+/// lacks; damage; states that do not fit the optimizer, or that are incomplete. Nothing is changed then.
 pub fn restore_compiled<B: Batch, O>(
     step: &mut CompiledStep<B, Flex, O>,
     saved: &Step,
@@ -220,11 +219,11 @@ pub fn restore_compiled<B: Batch, O>(
     restore_compiled_matching(step, saved, |_| true)
 }
 
-/// Gives a compiled step those tensors of a step on disk whose path `is_wanted`, and all of the optimizer's state, as
+/// Loads into a compiled step those tensors of a saved step whose path `is_wanted`, and the whole optimizer state, as
 /// taken by [`snapshot_compiled_matching`] or [`snapshot_matching`](crate::checkpoint::snapshot_matching). Other
 /// tensors stay unchanged.
 ///
-/// Not collective. All ranks must want the same. Otherwise as [`restore_compiled`].
+/// Not collective. `is_wanted` must be equal on all ranks. Otherwise as [`restore_compiled`].
 ///
 /// # Errors
 ///

@@ -54,7 +54,7 @@ pub enum Error {
         /// A rank where it differs.
         rank: usize,
     },
-    /// An output of a step that cannot travel between processes.
+    /// A step's output that cannot be sent between processes.
     #[error("a step output does not match its `Portable` implementation: `{name}` {reason}")]
     Parcel {
         /// The tensor.
@@ -145,7 +145,7 @@ impl From<LaunchError> for Error {
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// A step that cannot be written or read, or does not fit the model.
+    /// A step cannot be written or read, or does not fit the model.
     #[error(transparent)]
     Step(#[from] StepError),
     /// A model that cannot be read or filled.

@@ -54,7 +54,7 @@ pub struct FileBackedOptimizer {
 #[derive(Debug)]
 struct Folder {
     path: PathBuf,
-    /// Its lock against other runs; `None` on file systems without locks.
+    /// The folder's lock against other runs; `None` on file systems without locks.
     _lock: Option<File>,
 }
 
@@ -82,8 +82,8 @@ impl std::fmt::Debug for FileBackedOptimizer {
 }
 
 impl FileBackedOptimizer {
-    /// Keeps the state of `optimizer` in `folder`, in a subfolder for rank `rank`. State that it already has
-    /// is dropped.
+    /// Keeps the state of `optimizer` in `folder`, in a subfolder for rank `rank`. Existing state of the optimizer is
+    /// dropped.
     ///
     /// # Errors
     ///

@@ -21,7 +21,7 @@ impl FileBackedOptimizer {
     /// [`snapshot_matching`](crate::checkpoint::snapshot_matching) does for an optimizer in memory. The state stays in
     /// files until the step is written, with one tensor at a time in memory, and training may continue meanwhile.
     ///
-    /// Collective where the policy gives parameters to one owner, or a rank has a shard without elements.
+    /// Collective if the policy assigns parameters to one owner, or a rank has a shard without elements.
     ///
     /// # Errors
     ///
@@ -51,9 +51,10 @@ impl FileBackedOptimizer {
         of_states(model, self.configured(), &states, (mesh, axis), is_wanted)
     }
 
-    /// Gives a sharded model those parameters and running states of `step` whose path `is_wanted`, and this optimizer
-    /// all its state, with one unit at a time in memory, as [`restore_training`](crate::checkpoint::restore_training)
-    /// does. The step may come from a training run with its state in memory, and vice versa.
+    /// Loads those parameters and running states of `step` whose path `is_wanted` into a sharded model, and the whole
+    /// state into this optimizer, with one unit at a time in memory, as
+    /// [`restore_training`](crate::checkpoint::restore_training) does. The step may come from a training run with its
+    /// state in memory, and vice versa.
     ///
     /// Not collective.
     ///

@@ -170,7 +170,7 @@ pub(crate) fn packed(
     writer.into_bytes().map_err(optimizer_error)
 }
 
-/// Gives an optimizer the state of a record, and requires that it accepts all of it.
+/// Loads a record's state into an optimizer, and requires that it accepts all of it.
 pub(crate) fn with_state(
     optimizer: ModuleOptimizer,
     record: Bytes,

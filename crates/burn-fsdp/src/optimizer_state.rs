@@ -27,7 +27,7 @@ pub(crate) struct ParameterState {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct StateTensor {
     pub(crate) field: String,
-    /// Its shape on the rank that has it.
+    /// Shape of the state on the rank that has it.
     pub(crate) shape: Vec<usize>,
     pub(crate) dtype: Dtype,
 }

@@ -103,7 +103,7 @@ pub fn unsharded_optimizer<M: Module>(
     Ok(Some(with_state(emptied(optimizer), record)?))
 }
 
-/// A whole state, and its division among ranks.
+/// A whole state, and its partition among ranks.
 struct Whole {
     name: String,
     shape: Vec<usize>,

@@ -69,7 +69,7 @@ pub fn snapshot<M: Module>(
 /// for example of adapters without the frozen weights; [`restore_training`](crate::checkpoint::restore_training)
 /// restores it.
 ///
-/// All ranks must want the same. Otherwise as [`snapshot`].
+/// `is_wanted` must be equal on all ranks. Otherwise as [`snapshot`].
 ///
 /// # Errors
 ///

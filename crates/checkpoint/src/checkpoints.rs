@@ -114,7 +114,7 @@ impl Checkpoints {
         }
     }
 
-    /// Makes and removes a hidden folder with a file in it, as a save would.
+    /// Creates and removes a hidden folder with a file in it, as a save would.
     fn try_out(&self) -> Result<(), Error> {
         let path = self.hidden_path(&Hidden::new(0, State::Partial));
         let made = self.storage.create_dir(&path);
@@ -153,7 +153,7 @@ impl Checkpoints {
     /// Lists the steps that are there, in ascending order. The list is empty if the folder does not exist, or if
     /// nothing in it has the name of a step.
     ///
-    /// The last one is the step that [`newest`](Self::newest) opens. A link or a file is left out if a folder is newer.
+    /// The last one is the step that [`newest`](Self::newest) opens. A link or a file is skipped if a folder is newer.
     ///
     /// # Errors
     ///

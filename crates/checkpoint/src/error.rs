@@ -143,7 +143,7 @@ pub enum Error {
         problem: String,
     },
 
-    /// A size above the limit that this program reads.
+    /// A size above the limit of this reader.
     #[error("{path}: {what} is {got} but at most {limit} is read; if you trust the file, raise the limit", path = path.display())]
     Limit {
         /// The file.

@@ -49,7 +49,7 @@ impl State {
 }
 
 impl Hidden {
-    /// Makes a name that no folder has yet.
+    /// Creates a name that no folder has yet.
     pub(crate) fn new(step: u64, state: State) -> Self {
         Self {
             step,

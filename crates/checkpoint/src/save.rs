@@ -31,7 +31,7 @@ pub struct SaveRequest {
 }
 
 impl SaveRequest {
-    /// Makes a request that keeps all steps and refuses to replace one.
+    /// Creates a request that keeps all steps and refuses to replace one.
     pub fn new(plan: Arc<WritePlan>, training: TrainingState) -> Self {
         Self {
             plan,

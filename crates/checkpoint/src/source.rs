@@ -69,7 +69,7 @@ impl Part {
 }
 
 impl Snapshot {
-    /// Makes an empty snapshot.
+    /// Creates an empty snapshot.
     pub fn new() -> Self {
         Self::default()
     }
@@ -108,8 +108,7 @@ impl Snapshot {
     /// Returns the name of the first tensor with an infinite or NaN element, among the tensors that the plan assigns to
     /// this rank. It checks only tensors of 64, 32 and 16 bit floats.
     ///
-    /// Every element of a step is written by one rank. So all numbers of a step are finite if no rank finds one that is
-    /// not.
+    /// Every element of a step is written by one rank, so all numbers are finite if no rank finds one that is not.
     pub fn not_finite(&self, plan: &WritePlan, rank: usize) -> Option<String> {
         let tensors = plan
             .of_rank(rank)

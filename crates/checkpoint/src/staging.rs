@@ -104,7 +104,7 @@ impl Staging {
         &self.ticket
     }
 
-    /// Makes the step visible after every rank has written. The receipts may be in any order.
+    /// Publishes the step after every rank has written. The receipts may be in any order.
     ///
     /// # Errors
     ///

@@ -22,10 +22,10 @@ pub use memory::{Keep, Memory};
 ///    [`sync_dir`](Self::sync_dir).
 /// 3. A [`lock`](Self::lock) ends with the process that holds it, however the process ends.
 pub trait Storage: fmt::Debug + Send + Sync {
-    /// Makes a folder and its missing parents, durably. No error if it exists.
+    /// Creates a folder and its missing parents, durably. No error if it exists.
     fn create_dir_all(&self, path: &Path) -> io::Result<()>;
 
-    /// Makes a folder; an error if it exists.
+    /// Creates a folder; an error if it exists.
     fn create_dir(&self, path: &Path) -> io::Result<()>;
 
     /// Creates a file; an error if it exists.
@@ -49,7 +49,7 @@ pub trait Storage: fmt::Debug + Send + Sync {
     /// Renames a file or folder within its folder, atomically.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
 
-    /// Gives a file the permissions of another, if files have permissions.
+    /// Copies permissions from one file to another, if files have permissions.
     fn copy_permissions(&self, _from: &Path, _to: &Path) -> io::Result<()> {
         Ok(())
     }
@@ -138,7 +138,7 @@ pub enum EntryKind {
     Other,
 }
 
-/// Makes a file with these bytes, durably.
+/// Creates a file with these bytes, durably.
 pub(crate) fn write_synced(storage: &dyn Storage, path: &Path, bytes: &[u8]) -> Result<(), Error> {
     let mut file = storage
         .create_file(path)

@@ -1,4 +1,4 @@
-//! The state, in addition to tensors, from which a run continues as if it had never stopped.
+//! The state, in addition to tensors, with which a run continues as if it had never stopped.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};

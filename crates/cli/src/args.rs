@@ -52,7 +52,7 @@ pub(crate) enum Command {
     Manual(ManualArgs),
 }
 
-/// The heading of flags about ranks and what they compute on.
+/// The heading of flags about ranks and devices.
 const DEVICES: &str = "Devices and sharding";
 
 /// The heading of flags that trade memory, speed and precision.

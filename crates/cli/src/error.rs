@@ -457,7 +457,7 @@ pub(crate) enum RankError {
 }
 
 impl RankError {
-    /// Returns true if the cause is a file that was to be read, and not the run.
+    /// Returns true if the cause is an input file, and not the run.
     pub(crate) fn is_input(&self) -> bool {
         use burn_fsdp::checkpoint::Error::{Foreign, NotAFolder};
         matches!(

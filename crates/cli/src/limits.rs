@@ -8,7 +8,7 @@ use burn_fsdp::ProcessGroup;
 use burn_fsdp::collectives::Error;
 use serde::Serialize;
 
-/// Limits of all ranks together, while all of them work at the same time.
+/// Limits of all ranks together, measured while all of them work.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(crate) struct Limits {
     /// Bytes per second of copying.

@@ -175,7 +175,7 @@ pub(crate) fn check_one(flag: &'static str, path: &Path) -> Result<(), InputErro
     })
 }
 
-/// Checks that neither a folder that is to be created nor any of its parents is a file.
+/// Checks that a folder can be created: neither it nor any of its parents is a file.
 pub(crate) fn check_folder(flag: &'static str, path: &Path) -> Result<(), InputError> {
     match path.ancestors().find(|above| above.exists()) {
         Some(above) if !above.is_dir() => Err(InputError::Output {
@@ -334,7 +334,7 @@ fn folder_of(path: &Path) -> &Path {
     parent.unwrap_or(Path::new("."))
 }
 
-/// Returns true if a file is in the folder of checkpoints and has a name like a step's, or a hidden one.
+/// Returns true if a file is in the checkpoint folder and has the name of a step, or a hidden name.
 fn lies_among_steps(file: &Path, checkpoint_dir: &Path) -> bool {
     let inside = file.strip_prefix(identity(checkpoint_dir)).ok();
     let first = inside.and_then(|inside| inside.components().next());

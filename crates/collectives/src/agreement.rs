@@ -28,8 +28,8 @@ pub enum Check {
     /// [`Error::Altered`](crate::Error::Altered), an [`Error::Disagreement`](crate::Error::Disagreement), an
     /// [`Error::AlteredAtRest`](crate::Error::AlteredAtRest) or an [`Error::Diverged`](crate::Error::Diverged).
     ///
-    /// Costs a checksum of the data that travels, on both sides, and two of the data at rest. All ranks of a launch
-    /// must request it.
+    /// Costs one checksum of exchanged data on each side, and two of stored data. All ranks of a launch must request
+    /// it.
     Agreement,
 }
 
@@ -42,7 +42,7 @@ const VALUE: u64 = 1 << 63;
 /// The checksums that a rank sends to all others with a claim.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Checks {
-    /// Checksums of each part that the rank gives, for rank 0 of the group, then for rank 1, and so on. Empty without
+    /// Checksums of each part that the rank sends, for rank 0 of the group, then for rank 1, and so on. Empty without
     /// [`Check::Agreement`].
     pub(crate) given: Vec<u64>,
     /// Checksums of results that the rank has received since its last claim, and of values that all ranks hold: the
@@ -53,7 +53,7 @@ pub(crate) struct Checks {
 /// A part whose bytes differ from the bytes that a rank gave.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct AlteredPart {
-    /// The rank of the group that gave it.
+    /// The rank of the group that contributed the bytes.
     pub(crate) from: usize,
     /// Its index among the parts.
     pub(crate) part: usize,
@@ -73,8 +73,8 @@ impl AlteredPart {
 }
 
 impl Checks {
-    /// Returns the checksums of the bytes that a rank gives each rank of a group. If `trusts_seals`, a source that is
-    /// given whole uses the checksum of its seal; otherwise all bytes are read.
+    /// Returns the checksums of the bytes that a rank sends to each rank of a group. If `trusts_seals`, a source that
+    /// is given whole uses the checksum of its seal; otherwise all bytes are read.
     pub(crate) fn of_given(
         signature: &Signature,
         (rank, size): (usize, usize),

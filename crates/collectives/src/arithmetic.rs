@@ -18,8 +18,8 @@ use crate::{ElementType, Reduction};
 /// Elements of a block: an `f32` accumulator and its scratch are 8 KiB each.
 const BLOCK: usize = 2048;
 
-/// The number of bytes from which the work is shared with the other threads of the rank's pool. Below it, waking them
-/// costs more than they save.
+/// Minimum number of bytes for sharing work with the other threads of the rank's pool. Below this, waking them costs
+/// more than it saves.
 const SHARED_WORK: usize = 1 << 20;
 
 /// The number of bytes or elements that one thread takes at a time (a multiple of [`BLOCK`]).

@@ -33,7 +33,7 @@ pub(crate) struct Bell {
 }
 
 impl Bell {
-    /// Wakes all waiting threads so that they look for the caller's change.
+    /// Wakes all waiting threads, which then check for the caller's change.
     pub(crate) fn ring(&self) {
         fence(Ordering::SeqCst);
         if self.num_sleepers.load(Ordering::Relaxed) > 0 {

@@ -24,8 +24,8 @@ impl Reading {
     }
 }
 
-/// The checksums of consecutive pieces of some bytes. If several ranks have announced the checksums of their pieces,
-/// the checksums of the whole are known without reading it.
+/// The checksums of consecutive pieces of some bytes. The checksums of a whole follow from its pieces' announced
+/// checksums, without reading it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Checksums(Vec<Piece>);
 

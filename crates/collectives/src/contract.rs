@@ -11,7 +11,7 @@ use crate::operation::{Extent, Signature};
 /// The demands of an operation on its ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Contract {
-    /// The ranks that give, and how much of each tensor.
+    /// The sending ranks, and how much of each tensor they send.
     pub gives: Role,
     /// The ranks that get, and how much of each tensor.
     pub gets: Role,
@@ -38,11 +38,11 @@ pub enum Who {
     Root,
     /// Every rank but the root.
     Others,
-    /// No rank: nothing travels but labels and notes.
+    /// No rank: only labels and notes are sent.
     Nobody,
 }
 
-/// The share of each tensor that a rank gives or gets.
+/// The share of each tensor that a rank sends or receives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Share {
@@ -106,7 +106,7 @@ impl Extent {
         }
     }
 
-    /// Returns the elements that rank `from` gives rank `to`, as a range of the elements that `from` gives.
+    /// Returns the elements that rank `from` sends to rank `to`, as a range of the elements that `from` sends.
     fn given(&self, contract: &Contract, from: usize, to: usize) -> Range<usize> {
         match (contract.gives.share, contract.gets.share, self.across) {
             (Share::Own, Share::Across, Some(across)) => {
@@ -119,7 +119,7 @@ impl Extent {
         }
     }
 
-    /// Returns the elements that rank `from` gives rank `to`, as a range of the elements that `to` gets.
+    /// Returns the elements that rank `from` sends to rank `to`, as a range of the elements that `to` receives.
     fn placed(&self, contract: &Contract, from: usize, to: usize) -> Range<usize> {
         match (contract.gives.share, contract.gets.share, self.across) {
             (Share::Own, Share::Across, Some(across)) => {
@@ -138,14 +138,14 @@ fn scaled(range: Range<usize>, by: usize) -> Range<usize> {
 /// The bytes of one part that one rank sends to another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Route {
-    /// Range in the source of the rank that gives.
+    /// Range in the sending rank's source.
     pub(crate) given: Range<usize>,
     /// Range in the receiving rank's buffer, for operations that do not combine.
     pub(crate) placed: Range<usize>,
 }
 
 impl Signature {
-    /// Returns the share that a rank gives.
+    /// Returns the share that a rank sends.
     pub(crate) fn gives(&self, rank: usize) -> Share {
         self.kind.contract().gives.share_of(rank, self.root)
     }
@@ -155,12 +155,12 @@ impl Signature {
         self.kind.contract().gets.share_of(rank, self.root)
     }
 
-    /// Returns true if anything travels from one rank to another. A rank also gives to itself.
+    /// Returns true if any bytes are sent from one rank to another. A rank also sends to itself.
     pub(crate) fn travels(&self, from: usize, to: usize) -> bool {
         self.gives(from) != Share::None && self.gets(to) != Share::None
     }
 
-    /// Returns the bytes of each part that rank `from` gives rank `to`; none if nothing travels.
+    /// Returns the bytes of each part that rank `from` sends to rank `to`; none if no bytes are sent.
     ///
     /// For an all-reduce these are the addends of the slice that is assigned to `to`.
     pub(crate) fn routes(&self, from: usize, to: usize) -> Vec<Route> {
@@ -214,7 +214,7 @@ mod tests {
                     let routes = (0..size).flat_map(|from| signature.routes(from, to));
                     let mut placed: Vec<_> = routes.map(|route| route.placed).collect();
                     if contract.reduces {
-                        // Every rank gives a whole addend.
+                        // Every rank contributes a whole addend.
                         placed.dedup();
                         if contract.gets.share == Share::Own {
                             let whole = 0..2 * extent.share_len(Share::Own, to);

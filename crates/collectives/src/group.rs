@@ -146,8 +146,8 @@ impl ProcessGroup {
         recording.map(Recording::into_spans).unwrap_or_default()
     }
 
-    /// Calls `watch` from now on with the checksums of each operation of this rank that has ended, on any group. It is
-    /// called only if ranks compare bytes ([`Check::Agreement`]). It must not start an operation.
+    /// Registers `watch`, which is called with the checksums of each completed operation of this rank, on any group. It
+    /// is called only if ranks compare bytes ([`Check::Agreement`]). It must not start an operation.
     pub fn watch(&self, watch: impl FnMut(Carried) + Send + 'static) {
         *lock(&self.0.state.watcher) = Some(Watcher::new(watch));
     }
@@ -219,8 +219,8 @@ impl ProcessGroup {
         Ok(self.form(name, members, &choices, Some(deadline)))
     }
 
-    /// Makes a group of these ranks of this group, in this order, which all ranks already know. Collective; ranks that
-    /// are not members form separate groups.
+    /// Creates a group of these ranks of this group, in this order, which all ranks already know. Collective; ranks
+    /// that are not members form separate groups.
     pub(crate) fn split_known(
         &self,
         members: Vec<usize>,
@@ -242,7 +242,7 @@ impl ProcessGroup {
         Ok(told.iter().map(|bytes| Choice::of_bytes(bytes)).collect())
     }
 
-    /// Makes a group of these ranks of this group, which include this rank.
+    /// Creates a subgroup of these ranks, which include this one.
     fn form(
         &self,
         name: Label,
@@ -383,7 +383,7 @@ impl ProcessGroup {
             let Some((seal, what)) = source.seal().map(|sealed| &**sealed) else {
                 continue;
             };
-            // Most operations give all ranks the whole source, so its checksum is already there.
+            // Most operations give all ranks the whole source, so its checksum is already known.
             let to_first = signature.routes(rank, 0);
             let is_whole = to_first.get(part).map(|route| &route.given) == Some(&(0..source.len()));
             match is_whole {
@@ -413,7 +413,7 @@ impl ProcessGroup {
         lock(&self.0.replicas).hold_value(told, self.size(), what);
     }
 
-    /// Flips a bit of the bytes that this rank gives, if a fault is armed for it.
+    /// Flips a bit of the bytes that this rank contributes, if a fault is armed for it.
     fn flip_if_told(&self, sources: &mut [Source]) {
         for source in sources {
             if let Some(bit) = self.flips(At::Collective, source.len()) {

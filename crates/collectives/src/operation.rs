@@ -16,7 +16,7 @@ pub enum OperationKind {
     ReduceScatter,
     /// A reduction: every rank gets the whole combination of all ranks' tensors.
     AllReduce,
-    /// A copy: every rank gets the tensors of the root.
+    /// A broadcast: every rank gets the root's tensors.
     Broadcast,
     /// A distribution: every rank gets its shard of the tensors of the root.
     Scatter,
@@ -26,7 +26,7 @@ pub enum OperationKind {
     AllToAll,
     /// A synchronisation point: no rank continues before all have arrived.
     Barrier,
-    /// A message to all: every rank gets the bytes of every rank.
+    /// An exchange: every rank gets the bytes of every rank.
     Exchange,
 }
 
@@ -67,7 +67,7 @@ impl fmt::Display for OperationKind {
 pub struct Operation {
     /// The kind of the operation.
     pub kind: OperationKind,
-    /// The name that the caller gives it.
+    /// The name that the caller chooses for the operation.
     pub label: Label,
     /// Name of the group.
     pub group: Label,

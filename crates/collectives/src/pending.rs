@@ -101,7 +101,7 @@ impl<T> Pending<T> {
     /// Drops the operation explicitly: this rank does not want the result.
     pub fn discard(self) {}
 
-    /// Waits for the claims of all ranks, checks that they agree, and receives. The same for every engine.
+    /// Waits for the claims of all ranks, checks that they agree, and receives, for any engine.
     fn receive(&mut self) -> Result<Received, Error> {
         self.until(Awaited::Claims)?;
         self.compare()?;

@@ -20,8 +20,8 @@ pub struct ProcessMesh {
 }
 
 impl ProcessMesh {
-    /// Arranges the ranks of `world` as a mesh. Collective over `world`: one split per axis, and none for an axis of
-    /// all ranks, along which the group is `world` itself.
+    /// Arranges the ranks of `world` as a mesh. Collective over `world`: one split per axis, except for an axis of all
+    /// ranks, whose group is `world` itself.
     ///
     /// # Errors
     ///

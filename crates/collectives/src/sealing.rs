@@ -57,8 +57,8 @@ impl ProcessGroup {
 
     /// Announces a value that must be the same on all ranks, with this rank's next operation on the group. If ranks
     /// differ from the majority, the operation in which all ranks have announced it fails with an [`Error::Diverged`]
-    /// that names them. `number` must be equal on all ranks for one state of one value, and must not be used for
-    /// anything else. Does nothing if ranks do not compare bytes.
+    /// that names them. All ranks must use the same `number` for one state of a value, and for nothing else. Does
+    /// nothing if ranks do not compare bytes.
     pub fn tell_replica(&self, number: u64, seal: &Seal, what: impl FnOnce() -> Label) {
         if self.compares_bytes() {
             self.hold_value((number, seal.checksums.together()), what());

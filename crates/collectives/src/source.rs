@@ -1,4 +1,4 @@
-//! Bytes that a rank shows to its peers.
+//! Bytes that a rank exposes to its peers.
 
 use std::fmt;
 use std::sync::Arc;
@@ -17,17 +17,17 @@ pub struct Source {
 }
 
 impl Source {
-    /// Makes a source of the bytes of `owner`, such as a [`Buffer`](crate::Buffer) or a `Vec<u8>`.
+    /// Creates a source of the bytes of `owner`, such as a [`Buffer`](crate::Buffer) or a `Vec<u8>`.
     pub fn new(owner: impl AsRef<[u8]> + Send + Sync + 'static) -> Self {
         Self::from_arc(Arc::new(owner))
     }
 
-    /// Makes a source of the bytes of an owner that is already shared.
+    /// Creates a source of the bytes of an owner that is already shared.
     pub fn from_arc(owner: Arc<dyn AsRef<[u8]> + Send + Sync>) -> Self {
         Self { owner, seal: None }
     }
 
-    /// Returns the source with the seal of its bytes. An operation that gives the bytes checks them against the seal
+    /// Returns the source with the seal of its bytes. An operation that sends the bytes checks them against the seal
     /// when it starts; a gather between threads checks when it reads them. A difference is an
     /// [`Error::AlteredAtRest`](crate::Error::AlteredAtRest) that names `what`. Without a seal the source stays
     /// unchanged.

@@ -58,7 +58,7 @@ impl Messenger for NobodyElse {
 }
 
 impl World {
-    /// Makes a world of the given ranks, with the state of each rank that lives here.
+    /// Creates a world of the given ranks, with the state of each rank that lives here.
     pub(crate) fn new(ranks: Vec<Option<Arc<RankState>>>, messenger: Box<dyn Messenger>) -> Self {
         static NUM_WORLDS: AtomicU64 = AtomicU64::new(0);
         Self {

@@ -195,7 +195,7 @@ impl FusedOperation {
     ///
     /// # Panics
     ///
-    /// If the inputs are not the ones that the operation was captured with.
+    /// If the inputs differ from those with which the operation was captured.
     pub fn run(self, call: &CustomOpIr, inputs: Vec<FlexTensor>) -> Vec<FlexTensor> {
         if self == Self::Pointwise {
             return vec![pointwise::run(

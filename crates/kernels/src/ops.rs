@@ -31,8 +31,7 @@ fn has_type(dtype: DType, vectors: [&Tensor<1>; 2]) -> bool {
     vectors.iter().all(|vector| vector.dtype() == dtype)
 }
 
-/// Computes causal self-attention over the rows of `qkv`: queries, keys and values side by side, each split into
-/// heads.
+/// Computes causal self-attention over the rows of `qkv`: adjacent queries, keys and values, each split into heads.
 ///
 /// # Shapes
 ///

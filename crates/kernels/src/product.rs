@@ -134,7 +134,7 @@ pub(crate) fn add_products<'a>(
     }
 }
 
-/// The rows of a matrix in which each thread writes its own columns.
+/// The rows of a matrix in which each thread writes separate columns.
 #[derive(Clone, Copy)]
 struct Columns(*mut f32);
 

@@ -10,7 +10,7 @@ use crate::fresh::changed_copy;
 use crate::halves::{Elements, narrow, widen};
 use crate::vectors::{Kernel, vectorized};
 
-/// Number of separate partial sums, so additions become vector instructions. The widest vectors have this many
+/// Number of separate partial sums, which allows vector instructions for additions. The widest vectors have this many
 /// floats.
 const LANES: usize = 16;
 

@@ -40,8 +40,8 @@ pub fn copied_columns([rows, columns]: [usize; 2], [row, column]: [usize; 2]) ->
     }
 }
 
-/// Returns strips of columns. Each has enough columns for the library to sum its products as it would for the whole
-/// factor.
+/// Returns strips of columns. Each has enough columns for the library to sum its products in the same order as for the
+/// whole factor.
 pub(crate) fn strips(columns: usize) -> impl Iterator<Item = Range<usize>> {
     let num_strips = (columns / STRIP).max(1);
     (0..num_strips).map(move |strip| {

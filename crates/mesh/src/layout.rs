@@ -64,7 +64,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Returns the layout of a tensor that is on a single rank, in a mesh without axes.
+    /// Returns the layout of a tensor on a single rank, in a mesh without axes.
     pub fn one_rank() -> Self {
         Self {
             placements: Vec::new(),

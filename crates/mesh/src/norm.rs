@@ -1,5 +1,4 @@
-//! The norm of all gradients of a module and the options for clipping by it, shared by the eager engine and compiled
-//! steps.
+//! The gradient norm of a module and the options for clipping by it, for the eager engine and compiled steps.
 
 /// Number of elements in a partial sum. Partial sums are added in order, so the result does not depend on how the
 /// work is divided.
@@ -103,7 +102,7 @@ pub enum Measure {
     Absolute,
     /// The sum of squares.
     Square,
-    /// The sum of this power of absolute values.
+    /// The norm of this order: the sum of powers of absolute values.
     Power(f64),
     /// The largest absolute value.
     Largest,

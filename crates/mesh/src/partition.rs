@@ -55,7 +55,7 @@ fn is_one(multiple: &usize) -> bool {
 }
 
 impl Partition {
-    /// Divides `num_elements` elements, with cuts between any two of them. `num_elements` may be 0.
+    /// Partitions `num_elements` elements, with cuts at any element. `num_elements` may be 0.
     ///
     /// # Errors
     ///
@@ -88,7 +88,7 @@ impl Partition {
         .try_into()
     }
 
-    /// Gives all `num_elements` elements to the shard `owner`, and none to the others.
+    /// Assigns all `num_elements` elements to the shard `owner`, and none to the others.
     ///
     /// # Errors
     ///
@@ -168,8 +168,8 @@ impl Partition {
         self.rows.owner
     }
 
-    /// Returns the elements of a shard. An empty shard is an empty range at its position: the end of the tensor, or
-    /// the beginning for a shard before a sole owner.
+    /// Returns the elements of a shard. The range of an empty shard is at the end of the tensor, or at its start for a
+    /// shard before a sole owner.
     ///
     /// # Panics
     ///

@@ -8,7 +8,7 @@ pub(crate) const HEAD_BYTES: usize = 8 << 10;
 /// Minimum number of bytes of text for each control character.
 const BYTES_PER_CONTROL: usize = 100;
 
-/// First bytes of files that are not text but contain no other sign of it.
+/// First bytes of binary files that cannot otherwise be distinguished from text.
 const NO_TEXT: [&[u8]; 2] = [b"%PDF-", b"\x1f\x8b"];
 
 /// The encodings that a byte order mark identifies.

@@ -258,7 +258,7 @@ pub enum ModelError {
         found: usize,
         /// Minimum number of bytes.
         needed: usize,
-        /// The files and folders that were left out.
+        /// The files and folders that were skipped.
         remarks: Remarks,
     },
 

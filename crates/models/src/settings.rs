@@ -1,7 +1,7 @@
 //! The settings of a `config.json`, by name, as transformers reads them.
 //!
 //! An absent setting has transformers' default. A setting that is null, or has a type that transformers does not
-//! accept, is an error. A guess at its meaning could silently change the mathematics.
+//! accept, is an error. Guessing its meaning could silently change the mathematics.
 
 use std::path::Path;
 

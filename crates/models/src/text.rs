@@ -17,8 +17,8 @@ pub const BYTE_VOCAB: usize = 256;
 /// One in this many bytes, or files, is held out for evaluation.
 const HELD_OUT_FRACTION: usize = 20;
 
-/// The crates whose sources are the text of [`ByteText::crate_sources`]. Cargo has these versions wherever this crate
-/// was built.
+/// The crates whose sources are the text of [`ByteText::crate_sources`]. Cargo has downloaded these versions wherever
+/// this crate was built.
 const CRATES: [&str; 11] = [
     "burn-autodiff-0.22.1",
     "burn-backend-0.22.1",
@@ -58,7 +58,7 @@ impl ByteText {
     /// A UTF-16 or UTF-32 file, identified by the mark at its start, is converted to UTF-8. Marks are not part of the
     /// text. All other files are read byte by byte.
     ///
-    /// In a folder, links are followed, and a file that several links lead to is read once. Files are left out if they
+    /// In a folder, links are followed, and a file that several links lead to is read once. Files are skipped if they
     /// are hidden, belong to version control, are not text, or cannot be read. [`remarks`](Self::remarks) counts them.
     /// The given path itself is read regardless of its name and content.
     ///
@@ -178,7 +178,7 @@ fn registry_sources() -> PathBuf {
     home.join("registry").join("src")
 }
 
-/// Holds out every 20th file, beginning in the middle of the first 20. Returns `None` if there are too few.
+/// Holds out every 20th file, starting in the middle of the first 20. Returns `None` if there are too few.
 fn with_files_apart(reader: Reader<'_>) -> Option<ByteText> {
     let mut parts = [Vec::new(), Vec::new()];
     let mut num_held_out = 0;

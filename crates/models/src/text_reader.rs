@@ -30,7 +30,7 @@ pub struct Unread {
 pub(crate) struct Reader<'a> {
     max_bytes: usize,
     extension: Option<&'a OsStr>,
-    /// Returns true for a path without links that must be left out.
+    /// Returns true for a path without links that must be skipped.
     is_excluded: &'a dyn Fn(&Path) -> bool,
     pub(crate) bytes: Vec<u8>,
     /// The end of each file in `bytes`.
@@ -155,7 +155,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Appends a file. A file that is not text is left out unless it `is_named`.
+    /// Appends a file. A file that is not text is skipped unless it `is_named`.
     fn read_file(&mut self, path: &Path, is_named: bool) -> io::Result<()> {
         let left = self.max_bytes - self.bytes.len();
         if left == 0 {

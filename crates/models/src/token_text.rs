@@ -74,7 +74,7 @@ impl TokenText {
 
 impl ByteText {
     /// Returns the text in the tokens of a tokenizer. Bytes that are not UTF-8 are replaced and
-    /// [counted](TokenText::num_replaced). A character that is cut at the end of the text is left out.
+    /// [counted](TokenText::num_replaced). A character that is cut at the end of the text is skipped.
     ///
     /// The text is tokenized as a whole, without tokens in front of it. If its end is held out, the held-out tokens
     /// are the ones that begin there. If files are held out, the held-out files and the others are tokenized

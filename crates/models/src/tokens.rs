@@ -22,8 +22,8 @@ pub enum TokenStream {
     },
     /// Text that wraps around after its last token.
     Text(TokenRange),
-    /// Text in which each row is a random window. The window depends only on the seed and the row's number, so a
-    /// resumed run draws the same windows.
+    /// Text of which each row is a random window. The window depends only on the seed and the row number, so a resumed
+    /// run draws the same windows.
     Windows {
         /// The tokens.
         tokens: TokenRange,

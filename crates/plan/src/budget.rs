@@ -36,7 +36,7 @@ pub struct Fitted {
 /// The reason why no schedule is within a budget.
 #[derive(Debug, thiserror::Error)]
 pub enum BudgetError {
-    /// No choice that was tried needs so little memory.
+    /// None of the choices that were tried fits into this memory.
     #[error(
         "the best plan found needs {} of memory per rank, {least} bytes, but the budget is {budget} bytes; raise \
          the budget, use more ranks, or make the batch smaller",
@@ -45,7 +45,7 @@ pub enum BudgetError {
     TooSmall {
         /// The allowed bytes.
         budget: u64,
-        /// The fewest bytes that any tried choice needs.
+        /// The smallest number of bytes for any choice that was tried.
         least: u64,
     },
     /// The step cannot be lowered.
@@ -205,8 +205,8 @@ impl Search<'_> {
         }))
     }
 
-    /// Recomputes nothing if that fits, and otherwise takes the fastest of all choices that fit. The costs of units
-    /// do not simply add up, because operations that two units recompute may become one.
+    /// Recomputes nothing if that fits, and otherwise selects the fastest choice that fits. The costs of units are not
+    /// additive, because operations that two units recompute may be merged.
     fn all(&mut self) -> Result<Option<Fitted>, Error> {
         let number = self.units.len();
         if let Some(found) = self.plan(&BTreeSet::new())? {

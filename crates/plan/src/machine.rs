@@ -153,7 +153,7 @@ impl Machine {
         }
     }
 
-    /// Returns the operations per second that steps reach with elements of this many bytes.
+    /// Returns the operations per second that steps achieve with elements of this many bytes.
     pub fn flops(&self, element_size: usize) -> f64 {
         let peak = match element_size {
             0..=2 => self.peak_flops_16,

@@ -27,7 +27,7 @@ pub(crate) struct Layer {
 }
 
 /// Returns the layer around the parameter at `place`, if it is one of these layers. `containers` are Burn's names for
-/// the kinds of the modules around the current position. The type of a layer with running states is not known yet.
+/// the kinds of the modules around the current position. The type of a layer with running states is not yet known.
 pub(crate) fn around(
     place: &Location,
     containers: &[String],

@@ -139,7 +139,7 @@ pub use wrapper::FullyShardedDataParallel;
 #[cfg(doc)]
 pub mod protocol {}
 
-/// The types in which parameters compute and gradients travel, as Burn names them.
+/// The types of computation and of gradient reduction, as Burn names them.
 ///
 /// ```
 /// use burn::tensor::FloatDType;

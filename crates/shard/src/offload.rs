@@ -16,8 +16,8 @@ pub(crate) struct Offload {
 }
 
 impl Offload {
-    /// Returns the devices that `policy` gives to a unit whose module was built on `device`; `None`
-    /// if it does not offload, or `device` is its host.
+    /// Returns the devices that `policy` selects for a unit whose module was built on `device`; `None` if it does not
+    /// offload, or `device` is its host.
     ///
     /// # Errors
     ///

@@ -53,7 +53,7 @@ use crate::audit::Tag;
 use crate::error::Error;
 use crate::thrown::throw;
 
-/// A full parameter in one use of its unit, as backward needs it.
+/// A full parameter in one use of its unit, in the form that backward needs.
 pub(crate) trait Weight: fmt::Debug + Send + Sync {
     /// Returns the shape of the full parameter.
     fn shape(&self) -> Shape;

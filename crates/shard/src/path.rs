@@ -1,7 +1,7 @@
-//! Walks over a module that know where they are.
+//! Walks over a module that track the current path.
 //!
-//! Burn tells its visitors and mappers what they enter and leave, one name at a time. This file keeps track
-//! of the names once: a [`Visitor`] or [`Mapper`] gets each tensor with its [`Location`].
+//! Burn notifies visitors and mappers when they enter and leave a module, one name at a time. This file tracks the
+//! names in one place: a [`Visitor`] or [`Mapper`] gets each tensor with its [`Location`].
 
 use burn::module::{Flag, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Bool, Int, Tensor};

@@ -128,7 +128,7 @@ impl ShardPolicy {
         self
     }
 
-    /// Makes one unit of all modules whose paths match any of `patterns`, such as the last norm and the head, like
+    /// Joins all modules whose paths match any of `patterns` into one unit, such as the last norm and the head, like
     /// PyTorch's `fully_shard([norm, head])`. Each call defines a unit. The patterns are like those in
     /// [`units`](Self::units), and again an inner module wins. The unit's name is its patterns, joined with `+`.
     ///
@@ -271,8 +271,8 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets whether shards travel to gathers in 8 bits, as ZeRO++'s quantized weights do: about a quarter of the bytes, for
-    /// weights that are rounded. Default: they travel as they compute.
+    /// Sets whether gathers send shards in 8 bits, as ZeRO++'s quantized weights do: about a quarter of the bytes, for
+    /// weights that are rounded. Default: they are sent in their compute type.
     ///
     /// Each block of 256 elements of a shard, counted from the first that the rank holds, has a scale of 32 bits, a 127th of the
     /// largest magnitude in it, and each element a whole number of such steps, to the nearest: it is off by at most
@@ -281,21 +281,21 @@ impl ShardPolicy {
     /// [`Cut::Multiples`](crate::Cut::Multiples)`(256)` blocks are those of the whole parameter, so that the weights do not depend on the
     /// number of ranks, one among them. An infinite or undefined element makes its block undefined.
     ///
-    /// What every rank holds whole (parameters of one dimension, those below [`whole_below`](Self::whole_below), all with
-    /// [`Strategy::NoShard`]) is not rounded. What [`reshard_after_forward_to`](Self::reshard_after_forward_to) leaves with neighbours
-    /// travels among them as it computes. Rounding is the host's work.
+    /// What every rank holds whole (parameters of one dimension, those below [`whole_below`](Self::whole_below), all
+    /// with [`Strategy::NoShard`]) is not rounded. The pieces that
+    /// [`reshard_after_forward_to`](Self::reshard_after_forward_to) leaves with neighbours are sent among them in the
+    /// compute type. Rounding is the host's work.
     pub fn gather_in_8_bits(mut self, packs: bool) -> Self {
         self.gathers_in_8_bits = packs;
         self
     }
 
-    /// Keeps shards on `host`, the CPU backend `Device::flex()`, while the module computes on the
-    /// device on which it was built: parameters between steps, their gradients, and with them the
-    /// state and the step of the optimizer. Full parameters are made on the computing device and
-    /// dropped there as ever; gathers and reductions move bytes of the host anyway.
+    /// Keeps shards on `host`, the CPU backend `Device::flex()`, while the module computes on the device on which it
+    /// was built: parameters between steps, their gradients, and the optimizer's state and update. Full parameters are
+    /// still created and freed on the computing device; gathers and reductions use host memory anyway.
     ///
-    /// Tensors that the units do not manage (ignored parameters, running states) stay on the computing
-    /// device. `Module::to_device` moves them and the place of full parameters, but not the shards.
+    /// Tensors that the units do not manage (ignored parameters, running states) stay on the computing device.
+    /// `Module::to_device` moves them, and the device of full parameters, but not the shards.
     ///
     /// For a module that was built on `host` this changes nothing, because its shards are already there.
     pub fn offload_to(mut self, host: Device) -> Self {
@@ -374,7 +374,7 @@ impl ShardPolicy {
     /// [`gradient_hook`](Self::gradient_hook). Parameters that every rank keeps whole under another strategy than
     /// [`Strategy::NoShard`] (vectors, those below [`whole_below`](Self::whole_below)) are still reduced by the engine.
     ///
-    /// For example, gradients that travel in 16 bits, with sums in 32:
+    /// For example, gradients that are sent in 16 bits, with sums in 32:
     ///
     /// ```
     /// use burn::tensor::DType;

@@ -115,7 +115,7 @@ pub(crate) struct Subject {
     /// The device of its shard, with autodiff.
     pub(crate) device: Device,
     pub(crate) dtype: DType,
-    /// True if optimizers see only a part of it.
+    /// True if optimizers see only a part of the parameter.
     pub(crate) is_cut: bool,
 }
 
@@ -144,7 +144,7 @@ enum Probe {
 enum Verdict {
     /// No change: the map has no gradients for them, or a learning rate of 0.
     Unmoved,
-    /// A change of everything that the map is shown.
+    /// A change to everything that the map visits.
     NoOptimizer,
     Elementwise,
     WholeTensors,
@@ -235,9 +235,9 @@ impl Trial {
         }
     }
 
-    /// Maps over a parameter at `path`. If there is `before`, the parameter's value until now, nothing is known about
-    /// its mapper. Warns once if the value changes, because the mapper may be an optimizer that computes with whole
-    /// tensors. Leaves with an error if the mapper panics.
+    /// Maps over a parameter at `path`. If `before`, the parameter's previous value, is given, nothing is known about
+    /// the mapper. In that case, warns once if the value changes, because the mapper may be an optimizer that computes
+    /// with whole tensors. Fails if the mapper panics.
     pub(crate) fn watched(
         &self,
         before: Option<Tensor<1>>,

@@ -69,7 +69,7 @@ impl Shown {
         }))
     }
 
-    /// Returns the id by which it is shown.
+    /// Returns the id under which the parameter is shown.
     pub(crate) fn id(&self) -> ParamId {
         of_any!(self, param => param.id)
     }

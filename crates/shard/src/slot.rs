@@ -68,7 +68,7 @@ pub(crate) struct Slot {
     pub(crate) partition: Partition,
     /// The part that this rank holds.
     pub(crate) holding: Holding,
-    /// The form in which shards travel to gathers, if that is one of 8 bits.
+    /// The 8-bit form in which gathers send shards, if any.
     pub(crate) packing: Option<Packing>,
     /// What adapts it.
     pub(crate) adapter: Option<Adapter>,
@@ -174,7 +174,7 @@ impl Slot {
     }
 }
 
-/// A value for each slot of a unit, or none.
+/// An optional value for each slot of a unit.
 #[derive(Debug, Clone)]
 pub(crate) struct Slots<T>(Vec<Option<T>>);
 

@@ -33,7 +33,7 @@ pub(crate) struct GradientOptions {
 
 /// The description of a unit.
 pub(crate) struct UnitSpec {
-    /// Its parameters, in the order of the module.
+    /// The unit's parameters, in module order.
     pub(crate) slots: Vec<Slot>,
     /// The groups that its operations go through.
     pub(crate) groups: Groups,

@@ -174,7 +174,7 @@ pub fn reset<M: Module>(module: &M) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns the type in which a sharded `module` expects its inputs, in which its first sharded parameter computes.
+/// Returns the type in which a sharded `module` expects its inputs: the compute type of its first sharded parameter.
 ///
 /// # Errors
 ///

@@ -21,7 +21,7 @@ pub(crate) struct Found {
     pub(crate) shape: Vec<usize>,
     pub(crate) dtype: DType,
     pub(crate) device: Device,
-    /// True if it is configured to be trained.
+    /// True if the parameter is configured to be trained.
     pub(crate) is_trainable: bool,
     /// Path of the parameter that it adapts, if it is a factor of an adapter that is about to be created.
     pub(crate) factor_of: Option<String>,
@@ -116,7 +116,7 @@ pub(crate) struct Declared<const D: usize> {
     pub(crate) shape: [usize; D],
     /// Shape of the recorded value: a column-layout weight is recorded transposed.
     pub(crate) recorded: [usize; D],
-    /// True if it is configured to be trained.
+    /// True if the parameter is configured to be trained.
     pub(crate) is_trainable: bool,
     /// The functions that the parameter applies on load and save.
     pub(crate) mapper: ParamMapper<Tensor<D>>,

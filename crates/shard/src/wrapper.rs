@@ -171,7 +171,7 @@ impl<M> Deref for FullyShardedDataParallel<M> {
     }
 }
 
-/// Forwards to the module's own functions: the wrapper has no parameters and no place in their paths.
+/// Forwards to the module's own functions: the wrapper has no parameters and adds nothing to paths.
 impl<M: Module> Module for FullyShardedDataParallel<M> {
     fn collect_devices(&self, devices: Devices) -> Devices {
         self.module.collect_devices(devices)

@@ -53,8 +53,8 @@ pub use step::CompiledStep;
 ///
 /// The optimizer is one of Burn's for all parameters, or [`OptimizerGroups`] with different optimizers for groups of
 /// them. It is followed step by step. Its host computations may depend on the learning rate, its step number, its own
-/// state, and the shapes and types of parameters. It steps a parameter when the batch gives that parameter a gradient,
-/// as Burn does. Gradient clipping is not part of Burn's `Optimizer`: `with_grad_clipping(..).build()` leaves it out. A
+/// state, and the shapes and types of parameters. As in Burn, it updates a parameter if the batch produces a gradient
+/// for it. Gradient clipping is not part of Burn's `Optimizer`: `with_grad_clipping(..).build()` leaves it out. A
 /// compiled step clips by the norm of all gradients if
 /// [`Options::clip_grad_norm`](crate::passes::schedule::Options::clip_grad_norm) is set.
 ///
@@ -347,6 +347,6 @@ fn host_side<'a>(
         shape: spec.shape.clone(),
         dtype: spec.dtype,
     });
-    // The rate is not zero, so nothing is left out.
+    // The rate is not zero, so nothing is skipped.
     HostScalars::new(optimizers, 1.0, trained)
 }

@@ -153,7 +153,7 @@ pub enum Error {
         known: String,
     },
 
-    /// A tensor that cannot be placed on the mesh as requested.
+    /// A tensor cannot be placed on the mesh as requested.
     #[error(
         "{what} \"{name}\" of shape {shape:?} cannot be {placement}: {reason}; choose \
          another placement, or replicate it"
@@ -442,7 +442,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// A step that cannot run because an earlier one failed halfway.
+    /// A step cannot run because an earlier one failed halfway.
     #[error(
         "an earlier step failed ({reason}) and left parameters and optimizer states from different steps; compile again \
          and start from a checkpoint"

@@ -29,7 +29,7 @@ pub struct ShardSpec<'a> {
     pub whole: &'a ParameterSpec,
     /// The elements of the whole that this rank holds, possibly none.
     pub region: Region,
-    /// The shape in which it holds them: one dim if the cut is between elements.
+    /// The shape in which the rank holds them: flat if the cut is between elements.
     pub shape: Vec<usize>,
 }
 
@@ -47,8 +47,8 @@ struct Held {
 }
 
 impl InitialValues {
-    /// Gives this rank its part of every tensor: the part that `read` returns, or else its part of the value that
-    /// `init` makes on rank 0. Values that are read are not made.
+    /// Returns this rank's part of every tensor: the part that `read` returns, or else its part of the value that
+    /// `init` creates on rank 0. Values that are read are not created.
     pub(crate) fn new<M: Module, E: From<Error>>(
         (init, read): (
             impl Fn(&Device) -> M,

@@ -161,7 +161,7 @@ impl Mode {
     }
 
     /// Draws the random numbers of steps, such as dropout masks, from a seed instead of Burn's process-wide generator.
-    /// All ranks must give the same seed.
+    /// All ranks must pass the same seed.
     ///
     /// Each number is then a function of the seed, the number of the step ([`CompiledStep::num_steps`]) and of its
     /// micro-batch, the position of the operation among those that draw, and the position of the element. Runs repeat,

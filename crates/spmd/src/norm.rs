@@ -2,7 +2,7 @@
 //! the norms of all ranks.
 //!
 //! Sums are taken on the host, in 64 bits and in an order that depends only on the number of elements. Burn's own sum
-//! of many elements is shared among threads, so a resumed run would not have the same bits. Norms travel instead of
+//! of many elements is shared among threads, so a resumed run would not have the same bits. Norms are sent instead of
 //! sums of powers, because norms fit 32 bits on any device.
 
 use burn::tensor::{DType, TensorData};

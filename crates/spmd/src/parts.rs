@@ -34,8 +34,8 @@ impl Divided<'_> {
             .partition(num_elements, self.flat_group()?.size())?)
     }
 
-    /// Returns the shape in which the executor holds this rank's part of such a partition. Flat shards have one length.
-    /// A value that one rank owns has its own shape there, and is empty elsewhere.
+    /// Returns the shape in which the executor holds this rank's part of the partition. All flat shards have the same
+    /// length. A value with one owner has its own shape on the owner, and is empty on other ranks.
     pub(crate) fn held_shape(&self, partition: Partition) -> Result<Vec<usize>, Error> {
         match self.layout.owner {
             Some(_) => self.part_shape(),

@@ -19,7 +19,7 @@ pub(crate) struct Ranks {
 }
 
 impl Ranks {
-    /// Takes all ranks of a group, along [`DATA_AXIS`].
+    /// Uses all ranks of a group, along [`DATA_AXIS`].
     pub(crate) fn line(group: ProcessGroup) -> Self {
         Self { group, mesh: None }
     }

@@ -62,7 +62,7 @@ pub trait GraphTransform: fmt::Debug + Send + Sync {
     fn transform(&self, graph: Graph) -> Result<Graph, Error>;
 }
 
-/// Rejects a graph that has not been through every pass of `after`, or has been through one of `before`.
+/// Rejects a graph to which a pass of `after` was not applied, or a pass of `before` was.
 ///
 /// # Errors
 ///

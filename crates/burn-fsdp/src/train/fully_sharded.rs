@@ -45,7 +45,7 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 ///
 /// # Differences
 ///
-/// - The optimizer must work element by element, or the policy must give parameters to [one
+/// - The optimizer must work element by element, or the policy must assign parameters to [one
 ///   owner](ShardPolicy::one_owner). Otherwise the training is rejected. To clip by the norm of all gradients, use
 ///   [`clip_grad_norm`](Self::clip_grad_norm), which covers the gradients of all ranks.
 /// - The training's `gradient_checkpointing` has no effect: build the model on a device with
@@ -57,7 +57,7 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 /// - Metrics that join the outputs of all steps (AUROC) need them on one device.
 /// - Custom checkpointers that look into records hold the tensors that they read, because the tensors are read on
 ///   demand.
-/// - Outputs of a step are values of any type, which cannot travel between processes. If `mpirun` started the program,
+/// - Outputs of a step are values of any type, which cannot be sent between processes. If `mpirun` started the program,
 ///   [`launch`](Self::launch) is rejected; use [`launch_among_processes`](Self::launch_among_processes).
 ///
 /// # Memory

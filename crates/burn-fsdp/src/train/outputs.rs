@@ -89,7 +89,7 @@ impl<O> Channel<O> {
         Ok(())
     }
 
-    /// Returns the bytes that wait in this process.
+    /// Returns the number of bytes that wait in this process.
     pub(crate) fn waiting(&self) -> usize {
         held(&self.waiting).as_ref().map_or(0, |bytes| bytes.len())
     }

@@ -1,4 +1,4 @@
-//! Outputs of steps as tensors that travel from one process to another.
+//! Step outputs as tensors that one process can send to another.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;

@@ -271,7 +271,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         Ok(After::Another)
     }
 
-    /// Makes one step of the optimizer, at the next rates of the schedule.
+    /// Runs one optimizer step, at the schedule's next rates.
     fn step(&mut self, gradients: GradientsParams) -> Result<(), Error> {
         self.learner.lr_step();
         let gradients = match self.course.settings.clip {

@@ -176,7 +176,7 @@ struct Note {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Own {
     pub(crate) stop: Option<Stop>,
-    /// The fingerprint of the rates of the last step.
+    /// The fingerprint of the last step's learning rates.
     pub(crate) rates: u64,
     /// Size in bytes of the output that waits to be sent to rank 0.
     pub(crate) waiting: usize,

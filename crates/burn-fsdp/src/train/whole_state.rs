@@ -26,7 +26,7 @@ use crate::train::filed::{Filed, FiledState, FiledTensor};
 use crate::train::notes::exchanged;
 use crate::train::scratch::{Pile, Scratch};
 
-/// A parameter that an optimizer steps, in shards.
+/// A parameter that an optimizer updates in shards.
 struct Sharded {
     /// The tensor's id in this rank's optimizer.
     id: u64,
@@ -41,8 +41,8 @@ struct Told {
     tensors: Vec<StateTensor>,
 }
 
-/// Gives the optimizer of this rank's shards of `model` its part of the state of an optimizer of the whole model. Rank
-/// 0 has that state; if there is none, the optimizer is returned unchanged.
+/// Loads this rank's part of a whole model's optimizer state into the optimizer of its shards of `model`. Rank 0 has
+/// that state; if there is none, the optimizer is returned unchanged.
 ///
 /// Rank 0 holds the whole state of one parameter at a time, if the state in `whole` is read on demand. This rank's part
 /// passes through a file in a folder in `parent`. In memory each tensor of it is then separate, and is freed when the

@@ -253,7 +253,7 @@ impl Plainly<'_> {
     }
 }
 
-/// Returns the sum of gradients of `net`. With a plan, each is in the type in which it travels.
+/// Returns the sum of gradients of `net`. With a plan, each is in the type in which it is sent.
 fn added(
     net: &Net,
     sum: GradientsParams,

@@ -68,7 +68,7 @@ impl DirNode {
 }
 
 impl Memory {
-    /// Makes an empty storage.
+    /// Creates an empty storage.
     pub fn new() -> Self {
         Self::default()
     }

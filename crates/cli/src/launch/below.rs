@@ -30,7 +30,7 @@ const GRACE: Duration = Duration::from_secs(5);
 pub(super) struct Below {
     /// The first process of the command; the process group has its number.
     first: u32,
-    /// Its start time, if the system reports it.
+    /// Start time of the process, if the system reports it.
     started: Option<u64>,
     /// An entry that all their environments have.
     entry: String,

@@ -82,7 +82,7 @@ pub(crate) struct TrainConfig {
     pub(crate) trace: Option<PathBuf>,
     pub(crate) operations: Option<PathBuf>,
     pub(crate) dump_graphs: Option<PathBuf>,
-    /// True to measure what the machine's matrix products reach.
+    /// True to measure the rate of the machine's matrix products.
     pub(crate) measures_limits: bool,
     pub(crate) curve: PathBuf,
     pub(crate) sample_tokens: usize,

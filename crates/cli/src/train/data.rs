@@ -78,7 +78,7 @@ impl Text {
         tokens.map_or_else(|| self.bytes.held_out(), TokenText::held_out)
     }
 
-    /// Returns one sentence for each kind of data that is left out or converted.
+    /// Returns one sentence for each kind of data that is skipped or converted.
     fn remarks(&self) -> Vec<String> {
         let remarks = self.bytes.remarks();
         let mut sentences = Vec::new();

@@ -87,7 +87,7 @@ impl OwnFiles {
         is_own || is_step
     }
 
-    /// Returns the number of saved steps of other runs that were left out.
+    /// Returns the number of other runs' saved steps that were skipped.
     pub(crate) fn num_steps(&self) -> usize {
         self.num_steps.get()
     }

@@ -49,7 +49,7 @@ struct Numbers {
 struct Member {
     path: String,
     elements: usize,
-    /// True for a matrix in a block, which Muon steps.
+    /// True for a matrix in a block, which Muon updates.
     is_matrix: bool,
     decays: bool,
 }

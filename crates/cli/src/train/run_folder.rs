@@ -115,8 +115,8 @@ impl CheckpointConfig {
         self.resumed.get()?.as_ref()
     }
 
-    /// Tells other processes what rank 0 found in the folder, and checks that they see the same folder. Collective if
-    /// each rank is a process.
+    /// Sends the other processes rank 0's findings about the folder, and checks that they see the same folder.
+    /// Collective if each rank is a process.
     ///
     /// # Errors
     ///

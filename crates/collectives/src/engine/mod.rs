@@ -32,7 +32,7 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// Called once per sequence number, in order.
     fn start(&self, request: Request) -> Box<dyn Flight>;
 
-    /// Makes the described smaller group. Called by all its members and no one else.
+    /// Creates the described smaller group. Called by all its members and no one else.
     fn split(&self, subgroup: Subgroup) -> Box<dyn Engine>;
 
     /// Returns true if bytes move while the rank computes, and not only while it waits.
@@ -65,7 +65,7 @@ pub(crate) struct Request {
 /// A rank's claim on an operation, and the data that it sends to all others with the claim.
 #[derive(Debug, Clone)]
 pub(crate) struct Claim {
-    /// The requested operation, which all ranks must agree on.
+    /// The requested operation, on which all ranks must agree.
     pub(crate) signature: Signature,
     /// The bytes that this rank sends to all others.
     pub(crate) note: Vec<u8>,
@@ -135,7 +135,7 @@ pub(crate) trait Flight: Send {
 /// An engine's findings about the bytes that it moved. The engine itself has already compared combined bytes.
 #[derive(Debug, Default)]
 pub(crate) struct Findings {
-    /// True if it has also compared moved bytes; otherwise the group compares them.
+    /// True if the engine has also compared moved bytes; otherwise the group compares them.
     pub(crate) has_compared_placed: bool,
     /// The first part that did not match the [checks](Claim::checks) of its rank.
     pub(crate) altered: Option<AlteredPart>,

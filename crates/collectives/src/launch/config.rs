@@ -29,7 +29,7 @@ pub struct LaunchConfig {
 }
 
 impl LaunchConfig {
-    /// Configures this many ranks, with the defaults of the other methods.
+    /// Configures this many ranks, with defaults for all other settings.
     pub fn new(ranks: usize) -> Self {
         Self {
             ranks,

@@ -107,7 +107,7 @@ impl LocalFlight {
         Ok(())
     }
 
-    /// Returns true if the ranks have announced checksums of the bytes that they give.
+    /// Returns true if the ranks have announced checksums of the bytes that they contribute.
     fn compares(&self) -> bool {
         !self.round.claim(self.rank).checks.given.is_empty()
     }
@@ -170,7 +170,7 @@ impl LocalFlight {
             .collect()
     }
 
-    /// Marks this rank as one that will read nothing more. Nothing that it got from the round may be alive.
+    /// Marks this rank as finished with reading. It must have dropped everything that it got from the round.
     fn finish(&mut self) {
         if std::mem::replace(&mut self.finished, true) {
             return;

@@ -95,7 +95,7 @@ impl Round {
             .expect("read after the ranks have met")
     }
 
-    /// Returns a rank's sources, if they are still there.
+    /// Returns a rank's sources, if they still exist.
     pub(super) fn sources(&self, rank: usize) -> Option<Sources> {
         lock(&self.seats[rank].sources).clone()
     }

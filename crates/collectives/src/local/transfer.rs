@@ -12,8 +12,8 @@ use crate::contract::Route;
 use crate::operation::Extent;
 use crate::{Buffer, ElementType, Reduction};
 
-/// Copies the bytes that one rank gives another, part by part. Returns the first part that does not match the announced
-/// checksum, if there is one.
+/// Copies the bytes that one rank sends to another, part by part. Returns the first part that does not match the
+/// announced checksum, if there is one.
 pub(super) fn copy_all(
     sources: &Sources,
     routes: &[Route],

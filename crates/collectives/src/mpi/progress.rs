@@ -13,8 +13,8 @@ use crate::Source;
 use crate::control::{Control, WORLD_DOMAIN};
 use crate::world::News;
 
-/// The time for which the thread looks without a pause while nothing moves and the rank waits. After it, the thread
-/// sleeps between two looks.
+/// The time for which the thread polls without a pause while there is no progress and the rank waits. After that, the
+/// thread sleeps between polls.
 const LOOK_FOR: Duration = Duration::from_millis(1);
 
 /// The pause while the rank computes, because polling may take its core. For a rank that has started an operation and
@@ -24,8 +24,8 @@ const LOOK_UNAWAITED_FOR: Duration = Duration::from_micros(20);
 /// The sleep between two looks while operations are in progress.
 const SHORT_SLEEP: Duration = Duration::from_micros(50);
 
-/// The sleep between two looks while there are none. A command wakes the thread at once. The headers of others concern
-/// this rank only when it starts the operation itself, and news of failures may be delayed by this much.
+/// The sleep between two polls while there are none. A command wakes the thread immediately. Other ranks' headers only
+/// matter once this rank starts the operation, and news of failures may be delayed by this much.
 const LONG_SLEEP: Duration = Duration::from_millis(1);
 
 /// The commands from the rank's threads to MPI's thread.

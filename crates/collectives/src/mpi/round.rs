@@ -23,10 +23,10 @@ pub(super) struct Shared {
     num_claims: AtomicUsize,
     /// Ranks whose bytes have all arrived.
     arrived: Vec<AtomicBool>,
-    /// True once the other ranks' data is there.
+    /// True once the other ranks' data has arrived.
     result: AtomicBool,
-    /// True once a thread has begun to add this rank's own share: to copy it next to the others' data, or to combine it
-    /// with them. MPI's thread begins only before `result`, and has finished by then; the rank's thread may begin at
+    /// True once a thread has started to add this rank's share, by copying it next to the others' data or combining it
+    /// with them. MPI's thread starts only before `result`, and has finished by then; the rank's thread may start at
     /// any time.
     is_completed: AtomicBool,
     /// Ranks that have received all bytes of this rank.
@@ -174,7 +174,7 @@ pub(super) struct Round {
     pub(super) tags: Vec<u32>,
     /// The number of ranks whose signature equals this rank's.
     num_agreeing: usize,
-    /// The transfers of the data that this rank gives, by receiver.
+    /// The transfers of the data that this rank sends, by receiver.
     sends: Vec<(usize, Transfer)>,
     /// The transfers of data to be moved or combined, by sender.
     receives: Vec<(usize, Transfer)>,

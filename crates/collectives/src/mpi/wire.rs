@@ -302,7 +302,7 @@ fn null_request() -> ffi::MPI_Request {
     unsafe { ffi::RSMPI_REQUEST_NULL }
 }
 
-/// Returns the ranges of the messages that some bytes travel in; none if there are no bytes.
+/// Returns the ranges of the messages in which some bytes are sent; none if there are no bytes.
 fn pieces(range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let end = range.end;
     range

@@ -1,4 +1,4 @@
-//! Tests of programs against Burn's operations, to the bit.
+//! Tests that programs are bit-identical to Burn's operations.
 
 use burn::backend::{Backend, Flex};
 use burn::tensor::{DType, Shape, TensorData};

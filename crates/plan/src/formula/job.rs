@@ -158,7 +158,7 @@ impl Job {
         }
     }
 
-    /// Returns the bytes of the root's full parameters and of the blocks that are gathered at once.
+    /// Returns the bytes of full parameters: the root's, and those of the blocks that are gathered at the same time.
     fn gathered(&self) -> f64 {
         let (root, block) = (
             self.model.root_params() as f64,

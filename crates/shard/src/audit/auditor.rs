@@ -20,8 +20,7 @@ enum Step {
     Between,
     /// The step is not audited.
     Plain,
-    /// The step is audited: tags travel in notes. For this choice of units it follows the order with this
-    /// hash.
+    /// The step is audited: tags are sent in notes. For this choice of units it follows the order with this hash.
     Audited { choice: Vec<bool>, order: u64 },
 }
 
@@ -103,7 +102,7 @@ impl Auditor {
         Tag::draw(self.rank, parameter, number)
     }
 
-    /// Begins a step, unless one is under way whose first operation has been issued, as `is_at_start` tells. `choice`
+    /// Begins a step, unless one is in progress whose first operation has been issued, as `is_at_start` tells. `choice`
     /// has the switches of the units, and `order` is the hash of the order to be followed. Both are equal on all ranks.
     pub(crate) fn begin(
         &mut self,
@@ -240,7 +239,7 @@ impl Auditor {
         }
     }
 
-    /// Returns the auditor after an error, which leaves nothing under way: all gradients are gone, and every order is
+    /// Returns the auditor after an error, which leaves nothing in progress: all gradients are gone, and every order is
     /// new.
     pub(crate) fn after_error(mut self) -> Self {
         self.step = Step::Plain;

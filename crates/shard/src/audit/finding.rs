@@ -119,7 +119,7 @@ pub(crate) enum Finding {
     LacksRank(usize),
     /// The sum with one rank's gradients added twice.
     RankTwice(usize),
-    /// The sum without one gradient of a rank, by its number.
+    /// The sum lacks one gradient of a rank, given by its number.
     Lacks { rank: usize, number: i64 },
     /// The sum with one gradient of a rank added twice, by its number; a negative number is from an earlier
     /// step.

@@ -1,6 +1,6 @@
 //! Miniature engines: right ones are never rejected, and one with a single error always is.
 //!
-//! The handling of gradients in an engine is a list of events, the same for all ranks. Tags travel in the notes, as in
+//! The handling of gradients in an engine is a list of events, the same for all ranks. Tags are sent in notes, as in
 //! the real engine. A mutant is a list with one changed event, drawn by seed.
 
 use burn_fsdp_collectives::Reduction;
@@ -128,7 +128,7 @@ impl Layout {
     }
 }
 
-/// Sums the gradients that the members of each rank's group give, by their notes.
+/// Sums the gradients of the members of each rank's group, by their notes.
 fn carried(
     ranks: &[Vec<Option<Tag>>],
     members: impl Fn(usize) -> Vec<usize>,

@@ -91,8 +91,8 @@ pub(crate) fn tags(given: impl Iterator<Item = Option<Tag>>) -> Vec<u8> {
     tags.flat_map(Tag::encode).collect()
 }
 
-/// Returns the tag of the sum over the ranks of the gradient of number `index` of `number`, by the ranks' notes. It is
-/// unknown if any note has none.
+/// Returns the tag of the sum over ranks of gradient `index` of `number`, from the ranks' notes. It is unknown if a
+/// note has no tag.
 pub(crate) fn tag_of_sum(notes: &[Vec<u8>], index: usize, number: usize) -> Tag {
     let start = number + index * LEN;
     let told = notes

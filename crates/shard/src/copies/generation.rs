@@ -86,7 +86,7 @@ impl std::fmt::Debug for Generation {
 }
 
 impl Generation {
-    /// Returns the first generation of a unit, still without values.
+    /// Returns the first generation of a unit, without values.
     pub(crate) fn first(unit: Arc<Unit>) -> Arc<Self> {
         Self::new(unit, Arc::default(), 0, 0, None)
     }
@@ -217,7 +217,7 @@ impl Generation {
         self.named_as(kind, slot)
     }
 
-    /// Returns a description of a value of a kind that belongs to `slot`, for messages.
+    /// Describes a value of this kind for `slot`, for messages.
     pub(crate) fn named_as(&self, kind: &str, slot: usize) -> String {
         let path = &self.unit.slots[slot].path;
         format!("{kind} of `{path}` (unit {})", self.unit.label())
@@ -309,8 +309,8 @@ impl Generation {
         leaf.set_require_grad(self.is_trainable(slot))
     }
 
-    /// Returns a new leaf for the weight computed by the adapter of `slot`, trained if any part of it is; `None`
-    /// without an adapter.
+    /// Returns a new leaf for the weight that the adapter of `slot` computes, which is trained if any of its parts is;
+    /// `None` without an adapter.
     pub(crate) fn adapted_leaf(&self, slot: usize) -> Option<Tensor<1>> {
         let adapter = self.unit.slots[slot].adapter?;
         let parts = [slot, adapter.a, adapter.b];
@@ -418,7 +418,7 @@ impl Generation {
         Ok(())
     }
 
-    /// Returns this rank's pieces among its neighbours, if forward has left any.
+    /// Returns this rank's pieces in its group of neighbours, if forward has left any.
     pub(crate) fn pieces(&self) -> Option<Slots<Piece>> {
         self.pieces.lock().clone()
     }

@@ -25,9 +25,9 @@ pub(super) struct Value {
     pub(super) device: Device,
     /// The leaf's node, if gradients are wanted.
     pub(super) node: Option<NodeId>,
-    /// The checksum of its bytes when they were written, if ranks compare bytes.
+    /// Checksum of the value's bytes when they were written, if ranks compare bytes.
     pub(super) seal: Option<Seal>,
-    /// Its elements in 32 bits, where a sum over many steps is kept and the parameter has a 16-bit type.
+    /// The value's elements in 32 bits, if a sum over many steps is kept and the parameter has a 16-bit type.
     pub(super) exact: Option<Tensor<1>>,
 }
 

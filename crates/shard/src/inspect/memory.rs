@@ -32,8 +32,8 @@ pub struct Memory {
     /// Bytes of whole gradients that steps without reduction have left on this rank; included in
     /// `unsharded_live`.
     pub unreduced: usize,
-    /// Unused memory that is kept for the next operations, so that they need not ask the system for it:
-    /// [`trim`] returns it. It was part of the peak once.
+    /// Unused memory that is kept for the next operations, to avoid system allocations. It was once part of the peak;
+    /// [`trim`] returns it.
     pub pooled: usize,
     /// Copies of forwards and backwards between the host and the computing device, since the module was sharded.
     pub staged: Staged,

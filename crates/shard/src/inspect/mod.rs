@@ -34,7 +34,7 @@ pub(crate) fn members<M: Module>(module: &M) -> Vec<Member> {
     members
 }
 
-/// Gives the shards of `module` the ids from a record that has just been loaded.
+/// Assigns the ids from a newly loaded record to the shards of `module`.
 ///
 /// Every function of this crate that gets the module does so itself, including [`backward`](crate::backward).
 /// The call is needed where Burn's own functions come first after [`Module::load_record`]: groups by ids, or

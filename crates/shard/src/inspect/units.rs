@@ -42,7 +42,7 @@ pub struct UnitMemory {
     pub parameters: usize,
     /// Full parameters that are gathered now.
     pub unsharded: usize,
-    /// Gradients that steps without reduction have left on the rank, whole.
+    /// Full gradients that steps without reduction left on the rank.
     pub unreduced: usize,
 }
 
@@ -102,8 +102,8 @@ impl UnitHandle {
         self.unit.slots.iter().map(|slot| slot.path.as_str())
     }
 
-    /// Sets whether gradients are reduced after backward. Otherwise they stay on this rank, whole, and the
-    /// next reduction includes their sum. A forward and its backward must see the same setting.
+    /// Sets whether gradients are reduced after backward. Otherwise full gradients stay on this rank, and the next
+    /// reduction includes their sum. A forward and its backward must see the same setting.
     ///
     /// # Errors
     ///
@@ -218,7 +218,7 @@ impl UnitHandle {
 
 const ADVICE: &str = "switch units between steps, not inside a backward";
 
-/// A gather that the program has asked for. Dropping it leaves the gather under way.
+/// A gather that the program has asked for. Dropping it leaves the current gather.
 #[derive(Debug)]
 #[must_use = "the gather continues without it, but its errors are reported later"]
 pub struct Unsharding<'a>(&'a UnitHandle);
@@ -234,9 +234,9 @@ impl Unsharding<'_> {
     }
 }
 
-/// Runs `body` without reducing gradients: they stay on this rank, whole, and the next backward outside
-/// reduces the sum. This saves the traffic of all micro-batches but the last, and costs full gradients on
-/// every rank: [`Memory::unreduced`](crate::Memory::unreduced).
+/// Runs `body` without reducing gradients: full gradients stay on this rank, and the next backward outside reduces
+/// their sum. This saves the traffic of all micro-batches except the last, at the cost of full gradients on every rank:
+/// [`Memory::unreduced`](crate::Memory::unreduced).
 ///
 /// The gradients of a backward inside are empty: the optimizer has nothing to do yet. Forward and backward
 /// both belong inside.

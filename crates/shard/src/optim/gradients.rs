@@ -32,7 +32,7 @@ pub(crate) struct Entry {
     /// Path of the parameter in the module.
     pub(crate) path: String,
     pub(crate) share: Share,
-    /// Its elements on this rank, without autodiff.
+    /// The gradient's elements on this rank, without autodiff.
     pub(crate) flat: Tensor<1>,
 }
 
@@ -156,9 +156,9 @@ pub struct UnitGradients {
 }
 
 /// Divides the gradients of `module` by unit, in the order in which the module first names a parameter of each, for
-/// optimizers that step unit by unit. The parameters that no unit manages come last. Units without a gradient are left
-/// out, except those in which a rank [owns](crate::ShardPolicy::one_owner) a trained parameter: only the owner has the
-/// gradient, and all ranks must make the same step.
+/// optimizers that step unit by unit. The parameters that no unit manages come last. Units without a gradient are
+/// skipped, except those in which a rank [owns](crate::ShardPolicy::one_owner) a trained parameter: only the owner has
+/// the gradient, and all ranks must make the same step.
 ///
 /// Not collective. Gradients that belong to no parameter of `module` are dropped.
 pub fn gradients_by_unit<M: Module>(

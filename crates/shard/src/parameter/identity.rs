@@ -63,7 +63,7 @@ impl Identity {
         ParamId::from(self.0.id.load(Ordering::Relaxed))
     }
 
-    /// Settles the id by the stand-in's, if it is unsettled, and returns it.
+    /// Settles an unsettled id with the stand-in's id, and returns it.
     pub(crate) fn settle(&self, stand_in: ParamId) -> ParamId {
         if !self.is_settled() {
             let id = counterpart(stand_in);

@@ -134,7 +134,7 @@ impl Owned {
         &self.clones
     }
 
-    /// Returns the copy of the module that it belongs to.
+    /// Returns the module copy to which the parameter belongs.
     pub(crate) fn copy(&self) -> Copied {
         self.copy
     }

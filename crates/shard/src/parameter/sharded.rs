@@ -112,7 +112,7 @@ impl ShardedParam {
         }
     }
 
-    /// Returns the value under the id by which it is known.
+    /// Returns the value under its settled id.
     fn shown(value: &Shown, identity: &Identity, path: &str) -> Shown {
         value.clone().with_id(identity.shown(path))
     }

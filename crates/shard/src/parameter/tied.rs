@@ -23,7 +23,7 @@ use crate::thrown::throw;
 /// The error message for a field that was copied or kept without the first field.
 const ALONE: &str =
     "but this copy of the module has only the second; clone and keep the module that has both";
-/// The error message for a record of both.
+/// The error message for a record with both values.
 const RECORDED_TWICE: &str =
     "but a record has different values for them; load a record in which they are equal";
 

@@ -138,8 +138,8 @@ impl Progress {
         }
     }
 
-    /// Returns the values of the unit of `operation` in the copy of the module that this pass uses: for
-    /// backward, the values of its forward.
+    /// Returns the values of `operation`'s unit in the module copy of this pass; in backward, the values of its
+    /// forward.
     pub(super) fn copy_in_use(
         &self,
         root: &Root,

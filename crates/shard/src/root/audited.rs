@@ -97,7 +97,7 @@ impl Audited {
         note
     }
 
-    /// Returns the note of the last exchange of a step, for gradients of parameters kept whole with these tags.
+    /// Returns the note for a step's last exchange, with these tags for the gradients of whole parameters.
     pub(super) fn last_note(
         &self,
         wish: Vec<u8>,

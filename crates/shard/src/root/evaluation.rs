@@ -1,5 +1,4 @@
-//! Evaluation in which ranks take different routes through a module: before each gather they tell each other what they
-//! need.
+//! Evaluation in which ranks take different routes through a module: ranks exchange their needs before each gather.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +20,7 @@ const FAILED: u32 = u32::MAX - 1;
 /// A unit of the module that is evaluated, with its root.
 pub(crate) type Evaluable = (Arc<Root>, Arc<Generation>);
 
-/// Returns true if both are values of one unit, and equal. Values from several generations are joined anew for each
+/// Returns true if both are values of one unit, and equal. Values from several generations are combined for each
 /// request.
 pub(crate) fn are_equal(one: &Generation, other: &Generation) -> bool {
     Arc::ptr_eq(&one.unit, &other.unit) && one.version() == other.version()
@@ -38,7 +37,7 @@ struct Evaluated {
     is_broken: AtomicBool,
 }
 
-/// An evaluation under way. It ends when this is dropped, by unwinding or otherwise.
+/// An evaluation in progress. It ends when this is dropped, by unwinding or otherwise.
 pub(crate) struct Evaluation(Arc<Evaluated>);
 
 impl Drop for Evaluation {

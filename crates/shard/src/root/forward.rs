@@ -171,7 +171,7 @@ impl Progress {
         }
     }
 
-    /// Begins a pass, unless one is under way that continues with this parameter.
+    /// Starts a pass, unless the current one continues with this parameter.
     fn begin_pass(
         &mut self,
         root: &Arc<Root>,

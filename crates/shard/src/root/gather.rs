@@ -72,7 +72,7 @@ impl Root {
         Ok(())
     }
 
-    /// Lets the other ranks read this rank's shards, and receives nothing.
+    /// Provides this rank's shards to the other ranks, without receiving theirs.
     pub(super) fn join_gather(
         &self,
         generation: &Generation,
@@ -270,7 +270,7 @@ fn sources(generation: &Generation, operation: Operation) -> Result<Sources<'_>,
     }
 }
 
-/// Returns this rank's shards, in the form in which they travel.
+/// Returns this rank's shards, in the form in which they are sent.
 fn shards(generation: &Generation) -> Result<Vec<Part>, Error> {
     let unit = &generation.unit;
     let parts = unit.gathered_slots().map(|index| {

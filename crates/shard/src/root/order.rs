@@ -15,7 +15,7 @@ pub(super) struct Order {
     pub(super) prefetched: VecDeque<Ahead>,
     /// The copy of the module in use.
     pub(super) copy: Copied,
-    /// The values that the pass under way has used, by unit.
+    /// The values that the current pass has used, by unit.
     pub(super) used: BTreeMap<usize, Weak<Generation>>,
 }
 
@@ -25,13 +25,13 @@ pub(super) struct Ahead {
     pub(super) position: usize,
     /// The values that are gathered.
     pub(super) generation: Arc<Generation>,
-    /// True if it was started only for the other ranks: at its turn, this rank had the full parameters, or
-    /// was getting them.
+    /// True if the gather was started only for the other ranks: at its turn, this rank had the full parameters, or was
+    /// getting them.
     pub(super) is_joined: bool,
 }
 
 impl Ahead {
-    /// Releases the gathered parameters, or the gather under way.
+    /// Releases the gathered parameters, or the current gather.
     pub(super) fn discard(self) {
         if !self.is_joined && !self.generation.life.is_unsharded() {
             self.generation.life.drop_full();

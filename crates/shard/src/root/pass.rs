@@ -27,7 +27,7 @@ impl Place {
     }
 }
 
-/// The uses of units that are under way.
+/// The uses of units that are in progress.
 #[derive(Default)]
 pub(super) struct Uses {
     /// The tracked forward.
@@ -124,8 +124,8 @@ impl Use {
 }
 
 impl Uses {
-    /// Deepens the unit of the first use in the same pass that comes after `use_id` and is still open when
-    /// `use_id` is gathered again. It gets its gradients too late, because its token was not deep enough.
+    /// Increases the depth for the unit of the first later use in the same pass that is still open when `use_id` is
+    /// gathered again. That unit gets its gradients too late, because its token was not deep enough.
     pub(super) fn note_late_unit(&self, use_id: u64) {
         let Some(&(pass, _)) = self.open.get(&use_id) else {
             return;

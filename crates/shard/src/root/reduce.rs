@@ -52,8 +52,8 @@ impl Root {
 }
 
 impl Progress {
-    /// Reduces the gradients of one use of a unit, including gradients held back before. Slots without a
-    /// gradient on this rank count as zero; a flag for each travels with the reduction.
+    /// Reduces the gradients of one use of a unit, including gradients held back before. Slots without a gradient on
+    /// this rank count as zero; the reduction sends a flag for each.
     pub(super) fn reduce(
         &mut self,
         root: &Root,
@@ -71,7 +71,7 @@ impl Progress {
         }
         tell_replicas(root, generation, &slots);
         if let Some(hook) = &unit.gradients.reduction {
-            // Reductions under way come first: the hook communicates among the same ranks.
+            // Reductions in progress come first: the hook communicates among the same ranks.
             self.complete(root, 0)?;
             let sums = self.reduce_by(root, hook, generation, &slots, &mut gradients)?;
             return self.cross_over(root, generation, &slots, sums);
@@ -119,7 +119,7 @@ impl Progress {
         self.complete(root, root.in_flight_limit())
     }
 
-    /// Waits until at most `limit` reductions are under way.
+    /// Waits until at most `limit` reductions are in progress.
     pub(super) fn complete(&mut self, root: &Root, limit: usize) -> Result<(), Error> {
         while self.reductions.in_flight.len() > limit {
             let Some(reduction) = self.reductions.in_flight.pop_front() else {

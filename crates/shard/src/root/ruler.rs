@@ -1,4 +1,4 @@
-//! Rulers: tensors of a given depth, kept for the next step.
+//! Rulers: tensors of a given graph depth, kept for the next step.
 
 use std::collections::BTreeMap;
 

@@ -65,7 +65,7 @@ impl std::fmt::Debug for Root {
 #[derive(Default)]
 pub(super) struct Progress {
     pub(super) phase: Phase,
-    /// The uses of units that are under way.
+    /// The uses of units that are in progress.
     pub(super) uses: Uses,
     /// The order of operations, and the values on which they work.
     pub(super) order: Order,
@@ -79,7 +79,7 @@ pub(super) struct Progress {
     pub(super) watch: Watch,
     /// The gradients that wait for the optimizer, with their seals.
     pub(super) waiting: Waiting,
-    /// The evaluation under way in which ranks tell each other what they need, if there is one.
+    /// The evaluation in progress in which ranks tell each other what they need, if there is one.
     pub(super) routes: Option<Arc<dyn Routes>>,
 }
 
@@ -145,7 +145,7 @@ impl Root {
         })
     }
 
-    /// Makes `units` the root's units, in this order.
+    /// Sets the root's units, in this order.
     pub(crate) fn adopt<'a>(&self, units: impl Iterator<Item = &'a Copies>) {
         let units: Vec<_> = units.collect();
         let parameters = units.iter().map(|copies| copies.unit.slots.len());
@@ -254,7 +254,7 @@ impl Root {
         self.reduced.trim();
     }
 
-    /// Returns the watch on full weights, with the first steps' findings about memory.
+    /// Returns the monitor of full weights, with memory findings of the first steps.
     pub(crate) fn watch(&self) -> Watch {
         self.progress().watch.clone()
     }
@@ -269,7 +269,7 @@ impl Root {
         self.progress().gradients.held_bytes()
     }
 
-    /// Checks that no backward is under way.
+    /// Checks that no backward is in progress.
     ///
     /// # Errors
     ///
@@ -281,7 +281,7 @@ impl Root {
         }
     }
 
-    /// Checks that no step is under way.
+    /// Checks that no step is in progress.
     ///
     /// # Errors
     ///
@@ -322,8 +322,8 @@ impl Root {
         self.progress.lock()
     }
 
-    /// Returns the number of reductions that may be under way while backward continues: the number of
-    /// prefetched units, but at most one. More would keep full gradients alive for nothing.
+    /// Returns the number of reductions that may be in progress while backward continues: the number of prefetched
+    /// units, but at most one. More would keep full gradients alive for nothing.
     pub(super) fn in_flight_limit(&self) -> usize {
         self.prefetch.min(1)
     }

@@ -38,7 +38,7 @@ const MISLED: u8 = 4;
 pub(crate) enum Next {
     /// An operation to issue.
     Issue(Step),
-    /// The end of the recorded order, where ranks tell each other what they want.
+    /// The end of the recorded order, where ranks exchange the operations that they want.
     Meet,
     /// An agreement with the other ranks on the next operation.
     Agree,
@@ -49,7 +49,7 @@ pub(crate) enum Next {
 pub(crate) struct Step {
     /// The operation.
     pub(crate) operation: Operation,
-    /// Its place in the recorded order, if that is being followed.
+    /// Position in the recorded order, if the order is being followed.
     pub(crate) position: Option<usize>,
     /// True if this rank requested the operation; false if only others need it.
     pub(crate) wanted: bool,
@@ -115,9 +115,9 @@ struct Entry {
     idle: u32,
     /// True if any rank requested the operation in the last step.
     used: bool,
-    /// True if it may be gathered ahead.
+    /// True if the unit may be prefetched.
     ahead: bool,
-    /// True if it was agreed on in this step.
+    /// True if the operation was agreed on in this step.
     fresh: bool,
 }
 
@@ -161,7 +161,7 @@ impl Schedule {
         self.cursor == 0 && (self.phase == Phase::Following || self.recorded.is_empty())
     }
 
-    /// Drops the operations of units that no module holds any more.
+    /// Drops the operations of units that modules no longer hold.
     pub(crate) fn prune(&mut self, is_held: impl Fn(usize) -> bool) {
         self.recorded
             .retain(|entry| entry.operation.unit().is_none_or(&is_held));
@@ -215,7 +215,7 @@ impl Schedule {
         }
     }
 
-    /// Notes that the gather made ahead for `position` differs from the one that was asked for there.
+    /// Records that the prefetched gather for `position` differs from the requested one.
     pub(crate) fn mislead(&mut self, position: usize) {
         self.marks[position] |= MISLED;
         // The rank means this place when it asks again.
@@ -352,7 +352,7 @@ impl Schedule {
         &self.marks
     }
 
-    /// Ends the step and makes the order of the next one, from the marks of all ranks.
+    /// Ends the step, and creates the order of the next one from the marks of all ranks.
     pub(crate) fn close(&mut self, marks: &[Vec<u8>]) {
         let mut abandoned: HashMap<Operation, usize> = HashMap::new();
         for (position, entry) in self.recorded.iter_mut().enumerate() {

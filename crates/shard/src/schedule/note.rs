@@ -47,8 +47,8 @@ impl Wish {
     }
 }
 
-/// The message that travels with the last exchange of a step: a rank's wish, its marks, flags for the parameters
-/// kept whole that have gradients, and the data of an audit.
+/// The message in the last exchange of a step: a rank's wish, its marks, flags for the parameters kept whole that have
+/// gradients, and the data of an audit.
 pub(crate) struct Note {
     /// The encoded wish of the rank.
     pub(crate) wish: Vec<u8>,

@@ -91,7 +91,7 @@ fn difference(all: &[Vec<Checksum>], index: usize) -> Option<(usize, usize)> {
 /// A checksum of a rank's part of one parameter.
 #[derive(Debug, Clone, Copy)]
 struct Checksum {
-    /// Number of the shard; ranks with the same one are replicas of each other.
+    /// Number of the shard; ranks with the same number are replicas of each other.
     piece: u64,
     hash: u64,
 }

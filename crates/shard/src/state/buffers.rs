@@ -221,7 +221,7 @@ pub(super) fn settle<M: Module>(module: &M) -> Result<Vec<String>, Error> {
     Ok(paths)
 }
 
-/// Returns the running states of `module`, in its order, up to date.
+/// Returns the current running states of `module`, in module order.
 fn buffers<M: Module>(module: &M) -> Result<Vec<Running>, Error> {
     let paths = settle(module)?;
     if paths.is_empty() {
@@ -252,7 +252,7 @@ impl path::Visitor for Read {
     }
 }
 
-/// A mapper that puts received running states in their places.
+/// A mapper that replaces running states with received ones.
 struct Replace {
     values: HashMap<String, Buffer>,
 }

@@ -25,8 +25,8 @@ pub enum WriteBack {
     Discard,
 }
 
-/// Gives `body` a plain copy of a sharded module with whole parameters, on every rank, and returns the
-/// sharded module: with its shards taken from the result of `body`, or unchanged.
+/// Passes a plain copy of a sharded module, with whole parameters, to `body` on every rank, and returns the sharded
+/// module: with its shards taken from the result of `body`, or unchanged.
 ///
 /// The copy equals [`Module::valid`] of the unsharded module: same type, same paths, values in their stored precision,
 /// no autodiff. It belongs only to `body`, which may run it, record it, pass it to other code, or even keep it. Its
@@ -108,7 +108,7 @@ fn plain<M: Module>(module: &M, fields: &[(String, Member)], keep: bool) -> Resu
 /// A mapper that puts the whole value in the place of each stand-in.
 struct Fill {
     members: HashMap<String, Member>,
-    /// False to drop each value as it comes.
+    /// False to drop each value as it arrives.
     keep: bool,
     /// The parameters that several fields share.
     tied: HashSet<Key>,

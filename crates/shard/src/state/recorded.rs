@@ -22,7 +22,7 @@ pub struct RecordedTensor {
     pub path: String,
     /// Its id in the record.
     pub id: ParamId,
-    /// Its elements, as a record holds them: the transpose for a linear layer whose weight is kept by columns.
+    /// The tensor's elements in the record: the transpose for a column-layout linear layer.
     pub data: TensorData,
 }
 

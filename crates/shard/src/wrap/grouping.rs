@@ -166,7 +166,7 @@ impl Grouping {
         Ok(Self { by_unit })
     }
 
-    /// Returns the owner of each parameter that the policy gives to one rank, by path.
+    /// Returns the owner of each parameter that the policy assigns to one rank, by path.
     ///
     /// # Errors
     ///

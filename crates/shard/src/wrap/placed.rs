@@ -16,7 +16,7 @@ use crate::spec::Groups;
 pub(super) struct Placed {
     pub(super) copies: Copies,
     pub(super) root_link: Arc<RootLink>,
-    /// Path of that module inside the module that is being wrapped.
+    /// Path of the unit's module within the module that is being wrapped.
     pub(super) prefix: String,
 }
 

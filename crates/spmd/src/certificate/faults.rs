@@ -22,7 +22,7 @@ use crate::{Certificate, Strategy};
 /// Rows of a run: activations have some hundred thousand elements.
 const ROWS: usize = 2_048;
 
-/// Rows of a proof: enough that Burn's `Linear` multiplies them as it does the rows of the run.
+/// Rows of a proof: enough for Burn's `Linear` to multiply them as in the run.
 const FEW: usize = 64;
 
 /// A pass, with a fault.

@@ -1,8 +1,7 @@
 //! The check of kernels against their composed forms, in 64-bit floats.
 //!
 //! The field replaces a kernel by its composed form. This module checks the replacement on random numbers of the
-//! kernel's own shapes. The kernel runs in 32 bits or in halves, as it will in the step, and its composed form in 64
-//! bits.
+//! kernel's own shapes. The kernel runs in 32 bits or in halves, as in the step, and its composed form in 64 bits.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +17,7 @@ use super::scalar::Scalar;
 use super::tensor::Tensor;
 use crate::graph::{Flops, Graph, Node};
 
-/// The largest difference that 32-bit rounding explains, relative to the largest result, or to one if that is larger.
+/// Maximum difference due to 32-bit rounding, relative to the largest result, or to one if that is larger.
 const ROUNDING: f64 = 2e-5;
 
 /// Maximum difference for halves, which are rounded once at the end, relative to the largest result; [`ROUNDING`] is
@@ -101,8 +100,8 @@ fn kernel_of(node: &Node) -> Option<(FusedOperation, CustomOpIr)> {
     Some((kernel, call))
 }
 
-/// Makes a matrix product small. Its rows, columns and addends are all alike, and products of large matrices take long
-/// in 64 bits.
+/// Shrinks a matrix product. Its rows, columns and addends are all alike, and products of large matrices take long in
+/// 64 bits.
 fn clip(call: &mut CustomOpIr) {
     const LARGEST: usize = 48;
     const LARGEST_BATCH: usize = 3;

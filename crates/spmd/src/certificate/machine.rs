@@ -28,7 +28,7 @@ struct Rank {
     values: Values,
     /// Results of collectives in flight, by the first value that the start reserves.
     started: HashMap<TensorId, Vec<Tensor>>,
-    /// Hashes of everything that nodes wrote, if they are noted.
+    /// Hashes of everything that nodes wrote, if recorded.
     written: HashMap<TensorId, u64>,
     /// The values of the running graph that only another rank has.
     absent: Absent,
@@ -58,7 +58,7 @@ impl Machine {
         }
     }
 
-    /// Makes the machine note hashes of everything that nodes write.
+    /// Makes the machine record hashes of everything that nodes write.
     pub(super) fn noting(mut self) -> Self {
         self.notes = true;
         self

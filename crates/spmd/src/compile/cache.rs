@@ -67,7 +67,7 @@ pub(super) struct Cleanup {
     pub(super) fingerprint: u64,
     /// The number of steps after which it runs at the end of the step.
     pub(super) max_iterations: Option<NonZeroU64>,
-    /// True if it is the optimizer, which depends on no batch.
+    /// True if the work is the optimizer, which depends on no batch.
     pub(super) is_optimizer: bool,
 }
 
@@ -109,7 +109,7 @@ impl<B: Batch> Graphs<B> {
         }
     }
 
-    /// Returns the number of the step within its process.
+    /// Returns the step's number, unique in the process.
     pub(super) fn number(&self) -> u64 {
         self.number
     }

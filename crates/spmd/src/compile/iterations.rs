@@ -17,10 +17,10 @@ use crate::mode::Purpose;
 use crate::trace::Batch;
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
-    /// Runs [`step`](Self::step) and leaves nothing of it to the next. With
+    /// Runs [`step`](Self::step) completely, leaving no work for the next call. With
     /// [`OptimizerPlace::InNextForward`](crate::passes::schedule::OptimizerPlace::InNextForward), or if passes [move
-    /// nodes](Mode::move_to_next_iteration), it also does the part of this step that the next call would do. Calls that
-    /// read or set parameters and states also do that.
+    /// nodes](Mode::move_to_next_iteration), it also runs the part of this step that the next call would run. Calls
+    /// that read or set parameters and states also do that.
     ///
     /// # Errors
     ///
@@ -106,7 +106,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(prepared)
     }
 
-    /// Returns the graph and scalars that this rank would run. Nothing moves between ranks, and nothing changes.
+    /// Returns the graph and scalars that this rank would run, without communication or changes.
     fn prepare_own(&mut self, rates: &ModuleLearningRate, batch: &B) -> Result<Prepared, Error> {
         self.expect_defined()?;
         let own = self.scalars.peek(rates)?;

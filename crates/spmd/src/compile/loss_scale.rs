@@ -90,7 +90,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(scaler.last == Last::Taken)
     }
 
-    /// Returns the error of a step whose gradients overflow at every scale.
+    /// Returns the error for a step whose gradients overflow at every scale.
     pub(super) fn vanished(&self) -> Result<(), Error> {
         match self.done.scaler {
             Some(Scaler {

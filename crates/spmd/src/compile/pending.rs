@@ -28,7 +28,7 @@ pub(super) struct Prepared {
     /// Scalars of this step.
     pub(super) own: StepScalars,
     pub(super) stepped: Arc<Stepped>,
-    /// True if the pending part of the step before has to be done separately first.
+    /// True if the previous step's pending part must run separately first.
     pub(super) flushes: bool,
     /// The part that the graph leaves pending.
     pub(super) pending: Option<Pending>,

@@ -102,7 +102,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Sets the operations in addition to Burn's, for models that capture custom operations. All ranks must give the
+    /// Sets the operations in addition to Burn's, for models that capture custom operations. All ranks must set the
     /// same ones, before the first step.
     #[must_use]
     pub fn operations(mut self, operations: CustomOperations<Be>) -> Self {
@@ -262,7 +262,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.graphs.certificate()
     }
 
-    /// Makes the graph for a batch, as [`step`](Self::step) would, without running it. All ranks must call it.
+    /// Creates the graph for a batch like [`step`](Self::step), without running it. All ranks must call it.
     ///
     /// # Errors
     ///

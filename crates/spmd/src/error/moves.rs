@@ -18,7 +18,7 @@ pub enum MoveError {
         reason: &'static str,
     },
 
-    /// A place after a reader of the moved node's result.
+    /// A position after a reader of the moved node's result.
     #[error(
         "node {node} ({operation}) cannot run before node {before} of the next step: node {reader} ({reads}) reads its \
          result and comes earlier; move it to before that node (IterationGraph::first_read)"

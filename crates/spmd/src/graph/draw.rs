@@ -16,7 +16,7 @@ pub struct Draw {
     pub number: u32,
     /// Shape of the whole draw, of which each rank takes a part.
     pub whole: Vec<usize>,
-    /// The parts that a rank takes, each along another dim; empty if it takes everything.
+    /// The parts that a rank takes, each along a different dim; empty if it takes everything.
     pub shifts: Vec<AxisShift>,
     /// True if every rank draws its own numbers, for its own rows.
     pub is_own: bool,

@@ -154,7 +154,7 @@ impl Graph {
         &self.sizes
     }
 
-    /// Makes passes decide by these sizes.
+    /// Makes passes use these sizes for decisions.
     pub(crate) fn decide_by(&mut self, sizes: Sizes) {
         self.sizes = sizes;
     }
@@ -380,7 +380,7 @@ impl Graph {
         self.ranks.mesh.as_ref().map_or(1, Mesh::size)
     }
 
-    /// Returns the mesh of the ranks that run this graph together; `None` for a graph of a single rank.
+    /// Returns the mesh of the ranks that run this graph; `None` for a single rank's graph.
     pub fn mesh(&self) -> Option<&Mesh> {
         self.ranks.mesh.as_ref()
     }

@@ -36,7 +36,7 @@ struct Row {
     traits: &'static [Trait],
 }
 
-/// Makes the entries of one of Burn's enums.
+/// Generates the entries of one of Burn's enums.
 macro_rules! rows {
     ($operation:expr, $of:ident { $($name:ident [$($is:ident)*])+ }) => {
         match $operation {

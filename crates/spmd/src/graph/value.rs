@@ -25,7 +25,7 @@ pub struct Value {
 pub enum Role {
     /// A parameter of the module, trained or frozen. Given.
     Parameter(Arc<str>),
-    /// A tensor of the module that is not a parameter, such as a running mean. Given.
+    /// A given tensor of the module that is not a parameter, such as a running mean.
     Buffer(Arc<str>),
     /// A tensor of the batch. Given anew at each step.
     Input(Arc<str>),
@@ -166,7 +166,7 @@ pub(crate) struct NamedActivation {
 /// What the ranks on each axis hold of a value that waits for the next step.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Carried {
-    /// A placement for each axis; none for values of the ranks' own.
+    /// A placement for each axis; none for values that differ between ranks.
     pub(crate) on: Vec<Option<Placement>>,
     /// The index of the owner along the shard axis, if one rank has the whole value.
     pub(crate) owner: Option<usize>,

@@ -11,7 +11,7 @@ use crate::error::Error;
 #[derive(Debug, Clone, Default)]
 pub(super) struct Owners {
     patterns: Vec<Pattern>,
-    /// The index of the owner along the axis of the shards; `None` until the parameters are known.
+    /// The index of the owner along the shard axis; `None` until the parameters are known.
     by_path: Option<BTreeMap<Arc<str>, usize>>,
 }
 

@@ -48,7 +48,7 @@ impl Mode {
         }
     }
 
-    /// Makes a proof of plans of this mode; `None` if they cannot be proved and no proof was requested.
+    /// Creates a proof of plans of this mode; `None` if they cannot be proved and no proof was requested.
     pub(crate) fn prove<T>(
         &self,
         with: impl FnOnce(&Proof<'_>) -> Result<T, Error>,

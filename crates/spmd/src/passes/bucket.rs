@@ -185,7 +185,8 @@ fn num_bytes(graph: &Graph, node: &Node, collective: &Collective) -> usize {
     bytes.sum()
 }
 
-/// Returns true if the collective may be joined with others: it is whole, and its readers come later.
+/// Returns true if the collective may be joined with others: it is not split into start and wait, and does not carry
+/// activations, which are read soon.
 fn can_join(collective: &Collective) -> bool {
     collective.stage == Stage::Whole && collective.payload != Payload::Activation
 }

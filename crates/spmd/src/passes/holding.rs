@@ -41,7 +41,7 @@ impl Holding {
         self.partition.sole_owner().is_some()
     }
 
-    /// Returns the shape on a rank that has a part.
+    /// Returns the shape of a part on a rank that has one.
     pub(super) fn local_shape(&self) -> Vec<usize> {
         local_shape(self.partition, &self.shape)
     }

@@ -21,7 +21,7 @@ use burn_fsdp_mesh::{Axis, Clip, LossScaling, Pattern, Strategy};
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Options {
-    /// The modules whose parameters travel together: derived from the paths, unless patterns are given.
+    /// The modules whose parameters are communicated together: derived from the paths, unless patterns are given.
     pub units: Units,
     /// True to use kernels in place of functions that Burn composes of many operations, see [`UseKernels`], and of
     /// single operations, see [`SelectKernels`]. This is the default on Burn's CPU backend. Without kernels, a step on
@@ -30,8 +30,8 @@ pub struct Options {
     /// True to fuse chains of pointwise operations into one, which changes no bit, see [`FusePointwise`]. This is the
     /// default on Burn's CPU backend.
     pub fuse: bool,
-    /// Types in which parameters compute and gradients travel: by default the module's type. Masters, states of the
-    /// optimizer and its arithmetic keep the module's type.
+    /// Compute type of parameters and reduction type of gradients; by default the module's type. Master weights,
+    /// optimizer states and the optimizer's arithmetic keep the module's type.
     pub precision: Precision,
     /// Recomputation of cheap values in backward instead of keeping them: on by default.
     pub recompute: Option<Recompute>,
@@ -85,7 +85,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Sets the modules whose parameters travel together.
+    /// Sets the modules whose parameters are communicated together.
     #[must_use]
     pub fn units(mut self, units: Units) -> Self {
         self.units = units;
@@ -111,8 +111,8 @@ impl Options {
     /// casts the ones that it combines with parameters. `f16` needs its loss [scaled](Self::scale_loss).
     ///
     /// With placements, a rank casts its part of a parameter where it is read. Sums of activations over ranks have the
-    /// type in which they were computed. Addends of gradients travel as in data parallelism: their first sum is as wide
-    /// as the parameter.
+    /// type in which they were computed. Addends of gradients are sent as in data parallelism: their first sum is as
+    /// wide as the parameter.
     ///
     /// Flat shards are cast when the step begins, and the copies stay until their last gather. With
     /// [`OptimizerPlace::InNextForward`] the whole optimizer therefore comes before the first gather.

@@ -57,7 +57,7 @@ pub struct InsertCollectives {
     pub axis: Arc<str>,
     /// Another axis of the mesh, along which ranks hold copies of the shards and also divide the batch.
     pub replicate: Option<Replicate>,
-    /// Types in which parameters compute and gradients travel. The graph already has the casts of parameters.
+    /// The types of computation and of gradient reduction. The graph already has the casts of parameters.
     pub precision: Precision,
     /// The parameters that one rank along the axis owns whole, instead of a shard on every rank: path to rank.
     pub owners: BTreeMap<Arc<str>, usize>,
@@ -121,7 +121,7 @@ struct Insertion<'a> {
     /// The averaged value that the optimizer reads instead of each gradient, for parameters with that owner or with
     /// none.
     averaged: BTreeMap<(TensorId, Option<usize>), TensorId>,
-    /// Each gradient as it travels.
+    /// Each gradient, in the type in which it is sent.
     sent: BTreeMap<TensorId, TensorId>,
 }
 
@@ -276,7 +276,7 @@ impl Insertion<'_> {
         }
     }
 
-    /// Gives the results of an optimizer's operation the shape of the shard.
+    /// Sets the results of an optimizer operation to the shard's shape.
     fn flatten(&mut self, node: &Node, by_path: &BTreeMap<Arc<str>, Holding>) -> Result<(), Error> {
         let Some(of) = node.path.as_ref().and_then(|path| by_path.get(path)) else {
             return Ok(());
@@ -351,8 +351,8 @@ impl Insertion<'_> {
         self.graph.parameter(path)?.layout.owner
     }
 
-    /// Returns the mean of a gradient that the last node has written, in the stored type of the parameter with that
-    /// index. Parameters that share a gradient share its mean, unless they have different owners.
+    /// Returns the mean of a gradient that the last node has written, stored like the parameter with that index.
+    /// Parameters that share a gradient share its mean, unless they have different owners.
     fn complete(
         &mut self,
         scheduled: &mut Vec<Node>,
@@ -387,7 +387,7 @@ impl Insertion<'_> {
         Ok(mean)
     }
 
-    /// Returns the gradient, which the last node has written, in the type in which it travels.
+    /// Returns the gradient, which the last node has written, in the type in which it is sent.
     fn travelling(
         &mut self,
         scheduled: &mut Vec<Node>,
@@ -419,7 +419,7 @@ impl Insertion<'_> {
         Ok(rounded)
     }
 
-    /// Reduces `local`, which is a gradient or the loss as it travels. The mean takes over its role.
+    /// Reduces `local`, which is a gradient or the loss, in the type in which it is sent. The mean takes over its role.
     fn reduce(
         &mut self,
         scheduled: &mut Vec<Node>,

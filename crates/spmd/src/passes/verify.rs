@@ -325,8 +325,7 @@ fn parts_match(graph: &Graph) -> Option<Fault> {
     None
 }
 
-/// Finds a fault in the cuts of a part. An all-to-all has cuts along two dims, in equal parts, and any other collective
-/// has cuts along one.
+/// Finds faulty cuts of a part. An all-to-all cuts along two dims, in equal parts; any other collective cuts along one.
 fn cuts_fault(kind: CollectiveKind, part: &CollectivePart) -> Option<String> {
     let is_crossed = kind.contract().gets.share == Share::Across;
     let path = &part.path;

@@ -69,7 +69,7 @@ impl Values {
         if self.axes[axis].num_ranks == 1 {
             return candidates;
         }
-        // A dim that only the results have gives no work to divide.
+        // A dim that only the results have provides no work to divide.
         let is_given = |letter: &Letter| {
             let mut inputs = signature.inputs.iter();
             inputs.any(|input| input.dim_of(*letter).is_some())

@@ -36,7 +36,7 @@ pub(super) struct Destination {
 pub(super) struct Placer {
     /// The user's own placements.
     pub(super) expand: Expand,
-    /// Types in which gradients travel.
+    /// Types in which gradients are sent.
     pub(super) precision: Precision,
     pub(super) values: Values,
     pub(super) scheduled: Vec<Node>,
@@ -263,7 +263,7 @@ impl Placer {
         self.emit(&node, &signature, assignment)
     }
 
-    /// Gives a value that leaves the graph, or goes to the optimizer, the placements of its destination.
+    /// Redistributes a value that leaves the graph, or goes to the optimizer, to its destination's placements.
     pub(super) fn settle(&mut self, id: TensorId, writer: &Reader) -> Result<(), Error> {
         self.settle_activation(id, writer)?;
         let Some(destination) = self.destinations.get(&id).cloned() else {

@@ -38,7 +38,7 @@ pub struct ExpandPlacements {
     pub expand: Expand,
     /// The mesh of the ranks.
     pub mesh: Mesh,
-    /// Types in which gradients travel. The graph already contains the casts of parameters.
+    /// Types in which gradients are sent. The graph already contains the casts of parameters.
     pub precision: Precision,
 }
 
@@ -53,7 +53,7 @@ impl ExpandPlacements {
         }
     }
 
-    /// Sets the types in which gradients travel.
+    /// Sets the types in which gradients are sent.
     #[must_use]
     pub fn precision(mut self, precision: Precision) -> Self {
         self.precision = precision;
@@ -250,7 +250,7 @@ impl ExpandPlacements {
     }
 }
 
-/// Adds the values that the user reads or names, and the new values of given ones.
+/// Adds the values that the user reads or names, and the new values of given values.
 fn add_results(graph: &mut Graph, destinations: &mut HashMap<TensorId, Destination>) {
     for (index, update) in graph.updates().iter().enumerate() {
         let destination = destinations.entry(update.from).or_default();
@@ -272,7 +272,7 @@ fn add_results(graph: &mut Graph, destinations: &mut HashMap<TensorId, Destinati
     }
 }
 
-/// Gives every given value the shape of its part, and returns the placements of each.
+/// Sets every given value to the shape of its part, and returns the placements of each.
 fn locate<'a>(
     graph: &mut Graph,
     whole: &Shapes,
@@ -372,7 +372,7 @@ impl Placer {
             });
         }
         if self.makes_gradient(node) {
-            // Addends are first widened and then added up, in the type in which gradients travel.
+            // Addends are first widened and then added up, in the type in which gradients are sent.
             let linear = signature.clone().linear_in(node.operation.inputs());
             let strategy = self.values.choose(node, &linear)?;
             return self.emit(node, &linear, strategy);

@@ -159,7 +159,7 @@ fn data(buffer: Buffer, len: usize, dtype: DType) -> TensorData {
 
 /// Returns the first bytes of a tensor in the order of its dims: from the tensor's memory on Flex, read back elsewhere.
 ///
-/// The result carries the seal of the memory if it gives all of it; otherwise the seal is checked here.
+/// The result carries the seal of the memory if it covers all of it; otherwise the seal is checked here.
 fn source<B: BackendIr>(
     group: &ProcessGroup,
     tensor: HandleKind<B>,

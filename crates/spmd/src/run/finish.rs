@@ -43,7 +43,7 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Makes the graph's updates, and frees the results and the inputs.
+    /// Applies the graph's updates, and frees results and inputs.
     pub(super) fn finish(&mut self, graph: &Graph) {
         // All at once, because an update may read a value that another update replaces.
         let fresh = |index: usize| TensorId::new(u64::MAX - index as u64);

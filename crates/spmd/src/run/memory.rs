@@ -166,7 +166,7 @@ impl MemoryTable {
         }
     }
 
-    /// Gives the memory of a tensor a second id, in place of whatever that id had.
+    /// Assigns a second id to a tensor's memory, replacing any memory that the id had.
     pub(super) fn rename(&mut self, from: TensorId, into: TensorId) {
         self.remove(into);
         if let Some(address) = self.values.get(&from).copied() {

@@ -30,7 +30,7 @@ impl<B: BackendIr> Executor<B> {
         if self.seals.of.is_empty() {
             return Ok(None);
         }
-        // A collective checks the values that it gives.
+        // A collective checks the values that it sends.
         let gives = node.collective.as_ref().map(|collective| collective.stage);
         let gives = gives.is_some_and(|stage| stage != Stage::Wait);
         let mut carried = None;

@@ -12,7 +12,7 @@ use burn_ir::{
 use super::capture::Captured;
 use super::module::Leaf;
 
-/// Makes the updates of running statistics in the types in which they are kept.
+/// Applies the updates of running statistics in their stored types.
 pub(super) fn widen(
     operations: &mut Vec<OperationIr>,
     leaves: &[Leaf],

@@ -26,7 +26,7 @@ use super::traced;
 enum Mutation {
     /// A mean over ranks becomes a sum.
     Divisor,
-    /// A reduction is left out: each rank continues with its own addend.
+    /// A reduction is skipped: each rank continues with its own addend.
     LostReduction,
     /// A reduction is performed twice.
     DoubledReduction,

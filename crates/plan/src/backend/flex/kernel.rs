@@ -240,7 +240,7 @@ fn over_start(operand: &Operand) -> Option<Allocation> {
         .then(|| Allocation::Over(0, operand.strides.clone()))
 }
 
-/// Returns the same place as [`over_start`], wherever the operand starts in its memory.
+/// Like [`over_start`], but for an operand that may start anywhere in its memory.
 fn over(operand: &Operand) -> Option<Allocation> {
     (operand.is_unique && operand.strides.is_contiguous())
         .then(|| Allocation::Over(0, operand.strides.clone()))

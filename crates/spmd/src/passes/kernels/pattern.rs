@@ -175,7 +175,7 @@ impl Patterns {
     }
 
     /// Returns true if nodes that compute these results from these operands can be replaced. Nothing else may read
-    /// their intermediate values, and they may not make any of the operands.
+    /// their intermediate values, and they must not compute any of the operands.
     pub(super) fn is_closed(
         &self,
         nodes: &BTreeSet<usize>,

@@ -36,8 +36,8 @@ impl<'a> Walk<'a> {
         Some(self.step(Kind::SumDim(last), &[sum]).unwrap_or(sum))
     }
 
-    /// Walks to the sum over all dims except the last. Burn does not sum along dims of one element, but a rank may hold
-    /// one element of a dim that has more on all ranks together.
+    /// Walks to the sum over all dims except the last. Burn does not sum along dims of size one, but a rank may hold
+    /// one element of a larger dim.
     pub(super) fn sum_rows(&mut self, of: TensorId) -> Option<TensorId> {
         let patterns = self.patterns;
         let shape = patterns.shape(of);

@@ -240,7 +240,7 @@ fn carried(plan: &Graph) -> usize {
     parts.map(|part| part.partition.num_elements()).sum()
 }
 
-/// Returns the outcome of a fault; `None` if the plan is the same as without it.
+/// Returns the outcome of a fault; `None` if the plan is unchanged.
 fn found(case: &Case, fault: &Fault, expand: &Expand, mesh: &Mesh) -> Option<(Found, String)> {
     let right = pipeline(expand, mesh).run(case.traced.clone()).unwrap();
     FAULT.set(Some(fault.clone()));

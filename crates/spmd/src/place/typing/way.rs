@@ -22,8 +22,8 @@ pub(super) enum Way {
     Spread,
     /// Its results have the type of its operands.
     Alike(SpmdType),
-    /// It runs on parts. Its results are parts, or addends of one of these reductions. The results of operations that
-    /// are local to an element need no declaration.
+    /// The operation runs on parts. Its results are parts, or addends of one of these reductions. Element-wise
+    /// operations need no declaration.
     Parts {
         reductions: Vec<ReduceOp>,
         is_local: bool,

@@ -4,7 +4,7 @@
 //! it runs next to the graph, step by step, on tensors that are recorded and not computed. It runs once for all
 //! parameters of one shape, type and history. Its operations are compared with the graph's. If they are equal, the
 //! graph runs with the scalars of this step; otherwise another graph is created for them. An optimizer that cannot be
-//! followed gives an error with the reason. Parameters of several groups have their own optimizers and rates.
+//! traced is an error, with the reason. Parameters of several groups have their own optimizers and rates.
 
 mod form;
 mod groups;
@@ -138,8 +138,8 @@ impl StepScalars {
 }
 
 impl HostScalars {
-    /// Creates the host side before the first step, for trained parameters. It records steps at `learning_rate` to find
-    /// the tensors of the states.
+    /// Creates the host side for trained parameters, before the first step. Records steps at `learning_rate` to find
+    /// the state tensors.
     ///
     /// # Errors
     ///
@@ -265,7 +265,7 @@ impl HostScalars {
         }
     }
 
-    /// Makes states of these parameters from numbers and names of tensors; all others have none. [`set`](Self::set)
+    /// Creates states of these parameters from numbers and names of tensors; all others have none. [`set`](Self::set)
     /// applies them.
     pub(crate) fn restored<'a>(
         &self,
