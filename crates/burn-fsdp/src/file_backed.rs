@@ -386,8 +386,8 @@ fn checksum(path: &Path) -> io::Result<u32> {
     }
 }
 
-/// Removes the gradients of shards without elements. Nothing in them is updated, and Burn reads an empty
-/// state back from a file at an address that its kernels refuse.
+/// Removes the gradients of empty shards. These need no update, and Burn reads an empty state from a file to an address
+/// that its kernels reject.
 fn without_empty<M: Module>(module: &M, gradients: GradientsParams) -> GradientsParams {
     let mut rest = NotEmpty(gradients);
     module.visit(&mut rest);

@@ -383,10 +383,10 @@ pub(crate) struct OutputArgs {
     /// steps.
     #[arg(long, value_name = "FILE", help_heading = DIAGNOSTICS, hide_short_help = true)]
     pub(crate) trace: Option<PathBuf>,
-    /// Report the median step's operation rate as a share of the rate of 32-bit matrix products, measured on all ranks
-    /// at once after training
+    /// Report utilization: the median step's operations per second, relative to the machine's 32-bit matrix products
     ///
-    /// Counts the model's operations, without recomputation.
+    /// The rate of matrix products is measured on all ranks at once, after training. A step counts the model's
+    /// operations, without recomputation.
     #[arg(long, help_heading = DIAGNOSTICS, hide_short_help = true)]
     pub(crate) utilization: bool,
     /// Write checksums of the operands of each rank's operations into this folder, for `burn-fsdp diff`

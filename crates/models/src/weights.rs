@@ -231,7 +231,7 @@ impl<A: Architecture> WeightsFile<A> {
         self.num_requests.load(Ordering::Relaxed)
     }
 
-    /// Returns the number of bytes of these requests, including the bytes between pieces of rows.
+    /// Returns the number of bytes in all read requests, including the bytes between pieces of rows.
     pub fn num_bytes_requested(&self) -> u64 {
         self.num_bytes_requested.load(Ordering::Relaxed)
     }

@@ -9,7 +9,7 @@ pub(crate) enum Purpose {
     Inspect,
     /// A map in which the mappers of sharded parameters do only what they did before sharding.
     PlainMappers,
-    /// The removal of a parameter's reparameterization, which keeps the value put in its place.
+    /// The removal of a parameter's reparameterization, which keeps the replacement value.
     KeepBase,
     /// The preparation of a module for a recomputed region: what is sharded stays unchanged.
     Prepare,

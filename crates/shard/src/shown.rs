@@ -61,7 +61,7 @@ impl Shown {
         }
     }
 
-    /// Returns it with the elements of `flat`.
+    /// Returns the parameter with the elements of `flat`.
     pub(crate) fn with_elements(self, flat: Tensor<1>) -> Self {
         map_any!(self, param => param.map(|old| {
             let is_trainable = old.is_require_grad();
@@ -74,7 +74,7 @@ impl Shown {
         of_any!(self, param => param.id)
     }
 
-    /// Returns it under another id.
+    /// Returns the parameter under another id.
     pub(crate) fn with_id(self, id: ParamId) -> Self {
         map_any!(self, param => {
             let mut param = param;
@@ -83,7 +83,7 @@ impl Shown {
         })
     }
 
-    /// Returns its shape.
+    /// Returns the parameter's shape.
     pub(crate) fn shape(&self) -> Vec<usize> {
         of_any!(self, param => param.shape().to_vec())
     }
@@ -97,7 +97,7 @@ impl Shown {
         }
     }
 
-    /// Returns it with a mapper that calls `refuse` whenever it is recorded.
+    /// Returns the parameter with a mapper that calls `refuse` whenever it is recorded.
     pub(crate) fn guarded(self, refuse: impl Fn() + Clone + Send + Sync + 'static) -> Self {
         map_any!(self, param => param.save_mapper(move |tensor| {
             refuse();
@@ -105,7 +105,7 @@ impl Shown {
         }))
     }
 
-    /// Returns it mapped, in memory that the engine can share with its flat view.
+    /// Returns the mapped parameter, in memory that the engine can share with its flat view.
     pub(crate) fn mapped<M: ModuleMapper>(self, mapper: &mut M) -> Self {
         match self {
             Self::One(param) => Self::One(Module::map(param, mapper)),
@@ -133,7 +133,8 @@ impl Shown {
         map_any!(self, param => param.valid())
     }
 
-    /// Returns it ready to be trained again after `valid`, with the autodiff strategy that the module was built with.
+    /// Returns the parameter ready for training after `valid`, with the autodiff strategy with which the module was
+    /// built.
     pub(crate) fn train(self, strategy: Option<GradientCheckpointingStrategy>) -> Self {
         map_any!(self, param => param.train().map(|leaf| match strategy {
             Some(strategy) => {

@@ -51,8 +51,8 @@ pub(crate) struct Elements {
     pub(crate) reduce: Element,
 }
 
-/// The largest number of dims of a parameter that optimizers see in its own shape; a parameter with more is
-/// flat to them.
+/// The largest number of dims of a parameter that optimizers see in its own shape; optimizers see a parameter with more
+/// dims flat.
 pub(crate) const MAX_DIMS: usize = 6;
 
 /// One parameter of a unit.

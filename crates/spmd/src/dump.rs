@@ -99,8 +99,7 @@ impl GraphDump {
         Ok(record.end(None)?)
     }
 
-    /// Checks that graphs can be written, and that nothing is in the way of replacing the graphs of an earlier run.
-    /// Leaves nothing behind.
+    /// Checks that graphs can be written, and that the graphs of an earlier run can be replaced. Leaves nothing behind.
     ///
     /// # Errors
     ///

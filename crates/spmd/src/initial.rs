@@ -18,7 +18,7 @@ use crate::parts::{Divided, Lent, broadcast, element_of};
 use crate::ranks::Ranks;
 use crate::trace::ParameterSpec;
 
-/// A function from a tensor of the module to its layout before there is a graph.
+/// A function that returns the layout of a module's tensor before the graph exists.
 pub(crate) type LayoutOf<'a> = dyn Fn(&ParameterSpec) -> Result<Layout, Error> + 'a;
 
 /// A tensor of a module whose initial value is requested, and this rank's part of it.

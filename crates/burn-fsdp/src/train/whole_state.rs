@@ -204,7 +204,7 @@ fn told(parts: &OptimizerParts, id: u64, path: &str) -> Result<Told, CheckpointE
     })
 }
 
-/// Returns this rank's part of a tensor of the state of the parameter `local`; rank 0 has the `whole`.
+/// Returns this rank's part of a state tensor of parameter `local`; `whole` is the full tensor on rank 0.
 ///
 /// Collective.
 fn received(

@@ -73,7 +73,7 @@ impl Incoming {
         self.transfer.is_complete()
     }
 
-    /// Returns its bytes, once it is complete.
+    /// Returns the message's bytes, once it is complete.
     pub(super) fn take(self) -> Vec<u8> {
         let buffers = self.landing.take();
         buffers

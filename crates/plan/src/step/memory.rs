@@ -43,8 +43,8 @@ pub struct MemoryPlan {
     /// Bytes that results did not need because they overwrote an operand.
     pub reused_in_place: u64,
     /// Maximum number of bytes that one operation allocates and frees while it runs, in addition to tensors of the
-    /// graph. They are known for Burn's CPU backend with one thread per rank, and for operations that are not Burn's
-    /// and declare them.
+    /// graph. They are known for Burn's CPU backend with one thread per rank, and for custom operations that declare
+    /// them.
     pub scratch: u64,
     /// Peak bytes with scratch and the transport's memory, as the process's allocator counts them.
     pub allocated: u64,

@@ -44,7 +44,7 @@ pub(crate) enum Gather {
     Pieces(Pending<Received>),
 }
 
-/// The state of the full parameters, with what exists of them.
+/// The state of the full parameters, with the existing ones.
 #[derive(Default)]
 enum State {
     /// Only the shards exist.

@@ -48,8 +48,8 @@ impl Value {
         }
     }
 
-    /// Returns it sealed. The seal is new unless the value shares the memory of `before`, which a pass over the module
-    /// has left unchanged. In that case it also keeps its elements in 32 bits.
+    /// Returns the value, sealed. The seal is new unless the value shares the memory of `before`, which a pass over the
+    /// module has left unchanged. In that case it also keeps its elements in 32 bits.
     pub(super) fn sealed(mut self, group: &ProcessGroup, before: Option<&Self>) -> Self {
         let exact = before.filter(|before| before.exact.is_some());
         let exact = exact.filter(|before| seal::is_same_memory(&before.plain, &self.plain));

@@ -27,7 +27,7 @@ impl Current {
         }
     }
 
-    /// Returns its slot.
+    /// Returns the parameter's slot.
     pub(crate) fn slot(&self) -> &Slot {
         &self.unit.slots[self.slot]
     }

@@ -100,7 +100,7 @@ impl ShardedParam {
         moved
     }
 
-    /// Returns it with the factors of its adapter as `change` makes them.
+    /// Returns the parameter with its adapter's factors changed by `change`.
     fn with_adapter(
         self,
         adapter: Option<Box<LoraAdapter>>,

@@ -150,7 +150,8 @@ impl TiedParam {
         member::answer_tied(owned);
     }
 
-    /// Returns it after a map. Rejects a record's value for this field if the first field has a different one now.
+    /// Returns the field after a map. Rejects a record's value for this field if the first field has a different one
+    /// now.
     pub(super) fn compared(self) -> Self {
         if is_within(Purpose::Prepare) {
             return self;

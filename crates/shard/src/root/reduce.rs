@@ -235,8 +235,8 @@ impl Progress {
         Ok(arrived(received, &sum, replicas.size()))
     }
 
-    /// Completes all reductions and averages the gradients of the parameters that every rank holds whole, as far as
-    /// they have arrived since the last call. Tells the other ranks that `wanted` is next, and returns their messages.
+    /// Completes all reductions, and averages the gradients of whole parameters that have arrived since the last call.
+    /// Tells the other ranks that `wanted` is next, and returns their messages.
     pub(super) fn reduce_whole(
         &mut self,
         root: &Root,

@@ -1,4 +1,4 @@
-//! Operations that are not Burn's: the composed forms of kernels, and the norms of clipping.
+//! Custom operations: the composed forms of kernels, and the norms of clipping.
 
 use burn_fsdp_kernels::FusedOperation;
 use burn_ir::CustomOpIr;

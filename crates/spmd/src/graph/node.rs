@@ -32,12 +32,12 @@ pub struct Node {
     /// The random numbers that the node draws from a seed; `None` for all other operations, and for numbers from the
     /// backend's generator.
     pub draw: Option<Draw>,
-    /// Properties of an operation that is not Burn's; `None` for all others, and before it is
+    /// Properties of a custom operation; `None` for all others, and before it is
     /// [described](crate::CustomOperations::describe).
     pub custom: Option<CustomProfile>,
 }
 
-/// The properties of an operation that is not Burn's, for passes and plans.
+/// The properties of a custom operation, for passes and plans.
 ///
 /// By default it is pure, not cheap, makes new memory for its results, and takes no scratch memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -67,7 +67,7 @@ fn entry(operation: &OperationIr) -> (&'static str, Option<Row>, &'static [Trait
     }
 }
 
-/// Returns true if an operation of Burn has a trait. Operations that are not Burn's have none here, see
+/// Returns true if an operation of Burn has a trait. Custom operations have none here, see
 /// [`CustomProfile`](super::CustomProfile).
 pub(crate) fn is(operation: &OperationIr, asked: Trait) -> bool {
     let (_, row, never) = entry(operation);

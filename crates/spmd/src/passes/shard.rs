@@ -27,8 +27,8 @@ use crate::transform::GraphTransform;
 /// With [`Strategy::NoShard`] every gradient is averaged by an all-reduce before the optimizer reads it. With
 /// [`Strategy::FullShard`] parameters become flat padded shards, and an all-gather precedes every use. Gradients are
 /// averaged by a reduce-scatter, and the optimizer works on shards, so it must treat all elements alike. A parameter
-/// with an owner is whole there. Its gather reads from one rank, and its gradient is reduced to that rank. Its part of
-/// the optimizer may combine elements, and has results only there.
+/// with an owner is whole on that rank: its gather reads from the owner, and its gradient is reduced to the owner. Its
+/// part of the optimizer may combine elements, and runs only on the owner.
 ///
 /// ```text
 /// before                                after (fully sharded on 2 ranks)
@@ -42,10 +42,10 @@ use crate::transform::GraphTransform;
 /// ```
 ///
 /// The loss is also averaged, so every rank returns the loss of the whole batch. A single rank with whole parameters
-/// averages nothing. With copies of the shards ([`Replicate`]), gradients and loss are then averaged over the copies by
-/// an all-reduce.
+/// needs no averaging. With copies of the shards ([`Replicate`]), gradients and loss are then averaged over the copies
+/// by an all-reduce.
 ///
-/// With [`DataParallel::Automatic`] it is [`ExpandPlacements`] with placements that move few bytes, and
+/// With [`DataParallel::Automatic`], the pass works like [`ExpandPlacements`] with placements that move few bytes, and
 /// the graph must have been traced over the joined batch.
 #[derive(Debug, Clone)]
 pub struct InsertCollectives {

@@ -379,7 +379,7 @@ impl<B: BackendIr> Executor<B> {
         Ok(())
     }
 
-    /// Runs an operation that is not Burn's.
+    /// Runs a custom operation.
     fn run_custom(&mut self, index: usize, node: &Node, call: &CustomOpIr) -> Result<(), Error> {
         let Some(own) = self.own_call(call)? else {
             return Ok(());

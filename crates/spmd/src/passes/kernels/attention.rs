@@ -217,7 +217,7 @@ fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
     let keys = keys.and_then(|queries| walk.step(Kind::Matmul, &[queries, scores]));
     let keys = keys.and_then(|keys| walk.step(TURN, &[keys]));
     let gradients = [queries, keys, values];
-    // The kernel makes all gradients at once, at the place of the first of them.
+    // The kernel computes all gradients at once, at the position of the first one.
     let made = gradients.iter().flatten();
     let at = made.filter_map(|id| Some(patterns.maker(*id)?.0)).min()?;
     Some(Backward {

@@ -1,4 +1,4 @@
-//! Burn's base operations: the ones on views and data of tensors of any type.
+//! Burn's base operations: views and data movement of tensors of any type.
 
 use burn_ir::{BaseOperationIr, OperationIr};
 
