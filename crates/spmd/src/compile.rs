@@ -45,8 +45,8 @@ pub use step::CompiledStep;
 /// for every parameter. The closure returns only the loss, or a pair of the loss and other tensors that the step
 /// outputs, see [`Loss`]. All ranks of the mode's group must call it, with the same arguments.
 ///
-/// A graph is created when the first batch of its shapes comes. Initial values are the ones that `init` gives on rank
-/// 0. No rank ever holds more than its part and one whole parameter, as long as `init` leaves parameters lazy, as
+/// A graph is created when the first batch of its shapes comes. The initial values are those that rank 0 gets from
+/// `init`. No rank ever holds more than its part and one whole parameter, as long as `init` leaves parameters lazy, as
 /// Burn's layers do. [`LazyLora`](crate::LazyLora) also does, in place of Burn's `apply_lora`. Until the first graph of
 /// [`DataParallel::Automatic`](crate::DataParallel::Automatic) has decided the parts, they are flat shards. To read
 /// values from a file, use [`compile_from`].
