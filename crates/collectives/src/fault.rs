@@ -72,7 +72,7 @@ impl Fault {
     pub const SYNTAX: &str = "rank:N,step:N,at:forward|backward|collective,how:panic|error|stall, or \
          rank:N,step:N,at:collective|shard|weight|gradient|state|running,how:flip,seed:N";
 
-    /// Upper bound on the number of values that a flip skips before it triggers.
+    /// Exclusive upper bound on the number of values that a flip skips before it triggers.
     const MOST_PASSED: u64 = 4;
 
     /// Returns the failure of a rank of the world at a point of a step, with seed 0.

@@ -62,7 +62,7 @@ impl fmt::Display for OperationKind {
     }
 }
 
-/// The label by which ranks identify an operation.
+/// The identity of an operation: its kind, label, group and sequence number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Operation {
     /// The kind of the operation.

@@ -18,7 +18,7 @@ pub(super) enum Way {
     Made,
     /// It draws random numbers, different ones on each rank.
     Drawn,
-    /// The operation repeats a replicated value along a new dim, over all or part of the dim.
+    /// The operation repeats a replicated value along a dim that its operands lack, over all or part of the dim.
     Spread,
     /// Its results have the type of its operands.
     Alike(SpmdType),

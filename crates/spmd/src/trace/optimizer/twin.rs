@@ -1,4 +1,4 @@
-//! An optimizer that runs in parallel with the graph, on tensors with a parameter's shape and type but without memory.
+//! An optimizer that runs alongside the graph, on tensors with a parameter's shape and type but without memory.
 //!
 //! Each step is recorded on a separate capture device. Between two recordings the optimizer's state is kept unchanged,
 //! including host values. This relies on two properties:
