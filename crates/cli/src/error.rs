@@ -452,7 +452,9 @@ pub(crate) enum RankError {
     Hosts { hosts: String },
     #[error("cannot pass on the result of a rank: {problem}")]
     Result { problem: String },
-    #[error("the model's outputs are not finite, so no token can be chosen; use another step or model")]
+    #[error(
+        "the model's outputs are not finite, so no token can be chosen; use another step or model"
+    )]
     NoNumbers,
 }
 

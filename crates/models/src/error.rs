@@ -228,7 +228,7 @@ pub enum ModelError {
         expected: Vec<usize>,
     },
 
-    /// Burn's store refused weights that had passed every check above.
+    /// Burn's store rejected weights that had passed every check above.
     #[error("{}: {problem}", path.display())]
     Store {
         /// The file.

@@ -88,7 +88,7 @@ pub fn grad_norm<M: Module>(
 /// [`LossScaler::unscale`](crate::LossScaler::unscale).
 ///
 /// Burn's own gradient clipping by norm clips each shard separately, which
-/// [`check_elementwise`](crate::check_elementwise) refuses. See [`grad_norm`] for the gradients that count.
+/// [`check_elementwise`](crate::check_elementwise) rejects. See [`grad_norm`] for the gradients that count.
 ///
 /// Collective over all ranks of the module, between steps: the all-reduces of [`grad_norm`].
 ///

@@ -68,7 +68,7 @@ pub(crate) fn least_communication_with(
                 }
                 let mut other = chosen.clone();
                 other.insert(pattern.clone(), placement);
-                // Placements that the rules refuse are skipped.
+                // Placements that the rules reject are skipped.
                 let Ok(Some(bytes)) = moved(signed, &placed(&inputs, axis, &other), least) else {
                     continue;
                 };
