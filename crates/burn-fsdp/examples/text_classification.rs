@@ -27,7 +27,7 @@ use burn_fsdp::{LaunchConfig, ShardPolicy};
 /// Bytes of a line that are read.
 const LEN: usize = 48;
 const DIM: usize = 32;
-/// Shorter lines are left out.
+/// Shorter lines are skipped.
 const LEAST: usize = 20;
 
 #[derive(Module, Debug)]

@@ -44,9 +44,9 @@
 //!
 //! # Modules
 //!
-//! The root has the items that every training uses: ranks ([`launch`], [`ProcessGroup`], [`ProcessMesh`], [`Mesh`]),
-//! sharding ([`fully_shard`], [`ShardPolicy`], or both as the wrapper [`FullyShardedDataParallel`]), the step
-//! ([`backward`], [`catch`], [`no_sync`], [`recompute`], [`clip_grad_norm`], [`LossScaler`]), the files ([`save`],
+//! The root has the items that every training run uses: ranks ([`launch`], [`ProcessGroup`], [`ProcessMesh`],
+//! [`Mesh`]), sharding ([`fully_shard`], [`ShardPolicy`], or both as the wrapper [`FullyShardedDataParallel`]), the
+//! step ([`backward`], [`catch`], [`no_sync`], [`recompute`], [`clip_grad_norm`], [`LossScaler`]), the files ([`save`],
 //! [`resume`], [`Checkpointer`]), and one [`Error`] for all of it. Everything else is in a module:
 //!
 //! - [`sharding`]: the smaller parts of a policy, and the error of the eager engine.
@@ -141,8 +141,8 @@ pub mod optim {
     };
 }
 
-/// The files of trainings: snapshots of sharded models, restoring, and the steps on disk (format, plans,
-/// storage, commit, consolidation).
+/// The files of training runs: snapshots of sharded models, restoring, and the steps on disk (format, plans, storage,
+/// commit, consolidation).
 ///
 /// [`save`](save()), [`resume`] and [`Checkpointer`] are enough for most programs.
 pub mod checkpoint {
@@ -199,7 +199,7 @@ pub mod mesh {
     };
 }
 
-/// The tools for tests of trainings: faults at chosen places, and counters of operations.
+/// The tools for tests of training runs: faults at chosen places, and counters of operations.
 /// [`ProcessGroup::fake`](crate::ProcessGroup::fake) makes groups of ranks that do not exist.
 pub mod testing {
     pub use burn_fsdp_collectives::{At, CommCounter, Fault, How, Tally, Unwound};

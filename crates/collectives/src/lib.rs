@@ -11,7 +11,7 @@
 //! - Reductions add in rank order: the bits of a result depend only on the values and on the size of the group.
 //! - If a rank fails, calls something else or does not arrive, the operations of all other ranks return an [`Error`].
 //!   It tells which rank failed, where and why, and lists the last operations of every rank from their [`Ledger`]s.
-//!   Nothing hangs and no wrong number is handed out. With [`Check::Agreement`] this also holds for bytes that faulty
+//!   Nothing hangs, and no wrong number is returned. With [`Check::Agreement`] this also holds for bytes that faulty
 //!   memory or a faulty link has changed.
 //!
 //! The crate deals with bytes, element types and ranks. It knows nothing about Burn, parameters or models.

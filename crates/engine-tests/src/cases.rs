@@ -373,7 +373,7 @@ fn any_order(group: &ProcessGroup) -> Outcome {
     let into = vec![group.pool().take(200)];
     let middle = group.start_all_reduce("mid", vec![], Reduction::sum(), vec![part], into)?;
     let last = start("last", 60_000)?;
-    // Each rank in another order: a wait depends only on the others' starts.
+    // Each rank in a different order: a wait depends only on the others' starts.
     let (first, middle, last) = match group.rank() % 3 {
         0 => {
             let (last, middle) = (last.wait()?, middle.wait()?);

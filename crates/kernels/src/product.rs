@@ -136,7 +136,7 @@ pub(crate) fn add_products<'a>(
     }
 }
 
-/// The rows of a matrix in which each thread writes its own columns.
+/// The rows of a matrix in which each thread writes separate columns.
 #[derive(Clone, Copy)]
 struct Columns(*mut f32);
 
@@ -157,7 +157,7 @@ unsafe impl Send for Columns {}
 // SAFETY: as above.
 unsafe impl Sync for Columns {}
 
-/// Writes a product. The library for 32-bit floats divides the work among threads by itself.
+/// Writes a product. The library for 32-bit floats divides the work among threads.
 fn multiply_among_threads<T: Factor>(
     lhs: Matrix<'_, T>,
     rhs: Matrix<'_, T>,
@@ -178,8 +178,8 @@ fn multiply_among_threads<T: Factor>(
     });
 }
 
-/// Returns the number of rows in a part of a product of halves. Unless there is only one part, the last part has more
-/// than a few rows. For few rows the library uses another method, whose sums round differently, and the bits must not
+/// Returns the number of rows in a part of a product of halves. If there are several parts, the last one has more than
+/// a few rows. For few rows, the library uses another method, whose sums round differently, but the bits must not
 /// depend on the number of threads.
 fn rows_of_part(rows: usize, num_threads: usize) -> usize {
     const FEW: usize = 16;
@@ -195,8 +195,7 @@ fn rows_of_part(rows: usize, num_threads: usize) -> usize {
 pub(crate) fn scratch_of_halves([rows, columns, addends]: [usize; 3]) -> usize {
     /// Columns of the right factor that are copied at a time.
     const COLUMNS: usize = 256;
-    /// Minimum number of addends for which the library processes them in parts. The actual number depends on the
-    /// caches.
+    /// Minimum number of addends that the library processes in several parts. The actual number depends on the caches.
     const MANY: usize = 5000;
     let num_threads = rayon::current_num_threads();
     let part = rows_of_part(rows, num_threads).min(rows);

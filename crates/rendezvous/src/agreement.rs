@@ -20,7 +20,7 @@ use super::seal::Seal;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Check {
-    /// Only the calls: kind, label, parts, reduction and root of each operation.
+    /// Compares only the calls: kind, label, parts, reduction and root of each operation.
     #[default]
     Calls,
     /// The calls and the bytes. A rank must receive exactly the bytes that the others gave. All ranks must get the same
@@ -28,12 +28,12 @@ pub enum Check {
     /// [`Error::Altered`](crate::Error::Altered), an [`Error::Disagreement`](crate::Error::Disagreement), an
     /// [`Error::AlteredAtRest`](crate::Error::AlteredAtRest) or an [`Error::Diverged`](crate::Error::Diverged).
     ///
-    /// Costs a checksum of the data that travels, on both sides, and two of the data at rest. All ranks of a launch
-    /// must request it.
+    /// Costs one checksum of exchanged data on each side, and two of stored data. All ranks of a launch must request
+    /// it.
     Agreement,
 }
 
-/// The maximum number of results that wait for other ranks' results. Results that a rank has discarded never arrive.
+/// Maximum number of results that wait for other ranks' results. Results that a rank discarded never arrive.
 const MOST_OPEN: usize = 4096;
 
 /// The bit that marks the number of a value. No group reaches so many operations.
@@ -134,7 +134,7 @@ impl Open {
     }
 }
 
-/// Something that all ranks of a group must hold alike.
+/// Something that must be the same on all ranks of a group.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Held {
     /// The result of an operation.
@@ -277,7 +277,7 @@ mod tests {
         assert!(joined.are_of(&bytes) && joined.whole().is_none());
     }
 
-    /// The last announcement before a pause is processed together with the ones after it.
+    /// The last announcement before a pause is processed together with those after the pause.
     #[test]
     fn values_with_one_number_are_compared_in_the_order_reported() {
         let mut replicas = Replicas::default();

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use super::lock::lock;
 use super::patience::Patience;
 
-/// The number of looks before the thread yields, about 5 us: the processor's pause between two looks takes up to 50 ns.
-/// A peer that waits for this core pays for every look.
+/// Number of polls before the thread yields, about 5 us: the processor's pause between two polls takes up to 50 ns. A
+/// peer that waits for this core pays for every poll.
 const SPINS: usize = 100;
 
 /// The time during which the thread yields between looks, before it goes to sleep. Being woken takes 50 to 150 us, so

@@ -1,4 +1,4 @@
-//! The contract of each collective operation: who gives, who gets, and the data that travels between them.
+//! The contract of each collective operation: senders, receivers, and the data between them.
 //!
 //! All other knowledge about the kinds of operations follows from here: the lengths that a call must have, the bytes
 //! that an engine moves between ranks, and the numbers that a tool counts.
@@ -10,7 +10,7 @@ use super::operation::{Extent, OperationKind, Signature};
 /// The demands of an operation on its ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Contract {
-    /// The ranks that give, and how much of each tensor.
+    /// The sending ranks, and how much of each tensor they send.
     pub gives: Role,
     /// The ranks that get, and how much of each tensor.
     pub gets: Role,
@@ -37,11 +37,11 @@ pub enum Who {
     Root,
     /// Every rank but the root.
     Others,
-    /// No rank: nothing travels but labels and notes.
+    /// No rank: only labels and notes are sent.
     Nobody,
 }
 
-/// The share of each tensor that a rank gives or gets.
+/// The share of each tensor that a rank sends or receives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Share {
@@ -108,7 +108,7 @@ impl Extent {
         }
     }
 
-    /// Returns the elements that rank `from` gives rank `to`, as a range of the elements that `from` gives.
+    /// Returns the elements that rank `from` sends to rank `to`, as a range of the elements that `from` sends.
     fn given(&self, contract: &Contract, from: usize, to: usize) -> Range<usize> {
         match (contract.gives.share, contract.gets.share, self.across) {
             (Share::Own, Share::Across, Some(across)) => {
@@ -121,7 +121,7 @@ impl Extent {
         }
     }
 
-    /// Returns the elements that rank `from` gives rank `to`, as a range of the elements that `to` gets.
+    /// Returns the elements that rank `from` sends to rank `to`, as a range of the elements that `to` receives.
     fn placed(&self, contract: &Contract, from: usize, to: usize) -> Range<usize> {
         match (contract.gives.share, contract.gets.share, self.across) {
             (Share::Own, Share::Across, Some(across)) => {
@@ -137,7 +137,7 @@ fn scaled(range: Range<usize>, by: usize) -> Range<usize> {
     range.start * by..range.end * by
 }
 
-/// The bytes of one part that travel from one rank to another.
+/// The bytes of one part that one rank sends to another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Route {
     /// Range in the source of the rank that gives.
@@ -165,7 +165,7 @@ impl Signature {
         self.gives(from) != Share::None && self.gets(to) != Share::None
     }
 
-    /// Returns the bytes of each part that rank `from` gives rank `to`; none if nothing travels.
+    /// Returns the bytes of each part that rank `from` sends to rank `to`; none if no bytes are sent.
     ///
     /// For an all-reduce these are the addends of the slice that is assigned to `to`.
     pub fn routes(&self, from: usize, to: usize) -> Vec<Route> {
@@ -222,7 +222,7 @@ mod tests {
                     let routes = (0..size).flat_map(|from| signature.routes(from, to));
                     let mut placed: Vec<_> = routes.map(|route| route.placed).collect();
                     if contract.reduces {
-                        // Every rank gives a whole addend.
+                        // Every rank contributes a whole addend.
                         placed.dedup();
                         if contract.gets.share == Share::Own {
                             let whole = 0..2 * extent.share_len(Share::Own, to);

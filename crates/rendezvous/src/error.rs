@@ -12,7 +12,7 @@ use super::seal::Moment;
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An invalid call of this rank, regardless of the other ranks. The rank took no part in the operation.
+    /// A call by this rank that is invalid regardless of the other ranks. The rank took no part in the operation.
     #[error(
         "rank {rank}: in {operation}, {argument} should be {expected} but is {got}; correct this rank's call"
     )]
@@ -93,8 +93,8 @@ pub enum Error {
         rank: usize,
         /// The ranks that did not arrive.
         missing: Vec<usize>,
-        /// The ranks at the end of the chain of waits. Missing ranks may themselves have waited for ranks that waited
-        /// in turn. Empty if all waited for each other.
+        /// The ranks at the end of the chain of waits. Missing ranks may themselves have waited for other ranks. Empty
+        /// if all waited for each other.
         ends: Vec<usize>,
         /// The part of the operation that the missing ranks had to do.
         stage: Stage,
@@ -116,7 +116,7 @@ pub enum Error {
     Altered {
         /// The operation.
         operation: Box<Operation>,
-        /// The step, as given to `ProcessGroup::begin_step`, if it was given.
+        /// The step that was passed to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step), if any.
         step: Option<u64>,
         /// The rank that received the bytes.
         rank: usize,
@@ -147,7 +147,7 @@ pub enum Error {
         ledger: LedgerReport,
     },
 
-    /// A value whose bytes have changed in a rank's memory between two of its operations although nobody wrote them,
+    /// A value whose bytes have changed in a rank's memory between two of its operations although nothing wrote them,
     /// with [`Check::Agreement`](crate::Check::Agreement). Detected by the rank itself or by a rank that reads the
     /// value there.
     #[error(
@@ -157,7 +157,7 @@ pub enum Error {
         in_step(&found.step)
     )]
     AlteredAtRest {
-        /// The value: its kind, the path of its parameter, its unit.
+        /// The value, described by its kind, its parameter's path and its unit.
         what: String,
         /// The rank that holds it.
         rank: usize,
@@ -178,7 +178,7 @@ pub enum Error {
         in_step(step)
     )]
     Diverged {
-        /// The value: its kind, the path of its parameter, its unit.
+        /// The value, described by its kind, its parameter's path and its unit.
         what: String,
         /// The step in which it was found.
         step: Option<u64>,

@@ -35,8 +35,8 @@ pub enum At {
     Forward,
     /// The fault point of the backward pass.
     Backward,
-    /// The start of the step's first collective operation. A flip changes a bit in the buffer of an operation, after
-    /// this rank has announced its checksum.
+    /// The start of the step's first collective operation. A flip changes a bit in the operation's buffer after this
+    /// rank has announced its checksum.
     Collective,
     /// A shard, or a parameter kept whole, between steps; only for flips.
     Shard,
@@ -61,9 +61,9 @@ pub enum How {
     /// A stall far beyond every deadline.
     Stall,
     /// A flip of one bit. At [`At::Collective`], the bit is in the data of one of the step's first operations to which
-    /// the rank gives any. At the other points, it is in one of the first values there. The rank continues. This shows
-    /// the behaviour with and without [`Check::Agreement`](crate::Check::Agreement). Not available at [`At::Forward`]
-    /// and [`At::Backward`].
+    /// the rank contributes any. At the other points, it is in one of the first values there. The rank continues. This
+    /// shows the behaviour with and without [`Check::Agreement`](crate::Check::Agreement). Not available at
+    /// [`At::Forward`] and [`At::Backward`].
     Flip,
 }
 
@@ -72,7 +72,7 @@ impl Fault {
     pub const SYNTAX: &str = "rank:N,step:N,at:forward|backward|collective,how:panic|error|stall, or \
          rank:N,step:N,at:collective|shard|weight|gradient|state|running,how:flip,seed:N";
 
-    /// A flip skips fewer values than this before it triggers.
+    /// Exclusive upper bound on the number of values that a flip skips before it triggers.
     const MOST_PASSED: u64 = 4;
 
     /// Returns the failure of a rank of the world at a point of a step, with seed 0.

@@ -18,7 +18,7 @@ pub enum OperationKind {
     ReduceScatter,
     /// A reduction: every rank gets the whole combination of all ranks' tensors.
     AllReduce,
-    /// A copy: every rank gets the tensors of the root.
+    /// A broadcast: every rank gets the root's tensors.
     Broadcast,
     /// A distribution: every rank gets its shard of the tensors of the root.
     Scatter,
@@ -28,7 +28,7 @@ pub enum OperationKind {
     AllToAll,
     /// A synchronisation point: no rank continues before all have arrived.
     Barrier,
-    /// A message to all: every rank gets the bytes of every rank.
+    /// An exchange: every rank gets the bytes of every rank.
     Exchange,
 }
 
@@ -64,12 +64,12 @@ impl fmt::Display for OperationKind {
     }
 }
 
-/// The identity of an operation: a rank's name for one of its calls.
+/// The identity of an operation: its kind, label, group and sequence number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Operation {
     /// The kind of the operation.
     pub kind: OperationKind,
-    /// The name that the caller gives it.
+    /// The name that the caller chooses for the operation.
     pub label: Label,
     /// Name of the group.
     pub group: Label,

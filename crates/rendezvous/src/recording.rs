@@ -1,4 +1,4 @@
-//! The recording of the times of a rank's operations, for timelines of a step.
+//! Records the times of a rank's operations, for timelines of a step.
 
 use std::fmt;
 use std::time::Instant;

@@ -75,7 +75,7 @@ impl Reduction {
         self
     }
 
-    /// Gives the result this element type.
+    /// Sets the element type of the result.
     pub const fn output(mut self, element: ElementType) -> Self {
         self.output = Some(element);
         self

@@ -5,11 +5,11 @@ use std::fmt;
 use super::checksum::Checksums;
 use super::operation::Operation;
 
-/// The checksum of some bytes, and the moment when it was computed. Made by
-/// `ProcessGroup::seal`.
+/// The checksum of some bytes, and the moment when it was computed. Created by
+/// [`ProcessGroup::seal`](crate::ProcessGroup::seal).
 ///
-/// The owner keeps the seal with the bytes. It holds the bytes or owns them exclusively, so nobody else overwrites
-/// them. A difference that `ProcessGroup::check_seal` then finds is corruption.
+/// The owner keeps the seal with the bytes. It holds the bytes or owns them exclusively, so nothing else overwrites
+/// them. A difference that [`ProcessGroup::check_seal`](crate::ProcessGroup::check_seal) then finds is corruption.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seal {
     checksums: Checksums,
@@ -20,7 +20,7 @@ pub struct Seal {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Moment {
-    /// The step, as given to `ProcessGroup::begin_step`, if it was given.
+    /// The step that was passed to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step), if any.
     pub step: Option<u64>,
     /// The last operation that the rank had started, on any group; `None` before the first.
     pub after: Option<Operation>,

@@ -17,8 +17,8 @@ use burn_fsdp_rendezvous::{ElementType, Reading, Reduction, checksum};
 /// Elements of a block: an `f32` accumulator and its scratch are 8 KiB each.
 const BLOCK: usize = 2048;
 
-/// The number of bytes from which the work is shared with the other threads of the rank's pool. Below it, waking them
-/// costs more than they save.
+/// Minimum number of bytes for sharing work with the other threads of the rank's pool. Below this, waking them costs
+/// more than it saves.
 const SHARED_WORK: usize = 1 << 20;
 
 /// The number of bytes or elements that one thread takes at a time (a multiple of [`BLOCK`]).
@@ -34,8 +34,8 @@ pub fn copy(from: &[u8], to: &mut [u8]) {
     }
 }
 
-/// The number of bytes that are read for their checksum while they are in the core's own cache. Reading them again from
-/// memory would cost as much as moving them.
+/// The number of bytes to checksum at a time, while they are in the core's cache. Reading them again from memory would
+/// cost as much as moving them.
 const NEAR: usize = 1 << 15;
 
 /// Copies as [`copy`] does, and returns the checksum of the copied bytes.
@@ -129,8 +129,8 @@ pub fn reduce(reduction: &Reduction, input: ElementType, addends: &[&[u8]], out:
     }
 }
 
-/// Returns true if the threads of the rank's pool share the work. The thread that owns MPI is not in a pool and works
-/// alone: the rank's pool may be busy for any length of time, and rayon's global pool does not belong to the rank.
+/// Returns true if the threads of the rank's pool share the work. MPI's thread is not in a pool and works alone,
+/// because the rank's pool may be busy for any time, and rayon's global pool does not belong to the rank.
 fn is_shared(num_bytes: usize) -> bool {
     num_bytes > SHARED_WORK
         && rayon::current_thread_index().is_some()

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex};
 use super::payload::{Payload, Space};
 use burn_fsdp_rendezvous::lock;
 
-/// A pool that hands out [`Buffer`]s, takes their memory back and counts the live bytes. Cheap to clone: all clones are
-/// the same pool.
+/// A pool that lends [`Buffer`]s, takes their memory back and counts the live bytes. Cheap to clone: all clones are the
+/// same pool.
 ///
 /// Large memory that comes fresh from the system costs a page fault for every 4 KiB at its first use. This takes longer
 /// than the transfer into it. The pool therefore keeps the memory of dropped buffers for the next buffer of the same
@@ -68,7 +68,8 @@ impl BufferPool {
         lock(&self.0).live_bytes
     }
 
-    /// Returns the maximum of `live_bytes` since the pool was made or [`reset_peak`](Self::reset_peak) was last called.
+    /// Returns the maximum of `live_bytes` since the pool was created or [`reset_peak`](Self::reset_peak) was last
+    /// called.
     pub fn peak_bytes(&self) -> usize {
         lock(&self.0).peak_bytes
     }

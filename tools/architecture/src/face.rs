@@ -7,7 +7,7 @@ use syn::{Item, Visibility};
 
 use crate::modules::{imports, is_reexport};
 
-/// Returns the public names of a file that are not modules. A `*` is refused, because it cannot be counted.
+/// Returns the public names of a file that are not modules. A `*` is rejected, because it cannot be counted.
 pub fn names(file: &Path) -> Vec<String> {
     let text = fs::read_to_string(file).unwrap_or_else(|error| panic!("{file:?}: {error}"));
     let parsed = syn::parse_file(&text).unwrap_or_else(|error| panic!("{file:?}: {error}"));

@@ -1,4 +1,4 @@
-//! `save`, `resume` and `Checkpointer`: whole trainings, and errors on one rank.
+//! `save`, `resume` and `Checkpointer`: whole training runs, and errors on one rank.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! A training that moves between the eager engine and a compiled step, by checkpoints and in memory.
+//! A training run that moves between the eager engine and a compiled step, by checkpoints and in memory.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -231,8 +231,8 @@ fn sharded(
     (0..seen[0].0.len()).map(mean).collect()
 }
 
-/// A frozen Llama whose shards are read from files, with adapters, saved in the middle of a training and resumed on
-/// another number of ranks.
+/// A frozen Llama whose shards are read from files, with adapters, saved in the middle of a training and resumed on a
+/// different number of ranks.
 #[test]
 fn adapters_of_a_frozen_llama_match_unsharded_training() {
     let folder = tempfile::tempdir().expect("a folder");

@@ -164,7 +164,7 @@ mod elsewhere {
             let (mut net, mut optimizer) = (resumed.model, resumed.optimizer);
             seen.lock().expect("no panic").clear();
             for step in resumed.step..until {
-                // The same number of rows whatever the number of ranks.
+                // The same number of rows regardless of the number of ranks.
                 let parts = (world.rank()..12).step_by(world.size());
                 let parts = parts.map(|part| net.loss(part, step, &device));
                 let loss = parts.reduce(|sum, part| sum + part).expect("a part");

@@ -145,7 +145,7 @@ fn train(folder: &Path, ranks: usize, placed: Placed, make: Make, until: u64) ->
     done.unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// A training stops and continues, on other ranks and with another placement. It ends with the bits of a run that
+/// A training run stops and continues, on other ranks and with another placement. It ends with the bits of a run that
 /// never stopped.
 #[test]
 fn training_resumes_from_a_checkpoint_with_any_owners() {
@@ -343,7 +343,7 @@ fn with_adamw() -> impl Iterator<Item = (&'static str, Make)> {
 }
 
 /// The ranks train for three steps. The rank that keeps the whole model and the whole state continues with plain Burn,
-/// with the bits of a training that was never sharded.
+/// with the bits of a training run that was never sharded.
 #[test]
 fn whole_states_continue_training_without_shards() {
     for (name, make) in with_adamw() {

@@ -1,6 +1,6 @@
 //! The table of resumes: every optimizer, with every type of parameters, through every call that saves and resumes. A
-//! resumed run has the bits of a run without the stop, or it is refused before a step is trained; `snapshot`, which
-//! does not see the beginning, refuses on its first call.
+//! resumed run has the bits of a run without the stop, or it is rejected before a step is trained; `snapshot`, which
+//! does not see the beginning, rejects on its first call.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -30,7 +30,7 @@ const CUT: u64 = 3;
 const STEPS: u64 = 6;
 const TYPES: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
 
-/// Two layers, and a scale between them that may have another type.
+/// Two layers, and a scale between them that may have a different type.
 #[derive(Module, Debug)]
 struct Net {
     first: Linear,
@@ -226,7 +226,7 @@ fn plain(reason: &str) -> String {
     rest.to_owned()
 }
 
-/// The reason why a part of a run was refused. Panics do not count.
+/// The reason why a part of a run was rejected. Panics do not count.
 fn refused(reason: &str) -> Cell {
     match reason.contains("panicked") {
         true => Cell::Failed(reason.to_owned()),
@@ -263,7 +263,7 @@ fn parts<O: Optimizer>(of: &Part<O>, cuts: &[u64]) -> Result<Vec<f64>, String> {
 fn stopped<O: Optimizer>(of: &Part<O>) -> Cell {
     match (parts(of, &[STEPS]), parts(of, &[CUT, STEPS])) {
         (Ok(want), Ok(got)) => compared(&want, &got),
-        // The first part is refused for the same reason as the whole: the stop reveals nothing new.
+        // The first part is rejected for the same reason as the whole: the stop reveals nothing new.
         (Err(reason), Err(other)) if plain(&reason) == plain(&other) => refused(&reason),
         (want, got) => Cell::Failed(format!("{:?}, {:?}", want.err(), got.err())),
     }
@@ -429,7 +429,7 @@ fn plainly<O: Optimizer>(of: &Part<O>) -> Vec<f64> {
     steps.collect()
 }
 
-/// The text of the refusal of a state of another type.
+/// The text of the refusal of a state of a different type.
 const NO_WAY_BACK: &str = "the training could not be resumed";
 
 /// The text of the refusal of an optimizer that computes with whole tensors.
@@ -513,7 +513,7 @@ impl Table {
             let sign = match outcome {
                 Cell::Bits => "0",
                 Cell::Refused(reason) => {
-                    // Among element-wise optimizers, only a state whose type differs from Burn's is refused.
+                    // Among element-wise optimizers, only a state whose type differs from Burn's is rejected.
                     let is_due = reason.contains(NO_WAY_BACK) && types != [DType::F32; 2];
                     let is_stateless = ["sgd", "sgd decay", "sgd, several"].contains(&name);
                     if needs == Needs::Element && (!is_due || is_stateless) {
@@ -573,7 +573,7 @@ fn every_optimizer_resumes_in_every_type_through_every_call() {
     table.finish();
 }
 
-/// Vectors of f32 between 16-bit matrices, and the other way round.
+/// Vectors of f32 between 16-bit matrices, and vice versa.
 #[test]
 fn a_module_of_several_types_resumes_in_each_of_them() {
     let mut table = Table::default();

@@ -1,7 +1,7 @@
 //! The engine of a rank without peers, which simulates them.
 //!
-//! Every operation is complete at once. The peers are assumed to have contributed the same as this rank. So a training
-//! step of one rank of many runs on one thread. It has the same operations, buffers and memory as among real peers.
+//! Every operation completes immediately. The peers are assumed to have contributed the same as this rank. So one of
+//! many ranks can run a training step on one thread, with the same operations, buffers and memory as with real peers.
 //! Only the values are artificial.
 
 use std::sync::Arc;
@@ -141,14 +141,14 @@ impl Flight for FakeFlight {
 }
 
 impl FakeFlight {
-    /// Returns the route of the bytes that this rank gives itself.
+    /// Returns the route of the bytes that this rank sends to itself.
     fn own_route(&self, part: usize) -> Route {
         let mut routes = self.meeting.claim.signature.routes(self.rank, self.rank);
         routes.swap_remove(part)
     }
 
-    /// Puts the bytes that this rank gives itself in every rank's place, as far as they fit. The rest is zero, and so
-    /// is the data of a root other than this rank.
+    /// Puts the bytes that this rank sends to itself in every rank's place, as far as they fit. The rest is zero, and
+    /// so is the data of a root other than this rank.
     fn repeat(&self, part: usize, source: &Source, buffer: &mut Buffer) {
         let signature = &self.meeting.claim.signature;
         let gives = signature.travels(self.rank, self.rank);

@@ -15,7 +15,7 @@ use burn_fsdp_transport::{Buffer, Source};
 /// Each operation has two forms: `start_x` publishes this rank's part and returns a [`Pending`] handle; `x` is
 /// `start_x` followed by [`Pending::wait`]. All ranks of the group must call the same operation with the same label,
 /// parts, reduction and root. Only the contents of the sources and the notes may differ between ranks. A note is a few
-/// bytes that travel with the operation to every rank; it may be empty.
+/// bytes that the operation sends to every rank; it may be empty.
 ///
 /// Starting fails with [`Error::Argument`] if the length in bytes of a source or buffer does not match its part. This
 /// rank has then taken no part, and may call again. Starting fails with [`Error::PeerFailed`] if a rank of the world
@@ -72,7 +72,7 @@ impl ProcessGroup {
         call.parts(cut(parts))?.start(note)
     }
 
-    /// Gives every rank its shard of the combination of all ranks' tensors.
+    /// Combines all ranks' tensors, and returns this rank's shard of the result.
     ///
     /// For each part, `source` is this rank's full tensor. `into[i]` becomes the shard `partition.range(rank)` of the
     /// result, in the reduction's output type.
@@ -112,7 +112,7 @@ impl ProcessGroup {
             .wait()
     }
 
-    /// Gives every rank the whole combination of all ranks' tensors, with the same bits on all ranks.
+    /// Combines all ranks' tensors, and returns the whole result, bit-identical on all ranks.
     ///
     /// `into[i]` becomes the full result in the reduction's output type. Each rank combines one slice of it, in memory
     /// of its pool, and reads the other slices. If a rank is late, the ranks that have arrived combine its
@@ -154,7 +154,7 @@ impl ProcessGroup {
             .wait()
     }
 
-    /// Gives every rank the tensors of rank `root`.
+    /// Sends the tensors of rank `root` to every rank.
     ///
     /// The sources of the other ranks must be empty: [`FullPart::absent`]. `into[i]` becomes the full tensor. The root
     /// already has it and passes no buffers.
@@ -193,7 +193,7 @@ impl ProcessGroup {
         self.start_broadcast(label, note, root, parts, into)?.wait()
     }
 
-    /// Gives every rank, the root included, its shard of the tensors of rank `root`.
+    /// Sends every rank, including the root, its shard of the tensors of rank `root`.
     ///
     /// The sources are full tensors at the root and empty elsewhere: [`Part::absent`]. `into[i]`
     /// becomes the shard `partition.range(rank)`.
@@ -360,7 +360,7 @@ impl ProcessGroup {
         self.start_barrier(label)?.wait()
     }
 
-    /// Gives every rank the bytes of all ranks, by rank of the group. They may differ in length. For a few bytes of
+    /// Sends the bytes of all ranks to every rank, by rank of the group. They may differ in length. For a few bytes of
     /// control data; use [`all_gather`](Self::all_gather) for tensors.
     ///
     /// # Errors

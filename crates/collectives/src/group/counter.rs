@@ -5,7 +5,7 @@ use std::fmt;
 use super::process_group::ProcessGroup;
 use burn_fsdp_rendezvous::{OperationCounts, OperationKind};
 
-/// Counts the operations that this rank starts on some groups, from its creation on.
+/// Counts the operations that this rank starts on some groups after the counter was created.
 ///
 /// ```
 /// use burn_fsdp_collectives::{CommCounter, OperationKind, ProcessGroup};

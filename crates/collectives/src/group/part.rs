@@ -1,10 +1,10 @@
-//! The tensors of an operation, with the bytes that a rank gives of each.
+//! The tensors of an operation, with the bytes that a rank contributes to each.
 
 use burn_fsdp_mesh::Partition;
 use burn_fsdp_rendezvous::ElementType;
 use burn_fsdp_transport::Source;
 
-/// A tensor of an operation that partitions tensors into the ranks' shards.
+/// A tensor in an operation that splits tensors into one shard per rank.
 #[derive(Debug, Clone)]
 pub struct Part {
     /// The bytes that this rank contributes: its shard or its full tensor, depending on the operation.
@@ -31,7 +31,7 @@ impl Part {
     }
 }
 
-/// A tensor of an operation that does not partition tensors.
+/// A tensor in an operation that does not split tensors.
 #[derive(Debug, Clone)]
 pub struct FullPart {
     /// The elements, in row-major order; empty on ranks that contribute nothing.

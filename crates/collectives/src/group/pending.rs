@@ -103,7 +103,7 @@ impl<T> Pending<T> {
     /// Drops the operation explicitly: this rank does not want the result.
     pub fn discard(self) {}
 
-    /// Waits for the claims of all ranks, checks that they agree, and receives. The same for every engine.
+    /// Waits for the claims of all ranks, checks that they agree, and receives, for any engine.
     fn receive(&mut self) -> Result<Received, Error> {
         self.meet()?;
         self.compare()?;
@@ -376,7 +376,7 @@ impl<T> fmt::Debug for Pending<T> {
     }
 }
 
-/// The group of an operation as this rank knows it.
+/// This rank's view of an operation's group.
 pub(crate) struct Peers {
     pub(crate) id: GroupId,
     /// This rank in the group, and in the world.
@@ -385,7 +385,7 @@ pub(crate) struct Peers {
     /// The name of the engine.
     pub(crate) engine: &'static str,
     pub(crate) control: Arc<Control>,
-    /// The results that all ranks must hold alike, where ranks compare bytes.
+    /// The results that must be the same on all ranks, if ranks compare bytes.
     pub(crate) replicas: Option<Arc<Mutex<Replicas>>>,
     /// The end of the group, kept so that its engine lives as long as an operation on it is in progress.
     pub(crate) _end: Arc<dyn Any + Send + Sync>,
@@ -413,12 +413,12 @@ impl Entry {
         }
     }
 
-    /// Marks the operation as one that could not be started.
+    /// Marks the operation as not started because of an error.
     pub(crate) fn fail(&mut self) {
         self.settle(EntryState::Failed);
     }
 
-    /// Sets the state that the entry will get.
+    /// Sets the entry's next state.
     fn settle(&mut self, state: EntryState) {
         self.state = state;
     }

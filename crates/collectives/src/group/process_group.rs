@@ -35,7 +35,7 @@ pub(super) struct End {
     pub(super) state: Arc<RankState>,
     pub(super) pool: BufferPool,
     progress: Mutex<Progress>,
-    /// Results that all ranks must hold alike, with [`Check::Agreement`].
+    /// Results that must be the same on all ranks, with [`Check::Agreement`].
     replicas: Arc<Mutex<Replicas>>,
 }
 
@@ -102,7 +102,7 @@ impl ProcessGroup {
     }
 
     /// Returns the identity of the group: its launch and its ranks. It is equal for groups with the same members in the
-    /// same order, regardless of their names and how they were made.
+    /// same order, regardless of their names and how they were created.
     pub fn id(&self) -> &GroupId {
         &self.0.id
     }
@@ -117,7 +117,7 @@ impl ProcessGroup {
         self.0.state.world_rank()
     }
 
-    /// Returns the pool for the memory of this rank's operations, shared by all its groups.
+    /// Returns this rank's memory pool for operations, shared by all its groups.
     pub fn pool(&self) -> &BufferPool {
         &self.0.pool
     }
@@ -144,8 +144,8 @@ impl ProcessGroup {
         self.0.state.end_recording()
     }
 
-    /// Calls `watch` from now on with the checksums of each operation of this rank that has ended, on any group. It is
-    /// called only where ranks compare bytes ([`Check::Agreement`]). It must not start an operation.
+    /// Registers `watch`, which is called with the checksums of each completed operation of this rank, on any group. It
+    /// is called only if ranks compare bytes ([`Check::Agreement`]). It must not start an operation.
     pub fn watch(&self, watch: impl FnMut(Carried) + Send + 'static) {
         self.0.state.watch(watch);
     }
@@ -155,7 +155,7 @@ impl ProcessGroup {
         self.0.state.check() == Check::Agreement
     }
 
-    /// Arms a fault. If it names this rank, this rank will fail there, once. All ranks may be given the same fault.
+    /// Arms a fault. If it names this rank, the rank fails there once. All ranks may arm the same fault.
     pub fn set_fault(&self, fault: Fault) {
         self.0.state.set_fault(fault);
     }
@@ -184,8 +184,8 @@ impl ProcessGroup {
         self.0.state.awaits_flip(at)
     }
 
-    /// Returns the bit that is to flip in `num_bytes` bytes at this point, if a fault is armed for it. For engines that
-    /// hold values: they flip the bit in their value and continue as if nothing had happened.
+    /// Returns the bit to flip in `num_bytes` bytes at this point, if a fault is armed for it. Engines that hold values
+    /// flip that bit in their value and continue normally.
     pub fn flips(&self, at: At, num_bytes: usize) -> Option<usize> {
         self.0.state.flips_now(at, num_bytes)
     }
@@ -250,8 +250,8 @@ impl ProcessGroup {
         }))
     }
 
-    /// Returns the checksums that this rank sends with its next claim, of the bytes that it gives and has received.
-    /// `receives` is true if it gets the result.
+    /// Returns the checksums that this rank sends with its next claim, of the bytes that it contributes and has
+    /// received. `receives` is true if it gets the result.
     fn checks(
         &self,
         signature: &Signature,
@@ -271,7 +271,7 @@ impl ProcessGroup {
             let Some((seal, what)) = source.seal().map(|sealed| &**sealed) else {
                 continue;
             };
-            // Most operations give all ranks the whole source, so its checksum is already there.
+            // Most operations give all ranks the whole source, so its checksum is already known.
             let to_first = signature.routes(rank, 0);
             let is_whole = to_first.get(part).map(|route| &route.given) == Some(&(0..source.len()));
             match is_whole {
@@ -290,18 +290,18 @@ impl ProcessGroup {
         self.0.state.moment()
     }
 
-    /// Returns a seal with these checksums, taken now.
+    /// Returns a seal with these checksums and the current moment.
     pub(crate) fn sealed(&self, checksums: Checksums) -> Seal {
         let written = self.moment();
         Seal::new(checksums, written)
     }
 
-    /// Keeps the checksum of a value that all ranks must hold alike, to be announced with the next operation.
+    /// Stores the checksum of a value that must be the same on all ranks; the next operation announces it.
     pub(crate) fn hold_value(&self, told: (u64, u64), what: Label) {
         lock(&self.0.replicas).hold_value(told, self.size(), what);
     }
 
-    /// Flips a bit of the bytes that this rank gives, if a fault is armed for it.
+    /// Flips a bit of the bytes that this rank contributes, if a fault is armed for it.
     fn flip_if_told(&self, sources: &mut [Source]) {
         for source in sources {
             if let Some(bit) = self.flips(At::Collective, source.len()) {

@@ -9,8 +9,8 @@ use burn_fsdp_rendezvous::Error;
 
 /// A [`Mesh`] and this rank's process groups along each of its axes.
 ///
-/// For example, take the mesh `replicate=2 x shard=4`. Rank 6 has the group of ranks 4, 5, 6 and 7 along `shard`, and
-/// the group of ranks 2 and 6 along `replicate`. Cheap to clone.
+/// For example, in the mesh `replicate=2 x shard=4`, rank 6 has the group of ranks 4, 5, 6 and 7 along `shard`, and the
+/// group of ranks 2 and 6 along `replicate`. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct ProcessMesh {
     mesh: Mesh,
@@ -21,8 +21,8 @@ pub struct ProcessMesh {
 }
 
 impl ProcessMesh {
-    /// Arranges the ranks of `world` as a mesh. Collective over `world`: one split per axis, and none for an axis of
-    /// all ranks, along which the group is `world` itself.
+    /// Arranges the ranks of `world` as a mesh. Collective over `world`: one split per axis, except for an axis of all
+    /// ranks, whose group is `world` itself.
     ///
     /// # Errors
     ///

@@ -4,15 +4,15 @@ use super::process_group::ProcessGroup;
 use burn_fsdp_rendezvous::{Checksums, Error, Label, Seal};
 
 impl ProcessGroup {
-    /// Seals bytes that this rank holds; `None` where ranks do not compare bytes
+    /// Seals bytes that this rank holds; `None` if ranks do not compare bytes
     /// ([`Check::Agreement`](crate::Check::Agreement)).
     pub fn seal(&self, bytes: &[u8]) -> Option<Seal> {
         self.compares_bytes()
             .then(|| self.sealed(Checksums::of(bytes)))
     }
 
-    /// Checks that bytes match their seal, and ends the failure domain of the group if they do not. `what` describes
-    /// the bytes: their kind, the path of their parameter, their unit. Not collective.
+    /// Checks that bytes match their seal; otherwise ends the group's failure domain. `what` describes the bytes by
+    /// kind, parameter path and unit. Not collective.
     ///
     /// # Errors
     ///
@@ -55,10 +55,10 @@ impl ProcessGroup {
         Err(control.end_with(rank, error))
     }
 
-    /// Announces a value that all ranks must hold alike, with this rank's next operation on the group. If ranks differ
-    /// from the majority, the operation in which all ranks have announced it fails with an [`Error::Diverged`] that
-    /// names them. `number` must be equal on all ranks for one state of one value, and must not be used for anything
-    /// else. Does nothing where ranks do not compare bytes.
+    /// Announces a value that must be the same on all ranks, with this rank's next operation on the group. If ranks
+    /// differ from the majority, the operation in which all ranks have announced it fails with an [`Error::Diverged`]
+    /// that names them. All ranks must use the same `number` for one state of a value, and for nothing else. Does
+    /// nothing if ranks do not compare bytes.
     pub fn tell_replica(&self, number: u64, seal: &Seal, what: impl FnOnce() -> Label) {
         if self.compares_bytes() {
             self.hold_value((number, seal.checksums().together()), what());

@@ -14,7 +14,7 @@ impl ProcessGroup {
     }
 
     /// Returns rank `rank` of a group of `size` ranks in which no other rank exists. It is for tests and measurements
-    /// on one thread. Operations are counted, checked and given buffers as among real peers, and never wait.
+    /// on one thread. Operations are counted, checked and given buffers as with real peers, but never wait.
     ///
     /// The other ranks are assumed to contribute the same as this one. An all-gather puts this rank's shard in every
     /// rank's place as far as it fits; the rest is zero. A reduction combines `size` copies. Notes and exchanges are

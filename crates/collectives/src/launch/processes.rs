@@ -38,7 +38,7 @@ where
         processes: processes_found,
         launcher: processes.launcher.to_owned(),
     };
-    // Before MPI begins, so that the launcher does not report an error of its own.
+    // Before MPI begins, so that the launcher does not report a separate error.
     if config.ranks != processes.size {
         return Err(other_size(processes.size));
     }
@@ -75,8 +75,7 @@ where
     verdict(&control, rank, end)
 }
 
-/// Runs the body to its end. Returns `None` if another rank has failed and this one does not return within the grace
-/// period.
+/// Runs the body. Returns `None` if another rank has failed and this one does not return within the grace period.
 fn run<T, E>(
     config: &LaunchConfig,
     num_threads: usize,

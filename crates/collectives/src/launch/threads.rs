@@ -16,7 +16,7 @@ use burn_fsdp_rendezvous::Control;
 /// The outcome of a rank: its result, or the cause of its failure.
 type End<T> = Result<T, Cause>;
 
-/// The number of ranks that are threads of this process and are still running.
+/// Number of running ranks that are threads of this process.
 static HERE: AtomicUsize = AtomicUsize::new(0);
 
 /// Returns the number of ranks that currently run as threads of this process. It is 0 if the process is a rank, or

@@ -200,8 +200,8 @@ fn flip(scene: &str, world: &ProcessGroup) -> Result<(), Error> {
     world.barrier("not before the flip is found")
 }
 
-/// Rank 0 starts a gather and computes. It waits when rank 1 has told it, by a file, that it has what rank 0 gave, and that rank 0
-/// has what it gave: so bytes have come and gone while rank 0 did not wait.
+/// Rank 0 starts a gather and computes. It waits when rank 1 has told it, by a file, that it has what rank 0 gave, and
+/// that rank 0 has what it gave: so bytes have arrived and gone while rank 0 did not wait.
 fn compute_meanwhile(world: &ProcessGroup, file: &Path) -> Result<(), Error> {
     let shard = 4 << 20;
     let partition = Partition::flat(shard * world.size(), world.size())?;

@@ -85,7 +85,7 @@ impl LocalFlight {
     /// Combines this rank's slice of an all-reduce, then the slices that no rank has begun yet.
     ///
     /// So a rank only ever waits for slices that another rank is working on. A rank that arrives late or has discarded
-    /// the operation delays nobody. The bits of a slice do not depend on the rank that combines it.
+    /// the operation delays no other rank. The bits of a slice do not depend on the rank that combines it.
     fn combine_slices(
         &mut self,
         reduction: &Reduction,
@@ -107,7 +107,7 @@ impl LocalFlight {
         Ok(())
     }
 
-    /// Returns true if the ranks have announced checksums of the bytes that they give.
+    /// Returns true if the ranks have announced checksums of the bytes that they contribute.
     fn compares(&self) -> bool {
         !self.round.claim(self.rank).checks.given.is_empty()
     }
@@ -170,7 +170,7 @@ impl LocalFlight {
             .collect()
     }
 
-    /// Marks this rank as one that will read nothing more. Nothing that it got from the round may be alive.
+    /// Marks this rank as finished with reading. It must have dropped everything that it got from the round.
     fn finish(&mut self) {
         if std::mem::replace(&mut self.finished, true) {
             return;

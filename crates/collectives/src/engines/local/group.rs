@@ -15,7 +15,7 @@ pub(super) struct LocalGroup {
     team: Arc<Team>,
     /// The operations that not all ranks have started, by sequence number.
     rounds: Mutex<HashMap<u64, Arc<Round>>>,
-    /// The subgroups that not all members have collected, by number.
+    /// The subgroups that some members have yet to collect, by number.
     subgroups: Mutex<HashMap<u64, Uncollected>>,
 }
 

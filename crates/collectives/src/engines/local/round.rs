@@ -22,9 +22,9 @@ pub(super) struct Round {
 /// The state of one rank in the round.
 #[derive(Debug, Default)]
 struct Seat {
-    /// The claim of the rank; kept until the round is dropped.
+    /// The rank's claim, which is kept until the round is dropped.
     claim: OnceLock<Claim>,
-    /// The sources that the peers read; removed as soon as no peer will read them again.
+    /// The sources that peers read, removed as soon as no peer will read them again.
     sources: Mutex<Option<Sources>>,
     finished: AtomicBool,
 }

@@ -9,8 +9,8 @@ use super::round::Sources;
 use burn_fsdp_rendezvous::{Checksums, ElementType, Extent, Reduction, Route};
 use burn_fsdp_transport::{Buffer, Combined, copy, copy_and_read, reduce, reduce_and_read};
 
-/// Copies the bytes that one rank gives another, part by part. Returns the first part that does not match the announced
-/// checksum, if there is one.
+/// Copies the bytes that one rank sends to another, part by part. Returns the first part that does not match the
+/// announced checksum, if there is one.
 pub(super) fn copy_all(
     sources: &Sources,
     routes: &[Route],

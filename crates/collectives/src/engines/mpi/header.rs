@@ -45,7 +45,7 @@ pub(super) struct ClaimHeader {
     pub(super) round: (u64, u64),
     /// The tag of the data that follows.
     pub(super) tag: u32,
-    /// True if the rank wants its result.
+    /// True if the rank needs the operation's result.
     pub(super) receives: bool,
     /// The signature, as [`signature_bytes`] writes it.
     pub(super) signature: Vec<u8>,
@@ -131,7 +131,7 @@ impl Header {
     }
 }
 
-/// Returns a signature as bytes, equal for equal signatures.
+/// Encodes a signature; equal signatures give equal bytes.
 pub(super) fn signature_bytes(signature: &Signature) -> Vec<u8> {
     let Signature {
         kind,

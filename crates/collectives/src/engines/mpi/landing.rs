@@ -22,7 +22,7 @@ pub(super) struct Landing {
 // SAFETY: the pointers are used by `Wire`, on MPI's thread, and by `put`, and by nobody after the buffers were taken.
 // The buffers themselves are behind a lock.
 unsafe impl Send for Landing {}
-// SAFETY: as above; `place` hands out a pointer and reads or writes nothing.
+// SAFETY: as above; `place` returns a pointer, and neither reads nor writes.
 unsafe impl Sync for Landing {}
 
 impl Landing {
@@ -61,7 +61,7 @@ impl Landing {
         let guard = lock(&self.buffers);
         if guard.is_some() {
             // SAFETY: in bounds, and not taken, as the lock guarantees. The ranges of an operation's ranks do not
-            // overlap, so no transfer writes this one. Others write it only in turn, under the lock.
+            // overlap, so no transfer writes this one. Others write it only one at a time, under the lock.
             let place = unsafe {
                 std::slice::from_raw_parts_mut(self.place(buffer, range.clone()), range.len())
             };

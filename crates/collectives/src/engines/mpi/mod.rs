@@ -44,7 +44,7 @@ impl Messenger for MpiMessenger {
     }
 }
 
-/// Initialises MPI on a thread of its own. Call it once per process.
+/// Initialises MPI on a separate thread. Call it once per process.
 ///
 /// # Errors
 ///

@@ -12,19 +12,19 @@ use super::wire::{FIRST_DATA_TAG, Incoming, LAST_DATA_TAG, Transfer, Wire, WireE
 use burn_fsdp_rendezvous::{Control, Meeting, News, WORLD_DOMAIN};
 use burn_fsdp_transport::Source;
 
-/// The time for which the thread looks without a pause while nothing moves and the rank waits. After it, the thread
-/// sleeps between two looks.
+/// The time for which the thread polls without a pause while there is no progress and the rank waits. After that, the
+/// thread sleeps between polls.
 const LOOK_FOR: Duration = Duration::from_millis(1);
 
-/// The same while the rank computes, because the looks may take its core. For a rank that has started an operation and
+/// The pause while the rank computes, because polling may take its core. For a rank that has started an operation and
 /// is about to wait.
 const LOOK_UNAWAITED_FOR: Duration = Duration::from_micros(20);
 
 /// The sleep between two looks while operations are in progress.
 const SHORT_SLEEP: Duration = Duration::from_micros(50);
 
-/// The sleep between two looks while there are none. A command wakes the thread at once. The headers of others concern
-/// this rank only when it starts the operation itself, and news of failures may be delayed by this much.
+/// The sleep between two polls while there are none. A command wakes the thread immediately. Other ranks' headers only
+/// matter once this rank starts the operation, and news of failures may be delayed by this much.
 const LONG_SLEEP: Duration = Duration::from_millis(1);
 
 /// The commands from the rank's threads to MPI's thread.
@@ -97,7 +97,7 @@ impl Progress {
         self.close(with_others);
     }
 
-    /// Returns the next command. Waits for it for a while if there is nothing else to do.
+    /// Returns the next command; waits for a while if there is nothing else to do.
     fn next_command(&self, moved_at: Instant) -> Option<Command> {
         match self.commands.try_recv() {
             Ok(command) => return Some(command),
@@ -264,7 +264,7 @@ impl Progress {
                 Some(control) => control.world().has_departed(rank),
                 None => self.early_departed.push(rank),
             },
-            // Before this rank has a world it waits for nobody, and needs no explanation.
+            // Before this rank has a world it waits for no other rank, and needs no explanation.
             News::Waits { rank, wait } => {
                 if let Some(control) = self.domains.get(&WORLD_DOMAIN) {
                     control.world().waits(rank, wait);

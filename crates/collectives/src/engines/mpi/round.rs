@@ -19,10 +19,10 @@ pub(super) struct Shared {
     num_claims: AtomicUsize,
     /// Ranks whose bytes have all arrived.
     arrived: Vec<AtomicBool>,
-    /// True once the other ranks' data is there.
+    /// True once the other ranks' data has arrived.
     result: AtomicBool,
-    /// True once a thread has begun to add this rank's own share: to copy it next to the others' data, or to combine it
-    /// with them. MPI's thread begins only before `result`, and has finished by then; the rank's thread may begin at
+    /// True once a thread has started to add this rank's share, by copying it next to the others' data or combining it
+    /// with them. MPI's thread starts only before `result`, and has finished by then; the rank's thread may start at
     /// any time.
     is_completed: AtomicBool,
     /// Ranks that have received all bytes of this rank.
@@ -65,7 +65,7 @@ impl Shared {
         self.result.load(Ordering::Acquire)
     }
 
-    /// Returns true if this rank's share can be added before the others' data is there.
+    /// Returns true if this rank's share can be added before the others' data arrives.
     pub(super) fn is_moved(&self) -> bool {
         self.claim(self.rank).signature.reduction.is_none()
     }
@@ -176,7 +176,7 @@ pub(super) struct Round {
     pub(super) tags: Vec<u32>,
     /// The number of ranks whose signature equals this rank's.
     num_agreeing: usize,
-    /// The transfers of the data that this rank gives, by receiver.
+    /// The transfers of the data that this rank sends, by receiver.
     sends: Vec<(usize, Transfer)>,
     /// The transfers of data to be moved or combined, by sender.
     receives: Vec<(usize, Transfer)>,
@@ -207,7 +207,7 @@ impl Round {
         &self.start.shared.claim(self.rank()).signature
     }
 
-    /// Returns true if nobody waits for the operation any more and it cannot complete.
+    /// Returns true if nothing waits for the operation any more and it cannot complete.
     pub(super) fn is_given_up(&self) -> bool {
         Arc::strong_count(&self.start.shared) == 1 && self.start.control.failure().is_some()
     }

@@ -73,7 +73,7 @@ impl Incoming {
         self.transfer.is_complete()
     }
 
-    /// Returns its bytes, once it is complete.
+    /// Returns the message's bytes, once it is complete.
     pub(super) fn take(self) -> Vec<u8> {
         let buffers = self.landing.take();
         buffers
@@ -302,7 +302,7 @@ fn null_request() -> ffi::MPI_Request {
     unsafe { ffi::RSMPI_REQUEST_NULL }
 }
 
-/// Returns the ranges of the messages that some bytes travel in; none if there are no bytes.
+/// Returns the ranges of the messages in which some bytes are sent; none if there are no bytes.
 fn pieces(range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let end = range.end;
     range
