@@ -44,7 +44,7 @@ impl StepGraphs {
     }
 }
 
-/// Which graphs of a step are kept.
+/// The graphs of a step to keep.
 #[derive(Clone, Copy)]
 pub(crate) enum Keep<'a> {
     /// The plan.
@@ -157,7 +157,7 @@ impl Stages {
         Ok(self)
     }
 
-    /// Returns the graphs of one part of a step that has three; empty for other steps.
+    /// Returns the graphs of one part of a step with three graphs; empty for other steps.
     fn part(of: &Self, number: usize) -> &[Graph] {
         of.parts.get(number).map_or(&[], Vec::as_slice)
     }
@@ -227,8 +227,8 @@ impl Stages {
 }
 
 impl Keep<'_> {
-    /// Applies passes to a graph, and returns the graphs to keep. `stages_of` returns the stages of these passes in
-    /// other stages. `see` is called as by [`Pipeline::run_seen`], except for twins.
+    /// Applies passes to a graph, and returns the graphs to keep. `stages_of` selects the stages of these passes from
+    /// the stages of another step. `see` is called as in [`Pipeline::run_seen`], except for twins.
     fn applied(
         self,
         passes: &Pipeline,
