@@ -73,7 +73,7 @@ impl GraphTransform for UseKernels {
     }
 
     fn transform(&self, graph: Graph) -> Result<Graph, Error> {
-        // Recomputed units come at backward's first read, which may be after the first node of a pattern.
+        // Units are recomputed at backward's first read, which may be after the first node of a pattern.
         let has_repeated = graph.applied().contains(&PassId::RecomputeUnits);
         let before = has_repeated.then(|| graph.clone());
         let mut graph = graph;
@@ -109,7 +109,7 @@ impl GraphTransform for UseKernels {
 /// A function that replaces all instances of one pattern.
 type Replace = fn(&mut Patterns) -> Result<(), Error>;
 
-/// Replaces Burn's GELU, and its gradient, by a kernel.
+/// Replaces Burn's GELU, or its gradient, with a kernel.
 fn use_gelu(node: &mut Node) {
     let (operation, inputs, out) = match &node.operation {
         OperationIr::Activation(ActivationOperationIr::Gelu(op)) => {
