@@ -50,7 +50,7 @@ macro_rules! with_rank {
 /// [`ModuleOptimizer`]. Any single optimizer of Burn also converts to this type.
 ///
 /// A parameter in several groups is stepped by the optimizer that was added last. Groups have their own rates if a step
-/// is called with rates of groups. Burn's `ModuleLrScheduler` has a schedule for each group.
+/// is called with group rates. Burn's `ModuleLrScheduler` has a schedule for each group.
 ///
 /// ```
 /// use burn::module::ParamGroup;
@@ -185,7 +185,7 @@ trait Followed: Send + Sync {
         dtype: DType,
     ) -> Result<Box<dyn Twin>, String>;
 
-    /// Returns it as Burn's optimizer of all parameters.
+    /// Returns it as Burn's optimizer for all parameters.
     fn alone(&self) -> ModuleOptimizer;
 
     /// Adds the optimizer to Burn's optimizer for a group.
