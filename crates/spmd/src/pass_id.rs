@@ -56,7 +56,7 @@ pub enum PassId {
     User(&'static str),
 }
 
-/// Prints as `insert collectives`.
+/// Prints the name in words, such as `insert collectives`.
 impl fmt::Display for PassId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {

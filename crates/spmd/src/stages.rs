@@ -140,7 +140,7 @@ impl Stages {
     ) -> Result<Self, Error> {
         let plan = self.whole.pop().ok_or_else(no_plan)?;
         let begin = self.whole.len();
-        // It was already shown after the pass that made it.
+        // `see` was already called with the plan after the pass that made it.
         let mut is_seen = true;
         let see = &mut |graph: &Graph| {
             if !std::mem::take(&mut is_seen) {
@@ -227,8 +227,8 @@ impl Stages {
 }
 
 impl Keep<'_> {
-    /// Applies passes to a graph, and returns the graphs to keep. `stages_of` selects the stages of these passes from
-    /// the stages of another step. `see` is called as in [`Pipeline::run_seen`], except for twins.
+    /// Applies passes to a graph, and returns the graphs to keep. `stages_of` selects the stages of these passes at
+    /// other shapes. `see` is called as in [`Pipeline::run_seen`], except for twins.
     fn applied(
         self,
         passes: &Pipeline,

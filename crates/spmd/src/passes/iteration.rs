@@ -70,7 +70,7 @@ pub struct IterationGraph {
 }
 
 impl IterationGraph {
-    /// Creates it from a step, without moving any node.
+    /// Wraps a step, without moving any node.
     pub fn new(graph: Graph) -> Self {
         Self {
             graph,

@@ -1,4 +1,4 @@
-//! The split of a step into moved and staying nodes, and the three graphs that result.
+//! The split of a step into moved and unmoved nodes, and the three graphs that result.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU64;

@@ -120,8 +120,9 @@ fn placed(inputs: &Expand, axis: &str, chosen: &BTreeMap<String, Placement>) -> 
         })
 }
 
-/// Returns the graph without its optimizer if that is elementwise. Such an optimizer moves nothing, because states have
-/// their parameters' placements and gradients are brought there. It also makes up most of the nodes.
+/// Returns the graph without its optimizer if that is elementwise. An elementwise optimizer moves nothing, because
+/// states have their parameters' placements and gradients are redistributed to these. It also makes up most of the
+/// nodes.
 fn without_optimizer(graph: &Graph) -> Graph {
     let mut graph = graph.clone();
     let is_of_optimizer = |node: &Node| node.phase == Phase::Optimizer;

@@ -357,7 +357,7 @@ impl<T, F: FnMut(String, Vec<usize>, DType) -> T> BatchMapper for Walk<T, F> {
     }
 }
 
-/// A function from name and shape of a batch tensor to the shape to trace.
+/// A function that returns the shape to trace, from the name and shape of a batch tensor.
 pub(crate) type JoinedShape<'a> = &'a dyn Fn(&str, &[usize]) -> Vec<usize>;
 
 /// The mapper that replaces every tensor of a batch with a fake one on the capture device, with the joined shape and

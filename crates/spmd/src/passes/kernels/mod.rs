@@ -79,16 +79,16 @@ impl GraphTransform for UseKernels {
         let mut graph = graph;
         let kinds: [Replace; 6] = [
             softmax::replace,
-            // Some of these are attention.
+            // After softmax, which attention contains.
             attention::replace,
-            // Some of the logarithms are read only for one class.
+            // After the logarithm of softmax, which a likelihood contains.
             likelihood::replace,
             layer_norm::replace,
-            // From the nodes left over by layer norms.
+            // After layer norms, which contain one.
             rms_norm::replace,
             silu::replace,
         ];
-        // The placement of a product that is created from another one is unknown.
+        // The placement of a product that is created from another product is unknown.
         let products = (!graph.is_placed()).then_some(product::replace as Replace);
         for replace in kinds.into_iter().chain(products) {
             let mut patterns = Patterns::new(graph);

@@ -31,7 +31,7 @@ enum Second<'a> {
 }
 
 impl<'a> Form<'a> {
-    /// Returns the form of an operation that can be in a program.
+    /// Returns the form of an operation, if a program can contain it.
     pub(super) fn of(node: &'a Node) -> Option<Self> {
         let is_plain = node.collective.is_none() && node.shift.is_none();
         let form = if is_plain {

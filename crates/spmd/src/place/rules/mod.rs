@@ -15,8 +15,8 @@
 //! | `kernels` | kernels that later replace composed operations: only for types |
 //!
 //! Operations outside of these families run on whole tensors. The families `indexing`, `attention`, `convolution` and
-//! `random` run only on equal parts: an index in padding could be out of bounds, and random numbers depend on their
-//! positions. Constants accept padding. Integer arithmetic does not.
+//! `random` run only on equal parts: an index in padding could be out of bounds, and random numbers depend on position.
+//! Constants accept padding. Integer arithmetic does not.
 
 mod attention;
 mod base;

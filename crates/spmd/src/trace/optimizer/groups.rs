@@ -88,8 +88,8 @@ struct Group {
 impl OptimizerGroups {
     /// Adds an optimizer for the parameters of a group.
     ///
-    /// The group names them by path. Ids refer to the module that `init` of [`compile`](crate::compile()) returns, and
-    /// a newly made module has new ids. A group without any parameter is rejected when the step is compiled.
+    /// The group selects them by path. Ids refer to the module that `init` of [`compile`](crate::compile()) returns,
+    /// and a newly made module has new ids. A group without any parameter is rejected when the step is compiled.
     #[must_use]
     pub fn with_group(mut self, members: ParamGroup, optimizer: impl Optimizer) -> Self {
         let optimizer = Arc::new(optimizer);
@@ -188,7 +188,7 @@ trait Followed: Send + Sync {
     /// Returns it as Burn's optimizer for all parameters.
     fn alone(&self) -> ModuleOptimizer;
 
-    /// Adds the optimizer to Burn's optimizer for a group.
+    /// Adds it to Burn's optimizer `all`, for the members of a group.
     fn added_to(&self, all: ModuleOptimizer, members: ParamGroup) -> ModuleOptimizer;
 }
 

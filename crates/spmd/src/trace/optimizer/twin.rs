@@ -77,7 +77,7 @@ pub(super) trait Twin: Send {
     fn slots(&self) -> &Arc<Vec<Slot>>;
 }
 
-/// The use of a recording: to learn the tensors of the state, or to step.
+/// The purpose of a recording: to find the tensors of the state, or to step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Look {
     /// The first recording: the new state is described, and no further step can start from it.
