@@ -122,7 +122,7 @@ where
 /// Compiles as [`compile`] does, with initial values that each rank reads for itself, such as its own shards from a
 /// file.
 ///
-/// `read` is called once for each tensor of the module, in its order. It returns this rank's part in the requested
+/// `read` is called once for each tensor of the module, in module order. It returns this rank's part in the requested
 /// shape, or `None` to use the value that `init` makes on rank 0. All ranks must return a part of the same tensors. A
 /// lazy parameter whose value is read is not initialised.
 ///

@@ -3,7 +3,7 @@
 use burn::tensor::{BoolStore, DType};
 use burn_fsdp_collectives::ElementType;
 
-/// Returns the transport's element type for gathers. Bytes are moved unchanged, so integers and bools can also be
+/// Returns the transport's element type to gather a type. Bytes are moved unchanged, so integers and bools can also be
 /// gathered.
 pub(crate) fn gathered_type(dtype: DType) -> Option<ElementType> {
     match dtype {
@@ -19,7 +19,7 @@ pub(crate) fn gathered_type(dtype: DType) -> Option<ElementType> {
     }
 }
 
-/// Returns the transport's element type for reductions; only float types have one.
+/// Returns the transport's element type to reduce a type; only float types have one.
 pub(crate) fn element_type(dtype: DType) -> Option<ElementType> {
     match dtype {
         DType::F64 => Some(ElementType::F64),

@@ -21,8 +21,8 @@ const FIRST_CARRIED: u64 = 1 << 41;
 pub struct Iteration {
     /// The graph of the first step, without the moved nodes. Their inputs become pending.
     pub setup: Graph,
-    /// The graph of every other step: the moved nodes do their part of the step before, and the others their part of
-    /// this one.
+    /// The graph of every other step: the moved nodes do their part of the previous step, and the others their part of
+    /// this step.
     pub main: Graph,
     /// The graph after the last step: only the moved nodes.
     pub cleanup: Graph,

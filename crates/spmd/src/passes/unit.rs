@@ -32,7 +32,7 @@ impl Units {
     }
 
     /// Creates units from the modules that match one of these patterns. A parameter belongs to the innermost of them
-    /// that contains it. All others form one unit, the root, and so does the whole model without a pattern.
+    /// that contains it. All other parameters form one unit, the root. Without a pattern, so does the whole model.
     ///
     /// ```
     /// use burn_fsdp_spmd::passes::Units;

@@ -237,7 +237,7 @@ impl Patterns {
         Ok(())
     }
 
-    /// Declares a value with another value's type.
+    /// Declares a value with this shape and another value's type.
     pub(super) fn value(&mut self, shape: Vec<usize>, like: TensorId) -> TensorId {
         let of_other = self.graph.value(like).map(|value| value.dtype);
         let dtype = of_other.unwrap_or(DType::F32);
