@@ -41,8 +41,9 @@ impl<T: Copy> Precision<T> {
         }
     }
 
-    /// Casts gradients to `dtype` before they are reduced. By default they is sent in the type in which they were
-    /// computed. Sums always use at least 32 bits and reach the shards in the shards' type without rounding in between.
+    /// Casts gradients to `dtype` before they are reduced. By default they are sent in the type in which they were
+    /// computed. Sums always use at least 32 bits and reach the shards in the shards' type without intermediate
+    /// rounding.
     pub fn reduce(mut self, dtype: T) -> Self {
         self.reduce = Some(dtype);
         self

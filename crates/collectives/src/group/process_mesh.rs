@@ -96,7 +96,7 @@ pub trait AsMesh {
     ///
     /// # Errors
     ///
-    /// [`Error::Mesh`] if a mesh with such an axis is not valid.
+    /// [`Error::Mesh`] if a mesh with this axis is not valid.
     fn as_mesh(&self, axis: &str) -> Result<Cow<'_, ProcessMesh>, Error>;
 }
 

@@ -40,7 +40,7 @@ where
 }
 
 impl Cause {
-    /// Returns the cause in a panic's payload.
+    /// Extracts the cause from a panic's payload.
     pub(super) fn unwound(payload: Box<dyn Any + Send>) -> Self {
         let payload = match payload.downcast::<Unwound>() {
             Ok(unwound) => return Self::Failed(unwound.0),

@@ -8,7 +8,7 @@ pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// The variable that selects threads or processes as ranks.
 pub(super) const ENGINE: &str = "BURN_FSDP_ENGINE";
 
-/// The reason why a launch did not return a result of every rank.
+/// The reason why a launch did not return a result for every rank.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {

@@ -74,7 +74,8 @@ const OTHERS: [Other; 13] = [
         rank: "MVP_COMM_WORLD_RANK",
         size: Size::Variable("MVP_COMM_WORLD_SIZE"),
     },
-    // In `flux run -o pmi=off`. Otherwise it also sets MPICH's variables, and in the script of `flux batch` none.
+    // Set by `flux run -o pmi=off`. Otherwise Flux also sets MPICH's variables. In the script of `flux batch` it sets
+    // none.
     Other {
         name: "flux run",
         rank: "FLUX_TASK_RANK",

@@ -11,8 +11,8 @@ const STACK_BYTES: usize = 8 << 20;
 /// The pause between a background worker's checks for work. Each check takes some microseconds.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
-/// A rank's rayon pool. The body runs on one of its workers. So parallel work that the body begins, such as Burn's
-/// kernels, is shared among the workers of the rank's own pool.
+/// A rank's rayon pool. The body runs on one of its workers. Parallel work that the body begins, such as Burn's
+/// kernels, is therefore shared among the workers of this pool.
 ///
 /// Work that the body spawns without taking part in it needs a second worker. A rank with a single compute thread gets
 /// one, but it does not help with the kernels. All cores have a rank to serve. If two threads shared each kernel of a
