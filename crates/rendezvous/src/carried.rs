@@ -12,9 +12,9 @@ pub struct Carried {
     pub operation: Operation,
     /// The step that the rank passed to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step), if any.
     pub step: Option<u64>,
-    /// Checksums of the bytes that the rank gave: of each part, for rank 0 of the group, then for rank 1, and so on.
+    /// Checksums of the bytes that the rank sent: of each part, for rank 0 of the group, then for rank 1, and so on.
     pub given: Vec<u64>,
-    /// Checksums of the bytes that the rank got: of each part.
+    /// Checksums of the bytes that the rank received, one per part.
     pub got: Vec<u64>,
 }
 

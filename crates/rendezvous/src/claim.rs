@@ -32,9 +32,9 @@ pub struct Subgroup {
     pub isolated: Option<Duration>,
 }
 
-/// A rank's way to send claims to the other ranks of a group. All of it is host memory, wherever the tensors are.
+/// A rank's way to send claims to the other ranks of a group. Claims are in host memory, wherever the tensors are.
 ///
-/// Whoever implements it must [ring](Control::ring) after each change that may end a wait. It must carry
+/// An implementation must [ring](Control::ring) after each change that may end a wait. It must also carry
 /// [`News`](super::News) if the ranks are in several processes.
 pub trait Messages: fmt::Debug + Send + Sync {
     /// Returns the failure domain of the group.

@@ -6,7 +6,7 @@ use burn_fsdp_mesh::ReduceOp;
 
 use super::element::ElementType;
 
-/// The way in which the tensors of all ranks are combined into one.
+/// How the tensors of all ranks are combined into one.
 ///
 /// Each rank's element is widened (see below) and multiplied by `pre_scale`. The products are combined in rank order.
 /// The result is multiplied by `post_scale`, for [`ReduceOp::Mean`] also by one over the size of the group, and rounded

@@ -11,10 +11,10 @@ use burn_fsdp_rendezvous::lock;
 /// A pool that lends [`Buffer`]s, takes their memory back and counts the live bytes. Cheap to clone: all clones are the
 /// same pool.
 ///
-/// Large memory that comes fresh from the system costs a page fault for every 4 KiB at its first use. This takes longer
-/// than the transfer into it. The pool therefore keeps the memory of dropped buffers for the next buffer of the same
-/// size. Used and kept memory together never exceed the peak of the memory in use. Where keeping would exceed that
-/// peak, the memory kept longest is returned to the system.
+/// Large memory fresh from the system costs a page fault for every 4 KiB at its first use. This takes longer than the
+/// transfer into it. The pool therefore keeps the memory of dropped buffers for the next buffer of the same size. Used
+/// and kept memory together never exceed the peak of the memory in use. Where keeping would exceed that peak, the
+/// memory kept longest is returned to the system.
 #[derive(Clone, Default)]
 pub struct BufferPool(Arc<Mutex<Books>>);
 
@@ -207,7 +207,7 @@ impl Buffer {
         !matches!(self.0, Memory::Awaited { .. })
     }
 
-    /// Returns the memory in which the bytes are or will be.
+    /// Returns the memory that holds, or will hold, the bytes.
     #[inline]
     pub fn space(&self) -> Space {
         match &self.0 {
@@ -239,7 +239,7 @@ impl Buffer {
         }
     }
 
-    /// Returns what an engine has allocated, or the buffer itself if it is from a pool or has not arrived.
+    /// Returns the payload that an engine has allocated, or the buffer itself if it is from a pool or has not arrived.
     ///
     /// # Errors
     ///
@@ -265,7 +265,7 @@ impl Payload for Buffer {
         self.host()
     }
 
-    /// What an engine has allocated, or the buffer.
+    /// Returns the payload that an engine has allocated, or the buffer.
     fn as_any(&self) -> &dyn Any {
         match &self.0 {
             Memory::Arrived(payload) => payload.as_any(),

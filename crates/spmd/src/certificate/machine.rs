@@ -97,7 +97,7 @@ impl Machine {
         self.ranks[rank].values.insert(id, tensor);
     }
 
-    /// Begins a run: gives all ranks a new batch and the values that the run before did not leave.
+    /// Begins a run: gives all ranks a new batch and the values that the previous run did not leave.
     pub(super) fn begin(&mut self, graph: &Graph, given: &Given<'_>) -> Result<(), Fault> {
         self.run = given.run;
         let owned = owned_of(graph);
