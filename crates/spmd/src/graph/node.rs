@@ -39,7 +39,7 @@ pub struct Node {
 
 /// The properties of a custom operation, for passes and plans.
 ///
-/// By default it is pure, not cheap, makes new memory for its results, and takes no scratch memory.
+/// By default it is pure, not cheap, allocates memory for its results, and uses no scratch memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CustomProfile {
     /// True if equal operands give equal results, without other effects. Such a node may be dropped, repeated, or
@@ -53,7 +53,7 @@ pub struct CustomProfile {
     pub written_over: Option<usize>,
     /// Arithmetic operations of a call.
     pub flops: Flops,
-    /// Most bytes that it allocates and frees while it runs.
+    /// Maximum number of bytes that it allocates and frees while it runs.
     pub scratch_bytes: u64,
 }
 

@@ -156,14 +156,14 @@ pub struct Update {
     pub from: TensorId,
 }
 
-/// A value that the user named, so that a placement can be requested for it. Several values can share a name.
+/// A value that the user named to request a placement for it. Several values can share a name.
 #[derive(Debug, Clone)]
 pub(crate) struct NamedActivation {
     pub(crate) name: Arc<str>,
     pub(crate) value: TensorId,
 }
 
-/// What the ranks on each axis hold of a value that waits for the next step.
+/// The placements and the owner of a value that waits for the next step.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Carried {
     /// A placement for each axis; none for values that differ between ranks.
@@ -172,7 +172,7 @@ pub(crate) struct Carried {
     pub(crate) owner: Option<usize>,
 }
 
-/// The ranks that alone have a value: those at an index along an axis.
+/// The only ranks that have a value: the ones at an index along an axis.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Owner {
     pub(crate) axis: Arc<str>,

@@ -200,7 +200,7 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Runs a graph once and returns its results. Every given value that its nodes read must be set; inputs are gone
+    /// Runs a graph once and returns its results. Every given value that its nodes read must be set; inputs are freed
     /// afterwards. All ranks of the group must call it, with equal graphs.
     ///
     /// # Errors
