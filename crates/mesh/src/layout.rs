@@ -79,8 +79,8 @@ impl Layout {
         placements.all(|placement| *placement == Placement::Replicate)
     }
 
-    /// Returns the shape in which `rank` holds its part of a tensor of shape `shape`. It has one dim if elements are
-    /// cut. An owner holds the tensor's own shape.
+    /// Returns the shape of `rank`'s part of a tensor of shape `shape`. It has one dim if elements are cut. An owner
+    /// holds the tensor's own shape.
     ///
     /// # Errors
     ///
@@ -324,7 +324,7 @@ impl fmt::Display for AxisPlacement {
     }
 }
 
-/// Returns the shape in which every rank holds its part of a tensor that a step computes with.
+/// Returns the shape of every rank's part of a tensor that a step computes with.
 ///
 /// Each cut dim is divided by the number of ranks and rounded up. If a dim does not divide evenly, the last ranks
 /// have fewer rows, in the sizes of [`Cut::Dims`], followed by padding.

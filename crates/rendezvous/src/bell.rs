@@ -1,4 +1,4 @@
-//! Waiting for a change that another thread makes.
+//! Waiting for changes made by other threads.
 
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -48,8 +48,8 @@ impl Bell {
         self.num_waiters.load(Ordering::Relaxed) > 0
     }
 
-    /// Waits until `look` returns something; `None` if it still returns nothing when the deadline has passed, as
-    /// [`Patience`] measures it.
+    /// Waits until `look` returns something; `None` if it has returned nothing by the deadline, as measured by
+    /// [`Patience`].
     pub(crate) fn wait_for<T>(
         &self,
         deadline: Duration,

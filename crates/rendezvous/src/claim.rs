@@ -44,14 +44,15 @@ pub trait Messages: fmt::Debug + Send + Sync {
     fn post(&self, operation: &Operation, claim: Claim) -> Arc<dyn Meeting>;
 }
 
-/// The claims of all ranks on one operation, as they arrive. Dropping it does not keep the peers from meeting.
+/// The claims of all ranks on one operation, as they arrive. Dropping it does not prevent the peers from meeting.
 pub trait Meeting: Send + Sync {
-    /// Returns true if the claims of all ranks are there. Never waits and must be cheap, because it is called in a loop.
+    /// Returns true if the claims of all ranks have arrived. Never waits and must be cheap, because it is called in a
+    /// loop.
     fn is_complete(&self) -> bool;
 
     /// Returns the ranks of the group whose claims are missing.
     fn absent(&self) -> Vec<usize>;
 
-    /// Returns the claim of a rank of the group. Called when all claims are there.
+    /// Returns the claim of a rank of the group. Called when all claims have arrived.
     fn claim(&self, rank: usize) -> &Claim;
 }

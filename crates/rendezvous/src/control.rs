@@ -119,7 +119,7 @@ impl Control {
         self.domain
     }
 
-    /// Ends the domain, unless it has already ended, and tells all its ranks.
+    /// Ends the domain, unless it has already ended, and notifies all its ranks.
     pub fn fail(&self, rank: usize, reason: String) {
         if self.has_failed(rank, reason.clone()) {
             let domain = self.domain;

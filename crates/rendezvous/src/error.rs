@@ -170,7 +170,7 @@ pub enum Error {
     },
 
     /// A replicated value that differs between the ranks, with [`Check::Agreement`](crate::Check::Agreement). Detected
-    /// in the operation after the one with which the ranks announced the value.
+    /// in the operation after the one that announced the value.
     #[error(
         "{}ranks {ranks:?} hold different bytes in {what} than most ranks of the group, or there is no majority; \
          one of them computed it incorrectly, or its memory is faulty: resume from the last checkpoint without that \

@@ -14,7 +14,7 @@ use burn_fsdp_rendezvous::{AlteredPart, Checksums, Claim, Meeting, Messages, Ope
 /// sources and fill its buffers only as the operation's [contract](burn_fsdp_rendezvous::OperationKind::contract) specifies, along the
 /// [routes](burn_fsdp_rendezvous::Signature::routes) that follow from it.
 ///
-/// The group calls [`post`](Messages::post) for operations that carry claims and notes only, and [`start`](Self::start)
+/// The group calls [`post`](Messages::post) for operations that carry only claims and notes, and [`start`](Self::start)
 /// for all others. Each number is used once, in order.
 pub trait Engine: Messages {
     /// Returns the user-visible name of the engine.
@@ -61,7 +61,7 @@ pub struct Request {
     pub into: Vec<Buffer>,
 }
 
-/// The events that a rank waits for in an operation after all claims are there, in this order.
+/// The events that a rank waits for in an operation after all claims have arrived, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Awaited {
     /// The bytes that this rank receives, or the work that produces them in the queue of a device.
@@ -82,8 +82,8 @@ pub trait Flight: Send {
     /// Returns the ranks of the group that have yet to do their part for the event.
     fn missing(&self, awaited: Awaited) -> Vec<usize>;
 
-    /// Does the work that this rank must do before its result can be available. Called once, when all claims are there
-    /// and agree.
+    /// Does the work that this rank must do before its result can be available. Called once, when all claims have
+    /// arrived and agree.
     ///
     /// # Errors
     ///

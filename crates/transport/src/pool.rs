@@ -43,7 +43,7 @@ impl BufferPool {
     pub fn take(&self, len: usize) -> Buffer {
         let num_words = len.div_ceil(size_of::<u64>());
         let (recycled, evicted) = lock(&self.0).take(num_words, len);
-        // Not under the lock: returning large memory to the system takes long.
+        // Not under the lock: returning large memory to the system takes a long time.
         drop(evicted);
         let words = recycled.unwrap_or_else(|| vec![0; num_words]);
         Buffer(Memory::Pooled(Pooled {
@@ -174,7 +174,7 @@ struct Pooled {
 
 impl Buffer {
     /// Returns a buffer for `len` bytes in some memory. Outside of host memory, nothing is allocated until the
-    /// operation returns it. In host memory, it belongs to a pool of its own.
+    /// operation returns it. In host memory, it belongs to a separate pool.
     pub fn in_space(space: Space, len: usize) -> Self {
         match space {
             Space::Host => BufferPool::new().take(len),

@@ -13,7 +13,7 @@ use burn_fsdp_transport::{
     Awaited, Buffer, Completion, Engine, Flight, Request, Source, Withdrawn, copy, reduce,
 };
 
-/// Returns the end of rank `rank` of a group of `size` ranks in which no other rank exists.
+/// Returns the end of rank `rank`, the only existing rank of a group of `size` ranks.
 pub(crate) fn end(control: Arc<Control>, size: usize, rank: usize) -> Box<dyn Engine> {
     Box::new(FakeEnd {
         rank,

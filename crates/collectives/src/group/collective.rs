@@ -22,7 +22,7 @@ use burn_fsdp_transport::{Buffer, Source};
 /// has already failed, and with [`Error::Injected`] if a [`Fault`](crate::Fault) is triggered. [`Pending::wait`] lists
 /// the errors of waiting.
 impl ProcessGroup {
-    /// Gathers the full tensors on every rank. Each rank holds a shard of them.
+    /// Gathers full tensors on every rank. Each rank holds a shard of them.
     ///
     /// For each part, `source` is this rank's shard (`partition.range(rank)`, without padding). `into[i]` becomes the
     /// full tensor, with the shards in rank order. Shards may be uneven or empty.
@@ -231,7 +231,7 @@ impl ProcessGroup {
         self.start_scatter(label, note, root, parts, into)?.wait()
     }
 
-    /// Gathers the full tensors on rank `root`. Each rank holds a shard of them.
+    /// Gathers full tensors on rank `root`. Each rank holds a shard of them.
     ///
     /// The sources are the ranks' shards, including the root's. At the root `into[i]` becomes the full tensor; the
     /// other ranks pass no buffers.

@@ -48,7 +48,7 @@ impl<T> Pending<T> {
         }
     }
 
-    /// Returns the same operation with another view of its result.
+    /// Returns the same operation with a different form of its result.
     pub(crate) fn map<U>(self, finish: fn(Received) -> U) -> Pending<U> {
         Pending {
             peers: self.peers,
@@ -387,7 +387,7 @@ pub(crate) struct Peers {
     pub(crate) control: Arc<Control>,
     /// The results that must be the same on all ranks, if ranks compare bytes.
     pub(crate) replicas: Option<Arc<Mutex<Replicas>>>,
-    /// The end of the group, kept so that its engine lives as long as an operation on it is in progress.
+    /// The end of the group, kept to keep its engine alive while an operation is in progress.
     pub(crate) _end: Arc<dyn Any + Send + Sync>,
 }
 

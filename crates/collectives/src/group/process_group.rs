@@ -138,8 +138,7 @@ impl ProcessGroup {
         self.0.state.start_recording(sample);
     }
 
-    /// Ends the recording and returns the spans in the order in which they ended. Returns no spans if there was no
-    /// recording.
+    /// Ends the recording and returns the spans in the order in which they ended. Returns no spans without a recording.
     pub fn end_recording(&self) -> Vec<CommSpan> {
         self.0.state.end_recording()
     }

@@ -1,4 +1,4 @@
-//! The body of one rank, and the ways in which it ends.
+//! The body of one rank, and how it ends.
 
 use std::any::Any;
 use std::fmt;

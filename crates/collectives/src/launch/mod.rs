@@ -42,8 +42,8 @@ use crate::group::ProcessGroup;
 /// # Failures
 ///
 /// When a rank panics or returns an error, the pending and later operations of all others fail. Ranks that do not
-/// return within [`LaunchConfig::grace`] are abandoned, and this function returns without them. While no rank has
-/// failed it waits for all of them, however long they take.
+/// return within [`LaunchConfig::grace`] are abandoned, and this function returns without them. As long as no rank has
+/// failed, it waits for all of them, however long they take.
 ///
 /// Errors that `body` handles itself and does not return are not failures of the launch.
 ///

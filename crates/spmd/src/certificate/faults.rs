@@ -1,4 +1,4 @@
-//! Proofs of passes with planted faults, as such faults might occur only at large shapes.
+//! Proofs of passes with planted faults, some of which occur only at large shapes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -102,7 +102,7 @@ fn misread(before: &Graph, mut graph: Graph, least: usize, count: Count) -> Grap
     graph
 }
 
-/// Returns the form by which new nodes of a pass are distinguished from old ones: operation, operands and results.
+/// Returns a node's operation, operands and results, which distinguish a pass's new nodes from old ones.
 fn form(node: &Node) -> String {
     let ids =
         |ids: &mut dyn Iterator<Item = TensorId>| ids.map(|id| id.value()).collect::<Vec<_>>();

@@ -120,7 +120,7 @@ impl Machine {
                 rank.values.remove(input);
             });
         }
-        // A pending gradient exists only if the step before left it; otherwise no node may read it.
+        // A pending gradient exists only if the previous step left it; otherwise no node may read it.
         let is_new =
             |value: &&Value| value.role.is_given() && !matches!(value.role, Role::Pending(_));
         for value in graph.values().filter(is_new) {

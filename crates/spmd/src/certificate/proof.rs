@@ -270,7 +270,7 @@ impl Proof<'_> {
             };
             let given = self.given(machine, bounds, step);
             let outcome = run(machine, graph, &given).map_err(|fault| (graph, fault))?;
-            // The moved values belong to the step before.
+            // The moved values belong to the previous step.
             let (moved, own) = outcome.divided(cleanup);
             if let Some(before) = outcomes.last_mut() {
                 before.seen.extend(moved.seen);

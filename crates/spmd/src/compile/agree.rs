@@ -6,7 +6,7 @@ use burn_fsdp_collectives::{Fingerprint, ProcessGroup};
 use crate::error::Error;
 use crate::trace::{Batch, base_rate, fixed_of, specs_of};
 
-/// Message of a rank that has no graph to run.
+/// The message of a rank that has no graph to run.
 const NOT_READY: [u8; 8] = [0; 8];
 
 /// Checks that all ranks are about to run the graph with this fingerprint, on a batch that is one of a number of

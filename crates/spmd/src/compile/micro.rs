@@ -188,8 +188,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             last = Some((update.clone(), made.clone()));
         }
         let (update, made) = last.ok_or(Error::NoBatch)?;
-        // Finishes the step before if it is pending, because its gradients have the same numbers. All ranks do so, now
-        // that they agree.
+        // Finishes the previous step if it is pending, because its gradients have the same numbers. All ranks do so,
+        // now that they agree.
         self.flush()?;
         for graph in &graphs {
             self.begin(graph)?;

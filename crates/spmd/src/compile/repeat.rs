@@ -1,4 +1,4 @@
-//! Comparison of two traces of one step.
+//! The comparison of two traces of one step.
 
 use crate::graph::{Graph, Node, Phase};
 

@@ -102,7 +102,7 @@ pub struct ScalarSlot {
     pub first: usize,
     /// Number of its scalars.
     pub len: usize,
-    /// True if the scalars belong to the previous step, from which the node was moved.
+    /// True if the scalars belong to the previous step, because the node was moved from there.
     pub is_of_before: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Parts of a whole that begin at another offset on each rank.
+//! Parts of a whole that begin at a different offset on each rank.
 
 use std::sync::Arc;
 

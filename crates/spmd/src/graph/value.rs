@@ -29,15 +29,15 @@ pub enum Role {
     Buffer(Arc<str>),
     /// A tensor of the batch. Given anew at each step.
     Input(Arc<str>),
-    /// A state of the optimizer, from the step before. Given.
+    /// A state of the optimizer, from the previous step. Given.
     State {
         /// The parameter that it belongs to.
         path: Arc<str>,
         /// Name of the tensor in the optimizer's state, such as `momentum.moment_1`.
         slot: Arc<str>,
     },
-    /// A value of the step before, for nodes that run in the next one. It is the gradient of the parameter with this
-    /// path, for a postponed optimizer, or any other value by its number. Given.
+    /// A value of the previous step, for nodes that were moved to this one. It is the gradient of the parameter with
+    /// this path, for a postponed optimizer, or any other value by its number. Given.
     Pending(Arc<str>),
     /// A tensor that is the same in every step. Given, see [`Graph::constants`](super::Graph::constants).
     Constant,

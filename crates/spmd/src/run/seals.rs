@@ -157,8 +157,8 @@ impl<B: BackendIr> Executor<B> {
         self.seals.fresh = fresh.map(|update| (update.from, None)).collect();
     }
 
-    /// Seals a value that replaces another one at the end, right after a node has written it and while it is still in
-    /// the cache.
+    /// Seals a value that replaces another one at the end, right after a node has written it, while it is still in the
+    /// cache.
     pub(super) fn seal_written(&mut self, node: &Node) {
         if self.seals.fresh.is_empty() {
             return;

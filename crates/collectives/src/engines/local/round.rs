@@ -81,14 +81,14 @@ impl Round {
         self.num_arrived.load(Ordering::Acquire) == self.seats.len()
     }
 
-    /// Returns a rank's sources, if they are still there.
+    /// Returns a rank's sources, unless they were removed.
     pub(super) fn sources(&self, rank: usize) -> Option<Sources> {
         lock(&self.seats[rank].sources).clone()
     }
 
     /// Removes a rank's sources. No peer will read them again.
     pub(super) fn withdraw(&self, rank: usize) {
-        // The guard is released before the sources are dropped, because freeing them may take long.
+        // The guard is released before the sources are dropped, because freeing them may take a long time.
         let sources = lock(&self.seats[rank].sources).take();
         drop(sources);
     }
@@ -146,7 +146,7 @@ impl Round {
         taken.all(|slice| lock(&slice.parts).is_some())
     }
 
-    /// Returns a combined slice, if it is there.
+    /// Returns a combined slice, if it is published.
     pub(super) fn slice(&self, slice: usize) -> Option<Sources> {
         lock(&self.slices[slice].parts).clone()
     }

@@ -101,7 +101,7 @@ impl Progress {
     fn next_command(&self, moved_at: Instant) -> Option<Command> {
         match self.commands.try_recv() {
             Ok(command) => return Some(command),
-            // All senders are gone and nobody has sent a close command, as when a failed rank leaves.
+            // All senders are gone, but none has sent a close command. This happens when a failed rank leaves.
             Err(TryRecvError::Disconnected) => return Some(Command::Close { with_others: false }),
             Err(TryRecvError::Empty) => {}
         }
@@ -189,8 +189,8 @@ impl Progress {
         while let Some(incoming) = self.wire.next_header()? {
             self.incoming.push_back(incoming);
         }
-        // Headers of one rank are read in the order in which it sent them. A rank that is stopped while it sends one
-        // does not delay the headers of others.
+        // Headers of one rank are read in the order in which it sent them. A rank that stops while sending one does not
+        // delay the headers of others.
         let mut late = BTreeSet::new();
         let mut index = 0;
         while index < self.incoming.len() {
