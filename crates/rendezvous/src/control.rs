@@ -194,7 +194,7 @@ impl Control {
         // A wait shorter than a tenth of the deadline costs only its polls.
         let soon = self.deadline / 10;
         let mut outcome = bell.wait_for(soon, look);
-        // Lives until this returns; an error has ended the domain by then.
+        // Dropped when this returns; an error has ended the domain by then.
         let _told = outcome.is_none().then(|| Told::new(self, wait));
         if outcome.is_none() {
             outcome = bell.wait_for(self.deadline - soon, look);

@@ -37,7 +37,7 @@ pub struct CommSpan {
     pub start: Instant,
     /// The time when it ended.
     pub end: Instant,
-    /// The number that was sampled then.
+    /// The number that was sampled at its end.
     pub sample: usize,
 }
 

@@ -52,7 +52,7 @@ pub use step::CompiledStep;
 /// values from a file, use [`compile_from`].
 ///
 /// The optimizer is one of Burn's for all parameters, or [`OptimizerGroups`] with different optimizers for groups of
-/// them. It is recorded anew in each step. Its host computations may depend on the learning rate, its step number, its
+/// them. It is recorded again in each step. Its host computations may depend on the learning rate, its step number, its
 /// own state, and the shapes and types of parameters. As in Burn, it updates a parameter if the batch produces a
 /// gradient for it. Gradient clipping is not part of Burn's `Optimizer`: `with_grad_clipping(..).build()` leaves it
 /// out. A compiled step clips by the norm of all gradients if

@@ -9,7 +9,7 @@ use burn_fsdp_transport::{
 
 /// An operation that this rank has started on its engine.
 pub(super) enum Started {
-    /// Only claims and notes travel.
+    /// An operation that sends only claims and notes.
     Posted(Arc<dyn Meeting>),
     Flying(Box<dyn Flight>),
 }

@@ -64,7 +64,7 @@ pub enum LaunchError {
         processes: usize,
     },
 
-    /// A process that was started together with others by a launcher that the ranks cannot use to find each other.
+    /// A process that was started together with others by a launcher with which the ranks cannot find each other.
     #[error(
         "this is one of {} processes started by {launcher} ({variable}={value}), which does not let ranks find each \
          other, so each process would do the same work; start them with `mpirun` or `srun`, start one process whose \

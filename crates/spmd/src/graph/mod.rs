@@ -223,7 +223,7 @@ impl Graph {
             .ok_or_else(|| Error::Internal(format!("value {} is not declared", id.value())))
     }
 
-    /// Returns a value as a written operand of an operation: not yet initialised.
+    /// Returns a value as an operand that an operation writes: not yet initialised.
     ///
     /// # Errors
     ///

@@ -92,7 +92,7 @@ impl fmt::Display for Phase {
 
 /// Host scalars of an optimizer operation, which are patched before each step.
 ///
-/// The optimizer's step is recorded anew each time. The scalars come from the operation at `position` in it, for the
+/// The optimizer's step is recorded again each time. The scalars come from the operation at `position` in it, for the
 /// node's parameter ([`Node::path`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ScalarSlot {

@@ -27,7 +27,7 @@ pub enum Role {
     Parameter(Arc<str>),
     /// A given tensor of the module that is not a parameter, such as a running mean.
     Buffer(Arc<str>),
-    /// A tensor of the batch. Given anew at each step.
+    /// A tensor of the batch. Given at each step.
     Input(Arc<str>),
     /// A state of the optimizer, from the previous step. Given.
     State {
