@@ -18,7 +18,7 @@ pub struct Carried {
     pub got: Vec<u64>,
 }
 
-/// A callback that is called for each operation of a rank when it has ended.
+/// A callback that receives each completed operation of a rank.
 pub(crate) struct Watcher(Box<dyn FnMut(Carried) + Send>);
 
 impl Watcher {
