@@ -41,21 +41,21 @@ pub use overrides::Override;
 pub use state::OptimizerState;
 pub use step::CompiledStep;
 
-/// Compiles a train step: the `loss` of a batch on the module that `init` makes, its gradients, and a step of
-/// `optimizer` for every parameter. The closure returns only the loss, or a pair of the loss and other tensors that the
-/// step outputs, see [`Loss`]. All ranks of the mode's group must call it, with the same arguments.
+/// Compiles a train step: `loss` of the module that `init` makes and a batch, its gradients, and a step of `optimizer`
+/// for every parameter. The closure returns only the loss, or a pair of the loss and other tensors that the step
+/// outputs, see [`Loss`]. All ranks of the mode's group must call it, with the same arguments.
 ///
-/// A graph is created when the first batch of its shapes arrives. The initial values are the ones that `init` makes on
-/// rank 0. No rank ever holds more than its part and one whole parameter, as long as `init` leaves parameters lazy, as
-/// Burn's layers do. So does [`LazyLora`](crate::LazyLora), which replaces Burn's `apply_lora`. Until the first graph
-/// of [`DataParallel::Automatic`](crate::DataParallel::Automatic) has decided the parts, they are flat shards. To read
+/// A graph is created when the first batch of its shapes comes. The initial values are those that rank 0 gets from
+/// `init`. No rank ever holds more than its part and one whole parameter, as long as `init` leaves parameters lazy, as
+/// Burn's layers do. [`LazyLora`](crate::LazyLora) also does, in place of Burn's `apply_lora`. Until the first graph of
+/// [`DataParallel::Automatic`](crate::DataParallel::Automatic) has decided the parts, they are flat shards. To read
 /// values from a file, use [`compile_from`].
 ///
 /// The optimizer is one of Burn's for all parameters, or [`OptimizerGroups`] with different optimizers for groups of
-/// them. It is recorded again in each step. Its host computations may depend on the learning rate, its step number, its
-/// own state, and the shapes and types of parameters. As in Burn, it updates a parameter if the batch produces a
-/// gradient for it. Gradient clipping is not part of Burn's `Optimizer`: `with_grad_clipping(..).build()` leaves it
-/// out. A compiled step clips by the norm of all gradients if
+/// them. It is followed step by step. Its host computations may depend on the learning rate, its step number, its own
+/// state, and the shapes and types of parameters. As in Burn, it updates a parameter if the batch produces a gradient
+/// for it. Gradient clipping is not part of Burn's `Optimizer`: `with_grad_clipping(..).build()` leaves it out. A
+/// compiled step clips by the norm of all gradients if
 /// [`Options::clip_grad_norm`](crate::passes::schedule::Options::clip_grad_norm) is set.
 ///
 /// ```
@@ -91,7 +91,8 @@ pub use step::CompiledStep;
 /// step.
 ///
 /// When a graph is used for the second time, its step is traced again with the new batch and compared. A counter, a
-/// random number or a field that has changed since causes [`Error::NotRepeatable`]. Later changes are not noticed.
+/// random number or a field that has changed since is [`Error::NotRepeatable`]. A value that changes later is not
+/// noticed.
 ///
 /// `init` and `loss` run on devices with autodiff. Tracing computes nothing on them, so neither closure may read the
 /// value of a tensor. `init` runs once more on rank 0, for the initial values. A tensor of the model that is not a
@@ -119,11 +120,12 @@ where
     compile_with(init, loss, optimizer, mode, ())
 }
 
-/// Compiles like [`compile`], from values that each rank reads itself, such as the bytes of its own shards in a file.
+/// Compiles as [`compile`] does, from values that each rank reads for itself, such as the bytes of its own shards in a
+/// file.
 ///
-/// `read` is called once for each tensor of the module, in the module's order. It returns this rank's part in the
-/// requested shape, or `None` to use the value that `init` makes on rank 0. All ranks must return parts of the same
-/// tensors. A value that is read is never initialised: `init` may leave it lazy.
+/// `read` is called once for each tensor of the module, in its order. It returns this rank's part in the requested
+/// shape, or `None` to use the value that `init` makes on rank 0. All ranks must return a part of the same tensors. A
+/// value that is read is not made: `init` may leave it lazy.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -172,12 +174,12 @@ where
     compiled::<Flex, M, B, L, O, (), E>((init, read), loss, optimizer, mode, (), on)
 }
 
-/// Compiles like [`compile`], with an [`Override`] for parts that cannot be traced. `loss` takes the replacement of the
-/// module that `init` makes.
+/// Compiles as [`compile`] does, with an [`Override`] for parts that cannot be traced. `loss` takes the module that
+/// replaces the one that `init` makes.
 ///
 /// # Errors
 ///
-/// Same as [`compile`]; [`OverrideError`](crate::OverrideError).
+/// As [`compile`]; [`OverrideError`](crate::OverrideError).
 pub fn compile_with<M, B, L, O, V>(
     init: impl Fn(&Device) -> M + Send + 'static,
     loss: impl Fn(&V::Traced, B) -> L + Send + 'static,
@@ -196,12 +198,12 @@ where
     compile_on::<Flex, M, B, L, O, V>(init, loss, optimizer, mode, over, &Device::flex(), on)
 }
 
-/// Compiles like [`compile_with`] (with `()` for no override), for another backend. Parameters are initialised on
+/// Compiles as [`compile_with`] does (with `()` for no override), for another backend. Parameters are initialised on
 /// `device`, and steps run on `backend_device`.
 ///
 /// # Errors
 ///
-/// Same as [`compile`].
+/// As [`compile`].
 pub fn compile_on<Be, M, B, L, O, V>(
     init: impl Fn(&Device) -> M + Send + 'static,
     loss: impl Fn(&V::Traced, B) -> L + Send + 'static,

@@ -84,7 +84,7 @@ pub enum Error {
         path: String,
     },
 
-    /// A step that produced two different graphs for the same model, batch and step.
+    /// A step that gave two different graphs for the same model, batch and step.
     #[error(
         "the step differs each time it is traced: {difference}; a compiled step only repeats what was traced, so pass \
          values that the host draws or counts (random numbers, step counters, scheduled weights, the order of a HashMap) \
