@@ -1,5 +1,5 @@
-//! The state of an optimizer, piece by piece. Burn makes two copies of it for a record, as tensors and as bytes, so the
-//! record of everything at once is as large as two states.
+//! The state of an optimizer, piece by piece. Burn makes two copies of it for a record, as tensors and as bytes, so
+//! recording everything at once takes twice the memory of the state.
 
 #[cfg(feature = "train")]
 use std::sync::Arc;
@@ -65,7 +65,7 @@ pub(crate) fn lazily_taken(
     ids: &[u64],
 ) -> Result<OptimizerParts, CheckpointError> {
     let mut parts = OptimizerParts::default();
-    // One for all tensors: it has an entry for each parameter.
+    // All tensors share one clone, because it has an entry for each parameter.
     let shared = Arc::new(optimizer.clone());
     for id in ids {
         let mut own = OptimizerParts::take(&only(optimizer, [*id]))?;

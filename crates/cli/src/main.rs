@@ -87,8 +87,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Turns a file size limit (`ulimit -f`) into an error of the write that exceeds it, like a full disk. By default it
-/// ends the process.
+/// Turns a file size limit (`ulimit -f`) into an error of the write that exceeds it, like a full disk. By default,
+/// exceeding it ends the process.
 fn take_file_size_limits_as_errors() {
     #[cfg(unix)]
     {

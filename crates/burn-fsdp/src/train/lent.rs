@@ -112,7 +112,7 @@ impl<M: LearnerModel> Lent<M> {
         held(&self.counter)
     }
 
-    /// Changes the model, if it is here.
+    /// Changes the model, unless it is with the ranks.
     fn with(self, change: impl FnOnce(M) -> M) -> Self {
         Self {
             model: self.model.map(change),
@@ -135,7 +135,7 @@ impl<M: LearnerModel> TrainStep for Lent<M> {
         TrainStep::step(self.here(), item)
     }
 
-    /// Hands out model and optimizer, or takes an optimizer in: the ranks make a step of the learner.
+    /// Hands out model and optimizer, or takes an optimizer in: a learner exposes its optimizer only here.
     fn optimize(
         mut self,
         optimizer: &mut ModuleOptimizer,

@@ -25,7 +25,7 @@ use crate::process::Process;
 /// is shorter than the time that schedulers wait between a signal and a kill.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// The processes below.
+/// The processes below `launch`.
 #[derive(Debug)]
 pub(super) struct Below {
     /// The first process of the command; the process group has its number.
@@ -44,7 +44,7 @@ pub(super) struct Below {
     is_group_told: bool,
     /// The processes of other programs that existed when the order came.
     known: HashSet<Image>,
-    /// The time since which no training is left, after the order.
+    /// The time, after the order, at which the last training run was seen to be gone.
     over_since: Option<Instant>,
     /// The time of the first order to end at once.
     at_once_since: Option<Instant>,

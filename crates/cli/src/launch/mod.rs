@@ -1,4 +1,4 @@
-//! Restarts of a failed training, and signals for it.
+//! The `burn-fsdp launch` command: restarts a failed training run, and passes signals on to it.
 
 mod below;
 mod signals;
@@ -65,7 +65,7 @@ The exit code is the command's, or 128 + N if signal N ended it.";
 /// Exit code for an error in the command's input, which a restart would not fix.
 const INPUT: i32 = 2;
 
-/// The time between two checks whether the command has ended.
+/// The time between two checks for the end of the command.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// The time between two checks of the processes below, while the command is ending.

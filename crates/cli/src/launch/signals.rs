@@ -18,7 +18,7 @@ pub(crate) const ONE_REQUEST: Duration = Duration::from_secs(1);
 /// The request that a signal makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Order {
-    /// End in good order: the first signal.
+    /// End cleanly: the first signal.
     End(i32),
     /// End at once: a later signal, or SIGQUIT.
     AtOnce(i32),

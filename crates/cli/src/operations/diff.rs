@@ -125,7 +125,7 @@ fn difference(line: &Line, other: Option<&Line>) -> Option<How> {
         return Some(How::OtherCall(Some(call)));
     }
     let position = |a: &[u64], b: &[u64]| a.iter().zip(b).position(|(a, b)| a != b);
-    // What a rank sends has an entry for each rank and part.
+    // The sent bytes have an entry for each rank and part.
     let parts = line.got.len().max(1);
     let gave = position(&line.given, &other.given).map(|index| How::Gave(index % parts));
     gave.or_else(|| position(&line.got, &other.got).map(How::Got))

@@ -54,7 +54,7 @@ pub(crate) fn run(args: GenerateArgs) -> Result<(), Failure> {
     }
 }
 
-/// Warns about the folder's settings with which transformers would choose other tokens.
+/// Warns about settings of the folder that would make transformers choose other tokens.
 fn warn_of_rules(folder: &Path) -> Result<(), InputError> {
     let rules = ModelConfig::generation_rules(folder)?;
     if !rules.is_empty() {
