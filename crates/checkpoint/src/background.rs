@@ -50,7 +50,7 @@ impl BackgroundSaver {
                 let saved = save(&checkpoints, &request, &mut snapshot, &mut *rendezvous);
                 drop(snapshot);
                 if let Err(mpsc_error) = sender.send(saved) {
-                    // Nobody will ask any more, because the saver was dropped.
+                    // Nobody can receive the result, because the saver was dropped.
                     if let Err(error) = mpsc_error.0 {
                         tracing::error!(%error, "a background save failed");
                     }

@@ -31,7 +31,7 @@ pub struct SaveRequest {
 }
 
 impl SaveRequest {
-    /// Creates a request that keeps all steps and refuses to replace one.
+    /// Creates a request that keeps all steps and does not replace any.
     pub fn new(plan: Arc<WritePlan>, training: TrainingState) -> Self {
         Self {
             plan,
@@ -135,7 +135,7 @@ pub fn save(
     // The nearest error is the most specific: this rank's own, then the commit's, then the one received.
     receipt?;
     if let Some(outcome) = outcome {
-        // A committed step is saved, even if not every rank could be told.
+        // A committed step is saved, even if not every rank could be notified.
         return outcome;
     }
     let mut saved: Saved = verdict?.map_err(failed)?;

@@ -47,8 +47,8 @@ pub trait Architecture: Copy + Send + Sync + 'static {
 
     /// Returns the configuration of a model that does the same operations with narrower tensors.
     ///
-    /// The numbers of blocks and heads stay. Each width and the vocabulary size become the smallest size of at least
-    /// `least` with the original remainders modulo `ranks` and modulo two, if that is smaller than the original.
+    /// The numbers of blocks and heads stay the same. Each width and the vocabulary size become the smallest size of at
+    /// least `least` with the original remainders modulo `ranks` and modulo two, if that is smaller than the original.
     #[must_use]
     fn narrowed(self, ranks: usize, least: usize) -> Self;
 

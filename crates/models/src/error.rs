@@ -98,7 +98,7 @@ pub enum ModelError {
         problem: String,
     },
 
-    /// The files of a folder in Hugging Face's form do not belong to one model.
+    /// The files of a folder in Hugging Face's format do not belong to one model.
     #[error("{}: {problem}", path.display())]
     MalformedFolder {
         /// The folder, or the faulty file in it.

@@ -16,8 +16,8 @@ use crate::stored::{Elements, OpenedFile, StoredTensor, StoredType};
 use crate::weight_folder::WeightFolder;
 use crate::{Architecture, GptConfig, ModelError, ParameterSpec};
 
-/// The safetensors with the weights of one model, in the names and layout of its [table](Architecture::parameters).
-/// They are one file, or a folder in Hugging Face's form that may have several files and an index.
+/// The safetensors with the weights of one model, with the names and layout of its [table](Architecture::parameters).
+/// They are one file, or a folder in Hugging Face's format that may have several files and an index.
 ///
 /// The files must have all weights of the model and no weights of another model. Tensors that follow from the sizes
 /// are ignored, and so are heads for other tasks. A tied head may be present in addition to the embedding if both are
@@ -354,7 +354,7 @@ fn unexpected(path: PathBuf, found: Found, problem: String) -> ModelError {
     }
 }
 
-/// Returns the reason why a model does not have a tensor, as far as its name shows it.
+/// Returns the reason why a model does not have a tensor, if its name shows the reason.
 fn reason_against<A: Architecture>(config: &A, name: &str) -> String {
     let table = config.parameters();
     let has = |name: &str| {

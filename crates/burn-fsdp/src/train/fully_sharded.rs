@@ -36,7 +36,7 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 ///
 /// # Data
 ///
-/// Each rank takes a part of the loaders' items, as in Burn's distributed training: neighbouring items, so a step
+/// Each rank takes a part of the loaders' items, as in Burn's distributed training: neighboring items, so a step
 /// covers the number of ranks times a batch. If the items do not divide evenly, the ranks that run out process a batch
 /// again, and its rows do not count. Gradients are averaged by the number of items that the loaders have read for them.
 /// A step is then the mean over its items, if the loss is the mean over its batch. (A custom batch strategy that holds
