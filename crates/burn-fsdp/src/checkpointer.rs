@@ -108,7 +108,7 @@ pub struct NotFiniteTensor {
     pub rank: usize,
 }
 
-/// An event of a save that the user should know about, although the training continues.
+/// An event during a save that the user should know about, although the training continues.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum SaveRemark {

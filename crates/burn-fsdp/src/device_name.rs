@@ -1,4 +1,4 @@
-//! Device names, as on a command line.
+//! Device names, as given on a command line.
 
 use std::fmt;
 use std::str::FromStr;

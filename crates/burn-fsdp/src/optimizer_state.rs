@@ -62,7 +62,7 @@ impl Holders {
                 Some(owner) => Self::Owner(owner),
                 None => Self::Parts,
             },
-            // A parameter with too many dims is shown flat.
+            // The optimizer sees a parameter with too many dims as a flat tensor.
             _ if local.shown_shape() != local.shape => Self::Parts,
             _ => Self::All,
         }

@@ -207,7 +207,7 @@ impl<A: Architecture> WeightsFile<A> {
         Ok(values)
     }
 
-    /// Returns the error of a tied head whose values differ from the embedding's.
+    /// Returns the error for a tied head whose values differ from the embedding's.
     fn other_head(&self, head: &TiedHead) -> ModelError {
         ModelError::UnexpectedTensor {
             path: self.path.clone(),

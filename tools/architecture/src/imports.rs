@@ -16,7 +16,7 @@ use crate::modules::{Modules, imports, is_reexport, is_test};
 /// The files of a crate and the imports of each.
 #[derive(Debug)]
 pub struct Imports {
-    /// Paths below `src`, with `/`.
+    /// Paths relative to `src`, separated by `/`.
     pub files: Vec<String>,
     /// The imported names, from the importing file to the defining file.
     pub arrows: BTreeMap<(usize, usize), BTreeSet<String>>,

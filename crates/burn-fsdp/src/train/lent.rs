@@ -102,7 +102,7 @@ impl<M: LearnerModel> Lent<M> {
         }
     }
 
-    /// Makes a learner give up its model and optimizer. Its optimizer keeps its state.
+    /// Makes a learner hand out its model and a copy of its optimizer.
     fn handed_out(learner: &mut Learner<Self>) -> Option<(Option<M>, ModuleOptimizer)> {
         learner.optimizer_step(GradientsParams::new());
         learner.model().counter().out.take()

@@ -213,7 +213,7 @@ struct Whole<M: LearnerModel> {
 }
 
 impl<M: LearnerModel> Whole<M> {
-    /// Returns the initial state of each rank that is `here`, which are all ranks, or only the ranks of this process.
+    /// Returns the initial state of each rank that is `here`: all ranks, or only the ranks of this process.
     fn divided(
         self,
         devices: Vec<Device>,

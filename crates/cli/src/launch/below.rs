@@ -38,7 +38,7 @@ pub(super) struct Below {
     order: Option<Order>,
     /// The processes that received the order, by number and start time.
     told: HashSet<(u32, u64)>,
-    /// The told processes that `launch` waits for.
+    /// The processes that received the order and that `launch` waits for.
     awaited: Vec<Process>,
     /// True once the process group has received the order.
     is_group_told: bool,
