@@ -27,8 +27,8 @@ use crate::piecewise::taken_in_pieces;
 /// `train` is called on it. The other ranks send their parts, and hold one whole state at a time in addition to their
 /// own copy. Groups of the optimizer that select by id use the ids of the sharded model.
 ///
-/// Collective over all ranks of the model, between steps: one all-gather for each state of a sharded parameter. All
-/// ranks must have an optimizer that has made the same steps.
+/// Collective over all ranks of the model, between steps: one all-gather for each state of a sharded parameter. The
+/// optimizers of all ranks must have taken the same steps.
 ///
 /// # Errors
 ///

@@ -54,7 +54,7 @@ pub struct TrainingSnapshot {
 /// # Errors
 ///
 /// An optimizer that computes with whole tensors; a tensor whose type checkpoints do not support; an optimizer with
-/// state of parameters that are not sharded, which each rank has for itself; state whose type would change when Burn
+/// state of parameters that are not sharded, which differs between ranks; state whose type would change when Burn
 /// reassembles it ([`CheckpointError::StateType`]), because the training run could not be resumed.
 pub fn snapshot<M: Module>(
     model: &M,

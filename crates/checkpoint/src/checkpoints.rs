@@ -78,7 +78,7 @@ impl Checkpoints {
         }
     }
 
-    /// Locks the folder against all other runs and saves, as long as this value or a clone of it lives. Creates the
+    /// Locks the folder against all other runs and saves, for as long as this value or a clone of it lives. Creates the
     /// folder if necessary, removes the remains of dead runs, and tests whether a step could be written. Saves through
     /// this value and its clones take turns under that one lock.
     ///

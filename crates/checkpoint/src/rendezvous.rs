@@ -125,7 +125,7 @@ impl ThreadRendezvous {
             let again = format!("an earlier call failed ({failure}); create a new rendezvous");
             return Err(again.into());
         }
-        // A deadline beyond the clock's range means none.
+        // A deadline beyond the clock's range has no effect.
         const LONGEST: Duration = Duration::from_secs(1 << 31);
         let until = Instant::now() + self.deadline.min(LONGEST);
         call(&mut self.ends, until).map_err(|problem| {

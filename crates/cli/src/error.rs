@@ -459,7 +459,7 @@ pub(crate) enum RankError {
 }
 
 impl RankError {
-    /// Returns true if the cause is an input file, and not the run.
+    /// Returns true if the cause is an input file rather than the run.
     pub(crate) fn is_input(&self) -> bool {
         use burn_fsdp::checkpoint::Error::{Foreign, NotAFolder};
         matches!(

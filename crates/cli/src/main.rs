@@ -7,7 +7,7 @@
 //! - `operations`: records of a run's operations, and their comparison.
 //! - `launch`: restarts a failed command. `tether`: tells the processes below `launch` that it is gone.
 //! - `text`, `codec`, `weights`, `adapters`, `random`: shared by several commands: text generation, text as tokens,
-//!   weights that each rank reads for itself, adapters on these weights, random numbers.
+//!   weights of which each rank reads its shards, adapters on these weights, random numbers.
 //! - `limits`: the machine's limits.
 //! - `bytes`, `host`, `process`, `output`, `console`: sizes, the machine, its processes, files, printing.
 //! - `error`: errors, and their exit codes.

@@ -183,7 +183,7 @@ pub enum ModelError {
         parameter: String,
         /// The requested elements.
         range: Range<usize>,
-        /// The parameter's number of elements, if there is such a parameter.
+        /// The parameter's number of elements, if the parameter exists.
         num_elements: Option<usize>,
     },
 

@@ -16,7 +16,7 @@ const ACTIVATIONS: [&str; 2] = ["silu", "swish"];
 /// The names of the scaling setting, up to transformers 4 and from version 5.
 const ROPE: [&str; 2] = ["rope_scaling", "rope_parameters"];
 
-/// The names of the kind of scaling. Transformers writes both if the file that it read had the older one.
+/// The names of the kind of scaling. Transformers writes both if it read a file with the older one.
 const ROPE_TYPE: [&str; 2] = ["rope_type", "type"];
 
 impl LlamaConfig {

@@ -59,8 +59,8 @@ struct Found {
     name: String,
 }
 
-/// Number of elements of a tied head that are compared with the embedding at once, and how often this is done when a
-/// file is opened. Elements that are read later are compared before they are used.
+/// Number of elements of a tied head that are compared with the embedding at once, and number of such comparisons when
+/// a file is opened. Elements that are read later are compared before they are used.
 const COMPARED: (usize, usize) = (1 << 14, 16);
 
 impl<A: Architecture> WeightsFile<A> {

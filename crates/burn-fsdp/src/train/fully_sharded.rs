@@ -36,12 +36,12 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 ///
 /// # Data
 ///
-/// Each rank takes a part of the loaders' items, as in Burn's distributed training: neighboring items, so a step
-/// covers the number of ranks times a batch. If the items do not divide evenly, the ranks that run out process a batch
-/// again, and its rows do not count. Gradients are averaged by the number of items that the loaders have read for them.
-/// A step is then the mean over its items, if the loss is the mean over its batch. (A custom batch strategy that holds
-/// items back is counted by the items it reads, not by those it returns.) Validation is also divided, and every item is
-/// counted once. A metric that counts batches and not rows, such as Burn's `LossMetric`, counts each rank's.
+/// Each rank takes a part of the loaders' items, as in Burn's distributed training: neighboring items, so a step covers
+/// the number of ranks times a batch. If the items do not divide evenly, the ranks that run out process a batch again,
+/// and its rows do not count. Gradients are averaged by the number of items that the loaders have read for them. A step
+/// is then the mean over its items, if the loss is the mean over its batch. (A custom batch strategy that holds items
+/// back is counted by the items it reads, not by those it returns.) Validation is also divided, and every item is
+/// counted once. A metric that counts batches instead of rows, such as Burn's `LossMetric`, counts each rank's.
 ///
 /// # Differences
 ///
@@ -271,9 +271,9 @@ impl FullySharded {
     /// same order, and each rank takes a part of them. Burn's generator exists once per process: seed it with the rank,
     /// or all ranks use the same dropout.
     ///
-    /// If a launcher has started one process, it is ignored, as in [`launch`](burn_fsdp_collectives::launch()): ranks
-    /// are threads then. If a process ends before it calls this function, the others wait in MPI's own initialization,
-    /// where no deadline applies. If it ends with an error, the launcher ends the others.
+    /// If a launcher has started one process, it is ignored and ranks are threads, as in
+    /// [`launch`](burn_fsdp_collectives::launch()). If a process ends before it calls this function, the others wait in
+    /// MPI's own initialization, where no deadline applies. If it ends with an error, the launcher ends the others.
     ///
     /// Rank 0's metrics cover all rows. Only rank 0 logs, renders, saves, and asks the strategies of early stopping and
     /// checkpointing. The other ranks' outputs are sent to it after each step, whole: with large logits that costs time
@@ -305,10 +305,10 @@ impl FullySharded {
     /// # Errors
     ///
     /// As [`launch`](Self::launch). [`LaunchError::OtherSize`] if there are more or fewer processes than ranks.
-    /// [`LaunchError::Again`] for a second training of the same processes. [`LaunchError::Failed`] has the text of
-    /// [`Error::OtherTraining`] if a process is about to run a different training. It has the text of the sharding's
-    /// `OptimizersDiffer` or `Disagreement` if its optimizer or an integer parameter differs, and the error's text for
-    /// an output that [`Portable::unpack`] does not accept.
+    /// [`LaunchError::Again`] for a second training run of the same processes. [`LaunchError::Failed`] has the text of
+    /// [`Error::OtherTraining`] if a process is about to run a different training. For a different optimizer or integer
+    /// parameter, it has the text of the sharding's `OptimizersDiffer` or `Disagreement`, and the error's text for an
+    /// output that [`Portable::unpack`] does not accept.
     pub fn launch_among_processes<M>(
         &self,
         training: SupervisedTraining<Lent<M>>,

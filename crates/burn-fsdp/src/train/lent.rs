@@ -13,8 +13,8 @@ use burn::train::{InferenceStep, Learner, LearnerModel, TrainOutput, TrainStep};
 use crate::optimizer_record::emptied;
 use crate::train::lock::held;
 
-/// A model in Burn's learner during a sharded training: the model itself before and after, and nothing while it
-/// is with the ranks.
+/// A model in Burn's learner during a sharded training run: the model itself before and after the run, and nothing
+/// while it is with the ranks.
 ///
 /// Programs need not name it: the type of the `SupervisedTraining` for
 /// [`FullySharded::launch`](crate::train::FullySharded::launch) follows from the model's.

@@ -244,7 +244,7 @@ fn received(
     Ok(own.map_or_else(Source::empty, Source::new))
 }
 
-/// Adds the whole state of an optimizer of shards to a file on rank 0, and returns its place in the file there. The
+/// Adds the whole state of a sharded optimizer to a file on rank 0, and returns its place in the file on that rank. The
 /// state is keyed by the parameters' ids in the model's record, for programs that load both.
 ///
 /// Collective: rank 0 has a file, and the others none.

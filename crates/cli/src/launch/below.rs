@@ -21,8 +21,8 @@ use super::signals::Order;
 use crate::console;
 use crate::process::Process;
 
-/// The time that a script has to end after its training was told to end, and that all processes have to end at once. It
-/// is shorter than the time that schedulers wait between a signal and a kill.
+/// The time that a script has to end after its training run was asked to end, and that all processes have to end at
+/// once. It is shorter than the time that schedulers wait between a signal and a kill.
 const GRACE: Duration = Duration::from_secs(5);
 
 /// The processes below `launch`.
@@ -64,7 +64,7 @@ struct Seen {
 
 /// The processes that a command left behind.
 pub(super) struct Left {
-    /// The number of processes to wait for: those of this program, and those that were told to end.
+    /// The number of processes to wait for: those of this program, and those that received the order.
     pub(super) num_awaited: usize,
     /// True if there are processes of other programs.
     pub(super) has_others: bool,
@@ -118,7 +118,7 @@ impl Below {
         }
         let trains_on = self.tell_own(&seen);
         let late = self.late(&seen);
-        // A script that starts the next training run or a long command after a training run was told to end must
+        // A script that starts the next training run or a long command after a training run was asked to end must
         // receive the order itself.
         if (trains_on || !late.is_empty()) && !self.is_group_told {
             self.is_group_told = true;

@@ -64,7 +64,8 @@ pub(crate) fn run(args: &DiffArgs) -> Result<(), Failure> {
     }
     let ranks = a.iter().zip(&b).enumerate();
     let firsts = ranks.filter_map(|(rank, (a, b))| Some((rank, first(a, b)?)));
-    // The earliest step counts. Within a step, a rank that sends other bytes comes before the ranks that receive them.
+    // The earliest step is reported. Within a step, a rank that sends other bytes comes before the ranks that receive
+    // them.
     let key = |(rank, found): &(usize, Difference)| {
         (found.line.step, found.how.clone(), found.index, *rank)
     };
