@@ -432,8 +432,8 @@ pub fn load_compiled<M: Module, B: Batch, O>(
     step: &mut CompiledStep<B, Flex, O>,
 ) -> Result<M, CheckpointError> {
     let tensors = local_state(&model)?;
-    // All ranks must form the same groups, so each tensor counts with its largest part: a rank's own part may be
-    // smaller or empty.
+    // All ranks must form the same groups, so a group's size is the sum of the largest parts of its tensors: a rank's
+    // own part may be smaller or empty.
     let most = |tensor: &LocalTensor| match &tensor.part {
         LocalPart::Shard { partition, .. } => partition.chunk_len() * tensor.dtype.size(),
         _ => tensor.elements.len(),

@@ -52,7 +52,7 @@ pub(crate) fn taken_in_pieces(
         parts.extend(OptimizerParts::take(&only(&rest, piece.iter().copied()))?);
         rest = without(rest, piece.iter().copied());
     }
-    // State of parameters that were not asked for; the caller finds out which they are.
+    // State of parameters that were not requested; the caller identifies them.
     parts.extend(OptimizerParts::take(&rest)?);
     Ok(parts)
 }
@@ -73,7 +73,7 @@ pub(crate) fn lazily_taken(
         own.tensors = tensors.map(|tensor| lazy(&shared, *id, tensor)).collect();
         parts.extend(own);
     }
-    // State of parameters that were not asked for; the caller finds out which they are.
+    // State of parameters that were not requested; the caller identifies them.
     let rest = without(optimizer.clone(), ids.iter().copied());
     parts.extend(OptimizerParts::take(&rest)?);
     Ok(parts)

@@ -66,7 +66,7 @@ impl Names {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Tied`] if the step has different values there under another of the names; damage.
+    /// [`CheckpointError::Tied`] if the step has different values there under another name; damage.
     pub(crate) fn read(&self, step: &Step, region: &Region) -> Result<Vec<u8>, CheckpointError> {
         let bytes = step.read(self.first(), region)?;
         for other in self.all().skip(1) {

@@ -98,7 +98,7 @@ impl Checkpoints {
     }
 
     /// Returns true if the folder is locked by [`acquire`](Self::acquire) and the lock excludes others. Some network
-    /// file systems do not support locks. There the users must make sure that no two runs save into one folder.
+    /// file systems do not support locks. On those, users must make sure that no two runs save into one folder.
     pub fn is_exclusive(&self) -> bool {
         self.held.as_ref().is_some_and(|held| held.is_effective())
     }

@@ -425,7 +425,7 @@ impl FullySharded {
                 .with_training_strategy(TrainingStrategy::Custom(Arc::new(Silently(strategy)))),
         };
         let learner = Learner::new(Lent::new(model), optimizer, rates);
-        // If a rank failed because the thread of metrics has ended, Burn's loop panics at its end.
+        // If a rank failed because the metrics thread has ended, Burn's loop panics at its end.
         let result = catch_unwind(AssertUnwindSafe(|| training.launch(learner)));
         let returned = held(&left.outcome).take().transpose()?;
         let result = result.unwrap_or_else(|panic| resume_unwind(panic));
