@@ -3,8 +3,8 @@
 //! On the CPU a step allocates and frees the same tensors as the previous step. glibc's allocator returns large ones to
 //! the system each time, and then every page of the next tensor causes a fault. That costs a tenth of a step or more.
 
-/// Asks the C library to keep the memory that this process frees for its next allocations. Returns true if it will, and
-/// false if it has no such setting; only glibc on Linux has one. Programs with their own allocator
+/// Asks the C library to keep the memory that this process frees, and to reuse it for later allocations. Returns true
+/// if it will, and false if it has no such setting; only glibc on Linux has one. Programs with their own allocator
 /// (`#[global_allocator]`) do not need it.
 ///
 /// Blocks above 64 MiB are still returned to the system if a thread other than the main one allocates them.

@@ -111,8 +111,8 @@ pub fn save<M: Module>(
     )?)
 }
 
-/// Loads the newest step that [`save`] wrote to a folder into a sharded model and its optimizer, saved by any number of
-/// ranks. Returns them unchanged if nothing in the folder has the name of a step.
+/// Loads the newest step that [`save`] wrote to a folder, on any number of ranks, into a sharded model and its
+/// optimizer. Returns them unchanged if nothing in the folder has the name of a step.
 ///
 /// Collective: all ranks of `mesh` call it at the same point. Rank 0 looks for the newest step, and all read that one.
 /// Configure `optimizer` like the saved one. If nothing is saved yet, the function checks whether the optimizer's

@@ -123,8 +123,8 @@ impl BackgroundSaver {
         result.map(Some)
     }
 
-    /// Waits as [`wait`](Self::wait) does, but no longer than `patience`. Returns `None` if the save is not done by
-    /// then; the step is still [`pending`](Self::pending).
+    /// Waits like [`wait`](Self::wait), but no longer than `patience`. Returns `None` if the save is not done by then;
+    /// the step is still [`pending`](Self::pending).
     ///
     /// # Errors
     ///

@@ -51,12 +51,12 @@ impl Kind {
 }
 
 impl ModelConfig {
-    /// Reads the configuration of a model from the `config.json` of a folder in Hugging Face's format. The file specifies
-    /// the model type.
+    /// Reads the configuration of a model from the `config.json` of a folder in Hugging Face's format. The file
+    /// specifies the type of the model.
     ///
     /// # Errors
     ///
-    /// If the file cannot be read or describes a model that this crate does not have, and as
+    /// If the file cannot be read or describes a model that this crate does not have; otherwise as
     /// [`LlamaConfig::from_hugging_face`] and [`Gpt2Config::from_hugging_face`].
     pub fn from_hugging_face(folder: impl AsRef<Path>) -> Result<Self, ModelError> {
         let folder = folder.as_ref();

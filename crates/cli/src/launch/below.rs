@@ -1,13 +1,14 @@
 //! The processes below `launch`: which of them receive a signal, and which of them `launch` waits for.
 //!
 //! A training run receives one signal directly, at any depth. The processes in between (shells, `timeout`, `mpirun`)
-//! receive none, and end as usual when the training has ended. Only if there is no process of this program, the whole
-//! process group of the command receives the signal, as from a terminal. A process that loses its parent through this
-//! receives the signal when it is seen.
+//! receive none, and end as usual when the training run has ended. If there is no process of this program, the whole
+//! process group of the command receives the signal instead, as from a terminal. A process that loses its parent
+//! because of the signal receives it when it is seen.
 //!
-//! A script may continue for a short time after its training. If it takes longer, the process group receives the signal
-//! after all. A process that received the signal and continues has its own trap for it. It receives nothing more until
-//! the user sends another signal. After a second signal, all processes have a short time to end, and are then killed.
+//! A script may continue for a short time after its training run. If it takes longer, the process group receives the
+//! signal after all. A process that received the signal and continues has its own trap for it. It receives nothing more
+//! until the user sends another signal. After a second signal, all processes have a short time to end, and are then
+//! killed.
 
 use std::collections::HashSet;
 use std::fs;
