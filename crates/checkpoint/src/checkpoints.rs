@@ -1,4 +1,4 @@
-//! A folder of steps: lists them, finds the newest good one, removes old ones.
+//! A folder of steps: lists them, finds the newest good one, and removes old ones.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};

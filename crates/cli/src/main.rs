@@ -97,8 +97,8 @@ fn take_file_size_limits_as_errors() {
     }
 }
 
-/// Logs what `RUST_LOG` requests, and nothing by default. Errors end the run with their own message, and the report has
-/// the warnings about sharding, once for all ranks.
+/// Logs what `RUST_LOG` requests, and nothing by default: an error that ends the run is printed without a log, and the
+/// report lists the warnings about sharding, once for all ranks.
 fn log_to_stderr() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("off"));
     tracing_subscriber::fmt()
