@@ -23,7 +23,7 @@ mod lent;
 mod lock;
 mod notes;
 mod outputs;
-mod portable;
+pub(crate) mod portable;
 mod rank;
 mod rounds;
 mod scratch;
@@ -35,4 +35,3 @@ mod whole_state;
 
 pub use fully_sharded::FullySharded;
 pub use lent::Lent;
-pub use portable::{Parcel, Portable};
