@@ -82,7 +82,7 @@ impl<M> std::fmt::Debug for Resumed<M> {
 /// # Errors
 ///
 /// On every rank, if any rank failed: a `step` that differs from rank 0's, a step of this number that already
-/// exists, errors of [`snapshot`] and [`save_step`](crate::checkpoint::save_step). The folder is unchanged
+/// exists, errors of [`snapshot`] and [`save_step`](crate::internals::checkpoint::save_step). The folder is unchanged
 /// then.
 pub fn save<M: Module>(
     folder: impl AsRef<Path>,

@@ -46,7 +46,7 @@ pub fn snapshot_compiled<B: Batch, O>(
 
 /// Takes a snapshot of those tensors of a compiled step whose path `is_wanted`, and of the optimizer's state for them,
 /// for example of adapters without the frozen weights; [`restore_compiled_matching`] restores it. It has the form of
-/// [`snapshot_matching`](crate::checkpoint::snapshot_matching), except for the scale of adapters. A compiled step does
+/// [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching), except for the scale of adapters. A compiled step does
 /// not know the scale, so it is neither saved nor compared.
 ///
 /// All ranks must want the same. Otherwise as [`snapshot_compiled`].
@@ -221,7 +221,7 @@ pub fn restore_compiled<B: Batch, O>(
 }
 
 /// Gives a compiled step those tensors of a step on disk whose path `is_wanted`, and all of the optimizer's state, as
-/// taken by [`snapshot_compiled_matching`] or [`snapshot_matching`](crate::checkpoint::snapshot_matching). Other
+/// taken by [`snapshot_compiled_matching`] or [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching). Other
 /// tensors stay unchanged.
 ///
 /// Not collective. All ranks must want the same. Otherwise as [`restore_compiled`].

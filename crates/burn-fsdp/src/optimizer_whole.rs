@@ -22,7 +22,7 @@ use crate::optimizer_state::{Holders, StateTensor, kept_of, not_elementwise, sta
 use crate::piecewise::taken_in_pieces;
 
 /// Returns, on the ranks that `keep` it, the optimizer of a sharded model with whole states. It is for the plain copy
-/// of the model that [`unsharded`](crate::state::unsharded) returns. Its ids are the copy's, so training continues
+/// of the model that [`unsharded`](crate::internals::state::unsharded) returns. Its ids are the copy's, so training continues
 /// there, and its record equals the record of a training without shards. The copy has no autodiff until its `train`.
 /// The other ranks send their parts, and hold one whole state at a time in addition to a copy of their own. Groups of
 /// the optimizer that select by id use the ids of the sharded model.

@@ -37,7 +37,7 @@ pub fn restore<M: Module>(
 }
 
 /// Gives a sharded model those parameters and running states of `step` whose path `is_wanted`, and the optimizer that
-/// trains it all its state, as taken by [`snapshot_matching`](crate::checkpoint::snapshot_matching).
+/// trains it all its state, as taken by [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching).
 ///
 /// Not collective. All ranks must want the same. Otherwise as [`restore`].
 ///

@@ -67,7 +67,7 @@ pub fn snapshot<M: Module>(
 }
 
 /// Takes a snapshot of those tensors of a sharded model whose path `is_wanted`, and of the optimizer's state for them,
-/// for example of adapters without the frozen weights; [`restore_training`](crate::checkpoint::restore_training)
+/// for example of adapters without the frozen weights; [`restore_training`](crate::internals::checkpoint::restore_training)
 /// restores it.
 ///
 /// All ranks must want the same. Otherwise as [`snapshot`].

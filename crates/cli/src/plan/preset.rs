@@ -1,6 +1,6 @@
 //! The models that have a name.
 
-use burn_fsdp::plan::Transformer;
+use burn_fsdp::internals::plan::Transformer;
 use burn_fsdp_models::{GptConfig, LlamaConfig};
 
 use crate::args::ModelArg;

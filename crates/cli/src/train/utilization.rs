@@ -1,6 +1,6 @@
 //! The arithmetic of a run, and what part of the machine's it is.
 
-use burn_fsdp::plan::Transformer;
+use burn_fsdp::internals::plan::Transformer;
 use burn_fsdp_models::ModelConfig;
 
 use crate::plan::preset;
