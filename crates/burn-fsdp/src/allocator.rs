@@ -40,7 +40,7 @@ pub fn keep_freed_memory() -> bool {
 fn keep() -> bool {
     /// Larger than most tensors of a step on a host, and small enough for the C library's int.
     const MOST: i32 = 1 << 30;
-    /// The maximum that every version of glibc accepts as the size from which a tensor is mapped separately.
+    /// The maximum mmap threshold that every version of glibc accepts.
     const MOST_OF_OLD: i32 = 32 << 20;
     /// Bytes by which the heap grows at a time.
     const GROWTH: i32 = 64 << 20;

@@ -17,7 +17,7 @@ use crate::restore::restore;
 use crate::snapshot::snapshot;
 use crate::state_types::check_state_types;
 
-/// A training as it was when it was saved, or a fresh one.
+/// A training run, as restored from a saved step, or a fresh one.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct Resumed<M> {
@@ -39,9 +39,9 @@ impl<M> std::fmt::Debug for Resumed<M> {
 /// Saves a sharded model and its optimizer after `step` steps into a folder of steps: completely or not at
 /// all. Any number of ranks can continue from it with [`resume`].
 ///
-/// Collective: all ranks of `mesh` call it at the same point, and all get the same result. It returns when the step
-/// is on disk; a [`Checkpointer`](crate::Checkpointer) saves while the training continues. Running states are
-/// stored once: call [`sync_buffers`](crate::state::sync_buffers) first, if the model has any.
+/// Collective: all ranks of `mesh` call it at the same point, and all get the same result. It returns when the step is
+/// on disk; a [`Checkpointer`](crate::Checkpointer) saves while training continues. Running states are stored once:
+/// call [`sync_buffers`](crate::state::sync_buffers) first, if the model has any.
 ///
 /// The model is divided along the mesh's only axis, or along its axis `shard`; for other axes use
 /// [`snapshot`].
@@ -112,8 +112,8 @@ pub fn save<M: Module>(
     )?)
 }
 
-/// Gives a sharded model and its optimizer the state of the newest step that [`save`] has put into a folder,
-/// whichever ranks saved it. Returns them unchanged if nothing in the folder has the name of a step.
+/// Loads the newest step that [`save`] wrote to a folder into a sharded model and its optimizer, regardless of the
+/// ranks that saved it. Returns them unchanged if nothing in the folder has the name of a step.
 ///
 /// Collective: all ranks of `mesh` call it at the same point. Rank 0 looks for the newest step, and all read that one.
 /// `optimizer` is configured like the saved one. If nothing is saved, the function tries whether the optimizer's future

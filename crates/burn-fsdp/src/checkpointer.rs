@@ -1,4 +1,4 @@
-//! Saving the steps of a training while it continues.
+//! Saving the steps of a training run while it continues.
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,12 +20,12 @@ const BEFORE_RETRY: Duration = Duration::from_secs(1);
 /// The longest wait for the previous save, if [`Checkpointer::patience`] does not set another.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// One rank's handle for the saves of a training, which are written while the training continues.
+/// One rank's handle for the saves of a training run, which are written while training continues.
 ///
-/// A save takes two calls. With [`offer`](Self::offer) the ranks agree whether they are ready and have finite
-/// numbers; the caller decides on the save by the answer. [`begin`](Self::begin) hands over the step. A
-/// failed save ends nothing: it is one of the [`remarks`](Self::remarks), and the training may continue. Only
-/// [`finish`](Self::finish) returns the result of the last one.
+/// A save takes two calls. With [`offer`](Self::offer) the ranks agree whether they are ready and have finite numbers;
+/// the caller decides on the save by the answer. [`begin`](Self::begin) starts saving the step. A failed save ends
+/// nothing: it is one of the [`remarks`](Self::remarks), and the training may continue. Only [`finish`](Self::finish)
+/// returns the result of the last one.
 ///
 /// To save in one call and wait for the disk, use [`save`](crate::save()).
 ///
@@ -111,7 +111,7 @@ pub enum SaveRemark {
     Failed(StepError),
     /// Older steps that a save should have removed, but that still exist.
     NotRemoved(String),
-    /// A step that was left out, because the previous save was not complete in time.
+    /// A step that was skipped, because the previous save was not complete in time.
     LeftOut(u64),
 }
 
@@ -172,12 +172,12 @@ impl Checkpointer {
         Self::over(world, checkpoints, Box::new(GroupRendezvous::new(group)))
     }
 
-    /// Saves into `checkpoints`, with ranks that meet over `rendezvous`. It outlives a failure of `world` if the
-    /// rendezvous does: the current save is then completed.
+    /// Saves into `checkpoints`, with ranks that meet over `rendezvous`. If the rendezvous survives a failure of
+    /// `world`, the current save is completed.
     ///
     /// # Errors
     ///
-    /// A thread for saving that cannot be started.
+    /// If the save thread cannot be started.
     pub fn over(
         world: &ProcessGroup,
         checkpoints: Checkpoints,
@@ -223,8 +223,8 @@ impl Checkpointer {
         })
     }
 
-    /// Begins to save an offered snapshot; the training may continue meanwhile. If the previous save is not
-    /// complete on some rank, the step is left out. If it is the last step, [`finish`](Self::finish) saves it.
+    /// Begins to save an offered snapshot; training may continue meanwhile. If the previous save is not complete on
+    /// some rank, the step is skipped. If it is the last step, [`finish`](Self::finish) saves it.
     ///
     /// All ranks must begin with equal requests, or none may begin.
     ///

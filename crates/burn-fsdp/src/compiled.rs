@@ -1,5 +1,5 @@
-//! Compiled steps in the checkpoints of sharded trainings. A run may begin with the eager engine and continue
-//! compiled, or the other way round, on any number of ranks.
+//! Compiled steps in the checkpoints of sharded training runs. A run may begin with the eager engine and continue
+//! compiled, or vice versa, on any number of ranks.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -49,7 +49,7 @@ pub fn snapshot_compiled<B: Batch, O>(
 /// [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching), except for the scale of adapters. A compiled step does
 /// not know the scale, so it is neither saved nor compared.
 ///
-/// All ranks must want the same. Otherwise as [`snapshot_compiled`].
+/// `is_wanted` must be equal on all ranks. Otherwise as [`snapshot_compiled`].
 ///
 /// # Errors
 ///
@@ -126,8 +126,7 @@ pub fn snapshot_compiled_matching<B: Batch, O>(
     })
 }
 
-/// Returns an optimizer's state of a parameter apart from tensors: its numbers, and the path by which it finds the
-/// group.
+/// Returns an optimizer's non-tensor state for a parameter: its numbers, and the path that selects the group.
 fn kept_of(path: &str, counters: &[(String, Scalar)]) -> Kept {
     let scalars = counters.iter();
     let scalars = scalars.map(|(name, scalar)| (name.clone(), (*scalar).into()));
@@ -151,7 +150,7 @@ fn state_spec(
 }
 
 /// Returns a layout on the ranks of a step as one on the mesh of a checkpoint. The only axis of a step is `axis` there,
-/// whatever its name in the step.
+/// regardless of its name in the step.
 fn layout_of<B: Batch, O>(
     step: &CompiledStep<B, Flex, O>,
     held: &Layout,
@@ -203,7 +202,7 @@ fn regions_of(
     Ok(regions.map_err(burn_fsdp_checkpoint::Error::from)?)
 }
 
-/// Gives a compiled step the state of a step on disk, whichever engine saved it on any number of ranks. Each
+/// Loads the state of a saved step into a compiled step. Either engine may have saved it, on any number of ranks. Each
 /// rank reads the bytes that it needs. If both scale the loss, the saved scale is used.
 ///
 /// Not collective. The optimizer is configured like the saved one. States of parameters that are frozen in the step are
@@ -211,8 +210,8 @@ fn regions_of(
 ///
 /// # Errors
 ///
-/// Tensors of the model that the saved step lacks or has in another shape; tensors of the saved step that the
-/// model lacks; damage; states that do not fit the optimizer, or that are incomplete. Nothing is changed then.
+/// Tensors of the model that the saved step lacks or has in a different shape; tensors of the saved step that the model
+/// lacks; damage; states that do not fit the optimizer, or that are incomplete. Nothing is changed then.
 pub fn restore_compiled<B: Batch, O>(
     step: &mut CompiledStep<B, Flex, O>,
     saved: &Step,
@@ -220,11 +219,11 @@ pub fn restore_compiled<B: Batch, O>(
     restore_compiled_matching(step, saved, |_| true)
 }
 
-/// Gives a compiled step those tensors of a step on disk whose path `is_wanted`, and all of the optimizer's state, as
+/// Loads into a compiled step those tensors of a saved step whose path `is_wanted`, and the whole optimizer state, as
 /// taken by [`snapshot_compiled_matching`] or [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching). Other
 /// tensors stay unchanged.
 ///
-/// Not collective. All ranks must want the same. Otherwise as [`restore_compiled`].
+/// Not collective. `is_wanted` must be equal on all ranks. Otherwise as [`restore_compiled`].
 ///
 /// # Errors
 ///
@@ -317,7 +316,7 @@ fn states_of<B: Batch, O>(
         let has_owner = step.layout(path)?.owner.is_some();
         let place = match spec.shape == entry.shape || has_owner {
             true => Place::of(step, path, &entry.shape)?,
-            // A state of another shape is whole on every rank.
+            // A state of a different shape is whole on every rank.
             false => Place::whole(&entry.shape),
         };
         let bytes = saved.read(&entry.name, &place.region)?;
@@ -419,15 +418,16 @@ impl Place {
     }
 }
 
-/// Gives a sharded model the current parameters and buffers of a compiled step, to evaluate it or to continue
+/// Copies the current parameters and buffers of a compiled step into a sharded model, to evaluate it or to continue
 /// with the eager engine.
 ///
-/// Collective: all ranks of the step's group call it. One parameter at a time is whole. In addition to the model, a
-/// rank holds at most as much of its new values as its part of the largest tensor.
+/// Collective: all ranks of the step's group call it. Parameters are unsharded one at a time. In addition to the model,
+/// a rank holds new values of at most its part of the largest tensor.
 ///
 /// # Errors
 ///
-/// A path that the step lacks; a failed collective. Other copies of the model may have some of the values then.
+/// A path that the step lacks; a failed collective, after which other copies of the model may have some of the new
+/// values.
 pub fn load_compiled<M: Module, B: Batch, O>(
     mut model: M,
     step: &mut CompiledStep<B, Flex, O>,

@@ -145,8 +145,8 @@ impl DeviceName {
         self.backend == "flex"
     }
 
-    /// Returns the device, without autodiff, for the rank with this number among the ranks of its machine.
-    /// Lists the devices, and starts none.
+    /// Returns the device, without autodiff, for the rank with this number on its machine. Lists devices without
+    /// starting them.
     ///
     /// # Errors
     ///

@@ -10,7 +10,7 @@ use crate::device_name::DeviceNameError;
 /// The errors of this library: a function that returns it, such as the body of a [`launch`](crate::launch()),
 /// can use `?` on sharding, steps, collectives, meshes, checkpoints, compiled steps and launches alike.
 ///
-/// The functions themselves return errors of their own kind, which have more detail for a `match`.
+/// The functions themselves return their own error types, which have more detail for a `match`.
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum Error {
@@ -23,7 +23,7 @@ pub enum Error {
     /// An invalid mesh, placement or partition.
     #[error(transparent)]
     Mesh(#[from] burn_fsdp_mesh::Error),
-    /// A training that could not be saved or restored.
+    /// A training run that could not be saved or restored.
     #[error(transparent)]
     Checkpoint(Box<CheckpointError>),
     /// A step that could not be compiled or run.
@@ -54,7 +54,7 @@ pub enum Error {
         /// A rank where it differs.
         rank: usize,
     },
-    /// An output of a step that cannot travel between processes.
+    /// A step's output that cannot be sent between processes.
     #[error("a step output does not match its `Portable` implementation: `{name}` {reason}")]
     Parcel {
         /// The tensor.
@@ -84,7 +84,7 @@ pub enum Error {
          inference"
     )]
     UntrackedInTraining,
-    /// A file of whole tensors on their way to or from a checkpoint of Burn's training loop.
+    /// A file of whole tensors in transit to or from a checkpoint of Burn's training loop.
     #[error(
         "cannot {operation} {}: {source}; with `FullySharded::scratch`, set another folder for temporary files as \
          large as the model and its optimizer state", path.display()
@@ -141,11 +141,11 @@ impl From<LaunchError> for Error {
     }
 }
 
-/// The error of saving or restoring a training.
+/// The error of saving or restoring a training run.
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// A step that cannot be written or read, or does not fit the model.
+    /// A step cannot be written or read, or does not fit the model.
     #[error(transparent)]
     Step(#[from] StepError),
     /// A model that cannot be read or filled.
@@ -154,7 +154,7 @@ pub enum CheckpointError {
     /// A compiled step that cannot be read or filled.
     #[error(transparent)]
     Compiled(Box<burn_fsdp_spmd::Error>),
-    /// A state of the optimizer that cannot be taken apart or put together.
+    /// An optimizer state that cannot be split or reassembled.
     #[error("optimizer state: {reason}")]
     Optimizer {
         /// The reason.

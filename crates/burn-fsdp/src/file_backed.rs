@@ -25,9 +25,9 @@ use crate::optimizer_record::{OptimizerParts, check_taken};
 /// and gradients. Each step reads and writes all state once, so a fast disk and large batches help. Values
 /// have the same bits as with the plain optimizer.
 ///
-/// State belongs to the run: the files are removed when this is dropped, and a folder that another run uses is refused.
-/// The files of a killed run are removed; a folder with any other file is refused, and left unchanged. A file that
-/// differs from the written one by a single bit ends the step. [`snapshot`](Self::snapshot) and
+/// State belongs to the run: the files are removed when this is dropped, and a folder that another run uses is
+/// rejected. The files of a killed run are removed; a folder with any other file is rejected, and left unchanged. A
+/// file that differs from the written one by a single bit ends the step. [`snapshot`](Self::snapshot) and
 /// [`restore_step`](Self::restore_step) are for [checkpoints](crate::checkpoint).
 ///
 /// ```no_run
@@ -54,7 +54,7 @@ pub struct FileBackedOptimizer {
 #[derive(Debug)]
 struct Folder {
     path: PathBuf,
-    /// Its lock against other runs; `None` on file systems without locks.
+    /// The folder's lock against other runs; `None` on file systems without locks.
     _lock: Option<File>,
 }
 
@@ -82,8 +82,8 @@ impl std::fmt::Debug for FileBackedOptimizer {
 }
 
 impl FileBackedOptimizer {
-    /// Keeps the state of `optimizer` in `folder`, in a subfolder for rank `rank`. State that it already has
-    /// is dropped.
+    /// Keeps the state of `optimizer` in `folder`, in a subfolder for rank `rank`. Existing state of the optimizer is
+    /// dropped.
     ///
     /// # Errors
     ///
@@ -108,8 +108,8 @@ impl FileBackedOptimizer {
         })
     }
 
-    /// Removes the files that a killed run has left for rank `rank` in `folder`, as [`new`](Self::new) does, and
-    /// creates nothing.
+    /// Removes the files of rank `rank` that a killed run left in `folder`, like [`new`](Self::new), but without
+    /// creating any.
     ///
     /// # Errors
     ///
@@ -225,7 +225,7 @@ impl FileBackedOptimizer {
             path: path.clone(),
             checksum,
         };
-        // Before the check: a file that is refused is removed with the others.
+        // Before the check: a file that is rejected is removed with the others.
         if self.files.insert(unit.clone(), file).is_none() {
             let record = Reader::from_file(&path);
             let record = record.map_err(|error| failure(&unit, &path, &error, DAMAGED))?;
@@ -247,8 +247,8 @@ impl StateFile {
         OptimizerRecord::load(&self.path).map_err(|error| damaged(&error))
     }
 
-    /// Returns the file under a second name, if it is unchanged since it was written. A step puts another file in its
-    /// place, and leaves this one.
+    /// Returns the file under a second name, if it is unchanged since it was written. A step replaces it with another
+    /// file, and leaves this one unchanged.
     fn kept(&self, unit: &str, folder: &Arc<Folder>) -> Result<KeptFile, Error> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -386,8 +386,8 @@ fn checksum(path: &Path) -> io::Result<u32> {
     }
 }
 
-/// Removes the gradients of shards without elements. Nothing in them is updated, and Burn reads an empty
-/// state back from a file at an address that its kernels refuse.
+/// Removes the gradients of empty shards. These need no update, and Burn reads an empty state from a file to an address
+/// that its kernels reject.
 fn without_empty<M: Module>(module: &M, gradients: GradientsParams) -> GradientsParams {
     let mut rest = NotEmpty(gradients);
     module.visit(&mut rest);

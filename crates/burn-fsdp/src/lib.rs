@@ -44,7 +44,7 @@
 //!
 //! # Modules
 //!
-//! The root has the items that every training uses: ranks ([`launch`], [`ProcessGroup`], [`ProcessMesh`], [`Mesh`]),
+//! The root has the items that every training run uses: ranks ([`launch`], [`ProcessGroup`], [`ProcessMesh`], [`Mesh`]),
 //! sharding ([`fully_shard`], [`ShardPolicy`]), the step ([`backward`], [`catch`], [`no_sync`], [`recompute`],
 //! [`clip_grad_norm`], [`LossScaler`]), the files ([`save`], [`resume`], [`Checkpointer`]), and one [`Error`] for all of
 //! it. Everything else is in a module:

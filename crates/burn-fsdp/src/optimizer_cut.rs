@@ -15,7 +15,7 @@ use crate::optimizer_state::{Holders, is_elsewhere};
 
 /// A whole tensor of an optimizer's state.
 pub(crate) struct WholeState {
-    /// Its name, for errors and for the code that reads it.
+    /// Name of the state, for errors and for the code that reads it.
     pub(crate) name: String,
     /// The path of the parameter.
     pub(crate) path: String,
@@ -24,8 +24,8 @@ pub(crate) struct WholeState {
     pub(crate) dtype: DType,
 }
 
-/// Gives an optimizer this rank's part of `states`, and of the values in `kept`, by path. `read` returns the bytes of
-/// some of the flat elements of a state.
+/// Loads this rank's part of `states`, and of the values in `kept`, into an optimizer, by path. `read` returns the
+/// bytes of a range of a state's flat elements.
 ///
 /// Not collective.
 ///

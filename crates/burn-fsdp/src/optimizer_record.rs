@@ -51,7 +51,7 @@ pub(crate) struct Kept {
     pub(crate) group_path: Option<String>,
 }
 
-/// A number of any kind in the optimizer's records.
+/// A number in an optimizer's records, of any numeric type.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Number {
     Int(i64),
@@ -170,7 +170,7 @@ pub(crate) fn packed(
     writer.into_bytes().map_err(optimizer_error)
 }
 
-/// Gives an optimizer the state of a record, and requires that it accepts all of it.
+/// Loads a record's state into an optimizer, and requires that it accepts all of it.
 pub(crate) fn with_state(
     optimizer: ModuleOptimizer,
     record: Bytes,
@@ -181,8 +181,8 @@ pub(crate) fn with_state(
     Ok(optimizer.load_record(record))
 }
 
-/// Gives an optimizer the state of a record in a file, and requires that it accepts all of it. On the CPU backend a
-/// tensor is read on demand, so the file has to stay until then.
+/// Loads the state of a record file into an optimizer, and requires that it accepts all of it. On the CPU backend,
+/// tensors are read on demand, so the file must exist until then.
 #[cfg(feature = "train")]
 pub(crate) fn with_state_of_file(
     optimizer: ModuleOptimizer,
@@ -194,9 +194,9 @@ pub(crate) fn with_state_of_file(
     Ok(optimizer.load_record(record))
 }
 
-/// Refuses a record unless the optimizer accepts all of it, in its types. Burn leaves out the states that it cannot put
-/// together, and training would continue without them. It also creates tensors in the default type of the device, and
-/// then the next step of a parameter of another type panics. The check uses tensors of one element.
+/// Rejects a record unless the optimizer accepts all of it, in its types. Burn leaves out the states that it cannot
+/// reassemble, and training would continue without them. It also creates tensors in the default type of the device, and
+/// then the next step of a parameter of a different type panics. The check uses tensors of one element.
 pub(crate) fn check_taken(
     optimizer: &ModuleOptimizer,
     parts: &OptimizerParts,

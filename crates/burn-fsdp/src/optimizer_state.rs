@@ -27,7 +27,7 @@ pub(crate) struct ParameterState {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct StateTensor {
     pub(crate) field: String,
-    /// Its shape on the rank that has it.
+    /// Shape of the state on the rank that has it.
     pub(crate) shape: Vec<usize>,
     pub(crate) dtype: Dtype,
 }
@@ -44,7 +44,7 @@ impl StateTensor {
     }
 }
 
-/// The holders of a parameter, and so of its state.
+/// The ranks that hold a parameter and its state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Holders {
     /// All ranks, with a part each: a state has an element for each of the parameter's elements.
@@ -69,8 +69,8 @@ impl Holders {
     }
 }
 
-/// Returns the error of a state of this shape, which does not have one element for each of the parameter's
-/// elements on this rank.
+/// Returns the error for a state of this shape, which does not match the number of the parameter's elements on this
+/// rank.
 pub(crate) fn not_elementwise(name: &str, shape: &[usize], elements: usize) -> CheckpointError {
     optimizer_error(format!(
         "`{name}` has shape {shape:?}, but the parameter has {elements} elements here, and only element-wise state \
@@ -78,7 +78,7 @@ pub(crate) fn not_elementwise(name: &str, shape: &[usize], elements: usize) -> C
     ))
 }
 
-/// Returns true if this rank holds nothing of a parameter because another rank owns it.
+/// Returns true if another rank owns the parameter, so this rank holds none of it.
 pub(crate) fn is_elsewhere(local: &LocalTensor) -> bool {
     matches!(Holders::of(local), Holders::Owner(_)) && local.elements.is_empty()
 }

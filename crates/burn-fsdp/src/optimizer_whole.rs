@@ -23,9 +23,9 @@ use crate::piecewise::taken_in_pieces;
 
 /// Returns, on the ranks that `keep` it, the optimizer of a sharded model with whole states. It is for the plain copy
 /// of the model that [`unsharded`](crate::internals::state::unsharded) returns. Its ids are the copy's, so training continues
-/// there, and its record equals the record of a training without shards. The copy has no autodiff until its `train`.
-/// The other ranks send their parts, and hold one whole state at a time in addition to a copy of their own. Groups of
-/// the optimizer that select by id use the ids of the sharded model.
+/// there, and its record equals the record of a training run without shards. The copy has no autodiff until its
+/// `train`. The other ranks send their parts, and hold one whole state at a time in addition to their own copy. Groups
+/// of the optimizer that select by id use the ids of the sharded model.
 ///
 /// Collective over all ranks of the model, between steps: one all-gather for each state of a sharded parameter. All
 /// ranks must have an optimizer that has made the same steps.
@@ -103,7 +103,7 @@ pub fn unsharded_optimizer<M: Module>(
     Ok(Some(with_state(emptied(optimizer), record)?))
 }
 
-/// A whole state, and its division among ranks.
+/// A whole state, and its partition among ranks.
 struct Whole {
     name: String,
     shape: Vec<usize>,

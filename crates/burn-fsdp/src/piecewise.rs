@@ -14,8 +14,7 @@ use crate::optimizer_record::OptimizerParts;
 #[cfg(feature = "train")]
 use crate::optimizer_record::deferred;
 
-/// Number of pieces in which a state is taken: a piece has about this fraction of it, and each piece costs a pass over
-/// all parameters.
+/// Number of pieces into which a state is split. Each piece costs a pass over all parameters.
 const PIECES: usize = 32;
 
 /// Returns the optimizer with the state of only these parameters.
@@ -41,8 +40,8 @@ fn group_of(ids: impl IntoIterator<Item = u64>) -> ParamGroup {
     ParamGroup::from_ids(ids.into_iter().map(ParamId::from).collect())
 }
 
-/// Splits the record of an optimizer as [`OptimizerParts::take`] does, some of the parameters `ids` at a time. The
-/// memory holds the bytes of the whole record, and of one piece once more.
+/// Splits the record of an optimizer as [`OptimizerParts::take`] does, some of the parameters `ids` at a time. Memory
+/// holds the whole record, and a second copy of one piece.
 pub(crate) fn taken_in_pieces(
     optimizer: &ModuleOptimizer,
     ids: &[u64],

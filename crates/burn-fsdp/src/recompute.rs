@@ -13,7 +13,7 @@ use burn_fsdp_spmd::trace::{is_traced, traced_region};
 /// `module` may be sharded, contain sharded modules, or be plain. `forward` must compute the same both times, and must
 /// capture nothing tracked, since its gradient would be lost; both are errors. Running statistics, such as BatchNorm's,
 /// are updated once. Outside of training, or inside another region, `forward` is simply called. All ranks must call it
-/// alike.
+/// in the same way.
 ///
 /// In the loss of a compiled step the region is a part of the graph. Backward recomputes everything in it except random
 /// numbers, which are kept, and values read outside. Captured tensors have their gradients.

@@ -1,4 +1,4 @@
-//! The meetings of the ranks of a training, to save and to exchange information.
+//! The meetings of the ranks of a training run, to save and to exchange information.
 
 use burn_fsdp_checkpoint::{BoxError, Rendezvous};
 use burn_fsdp_collectives::ProcessGroup;

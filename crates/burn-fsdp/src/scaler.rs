@@ -23,7 +23,7 @@ pub fn restore_scaler(scaler: LossScaler, step: &Step) -> LossScaler {
     }
 }
 
-/// Returns the scale of the loss in a saved step, if something scaled it.
+/// Returns the loss scale of a saved step, if it has one.
 pub(crate) fn saved_scale(step: &Step) -> Option<LossScalerState> {
     let saved = step.index().training.loss_scale?;
     Some(LossScalerState {

@@ -26,7 +26,7 @@ use crate::tied;
 /// The metadata key for the scale of an adapter, by which the product of its factors is multiplied.
 pub(crate) const ADAPTER_SCALE: &str = "adapter_scale";
 
-/// One rank's part of the state of a training at one moment.
+/// One rank's part of the state of a training run at one moment.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct TrainingSnapshot {
@@ -54,9 +54,8 @@ pub struct TrainingSnapshot {
 /// # Errors
 ///
 /// An optimizer that computes with whole tensors; a tensor whose type checkpoints do not support; an optimizer with
-/// state of parameters that are not sharded, which each rank has for itself; state whose type would change when
-/// Burn puts it together ([`CheckpointError::StateType`]), so that a training that cannot be resumed is refused
-/// early.
+/// state of parameters that are not sharded, which each rank has for itself; state whose type would change when Burn
+/// puts it together ([`CheckpointError::StateType`]), so that a training run that cannot be resumed is rejected early.
 pub fn snapshot<M: Module>(
     model: &M,
     optimizer: &ModuleOptimizer,
@@ -70,7 +69,7 @@ pub fn snapshot<M: Module>(
 /// for example of adapters without the frozen weights; [`restore_training`](crate::internals::checkpoint::restore_training)
 /// restores it.
 ///
-/// All ranks must want the same. Otherwise as [`snapshot`].
+/// `is_wanted` must be equal on all ranks. Otherwise as [`snapshot`].
 ///
 /// # Errors
 ///
@@ -212,7 +211,7 @@ impl Tensors<'_> {
         Ok(())
     }
 
-    /// Adds a tensor of the optimizer's state of the parameter `local`; `own` is this rank's part.
+    /// Adds a tensor of the optimizer state of parameter `local`; `own` is this rank's part.
     fn add_state(
         &mut self,
         local: &LocalTensor,
@@ -292,7 +291,8 @@ impl Ranks<'_> {
         })
     }
 
-    /// Returns the layout with which a tensor is listed: its parameter's. A tensor with one owner has one part.
+    /// Returns the layout under which a tensor is listed, which is its parameter's. A tensor with one owner has one
+    /// part.
     fn layout_of(&self, local: &LocalTensor) -> Result<Layout, CheckpointError> {
         let LocalPart::Shard { partition, .. } = &local.part else {
             return Ok(Layout::replicated(self.mesh));

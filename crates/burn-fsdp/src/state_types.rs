@@ -1,4 +1,4 @@
-//! The types of an optimizer's state, tried before a training that could not be resumed.
+//! The types of an optimizer's state, tried before a training run that could not be resumed.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -10,8 +10,8 @@ use burn_fsdp_shard::{LocalId, Probe, local_ids, local_state};
 use crate::error::CheckpointError;
 use crate::optimizer_record::{OptimizerParts, check_taken};
 
-/// Checks that an optimizer gets its future state of a model back in the same types. It makes a step with one element
-/// of each parameter whose type differs from the type in which Burn creates states.
+/// Checks that an optimizer's state can be restored in the same types. It runs a step on one element of each parameter
+/// whose type differs from the type in which Burn creates states.
 ///
 /// # Errors
 ///

@@ -218,7 +218,7 @@ fn shards(net: &Net) -> Vec<u32> {
 }
 
 /// Runs steps `from..until` with the optimizer in memory, or in files of `scratch`, from the newest step in `folder`,
-/// and saves there again. With files, a step is made between the snapshot and its save, which must not affect the save.
+/// and saves there again. With files, a step runs between the snapshot and its save, which must not affect the save.
 fn saved_and_resumed(
     (ranks, side): (usize, usize),
     folder: &Path,
@@ -272,7 +272,7 @@ fn saved_and_resumed(
 }
 
 /// State moves from files to files, to memory and back, on other ranks, some of which hold nothing. The result has the
-/// bits of a training in memory that never stopped. Nothing is left in the folders of the files.
+/// bits of a training run in memory that never stopped. Nothing is left in the folders of the files.
 #[test]
 fn steps_are_saved_from_files_and_read_into_them() {
     let _turn = alone();
@@ -412,7 +412,7 @@ fn a_folder_of_another_run_is_refused() {
 /// Large enough that a product's own memory, which depends on the machine's caches, is small in comparison.
 const NUM_LAYERS: usize = 48;
 const SIDE: usize = 256;
-/// Bytes of the parameters.
+/// Size of the parameters in bytes.
 const PARAMETERS: usize = NUM_LAYERS * (SIDE * SIDE + SIDE) * size_of::<f32>();
 /// Bytes of the optimizer's state: three values for each parameter.
 const STATE: usize = 3 * PARAMETERS;

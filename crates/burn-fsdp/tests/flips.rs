@@ -22,7 +22,7 @@ use burn_fsdp::{
     backward, catch, clip_grad_norm, fully_shard, launch, no_sync, resume, save,
 };
 
-/// Steps of a training in which a bit flips.
+/// Steps of a training run in which a bit flips.
 const STEPS: u64 = 4;
 
 #[derive(Module, Debug)]
@@ -66,7 +66,7 @@ fn batch(step: u64, rank: usize, device: &Device) -> (Tensor<2>, Tensor<2>) {
     (of(30, 1.7).reshape([6, 5]), of(18, 0.9).reshape([6, 3]))
 }
 
-/// The settings of a training.
+/// The settings of a training run.
 #[derive(Debug, Clone, Copy)]
 struct Training {
     is_compiled: bool,
@@ -300,7 +300,7 @@ impl Flip {
         }
     }
 
-    /// Returns true if such a training has such a value.
+    /// Returns true if such a training run has such a value.
     fn is_possible(&self) -> bool {
         let Training {
             is_compiled,

@@ -432,7 +432,7 @@ fn a_plain_optimizer_rejects_low_bit_states() {
     }
 }
 
-/// Even a rank whose own shard divides no block refuses them.
+/// Even a rank whose own shard divides no block rejects them.
 #[test]
 fn shards_that_divide_a_block_are_refused_by_all_ranks() {
     let _alone = alone();

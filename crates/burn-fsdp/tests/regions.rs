@@ -162,7 +162,7 @@ fn tensors(module: &Net) -> Tensors {
     reader.1
 }
 
-/// A rank's record of a training: by step the loss, the dropout mask of each block, and the tensors after it.
+/// A rank's record of a training run: by step the loss, the dropout mask of each block, and the tensors after it.
 struct Seen {
     losses: Vec<f32>,
     masks: Vec<Vec<TensorData>>,

@@ -1,4 +1,4 @@
-//! Saving while the training continues.
+//! Saving while training continues.
 
 use std::fmt;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
@@ -9,11 +9,11 @@ use crate::rendezvous::Rendezvous;
 use crate::save::save;
 use crate::{Checkpoints, Error, SaveRequest, Saved, Snapshot};
 
-/// Saves snapshots on a thread of its own, one at a time.
+/// Saves snapshots on a separate thread, one at a time.
 ///
 /// Every rank has one, with its end of a rendezvous that nothing else uses. A failed save does not damage earlier
 /// saves. The next call of [`start`](Self::start), [`poll`](Self::poll) or [`wait`](Self::wait) reports it, on every
-/// rank. Dropping the saver waits for the save in progress and only logs its failure.
+/// rank. Dropping the saver waits for the current save and only logs its failure.
 pub struct BackgroundSaver {
     /// Sender of jobs to the thread; taken when the thread is to end.
     jobs: Option<Sender<Box<Job>>>,
@@ -92,7 +92,7 @@ impl BackgroundSaver {
         Ok(last)
     }
 
-    /// Returns the result of the save in progress if it is done; `None` if it is not, or if there is none.
+    /// Returns the result of the current save if it is done; `None` if it is not, or if there is none.
     ///
     /// # Errors
     ///
@@ -110,7 +110,7 @@ impl BackgroundSaver {
         result.map(Some)
     }
 
-    /// Waits for the save in progress and returns its result; `None` if there is none.
+    /// Waits for the current save and returns its result; `None` if there is none.
     ///
     /// # Errors
     ///

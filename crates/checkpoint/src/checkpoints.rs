@@ -63,7 +63,7 @@ pub(crate) struct Removal {
 }
 
 impl Checkpoints {
-    /// Returns the checkpoints in a folder of the file system. The first save makes the folder.
+    /// Creates a handle for the checkpoints in a folder of the file system. The first save creates the folder.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self::with_storage(Arc::new(FileSystem), root)
     }
@@ -85,7 +85,7 @@ impl Checkpoints {
     /// # Errors
     ///
     /// [`Error::Locked`] if somebody else is working in the folder; [`Error::NotForSteps`] if it is a step or is inside
-    /// one; [`Error::Io`] if it cannot be made or written to.
+    /// one; [`Error::Io`] if it cannot be created or written to.
     pub fn acquire(mut self) -> Result<Self, Error> {
         self.check_is_for_steps()?;
         let made = self.storage.create_dir_all(&self.root);
@@ -103,7 +103,7 @@ impl Checkpoints {
         self.held.as_ref().is_some_and(|held| held.is_effective())
     }
 
-    /// Refuses a folder for steps that is a step or is inside one: its steps would be mistaken for that step.
+    /// Rejects a folder for steps that is a step or is inside one: its steps would be mistaken for that step.
     pub(crate) fn check_is_for_steps(&self) -> Result<(), Error> {
         match step_around(&*self.storage, &self.root, None) {
             Some(step) => Err(Error::NotForSteps {
@@ -114,7 +114,7 @@ impl Checkpoints {
         }
     }
 
-    /// Makes and removes a hidden folder with a file in it, as a save would.
+    /// Creates and removes a hidden folder with a file in it, as a save would.
     fn try_out(&self) -> Result<(), Error> {
         let path = self.hidden_path(&Hidden::new(0, State::Partial));
         let made = self.storage.create_dir(&path);
@@ -153,7 +153,7 @@ impl Checkpoints {
     /// Lists the steps that are there, in ascending order. The list is empty if the folder does not exist, or if
     /// nothing in it has the name of a step.
     ///
-    /// The last one is the step that [`newest`](Self::newest) opens. A link or a file is left out if a folder is newer.
+    /// The last one is the step that [`newest`](Self::newest) opens. A link or a file is skipped if a folder is newer.
     ///
     /// # Errors
     ///
@@ -198,7 +198,7 @@ impl Checkpoints {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if the folder holds a step with another number, as a renamed or copied step does;
+    /// [`Error::Invalid`] if the folder holds a step with a different number, as a renamed or copied step does;
     /// [`Error::NotAFolder`] if a link or a file has its name; otherwise as [`Step::open`].
     pub fn open(&self, step: u64) -> Result<Step, Error> {
         let path = self.path(step);
@@ -298,8 +298,8 @@ impl Checkpoints {
     /// Removes whole steps older than `newest_good`, except the `keep - 1` newest of them. Returns the removed steps,
     /// oldest first.
     ///
-    /// Steps that are newer than `newest_good` or are not whole are neither counted nor removed, because they may be
-    /// all that is left to repair. The same applies to steps that contain foreign files.
+    /// Steps that are incomplete or newer than `newest_good` are neither counted nor removed, because they may be the
+    /// only ones left to repair. The same applies to steps that contain foreign files.
     ///
     /// # Errors
     ///
@@ -415,7 +415,7 @@ impl Checkpoints {
         }
     }
 
-    /// Removes the remains of dead runs, under the lock, so nobody else is working in the folder.
+    /// Removes the remains of dead runs, under the lock, so nothing else is working in the folder.
     ///
     /// A remnant that cannot be removed takes space but does no harm. Failing to remove it is only a warning.
     pub(crate) fn clean(&self) -> Result<(), Error> {

@@ -143,7 +143,7 @@ pub enum Error {
         problem: String,
     },
 
-    /// A size above the limit that this program reads.
+    /// A size above the limit of this reader.
     #[error("{path}: {what} is {got} but at most {limit} is read; if you trust the file, raise the limit", path = path.display())]
     Limit {
         /// The file.
@@ -259,7 +259,7 @@ pub enum Error {
         tensor: String,
         /// The part.
         region: Region,
-        /// Bytes of the part.
+        /// Size of the part in bytes.
         expected: usize,
         /// Bytes given.
         got: usize,
@@ -354,7 +354,7 @@ impl Error {
             | Self::Limit { .. } => true,
             Self::Io { source, .. } => matches!(
                 source.kind(),
-                // `InvalidInput` stands for an entry that is not a regular file.
+                // `InvalidInput` represents an entry that is not a regular file.
                 io::ErrorKind::NotFound
                     | io::ErrorKind::UnexpectedEof
                     | io::ErrorKind::InvalidInput

@@ -30,7 +30,7 @@ pub(crate) struct Hidden {
 pub(crate) enum State {
     /// A step that is being saved.
     Partial,
-    /// A whole step that is being replaced by a new one with the same number.
+    /// A complete step that is being replaced with a new one of the same number.
     Replaced,
     /// A step that is being removed.
     Removed,
@@ -49,7 +49,7 @@ impl State {
 }
 
 impl Hidden {
-    /// Makes a name that no folder has yet.
+    /// Creates a name that no folder has yet.
     pub(crate) fn new(step: u64, state: State) -> Self {
         Self {
             step,

@@ -48,7 +48,7 @@ fn shortened(text: &str) -> String {
 pub struct InspectedFile {
     /// Name.
     pub name: String,
-    /// Bytes of the file.
+    /// Size of the file in bytes.
     pub bytes: u64,
     /// Number of parts in the file.
     pub num_parts: usize,
@@ -65,7 +65,7 @@ pub struct InspectedTensor {
     pub dtype: Dtype,
     /// Shape, in elements.
     pub shape: Vec<usize>,
-    /// Bytes of the whole tensor.
+    /// Size of the whole tensor in bytes.
     pub bytes: u64,
     /// Layout on the ranks that saved it, as displayed.
     pub layout: String,

@@ -12,12 +12,12 @@ pub struct ReadPlan {
     pub reads: Vec<FileRange>,
 }
 
-/// Bytes of one file.
+/// Size of one file in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileRange {
     /// Index into [`Index::files`].
     pub file: usize,
-    /// Bytes of the file.
+    /// Size of the file in bytes.
     pub bytes: Range<u64>,
 }
 

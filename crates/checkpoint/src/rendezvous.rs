@@ -9,7 +9,7 @@ use crate::error::BoxError;
 /// One rank's end of the connection between the ranks that save together.
 ///
 /// A save makes the same calls in the same order on every rank: `broadcast`, `gather`, `broadcast`. If saves run in the
-/// background, implement it over a process group *of its own*: the calls must not mix with the collectives of the
+/// background, implement it over a *separate* process group: the calls must not mix with the collectives of the
 /// training. Calls must end with an error when a peer does not arrive.
 pub trait Rendezvous: Send {
     /// Returns this rank.
@@ -81,7 +81,7 @@ struct Wire {
 }
 
 impl ThreadRendezvous {
-    /// Makes the ends of `world_size` ranks, in rank order. A call fails when a peer has not arrived for `deadline`,
+    /// Creates the ends of `world_size` ranks, in rank order. A call fails when a peer has not arrived for `deadline`,
     /// which must allow for the slowest rank to write its file. It fails at once when a peer's end was dropped.
     pub fn new(world_size: usize, deadline: Duration) -> Vec<Self> {
         let end = |rank, ends| Self {

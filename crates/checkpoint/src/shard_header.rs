@@ -10,7 +10,7 @@ use serde::de::{Error as _, MapAccess, Visitor};
 
 use crate::{Dtype, Error, Limits};
 
-/// Bytes of the number that encodes the length of the header.
+/// Size in bytes of the number that encodes the header's length.
 pub(crate) const LENGTH_BYTES: u64 = 8;
 
 /// A tensor in a safetensors file.
@@ -19,7 +19,7 @@ pub(crate) struct StoredTensor {
     pub(crate) name: String,
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<usize>,
-    /// Bytes of the file.
+    /// Size of the file in bytes.
     pub(crate) num_bytes: usize,
 }
 

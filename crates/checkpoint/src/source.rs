@@ -33,7 +33,7 @@ impl<F: FnMut(&TensorSpec, &Region) -> Result<Vec<u8>, BoxError>> Source for F {
 /// The parts that one rank holds at one moment, by tensor name.
 ///
 /// Takes any owned bytes without copying them: `Vec<u8>`, `Arc<[u8]>`, or a type of the caller. Each part is freed as
-/// soon as it is written. Tensors that the plan does not assign to this rank are ignored.
+/// soon as it is written. Ignores tensors that the plan does not assign to this rank.
 #[derive(Default)]
 pub struct Snapshot {
     parts: HashMap<String, Part>,
@@ -69,7 +69,7 @@ impl Part {
 }
 
 impl Snapshot {
-    /// Makes an empty snapshot.
+    /// Creates an empty snapshot.
     pub fn new() -> Self {
         Self::default()
     }
@@ -84,8 +84,8 @@ impl Snapshot {
             .insert(tensor.into(), Part::Held(Box::new(bytes)));
     }
 
-    /// Adds this rank's part of a tensor, with `num_bytes` bytes that are in memory only while they are checked or
-    /// written. `read` must return the same bytes each time.
+    /// Adds this rank's part of a tensor, of `num_bytes` bytes, which is in memory only while it is checked or written.
+    /// `read` must return the same bytes each time.
     pub fn insert_read(
         &mut self,
         tensor: impl Into<String>,
@@ -108,8 +108,7 @@ impl Snapshot {
     /// Returns the name of the first tensor with an infinite or NaN element, among the tensors that the plan assigns to
     /// this rank. It checks only tensors of 64, 32 and 16 bit floats.
     ///
-    /// Every element of a step is written by one rank. So all numbers of a step are finite if no rank finds one that is
-    /// not.
+    /// Every element of a step is written by one rank, so all numbers are finite if no rank finds one that is not.
     pub fn not_finite(&self, plan: &WritePlan, rank: usize) -> Option<String> {
         let tensors = plan
             .of_rank(rank)

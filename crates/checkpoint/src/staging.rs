@@ -24,7 +24,7 @@ use crate::{
 /// The action to take if the step already exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum Existing {
-    /// Fails with [`Error::Exists`]; the step stays as it is.
+    /// Fails with [`Error::Exists`]; the step stays unchanged.
     #[default]
     Refuse,
     /// Replaces the step when the new one is complete. The old one must be the folder of a step, which may be damaged.
@@ -70,8 +70,8 @@ pub struct Committed {
 }
 
 impl Staging {
-    /// Begins to save a step, on rank 0. Locks the folder, removes the remains of dead runs, and makes a hidden folder
-    /// for the ranks to write into.
+    /// Begins to save a step, on rank 0. Locks the folder, removes the remains of dead runs, and creates a hidden
+    /// folder for the ranks to write into.
     ///
     /// # Errors
     ///
@@ -104,7 +104,7 @@ impl Staging {
         &self.ticket
     }
 
-    /// Makes the step visible after every rank has written. The receipts may be in any order.
+    /// Publishes the step after every rank has written. The receipts may be in any order.
     ///
     /// # Errors
     ///
@@ -148,7 +148,7 @@ impl Staging {
         })
     }
 
-    /// Makes the step visible by a rename, after renaming a step that it replaces.
+    /// Publishes the step by a rename, after moving aside the step that it replaces.
     fn publish(&mut self) -> Result<(), Error> {
         let storage = self.checkpoints.storage();
         let root = self.checkpoints.root();

@@ -10,8 +10,8 @@ use crate::{Error, Region, TensorSpec};
 
 /// The parts that each rank writes when these tensors are saved.
 ///
-/// Every element is written by exactly one of the ranks that hold it. If several ranks hold the same part, the rank
-/// with the least to write gets it, and the largest parts are assigned first.
+/// Every element is written by exactly one of the ranks that hold it. A part on several ranks is assigned to the rank
+/// with the least to write, the largest parts first.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WritePlan {
     mesh: Mesh,

@@ -1,5 +1,4 @@
-//! Low-rank adapters on frozen weights. Saved steps contain only the adapters and a checksum of the weights that they
-//! belong to.
+//! Low-rank adapters on frozen weights. Saved steps contain only the adapters and a checksum of the base weights.
 
 use std::ops::Range;
 
@@ -58,7 +57,7 @@ impl AdapterSizes {
     }
 }
 
-/// Returns the matrices that are adapted: path, and the sum of both sides.
+/// Returns the path of each adapted matrix, with the sum of its two sizes.
 fn adapted<A: Architecture>(model: A) -> impl Iterator<Item = (String, usize)> {
     let blocks = A::BLOCKS.trim_end_matches('*');
     let table = model.parameters().into_iter();

@@ -32,15 +32,15 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Train a GPT, a Llama or a GPT-2 on text, then print a sample
     Train(Box<TrainArgs>),
-    /// Write the model of a saved step as safetensors, or as a Hugging Face folder
+    /// Export the model of a saved step to safetensors or a Hugging Face folder
     Consolidate(ConsolidateArgs),
     /// Show the contents of a saved step, and verify every byte
     Inspect(InspectArgs),
     /// Generate text from a saved step or a Hugging Face folder
     ///
-    /// Control characters except newlines and tabs, and bytes that are not UTF-8, are printed as U+FFFD.
+    /// Control characters except newlines and tabs, and invalid UTF-8, are printed as U+FFFD.
     Generate(GenerateArgs),
-    /// Estimate memory, traffic and time of training, and what would make it fit
+    /// Estimate the memory, traffic and time of training, and suggest changes that make it fit
     Plan(PlanArgs),
     /// Restart a command, such as `mpirun -n 4 burn-fsdp train ..`, when it fails
     Launch(LaunchArgs),
@@ -52,7 +52,7 @@ pub(crate) enum Command {
     Manual(ManualArgs),
 }
 
-/// The heading of flags about ranks and what they compute on.
+/// The heading of flags about ranks and devices.
 const DEVICES: &str = "Devices and sharding";
 
 /// The heading of flags that trade memory, speed and precision.
@@ -102,7 +102,7 @@ pub(crate) struct CompletionsArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct ManualArgs {
-    /// Command to print the page of [default: the page of all commands]
+    /// Command whose page to print [default: the page for all commands]
     pub(crate) command: Option<String>,
 }
 
@@ -126,7 +126,7 @@ pub(crate) struct TrainArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Training")]
 pub(crate) struct TrainingArgs {
-    /// Sequences in a step, over all ranks
+    /// Sequences per step, over all ranks
     ///
     /// Must be a multiple of --ranks times --accumulate.
     #[arg(long, default_value_t = 16)]
@@ -134,7 +134,7 @@ pub(crate) struct TrainingArgs {
     /// Measured steps
     #[arg(long, default_value_t = 500)]
     pub(crate) steps: usize,
-    /// Unmeasured steps before the measured ones; their losses are also reported
+    /// Warmup steps before the measured ones; their losses are also reported
     #[arg(
         long,
         value_name = "STEPS",
@@ -153,7 +153,7 @@ pub(crate) struct TrainingArgs {
     /// Learning rate schedule; cosine falls to a tenth of --lr
     #[arg(long, value_enum, value_name = "SHAPE", default_value_t = LrSchedule::Constant)]
     pub(crate) lr_schedule: LrSchedule,
-    /// Steps in which the learning rate rises to --lr
+    /// Steps over which the learning rate rises to --lr
     #[arg(long, value_name = "STEPS", default_value_t = 0)]
     pub(crate) lr_warmup: usize,
     #[command(flatten)]
@@ -164,7 +164,7 @@ pub(crate) struct TrainingArgs {
     /// Micro-batches in a step; not with --memory-budget
     #[arg(long, value_name = "MICRO_BATCHES", default_value_t = 1)]
     pub(crate) accumulate: usize,
-    /// What to do if the loss, a clipped gradient norm or a tensor to be saved is not finite
+    /// Action if the loss, a clipped gradient norm or a tensor to be saved is not finite
     #[arg(
         long,
         value_enum,
@@ -175,8 +175,8 @@ pub(crate) struct TrainingArgs {
     pub(crate) nan: NotFinite,
     /// Device: flex (the CPU) or a GPU backend; not with --compile
     ///
-    /// wgpu, vulkan, metal, webgpu, cuda and rocm need a build with the feature of that name. Each rank takes the
-    /// device with its number on its machine; wgpu:0 takes device 0 for all ranks.
+    /// wgpu, vulkan, metal, webgpu, cuda and rocm need a build with the feature of that name. Ranks on a machine use
+    /// its devices 0, 1 and so on; with wgpu:0, all ranks use device 0.
     #[arg(
         long,
         value_name = "DEVICE",
@@ -186,7 +186,7 @@ pub(crate) struct TrainingArgs {
     pub(crate) device: DeviceName,
     /// Compute type of parameters and activations; f16 scales the loss
     ///
-    /// The parameters that the optimizer updates stay f32.
+    /// The optimizer's master parameters stay f32.
     #[arg(long, value_enum, default_value_t = Float::F32, help_heading = MEMORY)]
     pub(crate) precision: Float,
     /// Type in which gradients are reduced; f16 needs --precision f16 [default: --precision]
@@ -216,15 +216,15 @@ pub(crate) struct TrainingArgs {
         help_heading = MEMORY
     )]
     pub(crate) memory_budget: Option<u64>,
-    /// Reduce gradients once a step instead of once a micro-batch; not with --compile
+    /// Reduce gradients once per step instead of once per micro-batch; not with --compile
     ///
     /// This saves traffic, but keeps whole gradients in memory.
     #[arg(long, help_heading = MEMORY, hide_short_help = true)]
     pub(crate) no_sync: bool,
     /// With --compile: prove before the first step that the plans of the run compute the traced step
     ///
-    /// The proof uses a narrower model and few tokens, for which the passes decide as for the run. Steps with other
-    /// plans are refused. Evaluations are not proved.
+    /// The proof uses a narrower model and few tokens, for which the passes make the same decisions. Steps with other
+    /// plans are rejected. Evaluations are not proved.
     #[arg(long, requires = "compile", help_heading = MEMORY, hide_short_help = true)]
     pub(crate) certify: bool,
 }
@@ -249,7 +249,7 @@ pub(crate) struct ShardingArgs {
     /// Make a unit of each module with at least this many parameters [default: the transformer blocks]
     #[arg(long, value_name = "PARAMETERS", hide_short_help = true)]
     pub(crate) unit_size: Option<usize>,
-    /// Time after which a rank stops waiting for the others in an operation
+    /// Maximum time that a rank waits for the others in an operation
     #[arg(
         long,
         value_name = "SECONDS",
@@ -308,15 +308,15 @@ pub(crate) struct CheckpointArgs {
     /// Save into this folder at the end of the run
     ///
     /// Also saves when SIGTERM, SIGINT, SIGHUP or SIGUSR1 ends the run early. Only one run may use the folder at a
-    /// time. If it has steps, add --resume or --overwrite.
+    /// time. If it contains steps, add --resume or --overwrite.
     #[arg(long, value_name = "FOLDER")]
     pub(crate) checkpoint_dir: Option<PathBuf>,
-    /// Also save every this many steps, in the background
+    /// Steps between additional saves, in the background
     #[arg(long, value_name = "STEPS", requires = "checkpoint_dir")]
     pub(crate) save_every: Option<usize>,
-    /// Keep only this many of the newest steps [default: all]
+    /// Number of newest steps to keep [default: all]
     ///
-    /// 1 keeps two, because only the following step shows whether the newest gives finite losses.
+    /// 1 keeps two, because only the next training step shows whether the newest one gives finite losses.
     #[arg(long, value_name = "STEPS", requires = "checkpoint_dir")]
     pub(crate) keep_last: Option<std::num::NonZeroUsize>,
     /// Continue from a saved step, or start fresh if there is none
@@ -333,7 +333,7 @@ pub(crate) struct CheckpointArgs {
     /// Remove the saved steps and start fresh; not with --resume
     #[arg(long, requires = "checkpoint_dir", conflicts_with = "resume")]
     pub(crate) overwrite: bool,
-    /// Time after which a save is given up; training continues during a save
+    /// Time after which a save is abandoned; training continues during saves
     #[arg(
         long,
         value_name = "SECONDS",
@@ -348,16 +348,15 @@ pub(crate) struct CheckpointArgs {
 pub(crate) enum NotFinite {
     /// End the run with exit code 3, and save nothing more
     Stop,
-    /// Continue. Steps saved after that do not replace older ones
+    /// Continue; steps saved after that do not replace older ones
     Continue,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ResumeFrom {
-    /// The newest step. If it is damaged, this is an error
+    /// The newest step; an error if it is damaged
     Newest,
-    /// The newest undamaged step, with every byte verified. It is an error if a step cannot be read, or if all are
-    /// damaged
+    /// The newest undamaged step, with every byte verified; an error if a step cannot be read, or if all are damaged
     NewestGood,
 }
 
@@ -372,7 +371,7 @@ pub(crate) struct OutputArgs {
     pub(crate) curve: PathBuf,
     /// Tokens to generate after training on text; 0 for none
     ///
-    /// Bytes without a tokenizer.
+    /// Counts bytes if there is no tokenizer.
     #[arg(long, value_name = "TOKENS", default_value_t = 200)]
     pub(crate) sample: usize,
     /// Print one JSON object instead of the summary, and show no progress
@@ -380,14 +379,14 @@ pub(crate) struct OutputArgs {
     pub(crate) json: bool,
     /// Write a Chrome trace of one step to this file, for chrome://tracing or Perfetto
     ///
-    /// It has the computation, communication and memory of every rank, in the first measured step that has two steps
-    /// before it.
+    /// It shows each rank's computation, communication and memory, in the first measured step that follows at least two
+    /// steps.
     #[arg(long, value_name = "FILE", help_heading = DIAGNOSTICS, hide_short_help = true)]
     pub(crate) trace: Option<PathBuf>,
-    /// After training, measure the rate of 32-bit matrix products on all ranks at once, and report the median step's
-    /// share of it
+    /// Report utilization: the median step's operations per second, relative to the machine's 32-bit matrix products
     ///
-    /// The step counts with the model's operations, without recomputation.
+    /// The rate of matrix products is measured on all ranks at once, after training. A step counts the model's
+    /// operations, without recomputation.
     #[arg(long, help_heading = DIAGNOSTICS, hide_short_help = true)]
     pub(crate) utilization: bool,
     /// Write checksums of the operands of each rank's operations into this folder, for `burn-fsdp diff`
@@ -418,13 +417,13 @@ pub(crate) enum LrSchedule {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum StrategyArg {
-    /// Shard parameters, gradients and optimizer state. Full weights exist unit by unit
+    /// Shard parameters, gradients and optimizer state, and gather full weights unit by unit
     FullShard,
     /// Like full-shard, but keep full weights from forward to backward
     ShardGradOp,
     /// Shard nothing: every rank holds everything
     NoShard,
-    /// Shard inside groups of ranks, and copy the shards across groups
+    /// Shard within groups of ranks, and replicate across groups
     HybridShard,
 }
 

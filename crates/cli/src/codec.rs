@@ -123,7 +123,7 @@ impl Chosen {
         }
     }
 
-    /// Returns warnings about a text in these tokens, for the model of `--init` if there is one.
+    /// Returns warnings about a tokenized text, for the `--init` model if there is one.
     pub(crate) fn warnings(&self, of_init: Option<&ModelConfig>) -> Vec<String> {
         let vocab = of_init.map_or(BYTE_VOCAB, ModelConfig::vocab);
         let is_guess = matches!(self.codec, TextCodec::Bytes) && !self.are_bytes_given;
@@ -139,7 +139,7 @@ impl Chosen {
 
 /// Returns a warning if the folder has a tokenizer that differs from the given one.
 fn other_than(given: &Tokenizer, path: &Path, in_folder: PathBuf) -> Option<String> {
-    // An unreadable tokenizer gives no warning, because nobody asked for it.
+    // An unreadable tokenizer gives no warning, because it was not requested.
     let own = Tokenizer::open(&in_folder).ok()?;
     (own.hash() != given.hash()).then(|| {
         format!(

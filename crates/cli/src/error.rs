@@ -14,7 +14,7 @@ pub(crate) enum Failure {
     /// An error in the user's input.
     #[error(transparent)]
     Input(Box<InputError>),
-    /// The failure of a rank. The message names the rank.
+    /// The failure of a rank, which the message names.
     #[error(transparent)]
     Rank(Box<LaunchError>),
     /// An error in the user's input that a rank met. Any rank may meet it first, so the message does not name the rank.
@@ -68,7 +68,7 @@ impl From<InputError> for Failure {
 
 impl Failure {
     /// Returns true if this process must print the failure. Rank 0 and the failed rank print failures that all
-    /// processes of a run know about. Each process prints failures that only it knows about.
+    /// processes know. Every other failure is printed by the process that found it.
     pub(crate) fn is_told_here(&self) -> bool {
         use LaunchError::{Failed, Panicked, Start};
         let Ok(Some(own)) = processes() else {
@@ -302,7 +302,7 @@ pub(crate) enum InputError {
         needed: usize,
         batch: usize,
         seq: usize,
-        /// Files and folders that were left out, as text for the message.
+        /// Text that lists skipped files and folders, for a message.
         left_out: String,
     },
 
@@ -452,12 +452,14 @@ pub(crate) enum RankError {
     Hosts { hosts: String },
     #[error("cannot pass on the result of a rank: {problem}")]
     Result { problem: String },
-    #[error("the model's outputs are not finite, so no token can be chosen; use another step")]
+    #[error(
+        "the model's outputs are not finite, so no token can be chosen; use another step or model"
+    )]
     NoNumbers,
 }
 
 impl RankError {
-    /// Returns true if the cause is a file that was to be read, and not the run.
+    /// Returns true if the cause is an input file, and not the run.
     pub(crate) fn is_input(&self) -> bool {
         use burn_fsdp::internals::checkpoint::Error::{Foreign, NotAFolder};
         matches!(

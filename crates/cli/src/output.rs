@@ -175,7 +175,7 @@ pub(crate) fn check_one(flag: &'static str, path: &Path) -> Result<(), InputErro
     })
 }
 
-/// Checks that neither a folder that is to be created nor any of its parents is a file.
+/// Checks that a folder can be created: neither it nor any of its parents is a file.
 pub(crate) fn check_folder(flag: &'static str, path: &Path) -> Result<(), InputError> {
     match path.ancestors().find(|above| above.exists()) {
         Some(above) if !above.is_dir() => Err(InputError::Output {
@@ -301,13 +301,13 @@ impl FileId {
     }
 }
 
-/// Returns true if two paths lead to one existing file, also through hard links.
+/// Returns true if two paths refer to the same existing file, also through hard links.
 fn are_one_file(one: &Path, other: &Path) -> bool {
     let id = |path| FileId::of(fs::metadata(path).ok().as_ref());
     id(one).is_some_and(|one| Some(one) == id(other))
 }
 
-/// Returns a path that is equal for all paths of a file. The file need not exist.
+/// Returns a canonical path, equal for all paths to a file. The file need not exist.
 pub(crate) fn identity(path: &Path) -> PathBuf {
     let parts: Vec<_> = path.components().collect();
     for there in (0..=parts.len()).rev() {
@@ -334,7 +334,7 @@ fn folder_of(path: &Path) -> &Path {
     parent.unwrap_or(Path::new("."))
 }
 
-/// Returns true if a file is in the folder of checkpoints and has a name like a step's, or a hidden one.
+/// Returns true if a file is in the checkpoint folder and has the name of a step, or a hidden name.
 fn lies_among_steps(file: &Path, checkpoint_dir: &Path) -> bool {
     let inside = file.strip_prefix(identity(checkpoint_dir)).ok();
     let first = inside.and_then(|inside| inside.components().next());

@@ -11,8 +11,8 @@ pub(crate) struct Process {
     pub(crate) parent: u32,
     /// The process group of the process.
     pub(crate) group: u32,
-    /// Its start time, in ticks of the machine's clock. It distinguishes the process from a later one with the same
-    /// number.
+    /// Start time of the process, in ticks of the machine's clock. It distinguishes the process from a later one with
+    /// the same id.
     pub(crate) started: u64,
 }
 

@@ -82,7 +82,7 @@ impl Tether {
     }
 }
 
-/// The way in which a process is notified of the end of `launch`.
+/// How a process is notified of the end of `launch`.
 #[derive(Debug)]
 enum Way {
     Pipe(File),

@@ -130,7 +130,7 @@ fn groups_are_equal_if_their_ordered_ranks_are() {
         let reversed = world.split(world.rank() / 2, 4 - world.rank(), "shard")?;
         assert_eq!(halves, again);
         assert_eq!(halves.id(), again.id());
-        // Groups with the same name and size, and even with the same ranks in another order.
+        // Groups with the same name and size, and even with the same ranks in a different order.
         assert_ne!(halves, crossed);
         assert_ne!(halves, reversed);
         assert_ne!(halves, world);

@@ -80,7 +80,7 @@ impl RowKernel for Forward<'_> {
     }
 }
 
-/// Replaces a row of logits by its gradient times `share`, and returns the loss.
+/// Replaces a row of logits with its gradient times `share`, and returns the loss.
 #[inline(always)]
 fn replace_row(row: &mut [f32], target: usize, share: f32) -> f32 {
     let (max, logit) = (max(row), row[target]);

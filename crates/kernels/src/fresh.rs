@@ -1,7 +1,7 @@
 //! Memory that is first written by the threads that compute in it.
 //!
 //! If a tensor is filled or copied before it is computed, one thread makes an additional pass over the memory. The
-//! elements are then no longer in the cache of the thread that computes them.
+//! elements are then no longer in the cache of the computing thread.
 
 #![allow(
     unsafe_code,

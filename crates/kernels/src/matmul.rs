@@ -2,9 +2,9 @@
 //!
 //! Burn's CPU backend fills the memory of a result with zeros, copies it to aligned memory, and writes the product
 //! there. For products of halves, it converts the operands to 32-bit copies, element by element. Here a product is
-//! written once, by the same library, so it has the same bits. Halves are multiplied as they are, with 32-bit sums
-//! that are rounded once. Processors with instructions for halves (AVX512-BF16) are twice as fast, and others read
-//! half as much memory.
+//! written once, by the same library, so it has the same bits. Halves are multiplied directly, with 32-bit sums that
+//! are rounded once. Processors with bf16 instructions (AVX512-BF16) are twice as fast, and others read half as much
+//! memory.
 
 use burn::backend::Flex;
 use burn::backend::ops::FloatTensorOps;
@@ -32,7 +32,7 @@ pub(crate) fn matmul(lhs: FlexTensor, rhs: FlexTensor) -> FlexTensor {
             });
             of_type::<bf16>(&lhs, &rhs)
         }
-        // Burn multiplies flipped tensors in another order.
+        // Burn multiplies flipped tensors in a different order.
         _ => Flex::float_matmul(lhs, rhs),
     }
 }
@@ -221,7 +221,7 @@ mod tests {
                 (&[200, 768], &[768, 129]),
                 (&[128, 4096], &[4096, 383]),
                 (&[3, 150, 512], &[3, 512, 47]),
-                // So few columns that the library adds in another order.
+                // So few columns that the library adds in a different order.
                 (&[128, 256], &[256, 2]),
                 (&[130, 256], &[256, 16]),
             ] {

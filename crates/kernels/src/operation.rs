@@ -58,7 +58,7 @@ use crate::{silu, sum};
 /// GELU, SiLU, both norms and both kinds of softmax take tensors with any number of dims. The last dim is the row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FusedOperation {
-    /// `x` times the probability that a normal variable is smaller than `x`.
+    /// `x` times the probability that a standard normal variable is smaller than `x`.
     Gelu,
     /// The gradient of [`Gelu`](Self::Gelu).
     GeluBackward,
@@ -106,7 +106,7 @@ pub enum FusedOperation {
     Matmul,
     /// The sums along a dim.
     SumDim,
-    /// The same numbers in another type.
+    /// The same numbers in a different type.
     Cast,
     /// A [program](PointwiseProgram) of operations on the elements of tensors.
     Pointwise,
@@ -119,7 +119,7 @@ pub struct FusedCost {
     pub matmul: u64,
     /// Other floating-point operations: one per element of the largest tensor.
     pub pointwise: u64,
-    /// Maximum number of bytes that it allocates and frees.
+    /// Maximum number of bytes that the operation allocates and frees.
     pub scratch_bytes: u64,
 }
 
@@ -191,11 +191,11 @@ impl FusedOperation {
         Self::ALL.into_iter().find(|known| known.name() == name)
     }
 
-    /// Computes the operation on Burn's CPU backend. Inputs that nobody else holds are overwritten.
+    /// Computes the operation on Burn's CPU backend. Inputs that nothing else holds are overwritten.
     ///
     /// # Panics
     ///
-    /// If the inputs are not the ones that the operation was captured with.
+    /// If the inputs differ from those with which the operation was captured.
     pub fn run(self, call: &CustomOpIr, inputs: Vec<FlexTensor>) -> Vec<FlexTensor> {
         if self == Self::Pointwise {
             return vec![pointwise::run(
@@ -259,7 +259,7 @@ impl FusedOperation {
         }
     }
 
-    /// Returns the input that the first output of a call overwrites if nobody else holds it and it is contiguous. All
+    /// Returns the input that the first output of a call overwrites if nothing else holds it and it is contiguous. All
     /// other outputs have their own memory.
     pub fn written_over(self, call: &CustomOpIr) -> Option<usize> {
         match self {

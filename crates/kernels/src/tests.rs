@@ -413,7 +413,7 @@ fn silu_and_swiglu_match_burn() {
                 Tensor::<3>::from_data(data, &device)
             };
             let gate = tensor(Some(special)).require_grad();
-            // Each in another order, so an exchange of rows is found.
+            // Each in a different order, so an exchange of rows is found.
             let up = tensor(None).sin().require_grad();
             let grad = tensor(None).cos();
             let fused = |of: Tensor<3>| FlexTensor::from_data(of.inner().into_data());

@@ -49,7 +49,7 @@ pub enum Error {
         mesh: String,
     },
 
-    /// No shard has the index of the requested owner.
+    /// The requested owner is not a valid shard index.
     #[error("shard {owner} cannot own a tensor in {num_shards} shards; choose an owner from 0 to {last}", last = num_shards - 1)]
     NoSuchShard {
         /// The requested owner.

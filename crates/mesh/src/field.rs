@@ -89,8 +89,8 @@ pub fn of_integer(value: i64) -> Element {
 
 /// Returns the element that represents a finite number.
 ///
-/// A number that is the nearest `f64` to `1 / n`, such as a third, becomes the inverse of `n`, for `n` up to 65,536.
-/// Any other number becomes its exact value: an integer times a power of two.
+/// If the number is the `f64` nearest to `1 / n`, for `n` up to 65,536, the result is the inverse of `n`. Otherwise it
+/// is the exact value: an integer times a power of two.
 pub fn of_number(value: f64) -> Element {
     const LARGEST_DENOMINATOR: f64 = 65_536.0;
     let inverse_of = 1.0 / value;

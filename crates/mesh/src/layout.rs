@@ -25,7 +25,7 @@ pub enum Cut {
 }
 
 impl Cut {
-    /// Returns the number at whose multiples elements are cut, whatever their rows; `None` where dims are.
+    /// Returns the number at whose multiples elements are cut, regardless of their rows; `None` where dims are.
     fn multiple(self) -> Option<usize> {
         match self {
             Self::Elements => Some(1),
@@ -64,7 +64,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Returns the layout of a tensor that is on a single rank, in a mesh without axes.
+    /// Returns the layout of a tensor on a single rank, in a mesh without axes.
     pub fn one_rank() -> Self {
         Self {
             placements: Vec::new(),
@@ -204,7 +204,7 @@ impl Layout {
             return Ok(Region::Flat(range));
         }
         let (offsets, sizes) = self.bounds(shape, mesh, rank)?;
-        // Every rank gets the same kind of region, whatever the sizes.
+        // Every rank gets the same kind of region, regardless of the sizes.
         if self.cuts_rows_only() {
             let row_len = shape.get(1..).map_or(Some(1), num_elements).unwrap_or(0);
             let start = offsets.first().copied().unwrap_or(0) * row_len;

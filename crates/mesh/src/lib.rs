@@ -8,7 +8,7 @@
 //! - [`balanced_owners`]: the owners of parameters that are not divided.
 //! - [`Strategy`]: the choice of the sharded state, and of how long full parameters are kept.
 //! - [`Clip`]: the maximum norm of gradients; [`Measure`]: each element's contribution to a norm.
-//! - [`Precision`]: the types in which parameters compute and gradients travel.
+//! - [`Precision`]: the types of computation and of gradient reduction.
 //! - [`LossScaling`]: the scale of a loss in half precision, from step to step.
 //! - [`Pattern`]: a set of dotted paths.
 //! - [`transfers`]: the pieces that move when a tensor is resharded.

@@ -11,8 +11,8 @@ use crate::Error;
 /// The ranges of one tensor's elements, in row-major order, that contiguous shards hold.
 ///
 /// The tensor is a sequence of rows that are never cut: single elements for [`flat`](Self::flat), rows of dim 0 for
-/// [`rows`](Self::rows). Every shard holds `ceil(num_rows / num_shards)` rows until they run out, so the last shards
-/// may be shorter or empty, as with `torch.chunk`:
+/// [`rows`](Self::rows). Every shard holds `ceil(num_rows / num_shards)` rows as long as there are any, so the last
+/// shards may be shorter or empty, as with `torch.chunk`:
 ///
 /// ```text
 /// 7 rows in 4 shards:  [0 1] [2 3] [4 5] [6]
@@ -41,7 +41,7 @@ struct Rows {
     /// The shard with all rows, if the rows are not divided.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     owner: Option<usize>,
-    /// The number of rows that are cut as one.
+    /// The number of rows that are kept together when the tensor is cut.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     multiple: usize,
 }
@@ -55,7 +55,7 @@ fn is_one(multiple: &usize) -> bool {
 }
 
 impl Partition {
-    /// Divides `num_elements` elements, with cuts between any two of them. `num_elements` may be 0.
+    /// Partitions `num_elements` elements, with cuts at any element. `num_elements` may be 0.
     ///
     /// # Errors
     ///
@@ -88,7 +88,7 @@ impl Partition {
         .try_into()
     }
 
-    /// Gives all `num_elements` elements to the shard `owner`, and none to the others.
+    /// Assigns all `num_elements` elements to the shard `owner`, and none to the others.
     ///
     /// # Errors
     ///
@@ -168,8 +168,8 @@ impl Partition {
         self.rows.owner
     }
 
-    /// Returns the elements of a shard. An empty shard is an empty range at its position: the end of the tensor, or
-    /// the beginning for a shard before a sole owner.
+    /// Returns the elements of a shard. The range of an empty shard is at the end of the tensor, or at its start for a
+    /// shard before a sole owner.
     ///
     /// # Panics
     ///

@@ -1,10 +1,10 @@
-//! The strategy of sharded training: the sharded state, and how long full parameters are kept.
+//! The strategy of sharded training: which state is sharded, and how long full parameters are kept.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// The choice of the state that is sharded among the ranks, and of how long full parameters are kept.
+/// Which state is sharded among ranks, and how long full parameters are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Strategy {

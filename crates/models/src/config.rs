@@ -71,8 +71,8 @@ impl GptConfig {
 
     /// Returns the standard deviation of weights that write to the residual stream.
     ///
-    /// It is smaller, which keeps the stream's variance from growing with the depth: each of the `layers` blocks adds
-    /// to it twice.
+    /// It is smaller, because each of the `layers` blocks adds to the stream twice, and the variance must not grow with
+    /// the depth.
     pub(crate) fn residual_init_std(&self) -> f64 {
         INIT_STD / (2.0 * self.layers as f64).sqrt()
     }

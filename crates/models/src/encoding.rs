@@ -1,4 +1,4 @@
-//! The encoding of a file. Its first bytes identify it, and otherwise UTF-8 is assumed.
+//! The encoding of a file, identified by its first bytes; UTF-8 by default.
 
 use crate::remark::Remark;
 
@@ -8,7 +8,7 @@ pub(crate) const HEAD_BYTES: usize = 8 << 10;
 /// Minimum number of bytes of text for each control character.
 const BYTES_PER_CONTROL: usize = 100;
 
-/// First bytes of files that are not text but contain no other sign of it.
+/// First bytes of binary files that cannot otherwise be distinguished from text.
 const NO_TEXT: [&[u8]; 2] = [b"%PDF-", b"\x1f\x8b"];
 
 /// The encodings that a byte order mark identifies.

@@ -101,7 +101,7 @@ pub enum ModelError {
     /// The files of a folder in Hugging Face's form do not belong to one model.
     #[error("{}: {problem}", path.display())]
     MalformedFolder {
-        /// The folder, or the file in it that is at fault.
+        /// The folder, or the faulty file in it.
         path: PathBuf,
         /// A description of the problem.
         problem: String,
@@ -157,7 +157,7 @@ pub enum ModelError {
         problem: String,
     },
 
-    /// A tensor of a file has another shape than the model's parameter.
+    /// A tensor of a file has a different shape from the model's parameter.
     #[error("{}: tensor {name} has shape {found:?}, but the model expects {expected:?}", path.display())]
     WrongShape {
         /// The file.
@@ -228,7 +228,7 @@ pub enum ModelError {
         expected: Vec<usize>,
     },
 
-    /// Burn's store refused weights that had passed every check above.
+    /// Burn's store rejected weights that had passed every check above.
     #[error("{}: {problem}", path.display())]
     Store {
         /// The file.
@@ -258,7 +258,7 @@ pub enum ModelError {
         found: usize,
         /// Minimum number of bytes.
         needed: usize,
-        /// The files and folders that were left out.
+        /// The files and folders that were skipped.
         remarks: Remarks,
     },
 
@@ -278,7 +278,7 @@ pub enum ModelError {
         problem: String,
     },
 
-    /// A tokenizer refuses a text or ids.
+    /// A tokenizer rejects a text or ids.
     #[error("{}: cannot tokenize this text: {problem}", path.display())]
     Tokenize {
         /// The tokenizer's file.

@@ -115,7 +115,8 @@ impl Gpt2Config {
 
     /// Builds the model on a device.
     ///
-    /// The same seed gives the same weights on every device, in whatever order the parameters are first used.
+    /// The same seed gives the same weights on every device, regardless of the order in which parameters are first
+    /// used.
     ///
     /// # Errors
     ///
@@ -193,7 +194,7 @@ impl Gpt2 {
     }
 }
 
-/// The values that the blocks of a forward share.
+/// The values that all blocks share in a forward.
 #[derive(Debug, Clone, Copy)]
 pub struct Gpt2Shared {
     batch: usize,

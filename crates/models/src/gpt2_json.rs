@@ -24,9 +24,9 @@ const ACTIVATIONS: [&str; 5] = [
 impl Gpt2Config {
     /// Reads the configuration of a GPT-2 from the `config.json` of a folder in Hugging Face's form.
     ///
-    /// Settings that [`Gpt2`](crate::Gpt2) does not support are refused by name. Dropout is an exception: it is
-    /// ignored. Sizes have GPT-2's names or the names that transformers uses for all models. Absent settings have
-    /// transformers' defaults.
+    /// Settings that [`Gpt2`](crate::Gpt2) does not support are errors. Dropout is an exception: it is ignored. Sizes
+    /// have GPT-2's names or the names that transformers uses for all models. Absent settings have transformers'
+    /// defaults.
     ///
     /// # Errors
     ///

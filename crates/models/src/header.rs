@@ -154,7 +154,7 @@ impl TensorEntry {
     }
 }
 
-/// Returns the number of bytes of an element, for types with whole bytes.
+/// Returns the size of an element in bytes, for types with whole bytes.
 fn element_bytes(dtype: &str) -> Option<u64> {
     match dtype {
         "BOOL" | "U8" | "I8" => Some(1),

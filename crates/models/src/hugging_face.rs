@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::settings::{Settings, read_config};
 use crate::{Gpt2, Gpt2Config, Llama, LlamaConfig, ModelConfig, ModelError, gpt2_json, llama_json};
 
-/// The kinds of models that both transformers and this crate have.
+/// The model types that both transformers and this crate support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Llama,
@@ -51,8 +51,8 @@ impl Kind {
 }
 
 impl ModelConfig {
-    /// Reads the configuration of a model from the `config.json` of a folder in Hugging Face's form. The file names
-    /// the kind of model.
+    /// Reads the configuration of a model from the `config.json` of a folder in Hugging Face's form. The file specifies
+    /// the model type.
     ///
     /// # Errors
     ///

@@ -59,7 +59,8 @@ pub struct LlamaBlock {
 impl LlamaConfig {
     /// Builds the model on a device.
     ///
-    /// The same seed gives the same weights on every device, in whatever order the parameters are first used.
+    /// The same seed gives the same weights on every device, regardless of the order in which parameters are first
+    /// used.
     ///
     /// # Errors
     ///
@@ -144,7 +145,7 @@ impl Llama {
     }
 }
 
-/// The values that the blocks of a forward share.
+/// The values that all blocks share in a forward.
 #[derive(Debug, Clone)]
 pub struct LlamaShared {
     batch: usize,

@@ -22,8 +22,8 @@ const ROPE_TYPE: [&str; 2] = ["rope_type", "type"];
 impl LlamaConfig {
     /// Reads the configuration of a Llama from the `config.json` of a folder in Hugging Face's form.
     ///
-    /// Settings that [`Llama`](crate::Llama) does not support are refused by name. Settings have the names of
-    /// transformers 4 or 5, or both. Absent settings have transformers' defaults.
+    /// Settings that [`Llama`](crate::Llama) does not support are errors. Settings have the names of transformers 4 or
+    /// 5, or both. Absent settings have transformers' defaults.
     ///
     /// # Errors
     ///

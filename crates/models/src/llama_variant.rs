@@ -50,7 +50,8 @@ pub enum RopeScaling {
         factor: f64,
         /// A rotation is slow if a turn takes more tokens than the first context divided by this.
         low_freq_factor: f64,
-        /// A rotation is fast if a turn takes fewer tokens than the first context divided by this.
+        /// A rotation is fast if a full turn takes fewer tokens than the original context length divided by this
+        /// factor.
         high_freq_factor: f64,
         /// The context of the first training, in tokens.
         original_max_position_embeddings: usize,

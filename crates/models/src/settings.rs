@@ -1,7 +1,7 @@
 //! The settings of a `config.json`, by name, as transformers reads them.
 //!
 //! An absent setting has transformers' default. A setting that is null, or has a type that transformers does not
-//! accept, is refused by name. A guess at its meaning could silently change the mathematics.
+//! accept, is an error. Guessing its meaning could silently change the mathematics.
 
 use std::path::Path;
 
@@ -45,7 +45,7 @@ impl<'a> Settings<'a> {
     ///
     /// # Errors
     ///
-    /// If two of them have different values: versions of transformers differ in which one counts.
+    /// If two of them have different values, because versions of transformers differ in which name takes precedence.
     fn one_of(&self, names: &[&'a str]) -> Result<Option<Setting<'a>>, String> {
         let there = names
             .iter()
@@ -134,7 +134,7 @@ fn unfit((name, value): Setting<'_>, expected: &str) -> String {
     format!("`{name}` is {value}, expected {expected}{default}")
 }
 
-/// Returns the message for two names of one setting with different values.
+/// Returns the error message for one setting under two names with different values.
 pub(crate) fn contradiction(one: (&str, &Value), other: (&str, &Value)) -> String {
     format!(
         "`{}` is {} and `{}` is {}, but both set the same thing, and versions of transformers disagree on which one \

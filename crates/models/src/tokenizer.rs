@@ -103,15 +103,15 @@ impl Tokenizer {
         self.hash
     }
 
-    /// Returns a checksum of the file. Programs write the same tokenizer as different bytes, so use the
-    /// [`hash`](Self::hash) to distinguish tokenizers.
+    /// Returns a checksum of the file. Different programs write the same tokenizer as different bytes, so use
+    /// [`hash`](Self::hash) to compare tokenizers.
     #[must_use]
     pub fn checksum(&self) -> u64 {
         self.checksum
     }
 
     /// Returns the ids of a text. If `is_begun`, they follow the tokens that the file adds before a text, such as
-    /// `<s>`. Tokens that it adds after a text are left out, because the text continues.
+    /// `<s>`. Tokens that it adds after a text are skipped, because the text continues.
     ///
     /// # Errors
     ///
@@ -212,7 +212,7 @@ fn unknown_of(inner: &tokenizers::Tokenizer) -> Option<u32> {
     }
 }
 
-/// Returns the tokens that are added before a text: those before the token of a text with a single token.
+/// Returns the tokens that the tokenizer adds before a text.
 fn front_of(inner: &tokenizers::Tokenizer) -> tokenizers::Result<Vec<u32>> {
     let Some(processor) = inner.get_post_processor() else {
         return Ok(Vec::new());
@@ -236,8 +236,8 @@ fn hash_of(inner: &tokenizers::Tokenizer) -> tokenizers::Result<u64> {
     Ok(hasher.finish())
 }
 
-/// Feeds a value to a hasher, with the names of objects in order. Empty, false and null values count as absent,
-/// because versions of the library differ in the defaults that they write.
+/// Feeds a value to a hasher, with object keys in order. Empty, false and null values count as absent, because versions
+/// of the library differ in the defaults that they write.
 fn feed(value: &Value, hasher: &mut SipHasher13) {
     let mut add = |kind: u8, bytes: &[u8]| {
         hasher.write(&[kind]);

@@ -71,7 +71,7 @@ impl<A: Architecture> WeightsFile<A> {
     ///
     /// # Errors
     ///
-    /// If a file cannot be read, is not well-formed, or if a tensor is missing, unexpected, or has another shape or
+    /// If a file cannot be read, is not well-formed, or if a tensor is missing, unexpected, or has a different shape or
     /// type.
     pub fn open(path: impl Into<PathBuf>, config: A) -> Result<Self, ModelError> {
         config.validate()?;
@@ -231,7 +231,7 @@ impl<A: Architecture> WeightsFile<A> {
         self.num_requests.load(Ordering::Relaxed)
     }
 
-    /// Returns the number of bytes of these requests, including the bytes between pieces of rows.
+    /// Returns the number of bytes in all read requests, including the bytes between pieces of rows.
     pub fn num_bytes_requested(&self) -> u64 {
         self.num_bytes_requested.load(Ordering::Relaxed)
     }
@@ -344,7 +344,7 @@ fn found_in<A: Architecture>(
     Ok(found)
 }
 
-/// Returns the error of a tensor that the model does not have.
+/// Returns the error for a tensor that the model does not have.
 fn unexpected(path: PathBuf, found: Found, problem: String) -> ModelError {
     ModelError::UnexpectedTensor {
         path,

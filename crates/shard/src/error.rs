@@ -39,7 +39,7 @@ pub enum Error {
         /// The path.
         path: String,
     },
-    /// A backward that reaches no parameter of the module.
+    /// Backward reached no parameter of the module.
     #[error(
         "no parameter of the module gets a gradient: it was built on a device without autodiff, is entirely frozen, or \
          no trained parameter took part in the loss; build it on `Device::flex().autodiff().gradient_checkpointing()`, \
@@ -116,7 +116,7 @@ pub enum Error {
         /// Ranks of the shard axis.
         ranks: usize,
     },
-    /// A parameter that already carries a reparameterization of another kind.
+    /// A parameter that already has another reparameterization.
     #[error(
         "parameter `{path}` already carries the reparameterization `{name}`, and sharding would drop it because Burn \
          keeps only one per parameter; attach LoRA adapters with `ShardPolicy::lora` and load a record of them \
@@ -135,7 +135,7 @@ pub enum Error {
         first: String,
         /// The path seen second.
         second: String,
-        /// The reason why they cannot share it, and the remedy.
+        /// The reason why the fields cannot share the parameter, and the remedy.
         problem: &'static str,
     },
     /// A backend for which this build has no gather operation.
@@ -385,7 +385,7 @@ pub enum Error {
         /// The first such parameter.
         path: String,
     },
-    /// An optimizer that panicked on a shard before its trial showed whether it may work on shards.
+    /// An optimizer panicked on a shard before its trial was complete.
     #[error(
         "the optimizer panicked on the shard of `{path}`, perhaps because it computes with whole tensors, as Muon does: \
          {panic}; check it before training with `optim::check_elementwise(&model, &optimizer)`, or give each whole \
@@ -413,7 +413,7 @@ pub enum Error {
          same groups on all ranks"
     )]
     OptimizersDiffer {
-        /// A rank whose optimizer differs from rank 0's.
+        /// The optimizer of a rank differs from rank 0's.
         rank: usize,
         /// Path of the parameter.
         path: String,
@@ -427,7 +427,7 @@ pub enum Error {
     Disagreement {
         /// The first rank with its value.
         rank: usize,
-        /// The first rank with another value.
+        /// The first rank with a different value.
         peer: usize,
         /// Path of the parameter or running state.
         path: String,

@@ -14,7 +14,7 @@ pub struct Pinned {
     pub unit: String,
     /// Bytes still alive when backward began.
     pub bytes: usize,
-    /// Bytes of the unit's full parameters.
+    /// Size of the unit's full parameters in bytes.
     pub of: usize,
 }
 

@@ -1,7 +1,7 @@
-//! Operations that are not Burn's: their implementations and their costs.
+//! Custom operations: their implementations and their costs.
 //!
-//! A model that captures an operation of its own, as an [`OperationIr::Custom`](burn_ir::OperationIr::Custom),
-//! trains compiled if the step knows it: see [`CompiledStep::operations`](crate::CompiledStep::operations).
+//! A model that captures a custom operation, as an [`OperationIr::Custom`](burn_ir::OperationIr::Custom), trains
+//! compiled if the step knows it: see [`CompiledStep::operations`](crate::CompiledStep::operations).
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,8 +14,7 @@ use burn_ir::{BackendIr, CustomOpIr, HandleKind, OperationIr, TensorIr};
 use crate::error::Error;
 use crate::graph::{CustomProfile, Graph};
 
-/// An operation that is not Burn's, on a backend. On Burn's CPU backend,
-/// [`CustomOperations::kernel`] makes one of two functions.
+/// A custom operation, on a backend. On Burn's CPU backend, [`CustomOperations::kernel`] makes one of two functions.
 pub trait CustomOperation<B: BackendIr>: Send + Sync {
     /// Returns the id that the operation is captured with.
     fn name(&self) -> &str;

@@ -72,14 +72,14 @@ pub(crate) struct Record<'a> {
     /// Name of the last part seen; empty for the whole.
     part: &'static str,
     last: Option<Rc<Printed>>,
-    /// The last graph of the whole, from which parts come.
+    /// The last graph of the whole step, from which parts are split off.
     whole: Option<Rc<Printed>>,
     changes: String,
     failed: Option<DumpError>,
 }
 
 impl GraphDump {
-    /// Creates a dump into a folder, which is made when the first graph is written.
+    /// Creates a dump into a folder, which is created when the first graph is written.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         Self {
             folder: folder.into(),
@@ -99,8 +99,7 @@ impl GraphDump {
         Ok(record.end(None)?)
     }
 
-    /// Checks that graphs can be written, and that nothing is in the way of replacing the graphs of an earlier run.
-    /// Leaves nothing behind.
+    /// Checks that graphs can be written, and that the graphs of an earlier run can be replaced. Leaves nothing behind.
     ///
     /// # Errors
     ///
@@ -118,7 +117,7 @@ impl GraphDump {
         Ok(())
     }
 
-    /// Makes a folder with an unused name, which is removed with its contents unless it is kept.
+    /// Creates a folder with an unused name, which is removed with its contents unless it is kept.
     fn hidden_in(&self, folder: &Path) -> Result<TempDir, DumpError> {
         let mut builder = tempfile::Builder::new();
         builder.prefix(".graph-").suffix(".part");
@@ -274,7 +273,7 @@ fn remove_earlier(folder: &Path) -> Result<(), DumpError> {
     Ok(())
 }
 
-/// Finds the graphs of an earlier run: the folders, and the files of each. Refuses anything else among them.
+/// Finds the graphs of an earlier run: the folders, and the files of each. Rejects anything else among them.
 fn earlier(folder: &Path) -> Result<Vec<(PathBuf, Vec<PathBuf>)>, DumpError> {
     let in_the_way = |path: PathBuf| DumpError::InTheWay {
         folder: folder.to_owned(),

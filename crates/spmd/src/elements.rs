@@ -3,7 +3,7 @@
 use burn::tensor::{BoolStore, DType};
 use burn_fsdp_collectives::ElementType;
 
-/// Returns the transport's name of a type that can be gathered. Bytes are moved as they are, so integers and bools can
+/// Returns the transport's name of a type that can be gathered. Bytes are moved unchanged, so integers and bools can
 /// also be gathered.
 pub(crate) fn gathered_type(dtype: DType) -> Option<ElementType> {
     match dtype {

@@ -24,7 +24,8 @@ use text::{After, At, Known, Pass, Produced, advice};
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A model or loss that a graph cannot represent, for example because it reads a tensor's value on the host.
+    /// A model or loss that cannot be represented as a graph, for example because it reads a tensor's value on the
+    /// host.
     #[error(
         "cannot capture {stage}: {reason}{}; {}",
         Produced(produced_by),
@@ -39,7 +40,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// Parameters that share an id but cannot be one parameter.
+    /// Parameters with the same id that cannot be one parameter.
     #[error("parameters `{first}` and `{second}` are one parameter (same id), {problem}")]
     Tied {
         /// The path seen first.
@@ -152,7 +153,7 @@ pub enum Error {
         known: String,
     },
 
-    /// A tensor that cannot be placed on the mesh as requested.
+    /// A tensor cannot be placed on the mesh as requested.
     #[error(
         "{what} \"{name}\" of shape {shape:?} cannot be {placement}: {reason}; choose \
          another placement, or replicate it"
@@ -316,7 +317,7 @@ pub enum Error {
         optimizer: &'static str,
         /// The parameter.
         path: String,
-        /// The part of the step or state that cannot be traced.
+        /// The reason: the part of the step or state that cannot be traced.
         reason: String,
     },
 
@@ -357,7 +358,7 @@ pub enum Error {
     InvalidGraph {
         /// The rule.
         rule: &'static str,
-        /// The pass that made the graph, if any.
+        /// The pass that produced the graph, if any.
         after: Option<PassId>,
         /// Index of the node at fault.
         node: usize,
@@ -401,13 +402,13 @@ pub enum Error {
         "the graph was made for {expected} ranks, but the group has {got}; compile it for {got}"
     )]
     GroupSize {
-        /// Number of ranks that the graph was made for.
+        /// Number of ranks that the graph was created for.
         expected: usize,
         /// Number of ranks in the group.
         got: usize,
     },
 
-    /// A resume at a step before the current one.
+    /// An attempt to resume at a step before the current one.
     #[error(
         "{done} steps are done, so a run cannot be resumed after {steps}; restore it from a checkpoint (resume_with)"
     )]
@@ -430,7 +431,7 @@ pub enum Error {
         difference: String,
     },
 
-    /// An operation that failed while the step ran.
+    /// An operation that failed during the step.
     #[error("node {node} ({operation}) failed: {reason}")]
     Execution {
         /// Index of the node in the schedule.
@@ -441,7 +442,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// A step that cannot run because an earlier one failed halfway.
+    /// A step cannot run because an earlier one failed halfway.
     #[error(
         "an earlier step failed ({reason}) and left parameters and optimizer states from different steps; compile again \
          and start from a checkpoint"

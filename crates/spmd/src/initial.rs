@@ -18,7 +18,7 @@ use crate::parts::{Divided, Lent, broadcast, element_of};
 use crate::ranks::Ranks;
 use crate::trace::ParameterSpec;
 
-/// A function from a tensor of the module to its layout before there is a graph.
+/// A function that returns the layout of a module's tensor before the graph exists.
 pub(crate) type LayoutOf<'a> = dyn Fn(&ParameterSpec) -> Result<Layout, Error> + 'a;
 
 /// A tensor of a module whose initial value is requested, and this rank's part of it.
@@ -29,7 +29,7 @@ pub struct ShardSpec<'a> {
     pub whole: &'a ParameterSpec,
     /// The elements of the whole that this rank holds, possibly none.
     pub region: Region,
-    /// The shape in which it holds them: one dim if the cut is between elements.
+    /// The shape in which the rank holds them: flat if the cut is between elements.
     pub shape: Vec<usize>,
 }
 
@@ -47,8 +47,8 @@ struct Held {
 }
 
 impl InitialValues {
-    /// Gives this rank its part of every tensor: the part that `read` returns, or else its part of the value that
-    /// `init` makes on rank 0. Values that are read are not made.
+    /// Returns this rank's part of every tensor: the part that `read` returns, or else its part of the value that
+    /// `init` creates on rank 0. Values that are read are not created.
     pub(crate) fn new<M: Module, E: From<Error>>(
         (init, read): (
             impl Fn(&Device) -> M,
@@ -151,8 +151,8 @@ impl InitialValues {
         values.collect()
     }
 
-    /// Takes a value out, divided as the graph divides the parameter, and leaves its slot to be [filled
-    /// again](Self::set_local). All ranks must call it.
+    /// Takes a value out, in the parameter's layout in the graph, and leaves its slot to be
+    /// [refilled](Self::set_local). All ranks must call it.
     pub(crate) fn take(
         &mut self,
         parameter: &Parameter,
@@ -227,7 +227,7 @@ where
         }
     }
 
-    /// Refuses a field whose value differs from the value made for the parameter that it shares.
+    /// Rejects a field whose value differs from the value made for the parameter that it shares.
     fn compare(&mut self, path: &str, data: impl FnOnce() -> TensorData) {
         let is_of = |spec: &&ParameterSpec| spec.tied.iter().any(|tied| **tied == *path);
         let first = self.specs.iter().find(is_of);
@@ -404,7 +404,7 @@ fn scattered(
     };
     let into = BufferPool::new().take(partition.len(group.rank()) * size);
     let label = format!("initial {}", spec.path);
-    // Waits until the others have read it, because the next value must not be made before.
+    // Waits until the others have read it, because the next value must not be created before.
     let received = group
         .start_scatter(label, Vec::new(), 0, vec![part], vec![into])
         .and_then(Pending::wait_released)

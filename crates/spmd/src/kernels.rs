@@ -1,4 +1,4 @@
-//! The crate `kernels`, as operations of a graph.
+//! The kernels of the crate `kernels` as graph operations.
 
 use std::any::Any;
 
@@ -14,8 +14,8 @@ use crate::custom::CustomOperations;
 use crate::graph::{CustomProfile, Flops, Node, Phase};
 
 /// Returns all operations of the crate `kernels`. Every step on Burn's CPU backend knows them. The graphs of losses
-/// that `burn_fsdp_kernels::recorded` records contain them, and [`UseKernels`](crate::passes::UseKernels) puts them in
-/// place of operations that Burn composes.
+/// that `burn_fsdp_kernels::recorded` records contain them, and [`UseKernels`](crate::passes::UseKernels) inserts them
+/// for operations that Burn composes.
 pub fn kernels() -> CustomOperations {
     let add = |known: CustomOperations, operation: FusedOperation| {
         known.kernel(

@@ -4,8 +4,8 @@ use burn::module::{Lora, LoraAdapter, Param, ParamId, Reparameterizer};
 use burn::tensor::{Device, Distribution, FloatDType, Shape, Tensor};
 
 /// Burn's [`Lora`] for a module whose parameters are lazy, as `init` of [`compile`](crate::compile()) makes them.
-/// Burn's `apply_lora` makes the value of every matrix at once to see its shape, and so makes the whole model. This
-/// type makes no matrix, and makes factors on request, in the order of the module.
+/// Burn's `apply_lora` initializes every matrix at once to read its shape, and therefore the whole model. This type
+/// makes no matrix, and makes factors on request, in the order of the module.
 ///
 /// It draws the same factors as `apply_lora`, as long as nothing else draws from Burn's generator in between. Factors
 /// of a weight that is still lazy have the device's default type, unless the configuration names another.

@@ -19,15 +19,15 @@
 //! | [`CustomOperations`] | operations that are not Burn's |
 //! | [`run`] | the executor, its table of memory, and timelines |
 //!
-//! On one rank a compiled step gives the same bits as Burn's own loop if
-//! [`Options::kernels`](passes::schedule::Options::kernels) are off. It does not hide its order: the list of nodes is
-//! the schedule, with every gather, wait and drop in it.
+//! On one rank a compiled step is bit-identical to Burn's own loop if
+//! [`Options::kernels`](passes::schedule::Options::kernels) are off. Its order is explicit: the list of nodes is the
+//! schedule, including every gather, wait and drop.
 //!
 //! # Number of collectives
 //!
-//! A unit is a module whose parameters travel together, see [`Units`](passes::Units). Let U be the number of units and
-//! P the number of parameters. Let B be the number of units whose weights backward reads, except the last two of
-//! forward. Assume that no unit is larger than a bucket. If forward visits every unit once, a step of
+//! A unit is a module whose parameters are communicated together, see [`Units`](passes::Units). Let U be the number of
+//! units and P the number of parameters. Let B be the number of units whose weights backward reads, except the last two
+//! of forward. Assume that no unit is larger than a bucket. If forward visits every unit once, a step of
 //! [`Strategy::FullShard`] then takes
 //!
 //! | | all-gathers | reduce-scatters | all-reduces |
@@ -38,8 +38,8 @@
 //!
 //! If forward or backward returns to a unit after two others, the unit is gathered there a second time, and then stays
 //! until its last use there. This gives at most 2 U all-gathers in each of them, however often a loop uses the units.
-//! Frozen parameters are gathered and not reduced. Before anything runs, every step also exchanges 8 bytes, by which
-//! the ranks know that they run the same graph.
+//! Frozen parameters are gathered but not reduced. Before anything runs, every step also exchanges 8 bytes to check
+//! that all ranks run the same graph.
 //!
 //! A step of [`Strategy::NoShard`] takes as many all-reduces as there are buckets of gradients and loss, or P + 1
 //! without buckets. All of these counts are independent of the number of ranks, and also hold for one rank.
@@ -108,7 +108,7 @@ pub use trace::{Batch, BatchMapper, Loss, OptimizerGroups, cast_floats, named_ac
 /// Burn's types of a custom operation's call and tensors, for [`CustomOperation`].
 pub use burn_ir::{CustomOpIr, HandleKind};
 
-/// The types in which parameters compute and gradients travel, as Burn names them.
+/// The types of computation and of gradient reduction, as Burn names them.
 ///
 /// ```
 /// use burn::tensor::FloatDType;

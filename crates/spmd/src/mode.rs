@@ -42,7 +42,7 @@ pub struct Mode {
     certified: Certify,
     /// Fingerprints of the plans that were proved, if no others may run.
     proved: Option<BTreeSet<u64>>,
-    /// Replaces the passes of the mode by faulty ones.
+    /// Replaces the passes of the mode with faulty ones.
     #[cfg(test)]
     planted: Option<certify::Planted>,
     /// The seed of random numbers; without one, the backend draws them.
@@ -167,14 +167,14 @@ impl Mode {
     }
 
     /// Draws the random numbers of steps, such as dropout masks, from a seed instead of Burn's process-wide generator.
-    /// All ranks must give the same seed.
+    /// All ranks must pass the same seed.
     ///
     /// Each number is then a function of the seed, the number of the step ([`CompiledStep::num_steps`]) and of its
     /// micro-batch, the position of the operation among those that draw, and the position of the element. Runs repeat,
     /// and a run that is [resumed](crate::CompiledStep::resume) continues as if it had not stopped. With placements
     /// ([`expand`](Self::expand), [`DataParallel::Automatic`]), the position of an element is its position in the whole
     /// tensor. The step then draws the same numbers as one rank, compiled with the same seed, draws for the joined
-    /// batch, and nothing is gathered for it. Otherwise every rank draws numbers of its own for its part of the batch.
+    /// batch, and nothing is gathered for it. Otherwise every rank draws separate numbers for its part of the batch.
     ///
     /// The numbers differ from those of Burn's generator with the same seed, and another version of the crate `rand`
     /// may give others. Evaluations, initial values, custom operations and random numbers of an optimizer draw as they
@@ -221,18 +221,18 @@ impl Mode {
         self
     }
 
-    /// Sets the number of graphs that are kept: one for each set of input shapes, of values named with
-    /// [`BatchMapper::fixed`](crate::BatchMapper::fixed) and of optimizer operations. The first step therefore has its
-    /// own. The default is 8 and the minimum is 1; the least recently used graph is evicted first.
+    /// Sets the number of graphs to keep. There is one graph for each combination of input shapes, values named with
+    /// [`BatchMapper::fixed`](crate::BatchMapper::fixed), and optimizer operations, so the first step has its own. The
+    /// default is 8 and the minimum is 1; the least recently used graph is evicted first.
     #[must_use]
     pub fn cache(mut self, num_graphs: usize) -> Self {
         self.cache = num_graphs.max(1);
         self
     }
 
-    /// Declares that the batch's tensors that match a pattern have no batch dim and are the same on all ranks, such as
-    /// class weights or a temperature. It is for [`DataParallel::Automatic`], which joins all others along their first
-    /// dim. [`Expand`] replicates tensors that it does not name, and the other styles join nothing.
+    /// Declares that the batch's tensors that match a pattern have no batch dim and are equal on all ranks, such as
+    /// class weights or a temperature. This is for [`DataParallel::Automatic`], which joins all other tensors along
+    /// their first dim. [`Expand`] replicates tensors that it does not name, and the other styles do not join tensors.
     #[must_use]
     pub fn shared_input(mut self, pattern: impl Into<Pattern>) -> Self {
         self.names.shared.push(pattern.into());
@@ -300,7 +300,7 @@ impl Mode {
         self.division.initial_layout(&mesh, spec, owners)
     }
 
-    /// Refuses patterns that match no parameter or input.
+    /// Rejects patterns that match no parameter or input.
     pub(crate) fn check_names(
         &self,
         specs: &[ParameterSpec],
@@ -325,7 +325,7 @@ impl Mode {
         expand.check_names(mesh, paths, names)
     }
 
-    /// Refuses inputs of an evaluation without a placement, if placements matter.
+    /// Rejects inputs of an evaluation without a placement, if placements matter.
     pub(crate) fn check_evaluation(&self, inputs: &[InputSpec]) -> Result<(), Error> {
         let Division::Expand(_, expand) = &self.division else {
             return Ok(());
@@ -341,8 +341,8 @@ impl Mode {
         }
     }
 
-    /// Refuses patterns of modules that compute in full precision and match none of these parameters. The paths include
-    /// those of all fields that share a parameter, which a graph does not know.
+    /// Rejects full-precision module patterns that match none of these parameters. The paths include all fields that
+    /// share a parameter, which a graph does not contain.
     pub(crate) fn check_full(&self, paths: &[&str]) -> Result<(), Error> {
         match self.options.precision.unmatched(paths) {
             Some(pattern) => Err(Error::UnknownName {
@@ -354,7 +354,7 @@ impl Mode {
         }
     }
 
-    /// Refuses options that cannot be combined, and types in which the mode cannot compute. `parameters` lists each
+    /// Rejects options that cannot be combined, and types in which the mode cannot compute. `parameters` lists each
     /// parameter, but no buffer, by path and type.
     pub(crate) fn check_precision(&self, parameters: &[(&str, DType)]) -> Result<(), Error> {
         let precision = &self.options.precision;
@@ -392,8 +392,8 @@ impl Mode {
         }
     }
 
-    /// Returns the purpose of a graph for a step with the given number of micro-batches. If the loss is scaled, the
-    /// host looks at the gradients before the optimizer takes them.
+    /// Returns the purpose of a graph for a step with the given number of micro-batches. With loss scaling, even a
+    /// single micro-batch is its own graph, because the host checks the gradients before the optimizer runs.
     pub(crate) fn purpose(&self, num_batches: usize) -> Purpose {
         match num_batches {
             0 | 1 if self.options.loss_scaling.is_none() => Purpose::Step,

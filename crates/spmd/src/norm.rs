@@ -2,7 +2,7 @@
 //! the norms of all ranks.
 //!
 //! Sums are taken on the host, in 64 bits and in an order that depends only on the number of elements. Burn's own sum
-//! of many elements is shared among threads, so a resumed run would not have the same bits. Norms travel instead of
+//! of many elements is shared among threads, so a resumed run would not have the same bits. Norms are sent instead of
 //! sums of powers, because norms fit 32 bits on any device.
 
 use burn::tensor::{DType, TensorData};
@@ -13,7 +13,7 @@ use burn_ir::{BackendIr, CustomOpIr, HandleKind, ScalarIr, TensorIr};
 use crate::custom::{CustomOperation, CustomOperations};
 use crate::graph::CustomProfile;
 
-/// The name under which a step reports the norm of its gradients.
+/// The name under which a step reports its gradient norm.
 pub const GRAD_NORM: &str = "grad_norm";
 
 /// Returns the call that measures some gradients as one vector.
@@ -27,7 +27,7 @@ pub(crate) fn local_norm(clip: &Clip, gradients: Vec<TensorIr>, norm: TensorIr) 
 }
 
 /// Returns the call that computes the total norm and the factors from the norms of parts of the gradients. The first
-/// output is the total norm. Every other output is the factor, each with a shape and type of its own.
+/// output is the total norm. Every other output is the factor, each with its own shape and type.
 pub(crate) fn coefficients(
     clip: &Clip,
     norms: Vec<TensorIr>,
@@ -42,7 +42,7 @@ pub(crate) fn coefficients(
     }
 }
 
-/// Returns what passes and plans need to know about either call: results are numbers in memory of their own.
+/// Returns what passes and plans need to know about either call: results are numbers in separate memory.
 pub(crate) fn profile(call: &CustomOpIr) -> CustomProfile {
     let sizes = call.inputs.iter();
     let sizes = sizes.map(|input| input.shape.num_elements() * input.dtype.size());

@@ -33,7 +33,7 @@ impl StepGraphs {
         }
     }
 
-    /// Returns one fingerprint for all of them, the same on every rank.
+    /// Returns a fingerprint of all graphs, the same on every rank.
     pub(crate) fn fingerprint(&self) -> u64 {
         let all: Vec<u64> = self.all().into_iter().map(Graph::fingerprint).collect();
         let most = match self {

@@ -6,7 +6,7 @@ use crate::error::Error;
 use crate::graph::Graph;
 use crate::pass_id::PassId;
 
-/// A function from graph to graph.
+/// A transformation of a graph.
 ///
 /// ```
 /// use burn_fsdp_spmd::Error;
@@ -35,7 +35,7 @@ use crate::pass_id::PassId;
 /// # Ok::<(), Error>(())
 /// ```
 pub trait GraphTransform: fmt::Debug + Send + Sync {
-    /// Returns the name of the pass in errors and in [`Graph::applied`].
+    /// Returns the name of the pass, as used in errors and [`Graph::applied`].
     fn id(&self) -> PassId;
 
     /// Returns the passes that must have been applied before it.
@@ -62,7 +62,7 @@ pub trait GraphTransform: fmt::Debug + Send + Sync {
     fn transform(&self, graph: Graph) -> Result<Graph, Error>;
 }
 
-/// Refuses a graph that has not been through every pass of `after`, or has been through one of `before`.
+/// Rejects a graph to which a pass of `after` was not applied, or a pass of `before` was.
 ///
 /// # Errors
 ///

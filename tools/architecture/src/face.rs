@@ -1,6 +1,6 @@
 //! The public names of a crate, read from its source.
 //!
-//! A re-export of a `*` or of a module is refused, because its names could not be counted. Without them the list needs
+//! A re-export of a `*` or of a module is rejected, because its names could not be counted. Without them the list needs
 //! no compiler: it is what the public modules define and re-export.
 
 use std::path::Path;
@@ -83,7 +83,7 @@ impl Face<'_> {
         let Some(folder) = path[0].strip_prefix("burn_fsdp_") else {
             return false;
         };
-        let src = self.crates.join(folder).join("src");
+        let src = self.crates.join(folder.replace('_', "-")).join("src");
         src.is_dir() && Modules::read(&src, folder).is_module(0, &path[1..])
     }
 

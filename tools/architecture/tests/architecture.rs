@@ -13,9 +13,22 @@ use burn_fsdp_architecture::sizes::{self, TooLarge};
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
 /// For each crate of the workspace, the workspace crates that it may use.
-const ALLOWED: [(&str, &[&str]); 13] = [
+const ALLOWED: [(&str, &[&str]); 16] = [
     ("burn-fsdp-mesh", &[]),
-    ("burn-fsdp-collectives", &["burn-fsdp-mesh"]),
+    ("burn-fsdp-rendezvous", &["burn-fsdp-mesh"]),
+    (
+        "burn-fsdp-transport",
+        &["burn-fsdp-mesh", "burn-fsdp-rendezvous"],
+    ),
+    (
+        "burn-fsdp-collectives",
+        &[
+            "burn-fsdp-mesh",
+            "burn-fsdp-rendezvous",
+            "burn-fsdp-transport",
+        ],
+    ),
+    ("burn-fsdp-engine-tests", &["burn-fsdp-collectives"]),
     (
         "burn-fsdp-shard",
         &["burn-fsdp-mesh", "burn-fsdp-collectives"],
@@ -53,8 +66,11 @@ const ALLOWED: [(&str, &[&str]); 13] = [
 ];
 
 /// Crates that must not depend on Burn.
-const WITHOUT_BURN: [&str; 3] = [
+const WITHOUT_BURN: [&str; 6] = [
     "burn-fsdp-mesh",
+    "burn-fsdp-rendezvous",
+    "burn-fsdp-transport",
+    "burn-fsdp-engine-tests",
     "burn-fsdp-collectives",
     "burn-fsdp-checkpoint",
 ];

@@ -1,4 +1,4 @@
-//! The settings of a training that all ranks share.
+//! The settings of a training run that all ranks share.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;

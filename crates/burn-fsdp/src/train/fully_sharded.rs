@@ -30,9 +30,9 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 ///
 /// One line of a program changes: `training.launch(Learner::new(model, optimizer, rates))` becomes
 /// `FullySharded::new(LaunchConfig::new(2)).launch(training, model, optimizer, rates)?`. Everything else in
-/// [`SupervisedTraining`](burn::train::SupervisedTraining) stays. Its metrics cover the rows of all ranks, there is
-/// one dashboard, and early stopping and interruption end all ranks after the same step. Its checkpoints equal those
-/// of a training on one device. Any number of ranks can continue from them, and so can Burn without sharding.
+/// [`SupervisedTraining`](burn::train::SupervisedTraining) stays. Its metrics cover the rows of all ranks, there is one
+/// dashboard, and early stopping and interruption end all ranks after the same step. Its checkpoints equal those of a
+/// training run on one device. Any number of ranks can continue from them, and so can Burn without sharding.
 ///
 /// # Data
 ///
@@ -45,20 +45,20 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 ///
 /// # Differences
 ///
-/// - The optimizer must work element by element, or the policy must give parameters to [one
-///   owner](ShardPolicy::one_owner). Otherwise the training is refused. To clip by the norm of all gradients, use
+/// - The optimizer must work element by element, or the policy must assign parameters to [one
+///   owner](ShardPolicy::one_owner). Otherwise the training is rejected. To clip by the norm of all gradients, use
 ///   [`clip_grad_norm`](Self::clip_grad_norm), which covers the gradients of all ranks.
 /// - The training's `gradient_checkpointing` has no effect: build the model on a device with
 ///   `.autodiff().gradient_checkpointing()`, without which full weights stay alive for backward.
 /// - Each rank has its own running statistics (batch normalization), from its rows; rank 0's are saved and returned.
-/// - A policy that ignores trained modules is refused, because each rank would have its own.
+/// - A policy that ignores trained modules is rejected, because each rank would have its own.
 /// - A loss must depend on the model's parameters on every rank: if a rank's step skips the model, the others wait for
 ///   it.
 /// - Metrics that join the outputs of all steps (AUROC) need them on one device.
 /// - Custom checkpointers that look into records hold the tensors that they read, because the tensors are read on
 ///   demand.
-/// - Outputs of a step are values of any type, which cannot travel between processes. If `mpirun` started the program,
-///   [`launch`](Self::launch) is refused; use [`launch_among_processes`](Self::launch_among_processes).
+/// - Outputs of a step are values of any type, which cannot be sent between processes. If `mpirun` started the program,
+///   [`launch`](Self::launch) is rejected; use [`launch_among_processes`](Self::launch_among_processes).
 ///
 /// # Memory
 ///
@@ -68,9 +68,9 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 /// freed as they are divided, unless the program has a clone of it. Checkpoints are Burn's own files of the whole model
 /// and optimizer. Any number of ranks can continue from them, and so can Burn without sharding. Rank 0 gathers them
 /// tensor by tensor into files of a [scratch](Self::scratch) folder, from which Burn's checkpointers write. It also
-/// reads and divides them tensor by tensor when a training resumes. So rank 0 holds one whole parameter, or the state
-/// of one, a few times for a moment. (This holds on the CPU backend. If the program's default device is another, a
-/// checkpoint is read there as a whole.)
+/// reads and divides them tensor by tensor when a training run resumes. So rank 0 holds one whole parameter, or the
+/// state of one, a few times for a moment. (This holds on the CPU backend. If the program's default device is another,
+/// a checkpoint is read there as a whole.)
 ///
 /// [`launch`](Self::launch) and [`launch_among_processes`](Self::launch_among_processes) return the whole model: the
 /// ranks that get it hold all of it when the training ends. [`launch_sharded`](Self::launch_sharded) passes each rank's
@@ -170,8 +170,8 @@ impl FullySharded {
         })
     }
 
-    /// Sets the units, and the rest of the sharding policy. There is a mesh of only one axis: a policy with a replicate
-    /// axis is refused.
+    /// Sets the units, and the rest of the sharding policy. The mesh has only one axis, so a policy with a replicate
+    /// axis is rejected.
     #[must_use]
     pub fn policy(mut self, policy: ShardPolicy) -> Self {
         self.0.policy = policy;
@@ -195,9 +195,9 @@ impl FullySharded {
 
     /// Sets the folder for files that exist while a checkpoint is written or read. On rank 0 they hold the whole model
     /// and its optimizer's state, for the current checkpoint and the previous one (for a moment the model once more,
-    /// before its optimizer's state is there). When a training resumes, they also hold each rank's part of the state.
-    /// The default is the folder in `TMPDIR`, or `/var/tmp`. Do not use a folder that is kept in memory, which would
-    /// keep the files in memory after all.
+    /// before its optimizer's state is there). When a training run resumes, they also hold each rank's part of the
+    /// state. The default is the folder in `TMPDIR`, or `/var/tmp`. Do not use a folder that is kept in memory, which
+    /// would keep the files in memory after all.
     #[must_use]
     pub fn scratch(mut self, folder: impl Into<PathBuf>) -> Self {
         self.0.scratch = Some(folder.into());
@@ -263,9 +263,9 @@ impl FullySharded {
     /// each process is one rank.
     ///
     /// Every process sets up loaders, model, optimizer and training as if it were alone, and calls this function once.
-    /// Some settings are compared before the first step, and a difference is refused: the epochs, the accumulation, the
-    /// clipping, the numbers of items, the paths and shapes of the model's tensors, and the optimizer's behavior for
-    /// each parameter. The learning rates of all parameters are compared in every step. Float parameters, running
+    /// Some settings are compared before the first step, and a difference is rejected: the epochs, the accumulation,
+    /// the clipping, the numbers of items, the paths and shapes of the model's tensors, and the optimizer's behavior
+    /// for each parameter. The learning rates of all parameters are compared in every step. Float parameters, running
     /// states and the optimizer's state need not agree, because all ranks start from rank 0's; integer and boolean
     /// parameters must agree. Other values are not compared: plain tensors in the model, its settings (such as a
     /// dropout rate), the sizes of batches, and the contents of the items. Datasets must have the same items in the
@@ -446,7 +446,7 @@ enum Whole {
     OfAll,
 }
 
-/// Checks that ranks can be threads: that no launcher has started the program several times.
+/// Checks that ranks can be threads, because no launcher has started the program several times.
 fn check_threads() -> Result<(), Error> {
     match processes()? {
         None => Ok(()),

@@ -30,7 +30,7 @@ pub struct Lent<M> {
     counter: Arc<Mutex<Counter<M>>>,
 }
 
-/// The values on their way between a learner and the ranks.
+/// The values in transit between a learner and the ranks.
 struct Counter<M> {
     /// To the ranks: the model, and the optimizer with its state.
     out: Option<(Option<M>, ModuleOptimizer)>,
@@ -73,7 +73,7 @@ impl<M: LearnerModel> Lent<M> {
         Some((model?, optimizer))
     }
 
-    /// Gives a learner the state to save: the record of the model, and the optimizer with its whole state.
+    /// Passes a learner the state to save: the model's record, and the optimizer with its whole state.
     pub(crate) fn put_into(
         learner: &mut Learner<Self>,
         record: ModuleRecord,
@@ -102,7 +102,7 @@ impl<M: LearnerModel> Lent<M> {
         }
     }
 
-    /// Makes a learner hand out its model and optimizer. Its optimizer keeps its state.
+    /// Makes a learner give up its model and optimizer. Its optimizer keeps its state.
     fn handed_out(learner: &mut Learner<Self>) -> Option<(Option<M>, ModuleOptimizer)> {
         learner.optimizer_step(GradientsParams::new());
         learner.model().counter().out.take()

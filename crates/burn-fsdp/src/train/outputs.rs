@@ -1,4 +1,4 @@
-//! The outputs of steps on their way to rank 0, which shows them to the metrics.
+//! The outputs of steps in transit to rank 0, which shows them to the metrics.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -15,7 +15,7 @@ use crate::snapshot::Elements;
 use crate::train::lock::held;
 use crate::train::portable::{Parcel, Portable};
 
-/// The outputs of a training and of its validations.
+/// The outputs of a training run and its validations.
 pub(crate) struct Outputs<M: LearnerModel> {
     pub(crate) training: Channel<<M as TrainStep>::Output>,
     pub(crate) validation: Channel<<M as InferenceStep>::Output>,
@@ -60,7 +60,7 @@ impl<M: LearnerModel> Copy for Codecs<M> {}
 /// The outputs of one kind. Among threads each rank puts its own where rank 0 finds them; among processes the
 /// other ranks' outputs are brought there.
 pub(crate) struct Channel<O> {
-    /// The outputs that have come to rank 0, by rank.
+    /// The outputs that have arrived at rank 0, by rank.
     arrived: Vec<Mutex<VecDeque<TrainingItem<O>>>>,
     /// None among threads.
     codec: Option<Codec<O>>,
@@ -89,7 +89,7 @@ impl<O> Channel<O> {
         Ok(())
     }
 
-    /// Returns the bytes that wait in this process.
+    /// Returns the number of bytes that wait in this process.
     pub(crate) fn waiting(&self) -> usize {
         held(&self.waiting).as_ref().map_or(0, |bytes| bytes.len())
     }

@@ -1,4 +1,4 @@
-//! Outputs of steps as tensors that travel from one process to another.
+//! Step outputs as tensors that one process can send to another.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -12,8 +12,7 @@ use burn_pack::{Reader, Scalar, Tensor as PackedTensor, Writer};
 
 use crate::error::Error;
 
-/// An output of a step for the metrics of Burn's loop, as tensors, so that it can travel to rank 0 where ranks are
-/// processes.
+/// A step's output for the metrics of Burn's loop, as tensors that can be sent to rank 0 if ranks are processes.
 ///
 /// Burn's outputs of classification, regression and sequences implement it. For a custom type, pack everything that
 /// the metrics read:
@@ -59,7 +58,7 @@ pub trait Portable: Sized {
     fn unpack(parcel: &mut Parcel, device: &Device) -> Result<Self, Error>;
 }
 
-/// Tensors by name, on their way from one process to another. Their types and bits stay as they are.
+/// Tensors by name, in transit from one process to another. Their types and bits stay unchanged.
 #[derive(Debug, Default)]
 pub struct Parcel {
     tensors: BTreeMap<String, TensorData>,
@@ -73,7 +72,7 @@ impl Parcel {
         Self::default()
     }
 
-    /// Puts a tensor in. A second one with the same name is refused when the parcel is sent.
+    /// Puts a tensor in. A second one with the same name is rejected when the parcel is sent.
     pub fn put<const D: usize, K: Basic>(&mut self, name: &str, tensor: Tensor<D, K>) {
         match self.tensors.entry(name.to_owned()) {
             Entry::Vacant(place) => {
@@ -87,7 +86,7 @@ impl Parcel {
     ///
     /// # Errors
     ///
-    /// [`Error::Parcel`] if there is none with this name, or one with another number of dims.
+    /// [`Error::Parcel`] if there is none with this name, or one with a different number of dims.
     pub fn take<const D: usize, K: Basic>(
         &mut self,
         name: &str,
@@ -155,7 +154,7 @@ fn unfit(name: &str, reason: String) -> Error {
     }
 }
 
-/// Returns the error for bytes that are no parcel.
+/// Returns the error for bytes that are not a parcel.
 fn unreadable(error: burn_pack::Error) -> Error {
     Error::Parcel {
         name: "all".to_owned(),
@@ -251,7 +250,7 @@ mod tests {
         }
     }
 
-    /// An output with a tensor of truth values, which it may pack twice.
+    /// An output with a boolean tensor, packed twice if the flag is set.
     struct Masked(Tensor<2, Bool>, bool);
 
     impl Portable for Masked {

@@ -1,4 +1,4 @@
-//! Files of whole tensors that are on their way between the ranks and Burn's checkpointers.
+//! Files of whole tensors that are in transit between the ranks and Burn's checkpointers.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -18,7 +18,7 @@ const MAX_TENSOR_BYTES: u64 = 10 << 30;
 #[derive(Debug)]
 pub(crate) struct Scratch {
     folder: TempDir,
-    /// Held as long as the folder is in use, so that a killed process' folder can be recognized.
+    /// Held while the folder is in use, which allows the folders of killed processes to be recognized.
     _lock: Option<File>,
 }
 
@@ -86,8 +86,7 @@ fn remove_left_behind(parent: &Path) {
     }
 }
 
-/// Returns the place for large temporary files: the folder of temporary files that the user named, or the one that is
-/// not kept in memory.
+/// Returns the folder for large temporary files: the one that the user configured, or one that is not in memory.
 fn usual() -> PathBuf {
     let on_disk = Path::new("/var/tmp");
     let can_be_written = || tempfile::tempfile_in(on_disk).is_ok();
@@ -106,7 +105,7 @@ pub(crate) struct Pile {
 }
 
 impl Pile {
-    /// Adds the bytes of a tensor, and returns them as a part of the file, without holding them in memory.
+    /// Appends a tensor's bytes to the file, and returns them as a lazily read part of it.
     ///
     /// # Errors
     ///

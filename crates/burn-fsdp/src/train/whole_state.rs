@@ -26,9 +26,9 @@ use crate::train::filed::{Filed, FiledState, FiledTensor};
 use crate::train::notes::exchanged;
 use crate::train::scratch::{Pile, Scratch};
 
-/// A parameter that an optimizer steps, in shards.
+/// A parameter that an optimizer updates in shards.
 struct Sharded {
-    /// The id by which this rank's optimizer knows it.
+    /// The tensor's id in this rank's optimizer.
     id: u64,
     local: LocalTensor,
 }
@@ -41,8 +41,8 @@ struct Told {
     tensors: Vec<StateTensor>,
 }
 
-/// Gives the optimizer of this rank's shards of `model` its part of the state of an optimizer of the whole model. Rank
-/// 0 has that state; if there is none, the optimizer is returned unchanged.
+/// Loads this rank's part of a whole model's optimizer state into the optimizer of its shards of `model`. Rank 0 has
+/// that state; if there is none, the optimizer is returned unchanged.
 ///
 /// Rank 0 holds the whole state of one parameter at a time, if the state in `whole` is read on demand. This rank's part
 /// passes through a file in a folder in `parent`. In memory each tensor of it is then separate, and is freed when the
@@ -110,7 +110,7 @@ pub(crate) fn divided<M: Module>(
 /// The state that a rank has received.
 struct Own<'a> {
     parent: Option<&'a Path>,
-    /// The file of the tensors, and its folder, once rank 0 has announced any state.
+    /// The tensor file and its folder, once rank 0 has announced a state.
     files: Option<(Scratch, Pile)>,
     tensors: Vec<PackedTensor>,
     scalars: BTreeMap<String, Scalar>,
@@ -204,7 +204,7 @@ fn told(parts: &OptimizerParts, id: u64, path: &str) -> Result<Told, CheckpointE
     })
 }
 
-/// Returns this rank's part of a tensor of the state of the parameter `local`; rank 0 has the `whole`.
+/// Returns this rank's part of a state tensor of parameter `local`; `whole` is the full tensor on rank 0.
 ///
 /// Collective.
 fn received(

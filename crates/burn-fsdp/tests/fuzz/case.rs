@@ -13,7 +13,7 @@ use super::optimizer::{OPTIMIZERS, Optimizer};
 use super::plain::GROWTH_INTERVAL;
 use super::precision::Halves;
 
-/// A training.
+/// A training run.
 #[derive(Debug, Clone)]
 pub(crate) struct Case {
     pub(crate) plan: Plan,

@@ -217,7 +217,7 @@ impl Case {
     }
 
     fn policy(&self, eager: &Eager, ranks: Ranks) -> ShardPolicy {
-        // A pattern that matches nothing is refused.
+        // A pattern that matches nothing is rejected.
         let units = eager.units.iter().copied();
         let units = units.filter(|pattern| self.plan.has_units(pattern));
         let mut policy = ShardPolicy::new()

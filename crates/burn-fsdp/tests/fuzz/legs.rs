@@ -1,4 +1,4 @@
-//! Legs of trainings: some steps of one engine on a number of ranks, and the end of the leg.
+//! Legs of training runs: some steps of one engine on a number of ranks, and the end of the leg.
 
 use burn::tensor::FloatDType;
 use burn_fsdp::Strategy as Sharding;

@@ -1,8 +1,8 @@
-//! Random trainings of random models, by the eager engine, by compiled steps, by placements, and by these in turn,
+//! Random training runs of random models, by the eager engine, by compiled steps, by placements, and by these in turn,
 //! compared with plain Burn on one rank.
 //!
 //! Short by default, 2,000 of each kind with `BURN_FSDP_LONG=1`. `BURN_FSDP_CASES=300` sets the number,
-//! `BURN_FSDP_SEED=7` chooses others. A differing case is made smaller until nothing can be left out, and printed.
+//! `BURN_FSDP_SEED=7` chooses others. A differing case is shrunk until nothing can be removed, and printed.
 
 mod batch;
 #[path = "../halves/by_hand.rs"]

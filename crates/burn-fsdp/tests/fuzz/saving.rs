@@ -20,7 +20,7 @@ use burn_fsdp::{Checkpointer, Error, ProcessGroup};
 use super::legs::{Death, End, Place};
 use super::run::{KILLED, Run, Strike};
 
-/// The storage of a training's steps.
+/// The storage of a training run's steps.
 #[derive(Debug, Clone)]
 pub(crate) struct Shelf {
     storage: Arc<dyn Storage>,
@@ -117,7 +117,7 @@ pub(crate) fn finish(
     }
 }
 
-/// Saves a step while the next one is made.
+/// Saves a step while the next one runs.
 fn in_background(
     run: &mut dyn Run,
     checkpoints: &Checkpoints,

@@ -1,4 +1,4 @@
-//! A training by the legs of a case.
+//! A training run by the legs of a case.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -34,7 +34,7 @@ impl Case {
                 case.plan.switch(layer);
             }
             case.plan.halves = leg.halves();
-            // The proof by placements refuses some operations by name.
+            // The proof by placements rejects some operations by name.
             let proved = case.by_leg(leg, steps.clone(), &shelf, true);
             let of_ranks = match proved {
                 Err(error) if error.contains("cannot be proved") => {

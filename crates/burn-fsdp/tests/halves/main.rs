@@ -153,7 +153,7 @@ fn models_train_unchanged_in_the_eager_engine() {
                 let want = plainly(kind, compute, ranks);
                 let got = by_units(kind, &Precision::new(compute), ranks);
                 let what = format!("{kind:?} in {compute:?} on {ranks}");
-                // Gradients of tensors that are used twice are added in another order, in 16 bits.
+                // Gradients of tensors that are used twice are added in a different order, in 16 bits.
                 let tolerance = match (kind, compute) {
                     (Kind::Decoder, FloatDType::BF16) => 0.1,
                     (Kind::Decoder, _) => 0.02,
@@ -441,7 +441,7 @@ fn compiled_steps_take_nested_inputs() {
     }
 }
 
-/// Checks that a loss and a forward to which these tensors are added are refused, in both halves.
+/// Checks that a loss and a forward to which these tensors are added are rejected, in both halves.
 fn assert_lost(made: &[fn(&Device) -> Tensor<1>], lost: &str) {
     let lost = format!("{lost} would lose bits");
     for &made in made {

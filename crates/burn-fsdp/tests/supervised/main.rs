@@ -51,7 +51,7 @@ fn rates() -> impl Into<burn::optim::lr_scheduler::module_lr_scheduler::ModuleLr
     config.init().expect("a schedule")
 }
 
-/// A training of some epochs in a folder, with the metrics of classification.
+/// A training run of some epochs in a folder, with the metrics of classification.
 fn training<M>(
     folder: &Path,
     (trained, validated): (Vec<Item>, Vec<Item>),
@@ -472,7 +472,7 @@ fn gradients_are_clipped_by_the_norm_of_all_ranks() {
     assert!(moved(&launch(None)) > 0.05);
 }
 
-/// If the optimizer keeps whole tensors, Burn's files of a training equal those of one device, both ways.
+/// If the optimizer keeps whole tensors, Burn's files of a training run equal those of one device, both ways.
 #[test]
 fn optimizers_of_whole_tensors_step_only_owned_parameters() {
     let optimizers: [fn() -> ModuleOptimizer; 3] = [

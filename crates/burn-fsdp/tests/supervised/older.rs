@@ -18,7 +18,7 @@ fn data() -> (Vec<Item>, Vec<Item>) {
     (items(20, 1), items(6, 2))
 }
 
-/// Copies the checkpoint to the place where a training looks for it.
+/// Copies the checkpoint to the place where a training run looks for it.
 fn copy_to(folder: &Path) {
     let to = folder.join("checkpoint");
     std::fs::create_dir(&to).expect("a folder");

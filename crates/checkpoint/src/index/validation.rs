@@ -90,7 +90,7 @@ impl Index {
         }
     }
 
-    /// Checks that every part is in a file, inside the tensor, and that its sizes agree.
+    /// Checks that every part is in a file and inside the tensor, and that its sizes agree.
     fn check_parts(&self, tensor: &TensorEntry, item_bytes: usize) -> Result<(), String> {
         let mut files = HashSet::new();
         for part in &tensor.parts {

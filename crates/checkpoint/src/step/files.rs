@@ -31,7 +31,7 @@ pub(super) struct Files {
     pub(super) path: PathBuf,
     pub(super) limits: Limits,
     pub(super) index: Index,
-    /// The parts in each file, `(tensor, part)`, in the order of their bytes.
+    /// The parts in each file, `(tensor, part)`, by position.
     pub(super) by_file: Vec<Vec<(usize, usize)>>,
     /// Set for each file whose header was found to match the index.
     checked: Vec<OnceLock<()>>,

@@ -104,13 +104,13 @@ impl Storage for FileSystem {
             true => Path::new("."),
             false => path,
         };
-        // Other systems cannot open folders; they record renames by themselves.
+        // Other systems cannot open folders; they record renames anyway.
         if !cfg!(unix) {
             return Ok(());
         }
         match File::open(path)?.sync_all() {
             // SMB and some user-space file systems do not support this call. The caller depends on what they guarantee
-            // by themselves, and a save without the call is better than none.
+            // without it, and a save without the call is better than none.
             Err(error) if is_unsupported(&error) => Ok(()),
             result => result,
         }
@@ -228,7 +228,7 @@ struct Locked(#[expect(dead_code, reason = "held for its lock")] File);
 
 impl Lock for Locked {}
 
-/// The guard for file systems without locks, which excludes nobody.
+/// The guard for file systems without locks, which locks nothing.
 #[derive(Debug)]
 struct Unlocked;
 

@@ -1,4 +1,4 @@
-//! The model of a training, and its data.
+//! The model of a training run, and its data.
 
 use std::path::PathBuf;
 
@@ -42,13 +42,13 @@ pub(crate) struct ModelArgs {
     pub(crate) save_init: Option<PathBuf>,
     /// Start from this Hugging Face folder or safetensors file
     ///
-    /// A file has PyTorch's names. Each rank reads only its shards.
+    /// A file must use PyTorch's names. Each rank reads only its shards.
     #[arg(long, value_name = "PATH", help_heading = FINE_TUNING)]
     pub(crate) init: Option<PathBuf>,
     /// Freeze the weights of --init, and train LoRA adapters of this rank
     ///
-    /// Adapters are on all matrices of the blocks. Saved steps contain only the adapters; pass the same --init to
-    /// resume. Conflicts with --save-init, --no-decay and --optimizer muon.
+    /// All matrices of the blocks are adapted. Saved steps contain only the adapters; pass the same --init to resume.
+    /// Conflicts with --save-init, --no-decay and --optimizer muon.
     #[arg(long, value_name = "RANK", requires = "init", help_heading = FINE_TUNING)]
     pub(crate) lora: Option<usize>,
     /// LoRA alpha: adapters are scaled by alpha / rank [default: twice the rank]
@@ -79,22 +79,22 @@ pub(crate) enum TrainedModelArg {
 pub(crate) struct DataArgs {
     /// Text file or folder to train on [default: Burn's source code]
     ///
-    /// Its first 16 MiB are read. --seed draws the windows. The last 5 % are held out for evaluation; of Burn's source
-    /// code, which cargo has downloaded, every 20th file. Hidden files, files that are not text and files of this run
-    /// are skipped and counted.
+    /// Only the first 16 MiB are read. --seed selects the windows. The last 5 % are held out for evaluation; for Burn's
+    /// source code, which cargo has downloaded, every 20th file. Hidden files, files that are not text and files of
+    /// this run are skipped and counted.
     #[arg(long, value_name = "PATH", conflicts_with = "synthetic")]
     pub(crate) data: Option<PathBuf>,
     /// tokenizer.json, or `bytes` for one token per byte [default: tokenizer.json of --init, else bytes]
     #[arg(long, value_name = "FILE", conflicts_with = "synthetic")]
     pub(crate) tokenizer: Option<TokenizerArg>,
-    /// Train on computed tokens; not with --data or --tokenizer
+    /// Train on synthetic tokens; not with --data or --tokenizer
     ///
     /// The tokens are the same on every machine.
     #[arg(long, hide_short_help = true)]
     pub(crate) synthetic: bool,
-    /// Evaluate every this many steps; 0 for only at the end [default: 100]
+    /// Steps between evaluations; 0 to evaluate only at the end [default: 100]
     ///
-    /// Without effect with --synthetic.
+    /// Has no effect with --synthetic.
     #[arg(long, value_name = "STEPS")]
     pub(crate) eval_every: Option<usize>,
     /// Maximum number of held-out batches in an evaluation; 0 for no evaluation

@@ -18,7 +18,7 @@ pub(crate) struct OptimizerArgs {
     /// gradients.
     #[arg(long, value_name = "DECAY", allow_negative_numbers = true)]
     pub(crate) weight_decay: Option<f32>,
-    /// Parameters without weight decay: `vectors` for all of one dimension, or a path pattern. Repeatable
+    /// Parameters without weight decay: `vectors` for all one-dimensional ones, or a path pattern; repeatable
     ///
     /// A pattern names parameters or modules, such as 'blocks.*.ln1' or '**.bias'. Conflicts with --lora and a
     /// --weight-decay of 0.
@@ -34,7 +34,7 @@ pub(crate) struct OptimizerArgs {
     pub(crate) beta1: Option<f32>,
     /// Decay rate of the second moment [default: 0.999; lion and rmsprop 0.99, adan 0.92]
     ///
-    /// For lion: of the momentum. For adan: of the gradient differences.
+    /// For lion, the decay rate of the momentum; for adan, of the gradient differences.
     #[arg(
         long,
         allow_negative_numbers = true,

@@ -47,7 +47,7 @@ pub(crate) struct PlanArgs {
     pub(crate) gpu_memory: Option<u64>,
     /// Sharding strategy
     ///
-    /// For hybrid-shard, plan one group of shards.
+    /// For hybrid-shard, plan a single shard group.
     #[arg(
         long,
         value_enum,
@@ -68,10 +68,10 @@ pub(crate) struct PlanArgs {
     pub(crate) prefetch: usize,
     /// Compute type [default: bf16; f32 with --compile]
     ///
-    /// It is the type of gathered parameters and activations. Parameters at rest have 32 bits.
+    /// The type of gathered parameters and activations. Sharded parameters have 32 bits.
     #[arg(long, value_enum, help_heading = MEMORY)]
     pub(crate) precision: Option<PrecisionArg>,
-    /// What to recompute in backward; `full` without a value
+    /// What to recompute in backward; `full` if no value is given
     ///
     /// `selective` conflicts with --compile.
     #[arg(
@@ -86,12 +86,12 @@ pub(crate) struct PlanArgs {
     pub(crate) activation_checkpointing: CheckpointingArg,
     /// Keep sharded state in host memory; not with --compile
     ///
-    /// The state is parameters at rest, gradients and optimizer state.
+    /// Sharded state is parameters, gradients and optimizer state.
     #[arg(long, help_heading = MEMORY)]
     pub(crate) offload: bool,
     /// Plan the compiled step from its traced graph
     ///
-    /// For more than 8 blocks, the plans of 6 and 8 blocks are extrapolated.
+    /// More than 8 blocks are extrapolated from the plans of 6 and 8 blocks.
     #[arg(long, help_heading = MEMORY)]
     pub(crate) compile: bool,
     /// With --compile: trace every block
@@ -145,10 +145,10 @@ pub(crate) enum CheckpointingArg {
     Full,
 }
 
-/// The strategies that are planned: copies of shards across groups of ranks are not.
+/// The strategies that can be planned. Replication across groups is not planned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum PlannedStrategyArg {
-    /// Shard parameters, gradients and optimizer state. Full weights exist unit by unit
+    /// Shard parameters, gradients and optimizer state, and gather full weights unit by unit
     FullShard,
     /// Like full-shard, but keep full weights from forward to backward
     ShardGradOp,

@@ -8,7 +8,7 @@ use crate::codec::TokenizerArg;
 
 #[derive(Debug, Args)]
 pub(crate) struct ConsolidateArgs {
-    /// Folder of a saved step, or of checkpoints to use the newest step
+    /// Folder of a saved step, or a checkpoint folder to use its newest step
     pub(crate) step: PathBuf,
     /// Output file, or output folder with --max-shard-size or --format hugging-face
     pub(crate) out: PathBuf,
@@ -23,10 +23,10 @@ pub(crate) struct ConsolidateArgs {
     pub(crate) names: Option<NamesArg>,
     /// With --format hugging-face: copy tokenizer, generation settings and token ids from this folder
     ///
-    /// It is usually the --init folder of the training. generation_config.json has the generation settings.
+    /// Usually the folder that training used as --init. Generation settings are in generation_config.json.
     #[arg(long, value_name = "FOLDER")]
     pub(crate) init: Option<PathBuf>,
-    /// Replace an existing file. An existing folder must be empty
+    /// Replace an existing file; an existing folder must be empty
     #[arg(long)]
     pub(crate) overwrite: bool,
 }
@@ -35,7 +35,7 @@ pub(crate) struct ConsolidateArgs {
 pub(crate) enum FormatArg {
     /// Only the tensors
     Safetensors,
-    /// A folder for transformers and `train --init`: config.json and the tensors. For a step of --lora, a folder for
+    /// Folder for transformers and `train --init`, with config.json and the tensors; for a --lora step, a folder for
     /// peft
     HuggingFace,
 }
@@ -50,7 +50,7 @@ pub(crate) enum NamesArg {
 
 #[derive(Debug, Args)]
 pub(crate) struct InspectArgs {
-    /// Folder of a saved step, or of checkpoints to use the newest step
+    /// Folder of a saved step, or a checkpoint folder to use its newest step
     pub(crate) step: PathBuf,
     /// Read only the index, and verify nothing
     #[arg(long)]
@@ -62,7 +62,7 @@ pub(crate) struct InspectArgs {
 
 #[derive(Debug, Clone, Args)]
 pub(crate) struct GenerateArgs {
-    /// Folder of a saved step, or of checkpoints to use the newest step
+    /// Folder of a saved step, or a checkpoint folder to use its newest step
     pub(crate) step: Option<PathBuf>,
     /// Hugging Face folder instead of a step, or the base model of a --lora step
     #[arg(long, value_name = "FOLDER")]
@@ -73,9 +73,9 @@ pub(crate) struct GenerateArgs {
     /// Text to continue
     #[arg(long)]
     pub(crate) prompt: String,
-    /// Maximum number of tokens to generate; a model of --init may end earlier
+    /// Maximum number of tokens to generate; an --init model may stop earlier
     ///
-    /// Bytes without a tokenizer.
+    /// Counts bytes if there is no tokenizer.
     #[arg(long, alias = "bytes", default_value_t = 200)]
     pub(crate) tokens: usize,
     /// Sampling temperature; 0 always picks the likeliest token
@@ -90,7 +90,7 @@ pub(crate) struct GenerateArgs {
     /// Compute threads per rank [default: RAYON_NUM_THREADS, or cores / ranks]
     #[arg(long)]
     pub(crate) threads: Option<usize>,
-    /// Time after which a rank stops waiting for the others in an operation
+    /// Maximum time that a rank waits for the others in an operation
     #[arg(
         long,
         value_name = "SECONDS",

@@ -1,6 +1,6 @@
 //! The processes below `launch`: which of them receive a signal, and which of them `launch` waits for.
 //!
-//! A training receives one signal directly, at any depth. The processes in between (shells, `timeout`, `mpirun`)
+//! A training run receives one signal directly, at any depth. The processes in between (shells, `timeout`, `mpirun`)
 //! receive none, and end as usual when the training has ended. Only if there is no process of this program, the whole
 //! process group of the command receives the signal, as from a terminal. A process that loses its parent through this
 //! receives the signal when it is seen.
@@ -30,7 +30,7 @@ const GRACE: Duration = Duration::from_secs(5);
 pub(super) struct Below {
     /// The first process of the command; the process group has its number.
     first: u32,
-    /// Its start time, if the system reports it.
+    /// Start time of the process, if the system reports it.
     started: Option<u64>,
     /// An entry that all their environments have.
     entry: String,
@@ -93,7 +93,7 @@ impl Below {
         self.order = Some(order);
         let is_at_once = matches!(order, Order::AtOnce(_));
         if is_at_once {
-            // Tell all of them again, and wait only for trainings.
+            // Tell all of them again, and wait only for training runs.
             self.told.clear();
             self.awaited.clear();
             self.at_once_since.get_or_insert_with(Instant::now);
@@ -118,8 +118,8 @@ impl Below {
         }
         let trains_on = self.tell_own(&seen);
         let late = self.late(&seen);
-        // A script that starts the next training or a long command after a training was told to end must receive the
-        // order itself.
+        // A script that starts the next training run or a long command after a training run was told to end must
+        // receive the order itself.
         if (trains_on || !late.is_empty()) && !self.is_group_told {
             self.is_group_told = true;
             self.tell_group(&seen);
@@ -182,8 +182,8 @@ impl Below {
         Seen { own, others }
     }
 
-    /// Returns processes that were started after the order and still exist some time after the end of the trainings.
-    /// Older processes may be waiting for trainings on other machines, as `mpirun` does.
+    /// Returns processes that were started after the order and still exist some time after the end of the training
+    /// runs. Older processes may be waiting for training runs on other machines, as `mpirun` does.
     fn late(&mut self, seen: &Seen) -> Vec<Process> {
         if !seen.own.is_empty() {
             self.over_since = None;

@@ -22,12 +22,12 @@ pub(crate) use signals::ONE_REQUEST;
 #[derive(Debug, Args)]
 #[command(after_help = LAUNCH_AFTER_HELP, after_long_help = LAUNCH_AFTER_LONG_HELP)]
 pub(crate) struct LaunchArgs {
-    /// Maximum number of restarts; exit code 2, an input error, is never restarted
+    /// Maximum number of restarts; a command with exit code 2, an input error, is not restarted
     #[arg(long, value_name = "TIMES", default_value_t = 3)]
     pub(crate) max_restarts: usize,
-    /// Ranks of the first start, the second and so on, to replace {ranks} in the command
+    /// Number of ranks for each start, substituted for {ranks} in the command
     ///
-    /// The last number is used for all further starts.
+    /// All further starts use the last number.
     #[arg(long, value_name = "RANKS", value_delimiter = ',')]
     pub(crate) ranks: Vec<usize>,
     /// Command to run, after --
@@ -62,7 +62,7 @@ Environment of the command:
 
 The exit code is the command's, or 128 + N if signal N ended it.";
 
-/// Exit code of a command with an error in its input, which a restart would not change.
+/// Exit code for an error in the command's input, which a restart would not fix.
 const INPUT: i32 = 2;
 
 /// The time between two checks whether the command has ended.
@@ -71,14 +71,14 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// The time between two checks of the processes below, while the command is ending.
 const LOOK_BELOW_EVERY: Duration = Duration::from_millis(100);
 
-/// The time in which a process that a command leaves behind may still become a training: `setsid` and `nohup` leave a
-/// process that starts the next program only after they have ended.
+/// The time in which a process that a command leaves behind may still become a training run: `setsid` and `nohup` leave
+/// a process that starts the next program only after they have ended.
 const SETTLING: Duration = Duration::from_secs(1);
 
 /// The longest pause before a restart.
 const MOST_PAUSE: Duration = Duration::from_secs(30);
 
-/// The variable of the command's environment with the number of the restart.
+/// The environment variable that tells the command the number of the restart.
 pub(crate) const RESTART: &str = "BURN_FSDP_RESTART";
 
 /// The placeholder for the number of ranks.
@@ -180,8 +180,8 @@ fn cannot_run(args: &LaunchArgs, error: &std::io::Error) -> InputError {
     }
 }
 
-/// Waits for the end of the command and of the trainings below it, and passes signals on. Trainings that a failed
-/// command leaves behind are told to end, because they would block the next start.
+/// Waits for the end of the command and of the training runs below it, and passes signals on. Training runs that a
+/// failed command leaves behind are told to end, because they would block the next start.
 fn wait(child: &mut Child, below: &mut Below, signals: &Signals) -> std::io::Result<ExitStatus> {
     let mut ended = None;
     let mut look_at = Instant::now();

@@ -83,7 +83,7 @@ pub(crate) fn run(args: &DiffArgs) -> Result<(), Failure> {
 }
 
 /// Returns the first operation in which a rank's runs differ. A group's operations are compared by their number,
-/// because operations of different groups may finish in another order.
+/// because operations of different groups may finish in a different order.
 fn first(a: &[Line], b: &[Line]) -> Option<Difference> {
     let key = |line: &Line| (line.group.clone(), line.sequence);
     let mut others: HashMap<_, Vec<&Line>> = HashMap::new();

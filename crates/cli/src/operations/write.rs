@@ -16,8 +16,8 @@ use crate::error::InputError;
 pub(crate) type Lost = Arc<OnceLock<String>>;
 
 /// Starts writing a line for each operation of this rank into its own file in the folder. Creates the folder if
-/// necessary. The first line that cannot be written causes a warning, and the training continues. Returns the place of
-/// that warning, for the report.
+/// necessary. The first line that cannot be written causes a warning, and training continues. Returns the place of that
+/// warning, for the report.
 pub(crate) fn write(folder: &Path, world: &ProcessGroup) -> Result<Lost, InputError> {
     let path = folder.join(file_name(world.rank()));
     let created = fs::create_dir_all(folder)

@@ -1,4 +1,4 @@
-//! The plan of a training, from arguments to printed text, JSON or a drawing.
+//! The plan of a training run, from arguments to printed text, JSON or a drawing.
 
 use burn::module::Module;
 use burn::optim::AdamWConfig;
@@ -23,7 +23,7 @@ use crate::plan::preset::Preset;
 use crate::plan::proof::{Proof, Proved};
 use crate::{console, output};
 
-/// Maximum number of ranks. More ranks, like more tokens, are refused, so no product overflows.
+/// Maximum number of ranks. More ranks, like more tokens, are rejected, so no product overflows.
 const MOST_RANKS: usize = 1 << 20;
 const MOST_TOKENS: usize = 1 << 24;
 /// Numbers of blocks from which larger models are extrapolated.

@@ -1,5 +1,4 @@
-//! The parts of a folder in Hugging Face's format other than weights and sizes: the tokenizer, and the tokens that end
-//! a text.
+//! The other parts of a folder in Hugging Face's format: the tokenizer, and the tokens that end a text.
 
 use std::fs;
 use std::path::Path;

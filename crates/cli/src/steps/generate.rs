@@ -230,7 +230,7 @@ fn model_of_folder(folder: &Path) -> Result<ModelConfig, InputError> {
     Ok(model)
 }
 
-/// Returns the model of the folder that a step's adapters belong to.
+/// Returns the base model of a step's adapters, from its folder.
 fn adapted_model(
     step: &Step,
     adapters: Option<AdapterSizes>,
@@ -291,7 +291,7 @@ fn unknown(path: &Path, problem: String) -> InputError {
     InputError::UnknownModel { path, problem }
 }
 
-/// Checks that the ranks of this process can hold their shards, one full unit, and the keys and values of `tokens`.
+/// Checks that this process has memory for its ranks' shards, one full unit, and the keys and values of `tokens`.
 fn check_memory(model: &ModelConfig, ranks: &Ranks, tokens: usize) -> Result<(), InputError> {
     let Some(available) = host::memory_bytes(ranks.processes_here()) else {
         return Ok(());

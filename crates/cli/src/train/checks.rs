@@ -1,5 +1,5 @@
 //! Checks of a run before it starts: flags that compiled steps do not support, token counts that overflow, and runs
-//! that do not fit.
+//! that do not fit into memory.
 
 use burn_fsdp::Strategy;
 use burn_fsdp_models::ModelConfig;
@@ -10,7 +10,7 @@ use crate::host;
 use crate::train::ranks::Ranks;
 use crate::train::recipe::Recipe;
 
-/// Refuses flags that a compiled step does not support.
+/// Rejects flags that a compiled step does not support.
 pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
     let (training, sharding) = (&args.training, &args.sharding);
     let refusals = [
@@ -56,7 +56,7 @@ pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
     }
 }
 
-/// Refuses runs in which gradient sums are too small for their type.
+/// Rejects runs in which gradient sums are too small for their type.
 pub(super) fn check_reduction(args: &TrainArgs) -> Result<(), InputError> {
     let training = &args.training;
     match training.reduce_dtype == Some(Float::F16) && training.precision != Float::F16 {
@@ -80,7 +80,7 @@ pub(super) fn check_size(args: &TrainArgs) -> Result<(), InputError> {
         .ok_or(InputError::TooManyTokens)
 }
 
-/// Refuses a run that cannot fit, because the allocator would end the process without a message.
+/// Rejects a run that cannot fit, because the allocator would end the process without a message.
 ///
 /// The ranks of this process hold parameters, gradients and optimizer state, sharded or not, and the logits with their
 /// gradient. This is a lower bound: a run that passes may still be too large.

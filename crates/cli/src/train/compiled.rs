@@ -48,7 +48,7 @@ pub(crate) struct Compiled<'a, A: Architecture> {
     gradients: Gradients,
     /// Only the loss, for held-out text.
     loss: Evaluation<Tokens, Tensor<1>>,
-    /// Units that are recomputed in backward to keep a step within its memory budget.
+    /// Units that are recomputed in backward to meet the memory budget.
     recomputed: Vec<String>,
     /// A sharded model for generation, created when it is first needed.
     model: Option<A::Model>,
@@ -58,7 +58,7 @@ pub(crate) struct Compiled<'a, A: Architecture> {
 
 /// Information from the last step about its gradients.
 struct Gradients {
-    /// The gradient norm, if it is not finite and the run should stop in this case.
+    /// The gradient norm, if it is not finite and the run stops because of that.
     norm_not_finite: Option<f64>,
     /// The loss scale to be saved, if the loss is scaled.
     scaler: Option<LossScaler>,
@@ -134,9 +134,9 @@ fn traced<A: Architecture>(
     Ok(kernels().describe(graph)?)
 }
 
-/// Proves the plans of a run's steps, and prints the result. Three kinds of steps have plans of their own: the first
-/// step, whose optimizer has no state, all later steps, and steps with a learning rate of zero, in which optimizers
-/// omit operations. The plans are made for the model, rows and tokens of a rank. The proof uses the first of several
+/// Proves the plans of a run's steps, and prints the result. Three kinds of steps have separate plans: the first step,
+/// whose optimizer has no state, all later steps, and steps with a learning rate of zero, in which optimizers omit
+/// operations. The plans are created for the model, rows and tokens of a rank. The proof uses the first of several
 /// small shapes at which a narrower model does the same operations.
 fn prove<A: Architecture>(
     sizes: A,

@@ -40,7 +40,7 @@ pub(crate) struct TrainConfig {
     pub(crate) model: ModelConfig,
     /// Tokens in a row of a batch. The model may support longer sequences.
     pub(crate) seq: usize,
-    /// Adapters that are trained instead of the weights, which are frozen.
+    /// Adapters to train, with the weights frozen.
     pub(crate) adapters: Option<AdapterSizes>,
     pub(crate) seed: u64,
     /// File or folder with the initial weights; if `None`, they are random.
@@ -81,7 +81,7 @@ pub(crate) struct TrainConfig {
     pub(crate) trace: Option<PathBuf>,
     pub(crate) operations: Option<PathBuf>,
     pub(crate) dump_graphs: Option<PathBuf>,
-    /// True to measure what the machine's matrix products reach.
+    /// True to measure the rate of the machine's matrix products.
     pub(crate) measures_limits: bool,
     pub(crate) curve: PathBuf,
     pub(crate) sample_tokens: usize,
@@ -124,7 +124,7 @@ pub(crate) struct StepConfig {
     pub(crate) clip: Option<Clip>,
     pub(crate) scales_loss: bool,
     pub(crate) activation_checkpointing: bool,
-    /// Maximum bytes of a rank's compiled step.
+    /// Maximum size of a rank's compiled step in bytes.
     pub(crate) memory_budget: Option<u64>,
     /// True to prove a compiled plan before the first step.
     pub(crate) is_certified: bool,

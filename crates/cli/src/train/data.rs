@@ -78,7 +78,7 @@ impl Text {
         tokens.map_or_else(|| self.bytes.held_out(), TokenText::held_out)
     }
 
-    /// Returns one sentence for each kind of data that is left out or converted.
+    /// Returns one sentence for each kind of data that is skipped or converted.
     fn remarks(&self) -> Vec<String> {
         let remarks = self.bytes.remarks();
         let mut sentences = Vec::new();
@@ -249,7 +249,7 @@ impl Data {
         }
     }
 
-    /// Identifies the tokenizer as earlier versions saved it: by its file.
+    /// Identifies the tokenizer by its file, as earlier versions did.
     pub(crate) fn former_tokenizer(&self) -> Option<String> {
         match self {
             Self::Synthetic => None,
@@ -267,7 +267,7 @@ impl Data {
 }
 
 /// Prints, for example, `7000000 bytes of text in 700 files, 35 of them held out`, `.. the last 5 % held out`, or
-/// `synthetic tokens`. Adds the amount that is left out, if any.
+/// `synthetic tokens`. Adds the amount that was skipped, if any.
 impl fmt::Display for Data {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -9,7 +9,7 @@ use crate::error::InputError;
 
 const FAULT_VARIABLE: &str = "BURN_FSDP_FAULT";
 
-/// Reads the fault from the environment. Refuses a fault that can never happen, because a test with it would pass
+/// Reads the fault from the environment. Rejects a fault that can never happen, because a test with it would pass
 /// without testing anything.
 pub(crate) fn from_environment(
     ranks: usize,

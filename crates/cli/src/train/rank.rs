@@ -19,7 +19,7 @@ use crate::train::saving::{Saving, Started};
 use crate::train::share::{self, StepEnd};
 use crate::train::trainer::Trainer;
 
-/// Returns the user's options for numbers that are not finite.
+/// Returns the user's options after a non-finite number.
 const fn advice(on_not_finite: NotFinite) -> &'static str {
     match on_not_finite {
         NotFinite::Stop => {
@@ -31,7 +31,7 @@ const fn advice(on_not_finite: NotFinite) -> &'static str {
     }
 }
 
-/// Runs a training on one rank. Times in traces count from `origin`. Rank 0 has the metrics.
+/// Trains on one rank. Times in traces are relative to `origin`. Rank 0 writes the metrics.
 pub(crate) fn train(
     config: &TrainConfig,
     world: &ProcessGroup,
@@ -146,14 +146,14 @@ fn trainer<'a, A: Architecture>(
     })
 }
 
-/// The observers of a training: progress bar, metrics and saves.
+/// The observers of a training run: progress bar, metrics and saves.
 struct Observers<'a> {
     progress: Progress,
     metrics: Metrics,
     saving: Option<Saving<'a>>,
     /// Warnings about metrics that could not be written, and about numbers that are not finite.
     lost: Vec<String>,
-    /// True if the user was warned about numbers that are not finite.
+    /// True once the user was warned about non-finite numbers.
     has_told: bool,
 }
 

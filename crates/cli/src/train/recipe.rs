@@ -20,7 +20,7 @@ use crate::error::InputError;
 pub(crate) const OPTIMIZER: &str = "--optimizer";
 /// Name of the setting for the parameters without weight decay.
 pub(crate) const NO_DECAY: &str = "--no-decay";
-/// The pattern for all parameters of one dim.
+/// The pattern for all one-dimensional parameters.
 const VECTORS: &str = "vectors";
 
 /// The optimizers of a run.
@@ -49,7 +49,7 @@ struct Numbers {
 struct Member {
     path: String,
     elements: usize,
-    /// True for a matrix in a block, which Muon steps.
+    /// True for a matrix in a block, which Muon updates.
     is_matrix: bool,
     decays: bool,
 }
@@ -81,7 +81,7 @@ impl Numbers {
 
 /// The optimizers with these hyperparameters.
 impl Numbers {
-    /// Returns the weight decay that Burn adds to gradients, or that Muon applies itself.
+    /// Returns the weight decay that Burn adds to gradients, or that Muon applies.
     fn decay(self) -> Option<WeightDecayConfig> {
         (self.weight_decay > 0.0).then(|| WeightDecayConfig::new(self.weight_decay))
     }
@@ -253,7 +253,7 @@ impl Recipe {
         groups
     }
 
-    /// Adds one of the optimizers for a group, or starts with it.
+    /// Adds an optimizer for a group, or starts a list with it.
     fn with(
         &self,
         groups: Option<OptimizerGroups>,

@@ -64,7 +64,7 @@ pub(crate) struct Report {
     pub(crate) start_rss_bytes: Option<u64>,
     /// Collectives of the last training step.
     pub(crate) collectives: Collectives,
-    /// Units that are recomputed in backward to keep a step within its memory budget.
+    /// Units that are recomputed in backward to meet the memory budget.
     pub(crate) recomputed_units: Vec<String>,
     pub(crate) curve: String,
     pub(crate) sample: Option<String>,

@@ -10,8 +10,8 @@ use crate::console;
 use crate::error::InputError;
 use crate::train::settings::Settings;
 
-/// The saved step that a run resumes from. It is found before any rank starts: verification may take
-/// longer than ranks wait for each other, and an error in a file is not a failure of a rank.
+/// The saved step that a run resumes from. It is found before any rank starts, because verification may take longer
+/// than ranks wait for each other, and an error in a file is not a rank's failure.
 #[derive(Debug)]
 pub(crate) struct Resumed {
     pub(crate) step: Step,

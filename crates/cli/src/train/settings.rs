@@ -77,7 +77,7 @@ impl Settings {
         training.sections.insert(SECTION.to_owned(), settings);
     }
 
-    /// Refuses a step of another optimizer, because its state does not fit this run's optimizer.
+    /// Rejects a step that was saved with another optimizer, because its state does not fit this run's optimizer.
     pub(crate) fn check_optimizer(&self, saved: &TrainingState) -> Result<(), InputError> {
         // A step of another program does not identify its optimizer, except by the names of the state, which are
         // checked when the state is restored.
@@ -149,7 +149,7 @@ fn of_model(args: &ModelArgs) -> Map<String, Value> {
     let ModelArgs {
         seq,
         seed,
-        // The step's model is compared as a whole, and another model is refused.
+        // The step's model is compared as a whole, and another model is rejected.
         model: _,
         layers: _,
         dim: _,
@@ -244,7 +244,7 @@ fn of_sums(args: &ShardingArgs, division: Division) -> Map<String, Value> {
     names.into_iter().zip(values).collect()
 }
 
-/// Lists the flags that affect neither batches nor numbers of a training.
+/// Lists the flags that affect neither batches nor numbers of a training run.
 fn no_number_depends_on(data: &DataArgs, checkpoint: &CheckpointArgs, output: &OutputArgs) {
     let DataArgs {
         // The text and the tokenizer are compared.
@@ -294,7 +294,7 @@ fn older(saved: &TrainingState) -> Map<String, Value> {
     was
 }
 
-/// Returns the flag of a setting. Steps store two of them under names without dashes.
+/// Returns the flag for a setting. Saved steps store two settings under names without dashes.
 fn flag_of(name: &str) -> String {
     match name {
         DATA | TOKENIZER => format!("--{name}"),

@@ -41,7 +41,7 @@ pub(crate) fn mean(world: &ProcessGroup, label: &'static str, own: Sum) -> Resul
     Ok(sum / count as f64)
 }
 
-/// The values that the ranks agree on at the end of a step.
+/// The values on which ranks agree at the end of a step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StepEnd {
     /// The mean loss, with the same bits on every rank.

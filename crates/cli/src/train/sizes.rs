@@ -110,7 +110,7 @@ fn name_of(model: TrainedModelArg) -> &'static str {
     }
 }
 
-/// Finds the sizes of the adapters to train on the frozen model, if any.
+/// Determines the sizes of the adapters, if any.
 pub(crate) fn adapters(
     args: &TrainArgs,
     model: &ModelConfig,

@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::train::report::Report;
 
-/// Bytes of a parameter with 32 bits.
+/// Size of a parameter with 32 bits in bytes.
 const PARAMETER_BYTES: usize = 4;
 const MIB: f64 = (1 << 20) as f64;
 

@@ -46,8 +46,8 @@ impl Phases {
     }
 }
 
-/// Creates the events of a rank of the eager engine. The time between its operations counts as computation, within the
-/// phase that it belongs to.
+/// Creates the events of a rank of the eager engine. Time between operations counts as computation in the phase to
+/// which it belongs.
 pub(crate) fn eager_events(
     rank: usize,
     origin: Instant,
@@ -105,7 +105,7 @@ pub(crate) fn eager_events(
     events
 }
 
-/// The clock of a rank, which converts its times to a trace's.
+/// A rank's clock, which converts its times to trace times.
 struct Clock {
     rank: usize,
     origin: Instant,

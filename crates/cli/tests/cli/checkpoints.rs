@@ -67,7 +67,7 @@ fn resumed_runs_with_state_in_files_are_bit_identical() {
     }
 }
 
-/// Other commands take the folder of a step, so a user might also pass it to a training.
+/// Other commands take the folder of a step, so a user might also pass it to a training run.
 #[test]
 fn runs_do_not_save_into_a_step() {
     let folder = Folder::new();

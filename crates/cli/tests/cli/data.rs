@@ -1,4 +1,4 @@
-//! A run trains on the intended text. Files that are left out are counted, and each held-out token counts once.
+//! A run trains on the intended text. Files that are skipped are counted, and each held-out token counts once.
 
 use std::fs;
 

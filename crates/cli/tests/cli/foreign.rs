@@ -240,7 +240,7 @@ fn a_file_that_is_replaced_keeps_its_mode() {
     }
 }
 
-/// A training warns about dropout in a folder's settings, because `transformers` would use it.
+/// A training run warns about dropout in a folder's settings, because `transformers` would use it.
 #[test]
 fn ignored_dropout_is_warned_about() {
     let folder = folders();

@@ -43,7 +43,7 @@ const GPT2: Gpt2Config = Gpt2Config {
     seq: 16,
 };
 
-/// The arguments of all trainings here. Each step has another batch.
+/// The arguments of all training runs here. Each step has another batch.
 const TRAIN: &str = "--warmup 0 --batch 4 --seq 6 --lr 0.01 --eps 0.01 --sample 8";
 
 /// A mapper that scales matrices: with initial weights, all tokens have about the same likelihood.

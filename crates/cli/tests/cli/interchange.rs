@@ -117,7 +117,7 @@ fn weights_of_pytorch_train_as_in_pytorch() {
 }
 
 /// With 24 tokens, all steps have the same batch. The loss after some steps is therefore the first loss of a training
-/// that starts from there.
+/// run that starts from there.
 #[test]
 fn a_consolidated_model_continues_with_the_same_loss() {
     for extra in [

@@ -9,7 +9,7 @@ use crate::checkpoints::{DIR, metrics};
 use crate::command::{Folder, Random};
 use crate::skipped::skipped;
 
-/// Returns true if a save is under way, or was when the process died.
+/// Returns true if a save is in progress, or was when the process died.
 fn is_saving(folder: &Path) -> bool {
     let Ok(entries) = std::fs::read_dir(folder) else {
         return false;

@@ -128,7 +128,7 @@ fn repeated_save_failures_are_counted() {
     assert_eq!(run.code, 3, "{}", run.stderr);
     let report = last_report(&run);
     let all = warnings(&report);
-    // The save that was under way may fail in another way.
+    // The save that was in progress may fail in another way.
     let one = "a save failed; training continues: cannot create steps:";
     let told: Vec<_> = all.iter().filter(|warning| warning.contains(one)).collect();
     let [first, again] = told[..] else {

@@ -60,7 +60,7 @@ fn resume(folder: &Folder, name: &str, arguments: &[String]) -> Run {
     Run::of(command.output().expect("the command starts"))
 }
 
-/// On the processor that wrote them, the losses have the same bits. Other processors add in another order.
+/// On the processor that wrote them, the losses have the same bits. Other processors add in a different order.
 #[test]
 fn steps_of_older_versions_resume_with_the_same_losses() {
     let names = saved_runs();

@@ -1,4 +1,4 @@
-//! Signals to `launch`, and its death, with different processes between it and a training.
+//! Signals to `launch`, and its death, with different processes between it and a training run.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ const FAR_TOO_LONG: Duration = Duration::from_secs(120);
 /// A time after which a signal counts as a new request, and not as another copy of the same one.
 const LATER: Duration = Duration::from_millis(1500);
 
-/// A training below `launch`, in a folder of its own.
+/// A training run below `launch`, in a folder of its own.
 struct Launched {
     folder: Folder,
     child: Child,
@@ -291,7 +291,7 @@ fn duplicate_signals_count_once() {
         send("-TERM", launched.child.id());
         send("-INT", launched.child.id());
     };
-    // If a training ends before `launch` gets the signal, only the script is left, which is then told.
+    // If a training run ends before `launch` gets the signal, only the script is left, which is then told.
     let tell: [&dyn Fn(&Launched); 2] = [&each, &twice];
     for (tell, codes) in tell.into_iter().zip([&[0, 143][..], &[0]]) {
         let launched = Launched::start("timeout 1000 nice $TRAIN; exit $?");
@@ -323,12 +323,13 @@ fn two_simultaneous_signals_to_a_training_count_once() {
     saved_once(&folder, &String::from_utf8_lossy(&output.stdout));
 }
 
-/// Makes a training never end in good order, because one of its ranks waits forever.
+/// Makes a training run never end in good order, because one of its ranks waits forever.
 fn stalled(launch: &mut Command) {
     launch.env("BURN_FSDP_FAULT", "rank:1,step:4,at:forward,how:stall");
 }
 
-/// Starts such a training, and waits until it reaches the step with the fault. Before that, one signal would end it.
+/// Starts such a training run, and waits until it reaches the step with the fault. Before that, one signal would end
+/// it.
 fn start_stalled(script: &str) -> Launched {
     let launched = Launched::start_with(script, stalled);
     sleep(Duration::from_millis(500));

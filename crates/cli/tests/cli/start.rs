@@ -1,4 +1,4 @@
-//! The start of a training, which does not depend on the number of ranks.
+//! The start of a training run, which does not depend on the number of ranks.
 
 use serde_json::Value;
 

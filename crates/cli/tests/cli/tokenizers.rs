@@ -1,4 +1,4 @@
-//! A tokenizer belongs to a model. Other formats are refused, and the layout of its file does not matter.
+//! A tokenizer belongs to a model. Other formats are rejected, and the layout of its file does not matter.
 
 use burn::tensor::Device;
 use burn_fsdp_models::{LlamaConfig, LlamaVariant};
@@ -99,7 +99,7 @@ fn a_run_that_began_with_bytes_resumes() {
         "--init d --data text --tokenizer bytes --steps 2 --lora 2 --checkpoint-dir adapted",
     );
     assert_eq!(generate(&folder, "adapted --init d").code, 0);
-    // A run that starts fresh is refused.
+    // A run that starts fresh is rejected.
     let fresh = "--init d --data text --steps 4 --checkpoint-dir fresh --resume";
     refuses(&train(&folder, fresh), &["tokenizer.model"]);
 }
@@ -166,7 +166,7 @@ fn a_tokenizer_that_differs_from_the_folders_is_warned_about() {
     );
 }
 
-/// The same tokenizer, written by another program, in another order, and with merges in their older format.
+/// The same tokenizer, written by another program, in a different order, and with merges in their older format.
 fn same_tokenizers() -> [String; 3] {
     let json: Value = serde_json::from_str(TOKENIZER).expect("JSON");
     let pretty = serde_json::to_string_pretty(&json).expect("JSON");

@@ -4,13 +4,13 @@ use std::thread;
 use std::time::Duration;
 
 use super::error::LaunchError;
-use crate::Check;
+use burn_fsdp_rendezvous::Check;
 
-/// The maximum number of ranks that are started as threads of one process. The ranks exchange a table of ranks by
-/// ranks, and no machine has as many cores.
+/// Maximum number of thread ranks in a process. Ranks exchange a table of ranks by ranks, and no machine has as many
+/// cores.
 pub(super) const MOST_THREADS: usize = 1024;
 
-/// The maximum number of threads with which a rank computes. No machine has as many cores.
+/// Maximum number of compute threads of a rank, above the number of cores of any machine.
 const MOST_THREADS_OF_RANK: usize = 1024;
 
 /// Rayon's variable for the number of threads of a pool.
@@ -29,7 +29,7 @@ pub struct LaunchConfig {
 }
 
 impl LaunchConfig {
-    /// Configures this many ranks, with the defaults of the other methods.
+    /// Configures this many ranks, with defaults for all other settings.
     pub fn new(ranks: usize) -> Self {
         Self {
             ranks,
@@ -79,9 +79,8 @@ impl LaunchConfig {
         self
     }
 
-    /// Omits the second worker of a rank with a single thread, so that one thread does all computation; otherwise the
-    /// second worker occasionally takes a part of a kernel. Only for a body that spawns nothing on rayon: it would wait
-    /// for spawned work forever.
+    /// Omits the second worker of a rank with a single thread. Otherwise that worker occasionally takes part of a
+    /// kernel. Only for a body that spawns nothing on rayon: it would wait for spawned work forever.
     #[must_use]
     pub fn without_background(mut self) -> Self {
         self.has_background = false;

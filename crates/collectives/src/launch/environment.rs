@@ -59,7 +59,7 @@ pub struct Processes {
     pub launcher: &'static str,
     /// Number of processes.
     pub size: usize,
-    /// Number of this process among them, as the launcher reports it before MPI begins: its rank.
+    /// This process's number among them, which is its rank, as reported by the launcher before MPI starts.
     pub rank: usize,
     /// Number of the processes on this machine.
     pub here: usize,

@@ -124,7 +124,7 @@ pub enum LaunchError {
         rank: usize,
         /// Its error.
         source: BoxError,
-        /// The ranks that did not return within the grace period after that.
+        /// The ranks that did not return within the following grace period.
         abandoned: Vec<usize>,
     },
 
@@ -135,7 +135,7 @@ pub enum LaunchError {
         rank: usize,
         /// The message of the panic.
         message: String,
-        /// The ranks that did not return within the grace period after that.
+        /// The ranks that did not return within the following grace period.
         abandoned: Vec<usize>,
     },
 }

@@ -4,11 +4,13 @@ mod body;
 mod config;
 mod environment;
 mod error;
+mod one_rank;
 mod other_launchers;
 #[cfg(feature = "mpi")]
 mod processes;
 mod threads;
 mod workers;
+mod worlds;
 
 pub use body::Unwound;
 pub use config::LaunchConfig;
@@ -16,7 +18,7 @@ pub use environment::Processes;
 pub use error::LaunchError;
 pub use threads::thread_ranks;
 
-use crate::ProcessGroup;
+use crate::group::ProcessGroup;
 
 /// Runs `body` on every rank of a new world, each on its own thread and inside its own rayon pool. Returns the results
 /// of this process's ranks in rank order.

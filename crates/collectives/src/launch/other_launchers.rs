@@ -3,7 +3,7 @@
 /// A launcher that the ranks cannot use to find each other.
 struct Other {
     name: &'static str,
-    /// The variable with the number of a process among the processes that were started together.
+    /// The variable with a process's number among those that were started together.
     rank: &'static str,
     size: Size,
 }

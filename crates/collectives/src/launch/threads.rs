@@ -9,13 +9,14 @@ use std::time::Instant;
 use super::body::{Cause, run_rank};
 use super::config::{LaunchConfig, MOST_THREADS};
 use super::error::{BoxError, LaunchError};
-use crate::control::Control;
-use crate::{ProcessGroup, local};
+use super::worlds;
+use crate::group::ProcessGroup;
+use burn_fsdp_rendezvous::Control;
 
 /// The outcome of a rank: its result, or the cause of its failure.
 type End<T> = Result<T, Cause>;
 
-/// The number of ranks that are threads of this process and are still running.
+/// Number of running ranks that are threads of this process.
 static HERE: AtomicUsize = AtomicUsize::new(0);
 
 /// Returns the number of ranks that currently run as threads of this process. It is 0 if the process is a rank, or
@@ -52,7 +53,7 @@ where
         return Err(LaunchError::TooManyRanks { ranks, most });
     }
     let threads = (config.num_threads(ranks)?, config.has_background);
-    let groups = local::groups(ranks, config.deadline, config.check);
+    let groups = worlds::of_threads(ranks, config.deadline, config.check);
     let control = groups[0].control().clone();
     let body = Arc::new(body);
     let (sender, receiver) = channel();
@@ -64,7 +65,7 @@ where
             let _here = here;
             let end = run_rank(threads, || body(group));
             match &end {
-                Ok(_) => shared.world.depart(rank),
+                Ok(_) => shared.world().depart(rank),
                 Err(cause) => shared.fail(rank, cause.to_string()),
             }
             // Nobody listens any more if this rank has been abandoned.

@@ -8,7 +8,7 @@ use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder, Yield};
 /// Stack size of a rank's threads: a main thread's size, because whole training loops run on them.
 const STACK_BYTES: usize = 8 << 20;
 
-/// The pause between two checks of a background worker for work. Each check takes some microseconds.
+/// The pause between a background worker's checks for work. Each check takes some microseconds.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 /// A rank's rayon pool. The body runs on one of its workers. So parallel work that the body begins, such as Burn's
@@ -52,7 +52,7 @@ impl Workers {
     }
 }
 
-/// Makes the other worker of this pool the background worker. Returns when that has happened.
+/// Turns the other worker of this pool into the background worker, and waits until that is done.
 fn begin_background() -> Sender<()> {
     let (stop, stopped) = channel();
     let (begun, has_begun) = channel();

@@ -254,7 +254,7 @@ impl Registers {
     }
 }
 
-/// The memory of a part of the result.
+/// The memory for a part of the result.
 enum Target<'a> {
     Full(&'a mut [f32]),
     Half(&'a mut [bf16]),

@@ -1,4 +1,4 @@
-//! Tests of programs against Burn's operations, to the bit.
+//! Tests that programs are bit-identical to Burn's operations.
 
 use burn::backend::{Backend, Flex};
 use burn::tensor::{DType, Shape, TensorData};
@@ -176,7 +176,7 @@ fn has_burns_bits(dtype: DType) {
         let expected = bits(composed::<Flex>(&program, &wide, number));
         let decoded = PointwiseProgram::from_scalars(&program.to_scalars());
         assert_eq!(decoded.as_ref().map(bits_of), Some(bits_of(&program)));
-        // Once with inputs that others hold, and once with inputs that nobody else holds.
+        // Once with inputs that others hold, and once with inputs that nothing else holds.
         let held = inputs.clone();
         let found = run(&program, inputs.clone(), &Shape::from(shape));
         assert_eq!(bits(found), expected, "seed {seed}: {program:?}");

@@ -369,7 +369,7 @@ fn settings_that_are_null_are_absent_or_named() {
     );
     let json = with(GPT2.to_hugging_face(), json!({"n_inner": null}));
     assert_eq!(config_of(&json).expect("a GPT-2"), ModelConfig::Gpt2(GPT2));
-    // Transformers refuses these.
+    // Transformers rejects these.
     for (of, names) in [
         (
             CONFIG.to_hugging_face(),

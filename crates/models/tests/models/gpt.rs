@@ -69,7 +69,7 @@ fn seeds_determine_weights_in_any_order_of_use() {
     let device = Device::flex();
     let first = CONFIG.init(&device, 1).unwrap();
     let second = CONFIG.init(&device, 1).unwrap();
-    // A record visits the parameters in another order than the forward pass.
+    // A record visits the parameters in a different order from the forward pass.
     let _ = second.clone().into_record();
     assert_eq!(
         values(loss(&first, &device)),

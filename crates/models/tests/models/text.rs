@@ -78,7 +78,7 @@ fn non_text_files_are_skipped_and_counted() {
     let of = [(Remark::Hidden, 4), (Remark::Binary, 3)];
     assert_eq!(remarks(&text), of);
     assert_eq!(text.remarks().to_string(), "; left out: 4 hidden, 3 binary");
-    // If no text is left, the error reports what was left out.
+    // If no text is left, the error reports what was skipped.
     fs::remove_file(folder.path().join("text")).unwrap();
     fs::remove_file(folder.path().join("HEAD")).unwrap();
     let error = ByteText::read(folder.path(), NO_LIMIT).unwrap_err();

@@ -141,7 +141,7 @@ fn hashes_depend_on_behavior() {
     let own = tokenizer();
     let folder = TempDir::new().expect("a folder");
     let json: Value = serde_json::from_str(JSON).expect("JSON");
-    // The same tokenizer in another order and form.
+    // The same tokenizer in a different order and form.
     let pretty = serde_json::to_string_pretty(&json).expect("JSON");
     let indented = Tokenizer::open(file(&folder, pretty)).expect("a tokenizer");
     assert_ne!(indented.checksum(), own.checksum());

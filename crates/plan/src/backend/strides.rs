@@ -9,7 +9,7 @@ pub(crate) struct Strides {
     offset: usize,
 }
 
-/// Maximum number of dims that the backend's loops over two operands handle.
+/// Maximum number of dims that the backend's two-operand loops support.
 const MAX_DIMS: usize = 8;
 
 impl Strides {

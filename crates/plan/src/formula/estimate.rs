@@ -23,7 +23,7 @@ pub struct Estimate {
     pub num_params: u64,
     /// Bytes of device memory per rank.
     pub available: u64,
-    /// The moment with the most bytes, and those bytes.
+    /// The moment of peak memory, and its bytes.
     pub peak: Stop,
     /// True if the peak is at most `available`.
     pub fits: bool,

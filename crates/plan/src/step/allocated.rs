@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::memory::MemoryPlan;
 use burn_fsdp_spmd::graph::Graph;
 
-/// An operation that allocates in addition to its operands and results, with all its nodes.
+/// An operation that allocates scratch memory, with all its nodes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct KernelScratch {
     /// Name of the operation, such as `Float.Matmul`.

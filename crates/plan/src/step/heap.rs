@@ -17,7 +17,7 @@ use burn_fsdp_spmd::graph::{Absent, Graph, Node, Role, Stage};
 pub(super) struct Memory {
     num_bytes: u64,
     num_tensors: usize,
-    /// True if it is a buffer of the transport. A writer gets a copy.
+    /// True if the memory is a transport buffer. A writer gets a copy.
     is_received: bool,
     /// The buffer of the transport that lives as long as this memory. A copy keeps the original's buffer, because the
     /// same tensor owns both.
@@ -59,7 +59,7 @@ struct Written {
     new: Option<Memory>,
 }
 
-/// The bytes that a node takes while it runs.
+/// Scratch bytes of a node while it runs.
 #[derive(Debug, Default)]
 struct Run {
     during: Bytes,
@@ -460,7 +460,7 @@ impl<'a> Heap<'a> {
         }
     }
 
-    /// Moves the updates of the step to the tensors that the next step reads, and frees the rest.
+    /// Moves the step's updates into the tensors that the next step reads, and frees the rest.
     fn finish(&mut self, graph: &Graph) {
         let updates: Vec<_> = graph
             .updates()

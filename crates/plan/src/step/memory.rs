@@ -28,7 +28,7 @@ impl Moment {
 
 /// The live tensor bytes over one step on one rank.
 ///
-/// They are counted like the executor's [`MemoryTable`](burn_fsdp_spmd::run::MemoryTable): by memory, not by tensor.
+/// They are counted as in the executor's [`MemoryTable`](burn_fsdp_spmd::run::MemoryTable): by memory, not by tensor.
 /// Views are free, and an operation that overwrites its operand allocates nothing new.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct MemoryPlan {
@@ -43,8 +43,8 @@ pub struct MemoryPlan {
     /// Bytes that results did not need because they overwrote an operand.
     pub reused_in_place: u64,
     /// Maximum number of bytes that one operation allocates and frees while it runs, in addition to tensors of the
-    /// graph. They are known for Burn's CPU backend with one thread per rank, and for operations that are not Burn's
-    /// and declare them.
+    /// graph. They are known for Burn's CPU backend with one thread per rank, and for custom operations that declare
+    /// them.
     pub scratch: u64,
     /// Peak bytes with scratch and the transport's memory, as the process's allocator counts them.
     pub allocated: u64,

@@ -22,7 +22,7 @@ pub(super) struct Transport {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Buffer {
     num_bytes: u64,
-    /// True if a tensor uses it and counts its bytes.
+    /// True if a tensor uses the buffer and counts its bytes.
     is_visible: bool,
 }
 

@@ -46,7 +46,7 @@ use burn_fsdp_spmd::graph::Graph;
 pub struct Plan {
     /// Number of ranks.
     pub num_ranks: usize,
-    /// The rank for which the plan was made.
+    /// The rank for which the plan was created.
     pub rank: usize,
     /// Number of nodes in the schedule.
     pub num_nodes: usize,

@@ -1,4 +1,4 @@
-//! Tests of operations that are not Burn's: plans use their declarations.
+//! Tests of custom operations: plans use their declarations.
 
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Int, Tensor};

@@ -185,8 +185,8 @@ fn the_plan_of_a_gpt_of_fused_operations_is_exact() {
     );
 }
 
-/// The graphs of a training with a deferred optimizer begin with the same parameters, states and gradients, and each
-/// can be planned separately.
+/// The graphs of a training run with a deferred optimizer begin with the same parameters, states and gradients, and
+/// each can be planned separately.
 #[test]
 fn a_deferred_optimizer_is_planned_separately() {
     let device = Device::flex();

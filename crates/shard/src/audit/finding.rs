@@ -7,9 +7,9 @@ use burn_fsdp_mesh::field::{self, Element};
 
 use super::Tag;
 
-/// The largest factor to look for between the expected and the actual gradient.
+/// The largest factor between expected and actual gradient to search for.
 const LARGEST_FACTOR: u64 = 4_096;
-/// The most gradients of a rank to look for one by one.
+/// Maximum number of a rank's gradients to search for one by one.
 const MOST_NUMBERS: u64 = 256;
 
 /// The gradients that came for one parameter, on all ranks, until they were reduced.
@@ -21,7 +21,7 @@ pub(crate) struct Sum {
 }
 
 impl Sum {
-    /// Returns the sum of the gradients of `parameter` with these numbers, by rank.
+    /// Returns, for each rank, the sum of the gradients of `parameter` with these numbers.
     pub(super) fn of(parameter: usize, of_ranks: impl Iterator<Item = Range<u64>>) -> Self {
         Self {
             parameter,
@@ -119,7 +119,7 @@ pub(crate) enum Finding {
     LacksRank(usize),
     /// The sum with one rank's gradients added twice.
     RankTwice(usize),
-    /// The sum without one gradient of a rank, by its number.
+    /// The sum lacks one gradient of a rank, given by its number.
     Lacks { rank: usize, number: i64 },
     /// The sum with one gradient of a rank added twice, by its number; a negative number is from an earlier
     /// step.

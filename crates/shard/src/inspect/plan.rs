@@ -18,9 +18,9 @@ pub struct UnitPlan {
     pub name: String,
     /// Number of parameters (elements), whole.
     pub num_params: usize,
-    /// Bytes of its full parameters while it is unsharded.
+    /// Bytes of the unit's full parameters while it is unsharded.
     pub unsharded: usize,
-    /// Bytes of parameters that this rank holds between steps.
+    /// Number of parameter bytes that this rank holds between steps.
     pub held: usize,
     /// True if full weights stay from forward to backward.
     pub keeps_unsharded: bool,
@@ -36,7 +36,7 @@ pub struct WrapPlan {
     pub units: Vec<UnitPlan>,
     /// Units gathered ahead of their use.
     pub prefetch: usize,
-    /// Remarks on a cut that saves less than it could.
+    /// Remarks on units that save less memory than they could.
     pub warnings: Vec<String>,
 }
 

@@ -21,7 +21,7 @@ pub enum StateFormat {
     /// exactly. Each element has a sign and one of 128 levels relative to that magnitude: the dynamic tree of Dettmers et al., 2021,
     /// with 64 levels from a tenth of it upward and half as many for each tenth below. A quarter of the memory.
     ///
-    /// A step is refused if shards divide a block: cut by [`Cut::Multiples`](crate::Cut::Multiples).
+    /// A step is rejected if shards divide a block: cut by [`Cut::Multiples`](crate::Cut::Multiples).
     Block8,
 }
 
@@ -40,9 +40,9 @@ impl StateFormat {
 /// *The bits do not depend on the number of ranks*: a hash of the state's name, its number of steps, and the element's flat index
 /// in the whole parameter decides whether an element is rounded up. Blocks are also counted by that index.
 ///
-/// *Records and checkpoints* hold the states in 32 bits, as `O` has them, along with the number of steps. A rounded value rounds to
-/// itself, so a resumed step has the same bits on any number of ranks. An optimizer without this wrapper refuses these records,
-/// and this one refuses records without the number of steps.
+/// *Records and checkpoints* hold the states in 32 bits, as `O` has them, along with the number of steps. A rounded
+/// value rounds to itself, so a resumed step has the same bits on any number of ranks. An optimizer without this
+/// wrapper rejects these records, and this one rejects records without the number of steps.
 ///
 /// States are in host memory, whatever device the parameter is on, and each step reads them back. A
 /// [`SealedOptimizer`](crate::SealedOptimizer) around this one would keep the record's 32 bits; inside this one, it seals nothing. A

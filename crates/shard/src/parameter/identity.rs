@@ -63,7 +63,7 @@ impl Identity {
         ParamId::from(self.0.id.load(Ordering::Relaxed))
     }
 
-    /// Settles the id by the stand-in's, if it is unsettled, and returns it.
+    /// Settles an unsettled id with the stand-in's id, and returns it.
     pub(crate) fn settle(&self, stand_in: ParamId) -> ParamId {
         if !self.is_settled() {
             let id = counterpart(stand_in);
@@ -77,8 +77,8 @@ impl Identity {
         self.0.is_settled.load(Ordering::Relaxed)
     }
 
-    /// Returns the id for one of Burn's own walks. Warns once if it is unsettled: the walk would not find
-    /// state that was loaded together with a record.
+    /// Returns the id for one of Burn's own walks. Warns once if the id is not settled, because the walk would not find
+    /// state that was loaded with a record.
     pub(crate) fn shown(&self, path: &str) -> ParamId {
         static WARNED: Once = Once::new();
         if !self.is_settled() {

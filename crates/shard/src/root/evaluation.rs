@@ -1,5 +1,4 @@
-//! Evaluation in which ranks take different routes through a module: before each gather they tell each other what they
-//! need.
+//! Evaluation in which ranks take different routes through a module: ranks exchange their needs before each gather.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +20,7 @@ const FAILED: u32 = u32::MAX - 1;
 /// A unit of the module that is evaluated, with its root.
 pub(crate) type Evaluable = (Arc<Root>, Arc<Generation>);
 
-/// Returns true if both are values of one unit, and equal. Values from several generations are joined anew for each
+/// Returns true if both are values of one unit, and equal. Values from several generations are combined for each
 /// request.
 pub(crate) fn are_equal(one: &Generation, other: &Generation) -> bool {
     Arc::ptr_eq(&one.unit, &other.unit) && one.version() == other.version()
@@ -38,7 +37,7 @@ struct Evaluated {
     is_broken: AtomicBool,
 }
 
-/// An evaluation under way. It ends when this is dropped, by unwinding or otherwise.
+/// An evaluation in progress. It ends when this is dropped, by unwinding or otherwise.
 pub(crate) struct Evaluation(Arc<Evaluated>);
 
 impl Drop for Evaluation {
@@ -57,7 +56,7 @@ impl Evaluation {
     /// # Errors
     ///
     /// [`Error::State`] inside another one; [`Error::Option`] for units of several groups; [`Error::Collective`] if
-    /// full parameters have been corrupted, where ranks compare bytes.
+    /// full parameters have been corrupted, if ranks compare bytes.
     pub(crate) fn begin(root: &Arc<Root>, units: Vec<Evaluable>) -> Result<Self, Error> {
         let group = units.first().map_or(&root.group, |(root, _)| &root.group);
         if let Some((other, generation)) = units.iter().find(|(root, _)| root.group != *group) {
@@ -120,7 +119,7 @@ impl Evaluation {
 }
 
 impl Evaluated {
-    /// Tells the others what this rank needs, and returns each rank's need.
+    /// Exchanges the ranks' needs, and returns each rank's.
     fn told(&self, own: u32) -> Result<Vec<u32>, Error> {
         let label = self.root.label(format_args!("routes of an evaluation"));
         let notes = self.group.exchange(label, own.to_le_bytes().to_vec())?;
@@ -128,10 +127,10 @@ impl Evaluated {
         Ok(notes.iter().map(read).collect())
     }
 
-    /// Takes part in the gathers of the other ranks until the unit at `own` is next, or until all are done.
+    /// Takes part in the other ranks' gathers until the unit at `own` is next, or until all ranks are done.
     ///
-    /// In each round every rank reports its need, and all gather the first of these in the module's order. A rank that
-    /// is behind catches up with the others, so ranks on the same route gather each unit together.
+    /// In each round every rank reports the unit that it needs, and all gather the first of these in module order.
+    /// Ranks that are behind catch up, so ranks on the same route gather each unit together.
     fn join_until(&self, own: u32) -> Result<(), Error> {
         loop {
             let wanted = self.told(own)?;

@@ -86,8 +86,8 @@ impl Root {
         })
     }
 
-    /// Returns a full parameter for the second forward of a recomputed region. It stays until the region's
-    /// backward, which follows immediately.
+    /// Returns a full parameter for the second forward of a recomputed region. It is kept until the region's backward,
+    /// which follows immediately.
     fn access_again<const D: usize>(
         self: &Arc<Self>,
         generation: &Arc<Generation>,
@@ -108,7 +108,7 @@ impl Root {
         })
     }
 
-    /// Returns `token` as a link just deeper than `depth`.
+    /// Returns `token` as a link that is one deeper than `depth`.
     fn link(&self, token: &Tensor<1>, depth: usize, milestone: Arc<dyn Announce>) -> Tensor<1> {
         let ruler = self.rulers.lock().of_depth(depth, &token.device());
         op::link(token.clone(), ruler, milestone)
@@ -158,7 +158,7 @@ impl Progress {
         routes.map_or(Ok(()), |routes| routes.meet(generation))
     }
 
-    /// Refuses to train while ranks take different routes in an evaluation: their gathers have no order.
+    /// Rejects training while ranks take different routes in an evaluation, because those gathers have no common order.
     fn expect_no_evaluation(&self, generation: &Generation) -> Result<(), Error> {
         match &self.routes {
             None => Ok(()),
@@ -171,7 +171,7 @@ impl Progress {
         }
     }
 
-    /// Begins a pass, unless one is under way that continues with this parameter.
+    /// Starts a pass, unless the current one continues with this parameter.
     fn begin_pass(
         &mut self,
         root: &Arc<Root>,
@@ -317,7 +317,7 @@ impl Progress {
         Ok(device::tracked(full, &generation.device(slot)))
     }
 
-    /// Returns the autodiff node of a parameter in the current use, made at the first access.
+    /// Returns the autodiff node of a parameter in the current use, created at the first access.
     fn node<const D: usize>(
         &mut self,
         root: &Arc<Root>,
@@ -331,7 +331,7 @@ impl Progress {
         current.node_of(root, slot, value, stays)
     }
 
-    /// Leaves a pass whose forward is over: its graph keeps what its backward needs.
+    /// Leaves a pass after its forward: its graph keeps the values that backward needs.
     fn leave_pass(&mut self) -> Result<(), Error> {
         let pass = self.uses.pass.take();
         let last = pass.and_then(|pass| pass.current);

@@ -1,4 +1,4 @@
-//! The parameters that a low-rank adapter adds to a module.
+//! The parameters that low-rank adapters add to a module.
 
 use std::collections::HashMap;
 
@@ -11,7 +11,7 @@ use crate::path::{FACTOR_A, FACTOR_B};
 use crate::slot::Slot;
 use crate::survey::Found;
 
-/// Returns `parameters` with the factors of adapters after those that `lora` adapts.
+/// Returns `parameters`, with the adapter's factors after each parameter that `lora` adapts.
 ///
 /// # Errors
 ///

@@ -1,4 +1,4 @@
-//! The grouping of parameters into units, and the parameters that belong to none.
+//! Groups parameters into units, and finds those that belong to none.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -61,7 +61,7 @@ impl Ignored {
     }
 }
 
-/// Refuses a pattern that matches none of the parameters, nor a module around one.
+/// Rejects a pattern that matches none of the parameters, nor a module around one.
 fn expect_match<'a>(
     pattern: &Pattern,
     parameters: impl Iterator<Item = &'a Found> + Clone,
@@ -90,8 +90,8 @@ pub(crate) fn unmatched<'a>(pattern: &str, paths: impl Iterator<Item = &'a str>)
     }
 }
 
-/// Returns the patterns of units. The patterns of a unit of several modules come with the unit's name, and before those
-/// that would divide it.
+/// Returns the patterns that select units. Patterns of a multi-module unit carry its name and come first, so no
+/// single-module pattern splits it.
 fn named_units(policy: &ShardPolicy) -> Vec<(&Pattern, Option<String>)> {
     let joint = policy.joint_units.iter().flat_map(|patterns| {
         let names: Vec<_> = patterns.iter().map(Pattern::as_str).collect();
@@ -166,7 +166,7 @@ impl Grouping {
         Ok(Self { by_unit })
     }
 
-    /// Returns the owner of each parameter that the policy gives to one rank, by path.
+    /// Returns the owner of each parameter that the policy assigns to one rank, by path.
     ///
     /// # Errors
     ///
@@ -251,7 +251,7 @@ impl Grouping {
     }
 }
 
-/// Returns the way in which ranks hold a parameter.
+/// Returns how ranks hold a parameter.
 fn holding(found: &Found, policy: &ShardPolicy) -> Holding {
     let is_kept_vector = found.shape.len() < 2 && !policy.shard_vectors;
     let stays_whole = is_kept_vector || found.num_elements() < policy.whole_below;

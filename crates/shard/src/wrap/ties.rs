@@ -1,4 +1,4 @@
-//! Fields that share a parameter: clones of it, with one id.
+//! Fields that share a parameter: clones of one `Param`, with the same id.
 
 use std::collections::{HashMap, HashSet};
 
@@ -108,8 +108,8 @@ impl Ties {
         self.fields.iter().find(|field| field.found.path == path)
     }
 
-    /// Refuses fields of one id with different values. Compares only fields that already have a value, and
-    /// initializes none.
+    /// Rejects fields of one id with different values. Compares only fields that already have a value, and initializes
+    /// none.
     fn check_values<M: Module>(&self, module: &M) -> Result<(), Error> {
         let mut values = Values {
             wanted: self

@@ -1,6 +1,6 @@
-//! The audit of gradients: right steps are never refused, whatever the policy, and each of them is checked.
+//! The audit of gradients: right steps are never rejected, whatever the policy, and each of them is checked.
 //!
-//! Miniature engines in the crate itself show that wrong steps are refused.
+//! Miniature engines in the crate itself show that wrong steps are rejected.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;

@@ -377,7 +377,7 @@ fn units_report_their_state_and_unshard_on_request() {
     });
 }
 
-/// Training continues after an error in forward and in backward, on all ranks alike.
+/// Training continues after an error in forward and in backward, on all ranks.
 #[test]
 fn an_error_leaves_everything_sharded() {
     let want = plainly(MLP, 2, 3);

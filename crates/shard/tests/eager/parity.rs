@@ -14,7 +14,7 @@ fn steps() -> usize {
     if is_host() { 10 } else { 3 }
 }
 
-/// The ranks of a training that is compared with one without sharding.
+/// The ranks of a training run that is compared with one without sharding.
 trait Ranks {
     fn agree<M: Module + 'static>(&self, case: Case<M>, policy: &ShardPolicy);
 }

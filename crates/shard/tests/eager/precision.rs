@@ -21,7 +21,7 @@ fn blocks() -> ShardPolicy {
     ShardPolicy::new().units(["blocks.*"])
 }
 
-/// Runs `body` in 32 bits, whatever the types of its input and result.
+/// Runs `body` in 32 bits, regardless of the types of its input and result.
 fn widely<const D: usize>(x: Tensor<D>, body: impl FnOnce(Tensor<D>) -> Tensor<D>) -> Tensor<D> {
     let dtype = x.dtype();
     body(x.cast(DType::F32)).cast(dtype)
@@ -187,7 +187,7 @@ const ONE_TYPE: Case<ConvNet> = Case {
     loss: in_one_type,
 };
 
-/// BatchNorm computes in 16 bits where its running states are of these, and is refused where they are not.
+/// BatchNorm computes in 16 bits where its running states are of these, and is rejected where they are not.
 #[test]
 fn running_states_may_be_of_the_compute_type() {
     let policy = ShardPolicy::new().units(["convs.*"]);

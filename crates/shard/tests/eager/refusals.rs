@@ -230,7 +230,7 @@ fn a_parameter_missed_by_map_is_rejected_with_path_and_shape() {
     assert!(message.contains("`map` does not"), "{message}");
 }
 
-/// Written by hand, with its fields in another order once it was mapped.
+/// Written by hand, with its fields in a different order once it was mapped.
 #[derive(Debug, Clone)]
 struct Turned {
     fields: [(&'static str, Linear); 2],

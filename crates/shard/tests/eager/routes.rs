@@ -121,7 +121,7 @@ impl Net {
         }
     }
 
-    /// Freezes and unfreezes parts, on all ranks alike.
+    /// Freezes and unfreezes parts, on all ranks.
     fn staged(mut self, seed: u64, step: usize) -> Self {
         fn switched<M: Module>(module: M, freezes: bool) -> M {
             match freezes {

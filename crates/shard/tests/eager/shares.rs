@@ -1,5 +1,4 @@
-//! The part of a module that each rank holds: its elements, and its part of the gradients and states of a
-//! training.
+//! The part of a module that each rank holds: its elements, and its part of the gradients and states of a training run.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};

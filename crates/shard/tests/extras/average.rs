@@ -109,7 +109,7 @@ fn shards_are_averaged_as_the_whole_would_be() {
     }
 }
 
-/// Running states and the factors of adapters are averaged; a module that is not a copy is refused.
+/// Running states and the factors of adapters are averaged; a module that is not a copy is rejected.
 #[test]
 fn a_copy_of_the_model_is_averaged_and_nothing_else() {
     on_ranks(2, |world| {

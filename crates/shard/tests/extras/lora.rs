@@ -306,7 +306,7 @@ fn adapters_are_merged() {
     }
 }
 
-/// From Burn's module with adapters, and from one sharded over another number of ranks.
+/// From Burn's module with adapters, and from one sharded over a different number of ranks.
 #[test]
 fn records_can_contain_only_adapters() {
     let of_adapters = || ParamGroup::from_predicate("lora");

@@ -43,7 +43,7 @@ fn bytes_move_between_a_host_and_another_backend() {
     super::skipped::skipped("built for one backend; the workspace's tests are built for two");
 }
 
-/// A GPU computes, or what stands for one.
+/// A GPU computes, or a stand-in for one.
 #[cfg(any(feature = "ndarray", feature = "wgpu"))]
 mod elsewhere {
     use std::sync::{Arc, Mutex};

@@ -222,7 +222,7 @@ fn each_replica_has_its_own_owners() {
                 let model = hybrid(MLP, &world, layout)?;
                 stepped(model, MLP, world.rank(), make)
             }));
-            // The sums over shards and replicas are computed in another order than in a line.
+            // The sums over shards and replicas are computed in a different order than in a line.
             eprintln!("{name}, {layout:?}");
             assert_close(&got, &plainly(MLP, ranks, make), 2e-5);
         }

@@ -207,7 +207,7 @@ impl Call<'_> {
     }
 }
 
-/// Returns the places in `tensor` of the elements chosen along a dim, for each element of `shape`.
+/// Returns, for each element of `shape`, the position in `tensor` of the element selected along a dim.
 fn chosen_along(
     tensor: &Tensor,
     shape: &[usize],

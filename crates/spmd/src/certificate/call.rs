@@ -185,7 +185,7 @@ impl Call<'_> {
     }
 }
 
-/// Returns the shape of the whole tensor from a rank's part; all parts are equal.
+/// Returns the shape of the whole tensor from one part; all parts are equal.
 fn whole_shape(part: &[usize], placements: &[Placement], mesh: &Mesh) -> Vec<usize> {
     let mut shape = part.to_vec();
     for (placement, axis) in placements.iter().zip(mesh.axes()) {

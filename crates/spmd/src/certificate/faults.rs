@@ -22,7 +22,7 @@ use crate::{Certificate, Strategy};
 /// Rows of a run: activations have some hundred thousand elements.
 const ROWS: usize = 2_048;
 
-/// Rows of a proof: enough that Burn's `Linear` multiplies them as it does the rows of the run.
+/// Rows of a proof: enough for Burn's `Linear` to multiply them as in the run.
 const FEW: usize = 64;
 
 /// A pass, with a fault.
@@ -102,7 +102,7 @@ fn misread(before: &Graph, mut graph: Graph, least: usize, count: Count) -> Grap
     graph
 }
 
-/// Returns the form that tells a new node of a pass from the old ones: operation, operands and results.
+/// Returns the form by which new nodes of a pass are distinguished from old ones: operation, operands and results.
 fn form(node: &Node) -> String {
     let ids =
         |ids: &mut dyn Iterator<Item = TensorId>| ids.map(|id| id.value()).collect::<Vec<_>>();
@@ -210,7 +210,7 @@ fn settings() -> Vec<(&'static str, Mode, usize)> {
     ]
 }
 
-/// Right plans are proved at the sizes of a run.
+/// Correct plans are proved at the sizes of a run.
 #[test]
 fn plans_of_many_rows_are_proved() {
     for (setting, mode, batches) in settings() {

@@ -19,7 +19,7 @@ pub(super) struct Given<'a> {
     pub(super) bounds: &'a BTreeMap<Arc<str>, usize>,
     /// The placements of the batch's tensors, if it is one joined batch that the ranks share.
     pub(super) joined: Option<&'a Expand>,
-    /// Number of the run: every run has a batch of its own.
+    /// Number of the run: every run has a different batch.
     pub(super) run: u64,
 }
 
@@ -105,7 +105,7 @@ impl Given<'_> {
     }
 }
 
-/// Returns the layout and the whole shape of a value that is sharded like a parameter.
+/// Returns the layout and whole shape of a value that is sharded like a parameter.
 pub(super) fn part_of<'a>(
     graph: &'a Graph,
     path: &str,

@@ -13,7 +13,7 @@ use super::transport::exchanged;
 use crate::graph::{Absent, Collective, Graph, Node, Role, Stage, Update, Value};
 use crate::place::owned_of;
 
-/// An action of a graph that has no meaning, such as a read of a missing value.
+/// A meaningless action in a graph, such as a read of a missing value.
 #[derive(Debug, Clone)]
 pub(super) struct Fault {
     /// The node, or the number of nodes for a fault after the last one.
@@ -28,7 +28,7 @@ struct Rank {
     values: Values,
     /// Results of collectives in flight, by the first value that the start reserves.
     started: HashMap<TensorId, Vec<Tensor>>,
-    /// Hashes of everything that nodes wrote, if they are noted.
+    /// Hashes of everything that nodes wrote, if recorded.
     written: HashMap<TensorId, u64>,
     /// The values of the running graph that only another rank has.
     absent: Absent,
@@ -58,7 +58,7 @@ impl Machine {
         }
     }
 
-    /// Makes the machine note hashes of everything that nodes write.
+    /// Makes the machine record hashes of everything that nodes write.
     pub(super) fn noting(mut self) -> Self {
         self.notes = true;
         self

@@ -19,7 +19,7 @@ pub(super) trait Number: Copy + Default {
     fn is_above(self, other: Self) -> bool;
     fn of_integer(value: i64) -> Self;
     fn of_scalar(scalar: Scalar) -> Self;
-    /// Returns the index that a number stands for, as an element of a tensor of integers.
+    /// Returns the index that a number represents, as an element of a tensor of integers.
     fn index(self) -> usize;
     /// Returns the value of a function of one number, by name.
     fn function(name: &str, argument: Self) -> Self;

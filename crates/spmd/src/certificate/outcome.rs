@@ -22,7 +22,7 @@ pub(super) struct Outcome {
     pub(super) stepped: Named,
 }
 
-/// The first tensor in which two outcomes differ.
+/// The first tensor that differs between two outcomes.
 #[derive(Debug, Clone)]
 pub(super) struct Difference {
     pub(super) what: String,
@@ -79,7 +79,7 @@ impl Outcome {
         Ok(outcome)
     }
 
-    /// Returns the new values that this graph's updates produce, and everything else.
+    /// Returns the new values from this graph's updates, and all other values.
     pub(super) fn divided(self, graph: &Graph) -> (Self, Self) {
         let replaced = graph.updates().iter().map(|update| update.into);
         let values = replaced.filter_map(|id| graph.value(id));

@@ -53,7 +53,7 @@ pub(super) fn as_matrix(tensor: &Tensor) -> Result<Tensor, String> {
     tensor.reshaped(&[tensor.len() / width.max(1), width])
 }
 
-/// Returns the matrix with rows and columns exchanged.
+/// Returns the transposed matrix.
 pub(super) fn transposed<E: Copy>(matrix: &Tensor<E>) -> Tensor<E> {
     let last = matrix.shape.len() - 1;
     matrix.taken(&matrix.view().swapped(last - 1, last))
@@ -73,7 +73,7 @@ pub(super) struct Convolution<'a> {
     pub(super) groups: usize,
 }
 
-/// The flat places of the factors and the result of one product.
+/// The flat positions of one product's factors and result.
 pub(super) struct Product {
     pub(super) x: usize,
     pub(super) weight: usize,

@@ -31,10 +31,11 @@ pub struct Certificate {
     pub num_tensors: usize,
     /// Elements that were compared.
     pub num_elements: usize,
-    /// Operations that were taken as uninterpreted functions: only that equal operands give equal results is known.
+    /// Operations that were treated as uninterpreted functions, for which only equal operands are known to give equal
+    /// results.
     pub uninterpreted: Vec<String>,
-    /// Kernels that were taken as their composed forms, each with the number of forms that were checked against it in
-    /// 64-bit floats.
+    /// Kernels that were replaced with their composed forms in the proof, each with the number of instances that were
+    /// checked in 64-bit floats.
     pub checked_in_floats: BTreeMap<String, usize>,
     /// User passes, which may change the meaning of the step, and gradient clipping after them. They are not proved.
     pub assumed: Vec<PassId>,
@@ -251,7 +252,7 @@ impl Proof<'_> {
         }
     }
 
-    /// Runs steps with nodes that run in the next step, and returns the outcome of each.
+    /// Runs steps of which some nodes run in the next step, and returns the outcome of each.
     fn iterated<'g>(
         &self,
         machine: &mut Machine,
@@ -360,7 +361,7 @@ impl Proof<'_> {
         }
     }
 
-    /// Returns the outcomes of one rank as outcomes of all ranks, for the trace of a joined batch.
+    /// Replicates the outcomes of one rank for all ranks, for the trace of a joined batch.
     fn on_all_ranks(&self, mut outcomes: Vec<Outcome>, graph: &Graph) -> Vec<Outcome> {
         if self.joined.is_some() && !is_divided(graph) {
             for outcome in &mut outcomes {
@@ -374,7 +375,7 @@ impl Proof<'_> {
         outcomes
     }
 
-    /// Returns the error of the first pass whose graph computes something else than the first graph.
+    /// Returns the error for the first pass whose graph computes different results from the first graph.
     fn first_fault(&self, stages: &[Graph], bounds: &Bounds) -> Result<Error, Error> {
         let mut known: BTreeMap<bool, Vec<Outcome>> = BTreeMap::new();
         for pair in stages.windows(2) {

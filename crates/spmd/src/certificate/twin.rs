@@ -1,9 +1,8 @@
 //! The comparison of a graph with its twin, the graph of the same step at small shapes.
 //!
-//! A plan at the shapes of a run has too many elements to run over the field, so its twin runs instead. This module
-//! checks that the two are one list of operations. Node by node they have the same operation on the same values, with
-//! the same dims, numbers, collectives and marks of liveness. Only sizes may differ, and only as the sizes of the two
-//! traces do.
+//! A plan at a run's shapes has too many elements to run over the field, so its twin runs instead. This module checks
+//! that the two are the same list of operations. Node by node, they must have the same operation on the same values,
+//! with the same dims, numbers, collectives and liveness marks. Only sizes may differ, and only as in the two traces.
 
 use std::collections::BTreeSet;
 
@@ -18,7 +17,7 @@ use crate::graph::{Flops, Graph, Node, Role};
 /// A size at the shapes of a run, and the corresponding small size.
 type Sizes = (usize, usize);
 
-/// The correspondence between the sizes of a step at the shapes of a run and at small ones, taken from two traces.
+/// Maps the sizes of a step at a run's shapes to those at small shapes, from two traces.
 #[derive(Debug, Default)]
 pub(crate) struct Scale {
     /// Dims, numbers of elements, and ends of slices.

@@ -56,7 +56,7 @@ pub(super) fn agree<B: Batch>(
     Err(Error::GraphsDiffer { rank, difference })
 }
 
-/// Describes a batch in words: names, types and shapes of its tensors, and its other values by hash.
+/// Describes a batch: names, types and shapes of its tensors, and hashes of its other values.
 fn described<B: Batch>(batch: &B) -> Result<String, Error> {
     let tensors = specs_of(batch)?;
     let tensors = tensors

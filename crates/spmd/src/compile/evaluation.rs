@@ -41,7 +41,7 @@ struct Entry<O> {
     graph: Arc<Graph>,
     /// The closure's result, with small tensors as placeholders.
     template: O,
-    /// The graph as traced, until the forward has been traced once more and compared.
+    /// The original trace, until the forward has been traced a second time and compared.
     traced: Option<Box<Graph>>,
 }
 
@@ -138,7 +138,7 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
         Ok(self.keep(key, entry, mode.cache))
     }
 
-    /// Traces a graph again when it is used for the second time, and refuses it if the two differ.
+    /// Traces a graph again when it is used for the second time, and rejects it if the two differ.
     fn check_again(&mut self, index: usize, batch: &B, mode: &Mode) -> Result<(), Error> {
         let entry = &mut self.kept[index].1;
         let Some(first) = &entry.traced else {
@@ -170,7 +170,7 @@ impl<B, O> fmt::Debug for Evaluation<B, O> {
     }
 }
 
-/// Refuses a module that differs from the step's.
+/// Rejects a module that differs from the step's.
 fn check_module(graph: &Graph, specs: &[ParameterSpec]) -> Result<(), Error> {
     let parameters = graph.parameters();
     let is_alike = |(index, spec): (usize, &ParameterSpec)| {
@@ -218,13 +218,13 @@ fn check_layouts(graph: &Graph, of_step: &Graph) -> Result<(), Error> {
 }
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
-    /// Runs an evaluation on the parameters as they are, and changes nothing. Returns the result of its closure, on
-    /// Burn's CPU device. In data parallelism the result covers this rank's batch, with placements the joined batch.
-    /// All ranks must call it, each with its batch, all of the same shapes.
+    /// Runs an evaluation on the current parameters, without changing anything. Returns the closure's result, on Burn's
+    /// CPU device. In data parallelism, the result covers this rank's batch; with placements, the joined batch. All
+    /// ranks must call it, each with its batch, all of the same shapes.
     ///
     /// With placements, a tensor of the batch is placed like the tensor of the same name in training.
     ///
-    /// Units are gathered one after the other, as in a step's forward. A deferred optimizer step is done first.
+    /// Units are gathered one by one, as in a step's forward. A deferred optimizer step runs first.
     ///
     /// # Errors
     ///
@@ -278,7 +278,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(made)
     }
 
-    /// Gives the executor the initial values, without a copy, if no step has taken them yet.
+    /// Passes the initial values to the executor, without a copy, unless a step has already taken them.
     fn lend_initial(&mut self, graph: &Graph) -> Result<(), Error> {
         let Some(initial) = &mut self.initial else {
             return Ok(());

@@ -17,10 +17,10 @@ use crate::mode::Purpose;
 use crate::trace::Batch;
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
-    /// Runs [`step`](Self::step) and leaves nothing of it to the next. With
+    /// Runs [`step`](Self::step) completely, leaving no work for the next call. With
     /// [`OptimizerPlace::InNextForward`](crate::passes::schedule::OptimizerPlace::InNextForward), or if passes [move
-    /// nodes](Mode::move_to_next_iteration), it also does the part of this step that the next call would do. Calls that
-    /// read or set parameters and states also do that.
+    /// nodes](Mode::move_to_next_iteration), it also runs the part of this step that the next call would run. Calls
+    /// that read or set parameters and states also do that.
     ///
     /// # Errors
     ///
@@ -35,8 +35,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(loss)
     }
 
-    /// Finishes the last step, if nodes of it were to run in the next one. A deferred optimizer moves nothing between
-    /// ranks. If collectives were [moved](Mode::move_to_next_iteration), all ranks must call it.
+    /// Completes the last step, if some of its nodes run in the next one. A deferred optimizer does not communicate. If
+    /// collectives were [moved](Mode::move_to_next_iteration), all ranks must call it.
     ///
     /// # Errors
     ///
@@ -83,8 +83,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Returns the graph for the given batch, made if there is none, and the scalars that it runs with. All ranks must
-    /// call it. They agree on the graph before anything changes, which takes one exchange of 8 bytes.
+    /// Returns the graph for the given batch, created if necessary, and its scalars. All ranks must call it. They agree
+    /// on the graph before anything changes, with one exchange of 8 bytes.
     pub(super) fn prepare(
         &mut self,
         rates: &ModuleLearningRate,
@@ -106,7 +106,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(prepared)
     }
 
-    /// Returns the graph and scalars that this rank would run. Nothing moves between ranks, and nothing changes.
+    /// Returns the graph and scalars that this rank would run, without communication or changes.
     fn prepare_own(&mut self, rates: &ModuleLearningRate, batch: &B) -> Result<Prepared, Error> {
         self.expect_defined()?;
         let own = self.scalars.peek(rates)?;

@@ -25,12 +25,12 @@ struct Prepared {
 }
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
-    /// Runs one train step over several micro-batches. Their gradients are averaged before they are clipped and the
-    /// optimizer steps once. Returns the mean of their losses. All ranks must call it, with the same number of
-    /// micro-batches and equal shapes across ranks. Micro-batches of one rank may have different shapes.
+    /// Runs one train step over several micro-batches. Their gradients are averaged and clipped, and then the optimizer
+    /// runs once. Returns the mean of their losses. All ranks must call it, with the same number of micro-batches and
+    /// equal shapes across ranks. Micro-batches of one rank may have different shapes.
     ///
-    /// Gradients are added in their layout: each rank keeps the sum of its part. A micro-batch has the collectives of a
-    /// step.
+    /// Gradients are added in their layout: each rank keeps the sum of its part. Each micro-batch runs the collectives
+    /// of a step.
     ///
     /// # Errors
     ///
@@ -202,8 +202,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 }
 
-/// Refuses a micro-batch that gives gradients to other parameters than the first one, because their sum would lack
-/// some.
+/// Rejects a micro-batch whose gradients are for different parameters from the first one's, because their sum would be
+/// incomplete.
 fn check_alike(first: Option<&Made>, own: &Made) -> Result<(), Error> {
     let Some(first) = first.filter(|first| first.stepped != own.stepped) else {
         return Ok(());

@@ -1,4 +1,4 @@
-//! Modules that stand for others while a step is traced.
+//! Modules that replace others while a step is traced.
 
 use burn::module::{Module, ParamId};
 
@@ -17,8 +17,8 @@ use crate::trace::ParameterSpec;
 /// module requires it. It is among [`CompiledStep::parameters`](crate::CompiledStep::parameters) and in checkpoints
 /// under its own path.
 ///
-/// `()` is no override, and a pair applies one after the other. A part whose type is not a generic parameter cannot be
-/// replaced by another type; the model then needs a switch.
+/// `()` is not an override, and a pair applies one after the other. A part whose type is not a generic parameter cannot
+/// be replaced by another type; the model then needs a switch.
 ///
 /// ```
 /// use burn::module::Module;

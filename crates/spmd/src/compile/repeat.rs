@@ -2,8 +2,8 @@
 
 use crate::graph::{Graph, Node, Phase};
 
-/// Describes the first way in which forward and backward of two graphs of the same model differ. The optimizer's part
-/// is left out: its scalars change from step to step and are patched.
+/// Describes the first difference between forward and backward in two graphs of the same model. The optimizer's part is
+/// not compared, because its scalars change from step to step and are patched.
 pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
     let nodes = |graph: &Graph| -> Vec<Node> {
         let nodes = graph.nodes().iter();

@@ -28,7 +28,7 @@ impl Restored {
         }
     }
 
-    /// Refuses data whose shape or type differs from the state's.
+    /// Rejects data whose shape or type differs from the state's.
     pub(super) fn check(&self, place: &Parameter, slot: &str, ranks: &Ranks) -> Result<(), Error> {
         let (shape, data) = match self {
             Self::Whole(data) => (place.shape.clone(), data),
@@ -45,7 +45,7 @@ impl Restored {
         }
     }
 
-    /// Returns this rank's part as the graph holds it. All ranks must call it if it was set under another layout.
+    /// Returns this rank's part in the graph's layout. All ranks must call it if the part was set in another layout.
     pub(super) fn into_local(self, place: &Parameter, ranks: &Ranks) -> Result<TensorData, Error> {
         match self {
             Self::Whole(data) => divided(place, ranks).localize(&data),

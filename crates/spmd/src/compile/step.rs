@@ -102,8 +102,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Sets the operations in addition to Burn's, for models that capture operations of their own. All ranks must give
-    /// the same ones, before the first step.
+    /// Sets the operations in addition to Burn's, for models that capture custom operations. All ranks must set the
+    /// same ones, before the first step.
     #[must_use]
     pub fn operations(mut self, operations: CustomOperations<Be>) -> Self {
         self.executor.set_operations(operations);
@@ -118,7 +118,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// Errors of tracing, the first time that a batch of these shapes comes; parameters are unchanged then.
     /// [`Error::GraphsDiffer`] or [`Error::PeerNotReady`] on all ranks if they are not about to run the same graph, for
-    /// example because one has a batch of another shape. Nothing has changed then, and the run may continue.
+    /// example because one has a batch of a different shape. Nothing has changed then, and the run may continue.
     /// [`Error::NotRepeatable`], see [`compile`](crate::compile()). [`Error::LossScale`] if gradients overflow at every
     /// scale: the step was skipped. [`Error::Execution`] and [`Error::Collective`] from the step itself; after these,
     /// every call returns [`Error::Poisoned`].
@@ -262,7 +262,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.graphs.certificate()
     }
 
-    /// Makes the graph for a batch, as [`step`](Self::step) would, without running it. All ranks must call it.
+    /// Creates the graph for a batch like [`step`](Self::step), without running it. All ranks must call it.
     ///
     /// # Errors
     ///
@@ -317,7 +317,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.done.steps
     }
 
-    /// Returns the table of the memory of this rank's tensors.
+    /// Returns the memory table of this rank's tensors.
     pub fn memory(&self) -> &MemoryTable {
         self.executor.table()
     }

@@ -1,4 +1,5 @@
-//! Fields that share a parameter: clones of it, with one id. The graph has it once, under the path of the first field.
+//! Fields that share a parameter: clones of one `Param`, with the same id. The graph has it once, under the path of the
+//! first field.
 
 use std::iter;
 
@@ -14,7 +15,7 @@ pub(super) fn paths(spec: &ParameterSpec) -> impl Iterator<Item = &str> {
     all.map(AsRef::as_ref)
 }
 
-/// Refuses options that treat the fields of one parameter differently.
+/// Rejects options that treat the fields of one parameter differently.
 ///
 /// # Errors
 ///

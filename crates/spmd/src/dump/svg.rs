@@ -1,4 +1,4 @@
-//! Pictures of graphs: computation by units, and collectives, one below the other in the order of the schedule.
+//! Pictures of graphs: computation by units, and collectives, from top to bottom in schedule order.
 
 use std::collections::BTreeMap;
 

@@ -18,7 +18,7 @@ pub enum MoveError {
         reason: &'static str,
     },
 
-    /// A place after a reader of the moved node's result.
+    /// A position after a reader of the moved node's result.
     #[error(
         "node {node} ({operation}) cannot run before node {before} of the next step: node {reader} ({reads}) reads its \
          result and comes earlier; move it to before that node (IterationGraph::first_read)"
@@ -40,7 +40,7 @@ pub enum MoveError {
     #[error("no node was chosen to run in the next step; remove the pass, or let it move nodes")]
     Nothing,
 
-    /// A step with a scaled loss, whose nodes cannot move.
+    /// Nodes cannot move in a step with a scaled loss.
     #[error(
         "a step with a scaled loss has several graphs, and none of their nodes can run in the next step; compute in \
          bf16, or remove the passes of Mode::move_to_next_iteration"

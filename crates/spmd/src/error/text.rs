@@ -2,7 +2,7 @@
 
 use crate::pass_id::PassId;
 
-/// Returns advice about something that cannot be captured.
+/// Returns advice on an operation that cannot be captured.
 pub(super) fn advice(reason: &str, produced_by: Option<&str>) -> &'static str {
     // Burn panics with this text, and has no error type for it.
     if reason.contains("seeding is not supported") {
@@ -71,7 +71,7 @@ impl std::fmt::Display for Pass {
     }
 }
 
-/// Names the node at fault, if it is known.
+/// Names the faulty node, if it is known.
 pub(super) struct At<'a>(pub(super) Option<usize>, pub(super) &'a str);
 
 impl std::fmt::Display for At<'_> {

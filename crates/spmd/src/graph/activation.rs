@@ -8,7 +8,7 @@ use super::Graph;
 use super::value::NamedActivation;
 
 impl Graph {
-    /// Declares that a placement is requested for a value by name. Until it is placed, every pass keeps it.
+    /// Declares that a placement is requested for a named value. Every pass keeps the value until it is placed.
     pub(crate) fn add_activation(&mut self, activation: NamedActivation) {
         self.results.activations.push(activation);
     }

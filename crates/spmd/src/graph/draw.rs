@@ -14,16 +14,16 @@ pub struct Draw {
     pub seed: u64,
     /// Number among the draws of a step, in the order in which they were traced.
     pub number: u32,
-    /// Shape of the whole draw. Ranks take parts of it.
+    /// Shape of the whole draw, of which each rank takes a part.
     pub whole: Vec<usize>,
-    /// The parts that a rank takes, each along another dim; empty if it takes everything.
+    /// The parts that a rank takes, each along a different dim; empty if it takes everything.
     pub shifts: Vec<AxisShift>,
     /// True if every rank draws its own numbers, for its own rows.
     pub is_own: bool,
 }
 
 impl Draw {
-    /// Cuts the draw for each rank by the placements of the result.
+    /// Splits the draw among ranks by the placements of the result.
     pub(crate) fn place(&mut self, placements: &[AxisPlacement]) {
         let mut local = self.whole.clone();
         self.shifts.clear();

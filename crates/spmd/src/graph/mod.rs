@@ -119,11 +119,11 @@ struct Results {
     loss: Option<TensorId>,
     /// Outputs other than the loss, by name.
     outputs: BTreeMap<Arc<str>, TensorId>,
-    /// Number of the trace, which determines how the outputs are put together again.
+    /// Number of the trace, which determines how the outputs are reassembled.
     template: usize,
     /// Values with requested placements, until they are placed.
     activations: Vec<NamedActivation>,
-    /// The values of forward that the user wants to recompute, by region.
+    /// The forward values that the user wants to recompute, by region.
     regions: Vec<BTreeSet<TensorId>>,
 }
 
@@ -138,7 +138,7 @@ impl Graph {
         &self.nodes
     }
 
-    /// Replaces the schedule. Values that no node mentions stay declared until [`prune`](Self::prune).
+    /// Replaces the schedule. Values without a node stay declared until [`prune`](Self::prune).
     pub fn set_nodes(&mut self, nodes: Vec<Node>) {
         self.nodes = nodes;
     }
@@ -148,13 +148,13 @@ impl Graph {
         std::mem::take(&mut self.nodes)
     }
 
-    /// Returns the sizes that passes decide by. A pass that asked a shape instead would choose another plan for the small
-    /// shapes of a proof.
+    /// Returns the sizes on which passes base decisions. A pass that used shapes instead would choose a different plan
+    /// for the small shapes of a proof.
     pub(crate) fn sizes(&self) -> &Sizes {
         &self.sizes
     }
 
-    /// Makes passes decide by these sizes.
+    /// Makes passes use these sizes for decisions.
     pub(crate) fn decide_by(&mut self, sizes: Sizes) {
         self.sizes = sizes;
     }
@@ -211,7 +211,7 @@ impl Graph {
         id
     }
 
-    /// Returns a value as a read operand of an operation: read-only.
+    /// Returns a value as a read-only operand of an operation.
     ///
     /// # Errors
     ///
@@ -278,7 +278,7 @@ impl Graph {
         self.constants.insert(id, data);
     }
 
-    /// Returns the tensors of a batch, in its order.
+    /// Returns the tensors of a batch, in order.
     pub fn inputs(&self) -> &[TensorId] {
         &self.inputs
     }
@@ -380,7 +380,7 @@ impl Graph {
         self.ranks.mesh.as_ref().map_or(1, Mesh::size)
     }
 
-    /// Returns the mesh of the ranks that run this graph together; `None` for a graph of a single rank.
+    /// Returns the mesh of the ranks that run this graph; `None` for a single rank's graph.
     pub fn mesh(&self) -> Option<&Mesh> {
         self.ranks.mesh.as_ref()
     }

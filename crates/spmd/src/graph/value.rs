@@ -25,7 +25,7 @@ pub struct Value {
 pub enum Role {
     /// A parameter of the module, trained or frozen. Given.
     Parameter(Arc<str>),
-    /// A tensor of the module that is not a parameter, such as a running mean. Given.
+    /// A given tensor of the module that is not a parameter, such as a running mean.
     Buffer(Arc<str>),
     /// A tensor of the batch. Given anew at each step.
     Input(Arc<str>),
@@ -101,7 +101,7 @@ impl Value {
         self.shape.iter().product()
     }
 
-    /// Returns the bytes on one rank, if the value has memory of its own.
+    /// Returns the bytes on one rank, if the value has separate memory.
     pub fn num_bytes(&self) -> usize {
         self.num_elements() * self.dtype.size()
     }
@@ -133,7 +133,7 @@ pub struct Parameter {
     pub gradient: Option<TensorId>,
     /// The optimizer's states, in its order.
     pub states: Vec<TensorId>,
-    /// The states with another shape than the parameter, which are whole on each rank. A shard of the parameter may
+    /// The states with a different shape from the parameter, which are whole on each rank. A shard of the parameter may
     /// have the shape of such a state, which is still whole.
     pub whole_states: Vec<TensorId>,
     /// True for a tensor that is not a parameter. It is never sharded.
@@ -163,12 +163,12 @@ pub(crate) struct NamedActivation {
     pub(crate) value: TensorId,
 }
 
-/// What the ranks of each axis hold of a value that waits for the next step.
+/// What the ranks on each axis hold of a value that waits for the next step.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Carried {
-    /// A placement for each axis; none for values of the ranks' own.
+    /// A placement for each axis; none for values that differ between ranks.
     pub(crate) on: Vec<Option<Placement>>,
-    /// The index of the owner along the axis that shards, if one rank has all of it.
+    /// The index of the owner along the shard axis, if one rank has the whole value.
     pub(crate) owner: Option<usize>,
 }
 

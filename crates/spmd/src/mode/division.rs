@@ -24,7 +24,7 @@ pub(super) enum Division {
         shard: Axis,
         replicate: Replicate,
     },
-    /// Every value is divided by its placements on a mesh.
+    /// Every value is divided according to its placements on a mesh.
     Expand(Mesh, Expand),
     /// Every value is divided on one axis, by placements that move few bytes; `None` until the first graph.
     Least(Option<Expand>),

@@ -11,7 +11,7 @@ use crate::error::Error;
 #[derive(Debug, Clone, Default)]
 pub(super) struct Owners {
     patterns: Vec<Pattern>,
-    /// The index of the owner along the axis of the shards; `None` until the parameters are known.
+    /// The index of the owner along the shard axis; `None` until the parameters are known.
     by_path: Option<BTreeMap<Arc<str>, usize>>,
 }
 
@@ -36,8 +36,8 @@ impl Owners {
         }
     }
 
-    /// Decides which of `num_ranks` ranks, if they hold shards, owns each matching parameter of a step, given all
-    /// parameters with their shapes. Does nothing if that is already decided.
+    /// Assigns one of `num_ranks` ranks, if they hold shards, as the owner of each matching parameter of a step, given
+    /// all parameters with their shapes. Does nothing if owners are already assigned.
     pub(super) fn assign<'a>(
         &mut self,
         parameters: impl Iterator<Item = (&'a Arc<str>, &'a [usize])> + Clone,

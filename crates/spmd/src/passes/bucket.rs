@@ -15,14 +15,14 @@ use crate::graph::{Collective, CollectiveKind, Graph, Node, Payload, Stage};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that joins collectives, to move many tensors in one operation.
+/// The pass that joins collectives, to send many tensors in one operation.
 ///
 /// All-gathers of a unit are joined at the first of them, reduce-scatters of a unit at the last, and all-reduces of all
 /// units at the last of a bucket. A bucket is closed when the next tensor would make it larger than the cap. The first
-/// bucket of each kind is smaller, to begin communication early. A larger tensor is a bucket of its own.
+/// bucket of each kind is smaller, to start communication early. A larger tensor gets its own bucket.
 ///
-/// Before that, gradients are completed and reduced as soon as their operands are there, and not after another unit's
-/// collectives.
+/// Before that, gradients are completed and reduced as soon as their operands are available, without waiting for
+/// another unit's collectives.
 ///
 /// ```text
 /// before                                after
@@ -185,7 +185,8 @@ fn num_bytes(graph: &Graph, node: &Node, collective: &Collective) -> usize {
     bytes.sum()
 }
 
-/// Returns true if the collective may be joined with others: it is whole, and its readers come later.
+/// Returns true if the collective may be joined with others: it is not split into start and wait, and does not carry
+/// activations, which are read soon.
 fn can_join(collective: &Collective) -> bool {
     collective.stage == Stage::Whole && collective.payload != Payload::Activation
 }

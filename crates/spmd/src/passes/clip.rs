@@ -1,7 +1,6 @@
 //! The pass that scales gradients to keep their norm below a limit.
 //!
-//! It takes gradients as collectives leave them, as each rank's part, and puts the norm of all between them and the
-//! optimizer.
+//! It takes each rank's part of the gradients after the collectives, and inserts the joint norm before the optimizer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -18,9 +17,9 @@ use crate::norm::{self, GRAD_NORM};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that multiplies all gradients by one factor, to limit their norm as one vector to the [`Clip`]'s. Every
-/// parameter counts once. A cut parameter counts with the elements of all ranks along the axes that cut it, and a whole
-/// one with the elements that every rank holds.
+/// The pass that scales all gradients by one factor, to limit their joint norm to the [`Clip`]'s. Every parameter
+/// counts once: a cut one with the elements of all ranks along the axes that cut it, and a replicated one with the
+/// elements of any rank.
 ///
 /// ```text
 /// before                                after
@@ -84,7 +83,7 @@ impl GraphTransform for ClipGradients {
         for parameter in graph.parameters_mut() {
             parameter.gradient = parameter.gradient.map(|gradient| scaled[&gradient]);
         }
-        // Some optimizers keep the first gradient as it is.
+        // Some optimizers keep the first gradient unchanged.
         let mut updates = graph.updates().to_vec();
         for update in updates
             .iter_mut()
@@ -127,7 +126,7 @@ impl ClipGradients {
         groups
     }
 
-    /// Measures the gradients of a group, and returns the norms of its parts on all ranks that hold one.
+    /// Measures the gradients of a group, and returns the norms of its parts, from all ranks that hold one.
     fn measure(
         &self,
         graph: &mut Graph,

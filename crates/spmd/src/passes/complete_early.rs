@@ -12,9 +12,9 @@ use super::regather::is_gather;
 use super::unit::unit_in;
 use crate::graph::{CollectiveKind, Graph, Node, Payload, Phase};
 
-/// Takes the nodes of a graph, and returns them in another order. Reductions of gradients, and the computations and
-/// gathers that serve only them, come as soon as their operands are complete. They move only if they would otherwise
-/// come after another unit's collective.
+/// Takes the nodes of a graph, and returns them in a different order. Reductions of gradients, and the computations and
+/// gathers that serve only them, run as soon as their operands are complete. They move only if they would otherwise run
+/// after another unit's collective.
 pub(super) fn complete_early(graph: &mut Graph) -> Vec<Node> {
     let places = places(graph);
     let mut behind: BTreeMap<usize, Vec<Node>> = BTreeMap::new();
@@ -36,7 +36,7 @@ pub(super) fn complete_early(graph: &mut Graph) -> Vec<Node> {
 /// The nodes that read each value.
 type Readers = BTreeMap<TensorId, Vec<usize>>;
 
-/// Returns the nodes that move, each with the node that stays and after which it comes.
+/// Returns the moved nodes, each with the staying node that it follows.
 fn places(graph: &Graph) -> BTreeMap<usize, usize> {
     let nodes = graph.nodes();
     let readers = graph.readers();

@@ -1,6 +1,6 @@
 //! The pass that merges equal operations.
 //!
-//! It takes a graph without collectives, and keeps phases apart.
+//! It takes a graph without collectives, and keeps phases separate.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -14,9 +14,9 @@ use crate::transform::GraphTransform;
 
 /// The pass that merges equal values: constants of equal data, and equal operations on equal inputs in the same phase.
 ///
-/// Parameters, inputs and states are never merged, whatever their values; nor are random numbers,
-/// collectives, gradients, and optimizer operations. Phases are kept apart, because a value that
-/// forward and backward both compute would otherwise live in between.
+/// Parameters, inputs and states are never merged, regardless of their values; nor are random numbers, collectives,
+/// gradients, and optimizer operations. Phases are kept apart, because a value that forward and backward both compute
+/// would otherwise live in between.
 ///
 /// ```text
 /// before                          after

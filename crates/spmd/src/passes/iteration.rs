@@ -20,7 +20,7 @@ use crate::transform::check_order;
 ///
 /// It must be a function of the graph, because all ranks must move the same nodes.
 pub trait IterationMove: fmt::Debug + Send + Sync {
-    /// Returns the name of the pass in errors and in [`Graph::applied`].
+    /// Returns the name of the pass, as used in errors and [`Graph::applied`].
     fn id(&self) -> PassId;
 
     /// Returns the passes that must not have been applied before it.
@@ -63,7 +63,7 @@ pub trait IterationMove: fmt::Debug + Send + Sync {
 #[derive(Debug, Clone)]
 pub struct IterationGraph {
     graph: Graph,
-    /// The moved nodes, each with the node before which it runs.
+    /// The moved nodes, each with the node that it runs before.
     moved: BTreeMap<usize, usize>,
     max_iterations: Option<NonZeroU64>,
     passes: Vec<PassId>,
@@ -107,7 +107,7 @@ impl IterationGraph {
         &self.graph
     }
 
-    /// Returns true if that node has been moved.
+    /// Returns true if the node has been moved.
     pub fn is_moved(&self, node: usize) -> bool {
         self.moved.contains_key(&node)
     }
@@ -213,8 +213,8 @@ impl IterationGraph {
         Ok(())
     }
 
-    /// Moves some of the given nodes to the beginning of the next step, before the first staying node that does not
-    /// start a collective. These are the nodes that start a collective of only pending values.
+    /// Moves those of the given nodes that start a collective of only pending values. They move to the beginning of the
+    /// next step, before the first staying node that does not start a collective.
     pub(super) fn start_early(&mut self, nodes: &[usize]) {
         let written = self.outputs(self.moved.keys());
         let all = self.graph.nodes();
@@ -312,7 +312,7 @@ impl IterationGraph {
         })
     }
 
-    /// Refuses moved nodes that run, in the next step, before another moved node whose result they read.
+    /// Rejects moved nodes that run, in the next step, before another moved node whose result they read.
     fn check_order_of_moved(&self) -> Result<(), Error> {
         let nodes = self.graph.nodes();
         let moved = self.moved.iter();

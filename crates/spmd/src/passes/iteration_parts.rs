@@ -36,9 +36,9 @@ pub struct Iteration {
 pub(super) struct Parts {
     /// The step, with the pending values and without nodes.
     graph: Graph,
-    /// The nodes that stay, with their places in the step.
+    /// The nodes that stay, with their positions in the step.
     stays: Vec<(usize, Node)>,
-    /// The nodes that move, on pending values, in the order in which they run. Each has the place before which it runs.
+    /// The moved nodes, on pending values, in execution order. Each has the position before which it runs.
     moved: Vec<(usize, Node)>,
     /// The values that wait for the next step, by their ids in this one.
     pending: BTreeMap<TensorId, TensorId>,
@@ -215,7 +215,7 @@ fn divided_updates(
     graph.updates().iter().copied().partition(moves)
 }
 
-/// Declares the value that stands for another one in the next step.
+/// Declares the value that replaces another one in the next step.
 fn add_pending(graph: &mut Graph, id: TensorId) -> Result<TensorId, Error> {
     let mut owners = graph.parameters().iter();
     let owner = owners.find(|parameter| parameter.gradient == Some(id));

@@ -1,6 +1,6 @@
 //! The pass that frees every value at its last use.
 //!
-//! It is the last one: every other changes which node reads a value last.
+//! It runs last, because every other pass changes which node reads a value last.
 
 use std::collections::{BTreeMap, BTreeSet};
 

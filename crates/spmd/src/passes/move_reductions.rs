@@ -20,8 +20,8 @@ use crate::pass_id::PassId;
 ///
 /// A collective that several parameters share moves with all of them. If gradients are clipped, the norm of all of them
 /// is a result of the step, and no reduction can move ([`MoveError::Node`](crate::MoveError::Node)). A step that does
-/// not reduce a gradient of these parameters, because it does not use them or a single rank has them whole, stays as it
-/// is. A pattern that matches no parameter is refused.
+/// not reduce a gradient of these parameters, because it does not use them or a single rank has them whole, stays
+/// unchanged. A pattern that matches no parameter is rejected.
 ///
 /// ```
 /// use burn_fsdp_collectives::ProcessGroup;

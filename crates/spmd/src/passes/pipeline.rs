@@ -71,7 +71,7 @@ impl Pipeline {
         Ok(graph)
     }
 
-    /// Applies the passes, and returns the graph itself and the result of each pass.
+    /// Applies the passes, and returns the original graph and the result of each pass.
     ///
     /// # Errors
     ///
@@ -134,7 +134,7 @@ impl Pipeline {
         passes.filter(|pass| pass.acts_on(graph)).collect()
     }
 
-    /// Returns the pipeline with other passes in place of its own.
+    /// Returns the pipeline with different passes.
     #[cfg(test)]
     pub(crate) fn replaced(
         mut self,

@@ -93,7 +93,7 @@ struct Uses {
     kept: BTreeSet<TensorId>,
     writers: BTreeMap<TensorId, usize>,
     readers: BTreeMap<TensorId, Vec<usize>>,
-    /// Given values that are replaced after the step, by the values that replace them.
+    /// Given values that are replaced after the step, keyed by their replacements.
     replaced: BTreeMap<TensorId, TensorId>,
     /// Values in buffers of the transport. Writing there makes a copy, which is held in addition to the buffer.
     received: BTreeSet<TensorId>,

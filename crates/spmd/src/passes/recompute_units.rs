@@ -82,7 +82,7 @@ fn units(graph: &Graph) -> impl Iterator<Item = &str> {
 }
 
 impl RecomputeUnits {
-    /// Returns the values to recompute, with the nodes that do so.
+    /// Returns the values to recompute, with the recomputing nodes.
     fn chosen(&self, graph: &Graph) -> BTreeMap<TensorId, Node> {
         let visits = unit_visits(graph);
         let is_chosen = |visit: &UnitVisit| self.units.iter().any(|unit| unit.matches(&visit.unit));

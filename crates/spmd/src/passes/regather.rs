@@ -1,6 +1,6 @@
 //! The pass that gathers weights for one visit of their unit at a time.
 //!
-//! It is the last pass that decides what is computed. The passes after it decide when, and none of them may merge
+//! It is the last pass that determines what is computed. Later passes determine only when, and none of them may merge
 //! gathers.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -81,7 +81,7 @@ impl GraphTransform for Regather {
 
 /// Gathered weights, with the views and casts of each.
 struct Weights {
-    /// The node that makes each value, and the unit of the weight from which it is made.
+    /// The node that makes each value, and the unit of the weight from which it is created.
     sources: BTreeMap<TensorId, (Node, Arc<str>)>,
     /// The units whose weights are gathered now, the oldest first.
     resident: VecDeque<Arc<str>>,
@@ -174,7 +174,7 @@ impl Weights {
         made.get(&id).copied().ok_or_else(missing)
     }
 
-    /// Begins a visit, unless the unit is gathered already.
+    /// Starts a visit, unless the unit is already gathered.
     fn enter(&mut self, unit: &Arc<str>) {
         if self.resident.contains(unit) {
             return;
@@ -195,7 +195,7 @@ impl Weights {
         }
     }
 
-    /// Returns true if a unit is kept until its last use in this phase, because the phase visits it again.
+    /// Returns true if a unit stays gathered until its last use in this phase, because the phase visits it again.
     fn stays(&self, unit: &Arc<str>) -> bool {
         let (index, phase) = self.now;
         let key = (unit.clone(), phase);

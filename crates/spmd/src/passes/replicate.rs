@@ -9,7 +9,7 @@ use crate::error::Error;
 pub struct Replicate {
     /// The axis, with the number of copies.
     pub axis: Axis,
-    /// True if it comes before the axis of the shards in the mesh.
+    /// True if the axis comes before the shard axis in the mesh.
     pub is_first: bool,
 }
 

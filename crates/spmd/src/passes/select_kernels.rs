@@ -23,7 +23,7 @@ use crate::transform::GraphTransform;
 ///
 /// Before Burn's CPU backend writes a product, it fills the memory with zeros and copies it to an aligned place. It
 /// also processes halves one by one. Results have the same bits, except products of halves. Their factors are not
-/// converted to 32 bits first, so their sums, which have 32 bits in both cases, are taken in another order.
+/// converted to 32 bits first, so their sums, which have 32 bits in both cases, are taken in a different order.
 ///
 /// The pass runs after collectives are placed, because the passes that place them know Burn's operations. For typing,
 /// such a kernel is the [operation that it replaces](crate::plain).

@@ -13,7 +13,7 @@ use crate::graph::{
 use crate::pass_id::PassId;
 use crate::place::check_types;
 
-/// A rule: its name, and the function that finds a fault.
+/// A rule, with its name and a function that finds violations.
 type Rule = (&'static str, fn(&Graph) -> Option<Fault>);
 
 /// The node at which a graph breaks a rule, and the reason.
@@ -325,8 +325,7 @@ fn parts_match(graph: &Graph) -> Option<Fault> {
     None
 }
 
-/// Finds a fault in the cuts of a part. An all-to-all has cuts along two dims, in equal parts, and any other collective
-/// has cuts along one.
+/// Finds faulty cuts of a part. An all-to-all cuts along two dims, in equal parts; any other collective cuts along one.
 fn cuts_fault(kind: CollectiveKind, part: &CollectivePart) -> Option<String> {
     let is_crossed = kind.contract().gets.share == Share::Across;
     let path = &part.path;
@@ -364,8 +363,7 @@ fn waits_follow_starts(graph: &Graph) -> Option<Fault> {
     Fault::new(node, format!("nothing waits for %{}", id.value()))
 }
 
-/// Checks that every unit is a module that contains its parameters, because one pass declares units and others use
-/// them.
+/// Checks that every unit is a module that contains its parameters. One pass declares units, and others use them.
 fn units_contain(graph: &Graph) -> Option<Fault> {
     graph.parameters().iter().find_map(|parameter| {
         let (path, unit) = (&parameter.path, graph.unit(&parameter.path)?);
@@ -409,7 +407,7 @@ struct Visit<'a> {
     is_back: bool,
 }
 
-/// Checks that the weights of a unit are dead when the unit after next begins.
+/// Checks that a unit's weights are freed before the unit after the next one begins.
 fn gathered_die(graph: &Graph) -> Option<Fault> {
     if !graph.applied().contains(&PassId::Regather) {
         return None;

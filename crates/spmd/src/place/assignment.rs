@@ -69,7 +69,7 @@ impl Values {
         if self.axes[axis].num_ranks == 1 {
             return candidates;
         }
-        // A dim that only the results have gives no work to divide.
+        // A dim that only the results have provides no work to divide.
         let is_given = |letter: &Letter| {
             let mut inputs = signature.inputs.iter();
             inputs.any(|input| input.dim_of(*letter).is_some())
@@ -191,7 +191,8 @@ impl Values {
         })
     }
 
-    /// Returns the cost of bringing results to their requested placements on one axis; `None` if none is requested.
+    /// Returns the cost of redistributing results to their requested placements on one axis; `None` if none is
+    /// requested.
     fn asked_of(&self, assignment: &Assignment, axis: usize) -> Option<f64> {
         let costs = assignment.outputs.iter().filter_map(|(id, on)| {
             let asked = (*self.asked.get(id)?.get(axis)?)?;

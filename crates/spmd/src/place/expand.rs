@@ -123,8 +123,7 @@ impl Expand {
         Ok(placed)
     }
 
-    /// Returns the first of these inputs that no pattern matches, if some inputs are cut. The step specifies the
-    /// placements of the others.
+    /// Returns the first of these inputs that no pattern matches, if some inputs are cut.
     pub(crate) fn unplaced<'a>(&self, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
         let cuts = |wish: &Wish| matches!(wish.placement, Placement::Shard(_));
         let mut names = names.filter(|_| self.inputs.iter().any(cuts));

@@ -38,7 +38,7 @@ impl Redistribution<'_> {
         Ok(out)
     }
 
-    /// Removes the padding of a dim that is whole again.
+    /// Removes the padding of a dim that has been gathered.
     pub(super) fn trimmed(&mut self, id: TensorId, dim: usize) -> Result<TensorId, Error> {
         match self.shape(id)?[dim] == self.whole[dim] {
             true => Ok(id),

@@ -1,15 +1,15 @@
 //! Padding of unequal parts.
 //!
-//! A dim that does not divide evenly is cut as in `torch.chunk`: every rank holds as many rows as the first, the size
-//! of the whole over the number of ranks, rounded up. The last ranks have fewer rows, followed by padding, so all ranks
-//! share one graph. **Padding has no meaning**, and three rules keep it apart:
+//! A dim that does not divide evenly is cut as in `torch.chunk`: every rank holds as many rows as the first: the whole
+//! size divided by the number of ranks, rounded up. The last ranks have fewer real rows, followed by padding, so all
+//! ranks share one graph. **Padding has no meaning**, and three rules keep it separate:
 //!
-//! 1. Operations that treat each element along the dim independently also run on padding. Their results there are again
+//! 1. Operations that treat each element along the dim independently also run on padding. There, their results are also
 //!    padding.
 //! 2. Before a sum over the dim, the padding of every summed operand is cleared. Gradients of parameters are also
-//!    cleared, because norms are taken of them. No other operation that combines rows runs on parts.
+//!    cleared, because norms are taken of them. No other operation that combines rows may run on parts.
 //! 3. A value is trimmed to its size after it is gathered. Before it is cut, scattered or exchanged, it is lengthened
-//!    by elements of its own.
+//!    with its own elements.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -25,8 +25,8 @@ use crate::graph::AxisPlacement;
 pub(super) struct Padding {
     /// The placements of lengthened values, which are not noted as copies.
     pub(super) lengthened: BTreeMap<TensorId, On>,
-    /// Copies that were cleared along a dim for a reader. A phase may lack the values that another phase made, and the
-    /// optimizer's part for one parameter may lack those of another.
+    /// Copies whose padding was cleared along a dim for a reader. A phase may lack the copies of another phase, and the
+    /// optimizer's part for one parameter may lack those for another.
     pub(super) cleared: HashMap<(TensorId, usize, Reader), TensorId>,
     /// Masks, in the shape of the part they apply to.
     pub(super) masks: HashMap<Mask, TensorId>,

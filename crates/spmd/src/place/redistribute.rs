@@ -18,9 +18,9 @@ use crate::graph::{
 /// Cost of a slice, as a fraction of the cost of moving the same bytes.
 const SLICE: f64 = 1e-3;
 
-/// Returns the cost of bringing one axis of a tensor from one placement to another, for the choice of assignments;
-/// `None` if there is no way. The cost is the number of bytes that a rank receives, except that slices and
-/// reduce-scatters cost more. `num_bytes` is the tensor's size as if this axis were replicated.
+/// Returns the cost of redistributing one axis of a tensor, for the choice of assignments; `None` if it is impossible.
+/// The cost is the number of bytes that a rank receives, except that slices and reduce-scatters cost more. `num_bytes`
+/// is the tensor's size as if this axis were replicated.
 pub(super) fn cost(
     from: Placement,
     to: Placement,
@@ -86,7 +86,7 @@ fn is_outermost(piece: &[usize], dim: usize) -> bool {
 pub(super) struct Redistribution<'a> {
     pub(super) graph: &'a mut Graph,
     pub(super) scheduled: &'a mut Vec<Node>,
-    /// Label of the collectives: a path, `loss`, or the id of the value.
+    /// Label of the collectives: a path, `loss`, or the value's id.
     pub(super) label: Arc<str>,
     pub(super) payload: Payload,
     pub(super) reader: &'a Reader,

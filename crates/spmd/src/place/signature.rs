@@ -21,10 +21,10 @@ pub(crate) struct Signature {
     pub(crate) outputs: Vec<Operand>,
     /// The letters over which results are combined, and the reduction.
     pub(crate) contracted: BTreeMap<Letter, ReduceOp>,
-    /// Sets of inputs in which the results are linear: addends of all inputs in a set give addends of the results.
+    /// Sets of inputs in which the results are linear: if all inputs of a set are addends, so are the results.
     pub(crate) linear: Vec<Vec<TensorId>>,
-    /// True if the operation may run on padding along a letter. An element then only affects results at the same place
-    /// along the letter, and the operation accepts any number there, unlike an index.
+    /// True if the operation may run on padding along a letter. Each element then only affects results at the same
+    /// position along the letter, and may be any number, unlike an index.
     pub(crate) takes_padding: bool,
 }
 
@@ -69,7 +69,7 @@ impl Signature {
         self
     }
 
-    /// Declares that results are sums over this letter.
+    /// Declares that the results are sums over this letter.
     pub(crate) fn sums(self, letter: Letter) -> Self {
         self.contracts(letter, ReduceOp::Sum)
     }
@@ -86,7 +86,7 @@ impl Signature {
         self
     }
 
-    /// Returns true if the operation can be divided among this many ranks along a letter, in equal parts.
+    /// Returns true if the operation can be divided along a letter into this many equal parts, one per rank.
     pub(crate) fn divides(&self, letter: Letter, num_ranks: usize) -> bool {
         self.sizes(letter)
             .all(|size| size.is_multiple_of(num_ranks))

@@ -122,7 +122,7 @@ impl Started {
             let is_whole = buffer.len() == len * dtype.size();
             let mut seal = seals.next();
             if let Some(seal) = seal.as_ref().filter(|_| !is_whole) {
-                // A padded result is a copy, which has a seal of its own.
+                // A padded result is a copy, which has a separate seal.
                 group.check_seal(seal, buffer.as_ref(), || "a result".to_owned())?;
             }
             let data = data(buffer, len, dtype);
@@ -159,7 +159,7 @@ fn data(buffer: Buffer, len: usize, dtype: DType) -> TensorData {
 
 /// Returns the first bytes of a tensor in the order of its dims: from the tensor's memory on Flex, read back elsewhere.
 ///
-/// The result carries the seal of the memory if it gives all of it; otherwise the seal is checked here.
+/// The result carries the seal of the memory if it covers all of it; otherwise the seal is checked here.
 fn source<B: BackendIr>(
     group: &ProcessGroup,
     tensor: HandleKind<B>,
@@ -181,7 +181,7 @@ fn source<B: BackendIr>(
         drop(tensor);
         let (start, _) = flex.layout().contiguous_offsets().unwrap_or((0, 0));
         let start = start * flex.dtype().size();
-        // The seal covers the memory in its stored order; elements in another order are other bytes.
+        // The seal covers the memory in its stored order; elements in a different order are other bytes.
         let is_whole = memory.layout().contiguous_offsets().is_some()
             && start == 0
             && num_bytes == flex.bytes().len();

@@ -49,7 +49,7 @@ pub struct Executor<B: BackendIr> {
     /// The ranks along each mesh axis.
     axes: BTreeMap<Arc<str>, ProcessGroup>,
     pub(super) table: MemoryTable,
-    /// Collectives under way, by the first value that they write.
+    /// Collectives in progress, by the first value that they write.
     started: BTreeMap<TensorId, Started>,
     /// Shapes and types of the given values that are set.
     pub(super) present: BTreeMap<TensorId, (Vec<usize>, DType)>,
@@ -117,7 +117,7 @@ impl<B: BackendIr> Executor<B> {
         &self.table
     }
 
-    /// Returns the mutable table of the tensors' memory, to begin a measurement.
+    /// Returns the mutable memory table, to start a measurement.
     pub fn table_mut(&mut self) -> &mut MemoryTable {
         &mut self.table
     }
@@ -379,7 +379,7 @@ impl<B: BackendIr> Executor<B> {
         Ok(())
     }
 
-    /// Runs an operation that is not Burn's.
+    /// Runs a custom operation.
     fn run_custom(&mut self, index: usize, node: &Node, call: &CustomOpIr) -> Result<(), Error> {
         let Some(own) = self.own_call(call)? else {
             return Ok(());

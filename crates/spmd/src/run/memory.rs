@@ -69,8 +69,8 @@ impl MemoryTable {
         self.live_bytes
     }
 
-    /// Returns the most bytes at once since the last [`reset_peak`](Self::reset_peak). An operation's results count in
-    /// addition to its inputs, unless they are written in place.
+    /// Returns the peak number of bytes since the last [`reset_peak`](Self::reset_peak). An operation's results count
+    /// in addition to its inputs, unless they are written in place.
     pub fn peak_bytes(&self) -> usize {
         self.peak_bytes
     }
@@ -166,7 +166,7 @@ impl MemoryTable {
         }
     }
 
-    /// Gives the memory of a tensor a second id, in place of whatever that id had.
+    /// Assigns a second id to a tensor's memory, replacing any memory that the id had.
     pub(super) fn rename(&mut self, from: TensorId, into: TensorId) {
         self.remove(into);
         if let Some(address) = self.values.get(&from).copied() {

@@ -1,4 +1,4 @@
-//! Random numbers from a seed: the same elements, however the ranks divide the whole.
+//! Seeded random numbers that do not depend on how the ranks split the tensor.
 
 use burn::tensor::{DType, Distribution, TensorData, bf16, f16};
 use burn_backend::Element;
@@ -67,8 +67,8 @@ impl<'a> Drawing<'a> {
         }
     }
 
-    /// Draws the blocks of consecutive elements of the whole that overlap the part. Each block has a generator of its
-    /// own, so a rank draws few numbers of other ranks.
+    /// Draws the blocks of consecutive elements that overlap the part. Each block has its own generator, so a rank
+    /// draws few numbers outside of its part.
     fn part<E: Element>(&self, op: &RandomOpIr) -> Result<TensorData, String> {
         let (whole, part) = (&self.draw.whole, op.out.shape.to_vec());
         let fits = |((size, start), whole): ((&usize, &usize), &usize)| size + start <= *whole;
@@ -114,8 +114,8 @@ impl<'a> Drawing<'a> {
         place
     }
 
-    /// Returns the generator of a block. The key contains everything that distinguishes it, so no two are alike: a
-    /// step's number has 64 bits, a block's 48, a rank's 16.
+    /// Returns the generator of a block. The key contains everything that distinguishes the block, so all keys differ:
+    /// a step's number has 64 bits, a block's 48, a rank's 16.
     fn generator(&self, block: usize) -> StdRng {
         let Draw {
             seed,

@@ -20,7 +20,7 @@ pub(super) struct Sealed {
 #[derive(Debug, Default)]
 pub(super) struct Seals {
     pub(super) of: BTreeMap<TensorId, Sealed>,
-    /// The seals of values of this run that replace others at its end: `None` until a node has written them.
+    /// Seals of values that replace others at the end of this run; `None` until a node has written the value.
     pub(super) fresh: BTreeMap<TensorId, Option<Seal>>,
     /// Number of steps that have been sealed.
     pub(super) steps: u64,

@@ -1,11 +1,11 @@
-//! Seals of the values that the executor holds from one node to another and from one run to the next, which show
-//! whether they still are what was written.
+//! Seals of the values that the executor holds between nodes and between runs, which show whether they have changed
+//! since they were written.
 //!
 //! The executor seals a collective's result when it arrives, from the data that the ranks reported about it. It seals
 //! the new value of a parameter, buffer or state when a node has written it, or at the end of the run. It checks a
-//! value where a node takes it, which is its last use, and where a collective gives it. It checks values that no node
-//! of a step takes at the end of the step. Memory with two holders is not overwritten, and a node that overwrites a
-//! value that it takes does so after the check. Only host memory is sealed.
+//! value when a node consumes it, which is its last use, and when a collective sends it. Values that no node of a step
+//! consumes are checked at the end of the step. Memory with two holders is not overwritten, and a node that overwrites
+//! a consumed value does so after the check. Only host memory is sealed.
 
 use std::any::Any;
 
@@ -20,8 +20,8 @@ use crate::error::Error;
 use crate::graph::{Collective, Graph, Node, Parameter, Role, Stage, Storage, storage_of};
 
 impl<B: BackendIr> Executor<B> {
-    /// Checks the values that a node takes. Returns the seal of a value that the node takes to present it in another
-    /// way.
+    /// Checks the values that a node consumes. Returns the seal of a value that the node consumes and presents in
+    /// another way.
     pub(super) fn look_at_taken(
         &mut self,
         index: usize,
@@ -30,7 +30,7 @@ impl<B: BackendIr> Executor<B> {
         if self.seals.of.is_empty() {
             return Ok(None);
         }
-        // A collective checks the values that it gives.
+        // A collective checks the values that it sends.
         let gives = node.collective.as_ref().map(|collective| collective.stage);
         let gives = gives.is_some_and(|stage| stage != Stage::Wait);
         let mut carried = None;

@@ -19,7 +19,7 @@ thread_local! {
 
 /// Names an activation and returns it unchanged. [`Expand::activation`](crate::Expand::activation) can then request a
 /// placement for the name. Several activations can share a name, for example one per layer, and then have the same
-/// placement. A name has no effect outside of a step that is compiled by placements.
+/// placement. A name only has an effect in a step that is compiled with placements.
 ///
 /// ```
 /// use burn::module::Module;

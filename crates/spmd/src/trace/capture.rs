@@ -117,7 +117,7 @@ impl Lease {
         }
     }
 
-    /// Gives a new device its default types, before its first tensor and inside a capture scope.
+    /// Sets the default types of a new device, before its first tensor and inside a capture scope.
     fn configure(&self) -> Result<(), Error> {
         let Some(Defaults { float, int, bool }) = self.defaults.filter(|_| self.is_new) else {
             return Ok(());
@@ -172,7 +172,7 @@ impl Progress {
 /// # Errors
 ///
 /// The error of `record`, or [`Error::Uncapturable`] if it panics, because Burn panics on operations that the capture
-/// device cannot do.
+/// device does not support.
 pub(super) fn record_with<T>(
     stage: &'static str,
     defaults: Option<Defaults>,

@@ -52,7 +52,7 @@ where
         let known = with_fakes(init(&tracked), device, &tracked, &options.stored);
         let shapes = leaves(&known, None);
         let running = running(&with_marks(known, &tracked));
-        // The model is made without autodiff, with all tensors that it has in addition to its parameters.
+        // The model is created without autodiff, with all tensors that it has in addition to its parameters.
         let model = off_tape(init(device), device, &shapes);
         let before = leaves(&model, None);
         let mut inputs = Vec::new();

@@ -59,7 +59,7 @@ pub struct TraceConfig {
     /// operations for them; see [`StepScalars::structure`].
     pub learning_rate: f64,
     /// Types in which parameters compute. They must match the [`Options`](crate::passes::schedule::Options::precision)
-    /// with which the graph is lowered. Those options, not this field, determine the types in which gradients travel.
+    /// with which the graph is lowered. Those options, not this field, determine the types in which gradients are sent.
     pub precision: Precision,
     /// True to multiply the loss by a factor that the graph takes after the batch, as
     /// [`Options::scale_loss`](crate::passes::schedule::Options::scale_loss) requests.
@@ -91,7 +91,7 @@ impl Default for TraceConfig {
 /// # Errors
 ///
 /// [`Error::Uncapturable`] if the loss reads the value of a tensor, or does something else that the capture device
-/// refuses; [`Error::LossShape`] if it is not one number; [`Error::NoGradient`]; [`Error::UntraceableOptimizer`];
+/// rejects; [`Error::LossShape`] if it is not one number; [`Error::NoGradient`]; [`Error::UntraceableOptimizer`];
 /// [`Error::RandomInModule`]; [`Error::StatisticsTwice`].
 pub fn trace<M, B, O>(
     init: impl Fn(&Device) -> M,
@@ -275,7 +275,7 @@ fn wide(loss: Tensor<1>) -> Tensor<1> {
 }
 
 /// Returns the path of a module whose running statistics were updated inside the loss. Such a module ran a second time,
-/// and the capture device refuses the way in which Burn then moves its statistics.
+/// and the capture device rejects the way in which Burn then moves its statistics.
 fn running_twice<M: Module>(model: &M, before: &[Leaf]) -> Option<String> {
     let now = leaves(model, None);
     let mut pairs = before.iter().zip(&now);

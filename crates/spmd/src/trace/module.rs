@@ -32,7 +32,7 @@ pub(crate) struct Leaf {
 /// Burn's name of the layer that gets a copy of its running statistics.
 const LAYER: &str = "Struct:BatchNorm";
 
-/// The stored types of a module's tensors by path, where they differ from the device's defaults.
+/// The stored types of a module's tensors by path, if they differ from the device's defaults.
 pub(crate) type Stored = BTreeMap<Arc<str>, DType>;
 
 /// Replaces every tensor of a module by a fake one of the same shape and type, which has no memory. Lazy parameters are
@@ -237,8 +237,8 @@ pub(super) fn trained<M: Module>(module: &M) -> Vec<bool> {
     visitor.0
 }
 
-/// Replaces every float tensor by one that requires a gradient, where that is possible. Running statistics refuse it,
-/// which distinguishes them from frozen parameters.
+/// Replaces every float tensor with one that requires a gradient, if possible. It is not possible for running
+/// statistics, which distinguishes them from frozen parameters.
 pub(super) fn with_marks<M: Module>(module: M, tracked: &Device) -> M {
     struct Marks<'a>(&'a Device);
     impl ModuleMapper for Marks<'_> {

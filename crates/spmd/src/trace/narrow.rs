@@ -1,4 +1,4 @@
-//! Values that must not be made in 16 bits without a named type.
+//! Values that must not be created in 16 bits without a named type.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use burn_ir::{
 use crate::error::Error;
 use crate::graph::operation_name;
 
-/// Refuses an operation of a trace with narrow new tensors, if the step needs it and it loses more than states of zeros
+/// Rejects an operation of a trace with narrow new tensors, if the step needs it and it loses more than states of zeros
 /// do. Four cases lose bits:
 ///
 /// - operations of the module's own, whose tensors (such as rotations) need more bits than activations;

@@ -26,9 +26,9 @@ use super::traced;
 enum Mutation {
     /// A mean over ranks becomes a sum.
     Divisor,
-    /// A reduction is left out: each rank continues with its own addend.
+    /// A reduction is skipped: each rank continues with its own addend.
     LostReduction,
-    /// A reduction is made twice.
+    /// A reduction is performed twice.
     DoubledReduction,
     /// A collective runs along another axis.
     Axis,

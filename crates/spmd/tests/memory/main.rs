@@ -311,7 +311,7 @@ fn placements_are_taken_up_one_parameter_at_a_time() {
         let what = format!("{peak} bytes, {left} left on {ranks} ranks");
         // The tables hold the layouts of four ranks.
         assert!(left <= BOOKS + LAYER / 2, "{what}");
-        // A whole parameter on each rank, the parts from which it is made, and the parts that are made from it.
+        // A whole parameter on each rank, the parts from which it is created, and the parts that are created from it.
         assert!(peak <= (ranks + 2) * LAYER + BOOKS, "{what}");
     }
 }

@@ -1,4 +1,4 @@
-//! Operations that are not Burn's: recorded, run, known to the passes.
+//! Custom operations: recorded, run, known to the passes.
 
 use std::collections::BTreeMap;
 
@@ -51,7 +51,7 @@ fn step(mode: Mode) -> Result<CompiledStep<Tokens>, Error> {
     Ok(step)
 }
 
-/// Counts the operations that are not Burn's, by name and phase.
+/// Counts the custom operations, by name and phase.
 fn calls(step: &CompiledStep<Tokens>) -> BTreeMap<(String, Phase), usize> {
     let graph = step.graph().expect("a step was compiled");
     let mut calls = BTreeMap::new();

@@ -213,7 +213,7 @@ fn difference(got: &Trained, expected: &Trained, is_exact: bool) -> Option<Strin
     other.map(|(path, _)| format!("another {path}"))
 }
 
-/// Returns options without kernels, whose sums have another order than in Burn's layer norm.
+/// Returns options without kernels, whose sums have a different order than in Burn's layer norm.
 fn plain() -> Options {
     Options::default().kernels(false)
 }
@@ -291,7 +291,7 @@ fn groups_match_burns_groups_bit_for_bit() {
                     run(groups.clone(), rates(), way.mode(&world)?, way.micro())
                 });
                 let what = format!("{name}, {schedule}, {way:?}, {ranks} ranks");
-                // A third is not exact in floats, and placements sum in another order.
+                // A third is not exact in floats, and placements sum in a different order.
                 let is_exact = ranks != 3 && way != Way::Placed;
                 match by_rank {
                     Err(error) => failed.push(format!("{what}: {error}")),

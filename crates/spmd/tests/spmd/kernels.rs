@@ -194,7 +194,7 @@ fn encoders_and_decoders_of_burn_run_kernels() {
     assert_count(&names, "Custom.models.attention_backward", 4);
     assert_count(&names, "Custom.models.softmax", 0);
     assert_count(&names, "Custom.models.log_softmax_backward", 1);
-    // The first norm is applied to the batch, which has no gradient, so that norm stays as it is.
+    // The first norm is applied to the batch, which has no gradient, so that norm stays unchanged.
     assert_count(&names, "Custom.models.layer_norm_backward", 6);
     assert_count(&names, "Custom.models.gelu_backward", 3);
     for composed in ["Float.Exp", "Activation.Gelu"] {

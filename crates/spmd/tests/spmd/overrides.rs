@@ -1,4 +1,4 @@
-//! A module of another type that is traced in place of the step's, compared with Burn's loop over it on one rank.
+//! A module of a different type that is traced in place of the step's, compared with Burn's loop over it on one rank.
 
 use burn::module::{Module, ModuleDisplay, Param};
 use burn::nn::{Initializer, Linear, LinearConfig};

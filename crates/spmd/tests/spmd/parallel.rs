@@ -249,7 +249,7 @@ fn passes_do_not_change_a_bit() {
     let _guard = seeded();
     for style in [Strategy::NoShard, Strategy::FullShard] {
         let expected = trained(2, style, Options::none());
-        // Kernels sum in another order.
+        // Kernels sum in a different order.
         let plain = Options::default().kernels(false);
         let mut prefetch = plain.clone();
         prefetch.prefetch = Some(true);

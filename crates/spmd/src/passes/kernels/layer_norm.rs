@@ -164,8 +164,7 @@ fn of_centered(walk: &mut Walk<'_>, forward: &Forward) -> Option<(TensorId, Tens
     Some((grad, of_centered))
 }
 
-/// Walks from the gradient of the centered rows to the gradient of `x`, which also includes the part that comes through
-/// the mean.
+/// Walks from the gradient of the centered rows to the gradient of `x`, which includes the part through the mean.
 fn of_input(walk: &mut Walk<'_>, forward: &Forward, of_centered: TensorId) -> Option<Total> {
     let patterns = walk.patterns;
     let last = patterns.shape(forward.x).len() - 1;

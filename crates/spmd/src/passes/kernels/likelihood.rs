@@ -25,7 +25,7 @@ struct Forward {
 struct Backward {
     /// Gradient of the logarithms that are read.
     grad: TensorId,
-    /// The node that makes the gradient.
+    /// The node that computes the gradient.
     at: usize,
     nodes: BTreeSet<usize>,
 }

@@ -43,7 +43,8 @@ use pattern::Patterns;
 /// A function is replaced together with its gradient or not at all. The operations of both must be the ones that Burn
 /// composes, and no other operation may read their intermediate values. Values match those of the replaced operations
 /// to about 1e-7 of the largest in a row. In halves they match to a 256th of it, because a kernel rounds once and the
-/// composed form rounds at every step. Sums are taken in another order, and the kernels have their own `exp` and `erf`.
+/// composed form rounds at every step. Sums are taken in a different order, and the kernels have their own `exp` and
+/// `erf`.
 ///
 /// In a graph whose values are placed, the pass runs after the placement. If a dim is cut, the operations that ranks
 /// combine stay as composed, and so do products.
@@ -87,7 +88,7 @@ impl GraphTransform for UseKernels {
             rms_norm::replace,
             silu::replace,
         ];
-        // The placement of a product that is made from another one is unknown.
+        // The placement of a product that is created from another one is unknown.
         let products = (!graph.is_placed()).then_some(product::replace as Replace);
         for replace in kinds.into_iter().chain(products) {
             let mut patterns = Patterns::new(graph);

@@ -1,4 +1,4 @@
-//! SiLU, by itself and as a gate.
+//! SiLU, as a function and as a gate.
 
 use std::collections::BTreeSet;
 
@@ -72,7 +72,7 @@ impl Silu {
     }
 }
 
-/// Replaces a SiLU by itself.
+/// Replaces a SiLU that is not a gate.
 fn alone(patterns: &mut Patterns, silu: &Silu) -> Result<(), Error> {
     let mut walk = Walk::new(patterns);
     let gradient = silu.gradient(&mut walk);
@@ -108,7 +108,7 @@ struct Gated {
     values: TensorId,
 }
 
-/// Returns the first product that a SiLU gates, if nothing is broadcast in it.
+/// Returns the first product gated by a SiLU, if nothing is broadcast in it.
 fn gated(patterns: &Patterns, silu: &Silu) -> Option<Gated> {
     let phase = patterns.phase(silu.at);
     let is_product =
@@ -144,8 +144,8 @@ impl Gated {
     }
 }
 
-/// Replaces a SiLU with the product that it gates. Returns false if there is none, or if others read the intermediate
-/// values.
+/// Replaces a SiLU with the product that it gates. Returns false if there is none, or if other nodes read the
+/// intermediate values.
 fn gate(patterns: &mut Patterns, silu: &Silu) -> Result<bool, Error> {
     let Some(gated) = gated(patterns, silu) else {
         return Ok(false);

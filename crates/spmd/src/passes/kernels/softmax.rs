@@ -28,7 +28,7 @@ struct Forward {
 struct Backward {
     /// Gradient of `y`.
     grad: TensorId,
-    /// The node that makes the gradient of `x`.
+    /// The node that computes the gradient of `x`.
     at: usize,
     nodes: BTreeSet<usize>,
 }
@@ -153,7 +153,7 @@ fn log_backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
     let negative = patterns.made_by(patterns.inputs(total)[0], Kind::Neg)?;
     let grad = patterns.inputs(negative)[0];
     walk.nodes.extend([total, negative]);
-    // Burn sums once more over a dim with one element, which changes nothing.
+    // Burn then also sums over a dim with one element, which changes nothing.
     let number = walk.step(Kind::SumDim(last), &[product]);
     let spread = walk.spread(number.unwrap_or(product), 1.0)?;
     let again = walk.step(Kind::Exp, &[shifted]).unwrap_or(exp);

@@ -26,7 +26,7 @@ enum Second<'a> {
     Number(ScalarIr),
     /// The first operand again.
     Same,
-    /// None, but the result is computed from [`Same`](Self::Same) first: one over the square.
+    /// None: the result is derived from [`Same`](Self::Same), as one over the square.
     Square,
 }
 

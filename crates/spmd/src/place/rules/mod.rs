@@ -14,9 +14,9 @@
 //! | `random` | random numbers and constants |
 //! | `kernels` | kernels that replace composed operations afterwards: only for types |
 //!
-//! An operation of no family runs on whole tensors. The families `indexing`, `attention`, `convolution` and `random`
-//! run only on equal parts: an index in padding could be out of bounds, and random numbers have places of their own.
-//! Constants accept padding. Integer arithmetic does not.
+//! Operations outside of these families run on whole tensors. The families `indexing`, `attention`, `convolution` and
+//! `random` run only on equal parts: an index in padding could be out of bounds, and random numbers have their own
+//! positions. Constants accept padding. Integer arithmetic does not.
 
 mod attention;
 mod base;

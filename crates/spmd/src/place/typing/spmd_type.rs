@@ -23,7 +23,7 @@ pub(crate) enum SpmdType {
     Shard,
     /// Every rank holds an addend of one value.
     Partial(ReduceOp),
-    /// Every rank holds a value of its own, computed from its own rows. The ranks divide the batch, and none of them
+    /// Every rank holds a different value, computed from its own rows. The ranks divide the batch, and none of them
     /// knows the joined one.
     Varying,
     /// The rank at this index holds the whole value, and the others hold nothing. They skip the nodes that read or
@@ -55,7 +55,7 @@ impl fmt::Display for SpmdType {
 }
 
 impl SpmdType {
-    /// Returns the type of a placement; a sharded value with an owner is all on that rank.
+    /// Returns the type of a placement; a sharded value with an owner is entirely on that rank.
     pub(super) fn of_placement(placement: Placement, owner: Option<usize>) -> Self {
         match (placement, owner) {
             (Placement::Shard(_), Some(owner)) => Self::Owned(owner),
@@ -97,7 +97,7 @@ impl SpmdType {
     }
 
     /// Returns the type of a value after a collective along the axis; the error is the reason why the collective does
-    /// not accept the value. For an undivided value, `owner` is the rank that gives or gets all of it.
+    /// not accept the value. For an undivided value, `owner` is the rank that sends or receives all of it.
     pub(crate) fn after(
         self,
         kind: CollectiveKind,

@@ -18,12 +18,12 @@ pub(super) enum Way {
     Made,
     /// It draws random numbers, different ones on each rank.
     Drawn,
-    /// It repeats a replicated value along a dim that its operands lack, over the whole dim or a part.
+    /// The operation repeats a replicated value along a dim that its operands lack, over all or part of the dim.
     Spread,
     /// Its results have the type of its operands.
     Alike(SpmdType),
-    /// It runs on parts. Its results are parts, or addends of one of these reductions. The results of operations that
-    /// are local to an element need no declaration.
+    /// The operation runs on parts. Its results are parts, or addends of one of these reductions. Element-wise
+    /// operations need no declaration.
     Parts {
         reductions: Vec<ReduceOp>,
         is_local: bool,
@@ -149,7 +149,7 @@ fn cast_or_cleared(operation: &OperationIr) -> Option<TensorId> {
     (op.value.elem::<f64>() == 0.0).then_some(op.tensor.id)
 }
 
-/// Returns the way of a node that reads values of one owner: its results belong to that owner. `None` if it reads no
+/// Returns the way of a node that reads values of one owner, whose results belong to that owner; `None` if it reads no
 /// such value.
 pub(super) fn of_owner(inputs: &[(TensorId, SpmdType)]) -> Result<Option<Way>, &'static str> {
     let mut owners = inputs.iter().filter_map(|(_, of)| of.owner());

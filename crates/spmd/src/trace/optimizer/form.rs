@@ -20,8 +20,8 @@ pub(super) struct Form {
 }
 
 impl Form {
-    /// Reads a state whose tensors were made in this recording, with ids from `first` on. After this call, no operation
-    /// may be recorded.
+    /// Reads a state whose tensors were created in this recording, with ids of at least `first`. After this call, no
+    /// operation may be recorded.
     pub(super) fn of<S: RecordState>(state: &S, client: &CaptureClient, first: TensorId) -> Self {
         let end = client.create_empty_handle();
         for id in first.value()..end.value() {

@@ -89,7 +89,7 @@ impl OptimizerGroups {
     /// Adds an optimizer for the parameters of a group.
     ///
     /// The group names them by path. Ids refer to the module that `init` of [`compile`](crate::compile()) returns, and
-    /// a newly made module has new ids. A group without any parameter is refused when the step is compiled.
+    /// a newly made module has new ids. A group without any parameter is rejected when the step is compiled.
     #[must_use]
     pub fn with_group(mut self, members: ParamGroup, optimizer: impl Optimizer) -> Self {
         let optimizer = Arc::new(optimizer);
@@ -109,7 +109,7 @@ impl OptimizerGroups {
         self.groups[group].optimizer.name()
     }
 
-    /// Makes the twin of the optimizer with this number, for parameters of one shape and type.
+    /// Creates the twin of the optimizer with this number, for parameters of one shape and type.
     pub(super) fn twin(
         &self,
         group: usize,
@@ -120,7 +120,7 @@ impl OptimizerGroups {
         optimizer.twin(learning_rate, shape, dtype)
     }
 
-    /// Refuses a group without any parameter.
+    /// Rejects a group without any parameter.
     ///
     /// # Errors
     ///
@@ -188,7 +188,7 @@ trait Followed: Send + Sync {
     /// Returns it as Burn's optimizer of all parameters.
     fn alone(&self) -> ModuleOptimizer;
 
-    /// Adds it to Burn's optimizer for a group.
+    /// Adds the optimizer to Burn's optimizer for a group.
     fn added_to(&self, all: ModuleOptimizer, members: ParamGroup) -> ModuleOptimizer;
 }
 
@@ -219,7 +219,7 @@ impl<O: Optimizer> Followed for O {
     }
 }
 
-/// Returns the rate of the parameters without a group of their own; `None` if there are no rates.
+/// Returns the rate of the parameters that are in no group; `None` if there are no rates.
 pub(crate) fn base_rate(rates: &ModuleLearningRate) -> Option<f64> {
     caught(|| rates.base()).ok()
 }

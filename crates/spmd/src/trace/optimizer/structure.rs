@@ -26,7 +26,7 @@ pub(crate) fn state_id(slot: usize) -> TensorId {
     TensorId::new(2 + slot as u64)
 }
 
-/// A tensor of an optimizer's state: the same in every step.
+/// A tensor of an optimizer's state, identified across steps.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Slot {
     pub(crate) name: Arc<str>,
@@ -35,7 +35,7 @@ pub(crate) struct Slot {
     pub(crate) dtype: DType,
 }
 
-/// The operations of one step of an optimizer on a parameter, whatever the values of its host scalars.
+/// The operations of one step of an optimizer on a parameter, regardless of the values of its host scalars.
 ///
 /// Tensors are numbered: the parameter, its gradient, a number for each slot of the state, and then the results of the
 /// operations, in their order.
@@ -123,7 +123,7 @@ impl Structure {
     }
 }
 
-/// Creates an operation whose result has the same elements in memory of its own.
+/// Creates an operation whose result has the same elements in separate memory.
 fn copy_of(tensor: &TensorIr, copy: TensorId) -> OperationIr {
     let lhs = TensorIr {
         status: TensorStatus::ReadOnly,

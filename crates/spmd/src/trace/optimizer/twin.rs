@@ -1,13 +1,13 @@
-//! An optimizer that runs next to the graph, on tensors of a parameter's shape and type that have no memory.
+//! An optimizer that runs alongside the graph, on tensors with a parameter's shape and type but without memory.
 //!
-//! Each step is recorded on a capture device of its own. Between two recordings the optimizer's state is kept as it is,
-//! including host values. Two properties make that possible:
+//! Each step is recorded on a separate capture device. Between two recordings the optimizer's state is kept unchanged,
+//! including host values. This relies on two properties:
 //!
 //! - A captured tensor can be read if its id is an alias of a tensor with data. Before a recording ends, every tensor
 //!   of the state gets data of its shape and type. The next recording begins by moving the state to its device, as Burn
 //!   does before every step.
-//! - This data is a window of zeros that are mapped and never touched. So it takes no memory, whatever the allocator
-//!   does with freed memory. The start of the window identifies the tensor of the state.
+//! - This data is a window of zeros that are mapped but never touched, so it takes no memory for any allocator. The
+//!   start of the window identifies the tensor of the state.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -37,7 +37,7 @@ pub(crate) struct TwinState {
     pub(crate) scalars: Vec<(String, Scalar)>,
     /// The slots with a tensor.
     pub(crate) tensors: Vec<usize>,
-    /// The optimizer's own state, and the device that its tensors must leave.
+    /// The optimizer's original state, and the device from which its tensors must be moved.
     live: Live,
 }
 
@@ -188,7 +188,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         (slot < self.slots.len()).then_some(slot)
     }
 
-    /// Gives the tensors of a state data that the next recording recognises.
+    /// Attaches data to a state's tensors that the next recording recognises.
     fn fix(&self, form: &Form, client: &CaptureClient) -> Result<(), String> {
         for (name, id) in &form.tensors {
             let slot = self.slot(name)?;
@@ -369,7 +369,7 @@ impl<O: Optimizer, const D: usize> Twin for TwinOf<O, D> {
             let (client, first) = client_of(&Tensor::<1>::empty([1], device))?;
             let mut source = StateSource::new(scalars.iter().cloned().collect());
             for slot in tensors {
-                // A captured tensor gets the device's own type, whatever the type of its data.
+                // A captured tensor gets the device's own type, regardless of the type of its data.
                 let data = self.window(*slot, DType::F32).map_err(Error::Internal)?;
                 source.insert_tensor(self.slots[*slot].name.to_string(), data);
             }

@@ -119,7 +119,7 @@ impl Dropped {
         let weights = softmax(scores, 3);
         let kept = weights.random_like(Distribution::Bernoulli(0.7));
         let mixed = (weights * kept).matmul(keys);
-        // Dropout of another value, which stays as it is.
+        // Dropout of another value, which stays unchanged.
         self.dropout.forward(mixed).square().mean()
     }
 }

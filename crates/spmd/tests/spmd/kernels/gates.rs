@@ -46,7 +46,7 @@ impl Gated {
     }
 }
 
-/// Another addend of a gradient, or an operand, is made inside the pattern.
+/// Another addend of a gradient, or an operand, is created inside the pattern.
 #[derive(Module, Debug)]
 struct Entangled {
     linears: Vec<Linear>,

@@ -68,8 +68,8 @@ impl Lookalikes {
 }
 
 impl Lookalikes {
-    /// Root-mean-square norms whose intermediate values are read elsewhere, whose gain has another shape, or that use
-    /// the mean of other squares.
+    /// Root-mean-square norms whose intermediate values are read elsewhere, whose gain has a different shape, or that
+    /// use the mean of other squares.
     fn roots(&self, x: &Tensor<3>) -> Tensor<3> {
         let [_, time, _] = x.dims();
         let gain = self.square.gamma.val();

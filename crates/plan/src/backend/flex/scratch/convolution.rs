@@ -1,4 +1,4 @@
-//! The scratch bytes of convolutions: copies in another order, windows copied into rows, and products of tiles.
+//! The scratch bytes of convolutions: copies in a different order, windows copied into rows, and products of tiles.
 //!
 //! The rules follow `burn-flex` 0.22.1, `ops/conv.rs` and `ops/conv_transpose.rs`, and for the gradients
 //! `burn-backend` 0.22.1, `backend/ops/modules/conv.rs`. Every thread has a separate tile, but only one is counted.
@@ -251,8 +251,8 @@ pub(super) fn transposed(x: &Given, weight: &Given, groups: usize, element_size:
     (elements * element_size) as u64 + product.packed_bytes(element_size)
 }
 
-/// Returns the bytes of the gradient of a convolution's weights in addition to its operands and result. It is a
-/// convolution of the input with the gradient, with batch and channels swapped.
+/// Returns the bytes of the gradient of a convolution's weights in addition to its operands and result. The gradient is
+/// a convolution of the input with the output's gradient, with batch and channels swapped.
 pub(super) fn weight_gradient(
     x: &Given,
     grad: &Given,

@@ -1,10 +1,9 @@
 //! Bytes that operations of Burn's CPU backend allocate and free while they run, in addition to their operands and
 //! results.
 //!
-//! The rules follow `burn-flex` 0.22.1, operation by operation, for ranks with one thread. Each further thread adds
-//! at most one tile of a convolution or a copied operand of a product. If no rule covers an operation, it takes no
-//! bytes. These bytes hold no tensor of the graph. The executor's table therefore does not count them, but the
-//! process's allocator does.
+//! The rules follow `burn-flex` 0.22.1, operation by operation, for ranks with one thread. Each further thread adds at
+//! most one tile of a convolution or a copied operand of a product. Operations without a rule count no bytes. Scratch
+//! bytes hold no tensor of the graph, so only the process's allocator counts them, and not the executor's table.
 
 mod convolution;
 mod product;
@@ -36,7 +35,8 @@ pub(super) fn scratch(operation: &OperationIr, operands: &[Operand]) -> u64 {
     }
 }
 
-/// Returns the bytes of a kernel that are not in its profile because they depend on the memory order of its operands.
+/// Returns the scratch bytes of a kernel that depend on the memory order of its operands and are therefore not in its
+/// profile.
 fn kernel(operation: &OperationIr, operands: &[Operand]) -> u64 {
     match plain(operation) {
         Some(OperationIr::Float(DType::F32, F::Matmul(_))) => {
@@ -278,8 +278,8 @@ fn bias_gradient(grad: &TensorIr, operand: Option<&Operand>) -> u64 {
     }
 }
 
-/// Returns the bytes of `bf16_via_f32`: operands and output in 32 bits in addition to those in 16, and the work in 32
-/// bits.
+/// Returns the scratch bytes of `bf16_via_f32`: operands and output in 32 bits, and the scratch of the 32-bit
+/// operation.
 fn in_32_bits(tensors: [&TensorIr; 3], work: impl Fn(usize) -> u64) -> u64 {
     let [first, ..] = tensors;
     if first.dtype != DType::BF16 {

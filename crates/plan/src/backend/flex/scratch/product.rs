@@ -9,7 +9,7 @@ const TILE_ROW_BYTES: usize = 256;
 const TILE_COLUMNS: usize = 6;
 /// Number of registers that the rows of a tile fill.
 const REGISTERS: usize = 4;
-/// Maximum number of elements of the inner dim that are handled at once.
+/// Maximum number of elements of the inner dim that are processed at once.
 const DEPTH: usize = 512;
 /// Number of bytes that the left operand may take in a second-level cache of 1 MiB with 16 ways.
 const LEFT_CACHE_BYTES: usize = 14 * (1 << 16);
@@ -35,7 +35,7 @@ pub(super) struct Product {
 }
 
 impl Product {
-    /// Returns the bytes that are copied, for elements of this size.
+    /// Returns the number of copied bytes, for elements of this size.
     pub(super) fn packed_bytes(self, element_size: usize) -> u64 {
         // A row-by-row result is computed as the product of the transposed matrices, the right one first.
         let (rows, columns, depth) = (self.n, self.m, self.k);
