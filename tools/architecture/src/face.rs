@@ -3,6 +3,8 @@
 //! A re-export of a `*` or of a module is rejected, because its names could not be counted. Without them the list needs
 //! no compiler: it is what the public modules define and re-export.
 
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use syn::{Attribute, Item, ItemUse, Visibility};
@@ -23,6 +25,7 @@ pub fn names(crates: &Path, folder: &str, without: &str) -> Vec<String> {
         crates,
         modules: Modules::read(&crates.join(folder).join("src"), folder),
         without,
+        others: RefCell::default(),
     };
     let mut names = Vec::new();
     face.collect(0, "", &mut names);
@@ -35,6 +38,8 @@ struct Face<'a> {
     crates: &'a Path,
     modules: Modules,
     without: &'a str,
+    /// The other crates that were read, by folder, since each is asked about many names.
+    others: RefCell<BTreeMap<String, Modules>>,
 }
 
 impl Face<'_> {
@@ -84,7 +89,13 @@ impl Face<'_> {
             return false;
         };
         let src = self.crates.join(folder.replace('_', "-")).join("src");
-        src.is_dir() && Modules::read(&src, folder).is_module(0, &path[1..])
+        if !src.is_dir() {
+            return false;
+        }
+        let mut others = self.others.borrow_mut();
+        let other = others.entry(folder.to_owned());
+        let other = other.or_insert_with(|| Modules::read(&src, folder));
+        other.is_module(0, &path[1..])
     }
 
     /// Adds the exported macros, which are all at the root.
