@@ -1,10 +1,12 @@
 //! Saving the steps of a training run while it continues.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use burn_fsdp_checkpoint::{
     BackgroundSaver, Checkpoints, Error as StepError, Existing, Rendezvous, SaveRequest, Saved,
+    TrainingState,
 };
 use burn_fsdp_collectives::{Error as CollectiveError, ProcessGroup};
 
@@ -32,9 +34,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// use burn::nn::{Linear, LinearConfig};
 /// use burn::optim::AdamWConfig;
 /// use burn::tensor::{Device, Tensor};
-/// use burn_fsdp::checkpoint::{
-///     snapshot, Checkpoints, SaveRequest, TrainingState,
-/// };
+/// use burn_fsdp::checkpoint::{snapshot, Checkpoints};
 /// use burn_fsdp::{
 ///     backward, fully_shard, launch, Checkpointer, Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh,
 ///     ShardPolicy,
@@ -52,12 +52,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 ///         model = optimizer.step(1e-2, model, gradients);
 ///         if step % 2 == 0 {
 ///             let offered = saves.offer(snapshot(&model, &optimizer, mesh.mesh(), "shard")?)?;
-///             let training = TrainingState {
-///                 step,
-///                 optimizer: offered.taken().optimizer.clone(),
-///                 ..TrainingState::default()
-///             };
-///             let request = SaveRequest::new(offered.taken().plan.clone(), training);
+///             let request = offered.request(step);
 ///             saves.begin(offered, request, step == 4)?;
 ///         }
 ///     }
@@ -71,7 +66,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// let path = folder.path().to_owned();
 /// let newest = launch(LaunchConfig::new(2), move |world| train(world, &path))?;
 /// assert_eq!(newest, [Some(4), Some(4)]);
-/// # Ok::<(), burn_fsdp::collectives::LaunchError>(())
+/// # Ok::<(), Error>(())
 /// ```
 #[derive(Debug)]
 pub struct Checkpointer {
@@ -139,6 +134,17 @@ impl Offered {
     /// Returns the taken snapshot.
     pub fn taken(&self) -> &TrainingSnapshot {
         &self.taken
+    }
+
+    /// Returns a request that saves the snapshot as the state after `step` steps. It keeps all steps and refuses to
+    /// replace one. Its fields change this.
+    pub fn request(&self, step: u64) -> SaveRequest {
+        let training = TrainingState {
+            step,
+            optimizer: self.taken.optimizer.clone(),
+            ..TrainingState::default()
+        };
+        SaveRequest::new(Arc::clone(&self.taken.plan), training)
     }
 
     /// Returns a tensor that is not finite, which may make the save worthless. The result is the same on

@@ -21,7 +21,7 @@ use thiserror::Error as ThisError;
 /// let name: DeviceName = "flex".parse()?;
 /// let device = name.device(0)?;
 /// # assert_eq!(device, burn::tensor::Device::flex());
-/// # Ok::<(), burn_fsdp::DeviceNameError>(())
+/// # Ok::<(), burn_fsdp::Error>(())
 /// ```
 ///
 /// `flex` is the CPU. `wgpu`, `vulkan`, `metal`, `webgpu`, `cuda` and `rocm` are available in builds with the feature

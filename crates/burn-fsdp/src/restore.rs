@@ -37,7 +37,7 @@ pub fn restore<M: Module>(
 }
 
 /// Loads into a sharded model the parameters and running states of `step` that `is_wanted` selects by path, and the
-/// whole state into its optimizer, as taken by [`snapshot_matching`](crate::checkpoint::snapshot_matching).
+/// whole state into its optimizer, as taken by [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching).
 ///
 /// Not collective. `is_wanted` must select the same paths on all ranks. Otherwise like [`restore`].
 ///

@@ -67,7 +67,7 @@ pub fn snapshot<M: Module>(
 
 /// Takes a snapshot of the tensors of a sharded model that `is_wanted` selects by path, and of the optimizer's state
 /// for them, for example of adapters without the frozen weights.
-/// [`restore_training`](crate::checkpoint::restore_training) restores it.
+/// [`restore_training`](crate::internals::checkpoint::restore_training) restores it.
 ///
 /// `is_wanted` must select the same paths on all ranks. Otherwise like [`snapshot`].
 ///

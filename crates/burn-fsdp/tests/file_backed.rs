@@ -8,7 +8,8 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::{Device, Tensor};
-use burn_fsdp::checkpoint::{Checkpoints, GroupRendezvous, SaveRequest, TrainingState, save_step};
+use burn_fsdp::checkpoint::Checkpoints;
+use burn_fsdp::internals::checkpoint::{GroupRendezvous, SaveRequest, TrainingState, save_step};
 use burn_fsdp::optim::FileBackedOptimizer;
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard,

@@ -11,15 +11,15 @@ use burn::nn::loss::{MseLoss, Reduction};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor, activation};
-use burn_fsdp::collectives::{Check, Fingerprint};
-use burn_fsdp::compile::passes::schedule::Options;
-use burn_fsdp::compile::{Mode, compile};
-use burn_fsdp::optim::SealedOptimizer;
-use burn_fsdp::state::{BufferSync, full_state, moving_average, sync_buffers};
-use burn_fsdp::testing::{At, Fault, How};
+use burn_fsdp::compile::{Mode, Options, compile};
+use burn_fsdp::internals::collectives::Fingerprint;
+use burn_fsdp::internals::optim::SealedOptimizer;
+use burn_fsdp::internals::state::full_state;
+use burn_fsdp::internals::testing::{At, Fault, How};
+use burn_fsdp::state::{BufferSync, moving_average, sync_buffers};
 use burn_fsdp::{
-    Clip, Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, backward,
-    catch, clip_grad_norm, fully_shard, launch, no_sync, resume, save,
+    Check, Clip, Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy,
+    backward, catch, clip_grad_norm, fully_shard, launch, no_sync, resume, save,
 };
 
 /// Steps of a training run in which a bit flips.
@@ -184,7 +184,7 @@ impl Training {
     }
 
     fn compiled(&self, world: &ProcessGroup) -> Result<(), String> {
-        let text = |error: burn_fsdp::compile::Error| error.to_string();
+        let text = |error: burn_fsdp::internals::compile::Error| error.to_string();
         let mode = match self.num_replicas {
             1 => Mode::data_parallel(world.clone(), self.strategy),
             _ => {

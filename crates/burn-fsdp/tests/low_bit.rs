@@ -16,11 +16,10 @@ use burn::optim::{
 };
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_fsdp::compile::{Mode, compile};
-use burn_fsdp::optim::{
-    LowBitOptimizer, STATE_BLOCK, StateFormat, check_elementwise, check_same_optimizer,
-};
+use burn_fsdp::internals::optim::check_same_optimizer;
+use burn_fsdp::internals::state::{LocalPart, full_state, local_ids, local_state};
+use burn_fsdp::optim::{LowBitOptimizer, StateFormat, check_elementwise};
 use burn_fsdp::sharding::Cut;
-use burn_fsdp::state::{LocalPart, full_state, local_ids, local_state};
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, catch,
     fully_shard, launch, resume, save,
@@ -84,7 +83,7 @@ fn policy(format: StateFormat, cut: Cut) -> ShardPolicy {
     let policy = ShardPolicy::new().units(["second"]).shard_vectors(true);
     match format {
         StateFormat::Bf16 => policy.cut(cut),
-        StateFormat::Block8 => policy.cut(Cut::Multiples(STATE_BLOCK)),
+        StateFormat::Block8 => policy.cut(Cut::Multiples(StateFormat::BLOCK)),
     }
 }
 
@@ -448,7 +447,10 @@ fn shards_that_divide_a_block_are_refused_by_all_ranks() {
         Ok(refused.expect_err("blocks in two shards").to_string())
     });
     for message in refused {
-        assert!(message.contains("Cut::Multiples(STATE_BLOCK)"), "{message}");
+        assert!(
+            message.contains("Cut::Multiples(StateFormat::BLOCK)"),
+            "{message}"
+        );
         assert!(
             message.contains("`first.weight` has 333 elements in 4 shards of 84"),
             "{message}"

@@ -10,9 +10,8 @@ use burn::nn::{BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Linear, Linea
 use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::activation::gelu;
 use burn::tensor::{Device, Tensor, TensorData};
-use burn_fsdp::compile::graph::Phase;
-use burn_fsdp::compile::passes::schedule::Options;
-use burn_fsdp::compile::{Mode, compile};
+use burn_fsdp::compile::{Mode, Options, compile};
+use burn_fsdp::internals::compile::graph::Phase;
 use burn_fsdp::state::into_record;
 use burn_fsdp::{
     Error, LaunchConfig, ProcessGroup, ShardPolicy, Strategy, backward, catch, fully_shard, launch,

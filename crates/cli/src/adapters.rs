@@ -4,9 +4,10 @@ use std::ops::Range;
 
 use burn::backend::Flex;
 use burn::module::{Lora, Module, ParamGroup};
-use burn_fsdp::checkpoint::{Region, TrainingState};
 use burn_fsdp::compile::{Batch, CompiledStep};
-use burn_fsdp::state::{LocalPart, local_state};
+use burn_fsdp::internals::checkpoint::TrainingState;
+use burn_fsdp::internals::mesh::Region;
+use burn_fsdp::internals::state::{LocalPart, local_state};
 use burn_fsdp::{ProcessGroup, ProcessMesh};
 use burn_fsdp_models::Architecture;
 use serde::{Deserialize, Serialize};

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use burn_fsdp::DeviceNameError;
-use burn_fsdp::checkpoint::Step;
-use burn_fsdp::collectives::{LaunchError, processes};
+use burn_fsdp::internals::checkpoint::Step;
+use burn_fsdp::internals::collectives::{LaunchError, processes};
+use burn_fsdp::internals::device::DeviceNameError;
 use burn_fsdp_models::{ModelConfig, ModelError};
 
 /// The failure of a command.
@@ -161,7 +161,7 @@ pub(crate) enum InputError {
     UnevenHosts { ranks: usize, here: usize },
 
     #[error(transparent)]
-    Step(#[from] burn_fsdp::checkpoint::Error),
+    Step(#[from] burn_fsdp::internals::checkpoint::Error),
 
     #[error("{} is not a model that this command supports: {problem}", path.display())]
     UnknownModel { path: PathBuf, problem: String },
@@ -346,10 +346,10 @@ pub(crate) enum InputError {
     },
 
     #[error(transparent)]
-    Launch(#[from] Box<burn_fsdp::collectives::LaunchError>),
+    Launch(#[from] Box<burn_fsdp::internals::collectives::LaunchError>),
 
     #[error(transparent)]
-    Plan(Box<burn_fsdp::compile::Error>),
+    Plan(Box<burn_fsdp::internals::compile::Error>),
 
     #[error("{first} cannot be used with {second}: {reason}; leave out one of them")]
     Excludes {
@@ -359,7 +359,7 @@ pub(crate) enum InputError {
     },
 
     #[error("--memory-budget: {0}")]
-    Budget(Box<burn_fsdp::plan::BudgetError>),
+    Budget(Box<burn_fsdp::internals::plan::BudgetError>),
 
     #[error("{problem}")]
     Restart { problem: &'static str },
@@ -390,8 +390,8 @@ impl InputError {
     }
 }
 
-impl From<burn_fsdp::compile::Error> for InputError {
-    fn from(error: burn_fsdp::compile::Error) -> Self {
+impl From<burn_fsdp::internals::compile::Error> for InputError {
+    fn from(error: burn_fsdp::internals::compile::Error) -> Self {
         Self::Plan(Box::new(error))
     }
 }
@@ -400,19 +400,19 @@ impl From<burn_fsdp::compile::Error> for InputError {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RankError {
     #[error(transparent)]
-    Engine(#[from] burn_fsdp::sharding::Error),
+    Engine(#[from] burn_fsdp::internals::sharding::Error),
     #[error(transparent)]
-    Collective(#[from] burn_fsdp::collectives::Error),
+    Collective(#[from] burn_fsdp::internals::collectives::Error),
     #[error(transparent)]
-    Mesh(#[from] burn_fsdp::mesh::Error),
+    Mesh(#[from] burn_fsdp::internals::mesh::Error),
     #[error(transparent)]
     Model(#[from] ModelError),
     #[error(transparent)]
-    Checkpoint(#[from] burn_fsdp::checkpoint::CheckpointError),
+    Checkpoint(#[from] burn_fsdp::internals::checkpoint::CheckpointError),
     #[error(transparent)]
-    Step(#[from] burn_fsdp::checkpoint::Error),
+    Step(#[from] burn_fsdp::internals::checkpoint::Error),
     #[error(transparent)]
-    Compiled(Box<burn_fsdp::compile::Error>),
+    Compiled(Box<burn_fsdp::internals::compile::Error>),
     #[error("training has already ended with an error")]
     Ended,
     #[error(transparent)]
@@ -461,7 +461,7 @@ pub(crate) enum RankError {
 impl RankError {
     /// Returns true if the cause is an input file rather than the run.
     pub(crate) fn is_input(&self) -> bool {
-        use burn_fsdp::checkpoint::Error::{Foreign, NotAFolder};
+        use burn_fsdp::internals::checkpoint::Error::{Foreign, NotAFolder};
         matches!(
             self,
             Self::Restore { .. }
@@ -474,8 +474,8 @@ impl RankError {
     }
 }
 
-impl From<burn_fsdp::compile::Error> for RankError {
-    fn from(error: burn_fsdp::compile::Error) -> Self {
+impl From<burn_fsdp::internals::compile::Error> for RankError {
+    fn from(error: burn_fsdp::internals::compile::Error) -> Self {
         Self::Compiled(Box::new(error))
     }
 }

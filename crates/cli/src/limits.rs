@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use burn::tensor::{Device, Distribution, Tensor};
 use burn_fsdp::ProcessGroup;
-use burn_fsdp::collectives::Error;
+use burn_fsdp::internals::collectives::Error;
 use serde::Serialize;
 
 /// Limits of all ranks together, measured while all of them work.

@@ -4,7 +4,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Component, Path, PathBuf};
 
-use burn_fsdp::compile::GraphDump;
+use burn_fsdp::internals::compile::GraphDump;
 use burn_fsdp::optim::FileBackedOptimizer;
 use tempfile::Builder;
 

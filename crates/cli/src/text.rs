@@ -1,7 +1,7 @@
 //! Text generation by a model.
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_fsdp::collectives::Error as CollectiveError;
+use burn_fsdp::internals::collectives::Error as CollectiveError;
 use burn_fsdp::{ProcessGroup, catch};
 use burn_fsdp_models::{KeyValueCache, LanguageModel, TextCodec};
 

@@ -121,7 +121,7 @@ pub use optim::gradients::{
     UnitGradients, gradients_by_unit, owner_groups, params_with_gradient, shard_groups,
     units_of_params,
 };
-pub use optim::low_bit::{LowBitOptimizer, LowBitState, STATE_BLOCK, StateFormat};
+pub use optim::low_bit::{LowBitOptimizer, LowBitState, StateFormat};
 pub use optim::scaler::LossScaler;
 pub use optim::sealed::{SealedOptimizer, SealedState};
 pub use parameter::param_id;

@@ -92,6 +92,12 @@ impl Mode {
         Self::new(Ranks::line(group), division)
     }
 
+    /// Creates a mode in which the ranks of a group divide the batch, with placements of the parameters that move few
+    /// bytes: [`DataParallel::Automatic`].
+    pub fn automatic(group: ProcessGroup) -> Self {
+        Self::data_parallel(group, DataParallel::Automatic)
+    }
+
     /// Creates a mode of hybrid sharding. The ranks of a mesh of two axes divide the batch among them. Shards are
     /// distributed along one axis, and the ranks along `replicate` hold copies of them. Gradients are reduced to shards
     /// along the first axis, and then averaged along the other.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use burn_fsdp::collectives::LaunchError;
+use burn_fsdp::internals::collectives::LaunchError;
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {

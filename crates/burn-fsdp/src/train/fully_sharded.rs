@@ -291,7 +291,7 @@ impl FullySharded {
     /// # use burn::train::{InferenceStep, LearnerModel, RegressionOutput, SupervisedTraining, TrainStep};
     /// # use burn_fsdp::train::{FullySharded, Lent};
     /// # use burn_fsdp::{Error, LaunchConfig};
-    /// use burn_fsdp::collectives::launcher_ranks;
+    /// use burn_fsdp::launcher_ranks;
     ///
     /// # fn run<M>(training: SupervisedTraining<Lent<M>>, model: M, optimizer: ModuleOptimizer) -> Result<(), Error>
     /// # where M: LearnerModel + TrainStep<Output = RegressionOutput> + InferenceStep<Output = RegressionOutput> {

@@ -21,7 +21,7 @@ mod lent;
 mod lock;
 mod notes;
 mod outputs;
-mod portable;
+pub(crate) mod portable;
 mod rank;
 mod rounds;
 mod scratch;
@@ -33,4 +33,3 @@ mod whole_state;
 
 pub use fully_sharded::FullySharded;
 pub use lent::Lent;
-pub use portable::{Parcel, Portable};

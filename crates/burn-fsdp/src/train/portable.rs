@@ -19,8 +19,8 @@ use crate::error::Error;
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
+/// use burn_fsdp::internals::train::{Parcel, Portable};
 /// use burn_fsdp::Error;
-/// use burn_fsdp::train::{Parcel, Portable};
 ///
 /// struct Reconstruction {
 ///     loss: Tensor<1>,

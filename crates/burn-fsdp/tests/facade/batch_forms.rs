@@ -4,9 +4,10 @@ use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Distribution, Tensor};
-use burn_fsdp::compile::passes::schedule::{OptimizerPlace, Options};
-use burn_fsdp::compile::{CompiledStep, Error, Mode, Strategy, compile};
-use burn_fsdp::{LaunchConfig, launch};
+use burn_fsdp::compile::{CompiledStep, Mode, Options, compile};
+use burn_fsdp::internals::compile::Error;
+use burn_fsdp::internals::compile::passes::schedule::OptimizerPlace;
+use burn_fsdp::{LaunchConfig, Strategy, launch};
 
 const RATE: f64 = 1e-2;
 

@@ -5,9 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use burn::module::Lora;
-use burn_fsdp::checkpoint::{
-    Checkpoints, NotFiniteTensor, SaveRemark, SaveRequest, TrainingState, snapshot,
-};
+use burn_fsdp::checkpoint::{Checkpoints, snapshot};
+use burn_fsdp::internals::checkpoint::{NotFiniteTensor, SaveRemark, SaveRequest, TrainingState};
 use burn_fsdp::{
     Checkpointer, Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward,
     fully_shard, launch, resume, save,

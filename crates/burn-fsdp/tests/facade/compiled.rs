@@ -6,13 +6,15 @@ use std::sync::Arc;
 use burn::module::{Module, ParamGroup};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp::checkpoint::{Checkpoints, Region, Step, restore, snapshot};
+use burn_fsdp::checkpoint::{Checkpoints, restore, snapshot};
 use burn_fsdp::compile::{
-    CompiledStep, DataParallel, Expand, Mode, compile, load_compiled, restore_compiled,
-    snapshot_compiled,
+    CompiledStep, Expand, Mode, compile, load_compiled, restore_compiled, snapshot_compiled,
 };
+use burn_fsdp::internals::checkpoint::Step;
+use burn_fsdp::internals::compile::DataParallel;
+use burn_fsdp::internals::mesh::Region;
+use burn_fsdp::internals::state::full_state;
 use burn_fsdp::sharding::Cut;
-use burn_fsdp::state::full_state;
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, Placement, ProcessGroup, ProcessMesh, ShardPolicy, Strategy,
     backward, fully_shard, launch,

@@ -10,19 +10,19 @@ use burn::optim::{
     SgdConfig,
 };
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
-use burn_fsdp::checkpoint::{
-    Checkpoints, GroupRendezvous, SaveRequest, TrainingState, restore, save_step, snapshot,
-};
-use burn_fsdp::compile::graph::{Collective, CollectiveKind, Graph};
-use burn_fsdp::compile::passes::schedule::{OptimizerPlace, Options};
-use burn_fsdp::compile::passes::{GraphTransform, PassId};
+use burn_fsdp::checkpoint::{Checkpoints, restore, snapshot};
 use burn_fsdp::compile::{
-    CompiledStep, DataParallel, Evaluation, Expand, Mode, OptimizerGroups, compile, load_compiled,
+    CompiledStep, Evaluation, Expand, Mode, OptimizerGroups, Options, compile, load_compiled,
     restore_compiled, snapshot_compiled,
 };
-use burn_fsdp::mesh::Partition;
+use burn_fsdp::internals::checkpoint::{GroupRendezvous, SaveRequest, TrainingState, save_step};
+use burn_fsdp::internals::compile::DataParallel;
+use burn_fsdp::internals::compile::graph::{Collective, CollectiveKind, Graph};
+use burn_fsdp::internals::compile::passes::schedule::OptimizerPlace;
+use burn_fsdp::internals::compile::passes::{GraphTransform, PassId};
+use burn_fsdp::internals::mesh::Partition;
+use burn_fsdp::internals::state::{full_state, local_state};
 use burn_fsdp::plan::MemoryPlan;
-use burn_fsdp::state::{full_state, local_state};
 use burn_fsdp::{
     Clip, Error, LaunchConfig, Mesh, Precision, ProcessGroup, ProcessMesh, ShardPolicy, Strategy,
     backward, clip_grad_norm, fully_shard, launch,
@@ -723,7 +723,7 @@ impl GraphTransform for Misdirected {
         PassId::User("misdirected")
     }
 
-    fn transform(&self, mut graph: Graph) -> Result<Graph, burn_fsdp::compile::Error> {
+    fn transform(&self, mut graph: Graph) -> Result<Graph, burn_fsdp::internals::compile::Error> {
         let mut nodes = graph.take_nodes();
         let collectives = nodes.iter_mut().filter_map(|node| node.collective.as_mut());
         let of_kind = |collective: &&mut Collective| collective.kind == self.0;

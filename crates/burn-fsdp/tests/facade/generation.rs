@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_fsdp::collectives::OperationKind;
-use burn_fsdp::inspect::{memory, reset_peak};
+use burn_fsdp::inspect::memory;
+use burn_fsdp::internals::collectives::OperationKind;
+use burn_fsdp::internals::inspect::reset_peak;
 use burn_fsdp::{Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, fully_shard, launch};
 use burn_fsdp_models::{
     Architecture, Gpt2Config, GptConfig, KeyValueCache, LanguageModel, LlamaConfig, LlamaVariant,

@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, FloatDType, Tensor};
-use burn_fsdp::collectives::OperationKind;
-use burn_fsdp::inspect::{memory, num_params, order, reset_peak, wrap_plan};
-use burn_fsdp::sharding::DivideFactors;
+use burn_fsdp::inspect::{memory, num_params, order, wrap_plan};
+use burn_fsdp::internals::collectives::OperationKind;
+use burn_fsdp::internals::inspect::reset_peak;
+use burn_fsdp::internals::sharding::DivideFactors;
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, Precision, ProcessGroup, ProcessMesh, ShardPolicy, Strategy,
     backward, fully_shard, launch,

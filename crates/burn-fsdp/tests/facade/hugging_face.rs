@@ -10,8 +10,9 @@ use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Int, Tensor, TensorData};
 use burn_fsdp::compile::{Mode, compile};
-use burn_fsdp::inspect::{memory, num_params, reset_peak};
-use burn_fsdp::optim::params_with_gradient;
+use burn_fsdp::inspect::{memory, num_params};
+use burn_fsdp::internals::inspect::reset_peak;
+use burn_fsdp::internals::optim::params_with_gradient;
 use burn_fsdp::sharding::Cut;
 use burn_fsdp::state::{into_record, load_local_state};
 use burn_fsdp::{

@@ -18,8 +18,9 @@ mod elsewhere {
         AdamW, AdamWConfig, AdamWState, GradientsParams, ModuleOptimizer, Optimizer,
     };
     use burn::tensor::{Device, Tensor, TensorData};
-    use burn_fsdp::inspect::{Staged, memory};
-    use burn_fsdp::state::full_state;
+    use burn_fsdp::inspect::memory;
+    use burn_fsdp::internals::inspect::Staged;
+    use burn_fsdp::internals::state::full_state;
     use burn_fsdp::{
         Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, backward, fully_shard, launch, resume,
         save,
@@ -127,7 +128,7 @@ mod elsewhere {
         assert!(places.trained.iter().all(is_host), "{:?}", places.trained);
         assert!(!places.others.iter().any(is_host), "{:?}", places.others);
         assert!(!is_host(&net.layers[0].weight.val().device()));
-        burn_fsdp::state::reset(net)?;
+        burn_fsdp::internals::state::reset(net)?;
         Ok(())
     }
 

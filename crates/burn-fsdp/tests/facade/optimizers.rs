@@ -10,15 +10,15 @@ use burn::optim::{
     AdamWConfig, GradientsParams, ModuleOptimizer, Optimizer, RmsPropConfig, SgdConfig,
 };
 use burn::tensor::{Device, Tensor, TensorData};
-use burn_fsdp::checkpoint::{
-    Checkpoints, GroupRendezvous, Region, SaveRequest, TrainingState, restore, save_step, snapshot,
-};
+use burn_fsdp::checkpoint::{Checkpoints, restore, snapshot};
 use burn_fsdp::compile::{
-    CompiledStep, Mode, OptimizerGroups, Strategy, compile, restore_compiled, snapshot_compiled,
+    CompiledStep, Mode, OptimizerGroups, compile, restore_compiled, snapshot_compiled,
 };
+use burn_fsdp::internals::checkpoint::{GroupRendezvous, SaveRequest, TrainingState, save_step};
+use burn_fsdp::internals::mesh::Region;
 use burn_fsdp::{
-    Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard,
-    launch,
+    Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, backward,
+    fully_shard, launch,
 };
 
 use crate::every::{ForEach, Needs, for_each};

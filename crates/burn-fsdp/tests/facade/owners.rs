@@ -11,9 +11,11 @@ use burn::optim::{
     SgdConfig,
 };
 use burn::tensor::{Device, Tensor, TensorData};
-use burn_fsdp::checkpoint::{Checkpoints, Region};
+use burn_fsdp::checkpoint::Checkpoints;
+use burn_fsdp::internals::mesh::Region;
+use burn_fsdp::internals::state::{local_state, shard_optimizer, unsharded, unsharded_optimizer};
 use burn_fsdp::optim::FileBackedOptimizer;
-use burn_fsdp::state::{into_record, local_state, shard_optimizer, unsharded, unsharded_optimizer};
+use burn_fsdp::state::into_record;
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, backward,
     fully_shard, launch, replicate, resume, save,

@@ -12,14 +12,13 @@ use burn::optim::{
     AdamWConfig, GradientsParams, ModuleOptimizer, Optimizer, OptimizerRecord, SgdConfig,
 };
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_fsdp::checkpoint::{Checkpoints, Region, restore, snapshot};
-use burn_fsdp::compile::{
-    CompiledStep, Mode, Strategy, compile, restore_compiled, snapshot_compiled,
-};
+use burn_fsdp::checkpoint::{Checkpoints, restore, snapshot};
+use burn_fsdp::compile::{CompiledStep, Mode, compile, restore_compiled, snapshot_compiled};
+use burn_fsdp::internals::mesh::Region;
 use burn_fsdp::optim::FileBackedOptimizer;
 use burn_fsdp::{
-    Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard,
-    launch, resume, save,
+    Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, backward,
+    fully_shard, launch, resume, save,
 };
 
 use crate::saving::save_taken;

@@ -8,10 +8,12 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::{ModuleOptimizer, SgdConfig};
 use burn::tensor::{Bool, Device, Int, Tensor};
-use burn_fsdp::checkpoint::{
-    Alone, Checkpoints, Existing, Region, SaveRequest, Snapshot, Step, TensorKind, TrainingState,
-    restore, restore_matching, restore_model, save_step, snapshot,
+use burn_fsdp::checkpoint::{Checkpoints, restore, snapshot};
+use burn_fsdp::internals::checkpoint::{
+    Alone, Existing, SaveRequest, Snapshot, Step, TensorKind, TrainingState, restore_matching,
+    restore_model, save_step,
 };
+use burn_fsdp::internals::mesh::Region;
 use burn_fsdp::optim::FileBackedOptimizer;
 use burn_fsdp::sharding::Cut;
 use burn_fsdp::state::summon_full_params;
@@ -238,9 +240,9 @@ fn a_part_may_be_loaded_by_path() {
         let device = device();
         let (_, model) = sharded(&world, &device, Cut::Elements)?;
         let step = Checkpoints::new(&from).newest()?;
-        let before = burn_fsdp::state::local_state(&model)?;
+        let before = burn_fsdp::internals::state::local_state(&model)?;
         let model = restore_matching(model, &step, |path| path.starts_with("blocks.1."))?;
-        let after = burn_fsdp::state::local_state(&model)?;
+        let after = burn_fsdp::internals::state::local_state(&model)?;
         for (before, after) in before.iter().zip(&after) {
             let changed = before.elements.as_bytes() != after.elements.as_bytes();
             let trained = !after.elements.is_empty();
@@ -257,16 +259,18 @@ fn a_part_may_be_loaded_by_path() {
 fn large_shards_round_trip() {
     let folder = tempfile::tempdir().expect("a folder");
     let mesh = Mesh::line("shard", 1).expect("one rank");
-    let layout = burn_fsdp::checkpoint::Layout::flat(&mesh, "shard").expect("an axis");
+    let layout = burn_fsdp::internals::mesh::Layout::flat(&mesh, "shard").expect("an axis");
     let elements = (17 << 20) / 4 + 3;
-    let spec = burn_fsdp::checkpoint::TensorSpec::new(
+    let spec = burn_fsdp::internals::checkpoint::TensorSpec::new(
         "large",
         [elements],
-        burn_fsdp::checkpoint::Dtype::F32,
+        burn_fsdp::internals::checkpoint::Dtype::F32,
         TensorKind::Parameter,
         layout,
     );
-    let plan = Arc::new(burn_fsdp::checkpoint::WritePlan::new(&mesh, vec![spec]).expect("a plan"));
+    let plan = Arc::new(
+        burn_fsdp::internals::checkpoint::WritePlan::new(&mesh, vec![spec]).expect("a plan"),
+    );
     let bytes: Vec<u8> = (0..4 * elements).map(|i| (i * 31 % 251) as u8).collect();
     let mut snapshot = Snapshot::new();
     snapshot.insert("large", bytes.clone());
@@ -314,7 +318,7 @@ fn a_damaged_step_changes_no_copy_of_the_model() {
         let device = device();
         let (_, model) = sharded(&world, &device, Cut::Elements)?;
         let bytes = |model: &Gpt| -> Result<Vec<Vec<u8>>, Error> {
-            let state = burn_fsdp::state::local_state(model)?.into_iter();
+            let state = burn_fsdp::internals::state::local_state(model)?.into_iter();
             Ok(state
                 .map(|tensor| tensor.elements.as_bytes().to_vec())
                 .collect())

@@ -8,9 +8,10 @@ use std::time::Duration;
 use burn::module::{Module, ModuleDisplay, ModuleMapper, Param};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_fsdp::checkpoint::{Checkpoints, restore, restore_model, snapshot};
+use burn_fsdp::checkpoint::{Checkpoints, restore, snapshot};
 use burn_fsdp::compile::{Mode, compile, restore_compiled, snapshot_compiled};
-use burn_fsdp::state::local_state;
+use burn_fsdp::internals::checkpoint::restore_model;
+use burn_fsdp::internals::state::local_state;
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, backward,
     fully_shard, launch,

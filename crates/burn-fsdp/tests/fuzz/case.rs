@@ -1,9 +1,8 @@
 //! Trainings drawn at random: a model, an optimizer, and legs. Each leg runs one engine on a number of ranks, with a
 //! checkpoint between legs.
 
-use burn_fsdp::Clip;
-use burn_fsdp::Strategy as Sharding;
-use burn_fsdp::optim::LossScaling;
+use burn_fsdp::compile::LossScaling;
+use burn_fsdp::{Clip, Strategy as Sharding};
 use proptest::prelude::*;
 use proptest::sample::select;
 

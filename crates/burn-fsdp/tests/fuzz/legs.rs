@@ -2,7 +2,7 @@
 
 use burn::tensor::FloatDType;
 use burn_fsdp::Strategy as Sharding;
-use burn_fsdp::compile::passes::schedule::OptimizerPlace;
+use burn_fsdp::internals::compile::passes::schedule::OptimizerPlace;
 use burn_fsdp::sharding::Cut;
 use proptest::prelude::*;
 use proptest::sample::select;

@@ -7,12 +7,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use burn_fsdp::checkpoint::storage::{
+use burn_fsdp::checkpoint::Checkpoints;
+use burn_fsdp::internals::checkpoint::storage::{
     DirEntry, EntryKind, FileSystem, Lock, Memory, ReadFile, Storage, WriteFile,
 };
-use burn_fsdp::checkpoint::{
-    Checkpoints, GroupRendezvous, Region, SaveRequest, TrainingSnapshot, TrainingState, save_step,
+use burn_fsdp::internals::checkpoint::{
+    GroupRendezvous, SaveRequest, TrainingSnapshot, TrainingState, save_step,
 };
+use burn_fsdp::internals::mesh::Region;
 use burn_fsdp::{Checkpointer, Error, ProcessGroup};
 
 use super::legs::{Death, End, Place};

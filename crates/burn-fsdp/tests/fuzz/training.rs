@@ -3,8 +3,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use burn_fsdp::collectives::Check;
-use burn_fsdp::{Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, launch};
+use burn_fsdp::{Check, Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, launch};
 
 use super::case::Case;
 use super::compiled::CompiledRun;

@@ -9,9 +9,10 @@ use std::collections::{BTreeMap, HashMap};
 use burn::module::Module;
 use burn::optim::{ModuleOptimizer, SgdConfig};
 use burn::tensor::{Bool, DType, Device, Distribution, FloatDType, Int, Tensor};
-use burn_fsdp::compile::passes::schedule::Options;
-use burn_fsdp::compile::{Batch, BatchMapper, Evaluation, LossScaling, Mode, cast_floats, compile};
-use burn_fsdp::state::{full_state, into_record};
+use burn_fsdp::compile::{Batch, BatchMapper, Evaluation, LossScaling, Mode, Options, compile};
+use burn_fsdp::internals::compile::cast_floats;
+use burn_fsdp::internals::state::full_state;
+use burn_fsdp::state::into_record;
 use burn_fsdp::{
     Error, LaunchConfig, Precision, ProcessGroup, ShardPolicy, Strategy, backward, cast_input,
     catch, fully_shard, launch,
@@ -277,7 +278,7 @@ fn mixed_dtypes_are_named_in_the_error() {
         said.contains("layer.LayerNorm.beta") && said.contains("F32"),
         "{said}"
     );
-    burn_fsdp::state::reset(&model).expect("is sharded");
+    burn_fsdp::internals::state::reset(&model).expect("is sharded");
 }
 
 /// A module may be stored in any type of floats, and computes in it.

@@ -12,9 +12,9 @@ use burn::optim::momentum::MomentumConfig;
 use burn::tensor::Tensor;
 use burn::train::metric::LossMetric;
 use burn::train::{Interrupter, LearningResult, SupervisedTraining};
-use burn_fsdp::collectives::{launcher_ranks, processes};
+use burn_fsdp::internals::collectives::processes;
 use burn_fsdp::train::{FullySharded, Lent};
-use burn_fsdp::{Error, LaunchConfig, ShardPolicy};
+use burn_fsdp::{Error, LaunchConfig, ShardPolicy, launcher_ranks};
 
 use crate::launcher::{played, scene};
 use crate::network::{BATCH, Digitizer, Item, Net, Normalised, items, loader};

@@ -1,7 +1,8 @@
 //! Trainings whose ranks keep their shards.
 
-use burn_fsdp::checkpoint::{Checkpoints, Region};
-use burn_fsdp::state::local_state;
+use burn_fsdp::checkpoint::Checkpoints;
+use burn_fsdp::internals::mesh::Region;
+use burn_fsdp::internals::state::local_state;
 use burn_fsdp::train::FullySharded;
 use burn_fsdp::{LaunchConfig, ShardPolicy, save};
 

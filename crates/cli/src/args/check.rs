@@ -1,6 +1,6 @@
 //! The comparisons among ranks.
 
-use burn_fsdp::collectives::Check;
+use burn_fsdp::Check;
 use clap::ValueEnum;
 
 /// The choices of `--check`.

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use burn_fsdp::ProcessGroup;
-use burn_fsdp::collectives::Carried;
+use burn_fsdp::internals::collectives::Carried;
 
 use super::line::{Header, Line, file_name};
 use crate::console;

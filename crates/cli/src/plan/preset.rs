@@ -1,6 +1,6 @@
 //! Named model configurations.
 
-use burn_fsdp::plan::Transformer;
+use burn_fsdp::internals::plan::Transformer;
 use burn_fsdp_models::{GptConfig, LlamaConfig};
 
 use crate::args::ModelArg;

@@ -3,10 +3,10 @@
 use std::fmt;
 
 use burn_fsdp::Mesh;
-use burn_fsdp::compile::graph::Graph;
-use burn_fsdp::compile::passes::PassId;
-use burn_fsdp::compile::{Error, prove};
-use burn_fsdp::plan::TracedEstimate;
+use burn_fsdp::internals::compile::graph::Graph;
+use burn_fsdp::internals::compile::passes::PassId;
+use burn_fsdp::internals::compile::{Error, prove};
+use burn_fsdp::internals::plan::TracedEstimate;
 use serde::Serialize;
 
 /// An estimate, with the requested proof.

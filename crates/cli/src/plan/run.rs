@@ -4,13 +4,15 @@ use burn::module::Module;
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 use burn_fsdp::Strategy;
-use burn_fsdp::compile::graph::Graph;
-use burn_fsdp::compile::passes::schedule::{Options, pipeline};
-use burn_fsdp::compile::trace::{TraceConfig, trace};
-use burn_fsdp::compile::{Error, GraphDump, kernels};
-use burn_fsdp::plan::{
-    Checkpointing, Estimate, Job, Machine, MemoryPlan, Plan, Precision, Size, TracedEstimate,
+use burn_fsdp::compile::Options;
+use burn_fsdp::internals::compile::graph::Graph;
+use burn_fsdp::internals::compile::passes::schedule::pipeline;
+use burn_fsdp::internals::compile::trace::{TraceConfig, trace};
+use burn_fsdp::internals::compile::{Error, GraphDump, kernels};
+use burn_fsdp::internals::plan::{
+    Checkpointing, Estimate, Job, Machine, Plan, Precision, Size, TracedEstimate,
 };
+use burn_fsdp::plan::MemoryPlan;
 use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{Gpt, Llama};
 

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
 
-use burn_fsdp::checkpoint::{
+use burn_fsdp::internals::checkpoint::{
     Consolidated, ConsolidationConfig, PlainTensor, Step, TensorEntry, consolidate_to_file,
     consolidate_to_folder,
 };

@@ -7,10 +7,11 @@ use std::time::Duration;
 
 use burn::module::Module;
 use burn::tensor::Device;
-use burn_fsdp::checkpoint::{
-    Dtype, ExpectedTensor, Extra, Region, Step, TensorKind, restore_matching,
+use burn_fsdp::internals::checkpoint::{
+    Dtype, ExpectedTensor, Extra, Step, TensorKind, restore_matching,
 };
-use burn_fsdp::sharding::{InitialPart, fully_shard_from};
+use burn_fsdp::internals::mesh::Region;
+use burn_fsdp::internals::sharding::{InitialPart, fully_shard_from};
 use burn_fsdp::{LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, launch};
 use burn_fsdp_models::{Architecture, ModelConfig, TextCodec, WeightsFile};
 

@@ -1,6 +1,6 @@
 //! The `burn-fsdp inspect` command.
 
-use burn_fsdp::checkpoint::{Error as StepError, Inspection, Step};
+use burn_fsdp::internals::checkpoint::{Error as StepError, Inspection, Step};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 

@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use burn_fsdp::checkpoint::{Checkpoints, Step};
+use burn_fsdp::checkpoint::Checkpoints;
+use burn_fsdp::internals::checkpoint::Step;
 
 use crate::error::{Failure, InputError};
 

@@ -5,19 +5,19 @@ use std::time::Instant;
 
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_fsdp::checkpoint::{Step, TrainingSnapshot};
-use burn_fsdp::compile::graph::Graph;
-use burn_fsdp::compile::passes::Units;
-use burn_fsdp::compile::passes::schedule::Options;
-use burn_fsdp::compile::trace::{OptimizerStep, TraceConfig, trace};
-use burn_fsdp::compile::{
-    Certificate, CompiledStep, Error, Evaluation, LazyLora, LossScaling, Mode, ShardSpec,
-    certify_at, compile_from, kernels, load_compiled, restore_compiled_matching,
-    snapshot_compiled_matching,
-};
+use burn_fsdp::compile::{CompiledStep, Evaluation, LossScaling, Mode, Options, load_compiled};
 use burn_fsdp::inspect::auto_units;
-use burn_fsdp::plan::{BudgetError, MemoryPlan, Size, fit};
-use burn_fsdp::testing::At;
+use burn_fsdp::internals::checkpoint::{Step, TrainingSnapshot};
+use burn_fsdp::internals::compile::graph::Graph;
+use burn_fsdp::internals::compile::passes::Units;
+use burn_fsdp::internals::compile::trace::{OptimizerStep, TraceConfig, trace};
+use burn_fsdp::internals::compile::{
+    Certificate, Error, LazyLora, ShardSpec, certify_at, compile_from, kernels,
+    restore_compiled_matching, snapshot_compiled_matching,
+};
+use burn_fsdp::internals::plan::{BudgetError, Size, fit};
+use burn_fsdp::internals::testing::At;
+use burn_fsdp::plan::MemoryPlan;
 use burn_fsdp::{LossScaler, ProcessGroup, ProcessMesh};
 use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{Architecture, Batches, LanguageModel, WeightsFile};

@@ -7,9 +7,8 @@ use std::time::Duration;
 
 use burn::tensor::{Device, FloatDType};
 use burn_fsdp::checkpoint::Checkpoints;
-use burn_fsdp::collectives::Check;
-use burn_fsdp::testing::Fault;
-use burn_fsdp::{Clip, Precision, ProcessGroup, Strategy};
+use burn_fsdp::internals::testing::Fault;
+use burn_fsdp::{Check, Clip, Precision, ProcessGroup, Strategy};
 use burn_fsdp_models::ModelConfig;
 
 use crate::adapters::AdapterSizes;

@@ -3,7 +3,7 @@
 use std::env;
 
 use burn_fsdp::Strategy;
-use burn_fsdp::testing::{At, Fault, How};
+use burn_fsdp::internals::testing::{At, Fault, How};
 
 use crate::error::InputError;
 

@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use burn_fsdp::ProcessGroup;
-use burn_fsdp::checkpoint::{GroupRendezvous, Rendezvous, ThreadRendezvous};
+use burn_fsdp::internals::checkpoint::{GroupRendezvous, Rendezvous, ThreadRendezvous};
 
 use crate::error::RankError;
 use crate::train::ranks::Ranks;

@@ -1,6 +1,6 @@
 //! The result of one rank's run.
 
-use burn_fsdp::collectives::{OperationCounts, OperationKind};
+use burn_fsdp::internals::collectives::{OperationCounts, OperationKind};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use burn::tensor::Device;
-use burn_fsdp::collectives::{Fingerprint, LaunchError, Processes, processes};
+use burn_fsdp::internals::collectives::{Fingerprint, LaunchError, Processes, processes};
 use burn_fsdp::{DeviceName, LaunchConfig, ProcessGroup};
 
 use crate::error::{InputError, RankError};

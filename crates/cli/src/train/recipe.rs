@@ -8,8 +8,8 @@ use burn::optim::{
     RmsPropConfig, SgdConfig,
 };
 use burn_fsdp::compile::OptimizerGroups;
-use burn_fsdp::mesh::Pattern;
-use burn_fsdp::optim::SealedOptimizer;
+use burn_fsdp::internals::mesh::Pattern;
+use burn_fsdp::internals::optim::SealedOptimizer;
 use burn_fsdp_models::{Architecture, ModelConfig, ParameterSpec};
 use serde_json::{Map, Value, json};
 

@@ -1,6 +1,7 @@
 //! The step that a run resumes from.
 
-use burn_fsdp::checkpoint::{Check, Checkpoints, Step};
+use burn_fsdp::checkpoint::Checkpoints;
+use burn_fsdp::internals::checkpoint::{Check, Step};
 use burn_fsdp_models::ModelConfig;
 
 use crate::adapters::{self, AdapterSizes};

@@ -8,7 +8,8 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use burn_fsdp::ProcessGroup;
-use burn_fsdp::checkpoint::{Checkpoints, Error};
+use burn_fsdp::checkpoint::Checkpoints;
+use burn_fsdp::internals::checkpoint::Error;
 use burn_fsdp_models::ModelConfig;
 use serde::{Deserialize, Serialize};
 use tempfile::Builder;

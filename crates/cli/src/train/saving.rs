@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 
-use burn_fsdp::checkpoint::{
+use burn_fsdp::internals::checkpoint::{
     DataPosition, Existing, SaveRemark, SaveRequest, TrainingSnapshot, TrainingState, loss_scale,
 };
 use burn_fsdp::{Checkpointer, LossScaler, ProcessGroup};

@@ -1,7 +1,7 @@
 //! The settings that affect a run's numbers, in addition to its model. They are saved with each step, and compared when
 //! a run resumes from it.
 
-use burn_fsdp::checkpoint::TrainingState;
+use burn_fsdp::internals::checkpoint::TrainingState;
 use serde_json::{Map, Value, json};
 
 use crate::args::{

@@ -1,7 +1,7 @@
 //! The exchange of numbers between the ranks.
 
 use burn_fsdp::ProcessGroup;
-use burn_fsdp::collectives::Error;
+use burn_fsdp::internals::collectives::Error;
 
 /// A sum of values, and their number.
 #[derive(Debug, Clone, Copy, Default)]

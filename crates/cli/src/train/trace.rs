@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
-use burn_fsdp::collectives::{CommSpan, CommStage};
+use burn_fsdp::internals::collectives::{CommSpan, CommStage};
 use serde_json::{Value, json};
 
 /// Row of a rank's computation; the next row is for its communication.

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use burn_fsdp::LossScaler;
-use burn_fsdp::checkpoint::{Step, TrainingSnapshot};
+use burn_fsdp::internals::checkpoint::{Step, TrainingSnapshot};
 use serde_json::Value;
 
 use crate::adapters::Adapters;

@@ -1,6 +1,6 @@
 //! Number of operations in a training step.
 
-use burn_fsdp::plan::Transformer;
+use burn_fsdp::internals::plan::Transformer;
 use burn_fsdp_models::ModelConfig;
 
 use crate::plan::preset;

@@ -9,10 +9,12 @@ use std::process::Command;
 use std::sync::Arc;
 
 use burn_fsdp::Mesh;
-use burn_fsdp::checkpoint::{
-    Alone, Checkpoints, Dtype, Layout, SaveRequest, Snapshot, TensorKind, TensorSpec,
-    TrainingState, WritePlan, save_step,
+use burn_fsdp::checkpoint::Checkpoints;
+use burn_fsdp::internals::checkpoint::{
+    Alone, Dtype, SaveRequest, Snapshot, TensorKind, TensorSpec, TrainingState, WritePlan,
+    save_step,
 };
+use burn_fsdp::internals::mesh::Layout;
 use serde_json::Value;
 
 use crate::command::{Folder, crate_folder, losses, relative_difference};

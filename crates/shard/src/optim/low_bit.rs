@@ -12,20 +12,22 @@ use crate::parameter::current::{Current, current, is_trial};
 use crate::thrown::throw;
 use crate::transport;
 
-/// Number of elements in a [block](StateFormat::Block8), counted from the first element of the whole parameter.
-pub const STATE_BLOCK: usize = 256;
-
 /// The format in which a [`LowBitOptimizer`] keeps states between steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StateFormat {
     /// 16 bits per element, the upper half of a 32-bit float: 8 bits of precision. Half the memory.
     Bf16,
-    /// 8 bits per element, plus 32 bits per block of [`STATE_BLOCK`] elements. The 32 bits are the block's largest magnitude, kept
+    /// 8 bits per element, plus 32 bits per block of [`BLOCK`](Self::BLOCK) elements. The 32 bits are the block's largest magnitude, kept
     /// exactly. Each element has a sign and one of 128 levels relative to that magnitude: the dynamic tree of Dettmers et al., 2021,
     /// with 64 levels from a tenth of it upward and half as many for each tenth below. A quarter of the memory.
     ///
     /// A step is rejected if shards divide a block: cut by [`Cut::Multiples`](crate::Cut::Multiples).
     Block8,
+}
+
+impl StateFormat {
+    /// Number of elements in a block of [`Block8`](Self::Block8), counted from the first element of the whole parameter.
+    pub const BLOCK: usize = 256;
 }
 
 /// A Burn optimizer that keeps its states in fewer bits: each 32-bit tensor that `O` keeps for a parameter is stored in a
@@ -51,9 +53,9 @@ pub enum StateFormat {
 ///
 /// ```
 /// use burn::optim::{AdamWConfig, ModuleOptimizer};
-/// use burn_fsdp_shard::{Cut, LowBitOptimizer, STATE_BLOCK, ShardPolicy, StateFormat};
+/// use burn_fsdp_shard::{Cut, LowBitOptimizer, ShardPolicy, StateFormat};
 ///
-/// let policy = ShardPolicy::new().cut(Cut::Multiples(STATE_BLOCK));
+/// let policy = ShardPolicy::new().cut(Cut::Multiples(StateFormat::BLOCK));
 /// let adamw = AdamWConfig::new().build();
 /// let optimizer: ModuleOptimizer = LowBitOptimizer::new(adamw, StateFormat::Block8).into();
 /// # let _ = policy;
@@ -200,9 +202,10 @@ fn start_of(current: &Current, format: StateFormat) -> Result<usize, Error> {
     if format == StateFormat::Block8 && slot.is_gathered() && divides_blocks(partition) {
         return Err(Error::Option {
             option: "ShardPolicy::cut",
-            expected: "`Cut::Multiples(STATE_BLOCK)`; set it, or keep the states as `StateFormat::Bf16`",
+            expected: "`Cut::Multiples(StateFormat::BLOCK)`; set it, or keep the states as `StateFormat::Bf16`",
             got: format!(
-                "a cut through blocks of {STATE_BLOCK} elements, which share a scale (`{}` has {partition})",
+                "a cut through blocks of {} elements, which share a scale (`{}` has {partition})",
+                StateFormat::BLOCK,
                 slot.path
             ),
         });
@@ -214,7 +217,7 @@ fn start_of(current: &Current, format: StateFormat) -> Result<usize, Error> {
 fn divides_blocks(partition: &Partition) -> bool {
     let len = partition.num_elements();
     let mut ends = partition.ranges().map(|range| range.end);
-    ends.any(|end| end < len && !end.is_multiple_of(STATE_BLOCK))
+    ends.any(|end| end < len && !end.is_multiple_of(StateFormat::BLOCK))
 }
 
 /// The random draws that round the elements of one tensor.
@@ -270,8 +273,8 @@ impl Rounded {
             StateFormat::Block8 => {
                 let values: Vec<f32> = values.collect();
                 let (mut codes, mut scales) = (Vec::with_capacity(values.len()), Vec::new());
-                for (block, values) in values.chunks(STATE_BLOCK).enumerate() {
-                    let draw = |at| rounding.draw(block * STATE_BLOCK + at);
+                for (block, values) in values.chunks(StateFormat::BLOCK).enumerate() {
+                    let draw = |at| rounding.draw(block * StateFormat::BLOCK + at);
                     scales.push(encode(values, draw, &mut codes));
                 }
                 Elements::Block8 { codes, scales }
@@ -288,7 +291,7 @@ impl Rounded {
                 .collect(),
             Elements::Block8 { codes, scales } => {
                 let mut bytes = Vec::with_capacity(4 * codes.len());
-                for (codes, scale) in codes.chunks(STATE_BLOCK).zip(scales) {
+                for (codes, scale) in codes.chunks(StateFormat::BLOCK).zip(scales) {
                     let levels = LEVELS.map(|level| level * scale);
                     bytes.extend(codes.iter().flat_map(|code| {
                         let value = levels[usize::from(code.unsigned_abs())];
@@ -396,11 +399,11 @@ impl<S: RecordState> RecordState for LowBitState<S> {
 mod tests {
     use burn::tensor::TensorData;
 
-    use super::{Rounded, Rounding, STATE_BLOCK, StateFormat};
+    use super::{Rounded, Rounding, StateFormat};
 
     fn rounded(values: &[f32], format: StateFormat, num_roundings: u64) -> Vec<f32> {
         let data = TensorData::new(values.to_vec(), [values.len()]);
-        let rounding = Rounding::new("a state", num_roundings, STATE_BLOCK);
+        let rounding = Rounding::new("a state", num_roundings, StateFormat::BLOCK);
         let rounded = Rounded::of(data, format, rounding).expect("of 32 bits");
         rounded.widened().try_to_vec().expect("floats")
     }
@@ -419,7 +422,7 @@ mod tests {
             7e5,
             f32::MAX,
         ];
-        let of_block = |most: usize| (0..STATE_BLOCK).map(move |i| sizes[i * 7 % most]);
+        let of_block = |most: usize| (0..StateFormat::BLOCK).map(move |i| sizes[i * 7 % most]);
         let values = (1..=sizes.len()).flat_map(of_block).enumerate();
         values
             .map(|(i, size)| size * ((i * 31 % 64) as f32 / 32.0 - 1.0))
@@ -455,11 +458,11 @@ mod tests {
     #[test]
     fn nan_and_infinities_are_not_hidden() {
         for wrong in [f32::NAN, f32::INFINITY] {
-            let mut values = vec![1.0; 2 * STATE_BLOCK];
+            let mut values = vec![1.0; 2 * StateFormat::BLOCK];
             values[3] = wrong;
             let got = rounded(&values, StateFormat::Block8, 0);
-            assert!(got[..STATE_BLOCK].iter().all(|value| value.is_nan()));
-            assert!(got[STATE_BLOCK..].iter().all(|value| *value == 1.0));
+            assert!(got[..StateFormat::BLOCK].iter().all(|value| value.is_nan()));
+            assert!(got[StateFormat::BLOCK..].iter().all(|value| *value == 1.0));
             let got = rounded(&values, StateFormat::Bf16, 0);
             assert_eq!(got[3].is_nan(), wrong.is_nan());
             assert!(!got[3].is_finite() && got[4] == 1.0);
