@@ -6,7 +6,7 @@ use thiserror::Error as ThisError;
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum Error {
-    /// A pattern of the policy that matches nothing sharded.
+    /// A pattern of the policy that matches no sharded parameter.
     #[error(
         "pattern `{pattern}` matches no module with a sharded parameter, nor such a parameter where it may name one; the \
          modules are: {modules}; correct the pattern (`*` matches any characters of one path segment, `**` any number of \
@@ -147,7 +147,7 @@ pub enum Error {
         path: String,
         /// The backend found.
         backend: String,
-        /// The cargo feature that adds it, or the list of those features.
+        /// The advice: the cargo feature that adds it, or a list of such features.
         advice: String,
     },
     /// Parameters of one module on different backends.
@@ -216,7 +216,7 @@ pub enum Error {
         path: String,
         /// Shape of the whole parameter.
         expected: Vec<usize>,
-        /// Shape that the record holds.
+        /// Shape in the record.
         got: Vec<usize>,
     },
     /// Copies of the module with different values, which makes the intended one ambiguous.
@@ -230,7 +230,7 @@ pub enum Error {
         /// The number of copies that differ.
         copies: usize,
     },
-    /// A unit that another rank uses, but of which this rank has no matching copy.
+    /// A unit that another rank uses, without a matching copy on this rank.
     #[error(
         "rank {rank}: another rank uses unit `{unit}`, but this rank holds no copy of it, or several with different \
          values, and cannot tell which one belongs to the module in use; keep the parts of a module together, and clone \
@@ -242,7 +242,7 @@ pub enum Error {
         /// The unit.
         unit: String,
     },
-    /// A sharded module that two threads use at the same time.
+    /// A sharded module used by two threads at the same time.
     #[error(
         "rank {rank}: two threads use one sharded module at the same time, so the order of its operations is left to \
          chance; run the branches of a model one after another on the rank's own thread (no `rayon::join` or `spawn` \
@@ -290,7 +290,7 @@ pub enum Error {
          pass it as the region's input, or detach it"
     )]
     Captured,
-    /// A recomputed region whose second run computed a different result.
+    /// A recomputed region whose second run differs from its first.
     #[error(
         "a recomputed region computed {second} where its first run computed {first}; make regions deterministic: keep \
          dropout and other random numbers outside, or run each rank as a process"
@@ -385,7 +385,7 @@ pub enum Error {
         /// The first such parameter.
         path: String,
     },
-    /// An optimizer panicked on a shard before its trial was complete.
+    /// An optimizer that panicked on a shard before its trial was complete.
     #[error(
         "the optimizer panicked on the shard of `{path}`, perhaps because it computes with whole tensors, as Muon does: \
          {panic}; check it before training with `optim::check_elementwise(&model, &optimizer)`, or give each whole \
@@ -413,7 +413,7 @@ pub enum Error {
          same groups on all ranks"
     )]
     OptimizersDiffer {
-        /// The optimizer of a rank differs from rank 0's.
+        /// The rank whose optimizer differs from rank 0's.
         rank: usize,
         /// Path of the parameter.
         path: String,
@@ -432,7 +432,7 @@ pub enum Error {
         /// Path of the parameter or running state.
         path: String,
     },
-    /// A closure that returned a different module from the one it received.
+    /// A closure that did not return the module it received.
     #[error(
         "the returned module has {got} at `{path}`, expected {expected}; return the module that the closure received, \
          and change only its values"
@@ -468,7 +468,7 @@ pub enum Error {
         /// The advice to the user.
         advice: &'static str,
     },
-    /// A gradient that the engine has not summed and divided according to the policy.
+    /// A gradient that the engine did not sum and divide according to the policy.
     #[error(
         "rank {rank}: the audit of this step rejects the gradient of `{path}` in unit `{unit}`: expected {expected}; got \
          {got}; {operations}; stop training, and report this message as a bug in the engine"

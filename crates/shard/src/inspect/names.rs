@@ -7,9 +7,8 @@ use crate::error::Error;
 use crate::inspect;
 use crate::path::{self, Location};
 
-/// Returns the paths of all float tensors of a module, parameters and running states, in its order. They are
-/// the same before and after sharding, except for the factors of adapters. Initializes nothing; not
-/// collective.
+/// Returns the paths of a module's float tensors, both parameters and running states, in module order. Sharding does
+/// not change them, except for the factors of adapters. Initializes nothing; not collective.
 pub fn parameter_paths<M: Module>(module: &M) -> Vec<String> {
     let mut paths = Paths::default();
     inspect::visit(module, &mut paths);
