@@ -432,7 +432,7 @@ fn added(
     }))
 }
 
-/// Announces the values that this rank wrote to the ranks that hold the same shards of a unit.
+/// Announces the values that this rank wrote to the ranks that hold the same values of a unit.
 fn tell_replicas(root: &Root, generation: &Generation, slots: &[usize]) {
     let groups = &generation.unit.groups;
     for &slot in slots {

@@ -452,8 +452,8 @@ fn misplaced(got: Phase, advice: &'static str) -> Error {
 }
 
 impl Progress {
-    /// Selects the order for the units that reduce now. At its start, drops the operations of units
-    /// that no module holds.
+    /// Selects the order for the units that currently reduce. At its start, drops the operations of units that no
+    /// module holds.
     pub(super) fn begin_order(&mut self, root: &Root) {
         self.order.schedules.select(root.choice());
         let order = self.order.current();
