@@ -195,7 +195,7 @@ impl FusedOperation {
     ///
     /// # Panics
     ///
-    /// If the inputs differ from the captured ones in shape or type.
+    /// If the inputs do not match the captured call.
     pub fn run(self, call: &CustomOpIr, inputs: Vec<FlexTensor>) -> Vec<FlexTensor> {
         if self == Self::Pointwise {
             return vec![pointwise::run(

@@ -17,7 +17,7 @@ use crate::turned;
 use crate::vectors::vectorized;
 use crate::widened::{self, HalfProducts, Round};
 
-/// Number of rows of a product of halves that one thread processes together.
+/// The rows of a product of halves are divided among threads in multiples of this number.
 const ROWS: usize = 32;
 
 /// Minimum number of multiplications of a product that is divided among threads, as in Burn's CPU backend.

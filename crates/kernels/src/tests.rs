@@ -326,7 +326,7 @@ fn softmax_of_any_rows_matches_burn() {
                 let expected = values(expected.cast(DType::F32));
                 let y = FlexTensor::from_data(TensorData::new(fused, shape));
                 let grad = FlexTensor::from_data(weights.clone());
-                // The tolerance is for a sum over the row.
+                // Each gradient contains a sum over the row, hence the larger tolerance.
                 let found = run(gradient_of, vec![y, grad]);
                 assert_near(&what, &found, &expected, 1e-5);
             }
