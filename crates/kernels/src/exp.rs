@@ -12,8 +12,8 @@ const LN_2_LOW: f32 = -2.121_944_4e-4;
 
 /// Returns `e^x` for `x <= 0`, to about one unit in the last place.
 ///
-/// The code has no branches and no calls, so a loop over it becomes vector instructions. The polynomial comes from
-/// the Cephes library.
+/// The code has no branches and no calls, so a loop over it becomes vector instructions. The polynomial is from the
+/// Cephes library.
 #[inline(always)]
 fn exp_nonpositive(x: f32) -> f32 {
     // This form preserves NaN.

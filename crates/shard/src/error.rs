@@ -23,7 +23,7 @@ pub enum Error {
         "the mesh has no axis `{axis}`, only `{known}`; name one of its axes with `ShardPolicy::{method}`"
     )]
     Axis {
-        /// The axis that the policy names.
+        /// The axis named by the policy.
         axis: String,
         /// The axes of the mesh.
         known: String,
@@ -193,7 +193,7 @@ pub enum Error {
         /// The type in which the parameter computes.
         got: String,
     },
-    /// Tensors of two types that met in one of Burn's operations.
+    /// Tensors of two types in one of Burn's operations.
     #[error(
         "tensors of two types met after the model read `{param}`, which computes in {dtype} ({reason}); cast the input \
          of that layer with `x.cast(DType::{dtype})`, and its output to the type of the tensors it meets"
@@ -219,7 +219,7 @@ pub enum Error {
         /// Shape in the record.
         got: Vec<usize>,
     },
-    /// Copies of the module with different values, which makes the intended one ambiguous.
+    /// Copies of the module with different values, so the intended one is ambiguous.
     #[error(
         "unit `{unit}` has {copies} live copies with different values, and Burn does not tell which one is meant; use \
          `burn_fsdp::state::into_record(model)` instead of `model.into_record()`, or drop the other copies first"
@@ -324,7 +324,7 @@ pub enum Error {
         /// A description of the hook's behavior.
         got: String,
     },
-    /// A module without any sharded parameter, where a sharded one is needed.
+    /// A module without any sharded parameter, where one is required.
     #[error("the module has no sharded parameter; call `fully_shard` first")]
     NotSharded,
     /// A module whose parameter names were changed by sharding.
@@ -333,7 +333,7 @@ pub enum Error {
          make `visit` and `map` name the same parameters in the same order"
     )]
     Names {
-        /// Position in the order of the module.
+        /// Position in module order.
         index: usize,
         /// Path before.
         expected: String,

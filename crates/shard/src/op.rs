@@ -2,7 +2,7 @@
 //!
 //! Three nodes go into the autodiff graph, none into the model's code:
 //!
-//! - `unshard`: its output is the full parameter. Backward hands the full gradient to the unit. If full weights are
+//! - `unshard`: its output is the full parameter. Backward passes the full gradient to the unit. If full weights are
 //!   dropped after forward, the node is memory-bound regardless of the device's strategy: consumers keep the node
 //!   instead of the weight, and its retro-forward gathers the unit again.
 //! - the links of a *token*: no-ops that set the depth of the nodes attached to them. Burn's backward runs by depth,
@@ -233,7 +233,7 @@ impl<B: Primitive> RetroForward for Regather<B> {
     }
 }
 
-/// The backward of `unshard`, which hands the full gradient to the unit.
+/// The backward of `unshard`, which passes the full gradient to the unit.
 #[derive(Debug)]
 struct ReceiveGradient;
 

@@ -10,7 +10,7 @@ use crate::ambient::{Purpose, within};
 
 /// Name of the reparameterization that the engine attaches to a parameter.
 pub(crate) const NAME: &str = "fsdp";
-/// The name that Burn gives to the container of a reparameterization while visiting and mapping.
+/// Burn's name for the container of a reparameterization in visits and maps.
 pub(crate) const CONTAINER: &str = "Reparameterization";
 
 /// Burn's path of an adapter's first factor, relative to the adapted parameter.

@@ -194,7 +194,7 @@ impl Trial {
         }
     }
 
-    /// Returns the probes of a parameter that is still to be tried.
+    /// Returns the probes of a parameter that has not been tried yet.
     fn untried(&self, param: &Param<Tensor<1>>) -> Option<Probes> {
         let parameters = self.parameters.lock();
         if parameters.tried.contains(&param.id) {

@@ -3,7 +3,7 @@
 //! Forward runs the region without a graph and keeps only its input. Backward runs it again with a separate graph,
 //! differentiates that, and passes the gradients on. Sharded units take part in both: they are gathered once for the
 //! forward, and once for the recomputation *and* its backward together. The order of operations is as in the README,
-//! with a unit's second gather where its recomputation begins.
+//! with a unit's second gather at the start of its recomputation.
 //!
 //! The inner graph shares no leaf with the outer one: Burn locks a graph during its backward, and a shared leaf would
 //! join the two graphs.

@@ -51,7 +51,7 @@ pub(crate) struct Elements {
     pub(crate) reduce: Element,
 }
 
-/// The largest number of dims that optimizers see; a parameter with more dims is shown flat.
+/// The largest number of dims that optimizers see; a parameter with more dims is flattened.
 pub(crate) const MAX_DIMS: usize = 6;
 
 /// One parameter of a unit.

@@ -39,13 +39,13 @@ impl Found {
 /// The float tensors of a module, by kind.
 #[derive(Debug, Default)]
 pub(crate) struct Survey {
-    /// Parameters to shard, trainable or frozen, in the order of the module.
+    /// Parameters to shard, trainable or frozen, in module order.
     pub(crate) parameters: Vec<Found>,
     /// Paths of parameters that earlier calls sharded.
     pub(crate) sharded: Vec<String>,
     /// The devices of running states, such as BatchNorm's, and of the parameters, by path.
     pub(crate) devices: HashMap<String, Device>,
-    /// Paths of running states, in the order of the module.
+    /// Paths of running states, in module order.
     pub(crate) buffers: Vec<String>,
     /// Ids of running states, in the same order. A clone has the same ids as its original.
     pub(crate) buffer_ids: Vec<ParamId>,

@@ -87,7 +87,7 @@ pub(crate) fn causal_gradient(
     operands.packed_gradient(&grad).reshape(shape)
 }
 
-/// The changes that an attention makes to its scores and probabilities.
+/// The changes to the scores and probabilities of an attention.
 pub(crate) struct Weighting {
     /// The factor on the scores.
     pub(crate) scale: f32,
@@ -156,7 +156,7 @@ impl Sizes {
             (true, false) => parts + result,
             (true, true) => 2 * parts + result,
         };
-        // One of them is put in order before it is widened.
+        // One of them is made contiguous before it is widened.
         let ordered = if self.is_half {
             self.times[0].max(keys) * width.max(values)
         } else {

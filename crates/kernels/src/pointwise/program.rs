@@ -187,7 +187,7 @@ impl PointwiseProgram {
         self.steps.is_empty()
     }
 
-    /// Returns the position of a number among the scalars of a call.
+    /// Returns the index of a number among the scalars of a call.
     pub fn place_of(&self, number: usize) -> usize {
         HEADER + 3 * self.steps.len() + number
     }

@@ -137,7 +137,7 @@ impl<'a> Source<'a> {
                 None => 0,
             };
             match dims.last_mut() {
-                // Both dims are walked as one.
+                // Both dims are merged into one.
                 Some(outer) if outer.1 == stride * size as isize => {
                     *outer = (outer.0 * size, stride)
                 }

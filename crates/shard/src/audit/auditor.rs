@@ -179,7 +179,7 @@ impl Auditor {
                 told.iter().map(|ranges| ranges[parameter].clone()),
             )
         };
-        // The expected gradients of other parameters, to recognize one of them in place of this one.
+        // The expected gradients of other parameters, to recognize one of them instead of this one.
         let of_others = |found: Element, own: usize| {
             let mut others = (0..self.open.len()).filter(|&other| other != own);
             others.find(|&other| {

@@ -1,4 +1,4 @@
-//! Descriptions of wrong gradients, as far as their tags tell.
+//! Describes wrong gradients, as far as their tags allow.
 
 use std::fmt;
 use std::ops::Range;
@@ -184,7 +184,7 @@ impl Finding {
         of_others(found).map_or(Self::Other, Self::OfParameter)
     }
 
-    /// Returns the message; `path_of` gives the path of a parameter.
+    /// Returns the message; `path_of` returns the path of a parameter.
     pub(crate) fn describe(&self, path_of: impl Fn(usize) -> String) -> String {
         match self {
             Self::Nothing => {

@@ -1,11 +1,11 @@
 //! The values that one copy of a module holds for one unit.
 //!
-//! Burn passes modules by value. `optim.step`, `load_record`, `valid`, `train`, `to_device` and any `map` turn every
-//! parameter into a new one, a parameter at a time, and `clone` makes a second, independent module. A gather needs all
-//! values of a unit at once, and they must belong together: a [`Generation`] is a set of such values. Every transition
-//! moves a parameter from its generation to the *child* that the same pass over the module is filling, and two passes
-//! over one generation make two children. So each parameter always belongs to a set that holds its current value,
-//! whatever happens to its siblings.
+//! Burn passes modules by value. `optim.step`, `load_record`, `valid`, `train`, `to_device` and any `map` replace the
+//! parameters one at a time, and `clone` creates a second, independent module. A gather needs all values of a unit at
+//! once, and they must belong together: a [`Generation`] is a set of such values. Every transition moves a parameter
+//! from its generation to the *child* that the same pass over the module is filling, and two passes over one generation
+//! create two children. So each parameter always belongs to a set that holds its current value, regardless of its
+//! siblings.
 
 use std::hash::{Hash, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};

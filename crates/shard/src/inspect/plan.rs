@@ -165,8 +165,8 @@ fn bytes(count: usize) -> String {
     }
 }
 
-/// Returns the number of parameters (elements) of the whole module, sharded or not. A parameter that several fields
-/// share (one id) counts once.
+/// Returns the number of parameters (elements) of the whole module, sharded or not. A parameter shared by several
+/// fields (one id) counts once.
 ///
 /// For a sharded module, Burn's own `Module::num_params` counts every parameter plus its shard.
 pub fn num_params<M: Module>(module: &M) -> usize {

@@ -124,9 +124,9 @@ impl UnitHandle {
     }
 
     /// Sets whether later backwards return the gradients of all units of the module, which is the default. If false, a
-    /// backward still reduces, but the sums stay in the shards, nothing crosses to replicas, and the returned gradients
-    /// are empty. The next backward with true returns the sums of all, including units that it does not use. Use this
-    /// for micro-batches whose full gradients, which [`no_sync`] keeps, take too much memory.
+    /// backward still reduces, but the sums stay in the shards, nothing is reduced across replicas, and the returned
+    /// gradients are empty. The next backward with true returns the sums of all, including units that it does not use.
+    /// Use this for micro-batches whose full gradients, which [`no_sync`] keeps, take too much memory.
     ///
     /// # Errors
     ///
@@ -182,15 +182,15 @@ impl UnitHandle {
         self.generation.let_go()
     }
 
-    /// Sets the divisors of its gradients from the next reduction on, in place of
+    /// Sets the divisors of its gradients from the next reduction on, instead of
     /// [`ShardPolicy::divide_factors`](crate::ShardPolicy::divide_factors); `None` for the number of ranks. These
     /// factors also divide pending gradients of earlier steps without reduction. All ranks must set the same.
     ///
     /// # Errors
     ///
     /// [`Error::State`] inside a backward, while a forward waits for its backward, and while divided gradients wait on
-    /// the shards, to cross to the replicas ([`set_requires_all_reduce`](Self::set_requires_all_reduce)) or for the
-    /// last backward ([`set_is_last_backward`](Self::set_is_last_backward)).
+    /// the shards, for the all-reduce across replicas ([`set_requires_all_reduce`](Self::set_requires_all_reduce)) or
+    /// for the last backward ([`set_is_last_backward`](Self::set_is_last_backward)).
     pub fn set_divide_factors(
         &self,
         factors: impl Into<Option<DivideFactors>>,

@@ -232,8 +232,7 @@ impl Parameter<'_> {
         (self.by_rank.get)(gradients, self.id)
     }
 
-    /// Scales its gradient. Where ranks compare bytes, first checks that it still has the bytes that arrived, and seals
-    /// the result.
+    /// Scales its gradient. If ranks compare bytes, first checks that the gradient is unchanged, and seals the result.
     fn scale_sealed(
         &self,
         roots: &[Arc<Root>],

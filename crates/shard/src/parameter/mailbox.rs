@@ -28,8 +28,8 @@ pub(crate) fn hand(unit: &Arc<Unit>, index: usize, handed: Handed) {
     HANDED.set(Some((Arc::as_ptr(unit), index, handed)));
 }
 
-/// Takes the message that the stand-in of this parameter has just left. A message for another parameter comes
-/// from a walk that was interrupted, and is dropped.
+/// Takes the message that the stand-in of this parameter has just left. A message for another parameter is left from an
+/// interrupted walk, and is dropped.
 fn take_handed(unit: &Arc<Unit>, index: usize) -> Option<Handed> {
     let (of, at, handed) = HANDED.take()?;
     (of == Arc::as_ptr(unit) && at == index).then_some(handed)

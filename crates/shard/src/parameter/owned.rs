@@ -66,7 +66,7 @@ impl RootLink {
         *self.0.lock() = Some(root.clone());
     }
 
-    /// Returns the root, once there is one.
+    /// Returns the root, if there is one yet.
     pub(crate) fn root(&self) -> Option<Arc<Root>> {
         self.0.lock().clone()
     }
@@ -128,7 +128,7 @@ impl Owned {
         Self::of(generation, self.slot, copy, self.root_link.clone())
     }
 
-    /// Returns the copies that were made of the parameter.
+    /// Returns the copies made of the parameter.
     pub(super) fn clones(&self) -> &Arc<Clones> {
         &self.clones
     }

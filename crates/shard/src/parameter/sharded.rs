@@ -22,7 +22,7 @@ use crate::thrown::throw;
 /// engine's attachment.
 const ADAPTER: &str = "LoraAdapter";
 
-/// The value of one parameter on this rank: its shard, or the whole value where it is kept whole.
+/// The value of one parameter on this rank: its shard, or the whole value if it is kept whole.
 ///
 /// Optimizers and gradients see a shard as a one-dimensional parameter, and a whole parameter in its own shape. They
 /// see it under the path and id of the parameter that it represents. The parameter itself is a stand-in that has the

@@ -49,7 +49,7 @@ pub(super) struct Ended {
 /// The gradients that wait on this rank.
 #[derive(Default)]
 pub(super) struct Accumulation {
-    /// Full gradients by use, until the unit's last one has arrived.
+    /// Full gradients by use, until the unit's gradients are complete.
     pub(super) of_uses: BTreeMap<u64, Slots<Gradient>>,
     /// Units whose gradients are complete in this backward, with the gradients that wait for its end.
     pub(super) ended: Vec<Ended>,

@@ -113,7 +113,7 @@ impl Progress {
                 let unit = &generation.unit;
                 let is_here = ahead.is_none() && !generation.life.is_sharded();
                 if forward && unit.groups.neighbours.is_some() && !unit.keeps() && !is_here {
-                    // The neighbours will want this rank's piece in backward.
+                    // The neighbours will need this rank's piece in backward.
                     if ahead.is_none() {
                         root.start_gather(&generation, operation)?;
                     }

@@ -55,7 +55,7 @@ impl Arrival {
         }
     }
 
-    /// Returns the seal of a gradient that has arrived: its buffer's seal, unless it was changed to another type.
+    /// Returns the seal of a gradient on arrival: its buffer's seal, unless it was cast to another type.
     fn seal_of(
         self,
         slot: &Slot,

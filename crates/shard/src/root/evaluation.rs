@@ -33,7 +33,7 @@ struct Evaluated {
     group: ProcessGroup,
     /// The units, in the module's order, of the copy of the module that all ranks evaluate.
     units: Vec<Evaluable>,
-    /// True once a rank has left with an error: the others have also left.
+    /// True once a rank has failed, which ends the evaluation on all ranks.
     is_broken: AtomicBool,
 }
 

@@ -21,11 +21,11 @@ use crate::slot::{Slot, Slots};
 use crate::spec::averaging;
 use crate::unit::Unit;
 
-/// The description of the sum of the shards' gradients that crosses to the replicas.
+/// The description of the sum of the shards' gradients that is reduced across replicas.
 const SUM: &str = "the reduced gradient";
 
 impl Root {
-    /// Returns true if reduced gradients of a unit wait to cross to the replicas.
+    /// Returns true if reduced gradients of a unit wait on the shards.
     pub(crate) fn holds_sums_of(&self, unit: &Unit) -> bool {
         let progress = self.progress();
         let (index, gradients) = (unit.position(), &progress.gradients);

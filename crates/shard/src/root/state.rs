@@ -272,7 +272,7 @@ impl Root {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] inside a backward; `advice` tells the user what to do.
+    /// [`Error::State`] inside a backward; `advice` is shown to the user.
     pub(crate) fn expect_outside_backward(&self, advice: &'static str) -> Result<(), Error> {
         match self.stage() {
             Phase::Idle | Phase::Forward => Ok(()),

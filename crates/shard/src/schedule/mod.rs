@@ -37,7 +37,7 @@ const MISLED: u8 = 4;
 pub(crate) enum Next {
     /// An operation to issue.
     Issue(Step),
-    /// The end of the recorded order, where ranks exchange the operations that they want.
+    /// The end of the recorded order, where ranks exchange their wishes.
     Meet,
     /// An agreement with the other ranks on the next operation.
     Agree,
@@ -100,7 +100,7 @@ pub(crate) struct Schedule {
     /// The place after the operation that this rank last asked for. It equals the cursor as long as this rank finds
     /// what it needs; otherwise it falls behind.
     aligned: usize,
-    /// The places of the gathers whose backward is still to come, by use.
+    /// The places of the gathers whose backward has not ended yet, by use.
     uses: BTreeMap<u64, usize>,
     last_asked: Option<usize>,
     phase: Phase,
