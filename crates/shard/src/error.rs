@@ -106,7 +106,7 @@ pub enum Error {
         /// Path of the parameter.
         path: String,
     },
-    /// A number of ranks to which full weights cannot be resharded.
+    /// A group size to which full weights cannot be resharded.
     #[error(
         "cannot reshard to groups of {got} ranks; choose a divisor of the {ranks} ranks of the shard axis"
     )]
@@ -135,7 +135,7 @@ pub enum Error {
         first: String,
         /// The path seen second.
         second: String,
-        /// The reason why the fields cannot share the parameter, and the remedy.
+        /// The reason that the fields cannot share the parameter, and the remedy.
         problem: &'static str,
     },
     /// A backend for which this build has no gather operation.
@@ -259,7 +259,7 @@ pub enum Error {
          or call backward before the next forward"
     )]
     Consumed,
-    /// A child that was sharded over another process group than its parent.
+    /// A child that was sharded over a different process group from its parent.
     #[error(
         "unit `{unit}` is sharded over group `{got}`, but its parent over `{expected}`; shard a module and its children \
          over the same group"
@@ -281,7 +281,7 @@ pub enum Error {
         expected: String,
         /// The state found.
         got: String,
-        /// The advice to the user.
+        /// The advice for the user.
         advice: &'static str,
     },
     /// A tracked tensor in a recomputed region that is neither its input nor one of its module's tensors.
@@ -465,7 +465,7 @@ pub enum Error {
         file: String,
         /// The reason for the failure.
         reason: String,
-        /// The advice to the user.
+        /// The advice for the user.
         advice: &'static str,
     },
     /// A gradient that the engine did not sum and divide according to the policy.

@@ -26,8 +26,8 @@
 //!   devices, its fixed properties, and its mutable state.
 //! - `copies`: the values that belong together, as optimizers, clones and records create new ones, and the life cycle
 //!   of the full parameters gathered from them.
-//! - `root`: gathers a unit at its first use, creates the autodiff nodes, collects gradients, and reduces them when the
-//!   unit's last gradient has arrived.
+//! - `root`: gathers a unit at its first use, creates the autodiff nodes, collects gradients, and reduces them once the
+//!   unit's gradients are complete.
 //! - `parameter`: the form in which Burn sees a sharded parameter: a reparameterization that is called at every
 //!   `Param::val`.
 //! - `survey`: the float tensors of a module by kind, before it is sharded. `layer`: rules for specific layer types.
@@ -42,7 +42,7 @@
 //! - `unmanaged`: parameters that would not be reduced.
 //! - `recompute` (activation checkpointing), `numbers` (random numbers that are drawn again), `leaves` (autodiff leaves
 //!   that ranks share) and `step` ([`backward`]).
-//! - `wrapper` offers all of it as methods.
+//! - `wrapper`: all of this as methods.
 //!
 //! A file imports only from parts listed before its own, and there are no import cycles.
 //!
@@ -139,7 +139,7 @@ pub use wrapper::FullyShardedDataParallel;
 #[cfg(doc)]
 pub mod protocol {}
 
-/// The types of computation and of gradient reduction, as Burn names them.
+/// The types of computation and gradient reduction, as Burn types.
 ///
 /// ```
 /// use burn::tensor::FloatDType;

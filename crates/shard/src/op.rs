@@ -1,6 +1,6 @@
 //! The engine's operations as Burn backend operations, differentiated by hand.
 //!
-//! Three nodes go into the autodiff graph, none into the model's code:
+//! The engine adds three kinds of nodes to the autodiff graph, and nothing to the model's code:
 //!
 //! - `unshard`: its output is the full parameter. Backward passes the full gradient to the unit. If full weights are
 //!   dropped after forward, the node is memory-bound regardless of the device's strategy: consumers keep the node
@@ -122,14 +122,14 @@ pub(crate) trait ShardOps: Backend {
         weight: Arc<dyn Weight>,
     ) -> FloatTensor<Self>;
 
-    /// Returns `token` as a link that is deeper than it and than `ruler`, and announces `milestone`.
+    /// Returns a link that is deeper than `token` and `ruler`, and announces `milestone`.
     fn link(
         token: FloatTensor<Self>,
         ruler: FloatTensor<Self>,
         milestone: Arc<dyn Announce>,
     ) -> FloatTensor<Self>;
 
-    /// Returns `ruler`, which is not tracked, deeper by `links`.
+    /// Returns the untracked `ruler`, deepened by `links`.
     fn extend(ruler: FloatTensor<Self>, links: usize) -> FloatTensor<Self>;
 
     /// Returns the `output` that a region computed from `input` without a graph, as a node whose backward runs `region`
@@ -403,7 +403,7 @@ pub(crate) fn unshard<const D: usize>(
     ))
 }
 
-/// Returns `token` as a link that is deeper than it and than `ruler`, and announces `milestone`.
+/// Returns a link that is deeper than `token` and `ruler`, and announces `milestone`.
 pub(crate) fn link(token: Tensor<1>, ruler: Tensor<1>, milestone: Arc<dyn Announce>) -> Tensor<1> {
     Tensor::from_dispatch(Dispatch::link(
         token.into_dispatch(),
@@ -412,7 +412,7 @@ pub(crate) fn link(token: Tensor<1>, ruler: Tensor<1>, milestone: Arc<dyn Announ
     ))
 }
 
-/// Returns `ruler`, which is not tracked, deeper by `links`.
+/// Returns the untracked `ruler`, deepened by `links`.
 pub(crate) fn extend(ruler: Tensor<1>, links: usize) -> Tensor<1> {
     Tensor::from_dispatch(Dispatch::extend(ruler.into_dispatch(), links))
 }

@@ -79,8 +79,8 @@ fn record_len(elements: usize) -> usize {
     elements + size_of::<f32>() * elements.div_ceil(BLOCK)
 }
 
-/// Writes the codes of a block to `codes`. Returns its scale, which is NaN if an element is infinite or NaN: the whole block then
-/// becomes NaN.
+/// Writes the codes of a block to `codes`. Returns its scale. If an element is infinite or NaN, the scale and thus the
+/// whole block is NaN.
 fn encode(words: &[[u8; 4]], codes: &mut [u8]) -> f32 {
     let value = |word: &[u8; 4]| f32::from_ne_bytes(*word);
     let is_finite = words.iter().all(|word| value(word).is_finite());

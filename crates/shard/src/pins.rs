@@ -7,7 +7,7 @@ use burn_fsdp_collectives::Buffer;
 
 use crate::report;
 
-/// A unit whose full weights something other than the engine keeps alive.
+/// A unit whose full weights are kept alive outside the engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pinned {
     /// Path of the unit.

@@ -293,7 +293,7 @@ impl ShardPolicy {
     /// anyway.
     ///
     /// Tensors that the units do not manage (ignored parameters, running states) stay on the computing device.
-    /// `Module::to_device` moves them, and the device of full parameters, but not the shards.
+    /// `Module::to_device` moves them and changes the device of full parameters, but leaves the shards on the host.
     ///
     /// This has no effect on a module that was built on `host`.
     pub fn offload_to(mut self, host: Device) -> Self {
@@ -331,14 +331,14 @@ impl ShardPolicy {
         self
     }
 
-    /// Returns true if sharding attaches [adapters](Self::lora), so that the sharded module has parameters that the
-    /// module itself lacks.
+    /// Returns true if sharding attaches [adapters](Self::lora), so the sharded module has parameters that the module
+    /// itself lacks.
     pub fn attaches_adapters(&self) -> bool {
         self.lora.is_some()
     }
 
     /// Sets the steps whose gradients are audited. Default: in debug builds the first step and each step with a new
-    /// order of operations; in other builds none. All ranks must set the same; otherwise nothing is compared.
+    /// order of operations; in other builds none. All ranks must set the same value; otherwise nothing is compared.
     pub fn audit(mut self, steps: Audit) -> Self {
         self.audit = steps;
         self

@@ -294,7 +294,7 @@ struct Kind {
     wire: ElementType,
     /// The type of the sum.
     sum: ElementType,
-    /// Burn's name of the type of the sum.
+    /// Burn's type of the sum.
     dtype: DType,
     device: Device,
 }

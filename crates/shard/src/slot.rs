@@ -136,7 +136,7 @@ impl Slot {
         self.is_gathered() && owner.is_some_and(|owner| owner != rank)
     }
 
-    /// Returns the number of dims in which optimizers see it.
+    /// Returns the number of dims that optimizers see.
     pub(crate) fn shown_dims(&self) -> usize {
         match self.is_flattened() {
             true => 1,

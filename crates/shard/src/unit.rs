@@ -163,7 +163,7 @@ impl Unit {
         }
     }
 
-    /// Gives the unit its position in the root's list.
+    /// Sets the unit's position in the root's list.
     pub(crate) fn set_position(&self, position: usize) {
         self.index.store(position, Ordering::Relaxed);
     }

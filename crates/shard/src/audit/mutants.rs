@@ -29,7 +29,7 @@ enum Group {
 enum Event {
     /// A gradient is computed.
     Comes { rank: usize, parameter: usize },
-    /// The gradients of a unit that have arrived are summed over a group and divided by a number.
+    /// The gradients computed for a unit are summed over a group and divided by a number.
     Reduce { unit: usize, over: Group, by: f64 },
     /// A unit's sums are summed over the replicas.
     Cross { unit: usize },
@@ -298,8 +298,7 @@ const ALL: [Wrong; 11] = [
     Wrong::OldGradient,
 ];
 
-/// Changes one event at random. Changes nothing if there is no event of the kind, or if the change would not
-/// change a sum.
+/// Changes one event at random, unless there is no event of the kind or the change would not affect a sum.
 fn mutated(
     layout: &Layout,
     events: &[Event],

@@ -265,7 +265,7 @@ impl Generation {
         self.held(slot).plain
     }
 
-    /// Returns the leaf that gradients of `slot` belong to, if they are wanted.
+    /// Returns the leaf that gradients of `slot` belong to, if it is trainable.
     pub(crate) fn node(&self, slot: usize) -> Option<NodeId> {
         self.held(slot).node
     }
@@ -326,7 +326,7 @@ impl Generation {
         self.unit.staging.moved(held, &device)
     }
 
-    /// Returns true if gradients of `slot` are wanted.
+    /// Returns true if the value of `slot` is trainable.
     pub(crate) fn is_trainable(&self, slot: usize) -> bool {
         self.node(slot).is_some()
     }
@@ -466,7 +466,7 @@ impl Kin {
     }
 }
 
-/// Returns an identifier that is the same for all units and ranks that went through the same passes.
+/// Returns an identifier that is equal for all units and ranks after the same passes.
 fn mix(epoch: u64, transition: Transition, ordinal: usize) -> u64 {
     Fingerprint::of(&(epoch, transition, ordinal))
 }

@@ -58,7 +58,7 @@ impl Holders {
         !self.holds.lock().is_empty()
     }
 
-    /// Adds a hold of copy `copy` on the parameter of `slot`.
+    /// Adds a reference from copy `copy` to the parameter of `slot`.
     pub(crate) fn take_hold(&self, copy: u64, slot: usize) {
         let mut holders = self.holds.lock();
         let slots = holders
@@ -67,7 +67,7 @@ impl Holders {
         slots[slot] += 1;
     }
 
-    /// Removes a hold of copy `copy` on the parameter of `slot`.
+    /// Removes a reference from copy `copy` to the parameter of `slot`.
     pub(crate) fn let_go(&self, copy: u64, slot: usize) {
         let mut holders = self.holds.lock();
         if let Some(slots) = holders.get_mut(&copy) {

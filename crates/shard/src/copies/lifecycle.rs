@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use crate::error::Error;
 use crate::slot::Slots;
 
-/// The life cycle of a unit's full parameters.
+/// The state of a unit's full parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UnitState {
     /// Only the shards exist.

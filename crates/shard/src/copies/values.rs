@@ -23,7 +23,7 @@ pub(super) struct Value {
     pub(super) plain: Tensor<1>,
     /// The device of the value, with the autodiff of the module.
     pub(super) device: Device,
-    /// The leaf's node, if gradients are wanted.
+    /// The leaf's node, if the value is trainable.
     pub(super) node: Option<NodeId>,
     /// The checksum of the value's bytes as they were written, if ranks compare bytes.
     pub(super) seal: Option<Seal>,

@@ -1,4 +1,4 @@
-//! The paths of a module's parameters, which sharding keeps.
+//! The paths of a module's parameters, which sharding preserves.
 
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
@@ -27,7 +27,7 @@ impl path::Visitor for Paths {
 }
 
 /// Checks that `module` has the parameters that [`parameter_paths`] returned `before` it was sharded or otherwise
-/// changed, under the same paths and in the same order. Factors of adapters do not count. Not collective.
+/// changed, under the same paths and in the same order. Factors of adapters are ignored. Not collective.
 ///
 /// # Errors
 ///

@@ -16,7 +16,7 @@ use crate::path::{self, Location};
 pub struct UnitPlan {
     /// Path of the module; `root` for the outermost unit.
     pub name: String,
-    /// Number of parameters (elements), whole.
+    /// Number of parameters (elements) of the whole unit.
     pub num_params: usize,
     /// Bytes of the unit's full parameters while it is unsharded.
     pub unsharded: usize,
@@ -30,13 +30,13 @@ pub struct UnitPlan {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct WrapPlan {
-    /// Ranks that share the parameters.
+    /// Number of ranks that share the parameters.
     pub world_size: usize,
     /// The units, the root first.
     pub units: Vec<UnitPlan>,
-    /// Units gathered ahead of their use.
+    /// Number of units gathered ahead of their use.
     pub prefetch: usize,
-    /// Remarks on units that save less memory than they could.
+    /// Warnings about units that save less memory than they could.
     pub warnings: Vec<String>,
 }
 

@@ -17,7 +17,7 @@ use crate::unit::Unit;
 /// One unit of a sharded module, in this copy of the module.
 ///
 /// Switches take effect from the next step. All ranks must switch in the same way; ranks whose operations differ
-/// because of a switch get `Error::Mismatch` from the next one.
+/// because of a switch get `Error::Mismatch` from the next operation.
 #[derive(Clone)]
 pub struct UnitHandle {
     unit: Arc<Unit>,
@@ -158,8 +158,8 @@ impl UnitHandle {
         Ok(())
     }
 
-    /// Starts to gather the full parameters, ahead of their use. The first access to one of them waits for
-    /// the gather; [`Unsharding::wait`] waits immediately.
+    /// Starts gathering the full parameters ahead of their use. The first access to one of them waits for the gather;
+    /// [`Unsharding::wait`] waits immediately.
     ///
     /// Collective.
     ///
@@ -241,7 +241,7 @@ impl Unsharding<'_> {
 /// A backward inside `body` returns empty gradients, so there is no optimizer step yet. Call both forward and backward
 /// inside.
 ///
-/// All ranks must do so in the same way.
+/// All ranks must call it in the same way.
 ///
 /// # Errors
 ///

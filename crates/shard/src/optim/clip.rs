@@ -144,7 +144,7 @@ pub(crate) fn is_finite(entry: &Entry) -> bool {
     contribution(Measure::Largest, &entry.flat).is_finite()
 }
 
-/// Combines one number of each rank.
+/// Combines one number from each rank.
 pub(crate) fn all_reduce(
     group: &ProcessGroup,
     number: f64,

@@ -180,7 +180,7 @@ impl<'a> Trial<'a> {
             && shards(&|start| self.run([LEN / num_shards], start, gradients))
     }
 
-    /// Returns the bits of the elements from `start` on after some steps; `None` after a panic.
+    /// Returns the bits of the elements, beginning at `start`, after some steps; `None` after a panic.
     fn run<const D: usize>(
         &self,
         shape: [usize; D],

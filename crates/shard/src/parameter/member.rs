@@ -29,7 +29,7 @@ pub(crate) struct Member {
     pub(crate) id: ParamId,
     /// True for every field of a shared parameter except the first, through which it is a member.
     pub(crate) is_tied: bool,
-    /// An uncounted hold, used to read the full parameter.
+    /// An uncounted reference, used to read the full parameter.
     owned: Owned,
     /// The parent of the full parameter in a graph.
     parent: Tensor<1>,

@@ -53,9 +53,9 @@ pub(super) struct Accumulation {
     pub(super) of_uses: BTreeMap<u64, Slots<Gradient>>,
     /// Units whose gradients are complete in this backward, with the gradients that wait for its end.
     pub(super) ended: Vec<Ended>,
-    /// Gradients of steps without reduction, by unit, until its next reduction.
+    /// Gradients of steps without reduction, by unit, until the unit's next reduction.
     pub(super) held: BTreeMap<usize, Slots<Gradient>>,
-    /// Shards' gradients that have not crossed to the replicas yet, or wait for the last backward, by unit.
+    /// Shards' gradients that wait for the all-reduce across replicas or the last backward, by unit.
     pub(super) partial: BTreeMap<usize, Slots<Sum>>,
     /// Reduced gradients of parameters kept whole that wait for the last backward, by unit.
     pub(super) whole: BTreeMap<usize, Slots<Sum>>,

@@ -78,8 +78,8 @@ impl Progress {
         }
     }
 
-    /// Synchronizes with the other ranks at the end of the order, with the reduction there. Closes the step if all
-    /// ranks are at its end; otherwise returns the next operation that they agree on.
+    /// Synchronizes with the other ranks through the reduction at the end of the order. Closes the step if all ranks
+    /// are at its end; otherwise returns the next operation that they agree on.
     fn meet(&mut self, root: &Root, wanted: Operation) -> Result<Option<Step>, Error> {
         self.order.discard_prefetched();
         let notes = self.reduce_whole(root, wanted)?;

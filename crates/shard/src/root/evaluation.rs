@@ -14,7 +14,7 @@ use crate::schedule::Operation;
 /// The note of a rank that needs nothing more.
 const DONE: u32 = u32::MAX;
 
-/// The note of a rank that leaves with an error.
+/// The note of a rank that failed.
 const FAILED: u32 = u32::MAX - 1;
 
 /// A unit of the evaluated module, with its root.
@@ -109,7 +109,7 @@ impl Evaluation {
         self.0.join_until(DONE)
     }
 
-    /// Tells the other ranks that this one leaves with an error.
+    /// Tells the other ranks that this one failed.
     pub(crate) fn fail(self) {
         if !self.0.is_broken.load(Ordering::Relaxed) {
             // A second error is ignored: this rank already has one, and all ranks notice a failed collective.

@@ -41,7 +41,7 @@ pub struct LocalTensor {
 /// The part of a tensor that a rank holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LocalPart {
-    /// A range of the flat elements of a sharded parameter; everything or nothing if the partition has a [sole
+    /// A range of the flat elements of a sharded parameter; everything or nothing if it has a [sole
     /// owner](Partition::sole_owner).
     Shard {
         /// The elements.

@@ -50,7 +50,7 @@ use ties::Ties;
 ///
 /// Each unit is gathered when one of its parameters is first used, and freed after its forward and after its backward.
 /// Its gradients are averaged over the ranks. All ranks start from rank 0's values. Uninitialized parameters are
-/// initialized only there, one at a time in module order.
+/// initialized only on rank 0, one at a time in module order.
 ///
 /// Burn's random numbers come from one generator for all threads of the process. For reproducible initial values, seed
 /// the device only on rank 0, directly before this call, and draw nothing on other ranks meanwhile; `device.seed` on

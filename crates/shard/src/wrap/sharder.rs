@@ -260,7 +260,7 @@ fn lazy(factor: &Found, fill: Fill) -> Param<Tensor<2>> {
     Param::uninitialized(factor.id, make, device, true, Shape::from(shape))
 }
 
-/// A sharder of the part below a path.
+/// A sharder for the part below a path.
 struct Below<'a, 'b> {
     prefix: String,
     sharder: &'a mut Sharder<'b>,
