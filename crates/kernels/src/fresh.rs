@@ -34,7 +34,7 @@ where
             change(number, part.write_copy_of_slice(source), scratch)
         })
         .collect();
-    // SAFETY: that many elements are allocated. The chunks of both slices agree in number and length, so all elements
+    // SAFETY: `total` elements are allocated. The chunks of both slices agree in number and length, so all elements
     // have been written.
     unsafe { copy.set_len(total) };
     (copy, results)

@@ -400,7 +400,7 @@ impl Kernel for Finite<'_> {
 
     #[inline(always)]
     fn run(self) -> bool {
-        // The product of zero and a number that is not finite is NaN.
+        // The product of zero and a non-finite number is NaN.
         sum_by(self.0, |x| x * 0.0) == 0.0
     }
 }

@@ -8,7 +8,7 @@ use crate::exp::exp_or_zero;
 use crate::rows::{exp_row, max, scale, sum_by, sum_pairs_by};
 use crate::vectors::Kernel;
 
-/// The keys that queries see.
+/// The rule for which keys a query sees.
 #[derive(Clone, Debug)]
 pub(super) enum Mask {
     /// A query sees keys up to its own position.

@@ -109,7 +109,7 @@ pub(crate) fn weighted(qkv: [FlexTensor; 3], weighting: Weighting) -> FlexTensor
     weighting.of(qkv).forward()
 }
 
-/// Returns the gradients of queries, keys and values of [`weighted`].
+/// Returns the gradients of [`weighted`]'s queries, keys and values.
 pub(crate) fn weighted_gradients(
     qkv: [FlexTensor; 3],
     grad: &FlexTensor,

@@ -12,7 +12,7 @@ use crate::unit::Unit;
 /// Returns this rank's part of rank 0's value of `param`. No other rank initializes the parameter, and no rank holds
 /// more than one whole parameter for it.
 ///
-/// With replicas, the first of them receives from rank 0 and passes its shards to the others.
+/// With replicas, the first of them receives from rank 0 and passes its shard on to the others.
 pub(crate) fn value<const D: usize>(
     unit: &Unit,
     slot: &Slot,
