@@ -148,7 +148,7 @@ impl Shown {
     }
 }
 
-/// Returns a parameter with the elements of `flat`, with the same device and autodiff.
+/// Returns a parameter with the elements of `flat`, on its device and with its autodiff.
 fn leaf<const D: usize>(
     id: ParamId,
     flat: Tensor<1>,

@@ -97,7 +97,7 @@ impl Case {
         ]
     }
 
-    /// Returns the result and gradients composed of Burn's operations in 64 bits, heads before time.
+    /// Returns the result and gradients, composed of Burn's operations in 64 bits, with heads before time.
     fn composed(&self) -> [Vec<f32>; 4] {
         let device = Device::flex().autodiff();
         let shapes = self.shapes();

@@ -24,8 +24,8 @@ use crate::thrown::{catch, throw};
 pub struct Memory {
     /// Parameters that this rank holds between steps: its shards and the parameters kept whole.
     pub parameters: usize,
-    /// Full parameters, full gradients and transport buffers alive now. For a device with its own memory,
-    /// only the memory on the host during a collective.
+    /// Full parameters, full gradients and transport buffers alive now. For a device with its own memory, only the host
+    /// memory during a collective.
     pub unsharded_live: usize,
     /// The maximum of `unsharded_live` since the start or the last [`reset_peak`].
     pub unsharded_peak: usize,

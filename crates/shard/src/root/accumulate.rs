@@ -122,8 +122,8 @@ impl Accumulation {
         Ok(())
     }
 
-    /// Returns true if gradients of a unit wait for a reduction in this backward. Gradients on the shards do if it is
-    /// the last.
+    /// Returns true if gradients of a unit wait for a reduction in this backward. Gradients on the shards count only if
+    /// it is the last.
     pub(super) fn wait_for(&self, unit: &Unit, is_last: bool) -> bool {
         let index = unit.position();
         let is_due = is_last && unit.crosses() && self.partial.contains_key(&index);

@@ -46,7 +46,7 @@ use read::Read;
 use sharder::Sharder;
 use ties::Ties;
 
-/// Shards `module` over the policy's axis of `mesh` and returns it, with the same type and the same usage.
+/// Shards `module` over the policy's axis of `mesh`. The returned module has the same type and is used in the same way.
 ///
 /// Each unit is gathered when one of its parameters is first used, and freed after its forward and after its backward.
 /// Its gradients are averaged over the ranks. All ranks start from rank 0's values. Uninitialized parameters are
