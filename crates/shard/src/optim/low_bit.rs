@@ -15,23 +15,21 @@ use crate::transport;
 /// Number of elements in a [block](StateFormat::Block8), counted from the first element of the whole parameter.
 pub const STATE_BLOCK: usize = 256;
 
-/// The format of a [`LowBitOptimizer`]'s states between steps.
+/// The format in which a [`LowBitOptimizer`] keeps states between steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StateFormat {
     /// 16 bits per element, the upper half of a 32-bit float: 8 bits of precision. Half the memory.
     Bf16,
-    /// 8 bits per element, plus 32 bits per block of [`STATE_BLOCK`] elements. The 32 bits store the block's largest
-    /// magnitude exactly. Each element has a sign and one of 128 levels relative to that magnitude: the dynamic tree of
-    /// Dettmers et al., 2021, with 64 levels from a tenth of it upward and half as many for each tenth below. A quarter
-    /// of the memory.
+    /// 8 bits per element, plus 32 bits per block of [`STATE_BLOCK`] elements. The 32 bits are the block's largest magnitude, kept
+    /// exactly. Each element has a sign and one of 128 levels relative to that magnitude: the dynamic tree of Dettmers et al., 2021,
+    /// with 64 levels from a tenth of it upward and half as many for each tenth below. A quarter of the memory.
     ///
     /// A step is rejected if a block spans two shards; to prevent this, use [`Cut::Multiples`](crate::Cut::Multiples).
     Block8,
 }
 
-/// A Burn optimizer that keeps its states in fewer bits: each 32-bit tensor that `O` keeps for a parameter is stored in
-/// a [`StateFormat`]. A step widens a parameter's states to 32-bit floats, runs `O`'s update in 32 bits, and rounds the
-/// new states.
+/// A Burn optimizer that keeps its states in fewer bits: each 32-bit tensor that `O` keeps for a parameter is stored in a
+/// [`StateFormat`]. A step widens a parameter's states to 32-bit floats, lets `O` update in 32 bits, and rounds the new states.
 ///
 /// *Rounding is stochastic*: up or down with probabilities by distance, so the mean of many roundings is the value.
 /// With rounding to nearest, an average would never move if each change is below half of the type's resolution: Adam's
