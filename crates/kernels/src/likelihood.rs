@@ -1,4 +1,4 @@
-//! Log probabilities of chosen classes: the part of a softmax that a cross entropy of logits needs.
+//! Log probabilities of selected classes: the part of a softmax that the cross entropy of logits needs.
 
 use std::ops::Range;
 
@@ -55,8 +55,8 @@ pub(crate) fn forward(logits: &FlexTensor, classes: &FlexTensor) -> [FlexTensor;
     ]
 }
 
-/// Returns the bytes for the rows' classes as indices and, if needed, a number for each row. In backward, the number is
-/// the gradient; in forward with halves, it is the result before rounding.
+/// Returns the bytes for the rows' classes as indices and, if needed, one number per row: the gradient in backward, or
+/// the result before rounding in forward with halves.
 pub(crate) fn scratch_bytes(rows: usize, dtype: DType, is_backward: bool) -> usize {
     let is_beside = is_backward || dtype == DType::BF16;
     let beside = if is_beside { size_of::<f32>() } else { 0 };

@@ -97,7 +97,7 @@ fn scaled(
 ) -> FlexTensor {
     let (gamma, beta) = (contiguous(gamma), beta.map(contiguous));
     let beta = beta.as_ref().map(floats);
-    // If others hold the input, writing to it makes the single necessary copy.
+    // If the input is shared, writing to it makes the only copy.
     let mut output = contiguous(x);
     let kernel = Forward {
         gamma: &floats(&gamma),
@@ -188,7 +188,7 @@ fn gradients(
     (grad, total)
 }
 
-/// Returns the bytes for the gradients of this many vectors: one sum for each chunk of rows.
+/// Returns the scratch bytes for the gradients of this many vectors: one sum for each chunk of rows.
 pub(crate) fn scratch_bytes([rows, width]: [usize; 2], vectors: usize) -> usize {
     rows.div_ceil(CHUNK_ROWS) * vectors * width * size_of::<f32>()
 }

@@ -14,9 +14,9 @@ use crate::{silu, sum};
 /// A fused operation in a captured graph. It is an [`OperationIr::Custom`](burn_ir::OperationIr::Custom) with this
 /// [name](Self::name), which [`run`](Self::run) computes.
 ///
-/// Inputs and outputs are those of the kernels, either all 32-bit floats or all halves (`bf16`). Halves are widened
-/// when they are read, and results are rounded once. The loss and the factor of `models.cross_entropy_backward`
-/// always have 32 bits:
+/// Inputs and outputs are the kernels', either all 32-bit floats or all halves (`bf16`). Halves are widened when they
+/// are read, and results are rounded once. The loss and the factor of `models.cross_entropy_backward` always have 32
+/// bits:
 ///
 /// | name | inputs | outputs | scalars |
 /// |---|---|---|---|
@@ -78,11 +78,11 @@ pub enum FusedOperation {
     RmsNorm,
     /// The gradients of [`RmsNorm`](Self::RmsNorm).
     RmsNormBackward,
-    /// Attention of every position to itself and all earlier positions.
+    /// Attention from every position to itself and all earlier positions.
     CausalAttention,
     /// The gradient of [`CausalAttention`](Self::CausalAttention).
     CausalAttentionBackward,
-    /// Attention of queries to keys, under any number of masks, with or without factors on the probabilities.
+    /// Attention from queries to keys, under any number of masks, with or without factors on the probabilities.
     Attention,
     /// The gradients of [`Attention`](Self::Attention).
     AttentionBackward,
@@ -191,11 +191,11 @@ impl FusedOperation {
         Self::ALL.into_iter().find(|known| known.name() == name)
     }
 
-    /// Computes the operation on Burn's CPU backend. Inputs that nothing else holds are overwritten.
+    /// Computes the operation on Burn's CPU backend. Inputs that are not shared are overwritten.
     ///
     /// # Panics
     ///
-    /// If the inputs differ from those with which the operation was captured.
+    /// If the inputs do not match the captured call.
     pub fn run(self, call: &CustomOpIr, inputs: Vec<FlexTensor>) -> Vec<FlexTensor> {
         if self == Self::Pointwise {
             return vec![pointwise::run(
@@ -259,7 +259,7 @@ impl FusedOperation {
         }
     }
 
-    /// Returns the input that the first output of a call overwrites if nothing else holds it and it is contiguous. All
+    /// Returns the input that the first output of a call overwrites if the input is contiguous and not shared. All
     /// other outputs have their own memory.
     pub fn written_over(self, call: &CustomOpIr) -> Option<usize> {
         match self {
@@ -350,7 +350,7 @@ impl FusedOperation {
                     has_factors: false,
                     is_half,
                 };
-                // On average, half of the queries and keys are seen.
+                // On average, a query sees half of the keys.
                 (batch, shape[0] * (time + 1) / 2, sizes)
             }
         };
@@ -402,8 +402,8 @@ impl FusedOperation {
     }
 }
 
-/// Returns the work of a product. The scratch does not include copies of 32-bit factors, which depend on their memory
-/// order. See [`copied_columns`](crate::copied_columns) and the library's own rules.
+/// Returns the work of a product. The scratch does not include copies of 32-bit factors, which depend on the factors'
+/// memory order; see [`copied_columns`](crate::copied_columns) and the library's own rules.
 fn product_cost(call: &CustomOpIr) -> FusedCost {
     let (lhs, out) = (&call.inputs[0], &call.outputs[0]);
     let dims = |shape: &Shape| match shape.as_slice() {
@@ -440,8 +440,8 @@ fn pointwise_cost(call: &CustomOpIr, num_elements: u64) -> FusedCost {
     }
 }
 
-/// Returns the index of an attention's input that holds its factors: the last input, if it is neither a mask nor an
-/// input that every attention has.
+/// Returns the index of an attention's factors: the last input, unless that is a mask or an input that every attention
+/// has.
 fn factors_of(call: &CustomOpIr) -> Option<usize> {
     let is_backward = call.id == FusedOperation::AttentionBackward.name();
     let given = if is_backward { 4 } else { 3 };
@@ -449,7 +449,7 @@ fn factors_of(call: &CustomOpIr) -> Option<usize> {
     (last >= given && call.inputs[last].dtype.is_float()).then_some(last)
 }
 
-/// Returns the weighting of a call from its scalars and the inputs after the operands.
+/// Returns the weighting of a call from its scalars and the inputs that follow the operands.
 fn weighting(call: &CustomOpIr, inputs: impl Iterator<Item = FlexTensor>) -> Weighting {
     let mut inputs: Vec<FlexTensor> = inputs.collect();
     let number = |scalar: &ScalarIr| scalar.elem::<f32>();

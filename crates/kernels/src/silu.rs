@@ -160,8 +160,8 @@ impl Kernel for GatedGradient<'_> {
     }
 }
 
-/// Returns the gradient of `x` from the gradient of its SiLU. It is the sum of two parts, as in the composed
-/// operation. If one of them is NaN, so is the sum.
+/// Returns the gradient of `x` from the gradient of its SiLU. It is the sum of two parts, as in the composed operation,
+/// so it is NaN if either part is.
 #[inline(always)]
 fn gradient(x: f32, sigmoid: f32, grad: f32) -> f32 {
     grad * sigmoid + grad * x * sigmoid * (1.0 - sigmoid)

@@ -1,4 +1,4 @@
-//! Attention: causal over one packed tensor, and with any masks over queries, keys and values.
+//! Causal attention over one packed tensor, and attention with any masks over queries, keys and values.
 //!
 //! - `factors`: factors on probabilities, as in dropout.
 //! - `heads`: the operands, split into heads and blocks of queries.
@@ -29,7 +29,7 @@ use mask::Mask;
 #[derive(Debug)]
 struct CausalAttention;
 
-/// The input and the sizes that the backward pass needs.
+/// The input and sizes that the backward pass needs.
 #[derive(Clone, Debug)]
 struct Saved<T> {
     qkv: T,
@@ -87,7 +87,7 @@ pub(crate) fn causal_gradient(
     operands.packed_gradient(&grad).reshape(shape)
 }
 
-/// The changes that an attention makes to its scores and probabilities.
+/// The changes to the scores and probabilities of an attention.
 pub(crate) struct Weighting {
     /// The factor on the scores.
     pub(crate) scale: f32,
@@ -109,7 +109,7 @@ pub(crate) fn weighted(qkv: [FlexTensor; 3], weighting: Weighting) -> FlexTensor
     weighting.of(qkv).forward()
 }
 
-/// Returns the gradients of queries, keys and values of [`weighted`].
+/// Returns the gradients of [`weighted`]'s queries, keys and values.
 pub(crate) fn weighted_gradients(
     qkv: [FlexTensor; 3],
     grad: &FlexTensor,
@@ -133,8 +133,7 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    /// Returns the bytes that one sequence takes at a time: the scores of a block, the values derived from them, and
-    /// their codes.
+    /// Returns the scratch bytes of one sequence: the scores of a block, the values derived from them, and their codes.
     pub(crate) fn scratch_bytes(self, is_backward: bool) -> usize {
         let [queries, keys] = self.times;
         let queries = BLOCK.min(queries);
@@ -142,7 +141,7 @@ impl Sizes {
         let scores = queries * keys;
         let beside = if is_backward { scores } else { 0 };
         let codes = if self.is_masked { scores } else { 0 };
-        // Probabilities both unchanged and multiplied, and a row of widened factors.
+        // Probabilities both before and after multiplication, and a row of widened factors.
         let multiplied = match self.has_factors {
             true if is_backward => scores + keys,
             true => keys,
@@ -157,7 +156,7 @@ impl Sizes {
             (true, false) => parts + result,
             (true, true) => 2 * parts + result,
         };
-        // One of them is put in order before it is widened.
+        // One of them is made contiguous before it is widened.
         let ordered = if self.is_half {
             self.times[0].max(keys) * width.max(values)
         } else {
