@@ -14,7 +14,7 @@ use crate::error::CheckpointError;
 use crate::rendezvous::GroupRendezvous;
 use crate::snapshot::TrainingSnapshot;
 
-/// The pause before the retry of a failed last save.
+/// The pause before a failed last save is retried.
 const BEFORE_RETRY: Duration = Duration::from_secs(1);
 
 /// The longest wait for the previous save, if [`Checkpointer::patience`] does not set another.
@@ -22,10 +22,10 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// One rank's handle for the saves of a training run, which are written while training continues.
 ///
-/// A save takes two calls. With [`offer`](Self::offer) the ranks agree whether they are ready and have finite numbers;
-/// the caller decides on the save by the answer. [`begin`](Self::begin) starts saving the step. A failed save ends
-/// nothing: it is one of the [`remarks`](Self::remarks), and the training may continue. Only [`finish`](Self::finish)
-/// returns the result of the last one.
+/// A save takes two calls. With [`offer`](Self::offer), the ranks agree on whether they are ready and have finite
+/// numbers, and the caller decides whether to save. [`begin`](Self::begin) starts saving the step. A failed save does
+/// not end the training; it is reported as one of the [`remarks`](Self::remarks). Only [`finish`](Self::finish) returns
+/// the failure of the last save.
 ///
 /// To save in one call and wait for the disk, use [`save`](crate::save()).
 ///
@@ -103,7 +103,7 @@ pub struct NotFiniteTensor {
     pub rank: usize,
 }
 
-/// An event of a save that the user should know about, although the training continues.
+/// An event during a save that the user should know about, although the training continues.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum SaveRemark {
@@ -162,7 +162,7 @@ impl Checkpointer {
     ///
     /// # Errors
     ///
-    /// A failed collective; a thread for saving that cannot be started.
+    /// A failed collective; a save thread that cannot be started.
     pub fn new(
         world: &ProcessGroup,
         checkpoints: Checkpoints,
@@ -203,7 +203,7 @@ impl Checkpointer {
         self
     }
 
-    /// Waits a while for the previous save, and agrees with the other ranks on what can be saved.
+    /// Waits for the previous save for a limited time, and agrees with the other ranks on what can be saved.
     ///
     /// Collective: all ranks offer snapshots that they have taken at the same point.
     ///
@@ -282,9 +282,8 @@ impl Checkpointer {
         Ok(self.failure(last))
     }
 
-    /// Returns true if another attempt could have another result, as far as this rank knows. Ranks that only
-    /// received the report of a failure do not know its kind. If one rank does not try, the attempts of the
-    /// others fail when it leaves.
+    /// Returns true if a retry could succeed, as far as this rank knows. Ranks that only received the report of a
+    /// failure do not know its kind. If one rank does not retry, the retries of the others fail when it leaves.
     pub fn may_be_tried_again(failure: &StepError) -> bool {
         !matches!(
             failure,
@@ -295,8 +294,8 @@ impl Checkpointer {
         )
     }
 
-    /// Tries a last save once more, after a while, and returns its failure, if it fails. For ranks whose failure
-    /// [allows it](Self::may_be_tried_again).
+    /// Retries a failed last save once, after a pause, and returns the failure if it fails again. Call it on ranks
+    /// whose failure [allows it](Self::may_be_tried_again).
     ///
     /// # Errors
     ///
@@ -307,7 +306,7 @@ impl Checkpointer {
         mut request: SaveRequest,
     ) -> Result<Option<StepError>, CheckpointError> {
         std::thread::sleep(BEFORE_RETRY);
-        // If the step exists by now, the first attempt has left it.
+        // If the step already exists, the first attempt wrote it.
         request.existing = Existing::Replace;
         self.saver.start(request, taken.snapshot)?;
         let last = self.saver.wait();

@@ -1,4 +1,4 @@
-//! Device names, as on a command line.
+//! Device names, as given on a command line.
 
 use std::fmt;
 use std::str::FromStr;
@@ -24,9 +24,9 @@ use thiserror::Error as ThisError;
 /// # Ok::<(), burn_fsdp::Error>(())
 /// ```
 ///
-/// `flex` is the CPU. `wgpu`, `vulkan`, `metal`, `webgpu`, `cuda` and `rocm` are available in builds with the
-/// feature of that name. `wgpu:1` is the machine's second such device, and `wgpu` is the one with the rank's
-/// number on its machine.
+/// `flex` is the CPU. `wgpu`, `vulkan`, `metal`, `webgpu`, `cuda` and `rocm` are available in builds with the feature
+/// of that name. `wgpu:1` is the machine's second `wgpu` device, and `wgpu` is the device with the rank's number on its
+/// machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceName {
     backend: &'static str,

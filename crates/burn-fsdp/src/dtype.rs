@@ -28,7 +28,7 @@ pub(crate) fn dtype_of(name: &str, dtype: DType) -> Result<Dtype, CheckpointErro
     }
 }
 
-/// Returns the type of a piece of optimizer state that was saved.
+/// Returns Burn's type for a saved tensor of optimizer state.
 pub(crate) fn burn_dtype(name: &str, dtype: Dtype) -> Result<DType, CheckpointError> {
     match dtype {
         Dtype::F64 => Ok(DType::F64),

@@ -7,8 +7,8 @@ use thiserror::Error as ThisError;
 
 use crate::device_name::DeviceNameError;
 
-/// The errors of this library: a function that returns it, such as the body of a [`launch`](crate::launch()),
-/// can use `?` on sharding, steps, collectives, meshes, checkpoints, compiled steps and launches alike.
+/// The error of the whole library. A function that returns it, such as the body of a [`launch`](crate::launch()), can
+/// use `?` on the errors of sharding, steps, collectives, meshes, checkpoints, compiled steps and launches.
 ///
 /// The functions themselves return their own error types, which have more detail for a `match`.
 #[derive(Debug, ThisError)]
@@ -32,7 +32,7 @@ pub enum Error {
     /// The name of a device that this build or this machine does not have.
     #[error(transparent)]
     Device(#[from] DeviceNameError),
-    /// Burn's training loop among ranks that are processes.
+    /// Burn's training loop with processes as ranks, without support for sending step outputs.
     #[error(
         "`{launcher}` started {processes} processes, but step outputs, from which Burn's loop computes metrics, \
          travel between processes only if they are `Portable`; call `FullySharded::launch_among_processes`"
@@ -43,7 +43,7 @@ pub enum Error {
         /// Their number.
         processes: usize,
     },
-    /// A different training in another process, in Burn's training loop.
+    /// A process that has set up a different training run, in Burn's training loop.
     #[error(
         "rank {rank} differs from this rank in {what}; create the same loaders, model, optimizer and schedule in \
          every process, and read the same checkpoint"

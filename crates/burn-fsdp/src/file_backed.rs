@@ -21,13 +21,13 @@ use crate::optimizer_record::{OptimizerParts, check_taken};
 /// An optimizer whose state is in files, one for each unit of a sharded module. Only the state of the unit
 /// that is being updated is in memory.
 ///
-/// AdamW keeps two values for each parameter: with them in files, a rank needs memory only for its parameters
-/// and gradients. Each step reads and writes all state once, so a fast disk and large batches help. Values
-/// have the same bits as with the plain optimizer.
+/// AdamW keeps two values for each parameter: with them in files, a rank needs memory only for its parameters and
+/// gradients. Each step reads and writes all state once, so a fast disk and large batches help. The results are
+/// bit-identical to the plain optimizer's.
 ///
 /// State belongs to the run: the files are removed when this is dropped, and a folder that another run uses is
 /// rejected. The files of a killed run are removed; a folder with any other file is rejected, and left unchanged. A
-/// file that differs from the written one by a single bit ends the step. [`snapshot`](Self::snapshot) and
+/// step fails if a file has changed by even one bit since it was written. [`snapshot`](Self::snapshot) and
 /// [`restore_step`](Self::restore_step) are for [checkpoints](crate::checkpoint).
 ///
 /// ```no_run
@@ -60,7 +60,7 @@ struct Folder {
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        // Other programs may have put something there.
+        // This fails if other programs have put files there.
         let _ = fs::remove_dir(&self.path);
     }
 }
@@ -120,7 +120,7 @@ impl FileBackedOptimizer {
             return Ok(());
         }
         let _lock = take(&folder)?;
-        // Other runs create it again.
+        // Other runs create the folder again.
         let _ = fs::remove_dir(&folder);
         Ok(())
     }
@@ -132,8 +132,8 @@ impl FileBackedOptimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::WholeTensors`] at the first step; [`Error::OptimizerState`] if a file cannot be read or
-    /// written. Some units are updated by then and others are not: continue from a checkpoint.
+    /// [`Error::WholeTensors`] at the first step; [`Error::OptimizerState`] if a file cannot be read or written. By
+    /// then, only some units have been updated: continue from a checkpoint.
     pub fn step<M: Module>(
         &mut self,
         learning_rate: impl Into<ModuleLearningRate>,
@@ -145,8 +145,8 @@ impl FileBackedOptimizer {
         for part in gradients_by_unit(&module, gradients) {
             let gradients = without_empty(&module, part.gradients);
             if gradients.is_empty() {
-                // Other ranks hold all elements of its trained parameters. The step makes a new version of the module
-                // on all ranks.
+                // Other ranks hold all elements of the unit's trained parameters. Every rank must step the module,
+                // because the step creates a new version of it.
                 let mut none = self.optimizer.clone();
                 module = none.step(learning_rate.clone(), module, gradients);
                 continue;
@@ -175,7 +175,7 @@ impl FileBackedOptimizer {
         self.store(unit.to_owned(), &optimizer)
     }
 
-    /// Returns the bytes of all state, in files.
+    /// Returns the size of all state files in bytes.
     pub fn file_bytes(&self) -> u64 {
         let lens = self.files.values().map(|file| fs::metadata(&file.path));
         lens.map(|metadata| metadata.map_or(0, |metadata| metadata.len()))
@@ -190,7 +190,7 @@ impl FileBackedOptimizer {
     /// Removes all state.
     pub(crate) fn clear(&mut self) {
         for (_, file) in std::mem::take(&mut self.files) {
-            // It is overwritten if it is needed again.
+            // A file that stays is overwritten if it is needed again.
             let _ = fs::remove_file(file.path);
         }
     }
@@ -225,7 +225,7 @@ impl FileBackedOptimizer {
             path: path.clone(),
             checksum,
         };
-        // Before the check: a file that is rejected is removed with the others.
+        // Insert it before the check, so a rejected file is removed with the others.
         if self.files.insert(unit.clone(), file).is_none() {
             let record = Reader::from_file(&path);
             let record = record.map_err(|error| failure(&unit, &path, &error, DAMAGED))?;
@@ -271,8 +271,7 @@ impl StateFile {
     }
 }
 
-/// A state file under a second name, which is removed with this value. The folder stays, and stays locked, as
-/// long.
+/// A state file under a second name, which is removed with this value. Until then, the folder exists and stays locked.
 #[derive(Debug)]
 pub(crate) struct KeptFile {
     pub(crate) path: PathBuf,
@@ -312,12 +311,12 @@ fn folder_of(folder: &Path, rank: usize) -> PathBuf {
 }
 
 /// Locks the folder of a rank, and removes the state that a run has left there. A lock ends with its process, so a
-/// process that gets it knows that the run is dead. On file systems without locks, only an empty folder is taken.
+/// process that gets it knows that the run is dead. On file systems without locks, only an empty folder is accepted.
 fn take(folder: &Path) -> Result<Option<File>, Error> {
     let refused = |reason: &dyn std::fmt::Display| failure("all", folder, reason, OF_OTHERS);
     let unread = |error: io::Error| failure("all", folder, &error, WRITABLE);
-    // The folder that the user names may be a link, but not this one: an attacker could have planted it to
-    // get files elsewhere removed.
+    // The folder that the user names may be a link, but not this one: an attacker could have planted it to have files
+    // elsewhere removed.
     if folder
         .symlink_metadata()
         .is_ok_and(|entry| entry.is_symlink())
@@ -386,8 +385,8 @@ fn checksum(path: &Path) -> io::Result<u32> {
     }
 }
 
-/// Removes the gradients of empty shards. These need no update, and Burn reads an empty state from a file to an address
-/// that its kernels reject.
+/// Removes the gradients of empty shards. These need no update, and Burn would read an empty state from a file to an
+/// address that its kernels reject.
 fn without_empty<M: Module>(module: &M, gradients: GradientsParams) -> GradientsParams {
     let mut rest = NotEmpty(gradients);
     module.visit(&mut rest);
@@ -439,7 +438,7 @@ fn failure(unit: &str, file: &Path, reason: &dyn std::fmt::Display, advice: &'st
 impl Drop for FileBackedOptimizer {
     fn drop(&mut self) {
         for file in self.files.values() {
-            // There is no remedy for a file that cannot be removed.
+            // Nothing can be done about a file that cannot be removed.
             let _ = fs::remove_file(&file.path);
         }
     }

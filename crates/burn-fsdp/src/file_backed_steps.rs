@@ -51,8 +51,8 @@ impl FileBackedOptimizer {
         of_states(model, self.configured(), &states, (mesh, axis), is_wanted)
     }
 
-    /// Loads those parameters and running states of `step` whose path `is_wanted` into a sharded model, and the whole
-    /// state into this optimizer, with one unit at a time in memory, as
+    /// Loads the parameters and running states of `step` that `is_wanted` selects by path into a sharded model, and the
+    /// whole state into this optimizer, with one unit at a time in memory, as
     /// [`restore_training`](crate::internals::checkpoint::restore_training) does. The step may come from a training run with its
     /// state in memory, and vice versa.
     ///
@@ -60,8 +60,8 @@ impl FileBackedOptimizer {
     ///
     /// # Errors
     ///
-    /// As [`restore_training`](crate::internals::checkpoint::restore_training); a file that cannot be written. The optimizer has
-    /// no state then, or only some units' state: do not continue with it.
+    /// As [`restore_training`](crate::internals::checkpoint::restore_training); a file that cannot be written. After an error, the
+    /// optimizer has no state or only some units' state: do not continue with it.
     pub fn restore_step<M: Module>(
         &mut self,
         model: M,

@@ -13,8 +13,8 @@ use serde_json::Value;
 
 use crate::error::{CheckpointError, optimizer_error};
 
-/// Burn's optimizers note the number of dims of each parameter's tensor under this name. The eager engine's number is
-/// the one that it shows to optimizers; a compiled step does not need it.
+/// The name under which Burn's optimizers store the number of dims of each parameter's tensor. In the eager engine it
+/// counts the dims that the optimizer sees; a compiled step does not need it.
 pub(crate) const RANK_KEY: &str = "__rank";
 
 /// Returns an optimizer with the same configuration, without state.
@@ -34,7 +34,7 @@ pub(crate) fn owner_of(entry: &TensorEntry) -> Result<(&str, &str), CheckpointEr
     owner.ok_or_else(|| optimizer_error(format!("`{}` names no parameter", entry.name)))
 }
 
-/// Returns the values other than tensors in the optimizer state of a saved step, by path of the parameter.
+/// Returns the non-tensor values in the optimizer state of a saved step, by path of the parameter.
 pub(crate) fn kept_in(step: &Step) -> Result<BTreeMap<String, Kept>, CheckpointError> {
     match &step.index().training.optimizer {
         Value::Null => Ok(BTreeMap::new()),
@@ -42,7 +42,7 @@ pub(crate) fn kept_in(step: &Step) -> Result<BTreeMap<String, Kept>, CheckpointE
     }
 }
 
-/// The values other than tensors that an optimizer keeps for one parameter.
+/// The non-tensor values that an optimizer keeps for one parameter.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Kept {
     /// The numbers by field.
@@ -82,7 +82,7 @@ impl From<Number> for Scalar {
     }
 }
 
-/// An optimizer's record, taken apart.
+/// An optimizer's record, split into its parts.
 #[derive(Default)]
 pub(crate) struct OptimizerParts {
     pub(crate) scalars: BTreeMap<String, Scalar>,
@@ -96,7 +96,7 @@ impl OptimizerParts {
         Self::of(Reader::from_bytes(bytes).map_err(optimizer_error)?)
     }
 
-    /// Takes a record apart.
+    /// Splits a record into its parts.
     pub(crate) fn of(reader: Reader) -> Result<Self, CheckpointError> {
         let mut parts = Self {
             scalars: reader.scalars().clone(),
@@ -194,9 +194,9 @@ pub(crate) fn with_state_of_file(
     Ok(optimizer.load_record(record))
 }
 
-/// Rejects a record unless the optimizer accepts all of it, in its types. Burn leaves out the states that it cannot
-/// reassemble, and training would continue without them. It also creates tensors in the default type of the device, and
-/// then the next step of a parameter of a different type panics. The check uses tensors of one element.
+/// Rejects a record unless the optimizer accepts all of it in the same types. Burn drops states that it cannot
+/// reassemble, and training would continue without them. It also creates tensors in the default type of the device, so
+/// the next step of a parameter of a different type panics. The check uses tensors of one element.
 pub(crate) fn check_taken(
     optimizer: &ModuleOptimizer,
     parts: &OptimizerParts,
@@ -235,7 +235,7 @@ pub(crate) fn check_taken(
     let tensors = taken.tensors.iter().map(|tensor| tensor.name.clone());
     let taken: BTreeSet<String> = taken.scalars.into_keys().chain(tensors).collect();
     let differing: Vec<_> = names.symmetric_difference(&taken).collect();
-    // Each state has the number of dims, which does not identify an optimizer.
+    // Every optimizer's state has the number of dims, so it does not identify one.
     let telling = differing.iter().find(|name| field_of(name) != RANK_KEY);
     match telling.or(differing.first()) {
         None => Ok(()),
@@ -254,7 +254,7 @@ pub(crate) fn check_taken(
     }
 }
 
-/// Returns true if a name begins with the id of the tensor that the optimizer was tried on, which is not a
+/// Returns true if a name begins with the id of the tensor on which the optimizer was checked, which is not a
 /// parameter.
 fn is_of_probe(name: &str) -> bool {
     let id = name.split_once('.').map_or(name, |(id, _)| id);

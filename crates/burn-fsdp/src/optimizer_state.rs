@@ -1,4 +1,4 @@
-//! An optimizer's state of each parameter of a sharded model, as all ranks know it.
+//! An optimizer's state for each parameter of a sharded model, known to all ranks.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ use crate::rendezvous::exchange;
 /// The state of one parameter, without its elements.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct ParameterState {
-    /// The values other than tensors.
+    /// The non-tensor values.
     pub(crate) kept: Kept,
     /// The tensors, in the order of their fields.
     pub(crate) tensors: Vec<StateTensor>,
@@ -47,7 +47,7 @@ impl StateTensor {
 /// The ranks that hold a parameter and its state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Holders {
-    /// All ranks, with a part each: a state has an element for each of the parameter's elements.
+    /// All ranks, each with a part: a state has an element for each of the parameter's elements.
     Parts,
     /// All ranks, each with all of it: a state has any shape.
     All,
@@ -62,7 +62,7 @@ impl Holders {
                 Some(owner) => Self::Owner(owner),
                 None => Self::Parts,
             },
-            // A parameter with too many dims is shown flat.
+            // The optimizer sees a parameter with too many dims as a flat tensor.
             _ if local.shown_shape() != local.shape => Self::Parts,
             _ => Self::All,
         }
@@ -202,7 +202,7 @@ fn state_of(parts: &OptimizerParts, id: &LocalId) -> Result<ParameterState, Chec
     })
 }
 
-/// Returns the values other than tensors that an optimizer keeps for a parameter.
+/// Returns the non-tensor values that an optimizer keeps for a parameter.
 pub(crate) fn kept_of(parts: &OptimizerParts, id: u64) -> Kept {
     // Each reader sets the number of dims in which it shows a tensor.
     let scalars = parts.scalars_of(id).filter(|(field, _)| field != RANK_KEY);
@@ -214,7 +214,7 @@ pub(crate) fn kept_of(parts: &OptimizerParts, id: u64) -> Kept {
     }
 }
 
-/// Returns the tensors that an optimizer keeps of a parameter, in the order of their fields.
+/// Returns the tensors that an optimizer keeps for a parameter, in the order of their fields.
 pub(crate) fn tensors_of(parts: &OptimizerParts, id: u64) -> Vec<(String, &PackedTensor)> {
     let mut tensors: Vec<_> = parts.tensors_of(id).collect();
     tensors.sort_by(|(a, _), (b, _)| a.cmp(b));

@@ -16,18 +16,18 @@ use crate::optimizer_record::{kept_in, owner_of};
 use crate::snapshot::ADAPTER_SCALE;
 use crate::tied::Names;
 
-/// Loads `step` into a sharded model and its optimizer, regardless of the ranks that saved it. Each rank reads the
-/// bytes that it needs.
+/// Loads `step`, saved by any number of ranks, into a sharded model and its optimizer. Each rank reads only the bytes
+/// that it needs.
 ///
-/// Not collective: if a rank gets an error and continues with the unchanged values, it must ensure that all
-/// do. `optimizer` is configured like the saved one; its state is replaced. It is tried as in
+/// Not collective: if a rank gets an error and continues with the unchanged values, it must ensure that all do.
+/// Configure `optimizer` like the saved one; its state is replaced. It is checked as in
 /// [`snapshot`](crate::checkpoint::snapshot()).
 ///
 /// # Errors
 ///
 /// An optimizer that computes with whole tensors. Tensors of the model that the step lacks or has in another shape;
-/// tensors of the step that the model lacks; adapters of another alpha; damage. Nothing is changed then, in no copy of
-/// the model.
+/// tensors of the step that the model lacks; adapters of another alpha; damage. On an error, no copy of the model is
+/// changed.
 pub fn restore<M: Module>(
     model: M,
     optimizer: ModuleOptimizer,
@@ -36,10 +36,10 @@ pub fn restore<M: Module>(
     restore_training(model, optimizer, step, |_| true)
 }
 
-/// Loads into a sharded model those parameters and running states of `step` whose path `is_wanted`, and the whole state
-/// into its optimizer, as taken by [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching).
+/// Loads into a sharded model the parameters and running states of `step` that `is_wanted` selects by path, and the
+/// whole state into its optimizer, as taken by [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching).
 ///
-/// Not collective. `is_wanted` must be equal on all ranks. Otherwise as [`restore`].
+/// Not collective. `is_wanted` must select the same paths on all ranks. Otherwise like [`restore`].
 ///
 /// # Errors
 ///
@@ -67,8 +67,8 @@ pub fn restore_model<M: Module>(model: M, step: &Step) -> Result<M, CheckpointEr
     restore_matching(model, step, |_| true)
 }
 
-/// Loads those parameters and running states of `step` whose path `is_wanted` into a sharded model, and leaves the
-/// others unchanged, for example a backbone without its head.
+/// Loads the parameters and running states of `step` that `is_wanted` selects by path into a sharded model, for example
+/// a backbone without its head. Leaves the others unchanged.
 ///
 /// Not collective. `is_wanted` must be equal on all ranks.
 ///
@@ -130,7 +130,7 @@ pub(crate) fn region_of(tensor: &LocalTensor) -> Region {
     Region::Flat(tensor.range())
 }
 
-/// Loads this rank's part of a step's states into an optimizer, for the parameters whose path `is_wanted`.
+/// Loads this rank's part of a step's states into an optimizer, for the parameters that `is_wanted` selects by path.
 pub(crate) fn restore_optimizer<M: Module>(
     model: &M,
     state: &[LocalTensor],

@@ -1,4 +1,4 @@
-//! The types of an optimizer's state, tried before a training run that could not be resumed.
+//! A check of the types of an optimizer's state, before a training run that could not be resumed.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -39,7 +39,7 @@ pub(crate) fn check_state_types<M: Module>(
         let probe = Probe::new(path, Param::initialized(*id, value));
         let mut tried = optimizer.clone();
         let step = AssertUnwindSafe(|| drop(tried.step(0.0, probe, gradients)));
-        // An optimizer that does not accept a single element shows nothing here; its state is checked when it is
+        // An optimizer that does not accept a single element cannot be checked here; its state is checked when it is
         // saved.
         if catch_unwind(step).is_ok() {
             optimizer = tried;

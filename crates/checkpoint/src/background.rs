@@ -50,7 +50,7 @@ impl BackgroundSaver {
                 let saved = save(&checkpoints, &request, &mut snapshot, &mut *rendezvous);
                 drop(snapshot);
                 if let Err(mpsc_error) = sender.send(saved) {
-                    // Nobody will ask any more, because the saver was dropped.
+                    // Nobody can receive the result, because the saver was dropped.
                     if let Err(error) = mpsc_error.0 {
                         tracing::error!(%error, "a background save failed");
                     }
@@ -123,8 +123,8 @@ impl BackgroundSaver {
         result.map(Some)
     }
 
-    /// Waits as [`wait`](Self::wait) does, but no longer than `patience`. Returns `None` if the save is not done by
-    /// then; the step is still [`pending`](Self::pending).
+    /// Waits like [`wait`](Self::wait), but no longer than `patience`. Returns `None` if the save is not done by then;
+    /// the step is still [`pending`](Self::pending).
     ///
     /// # Errors
     ///

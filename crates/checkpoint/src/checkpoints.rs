@@ -1,4 +1,4 @@
-//! A folder of steps: lists them, finds the newest good one, removes old ones.
+//! A folder of steps: lists them, finds the newest good one, and removes old ones.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -78,9 +78,9 @@ impl Checkpoints {
         }
     }
 
-    /// Locks the folder against all other runs and saves, as long as this value or a clone of it lives. Makes the
-    /// folder if necessary, locks it, removes the remains of dead runs, and tests whether a step could be written.
-    /// Saves through this value and its clones take turns under that one lock.
+    /// Locks the folder against all other runs and saves, for as long as this value or a clone of it lives. Creates the
+    /// folder if necessary, removes the remains of dead runs, and tests whether a step could be written. Saves through
+    /// this value and its clones take turns under that one lock.
     ///
     /// # Errors
     ///
@@ -98,7 +98,7 @@ impl Checkpoints {
     }
 
     /// Returns true if the folder is locked by [`acquire`](Self::acquire) and the lock excludes others. Some network
-    /// file systems do not support locks. There the users must make sure that no two runs save into one folder.
+    /// file systems do not support locks. On those, users must make sure that no two runs save into one folder.
     pub fn is_exclusive(&self) -> bool {
         self.held.as_ref().is_some_and(|held| held.is_effective())
     }
@@ -150,8 +150,8 @@ impl Checkpoints {
         self.root.join(hidden.to_string())
     }
 
-    /// Lists the steps that are there, in ascending order. The list is empty if the folder does not exist, or if
-    /// nothing in it has the name of a step.
+    /// Lists the existing steps, in ascending order. The list is empty if the folder does not exist, or if nothing in
+    /// it has the name of a step.
     ///
     /// The last one is the step that [`newest`](Self::newest) opens. A link or a file is skipped if a folder is newer.
     ///
@@ -243,8 +243,8 @@ impl Checkpoints {
         Err(Error::NotAFolder { path, found })
     }
 
-    /// Finds the newest good step, and returns the newer steps that it skipped with the reasons. It skips only damaged
-    /// steps: see [`Error::is_damage`].
+    /// Finds the newest good step, and returns it with the newer steps that were skipped and the reasons. It skips only
+    /// damaged steps: see [`Error::is_damage`].
     ///
     /// # Errors
     ///
@@ -332,7 +332,7 @@ impl Checkpoints {
                     self.remove(step)?;
                     removal.removed.push(step);
                 }
-                // Not counted. It was not to be removed, because it is newer than a step that is kept.
+                // Not counted as one of the kept steps. It would not be removed anyway, so it is not reported.
                 Err(_) if left > 0 => {}
                 Err(error) => removal.stays.push(error),
             }

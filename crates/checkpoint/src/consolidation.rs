@@ -19,8 +19,8 @@ use crate::{Error, Step, TensorEntry};
 /// Writes whole tensors of the model into one safetensors file: the tensors for which `write_as` returns a name.
 /// [`max_shard_size`](ConsolidationConfig::max_shard_size) has no effect.
 ///
-/// The file is written under a hidden name and renamed, so it is there completely or not at all. It gets the
-/// permissions of the file that it replaces. At most 16 MiB of tensors are in memory, in addition to
+/// The file is written under a hidden name and renamed, so it appears complete or not at all. It gets the permissions
+/// of the file that it replaces. At most 16 MiB of tensors are in memory, in addition to
 /// [`transpose_bytes`](ConsolidationConfig::transpose_bytes). Optimizer state is never written.
 ///
 /// # Errors

@@ -18,7 +18,7 @@ pub(crate) const INDEX_FILE: &str = "index.json";
 /// Name of the file with the checksum of the index.
 pub(crate) const SEAL_FILE: &str = "index.json.crc32";
 
-/// Name of the format, which every index carries.
+/// Name of the format, which every index contains.
 const FORMAT: &str = "burn-fsdp-checkpoint";
 
 /// The version of the format that this crate writes and reads.

@@ -11,7 +11,7 @@ use crate::{Dtype, FORMAT_VERSION, Step, TensorKind, TrainingState};
 /// The contents of a step, without the elements of its tensors. Prints as a table.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Inspection {
-    /// The folder. In the serialised form, parts that are not UTF-8 are replaced.
+    /// The folder. In the serialized form, parts that are not UTF-8 are replaced.
     #[serde(serialize_with = "as_text")]
     pub path: PathBuf,
     /// Version of the format.

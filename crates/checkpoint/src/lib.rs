@@ -16,7 +16,7 @@
 //!   another way.
 //! - [`Checkpoints`] is a folder of steps. It finds the newest and the newest good step, and removes old ones. A run
 //!   [locks](Checkpoints::acquire) it against others.
-//! - [`Step`] reads any region of any tensor, regardless of the ranks that saved it.
+//! - [`Step`] reads any region of any tensor, whatever ranks saved it.
 //! - [`consolidate_to_file`] and [`consolidate_to_folder`] convert a step to plain safetensors; [`Inspection`] shows
 //!   the contents of a step.
 //!

@@ -12,12 +12,12 @@ pub struct ReadPlan {
     pub reads: Vec<FileRange>,
 }
 
-/// Size of one file in bytes.
+/// A range of bytes in one file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileRange {
     /// Index into [`Index::files`].
     pub file: usize,
-    /// Size of the file in bytes.
+    /// The bytes of that file.
     pub bytes: Range<u64>,
 }
 

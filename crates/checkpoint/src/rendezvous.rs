@@ -81,8 +81,9 @@ struct Wire {
 }
 
 impl ThreadRendezvous {
-    /// Creates the ends of `world_size` ranks, in rank order. A call fails when a peer has not arrived for `deadline`,
-    /// which must allow for the slowest rank to write its file. It fails at once when a peer's end was dropped.
+    /// Creates the ends of `world_size` ranks, in rank order. A call fails when a peer has not arrived within
+    /// `deadline`, which must allow for the slowest rank to write its file. It fails at once when a peer's end was
+    /// dropped.
     pub fn new(world_size: usize, deadline: Duration) -> Vec<Self> {
         let end = |rank, ends| Self {
             rank,
@@ -124,7 +125,7 @@ impl ThreadRendezvous {
             let again = format!("an earlier call failed ({failure}); create a new rendezvous");
             return Err(again.into());
         }
-        // A deadline beyond the clock's range means none.
+        // A deadline beyond the clock's range has no effect.
         const LONGEST: Duration = Duration::from_secs(1 << 31);
         let until = Instant::now() + self.deadline.min(LONGEST);
         call(&mut self.ends, until).map_err(|problem| {

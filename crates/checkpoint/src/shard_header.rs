@@ -19,7 +19,7 @@ pub(crate) struct StoredTensor {
     pub(crate) name: String,
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<usize>,
-    /// Size of the file in bytes.
+    /// Size of the tensor in the file in bytes.
     pub(crate) num_bytes: usize,
 }
 

@@ -19,8 +19,8 @@ pub trait Source {
     ///
     /// # Errors
     ///
-    /// Any error of the source; the save then fails on all ranks, on this one with
-    /// [`Error::Source`](crate::Error::Source).
+    /// Any error of the source; the save then fails on all ranks, and with [`Error::Source`](crate::Error::Source) on
+    /// this one.
     fn part(&mut self, tensor: &TensorSpec, region: &Region) -> Result<PartBytes<'_>, BoxError>;
 }
 

@@ -28,13 +28,13 @@ pub enum Existing {
     #[default]
     Refuse,
     /// Replaces the step when the new one is complete. The old one must be the folder of a step, which may be damaged.
-    /// Anything else is an error, and stays.
+    /// Anything else is an error and stays unchanged.
     Replace,
 }
 
 /// A step that is being saved, on rank 0: a hidden folder, and the lock against other runs.
 ///
-/// Dropped without a commit, it removes the folder.
+/// If it is dropped without a commit, it removes the folder.
 #[derive(Debug)]
 pub struct Staging {
     checkpoints: Checkpoints,
@@ -108,10 +108,10 @@ impl Staging {
     ///
     /// # Errors
     ///
-    /// [`Error::Argument`] if the receipts are not one from each rank for this plan and step; [`Error::Invalid`] if the
+    /// [`Error::Argument`] unless there is one receipt from each rank for this plan and step; [`Error::Invalid`] if the
     /// ranks' parts do not tile the tensors; [`Error::FileSize`] if this rank does not see a file that another wrote
-    /// (no common file system); [`Error::Exists`]; [`Error::Io`]. After an error the step is not there, and a step that
-    /// was to be replaced still is. If only the very last sync fails, the step may be there but may not survive a
+    /// (no common file system); [`Error::Exists`]; [`Error::Io`]. After an error, the step does not exist, and a step
+    /// that was to be replaced still does. If only the very last sync fails, the step may exist but may not survive a
     /// crash.
     pub fn commit(
         mut self,
@@ -293,7 +293,7 @@ impl Committed {
     ///
     /// # Errors
     ///
-    /// [`Error::Io`]. This step is there nevertheless.
+    /// [`Error::Io`]. This step stays saved nevertheless.
     pub fn keep_last(&self, keep: std::num::NonZeroUsize) -> Result<Vec<u64>, Error> {
         Ok(self.remove_older(keep)?.removed)
     }

@@ -304,8 +304,8 @@ impl Step {
         }
     }
 
-    /// Reads every byte of the step and returns all damage. For each file this is its size or its header, otherwise
-    /// each damaged part once.
+    /// Reads every byte of the step and returns all damage. For each file, this is a wrong size or header, or else each
+    /// damaged part once.
     pub fn damage(&self, progress: impl FnMut(Progress<'_>)) -> Vec<Error> {
         self.find_damage(false, progress)
     }

@@ -22,7 +22,7 @@ pub use memory::{Keep, Memory};
 ///    [`sync_dir`](Self::sync_dir).
 /// 3. A [`lock`](Self::lock) ends with the process that holds it, however the process ends.
 pub trait Storage: fmt::Debug + Send + Sync {
-    /// Creates a folder and its missing parents, durably. No error if it exists.
+    /// Creates a folder and its missing parents, durably. Succeeds if it exists.
     fn create_dir_all(&self, path: &Path) -> io::Result<()>;
 
     /// Creates a folder; an error if it exists.

@@ -1,9 +1,9 @@
-//! The state, in addition to tensors, with which a run continues as if it had never stopped.
+//! The state other than tensors that lets a run continue as if it had never stopped.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-/// The state of a training run in addition to its tensors. Numbers are restored to the same bits.
+/// The state of a training run other than its tensors. Numbers are restored to the same bits.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainingState {

@@ -10,8 +10,8 @@ use crate::{Error, Region, TensorSpec};
 
 /// The parts that each rank writes when these tensors are saved.
 ///
-/// Every element is written by exactly one of the ranks that hold it. A part on several ranks is assigned to the rank
-/// with the least to write, the largest parts first.
+/// Exactly one of the ranks that hold an element writes it. A part on several ranks is assigned to the rank with the
+/// least to write, the largest parts first.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WritePlan {
     mesh: Mesh,
@@ -115,7 +115,7 @@ impl WritePlan {
     ///
     /// # Panics
     ///
-    /// If the mesh does not have such a rank.
+    /// If the mesh does not have this rank.
     #[track_caller]
     pub fn of_rank(&self, rank: usize) -> &[Assignment] {
         &self.ranks[rank]
@@ -125,7 +125,7 @@ impl WritePlan {
     ///
     /// # Panics
     ///
-    /// If the mesh does not have such a rank.
+    /// If the mesh does not have this rank.
     #[track_caller]
     pub fn bytes_of_rank(&self, rank: usize) -> u64 {
         let parts = self.of_rank(rank).iter();

@@ -38,13 +38,13 @@ pub(crate) struct Adapters {
 }
 
 impl AdapterSizes {
-    /// Returns true for sizes that make sense in a model of this width: the rank is at most the width.
+    /// Returns true if the sizes are valid for a model of this width: the rank is at most the width.
     pub(crate) fn is_valid(&self, dim: usize) -> bool {
         let has_alpha = self.alpha.is_finite() && self.alpha > 0.0;
         has_alpha && (1..=dim).contains(&self.rank)
     }
 
-    /// Returns Burn's configuration, for the matrices of the blocks.
+    /// Returns Burn's LoRA configuration for the matrices of the blocks.
     pub(crate) fn lora<A: Architecture>(&self, model: A) -> Lora {
         let adapted = ParamGroup::from_paths(adapted(model).map(|(path, _)| path).collect());
         Lora::new(self.rank, self.alpha).set_param_group(adapted)
@@ -121,7 +121,7 @@ impl Adapters {
     }
 }
 
-/// Checks, before anything runs, that a step has adapters of these sizes, or has none.
+/// Checks, before anything runs, that a step has adapters of the sizes `own`, or none if `own` is `None`.
 pub(crate) fn check_sizes(
     saved: &TrainingState,
     own: Option<AdapterSizes>,

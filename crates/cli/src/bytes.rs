@@ -1,4 +1,4 @@
-//! Memory sizes as people write them.
+//! Human-readable memory sizes.
 
 const UNITS: [(&str, u64); 8] = [
     ("KiB", 1 << 10),

@@ -26,10 +26,10 @@ const OTHERS: [&str; 11] = [
     "special_tokens_map.json",
 ];
 
-/// Suffixes of such files.
+/// Suffixes of their file names.
 const OTHER_ENDS: [&str; 3] = [".tiktoken", ".spm", ".bpe.model"];
 
-/// A tokenizer, as the command line names it.
+/// A tokenizer as given on the command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum TokenizerArg {
     /// No tokenizer: each byte is a token.
@@ -92,7 +92,7 @@ impl Chosen {
             warning,
         };
         let in_folder = folder.map(|folder| folder.join(READ));
-        // A dangling link is an error, and no reason to use bytes.
+        // A dangling link is an error, not a reason to use bytes.
         let in_folder = in_folder.filter(|path| path.symlink_metadata().is_ok());
         match (given, in_folder, folder) {
             (Some(TokenizerArg::Bytes), ..) => Ok(of_bytes(true, None)),
@@ -139,7 +139,7 @@ impl Chosen {
 
 /// Returns a warning if the folder has a tokenizer that differs from the given one.
 fn other_than(given: &Tokenizer, path: &Path, in_folder: PathBuf) -> Option<String> {
-    // An unreadable tokenizer gives no warning, because it was not requested.
+    // An unreadable tokenizer causes no warning, because it was not requested.
     let own = Tokenizer::open(&in_folder).ok()?;
     (own.hash() != given.hash()).then(|| {
         format!(

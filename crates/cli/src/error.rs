@@ -375,7 +375,7 @@ pub(crate) enum InputError {
 }
 
 impl InputError {
-    /// Returns the error for a step whose model has other sizes, or is of another kind, than the `expected` one.
+    /// Returns the error for a step whose model differs from the `expected` one in sizes or kind.
     pub(crate) fn other_model(
         step: &Step,
         expected: &ModelConfig,
@@ -459,7 +459,7 @@ pub(crate) enum RankError {
 }
 
 impl RankError {
-    /// Returns true if the cause is an input file, and not the run.
+    /// Returns true if the cause is an input file rather than the run.
     pub(crate) fn is_input(&self) -> bool {
         use burn_fsdp::internals::checkpoint::Error::{Foreign, NotAFolder};
         matches!(

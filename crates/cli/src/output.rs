@@ -301,7 +301,7 @@ impl FileId {
     }
 }
 
-/// Returns true if two paths refer to the same existing file, also through hard links.
+/// Returns true if two paths refer to the same existing file, including through hard links.
 fn are_one_file(one: &Path, other: &Path) -> bool {
     let id = |path| FileId::of(fs::metadata(path).ok().as_ref());
     id(one).is_some_and(|one| Some(one) == id(other))

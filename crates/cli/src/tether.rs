@@ -157,7 +157,7 @@ pub(crate) fn watch() {
     let _ = thread::Builder::new().name("tether".to_owned()).spawn(wait);
 }
 
-/// Requests that the end of `launch` sets this flag instead of ending this process. Call it once per process.
+/// Requests that the end of `launch` set this flag instead of ending this process. Call it once per process.
 pub(crate) fn tell(stop: Arc<AtomicBool>, says_so: bool) {
     let _ = STOP.set((stop, says_so));
 }

@@ -27,7 +27,7 @@ pub(crate) struct Sample<'a> {
 }
 
 impl Sample<'_> {
-    /// Appends generated tokens until there are enough, the text ends, or the run is told to stop. Returns the text of
+    /// Appends generated tokens until there are enough, the text ends, or the run is asked to stop. Returns the text of
     /// all tokens. The model must be without autodiff.
     pub(crate) fn go_on<M: LanguageModel>(
         &self,
@@ -112,11 +112,11 @@ enum NextToken {
     Is(i64),
     /// No token: the model outputs no valid numbers.
     NoNumbers,
-    /// The end: a rank was told to stop.
+    /// The end: a rank was asked to stop.
     Stop,
 }
 
-/// Returns rank 0's token on every rank, unless a rank was told to stop.
+/// Returns rank 0's token on every rank, unless a rank was asked to stop.
 fn next_token(
     world: &ProcessGroup,
     own: Option<i64>,

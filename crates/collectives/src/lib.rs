@@ -6,12 +6,12 @@
 //!   [`split`](ProcessGroup::split) into smaller groups. A [`ProcessMesh`] has one group per mesh axis.
 //! - Operations read [`Source`]s and fill [`Buffer`]s of the rank's [`BufferPool`]. They take lists of [`Part`]s, so
 //!   one operation can carry many tensors.
-//! - [`ProcessGroup::fake`] is one rank of many on a single thread, and a [`CommCounter`] counts its operations. Both
-//!   are for tests of programs that communicate.
+//! - [`ProcessGroup::fake`] simulates one rank of many on a single thread, and a [`CommCounter`] counts its operations.
+//!   Both are for tests of programs that communicate.
 //! - Reductions add in rank order: the bits of a result depend only on the values and on the size of the group.
 //! - If a rank fails, calls something else or does not arrive, the operations of all other ranks return an [`Error`].
-//!   It tells which rank failed, where and why, and lists the last operations of every rank from their [`Ledger`]s.
-//!   Nothing hangs, and no wrong number is returned. With [`Check::Agreement`] this also holds for bytes that faulty
+//!   It reports which rank failed, where and why, and lists the last operations of every rank from their [`Ledger`]s.
+//!   Nothing hangs, and no wrong result is returned. With [`Check::Agreement`] this also holds for bytes that faulty
 //!   memory or a faulty link has changed.
 //!
 //! The crate deals with bytes, element types and ranks. It knows nothing about Burn, parameters or models.
@@ -56,7 +56,7 @@ pub use launch::{
     LaunchConfig, LaunchError, Processes, Unwound, launch, launcher_ranks, processes, thread_ranks,
 };
 
-/// The names that an engine is written with.
+/// The items needed to write an engine.
 ///
 /// `src/README.md` explains how to add one.
 pub mod engine {

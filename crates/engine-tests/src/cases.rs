@@ -286,7 +286,7 @@ fn reduced<E: Element, O: Element>(ranks: usize, len: usize, by: &Reduction) -> 
     sums.into_iter().map(result).collect()
 }
 
-/// Compares both kinds of reduction to the bit.
+/// Compares both kinds of reduction bit by bit.
 fn reduce<E: Element, O: Element>(group: &ProcessGroup, len: usize, by: Reduction) -> Outcome {
     let own: Vec<E> = floats(group.rank(), len).into_iter().map(E::of).collect();
     let expected = reduced::<E, O>(group.size(), len, &by);
@@ -343,7 +343,7 @@ fn huge(group: &ProcessGroup) -> Outcome {
     if !is_pair || std::env::var_os("BURN_FSDP_LONG").is_none() {
         return Ok(());
     }
-    // Each rank gives and gets more than 2 GiB.
+    // Each rank sends and receives more than 2 GiB.
     const LEN: usize = 2 * (1 << 29) + 2 * 7;
     let partition = flat(group, LEN);
     let value = |i: usize| (i % 1_000_003) as f32;

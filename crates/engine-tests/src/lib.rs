@@ -1,10 +1,10 @@
 //! The contract of burn-fsdp's engines, as tests that run on any engine.
 //!
-//! An engine that keeps the contract passes [`check`], which runs all [`CASES`] on ranks that are threads. To test an
+//! An engine that meets the contract passes [`check`], which runs all [`CASES`] on ranks that are threads. To test an
 //! engine between processes, run the cases in the body of a launch.
 //!
 //! ```
-//! // An engine of your own is made here, from the one of the launch.
+//! // Create your own engine here, from the launch's engine.
 //! burn_fsdp_engine_tests::check(|engine, _| engine);
 //! ```
 
@@ -23,7 +23,7 @@ pub use cases::{CASES, Case};
 ///
 /// # Panics
 ///
-/// If the engine does not keep the contract. The message names the case, the number of ranks and what is wrong.
+/// If the engine violates the contract. The message names the case, the number of ranks and what is wrong.
 #[track_caller]
 pub fn check(make: impl Fn(Box<dyn Engine>, &Subgroup) -> Box<dyn Engine> + Send + Sync + 'static) {
     let make = Arc::new(make);

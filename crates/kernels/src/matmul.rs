@@ -2,9 +2,9 @@
 //!
 //! Burn's CPU backend fills the memory of a result with zeros, copies it to aligned memory, and writes the product
 //! there. For products of halves, it converts the operands to 32-bit copies, element by element. Here a product is
-//! written once, by the same library, so it has the same bits. Halves are multiplied directly, with 32-bit sums that
-//! are rounded once. Processors with bf16 instructions (AVX512-BF16) are twice as fast, and others read half as much
-//! memory.
+//! written once, by the same library, so it has the same bits. Products of halves have 32-bit sums that are rounded
+//! once. Processors with fast bf16 instructions multiply the halves directly. Others multiply a 32-bit copy of a part
+//! of each factor at a time.
 
 use burn::backend::Flex;
 use burn::backend::ops::FloatTensorOps;

@@ -1,6 +1,6 @@
 //! The errors of meshes, layouts and partitions.
 
-/// An invalid mesh or partition, or a question about one that has no answer.
+/// An invalid mesh, layout or partition, or an invalid argument to one.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -1,6 +1,6 @@
 //! Arithmetic in the field of the integers modulo 2^61 - 1, a prime: sums, products and quotients without rounding.
 //!
-//! Both engines use it to check what they do to gradients. A random element represents each gradient. Two different
+//! Both engines use it to check how they process gradients. A random element represents each gradient. Two different
 //! expressions agree on it with a probability of at most their degree over 2^61 (Schwartz and Zippel).
 //!
 //! ```

@@ -119,9 +119,8 @@ impl Measure {
         }
     }
 
-    /// Returns the contribution of the 32-bit floats in these bytes. The order of the sum depends only on their
-    /// number. Burn's own sums over many elements are divided among threads and may add up in a different order each
-    /// time.
+    /// Returns the contribution of the 32-bit floats in these bytes. The order of the sum depends only on their number.
+    /// Burn's own sums over many elements are divided among threads and may be added in a different order each time.
     pub fn of_f32(self, bytes: &[u8]) -> f64 {
         self.of(bytes, |x| f64::from(f32::from_ne_bytes(x)))
     }

@@ -64,7 +64,8 @@ impl Partition {
         Self::multiples(num_elements, 1, num_shards)
     }
 
-    /// Cuts `num_elements` elements at multiples of `multiple` alone, so that a block of so many elements is in one shard. 0 is 1.
+    /// Cuts `num_elements` elements only at multiples of `multiple`, so a block of that many elements is in one shard.
+    /// A `multiple` of 0 counts as 1.
     ///
     /// ```text
     /// 7 elements at multiples of 2 in 3 shards:  [0 1 2 3] [4 5 6] []
@@ -72,7 +73,7 @@ impl Partition {
     ///
     /// # Errors
     ///
-    /// Those of [`flat`](Self::flat).
+    /// The errors of [`flat`](Self::flat).
     pub fn multiples(
         num_elements: usize,
         multiple: usize,
@@ -157,7 +158,7 @@ impl Partition {
         self.rows.row_len
     }
 
-    /// Returns the number of rows that are cut as one: 1, except for [`multiples`](Self::multiples).
+    /// Returns the number of rows that are kept together: 1, except for [`multiples`](Self::multiples).
     pub fn multiple(&self) -> usize {
         self.rows.multiple
     }
@@ -219,7 +220,7 @@ impl Partition {
         self.chunk_len * self.num_shards()
     }
 
-    /// Returns the number of elements that a shard has fewer than the largest.
+    /// Returns the number of elements that a shard lacks compared with the largest.
     ///
     /// # Panics
     ///

@@ -28,7 +28,7 @@ impl Pattern {
         Self(pattern.into())
     }
 
-    /// Returns the pattern as it was given.
+    /// Returns the original pattern.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -79,7 +79,7 @@ impl From<String> for Pattern {
     }
 }
 
-/// Prints as it was given.
+/// Prints the original pattern.
 impl fmt::Display for Pattern {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)

@@ -2,8 +2,8 @@
 
 use crate::pattern::Pattern;
 
-/// The element types of a sharded module, as values of `T`. Shards and optimizer state keep the type in which the
-/// module was built: they are the master copy.
+/// The element types of a sharded module, as values of `T`. Shards and optimizer state keep the module's original type:
+/// they are the master copy.
 ///
 /// ```
 /// use burn_fsdp_mesh::Precision;
@@ -20,7 +20,7 @@ pub struct Precision<T> {
     full_in: Vec<Pattern>,
 }
 
-/// The default keeps everything in the type in which the module was built.
+/// The default keeps everything in the module's original type.
 impl<T> Default for Precision<T> {
     fn default() -> Self {
         Self {
@@ -41,8 +41,8 @@ impl<T: Copy> Precision<T> {
         }
     }
 
-    /// Casts gradients to `dtype` before they are reduced. By default they is sent in the type in which they were
-    /// computed. Sums always use at least 32 bits and reach the shards in the shards' type without rounding in between.
+    /// Casts gradients to `dtype` before they are reduced. By default they are sent in the type that they were computed
+    /// in. Sums always use at least 32 bits and reach the shards in the shards' type without intermediate rounding.
     pub fn reduce(mut self, dtype: T) -> Self {
         self.reduce = Some(dtype);
         self
@@ -71,7 +71,7 @@ impl<T: Copy> Precision<T> {
     }
 
     /// Returns the compute type of parameters that match no pattern of [`full_in`](Self::full_in), or `None` if they
-    /// compute in the type in which they are stored.
+    /// compute in their stored type.
     pub fn compute(&self) -> Option<T> {
         self.compute
     }

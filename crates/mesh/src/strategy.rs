@@ -12,7 +12,7 @@ pub enum Strategy {
     /// gathered again for its backward (ZeRO-3).
     #[default]
     FullShard,
-    /// The same shards between steps, but full parameters stay from forward to backward: fewer gathers, more memory
+    /// The same shards between steps, but full parameters are kept from forward to backward: fewer gathers, more memory
     /// (ZeRO-2).
     ShardGradOp,
     /// No shards: every rank holds everything, and gradients are averaged by all-reduce (DDP).

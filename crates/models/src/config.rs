@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 /// Standard deviation of the initial weights, except for those that write to
 /// the residual stream.
 const INIT_STD: f64 = 0.02;
-/// Maximum number of layers. Every layer is built, even if a file of a few bytes asks for it.
+/// Maximum number of layers. Every layer is built, even if a file of a few bytes requests it.
 pub(crate) const MAX_LAYERS: usize = 1 << 16;
 
 /// Sizes of a [`Gpt`](crate::Gpt).

@@ -72,8 +72,8 @@ impl Marked {
         len.saturating_mul(factor).saturating_add(self.mark_bytes())
     }
 
-    /// Returns the text after the mark as UTF-8, or `None` if it is not valid in the encoding. If the file `is_cut`,
-    /// its end may be half a character.
+    /// Returns the text after the mark as UTF-8, or `None` if it is not valid in the encoding. If `is_cut`, the bytes
+    /// may end within a character.
     fn decode(self, bytes: &[u8], is_cut: bool) -> Option<Vec<u8>> {
         let bytes = &bytes[self.mark_bytes()..];
         let text = match self {
@@ -127,8 +127,8 @@ pub(crate) fn may_be_text(head: &[u8]) -> bool {
     !has_other_start && !head.contains(&0) && !is_full_of_controls(head)
 }
 
-/// Returns the text of a file, with a remark if there is one. The text becomes UTF-8 if its encoding is known. `Err`
-/// returns the bytes if they are not text.
+/// Returns the text of a file, with a remark if there is one. The text becomes UTF-8 if its encoding is known. If the
+/// bytes are not text, returns them as `Err`.
 pub(crate) fn text_of(bytes: Vec<u8>, is_cut: bool) -> Result<(Vec<u8>, Option<Remark>), Vec<u8>> {
     let head = &bytes[..bytes.len().min(HEAD_BYTES)];
     if !may_be_text(head) {

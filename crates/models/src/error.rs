@@ -98,7 +98,7 @@ pub enum ModelError {
         problem: String,
     },
 
-    /// The files of a folder in Hugging Face's form do not belong to one model.
+    /// The files of a folder in Hugging Face's format do not belong to one model.
     #[error("{}: {problem}", path.display())]
     MalformedFolder {
         /// The folder, or the faulty file in it.
@@ -183,7 +183,7 @@ pub enum ModelError {
         parameter: String,
         /// The requested elements.
         range: Range<usize>,
-        /// The parameter's number of elements, if there is such a parameter.
+        /// The parameter's number of elements, if the parameter exists.
         num_elements: Option<usize>,
     },
 

@@ -41,7 +41,7 @@ pub struct Gpt2Config {
 ///
 /// [`Gpt`](crate::Gpt) is similar, with an untied head, the exact GELU, and the names of the usual PyTorch program.
 ///
-/// Parameters are initialised lazily, so building even a large model costs nothing until they are used.
+/// Parameters are initialized lazily, so building even a large model costs nothing until they are used.
 #[derive(Module, Debug)]
 pub struct Gpt2 {
     wte: Embedding,

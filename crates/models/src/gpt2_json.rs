@@ -1,4 +1,4 @@
-//! The `config.json` of a GPT-2 in Hugging Face's form: reading and writing.
+//! The `config.json` of a GPT-2 in Hugging Face's format: reading and writing.
 
 use std::path::Path;
 
@@ -22,7 +22,7 @@ const ACTIVATIONS: [&str; 5] = [
 ];
 
 impl Gpt2Config {
-    /// Reads the configuration of a GPT-2 from the `config.json` of a folder in Hugging Face's form.
+    /// Reads the configuration of a GPT-2 from the `config.json` of a folder in Hugging Face's format.
     ///
     /// Settings that [`Gpt2`](crate::Gpt2) does not support are errors. Dropout is an exception: it is ignored. Sizes
     /// have GPT-2's names or the names that transformers uses for all models. Absent settings have transformers'
@@ -36,7 +36,7 @@ impl Gpt2Config {
         read_config(folder.as_ref(), sizes, Self::validate)
     }
 
-    /// Returns the `config.json` of this model for a folder in Hugging Face's form, with 32-bit weights.
+    /// Returns the `config.json` of this model for a folder in Hugging Face's format, with 32-bit weights.
     #[must_use]
     pub fn to_hugging_face(&self) -> Value {
         json!({

@@ -45,7 +45,7 @@ struct HeaderJson {
     tensors: BTreeMap<String, TensorEntry>,
 }
 
-/// Reads the tensors. A duplicate name is an error, because it would be unclear which entry counts.
+/// Reads the tensors. A duplicate name is an error, because it would be unclear which entry is meant.
 fn each_once<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<BTreeMap<String, TensorEntry>, D::Error> {

@@ -1,4 +1,4 @@
-//! Folders in Hugging Face's form, for every model of this crate that transformers has.
+//! Folders in Hugging Face's format, for every model of this crate that transformers has.
 
 use std::path::Path;
 
@@ -51,12 +51,12 @@ impl Kind {
 }
 
 impl ModelConfig {
-    /// Reads the configuration of a model from the `config.json` of a folder in Hugging Face's form. The file specifies
-    /// the model type.
+    /// Reads the configuration of a model from the `config.json` of a folder in Hugging Face's format. The file
+    /// specifies the type of the model.
     ///
     /// # Errors
     ///
-    /// If the file cannot be read or describes a model that this crate does not have, and as
+    /// If the file cannot be read or describes a model that this crate does not have; otherwise as
     /// [`LlamaConfig::from_hugging_face`] and [`Gpt2Config::from_hugging_face`].
     pub fn from_hugging_face(folder: impl AsRef<Path>) -> Result<Self, ModelError> {
         let folder = folder.as_ref();
@@ -66,7 +66,7 @@ impl ModelConfig {
         })
     }
 
-    /// Returns the `config.json` of this model for a folder in Hugging Face's form, with 32-bit weights. Returns
+    /// Returns the `config.json` of this model for a folder in Hugging Face's format, with 32-bit weights. Returns
     /// `None` if transformers does not have this kind of model.
     #[must_use]
     pub fn to_hugging_face(&self) -> Option<Value> {

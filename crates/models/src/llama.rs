@@ -17,7 +17,7 @@ use crate::{LanguageModel, LlamaConfig, LlamaVariant, ModelError};
 /// A Llama style decoder: rotary positions, pre-norm blocks with grouped key and value heads and gated MLPs, no
 /// biases, and a head that is either separate or tied to the embedding.
 ///
-/// Parameters are initialised lazily, so building even a large model costs nothing until they are used.
+/// Parameters are initialized lazily, so building even a large model costs nothing until they are used.
 #[derive(Module, Debug)]
 pub struct Llama {
     tok_embeddings: Embedding,

@@ -1,4 +1,4 @@
-//! The `config.json` of a Llama in Hugging Face's form: reading and writing.
+//! The `config.json` of a Llama in Hugging Face's format: reading and writing.
 
 use std::path::Path;
 
@@ -16,11 +16,11 @@ const ACTIVATIONS: [&str; 2] = ["silu", "swish"];
 /// The names of the scaling setting, up to transformers 4 and from version 5.
 const ROPE: [&str; 2] = ["rope_scaling", "rope_parameters"];
 
-/// The names of the kind of scaling. Transformers writes both if the file that it read had the older one.
+/// The names of the kind of scaling. Transformers writes both if it read a file with the older one.
 const ROPE_TYPE: [&str; 2] = ["rope_type", "type"];
 
 impl LlamaConfig {
-    /// Reads the configuration of a Llama from the `config.json` of a folder in Hugging Face's form.
+    /// Reads the configuration of a Llama from the `config.json` of a folder in Hugging Face's format.
     ///
     /// Settings that [`Llama`](crate::Llama) does not support are errors. Settings have the names of transformers 4 or
     /// 5, or both. Absent settings have transformers' defaults.
@@ -34,7 +34,7 @@ impl LlamaConfig {
         read_config(folder.as_ref(), sizes, Self::validate)
     }
 
-    /// Returns the `config.json` of this model for a folder in Hugging Face's form, with 32-bit weights.
+    /// Returns the `config.json` of this model for a folder in Hugging Face's format, with 32-bit weights.
     #[must_use]
     pub fn to_hugging_face(&self) -> Value {
         let scaling = match self.variant.rope_scaling {

@@ -57,7 +57,7 @@ impl Remark {
     }
 }
 
-/// The remarks on a text: how often each occurred, and the path where it first did.
+/// The remarks on a text: the number of times that each occurred, and the first path.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Remarks(BTreeMap<Remark, (usize, PathBuf)>);
 

@@ -182,7 +182,7 @@ pub(crate) fn read_config<C>(
     taken.map_err(|problem| ModelError::MalformedConfig { path, problem })
 }
 
-/// Reads a small JSON file that contains an object. The last of duplicate keys counts, as in Python.
+/// Reads a small JSON file that contains an object. The last of duplicate keys wins, as in Python.
 pub(crate) fn read_json(path: &Path) -> Result<Map<String, Value>, ModelError> {
     let malformed = |problem: String| ModelError::MalformedConfig {
         path: path.to_owned(),

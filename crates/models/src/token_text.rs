@@ -65,7 +65,7 @@ impl TokenText {
     }
 
     /// Returns the number of characters without a token, not counting spaces and controls. There may be more, because
-    /// some tokenizers do not show where one is missing.
+    /// some tokenizers do not report all of them.
     #[must_use]
     pub fn num_without(&self) -> usize {
         self.num_without
@@ -206,7 +206,7 @@ struct Window {
 
 /// Returns the tokens of a text, the same as for the text as a whole.
 ///
-/// The tokenizer receives pieces, each with its surroundings. Two neighbouring pieces have common tokens there and
+/// The tokenizer receives pieces, each with its surroundings. Two neighboring pieces have common tokens there and
 /// are joined at one of them, so the ends of pieces have no effect. `cut` is the byte at which the tokens are divided
 /// later.
 fn tokens_of(

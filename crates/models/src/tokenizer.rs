@@ -1,4 +1,4 @@
-//! Tokenizers in Hugging Face's form.
+//! Tokenizers in Hugging Face's format.
 
 use std::fs::File;
 use std::hash::Hasher;
@@ -224,7 +224,7 @@ fn front_of(inner: &tokenizers::Tokenizer) -> tokenizers::Result<Vec<u32>> {
     Ok(whole.get_ids()[..len].to_vec())
 }
 
-/// Returns a hash of the tokenizer's behaviour. It uses the library's own form, which does not depend on the form of
+/// Returns a hash of the tokenizer's behavior. It uses the library's own form, which does not depend on the form of
 /// the file.
 fn hash_of(inner: &tokenizers::Tokenizer) -> tokenizers::Result<u64> {
     let mut json = serde_json::to_value(inner)?;

@@ -22,7 +22,7 @@ pub enum TokenStream {
     },
     /// Text that wraps around after its last token.
     Text(TokenRange),
-    /// Text of which each row is a random window. The window depends only on the seed and the row number, so a resumed
+    /// Text, with a random window for each row. The window depends only on the seed and the row number, so a resumed
     /// run draws the same windows.
     Windows {
         /// The tokens.

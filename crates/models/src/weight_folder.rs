@@ -1,4 +1,4 @@
-//! A folder of weights in Hugging Face's form.
+//! A folder of weights in Hugging Face's format.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -32,7 +32,7 @@ struct IndexJson {
 }
 
 impl WeightFolder {
-    /// Reads the index, if there is one. If a folder has both forms, the single file counts, as in transformers.
+    /// Reads the index, if there is one. If a folder has both forms, the single file is used, as in transformers.
     pub(crate) fn open(path: &Path) -> Result<Self, ModelError> {
         let index_path = path.join(INDEX_FILE);
         let index = if path.join(SINGLE_FILE).exists() {

@@ -16,8 +16,8 @@ use crate::stored::{Elements, OpenedFile, StoredTensor, StoredType};
 use crate::weight_folder::WeightFolder;
 use crate::{Architecture, GptConfig, ModelError, ParameterSpec};
 
-/// The safetensors with the weights of one model, in the names and layout of its [table](Architecture::parameters).
-/// They are one file, or a folder in Hugging Face's form that may have several files and an index.
+/// The safetensors with the weights of one model, with the names and layout of its [table](Architecture::parameters).
+/// They are one file, or a folder in Hugging Face's format that may have several files and an index.
 ///
 /// The files must have all weights of the model and no weights of another model. Tensors that follow from the sizes
 /// are ignored, and so are heads for other tasks. A tied head may be present in addition to the embedding if both are
@@ -59,8 +59,8 @@ struct Found {
     name: String,
 }
 
-/// Number of elements of a tied head that are compared with the embedding at once, and how often this is done when a
-/// file is opened. Elements that are read later are compared before they are used.
+/// Number of elements of a tied head that are compared with the embedding at once, and number of such comparisons when
+/// a file is opened. Elements that are read later are compared before they are used.
 const COMPARED: (usize, usize) = (1 << 14, 16);
 
 impl<A: Architecture> WeightsFile<A> {
@@ -207,7 +207,7 @@ impl<A: Architecture> WeightsFile<A> {
         Ok(values)
     }
 
-    /// Returns the error of a tied head whose values differ from the embedding's.
+    /// Returns the error for a tied head whose values differ from the embedding's.
     fn other_head(&self, head: &TiedHead) -> ModelError {
         ModelError::UnexpectedTensor {
             path: self.path.clone(),
@@ -354,7 +354,7 @@ fn unexpected(path: PathBuf, found: Found, problem: String) -> ModelError {
     }
 }
 
-/// Returns the reason why a model does not have a tensor, as far as its name shows it.
+/// Returns the reason why a model does not have a tensor, if its name shows the reason.
 fn reason_against<A: Architecture>(config: &A, name: &str) -> String {
     let table = config.parameters();
     let has = |name: &str| {

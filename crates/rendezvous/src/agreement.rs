@@ -23,9 +23,9 @@ pub enum Check {
     /// Compares only the calls: kind, label, parts, reduction and root of each operation.
     #[default]
     Calls,
-    /// The calls and the bytes. A rank must receive exactly the bytes that the others gave. All ranks must get the same
-    /// result of an all-reduce. A value that a rank holds between operations must not change. A difference is an
-    /// [`Error::Altered`](crate::Error::Altered), an [`Error::Disagreement`](crate::Error::Disagreement), an
+    /// The calls and the bytes. A rank must receive exactly the bytes that the others sent. All ranks must get the same
+    /// result of an all-reduce. A value that a rank holds between operations must not change. A difference is reported
+    /// as an [`Error::Altered`](crate::Error::Altered), an [`Error::Disagreement`](crate::Error::Disagreement), an
     /// [`Error::AlteredAtRest`](crate::Error::AlteredAtRest) or an [`Error::Diverged`](crate::Error::Diverged).
     ///
     /// Costs one checksum of exchanged data on each side, and two of stored data. All ranks of a launch must request
@@ -36,13 +36,13 @@ pub enum Check {
 /// Maximum number of results that wait for other ranks' results. Results that a rank discarded never arrive.
 const MOST_OPEN: usize = 4096;
 
-/// The bit that marks the number of a value. No group reaches so many operations.
+/// The bit that marks the number of a value. No group reaches that many operations.
 const VALUE: u64 = 1 << 63;
 
 /// The checksums that a rank sends to all others with a claim.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Checks {
-    /// Checksums of each part that the rank gives, for rank 0 of the group, then for rank 1, and so on. Empty without
+    /// Checksums of each part that the rank sends, for rank 0 of the group, then for rank 1, and so on. Empty without
     /// [`Check::Agreement`].
     pub given: Vec<u64>,
     /// Checksums of results that the rank has received since its last claim, and of values that all ranks hold: the
@@ -50,19 +50,19 @@ pub struct Checks {
     pub results: Vec<(u64, u64)>,
 }
 
-/// A part whose bytes differ from the bytes that a rank gave.
+/// A part whose bytes differ from the bytes that a rank sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AlteredPart {
-    /// The rank of the group that gave it.
+    /// The rank of the group that sent it.
     pub from: usize,
     /// Its index among the parts.
     pub part: usize,
-    /// The seal of the source and its description, if the giver's memory no longer matched the seal when it was read.
+    /// The seal of the source and its description, if the sender's memory no longer matched the seal when it was read.
     pub at_rest: Option<Arc<(Seal, Label)>>,
 }
 
 impl AlteredPart {
-    /// Returns a part that has changed after it was given.
+    /// Returns a part that has changed after it was sent.
     pub fn on_its_way(from: usize, part: usize) -> Self {
         Self {
             from,
@@ -162,8 +162,8 @@ impl Replicas {
         self.keep((operation.sequence, together.finalize()), size, held);
     }
 
-    /// Keeps the checksum of a value, to be announced. Ranks use the same number for a value. It is never the number of
-    /// an operation.
+    /// Keeps the checksum of a value, to be announced. All ranks use the same number for a value. It is never the
+    /// number of an operation.
     pub fn hold_value(&mut self, told: (u64, u64), size: usize, what: Label) {
         let (number, checksum) = told;
         self.keep((number | VALUE, checksum), size, Held::Value(what));

@@ -1,4 +1,4 @@
-//! Waiting for a change that another thread makes.
+//! Waiting for changes made by other threads.
 
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -11,21 +11,21 @@ use super::patience::Patience;
 /// peer that waits for this core pays for every poll.
 const SPINS: usize = 100;
 
-/// The time during which the thread yields between looks, before it goes to sleep. Being woken takes 50 to 150 us, so
-/// sleeping for less than a few of those would cost more than it saves.
+/// The time during which the thread yields between polls, before it goes to sleep. Waking up takes 50 to 150 us, so
+/// sleeping for less than a few times that would cost more than it saves.
 const YIELD_FOR: Duration = Duration::from_millis(1);
 
 /// The place where threads sleep until something in the world has changed.
 ///
 /// # Memory ordering
 ///
-/// A thread that makes a change rings afterwards. A waiting thread first registers as a sleeper and then looks. A
-/// sequentially consistent fence between the two steps on both sides guarantees that the ringer sees the sleeper or the
-/// sleeper sees the change. A ringer that sees a sleeper takes the lock, so it cannot ring between the sleeper's look
-/// and its sleep.
+/// A thread that makes a change rings afterwards. A waiting thread first registers as a sleeper and then looks for the
+/// change. A sequentially consistent fence between the two steps on both sides guarantees that the ringer sees the
+/// sleeper or the sleeper sees the change. A ringer that sees a sleeper takes the lock, so it cannot ring between the
+/// sleeper's look and its sleep.
 #[derive(Debug, Default)]
 pub(crate) struct Bell {
-    /// Threads that look or sleep.
+    /// Number of threads that poll or sleep.
     num_waiters: AtomicUsize,
     num_sleepers: AtomicUsize,
     lock: Mutex<()>,
@@ -48,8 +48,8 @@ impl Bell {
         self.num_waiters.load(Ordering::Relaxed) > 0
     }
 
-    /// Waits until `look` returns something; `None` if it still returns nothing when the deadline has passed, as
-    /// [`Patience`] measures it.
+    /// Waits until `look` returns something; `None` if it has returned nothing by the deadline, as measured by
+    /// [`Patience`].
     pub(crate) fn wait_for<T>(
         &self,
         deadline: Duration,
@@ -86,7 +86,7 @@ impl Bell {
         let mut guard = lock(&self.lock);
         self.num_sleepers.fetch_add(1, Ordering::Relaxed);
         let found = loop {
-            // The time before the look, so a late change is found anyway.
+            // Reads the time before it looks, so even a late change is found.
             let sleep = patience.spend(Instant::now());
             fence(Ordering::SeqCst);
             let found = look();

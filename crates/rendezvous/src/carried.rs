@@ -12,13 +12,13 @@ pub struct Carried {
     pub operation: Operation,
     /// The step that the rank passed to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step), if any.
     pub step: Option<u64>,
-    /// Checksums of the bytes that the rank gave: of each part, for rank 0 of the group, then for rank 1, and so on.
+    /// Checksums of the bytes that the rank sent: of each part, for rank 0 of the group, then for rank 1, and so on.
     pub given: Vec<u64>,
-    /// Checksums of the bytes that the rank got: of each part.
+    /// Checksums of the bytes that the rank received, one per part.
     pub got: Vec<u64>,
 }
 
-/// A callback that is called for each operation of a rank when it has ended.
+/// A callback that receives each completed operation of a rank.
 pub(crate) struct Watcher(Box<dyn FnMut(Carried) + Send>);
 
 impl Watcher {

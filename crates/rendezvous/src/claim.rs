@@ -32,9 +32,9 @@ pub struct Subgroup {
     pub isolated: Option<Duration>,
 }
 
-/// A rank's way to send claims to the other ranks of a group. All of it is host memory, wherever the tensors are.
+/// A rank's way to send claims to the other ranks of a group. Claims are in host memory, wherever the tensors are.
 ///
-/// Whoever implements it must [ring](Control::ring) after each change that may end a wait. It must carry
+/// An implementation must [ring](Control::ring) after each change that may end a wait. It must also carry
 /// [`News`](super::News) if the ranks are in several processes.
 pub trait Messages: fmt::Debug + Send + Sync {
     /// Returns the failure domain of the group.
@@ -44,14 +44,15 @@ pub trait Messages: fmt::Debug + Send + Sync {
     fn post(&self, operation: &Operation, claim: Claim) -> Arc<dyn Meeting>;
 }
 
-/// The claims of all ranks on one operation, as they arrive. Dropping it does not keep the peers from meeting.
+/// The claims of all ranks on one operation, as they arrive. Dropping it does not prevent the peers from meeting.
 pub trait Meeting: Send + Sync {
-    /// Returns true if the claims of all ranks are there. Never waits and must be cheap, because it is called in a loop.
+    /// Returns true if the claims of all ranks have arrived. Never waits and must be cheap, because it is called in a
+    /// loop.
     fn is_complete(&self) -> bool;
 
     /// Returns the ranks of the group whose claims are missing.
     fn absent(&self) -> Vec<usize>;
 
-    /// Returns the claim of a rank of the group. Called when all claims are there.
+    /// Returns the claim of a rank of the group. Called when all claims have arrived.
     fn claim(&self, rank: usize) -> &Claim;
 }

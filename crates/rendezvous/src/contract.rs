@@ -7,12 +7,12 @@ use std::ops::Range;
 
 use super::operation::{Extent, OperationKind, Signature};
 
-/// The demands of an operation on its ranks.
+/// The requirements of an operation on its ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Contract {
     /// The sending ranks, and how much of each tensor they send.
     pub gives: Role,
-    /// The ranks that get, and how much of each tensor.
+    /// The receiving ranks, and how much of each tensor they receive.
     pub gets: Role,
     /// True if the ranks' data is combined. Otherwise it is concatenated.
     pub reduces: bool,
@@ -140,26 +140,26 @@ fn scaled(range: Range<usize>, by: usize) -> Range<usize> {
 /// The bytes of one part that one rank sends to another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Route {
-    /// Range in the source of the rank that gives.
+    /// Range in the sender's source.
     pub given: Range<usize>,
-    /// Range in the buffer of the rank that gets, for operations that do not combine.
+    /// Range in the receiver's buffer, for operations that do not combine.
     pub placed: Range<usize>,
 }
 
 impl Signature {
-    /// Returns the share that a rank gives.
+    /// Returns the share that a rank sends.
     #[inline]
     pub fn gives(&self, rank: usize) -> Share {
         self.kind.contract().gives.share_of(rank, self.root)
     }
 
-    /// Returns the share that a rank gets.
+    /// Returns the share that a rank receives.
     #[inline]
     pub fn gets(&self, rank: usize) -> Share {
         self.kind.contract().gets.share_of(rank, self.root)
     }
 
-    /// Returns true if anything travels from one rank to another. A rank also gives to itself.
+    /// Returns true if rank `from` sends anything to rank `to`. A rank also sends to itself.
     #[inline]
     pub fn travels(&self, from: usize, to: usize) -> bool {
         self.gives(from) != Share::None && self.gets(to) != Share::None

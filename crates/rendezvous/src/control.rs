@@ -119,7 +119,7 @@ impl Control {
         self.domain
     }
 
-    /// Ends the domain, unless it has already ended, and tells all its ranks.
+    /// Ends the domain, unless it has already ended, and notifies all its ranks.
     pub fn fail(&self, rank: usize, reason: String) {
         if self.has_failed(rank, reason.clone()) {
             let domain = self.domain;
@@ -149,7 +149,7 @@ impl Control {
         is_first
     }
 
-    /// Returns the failure that has ended this domain or one around it, if any.
+    /// Returns the failure that has ended this domain or an enclosing one, if any.
     #[inline]
     pub fn failure(&self) -> Option<&Failure> {
         let outer = || self.outer.as_ref().and_then(|outer| outer.failure());
@@ -191,10 +191,10 @@ impl Control {
             left.map(Outcome::Left)
         };
         let bell = &self.world.bell;
-        // Only a wait that has lasted for a tenth of the deadline costs more than its looks.
+        // A wait shorter than a tenth of the deadline costs only its polls.
         let soon = self.deadline / 10;
         let mut outcome = bell.wait_for(soon, look);
-        // Lives until this returns; an error has ended the domain by then.
+        // Dropped when this returns; an error has ended the domain by then.
         let _told = outcome.is_none().then(|| Told::new(self, wait));
         if outcome.is_none() {
             outcome = bell.wait_for(self.deadline - soon, look);
@@ -262,7 +262,7 @@ impl<'a> Told<'a> {
 
 impl Drop for Told<'_> {
     fn drop(&mut self) {
-        // After a failure it stays, to report what the rank did when everything ended.
+        // After a failure it stays, to report what the rank was doing when everything ended.
         if self.control.failure().is_none() {
             self.control.world.wait_of(self.rank, None);
         }

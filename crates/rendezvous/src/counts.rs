@@ -10,7 +10,7 @@ use super::operation::OperationKind;
 pub struct Tally {
     /// Number of operations started.
     pub operations: u64,
-    /// Bytes of their full tensors; of exchanges, the bytes that this rank gave.
+    /// Bytes of their full tensors; for exchanges, the bytes that this rank sent.
     pub bytes: u64,
 }
 

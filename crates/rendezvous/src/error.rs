@@ -52,7 +52,7 @@ pub enum Error {
         ledger: LedgerReport,
     },
 
-    /// A rank that panicked, returned an error or met one of these errors before this operation was complete.
+    /// A rank that panicked, returned an error or encountered one of these errors before this operation was complete.
     #[error(
         "{operation} cannot complete because rank {rank} failed: {reason}; fix that failure first; {ledger}"
     )]
@@ -106,7 +106,7 @@ pub enum Error {
         ledger: LedgerReport,
     },
 
-    /// Bytes that differ from the bytes that their rank gave, with [`Check::Agreement`](crate::Check::Agreement).
+    /// Bytes that differ from the bytes that their rank sent, with [`Check::Agreement`](crate::Check::Agreement).
     #[error(
         "{}rank {rank} received different bytes for tensor {part} of {operation} than rank {peer} passed to the call; \
          the memory of one of the two or the link between them is faulty: resume from the last checkpoint without \
@@ -120,7 +120,7 @@ pub enum Error {
         step: Option<u64>,
         /// The rank that received the bytes.
         rank: usize,
-        /// The rank that gave them.
+        /// The rank that sent them.
         peer: usize,
         /// The index among the parts of the operation.
         part: usize,
@@ -170,7 +170,7 @@ pub enum Error {
     },
 
     /// A replicated value that differs between the ranks, with [`Check::Agreement`](crate::Check::Agreement). Detected
-    /// in the operation after the one with which the ranks announced the value.
+    /// in the operation after the one that announced the value.
     #[error(
         "{}ranks {ranks:?} hold different bytes in {what} than most ranks of the group, or there is no majority; \
          one of them computed it incorrectly, or its memory is faulty: resume from the last checkpoint without that \

@@ -21,7 +21,7 @@ pub struct Fault {
     pub step: u64,
     /// The point of the step.
     pub at: At,
-    /// The way in which the rank fails.
+    /// How the rank fails.
     pub how: How,
     /// Selects the value and the bit that flip at the point; ignored for other failures.
     pub seed: u64,
@@ -50,7 +50,7 @@ pub enum At {
     Running,
 }
 
-/// The way in which a rank fails.
+/// How a rank fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum How {

@@ -24,7 +24,7 @@ pub enum OperationKind {
     Scatter,
     /// A gather on the root: each rank holds a shard of the tensors, and the root gets the full tensors.
     Gather,
-    /// A change of dim: each rank gives its shard along one dim and gets its shard along another.
+    /// A change of dim: each rank contributes its shard along one dim and gets its shard along another.
     AllToAll,
     /// A synchronisation point: no rank continues before all have arrived.
     Barrier,
@@ -73,7 +73,7 @@ pub struct Operation {
     pub label: Label,
     /// Name of the group.
     pub group: Label,
-    /// Number of operations that this rank started on this group before.
+    /// Number of operations that this rank started on this group before this one.
     pub sequence: u64,
 }
 
@@ -135,7 +135,7 @@ pub struct Signature {
     pub label: Label,
     /// The tensors, one per part.
     pub extents: Vec<Extent>,
-    /// The way in which the ranks' tensors are combined, if they are.
+    /// How the ranks' tensors are combined, if they are.
     pub reduction: Option<Reduction>,
     /// The root in the group, if the operation has one.
     pub root: Option<usize>,
@@ -151,7 +151,7 @@ impl Signature {
             .fold(0, usize::saturating_add)
     }
 
-    /// Returns the difference as the corresponding texts of the two signatures, or `None` if they agree.
+    /// Returns the texts in which the two signatures differ, or `None` if they agree.
     pub fn difference(&self, other: &Self) -> Option<(String, String)> {
         if self == other {
             return None;

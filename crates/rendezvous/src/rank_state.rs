@@ -49,7 +49,8 @@ impl Faults {
 }
 
 impl RankState {
-    /// Returns the state of a rank of the world that has started nothing, and compares this with the others.
+    /// Returns the state of a rank of the world that has not started anything. `check` is the data that it compares
+    /// with the other ranks.
     pub fn new(world_rank: usize, check: Check) -> Self {
         let (ledger, recording, watcher, faults) = Default::default();
         Self {
@@ -105,7 +106,7 @@ impl RankState {
         *lock(&self.watcher) = Some(Watcher::new(watch));
     }
 
-    /// Passes the checksums of an operation to the watcher, if there is one. Only then `got` is called.
+    /// Passes the checksums of an operation to the watcher, if there is one. `got` is called only in that case.
     pub fn tell_watcher(
         &self,
         operation: &Operation,

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::operation::Operation;
 
-/// The work of a rank during a span that belongs to an operation.
+/// A rank's work during a span that belongs to an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CommStage {
@@ -37,7 +37,7 @@ pub struct CommSpan {
     pub start: Instant,
     /// The time when it ended.
     pub end: Instant,
-    /// The number that was sampled then.
+    /// The number that was sampled at its end.
     pub sample: usize,
 }
 

@@ -6,7 +6,7 @@ use burn_fsdp_mesh::ReduceOp;
 
 use super::element::ElementType;
 
-/// The way in which the tensors of all ranks are combined into one.
+/// How the tensors of all ranks are combined into one.
 ///
 /// Each rank's element is widened (see below) and multiplied by `pre_scale`. The products are combined in rank order.
 /// The result is multiplied by `post_scale`, for [`ReduceOp::Mean`] also by one over the size of the group, and rounded
@@ -28,15 +28,15 @@ pub struct Reduction {
 }
 
 impl Reduction {
-    /// Returns the reduction to the sum over the ranks.
+    /// Returns a reduction that sums over the ranks.
     pub const fn sum() -> Self {
         Self::new(ReduceOp::Sum)
     }
 
-    /// Returns the reduction to the sum over the ranks of the group, divided by `world`. `world` may count more ranks
+    /// Returns a reduction that sums over the ranks of the group and divides by `world`. `world` may count more ranks
     /// than the group: for example, the sum over the shards of a replicated model, before the sum over the replicas.
     ///
-    /// `world` 0 counts as 1.
+    /// A `world` of 0 counts as 1.
     pub fn mean(world: usize) -> Self {
         Self {
             post_scale: 1.0 / world.max(1) as f64,
@@ -44,12 +44,12 @@ impl Reduction {
         }
     }
 
-    /// Returns the reduction to the largest addend.
+    /// Returns a reduction that selects the largest addend.
     pub const fn max() -> Self {
         Self::new(ReduceOp::Max)
     }
 
-    /// Returns the reduction to the smallest addend.
+    /// Returns a reduction that selects the smallest addend.
     pub const fn min() -> Self {
         Self::new(ReduceOp::Min)
     }

@@ -8,8 +8,9 @@ use super::operation::Operation;
 /// The checksum of some bytes, and the moment when it was computed. Created by
 /// [`ProcessGroup::seal`](crate::ProcessGroup::seal).
 ///
-/// The owner keeps the seal with the bytes. It holds the bytes or owns them exclusively, so nothing else overwrites
-/// them. A difference that [`ProcessGroup::check_seal`](crate::ProcessGroup::check_seal) then finds is corruption.
+/// The owner keeps the seal with the bytes. It holds a reference to the bytes or owns them exclusively, so nothing else
+/// overwrites them. A difference that [`ProcessGroup::check_seal`](crate::ProcessGroup::check_seal) then finds is
+/// corruption.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seal {
     checksums: Checksums,

@@ -23,7 +23,7 @@ impl fmt::Display for LongWait {
 
 /// The long waits of a world's ranks that this process knows.
 ///
-/// A stuck rank stops others, and these stop further ones, so the rank named by a deadline is rarely the cause. Each
+/// A stuck rank blocks others, and these block more ranks, so the rank that a timeout names is rarely the cause. Each
 /// rank announces a wait that has lasted for a tenth of its deadline. After the deadline, the waits can be followed to
 /// the ranks that wait for no other rank.
 #[derive(Debug)]

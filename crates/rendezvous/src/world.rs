@@ -46,7 +46,7 @@ pub enum News {
     },
     /// A rank of the world that has returned.
     Departed(usize),
-    /// A rank of the world whose wait has lasted for a while, or that has continued after such a wait.
+    /// A rank of the world whose wait has lasted for a while, or that has continued after that.
     Waits {
         /// The rank.
         rank: usize,

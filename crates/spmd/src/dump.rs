@@ -1,4 +1,4 @@
-//! Graphs in files: as text, as pictures, and the changes that each pass made.
+//! Dumps of graphs to files: text, pictures, and the changes of each pass.
 
 mod changes;
 mod dot;
@@ -20,8 +20,8 @@ use crate::graph::{Graph, Node, Role, Type};
 use changes::Printed;
 use groups::Group;
 
-/// Receives the graph of a plan as it was traced and after each pass. The first argument names the graph if a step has
-/// three.
+/// Receives the graph of a plan as it was traced and after each pass. The first argument names the graph if the step
+/// has three.
 pub(crate) type Watch<'a> = dyn FnMut(&'static str, &Graph) + 'a;
 
 /// Name of the file that lists the changes of each pass.
@@ -32,8 +32,8 @@ const CHANGES: &str = "changes.txt";
 /// | file | |
 /// |---|---|
 /// | `00-trace.txt` | the graph as it was traced, one line per given value, node and update |
-/// | `01-units.txt`, `02-dead-code.txt` .. | the same after each pass, by the name that errors give it |
-/// | `11-first-accumulate.txt` .. | the same of a step that is split in three, for each part |
+/// | `01-units.txt`, `02-dead-code.txt` .. | the same after each pass, named as in errors |
+/// | `11-first-accumulate.txt` .. | the same for each part of a step that is split in three |
 /// | `00-trace.svg` .. | a picture, in the order of the schedule: the computation by units, and the collectives |
 /// | `00-trace.dot` .. | all operations and their inputs, for Graphviz |
 /// | `changes.txt` | for each pass the numbers of added, removed, changed and moved nodes, and the first of them |
@@ -57,11 +57,11 @@ const CHANGES: &str = "changes.txt";
 #[derive(Debug, Clone)]
 pub struct GraphDump {
     folder: PathBuf,
-    /// Number of plans that were written.
+    /// Number of plans written.
     written: Arc<Mutex<usize>>,
 }
 
-/// The graphs of one plan, which are being written.
+/// The graphs of one plan, while they are written.
 pub(crate) struct Record<'a> {
     dump: &'a GraphDump,
     /// A hidden folder until the dump is complete.
@@ -79,7 +79,7 @@ pub(crate) struct Record<'a> {
 }
 
 impl GraphDump {
-    /// Creates a dump into a folder, which is created when the first graph is written.
+    /// Creates a dump to a folder, which is created when the first graph is written.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         Self {
             folder: folder.into(),
@@ -148,7 +148,7 @@ impl GraphDump {
         })
     }
 
-    /// Gives a complete folder its name.
+    /// Moves a complete folder to its final path.
     fn keep(&self, folder: TempDir) -> Result<PathBuf, DumpError> {
         let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
         if *written == 0 {
@@ -156,7 +156,7 @@ impl GraphDump {
         }
         let path = self.folder.join(format!("graph-{written}"));
         fs::rename(folder.path(), &path).map_err(|error| DumpError::write(&path, &error))?;
-        // It is not at its old path any more.
+        // The folder is no longer at its old path.
         let _ = folder.keep();
         *written += 1;
         Ok(path)
@@ -207,7 +207,7 @@ impl Record<'_> {
         fs::write(path, text).map_err(|error| (self.dump.folder.join(name), error))
     }
 
-    /// Writes the changes, and the reason why there is no plan, if there is none. Returns the folder.
+    /// Writes the changes, and the error if there is no plan. Returns the folder.
     pub(crate) fn end(mut self, error: Option<&Error>) -> Result<PathBuf, DumpError> {
         if let Some(failed) = self.failed.take() {
             return Err(failed);
@@ -324,7 +324,7 @@ fn is_numbered(path: &Path) -> bool {
     })
 }
 
-/// Returns true if a file is named like a file of graphs.
+/// Returns true if a file has a name that dumps use.
 fn is_of_dump(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str());
     let Some(name) = name else { return false };

@@ -84,7 +84,7 @@ pub enum Error {
         path: String,
     },
 
-    /// A step that gave two different graphs for the same model, batch and step.
+    /// A step that was traced to two different graphs for the same model, batch and step.
     #[error(
         "the step differs each time it is traced: {difference}; a compiled step only repeats what was traced, so pass \
          values that the host draws or counts (random numbers, step counters, scheduled weights, the order of a HashMap) \
@@ -101,7 +101,7 @@ pub enum Error {
          continue with another batch, or stop"
     )]
     PeerNotReady {
-        /// The first rank that could not.
+        /// The first rank that failed.
         rank: usize,
     },
 
@@ -248,7 +248,7 @@ pub enum Error {
          tensors computed from the model and the batch, on their device"
     )]
     Output {
-        /// Its name.
+        /// Name of the tensor.
         name: String,
         /// The reason.
         reason: &'static str,
@@ -297,7 +297,7 @@ pub enum Error {
         path: String,
     },
 
-    /// A limit that no norm of gradients can have.
+    /// Gradient clipping with an invalid limit or norm.
     #[error(
         "gradients cannot be clipped with {clip:?}; use a nonnegative maximum norm, and an order of at least 1 or \
          Norm::Infinity"
@@ -388,7 +388,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// A plan that cannot be proved, whether right or wrong: see [`Mode::certified`](crate::Mode::certified).
+    /// A plan that cannot be proved correct or incorrect, see [`Mode::certified`](crate::Mode::certified).
     #[error(
         "a plan {what} cannot be proved; prove the step in data parallelism, or skip the proof"
     )]
@@ -472,7 +472,7 @@ pub enum Error {
         dtype: DType,
     },
 
-    /// A layout that does not exist.
+    /// A mesh or layout that does not exist.
     #[error(transparent)]
     Mesh(#[from] burn_fsdp_mesh::Error),
 
@@ -488,11 +488,11 @@ pub enum Error {
     #[error(transparent)]
     Move(#[from] MoveError),
 
-    /// Graphs that were not written.
+    /// Graphs that could not be written.
     #[error(transparent)]
     Dump(#[from] DumpError),
 
-    /// A broken assumption of the crate: a fault of this crate or of Burn.
+    /// A broken assumption: a bug in this crate or in Burn.
     #[error("internal error: {0}; please report it")]
     Internal(String),
 }

@@ -29,7 +29,7 @@ pub struct ShardSpec<'a> {
     pub whole: &'a ParameterSpec,
     /// The elements of the whole that this rank holds, possibly none.
     pub region: Region,
-    /// The shape in which the rank holds them: flat if the cut is between elements.
+    /// The shape in which the rank holds them: flat if it is cut between elements.
     pub shape: Vec<usize>,
 }
 
@@ -70,7 +70,7 @@ impl InitialValues {
             error: None,
         };
         if ranks.rank() == 0 {
-            // On the tape, as in Burn's own training, because some modules ask for gradients.
+            // With autodiff, as in Burn's own training, because some modules ask for gradients.
             let device = device.clone().autodiff();
             // Parameters are replaced as they are visited, so only one exists at a time.
             let made = caught(|| init(&device).map(&mut receiver));
@@ -137,7 +137,7 @@ impl InitialValues {
     }
 
     /// Returns the values, divided as the graph divides its parameters. All ranks must call it if the graph divides
-    /// them differently than before. One parameter at a time is whole then.
+    /// them differently than before. Only one parameter at a time is then whole.
     pub(crate) fn into_values(
         mut self,
         graph: &Graph,
@@ -241,7 +241,7 @@ where
         }
     }
 
-    /// Reads this rank's part under the first path for which there is one. All parts that are read must be equal.
+    /// Reads this rank's part by the first path that has one. All parts that are read must be equal.
     fn read_of(
         &mut self,
         spec: &ParameterSpec,
@@ -379,7 +379,7 @@ fn sent(
     data.ok_or_else(|| Error::Internal(format!("no rank has parameter {path}")))
 }
 
-/// Copies elements into memory of their own.
+/// Copies elements into separate memory.
 fn owned(lent: Arc<Lent>) -> TensorData {
     let data = &lent.0;
     TensorData::from_bytes_vec(
@@ -404,7 +404,7 @@ fn scattered(
     };
     let into = BufferPool::new().take(partition.len(group.rank()) * size);
     let label = format!("initial {}", spec.path);
-    // Waits until the others have read it, because the next value must not be created before.
+    // Waits until the other ranks have read it, because the next value must not be created before then.
     let received = group
         .start_scatter(label, Vec::new(), 0, vec![part], vec![into])
         .and_then(Pending::wait_released)
@@ -424,7 +424,7 @@ where
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let id = param.id;
         let stand_in = Tensor::<D>::zeros([1; D], &param.lazy_device());
-        // A lazy parameter whose value is read is never made.
+        // A lazy parameter whose value is read is never initialised.
         self.visit(|| param.into_value().into_data());
         Param::initialized(id, stand_in)
     }

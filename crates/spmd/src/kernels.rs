@@ -40,7 +40,7 @@ pub(crate) fn has_kernels<B: BackendIr>() -> bool {
     std::any::TypeId::of::<B>() == std::any::TypeId::of::<Flex>()
 }
 
-/// Returns true for tensors that share one type, if the kernels take it.
+/// Returns true if tensors share one type that the kernels support.
 pub(crate) fn are_alike<'a>(tensors: impl IntoIterator<Item = &'a TensorIr>) -> bool {
     let mut types = tensors.into_iter().map(|tensor| tensor.dtype);
     types
@@ -48,7 +48,7 @@ pub(crate) fn are_alike<'a>(tensors: impl IntoIterator<Item = &'a TensorIr>) -> 
         .is_none_or(|first| takes(first) && types.all(|other| other == first))
 }
 
-/// Creates the node of a kernel, from inputs to outputs.
+/// Creates the node of a kernel with these inputs and outputs.
 pub(crate) fn fused_node(
     operation: FusedOperation,
     (inputs, outputs): (Vec<TensorIr>, Vec<TensorIr>),
@@ -113,7 +113,7 @@ pub(crate) fn plain_node(node: &Node) -> Option<Node> {
     Some(plain)
 }
 
-/// Returns what passes and plans need to know of a call.
+/// Returns the properties of a call that passes and plans need.
 fn profile(operation: FusedOperation, call: &CustomOpIr) -> CustomProfile {
     let FusedCost {
         matmul,

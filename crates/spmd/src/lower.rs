@@ -21,7 +21,7 @@ pub(crate) struct Lowered {
     pub(crate) certificate: Option<Arc<Certificate>>,
 }
 
-/// Returns the graph that the mode runs, if its options name parameters of the graph.
+/// Prepares a graph for the mode, and checks the parameter names in its options.
 fn prepared(graph: Graph, mode: &mut Mode) -> Result<Graph, Error> {
     let parameters = graph.parameters().iter().filter(|of| !of.is_buffer);
     let paths: Vec<&str> = parameters.map(|of| &*of.path).collect();
@@ -64,10 +64,10 @@ pub fn certify(graph: Graph, num_batches: usize, mode: &Mode) -> Result<Certific
 /// Proves the plan for `real`, a step traced at the shapes of a run, which may be too large for [`certify`]. `small` is
 /// the same step traced at small shapes.
 ///
-/// The passes plan `real`, and then its twin, `small`. For the twin, they recompute, fuse and join by the sizes of the
-/// values in `real`. After every pass, both plans must list the same operations on the same values, and may differ only
-/// in sizes, as the traces do. The twin is proved as by [`certify`]. Kernels are checked in floats at the shapes of the
-/// run, if these are not too large. The comparison detects passes that are wrong only at large shapes. The proof
+/// The passes plan `real`, and then its twin, `small`. For the twin, they decide what to recompute, fuse and join from
+/// the sizes in `real`. After every pass, both plans must list the same operations on the same values, and may differ
+/// only in sizes, as the traces do. The twin is proved as in [`certify`]. Kernels are checked in floats at the shapes
+/// of the run, if these are not too large. The comparison detects passes that are wrong only at large shapes. The proof
 /// detects passes whose decisions for large shapes are wrong.
 ///
 /// The model must behave the same at the small shapes. As a rule, dims of size one stay one, and all others are at

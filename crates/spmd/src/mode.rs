@@ -78,7 +78,7 @@ pub(crate) enum Purpose {
 }
 
 impl Mode {
-    /// Creates the mode of a single rank.
+    /// Creates a mode for a single rank.
     pub fn single() -> Self {
         Self::data_parallel(ProcessGroup::solo(), Strategy::NoShard)
     }
@@ -170,15 +170,16 @@ impl Mode {
     /// All ranks must pass the same seed.
     ///
     /// Each number is then a function of the seed, the number of the step ([`CompiledStep::num_steps`]) and of its
-    /// micro-batch, the position of the operation among those that draw, and the position of the element. Runs repeat,
-    /// and a run that is [resumed](crate::CompiledStep::resume) continues as if it had not stopped. With placements
-    /// ([`expand`](Self::expand), [`DataParallel::Automatic`]), the position of an element is its position in the whole
-    /// tensor. The step then draws the same numbers as one rank, compiled with the same seed, draws for the joined
-    /// batch, and nothing is gathered for it. Otherwise every rank draws separate numbers for its part of the batch.
+    /// micro-batch, the position of the operation among the operations that draw, and the position of the element. Runs
+    /// are reproducible, and a run that is [resumed](crate::CompiledStep::resume) continues as if it had not stopped.
+    /// With placements ([`expand`](Self::expand), [`DataParallel::Automatic`]), the position of an element is its
+    /// position in the whole tensor. The step then draws the same numbers as one rank, compiled with the same seed,
+    /// draws for the joined batch, and nothing is gathered for it. Otherwise every rank draws separate numbers for its
+    /// part of the batch.
     ///
-    /// The numbers differ from those of Burn's generator with the same seed, and another version of the crate `rand`
-    /// may give others. Evaluations, initial values, custom operations and random numbers of an optimizer draw as they
-    /// do without a seed.
+    /// The numbers differ from those of Burn's generator with the same seed, and may change with the version of the
+    /// crate `rand`. Evaluations, initial values, custom operations and random numbers of an optimizer draw as they do
+    /// without a seed.
     ///
     /// ```
     /// use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
@@ -294,7 +295,7 @@ impl Mode {
         }
     }
 
-    /// Returns the layout of a parameter or buffer until there is a graph.
+    /// Returns the layout of a parameter or buffer before there is a graph.
     pub(crate) fn initial_layout(&self, spec: &ParameterSpec) -> Result<Layout, Error> {
         let (mesh, owners) = (self.ranks.mesh()?, &self.names.owners);
         self.division.initial_layout(&mesh, spec, owners)
@@ -325,7 +326,7 @@ impl Mode {
         expand.check_names(mesh, paths, names)
     }
 
-    /// Rejects inputs of an evaluation without a placement, if placements matter.
+    /// Rejects inputs of an evaluation without a placement, if the user's placements cut inputs.
     pub(crate) fn check_evaluation(&self, inputs: &[InputSpec]) -> Result<(), Error> {
         let Division::Expand(_, expand) = &self.division else {
             return Ok(());
@@ -393,7 +394,7 @@ impl Mode {
     }
 
     /// Returns the purpose of a graph for a step with the given number of micro-batches. With loss scaling, even a
-    /// single micro-batch is its own graph, because the host checks the gradients before the optimizer runs.
+    /// single micro-batch has its own graph, because the host checks the gradients before the optimizer runs.
     pub(crate) fn purpose(&self, num_batches: usize) -> Purpose {
         match num_batches {
             0 | 1 if self.options.loss_scaling.is_none() => Purpose::Step,
@@ -435,7 +436,7 @@ impl Mode {
         self.seed.is_some()
     }
 
-    /// Decides the placements that are left open, by the first graph of the joined batch. Placements of later inputs
+    /// Decides the placements that are left open, from the first graph of the joined batch. Placements of later inputs
     /// are decided by their own graph.
     pub(crate) fn decide(&mut self, graph: &Graph) -> Result<(), Error> {
         match &mut self.division {
@@ -455,7 +456,7 @@ impl Mode {
     }
 }
 
-/// Returns true if a graph was traced with a factor of the loss.
+/// Returns true if a graph was traced with a loss factor.
 fn takes_loss_factor(graph: &Graph) -> bool {
     let mut inputs = graph.inputs().iter().filter_map(|id| graph.value(*id));
     inputs.any(|value| value.role == Role::Input(LOSS_FACTOR.into()))

@@ -2,7 +2,7 @@
 //! the norms of all ranks.
 //!
 //! Sums are taken on the host, in 64 bits and in an order that depends only on the number of elements. Burn's own sum
-//! of many elements is shared among threads, so a resumed run would not have the same bits. Norms are sent instead of
+//! of many elements is shared among threads, so a resumed run would not be bit-identical. Norms are sent instead of
 //! sums of powers, because norms fit 32 bits on any device.
 
 use burn::tensor::{DType, TensorData};
@@ -42,7 +42,7 @@ pub(crate) fn coefficients(
     }
 }
 
-/// Returns what passes and plans need to know about either call: results are numbers in separate memory.
+/// Returns the profile of either call: its results are numbers in separate memory.
 pub(crate) fn profile(call: &CustomOpIr) -> CustomProfile {
     let sizes = call.inputs.iter();
     let sizes = sizes.map(|input| input.shape.num_elements() * input.dtype.size());
@@ -140,7 +140,7 @@ impl<B: BackendIr> CustomOperation<B> for Coefficients {
     }
 }
 
-/// Returns the part of the choice that a call of either operation carries.
+/// Returns the clipping settings that a call of either operation carries.
 pub(crate) fn scalars(clip: &Clip) -> Vec<ScalarIr> {
     let order = match clip.measured() {
         Norm::P(p) => p,

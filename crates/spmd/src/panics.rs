@@ -13,7 +13,7 @@ use std::sync::Once;
 use burn_fsdp_collectives::Unwound;
 
 thread_local! {
-    /// Number of calls of [`caught`] that the thread is in.
+    /// Number of active calls of [`caught`] on this thread.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
     /// Source location of the last panic in a call of [`caught`].
     static LOCATION: RefCell<Option<String>> = const { RefCell::new(None) };

@@ -1,4 +1,4 @@
-//! Tensors on the host: from wholes to the parts that ranks hold, and back.
+//! Conversion of tensors on the host between the whole and the parts that ranks hold.
 
 use std::sync::Arc;
 
@@ -43,7 +43,7 @@ impl Divided<'_> {
         }
     }
 
-    /// Returns the ranks that hold one flat shard of the elements each.
+    /// Returns the ranks that each hold one flat shard of the elements.
     pub(crate) fn flat_group(&self) -> Result<&ProcessGroup, Error> {
         let cut = self.cuts()?.into_iter().next();
         Ok(cut.map_or(self.ranks.group(), |(_, group)| group))
@@ -173,7 +173,7 @@ fn part_along(data: &TensorData, dim: usize, num_parts: usize, index: usize) -> 
 /// Resizes a tensor, with the same number of dims: each dim is truncated or extended with zeros.
 fn resized(data: TensorData, shape: &[usize]) -> TensorData {
     let from = data.shape().to_vec();
-    // Another number of dims is rejected at the use of the tensor.
+    // A different number of dims is rejected where the tensor is used.
     if from == shape || from.len() != shape.len() {
         return data;
     }
@@ -295,7 +295,7 @@ pub(crate) fn broadcast(
             vec![BufferPool::new().take(num_bytes)],
         ),
     };
-    // Waits until the others have read it, because the next value must not be created before.
+    // Waits until the other ranks have read it, because the next value must not be created before then.
     let received = group
         .start_broadcast(label, Vec::new(), 0, parts, into)
         .and_then(Pending::wait_released)

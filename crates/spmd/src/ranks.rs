@@ -14,7 +14,7 @@ pub(crate) const DATA_AXIS: &str = "data";
 #[derive(Debug, Clone)]
 pub(crate) struct Ranks {
     group: ProcessGroup,
-    /// `None` for all of them along [`DATA_AXIS`].
+    /// `None` if all of them are along [`DATA_AXIS`].
     mesh: Option<ProcessMesh>,
 }
 

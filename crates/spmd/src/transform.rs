@@ -1,4 +1,4 @@
-//! The trait of passes, and the check of their order.
+//! The trait that passes implement, and the check of their order.
 
 use std::fmt;
 
@@ -30,7 +30,7 @@ use crate::pass_id::PassId;
 ///
 /// let graph = Pipeline::new().then(Count).run(Graph::new())?;
 /// assert_eq!(graph.applied(), [PassId::User("count")]);
-/// // Once is enough.
+/// // A pass cannot be applied twice.
 /// assert!(Pipeline::new().then(Count).run(graph).is_err());
 /// # Ok::<(), Error>(())
 /// ```
@@ -48,8 +48,7 @@ pub trait GraphTransform: fmt::Debug + Send + Sync {
         &[]
     }
 
-    /// Returns false for a graph that the pass would not change; a pipeline then leaves the pass out. The default is
-    /// true.
+    /// Returns false for a graph that the pass would not change; a pipeline then skips the pass. The default is true.
     fn acts_on(&self, _graph: &Graph) -> bool {
         true
     }

@@ -1,4 +1,4 @@
-//! The seam between a group's operations and the movement of bytes.
+//! The interface between a group's operations and the movement of bytes.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use burn_fsdp_rendezvous::{AlteredPart, Checksums, Claim, Meeting, Messages, Ope
 /// sources and fill its buffers only as the operation's [contract](burn_fsdp_rendezvous::OperationKind::contract) specifies, along the
 /// [routes](burn_fsdp_rendezvous::Signature::routes) that follow from it.
 ///
-/// The group calls [`post`](Messages::post) for operations that carry claims and notes only, and [`start`](Self::start)
+/// The group calls [`post`](Messages::post) for operations that carry only claims and notes, and [`start`](Self::start)
 /// for all others. Each number is used once, in order.
 pub trait Engine: Messages {
     /// Returns the user-visible name of the engine.
@@ -26,8 +26,8 @@ pub trait Engine: Messages {
     /// Makes the described smaller group. Called by all its members and no one else.
     fn split(&self, subgroup: Subgroup) -> Box<dyn Engine>;
 
-    /// Returns true if sources and buffers may be in this memory. All of one operation are in the same, except empty
-    /// ones.
+    /// Returns true if sources and buffers may be in this memory. Except for empty ones, one operation has them all in
+    /// the same memory.
     fn takes(&self, space: Space) -> bool {
         space == Space::Host
     }
@@ -61,7 +61,7 @@ pub struct Request {
     pub into: Vec<Buffer>,
 }
 
-/// The events that a rank waits for in an operation after all claims are there, in this order.
+/// The events that a rank waits for in an operation after all claims have arrived, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Awaited {
     /// The bytes that this rank receives, or the work that produces them in the queue of a device.
@@ -82,8 +82,8 @@ pub trait Flight: Send {
     /// Returns the ranks of the group that have yet to do their part for the event.
     fn missing(&self, awaited: Awaited) -> Vec<usize>;
 
-    /// Does the work that this rank must do before its result can be there. Called once, when all claims are there and
-    /// agree.
+    /// Does the work that this rank must do before its result can be available. Called once, when all claims have
+    /// arrived and agree.
     ///
     /// # Errors
     ///
@@ -92,11 +92,11 @@ pub trait Flight: Send {
         Ok(())
     }
 
-    /// Returns the result. Called once, when it is there. This rank's part is complete afterwards.
+    /// Returns the result. Called once, when it is available. This rank's part is complete afterwards.
     ///
     /// # Errors
     ///
-    /// As [`begin`](Self::begin).
+    /// Same as [`begin`](Self::begin).
     fn receive(&mut self) -> Result<Completion, Withdrawn>;
 
     /// Returns the engine's findings about the bytes that it has moved. Called after [`receive`](Self::receive), where
@@ -106,8 +106,8 @@ pub trait Flight: Send {
     }
 }
 
-/// The result of a flight: the request's buffers. The engine fills the ones in host memory, and replaces the others by
-/// [what has arrived](Buffer::arrived).
+/// The result of a flight: the request's buffers. The engine fills the ones in host memory, and replaces the others
+/// with the [arrived](Buffer::arrived) bytes.
 #[derive(Debug)]
 pub enum Completion {
     /// The buffers are filled.
@@ -122,7 +122,7 @@ pub enum Completion {
 }
 
 /// An engine's findings about the bytes that it has moved. An engine compares the bytes that it combines with the
-/// giver's [checksums](burn_fsdp_rendezvous::Checks::first_altered), since nobody else sees them.
+/// sender's [checksums](burn_fsdp_rendezvous::Checks::first_altered), since nothing else sees them.
 #[derive(Debug, Default)]
 pub struct Findings {
     /// True if it has also compared moved bytes; otherwise the group compares them.

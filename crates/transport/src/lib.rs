@@ -1,6 +1,7 @@
-//! The data plane: bytes somewhere, and the engines that move them between ranks.
+//! The data plane: bytes in any memory, and the engines that move them between ranks.
 //!
-//! [`Engine`] is the seam. Above it, groups check and explain; below it, bytes move. Nothing here names an engine.
+//! [`Engine`] is the interface. Groups above it check calls and explain failures; engines below it move bytes. Nothing
+//! here depends on a particular engine.
 
 #![forbid(unsafe_code)]
 

@@ -1,9 +1,9 @@
-//! Bytes, wherever they are.
+//! Bytes in any memory.
 
 use std::any::Any;
 use std::fmt;
 
-/// The memory in which bytes are.
+/// The kind of memory that holds some bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Space {
@@ -28,12 +28,12 @@ impl fmt::Display for Space {
     }
 }
 
-/// Bytes somewhere.
+/// Bytes in some memory.
 ///
-/// An engine that takes a [space](Self::space) other than the host's finds its own type with
+/// An engine that accepts a [space](Self::space) other than the host's downcasts to its own type with
 /// [`as_any`](Self::as_any). The bytes must not change as long as the payload is shared.
 pub trait Payload: Send + Sync {
-    /// Returns the number of bytes. It must be known without a look at them.
+    /// Returns the number of bytes. It must be known without reading them.
     fn len(&self) -> usize;
 
     /// Returns true if there are no bytes.
@@ -41,24 +41,24 @@ pub trait Payload: Send + Sync {
         self.len() == 0
     }
 
-    /// Returns the memory in which the bytes are.
+    /// Returns the memory that holds the bytes.
     fn space(&self) -> Space;
 
     /// Returns the bytes if they are in [`Space::Host`], and `None` otherwise.
     fn host(&self) -> Option<&[u8]>;
 
-    /// Returns the payload as a value whose type can be asked for.
+    /// Returns the payload for downcasting.
     fn as_any(&self) -> &dyn Any;
 }
 
 /// A point in the work that was enqueued on a device.
 ///
-/// Whoever enqueues work that needs the bytes before the fence lets that work wait for it, with the means of the
-/// device. The type is found with [`as_any`](Self::as_any).
+/// Work that needs the bytes written before the fence must wait for it on the device. Its concrete type is found with
+/// [`as_any`](Self::as_any).
 pub trait Fence: fmt::Debug + Send + Sync {
     /// Returns true if all work before the fence is complete. Never waits.
     fn has_passed(&self) -> bool;
 
-    /// Returns the fence as a value whose type can be asked for.
+    /// Returns the fence for downcasting.
     fn as_any(&self) -> &dyn Any;
 }

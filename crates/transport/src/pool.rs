@@ -11,10 +11,10 @@ use burn_fsdp_rendezvous::lock;
 /// A pool that lends [`Buffer`]s, takes their memory back and counts the live bytes. Cheap to clone: all clones are the
 /// same pool.
 ///
-/// Large memory that comes fresh from the system costs a page fault for every 4 KiB at its first use. This takes longer
-/// than the transfer into it. The pool therefore keeps the memory of dropped buffers for the next buffer of the same
-/// size. Used and kept memory together never exceed the peak of the memory in use. Where keeping would exceed that
-/// peak, the memory kept longest is returned to the system.
+/// Large memory fresh from the system costs a page fault for every 4 KiB at its first use. This takes longer than the
+/// transfer into it. The pool therefore keeps the memory of dropped buffers for the next buffer of the same size. Used
+/// and kept memory together never exceed the peak of the memory in use. Where keeping would exceed that peak, the
+/// memory kept longest is returned to the system.
 #[derive(Clone, Default)]
 pub struct BufferPool(Arc<Mutex<Books>>);
 
@@ -43,7 +43,7 @@ impl BufferPool {
     pub fn take(&self, len: usize) -> Buffer {
         let num_words = len.div_ceil(size_of::<u64>());
         let (recycled, evicted) = lock(&self.0).take(num_words, len);
-        // Not under the lock: returning large memory to the system takes long.
+        // Not under the lock: returning large memory to the system takes a long time.
         drop(evicted);
         let words = recycled.unwrap_or_else(|| vec![0; num_words]);
         Buffer(Memory::Pooled(Pooled {
@@ -174,7 +174,7 @@ struct Pooled {
 
 impl Buffer {
     /// Returns a buffer for `len` bytes in some memory. Outside of host memory, nothing is allocated until the
-    /// operation returns it. In host memory, it belongs to a pool of its own.
+    /// operation returns it. In host memory, it belongs to a separate pool.
     pub fn in_space(space: Space, len: usize) -> Self {
         match space {
             Space::Host => BufferPool::new().take(len),
@@ -207,7 +207,7 @@ impl Buffer {
         !matches!(self.0, Memory::Awaited { .. })
     }
 
-    /// Returns the memory in which the bytes are or will be.
+    /// Returns the memory that holds, or will hold, the bytes.
     #[inline]
     pub fn space(&self) -> Space {
         match &self.0 {
@@ -239,7 +239,7 @@ impl Buffer {
         }
     }
 
-    /// Returns what an engine has allocated, or the buffer itself if it is from a pool or has not arrived.
+    /// Returns the payload that an engine has allocated, or the buffer itself if it is from a pool or has not arrived.
     ///
     /// # Errors
     ///
@@ -265,7 +265,7 @@ impl Payload for Buffer {
         self.host()
     }
 
-    /// What an engine has allocated, or the buffer.
+    /// Returns the payload that an engine has allocated, or the buffer.
     fn as_any(&self) -> &dyn Any {
         match &self.0 {
             Memory::Arrived(payload) => payload.as_any(),

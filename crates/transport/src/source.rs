@@ -1,4 +1,4 @@
-//! Bytes that a rank shows to its peers.
+//! Bytes that a rank lets its peers read.
 
 use std::fmt;
 use std::sync::Arc;
@@ -36,16 +36,16 @@ impl Source {
         Self { owner, seal: None }
     }
 
-    /// Makes a source of bytes in any memory that the group's engine takes.
+    /// Makes a source of bytes in any memory that the group's engine accepts.
     pub fn of(payload: Arc<dyn Payload>) -> Self {
         let owner = Owner::Payload(payload);
         Self { owner, seal: None }
     }
 
-    /// Returns the source with the seal of its bytes. An operation that gives the bytes checks them against the seal
+    /// Returns the source with the seal of its bytes. An operation that sends the bytes checks them against the seal
     /// when it starts; a gather between threads checks when it reads them. A difference is an
-    /// [`Error::AlteredAtRest`](burn_fsdp_rendezvous::Error::AlteredAtRest) that names `what`. Without a seal the source stays as it
-    /// is.
+    /// [`Error::AlteredAtRest`](burn_fsdp_rendezvous::Error::AlteredAtRest) that names `what`. Without a seal the
+    /// source is unchanged.
     #[must_use]
     pub fn sealed(mut self, seal: Option<Seal>, what: impl FnOnce() -> Label) -> Self {
         self.seal = seal.map(|seal| Arc::new((seal, what())));
@@ -77,7 +77,7 @@ impl Source {
         self.len() == 0
     }
 
-    /// Returns the memory in which the bytes are.
+    /// Returns the memory that holds the bytes.
     #[inline]
     pub fn space(&self) -> Space {
         match &self.owner {
@@ -95,7 +95,7 @@ impl Source {
         }
     }
 
-    /// Returns the payload that the source was made of, if it was made of [one](Self::of).
+    /// Returns the payload that the source was made from, if it was made from [one](Self::of).
     pub fn payload(&self) -> Option<&dyn Payload> {
         match &self.owner {
             Owner::Host(_) => None,
@@ -107,7 +107,7 @@ impl Source {
     ///
     /// # Panics
     ///
-    /// If they are not in host memory. No engine gets such a source unless it [takes](crate::Engine::takes) the space.
+    /// If they are not in host memory. An engine gets such a source only if it [takes](crate::Engine::takes) the space.
     #[inline]
     pub fn as_bytes(&self) -> &[u8] {
         let bytes = self.host();

@@ -49,7 +49,7 @@ pub(crate) struct Import {
 
 /// The modules of one crate.
 pub(crate) struct Modules {
-    /// Paths below `src`, with `/`. Test modules are skipped.
+    /// Paths relative to `src`, separated by `/`. Test modules are skipped.
     pub(crate) files: Vec<String>,
     pub(crate) modules: Vec<Module>,
     /// Macros, by name, with their file. They have one scope for the whole crate.

@@ -1,4 +1,4 @@
-//! Measures training against PyTorch, in turns on the same cores.
+//! Measures training against PyTorch, alternating on the same cores.
 //!
 //! - `args`: the arguments.
 //! - `case`: the training runs, and the commands of both sides.

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::error::Error;
 
-/// The results of one run of a training run.
+/// The results of one training run.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Measurement {
     pub(crate) tokens_per_s: f64,

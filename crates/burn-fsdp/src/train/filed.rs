@@ -59,7 +59,7 @@ impl Filed {
         }
         let record = OptimizerRecord::from_bytes(packed(Vec::new(), scalars, &paths)?);
         let record = record.map_err(optimizer_error)?;
-        // The first group of an optimizer has to accept any parameter; the last one that accepts it counts.
+        // The first group of an optimizer must accept any parameter; the last group that accepts a parameter is used.
         let any = SgdConfig::new().init();
         let filed = any.with_group(ParamGroup::all(), self, None);
         Ok(filed.load_record(record))

@@ -30,18 +30,18 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 ///
 /// One line of a program changes: `training.launch(Learner::new(model, optimizer, rates))` becomes
 /// `FullySharded::new(LaunchConfig::new(2)).launch(training, model, optimizer, rates)?`. Everything else in
-/// [`SupervisedTraining`](burn::train::SupervisedTraining) stays. Its metrics cover the rows of all ranks, there is one
-/// dashboard, and early stopping and interruption end all ranks after the same step. Its checkpoints equal those of a
-/// training run on one device. Any number of ranks can continue from them, and so can Burn without sharding.
+/// [`SupervisedTraining`](burn::train::SupervisedTraining) stays the same. Its metrics cover the rows of all ranks,
+/// there is one dashboard, and early stopping and interruption end all ranks after the same step. Its checkpoints equal
+/// those of a training run on one device. Any number of ranks can continue from them, and so can Burn without sharding.
 ///
 /// # Data
 ///
-/// Each rank takes a part of the loaders' items, as in Burn's distributed training: neighbouring items, so a step
-/// covers the number of ranks times a batch. If the items do not divide evenly, the ranks that have run out process a
-/// batch again, and its rows do not count. Gradients are averaged by the number of items that the loaders have read for
-/// them. A step is then the mean over its items, if the loss is the mean over its batch. (A custom batch strategy that
-/// holds items back is counted by the items it reads, not by those it returns.) Validation is also divided, and every
-/// item is counted once. A metric that counts batches and not rows, such as Burn's `LossMetric`, counts each rank's.
+/// Each rank takes a part of the loaders' items, as in Burn's distributed training: neighboring items, so a step covers
+/// the number of ranks times a batch. If the items do not divide evenly, the ranks that run out process a batch again,
+/// and its rows do not count. Gradients are averaged by the number of items that the loaders have read for them. A step
+/// is then the mean over its items, if the loss is the mean over its batch. (A custom batch strategy that holds items
+/// back is counted by the items it reads, not by those it returns.) Validation is also divided, and every item is
+/// counted once. A metric that counts batches instead of rows, such as Burn's `LossMetric`, counts each rank's.
 ///
 /// # Differences
 ///
@@ -55,8 +55,7 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 /// - A loss must depend on the model's parameters on every rank: if a rank's step skips the model, the others wait for
 ///   it.
 /// - Metrics that join the outputs of all steps (AUROC) need them on one device.
-/// - Custom checkpointers that look into records hold the tensors that they read, because the tensors are read on
-///   demand.
+/// - Custom checkpointers that read tensors of records keep these in memory, because tensors are read on demand.
 /// - Outputs of a step are values of any type, which cannot be sent between processes. If `mpirun` started the program,
 ///   [`launch`](Self::launch) is rejected; use [`launch_among_processes`](Self::launch_among_processes).
 ///
@@ -68,9 +67,9 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 /// freed as they are divided, unless the program has a clone of it. Checkpoints are Burn's own files of the whole model
 /// and optimizer. Any number of ranks can continue from them, and so can Burn without sharding. Rank 0 gathers them
 /// tensor by tensor into files of a [scratch](Self::scratch) folder, from which Burn's checkpointers write. It also
-/// reads and divides them tensor by tensor when a training run resumes. So rank 0 holds one whole parameter, or the
-/// state of one, a few times for a moment. (This holds on the CPU backend. If the program's default device is another,
-/// a checkpoint is read there as a whole.)
+/// reads and divides them tensor by tensor when a training run resumes. So rank 0 briefly holds a few copies of one
+/// whole parameter, or of its state. (This holds on the CPU backend. If the program's default device is another, a
+/// checkpoint is read there as a whole.)
 ///
 /// [`launch`](Self::launch) and [`launch_among_processes`](Self::launch_among_processes) return the whole model: the
 /// ranks that get it hold all of it when the training ends. [`launch_sharded`](Self::launch_sharded) passes each rank's
@@ -194,10 +193,10 @@ impl FullySharded {
     }
 
     /// Sets the folder for files that exist while a checkpoint is written or read. On rank 0 they hold the whole model
-    /// and its optimizer's state, for the current checkpoint and the previous one (for a moment the model once more,
-    /// before its optimizer's state is there). When a training run resumes, they also hold each rank's part of the
-    /// state. The default is the folder in `TMPDIR`, or `/var/tmp`. Do not use a folder that is kept in memory, which
-    /// would keep the files in memory after all.
+    /// and its optimizer's state, for the current checkpoint and the previous one (and briefly the model once more,
+    /// before its optimizer's state is written). When a training run resumes, they also hold each rank's part of the
+    /// state. The default is the folder in `TMPDIR`, or `/var/tmp`. Do not use a folder in memory, which would keep the
+    /// files in memory after all.
     #[must_use]
     pub fn scratch(mut self, folder: impl Into<PathBuf>) -> Self {
         self.0.scratch = Some(folder.into());
@@ -206,10 +205,10 @@ impl FullySharded {
 
     /// Trains `model`, in place of `training.launch(Learner::new(model, optimizer, rates))`. All ranks start from its
     /// values, or from the checkpoint that `training` names. Returns the result of Burn's loop with the whole model,
-    /// which rank 0 puts together at the end. For models that do not fit there, use
+    /// which rank 0 assembles at the end. For models that do not fit there, use
     /// [`launch_sharded`](Self::launch_sharded).
     ///
-    /// Call it once in the program; it starts the ranks, and they have ended when it returns.
+    /// Call it once in the program: it starts the ranks, and returns when they have ended.
     ///
     /// # Errors
     ///
@@ -272,9 +271,9 @@ impl FullySharded {
     /// same order, and each rank takes a part of them. Burn's generator exists once per process: seed it with the rank,
     /// or all ranks use the same dropout.
     ///
-    /// If a launcher has started one process, it is ignored, as in [`launch`](burn_fsdp_collectives::launch()): ranks
-    /// are threads then. If a process ends before it calls this function, the others wait in MPI's own initialization,
-    /// where no deadline applies. If it ends with an error, the launcher ends the others.
+    /// If a launcher has started one process, it is ignored and ranks are threads, as in
+    /// [`launch`](burn_fsdp_collectives::launch()). If a process ends before it calls this function, the others wait in
+    /// MPI's own initialization, where no deadline applies. If it ends with an error, the launcher ends the others.
     ///
     /// Rank 0's metrics cover all rows. Only rank 0 logs, renders, saves, and asks the strategies of early stopping and
     /// checkpointing. The other ranks' outputs are sent to it after each step, whole: with large logits that costs time
@@ -306,10 +305,10 @@ impl FullySharded {
     /// # Errors
     ///
     /// As [`launch`](Self::launch). [`LaunchError::OtherSize`] if there are more or fewer processes than ranks.
-    /// [`LaunchError::Again`] for a second training of the same processes. [`LaunchError::Failed`] has the text of
-    /// [`Error::OtherTraining`] if a process is about to run a different training. It has the text of the sharding's
-    /// `OptimizersDiffer` or `Disagreement` if its optimizer or an integer parameter differs, and the error's text for
-    /// an output that [`Portable::unpack`] does not accept.
+    /// [`LaunchError::Again`] for a second training run of the same processes. [`LaunchError::Failed`] has the text of
+    /// [`Error::OtherTraining`] if a process is about to run a different training. For a different optimizer or integer
+    /// parameter, it has the text of the sharding's `OptimizersDiffer` or `Disagreement`, and the error's text for an
+    /// output that [`Portable::unpack`] does not accept.
     pub fn launch_among_processes<M>(
         &self,
         training: SupervisedTraining<Lent<M>>,
@@ -426,7 +425,7 @@ impl FullySharded {
                 .with_training_strategy(TrainingStrategy::Custom(Arc::new(Silently(strategy)))),
         };
         let learner = Learner::new(Lent::new(model), optimizer, rates);
-        // If a rank failed because the thread of metrics has ended, Burn's loop panics at its end.
+        // If a rank failed because the metrics thread has ended, Burn's loop panics at its end.
         let result = catch_unwind(AssertUnwindSafe(|| training.launch(learner)));
         let returned = held(&left.outcome).take().transpose()?;
         let result = result.unwrap_or_else(|panic| resume_unwind(panic));

@@ -13,8 +13,8 @@ use burn::train::{InferenceStep, Learner, LearnerModel, TrainOutput, TrainStep};
 use crate::optimizer_record::emptied;
 use crate::train::lock::held;
 
-/// A model in Burn's learner during a sharded training: the model itself before and after, and nothing while it
-/// is with the ranks.
+/// A model in Burn's learner during a sharded training run: the model itself before and after the run, and nothing
+/// while it is with the ranks.
 ///
 /// Programs need not name it: the type of the `SupervisedTraining` for
 /// [`FullySharded::launch`](crate::train::FullySharded::launch) follows from the model's.
@@ -102,7 +102,7 @@ impl<M: LearnerModel> Lent<M> {
         }
     }
 
-    /// Makes a learner give up its model and optimizer. Its optimizer keeps its state.
+    /// Makes a learner hand out its model and a copy of its optimizer.
     fn handed_out(learner: &mut Learner<Self>) -> Option<(Option<M>, ModuleOptimizer)> {
         learner.optimizer_step(GradientsParams::new());
         learner.model().counter().out.take()
@@ -112,7 +112,7 @@ impl<M: LearnerModel> Lent<M> {
         held(&self.counter)
     }
 
-    /// Changes the model, if it is here.
+    /// Changes the model, unless it is with the ranks.
     fn with(self, change: impl FnOnce(M) -> M) -> Self {
         Self {
             model: self.model.map(change),
@@ -135,7 +135,7 @@ impl<M: LearnerModel> TrainStep for Lent<M> {
         TrainStep::step(self.here(), item)
     }
 
-    /// Hands out model and optimizer, or takes an optimizer in: the ranks make a step of the learner.
+    /// Hands out model and optimizer, or takes an optimizer in: a learner exposes its optimizer only here.
     fn optimize(
         mut self,
         optimizer: &mut ModuleOptimizer,

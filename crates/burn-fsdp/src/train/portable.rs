@@ -214,7 +214,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns the output decoded from the bytes of an output.
+    /// Encodes an output as bytes, and returns the output decoded from them.
     fn through<O: Portable>(output: O) -> O {
         let mut parcel = Parcel::new();
         output.pack(&mut parcel);

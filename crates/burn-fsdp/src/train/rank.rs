@@ -82,7 +82,7 @@ pub(crate) fn train<M: LearnerModel>(
     check_managed(&model)?;
     check_elementwise(&model, &optimizer)?;
     if course.saves {
-        // A checkpoint that could not be resumed is rejected now, and not only when it is read.
+        // Reject now, rather than on resuming, an optimizer whose checkpoints could not be resumed.
         check_state_types(&model, &optimizer)?;
     }
     if course.among == Ranks::Processes {
@@ -93,7 +93,7 @@ pub(crate) fn train<M: LearnerModel>(
     }
     let parent = course.settings.scratch.as_deref();
     if lead.is_some() && course.saves {
-        // A folder that cannot be written to is found now, and not only after the first epoch.
+        // Fail now, rather than after the first epoch, if the folder cannot be written to.
         drop(Scratch::new(parent)?);
     }
     let optimizer = divided(&model, optimizer, whole, world, parent)?;
@@ -163,7 +163,7 @@ impl ModuleVisitor for Unmanaged {
     }
 }
 
-/// The continuation after an epoch.
+/// Whether a rank continues after an epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum After {
     Another,
@@ -214,7 +214,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         if validated == After::End {
             return Ok(After::End);
         }
-        // Metrics must not judge a failure at the end of the validation.
+        // If a rank stopped at the end of the validation, metrics must not judge the epoch.
         if self.agreed(false)? == After::End {
             return Ok(After::End);
         }
@@ -369,8 +369,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         Ok(())
     }
 
-    /// Also stops this rank's loop, with the failure of its own loader, or with the reason that another rank
-    /// gave.
+    /// Stops this rank's loop as well, with its own loader's failure or with another rank's reason.
     fn stopped(&self, failure: Option<DatasetError>, (rank, stop): (usize, Stop)) -> After {
         if let Some(failure) = failure {
             self.course.interrupter.fail(failure);

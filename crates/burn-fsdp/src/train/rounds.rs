@@ -41,9 +41,9 @@ pub(crate) struct Rounds<'a, I> {
     label: &'static str,
     own: Box<dyn DataLoaderIterator<I> + 'a>,
     all: &'a dyn DataLoader<I>,
-    /// The items that this rank has had.
+    /// Number of items that this rank has received.
     had: usize,
-    /// The items that all ranks have had.
+    /// Number of items that all ranks have received.
     had_by_all: usize,
 }
 
@@ -52,12 +52,12 @@ pub(crate) struct Round<I> {
     pub(crate) batch: I,
     /// True if the batch is this rank's own; false if the rank processes it only so that others can continue.
     pub(crate) counts: bool,
-    /// The factor of this rank's gradient, by which the mean over ranks becomes the mean over items. It is 1 where all
-    /// ranks have the same number of items.
+    /// The factor of this rank's gradient that turns the mean over ranks into the mean over items. It is 1 if all ranks
+    /// have the same number of items.
     pub(crate) weight: f64,
     /// True if no rank has a batch after this one.
     pub(crate) is_last: bool,
-    /// The items that all ranks have had, including this round.
+    /// Number of items that all ranks have received, including this round.
     pub(crate) had_by_all: usize,
 }
 
@@ -70,7 +70,7 @@ pub(crate) struct Turn<I> {
 /// The ranks' agreement about a round.
 pub(crate) enum Next<I> {
     Round(Round<I>),
-    /// All items are used.
+    /// No rank has items left.
     Through,
     /// A rank must stop, or its loader failed: the rank and the reason. On that rank, the failure is included.
     Stopped(Option<DatasetError>, (usize, Stop)),

@@ -28,7 +28,7 @@ const LOCK: &str = "lock";
 /// The beginning of the names of folders.
 const PREFIX: &str = "burn-fsdp-";
 
-/// The age from which a free lock counts as left behind: a younger one may be about to be taken.
+/// The age at which a free lock counts as left behind: a younger one may be about to be taken.
 const LEFT_BEHIND: Duration = Duration::from_secs(60);
 
 impl Scratch {
@@ -55,7 +55,7 @@ impl Scratch {
         self.folder.path().join(name)
     }
 
-    /// Begins a file.
+    /// Creates a file.
     pub(crate) fn pile(&self, name: &str) -> Result<Pile, Error> {
         let path = self.path(name);
         let file = File::create(&path).map_err(failure("create", &path))?;

@@ -1,4 +1,4 @@
-//! The user's settings for a sharded training.
+//! The user's settings for a sharded training run.
 
 use std::path::PathBuf;
 

@@ -14,7 +14,7 @@ pub(crate) enum Stop {
 }
 
 impl Stop {
-    /// Returns the reason for which this process' interrupter asks to stop, if it does.
+    /// Returns the stop that this process's interrupter requests, if any.
     pub(crate) fn of(interrupter: &Interrupter) -> Option<Self> {
         let why = || match interrupter.error() {
             Some(error) => Self::Failed(error.to_string()),

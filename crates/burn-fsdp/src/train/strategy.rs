@@ -40,7 +40,7 @@ pub(crate) type Outcome<T> = Arc<Mutex<Option<Result<Vec<T>, Error>>>>;
 
 /// The results of a training run.
 pub(crate) struct Left<T> {
-    /// The results of the ranks here, or the reason why one failed; `None` before.
+    /// The results of the ranks here, or the reason why one failed; `None` until they end.
     pub(crate) outcome: Outcome<T>,
     /// The summary's text about the model.
     pub(crate) text: Arc<Mutex<String>>,
@@ -166,8 +166,8 @@ impl<M: LearnerModel, T: Send + 'static> SupervisedLearningStrategy<Lent<M>> for
     }
 }
 
-/// The strategy in a process other than rank 0's: Burn's loop reports nothing here about a training run that rank 0
-/// reports.
+/// The strategy in a process other than rank 0's: Burn's loop reports nothing here, because rank 0 reports the training
+/// run.
 pub(crate) struct Silently<M: LearnerModel, T>(pub(crate) Strategy<M, T>);
 
 impl<M: LearnerModel, T: Send + 'static> SupervisedLearningStrategy<Lent<M>> for Silently<M, T> {
@@ -213,7 +213,7 @@ struct Whole<M: LearnerModel> {
 }
 
 impl<M: LearnerModel> Whole<M> {
-    /// Returns the initial state of each rank that is `here`, which are all ranks, or only the ranks of this process.
+    /// Returns the initial state of each rank that is `here`: all ranks, or only the ranks of this process.
     fn divided(
         self,
         devices: Vec<Device>,

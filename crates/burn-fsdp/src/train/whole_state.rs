@@ -1,5 +1,5 @@
-//! The state of an optimizer of shards, from and to Burn's record of it, which has whole parameters. One parameter at a
-//! time is whole, on rank 0.
+//! Conversion of a sharded optimizer's state from and to Burn's record of it, which has whole parameters. Rank 0 holds
+//! one whole parameter at a time.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -45,8 +45,8 @@ struct Told {
 /// that state; if there is none, the optimizer is returned unchanged.
 ///
 /// Rank 0 holds the whole state of one parameter at a time, if the state in `whole` is read on demand. This rank's part
-/// passes through a file in a folder in `parent`. In memory each tensor of it is then separate, and is freed when the
-/// optimizer has replaced it.
+/// passes through a file in a folder in `parent`. This gives each tensor its own memory, which is freed when the
+/// optimizer replaces the tensor.
 ///
 /// Collective.
 pub(crate) fn divided<M: Module>(
@@ -100,7 +100,7 @@ pub(crate) fn divided<M: Module>(
     let written = writer.write_to_file_in_place(&path);
     written.map_err(optimizer_error)?;
     let optimizer = with_state_of_file(bare, &path)?;
-    // An optimizer that asks for a state reads it.
+    // Recording a state reads it from the file.
     for Sharded { id, .. } in &sharded {
         drop(only(&optimizer, [*id]).to_record());
     }
@@ -244,8 +244,8 @@ fn received(
     Ok(own.map_or_else(Source::empty, Source::new))
 }
 
-/// Adds the whole state of an optimizer of shards to a file on rank 0, and returns its place in the file there. The
-/// state is by the parameters' ids in the record of the model, for programs that load both.
+/// Adds the whole state of a sharded optimizer to a file on rank 0, and returns its place in the file on that rank. The
+/// state is keyed by the parameters' ids in the model's record, for programs that load both.
 ///
 /// Collective: rank 0 has a file, and the others none.
 pub(crate) fn filed<M: Module>(
@@ -298,7 +298,7 @@ pub(crate) fn filed<M: Module>(
     Ok(pile.map(|_| whole))
 }
 
-/// Returns, on rank 0, the whole of a tensor of the state of the parameter `local`; `own` is this rank's part.
+/// Returns, on rank 0, a whole tensor of the state of the parameter `local`; `own` is this rank's part.
 ///
 /// Collective.
 fn gathered(
@@ -321,7 +321,7 @@ fn gathered(
         return Err(not_elementwise(&label, &tensor.shape, elements));
     }
     let partition = of_state(partition, tensor)?;
-    // A separate pool: buffers of the world's pool are for steps, whose sizes come again.
+    // A separate pool: the world's pool is for the buffers of steps, whose sizes recur.
     let into = match world.rank() {
         0 => vec![BufferPool::new().take(partition.num_elements() * element.size())],
         _ => Vec::new(),
@@ -331,8 +331,8 @@ fn gathered(
     Ok(received.buffers.into_iter().next().map(Source::new))
 }
 
-/// Returns the partition of a tensor of a parameter's state. It is the parameter's partition, or the owner has all of
-/// it, because an owner's states have any shape.
+/// Returns the partition of a tensor of a parameter's state. It is the parameter's partition, except that an owner has
+/// all of the state, which may have any shape.
 fn of_state(partition: &Partition, tensor: &StateTensor) -> Result<Partition, CheckpointError> {
     Ok(match partition.sole_owner() {
         Some(owner) => {

@@ -40,7 +40,7 @@ impl PartReader<'_> {
         })
     }
 
-    /// Fills the buffer as [`read`](Self::read) does, through whole chunks that are verified.
+    /// Fills the buffer like [`read`](Self::read), through whole chunks that are verified.
     ///
     /// A chunk that is needed completely is read directly into the buffer.
     pub(super) fn read_verified(

@@ -18,7 +18,7 @@ pub struct Memory {
     disk: Arc<Mutex<Disk>>,
 }
 
-/// The choice of the amount of unsynced data that survives a crash.
+/// Chooses how much unsynced data survives a crash.
 pub trait Keep {
     /// Returns the number of changes since the last sync to keep, from 0 to `most` inclusive.
     fn changes(&mut self, most: usize) -> usize;

@@ -83,7 +83,7 @@ pub(crate) enum OptimizerName {
 }
 
 impl OptimizerName {
-    /// Returns the flag that chooses it.
+    /// Returns the flag that selects this optimizer.
     pub(crate) fn flag(self) -> &'static str {
         match self {
             Self::Adamw => "--optimizer adamw",

@@ -1,4 +1,4 @@
-//! Restarts of a failed training, and signals for it.
+//! The `burn-fsdp launch` command: restarts a failed training run, and passes signals on to it.
 
 mod below;
 mod signals;
@@ -65,7 +65,7 @@ The exit code is the command's, or 128 + N if signal N ended it.";
 /// Exit code for an error in the command's input, which a restart would not fix.
 const INPUT: i32 = 2;
 
-/// The time between two checks whether the command has ended.
+/// The time between two checks for the end of the command.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// The time between two checks of the processes below, while the command is ending.
@@ -180,8 +180,8 @@ fn cannot_run(args: &LaunchArgs, error: &std::io::Error) -> InputError {
     }
 }
 
-/// Waits for the end of the command and of the training runs below it, and passes signals on. Training runs that a
-/// failed command leaves behind are told to end, because they would block the next start.
+/// Waits for the end of the command and of the training runs below it, and passes signals on. Asks training runs that a
+/// failed command leaves behind to end, because they would block the next start.
 fn wait(child: &mut Child, below: &mut Below, signals: &Signals) -> std::io::Result<ExitStatus> {
     let mut ended = None;
     let mut look_at = Instant::now();
@@ -208,7 +208,7 @@ fn wait(child: &mut Child, below: &mut Below, signals: &Signals) -> std::io::Res
                 } = below.left();
                 let may_train = Instant::now() < settled_at && !below.has_order() && has_others;
                 let is_empty = num_awaited == 0 && !may_train;
-                // While a process starts a program, it has no environment for a moment, and is not seen.
+                // While a process starts a program, it briefly has no environment, and is not seen.
                 if is_empty && was_empty {
                     return Ok(status);
                 }

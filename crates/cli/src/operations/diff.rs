@@ -64,7 +64,8 @@ pub(crate) fn run(args: &DiffArgs) -> Result<(), Failure> {
     }
     let ranks = a.iter().zip(&b).enumerate();
     let firsts = ranks.filter_map(|(rank, (a, b))| Some((rank, first(a, b)?)));
-    // The earliest step counts. Within a step, a rank that sends other bytes comes before the ranks that receive them.
+    // The earliest step is reported. Within a step, a rank that sends other bytes comes before the ranks that receive
+    // them.
     let key = |(rank, found): &(usize, Difference)| {
         (found.line.step, found.how.clone(), found.index, *rank)
     };
@@ -125,7 +126,7 @@ fn difference(line: &Line, other: Option<&Line>) -> Option<How> {
         return Some(How::OtherCall(Some(call)));
     }
     let position = |a: &[u64], b: &[u64]| a.iter().zip(b).position(|(a, b)| a != b);
-    // What a rank sends has an entry for each rank and part.
+    // The sent bytes have an entry for each rank and part.
     let parts = line.got.len().max(1);
     let gave = position(&line.given, &other.given).map(|index| How::Gave(index % parts));
     gave.or_else(|| position(&line.got, &other.got).map(How::Got))

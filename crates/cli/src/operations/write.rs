@@ -15,7 +15,7 @@ use crate::error::InputError;
 /// The warning about operations that could not be written, if there was one.
 pub(crate) type Lost = Arc<OnceLock<String>>;
 
-/// Starts writing a line for each operation of this rank into its own file in the folder. Creates the folder if
+/// Starts writing a line for each operation of this rank into the rank's file in the folder. Creates the folder if
 /// necessary. The first line that cannot be written causes a warning, and training continues. Returns the place of that
 /// warning, for the report.
 pub(crate) fn write(folder: &Path, world: &ProcessGroup) -> Result<Lost, InputError> {

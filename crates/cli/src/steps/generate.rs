@@ -55,7 +55,7 @@ pub(crate) fn run(args: GenerateArgs) -> Result<(), Failure> {
     }
 }
 
-/// Warns about the folder's settings with which transformers would choose other tokens.
+/// Warns about settings of the folder that would make transformers choose other tokens.
 fn warn_of_rules(folder: &Path) -> Result<(), InputError> {
     let rules = ModelConfig::generation_rules(folder)?;
     if !rules.is_empty() {
@@ -223,7 +223,7 @@ fn unread(step: &Step, error: impl Into<RankError>) -> RankError {
     }
 }
 
-/// Returns the model of a folder in Hugging Face's format that has its weights.
+/// Returns the model of a folder in Hugging Face's format. The folder must have the model's weights.
 fn model_of_folder(folder: &Path) -> Result<ModelConfig, InputError> {
     let model = ModelConfig::from_hugging_face(folder)?;
     weights::check(&model, folder)?;
@@ -250,7 +250,7 @@ fn adapted_model(
     }
 }
 
-/// Returns the configuration in the index, if the step's tensors match such a model.
+/// Returns the configuration in the index, if the step's tensors match that model.
 ///
 /// The index may come from anyone, and its configuration may describe a model of any size. The size of the tensors is
 /// bounded by the files, so it is compared before a model is created.

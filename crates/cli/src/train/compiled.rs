@@ -93,7 +93,7 @@ fn mode<A: Architecture>(
         1 => Mode::data_parallel(world.clone(), sharding.strategy),
         _ => Mode::hybrid(mesh.clone(), "replicate", sharding.strategy)?,
     };
-    // An optimizer without any owns nothing.
+    // Has no effect for an optimizer that owns no parameters.
     let mode = mode.one_owner(config.optimizer.owned());
     let Some(budget) = config.step.memory_budget else {
         return Ok((mode.options(options), Vec::new()));

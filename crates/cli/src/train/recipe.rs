@@ -313,7 +313,7 @@ impl Recipe {
 
     /// Returns the settings that are compared when a run resumes.
     pub(crate) fn settings(&self) -> Map<String, Value> {
-        // The number as it was typed, and not the nearest 32-bit number printed with 64 bits.
+        // The number as typed, not the nearest 32-bit number printed with 64 bits.
         let decimal = |value: f32| value.to_string().parse().unwrap_or(f64::from(value));
         let Numbers {
             beta1,
@@ -440,7 +440,7 @@ fn numbers(args: &OptimizerArgs) -> Result<Numbers, InputError> {
             continue;
         };
         if !is_valid(value) {
-            // The number as it was typed, and not as the nearest 32-bit number.
+            // The number as typed, not the nearest 32-bit number.
             let value = value.to_string().parse().unwrap_or(f64::from(value));
             return Err(InputError::OutOfRange {
                 flag,

@@ -17,7 +17,7 @@ use crate::train::config::TrainConfig;
 use crate::train::run_folder::CheckpointConfig;
 use crate::train::trainer::Trainer;
 
-/// One rank's end of the saves of a run.
+/// One rank's handle for the saves of a run.
 pub(crate) struct Saving<'a> {
     contents: Contents<'a>,
     is_first: bool,

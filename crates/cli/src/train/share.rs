@@ -46,7 +46,7 @@ pub(crate) fn mean(world: &ProcessGroup, label: &'static str, own: Sum) -> Resul
 pub(crate) struct StepEnd {
     /// The mean loss, with the same bits on every rank.
     pub(crate) loss: f64,
-    /// True if any rank was told to stop.
+    /// True if any rank was asked to stop.
     pub(crate) stop: bool,
 }
 

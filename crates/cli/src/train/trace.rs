@@ -146,7 +146,7 @@ pub(crate) fn shifted(mut events: Vec<Value>, by: Duration) -> Vec<Value> {
     events
 }
 
-/// Returns the contents of a trace file: the events of all ranks, with names first, then by time.
+/// Returns the contents of a trace file: the events of all ranks, sorted by time after the names.
 pub(crate) fn file(mut events: Vec<Value>) -> String {
     let time = |event: &Value| event.get("ts").and_then(Value::as_f64).unwrap_or(-1.0);
     events.sort_by(|a, b| time(a).total_cmp(&time(b)));

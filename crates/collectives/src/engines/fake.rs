@@ -1,8 +1,8 @@
 //! The engine of a rank without peers, which simulates them.
 //!
-//! Every operation completes immediately. The peers are assumed to have contributed the same as this rank. So one of
-//! many ranks can run a training step on one thread, with the same operations, buffers and memory as with real peers.
-//! Only the values are artificial.
+//! Every operation completes immediately. The peers are assumed to have contributed the same as this rank. A single
+//! rank of many can therefore run a training step on one thread, with the same operations, buffers and memory as with
+//! real peers. Only the values are artificial.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use burn_fsdp_transport::{
     Awaited, Buffer, Completion, Engine, Flight, Request, Source, Withdrawn, copy, reduce,
 };
 
-/// Returns the end of rank `rank` of a group of `size` ranks in which no other rank exists.
+/// Returns the end of rank `rank`, the only existing rank of a group of `size` ranks.
 pub(crate) fn end(control: Arc<Control>, size: usize, rank: usize) -> Box<dyn Engine> {
     Box::new(FakeEnd {
         rank,
@@ -78,7 +78,7 @@ impl Engine for FakeEnd {
     }
 }
 
-/// The claims of ranks that all call the same.
+/// The claims of ranks that all make the same call.
 struct FakeMeeting {
     claim: Claim,
 }
@@ -147,8 +147,8 @@ impl FakeFlight {
         routes.swap_remove(part)
     }
 
-    /// Puts the bytes that this rank sends to itself in every rank's place, as far as they fit. The rest is zero, and
-    /// so is the data of a root other than this rank.
+    /// Copies the bytes that this rank sends to itself to every rank's place, as far as they fit. Everything else is
+    /// zero, including the data of a root other than this rank.
     fn repeat(&self, part: usize, source: &Source, buffer: &mut Buffer) {
         let signature = &self.meeting.claim.signature;
         let gives = signature.travels(self.rank, self.rank);

@@ -1,4 +1,4 @@
-//! The engines of this crate. None of them knows another, or the groups above.
+//! The engines of this crate. They do not depend on each other or on the groups above.
 
 pub(crate) mod fake;
 pub(crate) mod local;

@@ -5,13 +5,13 @@ use super::process_group::{Contribution, ProcessGroup};
 use burn_fsdp_rendezvous::{Error, Extent, Label, OperationKind, Reduction, Share, Signature};
 use burn_fsdp_transport::{Buffer, Source, Space};
 
-/// A call under construction: each step checks what it adds.
+/// A call under construction. Each step checks the arguments that it adds.
 pub(crate) struct Call<'a> {
     group: &'a ProcessGroup,
     signature: Signature,
     sources: Vec<Source>,
     into: Vec<Buffer>,
-    /// The memory in which the bytes are, once there are some.
+    /// The memory that holds the bytes, once there are any.
     space: Option<Space>,
 }
 
@@ -47,7 +47,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Adds the parts: the tensors, and the bytes of them that this rank gives.
+    /// Adds the parts: the tensors, and the bytes that this rank contributes to them.
     pub(crate) fn parts(
         mut self,
         parts: impl IntoIterator<Item = (Source, Extent)>,
@@ -148,7 +148,7 @@ impl<'a> Call<'a> {
         )
     }
 
-    /// Checks that the engine takes bytes in this memory, and that all bytes of the call are in the same.
+    /// Checks that the engine accepts bytes in this memory, and that all bytes of the call are in the same memory.
     fn check_space(
         &mut self,
         len: usize,

@@ -1,19 +1,19 @@
-//! The checksums of the bytes that a rank gives and gets.
+//! The checksums of the bytes that a rank sends and receives.
 
 use std::ops::Range;
 
 use burn_fsdp_rendezvous::{AlteredPart, Checks, Signature, checksum};
 use burn_fsdp_transport::{Buffer, Source};
 
-/// Returns the checksums of the bytes that a rank gives each rank of a group. `if trusts_seals`, a source that is given
-/// whole uses the checksum of its seal; otherwise all bytes are read.
+/// Returns the checksums of the bytes that a rank sends to each rank of a group. If `trusts_seals` is true, a source
+/// that is sent whole uses the checksum of its seal. Otherwise all bytes are read.
 pub(super) fn of_given(
     signature: &Signature,
     (rank, size): (usize, usize),
     sources: &[Source],
     trusts_seals: bool,
 ) -> Vec<u64> {
-    // Most operations give all ranks the same bytes, which are read once.
+    // Most operations send all ranks the same bytes, which are read once.
     let mut last: Vec<Option<(Range<usize>, u64)>> = vec![None; sources.len()];
     let mut given = Vec::with_capacity(size * sources.len());
     for to in 0..size {

@@ -18,11 +18,11 @@ use burn_fsdp_transport::{Buffer, Source};
 /// bytes that the operation sends to every rank; it may be empty.
 ///
 /// Starting fails with [`Error::Argument`] if the length in bytes of a source or buffer does not match its part. This
-/// rank has then taken no part, and may call again. Starting fails with [`Error::PeerFailed`] if a rank of the world
+/// rank has then not taken part and may call again. Starting fails with [`Error::PeerFailed`] if a rank of the world
 /// has already failed, and with [`Error::Injected`] if a [`Fault`](crate::Fault) is triggered. [`Pending::wait`] lists
 /// the errors of waiting.
 impl ProcessGroup {
-    /// Gathers the full tensors on every rank. Each rank holds a shard of them.
+    /// Gathers full tensors on every rank. Each rank holds a shard of them.
     ///
     /// For each part, `source` is this rank's shard (`partition.range(rank)`, without padding). `into[i]` becomes the
     /// full tensor, with the shards in rank order. Shards may be uneven or empty.
@@ -56,8 +56,8 @@ impl ProcessGroup {
         self.start_all_gather(label, note, parts, into)?.wait()
     }
 
-    /// Takes part in an all-gather only for the other ranks. They get this rank's shards, and this rank gets only
-    /// notes. To the others it is the same operation as [`start_all_gather`](Self::start_all_gather).
+    /// Takes part in an all-gather only for the other ranks. They receive this rank's shards, and this rank receives
+    /// only notes. To the others it is the same operation as [`start_all_gather`](Self::start_all_gather).
     ///
     /// # Errors
     ///
@@ -231,7 +231,7 @@ impl ProcessGroup {
         self.start_scatter(label, note, root, parts, into)?.wait()
     }
 
-    /// Gathers the full tensors on rank `root`. Each rank holds a shard of them.
+    /// Gathers full tensors on rank `root`. Each rank holds a shard of them.
     ///
     /// The sources are the ranks' shards, including the root's. At the root `into[i]` becomes the full tensor; the
     /// other ranks pass no buffers.
@@ -269,13 +269,13 @@ impl ProcessGroup {
         self.start_gather(label, note, root, parts, into)?.wait()
     }
 
-    /// Changes the dim along which tensors are sharded. Each rank gives its shard along one dim and gets its shard
-    /// along another: from each rank the elements that the two shards have in common.
+    /// Changes the dim along which tensors are sharded. Each rank contributes its shard along one dim and receives its
+    /// shard along another: from each rank the elements that the two shards have in common.
     ///
     /// For each part, `source` is this rank's shard along the first dim, ordered by destination: for each rank `q` the
-    /// `from.len(rank) * to.len(q)` elements that it gets. `into[i]` becomes this rank's shard along the second dim,
-    /// ordered by origin: for each rank `p` the `from.len(p) * to.len(rank)` elements that it had. Shards may be uneven
-    /// or empty.
+    /// `from.len(rank) * to.len(q)` elements that `q` receives. `into[i]` becomes this rank's shard along the second
+    /// dim, ordered by origin: for each rank `p` the `from.len(p) * to.len(rank)` elements that `p` held. Shards may be
+    /// uneven or empty.
     ///
     /// # Errors
     ///
@@ -286,7 +286,7 @@ impl ProcessGroup {
     ///     CrossPart, ElementType, Error, LaunchConfig, Partition, ProcessGroup, Source, launch,
     /// };
     ///
-    /// // A matrix of 2 x 2 bytes: from one row a rank to one column a rank.
+    /// // A matrix of 2 x 2 bytes: from one row per rank to one column per rank.
     /// fn body(world: ProcessGroup) -> Result<Vec<u8>, Error> {
     ///     let line = Partition::flat(2, world.size())?;
     ///     let row = [[1u8, 2], [3, 4]][world.rank()];
@@ -360,8 +360,8 @@ impl ProcessGroup {
         self.start_barrier(label)?.wait()
     }
 
-    /// Sends the bytes of all ranks to every rank, by rank of the group. They may differ in length. For a few bytes of
-    /// control data; use [`all_gather`](Self::all_gather) for tensors.
+    /// Sends the bytes of all ranks to every rank, by rank of the group. Lengths may differ. It is meant for a few
+    /// bytes of control data; use [`all_gather`](Self::all_gather) for tensors.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! The number of operations in a piece of a program.
+//! Counting the operations of a section of a program.
 
 use std::fmt;
 

@@ -66,12 +66,12 @@ impl FullPart {
 
 /// A tensor of an operation that changes the dim along which it is partitioned.
 ///
-/// Take a tensor of `F x T` elements. Each rank holds a shard along `F`, partitioned by `from`. It gets its shard along
-/// `T`, partitioned by `to`. Further dims are folded into the rows of one of the two; see [`Partition::rows`].
+/// Take a tensor of `F x T` elements. Each rank holds a shard along `F`, partitioned by `from`. It receives its shard
+/// along `T`, partitioned by `to`. Further dims are folded into the rows of one of the two; see [`Partition::rows`].
 #[derive(Debug, Clone)]
 pub struct CrossPart {
-    /// The bytes that this rank contributes: for each rank of the group in turn, the elements of this rank's shard that
-    /// the other rank will get.
+    /// The bytes that this rank contributes: for each rank of the group, in rank order, the elements of this rank's
+    /// shard that the other rank will receive.
     pub source: Source,
     /// The partition of the tensor before the operation.
     pub from: Partition,

@@ -21,8 +21,8 @@ use burn_fsdp_transport::{Awaited, Buffer, Completion, Withdrawn};
 /// lets peers finish early, but does not move bytes in the background. Pending operations can be waited for in any
 /// order. A wait depends only on every rank of the group *starting* the operation.
 ///
-/// Dropping it unfinished discards it. This rank's part is then complete, the peers get their results as if this rank
-/// had waited, and its buffers go back to their pool.
+/// Dropping it unfinished discards the operation. This rank's part is then complete, the peers get their results as if
+/// this rank had waited, and its buffers return to their pool.
 #[must_use = "dropping an operation discards it: wait for it"]
 pub struct Pending<T = Received> {
     peers: Peers,
@@ -48,7 +48,7 @@ impl<T> Pending<T> {
         }
     }
 
-    /// Returns the same operation with another view of its result.
+    /// Returns the same operation with a different form of its result.
     pub(crate) fn map<U>(self, finish: fn(Received) -> U) -> Pending<U> {
         Pending {
             peers: self.peers,
@@ -64,27 +64,27 @@ impl<T> Pending<T> {
         &self.entry.operation
     }
 
-    /// Waits until this rank's result is there. Peers may still be reading this rank's sources.
+    /// Waits until this rank's result is available. Peers may still be reading this rank's sources.
     ///
     /// # Errors
     ///
-    /// [`Error::Mismatch`], [`Error::PeerFailed`], [`Error::PeerLeft`] or [`Error::Timeout`], at the latest a tenth
-    /// after the group's deadline plus the transfer itself.
+    /// [`Error::Mismatch`], [`Error::PeerFailed`], [`Error::PeerLeft`] or [`Error::Timeout`], at most a tenth of the
+    /// group's deadline after it, plus the time of the transfer.
     pub fn wait(mut self) -> Result<T, Error> {
         let start = Instant::now();
         let received = self.receive();
         self.settle(received, start)
     }
 
-    /// Waits until this rank's result is there, all peers have finished or discarded the operation, and its references
-    /// to the sources are dropped. If it held the last references, their memory is then free.
+    /// Waits until this rank's result is available, all peers have finished or discarded the operation, and its
+    /// references to the sources are dropped. If these were the last references, the memory is then free.
     ///
     /// Peers finish when *they* wait. If several operations are pending, all ranks must therefore wait for them in the
     /// same order.
     ///
     /// # Errors
     ///
-    /// As [`wait`](Self::wait); the deadline applies to each half.
+    /// Same as [`wait`](Self::wait); the deadline applies to each of the two waits.
     pub fn wait_released(mut self) -> Result<T, Error> {
         let start = Instant::now();
         let received = self.receive().and_then(|received| {
@@ -238,7 +238,7 @@ impl<T> Pending<T> {
         }
     }
 
-    /// Returns the checksums of each buffer. For concatenated and compared bytes they come from the announced
+    /// Returns the checksums of each buffer. For concatenated and compared bytes they are derived from the announced
     /// checksums.
     fn checksums(&self, buffers: &[Buffer]) -> Vec<Checksums> {
         let own = self.peers.rank;
@@ -387,7 +387,7 @@ pub(crate) struct Peers {
     pub(crate) control: Arc<Control>,
     /// The results that must be the same on all ranks, if ranks compare bytes.
     pub(crate) replicas: Option<Arc<Mutex<Replicas>>>,
-    /// The end of the group, kept so that its engine lives as long as an operation on it is in progress.
+    /// The end of the group, kept to keep its engine alive while an operation is in progress.
     pub(crate) _end: Arc<dyn Any + Send + Sync>,
 }
 

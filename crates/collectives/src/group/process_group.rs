@@ -96,7 +96,7 @@ impl ProcessGroup {
         self.members().len()
     }
 
-    /// Returns the members by their rank in the world, in the order of their ranks in this group.
+    /// Returns the world ranks of the members, in the order of their ranks in this group.
     pub fn members(&self) -> &[usize] {
         self.0.id.members()
     }
@@ -138,8 +138,7 @@ impl ProcessGroup {
         self.0.state.start_recording(sample);
     }
 
-    /// Ends the recording and returns the spans in the order in which they ended. Returns no spans if there was no
-    /// recording.
+    /// Ends the recording and returns the spans in the order in which they ended. Returns no spans without a recording.
     pub fn end_recording(&self) -> Vec<CommSpan> {
         self.0.state.end_recording()
     }
@@ -155,7 +154,8 @@ impl ProcessGroup {
         self.0.state.check() == Check::Agreement
     }
 
-    /// Arms a fault. If it names this rank, the rank fails there once. All ranks may arm the same fault.
+    /// Arms a fault. If it names this rank, this rank fails once at the fault's point. All ranks may arm the same
+    /// fault.
     pub fn set_fault(&self, fault: Fault) {
         self.0.state.set_fault(fault);
     }
@@ -178,8 +178,7 @@ impl ProcessGroup {
         self.0.state.fault_point(at)
     }
 
-    /// Returns true if a bit is to flip at this point in this step. For engines in which the search for the bit has a
-    /// cost.
+    /// Returns true if a bit is to flip at this point in this step. It lets engines skip a costly search for the bit.
     pub fn awaits_flip(&self, at: At) -> bool {
         self.0.state.awaits_flip(at)
     }
@@ -262,8 +261,7 @@ impl ProcessGroup {
             return Ok(Checks::default());
         }
         let (rank, size) = (self.rank(), self.size());
-        // In a gather that it receives, a rank reads its own part from its own source if ranks read in place. It is
-        // checked there.
+        // If ranks read in place, a rank that receives an all-gather reads its own source later, and checks it then.
         let is_gather = signature.kind == OperationKind::AllGather;
         let trusts_seals = is_gather && receives && self.0.engine.reads_in_place();
         let given = checks::of_given(signature, (rank, size), sources, trusts_seals);
@@ -271,7 +269,7 @@ impl ProcessGroup {
             let Some((seal, what)) = source.seal().map(|sealed| &**sealed) else {
                 continue;
             };
-            // Most operations give all ranks the whole source, so its checksum is already known.
+            // Most operations send all ranks the whole source, so its checksum is already known.
             let to_first = signature.routes(rank, 0);
             let is_whole = to_first.get(part).map(|route| &route.given) == Some(&(0..source.len()));
             match is_whole {
@@ -312,8 +310,8 @@ impl ProcessGroup {
         }
     }
 
-    /// Returns true if the group's engine takes sources and buffers in this memory, and the ranks need not read them on
-    /// the host to compare them.
+    /// Returns true if the group's engine accepts sources and buffers in this memory, and the ranks need not read them
+    /// on the host for a comparison.
     pub(crate) fn takes(&self, space: Space) -> bool {
         let is_read = self.compares_bytes() && space != Space::Host;
         !is_read && self.0.engine.takes(space)

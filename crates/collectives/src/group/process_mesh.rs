@@ -76,7 +76,7 @@ impl ProcessMesh {
     ///
     /// # Errors
     ///
-    /// [`Error::Mesh`] if the mesh does not have such an axis.
+    /// [`Error::Mesh`] if the mesh does not have this axis.
     pub fn along(&self, axis: &str) -> Result<&ProcessGroup, Error> {
         self.mesh.axis(axis)?;
         let index = self
@@ -92,11 +92,11 @@ impl ProcessMesh {
 /// Ranks that a module can be sharded over: the ranks of a [`ProcessMesh`], or of a [`ProcessGroup`], which form a
 /// line.
 pub trait AsMesh {
-    /// Returns the mesh. The mesh of a group has one axis, named `axis`. No rank waits for another.
+    /// Returns the mesh. The mesh of a group has one axis, named `axis`. No rank waits for the others.
     ///
     /// # Errors
     ///
-    /// [`Error::Mesh`] if a mesh with such an axis is not valid.
+    /// [`Error::Mesh`] if a mesh with this axis is not valid.
     fn as_mesh(&self, axis: &str) -> Result<Cow<'_, ProcessMesh>, Error>;
 }
 

@@ -13,9 +13,9 @@ pub struct Received {
     pub buffers: Vec<Buffer>,
     /// The note of every rank, by rank of the group.
     pub notes: Vec<Vec<u8>>,
-    /// The seal of each buffer, where ranks compare bytes; otherwise empty.
+    /// The seal of each buffer if ranks compare bytes; otherwise empty.
     pub seals: Vec<Seal>,
-    /// The end of the work that fills the buffers, if they are in the memory of a device. That work is enqueued, and
-    /// the next work that reads the buffers must wait for the fence there.
+    /// The end of the work that fills the buffers, if they are in device memory. That work is only enqueued. Work on
+    /// the device that reads the buffers must wait for this fence.
     pub fence: Option<Arc<dyn Fence>>,
 }

@@ -55,8 +55,8 @@ impl ProcessGroup {
         Err(control.end_with(rank, error))
     }
 
-    /// Announces a value that must be the same on all ranks, with this rank's next operation on the group. If ranks
-    /// differ from the majority, the operation in which all ranks have announced it fails with an [`Error::Diverged`]
+    /// Announces a value that must be the same on all ranks, with this rank's next operation on the group. Once all
+    /// ranks have announced it, the operation fails if some ranks differ from the majority, with an [`Error::Diverged`]
     /// that names them. All ranks must use the same `number` for one state of a value, and for nothing else. Does
     /// nothing if ranks do not compare bytes.
     pub fn tell_replica(&self, number: u64, seal: &Seal, what: impl FnOnce() -> Label) {

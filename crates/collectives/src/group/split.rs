@@ -13,7 +13,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// As [`barrier`](Self::barrier).
+    /// Same as [`barrier`](Self::barrier).
     pub fn split(
         &self,
         color: usize,
@@ -32,8 +32,8 @@ impl ProcessGroup {
         Ok(self.form(name, members, &choices, None, |engine, _| engine))
     }
 
-    /// Makes a group of the same ranks that fails by itself. It fails on a mismatch, when a rank leaves, or when a rank
-    /// does not arrive within `deadline`. Such a failure ends only the operations of this group and of groups
+    /// Makes a group of the same ranks that fails independently. It fails on a mismatch, when a rank leaves, or when a
+    /// rank does not arrive within `deadline`. This ends only the operations of this group and of groups
     /// [`split`](Self::split) off it. The parent group continues. Use an isolated group for work in parallel to the
     /// main work, such as checkpoints written in the background. A slow disk then costs a checkpoint, not the run.
     ///
@@ -46,7 +46,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// As [`barrier`](Self::barrier).
+    /// Same as [`barrier`](Self::barrier).
     ///
     /// ```
     /// use std::time::Duration;
@@ -77,7 +77,7 @@ impl ProcessGroup {
 
     /// Makes a group of the same ranks whose bytes another engine moves. `make` gets an engine like this group's for
     /// the new group, and the description of that group. It returns the engine to use, which may pass operations on to
-    /// the first. This is how a program replaces a collective by its own, such as the all-gathers of a module that is
+    /// the first. A program can thus replace a collective with its own, such as the all-gathers of a module that is
     /// sharded over the group.
     ///
     /// Groups [split](Self::split) off the new group are also on the engine. Collective; the names of group and engine
@@ -85,13 +85,13 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// As [`barrier`](Self::barrier).
+    /// Same as [`barrier`](Self::barrier).
     ///
     /// ```
     /// use burn_fsdp_collectives::{Error, LaunchConfig, ProcessGroup, launch};
     ///
     /// fn body(world: ProcessGroup) -> Result<(), Error> {
-    ///     // The same engine again; an engine of your own is made here.
+    ///     // The same engine again. Create your own engine here.
     ///     let group = world.on_engine("fast", |engine, _| engine)?;
     ///     assert_eq!((group.engine(), group.size()), (world.engine(), world.size()));
     ///     group.barrier("on the engine")
@@ -116,7 +116,7 @@ impl ProcessGroup {
     }
 
     /// Makes a group of these ranks of this group, in this order, which all ranks already know. Collective; ranks that
-    /// are not members make groups of their own.
+    /// are not members make other groups.
     pub(crate) fn split_known(
         &self,
         members: Vec<usize>,
@@ -127,7 +127,7 @@ impl ProcessGroup {
         Ok(self.form(name, members, &choices, None, |engine, _| engine))
     }
 
-    /// Sends this rank's choice in a division to all ranks and returns the choices of all.
+    /// Sends this rank's choice in a split to all ranks and returns the choices of all.
     fn choose(&self, label: String, color: usize, key: usize) -> Result<Vec<Choice>, Error> {
         let own = Choice {
             color,
@@ -169,7 +169,7 @@ impl ProcessGroup {
 struct Choice {
     color: usize,
     key: usize,
-    /// The number of the new group, if this rank will be the first of it.
+    /// The number of the new group, if this rank will be its first.
     number: u64,
 }
 

@@ -9,7 +9,7 @@ use burn_fsdp_transport::{
 
 /// An operation that this rank has started on its engine.
 pub(super) enum Started {
-    /// Only claims and notes travel.
+    /// An operation that sends only claims and notes.
     Posted(Arc<dyn Meeting>),
     Flying(Box<dyn Flight>),
 }
@@ -68,7 +68,7 @@ impl Started {
     }
 }
 
-/// The buffers of a request, to which its result is compared.
+/// The buffers of a request, with which its result is compared.
 pub(super) struct Wanted(Vec<(Space, usize)>);
 
 impl Wanted {
@@ -80,7 +80,7 @@ impl Wanted {
         (buffer.space(), buffer.len())
     }
 
-    /// Returns the difference of a result from the request, as what was expected and what the engine returned.
+    /// Returns how a result differs from the request, as two texts: the expected and the returned buffers.
     pub(super) fn difference(&self, completion: &Completion) -> Option<(String, String)> {
         let (buffers, is_enqueued) = match completion {
             Completion::Done(buffers) => (buffers, false),

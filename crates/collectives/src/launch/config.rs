@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::error::LaunchError;
 use burn_fsdp_rendezvous::Check;
 
-/// Maximum number of thread ranks in a process. Ranks exchange a table of ranks by ranks, and no machine has as many
+/// Maximum number of thread ranks in a process. Ranks exchange a table of ranks by ranks, and no machine has that many
 /// cores.
 pub(super) const MOST_THREADS: usize = 1024;
 
@@ -46,9 +46,9 @@ impl LaunchConfig {
         self.ranks
     }
 
-    /// Sets the time for which a rank waits for its peers in one operation before it gives up. The default is 10
-    /// minutes. The time starts when the rank begins to wait; a pause of the whole machine counts as a tenth of it.
-    /// Groups that do other kinds of work, such as checkpoints, may have their own deadline: see
+    /// Sets the time that a rank waits for its peers in one operation before it gives up. The default is 10 minutes.
+    /// The time starts when the rank begins to wait; a pause of the whole machine counts as a tenth of it. Groups that
+    /// do other kinds of work, such as checkpoints, may have their own deadline: see
     /// [`ProcessGroup::isolate`](crate::ProcessGroup::isolate).
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
@@ -72,7 +72,7 @@ impl LaunchConfig {
     /// such work every few milliseconds, so it hardly takes part in anything else.
     ///
     /// Burn's CPU backend splits the sum of all elements of a large tensor, from 4 million elements on, among the
-    /// workers that are free. So the last digits of such a sum may differ from run to run and from rank to rank.
+    /// workers that are free. The last digits of these sums may therefore differ from run to run and from rank to rank.
     #[must_use]
     pub fn threads_per_rank(mut self, threads: usize) -> Self {
         self.threads_per_rank = (threads > 0).then_some(threads);
@@ -113,7 +113,7 @@ impl LaunchConfig {
         self.num_threads_in(ranks_here, std::env::var(RAYON).ok())
     }
 
-    /// Does the same with this value of the variable.
+    /// Like [`num_threads`](Self::num_threads), with this value of the variable.
     fn num_threads_in(
         &self,
         ranks_here: usize,

@@ -1,4 +1,4 @@
-//! The way in which this process was started: alone, or by the launcher of a parallel program.
+//! How this process was started: alone, or by the launcher of a parallel program.
 
 use super::error::{ENGINE, LaunchError};
 use super::other_launchers::strangers;

@@ -8,7 +8,7 @@ pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// The variable that selects threads or processes as ranks.
 pub(super) const ENGINE: &str = "BURN_FSDP_ENGINE";
 
-/// The reason why a launch did not return a result of every rank.
+/// The reason why a launch did not return a result for every rank.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
@@ -64,7 +64,7 @@ pub enum LaunchError {
         processes: usize,
     },
 
-    /// A process that was started together with others by a launcher that the ranks cannot use to find each other.
+    /// A process that was started together with others by a launcher with which the ranks cannot find each other.
     #[error(
         "this is one of {} processes started by {launcher} ({variable}={value}), which does not let ranks find each \
          other, so each process would do the same work; start them with `mpirun` or `srun`, start one process whose \

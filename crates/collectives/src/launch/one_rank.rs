@@ -7,14 +7,14 @@ use crate::group::ProcessGroup;
 use burn_fsdp_rendezvous::Check;
 
 impl ProcessGroup {
-    /// Returns a group with a single rank, whose operations never wait. For code that takes a group, on one rank and
-    /// without [`launch`](crate::launch()).
+    /// Returns a group with a single rank, whose operations never wait. Code that needs a group can then run without
+    /// [`launch`](crate::launch()).
     pub fn solo() -> Self {
         worlds::of_threads(1, Duration::MAX, Check::Calls).swap_remove(0)
     }
 
-    /// Returns rank `rank` of a group of `size` ranks in which no other rank exists. It is for tests and measurements
-    /// on one thread. Operations are counted, checked and given buffers as with real peers, but never wait.
+    /// Returns rank `rank`, the only existing rank of a group of `size` ranks. It is for tests and measurements on one
+    /// thread. Operations are counted, checked and given buffers as with real peers, but never wait.
     ///
     /// The other ranks are assumed to contribute the same as this one. An all-gather puts this rank's shard in every
     /// rank's place as far as it fits; the rest is zero. A reduction combines `size` copies. Notes and exchanges are

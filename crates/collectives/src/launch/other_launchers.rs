@@ -18,7 +18,7 @@ enum Size {
     Unknown,
 }
 
-/// Processes that such a launcher has started together.
+/// Processes that an unsupported launcher has started together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Strangers {
     /// Name of the launcher.
@@ -74,7 +74,8 @@ const OTHERS: [Other; 13] = [
         rank: "MVP_COMM_WORLD_RANK",
         size: Size::Variable("MVP_COMM_WORLD_SIZE"),
     },
-    // In `flux run -o pmi=off`. Otherwise it also sets MPICH's variables, and in the script of `flux batch` none.
+    // Set by `flux run -o pmi=off`. Otherwise Flux also sets MPICH's variables. In the script of `flux batch` it sets
+    // none.
     Other {
         name: "flux run",
         rank: "FLUX_TASK_RANK",
@@ -104,9 +105,9 @@ const OTHERS: [Other; 13] = [
     },
 ];
 
-/// Returns the processes that such a launcher has started together with this one, if there are several. `known` is the
-/// number of processes of a supported launcher. If the numbers are equal, the supported launcher has started them and
-/// also set the variables of another launcher, for programs that look for those.
+/// Returns the processes that an unsupported launcher has started together with this one, if there are several. `known`
+/// is the number of processes of a supported launcher. If the numbers are equal, the supported launcher has started
+/// them and also set the variables of another launcher, for programs that look for those.
 ///
 /// A variable that is set without the others, or is not a number, does not come from a launcher.
 pub(super) fn strangers(

@@ -89,7 +89,7 @@ where
     let (sender, receiver) = channel();
     let has_background = config.has_background;
     let run = move || {
-        // Nobody listens any more if this rank has been abandoned.
+        // The receiver is gone if this rank has been abandoned.
         let _ = sender.send(run_rank((num_threads, has_background), body));
     };
     if let Err(error) = thread::Builder::new().name("rank".to_owned()).spawn(run) {
@@ -112,7 +112,7 @@ where
 }
 
 /// Waits until all ranks have ended, and returns true if none has failed. After a failure they have the grace period.
-/// So each can report what it saw before the launcher ends them all, and none waits for a process that is gone.
+/// This lets each rank report what it saw before the launcher ends them all, and none waits for a process that is gone.
 fn part(config: &LaunchConfig, control: &Control) -> bool {
     let world = control.world();
     let over = world.wait_for(Duration::MAX, || {
@@ -126,7 +126,7 @@ fn part(config: &LaunchConfig, control: &Control) -> bool {
     false
 }
 
-/// Returns this rank's result, or the first failure of any.
+/// Returns this rank's result, or the first failure of any rank.
 fn verdict<T>(
     control: &Control,
     rank: usize,

@@ -57,7 +57,7 @@ where
     let control = groups[0].control().clone();
     let body = Arc::new(body);
     let (sender, receiver) = channel();
-    // All of them, before the first begins.
+    // Counts all ranks before the first begins.
     let here: Vec<Here> = groups.iter().map(|_| Here::begin()).collect();
     for ((rank, group), here) in groups.into_iter().enumerate().zip(here) {
         let (shared, body, sender) = (control.clone(), body.clone(), sender.clone());
@@ -68,7 +68,7 @@ where
                 Ok(_) => shared.world().depart(rank),
                 Err(cause) => shared.fail(rank, cause.to_string()),
             }
-            // Nobody listens any more if this rank has been abandoned.
+            // The receiver is gone if this rank has been abandoned.
             let _ = sender.send((rank, end));
         };
         let thread = thread::Builder::new().name(format!("rank {rank}"));
@@ -100,8 +100,8 @@ fn collect<T>(
         };
         let Ok((rank, end)) = received else { break };
         ends[rank] = Some(end);
-        // A rank may have failed and continued: it saw an error and worked on without its peers. In that case the first
-        // rank that returns reveals that the world is ending.
+        // A rank may have failed and continued without its peers. In that case the first rank that returns shows that
+        // the world is ending.
         if give_up_at.is_none() && control.failure().is_some() {
             give_up_at = Instant::now().checked_add(config.grace);
         }

@@ -24,7 +24,7 @@ pub(super) fn of_threads(num_ranks: usize, deadline: Duration, check: Check) -> 
     ends.into_iter().enumerate().zip(own).map(end).collect()
 }
 
-/// Returns rank `rank` of a group of `size` ranks in which no other rank exists.
+/// Returns rank `rank`, the only existing rank of a group of `size` ranks.
 pub(super) fn of_one(size: usize, rank: usize) -> ProcessGroup {
     let here = Here {
         name: "fake",

@@ -19,7 +19,7 @@ pub(super) struct KernelCall<'a, N> {
     pub(super) scalars: &'a [Scalar],
 }
 
-/// The knowledge of logarithms of probabilities.
+/// Converts logarithms of probabilities back to the probabilities.
 pub(super) trait Logarithms<N> {
     /// Records a probability by its logarithm.
     fn keep(&self, logarithm: N, probability: N);
@@ -112,7 +112,7 @@ impl<N: Number> KernelCall<'_, N> {
             .ok_or_else(|| format!("it has no scalar {index}"))
     }
 
-    /// Returns the sums along the dim that is the call's number.
+    /// Returns the sums along the dim that the call's scalar specifies.
     fn sums(&self, x: &Tensor<N>) -> Result<Tensor<N>, String> {
         let dim = self
             .call
@@ -320,7 +320,8 @@ fn log_softmax<N: Number>(row: &[N], known: &impl Logarithms<N>) -> Vec<N> {
     logarithms
 }
 
-/// The kernel takes the exponential of its result, which is the probability that composed operations still have.
+/// The kernel recovers each probability as the exponential of its result; composed operations still have the
+/// probability.
 fn log_softmax_gradient<N: Number>(y: &[N], grad: &[N], known: &impl Logarithms<N>) -> Vec<N> {
     let total = sum(grad);
     let pairs = y.iter().zip(grad);
@@ -355,7 +356,7 @@ impl Middle {
     }
 }
 
-/// A row with its middle at zero and mean square one.
+/// A row shifted by its middle and scaled to a mean square of one.
 struct Normal<N> {
     row: Vec<N>,
     /// The reciprocal of the deviation.

@@ -1,4 +1,4 @@
-//! Proofs of passes with planted faults, as such faults might occur only at large shapes.
+//! Proofs of passes with planted faults, some of which occur only at large shapes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -102,7 +102,7 @@ fn misread(before: &Graph, mut graph: Graph, least: usize, count: Count) -> Grap
     graph
 }
 
-/// Returns the form by which new nodes of a pass are distinguished from old ones: operation, operands and results.
+/// Returns a node's operation, operands and results, which distinguish a pass's new nodes from old ones.
 fn form(node: &Node) -> String {
     let ids =
         |ids: &mut dyn Iterator<Item = TensorId>| ids.map(|id| id.value()).collect::<Vec<_>>();
@@ -219,8 +219,8 @@ fn plans_of_many_rows_are_proved() {
     }
 }
 
-/// A pass that decides by sizes, with two faults: one that occurs only for large values, and one that occurs where it
-/// acts as for large ones.
+/// A pass that decides by sizes, with a fault. The fault occurs only for large values, or (`true`) wherever the pass
+/// acts as it does for large ones.
 type Case = (
     PassId,
     fn(Box<dyn GraphTransform>) -> Box<dyn GraphTransform>,
@@ -258,7 +258,7 @@ fn faults_at_large_shapes_are_found_and_named() {
     }
 }
 
-/// A few rows, for which the passes decide by their own sizes, do not represent many: this was the proof before.
+/// A proof on a few rows does not cover many rows if the passes decide by the few rows' sizes, as in earlier proofs.
 #[test]
 fn faults_at_large_shapes_are_not_found_at_small_ones() {
     for (pass, fault, _) in FAULTS {

@@ -28,7 +28,7 @@ pub(super) fn of_number(value: f64) -> Element {
 }
 
 /// Returns the element of a number that is the root of a non-square integer, or the reciprocal of one. Attention scores
-/// are divided by such a root, and Burn multiplies their gradient by the reciprocal, rounded to 32 bits.
+/// are divided by a root, and Burn multiplies their gradient by the reciprocal, rounded to 32 bits.
 fn of_root(value: f64) -> Option<Element> {
     const LARGEST_SQUARE: f64 = 4_096.0;
     const ROUNDING: f64 = 2.0 * f32::EPSILON as f64;

@@ -198,7 +198,7 @@ fn compare(kernel: FusedOperation, call: &CustomOpIr) -> Result<(), String> {
     Ok(())
 }
 
-/// The knowledge of logarithms in 64-bit floats.
+/// Computes probabilities from their logarithms in 64-bit floats.
 struct Plain;
 
 impl Logarithms<f64> for Plain {

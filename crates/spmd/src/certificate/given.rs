@@ -12,7 +12,7 @@ use super::tensor::{Kind, Tensor, View, filled, strides};
 use crate::graph::{Graph, Role, Trait, Value, is};
 use crate::place::Expand;
 
-/// The values that a step is given.
+/// The inputs of a step.
 pub(super) struct Given<'a> {
     pub(super) mesh: Mesh,
     /// The number of indices that integer inputs choose from, by name.
@@ -121,7 +121,7 @@ pub(super) fn part_of<'a>(
     is_cut.then_some((&parameter.layout, shape.as_slice()))
 }
 
-/// Returns a rank's part of a whole tensor of a kind, padded to its shape. Flat shards are padded with zeros, because
+/// Returns a rank's part of a whole tensor of a kind, padded to `shape`. Flat shards are padded with zeros, because
 /// norms add them up. Parts along dims are padded with elements that no other rank has, because nothing may read them.
 pub(super) fn cut(
     (whole, kind): (&Tensor, Kind),

@@ -97,7 +97,7 @@ impl Machine {
         self.ranks[rank].values.insert(id, tensor);
     }
 
-    /// Begins a run: gives all ranks a new batch and the values that the run before did not leave.
+    /// Begins a run: gives all ranks a new batch and the values that the previous run did not leave.
     pub(super) fn begin(&mut self, graph: &Graph, given: &Given<'_>) -> Result<(), Fault> {
         self.run = given.run;
         let owned = owned_of(graph);
@@ -120,7 +120,7 @@ impl Machine {
                 rank.values.remove(input);
             });
         }
-        // A pending gradient exists only if the step before left it; otherwise no node may read it.
+        // A pending gradient exists only if the previous step left it; otherwise no node may read it.
         let is_new =
             |value: &&Value| value.role.is_given() && !matches!(value.role, Role::Pending(_));
         for value in graph.values().filter(is_new) {

@@ -23,7 +23,7 @@ pub(super) trait Number: Copy + Default {
     fn index(self) -> usize;
     /// Returns the value of a function of one number, by name.
     fn function(name: &str, argument: Self) -> Self;
-    /// Returns the result of a step of a fused program. A scalar operand is also given as a scalar.
+    /// Returns the result of a step of a fused program. A scalar operand is passed both as a number and as a scalar.
     fn step(
         operation: PointwiseOperation,
         first: (Self, Option<Scalar>),

@@ -79,7 +79,7 @@ pub(crate) struct Proof<'a> {
     pub(crate) mesh: &'a Mesh,
     /// The clipping that the passes insert.
     pub(crate) clip: Option<Clip>,
-    /// The placements of the batch, if it was traced joined.
+    /// The placements of the batch, if it was traced as one joined batch.
     pub(crate) joined: Option<&'a Expand>,
 }
 
@@ -202,8 +202,9 @@ impl Proof<'_> {
     ///
     /// # Errors
     ///
-    /// As [`of_passes`](Self::of_passes), with the first pass whose graphs do not compute it. [`Error::NotProvable`] if
-    /// `stages`, the graphs of the passes before, include a user's pass that changed the meaning of the step.
+    /// Same as [`of_passes`](Self::of_passes), with the first pass whose graphs do not compute it.
+    /// [`Error::NotProvable`] if `stages`, the graphs of the passes before, include a user's pass that changed the
+    /// meaning of the step.
     pub(crate) fn of_parts(&self, stages: &[Graph], versions: &[Parts<'_>]) -> Result<(), Error> {
         let (Some(traced), Some(last_version)) = (stages.first(), versions.last()) else {
             return Err(Error::Internal("a step has no graphs".to_owned()));
@@ -252,7 +253,7 @@ impl Proof<'_> {
         }
     }
 
-    /// Runs steps of which some nodes run in the next step, and returns the outcome of each.
+    /// Runs steps that leave some nodes to the next step, and returns the outcome of each.
     fn iterated<'g>(
         &self,
         machine: &mut Machine,
@@ -269,7 +270,7 @@ impl Proof<'_> {
             };
             let given = self.given(machine, bounds, step);
             let outcome = run(machine, graph, &given).map_err(|fault| (graph, fault))?;
-            // The moved values belong to the step before.
+            // The moved values belong to the previous step.
             let (moved, own) = outcome.divided(cleanup);
             if let Some(before) = outcomes.last_mut() {
                 before.seen.extend(moved.seen);
@@ -402,7 +403,7 @@ impl Proof<'_> {
         Ok(Error::Internal(lost))
     }
 
-    /// Returns the first node that writes another value than the graph before under the same number.
+    /// Returns the first node whose result differs from the result with the same number in the previous graph.
     fn first_node(
         &self,
         (before, after): (&Graph, &Graph),

@@ -139,7 +139,7 @@ pub(super) fn strides(shape: &[usize]) -> Vec<isize> {
     strides
 }
 
-/// The places of a tensor's elements among those of another.
+/// A strided view: the places of its elements in another tensor.
 #[derive(Debug, Clone)]
 pub(super) struct View {
     pub(super) shape: Vec<usize>,

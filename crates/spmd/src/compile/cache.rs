@@ -162,7 +162,7 @@ impl<B: Batch> Graphs<B> {
         Ok(made)
     }
 
-    /// Traces a graph again, with this batch, when it is used for the second time. Rejects it if the two differ.
+    /// Traces a graph again, with this batch, when it is used for the second time. Rejects it if the two traces differ.
     fn check_again(
         &mut self,
         index: usize,

@@ -27,7 +27,7 @@ type Key = (Vec<InputSpec>, Vec<(String, u64)>);
 /// A forward of a model, run by [`CompiledStep::evaluate`] on the parameters that a step trains, for measurement or
 /// inference.
 ///
-/// It holds only graphs, one for each set of shapes. Parameters stay in the step, divided as they are there.
+/// It holds only graphs, one for each set of shapes. Parameters stay in the step, with their layout.
 pub struct Evaluation<B, O> {
     tracer: Tracer<B, O>,
     /// Number of the step that the graphs are for.
@@ -47,11 +47,11 @@ struct Entry<O> {
 
 impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
     /// Creates an evaluation of the module that `init` makes, which must be the step's module. `forward` returns
-    /// tensors, or names and tuples of them as a [`Batch`] has them. It is traced when the first batch of its shapes
-    /// comes.
+    /// tensors, which may be named or in tuples, as in a [`Batch`]. It is traced when the first batch of its shapes
+    /// arrives.
     ///
-    /// The module runs in Burn's inference mode: no gradients, no dropout, and running statistics as they are. The
-    /// rules about [frozen values](crate::compile()) of a train step also apply here.
+    /// The module runs in Burn's inference mode: no gradients, no dropout, and unchanged running statistics. The rules
+    /// about [frozen values](crate::compile()) of a train step also apply here.
     ///
     /// ```
     /// use burn::nn::{Linear, LinearConfig};
@@ -78,7 +78,7 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
         Self::on(&Device::flex(), init, forward)
     }
 
-    /// Creates an evaluation as [`new`](Self::new) does, for a step that runs on a device with other types.
+    /// Creates an evaluation like [`new`](Self::new), for a step that runs on a device with other types.
     pub fn on<M: Module + 'static>(
         device: &Device,
         init: impl Fn(&Device) -> M + Send + 'static,
@@ -138,7 +138,7 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
         Ok(self.keep(key, entry, mode.cache))
     }
 
-    /// Traces a graph again when it is used for the second time, and rejects it if the two differ.
+    /// Traces a graph again when it is used for the second time, and rejects it if the two traces differ.
     fn check_again(&mut self, index: usize, batch: &B, mode: &Mode) -> Result<(), Error> {
         let entry = &mut self.kept[index].1;
         let Some(first) = &entry.traced else {

@@ -1,4 +1,4 @@
-//! The tensors and numbers that a step receives anew each time.
+//! The tensors and numbers that each step receives.
 
 use burn_fsdp_collectives::Fingerprint;
 use burn_fsdp_mesh::LossScalerState;

@@ -20,11 +20,11 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Runs [`step`](Self::step) completely, leaving no work for the next call. With
     /// [`OptimizerPlace::InNextForward`](crate::passes::schedule::OptimizerPlace::InNextForward), or if passes [move
     /// nodes](Mode::move_to_next_iteration), it also runs the part of this step that the next call would run. Calls
-    /// that read or set parameters and states also do that.
+    /// that read or set parameters or states do the same.
     ///
     /// # Errors
     ///
-    /// As [`step`](Self::step).
+    /// Same as [`step`](Self::step).
     pub fn last_step(
         &mut self,
         rates: impl Into<ModuleLearningRate>,
@@ -52,7 +52,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         let done = self.executor.run(&graph, &pending.scalars, None);
         if let Err(error) = done {
             self.poison(&error);
-            // Nothing has run, so the step is still to be done.
+            // Nothing has run, so the work is still pending.
             self.pending = self.poisoned.is_none().then_some(pending);
             return Err(error);
         }
@@ -151,16 +151,16 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             });
         };
         let (age, scalars) = (before.age + 1, before.scalars.clone());
-        // The pending work equals the graph's part of the step before.
+        // The pending work equals this graph's part of the previous step.
         if before.cleanup.fingerprint == cleanup.fingerprint {
             return Ok(Prepared {
                 before: Some(scalars),
                 pending: left(age),
-                // A different graph of the same key than the one without a step before.
+                // `main` is a different graph from `setup`, which has the same key.
                 ..whole(main, !made.fingerprint, stepped)
             });
         }
-        // An optimizer takes the same gradients from any batch that gives them to the same parameters.
+        // An optimizer reads the same gradients after any batch that gives them to the same parameters.
         if before.cleanup.is_optimizer && cleanup.is_optimizer && before.stepped == stepped {
             let Made {
                 compiled,

@@ -17,7 +17,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Some(self.done.scaler.as_ref()?.state)
     }
 
-    /// Sets the scale of the next step's loss, to continue from a saved run. All ranks must set the same.
+    /// Sets the scale of the next step's loss, to continue a saved run. All ranks must set the same state.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! Comparison of two traces of one step.
+//! The comparison of two traces of one step.
 
 use crate::graph::{Graph, Node, Phase};
 
@@ -13,7 +13,7 @@ pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
             .collect()
     };
     let (a, b) = (nodes(first), nodes(again));
-    // Constants come first, because other data does not make another operation.
+    // Constants come first, because different data does not change an operation.
     let constants = first.constants().iter().zip(again.constants());
     for ((_, a), (_, b)) in constants {
         if a.shape() == b.shape() && a != b {
@@ -50,8 +50,7 @@ pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
     None
 }
 
-/// Returns true if two operations are textually identical. A constant that is not a number equals none, not even
-/// itself.
+/// Returns true if two operations print the same text. Operations with a NaN scalar are never equal by `==`.
 fn are_alike(a: &Node, b: &Node) -> bool {
     format!("{:?}", a.operation) == format!("{:?}", b.operation)
 }

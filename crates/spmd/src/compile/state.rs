@@ -128,10 +128,10 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(states)
     }
 
-    /// Resumes a run after that many steps at that learning rate, all of which trained every parameter. The optimizer's
-    /// counters are computed for that step. Every state must be set with [`set_state`](Self::set_state) before the next
-    /// step. See [`resume_with`](Self::resume_with) for a run with different rates or routes, or with
-    /// [skipped](Self::was_skipped) steps.
+    /// Resumes a run after `steps` steps at these learning rates, each of which trained every parameter. The
+    /// optimizer's counters are computed for that step. Every state must be set with [`set_state`](Self::set_state)
+    /// before the next step. See [`resume_with`](Self::resume_with) for a run whose rates or trained parameters
+    /// changed, or with [skipped](Self::was_skipped) steps.
     ///
     /// # Errors
     ///
@@ -159,7 +159,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownName`] for the path. The next step finds a slot that does not exist, or data of a different
+    /// [`Error::UnknownName`] for the path. The next step reports a slot that does not exist, or data of a different
     /// shape or type.
     pub fn set_state(&mut self, path: &str, slot: &str, data: TensorData) -> Result<(), Error> {
         let path = &*self.spec(path)?.path.clone();
@@ -382,7 +382,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownName`] for the path. The next step finds a slot that does not exist, or data of a different
+    /// [`Error::UnknownName`] for the path. The next step reports a slot that does not exist, or data of a different
     /// shape or type.
     pub fn set_state_shard(
         &mut self,
@@ -407,8 +407,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.scalars.counters(path)
     }
 
-    /// Continues a run after that many steps, with the optimizer's states at that point. Trained parameters without a
-    /// state have had no step.
+    /// Continues a run after `steps` steps, with the optimizer's states at that point. Trained parameters without a
+    /// state have not been stepped yet.
     ///
     /// It completes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must
     /// call it.
@@ -416,7 +416,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// # Errors
     ///
     /// [`Error::UnknownName`], [`Error::TensorMismatch`], [`Error::UntraceableOptimizer`] for a state that does not
-    /// belong to this optimizer, or is incomplete: nothing is changed then.
+    /// belong to this optimizer, or is incomplete. Nothing is changed in that case.
     pub fn resume_with(&mut self, steps: u64, states: Vec<OptimizerState>) -> Result<(), Error> {
         self.flush()?;
         let mut restored = BTreeMap::new();
@@ -462,7 +462,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// As [`set_shard`](Self::set_shard).
+    /// Same as [`set_shard`](Self::set_shard).
     pub fn check_shard(&self, path: &str, data: &TensorData) -> Result<(), Error> {
         let layout = self.layout(path)?;
         let spec = self.spec(path)?;

@@ -34,7 +34,7 @@ pub(super) struct Printed {
     units: BTreeMap<Arc<str>, usize>,
     /// Number of collectives of each kind.
     collectives: BTreeMap<CollectiveKind, usize>,
-    /// The collectives of several tensors, with their tensors.
+    /// Collectives of several tensors, with these tensors.
     joined: BTreeSet<String>,
 }
 

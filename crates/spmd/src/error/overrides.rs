@@ -24,7 +24,7 @@ pub enum OverrideError {
         path: String,
         /// Type, shape and kind in the step's module.
         expected: String,
-        /// The same in the override's.
+        /// Type, shape and kind in the override's module.
         got: String,
     },
 }

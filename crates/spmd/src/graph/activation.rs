@@ -1,4 +1,4 @@
-//! Values that the user named, so that placements can be requested for them, or put into regions.
+//! Values that the user named to request placements for them, or put into regions.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ impl Graph {
         self.results.activations.push(activation);
     }
 
-    /// Takes out the values with requested placements, to be placed.
+    /// Removes and returns the values with requested placements, to be placed.
     pub(crate) fn take_activations(&mut self) -> Vec<NamedActivation> {
         std::mem::take(&mut self.results.activations)
     }

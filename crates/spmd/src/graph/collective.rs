@@ -15,7 +15,7 @@ use burn_fsdp_mesh::{Partition, ReduceOp};
 /// | all-gather | this rank's part, any shape of `chunk_len` elements | the whole, any shape of `num_elements` |
 /// | reduce-scatter | the whole, any shape | this rank's part, any shape of `chunk_len`, padding zero |
 /// | all-reduce | the whole | the whole |
-/// | all-to-all | for each rank in turn, its share of this rank's part | from each rank in turn, what it gave |
+/// | all-to-all | this rank's part, with the ranks' shares in rank order | the received shares, in rank order |
 ///
 /// If the operation is split in two nodes, the node with stage [`Stage::Start`] has the inputs above, and outputs of
 /// the shapes above. These must not be read while their memory is being written. The node with stage [`Stage::Wait`]
@@ -169,7 +169,7 @@ impl CollectiveKind {
         }
     }
 
-    /// Returns the contract: which ranks give and get what.
+    /// Returns the contract: which ranks send and receive which data.
     pub fn contract(self) -> Contract {
         self.operation().contract()
     }

@@ -14,7 +14,7 @@ pub struct Draw {
     pub seed: u64,
     /// Number among the draws of a step, in the order in which they were traced.
     pub number: u32,
-    /// Shape of the whole draw, of which each rank takes a part.
+    /// Shape of the whole draw; each rank takes a part of it.
     pub whole: Vec<usize>,
     /// The parts that a rank takes, each along a different dim; empty if it takes everything.
     pub shifts: Vec<AxisShift>,

@@ -143,7 +143,7 @@ impl Graph {
         self.nodes = nodes;
     }
 
-    /// Takes out the schedule. [`set_nodes`](Self::set_nodes) puts it back.
+    /// Removes and returns the schedule. [`set_nodes`](Self::set_nodes) puts it back.
     pub fn take_nodes(&mut self) -> Vec<Node> {
         std::mem::take(&mut self.nodes)
     }
@@ -174,7 +174,7 @@ impl Graph {
         self.values.get(&id)
     }
 
-    /// Returns the value with this id for changes. Only [`sync_nodes`](Self::sync_nodes) updates its shape and type in
+    /// Returns the value with this id, mutably. Only [`sync_nodes`](Self::sync_nodes) updates its shape and type in
     /// nodes.
     pub fn value_mut(&mut self, id: TensorId) -> Option<&mut Value> {
         self.values.get_mut(&id)
@@ -223,11 +223,11 @@ impl Graph {
             .ok_or_else(|| Error::Internal(format!("value {} is not declared", id.value())))
     }
 
-    /// Returns a value as a written operand of an operation: not yet initialised.
+    /// Returns a value as an operand that an operation writes: not yet initialised.
     ///
     /// # Errors
     ///
-    /// As [`read`](Self::read).
+    /// Same as [`read`](Self::read).
     pub fn write(&self, id: TensorId) -> Result<TensorIr, Error> {
         let TensorIr {
             id, shape, dtype, ..
@@ -293,7 +293,7 @@ impl Graph {
         &self.parameters
     }
 
-    /// Returns the parameters and buffers for changes, for passes that shard them.
+    /// Returns the parameters and buffers mutably, for passes that shard them.
     pub fn parameters_mut(&mut self) -> &mut Vec<Parameter> {
         &mut self.parameters
     }
@@ -308,7 +308,7 @@ impl Graph {
         &self.updates
     }
 
-    /// Returns the updates for changes.
+    /// Returns the updates mutably.
     pub fn updates_mut(&mut self) -> &mut Vec<Update> {
         &mut self.updates
     }

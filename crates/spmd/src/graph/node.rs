@@ -39,7 +39,7 @@ pub struct Node {
 
 /// The properties of a custom operation, for passes and plans.
 ///
-/// By default it is pure, not cheap, makes new memory for its results, and takes no scratch memory.
+/// By default it is pure, not cheap, allocates memory for its results, and uses no scratch memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CustomProfile {
     /// True if equal operands give equal results, without other effects. Such a node may be dropped, repeated, or
@@ -53,7 +53,7 @@ pub struct CustomProfile {
     pub written_over: Option<usize>,
     /// Arithmetic operations of a call.
     pub flops: Flops,
-    /// Most bytes that it allocates and frees while it runs.
+    /// Maximum number of bytes that it allocates and frees while it runs.
     pub scratch_bytes: u64,
 }
 
@@ -92,7 +92,7 @@ impl fmt::Display for Phase {
 
 /// Host scalars of an optimizer operation, which are patched before each step.
 ///
-/// The optimizer's step is recorded anew each time. The scalars come from the operation at `position` in it, for the
+/// The optimizer's step is recorded again each time. The scalars come from the operation at `position` in it, for the
 /// node's parameter ([`Node::path`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ScalarSlot {
@@ -102,7 +102,7 @@ pub struct ScalarSlot {
     pub first: usize,
     /// Number of its scalars.
     pub len: usize,
-    /// True if the scalars belong to the previous step, from which the node was moved.
+    /// True if the scalars belong to the previous step, because the node was moved from there.
     pub is_of_before: bool,
 }
 

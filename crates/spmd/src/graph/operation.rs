@@ -1,7 +1,7 @@
 //! The table of the traits of Burn's operations, for passes and rules.
 //!
-//! Each of Burn's enums of operations has one match here, and no match has a wildcard arm. An operation that a later
-//! Burn adds does not compile until it has an entry here, so no operation gets traits by accident.
+//! Each of Burn's enums of operations has one match here, and no match has a wildcard arm. If a later version of Burn
+//! adds an operation, this file does not compile until the operation has an entry, so none gets traits by accident.
 
 use burn_ir::{
     ActivationOperationIr, BaseOperationIr, BoolOperationIr, DistributedOperationIr,

@@ -27,17 +27,17 @@ pub enum Role {
     Parameter(Arc<str>),
     /// A given tensor of the module that is not a parameter, such as a running mean.
     Buffer(Arc<str>),
-    /// A tensor of the batch. Given anew at each step.
+    /// A tensor of the batch. Given at each step.
     Input(Arc<str>),
-    /// A state of the optimizer, from the step before. Given.
+    /// A state of the optimizer, from the previous step. Given.
     State {
         /// The parameter that it belongs to.
         path: Arc<str>,
         /// Name of the tensor in the optimizer's state, such as `momentum.moment_1`.
         slot: Arc<str>,
     },
-    /// A value of the step before, for nodes that run in the next one. It is the gradient of the parameter with this
-    /// path, for a postponed optimizer, or any other value by its number. Given.
+    /// A value of the previous step, for nodes that were moved to this one. It is the gradient of the parameter with
+    /// this path, for a postponed optimizer, or any other value by its number. Given.
     Pending(Arc<str>),
     /// A tensor that is the same in every step. Given, see [`Graph::constants`](super::Graph::constants).
     Constant,
@@ -156,14 +156,14 @@ pub struct Update {
     pub from: TensorId,
 }
 
-/// A value that the user named, so that a placement can be requested for it. Several values can share a name.
+/// A value that the user named to request a placement for it. Several values can share a name.
 #[derive(Debug, Clone)]
 pub(crate) struct NamedActivation {
     pub(crate) name: Arc<str>,
     pub(crate) value: TensorId,
 }
 
-/// What the ranks on each axis hold of a value that waits for the next step.
+/// The placements and the owner of a value that waits for the next step.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Carried {
     /// A placement for each axis; none for values that differ between ranks.
@@ -172,7 +172,7 @@ pub(crate) struct Carried {
     pub(crate) owner: Option<usize>,
 }
 
-/// The ranks that alone have a value: those at an index along an axis.
+/// The only ranks that have a value: the ones at an index along an axis.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Owner {
     pub(crate) axis: Arc<str>,

@@ -39,7 +39,7 @@ impl Division {
         }
     }
 
-    /// Returns the axis along which ranks hold shards of parameters, if they do in data parallelism.
+    /// Returns the axis along which data parallelism shards parameters, if it does.
     pub(super) fn shard_axis(&self, mesh: &Mesh) -> Option<Axis> {
         match self {
             Self::DataParallel(style) if style.is_sharded() => mesh.axes().first().cloned(),
@@ -48,7 +48,7 @@ impl Division {
         }
     }
 
-    /// Returns the layout of a parameter or buffer until there is a graph.
+    /// Returns the layout of a parameter or buffer before there is a graph.
     pub(super) fn initial_layout(
         &self,
         mesh: &Mesh,

@@ -1,4 +1,4 @@
-//! The graphs of a mode's plans, in files.
+//! Dumps of a mode's plans.
 
 use std::path::PathBuf;
 

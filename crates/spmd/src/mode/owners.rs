@@ -28,7 +28,7 @@ impl Owners {
         self.by_path.as_ref().unwrap_or(&NONE)
     }
 
-    /// Returns the choice of all parameters that match one of the patterns.
+    /// Chooses all parameters that match one of the patterns.
     pub(super) fn matching(patterns: impl Iterator<Item = Pattern>) -> Self {
         Self {
             patterns: patterns.collect(),
@@ -36,7 +36,7 @@ impl Owners {
         }
     }
 
-    /// Assigns one of `num_ranks` ranks, if they hold shards, as the owner of each matching parameter of a step, given
+    /// Assigns each matching parameter of a step to one of `num_ranks` ranks, if they hold shards. `parameters` lists
     /// all parameters with their shapes. Does nothing if owners are already assigned.
     pub(super) fn assign<'a>(
         &mut self,

@@ -39,7 +39,7 @@ impl Mode {
         self
     }
 
-    /// Returns true if the plan of the step with this trace is to be proved.
+    /// Returns true if the plan of the step with this trace should be proved.
     pub(crate) fn is_proved(&self, traced: &Graph) -> bool {
         match self.certified {
             Certify::Never => false,

@@ -172,7 +172,7 @@ impl Bucket {
     }
 }
 
-/// Returns the bytes of the whole tensors of a collective, by which buckets are closed.
+/// Returns the bytes of the whole tensors of a collective, which count towards the cap of its bucket.
 fn num_bytes(graph: &Graph, node: &Node, collective: &Collective) -> usize {
     // A gather's results are whole, and so are a reduction's operands.
     let whole: Vec<TensorId> = match collective.kind {
@@ -203,7 +203,7 @@ fn key_of(graph: &Graph, collective: &Collective) -> Key {
         payload: collective.payload,
         axis: collective.axis.clone(),
         reduction: collective.reduction.map(|op: ReduceOp| op.to_string()),
-        // Whole gradients cross units, because the reduction frees none of them.
+        // All-reduces are joined across units, because they free no whole gradients.
         unit: unit.filter(|_| collective.kind != CollectiveKind::AllReduce),
         reduced: reduced.map(|part| format!("{:?}", part.result)),
     }

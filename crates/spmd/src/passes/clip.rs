@@ -17,9 +17,9 @@ use crate::norm::{self, GRAD_NORM};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that scales all gradients by one factor, to limit their joint norm to the [`Clip`]'s. Every parameter
-/// counts once: a cut one with the elements of all ranks along the axes that cut it, and a replicated one with the
-/// elements of any rank.
+/// The pass that scales all gradients by one factor, to keep their joint norm within the limit of the [`Clip`]. Every
+/// parameter counts once: if it is cut, with the elements of all ranks along the cutting axes, and if it is replicated,
+/// with the elements of one rank.
 ///
 /// ```text
 /// before                                after
@@ -37,7 +37,7 @@ use crate::transform::GraphTransform;
 pub struct ClipGradients {
     /// The limit, and the kind of norm.
     pub clip: Clip,
-    /// The axes of the mesh, in the order in which layouts have their placements.
+    /// The axes of the mesh, in the order of placements in layouts.
     pub axes: Vec<Axis>,
 }
 
@@ -126,7 +126,7 @@ impl ClipGradients {
         groups
     }
 
-    /// Measures the gradients of a group, and returns the norms of its parts, from all ranks that hold one.
+    /// Measures the gradients of a group, and returns the norms of its parts on all ranks that hold one.
     fn measure(
         &self,
         graph: &mut Graph,

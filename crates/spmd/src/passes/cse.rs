@@ -12,7 +12,8 @@ use crate::graph::{Graph, Node, Phase, Role, rename};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that merges equal values: constants of equal data, and equal operations on equal inputs in the same phase.
+/// The pass that merges equal values: constants with equal data, and equal operations on equal inputs in the same
+/// phase.
 ///
 /// Parameters, inputs and states are never merged, regardless of their values; nor are random numbers, collectives,
 /// gradients, and optimizer operations. Phases are kept apart, because a value that forward and backward both compute

@@ -9,7 +9,7 @@ use burn_ir::TensorId;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Phase, Role, Update, rename};
 
-/// First id of pending gradients: graphs of one step agree on their ids for any batch.
+/// First id of pending gradients. All graphs of a step use the same ids, regardless of the batch.
 const FIRST_PENDING: u64 = 1 << 40;
 
 /// The halves of a step with the optimizer at the end.
@@ -29,7 +29,7 @@ impl Halves {
     ///
     /// # Errors
     ///
-    /// [`Error::OptimizerNotElementwise`] if the optimizer needs the other ranks.
+    /// [`Error::OptimizerNotElementwise`] if the optimizer needs data from other ranks.
     pub(super) fn of(mut graph: Graph) -> Result<Self, Error> {
         let mut pending = BTreeMap::new();
         for parameter in graph.parameters().to_vec() {

@@ -1,4 +1,4 @@
-//! The choice of a step's nodes that run in the next one.
+//! The choice of the nodes of a step that run in the next step.
 //!
 //! It takes a graph with collectives, without the last passes.
 
@@ -15,7 +15,7 @@ use crate::graph::{Graph, Node, Stage};
 use crate::pass_id::PassId;
 use crate::transform::check_order;
 
-/// A pass that moves nodes into the next step. It is called when collectives are joined, split and scheduled, for each
+/// A pass that moves nodes into the next step. It is called once collectives are joined, split and scheduled, for each
 /// graph of one batch. A step over several micro-batches keeps all its nodes.
 ///
 /// It must be a function of the graph, because all ranks must move the same nodes.
@@ -32,7 +32,7 @@ pub trait IterationMove: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// If the graph is not what it expects.
+    /// If the graph does not have the expected form.
     fn moves(&self, step: &mut IterationGraph) -> Result<(), Error>;
 }
 
@@ -70,7 +70,7 @@ pub struct IterationGraph {
 }
 
 impl IterationGraph {
-    /// Begins with a step without any moved node.
+    /// Wraps a step, without moving any node.
     pub fn new(graph: Graph) -> Self {
         Self {
             graph,
@@ -112,16 +112,16 @@ impl IterationGraph {
         self.moved.contains_key(&node)
     }
 
-    /// Makes the moved nodes run at the end of every step with that number, counted from the last step at which they
-    /// did. At these steps, they are not one step behind. The smallest of several numbers counts.
+    /// Makes the moved nodes run at the end of a step if `steps` steps have passed since they last did. At these steps,
+    /// they are not one step behind. The smallest of several numbers counts.
     pub fn max_iterations(&mut self, steps: NonZeroU64) {
         let known = self.max_iterations.unwrap_or(steps);
         self.max_iterations = Some(known.min(steps));
     }
 
-    /// Returns the node before which these must run in the next step, at the latest. This is the first staying node
-    /// that reads what they replace (parameters, states, buffers), or the place of a moved node that reads their
-    /// results. `None` if there is none.
+    /// Returns the node before which these must run in the next step. This is the first unmoved node that reads a value
+    /// that they replace (parameter, state, buffer), or the place of a moved node that reads their results. `None` if
+    /// there is none.
     pub fn first_read(&self, nodes: &[usize]) -> Option<usize> {
         let moving: BTreeSet<usize> = nodes.iter().copied().collect();
         let outputs: BTreeSet<TensorId> = self.outputs(nodes.iter());
@@ -159,8 +159,8 @@ impl IterationGraph {
     }
 
     /// Moves a subgraph into the next step, where it runs before the given node, or after all others if that is `None`.
-    /// Its inputs from this step wait until then. In the next step, nodes that read a value that it replaces get the
-    /// new value.
+    /// Its inputs from this step are kept until then. In the next step, nodes that read a value that it replaces get
+    /// the new value.
     ///
     /// The subgraph must be a leaf: its results are read only by moved nodes, and replace parameters, states or buffers
     /// after the last node.
@@ -214,7 +214,7 @@ impl IterationGraph {
     }
 
     /// Moves those of the given nodes that start a collective of only pending values. They move to the beginning of the
-    /// next step, before the first staying node that does not start a collective.
+    /// next step, before the first unmoved node that does not start a collective.
     pub(super) fn start_early(&mut self, nodes: &[usize]) {
         let written = self.outputs(self.moved.keys());
         let all = self.graph.nodes();
@@ -280,8 +280,8 @@ impl IterationGraph {
         stays.then_some("a node that is not moved reads its result")
     }
 
-    /// Returns the three graphs, each after the last passes. The step must not have had these, including
-    /// [`Liveness`](super::Liveness).
+    /// Returns the three graphs, with the `last` passes applied to each. None of these, including
+    /// [`Liveness`](super::Liveness), may have been applied before.
     ///
     /// # Errors
     ///

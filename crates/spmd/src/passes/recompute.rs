@@ -22,8 +22,8 @@ use crate::transform::GraphTransform;
 /// values that take less memory, counting only values that would not be kept anyway. The same operations on the same
 /// values give the same bits.
 ///
-/// A product of weights that together take less memory than it, as in a low-rank adapter, counts as elementwise.
-/// Otherwise the weight into which an adapter is merged would be kept whole for every layer.
+/// A product of weights that together take less memory than the result, as in a low-rank adapter, counts as
+/// elementwise. Otherwise the weight into which an adapter is merged would be kept whole for every layer.
 ///
 /// ```text
 /// before                                  after
@@ -218,7 +218,7 @@ impl<'a> Choice<'a> {
         })
     }
 
-    /// Chooses the values to recompute, with the nodes that do so.
+    /// Chooses the values to recompute, with the nodes that recompute them.
     fn choose(mut self) -> BTreeMap<TensorId, Node> {
         let kept = self.graph.kept();
         let mut chosen = BTreeMap::new();

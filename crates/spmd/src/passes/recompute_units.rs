@@ -1,6 +1,6 @@
 //! The pass that recomputes the forward of whole units in backward.
 //!
-//! It takes a graph without collectives: the weights that it makes backward read are gathered there afterwards.
+//! It takes a graph without collectives: later passes gather the weights that backward then reads.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -118,7 +118,7 @@ fn regions(graph: &Graph) -> impl Iterator<Item = BTreeSet<usize>> + '_ {
     })
 }
 
-/// The nodes of forward from the first one that reads a unit's weights to the first one that reads another's.
+/// The nodes of forward from the first that reads a unit's weights up to the first that reads another unit's.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnitVisit {
     /// The unit.
@@ -127,8 +127,8 @@ pub struct UnitVisit {
     pub nodes: BTreeSet<usize>,
 }
 
-/// Returns the visits of units in forward, in order. Units are the ones that [`AssignUnits`](super::AssignUnits) has
-/// stored, or follow from the paths.
+/// Returns the visits of units in forward, in order. Units are stored by [`AssignUnits`](super::AssignUnits), or
+/// otherwise derived from the paths.
 pub fn unit_visits(graph: &Graph) -> Vec<UnitVisit> {
     let mut unit_of: BTreeMap<TensorId, Arc<str>> = BTreeMap::new();
     for value in graph.values() {

@@ -13,7 +13,7 @@ pub struct Replicate {
     pub is_first: bool,
 }
 
-/// Returns the mesh of the shards' axis, with the copies' axis before or after it.
+/// Returns the mesh of the shard axis, with the axis of copies before or after it.
 pub(super) fn mesh_of(
     (name, num_ranks): (&str, usize),
     replicate: Option<&Replicate>,

@@ -25,7 +25,7 @@ pub struct Options {
     pub units: Units,
     /// True to use kernels in place of functions that Burn composes of many operations, see [`UseKernels`], and of
     /// single operations, see [`SelectKernels`]. This is the default on Burn's CPU backend. Without kernels, a step on
-    /// one rank has the same bits as Burn's own.
+    /// one rank is bit-identical to Burn's own.
     pub kernels: bool,
     /// True to fuse chains of pointwise operations into one, which changes no bit, see [`FusePointwise`]. This is the
     /// default on Burn's CPU backend.
@@ -157,7 +157,7 @@ impl Options {
         self
     }
 
-    /// Sets how the loss is scaled, which keeps small gradients of `f16` from vanishing; `None` for not at all.
+    /// Sets how the loss is scaled, which keeps small gradients of `f16` from vanishing; `None` for no scaling.
     /// Gradients are divided by the scale when all micro-batches are summed, before they are clipped. If one has
     /// overflowed on any rank, all skip the step, and continue with a smaller scale
     /// ([`CompiledStep::was_skipped`](crate::CompiledStep::was_skipped)). A step then runs over micro-batches, even if
@@ -189,7 +189,7 @@ impl Options {
         self
     }
 
-    /// Returns options with only the passes that the step needs to be correct.
+    /// Returns options with only the passes that a correct step needs.
     pub fn none() -> Self {
         Self {
             units: Units::by_path(),
@@ -334,7 +334,7 @@ fn scheduled(
     }
     match options.optimizer {
         OptimizerPlace::InBackward => pipeline.then(EarlyOptimizer),
-        // For the next forward, it is moved when the step is split.
+        // An optimizer in the next forward is moved when the step is split.
         OptimizerPlace::AtEnd | OptimizerPlace::InNextForward => pipeline,
     }
 }

@@ -1,4 +1,4 @@
-//! The verifier: rules that hold for every graph, whichever passes made it.
+//! The verifier: rules that hold for every graph, regardless of the passes that made it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -81,8 +81,8 @@ pub fn verify(graph: &Graph) -> Result<(), Error> {
     RULES.iter().try_for_each(|rule| keeps(graph, rule))
 }
 
-/// Checks only the rule of types, for every plan before it runs: whether ranks hold what the readers of each value
-/// need.
+/// Checks only the rule of types: whether ranks hold what the readers of each value need. Every plan is checked before
+/// it runs.
 ///
 /// # Errors
 ///
@@ -254,7 +254,7 @@ fn kept_is_kept(graph: &Graph) -> Option<Fault> {
 }
 
 fn phases_in_order(graph: &Graph) -> Option<Fault> {
-    // Optimizer nodes may run as soon as their gradient is there; forward never follows backward.
+    // Optimizer nodes may run as soon as their gradient is available; forward never follows backward.
     let mut seen_backward = false;
     for (index, node) in graph.nodes().iter().enumerate() {
         match node.phase {
@@ -444,7 +444,7 @@ fn gathered_die(graph: &Graph) -> Option<Fault> {
         .enumerate()
         .filter(|(_, visit)| !visit.is_back)
     {
-        // Units that came back stay, and displace none.
+        // Revisited units stay, and displace none.
         let mut others = visits[at + 1..].iter().filter(|other| !other.is_back);
         let after_next = others.nth(1);
         let Some((next, begins)) = after_next.and_then(|v| Some((v.unit, v.gathers.first()?.0)))

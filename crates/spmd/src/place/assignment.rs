@@ -102,7 +102,7 @@ impl Values {
         }
     }
 
-    /// Returns the assignment with one more axis; `None` if the operation cannot run like that.
+    /// Returns the assignment with one more axis; `None` if the operation cannot run that way.
     pub(super) fn extend(
         &self,
         signature: &Signature,
@@ -178,7 +178,7 @@ impl Values {
             || self.is_padded[axis] && signature.divides_padded(letter, num_ranks)
     }
 
-    /// Returns true if, on this axis, an input is already cut or an addend as the assignment needs it.
+    /// Returns true if an input is already cut on this axis, or already an addend, as the assignment requires.
     fn is_given(&self, assignment: &Assignment, axis: usize) -> bool {
         assignment.inputs.iter().any(|(id, on)| {
             let lies = |version: &Version| version.on[axis] == on[axis];
@@ -211,7 +211,7 @@ impl Values {
     }
 
     /// Returns the cost of the redistributions on one axis before a node can run; `None` if there is no way. With
-    /// `is_asked` a placement of the result is requested, so a reduce-scatter costs only what it moves.
+    /// `is_asked` a placement of the result is requested, so a reduce-scatter costs only the bytes that it moves.
     fn cost(&self, assignment: &Assignment, axis: usize, is_asked: bool) -> Option<f64> {
         let mut total = 0.0;
         for (id, on) in &assignment.inputs {

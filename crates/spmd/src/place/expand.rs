@@ -14,11 +14,11 @@ use crate::trace::LOSS_FACTOR;
 ///
 /// In a [`Pattern`], `*` matches one name, `conv*` matches the names with this prefix, and `**` matches any number of
 /// names. If several patterns match, the last one given for an axis counts. Optimizer states have their parameter's
-/// placement, gradients are brought to it, and buffers are always replicated.
+/// placement, gradients are redistributed to it, and buffers are always replicated.
 ///
 /// A dim of a parameter or named activation need not divide evenly. Its parts are then the same as in `torch.chunk`,
-/// and the last ranks have fewer rows, or none. It needs at least one element for each rank. Reductions over such a dim other than sums, and operations that index
-/// along it, run on the whole dim.
+/// and the last ranks have fewer rows, or none. It needs at least one element per rank. Reductions over such a dim
+/// other than sums, and operations that index along it, run on the whole dim.
 ///
 /// The example places the feed-forward part of a transformer on the axis `model`, after Megatron-LM. The first layer is
 /// cut by columns, the second by rows, and one all-reduce joins its results:
@@ -74,7 +74,7 @@ impl Expand {
     }
 
     /// Places the activations whose name, given by [`named_activation`](crate::named_activation), matches `pattern` on
-    /// `axis`. On other axes they keep the placements in which they are computed. Their gradients do so on all axes.
+    /// `axis`. On other axes they keep the placements in which they are computed, as their gradients do on all axes.
     ///
     /// The nodes that read such an activation start from this placement. If it is cut along the tokens, a norm or a
     /// dropout runs on each rank's tokens (sequence parallelism), and the next product gathers them.
@@ -218,7 +218,7 @@ fn placements(wishes: &[Wish], mesh: &Mesh, name: &str) -> Vec<AxisPlacement> {
     axes.collect()
 }
 
-/// Returns the wish that counts for a name on an axis, the last one.
+/// Returns the last wish for a name on an axis, which is the one that counts.
 fn last_wish<'a>(wishes: &'a [Wish], axis: &str, name: &str) -> Option<&'a Wish> {
     let mut latest = wishes.iter().rev();
     latest.find(|wish| wish.axis == axis && wish.pattern.matches(name))

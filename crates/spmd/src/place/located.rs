@@ -36,8 +36,8 @@ pub(super) struct Values {
     /// Whole shapes and types.
     pub(super) whole: HashMap<TensorId, (Vec<usize>, DType)>,
     pub(super) located: HashMap<TensorId, Located>,
-    /// The requested placements of a value, where there are any. Named activations have requests, and so do the values
-    /// from which they are computed element by element.
+    /// The requested placements of named activations, and of the values from which they are computed element by
+    /// element.
     pub(super) asked: HashMap<TensorId, Vec<Option<Placement>>>,
     /// For each axis, whether the user's placements cut an unevenly dividing dim on it.
     pub(super) is_padded: Vec<bool>,

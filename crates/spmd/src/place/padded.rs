@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::graph::{AxisPlacement, AxisShift, Role};
 
 impl Redistribution<'_> {
-    /// Lengthens a dim that will be cut on an axis to a multiple of its ranks.
+    /// Lengthens a dim that will be cut on an axis to a multiple of the number of ranks.
     pub(super) fn lengthened(
         &mut self,
         id: TensorId,

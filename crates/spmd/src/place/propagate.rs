@@ -43,7 +43,7 @@ pub struct ExpandPlacements {
 }
 
 impl ExpandPlacements {
-    /// Creates the pass. Gradients is sent in the types in which they are computed.
+    /// Creates the pass. Gradients are sent in the types in which they are computed.
     pub fn new(expand: Expand, mesh: Mesh) -> Self {
         let precision = Precision::default();
         Self {
@@ -250,7 +250,7 @@ impl ExpandPlacements {
     }
 }
 
-/// Adds the values that the user reads or names, and the new values of given values.
+/// Adds the values that the user reads or names, and the values that replace given ones.
 fn add_results(graph: &mut Graph, destinations: &mut HashMap<TensorId, Destination>) {
     for (index, update) in graph.updates().iter().enumerate() {
         let destination = destinations.entry(update.from).or_default();
@@ -389,7 +389,7 @@ impl Placer {
             return false;
         }
         let floats = |id| matches!(self.values.located.get(&id), Some(Located::Floating(_)));
-        // Few nodes pass this check, and the other one takes longer.
+        // Checked first, because few nodes pass and the other check takes longer.
         node.inputs().all(floats) && rules::may_wait(&node.operation)
     }
 

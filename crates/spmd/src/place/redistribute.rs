@@ -30,7 +30,7 @@ pub(super) fn cost(
     let moved = num_bytes * (num_ranks as f64 - 1.0) / num_ranks as f64;
     Some(match (from, to) {
         (from, to) if from == to => 0.0,
-        // A slice moves nothing, but a whole value is preferred.
+        // A slice moves nothing, but the whole value is preferred.
         (Placement::Replicate, Placement::Shard(_)) => moved * SLICE,
         (Placement::Shard(_), Placement::Replicate) => moved,
         (Placement::Shard(_), Placement::Shard(_)) => moved / num_ranks as f64,
@@ -42,7 +42,7 @@ pub(super) fn cost(
     })
 }
 
-/// Returns the same cost as [`cost`], except that a reduce-scatter costs the bytes that a rank receives. It is for
+/// Returns the same cost as [`cost`], except that a reduce-scatter costs the bytes that a rank receives. Use it for
 /// values that are known to be cut.
 pub(super) fn moved(
     from: Placement,
@@ -129,7 +129,7 @@ impl Redistribution<'_> {
             id = self.all_to_all(id, (&now, axis), from, dim)?;
             now[axis].placement = Placement::Shard(dim);
         }
-        // Dims are lengthened before others are shortened, so as little as possible is added up.
+        // Gathers, then slices, then reductions, so as little as possible is added up.
         for axis in 0..now.len() {
             if let Placement::Shard(dim) = now[axis].placement
                 && differs(&now, axis)

@@ -124,7 +124,7 @@ impl Signature {
     /// result's letters. Over letters that the operand lacks, every rank has an addend, because it had the whole
     /// operand.
     ///
-    /// So one table covers an operation and its gradients.
+    /// One table therefore covers an operation and its gradients.
     pub(crate) fn gradient(
         &self,
         operand: usize,
@@ -230,7 +230,7 @@ pub(crate) fn alphabet(num_dims: usize) -> Vec<Option<Letter>> {
 }
 
 /// Returns the letters of a tensor that is broadcast to `shape`. The dims of `shape` have the letters of [`alphabet`].
-/// Dims are aligned at the end, and dims of another size are whole.
+/// Dims are aligned at the end, and dims with a different size are whole.
 pub(crate) fn aligned(tensor: &TensorIr, shape: &[usize]) -> Vec<Option<Letter>> {
     let own = tensor.shape.to_vec();
     let missing = shape.len().saturating_sub(own.len());

@@ -157,7 +157,8 @@ fn data(buffer: Buffer, len: usize, dtype: DType) -> TensorData {
     TensorData::from_bytes(bytes, [len], dtype)
 }
 
-/// Returns the first bytes of a tensor in the order of its dims: from the tensor's memory on Flex, read back elsewhere.
+/// Returns the first bytes of a tensor in the order of its dims: from the tensor's memory on Flex, read back on other
+/// backends.
 ///
 /// The result carries the seal of the memory if it covers all of it; otherwise the seal is checked here.
 fn source<B: BackendIr>(

@@ -60,7 +60,7 @@ pub struct Executor<B: BackendIr> {
     pub(super) seals: Seals,
     /// The step and micro-batch for which random numbers are drawn from a seed.
     moment: Moment,
-    /// The scalars of the step before, if nodes were moved from there into this one.
+    /// The scalars of the previous step, if nodes were moved from there into this one.
     pub(super) before: Option<StepScalars>,
 }
 
@@ -90,7 +90,7 @@ impl<B: BackendIr> Executor<B> {
         self
     }
 
-    /// Sets the operations that graphs may use in addition to Burn's, in place of the operations set before.
+    /// Sets the operations that graphs may use in addition to Burn's, replacing the operations set before.
     pub fn set_operations(&mut self, operations: CustomOperations<B>) {
         self.operations = with_norms(kernels_of().and(operations));
     }
@@ -200,7 +200,7 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Runs a graph once and returns its results. Every given value that its nodes read must be set; inputs are gone
+    /// Runs a graph once and returns its results. Every given value that its nodes read must be set; inputs are freed
     /// afterwards. All ranks of the group must call it, with equal graphs.
     ///
     /// # Errors

@@ -21,7 +21,7 @@ impl<B: BackendIr> Executor<B> {
     }
 
     /// Returns the call of a custom operation with the operands that this rank has, or `None` if it has none of them.
-    /// In the latter case their norm is zero, and this writes it.
+    /// In the latter case their norm is zero, and this function writes it.
     pub(super) fn own_call(&mut self, call: &CustomOpIr) -> Result<Option<CustomOpIr>, Error> {
         let Some(own) = self.absent.without(call) else {
             return Ok(Some(call.clone()));

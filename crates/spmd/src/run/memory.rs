@@ -10,7 +10,7 @@ use burn_ir::{BackendIr, HandleKind, TensorId, TensorIr};
 /// The memory of each live tensor, and the total in bytes.
 ///
 /// Tensors are counted by their memory, once, however many views there are. On Flex that memory is known exactly. On
-/// other backends every tensor counts as memory of its own size.
+/// other backends every tensor counts separately, with its own size.
 #[derive(Debug, Clone, Default)]
 pub struct MemoryTable {
     /// Number of values and bytes, by address of the memory.
@@ -86,7 +86,7 @@ impl MemoryTable {
         self.peak_node = None;
     }
 
-    /// Counts a tensor that comes from outside.
+    /// Counts a tensor that is set from outside.
     pub(super) fn insert(&mut self, id: TensorId, place: Address) {
         self.remove(id);
         self.add(id, place);

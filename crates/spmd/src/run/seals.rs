@@ -20,8 +20,8 @@ use crate::error::Error;
 use crate::graph::{Collective, Graph, Node, Parameter, Role, Stage, Storage, storage_of};
 
 impl<B: BackendIr> Executor<B> {
-    /// Checks the values that a node consumes. Returns the seal of a value that the node consumes and presents in
-    /// another way.
+    /// Checks the values that a node consumes. Returns the seal of a value that the node consumes and returns as a
+    /// view.
     pub(super) fn look_at_taken(
         &mut self,
         index: usize,
@@ -57,8 +57,8 @@ impl<B: BackendIr> Executor<B> {
         Ok(carried)
     }
 
-    /// Keeps the seal of a value that a node has presented in another way, and forgets the seals of values that a
-    /// collective has given.
+    /// Keeps the seal of a value that a node has returned as a view, and forgets the seals of values that a collective
+    /// has sent.
     pub(super) fn keep_seals(&mut self, node: &Node, carried: Option<Carried>) {
         if self.seals.of.is_empty() && carried.is_none() {
             return;
@@ -149,7 +149,7 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Notes which values of this run are to be sealed when a node has written them.
+    /// Records which values of this run are to be sealed when a node has written them.
     pub(super) fn await_written(&mut self, graph: &Graph) {
         let updates = graph.updates().iter();
         let is_sealed = |from| self.group.compares_bytes() && !self.absent.contains(from);
@@ -157,8 +157,8 @@ impl<B: BackendIr> Executor<B> {
         self.seals.fresh = fresh.map(|update| (update.from, None)).collect();
     }
 
-    /// Seals a value that replaces another one at the end, right after a node has written it and while it is still in
-    /// the cache.
+    /// Seals a value that replaces another one at the end, right after a node has written it, while it is still in the
+    /// cache.
     pub(super) fn seal_written(&mut self, node: &Node) {
         if self.seals.fresh.is_empty() {
             return;

@@ -164,9 +164,9 @@ impl Builder {
         Ok(graph)
     }
 
-    /// Declares the optimizer's states, before anything whose number depends on the batch, so that a state has one id
-    /// in the graphs of all batches. It declares those of all trained parameters, because other batches may give
-    /// gradients to other parameters.
+    /// Declares the optimizer's states before anything whose number depends on the batch, so a state has one id in the
+    /// graphs of all batches. All trained parameters get states, because other batches may give gradients to other
+    /// parameters.
     fn add_states(&mut self, step: &StepScalars) {
         for (index, leaf) in self.leaves.iter().enumerate() {
             let of_parameter = step.of(&leaf.path);
@@ -185,7 +185,7 @@ impl Builder {
         }
     }
 
-    /// Declares the tensors of the batch. A batch with another option or length may have more or fewer of them.
+    /// Declares the tensors of the batch. Their number depends on the options and lengths in the batch.
     fn add_inputs(&mut self) {
         for (spec, captured) in std::mem::take(&mut self.inputs) {
             let role = Role::Input(spec.name.as_str().into());
@@ -281,8 +281,8 @@ impl Builder {
         matches!(role, Some(Role::Parameter(_)))
     }
 
-    /// Returns the value of a tensor that the closure returned, or why there is none: `of_parameter` if it is a
-    /// parameter.
+    /// Returns the value of a tensor that the closure returned, or the reason why there is none: `of_parameter` if it
+    /// is a parameter.
     fn computed(
         &self,
         captured: Option<&Captured>,

@@ -146,7 +146,7 @@ pub(super) struct Recording<T> {
 }
 
 impl<T, R> Recording<(T, R)> {
-    /// Takes out the second result.
+    /// Splits off the second result.
     pub(super) fn split(self) -> (Recording<T>, R) {
         let (result, other) = self.result;
         let recording = Recording {

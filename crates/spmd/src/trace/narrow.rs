@@ -11,13 +11,13 @@ use burn_ir::{
 use crate::error::Error;
 use crate::graph::operation_name;
 
-/// Rejects an operation of a trace with narrow new tensors, if the step needs it and it loses more than states of zeros
-/// do. Four cases lose bits:
+/// Rejects an operation of a trace with narrow new tensors, if the step needs it and it loses bits. States of zeros
+/// lose none. Four cases do:
 ///
-/// - operations of the module's own, whose tensors (such as rotations) need more bits than activations;
-/// - numbers of the host that halves cannot represent;
+/// - the module's own operations, whose tensors (such as rotations) need more bits than activations;
+/// - host numbers that halves cannot represent;
 /// - integers, such as targets;
-/// - random numbers between 16-bit numbers.
+/// - random numbers that lie between 16-bit numbers.
 pub(super) fn check_narrow(
     operation: &OperationIr,
     is_of_module: bool,

@@ -1,8 +1,8 @@
 //! Running statistics that are stored in 32 bits and updated by operations in the layer's compute type.
 //!
-//! Burn's BatchNorm adds a batch's statistics to the stored ones, so both must have the same type. In 16 bits the
-//! average would be rounded away, because a hundredth of a change is less than the last bit. So the layer gets a copy
-//! of its statistics in its compute type. The update is recorded again here, in 32 bits.
+//! Burn's BatchNorm adds a batch's statistics to the stored ones, so both must have the same type. In 16 bits, updates
+//! would be rounded away, because a hundredth of a change is less than the last bit. The layer therefore gets a copy of
+//! its statistics in its compute type, and the update is recorded again here, in 32 bits.
 
 use burn_ir::{
     BaseOperationIr, BinaryOpIr, CastOpIr, NumericOperationIr, OperationIr, ScalarOpIr, TensorId,
@@ -133,7 +133,7 @@ impl Again<'_> {
         id
     }
 
-    /// Returns an operand with the id `id` in the kept statistic's type.
+    /// Returns an operand with id `id` in the kept statistic's type.
     fn wide(&self, of: TensorIr, id: TensorId) -> TensorIr {
         TensorIr {
             id,

@@ -1,7 +1,7 @@
 //! The type of tensors that a forward makes without naming one.
 //!
-//! Burn gives them the device's default type. Recurrent layers begin with such states, and collect their outputs in
-//! such a tensor. With parameters in 16 bits, two types would meet there.
+//! Burn gives them the device's default type. Recurrent layers create their first states and their output tensor this
+//! way. With parameters in 16 bits, two types would meet there.
 
 use burn::module::Module;
 use burn::tensor::Device;

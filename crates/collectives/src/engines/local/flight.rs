@@ -1,4 +1,4 @@
-//! The part of one rank in one operation.
+//! One rank's part in one operation.
 
 use std::sync::Arc;
 
@@ -66,7 +66,7 @@ impl LocalFlight {
                 self.findings.results = results.collect();
             }
             (_, None) => {
-                // Begins with this rank, so the ranks read from different places at any time.
+                // Begins with this rank. At any time, the ranks then read from different places.
                 for from in (self.rank..self.team.size()).chain(0..self.rank) {
                     if signature.travels(from, self.rank) && !into.is_empty() {
                         let routes = signature.routes(from, self.rank);
@@ -84,8 +84,8 @@ impl LocalFlight {
 
     /// Combines this rank's slice of an all-reduce, then the slices that no rank has begun yet.
     ///
-    /// So a rank only ever waits for slices that another rank is working on. A rank that arrives late or has discarded
-    /// the operation delays no other rank. The bits of a slice do not depend on the rank that combines it.
+    /// A rank therefore waits only for slices that another rank is working on. A rank that arrives late or has
+    /// discarded the operation delays no other rank. The bits of a slice do not depend on the rank that combines it.
     fn combine_slices(
         &mut self,
         reduction: &Reduction,
@@ -140,8 +140,8 @@ impl LocalFlight {
         });
     }
 
-    /// Returns memory for a slice from the pool of the rank that the slice is assigned to, regardless of the rank that
-    /// combines it. So the contents of a rank's pool are the same each time.
+    /// Returns memory for a slice from the pool of the rank that the slice is assigned to, whichever rank combines it.
+    /// A rank's pool therefore has the same contents each time.
     fn slice_buffers(
         &self,
         slice: usize,
@@ -170,7 +170,7 @@ impl LocalFlight {
             .collect()
     }
 
-    /// Marks this rank as finished with reading. It must have dropped everything that it got from the round.
+    /// Marks this rank as done reading. It must have dropped everything that it took from the round.
     fn finish(&mut self) {
         if std::mem::replace(&mut self.finished, true) {
             return;

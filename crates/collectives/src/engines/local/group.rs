@@ -52,7 +52,7 @@ impl LocalGroup {
         let round = round.clone();
         round.publish(rank, offer);
         if round.has_all() {
-            // Every rank that will need the round has it.
+            // Every rank that needs the round has it now.
             rounds.remove(&sequence);
         }
         drop(rounds);

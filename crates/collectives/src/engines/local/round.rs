@@ -66,7 +66,7 @@ impl Round {
         }
     }
 
-    /// Publishes a rank's part; once per rank.
+    /// Publishes a rank's part. Called once per rank.
     pub(super) fn publish(&self, rank: usize, offer: Offer) {
         let seat = &self.seats[rank];
         *lock(&seat.sources) = Some(offer.sources);
@@ -81,20 +81,21 @@ impl Round {
         self.num_arrived.load(Ordering::Acquire) == self.seats.len()
     }
 
-    /// Returns a rank's sources, if they are still there.
+    /// Returns a rank's sources, unless they were removed.
     pub(super) fn sources(&self, rank: usize) -> Option<Sources> {
         lock(&self.seats[rank].sources).clone()
     }
 
-    /// Takes a rank's sources back. No peer will read them again.
+    /// Removes a rank's sources. No peer will read them again.
     pub(super) fn withdraw(&self, rank: usize) {
-        // The guard is released before the sources are dropped, because freeing them may take long.
+        // The guard is released before the sources are dropped, because freeing them may take a long time.
         let sources = lock(&self.seats[rank].sources).take();
         drop(sources);
     }
 
-    /// Marks a rank as one that will read nothing more. The caller has dropped everything that it got from
-    /// [`sources`](Self::sources) and [`slice`](Self::slice). The last rank empties the round, and gets `true`.
+    /// Marks a rank as done reading. The caller must have dropped everything that it took from
+    /// [`sources`](Self::sources) and [`slice`](Self::slice). The last rank empties the round. Returns true for that
+    /// rank.
     pub(super) fn finish(&self, rank: usize) -> bool {
         self.seats[rank].finished.store(true, Ordering::Release);
         if self.num_finished.fetch_add(1, Ordering::AcqRel) + 1 < self.seats.len() {
@@ -105,7 +106,7 @@ impl Round {
             let parts = lock(&slice.parts).take();
             drop(parts);
         }
-        // Last: whoever sees it may assume that no other rank holds the memory of its sources.
+        // Last: a rank that sees it may assume that no other rank holds the memory of its sources.
         self.released.store(true, Ordering::Release);
         true
     }
@@ -145,7 +146,7 @@ impl Round {
         taken.all(|slice| lock(&slice.parts).is_some())
     }
 
-    /// Returns a combined slice, if it is there.
+    /// Returns a combined slice, if it is published.
     pub(super) fn slice(&self, slice: usize) -> Option<Sources> {
         lock(&self.slices[slice].parts).clone()
     }

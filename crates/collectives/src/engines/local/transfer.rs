@@ -34,8 +34,8 @@ pub(super) fn copy_all(
 
 /// Fills each buffer with the result of a reduction in which every rank has combined a slice.
 ///
-/// Begins with the slice of rank `first`. When every rank begins with its own slice, they read from different places at
-/// any time. Returns the checksums of each buffer, `if reads`.
+/// Begins with the slice of rank `first`. If every rank begins with its own slice, the ranks read from different places
+/// at any time. Returns the checksums of each buffer if `reads` is true.
 pub(super) fn join(
     reduction: &Reduction,
     extents: &[Extent],
@@ -63,7 +63,7 @@ pub(super) fn join(
 }
 
 /// Fills each buffer with the shard of rank `shard` of the combination of the ranks' full tensors. Returns the
-/// checksums of each buffer, `if reads`.
+/// checksums of each buffer's addends and result if `reads` is true.
 pub(super) fn combine(
     reduction: &Reduction,
     extents: &[Extent],

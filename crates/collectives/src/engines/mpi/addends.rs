@@ -4,7 +4,7 @@ use super::landing::Landing;
 use burn_fsdp_rendezvous::{Reduction, Signature};
 use burn_fsdp_transport::{Buffer, BufferPool, Source, reduce};
 
-/// Buffers to receive a rank's addends in.
+/// Returns buffers for the addends of a rank.
 pub(super) fn scratch(signature: &Signature, from: usize, to: usize, pool: &BufferPool) -> Landing {
     let routes = signature.routes(from, to);
     Landing::new(
@@ -27,7 +27,7 @@ pub(super) fn combine(
 ) {
     let own = signature.routes(rank, rank);
     for (part, (buffer, extent)) in into.iter_mut().zip(&signature.extents).enumerate() {
-        // In rank order with this rank's share in its place, so the bits are those of `local`.
+        // In rank order with this rank's share in its place, so the bits equal the `local` engine's.
         let bytes: Vec<&[u8]> = addends
             .iter()
             .map(|addend| match addend {

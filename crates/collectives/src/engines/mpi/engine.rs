@@ -51,7 +51,7 @@ impl fmt::Debug for MpiEnd {
 }
 
 impl MpiEnd {
-    /// Lets MPI's thread start an operation.
+    /// Makes MPI's thread start an operation.
     fn command(&self, request: Request) -> (Arc<Shared>, Vec<Source>) {
         let Request {
             operation,

@@ -34,11 +34,11 @@ const NONE: u64 = u64::MAX;
 pub(super) enum Header {
     /// A rank starts an operation.
     Claim(ClaimHeader),
-    /// Something that concerns the world.
+    /// News that concerns the world.
     News(News),
 }
 
-/// The header with which a rank tells one other rank that it starts an operation.
+/// The header that tells another rank that this rank starts an operation.
 #[derive(Debug, PartialEq)]
 pub(super) struct ClaimHeader {
     /// The operation: the group's number and the sequence number in it.

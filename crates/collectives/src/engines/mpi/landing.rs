@@ -19,8 +19,8 @@ pub(super) struct Landing {
     places: Vec<(*mut u8, usize)>,
 }
 
-// SAFETY: the pointers are used by `Wire`, on MPI's thread, and by `put`, and by nobody after the buffers were taken.
-// The buffers themselves are behind a lock.
+// SAFETY: only `Wire`, on MPI's thread, and `put` use the pointers, and neither does after the buffers are taken. The
+// buffers themselves are behind a lock.
 unsafe impl Send for Landing {}
 // SAFETY: as above; `place` returns a pointer, and neither reads nor writes.
 unsafe impl Sync for Landing {}
@@ -40,7 +40,7 @@ impl Landing {
     ///
     /// # Panics
     ///
-    /// If the buffer does not have such a range.
+    /// If the range is outside the buffer.
     pub(super) fn place(&self, buffer: usize, range: Range<usize>) -> *mut u8 {
         let (start, len) = self.places[buffer];
         assert!(
@@ -55,7 +55,7 @@ impl Landing {
     ///
     /// # Panics
     ///
-    /// Panics like [`place`](Self::place), and if the lengths of range and bytes differ.
+    /// As in [`place`](Self::place), and if the range and the bytes differ in length.
     pub(super) fn put(&self, buffer: usize, range: Range<usize>, bytes: &[u8]) {
         assert_eq!(range.len(), bytes.len(), "bytes for a range of a buffer");
         let guard = lock(&self.buffers);

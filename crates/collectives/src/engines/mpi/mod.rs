@@ -1,9 +1,9 @@
 //! The engine of ranks that are processes, over MPI.
 //!
-//! One process is one rank. One thread owns MPI. It takes commands from the rank's threads through a channel, and tests
-//! in turn whether headers have arrived and transfers are complete (`progress.rs`). All its MPI calls are non-blocking
-//! and point-to-point, and use only the world's communicator. Groups are distinguished by the headers, so their number
-//! is not limited. `src/README.md` of this crate describes the protocol.
+//! One process is one rank. One thread owns MPI. It takes commands from the rank's threads through a channel, and polls
+//! for arriving headers and completed transfers (`progress.rs`). All its MPI calls are non-blocking and point-to-point,
+//! and use only the world's communicator. Groups are distinguished by the headers, so their number is not limited.
+//! `src/README.md` of this crate describes the protocol.
 
 mod addends;
 mod engine;
@@ -78,7 +78,7 @@ pub(crate) fn connect() -> Result<Connection, String> {
 }
 
 impl Connection {
-    /// Returns the carrier of news to the other processes.
+    /// Returns the messenger that sends news to the other processes.
     pub(crate) fn messenger(&self) -> Box<dyn Messenger> {
         Box::new(MpiMessenger(self.commands.clone()))
     }

@@ -12,15 +12,15 @@ use super::wire::{FIRST_DATA_TAG, Incoming, LAST_DATA_TAG, Transfer, Wire, WireE
 use burn_fsdp_rendezvous::{Control, Meeting, News, WORLD_DOMAIN};
 use burn_fsdp_transport::Source;
 
-/// The time for which the thread polls without a pause while there is no progress and the rank waits. After that, the
-/// thread sleeps between polls.
+/// The time that the thread polls without a pause if nothing progresses while the rank waits. After that, the thread
+/// sleeps between polls.
 const LOOK_FOR: Duration = Duration::from_millis(1);
 
-/// The pause while the rank computes, because polling may take its core. For a rank that has started an operation and
-/// is about to wait.
+/// The same time while the rank computes. It is short, because polling may take the rank's core, and covers a rank that
+/// has started an operation and is about to wait.
 const LOOK_UNAWAITED_FOR: Duration = Duration::from_micros(20);
 
-/// The sleep between two looks while operations are in progress.
+/// The sleep between two polls while operations are in progress.
 const SHORT_SLEEP: Duration = Duration::from_micros(50);
 
 /// The sleep between two polls while there are none. A command wakes the thread immediately. Other ranks' headers only
@@ -101,7 +101,7 @@ impl Progress {
     fn next_command(&self, moved_at: Instant) -> Option<Command> {
         match self.commands.try_recv() {
             Ok(command) => return Some(command),
-            // All senders are gone and nobody has sent a close command, as when a failed rank leaves.
+            // All senders are gone, but none has sent a close command. This happens when a failed rank leaves.
             Err(TryRecvError::Disconnected) => return Some(Command::Close { with_others: false }),
             Err(TryRecvError::Empty) => {}
         }
@@ -189,8 +189,8 @@ impl Progress {
         while let Some(incoming) = self.wire.next_header()? {
             self.incoming.push_back(incoming);
         }
-        // Headers of one rank are read in the order in which it sent them. A rank that is stopped while it sends one
-        // does not delay the headers of others.
+        // Headers of one rank are read in the order in which it sent them. A rank that stops while sending one does not
+        // delay the headers of others.
         let mut late = BTreeSet::new();
         let mut index = 0;
         while index < self.incoming.len() {
@@ -264,7 +264,7 @@ impl Progress {
                 Some(control) => control.world().has_departed(rank),
                 None => self.early_departed.push(rank),
             },
-            // Before this rank has a world it waits for no other rank, and needs no explanation.
+            // A rank without a world waits for no other rank and needs no explanation.
             News::Waits { rank, wait } => {
                 if let Some(control) = self.domains.get(&WORLD_DOMAIN) {
                     control.world().waits(rank, wait);
@@ -287,7 +287,7 @@ impl Progress {
     }
 
     fn close(mut self, with_others: bool) {
-        // Earlier messages must have been sent.
+        // Carry out the remaining commands, which may send messages.
         while let Ok(command) = self.commands.try_recv() {
             let _ = self.obey(command);
         }

@@ -11,7 +11,7 @@ use super::wire::{Transfer, Wire, WireError};
 use burn_fsdp_rendezvous::{AlteredPart, Claim, Control, Meeting, OperationKind, Signature, lock};
 use burn_fsdp_transport::{Awaited, Buffer, BufferPool, Source};
 
-/// The state of an operation that MPI's thread shows to the rank's threads. Ranks are ranks of the group.
+/// The state of an operation that MPI's thread shares with the rank's threads. Rank numbers are ranks of the group.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) rank: usize,
@@ -25,7 +25,7 @@ pub(super) struct Shared {
     /// with them. MPI's thread starts only before `result`, and has finished by then; the rank's thread may start at
     /// any time.
     is_completed: AtomicBool,
-    /// Ranks that have received all bytes of this rank.
+    /// Ranks that have received all of this rank's bytes.
     given: Vec<AtomicBool>,
     released: AtomicBool,
     pub(super) landing: Arc<Landing>,
@@ -70,7 +70,7 @@ impl Shared {
         self.claim(self.rank).signature.reduction.is_none()
     }
 
-    /// Adds this rank's own share, unless a thread has already begun to. Data to be combined must be there.
+    /// Adds this rank's own share, unless a thread has already begun to. Data to be combined must have arrived.
     pub(super) fn complete(&self, sources: &[Source]) {
         if self.is_completed.swap(true, Ordering::AcqRel) {
             return;
@@ -246,7 +246,7 @@ impl Round {
         {
             return Ok(());
         }
-        // No transfer before this: an equal signature means equal lengths, so no data can overrun its buffer.
+        // No transfer begins before this check: equal signatures mean equal lengths, so no data can overrun its buffer.
         if agrees {
             self.num_agreeing += 1;
             self.send(wire, from, header.receives)?;
@@ -334,7 +334,7 @@ impl Round {
         }
         let is_there = is_all && self.receives.is_empty() && self.slices.is_empty();
         if is_there && !shared.has_result() && (self.has_combined || !is_reduced) {
-            // Hidden behind the rank's computation. A waiting rank has nothing else to do, and has more threads.
+            // Hidden behind the rank's computation. A waiting rank does this itself: it is idle and has more threads.
             if is_wanted && !self.start.control.is_awaited() {
                 shared.complete(&self.start.sources);
             }

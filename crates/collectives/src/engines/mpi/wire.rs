@@ -1,4 +1,4 @@
-//! The calls of MPI. With `landing.rs`, all `unsafe` code of this crate.
+//! Calls to MPI. All `unsafe` code of this crate is here and in `landing.rs`.
 //!
 //! The same argument makes every call sound. MPI is called only from the thread that initialised it: [`Wire`] and
 //! [`Transfer`] are not `Send`. The memory that a request reads or writes is owned by the [`Transfer`] that holds the
@@ -25,7 +25,7 @@ use burn_fsdp_transport::{BufferPool, Source};
 /// The maximum number of bytes in one message: MPI counts in `int`.
 const MOST_BYTES: usize = 1 << 30;
 
-/// The tag of headers. Data has tags from [`FIRST_DATA_TAG`] on.
+/// The tag of headers. Data uses the tags from [`FIRST_DATA_TAG`] on.
 const HEADER_TAG: c_int = 1;
 
 /// The first tag of data.
@@ -47,7 +47,7 @@ pub(super) struct Wire {
     /// The environment of MPI, which finalises MPI when it is dropped.
     universe: Option<Universe>,
     world: ffi::MPI_Comm,
-    /// The memory of incoming headers.
+    /// Memory for incoming headers.
     headers: BufferPool,
     /// MPI may be used only by the thread that initialised it.
     not_send: PhantomData<*const ()>,
@@ -138,7 +138,7 @@ impl Wire {
         (rank as usize, size as usize)
     }
 
-    /// Sends a header, which is read until the transfer is complete.
+    /// Sends a header. MPI reads it until the transfer is complete.
     pub(super) fn send_header(&self, header: Source, to: usize) -> Result<Transfer, WireError> {
         let range = 0..header.len();
         self.send_piece(&header, range, to, HEADER_TAG)
@@ -219,7 +219,7 @@ impl Wire {
         // SAFETY: the two values are plain C structures that MPI fills; all zeros are valid for both.
         let (mut message, mut status) =
             unsafe { std::mem::zeroed::<(ffi::MPI_Message, ffi::MPI_Status)>() };
-        // SAFETY: all places live through the call.
+        // SAFETY: all pointers are valid throughout the call.
         let code = unsafe {
             ffi::MPI_Improbe(
                 ffi::RSMPI_ANY_SOURCE,
@@ -234,7 +234,7 @@ impl Wire {
         if flag == 0 {
             return Ok(None);
         }
-        // SAFETY: the status belongs to the message found.
+        // SAFETY: the status belongs to the message that was found.
         let code = unsafe { ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut len) };
         check("MPI_Get_count", code)?;
         let num_bytes = usize::try_from(len).unwrap_or(0);
@@ -302,7 +302,7 @@ fn null_request() -> ffi::MPI_Request {
     unsafe { ffi::RSMPI_REQUEST_NULL }
 }
 
-/// Returns the ranges of the messages in which some bytes are sent; none if there are no bytes.
+/// Splits a range of bytes into the ranges of its messages; none if the range is empty.
 fn pieces(range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let end = range.end;
     range

@@ -32,7 +32,7 @@ struct Weights {
     probabilities: TensorId,
     /// The probabilities after the factors; this is multiplied by the values.
     multiplied: TensorId,
-    /// Factors on the probabilities, one for each.
+    /// Factors on the probabilities, one each.
     factors: Option<TensorId>,
     /// A common factor on all of them, applied after the individual factors.
     scale: Option<Kind>,
@@ -51,7 +51,7 @@ struct Backward {
 /// The exchange of the last two dims.
 const TURN: Kind = Kind::SwapDims(2, 3);
 
-/// Replaces every attention whose gradients are also all known.
+/// Replaces every attention whose gradients are also all recognized.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {
@@ -162,7 +162,7 @@ fn weights(
         probabilities = weights;
         factors = Some(of_each);
     }
-    // A scale without factors is not part of it.
+    // A scale without factors is not part of the pattern.
     (factors.is_some() || scale.is_none()).then_some(Weights {
         probabilities,
         multiplied,
@@ -335,7 +335,7 @@ fn by_time(patterns: &mut Patterns, at: usize, of: &[TensorId]) -> Result<Vec<Te
     of.iter().map(turn).collect()
 }
 
-/// Declares a value with another value's shape, but with the second and third dim swapped.
+/// Declares a value with another value's shape, but with the second and third dims swapped.
 fn swapped(patterns: &mut Patterns, of: TensorId) -> TensorId {
     let mut shape = patterns.shape(of);
     shape.swap(1, 2);

@@ -15,7 +15,7 @@ struct Forward {
     x: TensorId,
     y: TensorId,
     beta: TensorId,
-    /// The scaling applies to the rows of `x` without their means.
+    /// The scaling applies to the rows of `x` minus their means.
     scaled: Scaled,
     nodes: BTreeSet<usize>,
     at: usize,
@@ -35,7 +35,7 @@ struct Backward {
     nodes: BTreeSet<usize>,
 }
 
-/// Replaces every layer norm whose gradients are also all known.
+/// Replaces every layer norm whose gradients are also all recognized.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {

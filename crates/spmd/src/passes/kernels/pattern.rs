@@ -68,7 +68,7 @@ pub(super) struct Patterns {
     readers: BTreeMap<TensorId, Vec<usize>>,
     /// Values that are also read outside of nodes: gradients, and values that outlive the step.
     kept: BTreeSet<TensorId>,
-    /// Nodes to put before each node.
+    /// Nodes to insert before each node.
     before: BTreeMap<usize, Vec<Node>>,
     /// Removed nodes.
     gone: BTreeSet<usize>,
@@ -219,7 +219,7 @@ impl Patterns {
         self.before.entry(at).or_default().push(node);
     }
 
-    /// Inserts a kernel from these inputs to these outputs at a node.
+    /// Inserts a kernel with these inputs and outputs at a node.
     pub(super) fn insert_kernel(
         &mut self,
         at: usize,
@@ -237,14 +237,14 @@ impl Patterns {
         Ok(())
     }
 
-    /// Declares a value of another's type.
+    /// Declares a value with this shape and another value's type.
     pub(super) fn value(&mut self, shape: Vec<usize>, like: TensorId) -> TensorId {
         let of_other = self.graph.value(like).map(|value| value.dtype);
         let dtype = of_other.unwrap_or(DType::F32);
         self.graph.add_value(shape, dtype, Role::Temporary)
     }
 
-    /// Inserts at a node a view of a value with two dims exchanged.
+    /// Inserts a view of a value with two dims swapped at a node.
     pub(super) fn insert_swap(
         &mut self,
         at: usize,
@@ -269,7 +269,7 @@ impl Patterns {
         Ok(())
     }
 
-    /// Inserts at a node a reshape of a value to another.
+    /// Inserts a reshape of one value to another at a node.
     pub(super) fn insert_reshape(
         &mut self,
         at: usize,
@@ -434,7 +434,7 @@ fn kernel_kind(name: &str) -> Option<Kind> {
     known.map(|(_, kind)| kind)
 }
 
-/// Returns a bit for each dim, unless there are too many.
+/// Returns a set of dims as bits, unless a dim is too large.
 pub(super) fn bits(dims: &[usize]) -> Option<u64> {
     dims.iter().try_fold(0, |bits, dim| {
         let bit = u32::try_from(*dim)

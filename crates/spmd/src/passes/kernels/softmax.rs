@@ -14,7 +14,7 @@ use crate::graph::Phase;
 struct Forward {
     x: TensorId,
     y: TensorId,
-    /// The input without its maximum.
+    /// The input minus its maximum.
     shifted: TensorId,
     exp: TensorId,
     sum: TensorId,
@@ -33,7 +33,7 @@ struct Backward {
     nodes: BTreeSet<usize>,
 }
 
-/// Replaces every softmax whose gradients are also all known.
+/// Replaces every softmax whose gradients are also all recognized.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {

@@ -132,7 +132,7 @@ impl<'a> Walk<'a> {
         Some(self.patterns.output(node))
     }
 
-    /// Walks to a value whose rows repeat `times` the row's element of `number`.
+    /// Walks to a value whose rows each repeat one element of `number`, multiplied by `times`.
     pub(super) fn spread(&mut self, number: TensorId, times: f64) -> Option<TensorId> {
         let patterns = self.patterns;
         let spread = patterns.readers(number).find_map(|node| {
@@ -177,7 +177,7 @@ impl Total {
         &self.rests
     }
 
-    /// Returns the value to which only the parts are to be written: a new one if other values are to be added.
+    /// Returns the value for the sum of only the parts: a new one if other values are added to it.
     pub(super) fn of_parts(&self, patterns: &mut Patterns) -> TensorId {
         let total = self.value(patterns);
         match self.rests.is_empty() {

@@ -48,7 +48,7 @@ impl Mutation {
         Self::WholeOperand,
     ];
 
-    /// Returns the wrong signature; `None` if the right one has no place for the fault.
+    /// Returns the wrong signature; `None` if the fault does not apply to the right one.
     fn of(self, signature: &Signature, seed: u64) -> Option<Signature> {
         let mut wrong = signature.clone();
         let rng = &mut StdRng::seed_from_u64(seed);
@@ -197,9 +197,9 @@ fn pipeline(expand: &Expand, mesh: &Mesh) -> Pipeline {
     schedule::placed(insert, &options, mesh.axes().to_vec(), &[]).verified()
 }
 
-/// Returns true for operations that may be declared linear in the first operand without fault. Some are linear only in
-/// that operand, and their rules omit this because it would not pay. Others add a number, which is right for the
-/// addends of a mean.
+/// Returns true for operations that can correctly be declared linear in the first operand. Some are linear only in that
+/// operand, and their rules omit this because it would not help. Others add a number, which is right for the addends of
+/// a mean.
 fn is_linear(operation: &OperationIr) -> bool {
     let name = operation_name(operation);
     let linear = [
@@ -226,7 +226,7 @@ enum Found {
     ByProof,
     /// The plan is correct, but communicates more: the fault only prevents the operation from reading cut tensors.
     Costlier,
-    /// It was not found.
+    /// The fault was not found.
     Not,
 }
 
@@ -266,7 +266,7 @@ fn found(case: &Case, fault: &Fault, expand: &Expand, mesh: &Mesh) -> Option<(Fo
     })
 }
 
-/// `BURN_FSDP_LONG=1` makes 500 faults.
+/// `BURN_FSDP_LONG=1` tries 500 faults.
 #[test]
 fn wrong_rules_are_refused() {
     let wanted = match std::env::var_os("BURN_FSDP_LONG") {

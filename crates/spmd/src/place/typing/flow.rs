@@ -26,7 +26,7 @@ pub(crate) struct IllTyped {
 type Types = Vec<SpmdType>;
 
 /// Finds the first node in a graph of several ranks with a type error. Its operand has a type that it cannot take, or
-/// its result has another placement than the declared one. A graph of a single rank has no types.
+/// its result has a different placement than declared. A graph of a single rank has no types.
 pub(crate) fn check(graph: &Graph) -> Result<(), IllTyped> {
     let Some((flow, ill)) = flow_of(graph) else {
         return Ok(());
@@ -78,7 +78,7 @@ impl Flow<'_> {
         vec![of; self.axes.len()]
     }
 
-    /// Returns the types from a value's placements.
+    /// Returns the types that follow from a value's placements.
     fn placed(&self, id: TensorId) -> Option<Types> {
         let placements = self.graph.placements(id)?;
         Some(placements.iter().map(|on| SpmdType::from(*on)).collect())
@@ -368,7 +368,7 @@ impl Flow<'_> {
             )?;
         }
         for parameter in self.graph.parameters() {
-            // A graph that is one part of a step has only the gradients of that part.
+            // A graph that is one part of a step only has the gradients of that part.
             let own = parameter.gradient.filter(|id| self.types.contains_key(id));
             if let Some(gradient) = own {
                 let what = format!("gradient of {}", parameter.path);

@@ -92,7 +92,7 @@ impl SpmdType {
 
     /// Returns true if a value of type `other` is accepted where this type is expected.
     pub(crate) fn takes(self, other: Self) -> bool {
-        // A value that is the same on all ranks is also each rank's own.
+        // A value that is the same on all ranks is also a value of each rank's own rows.
         self == other || (self == Self::Varying && other == Self::Replicate)
     }
 
@@ -143,7 +143,7 @@ impl SpmdType {
         }
     }
 
-    /// Returns true if a reduction along another axis may precede the one that this type is pending.
+    /// Returns true if a reduction along another axis may precede the one that this type still needs.
     pub(crate) fn commutes_with(self, reduction: Option<ReduceOp>) -> bool {
         let is_sum = |op| matches!(op, ReduceOp::Sum | ReduceOp::Mean);
         match (self, reduction) {

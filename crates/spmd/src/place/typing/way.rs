@@ -86,7 +86,7 @@ pub(super) fn spreads(node: &Node) -> bool {
         .any(|letter| !is_given(letter))
 }
 
-/// Why an operation cannot run on parts.
+/// The reason why an operation cannot run on parts.
 pub(super) const WHOLE: &str = "it takes parts as the whole";
 
 /// Returns the way of an operation of Burn that reads parts.

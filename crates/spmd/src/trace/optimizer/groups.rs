@@ -50,7 +50,7 @@ macro_rules! with_rank {
 /// [`ModuleOptimizer`]. Any single optimizer of Burn also converts to this type.
 ///
 /// A parameter in several groups is stepped by the optimizer that was added last. Groups have their own rates if a step
-/// is called with rates of groups. Burn's `ModuleLrScheduler` has a schedule for each group.
+/// is called with group rates. Burn's `ModuleLrScheduler` has a schedule for each group.
 ///
 /// ```
 /// use burn::module::ParamGroup;
@@ -88,8 +88,8 @@ struct Group {
 impl OptimizerGroups {
     /// Adds an optimizer for the parameters of a group.
     ///
-    /// The group names them by path. Ids refer to the module that `init` of [`compile`](crate::compile()) returns, and
-    /// a newly made module has new ids. A group without any parameter is rejected when the step is compiled.
+    /// The group selects them by path. Ids refer to the module that `init` of [`compile`](crate::compile()) returns,
+    /// and a newly made module has new ids. A group without any parameter is rejected when the step is compiled.
     #[must_use]
     pub fn with_group(mut self, members: ParamGroup, optimizer: impl Optimizer) -> Self {
         let optimizer = Arc::new(optimizer);
@@ -185,10 +185,10 @@ trait Followed: Send + Sync {
         dtype: DType,
     ) -> Result<Box<dyn Twin>, String>;
 
-    /// Returns it as Burn's optimizer of all parameters.
+    /// Returns it as Burn's optimizer for all parameters.
     fn alone(&self) -> ModuleOptimizer;
 
-    /// Adds the optimizer to Burn's optimizer for a group.
+    /// Adds it to Burn's optimizer `all`, for the members of a group.
     fn added_to(&self, all: ModuleOptimizer, members: ParamGroup) -> ModuleOptimizer;
 }
 

@@ -1,10 +1,10 @@
 //! A Burn optimizer's steps as operations, and the host values in them.
 //!
 //! On the host, an optimizer may do anything: count steps, follow a schedule, look at shapes and types, or branch. So
-//! it runs next to the graph, step by step, on tensors that are recorded and not computed. It runs once for all
-//! parameters of one shape, type and history. Its operations are compared with the graph's. If they are equal, the
-//! graph runs with the scalars of this step; otherwise another graph is created for them. An optimizer that cannot be
-//! traced is an error, with the reason. Parameters of several groups have their own optimizers and rates.
+//! it also runs at every step, on tensors that are recorded but not computed. It runs once for all parameters of one
+//! shape, type and history. Its operations are compared with the graph's. If they are equal, the graph runs with the
+//! scalars of this step; otherwise another graph is created for them. An optimizer that cannot be traced is an error,
+//! with the reason. Each group of parameters has its own optimizer and rate.
 
 mod form;
 mod groups;
@@ -31,7 +31,7 @@ use twin::{Twin, TwinState, TwinStep};
 
 use crate::error::Error;
 
-/// Greatest number of operation sequences that an optimizer may have for parameters of one shape and type. A graph is
+/// Maximum number of operation sequences that an optimizer may have for parameters of one shape and type. A graph is
 /// created for each.
 const MAX_STRUCTURES: usize = 16;
 
@@ -188,7 +188,7 @@ impl HostScalars {
         Ok(new)
     }
 
-    /// Returns the error that names the optimizer of a parameter.
+    /// Returns an error that names the optimizer of a parameter.
     pub(crate) fn untraceable(&self, path: &str, reason: String) -> Error {
         let held = self.parameters.get(path);
         let group = held.map_or(0, |held| self.kinds[held.kind].group);

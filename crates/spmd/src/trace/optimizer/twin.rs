@@ -77,7 +77,7 @@ pub(super) trait Twin: Send {
     fn slots(&self) -> &Arc<Vec<Slot>>;
 }
 
-/// The use of a recording: to learn the tensors of the state, or to step.
+/// The purpose of a recording: to find the tensors of the state, or to step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Look {
     /// The first recording: the new state is described, and no further step can start from it.
@@ -188,7 +188,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         (slot < self.slots.len()).then_some(slot)
     }
 
-    /// Attaches data to a state's tensors that the next recording recognises.
+    /// Attaches data to a state's tensors, by which the next recording recognises them.
     fn fix(&self, form: &Form, client: &CaptureClient) -> Result<(), String> {
         for (name, id) in &form.tensors {
             let slot = self.slot(name)?;

@@ -153,7 +153,7 @@ fn call(case: &Case, inputs: &[FlexTensor], outputs: &[Vec<usize>]) -> CustomOpI
     }
 }
 
-/// Returns one half of a tensor, if it has the letter.
+/// Returns a rank's half of a tensor along a letter, or the whole without that letter.
 fn part(tensor: &FlexTensor, operand: &Operand, letter: Letter, rank: usize) -> FlexTensor {
     match operand.dim_of(letter) {
         Some(dim) => {
