@@ -10,7 +10,7 @@ use super::operation::Operation;
 pub struct Carried {
     /// The operation.
     pub operation: Operation,
-    /// The step that the rank passed to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step), if any.
+    /// The step that the rank passed to `ProcessGroup::begin_step`, if any.
     pub step: Option<u64>,
     /// Checksums of the bytes that the rank sent: of each part, for rank 0 of the group, then for rank 1, and so on.
     pub given: Vec<u64>,

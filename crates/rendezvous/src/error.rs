@@ -116,7 +116,7 @@ pub enum Error {
     Altered {
         /// The operation.
         operation: Box<Operation>,
-        /// The step that was passed to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step), if any.
+        /// The step that was passed to `ProcessGroup::begin_step`, if any.
         step: Option<u64>,
         /// The rank that received the bytes.
         rank: usize,

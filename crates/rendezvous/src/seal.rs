@@ -6,10 +6,10 @@ use super::checksum::Checksums;
 use super::operation::Operation;
 
 /// The checksum of some bytes, and the moment when it was computed. Created by
-/// [`ProcessGroup::seal`](crate::ProcessGroup::seal).
+/// `ProcessGroup::seal`.
 ///
 /// The owner keeps the seal with the bytes. It holds a reference to the bytes or owns them exclusively, so nothing else
-/// overwrites them. A difference that [`ProcessGroup::check_seal`](crate::ProcessGroup::check_seal) then finds is
+/// overwrites them. A difference that `ProcessGroup::check_seal` then finds is
 /// corruption.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seal {
@@ -21,7 +21,7 @@ pub struct Seal {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Moment {
-    /// The step that was passed to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step), if any.
+    /// The step that was passed to `ProcessGroup::begin_step`, if any.
     pub step: Option<u64>,
     /// The last operation that the rank had started, on any group; `None` before the first.
     pub after: Option<Operation>,
