@@ -81,8 +81,9 @@ impl<M> std::fmt::Debug for Resumed<M> {
 ///
 /// # Errors
 ///
-/// All ranks return an error if any rank fails: a `step` that differs from rank 0's, a step of this number that already
-/// exists, errors of [`snapshot`] and [`save_step`](crate::internals::checkpoint::save_step). The folder then stays unchanged.
+/// All ranks return an error if any rank fails: a `step` that differs from rank 0's, a step of this number that
+/// already exists, errors of [`snapshot`] and [`save_step`](crate::internals::checkpoint::save_step). The folder then
+/// stays unchanged.
 pub fn save<M: Module>(
     folder: impl AsRef<Path>,
     step: u64,

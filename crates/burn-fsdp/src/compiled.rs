@@ -44,9 +44,9 @@ pub fn snapshot_compiled<B: Batch, O>(
 }
 
 /// Takes a snapshot of the tensors of a compiled step that `is_wanted` selects by path, and of the optimizer's state
-/// for them, for example of adapters without the frozen weights. [`restore_compiled_matching`] restores it. The form is
-/// that of [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching), except that a compiled step does not know the
-/// scale of adapters, which is neither saved nor compared.
+/// for them, for example of adapters without the frozen weights. [`restore_compiled_matching`] restores it. The form
+/// is that of [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching), except that a compiled step
+/// does not know the scale of adapters, which is neither saved nor compared.
 ///
 /// `is_wanted` must select the same paths on all ranks. Otherwise like [`snapshot_compiled`].
 ///
@@ -219,8 +219,8 @@ pub fn restore_compiled<B: Batch, O>(
 }
 
 /// Loads into a compiled step the tensors of a saved step that `is_wanted` selects by path, and the whole optimizer
-/// state, as taken by [`snapshot_compiled_matching`] or [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching).
-/// Other tensors stay unchanged.
+/// state, as taken by [`snapshot_compiled_matching`] or
+/// [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching). Other tensors stay unchanged.
 ///
 /// Not collective. `is_wanted` must select the same paths on all ranks. Otherwise like [`restore_compiled`].
 ///

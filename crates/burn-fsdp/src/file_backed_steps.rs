@@ -18,8 +18,9 @@ use crate::snapshot::{States, Store, TrainingSnapshot, of_states};
 
 impl FileBackedOptimizer {
     /// Takes a snapshot of a sharded model and of this optimizer's state, as
-    /// [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching) does for an optimizer in memory. The state stays in
-    /// files until the step is written, with one tensor at a time in memory, and training may continue meanwhile.
+    /// [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching) does for an optimizer in memory. The
+    /// state stays in files until the step is written, with one tensor at a time in memory, and training may continue
+    /// meanwhile.
     ///
     /// Collective if the policy assigns parameters to one owner, or a rank has a shard without elements.
     ///
@@ -51,17 +52,17 @@ impl FileBackedOptimizer {
         of_states(model, self.configured(), &states, (mesh, axis), is_wanted)
     }
 
-    /// Loads the parameters and running states of `step` that `is_wanted` selects by path into a sharded model, and the
-    /// whole state into this optimizer, with one unit at a time in memory, as
-    /// [`restore_training`](crate::internals::checkpoint::restore_training) does. The step may come from a training run with its
-    /// state in memory, and vice versa.
+    /// Loads the parameters and running states of `step` that `is_wanted` selects by path into a sharded model, and
+    /// the whole state into this optimizer, with one unit at a time in memory, as
+    /// [`restore_training`](crate::internals::checkpoint::restore_training) does. The step may come from a training
+    /// run with its state in memory, and vice versa.
     ///
     /// Not collective.
     ///
     /// # Errors
     ///
-    /// As [`restore_training`](crate::internals::checkpoint::restore_training); a file that cannot be written. After an error, the
-    /// optimizer has no state or only some units' state: do not continue with it.
+    /// As [`restore_training`](crate::internals::checkpoint::restore_training); a file that cannot be written. After
+    /// an error, the optimizer has no state or only some units' state: do not continue with it.
     pub fn restore_step<M: Module>(
         &mut self,
         model: M,

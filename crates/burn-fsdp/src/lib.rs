@@ -44,10 +44,10 @@
 //!
 //! # Modules
 //!
-//! The root has the items that every training run uses: ranks ([`launch`], [`ProcessGroup`], [`ProcessMesh`], [`Mesh`]),
-//! sharding ([`fully_shard`], [`ShardPolicy`]), the step ([`backward`], [`catch`], [`no_sync`], [`recompute`],
-//! [`clip_grad_norm`], [`LossScaler`]), the files ([`save`], [`resume`], [`Checkpointer`]), and one [`Error`] for all of
-//! it. Everything else is in a module:
+//! The root has the items that every training run uses: ranks ([`launch`], [`ProcessGroup`], [`ProcessMesh`],
+//! [`Mesh`]), sharding ([`fully_shard`], [`ShardPolicy`]), the step ([`backward`], [`catch`], [`no_sync`],
+//! [`recompute`], [`clip_grad_norm`], [`LossScaler`]), the files ([`save`], [`resume`], [`Checkpointer`]), and one
+//! [`Error`] for all of it. Everything else is in a module:
 //!
 //! - [`sharding`]: the cuts between shards, and evaluation with different routes.
 //! - [`inspect`]: reports on units, memory and communication.

@@ -22,10 +22,10 @@ use crate::optimizer_state::{Holders, StateTensor, kept_of, not_elementwise, sta
 use crate::piecewise::taken_in_pieces;
 
 /// Returns, on the ranks that `keep` it, the optimizer of a sharded model with whole states. It belongs to the plain
-/// copy of the model that [`unsharded`](crate::internals::state::unsharded) returns. Its ids are the copy's, so training can
-/// continue with the copy, and its record equals that of a training run without shards. The copy has no autodiff until
-/// `train` is called on it. The other ranks send their parts, and hold one whole state at a time in addition to their
-/// own copy. Groups of the optimizer that select by id use the ids of the sharded model.
+/// copy of the model that [`unsharded`](crate::internals::state::unsharded) returns. Its ids are the copy's, so
+/// training can continue with the copy, and its record equals that of a training run without shards. The copy has no
+/// autodiff until `train` is called on it. The other ranks send their parts, and hold one whole state at a time in
+/// addition to their own copy. Groups of the optimizer that select by id use the ids of the sharded model.
 ///
 /// Collective over all ranks of the model, between steps: one all-gather for each state of a sharded parameter. The
 /// optimizers of all ranks must have taken the same steps.
