@@ -188,11 +188,6 @@ fn gradients(
     (grad, total)
 }
 
-/// Returns the bytes for the gradients of this many vectors: one sum for each chunk of rows.
-pub(crate) fn scratch_bytes([rows, width]: [usize; 2], vectors: usize) -> usize {
-    rows.div_ceil(CHUNK_ROWS) * vectors * width * size_of::<f32>()
-}
-
 /// Turns the gradient of the output into the gradient of the input, which is the second matrix.
 struct Gradient<'a> {
     gamma: &'a [f32],

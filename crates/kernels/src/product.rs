@@ -188,25 +188,6 @@ fn rows_of_part(rows: usize, num_threads: usize) -> usize {
     part
 }
 
-/// Returns the bytes that the library for halves takes for copies of a product's factors on the threads of this pool.
-/// With many addends, this includes 32-bit sums.
-pub(crate) fn scratch_of_halves([rows, columns, addends]: [usize; 3]) -> usize {
-    /// Columns of the right factor that are copied at a time.
-    const COLUMNS: usize = 256;
-    /// Minimum number of addends for which the library processes them in parts. The actual number depends on the
-    /// caches.
-    const MANY: usize = 5000;
-    let num_threads = rayon::current_num_threads();
-    let part = rows_of_part(rows, num_threads).min(rows);
-    let num_parts = rows.div_ceil(part.max(1)).min(num_threads);
-    let copies = (part + COLUMNS) * addends * size_of::<bf16>();
-    let sums = match addends >= MANY {
-        true => (part * columns * size_of::<f32>()).next_power_of_two(),
-        false => 0,
-    };
-    num_parts * (copies.next_power_of_two() + sums)
-}
-
 /// Writes the product of two matrices, row after row.
 fn multiply<T: Factor>(
     lhs: Matrix<'_, T>,

@@ -31,7 +31,7 @@ const CONFLICT: usize = 1024;
 ///
 /// A factor with few columns is never copied. For a small result, the library sums products of transposed factors in
 /// another order, and the bits must be the same as without a copy.
-pub fn copied_columns([rows, columns]: [usize; 2], [row, column]: [usize; 2]) -> usize {
+pub(crate) fn copied_columns([rows, columns]: [usize; 2], [row, column]: [usize; 2]) -> usize {
     let shares_sets = column > 1 && (column * size_of::<f32>()).is_multiple_of(CONFLICT);
     let is_copied = rows >= MANY_ROWS && columns >= BLOCK && row == 1 && shares_sets;
     match is_copied {
