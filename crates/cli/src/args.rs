@@ -148,7 +148,7 @@ pub(crate) struct TrainingArgs {
     #[arg(long)]
     pub(crate) activation_checkpointing: bool,
     /// With --compile: limit the planned peak memory of a rank, such as 400MiB, by recomputing as few blocks as
-    /// necessary. The plan counts tensors, scratch and transport
+    /// necessary. The plan is the exact peak of the tensors, and a measured fraction for everything else
     #[arg(
         long,
         value_name = "BYTES",

@@ -12,7 +12,8 @@ use burn_ir::{BinaryOpIr, CustomOpIr, NumericOperationIr, OperationIr, TensorId}
 
 use crate::error::Error;
 use crate::graph::{
-    Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role, Stage, rename,
+    Collective, CollectiveKind, CollectivePart, CustomProfile, Graph, Node, Payload, Phase, Role,
+    Stage, rename,
 };
 use crate::norm::{self, GRAD_NORM};
 use crate::pass_id::PassId;
