@@ -21,7 +21,7 @@ use burn_flex::FlexTensor;
 use crate::backend::Kernels;
 use crate::rows::contiguous;
 pub(crate) use factors::Factors;
-use heads::{BLOCK, Operands};
+use heads::Operands;
 pub(crate) use mask::Fill;
 use mask::Mask;
 

@@ -70,10 +70,17 @@ impl Case {
         }
     }
 
+    fn in_bf16(self) -> Self {
+        Self {
+            options: self.options.precision(Precision::new(FloatDType::BF16)),
+            ..self
+        }
+    }
+
     /// Measures one step on each rank.
     fn measure<M: Module + 'static, B: Batch>(
         &self,
-        init: fn(&Device) -> M,
+        init: impl Fn(&Device) -> M + Copy + Send + Sync + 'static,
         loss: fn(&M, B) -> Tensor<1>,
         batch: fn(&Device) -> B,
     ) -> Vec<Measured> {
@@ -117,7 +124,7 @@ impl Case {
         &self,
         name: &str,
         [least, most]: [f64; 2],
-        init: fn(&Device) -> M,
+        init: impl Fn(&Device) -> M + Copy + Send + Sync + 'static,
         loss: fn(&M, B) -> Tensor<1>,
         batch: fn(&Device) -> B,
     ) {
@@ -135,20 +142,12 @@ impl Case {
     }
 }
 
-fn gpt(device: &Device) -> Gpt {
-    GPT.init(device, 1).expect("the sizes are valid")
-}
-
 fn gpt_loss(model: &Gpt, (tokens, targets): Tokens) -> Tensor<1> {
     model.loss(tokens, targets)
 }
 
 fn fused_gpt_loss(model: &Gpt, batch: Tokens) -> Tensor<1> {
     recorded(|| gpt_loss(model, batch))
-}
-
-fn llama(device: &Device) -> Llama {
-    LLAMA.init(device, 1).expect("the sizes are valid")
 }
 
 fn llama_loss(model: &Llama, (tokens, targets): Tokens) -> Tensor<1> {
@@ -159,53 +158,72 @@ fn gpt_batch(device: &Device) -> Tokens {
     tokens(8, GPT.seq, device)
 }
 
-/// The factors of a step that takes no more than is estimated.
-const WITHIN_ESTIMATE: [f64; 2] = [ProcessBytes::RANGE[0], ProcessBytes::FACTOR];
+fn gpt(dim: usize) -> impl Fn(&Device) -> Gpt + Copy {
+    move |device| {
+        GptConfig { dim, ..GPT }
+            .init(device, 1)
+            .expect("the sizes are valid")
+    }
+}
+
+fn llama(device: &Device) -> Llama {
+    LLAMA.init(device, 1).expect("the sizes are valid")
+}
+
+/// The factors of steps that take at most the estimate.
+const ESTIMATED: [f64; 2] = [ProcessBytes::RANGE[0], ProcessBytes::FACTOR];
 
 #[test]
-fn the_process_of_a_decoder_takes_at_most_what_is_estimated() {
+fn a_decoders_process_takes_at_most_the_estimate() {
     let _alone = alone();
-    let halves = Options::default().precision(Precision::new(FloatDType::BF16));
     for num_ranks in [1, 2, 4] {
         let case = Case::full_shard(num_ranks);
-        case.check("GPT", WITHIN_ESTIMATE, gpt, gpt_loss, gpt_batch);
-        case.check("fused GPT", WITHIN_ESTIMATE, gpt, fused_gpt_loss, gpt_batch);
-        case.check("Llama", WITHIN_ESTIMATE, llama, llama_loss, gpt_batch);
-        let case = Case {
-            options: halves.clone(),
-            ..case
-        };
-        case.check(
-            "GPT in bf16",
-            WITHIN_ESTIMATE,
-            gpt,
-            fused_gpt_loss,
-            gpt_batch,
-        );
+        case.check("GPT", ESTIMATED, gpt(256), gpt_loss, gpt_batch);
+        case.check("fused GPT", ESTIMATED, gpt(256), fused_gpt_loss, gpt_batch);
+        case.check("fused Llama", ESTIMATED, llama, llama_loss, gpt_batch);
+        let name = "fused GPT in bf16";
+        let case = case.in_bf16();
+        case.check(name, ESTIMATED, gpt(256), fused_gpt_loss, gpt_batch);
     }
 }
 
 #[test]
-fn the_process_of_any_model_is_within_the_range() {
+fn a_decoders_factor_falls_with_its_size() {
+    let _alone = alone();
+    for dim in [64, 128, 512] {
+        let name = format!("fused GPT of width {dim}");
+        let range = if dim < 256 {
+            ProcessBytes::RANGE
+        } else {
+            ESTIMATED
+        };
+        let case = Case::full_shard(2);
+        case.check(&name, range, gpt(dim), fused_gpt_loss, gpt_batch);
+        let name = format!("{name} in bf16");
+        let case = case.in_bf16();
+        case.check(&name, range, gpt(dim), fused_gpt_loss, gpt_batch);
+    }
+}
+
+fn wide_head(case: &Case, name: &str) {
+    let name = format!("CNN with a wide head{name}");
+    let range = ProcessBytes::RANGE;
+    case.check(&name, range, WideHead::new, WideHead::loss, images);
+}
+
+fn lstm(case: &Case, name: &str) {
+    let (name, range) = (format!("LSTM{name}"), ProcessBytes::RANGE);
+    case.check(&name, range, Recurrent::new, Recurrent::loss, sequences);
+}
+
+#[test]
+fn the_process_of_other_models_is_within_the_range() {
     let _alone = alone();
     for num_ranks in [1, 2, 4] {
         let case = Case::full_shard(num_ranks);
         case.check("CNN", ProcessBytes::RANGE, Cnn::new, Cnn::loss, images);
-        let name = "CNN with a wide head";
-        case.check(
-            name,
-            ProcessBytes::RANGE,
-            WideHead::new,
-            WideHead::loss,
-            images,
-        );
-        case.check(
-            "LSTM",
-            ProcessBytes::RANGE,
-            Recurrent::new,
-            Recurrent::loss,
-            sequences,
-        );
+        wide_head(&case, "");
+        lstm(&case, "");
     }
 }
 
@@ -214,9 +232,9 @@ fn the_process_of_other_schedules_and_strategies_is_within_the_range() {
     let _alone = alone();
     let prefetching = Options::default().prefetch(true);
     for (name, strategy, options) in [
-        ("prefetching", Strategy::FullShard, prefetching),
-        ("plain", Strategy::FullShard, Options::none()),
-        ("replicated", Strategy::NoShard, Options::default()),
+        (", prefetching", Strategy::FullShard, prefetching),
+        (", plain", Strategy::FullShard, Options::none()),
+        (", replicated", Strategy::NoShard, Options::default()),
     ] {
         for num_ranks in [1, 2, 4] {
             let options = options.clone();
@@ -225,48 +243,31 @@ fn the_process_of_other_schedules_and_strategies_is_within_the_range() {
                 strategy,
                 options,
             };
-            let name = |model: &str| format!("{model}, {name}");
-            let wide = name("CNN with a wide head");
-            case.check(
-                &wide,
-                ProcessBytes::RANGE,
-                WideHead::new,
-                WideHead::loss,
-                images,
-            );
-            let lstm = name("LSTM");
-            case.check(
-                &lstm,
-                ProcessBytes::RANGE,
-                Recurrent::new,
-                Recurrent::loss,
-                sequences,
-            );
+            wide_head(&case, name);
+            lstm(&case, name);
         }
     }
 }
 
 /// A budget counts the estimate of the process, so the process of a decoder keeps it.
 #[test]
-fn the_process_of_a_decoder_keeps_a_budget() {
+fn a_decoders_process_keeps_a_budget() {
     let _alone = alone();
     let config = TraceConfig::default();
     let batch = gpt_batch(&Device::flex());
     let optimizer = AdamWConfig::new().build();
-    let graph = trace(gpt, fused_gpt_loss, &optimizer, &batch, config).unwrap();
+    let graph = trace(gpt(256), fused_gpt_loss, &optimizer, &batch, config).unwrap();
     let mode = || Mode::data_parallel(ProcessGroup::fake(2, 0), Strategy::FullShard);
     let most = fit(&graph, &mode(), &Options::default(), u64::MAX).unwrap();
     let budget = most.peak_bytes * 9 / 10;
     let fitted = fit(&graph, &mode(), &Options::default(), budget).unwrap();
-    assert!(
-        !fitted.units.is_empty() && fitted.peak_bytes <= budget,
-        "{fitted:?}"
-    );
+    let (units, planned) = (fitted.units, fitted.peak_bytes);
+    assert!(!units.is_empty() && planned <= budget, "{planned}");
     let case = Case {
         options: fitted.options,
         ..Case::full_shard(2)
     };
-    for measured in case.measure(gpt, fused_gpt_loss, gpt_batch) {
+    for measured in case.measure(gpt(256), fused_gpt_loss, gpt_batch) {
         assert!(measured.counted <= budget, "{measured:?} of {budget}");
     }
 }
