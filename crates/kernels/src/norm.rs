@@ -10,7 +10,7 @@ use burn_flex::FlexTensor;
 
 use crate::backend::Kernels;
 use crate::halves::{Elements, floats, vector};
-use crate::rows::{CHUNK_ROWS, RowKernel, contiguous, map_rows, matrix_dims, sum_by, sum_pairs_by};
+use crate::rows::{RowKernel, contiguous, map_rows, matrix_dims, sum_by, sum_pairs_by};
 
 #[derive(Debug)]
 struct LayerNorm;
