@@ -11,9 +11,8 @@
 use std::sync::{Arc, Barrier};
 
 use burn::tensor::Device;
-use burn_fsdp::collectives::Check;
-use burn_fsdp::compile::passes::schedule::Options;
-use burn_fsdp::{LaunchConfig, ProcessGroup, launch};
+use burn_fsdp::compile::Options;
+use burn_fsdp::{Check, LaunchConfig, ProcessGroup, launch};
 use limits::Limits;
 use run::Run;
 use sides::{BATCH, CONFIG, Compiled, Eager, Failure, Operations, Side, devices, rows};

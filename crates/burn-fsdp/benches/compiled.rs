@@ -14,9 +14,9 @@
 use std::collections::BTreeMap;
 
 use burn::tensor::Device;
-use burn_fsdp::compile::CompiledStep;
-use burn_fsdp::compile::passes::schedule::Options;
-use burn_fsdp::plan::{Machine, MemoryPlan, Plan, Size};
+use burn_fsdp::compile::{CompiledStep, Options};
+use burn_fsdp::internals::plan::{Machine, Plan, Size};
+use burn_fsdp::plan::MemoryPlan;
 use burn_fsdp::{LaunchConfig, ProcessGroup, launch};
 use limits::Limits;
 use peak_alloc::PeakAlloc;

@@ -16,9 +16,8 @@ use std::time::Instant;
 
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp::compile::passes::schedule::Options;
-use burn_fsdp::compile::{CompiledStep, Mode, Strategy, compile};
-use burn_fsdp::{LaunchConfig, ProcessGroup, ShardPolicy, backward, fully_shard, launch};
+use burn_fsdp::compile::{CompiledStep, Mode, Options, compile};
+use burn_fsdp::{LaunchConfig, ProcessGroup, ShardPolicy, Strategy, backward, fully_shard, launch};
 use burn_fsdp_models::{EncoderLm, EncoderLmConfig};
 
 #[path = "../../../benches/flags.rs"]

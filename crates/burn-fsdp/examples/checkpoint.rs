@@ -1,4 +1,4 @@
-//! Saving and resuming: a training stops, and continues with another number of ranks.
+//! Saving and resuming: a training run stops, and continues with a different number of ranks.
 //!
 //! ```text
 //! cargo run --release -p burn-fsdp --example checkpoint

@@ -9,9 +9,10 @@ mod gpt;
 use burn::module::Module;
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp::compile::{Mode, Strategy, compile, load_compiled};
+use burn_fsdp::compile::{Mode, compile, load_compiled};
 use burn_fsdp::{
-    Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, fully_shard, launch,
+    Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, fully_shard,
+    launch,
 };
 use burn_fsdp_models::Gpt;
 

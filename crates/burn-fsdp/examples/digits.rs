@@ -26,9 +26,8 @@ use burn::train::metric::{AccuracyMetric, LossMetric};
 use burn::train::{
     ClassificationOutput, InferenceStep, SupervisedTraining, TrainOutput, TrainStep,
 };
-use burn_fsdp::collectives::launcher_ranks;
 use burn_fsdp::train::FullySharded;
-use burn_fsdp::{LaunchConfig, ShardPolicy};
+use burn_fsdp::{LaunchConfig, ShardPolicy, launcher_ranks};
 
 const SIDE: usize = 14;
 
@@ -263,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_on_ranks_are_those_of_burn_alone() {
+    fn metrics_match_plain_burn() {
         let example = Example {
             batcher: DigitBatcher,
             items: (

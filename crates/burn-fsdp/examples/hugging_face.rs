@@ -12,7 +12,7 @@ use std::path::Path;
 use burn::module::{Lora, Module, ParamGroup};
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp::inspect::{memory, reset_peak};
+use burn_fsdp::inspect::memory;
 use burn_fsdp::state::load_local_state;
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard,
@@ -77,7 +77,6 @@ fn train(
     let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
     let model = config.blank(&device).expect("the sizes are valid");
     let model = fully_shard(model, &mesh, policy)?;
-    reset_peak(&model)?;
     let mut model: Llama = load_local_state(model, |tensor| {
         if tensor.path.contains(".lora.") {
             return Ok(None);
@@ -88,7 +87,6 @@ fn train(
         Ok::<_, Error>(Some(bytes.collect()))
     })?;
     let memory = memory(&model)?;
-    assert_eq!(memory.unsharded_peak, 0, "nothing was whole");
     println!(
         "rank {} has read {} bytes of the files and holds {}",
         world.rank(),

@@ -27,7 +27,7 @@ use burn_fsdp::{LaunchConfig, ShardPolicy};
 /// Bytes of a line that are read.
 const LEN: usize = 48;
 const DIM: usize = 32;
-/// Shorter lines are left out.
+/// Shorter lines are skipped.
 const LEAST: usize = 20;
 
 #[derive(Module, Debug)]
@@ -123,7 +123,7 @@ fn lines() -> Vec<Line> {
     let programs = [
         include_str!("../../shard/src/wrap/mod.rs"),
         include_str!("../../shard/src/state/record.rs"),
-        include_str!("../../collectives/src/collective.rs"),
+        include_str!("../../collectives/src/group/collective.rs"),
         include_str!("../src/snapshot.rs"),
         include_str!("../src/restore.rs"),
     ];
@@ -191,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn metrics_on_ranks_are_those_of_burn_alone() {
+    fn metrics_match_plain_burn() {
         let mut items = lines();
         items.truncate(160);
         let held_out = items.split_off(128);

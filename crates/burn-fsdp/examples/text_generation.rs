@@ -201,7 +201,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn metrics_on_ranks_are_those_of_burn_alone() {
+    fn metrics_match_plain_burn() {
         let mut items = windows();
         items.truncate(160);
         let held_out = items.split_off(128);

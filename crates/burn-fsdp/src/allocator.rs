@@ -1,20 +1,19 @@
-//! The host's allocator: whether memory that tensors free stays with the process.
+//! A setting of the host's allocator that keeps freed memory in the process.
 //!
-//! On the CPU a step allocates and frees the same tensors as the previous step. The allocator of glibc returns large
-//! ones to the system each time, and then every page of the next tensor causes a fault. That costs a tenth of a step
-//! or more.
+//! On the CPU a step allocates and frees the same tensors as the previous step. glibc's allocator returns large ones to
+//! the system each time, and then every page of the next tensor causes a fault. That costs a tenth of a step or more.
 
-/// Asks the C library to keep memory that this process frees, for its next allocations. Returns true if it does so
-/// from now on, and false where it has no such setting, as everywhere except with glibc on Linux. Programs with their
-/// own allocator (`#[global_allocator]`) do not need it.
+/// Asks the C library to keep the memory that this process frees, and to reuse it for later allocations. Returns true
+/// if it will, and false if it has no such setting; only glibc on Linux has one. Programs with their own allocator
+/// (`#[global_allocator]`) do not need it.
 ///
-/// Blocks above 64 MiB still return to the system if a thread other than the main one allocates them.
+/// Blocks above 64 MiB are still returned to the system if a thread other than the main one allocates them.
 ///
-/// It is for programs that train on the CPU. Call it before they allocate much; the command does so. The process
-/// then holds as much memory as at its peak, and somewhat more because of the gaps between tensors.
+/// Call it in programs that train on the CPU, before they allocate much, as the command does. The process then keeps
+/// its peak memory, and somewhat more because of the gaps between tensors.
 ///
-/// Settings that the user has made with the variables `MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`,
-/// `MALLOC_TOP_PAD_` or `GLIBC_TUNABLES` are left alone.
+/// It changes nothing and returns false if the user has set `MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`,
+/// `MALLOC_TOP_PAD_` or `GLIBC_TUNABLES`.
 ///
 /// ```
 /// burn_fsdp::allocator::keep_freed_memory();
@@ -40,7 +39,7 @@ pub fn keep_freed_memory() -> bool {
 fn keep() -> bool {
     /// Larger than most tensors of a step on a host, and small enough for the C library's int.
     const MOST: i32 = 1 << 30;
-    /// The maximum that every version of glibc accepts as the size from which a tensor is mapped separately.
+    /// The maximum mmap threshold that every version of glibc accepts.
     const MOST_OF_OLD: i32 = 32 << 20;
     /// Bytes by which the heap grows at a time.
     const GROWTH: i32 = 64 << 20;

@@ -1,5 +1,5 @@
-//! Saving a sharded training and resuming it, with one call each: the part of
-//! [`checkpoint`](crate::checkpoint) that most programs need.
+//! Saving and resuming a sharded training run, with one call each: the part of [`checkpoint`](crate::checkpoint) that
+//! most programs need.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ use crate::restore::restore;
 use crate::snapshot::snapshot;
 use crate::state_types::check_state_types;
 
-/// A training as it was when it was saved, or a fresh one.
+/// A training run restored from a saved step, or a fresh one.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct Resumed<M> {
@@ -25,7 +25,7 @@ pub struct Resumed<M> {
     pub model: M,
     /// The optimizer, with its saved state.
     pub optimizer: ModuleOptimizer,
-    /// Number of completed steps, and so the number of the next one, counted from 0.
+    /// Number of completed steps, which is also the number of the next step, counted from 0.
     pub step: u64,
 }
 
@@ -36,12 +36,12 @@ impl<M> std::fmt::Debug for Resumed<M> {
     }
 }
 
-/// Saves a sharded model and its optimizer after `step` steps into a folder of steps: completely or not at
-/// all. Any number of ranks can continue from it with [`resume`].
+/// Saves a sharded model and its optimizer after `step` steps into a folder of steps, completely or not at all. Any
+/// number of ranks can continue from it with [`resume`].
 ///
-/// Collective: all ranks of `mesh` call it at the same point, and all get the same result. It returns when the step
-/// is on disk; a [`Checkpointer`](crate::Checkpointer) saves while the training continues. Running states are
-/// stored once: call [`sync_buffers`](crate::state::sync_buffers) first, if the model has any.
+/// Collective: all ranks of `mesh` call it at the same point, and all get the same result. It returns when the step is
+/// on disk; a [`Checkpointer`](crate::Checkpointer) saves while training continues. Running states are stored once:
+/// call [`sync_buffers`](crate::state::sync_buffers) first, if the model has any.
 ///
 /// The model is divided along the mesh's only axis, or along its axis `shard`; for other axes use
 /// [`snapshot`].
@@ -54,7 +54,7 @@ impl<M> std::fmt::Debug for Resumed<M> {
 ///     backward, fully_shard, launch, resume, save, Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy,
 /// };
 ///
-/// /// Trains up to that many steps, on from where an earlier run in this folder stopped.
+/// /// Trains until step `until`, from where an earlier run in this folder stopped.
 /// fn train(folder: &std::path::Path, ranks: usize, until: u64) -> Vec<u64> {
 ///     let folder = folder.to_owned();
 ///     let done = launch(LaunchConfig::new(ranks), move |world| {
@@ -81,9 +81,8 @@ impl<M> std::fmt::Debug for Resumed<M> {
 ///
 /// # Errors
 ///
-/// On every rank, if any rank failed: a `step` that differs from rank 0's, a step of this number that already
-/// exists, errors of [`snapshot`] and [`save_step`](crate::checkpoint::save_step). The folder is unchanged
-/// then.
+/// All ranks return an error if any rank fails: a `step` that differs from rank 0's, a step of this number that already
+/// exists, errors of [`snapshot`] and [`save_step`](crate::internals::checkpoint::save_step). The folder then stays unchanged.
 pub fn save<M: Module>(
     folder: impl AsRef<Path>,
     step: u64,
@@ -112,18 +111,18 @@ pub fn save<M: Module>(
     )?)
 }
 
-/// Gives a sharded model and its optimizer the state of the newest step that [`save`] has put into a folder,
-/// whichever ranks saved it. Returns them unchanged if nothing in the folder has the name of a step.
+/// Loads the newest step that [`save`] wrote to a folder, on any number of ranks, into a sharded model and its
+/// optimizer. Returns them unchanged if nothing in the folder has the name of a step.
 ///
 /// Collective: all ranks of `mesh` call it at the same point. Rank 0 looks for the newest step, and all read that one.
-/// `optimizer` is configured like the saved one. If nothing is saved, the function tries whether the optimizer's future
-/// state can be saved and resumed.
+/// Configure `optimizer` like the saved one. If nothing is saved yet, the function checks whether the optimizer's
+/// future state can be saved and restored.
 ///
 /// # Errors
 ///
-/// On every rank, if any rank failed: errors of [`restore`], a link or a file with the name of the newest step, and a
-/// newest step that is damaged, which is never passed over;
-/// [`Checkpoints::newest_good`](crate::checkpoint::Checkpoints::newest_good) looks for an older one.
+/// All ranks return an error if any rank fails: errors of [`restore`], a link or a file with the name of the newest
+/// step, and a damaged newest step, which is never skipped.
+/// [`Checkpoints::newest_good`](crate::checkpoint::Checkpoints::newest_good) finds an older one.
 pub fn resume<M: Module>(
     folder: impl AsRef<Path>,
     model: M,
@@ -139,7 +138,7 @@ pub fn resume<M: Module>(
     };
     let newest = newest_of_rank_0(world, newest)?;
     let Some(number) = newest else {
-        // This happens before a day of training, and not only when it is saved.
+        // Fail before a day of training rather than at the first save.
         let checked = check_elementwise_once(&model, &optimizer)
             .map_err(CheckpointError::from)
             .and_then(|()| check_state_types(&model, &optimizer));
@@ -178,9 +177,10 @@ fn shard_axis(mesh: &Mesh) -> Result<&str, CheckpointError> {
             let names: Vec<_> = axes.iter().map(|axis| axis.name.as_str()).collect();
             Err(CheckpointError::Step(StepError::Argument {
                 argument: "mesh",
-                expected: "of one axis, or with an axis \"shard\"; `snapshot` takes any axis"
-                    .to_owned(),
-                got: format!("of the axes {}", names.join(", ")),
+                expected:
+                    "a mesh with one axis, or with an axis \"shard\"; `snapshot` takes any axis"
+                        .to_owned(),
+                got: format!("one with the axes {}", names.join(", ")),
             }))
         }
     }
@@ -193,8 +193,8 @@ struct Word {
     failure: Option<String>,
 }
 
-/// Returns `own` if all ranks succeeded for the same step. Otherwise returns an error on all ranks, and a rank's
-/// own error if it failed itself.
+/// Returns `own` if all ranks succeeded for the same step. Otherwise returns an error on all ranks; a rank that failed
+/// returns its own error.
 fn agreed<T>(
     world: &ProcessGroup,
     label: &'static str,

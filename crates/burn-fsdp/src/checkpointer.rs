@@ -1,10 +1,12 @@
-//! Saving the steps of a training while it continues.
+//! Saving the steps of a training run while it continues.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use burn_fsdp_checkpoint::{
     BackgroundSaver, Checkpoints, Error as StepError, Existing, Rendezvous, SaveRequest, Saved,
+    TrainingState,
 };
 use burn_fsdp_collectives::{Error as CollectiveError, ProcessGroup};
 
@@ -12,18 +14,18 @@ use crate::error::CheckpointError;
 use crate::rendezvous::GroupRendezvous;
 use crate::snapshot::TrainingSnapshot;
 
-/// The pause before the retry of a failed last save.
+/// The pause before a failed last save is retried.
 const BEFORE_RETRY: Duration = Duration::from_secs(1);
 
 /// The longest wait for the previous save, if [`Checkpointer::patience`] does not set another.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// One rank's handle for the saves of a training, which are written while the training continues.
+/// One rank's handle for the saves of a training run, which are written while training continues.
 ///
-/// A save takes two calls. With [`offer`](Self::offer) the ranks agree whether they are ready and have finite
-/// numbers; the caller decides on the save by the answer. [`begin`](Self::begin) hands over the step. A
-/// failed save ends nothing: it is one of the [`remarks`](Self::remarks), and the training may continue. Only
-/// [`finish`](Self::finish) returns the result of the last one.
+/// A save takes two calls. With [`offer`](Self::offer), the ranks agree on whether they are ready and have finite
+/// numbers, and the caller decides whether to save. [`begin`](Self::begin) starts saving the step. A failed save does
+/// not end the training; it is reported as one of the [`remarks`](Self::remarks). Only [`finish`](Self::finish) returns
+/// the failure of the last save.
 ///
 /// To save in one call and wait for the disk, use [`save`](crate::save()).
 ///
@@ -32,9 +34,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// use burn::nn::{Linear, LinearConfig};
 /// use burn::optim::AdamWConfig;
 /// use burn::tensor::{Device, Tensor};
-/// use burn_fsdp::checkpoint::{
-///     snapshot, Checkpoints, SaveRequest, TrainingState,
-/// };
+/// use burn_fsdp::checkpoint::{snapshot, Checkpoints};
 /// use burn_fsdp::{
 ///     backward, fully_shard, launch, Checkpointer, Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh,
 ///     ShardPolicy,
@@ -52,12 +52,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 ///         model = optimizer.step(1e-2, model, gradients);
 ///         if step % 2 == 0 {
 ///             let offered = saves.offer(snapshot(&model, &optimizer, mesh.mesh(), "shard")?)?;
-///             let training = TrainingState {
-///                 step,
-///                 optimizer: offered.taken().optimizer.clone(),
-///                 ..TrainingState::default()
-///             };
-///             let request = SaveRequest::new(offered.taken().plan.clone(), training);
+///             let request = offered.request(step);
 ///             saves.begin(offered, request, step == 4)?;
 ///         }
 ///     }
@@ -71,7 +66,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// let path = folder.path().to_owned();
 /// let newest = launch(LaunchConfig::new(2), move |world| train(world, &path))?;
 /// assert_eq!(newest, [Some(4), Some(4)]);
-/// # Ok::<(), burn_fsdp::collectives::LaunchError>(())
+/// # Ok::<(), Error>(())
 /// ```
 #[derive(Debug)]
 pub struct Checkpointer {
@@ -108,7 +103,7 @@ pub struct NotFiniteTensor {
     pub rank: usize,
 }
 
-/// An event of a save that the user should know about, although the training continues.
+/// An event during a save that the user should know about, although the training continues.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum SaveRemark {
@@ -116,20 +111,20 @@ pub enum SaveRemark {
     Failed(StepError),
     /// Older steps that a save should have removed, but that still exist.
     NotRemoved(String),
-    /// A step that was left out, because the previous save was not complete in time.
+    /// A step that was skipped, because the previous save was not complete in time.
     LeftOut(u64),
 }
 
 impl fmt::Display for SaveRemark {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Failed(error) => write!(f, "a save failed, training goes on: {error}"),
+            Self::Failed(error) => write!(f, "a save failed; training continues: {error}"),
             Self::NotRemoved(problem) => {
                 write!(f, "older steps could not be removed: {problem}")
             }
             Self::LeftOut(step) => write!(
                 f,
-                "step {step} is not saved, as the save before it still goes on"
+                "step {step} was not saved because the previous save is still running"
             ),
         }
     }
@@ -139,6 +134,17 @@ impl Offered {
     /// Returns the taken snapshot.
     pub fn taken(&self) -> &TrainingSnapshot {
         &self.taken
+    }
+
+    /// Returns a request that saves the snapshot as the state after `step` steps. It keeps all steps and refuses to
+    /// replace one. Its fields change this.
+    pub fn request(&self, step: u64) -> SaveRequest {
+        let training = TrainingState {
+            step,
+            optimizer: self.taken.optimizer.clone(),
+            ..TrainingState::default()
+        };
+        SaveRequest::new(Arc::clone(&self.taken.plan), training)
     }
 
     /// Returns a tensor that is not finite, which may make the save worthless. The result is the same on
@@ -156,7 +162,7 @@ impl Checkpointer {
     ///
     /// # Errors
     ///
-    /// A failed collective; a thread for saving that cannot be started.
+    /// A failed collective; a save thread that cannot be started.
     pub fn new(
         world: &ProcessGroup,
         checkpoints: Checkpoints,
@@ -166,12 +172,12 @@ impl Checkpointer {
         Self::over(world, checkpoints, Box::new(GroupRendezvous::new(group)))
     }
 
-    /// Saves into `checkpoints`, with ranks that meet over `rendezvous`. It outlives a failure of `world` if the
-    /// rendezvous does: the current save is then completed.
+    /// Saves into `checkpoints`, with ranks that meet over `rendezvous`. If the rendezvous survives a failure of
+    /// `world`, the current save is completed.
     ///
     /// # Errors
     ///
-    /// A thread for saving that cannot be started.
+    /// If the save thread cannot be started.
     pub fn over(
         world: &ProcessGroup,
         checkpoints: Checkpoints,
@@ -197,7 +203,7 @@ impl Checkpointer {
         self
     }
 
-    /// Waits a while for the previous save, and agrees with the other ranks on what can be saved.
+    /// Waits for the previous save for a limited time, and agrees with the other ranks on what can be saved.
     ///
     /// Collective: all ranks offer snapshots that they have taken at the same point.
     ///
@@ -217,8 +223,8 @@ impl Checkpointer {
         })
     }
 
-    /// Begins to save an offered snapshot; the training may continue meanwhile. If the previous save is not
-    /// complete on some rank, the step is left out. If it is the last step, [`finish`](Self::finish) saves it.
+    /// Begins to save an offered snapshot; training may continue meanwhile. If the previous save is not complete on
+    /// some rank, the step is skipped. If it is the last step, [`finish`](Self::finish) saves it.
     ///
     /// All ranks must begin with equal requests, or none may begin.
     ///
@@ -276,9 +282,8 @@ impl Checkpointer {
         Ok(self.failure(last))
     }
 
-    /// Returns true if another attempt could have another result, as far as this rank knows. Ranks that only
-    /// received the report of a failure do not know its kind. If one rank does not try, the attempts of the
-    /// others fail when it leaves.
+    /// Returns true if a retry could succeed, as far as this rank knows. Ranks that only received the report of a
+    /// failure do not know its kind. If one rank does not retry, the retries of the others fail when it leaves.
     pub fn may_be_tried_again(failure: &StepError) -> bool {
         !matches!(
             failure,
@@ -289,8 +294,8 @@ impl Checkpointer {
         )
     }
 
-    /// Tries a last save once more, after a while, and returns its failure, if it fails. For ranks whose failure
-    /// [allows it](Self::may_be_tried_again).
+    /// Retries a failed last save once, after a pause, and returns the failure if it fails again. Call it on ranks
+    /// whose failure [allows it](Self::may_be_tried_again).
     ///
     /// # Errors
     ///
@@ -301,7 +306,7 @@ impl Checkpointer {
         mut request: SaveRequest,
     ) -> Result<Option<StepError>, CheckpointError> {
         std::thread::sleep(BEFORE_RETRY);
-        // If the step exists by now, the first attempt has left it.
+        // If the step already exists, the first attempt wrote it.
         request.existing = Existing::Replace;
         self.saver.start(request, taken.snapshot)?;
         let last = self.saver.wait();

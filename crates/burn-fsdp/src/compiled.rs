@@ -1,5 +1,5 @@
-//! Compiled steps in the checkpoints of sharded trainings. A run may begin with the eager engine and continue
-//! compiled, or the other way round, on any number of ranks.
+//! Compiled steps in the checkpoints of sharded training runs. A run may begin with the eager engine and continue
+//! compiled, or vice versa, on any number of ranks.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -25,13 +25,12 @@ use crate::scaler::saved_scale;
 use crate::snapshot::{Elements, TrainingSnapshot};
 use crate::tied::{self, Names};
 
-/// Takes a snapshot of a compiled step, as [`snapshot`](crate::checkpoint::snapshot) does for a sharded model and
-/// its optimizer, in the same form: either engine can continue from it. `mesh` has all ranks that save, and `axis`
-/// is the axis of the step's group in it. A step by placements has its own mesh, and axes of the same names must be
-/// in `mesh`.
+/// Takes a snapshot of a compiled step, as [`snapshot`](crate::checkpoint::snapshot) does for a sharded model and its
+/// optimizer, in the same form: either engine can continue from it. `mesh` contains all ranks that save, and `axis` is
+/// its axis for the step's group. A step with placements has its own mesh, and `mesh` must have axes of the same names.
 ///
-/// Not collective, but all ranks must take theirs at the same point. Buffers that every rank has for itself,
-/// such as the running statistics of a data-parallel step, are saved from the first rank.
+/// Not collective, but all ranks must take their snapshots at the same point. Buffers that differ between ranks, such
+/// as the running statistics of a data-parallel step, are saved from the first rank.
 ///
 /// # Errors
 ///
@@ -44,12 +43,12 @@ pub fn snapshot_compiled<B: Batch, O>(
     snapshot_compiled_matching(step, mesh, axis, |_| true)
 }
 
-/// Takes a snapshot of those tensors of a compiled step whose path `is_wanted`, and of the optimizer's state for them,
-/// for example of adapters without the frozen weights; [`restore_compiled_matching`] restores it. It has the form of
-/// [`snapshot_matching`](crate::checkpoint::snapshot_matching), except for the scale of adapters. A compiled step does
-/// not know the scale, so it is neither saved nor compared.
+/// Takes a snapshot of the tensors of a compiled step that `is_wanted` selects by path, and of the optimizer's state
+/// for them, for example of adapters without the frozen weights. [`restore_compiled_matching`] restores it. The form is
+/// that of [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching), except that a compiled step does not know the
+/// scale of adapters, which is neither saved nor compared.
 ///
-/// All ranks must want the same. Otherwise as [`snapshot_compiled`].
+/// `is_wanted` must select the same paths on all ranks. Otherwise like [`snapshot_compiled`].
 ///
 /// # Errors
 ///
@@ -126,8 +125,7 @@ pub fn snapshot_compiled_matching<B: Batch, O>(
     })
 }
 
-/// Returns an optimizer's state of a parameter apart from tensors: its numbers, and the path by which it finds the
-/// group.
+/// Returns an optimizer's non-tensor state for a parameter: its numbers, and the path that selects the group.
 fn kept_of(path: &str, counters: &[(String, Scalar)]) -> Kept {
     let scalars = counters.iter();
     let scalars = scalars.map(|(name, scalar)| (name.clone(), (*scalar).into()));
@@ -137,7 +135,7 @@ fn kept_of(path: &str, counters: &[(String, Scalar)]) -> Kept {
     }
 }
 
-/// Describes a state of the optimizer by its whole shape and its layout; `data` is a part of it.
+/// Describes a tensor of the optimizer's state by its whole shape and its layout; `data` is a part of it.
 fn state_spec(
     path: &str,
     field: &str,
@@ -150,8 +148,8 @@ fn state_spec(
     Ok(spec.with("path", path).with("field", field))
 }
 
-/// Returns a layout on the ranks of a step as one on the mesh of a checkpoint. The only axis of a step is `axis` there,
-/// whatever its name in the step.
+/// Converts a layout on a step's mesh to one on a checkpoint's mesh. If the step has only one axis, it is `axis` in the
+/// checkpoint, whatever its name in the step.
 fn layout_of<B: Batch, O>(
     step: &CompiledStep<B, Flex, O>,
     held: &Layout,
@@ -168,7 +166,7 @@ fn layout_of<B: Batch, O>(
             1 => axis,
             _ => &held.name,
         };
-        // An axis that the mesh lacks is an error that names both.
+        // If the mesh lacks the axis, the error names both.
         mesh.axis(name).map_err(burn_fsdp_checkpoint::Error::from)?;
         let axes = mesh.axes().iter().zip(&mut layout.placements);
         for (_, on) in axes.filter(|(axis, _)| axis.name == *name) {
@@ -186,8 +184,8 @@ fn listed(layout: Layout) -> Layout {
     }
 }
 
-/// Returns the region of a tensor that each rank writes. Only rank 0 writes a tensor that each rank has for
-/// itself.
+/// Returns the region of a tensor that each rank writes. If each rank has its own version of a tensor, only rank 0
+/// writes it.
 fn regions_of(
     mesh: &Mesh,
     layout: &Layout,
@@ -203,16 +201,16 @@ fn regions_of(
     Ok(regions.map_err(burn_fsdp_checkpoint::Error::from)?)
 }
 
-/// Gives a compiled step the state of a step on disk, whichever engine saved it on any number of ranks. Each
-/// rank reads the bytes that it needs. If both scale the loss, the saved scale is used.
+/// Loads the state of a saved step into a compiled step. Either engine may have saved it, on any number of ranks. Each
+/// rank reads only the bytes that it needs. If both scale the loss, the saved scale is used.
 ///
-/// Not collective. The optimizer is configured like the saved one. States of parameters that are frozen in the step are
+/// Not collective. Configure the optimizer like the saved one. States of parameters that are frozen in the step are
 /// kept, and saved with the next checkpoint.
 ///
 /// # Errors
 ///
-/// Tensors of the model that the saved step lacks or has in another shape; tensors of the saved step that the
-/// model lacks; damage; states that do not fit the optimizer, or that are incomplete. Nothing is changed then.
+/// Tensors of the model that the saved step lacks or has in a different shape; tensors of the saved step that the model
+/// lacks; damage; states that do not fit the optimizer, or that are incomplete. On an error, nothing is changed.
 pub fn restore_compiled<B: Batch, O>(
     step: &mut CompiledStep<B, Flex, O>,
     saved: &Step,
@@ -220,11 +218,11 @@ pub fn restore_compiled<B: Batch, O>(
     restore_compiled_matching(step, saved, |_| true)
 }
 
-/// Gives a compiled step those tensors of a step on disk whose path `is_wanted`, and all of the optimizer's state, as
-/// taken by [`snapshot_compiled_matching`] or [`snapshot_matching`](crate::checkpoint::snapshot_matching). Other
-/// tensors stay unchanged.
+/// Loads into a compiled step the tensors of a saved step that `is_wanted` selects by path, and the whole optimizer
+/// state, as taken by [`snapshot_compiled_matching`] or [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching).
+/// Other tensors stay unchanged.
 ///
-/// Not collective. All ranks must want the same. Otherwise as [`restore_compiled`].
+/// Not collective. `is_wanted` must select the same paths on all ranks. Otherwise like [`restore_compiled`].
 ///
 /// # Errors
 ///
@@ -272,7 +270,7 @@ pub fn restore_compiled_matching<B: Batch, O>(
     Ok(())
 }
 
-/// The optimizer's states of a step on disk.
+/// The optimizer's states in a step on disk.
 struct States {
     /// The states of trained parameters, in the parts that this rank holds.
     own: Vec<OptimizerState>,
@@ -280,7 +278,7 @@ struct States {
     idle: Vec<IdleState>,
 }
 
-/// Returns the optimizer's states of a step on disk.
+/// Returns the optimizer's states in a step on disk.
 fn states_of<B: Batch, O>(
     step: &CompiledStep<B, Flex, O>,
     saved: &Step,
@@ -317,7 +315,7 @@ fn states_of<B: Batch, O>(
         let has_owner = step.layout(path)?.owner.is_some();
         let place = match spec.shape == entry.shape || has_owner {
             true => Place::of(step, path, &entry.shape)?,
-            // A state of another shape is whole on every rank.
+            // A state of a different shape is whole on every rank.
             false => Place::whole(&entry.shape),
         };
         let bytes = saved.read(&entry.name, &place.region)?;
@@ -380,7 +378,7 @@ fn idle_tensor(
 
 fn lacks(path: &str, what: String) -> CheckpointError {
     optimizer_error(format!(
-        "the step has {what} of `{path}`, which the model has not; restore into the model that was saved"
+        "the step has {what} of `{path}`, which the model does not have; restore into the model that was saved"
     ))
 }
 
@@ -419,21 +417,23 @@ impl Place {
     }
 }
 
-/// Gives a sharded model the current parameters and buffers of a compiled step, to evaluate it or to continue
+/// Copies the current parameters and buffers of a compiled step into a sharded model, to evaluate it or to continue
 /// with the eager engine.
 ///
-/// Collective: all ranks of the step's group call it. One parameter at a time is whole. In addition to the model, a
-/// rank holds at most as much of its new values as its part of the largest tensor.
+/// Collective: all ranks of the step's group call it. Parameters are unsharded one at a time. In addition to the model,
+/// a rank holds at most as many new values as its part of the largest tensor.
 ///
 /// # Errors
 ///
-/// A path that the step lacks; a failed collective. Other copies of the model may have some of the values then.
+/// A path that the step lacks; a failed collective, after which other copies of the model may have some of the new
+/// values.
 pub fn load_compiled<M: Module, B: Batch, O>(
     mut model: M,
     step: &mut CompiledStep<B, Flex, O>,
 ) -> Result<M, CheckpointError> {
     let tensors = local_state(&model)?;
-    // All ranks load the same at a time: what a rank has of a tensor may be anything up to that, and nothing.
+    // All ranks must form the same groups, so a group's size is the sum of the largest parts of its tensors: a rank's
+    // own part may be smaller or empty.
     let most = |tensor: &LocalTensor| match &tensor.part {
         LocalPart::Shard { partition, .. } => partition.chunk_len() * tensor.dtype.size(),
         _ => tensor.elements.len(),

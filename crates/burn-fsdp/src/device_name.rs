@@ -1,4 +1,4 @@
-//! Device names, as on a command line.
+//! Device names, as given on a command line.
 
 use std::fmt;
 use std::str::FromStr;
@@ -21,12 +21,12 @@ use thiserror::Error as ThisError;
 /// let name: DeviceName = "flex".parse()?;
 /// let device = name.device(0)?;
 /// # assert_eq!(device, burn::tensor::Device::flex());
-/// # Ok::<(), burn_fsdp::DeviceNameError>(())
+/// # Ok::<(), burn_fsdp::Error>(())
 /// ```
 ///
-/// `flex` is the CPU. `wgpu`, `vulkan`, `metal`, `webgpu`, `cuda` and `rocm` are available in builds with the
-/// feature of that name. `wgpu:1` is the machine's second such device, and `wgpu` is the one with the rank's
-/// number on its machine.
+/// `flex` is the CPU. `wgpu`, `vulkan`, `metal`, `webgpu`, `cuda` and `rocm` are available in builds with the feature
+/// of that name. `wgpu:1` is the machine's second `wgpu` device, and `wgpu` is the device with the rank's number on its
+/// machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceName {
     backend: &'static str,
@@ -39,7 +39,7 @@ pub struct DeviceName {
 pub enum DeviceNameError {
     /// A name that matches no backend.
     #[error(
-        "{name:?} names no device: it is a backend ({}), and perhaps a colon and a number, as `wgpu:0`",
+        "{name:?} is not a device; give a backend ({}), optionally with a colon and a number, such as `wgpu:0`",
         BACKENDS.join(", ")
     )]
     Unknown {
@@ -48,7 +48,7 @@ pub enum DeviceNameError {
     },
     /// A backend that this build does not have.
     #[error(
-        "this build has no {backend}: build with the feature `{backend}` of `burn-fsdp`, or the command with \
+        "this build has no {backend}: build with the feature `{backend}` of `burn-fsdp`, or build the command with \
          `--features burn-fsdp-cli/{backend}`; it has {}",
         built().join(", ")
     )]
@@ -58,8 +58,8 @@ pub enum DeviceNameError {
     },
     /// A number that no device has.
     #[error(
-        "there is no device {number} of {backend} for rank {rank_here} of this machine: it has {found} \
-         (counted from 0); give a number that several ranks share, as `{backend}:0`, or start fewer ranks"
+        "there is no {backend} device {number} for rank {rank_here} of this machine, which has {found} (counted from \
+         0); give a device for several ranks to share, such as `{backend}:0`, or start fewer ranks"
     )]
     Missing {
         /// The backend.
@@ -145,8 +145,8 @@ impl DeviceName {
         self.backend == "flex"
     }
 
-    /// Returns the device, without autodiff, for the rank with this number among the ranks of its machine.
-    /// Lists the devices, and starts none.
+    /// Returns the device, without autodiff, for the rank with this number on its machine. Lists devices without
+    /// starting them.
     ///
     /// # Errors
     ///
@@ -205,7 +205,7 @@ mod tests {
         assert!(second.device(0).is_err(), "there is one CPU");
         for name in ["", "gpu", "wgpu:", "wgpu:x", "flex:-1", "flex:0:0", "Flex"] {
             let error = name.parse::<DeviceName>().expect_err(name).to_string();
-            assert!(error.contains("names no device"), "{error}");
+            assert!(error.contains("is not a device"), "{error}");
         }
     }
 
@@ -219,13 +219,10 @@ mod tests {
 
     #[test]
     #[cfg(feature = "wgpu")]
-    fn a_device_that_is_missing_is_told_apart() {
+    fn a_missing_device_is_reported() {
         let name: DeviceName = "wgpu:999".parse().expect("a name");
         let error = name.device(1).expect_err("nobody has so many").to_string();
-        assert!(
-            error.contains("no device 999 of wgpu for rank 1"),
-            "{error}"
-        );
+        assert!(error.contains("no wgpu device 999 for rank 1"), "{error}");
         assert!(error.contains("`wgpu:0`"), "{error}");
     }
 }

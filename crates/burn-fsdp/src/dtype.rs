@@ -5,7 +5,7 @@ use burn_fsdp_checkpoint::Dtype;
 
 use crate::error::{CheckpointError, optimizer_error};
 
-/// Returns the type in which a tensor of Burn's is saved.
+/// Returns the type in which a Burn tensor is saved.
 pub(crate) fn dtype_of(name: &str, dtype: DType) -> Result<Dtype, CheckpointError> {
     match dtype {
         DType::F64 => Ok(Dtype::F64),
@@ -28,7 +28,7 @@ pub(crate) fn dtype_of(name: &str, dtype: DType) -> Result<Dtype, CheckpointErro
     }
 }
 
-/// Returns the type of a piece of optimizer state that was saved.
+/// Returns Burn's type for a saved tensor of optimizer state.
 pub(crate) fn burn_dtype(name: &str, dtype: Dtype) -> Result<DType, CheckpointError> {
     match dtype {
         Dtype::F64 => Ok(DType::F64),

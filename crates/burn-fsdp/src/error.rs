@@ -7,10 +7,10 @@ use thiserror::Error as ThisError;
 
 use crate::device_name::DeviceNameError;
 
-/// The errors of this library: a function that returns it, such as the body of a [`launch`](crate::launch()),
-/// can use `?` on sharding, steps, collectives, meshes, checkpoints, compiled steps and launches alike.
+/// The error of the whole library. A function that returns it, such as the body of a [`launch`](crate::launch()), can
+/// use `?` on the errors of sharding, steps, collectives, meshes, checkpoints, compiled steps and launches.
 ///
-/// The functions themselves return errors of their own kind, which have more detail for a `match`.
+/// The functions themselves return their own error types, which have more detail for a `match`.
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum Error {
@@ -23,7 +23,7 @@ pub enum Error {
     /// An invalid mesh, placement or partition.
     #[error(transparent)]
     Mesh(#[from] burn_fsdp_mesh::Error),
-    /// A training that could not be saved or restored.
+    /// A training run that could not be saved or restored.
     #[error(transparent)]
     Checkpoint(Box<CheckpointError>),
     /// A step that could not be compiled or run.
@@ -32,10 +32,10 @@ pub enum Error {
     /// The name of a device that this build or this machine does not have.
     #[error(transparent)]
     Device(#[from] DeviceNameError),
-    /// Burn's training loop among ranks that are processes.
+    /// Burn's training loop with processes as ranks, without support for sending step outputs.
     #[error(
-        "`{launcher}` has started {processes} processes, and the outputs of steps, from which Burn's loop makes its metrics, \
-         travel between them only where they are `Portable`: call `FullySharded::launch_among_processes`"
+        "`{launcher}` started {processes} processes, but step outputs, from which Burn's loop computes metrics, \
+         travel between processes only if they are `Portable`; call `FullySharded::launch_among_processes`"
     )]
     TrainingAmongProcesses {
         /// The launcher that started them.
@@ -43,10 +43,10 @@ pub enum Error {
         /// Their number.
         processes: usize,
     },
-    /// A different training in another process, in Burn's training loop.
+    /// A process that has set up a different training run, in Burn's training loop.
     #[error(
-        "{what} on rank {rank}: not what this rank has; every process of a training has to make the same loaders, model, \
-         optimizer and schedule, and to read the same checkpoint"
+        "rank {rank} differs from this rank in {what}; create the same loaders, model, optimizer and schedule in \
+         every process, and read the same checkpoint"
     )]
     OtherTraining {
         /// The property that differs.
@@ -54,8 +54,8 @@ pub enum Error {
         /// A rank where it differs.
         rank: usize,
     },
-    /// An output of a step that cannot travel between processes.
-    #[error("an output of a step, as its `Portable` packs and unpacks it: `{name}` {reason}")]
+    /// A step's output that cannot be sent between processes.
+    #[error("a step output does not match its `Portable` implementation: `{name}` {reason}")]
     Parcel {
         /// The tensor.
         name: String,
@@ -64,8 +64,8 @@ pub enum Error {
     },
     /// Trained parameters that the policy ignores, in Burn's training loop.
     #[error(
-        "`{path}` is trained and belongs to no unit: each rank would have its own, and Burn's loop saves and returns one; \
-         leave it out of `ShardPolicy::ignore`, or freeze it"
+        "`{path}` is trained but belongs to no unit: each rank would have its own copy, and Burn's loop saves and \
+         returns only one; remove it from `ShardPolicy::ignore`, or freeze it"
     )]
     IgnoredInTraining {
         /// The parameter.
@@ -73,20 +73,21 @@ pub enum Error {
     },
     /// Adapters that sharding would attach, in Burn's training loop.
     #[error(
-        "the policy attaches LoRA adapters, and Burn's loop saves and resumes the model as it was given to it, without them; \
-         write the loop: `launch`, `fully_shard`, `backward`, `step`"
+        "the policy attaches LoRA adapters, but Burn's loop saves and resumes the model without them; write your \
+         own loop: `launch`, `fully_shard`, `backward`, `step`"
     )]
     AdaptersInTraining,
     /// A model without autodiff, in Burn's training loop.
     #[error(
         "the model is on a device without autodiff and cannot be trained; build it on one such as \
-         `Device::flex().autodiff().gradient_checkpointing()`, or call `train()` on what was returned for inference"
+         `Device::flex().autodiff().gradient_checkpointing()`, or call `train()` on a model that was returned for \
+         inference"
     )]
     UntrackedInTraining,
-    /// A file of whole tensors on their way to or from a checkpoint of Burn's training loop.
+    /// A file of whole tensors in transit to or from a checkpoint of Burn's training loop.
     #[error(
-        "cannot {operation} {}: {source}; `FullySharded::scratch` names another folder for files that are gone when the training \
-         ends, as large as the model and its optimizer's state", path.display()
+        "cannot {operation} {}: {source}; with `FullySharded::scratch`, set another folder for temporary files as \
+         large as the model and its optimizer state", path.display()
     )]
     Scratch {
         /// The operation that was tried.
@@ -140,11 +141,11 @@ impl From<LaunchError> for Error {
     }
 }
 
-/// The error of saving or restoring a training.
+/// The error of saving or restoring a training run.
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// A step that cannot be written or read, or does not fit the model.
+    /// A step cannot be written or read, or does not fit the model.
     #[error(transparent)]
     Step(#[from] StepError),
     /// A model that cannot be read or filled.
@@ -153,14 +154,14 @@ pub enum CheckpointError {
     /// A compiled step that cannot be read or filled.
     #[error(transparent)]
     Compiled(Box<burn_fsdp_spmd::Error>),
-    /// A state of the optimizer that cannot be taken apart or put together.
-    #[error("state of the optimizer: {reason}")]
+    /// An optimizer state that cannot be split or reassembled.
+    #[error("optimizer state: {reason}")]
     Optimizer {
         /// The reason.
         reason: String,
     },
     /// A Burn record of a model that cannot be written.
-    #[error("record of the model: {reason}")]
+    #[error("model record: {reason}")]
     Record {
         /// The reason.
         reason: String,
@@ -175,7 +176,8 @@ pub enum CheckpointError {
     },
     /// Factors of an adapter that were trained with another alpha.
     #[error(
-        "`{path}` was trained with a scale (alpha over rank) of {saved}, and the policy gives adapters one of {got}: they          would add another matrix; give `ShardPolicy::lora` the alpha of the training"
+        "`{path}` was trained with a scale (alpha over rank) of {saved}, but the policy scales adapters by {got}, \
+         which changes the model; give `ShardPolicy::lora` the alpha of the training"
     )]
     AdapterScale {
         /// The factor.
@@ -187,8 +189,8 @@ pub enum CheckpointError {
     },
     /// A step with different values under two paths of a parameter that several fields share.
     #[error(
-        "the step has other values for `{first}` than for `{second}`, which are one parameter of the model; restore into a model \
-         that has two, or save a step in which they are equal"
+        "the step has different values for `{first}` and `{second}`, which are one parameter of the model; restore \
+         into a model with two parameters, or save a step in which they are equal"
     )]
     Tied {
         /// The path that is read.
@@ -198,9 +200,10 @@ pub enum CheckpointError {
     },
     /// An optimizer's state whose type would change when it is restored.
     #[error(
-        "the optimizer keeps `{field}` of `{path}` in {dtype:?}, and Burn makes it {back:?} when it is loaded, with which no step could be \
-         made: the training could not be resumed; build the model in {back:?}, and let `ShardPolicy::precision` compute in {dtype:?}, or \
-         make {dtype:?} the default of the device before the first tensor, by `Device::configure`"
+        "the optimizer keeps `{field}` of `{path}` in {dtype:?}, but Burn loads it as {back:?}, with which no step \
+         is possible: the training could not be resumed; build the model in {back:?} and let \
+         `ShardPolicy::precision` compute in {dtype:?}, or make {dtype:?} the default of the device with \
+         `Device::configure` before the first tensor"
     )]
     StateType {
         /// The parameter.

@@ -21,13 +21,13 @@ use crate::optimizer_record::{OptimizerParts, check_taken};
 /// An optimizer whose state is in files, one for each unit of a sharded module. Only the state of the unit
 /// that is being updated is in memory.
 ///
-/// AdamW keeps two values for each parameter: with them in files, a rank needs memory only for its parameters
-/// and gradients. Each step reads and writes all state once, so a fast disk and large batches help. Values
-/// have the same bits as with the plain optimizer.
+/// AdamW keeps two values for each parameter: with them in files, a rank needs memory only for its parameters and
+/// gradients. Each step reads and writes all state once, so a fast disk and large batches help. The results are
+/// bit-identical to the plain optimizer's.
 ///
-/// State belongs to the run: the files are removed when this is dropped, and a folder that another run uses is refused.
-/// The files of a killed run are removed; a folder with any other file is refused, and left unchanged. A file that
-/// differs from the written one by a single bit ends the step. [`snapshot`](Self::snapshot) and
+/// State belongs to the run: the files are removed when this is dropped, and a folder that another run uses is
+/// rejected. The files of a killed run are removed; a folder with any other file is rejected, and left unchanged. A
+/// step fails if a file has changed by even one bit since it was written. [`snapshot`](Self::snapshot) and
 /// [`restore_step`](Self::restore_step) are for [checkpoints](crate::checkpoint).
 ///
 /// ```no_run
@@ -54,13 +54,13 @@ pub struct FileBackedOptimizer {
 #[derive(Debug)]
 struct Folder {
     path: PathBuf,
-    /// Its lock against other runs; `None` on file systems without locks.
+    /// The folder's lock against other runs; `None` on file systems without locks.
     _lock: Option<File>,
 }
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        // Other programs may have put something there.
+        // This fails if other programs have put files there.
         let _ = fs::remove_dir(&self.path);
     }
 }
@@ -82,8 +82,8 @@ impl std::fmt::Debug for FileBackedOptimizer {
 }
 
 impl FileBackedOptimizer {
-    /// Keeps the state of `optimizer` in `folder`, in a subfolder for rank `rank`. State that it already has
-    /// is dropped.
+    /// Keeps the state of `optimizer` in `folder`, in a subfolder for rank `rank`. Existing state of the optimizer is
+    /// dropped.
     ///
     /// # Errors
     ///
@@ -108,8 +108,8 @@ impl FileBackedOptimizer {
         })
     }
 
-    /// Removes the files that a killed run has left for rank `rank` in `folder`, as [`new`](Self::new) does, and
-    /// creates nothing.
+    /// Removes the files of rank `rank` that a killed run left in `folder`, like [`new`](Self::new), but without
+    /// creating any.
     ///
     /// # Errors
     ///
@@ -120,7 +120,7 @@ impl FileBackedOptimizer {
             return Ok(());
         }
         let _lock = take(&folder)?;
-        // Other runs create it again.
+        // Other runs create the folder again.
         let _ = fs::remove_dir(&folder);
         Ok(())
     }
@@ -132,8 +132,8 @@ impl FileBackedOptimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::WholeTensors`] at the first step; [`Error::OptimizerState`] if a file cannot be read or
-    /// written. Some units are updated by then and others are not: continue from a checkpoint.
+    /// [`Error::WholeTensors`] at the first step; [`Error::OptimizerState`] if a file cannot be read or written. By
+    /// then, only some units have been updated: continue from a checkpoint.
     pub fn step<M: Module>(
         &mut self,
         learning_rate: impl Into<ModuleLearningRate>,
@@ -145,8 +145,8 @@ impl FileBackedOptimizer {
         for part in gradients_by_unit(&module, gradients) {
             let gradients = without_empty(&module, part.gradients);
             if gradients.is_empty() {
-                // Other ranks hold all elements of its trained parameters. The step makes a new version of the module
-                // on all ranks.
+                // Other ranks hold all elements of the unit's trained parameters. Every rank must step the module,
+                // because the step creates a new version of it.
                 let mut none = self.optimizer.clone();
                 module = none.step(learning_rate.clone(), module, gradients);
                 continue;
@@ -175,7 +175,7 @@ impl FileBackedOptimizer {
         self.store(unit.to_owned(), &optimizer)
     }
 
-    /// Returns the bytes of all state, in files.
+    /// Returns the size of all state files in bytes.
     pub fn file_bytes(&self) -> u64 {
         let lens = self.files.values().map(|file| fs::metadata(&file.path));
         lens.map(|metadata| metadata.map_or(0, |metadata| metadata.len()))
@@ -190,7 +190,7 @@ impl FileBackedOptimizer {
     /// Removes all state.
     pub(crate) fn clear(&mut self) {
         for (_, file) in std::mem::take(&mut self.files) {
-            // It is overwritten if it is needed again.
+            // A file that stays is overwritten if it is needed again.
             let _ = fs::remove_file(file.path);
         }
     }
@@ -218,14 +218,14 @@ impl FileBackedOptimizer {
         let known = self.files.get(&unit).map(|file| file.path.clone());
         let path = known.unwrap_or_else(|| self.folder.path.join(file_name(number, &unit)));
         let saved = optimizer.save(&path);
-        saved.map_err(|error| failure(&unit, &path, &error, "make room on the disk"))?;
+        saved.map_err(|error| failure(&unit, &path, &error, "free space on the disk"))?;
         let checksum = checksum(&path);
         let checksum = checksum.map_err(|error| failure(&unit, &path, &error, DAMAGED))?;
         let file = StateFile {
             path: path.clone(),
             checksum,
         };
-        // Before the check: a file that is refused is removed with the others.
+        // Insert it before the check, so a rejected file is removed with the others.
         if self.files.insert(unit.clone(), file).is_none() {
             let record = Reader::from_file(&path);
             let record = record.map_err(|error| failure(&unit, &path, &error, DAMAGED))?;
@@ -242,13 +242,13 @@ impl StateFile {
     fn read(&self, unit: &str) -> Result<OptimizerRecord, Error> {
         let damaged = |reason: &dyn std::fmt::Display| failure(unit, &self.path, reason, DAMAGED);
         if checksum(&self.path).map_err(|error| damaged(&error))? != self.checksum {
-            return Err(damaged(&"its bytes are not those that were written"));
+            return Err(damaged(&"its bytes changed after they were written"));
         }
         OptimizerRecord::load(&self.path).map_err(|error| damaged(&error))
     }
 
-    /// Returns the file under a second name, if it is unchanged since it was written. A step puts another file in its
-    /// place, and leaves this one.
+    /// Returns the file under a second name, if it is unchanged since it was written. A step replaces it with another
+    /// file, and leaves this one unchanged.
     fn kept(&self, unit: &str, folder: &Arc<Folder>) -> Result<KeptFile, Error> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -266,13 +266,12 @@ impl StateFile {
         let damaged = |reason: &dyn std::fmt::Display| failure(unit, &self.path, reason, DAMAGED);
         match checksum(&kept.path).map_err(|error| damaged(&error))? == self.checksum {
             true => Ok(kept),
-            false => Err(damaged(&"its bytes are not those that were written")),
+            false => Err(damaged(&"its bytes changed after they were written")),
         }
     }
 }
 
-/// A state file under a second name, which is removed with this value. The folder stays, and stays locked, as
-/// long.
+/// A state file under a second name, which is removed with this value. Until then, the folder exists and stays locked.
 #[derive(Debug)]
 pub(crate) struct KeptFile {
     pub(crate) path: PathBuf,
@@ -294,7 +293,7 @@ impl KeptFile {
         match is_right {
             true => Ok(()),
             false => Err(io::Error::other(format!(
-                "{}: its bytes are not those that were written; {DAMAGED}",
+                "{}: its bytes changed after they were written; {DAMAGED}",
                 self.path.display()
             ))),
         }
@@ -312,12 +311,12 @@ fn folder_of(folder: &Path, rank: usize) -> PathBuf {
 }
 
 /// Locks the folder of a rank, and removes the state that a run has left there. A lock ends with its process, so a
-/// process that gets it knows that the run is dead. On file systems without locks, only an empty folder is taken.
+/// process that gets it knows that the run is dead. On file systems without locks, only an empty folder is accepted.
 fn take(folder: &Path) -> Result<Option<File>, Error> {
     let refused = |reason: &dyn std::fmt::Display| failure("all", folder, reason, OF_OTHERS);
     let unread = |error: io::Error| failure("all", folder, &error, WRITABLE);
-    // The folder that the user names may be a link, but not this one: an attacker could have planted it to
-    // get files elsewhere removed.
+    // The folder that the user names may be a link, but not this one: an attacker could have planted it to have files
+    // elsewhere removed.
     if folder
         .symlink_metadata()
         .is_ok_and(|entry| entry.is_symlink())
@@ -330,9 +329,7 @@ fn take(folder: &Path) -> Result<Option<File>, Error> {
             Ok((Ok(()), file)) => break Some(file),
             Ok((Err(TryLockError::WouldBlock), _)) if Instant::now() < until => sleep(RETRY),
             Ok((Err(TryLockError::WouldBlock), _)) => {
-                return Err(refused(
-                    &"another run that is under way has its files there",
-                ));
+                return Err(refused(&"another run is using it"));
             }
             // The previous run has removed its folder with its files.
             Err(error) if error.kind() == io::ErrorKind::NotFound && Instant::now() < until => {
@@ -354,7 +351,7 @@ fn take(folder: &Path) -> Result<Option<File>, Error> {
     {
         let name = other.file_name();
         return Err(refused(&format!(
-            "there are files of another run, such as {}",
+            "it contains files of another run, such as {}",
             name.display()
         )));
     }
@@ -388,8 +385,8 @@ fn checksum(path: &Path) -> io::Result<u32> {
     }
 }
 
-/// Removes the gradients of shards without elements. Nothing in them is updated, and Burn reads an empty
-/// state back from a file at an address that its kernels refuse.
+/// Removes the gradients of empty shards. These need no update, and Burn would read an empty state from a file to an
+/// address that its kernels reject.
 fn without_empty<M: Module>(module: &M, gradients: GradientsParams) -> GradientsParams {
     let mut rest = NotEmpty(gradients);
     module.visit(&mut rest);
@@ -412,12 +409,12 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// Time between two attempts to take the lock.
 const RETRY: Duration = Duration::from_millis(20);
 
-const WRITABLE: &str = "give a folder that can be written to";
+const WRITABLE: &str = "give a writable folder";
 
-const OF_OTHERS: &str = "give a folder that no other run uses, or remove what is there";
-const NO_WAY_BACK: &str = "no second step could be made with it";
+const OF_OTHERS: &str = "give a folder that no other run uses, or remove its contents";
+const NO_WAY_BACK: &str = "no further step would be possible with it";
 
-const DAMAGED: &str = "do not touch the folder during a run; go on from a checkpoint";
+const DAMAGED: &str = "do not change the folder during a run; resume from a checkpoint";
 
 /// Returns a file name by which people recognize the unit, whatever characters its path has.
 fn file_name(number: usize, unit: &str) -> String {
@@ -441,7 +438,7 @@ fn failure(unit: &str, file: &Path, reason: &dyn std::fmt::Display, advice: &'st
 impl Drop for FileBackedOptimizer {
     fn drop(&mut self) {
         for file in self.files.values() {
-            // There is no remedy for a file that cannot be removed.
+            // Nothing can be done about a file that cannot be removed.
             let _ = fs::remove_file(&file.path);
         }
     }

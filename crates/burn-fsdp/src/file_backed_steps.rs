@@ -1,4 +1,4 @@
-//! Steps of trainings whose optimizer has its state in files.
+//! Steps of training runs whose optimizer has its state in files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -18,14 +18,14 @@ use crate::snapshot::{States, Store, TrainingSnapshot, of_states};
 
 impl FileBackedOptimizer {
     /// Takes a snapshot of a sharded model and of this optimizer's state, as
-    /// [`snapshot_matching`](crate::checkpoint::snapshot_matching) does for an optimizer in memory. The state stays in
-    /// files until the step is written, with one tensor at a time in memory, and the training may continue meanwhile.
+    /// [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching) does for an optimizer in memory. The state stays in
+    /// files until the step is written, with one tensor at a time in memory, and training may continue meanwhile.
     ///
-    /// Collective where the policy gives parameters to one owner, or a rank has a shard without elements.
+    /// Collective if the policy assigns parameters to one owner, or a rank has a shard without elements.
     ///
     /// # Errors
     ///
-    /// As [`snapshot_matching`](crate::checkpoint::snapshot_matching); a file that has changed since it was
+    /// As [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching); a file that has changed since it was
     /// written.
     pub fn snapshot<M: Module>(
         &self,
@@ -51,16 +51,17 @@ impl FileBackedOptimizer {
         of_states(model, self.configured(), &states, (mesh, axis), is_wanted)
     }
 
-    /// Gives a sharded model those parameters and running states of `step` whose path `is_wanted`, and this optimizer
-    /// all its state, with one unit at a time in memory, as [`restore_training`](crate::checkpoint::restore_training)
-    /// does. The step may come from a training with its state in memory, and the other way round.
+    /// Loads the parameters and running states of `step` that `is_wanted` selects by path into a sharded model, and the
+    /// whole state into this optimizer, with one unit at a time in memory, as
+    /// [`restore_training`](crate::internals::checkpoint::restore_training) does. The step may come from a training run with its
+    /// state in memory, and vice versa.
     ///
     /// Not collective.
     ///
     /// # Errors
     ///
-    /// As [`restore_training`](crate::checkpoint::restore_training); a file that cannot be written. The optimizer has
-    /// no state then, or only some units' state: do not continue with it.
+    /// As [`restore_training`](crate::internals::checkpoint::restore_training); a file that cannot be written. After an error, the
+    /// optimizer has no state or only some units' state: do not continue with it.
     pub fn restore_step<M: Module>(
         &mut self,
         model: M,
@@ -77,7 +78,7 @@ impl FileBackedOptimizer {
             units.entry(unit).or_default().insert(path);
         }
         let of_none = |path: &str| !units.values().any(|paths| paths.contains(path));
-        // Refuses state that belongs to no parameter of the model.
+        // Rejects state that belongs to no parameter of the model.
         restore_optimizer(&model, &state, self.configured().clone(), step, of_none)?;
         for (unit, paths) in &units {
             let is_of_unit = |path: &str| paths.contains(path) && held.contains(path);

@@ -9,13 +9,11 @@ use burn_fsdp_spmd::{Batch, cast_floats};
 /// cast a module's inputs with this function.
 ///
 /// `input` is a tensor or any nesting of tensors: tuples, arrays, vectors, options, maps, and structs that implement
-/// [`Batch`](crate::compile::Batch). Cast the output of a module with [`cast_floats`](crate::compile::cast_floats), to
-/// the type that the loss needs.
+/// [`Batch`](crate::compile::Batch). Cast the output of a module with Burn's `cast`, to the type that the loss needs.
 ///
 /// ```
 /// # use burn::nn::{Linear, LinearConfig};
 /// # use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
-/// # use burn_fsdp::compile::cast_floats;
 /// # use burn_fsdp::{Precision, ProcessGroup, ShardPolicy, cast_input, fully_shard};
 /// let device = Device::flex().autodiff().gradient_checkpointing();
 /// let layer: Linear = LinearConfig::new(4, 2).init(&device);
@@ -26,7 +24,7 @@ use burn_fsdp_spmd::{Batch, cast_floats};
 /// let (x, _labels) = cast_input(&layer, batch)?;
 /// let output = layer.forward(x);
 /// assert_eq!(output.dtype(), DType::BF16);
-/// assert_eq!(cast_floats(output, DType::F32).dtype(), DType::F32);
+/// assert_eq!(output.cast(DType::F32).dtype(), DType::F32);
 /// # Ok::<(), burn_fsdp::Error>(())
 /// ```
 ///

@@ -44,22 +44,22 @@
 //!
 //! # Modules
 //!
-//! The root has the items that every training uses: ranks ([`launch`], [`ProcessGroup`], [`ProcessMesh`], [`Mesh`]),
-//! sharding ([`fully_shard`], [`ShardPolicy`], or both as the wrapper [`FullyShardedDataParallel`]), the step
-//! ([`backward`], [`catch`], [`no_sync`], [`recompute`], [`clip_grad_norm`], [`LossScaler`]), the files ([`save`],
-//! [`resume`], [`Checkpointer`]), and one [`Error`] for all of it. Everything else is in a module:
+//! The root has the items that every training run uses: ranks ([`launch`], [`ProcessGroup`], [`ProcessMesh`], [`Mesh`]),
+//! sharding ([`fully_shard`], [`ShardPolicy`]), the step ([`backward`], [`catch`], [`no_sync`], [`recompute`],
+//! [`clip_grad_norm`], [`LossScaler`]), the files ([`save`], [`resume`], [`Checkpointer`]), and one [`Error`] for all of
+//! it. Everything else is in a module:
 //!
-//! - [`sharding`]: the smaller parts of a policy, and the error of the eager engine.
-//! - [`inspect`]: reports on units, costs and communication.
+//! - [`sharding`]: the cuts between shards, and evaluation with different routes.
+//! - [`inspect`]: reports on units, memory and communication.
 //! - [`state`]: whole parameters, records, running states, and the agreement of ranks.
-//! - [`optim`]: work on gradients between backward and the optimizer.
-//! - [`checkpoint`]: snapshots, restoring, and the steps on disk.
+//! - [`optim`]: optimizers of sharded modules, and the check whether one may work on shards.
+//! - [`checkpoint`]: the steps on disk, snapshots and restoring.
 //! - [`compile`]: a whole train step as one graph, which uses the same checkpoints.
-//! - [`plan`]: the memory, traffic and time of a step, before it runs.
-//! - [`collectives`], [`mesh`]: the operations between ranks, and the layout of ranks and tensors.
+//! - [`plan`]: the memory of a compiled step, before it runs.
 //! - [`train`]: Burn's own training loop, `SupervisedTraining`, over sharded modules (feature `train`).
 //! - [`allocator`]: keeps memory that tensors free on the host.
-//! - [`testing`]: faults, and counters of operations.
+//!
+//! [`internals`] is not part of the stable interface.
 
 pub mod allocator;
 mod blocking;
@@ -71,6 +71,7 @@ mod error;
 mod file_backed;
 mod file_backed_steps;
 mod inputs;
+pub mod internals;
 mod optimizer_cut;
 mod optimizer_record;
 mod optimizer_state;
@@ -87,122 +88,67 @@ mod tied;
 pub mod train;
 
 pub use blocking::{resume, save};
-pub use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};
+pub use burn_fsdp_collectives::{
+    Check, LaunchConfig, ProcessGroup, ProcessMesh, launch, launcher_ranks,
+};
 pub use burn_fsdp_mesh::{Mesh, Placement};
 pub use burn_fsdp_shard::{
-    Clip, FullyShardedDataParallel, LossScaler, Precision, ShardPolicy, Strategy, backward, catch,
-    clip_grad_norm, fully_shard, no_sync, replicate,
+    Clip, LossScaler, Precision, ShardPolicy, Strategy, backward, catch, clip_grad_norm,
+    fully_shard, no_sync, replicate,
 };
 pub use checkpointer::Checkpointer;
-pub use device_name::{DeviceName, DeviceNameError};
+pub use device_name::DeviceName;
 pub use error::Error;
 pub use inputs::cast_input;
 pub use recompute::recompute;
 
-/// The smaller parts of a [`ShardPolicy`], sharding of values that each rank reads, evaluation with different routes,
-/// and the error of the eager engine.
+/// The cuts between the shards of a [`ShardPolicy`], and evaluation in which ranks take different routes.
 pub mod sharding {
-    pub use burn_fsdp_shard::{
-        Audit, Cut, DivideFactors, Error, FullGradient, InitialPart, ReduceGroup, UnitReduction,
-        evaluate, fully_shard_from,
-    };
+    pub use burn_fsdp_shard::{Cut, evaluate};
 }
 
-/// Reports on a module's units, costs and communication.
+/// Reports on a module's units, memory and communication.
 pub mod inspect {
-    pub use burn_fsdp_shard::{
-        LiveBytes, Memory, Order, Pinned, Staged, Transfers, UnitHandle, UnitMemory, UnitPlan,
-        UnitState, Unsharding, WrapPlan, auto_units, check_names, dummy_forward, memory,
-        num_audited, num_params, order, param_id, parameter_paths, reset_peak, stand_in_bytes,
-        trim, units, unused_units, wrap_plan,
-    };
+    pub use burn_fsdp_shard::{auto_units, memory, num_params, order, units, wrap_plan};
 }
 
-/// Access to the state of a sharded module: whole parameters, records, one rank's parts, running states, ids.
+/// Access to the state of a sharded module: whole parameters, records, one rank's parts, running states.
 pub mod state {
-    pub use crate::optimizer_whole::{shard_optimizer, unsharded_optimizer};
     pub use burn_fsdp_shard::{
-        Agreement, BufferSync, FullTensor, LocalId, LocalPart, LocalTensor, RecordedTensor,
-        WriteBack, cast_buffers, check_agreement, full_state, into_record, load_local_state,
-        local_ids, local_state, moving_average, recorded_state, renew_stand_ins, reset, settle_ids,
-        summon_full_params, sync_buffers, unsharded,
+        Agreement, BufferSync, WriteBack, cast_buffers, check_agreement, into_record,
+        load_local_state, moving_average, summon_full_params, sync_buffers,
     };
 }
 
-/// The work between backward and the optimizer: norms, loss scaling, gradients by unit, the check whether an
-/// optimizer may work on shards, and state in files.
+/// Optimizers of sharded modules: the check whether one may work on shards, states in files and in fewer bits, and the
+/// norms by which [`Clip`] clips.
 pub mod optim {
     pub use crate::file_backed::FileBackedOptimizer;
-    pub use burn_fsdp_shard::{
-        Clipped, LossScalerState, LossScaling, LowBitOptimizer, LowBitState, NonFinite, Norm,
-        STATE_BLOCK, SealedOptimizer, SealedState, StateFormat, UnitGradients, check_elementwise,
-        check_elementwise_once, check_same_optimizer, grad_norm, gradients_by_unit, owner_groups,
-        params_with_gradient,
-    };
+    pub use burn_fsdp_shard::{LowBitOptimizer, Norm, StateFormat, check_elementwise};
 }
 
-/// The files of trainings: snapshots of sharded models, restoring, and the steps on disk (format, plans,
-/// storage, commit, consolidation).
+/// The steps on disk, snapshots of sharded models, and restoring.
 ///
 /// [`save`](save()), [`resume`] and [`Checkpointer`] are enough for most programs.
 pub mod checkpoint {
-    pub use crate::blocking::Resumed;
-    pub use crate::checkpointer::{NotFiniteTensor, Offered, SaveRemark};
-    pub use crate::error::CheckpointError;
-    pub use crate::rendezvous::GroupRendezvous;
-    pub use crate::restore::{restore, restore_matching, restore_model, restore_training};
-    pub use crate::scaler::{loss_scale, restore_scaler};
-    pub use crate::snapshot::{TrainingSnapshot, snapshot, snapshot_matching};
-    pub use burn_fsdp_checkpoint::{
-        Alone, Assignment, BackgroundSaver, BoxError, Check, Checkpoints, Checksums, Committed,
-        Consolidated, ConsolidationConfig, Cut, DataPosition, Dtype, Error, Existing,
-        ExpectedTensor, Extra, FORMAT_VERSION, FileEntry, FileRange, Index, InspectedFile,
-        InspectedTensor, Inspection, Layout, Limits, LossScale, NewestGood, PartBytes, PartEntry,
-        PlainTensor, Progress, ReadPlan, Receipt, Region, Rendezvous, SaveRequest, Saved, Skipped,
-        Snapshot, Source, Staging, Step, TensorEntry, TensorKind, TensorSpec, ThreadRendezvous,
-        Ticket, Totals, TrainingState, Verification, WritePlan, consolidate_to_file,
-        consolidate_to_folder, save as save_step, storage, write_shard,
-    };
+    pub use crate::restore::restore;
+    pub use crate::snapshot::snapshot;
+    pub use burn_fsdp_checkpoint::Checkpoints;
 }
 
 /// The compiler of a whole train step to one graph, and conversions from and to sharded modules.
 pub mod compile {
-    pub use crate::compiled::{
-        load_compiled, restore_compiled, restore_compiled_matching, snapshot_compiled,
-        snapshot_compiled_matching,
+    pub use crate::compiled::{load_compiled, restore_compiled, snapshot_compiled};
+    pub use burn_fsdp_spmd::passes::schedule::Options;
+    pub use burn_fsdp_spmd::{
+        Batch, BatchMapper, CompiledStep, Evaluation, Expand, LossScaling, Mode, OptimizerGroups,
+        compile, named_activation,
     };
-    pub use burn_fsdp_spmd::*;
 }
 
-/// Estimates of a step's memory, traffic and time, before anything runs.
+/// The memory of a compiled step, before it runs.
 pub mod plan {
-    pub use burn_fsdp_plan::*;
-}
-
-/// The transport: operations between ranks, their buffers, labels and ledgers.
-pub mod collectives {
-    pub use burn_fsdp_collectives::{
-        Account, Buffer, BufferPool, Carried, Check, CommSpan, CommStage, Contract, CrossPart,
-        ElementType, EntryState, Error, Fingerprint, FullPart, GroupId, Label, LaunchError, Ledger,
-        LedgerEntry, LedgerReport, Moment, Operation, OperationCounts, OperationKind, Part,
-        Pending, Processes, Received, Reduction, Role, Seal, Share, Source, Stage, Who,
-        launcher_ranks, processes,
-    };
-}
-
-/// The arithmetic of meshes and partitions.
-pub mod mesh {
-    pub use burn_fsdp_collectives::AsMesh;
-    pub use burn_fsdp_mesh::{
-        Axis, AxisPlacement, Cut, Error, Layout, Partition, Pattern, ReduceOp, Region, Transfer,
-        transfers,
-    };
-}
-
-/// The tools for tests of trainings: faults at chosen places, and counters of operations.
-/// [`ProcessGroup::fake`](crate::ProcessGroup::fake) makes groups of ranks that do not exist.
-pub mod testing {
-    pub use burn_fsdp_collectives::{At, CommCounter, Fault, How, Tally, Unwound};
+    pub use burn_fsdp_plan::MemoryPlan;
 }
 
 /// The examples of the README and of the book, compiled and run as tests.

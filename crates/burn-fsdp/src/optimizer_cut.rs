@@ -15,7 +15,7 @@ use crate::optimizer_state::{Holders, is_elsewhere};
 
 /// A whole tensor of an optimizer's state.
 pub(crate) struct WholeState {
-    /// Its name, for errors and for the code that reads it.
+    /// Name of the state, for errors and for the code that reads it.
     pub(crate) name: String,
     /// The path of the parameter.
     pub(crate) path: String,
@@ -24,8 +24,8 @@ pub(crate) struct WholeState {
     pub(crate) dtype: DType,
 }
 
-/// Gives an optimizer this rank's part of `states`, and of the values in `kept`, by path. `read` returns the bytes of
-/// some of the flat elements of a state.
+/// Loads this rank's part of `states`, and of the values in `kept`, into an optimizer, by path. `read` returns the
+/// bytes of a range of a state's flat elements.
 ///
 /// Not collective.
 ///
@@ -51,7 +51,7 @@ pub(crate) fn cut_optimizer<M: Module>(
         let found = ids.get(&state.path).zip(held.get(&state.path));
         let Some((id, local)) = found else {
             return Err(optimizer_error(format!(
-                "`{}` of shape {:?} belongs to `{}`, which the model has not",
+                "`{}` of shape {:?} belongs to `{}`, which the model does not have",
                 state.name, state.shape, state.path
             )));
         };
@@ -65,8 +65,8 @@ pub(crate) fn cut_optimizer<M: Module>(
             }
             (false, Holders::Parts) => {
                 return Err(optimizer_error(format!(
-                    "`{}` has the shape {:?}, and `{}`, to which it belongs, {:?}: it cannot be divided; \
-                     give the parameter to one rank by `ShardPolicy::one_owner`",
+                    "`{}` has shape {:?}, but its parameter `{}` has shape {:?}, so it cannot be divided; give the \
+                     parameter to one rank with `ShardPolicy::one_owner`",
                     state.name, state.shape, state.path, local.shape
                 )));
             }
@@ -86,7 +86,7 @@ pub(crate) fn cut_optimizer<M: Module>(
     let (mut scalars, mut paths) = (BTreeMap::new(), BTreeMap::new());
     for (path, kept) in kept {
         let Some(id) = ids.get(&path) else {
-            let reason = format!("there is state of `{path}`, which the model has not");
+            let reason = format!("there is state of `{path}`, which the model does not have");
             return Err(optimizer_error(reason));
         };
         if held.get(&path).is_none_or(|local| is_elsewhere(local)) {

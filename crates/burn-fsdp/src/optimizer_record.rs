@@ -13,8 +13,8 @@ use serde_json::Value;
 
 use crate::error::{CheckpointError, optimizer_error};
 
-/// Burn's optimizers note the number of dims of each parameter's tensor under this name. The eager engine's number is
-/// the one that it shows to optimizers; a compiled step does not need it.
+/// The name under which Burn's optimizers store the number of dims of each parameter's tensor. In the eager engine it
+/// counts the dims that the optimizer sees; a compiled step does not need it.
 pub(crate) const RANK_KEY: &str = "__rank";
 
 /// Returns an optimizer with the same configuration, without state.
@@ -34,7 +34,7 @@ pub(crate) fn owner_of(entry: &TensorEntry) -> Result<(&str, &str), CheckpointEr
     owner.ok_or_else(|| optimizer_error(format!("`{}` names no parameter", entry.name)))
 }
 
-/// Returns the values other than tensors in the optimizer state of a saved step, by path of the parameter.
+/// Returns the non-tensor values in the optimizer state of a saved step, by path of the parameter.
 pub(crate) fn kept_in(step: &Step) -> Result<BTreeMap<String, Kept>, CheckpointError> {
     match &step.index().training.optimizer {
         Value::Null => Ok(BTreeMap::new()),
@@ -42,7 +42,7 @@ pub(crate) fn kept_in(step: &Step) -> Result<BTreeMap<String, Kept>, CheckpointE
     }
 }
 
-/// The values other than tensors that an optimizer keeps for one parameter.
+/// The non-tensor values that an optimizer keeps for one parameter.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Kept {
     /// The numbers by field.
@@ -51,7 +51,7 @@ pub(crate) struct Kept {
     pub(crate) group_path: Option<String>,
 }
 
-/// A number of any kind in the optimizer's records.
+/// A number in an optimizer's records, of any numeric type.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Number {
     Int(i64),
@@ -82,7 +82,7 @@ impl From<Number> for Scalar {
     }
 }
 
-/// An optimizer's record, taken apart.
+/// An optimizer's record, split into its parts.
 #[derive(Default)]
 pub(crate) struct OptimizerParts {
     pub(crate) scalars: BTreeMap<String, Scalar>,
@@ -96,7 +96,7 @@ impl OptimizerParts {
         Self::of(Reader::from_bytes(bytes).map_err(optimizer_error)?)
     }
 
-    /// Takes a record apart.
+    /// Splits a record into its parts.
     pub(crate) fn of(reader: Reader) -> Result<Self, CheckpointError> {
         let mut parts = Self {
             scalars: reader.scalars().clone(),
@@ -170,7 +170,7 @@ pub(crate) fn packed(
     writer.into_bytes().map_err(optimizer_error)
 }
 
-/// Gives an optimizer the state of a record, and requires that it accepts all of it.
+/// Loads a record's state into an optimizer, and requires that it accepts all of it.
 pub(crate) fn with_state(
     optimizer: ModuleOptimizer,
     record: Bytes,
@@ -181,8 +181,8 @@ pub(crate) fn with_state(
     Ok(optimizer.load_record(record))
 }
 
-/// Gives an optimizer the state of a record in a file, and requires that it accepts all of it. On the CPU backend a
-/// tensor is read on demand, so the file has to stay until then.
+/// Loads the state of a record file into an optimizer, and requires that it accepts all of it. On the CPU backend,
+/// tensors are read on demand, so the file must exist until then.
 #[cfg(feature = "train")]
 pub(crate) fn with_state_of_file(
     optimizer: ModuleOptimizer,
@@ -194,9 +194,9 @@ pub(crate) fn with_state_of_file(
     Ok(optimizer.load_record(record))
 }
 
-/// Refuses a record unless the optimizer accepts all of it, in its types. Burn leaves out the states that it cannot put
-/// together, and training would continue without them. It also creates tensors in the default type of the device, and
-/// then the next step of a parameter of another type panics. The check uses tensors of one element.
+/// Rejects a record unless the optimizer accepts all of it in the same types. Burn drops states that it cannot
+/// reassemble, and training would continue without them. It also creates tensors in the default type of the device, so
+/// the next step of a parameter of a different type panics. The check uses tensors of one element.
 pub(crate) fn check_taken(
     optimizer: &ModuleOptimizer,
     parts: &OptimizerParts,
@@ -235,17 +235,17 @@ pub(crate) fn check_taken(
     let tensors = taken.tensors.iter().map(|tensor| tensor.name.clone());
     let taken: BTreeSet<String> = taken.scalars.into_keys().chain(tensors).collect();
     let differing: Vec<_> = names.symmetric_difference(&taken).collect();
-    // Each state has the number of dims, which does not identify an optimizer.
+    // Every optimizer's state has the number of dims, so it does not identify one.
     let telling = differing.iter().find(|name| field_of(name) != RANK_KEY);
     match telling.or(differing.first()) {
         None => Ok(()),
         Some(name) => {
             let fields: BTreeSet<&str> = names.iter().map(|name| field_of(name)).collect();
             Err(optimizer_error(format!(
-                "the step has {fields:?}, and the optimizer {} `{}`; configure the optimizer as the \
-                 one that was saved",
+                "the step has {fields:?}, but the optimizer {} `{}`; configure the optimizer like the one that was \
+                 saved",
                 match names.contains(*name) {
-                    true => "does not take the state with",
+                    true => "does not accept the state with",
                     false => "needs",
                 },
                 field_of(name)
@@ -254,7 +254,7 @@ pub(crate) fn check_taken(
     }
 }
 
-/// Returns true if a name begins with the id of the tensor that the optimizer was tried on, which is not a
+/// Returns true if a name begins with the id of the tensor on which the optimizer was checked, which is not a
 /// parameter.
 fn is_of_probe(name: &str) -> bool {
     let id = name.split_once('.').map_or(name, |(id, _)| id);

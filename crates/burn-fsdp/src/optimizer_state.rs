@@ -1,4 +1,4 @@
-//! An optimizer's state of each parameter of a sharded model, as all ranks know it.
+//! An optimizer's state for each parameter of a sharded model, known to all ranks.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ use crate::rendezvous::exchange;
 /// The state of one parameter, without its elements.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct ParameterState {
-    /// The values other than tensors.
+    /// The non-tensor values.
     pub(crate) kept: Kept,
     /// The tensors, in the order of their fields.
     pub(crate) tensors: Vec<StateTensor>,
@@ -27,7 +27,7 @@ pub(crate) struct ParameterState {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct StateTensor {
     pub(crate) field: String,
-    /// Its shape on the rank that has it.
+    /// Shape of the state on the rank that has it.
     pub(crate) shape: Vec<usize>,
     pub(crate) dtype: Dtype,
 }
@@ -44,10 +44,10 @@ impl StateTensor {
     }
 }
 
-/// The holders of a parameter, and so of its state.
+/// The ranks that hold a parameter and its state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Holders {
-    /// All ranks, with a part each: a state has an element for each of the parameter's elements.
+    /// All ranks, each with a part: a state has an element for each of the parameter's elements.
     Parts,
     /// All ranks, each with all of it: a state has any shape.
     All,
@@ -62,23 +62,23 @@ impl Holders {
                 Some(owner) => Self::Owner(owner),
                 None => Self::Parts,
             },
-            // A parameter with too many dims is shown flat.
+            // The optimizer sees a parameter with too many dims as a flat tensor.
             _ if local.shown_shape() != local.shape => Self::Parts,
             _ => Self::All,
         }
     }
 }
 
-/// Returns the error of a state of this shape, which does not have one element for each of the parameter's
-/// elements on this rank.
+/// Returns the error for a state of this shape, which does not match the number of the parameter's elements on this
+/// rank.
 pub(crate) fn not_elementwise(name: &str, shape: &[usize], elements: usize) -> CheckpointError {
     optimizer_error(format!(
-        "`{name}` has the shape {shape:?}, and the parameter {elements} elements here; only element-wise state can be \
-         divided among ranks: give the parameter to one of them by `ShardPolicy::one_owner`"
+        "`{name}` has shape {shape:?}, but the parameter has {elements} elements here, and only element-wise state \
+         can be divided among ranks; give the parameter to one rank with `ShardPolicy::one_owner`"
     ))
 }
 
-/// Returns true if this rank holds nothing of a parameter because another rank owns it.
+/// Returns true if another rank owns the parameter, so this rank holds none of it.
 pub(crate) fn is_elsewhere(local: &LocalTensor) -> bool {
     matches!(Holders::of(local), Holders::Owner(_)) && local.elements.is_empty()
 }
@@ -107,14 +107,14 @@ pub(crate) fn states<M: Module>(
     let of_stand_in = |id: &&LocalId| parts.tensors_of(id.recorded.val()).next().is_some();
     if let Some(id) = ids.iter().find(of_stand_in) {
         return Err(optimizer_error(format!(
-            "the state that it has of `{}` is of another id than the parameter's, and was not trained on: a record of a \
-             sharded model was loaded before the model was sharded; shard first, and load then",
+            "its state of `{}` has a different id from the parameter and was not trained: a record of a sharded model \
+             was loaded before the model was sharded; shard first, then load",
             id.path
         )));
     }
     if taken != parts.tensors.len() {
         return Err(optimizer_error(format!(
-            "{} tensors belong to parameters that are not sharded, and are each rank's own",
+            "{} tensors belong to parameters that are not sharded, so each rank has its own; shard these parameters",
             parts.tensors.len() - taken
         )));
     }
@@ -202,7 +202,7 @@ fn state_of(parts: &OptimizerParts, id: &LocalId) -> Result<ParameterState, Chec
     })
 }
 
-/// Returns the values other than tensors that an optimizer keeps for a parameter.
+/// Returns the non-tensor values that an optimizer keeps for a parameter.
 pub(crate) fn kept_of(parts: &OptimizerParts, id: u64) -> Kept {
     // Each reader sets the number of dims in which it shows a tensor.
     let scalars = parts.scalars_of(id).filter(|(field, _)| field != RANK_KEY);
@@ -214,7 +214,7 @@ pub(crate) fn kept_of(parts: &OptimizerParts, id: u64) -> Kept {
     }
 }
 
-/// Returns the tensors that an optimizer keeps of a parameter, in the order of their fields.
+/// Returns the tensors that an optimizer keeps for a parameter, in the order of their fields.
 pub(crate) fn tensors_of(parts: &OptimizerParts, id: u64) -> Vec<(String, &PackedTensor)> {
     let mut tensors: Vec<_> = parts.tensors_of(id).collect();
     tensors.sort_by(|(a, _), (b, _)| a.cmp(b));

@@ -1,4 +1,4 @@
-//! The state of an optimizer as for the unsharded model: gathered, and cut again.
+//! The state of an optimizer for the unsharded model: gathered from shards, and split into them again.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -21,14 +21,14 @@ use crate::optimizer_record::{
 use crate::optimizer_state::{Holders, StateTensor, kept_of, not_elementwise, states, tensors_of};
 use crate::piecewise::taken_in_pieces;
 
-/// Returns, on the ranks that `keep` it, the optimizer of a sharded model with whole states. It is for the plain copy
-/// of the model that [`unsharded`](crate::state::unsharded) returns. Its ids are the copy's, so training continues
-/// there, and its record equals the record of a training without shards. The copy has no autodiff until its `train`.
-/// The other ranks send their parts, and hold one whole state at a time in addition to a copy of their own. Groups of
-/// the optimizer that select by id use the ids of the sharded model.
+/// Returns, on the ranks that `keep` it, the optimizer of a sharded model with whole states. It belongs to the plain
+/// copy of the model that [`unsharded`](crate::internals::state::unsharded) returns. Its ids are the copy's, so training can
+/// continue with the copy, and its record equals that of a training run without shards. The copy has no autodiff until
+/// `train` is called on it. The other ranks send their parts, and hold one whole state at a time in addition to their
+/// own copy. Groups of the optimizer that select by id use the ids of the sharded model.
 ///
-/// Collective over all ranks of the model, between steps: one all-gather for each state of a sharded parameter. All
-/// ranks must have an optimizer that has made the same steps.
+/// Collective over all ranks of the model, between steps: one all-gather for each state of a sharded parameter. The
+/// optimizers of all ranks must have taken the same steps.
 ///
 /// # Errors
 ///
@@ -47,8 +47,8 @@ pub fn unsharded_optimizer<M: Module>(
         .collect();
     if let Some(factor) = locals.values().find(|local| local.adapter_scale.is_some()) {
         return Err(optimizer_error(format!(
-            "`{}` is a factor of a low-rank adapter, which the plain copy of the model has merged into its weights: there is no \
-             parameter for its state; save a step, which has it",
+            "`{}` is a factor of a low-rank adapter, which the plain copy of the model has merged into its weights, \
+             so there is no parameter for its state; save a step, which contains it",
             factor.path
         )));
     }
@@ -103,7 +103,7 @@ pub fn unsharded_optimizer<M: Module>(
     Ok(Some(with_state(emptied(optimizer), record)?))
 }
 
-/// A whole state, and its division among ranks.
+/// A whole state, and its partition among ranks.
 struct Whole {
     name: String,
     shape: Vec<usize>,
@@ -169,9 +169,9 @@ impl Whole {
     }
 }
 
-/// Returns the optimizer of a sharded model, with this rank's part of the states in `whole`. That is the optimizer of
-/// the model before it was sharded, or of a plain copy, as [`unsharded_optimizer`] returns it. The configuration of
-/// `whole` stays.
+/// Returns the optimizer of a sharded model, with this rank's part of the states in `whole`, and with its
+/// configuration. `whole` is the optimizer of the model before it was sharded, or of a plain copy, as
+/// [`unsharded_optimizer`] returns it.
 ///
 /// Not collective: every rank that holds parameters holds the whole states at the same time. For states that do not
 /// fit on a rank, use [steps](crate::checkpoint).
@@ -197,8 +197,8 @@ pub fn shard_optimizer<M: Module>(
             .all(|number| parts.tensors_of(*number).next().is_some())
         {
             return Err(optimizer_error(format!(
-                "it has two states of `{}`: one of the sharded model and one of a plain copy; give an optimizer that has \
-                 trained one of them",
+                "it has two states of `{}`: one of the sharded model and one of a plain copy; give an optimizer \
+                 that has trained only one of them",
                 id.path
             )));
         }
@@ -227,8 +227,8 @@ pub fn shard_optimizer<M: Module>(
         .filter(|&n| n > 0)
     {
         return Err(optimizer_error(format!(
-            "{other} of its tensors belong to no parameter of the model by id: give the optimizer of the module that was \
-             sharded, or that of the copy which `unsharded` returned"
+            "{other} of its tensors have ids of no parameter of the model; give the optimizer of the module that \
+             was sharded, or of the copy that `unsharded` returned"
         )));
     }
     let read = |state: &WholeState, range: std::ops::Range<usize>| {

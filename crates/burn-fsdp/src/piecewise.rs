@@ -1,5 +1,5 @@
-//! The state of an optimizer, piece by piece. Burn makes two copies of it for a record, as tensors and as bytes, so the
-//! record of everything at once is as large as two states.
+//! The state of an optimizer, piece by piece. Burn makes two copies of it for a record, as tensors and as bytes, so
+//! recording everything at once takes twice the memory of the state.
 
 #[cfg(feature = "train")]
 use std::sync::Arc;
@@ -14,8 +14,7 @@ use crate::optimizer_record::OptimizerParts;
 #[cfg(feature = "train")]
 use crate::optimizer_record::deferred;
 
-/// Number of pieces in which a state is taken: a piece has about this fraction of it, and each piece costs a pass over
-/// all parameters.
+/// Number of pieces into which a state is split. Each piece costs a pass over all parameters.
 const PIECES: usize = 32;
 
 /// Returns the optimizer with the state of only these parameters.
@@ -41,8 +40,8 @@ fn group_of(ids: impl IntoIterator<Item = u64>) -> ParamGroup {
     ParamGroup::from_ids(ids.into_iter().map(ParamId::from).collect())
 }
 
-/// Splits the record of an optimizer as [`OptimizerParts::take`] does, some of the parameters `ids` at a time. The
-/// memory holds the bytes of the whole record, and of one piece once more.
+/// Splits the record of an optimizer as [`OptimizerParts::take`] does, some of the parameters `ids` at a time. Memory
+/// holds the whole record, and a second copy of one piece.
 pub(crate) fn taken_in_pieces(
     optimizer: &ModuleOptimizer,
     ids: &[u64],
@@ -53,7 +52,7 @@ pub(crate) fn taken_in_pieces(
         parts.extend(OptimizerParts::take(&only(&rest, piece.iter().copied()))?);
         rest = without(rest, piece.iter().copied());
     }
-    // State of parameters that were not asked for; the caller finds out which they are.
+    // State of parameters that were not requested; the caller identifies them.
     parts.extend(OptimizerParts::take(&rest)?);
     Ok(parts)
 }
@@ -66,7 +65,7 @@ pub(crate) fn lazily_taken(
     ids: &[u64],
 ) -> Result<OptimizerParts, CheckpointError> {
     let mut parts = OptimizerParts::default();
-    // One for all tensors: it has an entry for each parameter.
+    // All tensors share one clone, because it has an entry for each parameter.
     let shared = Arc::new(optimizer.clone());
     for id in ids {
         let mut own = OptimizerParts::take(&only(optimizer, [*id]))?;
@@ -74,7 +73,7 @@ pub(crate) fn lazily_taken(
         own.tensors = tensors.map(|tensor| lazy(&shared, *id, tensor)).collect();
         parts.extend(own);
     }
-    // State of parameters that were not asked for; the caller finds out which they are.
+    // State of parameters that were not requested; the caller identifies them.
     let rest = without(optimizer.clone(), ids.iter().copied());
     parts.extend(OptimizerParts::take(&rest)?);
     Ok(parts)

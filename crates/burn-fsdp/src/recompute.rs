@@ -10,17 +10,17 @@ use burn_fsdp_spmd::trace::{is_traced, traced_region};
 /// Checkpoint one unit at a time: the full weights of all units in a region exist together in its backward.
 /// With [`ShardPolicy::units`](crate::ShardPolicy::units) `["blocks.*"]`, call it once around each block.
 ///
-/// `module` may be sharded, contain sharded modules, or be plain. `forward` must compute the same both times, and must
-/// capture nothing tracked, since its gradient would be lost; both are errors. Running statistics, such as BatchNorm's,
-/// are updated once. Outside of training, or inside another region, `forward` is simply called. All ranks must call it
-/// alike.
+/// `module` may be sharded, contain sharded modules, or be plain. `forward` must compute the same result both times. It
+/// must capture no tracked tensor, because the tensor's gradient would be lost. Violations are errors. Running
+/// statistics, such as BatchNorm's, are updated once. Outside of training, or inside another region, `forward` is
+/// simply called. All ranks must call it in the same way.
 ///
 /// In the loss of a compiled step the region is a part of the graph. Backward recomputes everything in it except random
 /// numbers, which are kept, and values read outside. Captured tensors have their gradients.
 ///
 /// In the eager engine dropout draws the same numbers twice if each rank is a process. A region draws a seed from
-/// Burn's generator and seeds the generator with it, and again in backward, after which other numbers follow. Where
-/// ranks are threads, which share that one generator, dropout in a region is an error.
+/// Burn's generator and seeds the generator with it, in forward and again in backward. After backward, it gives the
+/// generator a new seed. Where ranks are threads, which share that one generator, dropout in a region is an error.
 ///
 /// # Errors
 ///

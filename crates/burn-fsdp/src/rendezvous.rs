@@ -1,4 +1,4 @@
-//! The meetings of the ranks of a training, to save and to exchange information.
+//! The meetings of the ranks of a training run, to save and to exchange information.
 
 use burn_fsdp_checkpoint::{BoxError, Rendezvous};
 use burn_fsdp_collectives::ProcessGroup;
@@ -40,7 +40,7 @@ impl Rendezvous for GroupRendezvous {
         let all = self.0.exchange("checkpoint, broadcast", own)?;
         all.into_iter()
             .next()
-            .ok_or_else(|| "rank 0 gave nothing to broadcast".into())
+            .ok_or_else(|| "rank 0 provided nothing to broadcast".into())
     }
 }
 

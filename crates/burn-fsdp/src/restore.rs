@@ -16,18 +16,18 @@ use crate::optimizer_record::{kept_in, owner_of};
 use crate::snapshot::ADAPTER_SCALE;
 use crate::tied::Names;
 
-/// Gives a sharded model, and the optimizer that trains it, the state of `step`, whichever ranks saved it.
-/// Each rank reads the bytes that it needs.
+/// Loads `step`, saved by any number of ranks, into a sharded model and its optimizer. Each rank reads only the bytes
+/// that it needs.
 ///
-/// Not collective: if a rank gets an error and continues with the unchanged values, it must ensure that all
-/// do. `optimizer` is configured like the saved one; its state is replaced. It is tried as in
+/// Not collective: if a rank gets an error and continues with the unchanged values, it must ensure that all do.
+/// Configure `optimizer` like the saved one; its state is replaced. It is checked as in
 /// [`snapshot`](crate::checkpoint::snapshot()).
 ///
 /// # Errors
 ///
 /// An optimizer that computes with whole tensors. Tensors of the model that the step lacks or has in another shape;
-/// tensors of the step that the model lacks; adapters of another alpha; damage. Nothing is changed then, in no copy of
-/// the model.
+/// tensors of the step that the model lacks; adapters of another alpha; damage. On an error, no copy of the model is
+/// changed.
 pub fn restore<M: Module>(
     model: M,
     optimizer: ModuleOptimizer,
@@ -36,10 +36,10 @@ pub fn restore<M: Module>(
     restore_training(model, optimizer, step, |_| true)
 }
 
-/// Gives a sharded model those parameters and running states of `step` whose path `is_wanted`, and the optimizer that
-/// trains it all its state, as taken by [`snapshot_matching`](crate::checkpoint::snapshot_matching).
+/// Loads into a sharded model the parameters and running states of `step` that `is_wanted` selects by path, and the
+/// whole state into its optimizer, as taken by [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching).
 ///
-/// Not collective. All ranks must want the same. Otherwise as [`restore`].
+/// Not collective. `is_wanted` must select the same paths on all ranks. Otherwise like [`restore`].
 ///
 /// # Errors
 ///
@@ -56,7 +56,7 @@ pub fn restore_training<M: Module>(
     Ok((restore_matching(model, step, is_wanted)?, optimizer))
 }
 
-/// Gives a sharded model the parameters and running states of `step`.
+/// Loads the parameters and running states of `step` into a sharded model.
 ///
 /// Not collective.
 ///
@@ -67,10 +67,10 @@ pub fn restore_model<M: Module>(model: M, step: &Step) -> Result<M, CheckpointEr
     restore_matching(model, step, |_| true)
 }
 
-/// Gives a sharded model those parameters and running states of `step` whose path `is_wanted`, and leaves the
-/// others unchanged, for example a backbone without its head.
+/// Loads the parameters and running states of `step` that `is_wanted` selects by path into a sharded model, for example
+/// a backbone without its head. Leaves the others unchanged.
 ///
-/// Not collective. All ranks must want the same.
+/// Not collective. `is_wanted` must be equal on all ranks.
 ///
 /// # Errors
 ///
@@ -130,7 +130,7 @@ pub(crate) fn region_of(tensor: &LocalTensor) -> Region {
     Region::Flat(tensor.range())
 }
 
-/// Gives an optimizer this rank's part of the states of a step, for the parameters whose path `is_wanted`.
+/// Loads this rank's part of a step's states into an optimizer, for the parameters that `is_wanted` selects by path.
 pub(crate) fn restore_optimizer<M: Module>(
     model: &M,
     state: &[LocalTensor],

@@ -13,8 +13,7 @@ pub fn loss_scale(scaler: &LossScaler) -> LossScale {
     }
 }
 
-/// Returns a loss scaler with the state that it had when `step` was saved, or unchanged if nothing scaled the loss
-/// then.
+/// Returns a loss scaler with the state that it had when `step` was saved, or unchanged if the loss was not scaled.
 #[must_use]
 pub fn restore_scaler(scaler: LossScaler, step: &Step) -> LossScaler {
     match saved_scale(step) {
@@ -23,7 +22,7 @@ pub fn restore_scaler(scaler: LossScaler, step: &Step) -> LossScaler {
     }
 }
 
-/// Returns the scale of the loss in a saved step, if something scaled it.
+/// Returns the loss scale of a saved step, if it has one.
 pub(crate) fn saved_scale(step: &Step) -> Option<LossScalerState> {
     let saved = step.index().training.loss_scale?;
     Some(LossScalerState {

@@ -26,7 +26,7 @@ use crate::tied;
 /// The metadata key for the scale of an adapter, by which the product of its factors is multiplied.
 pub(crate) const ADAPTER_SCALE: &str = "adapter_scale";
 
-/// One rank's part of the state of a training at one moment.
+/// One rank's part of the state of a training run at one moment.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct TrainingSnapshot {
@@ -34,29 +34,28 @@ pub struct TrainingSnapshot {
     pub plan: Arc<WritePlan>,
     /// The bytes. The model's bytes are shared, not copied: training may continue.
     pub snapshot: Snapshot,
-    /// The values other than tensors of the optimizer's state, for
+    /// The non-tensor values of the optimizer's state, for
     /// [`TrainingState::optimizer`](burn_fsdp_checkpoint::TrainingState::optimizer).
     pub optimizer: Value,
 }
 
-/// Takes a snapshot of a sharded model and its optimizer. `mesh` has all ranks that save, and `axis` is the
-/// axis over which the model is sharded.
+/// Takes a snapshot of a sharded model and its optimizer. `mesh` contains all ranks that save, and `axis` is the axis
+/// over which the model is sharded.
 ///
-/// All ranks must take theirs at the same point. Where the policy gives parameters to [one
+/// All ranks must take their snapshots at the same point. If the policy gives parameters to [one
 /// owner](burn_fsdp_shard::ShardPolicy::one_owner), the owners send the others their optimizers' state without
-/// elements; otherwise nothing is communicated. Running states, and all other values that each rank has for itself
-/// (integers, ignored parameters), are stored once: rank 0's. Call [`sync_buffers`](crate::state::sync_buffers)
-/// first, if running states are to be the mean.
+/// elements; otherwise nothing is communicated. Running states, and all other values of which each rank has its own
+/// (integers, ignored parameters), are stored once, from rank 0. To store the mean of running states, call
+/// [`sync_buffers`](crate::state::sync_buffers) first.
 ///
-/// The first time it also tries whether `optimizer` may work on shards, as
+/// The first call also checks whether `optimizer` may work on shards, as
 /// [`check_elementwise`](crate::optim::check_elementwise) does.
 ///
 /// # Errors
 ///
 /// An optimizer that computes with whole tensors; a tensor whose type checkpoints do not support; an optimizer with
-/// state of parameters that are not sharded, which each rank has for itself; state whose type would change when
-/// Burn puts it together ([`CheckpointError::StateType`]), so that a training that cannot be resumed is refused
-/// early.
+/// state of parameters that are not sharded, which differs between ranks; state whose type would change when Burn
+/// reassembles it ([`CheckpointError::StateType`]), because the training run could not be resumed.
 pub fn snapshot<M: Module>(
     model: &M,
     optimizer: &ModuleOptimizer,
@@ -66,11 +65,11 @@ pub fn snapshot<M: Module>(
     snapshot_matching(model, optimizer, mesh, axis, |_| true)
 }
 
-/// Takes a snapshot of those tensors of a sharded model whose path `is_wanted`, and of the optimizer's state for them,
-/// for example of adapters without the frozen weights; [`restore_training`](crate::checkpoint::restore_training)
-/// restores it.
+/// Takes a snapshot of the tensors of a sharded model that `is_wanted` selects by path, and of the optimizer's state
+/// for them, for example of adapters without the frozen weights.
+/// [`restore_training`](crate::internals::checkpoint::restore_training) restores it.
 ///
-/// All ranks must want the same. Otherwise as [`snapshot`].
+/// `is_wanted` must select the same paths on all ranks. Otherwise like [`snapshot`].
 ///
 /// # Errors
 ///
@@ -99,7 +98,7 @@ pub(crate) struct States {
     pub(crate) are_in: Store,
 }
 
-/// The storage of the states' elements until they are in a step.
+/// The storage of the states' elements until they are written to a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Store {
     Memory,
@@ -127,7 +126,7 @@ pub(crate) fn of_states<M: Module>(
     if held.are_in == Store::Files {
         add_empty(model, &mut states, &locals)?;
     }
-    // After the collective work of all ranks: only its owner has an owner's state.
+    // After the collective work of all ranks, because only an owner has the state of its parameters and may fail here.
     check_taken(optimizer, parts)?;
     let mut taken = Tensors {
         place: Ranks { mesh, axis },
@@ -162,7 +161,7 @@ pub(crate) fn of_states<M: Module>(
     })
 }
 
-/// Bytes of any owner, for the checkpoint's snapshot.
+/// A buffer of any type that owns bytes, for the checkpoint's snapshot.
 pub(crate) struct Elements<T>(pub(crate) T);
 
 impl AsRef<[u8]> for Elements<Source> {
@@ -212,7 +211,7 @@ impl Tensors<'_> {
         Ok(())
     }
 
-    /// Adds a tensor of the optimizer's state of the parameter `local`; `own` is this rank's part.
+    /// Adds a tensor of the optimizer state of parameter `local`; `own` is this rank's part.
     fn add_state(
         &mut self,
         local: &LocalTensor,
@@ -292,7 +291,7 @@ impl Ranks<'_> {
         })
     }
 
-    /// Returns the layout with which a tensor is listed: its parameter's. A tensor with one owner has one part.
+    /// Returns the layout of a tensor in the snapshot, which is its parameter's. A tensor with one owner has one part.
     fn layout_of(&self, local: &LocalTensor) -> Result<Layout, CheckpointError> {
         let LocalPart::Shard { partition, .. } = &local.part else {
             return Ok(Layout::replicated(self.mesh));

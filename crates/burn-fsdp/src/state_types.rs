@@ -1,4 +1,4 @@
-//! The types of an optimizer's state, tried before a training that could not be resumed.
+//! A check of the types of an optimizer's state, before a training run that could not be resumed.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -10,8 +10,8 @@ use burn_fsdp_shard::{LocalId, Probe, local_ids, local_state};
 use crate::error::CheckpointError;
 use crate::optimizer_record::{OptimizerParts, check_taken};
 
-/// Checks that an optimizer gets its future state of a model back in the same types. It makes a step with one element
-/// of each parameter whose type differs from the type in which Burn creates states.
+/// Checks that an optimizer's state can be restored in the same types. It runs a step on one element of each parameter
+/// whose type differs from the type in which Burn creates states.
 ///
 /// # Errors
 ///
@@ -39,7 +39,7 @@ pub(crate) fn check_state_types<M: Module>(
         let probe = Probe::new(path, Param::initialized(*id, value));
         let mut tried = optimizer.clone();
         let step = AssertUnwindSafe(|| drop(tried.step(0.0, probe, gradients)));
-        // An optimizer that does not accept a single element shows nothing here; its state is checked when it is
+        // An optimizer that does not accept a single element cannot be checked here; its state is checked when it is
         // saved.
         if catch_unwind(step).is_ok() {
             optimizer = tried;

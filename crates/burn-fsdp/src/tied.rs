@@ -26,8 +26,8 @@ pub(crate) struct Names(Vec<String>);
 
 impl Names {
     /// Finds the names under which `step` has the parameter with the path `path` and the other paths `tied`. If it has
-    /// none of them, it may have a parameter that was shared with it. Otherwise the name is the path, which the step
-    /// lacks.
+    /// none of them, it may list one of them among the other paths of a parameter, whose name is then the result.
+    /// Otherwise the name is the path, which the step lacks.
     pub(crate) fn of<S: AsRef<str>>(step: &Step, path: &str, tied: &[S]) -> Self {
         let own: Vec<_> = std::iter::once(path)
             .chain(tied.iter().map(AsRef::as_ref))
@@ -66,7 +66,7 @@ impl Names {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Tied`] if the step has different values there under another of the names; damage.
+    /// [`CheckpointError::Tied`] if the step has different values there under another name; damage.
     pub(crate) fn read(&self, step: &Step, region: &Region) -> Result<Vec<u8>, CheckpointError> {
         let bytes = step.read(self.first(), region)?;
         for other in self.all().skip(1) {

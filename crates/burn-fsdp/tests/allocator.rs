@@ -29,7 +29,7 @@ fn of_a_tensor() -> u64 {
 }
 
 #[test]
-fn what_is_freed_is_used_again_without_faults() {
+fn freed_memory_is_reused_without_page_faults() {
     // The largest tensor that glibc's own setting may keep is smaller.
     of_a_tensor();
     if of_a_tensor() < PAGES / 2 {

@@ -136,7 +136,7 @@ fn plainly(name: &str) -> Vec<f64> {
 
 /// The work of a process for one type; nothing without a type.
 #[test]
-fn in_the_type_that_is_asked_for() {
+fn in_the_requested_type() {
     let dtype = match env::var(TYPE).as_deref() {
         Ok("f64") => FloatDType::F64,
         Ok("bf16") => FloatDType::BF16,
@@ -170,11 +170,11 @@ fn in_the_type_that_is_asked_for() {
 }
 
 #[test]
-fn states_come_back_in_the_default_type_of_the_device() {
+fn states_are_restored_in_the_default_type_of_the_device() {
     for dtype in ["f64", "bf16", "f16"] {
         let mut command = Command::new(env::current_exe().expect("this test"));
         let command = command
-            .args(["--exact", "in_the_type_that_is_asked_for"])
+            .args(["--exact", "in_the_requested_type"])
             .env(TYPE, dtype);
         let done = command.output().expect("starts");
         let text = String::from_utf8_lossy(&done.stdout);

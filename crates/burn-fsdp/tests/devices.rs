@@ -4,7 +4,8 @@
 use burn::backend::{Cube, DispatchDevice};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, DeviceKind, Int, Tensor, TensorData};
-use burn_fsdp::compile::{Mode, compile_on};
+use burn_fsdp::compile::Mode;
+use burn_fsdp::internals::compile::compile_on;
 use burn_fsdp::{Error, LaunchConfig, ProcessGroup, Strategy, launch};
 use burn_fsdp_models::{Gpt, GptConfig};
 

@@ -8,7 +8,8 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::{Device, Tensor};
-use burn_fsdp::checkpoint::{Checkpoints, GroupRendezvous, SaveRequest, TrainingState, save_step};
+use burn_fsdp::checkpoint::Checkpoints;
+use burn_fsdp::internals::checkpoint::{GroupRendezvous, SaveRequest, TrainingState, save_step};
 use burn_fsdp::optim::FileBackedOptimizer;
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard,
@@ -160,7 +161,7 @@ impl burn::module::ModuleMapper for Ramp {
 }
 
 #[test]
-fn the_same_bits_as_with_the_plain_optimizer() {
+fn results_match_the_plain_optimizer_bit_for_bit() {
     let _turn = alone();
     // With one row, some ranks hold nothing of the weights, and with sharded vectors nothing of the unit.
     let cases = [(1, 7), (2, 7), (3, 7), (2, 1), (3, 1)];
@@ -217,8 +218,8 @@ fn shards(net: &Net) -> Vec<u32> {
 }
 
 /// Runs steps `from..until` with the optimizer in memory, or in files of `scratch`, from the newest step in `folder`,
-/// and saves there again. With files, a step is made between the snapshot and its save, which must not affect the save.
-fn saved_and_gone_on(
+/// and saves there again. With files, a step runs between the snapshot and its save, which must not affect the save.
+fn saved_and_resumed(
     (ranks, side): (usize, usize),
     folder: &Path,
     scratch: Option<&Path>,
@@ -271,13 +272,13 @@ fn saved_and_gone_on(
 }
 
 /// State moves from files to files, to memory and back, on other ranks, some of which hold nothing. The result has the
-/// bits of a training in memory that never stopped. Nothing is left in the folders of the files.
+/// bits of a training run in memory that never stopped. Nothing is left in the folders of the files.
 #[test]
 fn steps_are_saved_from_files_and_read_into_them() {
     let _turn = alone();
     for side in [7, 1] {
         let whole = tempfile::tempdir().expect("a folder");
-        let want = saved_and_gone_on((2, side), whole.path(), None, 9);
+        let want = saved_and_resumed((2, side), whole.path(), None, 9);
         for legs in [
             [true, true, true],
             [true, false, true],
@@ -289,7 +290,7 @@ fn steps_are_saved_from_files_and_read_into_them() {
             for (leg, (ranks, in_files)) in [2, 4, 2].into_iter().zip(legs).enumerate() {
                 let scratch = in_files.then_some(scratch.path());
                 let until = 3 * (leg as u64 + 1);
-                got = saved_and_gone_on((ranks, side), folder.path(), scratch, until);
+                got = saved_and_resumed((ranks, side), folder.path(), scratch, until);
             }
             assert_eq!(got, want, "{legs:?} of {side} rows");
             let left = std::fs::read_dir(scratch.path()).expect("there").count();
@@ -301,7 +302,7 @@ fn steps_are_saved_from_files_and_read_into_them() {
 /// The memory holds one tensor of the state at a time while it is saved, and one unit's state while it is
 /// read.
 #[test]
-fn the_state_is_not_in_memory_while_it_is_saved_and_read() {
+fn saving_and_reading_keep_the_state_out_of_memory() {
     let _turn = alone();
     let scratch = tempfile::tempdir().expect("a folder");
     let path = scratch.path().to_owned();
@@ -372,7 +373,7 @@ fn a_file_that_changes_in_one_bit_ends_the_step() {
     });
     for said in says.into_iter().flatten() {
         let text = said.expect_err("other bytes");
-        assert!(text.contains("not those that were written"), "{text}");
+        assert!(text.contains("changed after they were written"), "{text}");
     }
 }
 
@@ -402,7 +403,7 @@ fn a_folder_of_another_run_is_refused() {
     let own = FileBackedOptimizer::new(optimizer(), folder.path(), 0).expect("free");
     assert_eq!(std::fs::read_dir(&rank).expect("there").count(), 0);
     let message = refused();
-    assert!(message.contains("under way"), "{message}");
+    assert!(message.contains("another run is using it"), "{message}");
     drop(own);
     FileBackedOptimizer::clean(folder.path(), 0).expect("nothing is there");
     assert!(!rank.exists());
@@ -411,7 +412,7 @@ fn a_folder_of_another_run_is_refused() {
 /// Large enough that a product's own memory, which depends on the machine's caches, is small in comparison.
 const NUM_LAYERS: usize = 48;
 const SIDE: usize = 256;
-/// Bytes of the parameters.
+/// Size of the parameters in bytes.
 const PARAMETERS: usize = NUM_LAYERS * (SIDE * SIDE + SIDE) * size_of::<f32>();
 /// Bytes of the optimizer's state: three values for each parameter.
 const STATE: usize = 3 * PARAMETERS;
@@ -443,7 +444,7 @@ fn peak(folder: Option<&Path>) -> usize {
 }
 
 #[test]
-fn a_model_trains_whose_optimizer_state_exceeds_the_memory_allowed() {
+fn optimizer_state_may_exceed_the_memory_limit() {
     let _turn = alone();
     let folder = tempfile::tempdir().expect("a folder");
     let with_files = peak(Some(folder.path()));

@@ -11,18 +11,18 @@ use burn::nn::loss::{MseLoss, Reduction};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor, activation};
-use burn_fsdp::collectives::{Check, Fingerprint};
-use burn_fsdp::compile::passes::schedule::Options;
-use burn_fsdp::compile::{Mode, compile};
-use burn_fsdp::optim::SealedOptimizer;
-use burn_fsdp::state::{BufferSync, full_state, moving_average, sync_buffers};
-use burn_fsdp::testing::{At, Fault, How};
+use burn_fsdp::compile::{Mode, Options, compile};
+use burn_fsdp::internals::collectives::Fingerprint;
+use burn_fsdp::internals::optim::SealedOptimizer;
+use burn_fsdp::internals::state::full_state;
+use burn_fsdp::internals::testing::{At, Fault, How};
+use burn_fsdp::state::{BufferSync, moving_average, sync_buffers};
 use burn_fsdp::{
-    Clip, Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, backward,
-    catch, clip_grad_norm, fully_shard, launch, no_sync, resume, save,
+    Check, Clip, Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy,
+    backward, catch, clip_grad_norm, fully_shard, launch, no_sync, resume, save,
 };
 
-/// Steps of a training in which a bit flips.
+/// Steps of a training run in which a bit flips.
 const STEPS: u64 = 4;
 
 #[derive(Module, Debug)]
@@ -66,7 +66,7 @@ fn batch(step: u64, rank: usize, device: &Device) -> (Tensor<2>, Tensor<2>) {
     (of(30, 1.7).reshape([6, 5]), of(18, 0.9).reshape([6, 3]))
 }
 
-/// The settings of a training.
+/// The settings of a training run.
 #[derive(Debug, Clone, Copy)]
 struct Training {
     is_compiled: bool,
@@ -184,7 +184,7 @@ impl Training {
     }
 
     fn compiled(&self, world: &ProcessGroup) -> Result<(), String> {
-        let text = |error: burn_fsdp::compile::Error| error.to_string();
+        let text = |error: burn_fsdp::internals::compile::Error| error.to_string();
         let mode = match self.num_replicas {
             1 => Mode::data_parallel(world.clone(), self.strategy),
             _ => {
@@ -300,7 +300,7 @@ impl Flip {
         }
     }
 
-    /// Returns true if such a training has such a value.
+    /// Returns true if such a training run has such a value.
     fn is_possible(&self) -> bool {
         let Training {
             is_compiled,
@@ -320,7 +320,7 @@ impl Flip {
     /// The words by which an error names the value.
     fn words(&self) -> &'static [&'static str] {
         match (self.fault.at, self.training.is_compiled) {
-            (At::Collective, _) => &["got other bytes"],
+            (At::Collective, _) => &["received different bytes"],
             (At::Shard, false) => &["the shard of `", "the parameter of `"],
             (At::Shard, true) => &["parameter "],
             (At::Weight, false) => &["the full parameter of `"],
@@ -338,8 +338,8 @@ impl Flip {
     fn problem(&self) -> Option<String> {
         let Fault { rank, step, at, .. } = self.fault;
         let by_rank = match at {
-            At::Collective => format!("other bytes of rank {rank} for tensor"),
-            _ => format!("rank {rank} finds other bytes in "),
+            At::Collective => format!("than rank {rank} passed to the call"),
+            _ => format!("rank {rank} found that the bytes of "),
         };
         let says = self.training.train(Some(self.fault));
         let problem = says.into_iter().enumerate().find_map(|(own, said)| {
@@ -450,7 +450,7 @@ fn a_shard_that_flips_in_an_evaluation_is_named_on_any_number_of_ranks() {
         for (before, after) in launch(config, body).expect("ranks that return") {
             before.expect("no flip yet");
             let text = after.expect_err("a flip");
-            let names = format!("rank {last} finds other bytes in the shard of `");
+            let names = format!("rank {last} found that the bytes of the shard of `");
             assert!(text.contains(&names), "{num_ranks} ranks: {text}");
         }
     }

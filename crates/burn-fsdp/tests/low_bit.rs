@@ -1,4 +1,4 @@
-//! States of an optimizer in fewer bits: those of one rank to the bit, wherever they are cut, saved and resumed.
+//! Optimizer states in fewer bits: bit for bit those of one rank, however they are cut, saved and resumed.
 
 #[path = "common/fixed.rs"]
 mod fixed;
@@ -16,11 +16,10 @@ use burn::optim::{
 };
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_fsdp::compile::{Mode, compile};
-use burn_fsdp::optim::{
-    LowBitOptimizer, STATE_BLOCK, StateFormat, check_elementwise, check_same_optimizer,
-};
+use burn_fsdp::internals::optim::check_same_optimizer;
+use burn_fsdp::internals::state::{LocalPart, full_state, local_ids, local_state};
+use burn_fsdp::optim::{LowBitOptimizer, StateFormat, check_elementwise};
 use burn_fsdp::sharding::Cut;
-use burn_fsdp::state::{LocalPart, full_state, local_ids, local_state};
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, catch,
     fully_shard, launch, resume, save,
@@ -32,7 +31,7 @@ use crate::fixed::Fixed;
 #[global_allocator]
 static HEAP: PeakAlloc = PeakAlloc;
 
-/// One test after the other: the heap is everybody's.
+/// Runs tests one at a time, because they share the heap.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -40,7 +39,7 @@ fn alone() -> MutexGuard<'static, ()> {
 
 const FORMATS: [StateFormat; 2] = [StateFormat::Bf16, StateFormat::Block8];
 
-/// Of less than a block, of some blocks and a part, and vectors.
+/// Parameters of less than a block and of several blocks and a part, and vectors.
 #[derive(Module, Debug)]
 struct Net {
     first: Linear,
@@ -68,7 +67,7 @@ impl Net {
 }
 
 fn net(device: &Device) -> Net {
-    // Burn's generator is one for all tests of this process.
+    // All tests of this process share Burn's generator.
     Net::new(device).map(&mut Fixed(0))
 }
 
@@ -84,7 +83,7 @@ fn policy(format: StateFormat, cut: Cut) -> ShardPolicy {
     let policy = ShardPolicy::new().units(["second"]).shard_vectors(true);
     match format {
         StateFormat::Bf16 => policy.cut(cut),
-        StateFormat::Block8 => policy.cut(Cut::Multiples(STATE_BLOCK)),
+        StateFormat::Block8 => policy.cut(Cut::Multiples(StateFormat::BLOCK)),
     }
 }
 
@@ -96,7 +95,7 @@ fn on_ranks<T: Send + 'static>(
     launch(config, body).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// The gradient of an element: of all sizes, zeros among them, and another one in each step.
+/// An element's gradient: of all sizes, including zero, and different in each step.
 fn gradient(path: &str, element: usize, step: u64) -> f32 {
     let seed = path
         .bytes()
@@ -109,8 +108,8 @@ fn gradient(path: &str, element: usize, step: u64) -> f32 {
 /// Values by path.
 type Params = BTreeMap<String, Vec<f32>>;
 
-// The oracle: the same update by Burn's bare optimizer on whole tensors in 32 bits, with states that are rounded by what is
-// written here, from the documentation alone.
+// The oracle makes the same update with Burn's plain optimizer on whole tensors in 32 bits. The code here rounds its states, and is
+// written only from the documentation.
 
 fn mixed(word: u64) -> u64 {
     let word = word.wrapping_add(0x9E37_79B9_7F4A_7C15);
@@ -127,7 +126,7 @@ fn draw(name: &str, roundings: u64, element: usize) -> u32 {
     (mixed(seed ^ element as u64) >> 32) as u32
 }
 
-/// Of 8 bits of precision, by arithmetic.
+/// Rounds to 8 bits of precision by arithmetic.
 fn rounded_to_bf16(value: f32, draw: u32) -> f32 {
     let size = f64::from(value.abs());
     if size == 0.0 {
@@ -194,7 +193,7 @@ fn rounded_to_levels(values: &[f32], name: &str, roundings: u64) -> Vec<f32> {
     rounded
 }
 
-/// A state whose tensors are rounded.
+/// Rounds a state's tensors.
 fn rounded<S: RecordState>(state: &S, format: StateFormat, roundings: u64) -> S {
     let mut sink = StateSink::default();
     state.state_flatten("", &mut sink);
@@ -256,7 +255,7 @@ fn oracle<O: Optimizer>(optimizer: &O, format: StateFormat, steps: u64) -> Param
     params
 }
 
-/// The gradients of what this rank holds.
+/// The gradients of the elements that this rank holds.
 fn gradients(net: &Net, step: u64) -> Result<GradientsParams, Error> {
     let mut gradients = GradientsParams::new();
     for (local, id) in local_state(net)?.into_iter().zip(local_ids(net)?) {
@@ -283,7 +282,7 @@ fn gradients(net: &Net, step: u64) -> Result<GradientsParams, Error> {
     Ok(gradients)
 }
 
-/// Collective.
+/// The whole parameters. All ranks must call it.
 fn whole(net: &Net) -> Result<Params, Error> {
     let mut params = Params::new();
     full_state(net, |tensor| {
@@ -294,7 +293,7 @@ fn whole(net: &Net) -> Result<Params, Error> {
     Ok(params)
 }
 
-/// From what is in the first folder, up to `until` steps, and saved in the second. Rank 0's parameters.
+/// Resumes from the first folder, trains up to `until` steps and saves in the second. Returns rank 0's parameters.
 fn trained<O: Optimizer>(
     optimizer: &O,
     format: StateFormat,
@@ -347,7 +346,7 @@ fn momentum() -> Sgd {
         .build()
 }
 
-fn is_that_of_one_rank<O: Optimizer>(optimizer: &O, name: &str) {
+fn assert_matches_one_rank<O: Optimizer>(optimizer: &O, name: &str) {
     for format in FORMATS {
         let want = oracle(optimizer, format, 6);
         let exact = oracle_in_32_bits(optimizer, 6);
@@ -385,15 +384,15 @@ fn oracle_in_32_bits<O: Optimizer>(optimizer: &O, steps: u64) -> Params {
 }
 
 #[test]
-fn bits_are_those_of_one_rank() {
+fn results_match_one_rank_bit_for_bit() {
     let _alone = alone();
-    is_that_of_one_rank(&adamw(), "AdamW");
-    is_that_of_one_rank(&momentum(), "SGD");
+    assert_matches_one_rank(&adamw(), "AdamW");
+    assert_matches_one_rank(&momentum(), "SGD");
 }
 
-/// Saved in 32 bits, cut otherwise and rounded again: the same values.
+/// States that are saved in 32 bits, cut differently and rounded again keep their values.
 #[test]
-fn steps_are_resumed_on_other_ranks_with_their_bits() {
+fn steps_resume_on_other_ranks_bit_for_bit() {
     let _alone = alone();
     for format in FORMATS {
         let want = oracle(&adamw(), format, 8);
@@ -403,7 +402,7 @@ fn steps_are_resumed_on_other_ranks_with_their_bits() {
         for (until, ranks, cut, folders) in [
             (2, 2, Cut::Elements, [first, first]),
             (3, 3, Cut::Dims, [first, first]),
-            // Saved again before a step is made.
+            // Saved again without a step.
             (3, 4, Cut::Elements, [first, second]),
             (5, 1, Cut::Elements, [second, second]),
             (8, 4, Cut::Elements, [second, second]),
@@ -414,9 +413,9 @@ fn steps_are_resumed_on_other_ranks_with_their_bits() {
     }
 }
 
-/// The states of another kind are not taken in silence.
+/// States of another kind are not accepted silently.
 #[test]
-fn an_optimizer_without_it_refuses_the_states() {
+fn a_plain_optimizer_rejects_low_bit_states() {
     let _alone = alone();
     let folder = tempfile::tempdir().expect("a folder");
     let (format, ranks) = (StateFormat::Block8, (2, Cut::Elements));
@@ -433,7 +432,7 @@ fn an_optimizer_without_it_refuses_the_states() {
     }
 }
 
-/// By all ranks, also by one whose own shard divides no block.
+/// Even a rank whose own shard divides no block rejects them.
 #[test]
 fn shards_that_divide_a_block_are_refused_by_all_ranks() {
     let _alone = alone();
@@ -448,7 +447,10 @@ fn shards_that_divide_a_block_are_refused_by_all_ranks() {
         Ok(refused.expect_err("blocks in two shards").to_string())
     });
     for message in refused {
-        assert!(message.contains("Cut::Multiples(STATE_BLOCK)"), "{message}");
+        assert!(
+            message.contains("Cut::Multiples(StateFormat::BLOCK)"),
+            "{message}"
+        );
         assert!(
             message.contains("`first.weight` has 333 elements in 4 shards of 84"),
             "{message}"
@@ -456,7 +458,7 @@ fn shards_that_divide_a_block_are_refused_by_all_ranks() {
     }
 }
 
-/// Stored in 16 bits, its states would be, too.
+/// Parameters in 16 bits would also have states in 16 bits.
 #[test]
 fn states_of_other_types_are_refused() {
     let _alone = alone();
@@ -470,7 +472,7 @@ fn states_of_other_types_are_refused() {
 }
 
 #[test]
-fn compiled_steps_refuse_it_by_name() {
+fn compiled_steps_reject_low_bit_optimizers() {
     let _alone = alone();
     let refused = on_ranks(1, |world| {
         let mode = Mode::data_parallel(world, burn_fsdp::Strategy::FullShard);
@@ -490,9 +492,9 @@ fn compiled_steps_refuse_it_by_name() {
     assert!(refused[0].contains("LowBitOptimizer"), "{}", refused[0]);
 }
 
-/// Half and a quarter of what the states of AdamW are in 32 bits.
+/// Half and a quarter of AdamW's states in 32 bits.
 #[test]
-fn states_take_a_half_and_a_quarter() {
+fn states_shrink_to_a_half_and_a_quarter() {
     let _alone = alone();
     const SIDE: usize = 1024;
     let wide = 2 * 4 * SIDE * SIDE;
@@ -529,15 +531,15 @@ fn second_moment<S: RecordState>(state: &S) -> Vec<f32> {
     data.try_to_vec().expect("floats")
 }
 
-/// Rounded to the nearest it would stay at a third of where it goes: each step adds less than half of a step of the type.
+/// With rounding to nearest it would stop at a third of its limit, where each step adds less than half of the type's resolution.
 #[test]
-fn an_average_reaches_what_it_averages() {
+fn averages_converge_despite_rounding() {
     let _alone = alone();
     for format in FORMATS {
         let optimizer = LowBitOptimizer::new(AdamWConfig::new().build(), format);
         let mut value = Tensor::<1>::zeros([512], &Device::flex());
         let gradient = Tensor::<1>::ones([512], &Device::flex());
-        // The largest of its block does not stand still with the others.
+        // The gradients differ, because the largest element of a block never stands still.
         let scales: Vec<f32> = (0..512).map(|i| 0.5 + (i % 16) as f32 / 32.0).collect();
         let gradient =
             gradient * Tensor::from_data(TensorData::new(scales.clone(), [512]), &Device::flex());
@@ -556,9 +558,9 @@ fn an_average_reaches_what_it_averages() {
     }
 }
 
-/// A loss like that of 32 bits.
+/// The loss is similar to training in 32 bits.
 #[test]
-fn a_training_comes_as_far_as_in_32_bits() {
+fn the_loss_falls_as_far_as_in_32_bits() {
     let _alone = alone();
     let run = |optimizer: fn() -> ModuleOptimizer| {
         let losses = on_ranks(2, move |world| {

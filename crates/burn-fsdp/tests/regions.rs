@@ -10,9 +10,8 @@ use burn::nn::{BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Linear, Linea
 use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::activation::gelu;
 use burn::tensor::{Device, Tensor, TensorData};
-use burn_fsdp::compile::graph::Phase;
-use burn_fsdp::compile::passes::schedule::Options;
-use burn_fsdp::compile::{Mode, compile};
+use burn_fsdp::compile::{Mode, Options, compile};
+use burn_fsdp::internals::compile::graph::Phase;
 use burn_fsdp::state::into_record;
 use burn_fsdp::{
     Error, LaunchConfig, ProcessGroup, ShardPolicy, Strategy, backward, catch, fully_shard, launch,
@@ -163,7 +162,7 @@ fn tensors(module: &Net) -> Tensors {
     reader.1
 }
 
-/// A rank's record of a training: by step the loss, the dropout mask of each block, and the tensors after it.
+/// A rank's record of a training run: by step the loss, the dropout mask of each block, and the tensors after it.
 struct Seen {
     losses: Vec<f32>,
     masks: Vec<Vec<TensorData>>,
@@ -334,7 +333,7 @@ fn policies() -> [ShardPolicy; 3] {
 
 /// The mask of a region is the same in backward, and its BatchNorm counts a batch once.
 #[test]
-fn dropout_is_drawn_again_the_same_where_a_process_is_a_rank() {
+fn dropout_repeats_its_mask_if_each_rank_is_a_process() {
     let _alone = alone();
     for policy in policies() {
         let seen = trained(&ProcessGroup::solo(), 0.4, &policy).expect("trains");
@@ -372,7 +371,7 @@ fn dropout_is_refused_where_ranks_are_threads() {
     let said = said
         .expect_err("two ranks draw from one generator")
         .to_string();
-    assert!(said.contains("must be deterministic"), "{said}");
+    assert!(said.contains("make regions deterministic"), "{said}");
 }
 
 /// Running states are updated once, on every rank by its own batches.

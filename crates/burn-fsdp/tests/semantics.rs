@@ -21,11 +21,11 @@ fn file_of(binary: &str, module: Option<&str>) -> PathBuf {
         "cli" => crates.join(format!("cli/tests/cli/{module}.rs")),
         other => {
             let tests = crates.join(format!("{other}/tests"));
-            let file = tests.join(format!("{module}.rs"));
-            match file.exists() {
-                true => file,
-                false => tests.join(format!("{module}/main.rs")),
-            }
+            // The tests of a crate's file, in a binary of its own or together with others.
+            let files = ["{}.rs", "{}/main.rs", "facade/{}.rs"]
+                .map(|form| tests.join(form.replace("{}", module)));
+            let found = files.iter().find(|file| file.exists());
+            found.unwrap_or(&files[0]).clone()
         }
     }
 }
@@ -170,7 +170,7 @@ fn mark(place: &str) -> Option<&'static str> {
 /// A row with a weaker guarantee begins with a mark, however else it is expressed: with another spelling, in the
 /// middle, or by reference to another row.
 #[test]
-fn marks_stand_at_the_beginning() {
+fn weaker_rows_begin_with_a_mark() {
     const SIGNS: [&str; 8] = [
         "weaker",
         "missing",

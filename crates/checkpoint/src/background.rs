@@ -1,4 +1,4 @@
-//! Saving while the training continues.
+//! Saving while training continues.
 
 use std::fmt;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
@@ -9,11 +9,11 @@ use crate::rendezvous::Rendezvous;
 use crate::save::save;
 use crate::{Checkpoints, Error, SaveRequest, Saved, Snapshot};
 
-/// Saves snapshots on a thread of its own, one at a time.
+/// Saves snapshots on a separate thread, one at a time.
 ///
 /// Every rank has one, with its end of a rendezvous that nothing else uses. A failed save does not damage earlier
 /// saves. The next call of [`start`](Self::start), [`poll`](Self::poll) or [`wait`](Self::wait) reports it, on every
-/// rank. Dropping the saver waits for the save in progress and only logs its failure.
+/// rank. Dropping the saver waits for the current save and only logs its failure.
 pub struct BackgroundSaver {
     /// Sender of jobs to the thread; taken when the thread is to end.
     jobs: Option<Sender<Box<Job>>>,
@@ -50,7 +50,7 @@ impl BackgroundSaver {
                 let saved = save(&checkpoints, &request, &mut snapshot, &mut *rendezvous);
                 drop(snapshot);
                 if let Err(mpsc_error) = sender.send(saved) {
-                    // Nobody will ask any more, because the saver was dropped.
+                    // Nobody can receive the result, because the saver was dropped.
                     if let Err(error) = mpsc_error.0 {
                         tracing::error!(%error, "a background save failed");
                     }
@@ -92,7 +92,7 @@ impl BackgroundSaver {
         Ok(last)
     }
 
-    /// Returns the result of the save in progress if it is done; `None` if it is not, or if there is none.
+    /// Returns the result of the current save if it is done; `None` if it is not, or if there is none.
     ///
     /// # Errors
     ///
@@ -110,7 +110,7 @@ impl BackgroundSaver {
         result.map(Some)
     }
 
-    /// Waits for the save in progress and returns its result; `None` if there is none.
+    /// Waits for the current save and returns its result; `None` if there is none.
     ///
     /// # Errors
     ///
@@ -123,8 +123,8 @@ impl BackgroundSaver {
         result.map(Some)
     }
 
-    /// Waits as [`wait`](Self::wait) does, but no longer than `patience`. Returns `None` if the save is not done by
-    /// then; the step is still [`pending`](Self::pending).
+    /// Waits like [`wait`](Self::wait), but no longer than `patience`. Returns `None` if the save is not done by then;
+    /// the step is still [`pending`](Self::pending).
     ///
     /// # Errors
     ///
@@ -157,7 +157,7 @@ impl Drop for BackgroundSaver {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            tracing::error!("the thread of background saves panicked");
+            tracing::error!("the background save thread panicked");
         }
     }
 }
@@ -172,6 +172,6 @@ impl fmt::Debug for BackgroundSaver {
 
 /// Returns the error for a thread that ended in a panic, most likely of the rendezvous.
 fn gone(step: u64) -> Error {
-    let reason = "the thread of background saves is gone; make a new saver".to_owned();
+    let reason = "the background save thread has ended; create a new saver".to_owned();
     Error::Panicked { step, reason }
 }

@@ -1,4 +1,4 @@
-//! A folder of steps: lists them, finds the newest good one, removes old ones.
+//! A folder of steps: lists them, finds the newest good one, and removes old ones.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -63,7 +63,7 @@ pub(crate) struct Removal {
 }
 
 impl Checkpoints {
-    /// Returns the checkpoints in a folder of the file system. The first save makes the folder.
+    /// Creates a handle for the checkpoints in a folder of the file system. The first save creates the folder.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self::with_storage(Arc::new(FileSystem), root)
     }
@@ -78,14 +78,14 @@ impl Checkpoints {
         }
     }
 
-    /// Locks the folder against all other runs and saves, as long as this value or a clone of it lives. Makes the
-    /// folder if necessary, locks it, removes the remains of dead runs, and tests whether a step could be written.
-    /// Saves through this value and its clones take turns under that one lock.
+    /// Locks the folder against all other runs and saves, for as long as this value or a clone of it lives. Creates the
+    /// folder if necessary, removes the remains of dead runs, and tests whether a step could be written. Saves through
+    /// this value and its clones take turns under that one lock.
     ///
     /// # Errors
     ///
     /// [`Error::Locked`] if somebody else is working in the folder; [`Error::NotForSteps`] if it is a step or is inside
-    /// one; [`Error::Io`] if it cannot be made or written to.
+    /// one; [`Error::Io`] if it cannot be created or written to.
     pub fn acquire(mut self) -> Result<Self, Error> {
         self.check_is_for_steps()?;
         let made = self.storage.create_dir_all(&self.root);
@@ -98,12 +98,12 @@ impl Checkpoints {
     }
 
     /// Returns true if the folder is locked by [`acquire`](Self::acquire) and the lock excludes others. Some network
-    /// file systems do not support locks. There the users must make sure that no two runs save into one folder.
+    /// file systems do not support locks. On those, users must make sure that no two runs save into one folder.
     pub fn is_exclusive(&self) -> bool {
         self.held.as_ref().is_some_and(|held| held.is_effective())
     }
 
-    /// Refuses a folder for steps that is a step or is inside one: its steps would be mistaken for that step.
+    /// Rejects a folder for steps that is a step or is inside one: its steps would be mistaken for that step.
     pub(crate) fn check_is_for_steps(&self) -> Result<(), Error> {
         match step_around(&*self.storage, &self.root, None) {
             Some(step) => Err(Error::NotForSteps {
@@ -114,7 +114,7 @@ impl Checkpoints {
         }
     }
 
-    /// Makes and removes a hidden folder with a file in it, as a save would.
+    /// Creates and removes a hidden folder with a file in it, as a save would.
     fn try_out(&self) -> Result<(), Error> {
         let path = self.hidden_path(&Hidden::new(0, State::Partial));
         let made = self.storage.create_dir(&path);
@@ -150,10 +150,10 @@ impl Checkpoints {
         self.root.join(hidden.to_string())
     }
 
-    /// Lists the steps that are there, in ascending order. The list is empty if the folder does not exist, or if
-    /// nothing in it has the name of a step.
+    /// Lists the existing steps, in ascending order. The list is empty if the folder does not exist, or if nothing in
+    /// it has the name of a step.
     ///
-    /// The last one is the step that [`newest`](Self::newest) opens. A link or a file is left out if a folder is newer.
+    /// The last one is the step that [`newest`](Self::newest) opens. A link or a file is skipped if a folder is newer.
     ///
     /// # Errors
     ///
@@ -198,7 +198,7 @@ impl Checkpoints {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if the folder holds a step with another number, as a renamed or copied step does;
+    /// [`Error::Invalid`] if the folder holds a step with a different number, as a renamed or copied step does;
     /// [`Error::NotAFolder`] if a link or a file has its name; otherwise as [`Step::open`].
     pub fn open(&self, step: u64) -> Result<Step, Error> {
         let path = self.path(step);
@@ -211,7 +211,7 @@ impl Checkpoints {
             inside => {
                 let own = folder_name::of_step(inside);
                 let problem = format!(
-                    "it is of step {inside}, and not of the {step} of its folder, whose own name is {own}"
+                    "it is step {inside}, but its folder is named for step {step}; rename the folder to {own}"
                 );
                 Err(Error::invalid(&path.join(INDEX_FILE), problem))
             }
@@ -243,8 +243,8 @@ impl Checkpoints {
         Err(Error::NotAFolder { path, found })
     }
 
-    /// Finds the newest good step, and returns the newer steps that it skipped with the reasons. It skips only damaged
-    /// steps: see [`Error::is_damage`].
+    /// Finds the newest good step, and returns it with the newer steps that were skipped and the reasons. It skips only
+    /// damaged steps: see [`Error::is_damage`].
     ///
     /// # Errors
     ///
@@ -298,8 +298,8 @@ impl Checkpoints {
     /// Removes whole steps older than `newest_good`, except the `keep - 1` newest of them. Returns the removed steps,
     /// oldest first.
     ///
-    /// Steps that are newer than `newest_good` or are not whole are neither counted nor removed, because they may be
-    /// all that is left to repair. The same applies to steps that contain foreign files.
+    /// Steps that are incomplete or newer than `newest_good` are neither counted nor removed, because they may be the
+    /// only ones left to repair. The same applies to steps that contain foreign files.
     ///
     /// # Errors
     ///
@@ -332,7 +332,7 @@ impl Checkpoints {
                     self.remove(step)?;
                     removal.removed.push(step);
                 }
-                // Not counted. It was not to be removed, because it is newer than a step that is kept.
+                // Not counted as one of the kept steps. It would not be removed anyway, so it is not reported.
                 Err(_) if left > 0 => {}
                 Err(error) => removal.stays.push(error),
             }
@@ -415,7 +415,7 @@ impl Checkpoints {
         }
     }
 
-    /// Removes the remains of dead runs, under the lock, so nobody else is working in the folder.
+    /// Removes the remains of dead runs, under the lock, so nothing else is working in the folder.
     ///
     /// A remnant that cannot be removed takes space but does no harm. Failing to remove it is only a warning.
     pub(crate) fn clean(&self) -> Result<(), Error> {
@@ -437,7 +437,7 @@ impl Checkpoints {
                 let synced = self.storage.sync_dir(&self.root);
                 synced.map_err(Error::io("sync", &self.root))?;
             } else if let Err(error) = self.storage.remove_tree(&path) {
-                tracing::warn!(path = %path.display(), %error, "cannot remove what a dead run left");
+                tracing::warn!(path = %path.display(), %error, "cannot remove the leftovers of a run that died");
             }
         }
         Ok(())

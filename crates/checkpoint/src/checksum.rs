@@ -3,25 +3,24 @@
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Bytes of a chunk in the files that this version writes.
+/// Size in bytes of a chunk in the files that this version writes.
 ///
 /// Small enough to stay in a core's cache between checksum and copy. It also limits the excess bytes that a rank reads
 /// at the ends of its range. Large enough that the index of a terabyte has only 9 MB.
 pub(crate) const CHUNK_BYTES: u64 = 1 << 20;
 
-/// The chunk sizes that this version reads. The largest bounds the memory that a read allocates for itself.
+/// The chunk sizes that this version reads. The largest one bounds the memory of a read.
 pub(crate) const CHUNK_LIMITS: std::ops::RangeInclusive<u64> = 1..=16 << 20;
 
 /// The CRC-32 of each chunk of a part. The last chunk may be shorter.
 ///
-/// Serialised as one text with 8 hexadecimal digits per chunk, which is half the size of a list of numbers.
+/// Serialized as one text with 8 hexadecimal digits per chunk, which is half the size of a list of numbers.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Checksums(pub Vec<u32>);
 
-/// Bytes of a block that is checksummed and copied at a time. It fits a core's nearest caches.
+/// Size in bytes of a block that is checksummed and copied at a time. It fits the caches closest to a core.
 ///
-/// The checksum finds a block in the cache that was just read, and a write finds a block in the cache that was just
-/// checksummed.
+/// So a block that was just read is still cached for its checksum, and a checksummed block for its write.
 pub(crate) const BLOCK_BYTES: usize = 128 << 10;
 
 /// Computes the CRC-32 (IEEE 802.3) of some bytes.

@@ -19,8 +19,8 @@ use crate::{Error, Step, TensorEntry};
 /// Writes whole tensors of the model into one safetensors file: the tensors for which `write_as` returns a name.
 /// [`max_shard_size`](ConsolidationConfig::max_shard_size) has no effect.
 ///
-/// The file is written under a hidden name and renamed, so it is there completely or not at all. It gets the
-/// permissions of the file that it replaces. At most 16 MiB of tensors are in memory, in addition to
+/// The file is written under a hidden name and renamed, so it appears complete or not at all. It gets the permissions
+/// of the file that it replaces. At most 16 MiB of tensors are in memory, in addition to
 /// [`transpose_bytes`](ConsolidationConfig::transpose_bytes). Optimizer state is never written.
 ///
 /// # Errors
@@ -41,7 +41,7 @@ pub fn consolidate_to_file(
         Some(EntryKind::Dir) => {
             return Err(Error::Argument {
                 argument: "out",
-                expected: "the name of a file, or a size for the files of a folder".to_owned(),
+                expected: "a file unless a maximum file size is set".to_owned(),
                 got: format!("the folder {}", out.display()),
             });
         }
@@ -55,8 +55,8 @@ pub fn consolidate_to_file(
         Some(_) => {
             return Err(Error::Argument {
                 argument: "out",
-                expected: "the name of a plain file, or of none".to_owned(),
-                got: format!("{}, which is no plain file", out.display()),
+                expected: "a plain file or an unused name".to_owned(),
+                got: format!("{}, which is not a plain file", out.display()),
             });
         }
     }
@@ -118,7 +118,7 @@ pub fn consolidate_to_folder(
     if let Some(name) = names.find(|name| !is_plain(name)) {
         return Err(Error::Argument {
             argument: "config",
-            expected: "plain names of files".to_owned(),
+            expected: "plain file names".to_owned(),
             got: format!("{name:?}"),
         });
     }

@@ -23,21 +23,29 @@ pub enum Error {
     },
 
     /// Another run or save is working in the same folder.
-    #[error("{path} is locked by another run or save in the same folder; wait for its end, or give each run a checkpoint folder of its own", path = path.display())]
+    #[error(
+        "{path} is locked by another run or save in the same folder; wait until it ends, or give each run its own \
+         checkpoint folder",
+        path = path.display()
+    )]
     Locked {
         /// The lock file.
         path: PathBuf,
     },
 
     /// A step or an output that already exists.
-    #[error("{path} exists already; choose another name, or, of a file or an empty folder, allow to replace it", path = path.display())]
+    #[error("{path} already exists; choose another name, or allow replacing a file or an empty folder", path = path.display())]
     Exists {
         /// The file or folder in the way.
         path: PathBuf,
     },
 
     /// A file or link that has the name of a step.
-    #[error("{path} has the name of a step but is {found}, and links are not followed; put the step itself there, or give it another name", path = path.display())]
+    #[error(
+        "{path} has the name of a step but is {found}, and links are not followed; put the step itself there, or \
+         rename it",
+        path = path.display()
+    )]
     NotAFolder {
         /// The path with the name of a step.
         path: PathBuf,
@@ -46,7 +54,7 @@ pub enum Error {
     },
 
     /// A folder that would have to be removed but contains something that does not belong to a step.
-    #[error("{path} holds {name:?}, which is no file of a step, and is not removed for that; move it elsewhere", path = path.display())]
+    #[error("{path} cannot be removed because it contains {name:?}, which is not part of a step; move it elsewhere", path = path.display())]
     Foreign {
         /// The folder.
         path: PathBuf,
@@ -55,7 +63,7 @@ pub enum Error {
     },
 
     /// An output inside a step, or with a step's name.
-    #[error("{out} would lie in {step}, or take the name of a step; write it outside of the steps", out = out.display(), step = step.display())]
+    #[error("{out} would be inside {step}, or have the name of a step; write it outside the steps", out = out.display(), step = step.display())]
     InsideStep {
         /// The path of the output.
         out: PathBuf,
@@ -64,7 +72,7 @@ pub enum Error {
     },
 
     /// A folder for steps that is a step, or is inside one.
-    #[error("{path} is no folder for steps, but lies in the saved step {step}; name the folder that has the step", path = path.display(), step = step.display())]
+    #[error("{path} is inside the saved step {step}; give the folder that contains the step", path = path.display(), step = step.display())]
     NotForSteps {
         /// The folder.
         path: PathBuf,
@@ -135,8 +143,8 @@ pub enum Error {
         problem: String,
     },
 
-    /// A size above the limit that this program reads.
-    #[error("{path}: {what} is {got} but at most {limit} is read; if the file is to be trusted, raise the limit", path = path.display())]
+    /// A size above the limit of this reader.
+    #[error("{path}: {what} is {got} but at most {limit} is read; if you trust the file, raise the limit", path = path.display())]
     Limit {
         /// The file.
         path: PathBuf,
@@ -150,14 +158,18 @@ pub enum Error {
 
     // === Requests ===
     /// A folder of checkpoints without a whole step.
-    #[error("{path} has no whole step; save one first or give another folder", path = path.display())]
+    #[error("{path} has no complete step; save one first or give another folder", path = path.display())]
     NoStep {
         /// The folder.
         path: PathBuf,
     },
 
     /// A folder of checkpoints in which every step is damaged.
-    #[error("{path} has {count} steps, and none of them is whole; of the newest: {newest}; repair a step, or start in another folder", path = path.display())]
+    #[error(
+        "{path} has {count} steps, but none of them is complete; the newest: {newest}; repair a step, or start in \
+         another folder",
+        path = path.display()
+    )]
     NoGoodStep {
         /// The folder.
         path: PathBuf,
@@ -168,7 +180,11 @@ pub enum Error {
     },
 
     /// Tensors that the model has and the checkpoint does not.
-    #[error("{path} lacks {count} tensors that the model has: {list}; load it into the model that it was saved from, or leave these out", path = path.display(), count = names.len(), list = list(names))]
+    #[error(
+        "{path} lacks {count} tensors that the model has: {list}; load it into the model that it was saved from, or \
+         exclude these",
+        path = path.display(), count = names.len(), list = list(names)
+    )]
     Missing {
         /// The step.
         path: PathBuf,
@@ -177,7 +193,11 @@ pub enum Error {
     },
 
     /// Tensors that the checkpoint has and the model does not.
-    #[error("{path} has {count} tensors that the model lacks: {list}; load it into the model that it was saved from, or allow for them", path = path.display(), count = names.len(), list = list(names))]
+    #[error(
+        "{path} has {count} tensors that the model lacks: {list}; load it into the model that it was saved from, or \
+         allow them",
+        path = path.display(), count = names.len(), list = list(names)
+    )]
     Unexpected {
         /// The step.
         path: PathBuf,
@@ -186,7 +206,11 @@ pub enum Error {
     },
 
     /// A tensor whose shape differs.
-    #[error("tensor {tensor:?} has shape {got:?} in {path} but {expected:?} in the model; build the model with the configuration that is in the checkpoint", path = path.display())]
+    #[error(
+        "tensor {tensor:?} has shape {got:?} in {path} but {expected:?} in the model; build the model with the \
+         checkpoint's configuration",
+        path = path.display()
+    )]
     Shape {
         /// The step.
         path: PathBuf,
@@ -213,7 +237,7 @@ pub enum Error {
 
     /// A region that a tensor does not have.
     #[error(
-        "tensor {tensor:?} of shape {shape:?} has no {region}: {problem}; ask for elements inside its shape"
+        "tensor {tensor:?} of shape {shape:?} has no {region}: {problem}; request elements inside its shape"
     )]
     Region {
         /// The tensor.
@@ -228,14 +252,14 @@ pub enum Error {
 
     /// Data or a buffer whose size differs from its part's.
     #[error(
-        "{region} of tensor {tensor:?} takes {expected} bytes, but {got} were given; leave padding out"
+        "{region} of tensor {tensor:?} takes {expected} bytes, but {got} were given; leave out padding"
     )]
     Length {
         /// The tensor.
         tensor: String,
         /// The part.
         region: Region,
-        /// Bytes of the part.
+        /// Size of the part in bytes.
         expected: usize,
         /// Bytes given.
         got: usize,
@@ -277,7 +301,8 @@ pub enum Error {
     // === Several ranks ===
     /// Another rank failed to save; nothing was committed.
     #[error(
-        "step {step} was not saved because rank {rank} failed: {reason}; older steps are as they were; see to that failure and save again"
+        "step {step} was not saved because rank {rank} failed: {reason}; older steps are unchanged; fix that \
+         failure and save again"
     )]
     PeerFailed {
         /// The step that was to be saved.
@@ -290,7 +315,7 @@ pub enum Error {
 
     /// The ranks could not communicate.
     #[error(
-        "rank {rank} could not meet the other ranks to save step {step}: {source}; older steps are as they were"
+        "rank {rank} could not meet the other ranks to save step {step}: {source}; older steps are unchanged"
     )]
     Rendezvous {
         /// The step that was to be saved.
@@ -302,9 +327,7 @@ pub enum Error {
     },
 
     /// The thread of a background save panicked.
-    #[error(
-        "saving step {step} in the background panicked: {reason}; older steps are as they were"
-    )]
+    #[error("saving step {step} in the background panicked: {reason}; older steps are unchanged")]
     Panicked {
         /// The step that was to be saved.
         step: u64,
@@ -331,7 +354,7 @@ impl Error {
             | Self::Limit { .. } => true,
             Self::Io { source, .. } => matches!(
                 source.kind(),
-                // `InvalidInput` stands for an entry that is not a regular file.
+                // `InvalidInput` represents an entry that is not a regular file.
                 io::ErrorKind::NotFound
                     | io::ErrorKind::UnexpectedEof
                     | io::ErrorKind::InvalidInput

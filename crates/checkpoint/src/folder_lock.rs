@@ -12,8 +12,8 @@ use crate::storage::{Lock, Storage};
 /// Name of the locked file.
 const LOCK_FILE: &str = ".lock";
 
-/// Time to wait for a lock that somebody else holds before it is an error. A process that was just killed, or another
-/// program's save, has usually ended by then.
+/// Time to wait for a lock that somebody else holds before reporting an error. A process that was just killed, or
+/// another program's save, has usually ended by then.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Time between two attempts to take the lock.
@@ -62,7 +62,7 @@ impl RunLock {
         self.lock.is_effective()
     }
 
-    /// Waits for the run's other saves and removals, and takes the turn.
+    /// Waits for the run's other saves and removals, and acquires the turn.
     pub(crate) fn turn(held: &Arc<Self>, root: &Path) -> Result<FolderLock, Error> {
         wait(root, || {
             let was_busy = held.is_busy.swap(true, Ordering::AcqRel);

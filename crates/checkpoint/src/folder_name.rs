@@ -30,7 +30,7 @@ pub(crate) struct Hidden {
 pub(crate) enum State {
     /// A step that is being saved.
     Partial,
-    /// A whole step that is being replaced by a new one with the same number.
+    /// A complete step that is being replaced with a new one of the same number.
     Replaced,
     /// A step that is being removed.
     Removed,
@@ -49,7 +49,7 @@ impl State {
 }
 
 impl Hidden {
-    /// Makes a name that no folder has yet.
+    /// Creates a name that no folder has yet.
     pub(crate) fn new(step: u64, state: State) -> Self {
         Self {
             step,
@@ -110,7 +110,7 @@ impl TryFrom<String> for Ticket {
         Hidden::parse(&name)
             .filter(|hidden| hidden.state == State::Partial)
             .map(Self)
-            .ok_or_else(|| format!("{name:?} names no folder of a save"))
+            .ok_or_else(|| format!("{name:?} is not the folder of a save"))
     }
 }
 

@@ -10,10 +10,10 @@ use crate::shard_header::LENGTH_BYTES;
 use crate::storage::Memory;
 use crate::{Error, Index, Inspection, Limits, ReadPlan, Region, Step, Verification, shard_header};
 
-/// Maximum bytes of a tensor that is read as a whole.
+/// Maximum size in bytes of a tensor that is read as a whole.
 const MAX_READ_BYTES: u64 = 1 << 20;
 
-/// Reads any bytes as an index. The result is an error, or an index for which plans can be made.
+/// Reads any bytes as an index. The result is an error, or an index for which plans can be created.
 pub fn index(data: &[u8]) -> Result<(), Error> {
     let index = Index::from_json(Path::new(INDEX_FILE), data)?;
     let wholes: Vec<_> = index

@@ -18,7 +18,7 @@ pub(crate) const INDEX_FILE: &str = "index.json";
 /// Name of the file with the checksum of the index.
 pub(crate) const SEAL_FILE: &str = "index.json.crc32";
 
-/// Name of the format, which every index carries.
+/// Name of the format, which every index contains.
 const FORMAT: &str = "burn-fsdp-checkpoint";
 
 /// The version of the format that this crate writes and reads.
@@ -57,7 +57,7 @@ pub struct Index {
 pub struct FileEntry {
     /// Name in the folder of the step.
     pub name: String,
-    /// Bytes of the whole file.
+    /// Size of the whole file in bytes.
     pub bytes: u64,
     /// Bytes before the first tensor.
     pub header_bytes: u64,
@@ -77,7 +77,7 @@ pub struct TensorEntry {
     pub dtype: Dtype,
     /// Kind of the tensor.
     pub kind: TensorKind,
-    /// Layout on the ranks that saved it. It does not determine the positions of the parts.
+    /// Layout on the ranks that saved the tensor. It does not determine the positions of the parts.
     pub layout: Layout,
     /// Additional data that was saved with the tensor.
     pub metadata: Map<String, Value>,
@@ -179,12 +179,12 @@ impl TensorEntry {
         burn_fsdp_mesh::num_elements(&self.shape).unwrap_or(0)
     }
 
-    /// Returns the bytes of one element.
+    /// Returns the size of an element in bytes.
     pub fn item_bytes(&self) -> usize {
         self.dtype.bitsize() / 8
     }
 
-    /// Returns the bytes of the whole tensor.
+    /// Returns the size of the whole tensor in bytes.
     pub fn num_bytes(&self) -> u64 {
         self.num_elements() as u64 * self.item_bytes() as u64
     }
@@ -205,7 +205,7 @@ impl PartEntry {
 
 /// Returns the exact text of the file that seals an index.
 ///
-/// A reader recomputes the text from the index that it finds and compares, so any change of either file is detected.
+/// A reader recomputes the text from the index and compares, so a change to either file is detected.
 pub(crate) fn seal(index_json: &[u8]) -> String {
     format!("{:08x} {}\n", crc32(index_json), index_json.len())
 }
@@ -217,7 +217,7 @@ fn read_mesh<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Mesh, 
     let axes = Vec::<Axis>::deserialize(deserializer)?;
     if axes.len() > MAX_AXES {
         return Err(D::Error::custom(format!(
-            "a mesh of {} axes; at most {MAX_AXES} are read",
+            "the mesh has {} axes, but at most {MAX_AXES} are read",
             axes.len()
         )));
     }

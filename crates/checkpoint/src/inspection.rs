@@ -11,7 +11,7 @@ use crate::{Dtype, FORMAT_VERSION, Step, TensorKind, TrainingState};
 /// The contents of a step, without the elements of its tensors. Prints as a table.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Inspection {
-    /// The folder. In the serialised form, parts that are not UTF-8 are replaced.
+    /// The folder. In the serialized form, parts that are not UTF-8 are replaced.
     #[serde(serialize_with = "as_text")]
     pub path: PathBuf,
     /// Version of the format.
@@ -48,7 +48,7 @@ fn shortened(text: &str) -> String {
 pub struct InspectedFile {
     /// Name.
     pub name: String,
-    /// Bytes of the file.
+    /// Size of the file in bytes.
     pub bytes: u64,
     /// Number of parts in the file.
     pub num_parts: usize,
@@ -65,7 +65,7 @@ pub struct InspectedTensor {
     pub dtype: Dtype,
     /// Shape, in elements.
     pub shape: Vec<usize>,
-    /// Bytes of the whole tensor.
+    /// Size of the whole tensor in bytes.
     pub bytes: u64,
     /// Layout on the ranks that saved it, as displayed.
     pub layout: String,

@@ -12,11 +12,11 @@
 //! | commit | the rename that makes a step visible, when all of it is synced |
 //!
 //! - [`save`] runs a whole save with the other ranks, over any [`Rendezvous`]. [`BackgroundSaver`] does so on a thread
-//!   while the training continues. [`Staging`] and [`write_shard`] are the separate phases, for ranks that communicate
-//!   in another way.
+//!   while training continues. [`Staging`] and [`write_shard`] are the separate phases, for ranks that communicate in
+//!   another way.
 //! - [`Checkpoints`] is a folder of steps. It finds the newest and the newest good step, and removes old ones. A run
 //!   [locks](Checkpoints::acquire) it against others.
-//! - [`Step`] reads any region of any tensor, regardless of the ranks that saved it.
+//! - [`Step`] reads any region of any tensor, whatever ranks saved it.
 //! - [`consolidate_to_file`] and [`consolidate_to_folder`] convert a step to plain safetensors; [`Inspection`] shows
 //!   the contents of a step.
 //!

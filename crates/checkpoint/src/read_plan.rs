@@ -12,12 +12,12 @@ pub struct ReadPlan {
     pub reads: Vec<FileRange>,
 }
 
-/// Bytes of one file.
+/// A range of bytes in one file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileRange {
     /// Index into [`Index::files`].
     pub file: usize,
-    /// Bytes of the file.
+    /// The bytes of that file.
     pub bytes: Range<u64>,
 }
 

@@ -9,7 +9,7 @@ use crate::error::BoxError;
 /// One rank's end of the connection between the ranks that save together.
 ///
 /// A save makes the same calls in the same order on every rank: `broadcast`, `gather`, `broadcast`. If saves run in the
-/// background, implement it over a process group *of its own*: the calls must not mix with the collectives of the
+/// background, implement it over a *separate* process group: the calls must not mix with the collectives of the
 /// training. Calls must end with an error when a peer does not arrive.
 pub trait Rendezvous: Send {
     /// Returns this rank.
@@ -51,7 +51,7 @@ impl Rendezvous for Alone {
     }
 
     fn broadcast(&mut self, bytes: Option<Vec<u8>>) -> Result<Vec<u8>, BoxError> {
-        bytes.ok_or_else(|| "rank 0 gave nothing to broadcast".into())
+        bytes.ok_or_else(|| "rank 0 provided nothing to broadcast".into())
     }
 }
 
@@ -81,8 +81,9 @@ struct Wire {
 }
 
 impl ThreadRendezvous {
-    /// Makes the ends of `world_size` ranks, in rank order. A call fails when a peer has not arrived for `deadline`,
-    /// which must allow for the slowest rank to write its file. It fails at once when a peer's end was dropped.
+    /// Creates the ends of `world_size` ranks, in rank order. A call fails when a peer has not arrived within
+    /// `deadline`, which must allow for the slowest rank to write its file. It fails at once when a peer's end was
+    /// dropped.
     pub fn new(world_size: usize, deadline: Duration) -> Vec<Self> {
         let end = |rank, ends| Self {
             rank,
@@ -121,10 +122,10 @@ impl ThreadRendezvous {
         call: impl FnOnce(&mut Ends, Instant) -> Result<T, String>,
     ) -> Result<T, BoxError> {
         if let Some(failure) = &self.failure {
-            let again = format!("an earlier call failed ({failure}); make a new rendezvous");
+            let again = format!("an earlier call failed ({failure}); create a new rendezvous");
             return Err(again.into());
         }
-        // A deadline beyond the clock's range means none.
+        // A deadline beyond the clock's range has no effect.
         const LONGEST: Duration = Duration::from_secs(1 << 31);
         let until = Instant::now() + self.deadline.min(LONGEST);
         call(&mut self.ends, until).map_err(|problem| {
@@ -166,7 +167,7 @@ impl Rendezvous for ThreadRendezvous {
     fn broadcast(&mut self, bytes: Option<Vec<u8>>) -> Result<Vec<u8>, BoxError> {
         self.guarded(|ends, until| match ends {
             Ends::Root(leaves) => {
-                let bytes = bytes.ok_or("rank 0 gave nothing to broadcast")?;
+                let bytes = bytes.ok_or("rank 0 provided nothing to broadcast")?;
                 // Every remaining rank receives it, even if another rank is gone.
                 let mut sent = Ok(());
                 for (index, leaf) in leaves.iter().enumerate() {
@@ -196,7 +197,7 @@ fn send(to: &Sender<Vec<u8>>, rank: usize, bytes: Vec<u8>) -> Result<(), String>
 fn receive(from: &Receiver<Vec<u8>>, rank: usize, until: Instant) -> Result<Vec<u8>, String> {
     let left = until.saturating_duration_since(Instant::now());
     from.recv_timeout(left).map_err(|error| match error {
-        RecvTimeoutError::Timeout => format!("rank {rank} did not come in time"),
+        RecvTimeoutError::Timeout => format!("rank {rank} did not arrive in time"),
         RecvTimeoutError::Disconnected => format!("rank {rank} has left"),
     })
 }

@@ -18,7 +18,7 @@ use crate::{Checkpoints, Error, Existing, Receipt, Staging, Ticket, TrainingStat
 /// The content of a save in addition to the bytes of the tensors; the same on every rank.
 #[derive(Debug, Clone)]
 pub struct SaveRequest {
-    /// The parts that each rank writes. Made once for a training, and shared by its saves.
+    /// The parts that each rank writes. Created once per training run, and shared by its saves.
     pub plan: Arc<WritePlan>,
     /// State of the training; its step names the folder.
     pub training: TrainingState,
@@ -31,7 +31,7 @@ pub struct SaveRequest {
 }
 
 impl SaveRequest {
-    /// Makes a request that keeps all steps and refuses to replace one.
+    /// Creates a request that keeps all steps and does not replace any.
     pub fn new(plan: Arc<WritePlan>, training: TrainingState) -> Self {
         Self {
             plan,
@@ -43,12 +43,12 @@ impl SaveRequest {
     }
 }
 
-/// A step that was saved: whole, synced and visible. The same on every rank.
+/// A saved step: complete, synced and visible. The same on every rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Saved {
     /// The step.
     pub step: u64,
-    /// Folder of the step. Each rank sets it itself, because a path that is not UTF-8 cannot be sent.
+    /// Folder of the step. Each rank sets it locally, because a path that is not UTF-8 cannot be sent.
     #[serde(skip)]
     pub path: PathBuf,
     /// Older steps that were removed to make room, oldest first.
@@ -69,8 +69,8 @@ struct Failure {
 ///
 /// # Errors
 ///
-/// Fails on every rank if any rank failed: with its own error on the failed rank, and with [`Error::PeerFailed`] on the
-/// others. [`Error::Rendezvous`] if the ranks could not communicate. The folder keeps its earlier contents.
+/// If any rank fails, all ranks fail: the failed rank with its own error, and the others with [`Error::PeerFailed`].
+/// [`Error::Rendezvous`] if the ranks could not communicate. The folder keeps its earlier contents.
 pub fn save(
     checkpoints: &Checkpoints,
     request: &SaveRequest,
@@ -94,7 +94,7 @@ pub fn save(
     };
     let lost = |source: BoxError| Error::Rendezvous { step, rank, source };
 
-    // Rank 0 makes the folder and sends its name.
+    // Rank 0 creates the folder and sends its name.
     let staging = (rank == 0).then(|| {
         guarded(step, || {
             Staging::create(checkpoints, step, request.existing)
@@ -135,7 +135,7 @@ pub fn save(
     // The nearest error is the most specific: this rank's own, then the commit's, then the one received.
     receipt?;
     if let Some(outcome) = outcome {
-        // A committed step is saved, even if not every rank could be told.
+        // A committed step is saved, even if not every rank could be notified.
         return outcome;
     }
     let mut saved: Saved = verdict?.map_err(failed)?;

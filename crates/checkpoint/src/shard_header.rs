@@ -10,7 +10,7 @@ use serde::de::{Error as _, MapAccess, Visitor};
 
 use crate::{Dtype, Error, Limits};
 
-/// Bytes of the number that encodes the length of the header.
+/// Size in bytes of the number that encodes the header's length.
 pub(crate) const LENGTH_BYTES: u64 = 8;
 
 /// A tensor in a safetensors file.
@@ -19,7 +19,7 @@ pub(crate) struct StoredTensor {
     pub(crate) name: String,
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<usize>,
-    /// Bytes of the file.
+    /// Size of the tensor in the file in bytes.
     pub(crate) num_bytes: usize,
 }
 
@@ -50,7 +50,7 @@ pub(crate) fn encode(
     let limit = Limits::default().header_bytes;
     if json.len() as u64 > limit {
         return Err(format!(
-            "its header takes {} bytes, but readers of safetensors take at most {limit}",
+            "its header takes {} bytes, but safetensors readers accept at most {limit}",
             json.len()
         ));
     }
@@ -71,7 +71,7 @@ pub(crate) fn decode(path: &Path, bytes: &[u8], file_bytes: u64) -> Result<Metad
     let mut tensors = parsed.tensors;
     tensors.sort_by_key(|(_, info)| info.data_offsets);
     let metadata = Metadata::new(Some(parsed.metadata), tensors).map_err(|error| {
-        let problem = format!("its header contradicts itself: {error}");
+        let problem = format!("its header is inconsistent: {error}");
         Error::invalid(path, problem)
     })?;
     let end = (bytes.len() as u64).checked_add(metadata.data_len() as u64);

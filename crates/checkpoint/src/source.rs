@@ -19,8 +19,8 @@ pub trait Source {
     ///
     /// # Errors
     ///
-    /// Any error of the source; the save then fails on all ranks, on this one with
-    /// [`Error::Source`](crate::Error::Source).
+    /// Any error of the source; the save then fails on all ranks, and with [`Error::Source`](crate::Error::Source) on
+    /// this one.
     fn part(&mut self, tensor: &TensorSpec, region: &Region) -> Result<PartBytes<'_>, BoxError>;
 }
 
@@ -33,7 +33,7 @@ impl<F: FnMut(&TensorSpec, &Region) -> Result<Vec<u8>, BoxError>> Source for F {
 /// The parts that one rank holds at one moment, by tensor name.
 ///
 /// Takes any owned bytes without copying them: `Vec<u8>`, `Arc<[u8]>`, or a type of the caller. Each part is freed as
-/// soon as it is written. Tensors that the plan does not assign to this rank are ignored.
+/// soon as it is written. Ignores tensors that the plan does not assign to this rank.
 #[derive(Default)]
 pub struct Snapshot {
     parts: HashMap<String, Part>,
@@ -69,7 +69,7 @@ impl Part {
 }
 
 impl Snapshot {
-    /// Makes an empty snapshot.
+    /// Creates an empty snapshot.
     pub fn new() -> Self {
         Self::default()
     }
@@ -84,8 +84,8 @@ impl Snapshot {
             .insert(tensor.into(), Part::Held(Box::new(bytes)));
     }
 
-    /// Adds this rank's part of a tensor, with `num_bytes` bytes that are in memory only while they are checked or
-    /// written. `read` must return the same bytes each time.
+    /// Adds this rank's part of a tensor, of `num_bytes` bytes, which is in memory only while it is checked or written.
+    /// `read` must return the same bytes each time.
     pub fn insert_read(
         &mut self,
         tensor: impl Into<String>,
@@ -108,8 +108,7 @@ impl Snapshot {
     /// Returns the name of the first tensor with an infinite or NaN element, among the tensors that the plan assigns to
     /// this rank. It checks only tensors of 64, 32 and 16 bit floats.
     ///
-    /// Every element of a step is written by one rank. So all numbers of a step are finite if no rank finds one that is
-    /// not.
+    /// Every element of a step is written by one rank, so all numbers are finite if no rank finds one that is not.
     pub fn not_finite(&self, plan: &WritePlan, rank: usize) -> Option<String> {
         let tensors = plan
             .of_rank(rank)
@@ -153,7 +152,7 @@ impl Source for Snapshot {
         match self.parts.remove(&tensor.name) {
             Some(Part::Held(bytes)) => Ok(bytes),
             Some(Part::Read { read, .. }) => Ok(Box::new(read()?)),
-            None => Err("it is not in the snapshot; insert what this rank holds of it".into()),
+            None => Err("it is not in the snapshot; insert this rank's part of it".into()),
         }
     }
 }
@@ -172,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn infinities_and_nans_of_every_float_are_seen() {
+    fn infinities_and_nans_are_detected_in_every_float_type() {
         let f32s = |values: [f32; 3]| values.map(f32::to_le_bytes).concat();
         let f64s = |values: [f64; 3]| values.map(f64::to_le_bytes).concat();
         let halves = |values: [u16; 3]| values.map(u16::to_le_bytes).concat();

@@ -24,17 +24,17 @@ use crate::{
 /// The action to take if the step already exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum Existing {
-    /// Fails with [`Error::Exists`]; the step stays as it is.
+    /// Fails with [`Error::Exists`]; the step stays unchanged.
     #[default]
     Refuse,
     /// Replaces the step when the new one is complete. The old one must be the folder of a step, which may be damaged.
-    /// Anything else is an error, and stays.
+    /// Anything else is an error and stays unchanged.
     Replace,
 }
 
 /// A step that is being saved, on rank 0: a hidden folder, and the lock against other runs.
 ///
-/// Dropped without a commit, it removes the folder.
+/// If it is dropped without a commit, it removes the folder.
 #[derive(Debug)]
 pub struct Staging {
     checkpoints: Checkpoints,
@@ -70,8 +70,8 @@ pub struct Committed {
 }
 
 impl Staging {
-    /// Begins to save a step, on rank 0. Locks the folder, removes the remains of dead runs, and makes a hidden folder
-    /// for the ranks to write into.
+    /// Begins to save a step, on rank 0. Locks the folder, removes the remains of dead runs, and creates a hidden
+    /// folder for the ranks to write into.
     ///
     /// # Errors
     ///
@@ -104,14 +104,14 @@ impl Staging {
         &self.ticket
     }
 
-    /// Makes the step visible after every rank has written. The receipts may be in any order.
+    /// Publishes the step after every rank has written. The receipts may be in any order.
     ///
     /// # Errors
     ///
-    /// [`Error::Argument`] if the receipts are not one from each rank for this plan and step; [`Error::Invalid`] if the
+    /// [`Error::Argument`] unless there is one receipt from each rank for this plan and step; [`Error::Invalid`] if the
     /// ranks' parts do not tile the tensors; [`Error::FileSize`] if this rank does not see a file that another wrote
-    /// (no common file system); [`Error::Exists`]; [`Error::Io`]. After an error the step is not there, and a step that
-    /// was to be replaced still is. If only the very last sync fails, the step may be there but may not survive a
+    /// (no common file system); [`Error::Exists`]; [`Error::Io`]. After an error, the step does not exist, and a step
+    /// that was to be replaced still does. If only the very last sync fails, the step may exist but may not survive a
     /// crash.
     pub fn commit(
         mut self,
@@ -148,7 +148,7 @@ impl Staging {
         })
     }
 
-    /// Makes the step visible by a rename, after renaming a step that it replaces.
+    /// Publishes the step by a rename, after moving aside the step that it replaces.
     fn publish(&mut self) -> Result<(), Error> {
         let storage = self.checkpoints.storage();
         let root = self.checkpoints.root();
@@ -166,7 +166,7 @@ impl Staging {
                 && let Err(error) = storage.rename(aside, &target)
             {
                 // The next save tries again.
-                tracing::error!(path = %aside.display(), %error, "cannot bring the replaced step back");
+                tracing::error!(path = %aside.display(), %error, "cannot restore the replaced step");
             }
             return Err(error);
         }
@@ -234,19 +234,22 @@ impl Staging {
         receipts.sort_by_key(|receipt| receipt.rank);
         let ranks: Vec<_> = receipts.iter().map(|receipt| receipt.rank).collect();
         if !ranks.iter().copied().eq(0..plan.mesh().size()) {
-            let expected = format!("one of each of the {} ranks", plan.mesh().size());
-            return Err(wrong(expected, format!("those of ranks {ranks:?}")));
+            let expected = format!("one receipt of each of the {} ranks", plan.mesh().size());
+            return Err(wrong(expected, format!("the receipts of ranks {ranks:?}")));
         }
         let plan_crc32 = plan_crc32(plan)?;
         for receipt in &receipts {
             let rank = receipt.rank;
             if receipt.ticket != self.ticket {
-                let got = format!("one of rank {rank} for {}", receipt.ticket.0);
+                let got = format!("a receipt of rank {rank} for {}", receipt.ticket.0);
                 return Err(wrong(format!("for {}", self.ticket.0), got));
             }
             if receipt.plan_crc32 != plan_crc32 || receipt.parts.len() != plan.of_rank(rank).len() {
                 let expected = "for the tensors that rank 0 saves".to_owned();
-                return Err(wrong(expected, format!("one of rank {rank} for others")));
+                return Err(wrong(
+                    expected,
+                    format!("a receipt of rank {rank} for other tensors"),
+                ));
             }
         }
         Ok(receipts)
@@ -290,7 +293,7 @@ impl Committed {
     ///
     /// # Errors
     ///
-    /// [`Error::Io`]. This step is there nevertheless.
+    /// [`Error::Io`]. This step stays saved nevertheless.
     pub fn keep_last(&self, keep: std::num::NonZeroUsize) -> Result<Vec<u64>, Error> {
         Ok(self.remove_older(keep)?.removed)
     }
@@ -318,7 +321,7 @@ pub fn write_shard(
     if rank >= world_size {
         return Err(Error::Argument {
             argument: "rank",
-            expected: format!("below the plan's {world_size} ranks"),
+            expected: format!("less than the plan's {world_size} ranks"),
             got: rank.to_string(),
         });
     }

@@ -16,7 +16,7 @@ use part::{Chunk, PartReader, overlap};
 
 /// The verification of tensors against their checksums as they are read.
 ///
-/// The index, the headers and the sizes of files are always checked.
+/// The index, headers and file sizes are always checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Verification {
     /// Reads whole chunks, and checks each before any of it is returned. Reads at most two chunks (of 1 MiB) too many
@@ -304,8 +304,8 @@ impl Step {
         }
     }
 
-    /// Reads every byte of the step and returns all damage. For each file this is its size or its header, otherwise
-    /// each damaged part once.
+    /// Reads every byte of the step and returns all damage. For each file, this is a wrong size or header, or else each
+    /// damaged part once.
     pub fn damage(&self, progress: impl FnMut(Progress<'_>)) -> Vec<Error> {
         self.find_damage(false, progress)
     }

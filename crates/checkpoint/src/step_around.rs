@@ -12,7 +12,7 @@ pub(crate) fn step_around(
     path: &Path,
     known: Option<&Path>,
 ) -> Option<PathBuf> {
-    // Folders that do not exist will be made, and only their parents can be steps.
+    // Folders that do not exist will be created, and only their parents can be steps.
     let mut there = path;
     while !storage.exists(there).unwrap_or(false) && there.parent().is_some() {
         there = parent(there);

@@ -22,13 +22,13 @@ pub use memory::{Keep, Memory};
 ///    [`sync_dir`](Self::sync_dir).
 /// 3. A [`lock`](Self::lock) ends with the process that holds it, however the process ends.
 pub trait Storage: fmt::Debug + Send + Sync {
-    /// Makes a folder and its missing parents, durably. No error if it exists.
+    /// Creates a folder and its missing parents, durably. Succeeds if it exists.
     fn create_dir_all(&self, path: &Path) -> io::Result<()>;
 
-    /// Makes a folder; an error if it exists.
+    /// Creates a folder; an error if it exists.
     fn create_dir(&self, path: &Path) -> io::Result<()>;
 
-    /// Makes a file; an error if it exists.
+    /// Creates a file; an error if it exists.
     fn create_file(&self, path: &Path) -> io::Result<Box<dyn WriteFile>>;
 
     /// Opens a file. Anything else, such as a link or a pipe, is an error of the kind
@@ -38,7 +38,7 @@ pub trait Storage: fmt::Debug + Send + Sync {
     /// Lists the entries of a folder, in no particular order.
     fn list(&self, path: &Path) -> io::Result<Vec<DirEntry>>;
 
-    /// Returns the kind of the entry at `path`, without following a link. `None` if there is nothing.
+    /// Returns the kind of the entry at `path`, without following links; `None` if there is none.
     fn kind(&self, path: &Path) -> io::Result<Option<EntryKind>>;
 
     /// Returns true if there is anything at `path`, even a dangling link.
@@ -49,7 +49,7 @@ pub trait Storage: fmt::Debug + Send + Sync {
     /// Renames a file or folder within its folder, atomically.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
 
-    /// Gives a file the permissions of another, if files have permissions.
+    /// Copies permissions from one file to another, if files have permissions.
     fn copy_permissions(&self, _from: &Path, _to: &Path) -> io::Result<()> {
         Ok(())
     }
@@ -81,11 +81,11 @@ pub trait Storage: fmt::Debug + Send + Sync {
         Ok(path.components().collect())
     }
 
-    /// Returns when the entries of a folder will survive a crash.
+    /// Syncs a folder; returns when its entries will survive a crash.
     fn sync_dir(&self, path: &Path) -> io::Result<()>;
 
-    /// Locks a file until the guard is dropped or the process ends, and makes the file if necessary. `None` if somebody
-    /// else holds the lock.
+    /// Locks a file until the guard is dropped or the process ends, and creates the file if necessary. `None` if
+    /// somebody else holds the lock.
     fn lock(&self, path: &Path) -> io::Result<Option<Box<dyn Lock>>>;
 }
 
@@ -100,7 +100,7 @@ pub trait WriteFile: Send {
 
 /// A file that is being read, by any number of threads.
 pub trait ReadFile: Send + Sync {
-    /// Returns the bytes of the file.
+    /// Returns the size of the file in bytes.
     fn num_bytes(&self) -> io::Result<u64>;
 
     /// Fills the buffer with the bytes at `offset`; an error if the file ends too early.
@@ -138,7 +138,7 @@ pub enum EntryKind {
     Other,
 }
 
-/// Makes a file with these bytes, durably.
+/// Creates a file with these bytes, durably.
 pub(crate) fn write_synced(storage: &dyn Storage, path: &Path, bytes: &[u8]) -> Result<(), Error> {
     let mut file = storage
         .create_file(path)

@@ -1,4 +1,4 @@
-//! The description of a tensor in a checkpoint.
+//! Describes a tensor in a checkpoint.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -9,7 +9,7 @@ use burn_fsdp_mesh::num_elements;
 /// Maximum number of dims of a tensor.
 pub(crate) const MAX_DIMS: usize = 16;
 
-/// Maximum bytes of a tensor's name.
+/// Maximum size of a tensor's name in bytes.
 pub(crate) const MAX_NAME_BYTES: usize = 4096;
 
 /// The purpose of a tensor.
@@ -87,7 +87,8 @@ impl TensorSpec {
     }
 }
 
-/// Checks a tensor's name, shape and dtype, and returns the bytes of one element. The error describes the problem.
+/// Checks a tensor's name, shape and dtype, and returns the size of an element in bytes. The error describes the
+/// problem.
 pub(crate) fn check_tensor(name: &str, shape: &[usize], dtype: Dtype) -> Result<usize, String> {
     if name.is_empty() || name == "__metadata__" || name.len() > MAX_NAME_BYTES {
         return Err(format!(
@@ -103,7 +104,7 @@ pub(crate) fn check_tensor(name: &str, shape: &[usize], dtype: Dtype) -> Result<
     let bits = dtype.bitsize();
     if !bits.is_multiple_of(8) {
         return Err(format!(
-            "elements of {dtype} are no whole bytes; pack them into U8"
+            "elements of {dtype} are not whole bytes; pack them into U8"
         ));
     }
     let item_bytes = bits / 8;

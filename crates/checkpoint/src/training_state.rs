@@ -1,13 +1,13 @@
-//! The state, in addition to tensors, from which a run continues as if it had never stopped.
+//! The state other than tensors that lets a run continue as if it had never stopped.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-/// The state of a training in addition to its tensors. Numbers are restored to the same bits.
+/// The state of a training run other than its tensors. Numbers are restored to the same bits.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainingState {
-    /// Completed optimizer steps; also the name of the step's folder.
+    /// Number of completed optimizer steps, which is also the name of the step's folder.
     pub step: u64,
     /// Seed of the run.
     pub seed: u64,
@@ -29,7 +29,7 @@ pub struct TrainingState {
 pub struct DataPosition {
     /// Completed passes over the data.
     pub epoch: u64,
-    /// Completed samples of the current pass, over all ranks.
+    /// Samples completed in the current pass over the data, on all ranks.
     pub sample: u64,
 }
 

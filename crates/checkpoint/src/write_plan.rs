@@ -10,8 +10,8 @@ use crate::{Error, Region, TensorSpec};
 
 /// The parts that each rank writes when these tensors are saved.
 ///
-/// Every element is written by exactly one of the ranks that hold it. If several ranks hold the same part, the rank
-/// with the least to write gets it, and the largest parts are assigned first.
+/// Exactly one of the ranks that hold an element writes it. A part on several ranks is assigned to the rank with the
+/// least to write, the largest parts first.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WritePlan {
     mesh: Mesh,
@@ -72,8 +72,11 @@ impl WritePlan {
         if regions.len() != tensors.len() || regions.iter().any(|by| by.len() != num_ranks) {
             return Err(Error::Argument {
                 argument: "regions",
-                expected: format!("{} tensors by {num_ranks} ranks", tensors.len()),
-                got: format!("{} lists of regions", regions.len()),
+                expected: format!(
+                    "one list for each of the {} tensors, with {num_ranks} regions each",
+                    tensors.len()
+                ),
+                got: format!("{} lists", regions.len()),
             });
         }
         let mut names = HashSet::new();
@@ -84,7 +87,7 @@ impl WritePlan {
                 problem,
             };
             if !names.insert(&tensor.name) {
-                let problem = "there are two of that name; save tied tensors once";
+                let problem = "two tensors have this name; save tied tensors once";
                 return Err(invalid(problem.to_owned()));
             }
             let item_bytes =
@@ -112,7 +115,7 @@ impl WritePlan {
     ///
     /// # Panics
     ///
-    /// If the mesh does not have such a rank.
+    /// If the mesh does not have this rank.
     #[track_caller]
     pub fn of_rank(&self, rank: usize) -> &[Assignment] {
         &self.ranks[rank]
@@ -122,7 +125,7 @@ impl WritePlan {
     ///
     /// # Panics
     ///
-    /// If the mesh does not have such a rank.
+    /// If the mesh does not have this rank.
     #[track_caller]
     pub fn bytes_of_rank(&self, rank: usize) -> u64 {
         let parts = self.of_rank(rank).iter();

@@ -198,7 +198,7 @@ fn a_source_that_panics_or_gives_padding_fails_the_save() {
 }
 
 #[test]
-fn a_rank_that_does_not_come_is_an_error() {
+fn a_missing_rank_is_an_error() {
     let plan = common::plan(&common::line(2), Kind::Flat);
     let memory = Memory::new();
     let request = common::request(&plan, 1);
@@ -212,7 +212,7 @@ fn a_rank_that_does_not_come_is_an_error() {
         &mut root,
     );
     let error = error.expect_err("nobody came").to_string();
-    assert!(error.contains("rank 1 did not come in time"), "{error}");
+    assert!(error.contains("rank 1 did not arrive in time"), "{error}");
     assert!(checkpoints(&memory).steps().expect("lists").is_empty());
     // The remaining messages of the failed save cannot be mistaken for another save.
     let error = root

@@ -167,7 +167,7 @@ fn two_runs_cannot_save_into_one_folder_at_once() {
 }
 
 #[test]
-fn a_step_that_is_there_is_refused_or_replaced() {
+fn an_existing_step_is_rejected_or_replaced() {
     let memory = two_steps();
     let checkpoints = checkpoints(memory.clone());
     let error = save_in_turns(&checkpoints, 2, Existing::Refuse).expect_err("there");
@@ -217,7 +217,7 @@ fn keep_last_never_removes_the_newest_good_step() {
 }
 
 #[test]
-fn other_things_in_the_folder_are_left_alone() {
+fn other_files_in_the_folder_are_untouched() {
     let memory = two_steps();
     for name in [
         "notes.txt",
@@ -247,7 +247,7 @@ fn other_things_in_the_folder_are_left_alone() {
 }
 
 #[test]
-fn receipts_must_be_of_this_save_and_plan() {
+fn receipts_must_match_the_save_and_the_plan() {
     let memory = Memory::new();
     let checkpoints = checkpoints(memory);
     let plan = plan();
@@ -273,7 +273,7 @@ fn receipts_must_be_of_this_save_and_plan() {
     let staging = begin(1);
     let other = common::plan(&common::line(2), Kind::Replicated);
     let both = vec![write(&staging, &plan, 0), write(&staging, &other, 1)];
-    refused(staging, both, "rank 1 for others");
+    refused(staging, both, "rank 1 for other tensors");
     let staging = begin(1);
     let both = vec![write(&staging, &plan, 0), write(&staging, &plan, 1)];
     let error = staging
@@ -283,7 +283,7 @@ fn receipts_must_be_of_this_save_and_plan() {
 }
 
 #[test]
-fn what_cannot_be_loaded_is_not_committed() {
+fn unloadable_steps_are_not_committed() {
     let mesh = common::line(2);
     let layout = Layout::flat(&mesh, "shard").expect("an axis");
     let tensor = TensorSpec::new(
@@ -346,7 +346,7 @@ fn tensors_that_cannot_be_saved_are_refused() {
     for (tensors, expected) in [
         (
             vec![spec("a", &[1], Dtype::U8, &flat); 2],
-            "two of that name",
+            "two tensors have this name",
         ),
         (vec![spec("", &[1], Dtype::U8, &flat)], "name must be"),
         (vec![spec("a", &[1], Dtype::F4, &flat)], "whole bytes"),

@@ -104,7 +104,7 @@ fn one_file_has_the_model_and_nothing_else() {
 }
 
 #[test]
-fn a_folder_is_sharded_as_hugging_face_has_it() {
+fn folders_are_sharded_like_hugging_face() {
     let memory = Memory::new();
     let step = saved(&memory, Kind::Columns);
     for max in [1, 100, 200, 500, 1 << 20] {
@@ -168,7 +168,7 @@ fn transposed(bytes: &[u8], [rows, columns]: [usize; 2], item_bytes: usize) -> V
 }
 
 #[test]
-fn a_folder_has_other_files_and_names_if_asked_for() {
+fn folders_may_have_other_files_and_names() {
     let memory = Memory::new();
     let step = saved(&memory, Kind::Flat);
     let config = |name: &str, file_name: &str| ConsolidationConfig {
@@ -200,7 +200,7 @@ fn a_folder_has_other_files_and_names_if_asked_for() {
 }
 
 #[test]
-fn matrices_are_renamed_and_transposed_whatever_fits_into_memory() {
+fn matrices_are_renamed_and_transposed_with_any_memory_limit() {
     for kind in KINDS {
         let memory = Memory::new();
         let step = saved(&memory, kind);
@@ -241,7 +241,7 @@ fn matrices_are_renamed_and_transposed_whatever_fits_into_memory() {
 }
 
 #[test]
-fn what_cannot_be_written_is_refused_by_name() {
+fn unwritable_tensors_are_named_in_the_error() {
     let memory = Memory::new();
     let step = saved(&memory, Kind::Flat);
     let out = Path::new("out/model.safetensors");
@@ -362,7 +362,7 @@ fn large_tensors_pass_through_in_blocks() {
 }
 
 #[test]
-fn an_inspection_shows_everything_and_survives_json() {
+fn an_inspection_is_complete_and_round_trips_through_json() {
     let memory = Memory::new();
     let step = saved(&memory, Kind::Rows);
     let inspection = Inspection::new(&step);

@@ -14,7 +14,7 @@ use peak_alloc::PeakAlloc;
 static HEAP: PeakAlloc = PeakAlloc;
 
 const SHAPE: [usize; 2] = [3_001, 4_096];
-/// Bytes of a tensor.
+/// Size of a tensor in bytes.
 const TENSOR: usize = 4 * SHAPE[0] * SHAPE[1];
 /// Bytes of the blocks in which tensors are copied, of the columns that are transposed at a time, and of the
 /// bookkeeping.

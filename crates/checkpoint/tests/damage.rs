@@ -12,7 +12,7 @@ use rand::{RngExt, SeedableRng};
 use serde_json::Value;
 
 #[test]
-fn bit_flips_and_truncations_are_detected_where_they_are() {
+fn bit_flips_and_truncations_are_located() {
     let memory = Memory::new();
     let plan = plan();
     common::save_step(&checkpoints(&memory), &plan, 1);
@@ -86,7 +86,7 @@ fn bit_flips_and_truncations_are_detected_where_they_are() {
 }
 
 #[test]
-fn all_damage_is_told_at_once_and_progress_reaches_the_end() {
+fn all_damage_is_reported_and_progress_reaches_the_end() {
     let memory = Memory::new();
     common::save_step(&checkpoints(&memory), &plan(), 1);
     for file in &FILES[2..] {
@@ -124,11 +124,14 @@ fn a_missing_file_is_named() {
     }
     let error = checkpoints(&Memory::new()).newest().expect_err("nothing");
     assert!(matches!(error, Error::NoStep { .. }));
-    assert!(error.to_string().contains("has no whole step"), "{error}");
+    assert!(
+        error.to_string().contains("has no complete step"),
+        "{error}"
+    );
 }
 
 #[test]
-fn headers_that_lie_are_refused() {
+fn inconsistent_headers_are_rejected() {
     // The index describes a header with another length.
     let memory = Memory::new();
     common::save_step(&checkpoints(&memory), &plan(), 1);
@@ -179,15 +182,15 @@ fn headers_that_lie_are_refused() {
     for (expected, json) in [
         ("occurs twice", format!(r#"{{"a":{tensor},"a":{tensor}}}"#)),
         (
-            "contradicts",
+            "is inconsistent",
             r#"{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,2]}}"#.to_owned(),
         ),
         (
-            "contradicts",
+            "is inconsistent",
             r#"{"a":{"dtype":"U8","shape":[3],"data_offsets":[5,8]}}"#.to_owned(),
         ),
         (
-            "contradicts",
+            "is inconsistent",
             format!(
                 r#"{{"a":{{"dtype":"F64","shape":[{0},{0}],"data_offsets":[0,8]}}}}"#,
                 u64::MAX
@@ -205,7 +208,7 @@ fn headers_that_lie_are_refused() {
 
 #[cfg(unix)]
 #[test]
-fn nothing_but_regular_files_is_opened() {
+fn only_regular_files_are_opened() {
     let dir = tempfile::tempdir().expect("a folder");
     let checkpoints = Checkpoints::new(dir.path());
     common::save_step(&checkpoints, &plan(), 1);
@@ -259,7 +262,7 @@ fn wrong_calls_are_errors() {
 }
 
 #[test]
-fn models_that_differ_are_told_apart() {
+fn differing_models_are_reported() {
     let memory = Memory::new();
     let plan = plan();
     common::save_step(&checkpoints(&memory), &plan, 1);

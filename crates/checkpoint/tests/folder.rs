@@ -21,7 +21,7 @@ fn save(checkpoints: &Checkpoints, step: u64) {
 }
 
 #[test]
-fn a_run_holds_the_folder_against_others_and_saves_into_it() {
+fn a_run_locks_its_folder_and_saves_to_it() {
     let dir = tempfile::tempdir().expect("a folder");
     let root = dir.path().join("not/there/yet");
     let run = Checkpoints::new(&root).acquire().expect("free");
@@ -46,7 +46,7 @@ fn a_run_holds_the_folder_against_others_and_saves_into_it() {
 }
 
 #[test]
-fn a_save_that_meets_a_lock_waits_a_little() {
+fn a_save_waits_briefly_for_a_lock() {
     let dir = tempfile::tempdir().expect("a folder");
     let checkpoints = Checkpoints::new(dir.path());
     let staging = Staging::create(&checkpoints, 1, Existing::Refuse).expect("free");
@@ -64,7 +64,7 @@ fn a_save_that_meets_a_lock_waits_a_little() {
 }
 
 #[test]
-fn taking_a_folder_cleans_it_and_brings_back_what_was_replaced() {
+fn acquiring_a_folder_cleans_it_and_restores_replaced_steps() {
     let memory = Memory::new();
     let checkpoints = Checkpoints::with_storage(Arc::new(memory.clone()), "run");
     save(&checkpoints, 7);
@@ -83,7 +83,7 @@ fn taking_a_folder_cleans_it_and_brings_back_what_was_replaced() {
 }
 
 #[test]
-fn a_folder_that_cannot_be_written_is_known_before_the_first_save() {
+fn an_unwritable_folder_is_an_error_before_the_first_save() {
     let dir = tempfile::tempdir().expect("a folder");
     let file = dir.path().join("file");
     std::fs::write(&file, "").expect("writes");
@@ -103,7 +103,7 @@ fn a_folder_that_cannot_be_written_is_known_before_the_first_save() {
 }
 
 #[test]
-fn a_step_is_known_by_the_number_inside() {
+fn a_step_is_identified_by_the_number_in_its_index() {
     let dir = tempfile::tempdir().expect("a folder");
     let checkpoints = Checkpoints::new(dir.path());
     for step in [10, 22] {
@@ -126,7 +126,7 @@ fn a_step_is_known_by_the_number_inside() {
 }
 
 #[test]
-fn a_step_that_cannot_be_read_now_is_not_passed_over() {
+fn a_temporarily_unreadable_step_is_not_skipped() {
     let memory = Memory::new();
     let checkpoints = Checkpoints::with_storage(Arc::new(memory.clone()), "run");
     for step in [1, 2] {
@@ -154,7 +154,7 @@ fn a_step_that_cannot_be_read_now_is_not_passed_over() {
 }
 
 #[test]
-fn file_systems_without_locks_are_used_and_told() {
+fn file_systems_without_locks_work_and_are_reported() {
     let dir = tempfile::tempdir().expect("a folder");
     let lockless = || {
         let storage = Away {

@@ -17,7 +17,7 @@ use burn_fsdp_checkpoint::{
 use common::Kind;
 
 /// Returns a folder with valuable contents, and a folder of steps next to it.
-fn beside_something() -> (tempfile::TempDir, Checkpoints) {
+fn next_to_valuable_files() -> (tempfile::TempDir, Checkpoints) {
     let dir = tempfile::tempdir().expect("a folder");
     fs::create_dir_all(dir.path().join("docs/sub")).expect("makes");
     fs::write(dir.path().join("docs/thesis.txt"), "important").expect("writes");
@@ -52,8 +52,8 @@ fn save(checkpoints: &Checkpoints, step: u64, existing: Existing) -> Result<(), 
 }
 
 #[test]
-fn a_link_with_the_name_of_a_step_is_neither_replaced_nor_passed_over() {
-    let (dir, checkpoints) = beside_something();
+fn a_link_named_like_a_step_is_neither_replaced_nor_skipped() {
+    let (dir, checkpoints) = next_to_valuable_files();
     let link = checkpoints.path(5);
     symlink("../docs", &link).expect("links");
     for existing in [Existing::Refuse, Existing::Replace] {
@@ -91,8 +91,8 @@ fn a_link_with_the_name_of_a_step_is_neither_replaced_nor_passed_over() {
 }
 
 #[test]
-fn a_folder_with_other_things_in_it_is_not_removed() {
-    let (_dir, checkpoints) = beside_something();
+fn a_folder_with_other_files_is_not_removed() {
+    let (_dir, checkpoints) = next_to_valuable_files();
     let notes = checkpoints.path(5).join("notes");
     fs::create_dir_all(&notes).expect("makes");
     fs::write(notes.join("n.txt"), "mine").expect("writes");
@@ -117,8 +117,8 @@ fn a_folder_with_other_things_in_it_is_not_removed() {
 }
 
 #[test]
-fn a_damaged_step_makes_way() {
-    let (_dir, checkpoints) = beside_something();
+fn a_damaged_step_is_replaced() {
+    let (_dir, checkpoints) = next_to_valuable_files();
     for step in [1, 2] {
         save(&checkpoints, step, Existing::Refuse).expect("saves");
     }
@@ -131,8 +131,8 @@ fn a_damaged_step_makes_way() {
 }
 
 #[test]
-fn removing_a_tree_removes_links_and_not_what_they_lead_to() {
-    let (dir, _) = beside_something();
+fn removing_a_tree_does_not_follow_links() {
+    let (dir, _) = next_to_valuable_files();
     let tree = dir.path().join("tree");
     fs::create_dir(&tree).expect("makes");
     symlink("../docs", tree.join("link")).expect("links");
@@ -151,8 +151,8 @@ fn removing_a_tree_removes_links_and_not_what_they_lead_to() {
 }
 
 #[test]
-fn a_lock_that_is_no_file_is_an_error_at_once() {
-    let (dir, checkpoints) = beside_something();
+fn a_lock_that_is_not_a_file_is_an_immediate_error() {
+    let (dir, checkpoints) = next_to_valuable_files();
     let lock = dir.path().join("run/.lock");
     symlink("../elsewhere", &lock).expect("links");
     let error = Staging::create(&checkpoints, 1, Existing::Refuse).expect_err("a link");
@@ -171,8 +171,8 @@ fn a_lock_that_is_no_file_is_an_error_at_once() {
 
 /// Its steps would be read instead of the step that contains them.
 #[test]
-fn a_step_is_no_folder_for_steps() {
-    let (dir, checkpoints) = beside_something();
+fn steps_cannot_be_saved_inside_a_step() {
+    let (dir, checkpoints) = next_to_valuable_files();
     save(&checkpoints, 1, Existing::Refuse).expect("saves");
     let step = checkpoints.newest().expect("opens");
     let before = names(step.path());
@@ -200,7 +200,7 @@ fn a_step_is_no_folder_for_steps() {
 
 #[test]
 fn nothing_is_consolidated_into_a_step() {
-    let (dir, checkpoints) = beside_something();
+    let (dir, checkpoints) = next_to_valuable_files();
     save(&checkpoints, 1, Existing::Refuse).expect("saves");
     fs::rename(checkpoints.path(1), dir.path().join("copy")).expect("renames");
     save(&checkpoints, 2, Existing::Refuse).expect("saves");

@@ -63,7 +63,7 @@ fn malicious_indices_are_refused() {
             i["files"][0]["bytes"] = json!(i64::MAX);
             i["files"][1]["bytes"] = json!(i64::MAX);
         }),
-        ("two of that name", |i| {
+        ("two tensors have this name", |i| {
             i["tensors"][1]["name"] = i["tensors"][0]["name"].clone()
         }),
         ("name must be", |i| i["tensors"][0]["name"] = json!("")),
@@ -164,7 +164,7 @@ fn malicious_indices_are_refused() {
         ("loss scale", |i| {
             i["training"]["loss_scale"] = json!({"scale": 0.0, "good_steps": 0})
         }),
-        ("of step 9", |i| i["training"]["step"] = json!(9)),
+        ("it is step 9", |i| i["training"]["step"] = json!(9)),
         ("of step 18446744073709551615", |i| {
             i["training"]["step"] = json!(u64::MAX)
         }),

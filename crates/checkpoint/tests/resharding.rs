@@ -151,7 +151,7 @@ fn tensors_cut_along_two_dims_load_flat() {
 }
 
 #[test]
-fn tensors_of_many_chunks_are_verified_only_where_they_are_read() {
+fn only_the_chunks_that_are_read_are_verified() {
     let mesh = common::line(3);
     let layout = Layout::flat(&mesh, "shard").expect("an axis");
     let rows = 1000;
@@ -209,7 +209,7 @@ fn a_rank_opens_only_the_files_that_it_needs() {
 }
 
 #[test]
-fn training_state_comes_back_as_the_same_bits() {
+fn training_state_round_trips_bit_for_bit() {
     let memory = Memory::new();
     let plan = common::plan(&common::line(2), Kind::Flat);
     let mut request = common::request(&plan, 5);

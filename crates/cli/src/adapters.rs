@@ -1,13 +1,13 @@
-//! Low-rank adapters on frozen weights. Saved steps contain only the adapters and a checksum of the weights that they
-//! belong to.
+//! Low-rank adapters on frozen weights. Saved steps contain only the adapters and a checksum of the base weights.
 
 use std::ops::Range;
 
 use burn::backend::Flex;
 use burn::module::{Lora, Module, ParamGroup};
-use burn_fsdp::checkpoint::{Region, TrainingState};
 use burn_fsdp::compile::{Batch, CompiledStep};
-use burn_fsdp::state::{LocalPart, local_state};
+use burn_fsdp::internals::checkpoint::TrainingState;
+use burn_fsdp::internals::mesh::Region;
+use burn_fsdp::internals::state::{LocalPart, local_state};
 use burn_fsdp::{ProcessGroup, ProcessMesh};
 use burn_fsdp_models::Architecture;
 use serde::{Deserialize, Serialize};
@@ -38,13 +38,13 @@ pub(crate) struct Adapters {
 }
 
 impl AdapterSizes {
-    /// Returns true for sizes that make sense in a model of this width: the rank is at most the width.
+    /// Returns true if the sizes are valid for a model of this width: the rank is at most the width.
     pub(crate) fn is_valid(&self, dim: usize) -> bool {
         let has_alpha = self.alpha.is_finite() && self.alpha > 0.0;
         has_alpha && (1..=dim).contains(&self.rank)
     }
 
-    /// Returns Burn's configuration, for the matrices of the blocks.
+    /// Returns Burn's LoRA configuration for the matrices of the blocks.
     pub(crate) fn lora<A: Architecture>(&self, model: A) -> Lora {
         let adapted = ParamGroup::from_paths(adapted(model).map(|(path, _)| path).collect());
         Lora::new(self.rank, self.alpha).set_param_group(adapted)
@@ -57,7 +57,7 @@ impl AdapterSizes {
     }
 }
 
-/// Returns the matrices that are adapted: path, and the sum of both sides.
+/// Returns the path of each adapted matrix, with the sum of its two sizes.
 fn adapted<A: Architecture>(model: A) -> impl Iterator<Item = (String, usize)> {
     let blocks = A::BLOCKS.trim_end_matches('*');
     let table = model.parameters().into_iter();
@@ -121,7 +121,7 @@ impl Adapters {
     }
 }
 
-/// Checks, before anything runs, that a step has adapters of these sizes, or has none.
+/// Checks, before anything runs, that a step has adapters of the sizes `own`, or none if `own` is `None`.
 pub(crate) fn check_sizes(
     saved: &TrainingState,
     own: Option<AdapterSizes>,
@@ -175,7 +175,7 @@ fn checksum_compiled<B: Batch, O>(
             continue;
         }
         let Region::Flat(range) = layout.region(&spec.shape, &own_mesh, rank)? else {
-            unreachable!("the command divides parameters into flat shards, and not by {layout:?}");
+            unreachable!("the command divides parameters into flat shards, not by {layout:?}");
         };
         let shard = step.shard(&spec.path)?;
         sum = sum.wrapping_add(checksum_of(&spec.path, range, shard.as_bytes()));

@@ -3,6 +3,7 @@
 mod check;
 mod model;
 mod optimizer;
+mod plan;
 mod steps;
 
 use std::path::PathBuf;
@@ -16,6 +17,7 @@ use crate::operations::diff::DiffArgs;
 pub(crate) use check::CheckArg;
 pub(crate) use model::{DataArgs, ModelArgs, TrainedModelArg};
 pub(crate) use optimizer::{OptimizerArgs, OptimizerName};
+pub(crate) use plan::{CheckpointingArg, ModelArg, PlanArgs, PlannedStrategyArg, PrecisionArg};
 pub(crate) use steps::{ConsolidateArgs, FormatArg, GenerateArgs, InspectArgs, NamesArg};
 
 /// Train models fully sharded: each rank holds a shard of the parameters, gradients and optimizer state.
@@ -30,16 +32,15 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Train a GPT, a Llama or a GPT-2 on text, then print a sample
     Train(Box<TrainArgs>),
-    /// Write the model of a saved step as safetensors, or as a folder in Hugging Face's format
+    /// Export the model of a saved step to safetensors or a Hugging Face folder
     Consolidate(ConsolidateArgs),
     /// Show the contents of a saved step, and verify every byte
     Inspect(InspectArgs),
-    /// Generate text from a saved step or a folder in Hugging Face's format
+    /// Generate text from a saved step or a Hugging Face folder
     ///
-    /// Control characters except newlines and tabs, and bytes that are not UTF-8, are printed as U+FFFD.
+    /// Control characters except newlines and tabs, and invalid UTF-8, are printed as U+FFFD.
     Generate(GenerateArgs),
-    /// Estimate the memory, traffic and time of a training: whether it fits, when memory peaks, and what would make
-    /// it fit
+    /// Estimate the memory, traffic and time of training, and suggest changes that make it fit
     Plan(PlanArgs),
     /// Restart a command, such as `mpirun -n 4 burn-fsdp train ..`, when it fails
     Launch(LaunchArgs),
@@ -51,17 +52,37 @@ pub(crate) enum Command {
     Manual(ManualArgs),
 }
 
+/// The heading of flags about ranks and devices.
+const DEVICES: &str = "Devices and sharding";
+
+/// The heading of flags that trade memory, speed and precision.
+const MEMORY: &str = "Memory and speed";
+
+/// The heading of flags that show how a run works.
+const DIAGNOSTICS: &str = "Diagnostics";
+
 /// The help text about the exit codes of every command.
 const EXIT_CODES: &str = "\
 Exit code:
-  0  done; or a first signal ended a training, after a save
-  1  a second signal, at least a second after the first, or SIGQUIT ended a training at once; saved steps are complete
+  0  success, or a first signal ended training after a save
+  1  a second signal, at least a second after the first, or SIGQUIT ended training at once;
+     saved steps are complete
   2  an error in the command line, an input file or the environment; nothing was trained or written
-  3  two runs differ; or a rank failed, a loss was not finite, or a result could not be saved, written or printed.
-     The message tells which. Saved steps are complete. Lost lines of --metrics are only a warning
-  128 + N  signal N ended the process: 143 for SIGTERM in a training that saves nothing, or in another command";
+  3  two runs differ, a rank failed, a loss was not finite, or a result could not be saved, written
+     or printed; the message names the cause, and saved steps are complete. Lost lines of --metrics
+     are only a warning
+  128 + N  signal N ended the process, such as 143 for SIGTERM in training that saves nothing, or in
+     another command";
 
 const TRAIN_AFTER_HELP: &str = "\
+Examples:
+  burn-fsdp train --steps 1000 --lr-schedule cosine --lr-warmup 50
+  burn-fsdp train --init FOLDER --lora 8 --data notes.txt --checkpoint-dir run --resume
+  mpirun -n 4 burn-fsdp train --compile --memory-budget 400MiB
+
+`--help` also shows rare flags, what each choice means, conditions, and environment variables.";
+
+const TRAIN_AFTER_LONG_HELP: &str = "\
 Environment:
   BURN_FSDP_ENGINE   local: ranks are threads, even under mpirun; mpi: each process is a rank
   RAYON_NUM_THREADS  default of --threads, the threads of each rank
@@ -81,12 +102,12 @@ pub(crate) struct CompletionsArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct ManualArgs {
-    /// Command to print the page of [default: the page of all commands]
+    /// Command whose page to print [default: the page for all commands]
     pub(crate) command: Option<String>,
 }
 
 #[derive(Debug, Args)]
-#[command(after_help = TRAIN_AFTER_HELP)]
+#[command(after_help = TRAIN_AFTER_HELP, after_long_help = TRAIN_AFTER_LONG_HELP)]
 pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
@@ -105,107 +126,157 @@ pub(crate) struct TrainArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Training")]
 pub(crate) struct TrainingArgs {
-    /// Sequences in a step, on all ranks together
+    /// Sequences per step, over all ranks
+    ///
+    /// Must be a multiple of --ranks times --accumulate.
     #[arg(long, default_value_t = 16)]
     pub(crate) batch: usize,
     /// Measured steps
     #[arg(long, default_value_t = 500)]
     pub(crate) steps: usize,
-    /// Unmeasured steps before the measured ones; their losses are also reported
-    #[arg(long, value_name = "STEPS", default_value_t = 2)]
+    /// Warmup steps before the measured ones; their losses are also reported
+    #[arg(
+        long,
+        value_name = "STEPS",
+        default_value_t = 2,
+        hide_short_help = true
+    )]
     pub(crate) warmup: usize,
-    /// Highest learning rate of the schedule
-    #[arg(long, default_value_t = 2e-3, allow_negative_numbers = true)]
+    /// Highest learning rate
+    #[arg(
+        long,
+        value_name = "RATE",
+        default_value_t = 2e-3,
+        allow_negative_numbers = true
+    )]
     pub(crate) lr: f64,
     /// Learning rate schedule; cosine falls to a tenth of --lr
-    #[arg(long, value_enum, default_value_t = LrSchedule::Constant)]
+    #[arg(long, value_enum, value_name = "SHAPE", default_value_t = LrSchedule::Constant)]
     pub(crate) lr_schedule: LrSchedule,
-    /// Steps in which the learning rate rises to --lr
+    /// Steps over which the learning rate rises to --lr
     #[arg(long, value_name = "STEPS", default_value_t = 0)]
     pub(crate) lr_warmup: usize,
     #[command(flatten)]
     pub(crate) optimizer: OptimizerArgs,
-    /// Micro-batches in a step. --batch must be a multiple of this times --ranks
+    /// Clip the global gradient norm to this value [default: no clipping]
+    #[arg(long, value_name = "NORM", allow_negative_numbers = true)]
+    pub(crate) clip_grad_norm: Option<f64>,
+    /// Micro-batches in a step; not with --memory-budget
     #[arg(long, value_name = "MICRO_BATCHES", default_value_t = 1)]
     pub(crate) accumulate: usize,
-    /// Reduce gradients once a step instead of once a micro-batch. This saves traffic and keeps whole gradients in
-    /// memory
-    #[arg(long)]
-    pub(crate) no_sync: bool,
-    /// Clip the global gradient norm to this value
-    #[arg(long, value_name = "MAX_NORM", allow_negative_numbers = true)]
-    pub(crate) clip_grad_norm: Option<f64>,
-    /// What to do if the loss, a clipped gradient norm or a tensor to be saved is not finite
-    #[arg(long, value_enum, value_name = "WHAT", default_value_t = NotFinite::Stop)]
+    /// Action if the loss, a clipped gradient norm or a tensor to be saved is not finite
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHAT",
+        default_value_t = NotFinite::Stop,
+        hide_short_help = true
+    )]
     pub(crate) nan: NotFinite,
-    /// Compute type of parameters and activations. f16 scales the loss. The optimizer's parameters stay f32
-    #[arg(long, value_enum, default_value_t = Float::F32)]
+    /// Device: flex (the CPU) or a GPU backend; not with --compile
+    ///
+    /// wgpu, vulkan, metal, webgpu, cuda and rocm need a build with the feature of that name. Ranks on a machine use
+    /// its devices 0, 1 and so on; with wgpu:0, all ranks use device 0.
+    #[arg(
+        long,
+        value_name = "DEVICE",
+        default_value_t,
+        help_heading = DEVICES
+    )]
+    pub(crate) device: DeviceName,
+    /// Compute type of parameters and activations; f16 scales the loss
+    ///
+    /// The optimizer's master parameters stay f32.
+    #[arg(long, value_enum, default_value_t = Float::F32, help_heading = MEMORY)]
     pub(crate) precision: Float,
-    /// Type in which gradients are reduced [default: --precision]
-    #[arg(long, value_enum)]
+    /// Type in which gradients are reduced; f16 needs --precision f16 [default: --precision]
+    #[arg(long, value_enum, help_heading = MEMORY, hide_short_help = true)]
     pub(crate) reduce_dtype: Option<Float>,
-    /// Recompute each block's activations in backward instead of keeping them
-    #[arg(long)]
+    /// Compile the whole step into one graph, which takes less memory
+    ///
+    /// The losses equal the eager engine's, and saved steps work with both. Conflicts with --device other than flex,
+    /// --offload, --no-sync and --prefetch of more than 1.
+    #[arg(long, help_heading = MEMORY)]
+    pub(crate) compile: bool,
+    /// Recompute activations in backward instead of keeping them
+    ///
+    /// Recomputes each block. With --compile, conflicts with --unit-size.
+    #[arg(long, help_heading = MEMORY)]
     pub(crate) activation_checkpointing: bool,
-    /// With --compile: limit the planned peak memory of a rank, such as 400MiB, by recomputing as few blocks as
-    /// necessary. The plan is the exact peak of the tensors, and a measured fraction for everything else
+    /// With --compile: limit planned peak memory per rank, e.g. 400MiB
+    ///
+    /// Recomputes as few blocks as necessary. The plan is the exact peak of tensors times a measured factor. Conflicts with
+    /// --activation-checkpointing, --accumulate and --precision f16.
     #[arg(
         long,
         value_name = "BYTES",
         value_parser = crate::bytes::parse,
         requires = "compile",
-        conflicts_with_all = ["activation_checkpointing", "accumulate"]
+        conflicts_with_all = ["activation_checkpointing", "accumulate"],
+        help_heading = MEMORY
     )]
     pub(crate) memory_budget: Option<u64>,
-    /// With --compile: prove before the first step that the plans of the run compute the traced step. The proof uses
-    /// a narrower model and few tokens, for which the passes decide as for the run. Steps with other plans are
-    /// refused. Evaluations are not proved
-    #[arg(long, requires = "compile")]
+    /// Reduce gradients once per step instead of once per micro-batch; not with --compile
+    ///
+    /// This saves traffic, but keeps whole gradients in memory.
+    #[arg(long, help_heading = MEMORY, hide_short_help = true)]
+    pub(crate) no_sync: bool,
+    /// With --compile: prove before the first step that the plans of the run compute the traced step
+    ///
+    /// The proof uses a narrower model and few tokens, for which the passes make the same decisions. Steps with other
+    /// plans are rejected. Evaluations are not proved.
+    #[arg(long, requires = "compile", help_heading = MEMORY, hide_short_help = true)]
     pub(crate) certify: bool,
-    /// Device to compute on: flex (the CPU), or wgpu, vulkan, metal, webgpu, cuda or rocm in builds with that
-    /// feature. A name takes the device with the rank's number on its machine; wgpu:0 takes device 0
-    #[arg(long, value_name = "DEVICE", default_value_t)]
-    pub(crate) device: DeviceName,
-    /// Compile the whole step into one graph, and run it instead of the eager engine. It takes less memory and gives
-    /// the same losses. Saved steps work for both
-    #[arg(long)]
-    pub(crate) compile: bool,
 }
 
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Sharding")]
+#[command(next_help_heading = DEVICES)]
 pub(crate) struct ShardingArgs {
-    /// Number of ranks: threads of this process, or the processes of mpirun or srun. --batch must be a multiple
-    /// [default: 2 threads, or all processes]
+    /// Ranks: threads, or the processes of mpirun or srun [default: 2 threads, or all processes]
     #[arg(long)]
     pub(crate) ranks: Option<usize>,
-    /// Compute threads of each rank [default: RAYON_NUM_THREADS, or the cores divided by the ranks]
+    /// Compute threads per rank [default: RAYON_NUM_THREADS, or cores / ranks]
     #[arg(long)]
     pub(crate) threads: Option<usize>,
     /// Sharding strategy
     #[arg(long, value_enum, default_value_t = StrategyArg::FullShard)]
     pub(crate) strategy: StrategyArg,
-    /// Units to gather ahead of their use; 0 or 1 with --compile [default: 1 between processes; 0 between threads,
-    /// where nothing overlaps]
-    #[arg(long, value_name = "UNITS")]
-    pub(crate) prefetch: Option<usize>,
-    /// With --strategy hybrid-shard: number of copies of the shards; `host` for one copy on each machine. --ranks
-    /// must be a multiple [default: 2]
+    /// Copies of the shards with hybrid-shard, or `host` for one per machine [default: 2]
+    ///
+    /// Must divide --ranks. Needs --strategy hybrid-shard.
     #[arg(long, value_name = "REPLICAS")]
     pub(crate) replicate_size: Option<ReplicateSize>,
     /// Make a unit of each module with at least this many parameters [default: the transformer blocks]
-    #[arg(long, value_name = "PARAMETERS")]
+    #[arg(long, value_name = "PARAMETERS", hide_short_help = true)]
     pub(crate) unit_size: Option<usize>,
-    /// Keep the optimizer state in files of this folder, with one unit's state in memory. The files are removed at
-    /// the end of the run, also after SIGTERM, SIGINT, SIGHUP or SIGUSR1
-    #[arg(long, value_name = "FOLDER")]
-    pub(crate) offload: Option<PathBuf>,
-    /// What ranks compare in each operation
-    #[arg(long, value_enum, value_name = "WHAT", default_value_t = CheckArg::Calls)]
-    pub(crate) check: CheckArg,
-    /// Time after which a rank stops waiting for the others in an operation
-    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    /// Maximum time that a rank waits for the others in an operation
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = 600,
+        hide_short_help = true
+    )]
     pub(crate) deadline: u64,
+    /// What ranks compare in each operation
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHAT",
+        default_value_t = CheckArg::Calls,
+        hide_short_help = true
+    )]
+    pub(crate) check: CheckArg,
+    /// Keep the optimizer state in files in this folder; not with --compile
+    ///
+    /// One unit's state is in memory at a time. The files are removed at the end of the run, also after SIGTERM,
+    /// SIGINT, SIGHUP or SIGUSR1.
+    #[arg(long, value_name = "FOLDER", help_heading = MEMORY)]
+    pub(crate) offload: Option<PathBuf>,
+    /// Units to gather ahead of their use; at most 1 with --compile
+    ///
+    /// [default: 1 between processes; 0 between threads, where nothing overlaps]
+    #[arg(long, value_name = "UNITS", help_heading = MEMORY, hide_short_help = true)]
+    pub(crate) prefetch: Option<usize>,
 }
 
 /// A number of copies.
@@ -234,15 +305,18 @@ impl std::str::FromStr for ReplicateSize {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Checkpoints")]
 pub(crate) struct CheckpointArgs {
-    /// Save into this folder at the end, and when SIGTERM, SIGINT, SIGHUP or SIGUSR1 ends the run early. Only one run
-    /// may use it at a time. If it has steps, add --resume or --overwrite
+    /// Save into this folder at the end of the run
+    ///
+    /// Also saves when SIGTERM, SIGINT, SIGHUP or SIGUSR1 ends the run early. Only one run may use the folder at a
+    /// time. If it contains steps, add --resume or --overwrite.
     #[arg(long, value_name = "FOLDER")]
     pub(crate) checkpoint_dir: Option<PathBuf>,
-    /// Also save every this many steps, in the background
+    /// Steps between additional saves, in the background
     #[arg(long, value_name = "STEPS", requires = "checkpoint_dir")]
     pub(crate) save_every: Option<usize>,
-    /// Keep only the newest saved steps. 1 keeps two, because only the following step shows whether the newest gives
-    /// finite losses [default: all]
+    /// Number of newest steps to keep [default: all]
+    ///
+    /// 1 keeps two, because only the next training step shows whether the newest one gives finite losses.
     #[arg(long, value_name = "STEPS", requires = "checkpoint_dir")]
     pub(crate) keep_last: Option<std::num::NonZeroUsize>,
     /// Continue from a saved step, or start fresh if there is none
@@ -256,15 +330,16 @@ pub(crate) struct CheckpointArgs {
         requires = "checkpoint_dir"
     )]
     pub(crate) resume: Option<ResumeFrom>,
-    /// Remove the steps in the folder before training, and start fresh
+    /// Remove the saved steps and start fresh; not with --resume
     #[arg(long, requires = "checkpoint_dir", conflicts_with = "resume")]
     pub(crate) overwrite: bool,
-    /// Time after which a save is given up. Training continues during a save
+    /// Time after which a save is abandoned; training continues during saves
     #[arg(
         long,
         value_name = "SECONDS",
         default_value_t = 3600,
-        requires = "checkpoint_dir"
+        requires = "checkpoint_dir",
+        hide_short_help = true
     )]
     pub(crate) save_deadline: u64,
 }
@@ -273,16 +348,15 @@ pub(crate) struct CheckpointArgs {
 pub(crate) enum NotFinite {
     /// End the run with exit code 3, and save nothing more
     Stop,
-    /// Continue. Steps saved after that do not replace older ones
+    /// Continue; steps saved after that do not replace older ones
     Continue,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ResumeFrom {
-    /// The newest step. If it is damaged, this is an error
+    /// The newest step; an error if it is damaged
     Newest,
-    /// The newest undamaged step, with every byte verified. It is an error if a step cannot be read, or if all are
-    /// damaged
+    /// The newest undamaged step, with every byte verified; an error if a step cannot be read, or if all are damaged
     NewestGood,
 }
 
@@ -292,128 +366,46 @@ pub(crate) struct OutputArgs {
     /// Write one JSON line per step to this file
     #[arg(long, value_name = "FILE")]
     pub(crate) metrics: Option<PathBuf>,
-    /// Write a Chrome trace of one step to this file, for chrome://tracing or Perfetto: computation, communication
-    /// and memory of every rank. It traces the first measured step that has two steps before it
-    #[arg(long, value_name = "FILE")]
-    pub(crate) trace: Option<PathBuf>,
-    /// Write checksums of the operands of each operation of each rank into this folder, for `burn-fsdp diff`.
-    /// Replaces the files of an earlier run. Implies --check agreement
-    #[arg(long, value_name = "FOLDER")]
-    pub(crate) operations: Option<PathBuf>,
-    /// With --compile: write the traced graph of each plan and the graph after each pass into this folder, as text
-    /// and pictures. Replaces the files of an earlier run
-    #[arg(long, value_name = "FOLDER", requires = "compile")]
-    pub(crate) dump_graphs: Option<PathBuf>,
-    /// Measure after training what matrix products of 32 bits reach on all ranks at once, and report what part of that the median
-    /// step needs: its operations are those of the model, without what is computed again
-    #[arg(long)]
-    pub(crate) utilization: bool,
     /// Draw the loss curve into this SVG file
     #[arg(long, value_name = "FILE", default_value = "loss.svg")]
     pub(crate) curve: PathBuf,
-    /// Tokens to generate after training on text (bytes without a tokenizer); 0 for none
+    /// Tokens to generate after training on text; 0 for none
+    ///
+    /// Counts bytes if there is no tokenizer.
     #[arg(long, value_name = "TOKENS", default_value_t = 200)]
     pub(crate) sample: usize,
     /// Print one JSON object instead of the summary, and show no progress
     #[arg(long)]
     pub(crate) json: bool,
-}
-
-const PLAN_AFTER_HELP: &str = "\
-Examples:
-  burn-fsdp plan --model gpt --preset 175b --ranks 128 --gpu-memory 80GiB --activation-checkpointing
-  burn-fsdp plan --model llama --preset 7b --ranks 8 --batch 4 --svg memory.svg
-  burn-fsdp plan --model gpt --preset 13b --ranks 64 --compile --json
-
-Exit code:
-  0  planned, whether it fits or not
-  2  an error in the command line or a file";
-
-#[derive(Debug, Args)]
-#[command(after_help = PLAN_AFTER_HELP)]
-pub(crate) struct PlanArgs {
-    /// Architecture
-    #[arg(long, value_enum)]
-    pub(crate) model: ModelArg,
-    /// Size in parameters. gpt: 7b, 13b, 70b, 175b, 1t. llama: 7b, 8b, 13b, 34b, 70b, 175b, 1t
-    #[arg(long, value_name = "NAME")]
-    pub(crate) preset: String,
-    /// Ranks, one per device
-    #[arg(long, default_value_t = 8)]
-    pub(crate) ranks: usize,
-    /// Memory of one device, such as 80GiB or 40GB [default: the machine's]
-    #[arg(long, value_name = "BYTES", value_parser = crate::bytes::parse)]
-    pub(crate) gpu_memory: Option<u64>,
-    /// Sequences in a step on each rank
-    #[arg(long, default_value_t = 1)]
-    pub(crate) batch: usize,
-    /// Tokens in a sequence [default: the model's]
-    #[arg(long)]
-    pub(crate) seq: Option<usize>,
-    /// Type of gathered parameters and activations. Parameters at rest have 32 bits [default: bf16; f32 with
-    /// --compile]
-    #[arg(long, value_enum)]
-    pub(crate) precision: Option<PrecisionArg>,
-    /// Keep parameters at rest, gradients and optimizer state in host memory
-    #[arg(long)]
-    pub(crate) offload: bool,
-    /// Activations that backward recomputes instead of keeping them
-    #[arg(long, value_enum, default_value_t = CheckpointingArg::None, num_args = 0..=1,
-          default_missing_value = "full")]
-    pub(crate) activation_checkpointing: CheckpointingArg,
-    /// Sharding strategy. For hybrid-shard, plan one group of shards
-    #[arg(long, value_enum, default_value_t = PlannedStrategyArg::FullShard)]
-    pub(crate) strategy: PlannedStrategyArg,
-    /// Units to gather ahead of their use. `train` uses 1 between processes and 0 between threads
-    #[arg(long, value_name = "UNITS", default_value_t = 1)]
-    pub(crate) prefetch: usize,
-    /// Machine of the ranks: a100-80g, a100-40g, h100, cpu
-    #[arg(long, value_name = "NAME", default_value = "a100-80g")]
-    pub(crate) machine: String,
-    /// Plan the compiled step from its traced graph. For more than 8 blocks, the plans of 6 and 8 blocks are
-    /// extrapolated
-    #[arg(long)]
-    pub(crate) compile: bool,
-    /// With --compile: trace every block. The plan is then exact, but takes seconds for large models
-    #[arg(long, requires = "compile")]
-    pub(crate) every_block: bool,
-    /// With --compile: prove that the plan of all blocks computes the traced step, with blocks of a few elements, on
-    /// at most 8 ranks
-    #[arg(long, requires = "compile")]
-    pub(crate) certify: bool,
-    /// With --compile: write the planned graphs into this folder, as `train` does
-    #[arg(long, value_name = "FOLDER", requires = "compile")]
+    /// Write a Chrome trace of one step to this file, for chrome://tracing or Perfetto
+    ///
+    /// It shows each rank's computation, communication and memory, in the first measured step that follows at least two
+    /// steps.
+    #[arg(long, value_name = "FILE", help_heading = DIAGNOSTICS, hide_short_help = true)]
+    pub(crate) trace: Option<PathBuf>,
+    /// Report utilization: the median step's operations per second, relative to the machine's 32-bit matrix products
+    ///
+    /// The rate of matrix products is measured on all ranks at once, after training. A step counts the model's
+    /// operations, without recomputation.
+    #[arg(long, help_heading = DIAGNOSTICS, hide_short_help = true)]
+    pub(crate) utilization: bool,
+    /// Write checksums of the operands of each rank's operations into this folder, for `burn-fsdp diff`
+    ///
+    /// Replaces the files of an earlier run. Implies --check agreement.
+    #[arg(long, value_name = "FOLDER", help_heading = DIAGNOSTICS, hide_short_help = true)]
+    pub(crate) operations: Option<PathBuf>,
+    /// With --compile: write the traced graph of each plan and the graph after each pass into this folder, as text
+    /// and pictures
+    ///
+    /// Replaces the files of an earlier run.
+    #[arg(
+        long,
+        value_name = "FOLDER",
+        requires = "compile",
+        help_heading = DIAGNOSTICS,
+        hide_short_help = true
+    )]
     pub(crate) dump_graphs: Option<PathBuf>,
-    /// Print one JSON object instead of text
-    #[arg(long)]
-    pub(crate) json: bool,
-    /// Draw memory over the step into this SVG file
-    #[arg(long, value_name = "FILE")]
-    pub(crate) svg: Option<PathBuf>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ModelArg {
-    /// Learned positions, layer norms, plain perceptrons
-    Gpt,
-    /// Rotary positions, root-mean-square norms, gated perceptrons, grouped heads
-    Llama,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum PrecisionArg {
-    F32,
-    Bf16,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum CheckpointingArg {
-    /// Nothing
-    None,
-    /// Every second matrix product of a block, and all cheap operations
-    Selective,
-    /// Whole blocks
-    Full,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
@@ -425,25 +417,14 @@ pub(crate) enum LrSchedule {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum StrategyArg {
-    /// Shard parameters, gradients and optimizer state. Full weights exist unit by unit
+    /// Shard parameters, gradients and optimizer state, and gather full weights unit by unit
     FullShard,
-    /// The same, but keep full weights from forward to backward
+    /// Like full-shard, but keep full weights from forward to backward
     ShardGradOp,
     /// Shard nothing: every rank holds everything
     NoShard,
-    /// Shard inside groups of ranks, and copy the shards across groups
+    /// Shard within groups of ranks, and replicate across groups
     HybridShard,
-}
-
-/// The strategies that are planned: copies of shards across groups of ranks are not.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum PlannedStrategyArg {
-    /// Shard parameters, gradients and optimizer state. Full weights exist unit by unit
-    FullShard,
-    /// The same, but keep full weights from forward to backward
-    ShardGradOp,
-    /// Shard nothing: every rank holds everything
-    NoShard,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

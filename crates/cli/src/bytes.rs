@@ -1,4 +1,4 @@
-//! Memory sizes as people write them.
+//! Human-readable memory sizes.
 
 const UNITS: [(&str, u64); 8] = [
     ("KiB", 1 << 10),
@@ -35,7 +35,7 @@ mod tests {
     use super::parse;
 
     #[test]
-    fn units_of_both_kinds_are_read() {
+    fn binary_and_decimal_units_are_parsed() {
         assert_eq!(parse("80GiB"), Ok(80 << 30));
         assert_eq!(parse("40 gb"), Ok(40_000_000_000));
         assert_eq!(parse("1.5MiB"), Ok(3 << 19));
@@ -43,7 +43,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn invalid_sizes_are_rejected() {
         for text in [
             "",
             "GiB",

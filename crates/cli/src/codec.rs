@@ -26,10 +26,10 @@ const OTHERS: [&str; 11] = [
     "special_tokens_map.json",
 ];
 
-/// Suffixes of such files.
+/// Suffixes of their file names.
 const OTHER_ENDS: [&str; 3] = [".tiktoken", ".spm", ".bpe.model"];
 
-/// A tokenizer, as the command line names it.
+/// A tokenizer as given on the command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum TokenizerArg {
     /// No tokenizer: each byte is a token.
@@ -92,7 +92,7 @@ impl Chosen {
             warning,
         };
         let in_folder = folder.map(|folder| folder.join(READ));
-        // A dangling link is an error, and no reason to use bytes.
+        // A dangling link is an error, not a reason to use bytes.
         let in_folder = in_folder.filter(|path| path.symlink_metadata().is_ok());
         match (given, in_folder, folder) {
             (Some(TokenizerArg::Bytes), ..) => Ok(of_bytes(true, None)),
@@ -114,7 +114,7 @@ impl Chosen {
                 Some(path) if are_bytes() => Ok(of_bytes(
                     true,
                     Some(format!(
-                        "{} is not read: each byte is a token, as when the step was saved",
+                        "{} is ignored: each byte is a token, as when the step was saved",
                         path.display()
                     )),
                 )),
@@ -123,14 +123,14 @@ impl Chosen {
         }
     }
 
-    /// Returns warnings about a text in these tokens, for the model of `--init` if there is one.
+    /// Returns warnings about a tokenized text, for the `--init` model if there is one.
     pub(crate) fn warnings(&self, of_init: Option<&ModelConfig>) -> Vec<String> {
         let vocab = of_init.map_or(BYTE_VOCAB, ModelConfig::vocab);
         let is_guess = matches!(self.codec, TextCodec::Bytes) && !self.are_bytes_given;
         let guess = (is_guess && vocab != BYTE_VOCAB).then(|| {
             format!(
-                "the model of --init has {vocab} tokens and no tokenizer: text is read as bytes, byte b for the token of id b; \
-                 give its tokenizer.json by --tokenizer, or say --tokenizer bytes if that is right"
+                "the model of --init has {vocab} tokens and no tokenizer, so byte b of the text is read as token b; \
+                 pass its tokenizer.json with --tokenizer, or pass --tokenizer bytes if that is right"
             )
         });
         self.warning.iter().cloned().chain(guess).collect()
@@ -139,11 +139,11 @@ impl Chosen {
 
 /// Returns a warning if the folder has a tokenizer that differs from the given one.
 fn other_than(given: &Tokenizer, path: &Path, in_folder: PathBuf) -> Option<String> {
-    // An unreadable tokenizer gives no warning, because nobody asked for it.
+    // An unreadable tokenizer causes no warning, because it was not requested.
     let own = Tokenizer::open(&in_folder).ok()?;
     (own.hash() != given.hash()).then(|| {
         format!(
-            "--tokenizer {} is another tokenizer than {}, which comes with the model",
+            "--tokenizer {} differs from {}, the tokenizer of the model",
             path.display(),
             in_folder.display()
         )
@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn other_forms_are_found_by_name() {
+    fn other_tokenizer_formats_are_recognized_by_name() {
         for (names, want) in [
             (
                 &["tokenizer_config.json", "tokenizer.model"][..],

@@ -1,4 +1,4 @@
-//! Printing to stdout and stderr. A closed reader is no reason to panic, or to end a training.
+//! Printing to stdout and stderr. A closed reader does not cause a panic, and does not end a training run.
 
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
@@ -14,7 +14,7 @@ pub(crate) fn tell(line: impl Display) {
 
 /// Prints the result of the command on stdout.
 ///
-/// A reader that stopped reading is no error. Any other error means that a requested result was lost.
+/// A reader that stopped reading is not an error. Any other error means that a requested result was lost.
 pub(crate) fn answer(text: impl Display) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
     let written = writeln!(out, "{text}").and_then(|()| out.flush());

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use burn_fsdp::DeviceNameError;
-use burn_fsdp::checkpoint::Step;
-use burn_fsdp::collectives::{LaunchError, processes};
+use burn_fsdp::internals::checkpoint::Step;
+use burn_fsdp::internals::collectives::{LaunchError, processes};
+use burn_fsdp::internals::device::DeviceNameError;
 use burn_fsdp_models::{ModelConfig, ModelError};
 
 /// The failure of a command.
@@ -14,7 +14,7 @@ pub(crate) enum Failure {
     /// An error in the user's input.
     #[error(transparent)]
     Input(Box<InputError>),
-    /// The failure of a rank. The message names the rank.
+    /// The failure of a rank, which the message names.
     #[error(transparent)]
     Rank(Box<LaunchError>),
     /// An error in the user's input that a rank met. Any rank may meet it first, so the message does not name the rank.
@@ -68,7 +68,7 @@ impl From<InputError> for Failure {
 
 impl Failure {
     /// Returns true if this process must print the failure. Rank 0 and the failed rank print failures that all
-    /// processes of a run know about. Each process prints failures that only it knows about.
+    /// processes know. Every other failure is printed by the process that found it.
     pub(crate) fn is_told_here(&self) -> bool {
         use LaunchError::{Failed, Panicked, Start};
         let Ok(Some(own)) = processes() else {
@@ -124,13 +124,16 @@ pub(crate) enum InputError {
         expected: &'static str,
     },
 
-    #[error("cannot read the operations of a run at {}: {problem}; name two folders that `train --operations` has written", path.display())]
+    #[error(
+        "cannot read the operations of a run at {}: {problem}; name two folders that `train --operations` wrote",
+        path.display()
+    )]
     Operations { path: PathBuf, problem: String },
 
-    #[error("--init {}: {problem}; name the folder in Hugging Face's form that the training began with", path.display())]
+    #[error("--init {}: {problem}; name the folder in Hugging Face's format that training started from", path.display())]
     Beside { path: PathBuf, problem: String },
 
-    #[error("--overwrite: {} is a folder with files in it, and only empty ones are replaced; remove it, or choose another name", path.display())]
+    #[error("--overwrite replaces only empty folders, but {} contains files; remove it, or choose another name", path.display())]
     FullFolder { path: PathBuf },
 
     #[error(transparent)]
@@ -148,31 +151,29 @@ pub(crate) enum InputError {
     )]
     MicroBatchesDoNotDivide { accumulate: usize, rows: usize },
 
-    #[error(
-        "--replicate-size is {replicas}; it must divide the {ranks} ranks, each copy having as many"
-    )]
+    #[error("--replicate-size {replicas} does not divide the {ranks} ranks; choose a divisor")]
     ReplicasDoNotDivideRanks { replicas: usize, ranks: usize },
 
     #[error(
-        "--replicate-size host needs as many ranks on each machine, but {here} of the {ranks} ranks are on this one"
+        "--replicate-size host needs the same number of ranks on each machine, but {here} of the {ranks} ranks are \
+         on this one; start equally many on each"
     )]
     UnevenHosts { ranks: usize, here: usize },
 
     #[error(transparent)]
-    Step(#[from] burn_fsdp::checkpoint::Error),
+    Step(#[from] burn_fsdp::internals::checkpoint::Error),
 
-    #[error("{} is no model that this command knows: {problem}", path.display())]
+    #[error("{} is not a model that this command supports: {problem}", path.display())]
     UnknownModel { path: PathBuf, problem: String },
 
     #[error(
-        "{} is no model with a table of names ({model}); write it with --names burn",
+        "the model of {} has no table of names ({model}); write it with --names burn",
         path.display()
     )]
     NoTable { path: PathBuf, model: String },
 
     #[error(
-        "{}: the {model} of its sizes has {expected}, the step has {found}; \
-         write it as it is with --names burn",
+        "{}: a {model} of these sizes has {expected}, but the step has {found}; write it unchanged with --names burn",
         path.display()
     )]
     OtherTensors {
@@ -183,7 +184,7 @@ pub(crate) enum InputError {
     },
 
     #[error(
-        "{} was saved by a model of {found}, this run trains {expected}; give the same sizes",
+        "{} was saved by a model of {found}, but this run trains {expected}; pass the same sizes",
         path.display()
     )]
     OtherModel {
@@ -193,8 +194,8 @@ pub(crate) enum InputError {
     },
 
     #[error(
-        "step {step} was trained by --optimizer {found}, whose states {expected} has not; give --optimizer {found}, or train \
-         from --init without --resume"
+        "step {step} was trained with --optimizer {found}, whose states {expected} does not have; pass --optimizer \
+         {found}, or train from --init without --resume"
     )]
     OtherOptimizer {
         step: u64,
@@ -203,21 +204,22 @@ pub(crate) enum InputError {
     },
 
     #[error(
-        "--model {model} has the sizes of config.json in the folder of --init; give --init FOLDER, as it lies on the hub"
+        "--model {model} takes its sizes from config.json in the --init folder; pass --init FOLDER, as downloaded \
+         from the hub"
     )]
     NeedsFolder { model: &'static str },
 
-    #[error("--model is {asked}, but --init has a {found}; give --model {found}, or leave it out")]
+    #[error("--model is {asked}, but --init has a {found}; pass --model {found}, or leave it out")]
     OtherKind {
         asked: &'static str,
         found: &'static str,
     },
 
-    #[error("{flag} is not for the model of --init, which has the sizes of {}; leave out {flag}", path.display())]
+    #[error("{flag} does not apply to the model of --init, whose sizes are in {}; leave out {flag}", path.display())]
     SizeOfFolder { flag: &'static str, path: PathBuf },
 
     #[error(
-        "step {step} was saved with {found}, this run trains {expected}; give the same --lora and --lora-alpha"
+        "step {step} was saved with {found}, but this run trains {expected}; pass the same --lora and --lora-alpha"
     )]
     OtherAdapters {
         step: u64,
@@ -226,13 +228,13 @@ pub(crate) enum InputError {
     },
 
     #[error(
-        "the adapters of the step belong to weights with checksum {expected}, those of --init have {found}; give the --init that \
-         they were trained with"
+        "the adapters of the step belong to weights with checksum {expected}, but the weights of --init have \
+         {found}; pass the --init that they were trained with"
     )]
     OtherBase { expected: String, found: String },
 
     #[error(
-        "{} was trained on tokens of {found}, and not on those of {given}; give that tokenizer by --tokenizer",
+        "{} was trained on the tokens of {found}, not of {given}; pass that tokenizer with --tokenizer",
         path.display()
     )]
     OtherTokenizer {
@@ -242,34 +244,34 @@ pub(crate) enum InputError {
     },
 
     #[error(
-        "{}: a tokenizer in a form that is not read, without a tokenizer.json beside it; give one by --tokenizer FILE (in transformers, \
-         AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OTHER) writes it), or say --tokenizer bytes to take each byte \
-         for the token of its value",
+        "{}: unsupported tokenizer format, and there is no tokenizer.json next to it; pass one with --tokenizer \
+         FILE (in transformers, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OTHER) writes it), or pass \
+         --tokenizer bytes to read byte b as token b",
         path.display()
     )]
     OtherTokenizerForm { path: PathBuf },
 
     #[error(
-        "{} has steps; give --resume to go on from the newest, --overwrite to remove them, or another \
-         folder",
+        "{} has steps; pass --resume to continue from the newest, pass --overwrite to remove them, or choose \
+         another folder",
         path.display()
     )]
     HasSteps { path: PathBuf },
 
-    #[error("--prompt is empty, or no token; give at least one character to go on from")]
+    #[error("--prompt is empty, or has no tokens; give at least one character to continue")]
     EmptyPrompt,
 
-    #[error("there is no model; give a step, or --init FOLDER")]
+    #[error("there is no model to generate with; name a step, or pass --init FOLDER")]
     NoModel,
 
     #[error(
-        "{} has adapters alone; give --init FOLDER, with the weights that they were trained on",
+        "{} has only adapters; pass --init FOLDER with the weights that they were trained on",
         path.display()
     )]
     AdaptersAlone { path: PathBuf },
 
     #[error(
-        "{}: transformers has no {model} as this command trains it; write it with --format safetensors",
+        "{}: transformers does not have this command's {model}; write it with --format safetensors",
         path.display()
     )]
     NotInTransformers { path: PathBuf, model: &'static str },
@@ -278,8 +280,8 @@ pub(crate) enum InputError {
     TooManyTokens,
 
     #[error(
-        "{params} parameters on {ranks} ranks need at least {needed} GiB of memory, \
-         this process may use {available} GiB; choose a smaller model or batch"
+        "{params} parameters on {ranks} ranks need at least {needed} GiB of memory, but this process may use \
+         {available} GiB; choose a smaller model or batch"
     )]
     TooLittleMemory {
         params: usize,
@@ -289,8 +291,8 @@ pub(crate) enum InputError {
     },
 
     #[error(
-        "{source_name} has {found} {tokens} to train on, one step needs {needed} \
-         (--batch {batch} x --seq {seq}, and one more){left_out}; give more text or choose smaller steps"
+        "{source_name} has {found} {tokens} to train on, but one step needs {needed} (--batch {batch} x --seq \
+         {seq}, plus one){left_out}; give more text, or choose a smaller --batch or --seq"
     )]
     TextShorterThanStep {
         source_name: String,
@@ -300,7 +302,7 @@ pub(crate) enum InputError {
         needed: usize,
         batch: usize,
         seq: usize,
-        /// Files and folders that were left out, as text for the message.
+        /// Text that lists skipped files and folders, for a message.
         left_out: String,
     },
 
@@ -311,7 +313,7 @@ pub(crate) enum InputError {
         problem: String,
     },
 
-    #[error("{first} and {second} name the same file, {}; give each its own", path.display())]
+    #[error("{first} and {second} name the same file, {}; give each its own file", path.display())]
     SameFile {
         first: &'static str,
         second: &'static str,
@@ -325,7 +327,7 @@ pub(crate) enum InputError {
         known: String,
     },
 
-    #[error("{flag} is not for compiled steps: {reason}; leave out {flag} or --compile")]
+    #[error("{flag} cannot be used with compiled steps: {reason}; leave out {flag} or --compile")]
     NotCompiled {
         flag: &'static str,
         reason: &'static str,
@@ -344,12 +346,12 @@ pub(crate) enum InputError {
     },
 
     #[error(transparent)]
-    Launch(#[from] Box<burn_fsdp::collectives::LaunchError>),
+    Launch(#[from] Box<burn_fsdp::internals::collectives::LaunchError>),
 
     #[error(transparent)]
-    Plan(Box<burn_fsdp::compile::Error>),
+    Plan(Box<burn_fsdp::internals::compile::Error>),
 
-    #[error("{first} is not for a run with {second}: {reason}; leave out one of them")]
+    #[error("{first} cannot be used with {second}: {reason}; leave out one of them")]
     Excludes {
         first: &'static str,
         second: &'static str,
@@ -357,7 +359,7 @@ pub(crate) enum InputError {
     },
 
     #[error("--memory-budget: {0}")]
-    Budget(Box<burn_fsdp::plan::BudgetError>),
+    Budget(Box<burn_fsdp::internals::plan::BudgetError>),
 
     #[error("{problem}")]
     Restart { problem: &'static str },
@@ -373,7 +375,7 @@ pub(crate) enum InputError {
 }
 
 impl InputError {
-    /// Returns the error for a step whose model has other sizes, or is of another kind, than the `expected` one.
+    /// Returns the error for a step whose model differs from the `expected` one in sizes or kind.
     pub(crate) fn other_model(
         step: &Step,
         expected: &ModelConfig,
@@ -388,8 +390,8 @@ impl InputError {
     }
 }
 
-impl From<burn_fsdp::compile::Error> for InputError {
-    fn from(error: burn_fsdp::compile::Error) -> Self {
+impl From<burn_fsdp::internals::compile::Error> for InputError {
+    fn from(error: burn_fsdp::internals::compile::Error) -> Self {
         Self::Plan(Box::new(error))
     }
 }
@@ -398,20 +400,20 @@ impl From<burn_fsdp::compile::Error> for InputError {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RankError {
     #[error(transparent)]
-    Engine(#[from] burn_fsdp::sharding::Error),
+    Engine(#[from] burn_fsdp::internals::sharding::Error),
     #[error(transparent)]
-    Collective(#[from] burn_fsdp::collectives::Error),
+    Collective(#[from] burn_fsdp::internals::collectives::Error),
     #[error(transparent)]
-    Mesh(#[from] burn_fsdp::mesh::Error),
+    Mesh(#[from] burn_fsdp::internals::mesh::Error),
     #[error(transparent)]
     Model(#[from] ModelError),
     #[error(transparent)]
-    Checkpoint(#[from] burn_fsdp::checkpoint::CheckpointError),
+    Checkpoint(#[from] burn_fsdp::internals::checkpoint::CheckpointError),
     #[error(transparent)]
-    Step(#[from] burn_fsdp::checkpoint::Error),
+    Step(#[from] burn_fsdp::internals::checkpoint::Error),
     #[error(transparent)]
-    Compiled(Box<burn_fsdp::compile::Error>),
-    #[error("the training has ended in an error before")]
+    Compiled(Box<burn_fsdp::internals::compile::Error>),
+    #[error("training has already ended with an error")]
     Ended,
     #[error(transparent)]
     Input(#[from] Box<InputError>),
@@ -433,7 +435,7 @@ pub(crate) enum RankError {
         expected: String,
     },
     #[error(
-        "rank {rank} on machine {host} cannot use {}, where rank 0 saves: {problem}; give a --checkpoint-dir on a \
+        "rank {rank} on machine {host} cannot use {}, where rank 0 saves: {problem}; pass a --checkpoint-dir on a \
          file system that all machines share",
         path.display()
     )]
@@ -444,20 +446,22 @@ pub(crate) enum RankError {
         problem: String,
     },
     #[error(
-        "--replicate-size host needs as many ranks on each machine, one machine after the other, but the \
-         ranks are on {hosts}; start them with `mpirun --map-by slot` and as many slots on each"
+        "--replicate-size host needs the same number of consecutive ranks on each machine, but the ranks are on \
+         {hosts}; start them with `mpirun --map-by slot` and the same number of slots on each"
     )]
     Hosts { hosts: String },
-    #[error("cannot hand on the result of a rank: {problem}")]
+    #[error("cannot pass on the result of a rank: {problem}")]
     Result { problem: String },
-    #[error("the model gives no finite numbers to choose text by")]
+    #[error(
+        "the model's outputs are not finite, so no token can be chosen; use another step or model"
+    )]
     NoNumbers,
 }
 
 impl RankError {
-    /// Returns true if the cause is a file that was to be read, and not the run.
+    /// Returns true if the cause is an input file rather than the run.
     pub(crate) fn is_input(&self) -> bool {
-        use burn_fsdp::checkpoint::Error::{Foreign, NotAFolder};
+        use burn_fsdp::internals::checkpoint::Error::{Foreign, NotAFolder};
         matches!(
             self,
             Self::Restore { .. }
@@ -470,8 +474,8 @@ impl RankError {
     }
 }
 
-impl From<burn_fsdp::compile::Error> for RankError {
-    fn from(error: burn_fsdp::compile::Error) -> Self {
+impl From<burn_fsdp::internals::compile::Error> for RankError {
+    fn from(error: burn_fsdp::internals::compile::Error) -> Self {
         Self::Compiled(Box::new(error))
     }
 }

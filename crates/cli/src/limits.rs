@@ -5,10 +5,10 @@ use std::time::Instant;
 
 use burn::tensor::{Device, Distribution, Tensor};
 use burn_fsdp::ProcessGroup;
-use burn_fsdp::collectives::Error;
+use burn_fsdp::internals::collectives::Error;
 use serde::Serialize;
 
-/// Limits of all ranks together, while all of them work at the same time.
+/// Limits of all ranks together, measured while all of them work.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(crate) struct Limits {
     /// Bytes per second of copying.
@@ -47,7 +47,7 @@ impl Limits {
     }
 }
 
-/// Returns the median over several rounds of the slowest rank's seconds. An additional first round maps fresh pages.
+/// Returns the median over several rounds of the slowest rank's seconds. An additional first round maps new pages.
 fn median(world: &ProcessGroup, mut work: impl FnMut()) -> Result<f64, Error> {
     work();
     let mut seconds = Vec::with_capacity(ROUNDS);

@@ -7,7 +7,7 @@
 //! - `operations`: records of a run's operations, and their comparison.
 //! - `launch`: restarts a failed command. `tether`: tells the processes below `launch` that it is gone.
 //! - `text`, `codec`, `weights`, `adapters`, `random`: shared by several commands: text generation, text as tokens,
-//!   weights that each rank reads for itself, adapters on these weights, random numbers.
+//!   weights of which each rank reads its shards, adapters on these weights, random numbers.
 //! - `limits`: the machine's limits.
 //! - `bytes`, `host`, `process`, `output`, `console`: sizes, the machine, its processes, files, printing.
 //! - `error`: errors, and their exit codes.
@@ -87,8 +87,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Turns a file size limit (`ulimit -f`) into an error of the write that exceeds it, like a full disk. By default it
-/// ends the process.
+/// Turns a file size limit (`ulimit -f`) into an error of the write that exceeds it, like a full disk. By default,
+/// exceeding it ends the process.
 fn take_file_size_limits_as_errors() {
     #[cfg(unix)]
     {
@@ -97,8 +97,8 @@ fn take_file_size_limits_as_errors() {
     }
 }
 
-/// Logs what `RUST_LOG` requests, and nothing by default. Errors end the run with their own message, and the report has
-/// the warnings about sharding, once for all ranks.
+/// Logs what `RUST_LOG` requests, and nothing by default: an error that ends the run is printed without a log, and the
+/// report lists the warnings about sharding, once for all ranks.
 fn log_to_stderr() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("off"));
     tracing_subscriber::fmt()

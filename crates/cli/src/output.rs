@@ -4,7 +4,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Component, Path, PathBuf};
 
-use burn_fsdp::compile::GraphDump;
+use burn_fsdp::internals::compile::GraphDump;
 use burn_fsdp::optim::FileBackedOptimizer;
 use tempfile::Builder;
 
@@ -44,7 +44,7 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
         return Err(InputError::Output {
             flag: "--data",
             path: data.to_owned(),
-            problem: "lies among the saved steps; name text outside of them".to_owned(),
+            problem: "is among the saved steps; name text outside them".to_owned(),
         });
     }
     if let Some(folder) = &args.output.dump_graphs {
@@ -65,7 +65,7 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
             return Err(InputError::Output {
                 flag,
                 path: path.to_owned(),
-                problem: "lies among the saved steps; name a file beside them".to_owned(),
+                problem: "is among the saved steps; name a file next to them".to_owned(),
             });
         }
         let is_same = |other: &Path| other == identity || are_one_file(other, &identity);
@@ -105,7 +105,10 @@ fn overwrites(file: &Path, init: Option<&Path>) -> Option<String> {
     ];
     let mut above = file.ancestors().skip(1);
     if let Some(step) = above.find(|folder| folder.join("index.json.crc32").exists()) {
-        return Some(format!("lies in the saved step {}", step.display()));
+        return Some(format!(
+            "is inside the saved step {}; name a file outside it",
+            step.display()
+        ));
     }
     let is_of_model = || {
         let end = file.extension().and_then(|end| end.to_str());
@@ -113,7 +116,7 @@ fn overwrites(file: &Path, init: Option<&Path>) -> Option<String> {
     };
     let is_in = init.is_some_and(|init| file.starts_with(init));
     (is_in && file.exists() && is_of_model())
-        .then(|| "is a file of the folder of --init; name another".to_owned())
+        .then(|| "is a file of the --init folder; name another".to_owned())
 }
 
 /// Checks that graphs can be written into a folder, and that the folder has no other use in `taken`.
@@ -140,13 +143,13 @@ fn check_graphs(
     let checkpoints = args.checkpoint.checkpoint_dir.as_ref();
     if checkpoints.is_some_and(|checkpoints| lies_among_steps(&own, checkpoints)) {
         return Err(refused(
-            "lies among the saved steps; name a folder beside them",
+            "is among the saved steps; name a folder next to them",
         ));
     }
     // The graphs of one run would become the text of the next.
     let data = args.data.data.as_ref();
     match data.is_some_and(|data| identity(data).starts_with(&own)) {
-        true => Err(refused("holds the text of --data; name another folder")),
+        true => Err(refused("contains the text of --data; name another folder")),
         false => Ok(()),
     }
 }
@@ -172,15 +175,15 @@ pub(crate) fn check_one(flag: &'static str, path: &Path) -> Result<(), InputErro
     })
 }
 
-/// Checks that neither a folder that is to be created nor any of its parents is a file.
+/// Checks that a folder can be created: neither it nor any of its parents is a file.
 pub(crate) fn check_folder(flag: &'static str, path: &Path) -> Result<(), InputError> {
     match path.ancestors().find(|above| above.exists()) {
         Some(above) if !above.is_dir() => Err(InputError::Output {
             flag,
             path: path.to_owned(),
             problem: match above == path {
-                true => "not a folder".to_owned(),
-                false => format!("{} is not a folder", above.display()),
+                true => "is not a folder; name a folder".to_owned(),
+                false => format!("{} is not a folder; name another path", above.display()),
             },
         }),
         _ => Ok(()),
@@ -257,7 +260,7 @@ fn check_writable(path: &Path, kind: Kind) -> Result<(), String> {
         Ok(metadata) if metadata.is_dir() => Err("is a folder; name a file".to_owned()),
         Ok(metadata) if metadata.is_file() => open_existing(path).map_err(|e| e.to_string()),
         Ok(_) if kind == Kind::Whole => {
-            Err("is not a plain file, and would be replaced by one; name another".to_owned())
+            Err("is not a plain file and would be replaced by one; name another".to_owned())
         }
         // Opening a pipe waits for its reader, so the pipe is opened only when there is something to write.
         Ok(_) => Ok(()),
@@ -298,13 +301,13 @@ impl FileId {
     }
 }
 
-/// Returns true if two paths lead to one existing file, also through hard links.
+/// Returns true if two paths refer to the same existing file, including through hard links.
 fn are_one_file(one: &Path, other: &Path) -> bool {
     let id = |path| FileId::of(fs::metadata(path).ok().as_ref());
     id(one).is_some_and(|one| Some(one) == id(other))
 }
 
-/// Returns a path that is equal for all paths of a file. The file need not exist.
+/// Returns a canonical path, equal for all paths to a file. The file need not exist.
 pub(crate) fn identity(path: &Path) -> PathBuf {
     let parts: Vec<_> = path.components().collect();
     for there in (0..=parts.len()).rev() {
@@ -331,7 +334,7 @@ fn folder_of(path: &Path) -> &Path {
     parent.unwrap_or(Path::new("."))
 }
 
-/// Returns true if a file is in the folder of checkpoints and has a name like a step's, or a hidden one.
+/// Returns true if a file is in the checkpoint folder and has the name of a step, or a hidden name.
 fn lies_among_steps(file: &Path, checkpoint_dir: &Path) -> bool {
     let inside = file.strip_prefix(identity(checkpoint_dir)).ok();
     let first = inside.and_then(|inside| inside.components().next());

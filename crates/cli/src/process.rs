@@ -11,13 +11,13 @@ pub(crate) struct Process {
     pub(crate) parent: u32,
     /// The process group of the process.
     pub(crate) group: u32,
-    /// Its start time, in ticks of the machine's clock. It distinguishes the process from a later one with the same
-    /// number.
+    /// Start time of the process, in ticks of the machine's clock. It distinguishes the process from a later one with
+    /// the same id.
     pub(crate) started: u64,
 }
 
 impl Process {
-    /// Finds a process by its number; `None` if it has ended, and if the system does not list processes.
+    /// Finds a process by its number; `None` if it has ended, or if the system does not list processes.
     pub(crate) fn find(id: u32) -> Option<Self> {
         // A process name may contain any bytes.
         let text = fs::read(format!("/proc/{id}/stat")).ok()?;

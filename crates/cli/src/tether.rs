@@ -82,7 +82,7 @@ impl Tether {
     }
 }
 
-/// The way in which a process is notified of the end of `launch`.
+/// How a process is notified of the end of `launch`.
 #[derive(Debug)]
 enum Way {
     Pipe(File),
@@ -157,7 +157,7 @@ pub(crate) fn watch() {
     let _ = thread::Builder::new().name("tether".to_owned()).spawn(wait);
 }
 
-/// Requests that the end of `launch` sets this flag instead of ending this process. Call it once per process.
+/// Requests that the end of `launch` set this flag instead of ending this process. Call it once per process.
 pub(crate) fn tell(stop: Arc<AtomicBool>, says_so: bool) {
     let _ = STOP.set((stop, says_so));
 }
@@ -174,12 +174,12 @@ fn end() {
             stop.store(true, Ordering::Relaxed);
             if *says_so {
                 console::tell(
-                    "warning: `burn-fsdp launch` is gone; this process ends in good order",
+                    "warning: `burn-fsdp launch` has ended; this process now stops in an orderly way",
                 );
             }
         }
         None => {
-            console::tell("error: `burn-fsdp launch`, which has started this process, is gone");
+            console::tell("error: `burn-fsdp launch`, which started this process, has ended");
             process::exit(TOLD_TO_END);
         }
     }
@@ -195,7 +195,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_end_of_the_writer_is_the_end() {
+    fn the_tether_ends_with_its_writer() {
         let tether = Tether::new().expect("a pipe");
         let way = tether.tie.way().expect("a way");
         assert!(matches!(way, Way::Pipe(_)), "{way:?}");
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn another_file_in_its_place_is_not_the_pipe() {
+    fn a_reused_descriptor_is_not_the_pipe() {
         let tether = Tether::new().expect("a pipe");
         let other = Tether::new().expect("a pipe");
         let mut tie = tether.tie;
@@ -221,7 +221,7 @@ mod tests {
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn a_launch_that_is_gone_before_is_gone() {
+    fn an_already_ended_launch_is_detected() {
         let tether = Tether::new().expect("a pipe");
         let mut tie = tether.tie;
         tie.end = -1;

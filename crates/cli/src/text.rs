@@ -1,7 +1,7 @@
 //! Text generation by a model.
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_fsdp::collectives::Error as CollectiveError;
+use burn_fsdp::internals::collectives::Error as CollectiveError;
 use burn_fsdp::{ProcessGroup, catch};
 use burn_fsdp_models::{KeyValueCache, LanguageModel, TextCodec};
 
@@ -27,8 +27,8 @@ pub(crate) struct Sample<'a> {
 }
 
 impl Sample<'_> {
-    /// Appends tokens that the model generates until there are enough, the text ends, or the run is told to stop.
-    /// Returns the text of all tokens. The model is without autodiff.
+    /// Appends generated tokens until there are enough, the text ends, or the run is asked to stop. Returns the text of
+    /// all tokens. The model must be without autodiff.
     pub(crate) fn go_on<M: LanguageModel>(
         &self,
         model: &M,
@@ -55,11 +55,10 @@ impl Sample<'_> {
         self.ends.iter().any(|end| i64::from(*end) == token)
     }
 
-    /// Returns the logits of the token after `tokens`. Only tokens that occur in text count: the vocabulary may be
+    /// Returns the logits of the token after `tokens`, limited to tokens that occur in text: the vocabulary may be
     /// larger.
     ///
-    /// Beyond the longest sequence, each token shifts all earlier ones to other positions, so the cache cannot be
-    /// reused.
+    /// Beyond the maximum length, each new token shifts all earlier ones, so the cache cannot be reused.
     fn next_logits<M: LanguageModel>(
         &self,
         model: &M,
@@ -82,9 +81,8 @@ impl Sample<'_> {
     }
 }
 
-/// Chooses the token at `position`, from 0 to 1, on a line on which each token has a length proportional to its
-/// likelihood. A temperature of 0 chooses the likeliest token. Returns `None` for a model that has diverged and gives
-/// no numbers.
+/// Samples a token: `position`, from 0 to 1, is a point in the cumulative distribution. A temperature of 0 selects the
+/// likeliest token. Returns `None` for a model that has diverged and outputs NaN.
 fn choose(logits: &[f32], temperature: f64, position: f64) -> Option<i64> {
     let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let divisor = if temperature > 0.0 { temperature } else { 1.0 };
@@ -112,13 +110,13 @@ fn choose(logits: &[f32], temperature: f64, position: f64) -> Option<i64> {
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum NextToken {
     Is(i64),
-    /// No token: the model gives no valid numbers.
+    /// No token: the model outputs no valid numbers.
     NoNumbers,
-    /// The end: a rank was told to stop.
+    /// The end: a rank was asked to stop.
     Stop,
 }
 
-/// Returns rank 0's token on every rank, unless a rank was told to stop.
+/// Returns rank 0's token on every rank, unless a rank was asked to stop.
 fn next_token(
     world: &ProcessGroup,
     own: Option<i64>,
@@ -140,8 +138,8 @@ fn next_token(
     })
 }
 
-/// Returns bytes as text that is safe to print. Bytes that are not UTF-8 and control characters except newlines and
-/// tabs are replaced.
+/// Returns bytes as text that is safe to print. Invalid UTF-8 and control characters except newlines and tabs are
+/// replaced.
 pub(crate) fn printable(bytes: &[u8]) -> String {
     let is_safe = |c: char| !c.is_control() || c == '\n' || c == '\t';
     String::from_utf8_lossy(bytes)
@@ -161,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_likely_token_is_chosen_nearly_everywhere() {
+    fn a_likely_token_is_chosen_almost_always() {
         let mut logits = vec![0.0; 256];
         logits[65] = 20.0;
         let choice = |position| choose(&logits, TEMPERATURE, position);

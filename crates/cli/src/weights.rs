@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use burn::tensor::TensorData;
-use burn_fsdp::checkpoint::Region;
-use burn_fsdp::compile::ShardSpec;
+use burn_fsdp::internals::compile::ShardSpec;
+use burn_fsdp::internals::mesh::Region;
 use burn_fsdp::state::load_local_state;
 use burn_fsdp_models::{Architecture, ModelConfig, ModelError, WeightsFile};
 
@@ -50,7 +50,7 @@ pub(crate) fn read_part<A: Architecture>(
     };
     let Region::Flat(range) = &part.region else {
         unreachable!(
-            "the command divides parameters into flat shards, and these are {}",
+            "the command divides parameters into flat shards, but these are {}",
             part.region
         );
     };

@@ -211,7 +211,10 @@ fn turns(world: &ProcessGroup, own: &Spans) -> Result<Rounds, Error> {
     let notes = world.exchange("spans", bytemuck::cast_slice(&numbers).to_vec())?;
     let ranks: Vec<Vec<f64>> = notes
         .iter()
-        .map(|note| bytemuck::pod_collect_to_vec(note))
+        .map(|note| {
+            let numbers = note.chunks_exact(size_of::<f64>());
+            numbers.map(bytemuck::pod_read_unaligned).collect()
+        })
         .collect();
     let lasted = |round: usize, kind: usize| {
         let at = 2 * (round * KINDS.len() + kind);

@@ -3,9 +3,9 @@
 //! Three times are measured for each size: the collective by itself, work of that length by itself, and both when the
 //! collective is started, the work done, and the collective waited for. The ratio is the third time divided by the
 //! longer of the first two: 1 means that everything is hidden that can be, 2 means that nothing is. The work is either
-//! arithmetic on the rank's own thread, or a wait that stands for a device that computes by itself.
+//! arithmetic on the rank's own thread, or a wait that represents a device that computes by itself.
 //!
-//! With ranks as threads, a transfer runs in the wait and nothing is hidden. Over MPI it runs on a thread of its own,
+//! With ranks as threads, a transfer runs in the wait and nothing is hidden. Over MPI it runs on a separate thread,
 //! which needs a share of a core to copy. If no core is free, for example with as many processes as cores over shared
 //! memory, one rank's copies take time from another rank's arithmetic.
 //!

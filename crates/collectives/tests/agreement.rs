@@ -213,7 +213,7 @@ impl Flip {
                     named += 1;
                 }
                 Err(Error::PeerFailed { reason, .. }) => {
-                    let says = format!("other bytes of rank {}", self.giver);
+                    let says = format!("than rank {} passed to the call", self.giver);
                     prop_assert!(reason.contains(&says), "{}", reason);
                 }
                 // The rank had received its own result before another found the flip in its part.
@@ -249,7 +249,7 @@ fn each_flipped_bit_is_named_by_operation_tensor_and_rank() {
 /// A shard that has changed before it is gathered is reported as corruption in its rank's memory, regardless of the
 /// receiver.
 #[test]
-fn a_sealed_shard_that_has_changed_is_named_whoever_receives_it() {
+fn a_changed_sealed_shard_is_reported_for_any_receiver() {
     for (size, receivers) in [(1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, 2)] {
         let body = move |world: ProcessGroup| {
             let partition = Partition::flat(7 * size, size)?;
@@ -315,7 +315,7 @@ fn with_fault(check: Check) -> Vec<Result<Vec<u8>, Error>> {
 }
 
 #[test]
-fn the_error_says_step_operation_and_rank() {
+fn the_error_has_the_step_operation_and_rank() {
     for seen in with_fault(Check::Agreement) {
         let text = seen.unwrap_err().to_string();
         for word in [
@@ -331,14 +331,14 @@ fn the_error_says_step_operation_and_rank() {
 }
 
 #[test]
-fn calls_alone_do_not_show_it() {
+fn comparing_only_calls_does_not_detect_flips() {
     for seen in with_fault(Check::Calls) {
         assert_eq!(seen.unwrap(), [4, 4, 4, 4, 4, 4, 5, 4]);
     }
 }
 
 #[test]
-fn a_flip_is_of_a_value_and_a_value_does_nothing_but_flip() {
+fn flips_require_values_and_values_require_flips() {
     let error = Fault::parse("rank:1,step:7,at:forward,how:flip").unwrap_err();
     assert!(error.to_string().contains("at:collective"), "{error}");
     let text = "rank:1,step:7,at:collective,how:flip";

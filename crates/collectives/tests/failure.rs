@@ -10,7 +10,7 @@ use burn_fsdp_collectives::{
 use ranks::{LONG, SHORT, counting, fail, full, gather, observe};
 
 /// Returns the error that rank 0 gets from `call` when rank 1 of 2 first does `instead`.
-fn rank_0_hears(
+fn rank_0_sees(
     deadline: Duration,
     instead: impl Fn(&ProcessGroup) -> Result<(), Error> + Send + Sync + 'static,
     call: impl Fn(&ProcessGroup) -> Result<(), Error> + Send + Sync + 'static,
@@ -59,7 +59,7 @@ fn every_call() -> Vec<Call> {
 #[test]
 fn a_panic_reaches_every_kind_of_call() {
     for call in every_call() {
-        let error = rank_0_hears(LONG, |_| panic!("out of luck"), call);
+        let error = rank_0_sees(LONG, |_| panic!("out of luck"), call);
         let Error::PeerFailed {
             rank,
             reason,
@@ -89,7 +89,7 @@ fn an_error_reaches_the_peers_with_its_text() {
             burn_fsdp_collectives::Mesh::line("x", 0).unwrap_err(),
         ))
     };
-    let error = rank_0_hears(LONG, instead, |world| world.barrier("x"));
+    let error = rank_0_sees(LONG, instead, |world| world.barrier("x"));
     let message = error.to_string();
     assert!(
         message.contains("rank 1 failed: mesh axis \"x\" has size 0"),
@@ -100,7 +100,7 @@ fn an_error_reaches_the_peers_with_its_text() {
 #[test]
 fn a_rank_that_returns_early_is_named() {
     for call in every_call() {
-        let error = rank_0_hears(LONG, |_| Ok(()), call);
+        let error = rank_0_sees(LONG, |_| Ok(()), call);
         assert!(matches!(error, Error::PeerLeft { rank: 1, .. }), "{error}");
         assert!(
             error
@@ -119,7 +119,7 @@ fn a_rank_that_stalls_is_named_after_the_deadline() {
         world.begin_step(0);
         world.fault_point(At::Forward)
     };
-    let error = rank_0_hears(SHORT, stall, |world| {
+    let error = rank_0_sees(SHORT, stall, |world| {
         world.barrier("first")?;
         gather(world, "x", 5).map(|_| ())
     });
@@ -216,14 +216,14 @@ fn a_chain_of_waits_is_followed_to_its_end() {
     );
     assert!(
         error.to_string().contains(
-            "(operation 1 of group \"world\"), and in the end for ranks [2], which wait for none;"
+            "(operation 1 of group \"world\"), and ultimately for ranks [2], which wait for no other rank;"
         ),
         "{error}"
     );
 }
 
 #[test]
-fn ranks_that_wait_for_each_other_are_told_so() {
+fn deadlocked_ranks_are_reported() {
     let seen = observe(2, SHORT, |world| {
         let groups = [world.isolate("a", SHORT)?, world.isolate("b", 2 * SHORT)?];
         groups[world.rank()].barrier("x")
@@ -281,7 +281,7 @@ fn the_first_cause_is_reported() {
 }
 
 #[test]
-fn the_first_cause_is_reported_also_of_an_expired_deadline() {
+fn the_first_cause_is_reported_for_an_expired_deadline() {
     let config = LaunchConfig::new(3).deadline(SHORT).grace(SHORT);
     let error = fail(config, |world| {
         if world.rank() == 1 {
@@ -312,7 +312,7 @@ fn the_first_cause_is_reported_also_of_an_expired_deadline() {
 }
 
 #[test]
-fn faults_strike_once_where_they_should() {
+fn faults_trigger_once_at_their_place() {
     for (at, how) in [
         (At::Forward, How::Error),
         (At::Backward, How::Panic),
@@ -348,14 +348,17 @@ fn faults_that_cannot_be_read_are_explained() {
     assert_eq!(problem("rank:1"), "step is missing");
     assert_eq!(
         problem("rank:-1"),
-        "rank is \"-1\", which is not a number from 0 on"
+        "rank is \"-1\", which is not a number of at least 0"
     );
     assert_eq!(problem("rank:1,rank:2"), "rank is given twice");
-    assert_eq!(problem("where:here"), "there is no \"where\"");
-    assert_eq!(problem("at:noon"), "at is \"noon\", which is not a place");
+    assert_eq!(problem("where:here"), "\"where\" is not a known key");
+    assert_eq!(
+        problem("at:noon"),
+        "at is \"noon\", which is not a known place"
+    );
     assert_eq!(
         problem("how:softly"),
-        "how is \"softly\", which is not a way to fail"
+        "how is \"softly\", which is not a known kind of failure"
     );
     let text = "rank:1,step:3,at:backward,how:stall";
     assert_eq!(Fault::parse(text).unwrap().to_string(), text);
@@ -366,7 +369,7 @@ fn faults_that_cannot_be_read_are_explained() {
 }
 
 #[test]
-fn memory_shown_to_peers_is_given_back_on_failure() {
+fn memory_shared_with_peers_is_released_on_failure() {
     let seen = observe(2, LONG, |world| {
         if world.rank() == 1 {
             let into = vec![world.pool().take(400)];

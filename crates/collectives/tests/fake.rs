@@ -15,7 +15,7 @@ fn buffer(group: &ProcessGroup, num_elements: usize) -> Vec<Buffer> {
 }
 
 #[test]
-fn a_gather_puts_the_own_shard_in_every_place_as_far_as_it_fits() -> Result<(), Error> {
+fn gathers_fill_every_place_with_the_ranks_own_shard() -> Result<(), Error> {
     for rank in 0..3 {
         let group = ProcessGroup::fake(3, rank);
         let partition = flat(&group, 7);
@@ -57,7 +57,7 @@ fn reductions_act_as_if_all_ranks_had_given_the_same() -> Result<(), Error> {
 }
 
 #[test]
-fn what_only_another_rank_knows_is_zero() -> Result<(), Error> {
+fn values_of_other_ranks_are_zero() -> Result<(), Error> {
     let group = ProcessGroup::fake(2, 1);
     let absent = FullPart::absent(3, ElementType::F32);
     let got = group.broadcast("values", vec![], 0, vec![absent], buffer(&group, 3))?;
@@ -99,7 +99,7 @@ fn a_mesh_of_fakes_has_groups_of_the_right_sizes() -> Result<(), Error> {
 }
 
 #[test]
-fn a_counter_counts_over_groups_and_says_what_it_saw() -> Result<(), Error> {
+fn counters_span_groups_and_report_what_they_saw() -> Result<(), Error> {
     let (one, other) = (ProcessGroup::fake(2, 0), ProcessGroup::fake(3, 0));
     one.barrier("before")?;
     let mut counter = CommCounter::new([&one, &other]);

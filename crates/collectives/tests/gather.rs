@@ -180,7 +180,7 @@ fn pending_operations_may_be_waited_for_in_any_order() {
         let reduce =
             world.start_all_reduce("mid", vec![], reduction, vec![full(&world, 5)], into)?;
         let last = gather("last", 6)?;
-        // Each rank in another order: a wait depends only on the others' starts.
+        // Each rank in a different order: a wait depends only on the others' starts.
         let (first, reduce, last) = match world.rank() {
             0 => {
                 let (last, reduce) = (last.wait()?, reduce.wait()?);

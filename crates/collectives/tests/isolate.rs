@@ -13,7 +13,7 @@ use ranks::{LONG, gather, observe, run};
 const MOMENT: Duration = Duration::from_millis(50);
 
 #[test]
-fn has_the_same_ranks_under_another_name() {
+fn isolated_groups_have_the_same_ranks_and_another_name() {
     let seen = run(3, |world| {
         let beside = world.isolate("saves", LONG)?;
         assert_eq!(beside.name(), "saves");
@@ -25,7 +25,7 @@ fn has_the_same_ranks_under_another_name() {
 }
 
 #[test]
-fn a_deadline_that_passes_in_it_leaves_the_world_alone() {
+fn a_missed_deadline_does_not_affect_the_world() {
     let (gave_up, has_given_up) = channel();
     let has_given_up = Arc::new(Mutex::new(has_given_up));
     let seen = run(2, move |world| {
@@ -57,7 +57,7 @@ fn a_deadline_that_passes_in_it_leaves_the_world_alone() {
 }
 
 #[test]
-fn a_mismatch_in_it_leaves_the_world_alone() {
+fn a_mismatch_does_not_affect_the_world() {
     run(3, |world| {
         let beside = world.isolate("beside", LONG)?;
         let half = beside.split(world.rank() / 2, 0, "half")?;
@@ -71,7 +71,7 @@ fn a_mismatch_in_it_leaves_the_world_alone() {
 }
 
 #[test]
-fn what_fails_around_it_ends_it() {
+fn a_failure_outside_ends_the_isolated_group() {
     let seen = observe(2, LONG, |world| {
         let inner = world
             .isolate("outer", LONG)?
@@ -91,7 +91,7 @@ fn what_fails_around_it_ends_it() {
 }
 
 #[test]
-fn a_rank_that_returns_is_missed_in_it() {
+fn a_returned_rank_is_missed_in_the_isolated_group() {
     let seen = observe(2, LONG, |world| {
         let beside = world.isolate("beside", Duration::MAX)?;
         match world.rank() {
@@ -105,7 +105,7 @@ fn a_rank_that_returns_is_missed_in_it() {
 }
 
 #[test]
-fn ranks_must_agree_on_it() {
+fn ranks_must_agree_on_isolating() {
     let seen = observe(2, LONG, |world| {
         world
             .isolate("saves", MOMENT * (1 + world.rank() as u32))
@@ -118,14 +118,14 @@ fn ranks_must_agree_on_it() {
 }
 
 #[test]
-fn of_ranks_that_do_not_exist() {
+fn fake_groups_can_be_isolated() {
     let group = ProcessGroup::fake(4, 1).isolate("saves", MOMENT).unwrap();
     assert_eq!((group.rank(), group.size()), (1, 4));
     group.barrier("x").unwrap();
 }
 
 #[test]
-fn launches_succeed_although_it_failed() {
+fn launches_succeed_despite_a_failed_isolated_group() {
     let config = LaunchConfig::new(2).deadline(LONG).grace(Duration::ZERO);
     let results = burn_fsdp_collectives::launch(config, |world| {
         let beside = world.isolate("beside", LONG)?;

@@ -33,7 +33,7 @@ fn refuses_no_ranks() {
     assert!(matches!(error, LaunchError::NoRanks));
     assert_eq!(
         error.to_string(),
-        "cannot launch 0 ranks; ask for at least one"
+        "cannot launch 0 ranks; request at least one"
     );
 }
 
@@ -112,8 +112,8 @@ fn rayons_variable_is_the_number_of_threads_of_a_rank() {
 }
 
 #[test]
-fn a_variable_of_rayon_that_is_no_number_is_refused() {
-    let test = "a_variable_of_rayon_that_is_no_number_is_refused";
+fn a_non_numeric_rayon_variable_is_rejected() {
+    let test = "a_non_numeric_rayon_variable_is_rejected";
     if played_with(test, &[("RAYON_NUM_THREADS", "all")]) {
         return;
     }
@@ -128,13 +128,13 @@ fn a_variable_of_rayon_that_is_no_number_is_refused() {
 fn refuses_more_threads_than_a_rank_should_have() {
     let message = fail(LaunchConfig::new(2).threads_per_rank(5_000), |_| Ok(())).to_string();
     assert!(
-        message.starts_with("cannot give each rank 5000 threads; ask for at most"),
+        message.starts_with("cannot give each rank 5000 threads; request at most"),
         "{message}"
     );
 }
 
 #[test]
-fn without_a_background_one_thread_is_one() {
+fn thread_counts_are_exact_without_a_background() {
     for (threads, expected) in [(1, 1), (2, 2)] {
         let config = LaunchConfig::new(3)
             .threads_per_rank(threads)
@@ -148,7 +148,7 @@ fn without_a_background_one_thread_is_one() {
 }
 
 #[test]
-fn work_in_the_background_is_done_while_the_body_waits_for_it() {
+fn background_work_runs_while_the_body_waits() {
     for threads in [1, 2] {
         let config = LaunchConfig::new(2).threads_per_rank(threads);
         let heard = launch(config, |world| {
@@ -166,7 +166,7 @@ fn work_in_the_background_is_done_while_the_body_waits_for_it() {
 }
 
 #[test]
-fn a_loader_in_the_background_may_run_for_ever() {
+fn a_background_loader_may_run_forever() {
     let config = LaunchConfig::new(2).threads_per_rank(1);
     let sums = launch(config, |world| {
         let (send, batches) = std::sync::mpsc::sync_channel(1);
@@ -189,7 +189,7 @@ fn refuses_more_ranks_than_a_process_should_have() {
     let error = fail(LaunchConfig::new(20_000), |_| Ok(()));
     let message = error.to_string();
     assert!(
-        message.starts_with("cannot launch 20000 ranks as threads of one process; ask for at most"),
+        message.starts_with("cannot launch 20000 ranks as threads of one process; request at most"),
         "{message}"
     );
 }
@@ -269,7 +269,7 @@ fn ranks_that_do_not_return_are_abandoned() {
 }
 
 #[test]
-fn a_stalled_rank_is_abandoned_also_if_its_peers_keep_quiet() {
+fn a_stalled_rank_is_abandoned_even_if_its_peers_ignore_errors() {
     let config = LaunchConfig::new(2).deadline(SHORT).grace(SHORT);
     let error = fail(config, |world| {
         if world.rank() == 1 {
@@ -293,7 +293,7 @@ fn a_stalled_rank_is_abandoned_also_if_its_peers_keep_quiet() {
 }
 
 #[test]
-fn errors_dealt_with_are_none() {
+fn handled_errors_do_not_fail_the_launch() {
     let seen = run(2, |world| {
         let label = if world.rank() == 0 { "a" } else { "b" };
         Ok(world.barrier(label).is_err())
@@ -302,7 +302,7 @@ fn errors_dealt_with_are_none() {
 }
 
 #[test]
-fn worlds_do_not_meet() {
+fn worlds_are_independent() {
     let outer = std::thread::spawn(|| run(2, |world| ranks::gather(&world, "x", 5)));
     let failed = fail(LaunchConfig::new(2), |world| match world.rank() {
         0 => panic!("elsewhere"),

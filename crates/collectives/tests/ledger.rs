@@ -54,7 +54,7 @@ fn counts_are_exact_in_operations_and_bytes() {
 }
 
 #[test]
-fn the_ledger_tells_what_became_of_operations() {
+fn the_ledger_records_the_fate_of_operations() {
     let world = ProcessGroup::solo();
     gather(&world, "done", 2).unwrap();
     world.start_barrier("dropped").unwrap().discard();

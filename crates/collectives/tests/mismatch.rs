@@ -6,7 +6,7 @@ use burn_fsdp_collectives::{ElementType, Error, FullPart, Part, ProcessGroup, Re
 use ranks::{LONG, counting, flat, full, gather, observe, source};
 
 /// Returns the error of every rank when rank 1 of 3 calls `odd` and the others call `usual`.
-fn told(
+fn mismatch_error(
     usual: impl Fn(&ProcessGroup) -> Result<(), Error> + Send + Sync + 'static,
     odd: impl Fn(&ProcessGroup) -> Result<(), Error> + Send + Sync + 'static,
 ) -> String {
@@ -41,7 +41,7 @@ fn gathering(label: &'static str, n: usize) -> impl Fn(&ProcessGroup) -> Result<
 
 #[test]
 fn of_kind() {
-    let message = told(gathering("x", 10), |world| world.barrier("x"));
+    let message = mismatch_error(gathering("x", 10), |world| world.barrier("x"));
     assert!(
         message.starts_with(
             "the ranks of group \"world\" differ in operation 1: rank 0 called all_gather \"x\" of 1 \
@@ -62,7 +62,7 @@ fn of_kind() {
 
 #[test]
 fn of_label() {
-    let message = told(gathering("blocks.0", 10), gathering("blocks.1", 10));
+    let message = mismatch_error(gathering("blocks.0", 10), gathering("blocks.1", 10));
     assert!(
         message.contains("rank 0 called all_gather \"blocks.0\""),
         "{message}"
@@ -75,20 +75,20 @@ fn of_label() {
 
 #[test]
 fn of_sizes() {
-    let message = told(gathering("x", 10), gathering("x", 11));
+    let message = mismatch_error(gathering("x", 10), gathering("x", 11));
     assert!(
-        message.contains("part 0 being f32 10 elements in 3 shards of 4"),
+        message.contains("part 0 is f32 10 elements in 3 shards of 4"),
         "{message}"
     );
     assert!(
-        message.contains("part 0 being f32 11 elements in 3 shards of 4"),
+        message.contains("part 0 is f32 11 elements in 3 shards of 4"),
         "{message}"
     );
 }
 
 #[test]
 fn of_the_number_of_parts() {
-    let message = told(gathering("x", 10), |world| {
+    let message = mismatch_error(gathering("x", 10), |world| {
         let parts = vec![counting(world, 10), counting(world, 3)];
         world
             .join_all_gather("x", vec![], parts)?
@@ -101,7 +101,7 @@ fn of_the_number_of_parts() {
 
 #[test]
 fn of_element_type() {
-    let message = told(gathering("x", 10), |world| {
+    let message = mismatch_error(gathering("x", 10), |world| {
         let shard = vec![0i32; flat(world, 10).len(world.rank())];
         let part = Part::new(source(&shard), flat(world, 10), ElementType::I32);
         world
@@ -109,8 +109,8 @@ fn of_element_type() {
             .wait()
             .map(|_| ())
     });
-    assert!(message.contains("part 0 being f32 10"), "{message}");
-    assert!(message.contains("part 0 being i32 10"), "{message}");
+    assert!(message.contains("part 0 is f32 10"), "{message}");
+    assert!(message.contains("part 0 is i32 10"), "{message}");
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn of_reduction() {
             .all_reduce("x", vec![], reduction, vec![full(world, 5)], into)
             .map(|_| ())
     }
-    let message = told(
+    let message = mismatch_error(
         |world| reduce(world, Reduction::mean(2)),
         |world| reduce(world, Reduction::sum()),
     );
@@ -147,7 +147,7 @@ fn of_root() {
             .broadcast("x", vec![], root, vec![part], into)
             .map(|_| ())
     }
-    let message = told(|world| cast(world, 0), |world| cast(world, 1));
+    let message = mismatch_error(|world| cast(world, 0), |world| cast(world, 1));
     assert!(message.contains("with root 0"), "{message}");
     assert!(message.contains("with root 1"), "{message}");
 }
@@ -160,7 +160,7 @@ fn of_order() {
             world.barrier(second)
         }
     };
-    let message = told(both("a", "b"), both("b", "a"));
+    let message = mismatch_error(both("a", "b"), both("b", "a"));
     assert!(message.contains("differ in operation 1"), "{message}");
 }
 

@@ -8,7 +8,7 @@ use burn_fsdp_collectives::{BufferPool, Source};
 use ranks::{gather, run};
 
 #[test]
-fn buffers_are_aligned_and_as_long_as_asked() {
+fn buffers_are_aligned_and_have_the_requested_length() {
     let pool = BufferPool::new();
     for len in [0, 1, 7, 8, 9, 4096] {
         let mut buffer = pool.take(len);

@@ -72,7 +72,7 @@ fn reduce_in_kind<T: Pod + Send + Sync>(
 }
 
 #[test]
-fn sums_are_those_of_rank_order() {
+fn sums_follow_rank_order() {
     for ranks in 1..=4 {
         // Longer than a block, and with uneven and empty shards.
         for num_elements in [5000, 4096, 7, 2, 1, 0] {
@@ -90,7 +90,7 @@ fn sums_are_those_of_rank_order() {
 }
 
 #[test]
-fn threads_do_not_change_bits() {
+fn the_thread_count_does_not_change_bits() {
     let num_elements = 1_100_001;
     let tensors: Vec<_> = (0..3).map(|rank| floats(rank, num_elements)).collect();
     let expected = bits(&oracle(Reduction::mean(3), &tensors));
@@ -174,7 +174,7 @@ fn mean_divides_by_the_group() {
 }
 
 #[test]
-fn a_nan_of_any_rank_shows() {
+fn a_nan_of_any_rank_propagates() {
     for rank in 0..3 {
         let mut tensors = vec![vec![1.0f32]; 3];
         tensors[rank][0] = f32::NAN;
@@ -212,7 +212,7 @@ fn sources_need_no_alignment() {
 }
 
 #[test]
-fn lists_of_types_travel_together() {
+fn parts_of_different_types_can_be_reduced_together() {
     let sums = run(3, |world| {
         let rows = Partition::rows(&[4, 2], world.size())?;
         let halves: Vec<_> = (0..8).map(|i| bf16::from_f32(i as f32)).collect();
@@ -252,7 +252,7 @@ fn lists_of_types_travel_together() {
 }
 
 #[test]
-fn released_means_that_the_sources_are_free() {
+fn released_sources_are_free() {
     let freed = run(3, |world| {
         let tensor = world.pool().take(4096);
         let partition = flat(&world, 1024);
@@ -270,7 +270,7 @@ fn released_means_that_the_sources_are_free() {
 }
 
 #[test]
-fn refuses_what_cannot_be_combined() {
+fn refuses_unsupported_reductions() {
     let world = ProcessGroup::solo();
     let call = |reduction, element: ElementType| {
         let part = vec![FullPart::absent(0, element)];
@@ -282,8 +282,8 @@ fn refuses_what_cannot_be_combined() {
     };
     assert_eq!(
         call(Reduction::mean(2), ElementType::I32).unwrap_err(),
-        "rank 0: in all_reduce \"x\" (operation 0 of group \"world\"), parts[0] should be elements \
-         that the reduction can combine but is i32 that is scaled; correct this rank's call"
+        "rank 0: in all_reduce \"x\" (operation 0 of group \"world\"), parts[0] should be a type \
+         that the reduction supports but is i32 with a scale; correct this rank's call"
     );
     assert!(call(Reduction::sum().output(ElementType::F32), ElementType::F64).is_err());
     assert!(call(Reduction::sum().output(ElementType::I64), ElementType::I32).is_err());
@@ -294,7 +294,7 @@ fn refuses_what_cannot_be_combined() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
     #[test]
-    fn any_reduction_is_that_of_the_oracle(
+    fn any_reduction_matches_the_oracle(
         ranks in 1usize..5,
         num_elements in 0usize..40,
         seed in prop::collection::vec(-1e6f32..1e6, 160),

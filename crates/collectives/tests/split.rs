@@ -107,8 +107,7 @@ fn a_mesh_must_fit_the_world() {
     });
     let message = error.to_string();
     assert!(
-        message
-            .contains("the mesh shard=3 has 3 ranks, but group \"world\" has 2; make the product"),
+        message.contains("mesh shard=3 has 3 ranks, but group \"world\" has 2; make the product"),
         "{message}"
     );
     let error = ranks::fail(config, |world| {
@@ -122,7 +121,7 @@ fn a_mesh_must_fit_the_world() {
 }
 
 #[test]
-fn groups_of_the_same_ranks_are_one_and_of_others_are_not() {
+fn groups_are_equal_if_their_ordered_ranks_are() {
     run(4, |world| {
         let pairs = |color: usize, name: &str| world.split(color, 0, name);
         let halves = pairs(world.rank() / 2, "shard")?;
@@ -131,7 +130,7 @@ fn groups_of_the_same_ranks_are_one_and_of_others_are_not() {
         let reversed = world.split(world.rank() / 2, 4 - world.rank(), "shard")?;
         assert_eq!(halves, again);
         assert_eq!(halves.id(), again.id());
-        // Groups with the same name and size, and even with the same ranks in another order.
+        // Groups with the same name and size, and even with the same ranks in a different order.
         assert_ne!(halves, crossed);
         assert_ne!(halves, reversed);
         assert_ne!(halves, world);

@@ -43,7 +43,7 @@ pub(crate) trait Kernels: Backend {
         targets: IntTensor<Self>,
     ) -> [FloatTensor<Self>; 2];
 
-    /// Returns the gradient of the logits multiplied by a single element.
+    /// Returns the gradient of the logits, multiplied by a one-element tensor.
     fn cross_entropy_gradient(
         logits_gradient: FloatTensor<Self>,
         grad: FloatTensor<Self>,

@@ -70,7 +70,7 @@ impl Kernels for CaptureBackend {
     }
 
     fn cross_entropy_kernel(logits: Recorded, targets: Recorded) -> [Recorded; 2] {
-        // The loss has 32 bits, whatever the type of the logits.
+        // The loss has 32 bits, regardless of the type of the logits.
         let kinds = [kind(&logits), (Shape::new([1]), DType::F32)];
         record(FusedOperation::CrossEntropy, [logits, targets], kinds, [])
     }

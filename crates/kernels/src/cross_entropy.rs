@@ -80,7 +80,7 @@ impl RowKernel for Forward<'_> {
     }
 }
 
-/// Replaces a row of logits by its gradient times `share`, and returns the loss.
+/// Replaces a row of logits with its gradient times `share`, and returns the loss.
 #[inline(always)]
 fn replace_row(row: &mut [f32], target: usize, share: f32) -> f32 {
     let (max, logit) = (max(row), row[target]);
@@ -124,8 +124,8 @@ pub(crate) fn target_indices(targets: &FlexTensor, num_classes: usize) -> Vec<us
     let index = |(row, target): (usize, i64)| match usize::try_from(target) {
         Ok(index) if index < num_classes => index,
         _ => panic!(
-            "the target of row {row} is class {target}, and the logits have {num_classes} classes; mask targets that are \
-             none, or pad with a class that the loss leaves out"
+            "the target of row {row} is class {target}, but the logits have {num_classes} classes; mask invalid \
+             targets, or pad with a class that the loss ignores"
         ),
     };
     targets.map(index).collect()

@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn exp_is_that_of_the_standard_library() {
+    fn exp_matches_the_standard_library() {
         for step in 0..870_000 {
             let x = step as f32 * -1e-4;
             let expected = f64::from(x).exp();

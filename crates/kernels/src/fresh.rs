@@ -1,7 +1,7 @@
 //! Memory that is first written by the threads that compute in it.
 //!
 //! If a tensor is filled or copied before it is computed, one thread makes an additional pass over the memory. The
-//! elements are then no longer in the cache of the thread that computes them.
+//! elements are then no longer in the cache of the computing thread.
 
 #![allow(
     unsafe_code,
@@ -52,7 +52,10 @@ pub(crate) fn added_parts<T: Pod + Send + Sync, const N: usize>(
     add: impl Fn(usize, [&mut [T]; N]) + Sync,
 ) -> [Vec<T>; N] {
     let is_cut = |len: &usize| len.checked_rem(num_parts).unwrap_or(*len) == 0;
-    assert!(lens.iter().all(is_cut), "{num_parts} parts of {lens:?}");
+    assert!(
+        lens.iter().all(is_cut),
+        "{num_parts} parts do not divide vectors of {lens:?} elements"
+    );
     let mut vectors = lens.map(Vec::with_capacity);
     let mut lens_of = lens.iter();
     let mut chunks = vectors.each_mut().map(|vector| {
@@ -115,8 +118,8 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "2 parts of [3]")]
-    fn what_cannot_be_cut_is_refused() {
+    #[should_panic(expected = "2 parts do not divide vectors of [3]")]
+    fn indivisible_lengths_are_rejected() {
         added_parts::<f32, 1>([3], 2, |_, _| ());
     }
 }

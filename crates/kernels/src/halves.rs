@@ -241,7 +241,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rounding_is_that_of_the_type() {
+    fn rounding_matches_the_half_type() {
         // Every upper half, with lower halves around the midpoint between two.
         for upper in 0..=u16::MAX {
             for lower in [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF] {
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_widened_is_the_same_number() {
+    fn widening_is_exact() {
         let halves: Vec<bf16> = (0..=u16::MAX).map(bf16::from_bits).collect();
         let mut buffer = Vec::new();
         for (float, half) in widen(&halves, &mut buffer).iter().zip(&halves) {

@@ -1,13 +1,12 @@
 //! Model operations with handwritten gradients, for 32-bit floats and halves (`bf16`) on Burn's CPU backend.
 //!
-//! Attention or a layer norm that is composed of Burn's elementary operations makes a dozen passes over memory. It
-//! also saves as many tensors for the backward pass. Here each operation is a single node of the graph that saves
-//! only its input. It computes whole rows while they are in the cache, and uses vector instructions for `exp` and
-//! `erf`. The operations count as expensive, so a gradient checkpointing device keeps their outputs: only gathered
-//! weights are left to recompute.
+//! Composed of Burn's elementary operations, attention or a layer norm makes a dozen passes over memory, and saves as
+//! many tensors for backward. Here each operation is a single graph node that saves only its input. It processes whole
+//! rows while they are in the cache, with vector instructions for `exp` and `erf`. The operations count as expensive,
+//! so a gradient checkpointing device keeps their outputs, and only gathered weights are recomputed.
 //!
-//! The mathematics is the same as in the composed operations, which every other backend and type uses. The tests
-//! compare the two.
+//! The mathematics is the same as in the composed operations, which all other backends and types use. Tests compare the
+//! two.
 //!
 //! Burn's capture device records graphs for later execution. There the operations are recorded as [`FusedOperation`]s
 //! inside [`recorded`], and composed of elementary operations elsewhere. The executor of such a graph must support
@@ -55,6 +54,7 @@ mod tests;
 mod threads;
 mod turned;
 mod vectors;
+mod widened;
 
 pub use halves::takes;
 pub use operation::{FusedCost, FusedOperation};

@@ -2,9 +2,9 @@
 //!
 //! Burn's CPU backend fills the memory of a result with zeros, copies it to aligned memory, and writes the product
 //! there. For products of halves, it converts the operands to 32-bit copies, element by element. Here a product is
-//! written once, by the same library, so it has the same bits. Halves are multiplied as they are, with 32-bit sums
-//! that are rounded once. Processors with instructions for halves (AVX512-BF16) are twice as fast, and others read
-//! half as much memory.
+//! written once, by the same library, so it has the same bits. Products of halves have 32-bit sums that are rounded
+//! once. Processors with fast bf16 instructions multiply the halves directly. Others multiply a 32-bit copy of a part
+//! of each factor at a time.
 
 use burn::backend::Flex;
 use burn::backend::ops::FloatTensorOps;
@@ -32,7 +32,7 @@ pub(crate) fn matmul(lhs: FlexTensor, rhs: FlexTensor) -> FlexTensor {
             });
             of_type::<bf16>(&lhs, &rhs)
         }
-        // Burn multiplies flipped tensors in another order.
+        // Burn multiplies flipped tensors in a different order.
         _ => Flex::float_matmul(lhs, rhs),
     }
 }
@@ -86,7 +86,7 @@ fn shape_of(lhs: &FlexTensor, rhs: &FlexTensor) -> Shape {
         let [a, b] = [dim(lhs, at), dim(rhs, at)];
         assert!(
             a == b || a == 1 || b == 1,
-            "{lhs:?} and {rhs:?} do not broadcast"
+            "shapes {lhs:?} and {rhs:?} do not broadcast"
         );
         if a == 1 { b } else { a }
     });
@@ -109,7 +109,7 @@ impl<'a, T: Factor> Batch<'a, T> {
         let layout = tensor.layout();
         let shape = layout.shape();
         let rank = shape.num_dims();
-        assert!(rank >= 2, "{shape:?} is no matrix");
+        assert!(rank >= 2, "shape {shape:?} is not a matrix");
         let strides: Vec<usize> = layout.strides().iter().map(|of| *of as usize).collect();
         let dims = (0..rank - 2).map(|dim| [shape[dim], strides[dim]]);
         Self {
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn products_of_any_shape_are_those_of_64_bits() {
+    fn products_of_any_shape_match_64_bits() {
         for [m, k, n] in [
             [1, 1, 1],
             [3, 5, 7],
@@ -194,7 +194,7 @@ mod tests {
 
     /// Covers every shape that Burn handles in its own way: small and large, single and batched.
     #[test]
-    fn products_of_32_bits_have_burns_bits() {
+    fn products_in_32_bits_match_burn_bit_for_bit() {
         let floats = |shape: &[usize], seed| {
             let data = tensor(shape, seed).into_data();
             FlexTensor::from_data(data.convert_dtype(DType::F32))
@@ -221,7 +221,7 @@ mod tests {
                 (&[200, 768], &[768, 129]),
                 (&[128, 4096], &[4096, 383]),
                 (&[3, 150, 512], &[3, 512, 47]),
-                // So few columns that the library adds in another order.
+                // So few columns that the library adds in a different order.
                 (&[128, 256], &[256, 2]),
                 (&[130, 256], &[256, 16]),
             ] {
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn not_a_number_and_infinities_go_through() {
+    fn nan_and_infinities_propagate() {
         let values = |number: f32| vec![bf16::from_f32(number); 4];
         for number in [f32::NAN, f32::INFINITY] {
             let lhs = FlexTensor::from_data(TensorData::new(values(number), [1, 4]));

@@ -25,7 +25,7 @@ impl<'a, T> Matrix<'a, T> {
             let last = along_rows.zip(along_columns);
             let last = last.and_then(|(rows, columns)| rows.checked_add(columns));
             let is_inside = last.is_some_and(|last| last < elements.len());
-            assert!(is_inside, "a matrix ends behind its elements");
+            assert!(is_inside, "a matrix ends after its elements");
         }
         Self {
             elements,

@@ -165,7 +165,7 @@ pub(crate) fn root_mean_square_gradients(
     [of_x, vector(sums.gamma, dtype)]
 }
 
-/// Returns the gradient of the input and the gradients of the vectors.
+/// Returns the gradient of the input, and the sums that are the gradients of gamma and beta.
 fn gradients(
     x: FlexTensor,
     gamma: FlexTensor,

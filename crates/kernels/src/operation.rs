@@ -56,7 +56,7 @@ use crate::{attention, cross_entropy, gelu, halves, likelihood, matmul, norm, si
 /// GELU, SiLU, both norms and both kinds of softmax take tensors with any number of dims. The last dim is the row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FusedOperation {
-    /// `x` times the probability that a normal variable is smaller than `x`.
+    /// `x` times the probability that a standard normal variable is smaller than `x`.
     Gelu,
     /// The gradient of [`Gelu`](Self::Gelu).
     GeluBackward,
@@ -104,7 +104,7 @@ pub enum FusedOperation {
     Matmul,
     /// The sums along a dim.
     SumDim,
-    /// The same numbers in another type.
+    /// The same numbers in a different type.
     Cast,
     /// A [program](PointwiseProgram) of operations on the elements of tensors.
     Pointwise,
@@ -187,11 +187,11 @@ impl FusedOperation {
         Self::ALL.into_iter().find(|known| known.name() == name)
     }
 
-    /// Computes the operation on Burn's CPU backend. Inputs that nobody else holds are overwritten.
+    /// Computes the operation on Burn's CPU backend. Inputs that nothing else holds are overwritten.
     ///
     /// # Panics
     ///
-    /// If the inputs are not the ones that the operation was captured with.
+    /// If the inputs differ from those with which the operation was captured.
     pub fn run(self, call: &CustomOpIr, inputs: Vec<FlexTensor>) -> Vec<FlexTensor> {
         if self == Self::Pointwise {
             return vec![pointwise::run(
@@ -255,7 +255,7 @@ impl FusedOperation {
         }
     }
 
-    /// Returns the input that the first output of a call overwrites if nobody else holds it and it is contiguous. All
+    /// Returns the input that the first output of a call overwrites if nothing else holds it and it is contiguous. All
     /// other outputs have their own memory.
     pub fn written_over(self, call: &CustomOpIr) -> Option<usize> {
         match self {
@@ -362,7 +362,7 @@ fn product_cost(call: &CustomOpIr) -> FusedCost {
 /// Returns the program of a call.
 fn program(call: &CustomOpIr) -> PointwiseProgram {
     let program = PointwiseProgram::from_scalars(&call.scalars);
-    program.expect("the scalars of a call of pointwise operations are those of a program")
+    program.expect("a call of pointwise operations has the scalars of a program")
 }
 
 /// Returns the index of an attention's input that holds its factors: the last input, if it is neither a mask nor an

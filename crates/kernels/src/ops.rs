@@ -6,7 +6,7 @@ use burn::tensor::{DType, Int, Tensor, activation};
 use crate::composed;
 use crate::route::{self, supports};
 
-/// Computes the exact GELU: `x` times the probability that a normal variable is smaller than `x`.
+/// Computes the exact GELU: `x` times the probability that a standard normal variable is smaller than `x`.
 pub fn gelu(x: Tensor<2>) -> Tensor<2> {
     if supports(&x) {
         route::gelu(x)
@@ -31,8 +31,7 @@ fn has_type(dtype: DType, vectors: [&Tensor<1>; 2]) -> bool {
     vectors.iter().all(|vector| vector.dtype() == dtype)
 }
 
-/// Computes causal self-attention over the rows of `qkv`: queries, keys and values side by side, each split into
-/// heads.
+/// Computes causal self-attention over the rows of `qkv`: adjacent queries, keys and values, each split into heads.
 ///
 /// # Shapes
 ///

@@ -14,6 +14,8 @@ use rayon::prelude::*;
 use crate::matrix::Matrix;
 use crate::threads::Threads;
 use crate::turned;
+use crate::vectors::vectorized;
+use crate::widened::{self, HalfProducts, Round};
 
 /// Number of rows of a product of halves that are not divided among threads.
 const ROWS: usize = 32;
@@ -134,7 +136,7 @@ pub(crate) fn add_products<'a>(
     }
 }
 
-/// The rows of a matrix in which each thread writes its own columns.
+/// The rows of a matrix in which each thread writes separate columns.
 #[derive(Clone, Copy)]
 struct Columns(*mut f32);
 
@@ -155,7 +157,7 @@ unsafe impl Send for Columns {}
 // SAFETY: as above.
 unsafe impl Sync for Columns {}
 
-/// Writes a product. The library for 32-bit floats divides the work among threads by itself.
+/// Writes a product. The library for 32-bit floats divides the work among threads.
 fn multiply_among_threads<T: Factor>(
     lhs: Matrix<'_, T>,
     rhs: Matrix<'_, T>,
@@ -176,8 +178,8 @@ fn multiply_among_threads<T: Factor>(
     });
 }
 
-/// Returns the number of rows in a part of a product of halves. Unless there is only one part, the last part has more
-/// than a few rows. For few rows the library uses another method, whose sums round differently, and the bits must not
+/// Returns the number of rows in a part of a product of halves. If there are several parts, the last one has more than
+/// a few rows. For few rows, the library uses another method, whose sums round differently, but the bits must not
 /// depend on the number of threads.
 fn rows_of_part(rows: usize, num_threads: usize) -> usize {
     const FEW: usize = 16;
@@ -279,29 +281,136 @@ unsafe fn multiply_floats(lhs: Matrix<'_, f32>, rhs: Matrix<'_, f32>, out: Targe
 
 impl Factor for bf16 {
     unsafe fn multiply(lhs: Matrix<'_, Self>, rhs: Matrix<'_, Self>, out: *mut Self, _: Threads) {
-        let ([lhs_rows, lhs_columns], [rhs_rows, rhs_columns]) = (lhs.signed(), rhs.signed());
-        // Freed after the product, because the library's own workspace would stay with the thread.
-        let mut copies = gemmkit::Workspace::new();
-        // SAFETY: guaranteed by the caller. `out` is not read, because its factor is zero.
+        // SAFETY: guaranteed by the caller.
         unsafe {
-            gemmkit::gemm_unchecked_with(
-                &mut copies,
-                lhs.rows,
-                lhs.columns,
-                rhs.columns,
-                Self::ONE,
-                lhs.elements.as_ptr(),
-                lhs_rows,
-                lhs_columns,
-                rhs.elements.as_ptr(),
-                rhs_rows,
-                rhs_columns,
-                Self::ZERO,
-                out,
-                rhs.columns as isize,
-                1,
-                gemmkit::Parallelism::Serial,
-            );
+            match HalfProducts::of_processor() {
+                HalfProducts::Direct => multiply_halves(lhs, rhs, out),
+                HalfProducts::Widened => multiply_widened(lhs, rhs, out),
+            }
+        }
+    }
+}
+
+/// Calls the library for halves.
+///
+/// # Safety
+///
+/// As for [`Factor::multiply`].
+unsafe fn multiply_halves(lhs: Matrix<'_, bf16>, rhs: Matrix<'_, bf16>, out: *mut bf16) {
+    let ([lhs_rows, lhs_columns], [rhs_rows, rhs_columns]) = (lhs.signed(), rhs.signed());
+    // Freed after the product, because the library's own workspace would stay with the thread.
+    let mut copies = gemmkit::Workspace::new();
+    // SAFETY: guaranteed by the caller. `out` is not read, because its factor is zero.
+    unsafe {
+        gemmkit::gemm_unchecked_with(
+            &mut copies,
+            lhs.rows,
+            lhs.columns,
+            rhs.columns,
+            bf16::ONE,
+            lhs.elements.as_ptr(),
+            lhs_rows,
+            lhs_columns,
+            rhs.elements.as_ptr(),
+            rhs_rows,
+            rhs_columns,
+            bf16::ZERO,
+            out,
+            rhs.columns as isize,
+            1,
+            gemmkit::Parallelism::Serial,
+        );
+    }
+}
+
+/// Multiplies 32-bit copies of parts of the factors.
+///
+/// # Safety
+///
+/// As for [`Factor::multiply`].
+unsafe fn multiply_widened(lhs: Matrix<'_, bf16>, rhs: Matrix<'_, bf16>, out: *mut bf16) {
+    let width = rhs.columns;
+    let product = |lhs: Matrix<'_, f32>, rhs: Matrix<'_, f32>, sums: &mut [f32], adds: bool| {
+        assert_eq!(sums.len(), lhs.rows * rhs.columns, "one sum an element");
+        let into = Target {
+            elements: sums.as_mut_ptr(),
+            row_stride: rhs.columns,
+            adds,
+        };
+        // SAFETY: the sums have the size of the result, as asserted above, and are initialized.
+        unsafe { multiply_floats(lhs, rhs, into, Threads::One) };
+    };
+    let store = |row: usize, first: usize, sums: &[f32]| {
+        debug_assert!(row < lhs.rows && first + sums.len() <= width);
+        // SAFETY: `out` is valid for writes of all rows, as guaranteed by the caller.
+        let halves = unsafe {
+            let start = out.add(row * width + first).cast::<MaybeUninit<bf16>>();
+            std::slice::from_raw_parts_mut(start, sums.len())
+        };
+        vectorized(Round { sums, halves });
+    };
+    widened::multiply(lhs, rhs, product, store);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    type Multiply = unsafe fn(Matrix<'_, bf16>, Matrix<'_, bf16>, *mut bf16);
+
+    fn halves(len: usize, seed: usize) -> Vec<bf16> {
+        let value = |at: usize| (((at + seed) * 7919 % 1013) as f32 - 506.0) / 307.0;
+        (0..len).map(|at| bf16::from_f32(value(at))).collect()
+    }
+
+    fn strides(is_turned: bool, [rows, columns]: [usize; 2]) -> [usize; 2] {
+        match is_turned {
+            true => [1, rows],
+            false => [columns, 1],
+        }
+    }
+
+    /// Both methods, whatever the processor prefers, against sums of 64 bits: the sizes have one part and several, with
+    /// narrow ends.
+    #[test]
+    fn both_methods_for_halves_match_64_bits() {
+        for method in [multiply_halves as Multiply, multiply_widened] {
+            for [m, k, n] in [
+                [1, 1, 1],
+                [3, 2049, 530],
+                [275, 30, 2],
+                [40, 4200, 17],
+                [2, 256, 1100],
+            ] {
+                for [turned_lhs, turned_rhs] in
+                    [[false; 2], [true, false], [false, true], [true; 2]]
+                {
+                    let (left, right) = (halves(m * k, 1), halves(k * n, 2));
+                    let lhs = Matrix::new(&left, [m, k], strides(turned_lhs, [m, k]));
+                    let rhs = Matrix::new(&right, [k, n], strides(turned_rhs, [k, n]));
+                    let mut out = vec![bf16::NAN; m * n];
+                    // SAFETY: the result has the rows of the left factor and the columns of the right one.
+                    unsafe { method(lhs, rhs, out.as_mut_ptr()) };
+                    let at = |matrix: Matrix<'_, bf16>, row: usize, column: usize| {
+                        let [rows, columns] = matrix.strides;
+                        matrix.elements[row * rows + column * columns].to_f64()
+                    };
+                    for (index, found) in out.iter().enumerate() {
+                        let (row, column) = (index / n, index % n);
+                        let terms = (0..k).map(|i| at(lhs, row, i) * at(rhs, i, column));
+                        let (exact, size) = terms
+                            .fold((0.0, 0.0), |(sum, size): (f64, f64), term| {
+                                (sum + term, size + term.abs())
+                            });
+                        let allowed = exact.abs() / 240.0 + size * 1e-6 + 1e-6;
+                        let difference = (found.to_f64() - exact).abs();
+                        assert!(
+                            difference <= allowed,
+                            "{found} is not {exact} of {m}, {k}, {n}"
+                        );
+                    }
+                }
+            }
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The routes by which Burn dispatches a fused operation to the backend of its tensors.
+//! Dispatch of fused operations to the backend of their tensors.
 
 use std::cell::Cell;
 

@@ -10,7 +10,7 @@ use crate::fresh::changed_copy;
 use crate::halves::{Elements, narrow, widen};
 use crate::vectors::{Kernel, vectorized};
 
-/// Number of separate partial sums, so additions become vector instructions. The widest vectors have this many
+/// Number of separate partial sums, which allows vector instructions for additions. The widest vectors have this many
 /// floats.
 const LANES: usize = 16;
 
@@ -52,7 +52,7 @@ pub(crate) trait RowKernel: Sync {
 }
 
 /// Runs a kernel on each chunk of a tensor's rows, on several threads, and returns its results in the order of the
-/// rows. The tensor must be in order. Halves are widened and the results rounded, chunk by chunk.
+/// rows. The tensor must be contiguous. Halves are widened, and the results rounded, chunk by chunk.
 pub(crate) fn map_rows<K: RowKernel>(
     tensor: &mut FlexTensor,
     beside: Option<Elements<'_>>,

@@ -168,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_sigmoid_is_that_of_64_bits() {
+    fn the_sigmoid_matches_64_bits() {
         for step in -400_000..400_000 {
             let x = step as f32 * 3e-4;
             let expected = 1.0 / (1.0 + (-f64::from(x)).exp());

@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_have_burns_bits() {
+    fn sums_match_burn_bit_for_bit() {
         for (shape, dim) in [
             (&[70, 1030][..], 0),
             (&[3, 41, 7], 1),

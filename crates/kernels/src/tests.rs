@@ -61,7 +61,7 @@ fn assert_same<const D: usize>(
 }
 
 #[test]
-fn gelu_is_burns() {
+fn gelu_matches_burn() {
     for device in devices() {
         // More rows than a chunk, and a width that is not a multiple of the lanes.
         let x = random([70, 19], &device);
@@ -70,7 +70,7 @@ fn gelu_is_burns() {
 }
 
 #[test]
-fn gelu_of_a_view_is_that_of_its_elements() {
+fn gelu_of_a_view_matches_its_elements() {
     for device in devices() {
         let x = random([12, 9], &device);
         assert_same(
@@ -82,7 +82,7 @@ fn gelu_of_a_view_is_that_of_its_elements() {
 }
 
 #[test]
-fn layer_norm_is_burns() {
+fn layer_norm_matches_burn() {
     for device in devices() {
         let mut burns = norm(19, &device);
         burns.gamma = burns.gamma.map(|_| random([19], &device));
@@ -108,7 +108,7 @@ fn parameter_gradients(norm: &LayerNorm, output: Tensor<2>) -> [Tensor<1>; 2] {
 }
 
 #[test]
-fn rms_norm_is_burns() {
+fn rms_norm_matches_burn() {
     let device = Device::flex().autodiff();
     for shape in [[70, 19], [1, 1], [5, 64], [3, 1000]] {
         for special in [None, Some(f32::NAN), Some(f32::INFINITY), Some(1e-30)] {
@@ -153,7 +153,7 @@ fn rms_norm_is_burns() {
 }
 
 #[test]
-fn attention_is_the_composed_one() {
+fn attention_matches_the_composed_one() {
     for device in devices() {
         // Shorter than a block, one block, several blocks, and a remainder; one head and more.
         for (batch, time, heads) in [(1, 1, 1), (3, 5, 2), (1, 64, 3), (2, 130, 2)] {
@@ -168,7 +168,7 @@ fn attention_is_the_composed_one() {
 }
 
 #[test]
-fn cross_entropy_is_the_composed_one() {
+fn cross_entropy_matches_the_composed_one() {
     for device in devices() {
         let x = random([70, 19], &device);
         let targets: Vec<i64> = (0..70).map(|row| row * 7 % 19).collect();
@@ -202,7 +202,7 @@ fn large_logits_do_not_overflow() {
 }
 
 #[test]
-fn not_a_number_stays_one() {
+fn nan_propagates() {
     let device = Device::flex();
     let x = Tensor::<2>::from_data([[f32::NAN, 1.0, 2.0]], &device);
     let targets = Tensor::from_data(TensorData::from([1_i64]), &device);
@@ -281,7 +281,7 @@ fn assert_near(what: &str, found: &[f32], expected: &[f32], tolerance: f32) {
 }
 
 #[test]
-fn softmax_of_any_rows_is_burns() {
+fn softmax_of_any_rows_matches_burn() {
     let device = Device::flex().autodiff();
     for shape in [
         [2, 3, 5],
@@ -335,7 +335,7 @@ fn softmax_of_any_rows_is_burns() {
 }
 
 #[test]
-fn the_likelihood_of_classes_is_burns() {
+fn log_likelihoods_of_classes_match_burn() {
     let device = Device::flex().autodiff();
     for shape in [[5, 3], [1, 1], [70, 33], [33, 1000]] {
         let [rows, width] = shape;
@@ -382,7 +382,7 @@ fn the_likelihood_of_classes_is_burns() {
 }
 
 #[test]
-fn gelu_of_any_rows_is_burns() {
+fn gelu_of_any_rows_matches_burn() {
     let device = Device::flex().autodiff();
     for shape in [[2, 3, 5], [1, 1, 1], [4, 7, 33]] {
         for special in [f32::NEG_INFINITY, f32::INFINITY, f32::NAN, 0.0] {
@@ -401,7 +401,7 @@ fn gelu_of_any_rows_is_burns() {
 }
 
 #[test]
-fn silu_and_what_it_gates_are_burns() {
+fn silu_and_swiglu_match_burn() {
     let device = Device::flex().autodiff();
     // The last shape has more elements than one thread processes at a time.
     for shape in [[2, 3, 5], [1, 1, 1], [4, 7, 33], [0, 3, 2], [3, 41, 67]] {
@@ -413,7 +413,7 @@ fn silu_and_what_it_gates_are_burns() {
                 Tensor::<3>::from_data(data, &device)
             };
             let gate = tensor(Some(special)).require_grad();
-            // Each in another order, so an exchange of rows is found.
+            // Each in a different order, so an exchange of rows is found.
             let up = tensor(None).sin().require_grad();
             let grad = tensor(None).cos();
             let fused = |of: Tensor<3>| FlexTensor::from_data(of.inner().into_data());

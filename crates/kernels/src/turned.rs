@@ -1,9 +1,9 @@
 //! Matrices with contiguous columns, copied so that their rows are contiguous.
 //!
-//! The library for 32-bit products copies such a factor by itself, a few elements of many columns at a time. If the
-//! distance between columns is a multiple of 1 KiB, as in a weight of 768 or 4096 columns, the columns share a few
-//! sets of the cache and evict each other. Such a product ran at 85 % of the speed of others. Here a strip of columns
-//! is copied by whole cache lines before it is multiplied.
+//! The library for 32-bit products copies such a factor internally, a few elements of many columns at a time. If the
+//! distance between columns is a multiple of 1 KiB, as in a weight of 768 or 4096 columns, the columns share a few sets
+//! of the cache and evict each other. Such a product ran at 85 % of the speed of others. Here a strip of columns is
+//! copied by whole cache lines before it is multiplied.
 
 use std::ops::Range;
 
@@ -22,15 +22,15 @@ const BLOCK: usize = 16;
 /// Number of rows of the other factor from which a copy costs little compared with the product.
 const MANY_ROWS: usize = 128;
 
-/// Distance in bytes. Columns whose distance is a multiple of it share sets of the cache.
+/// Distance in bytes. Columns at a multiple of this distance map to the same cache sets.
 const CONFLICT: usize = 1024;
 
 /// Returns the maximum number of columns of a 32-bit product's right factor that are copied at a time, or zero if the
-/// factor is multiplied as it is. The first argument has the rows and columns of the result. The second has the
+/// factor is multiplied directly. The first argument has the rows and columns of the result. The second has the
 /// distances in elements between rows and between columns of the factor.
 ///
-/// A factor with few columns is never copied. For a small result, the library sums products of transposed factors in
-/// another order, and the bits must be the same as without a copy.
+/// A factor with few columns is never copied. For a small result, the library sums products of transposed factors in a
+/// different order, and the bits must be the same as without a copy.
 pub(crate) fn copied_columns([rows, columns]: [usize; 2], [row, column]: [usize; 2]) -> usize {
     let shares_sets = column > 1 && (column * size_of::<f32>()).is_multiple_of(CONFLICT);
     let is_copied = rows >= MANY_ROWS && columns >= BLOCK && row == 1 && shares_sets;
@@ -40,8 +40,8 @@ pub(crate) fn copied_columns([rows, columns]: [usize; 2], [row, column]: [usize;
     }
 }
 
-/// Returns strips of columns. Each has enough columns for the library to sum its products as it would for the whole
-/// factor.
+/// Returns strips of columns. Each has enough columns for the library to sum its products in the same order as for the
+/// whole factor.
 pub(crate) fn strips(columns: usize) -> impl Iterator<Item = Range<usize>> {
     let num_strips = (columns / STRIP).max(1);
     (0..num_strips).map(move |strip| {
@@ -53,7 +53,7 @@ pub(crate) fn strips(columns: usize) -> impl Iterator<Item = Range<usize>> {
     })
 }
 
-/// Returns a copy with contiguous rows of a matrix that has contiguous columns.
+/// Copies a matrix with contiguous columns into one with contiguous rows.
 pub(crate) fn copy_in_order<'a>(
     of: Matrix<'_, f32>,
     copy: &'a mut Vec<f32>,

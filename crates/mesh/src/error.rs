@@ -1,6 +1,6 @@
 //! The errors of meshes, layouts and partitions.
 
-/// An invalid mesh or partition, or a question about one that has no answer.
+/// An invalid mesh, layout or partition, or an invalid argument to one.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -23,14 +23,14 @@ pub enum Error {
     },
 
     /// A mesh has more ranks than fit in a `usize`.
-    #[error("the mesh {mesh} has more ranks than a usize can count; make its axes smaller")]
+    #[error("mesh {mesh} has more ranks than fit in a usize; make its axes smaller")]
     TooManyRanks {
         /// The requested axes, as `name=size` joined by `x`.
         mesh: String,
     },
 
     /// The mesh does not have this axis.
-    #[error("mesh {mesh} has no axis \"{axis}\"; use one of its own")]
+    #[error("mesh {mesh} has no axis \"{axis}\"; use one of its axes")]
     UnknownAxis {
         /// The requested name.
         axis: String,
@@ -49,8 +49,8 @@ pub enum Error {
         mesh: String,
     },
 
-    /// No shard has the index of the requested owner.
-    #[error("shard {owner} cannot own a tensor in {num_shards} shards; name one of 0 to {last}", last = num_shards - 1)]
+    /// The requested owner is not a valid shard index.
+    #[error("shard {owner} cannot own a tensor in {num_shards} shards; choose an owner from 0 to {last}", last = num_shards - 1)]
     NoSuchShard {
         /// The requested owner.
         owner: usize,
@@ -60,7 +60,7 @@ pub enum Error {
 
     /// A coordinate does not have one index per axis, or an index is outside its axis.
     #[error(
-        "coordinate {coordinate:?} is not in mesh {mesh}; give one index per axis, each below the axis' size"
+        "coordinate {coordinate:?} is not in mesh {mesh}; give one index per axis, each less than the axis size"
     )]
     CoordinateOutOfRange {
         /// The requested coordinate.
@@ -78,7 +78,8 @@ pub enum Error {
 
     /// A tensor's padded size does not fit in a `usize`.
     #[error(
-        "{num_shards} shards of a tensor of shape {shape:?} hold more elements than a usize can count"
+        "a tensor of shape {shape:?} in {num_shards} shards has more elements than fit in a usize; use a smaller \
+         shape or fewer shards"
     )]
     TooManyElements {
         /// Shape of the tensor.
@@ -88,7 +89,7 @@ pub enum Error {
     },
 
     /// A tensor or a mesh cannot have this layout.
-    #[error("the layout {got} is not possible; expected {expected}")]
+    #[error("layout {got} is invalid; expected {expected}")]
     InvalidLayout {
         /// A description of a valid layout.
         expected: String,
@@ -98,7 +99,7 @@ pub enum Error {
 
     /// Two partitions are not of the same tensor.
     #[error(
-        "cannot move a tensor of {from} elements into a partition of {to}; both must cut the same tensor"
+        "cannot transfer a tensor of {from} elements to a partition of {to}; use two partitions of the same tensor"
     )]
     DifferentTensors {
         /// Number of elements of the source partition.

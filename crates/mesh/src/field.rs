@@ -1,6 +1,6 @@
 //! Arithmetic in the field of the integers modulo 2^61 - 1, a prime: sums, products and quotients without rounding.
 //!
-//! Both engines use it to check what they do to gradients. A random element represents each gradient. Two different
+//! Both engines use it to check how they process gradients. A random element represents each gradient. Two different
 //! expressions agree on it with a probability of at most their degree over 2^61 (Schwartz and Zippel).
 //!
 //! ```
@@ -89,8 +89,8 @@ pub fn of_integer(value: i64) -> Element {
 
 /// Returns the element that represents a finite number.
 ///
-/// A number that is the nearest `f64` to `1 / n`, such as a third, becomes the inverse of `n`, for `n` up to 65,536.
-/// Any other number becomes its exact value: an integer times a power of two.
+/// If the number is the `f64` nearest to `1 / n`, for `n` up to 65,536, the result is the inverse of `n`. Otherwise it
+/// is the exact value: an integer times a power of two.
 pub fn of_number(value: f64) -> Element {
     const LARGEST_DENOMINATOR: f64 = 65_536.0;
     let inverse_of = 1.0 / value;

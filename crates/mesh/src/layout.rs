@@ -13,19 +13,19 @@ use crate::{Error, Mesh, Partition, Placement, Region};
 #[serde(rename_all = "snake_case")]
 pub enum Cut {
     /// Cuts between any two elements in row-major order ([`Partition::flat`]). All ranks hold nearly equal shards.
-    /// Only `Shard(0)` occurs.
+    /// Allows only `Shard(0)`.
     #[default]
     Elements,
-    /// Cuts between rows of the dim that the placement names. The sizes are those that `torch.chunk` chooses, as in
-    /// PyTorch's `fully_shard` for dim 0.
+    /// Cuts between rows of the dim that the placement names. The sizes are the ones of `torch.chunk`, as in PyTorch's
+    /// `fully_shard` for dim 0.
     Dims,
-    /// Cuts between elements at multiples of this number ([`Partition::multiples`]), for what keeps something of each block of
-    /// elements; only `Shard(0)` occurs.
+    /// Cuts between elements, but only at multiples of this number ([`Partition::multiples`]), for formats that store
+    /// something per block of elements. Allows only `Shard(0)`.
     Multiples(usize),
 }
 
 impl Cut {
-    /// Returns the number at whose multiples elements are cut, whatever their rows; `None` where dims are.
+    /// Returns the number at whose multiples elements are cut, regardless of their rows; `None` if dims are cut.
     fn multiple(self) -> Option<usize> {
         match self {
             Self::Elements => Some(1),
@@ -48,8 +48,8 @@ impl fmt::Display for Cut {
 
 /// The layout of a tensor on a mesh: one [`Placement`] per axis, and where shards may begin.
 ///
-/// If several axes are sharded, they cut one after the other, the slowest axis first. A layout has no padding, which
-/// is never stored.
+/// If several axes are sharded, they cut one after the other, slowest axis first. A layout has no padding, because
+/// padding is never stored.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Layout {
@@ -57,14 +57,14 @@ pub struct Layout {
     pub placements: Vec<Placement>,
     /// The places where shards may begin.
     pub cut: Cut,
-    /// The index along the one axis that shards of the ranks that hold all elements, where others hold none, see
-    /// [`owned`](Self::owned).
+    /// If the tensor has an owner: the index, along the only sharded axis, of the ranks that hold all elements. The
+    /// other ranks hold none. See [`owned`](Self::owned).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<usize>,
 }
 
 impl Layout {
-    /// Returns the layout of a tensor that is on a single rank, in a mesh without axes.
+    /// Returns the layout of a tensor on a single rank, in a mesh without axes.
     pub fn one_rank() -> Self {
         Self {
             placements: Vec::new(),
@@ -79,8 +79,8 @@ impl Layout {
         placements.all(|placement| *placement == Placement::Replicate)
     }
 
-    /// Returns the shape in which `rank` holds its part of a tensor of shape `shape`. It has one dim if elements are
-    /// cut. An owner holds the tensor's own shape.
+    /// Returns the shape of `rank`'s part of a tensor of shape `shape`. It has one dim if elements are cut. An owner
+    /// holds the tensor's own shape.
     ///
     /// # Errors
     ///
@@ -204,7 +204,7 @@ impl Layout {
             return Ok(Region::Flat(range));
         }
         let (offsets, sizes) = self.bounds(shape, mesh, rank)?;
-        // Every rank gets the same kind of region, whatever the sizes.
+        // Every rank gets the same kind of region, regardless of the sizes.
         if self.cuts_rows_only() {
             let row_len = shape.get(1..).map_or(Some(1), num_elements).unwrap_or(0);
             let start = offsets.first().copied().unwrap_or(0) * row_len;
@@ -250,7 +250,7 @@ impl Layout {
         )
     }
 
-    /// Returns true if only dim 0 is cut, or none.
+    /// Returns true if no dim other than dim 0 is cut.
     fn cuts_rows_only(&self) -> bool {
         self.placements
             .iter()
@@ -260,24 +260,24 @@ impl Layout {
     fn check(&self, shape: &[usize], mesh: &Mesh) -> Result<(), Error> {
         let invalid = |expected: String, got: String| Err(Error::InvalidLayout { expected, got });
         if self.placements.len() != mesh.axes().len() {
-            let expected = format!("one placement for each axis of the mesh {mesh}");
+            let expected = format!("one placement for each axis of mesh {mesh}");
             return invalid(expected, self.to_string());
         }
         let cuts = self.placements.iter();
         let num_cuts = cuts.filter(|on| matches!(on, Placement::Shard(_))).count();
         if self.owner.is_some() && (self.cut, num_cuts) != (Cut::Elements, 1) {
-            let expected = "an owner along the one axis that cuts elements".to_owned();
+            let expected = "an owner only with exactly one axis that cuts elements".to_owned();
             return invalid(expected, self.to_string());
         }
         for placement in &self.placements {
             match placement {
                 Placement::Partial(_) => {
-                    let expected = "a tensor whose addends are reduced".to_owned();
+                    let expected = "no partial placement; reduce the tensor first".to_owned();
                     return invalid(expected, self.to_string());
                 }
                 Placement::Shard(0) if self.cut.multiple().is_some() => {}
                 Placement::Shard(_) if self.cut.multiple().is_some() => {
-                    let expected = "shard(0) or replicate where elements are cut".to_owned();
+                    let expected = "shard(0) or replicate when elements are cut".to_owned();
                     return invalid(expected, self.to_string());
                 }
                 Placement::Shard(dim) if *dim >= shape.len() => {
@@ -324,7 +324,7 @@ impl fmt::Display for AxisPlacement {
     }
 }
 
-/// Returns the shape in which every rank holds its part of a tensor that a step computes with.
+/// Returns the shape of every rank's part of a tensor that a step computes with.
 ///
 /// Each cut dim is divided by the number of ranks and rounded up. If a dim does not divide evenly, the last ranks
 /// have fewer rows, in the sizes of [`Cut::Dims`], followed by padding.

@@ -6,13 +6,13 @@
 //!   that one rank holds.
 //! - [`Partition`]: the ranges of one tensor's elements that the ranks own.
 //! - [`balanced_owners`]: the owners of parameters that are not divided.
-//! - [`Strategy`]: the choice of the sharded state, and of how long full parameters are kept.
+//! - [`Strategy`]: which state is sharded, and how long full parameters are kept.
 //! - [`Clip`]: the maximum norm of gradients; [`Measure`]: each element's contribution to a norm.
-//! - [`Precision`]: the types in which parameters compute and gradients travel.
+//! - [`Precision`]: the types of computation and of gradient reduction.
 //! - [`LossScaling`]: the scale of a loss in half precision, from step to step.
 //! - [`Pattern`]: a set of dotted paths.
 //! - [`transfers`]: the pieces that move when a tensor is resharded.
-//! - [`field`]: arithmetic without rounding, with which both engines check what they do to gradients.
+//! - [`field`]: arithmetic without rounding, with which both engines check how they process gradients.
 //!
 //! Everything here is a small value computed from sizes. The crate does not know about tensors, threads, files or
 //! communication. Ranks that compute a layout from the same sizes get the same layout.

@@ -1,5 +1,4 @@
-//! The norm of all gradients of a module and the options for clipping by it, shared by the eager engine and compiled
-//! steps.
+//! The gradient norm of a module and the options for clipping by it, for the eager engine and compiled steps.
 
 /// Number of elements in a partial sum. Partial sums are added in order, so the result does not depend on how the
 /// work is divided.
@@ -26,7 +25,7 @@ impl Default for Norm {
     }
 }
 
-/// The treatment of a norm that is infinite or not a number.
+/// The handling of an infinite or NaN norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum NonFinite {
     /// Scales anyway, as PyTorch does by default. An infinite norm turns finite elements to zero, and a NaN norm
@@ -79,7 +78,7 @@ impl Clip {
         self.norm
     }
 
-    /// Returns true if a norm that is not finite is an error.
+    /// Returns true if a non-finite norm is an error.
     pub fn refuses_nonfinite(&self) -> bool {
         self.nonfinite == NonFinite::Refuse
     }
@@ -103,7 +102,7 @@ pub enum Measure {
     Absolute,
     /// The sum of squares.
     Square,
-    /// The sum of this power of absolute values.
+    /// The norm of this order: the sum of powers of absolute values.
     Power(f64),
     /// The largest absolute value.
     Largest,
@@ -120,9 +119,8 @@ impl Measure {
         }
     }
 
-    /// Returns the contribution of the 32-bit floats in these bytes. The order of the sum depends only on their
-    /// number. Burn's own sums over many elements are divided among threads and may add up in a different order each
-    /// time.
+    /// Returns the contribution of the 32-bit floats in these bytes. The order of the sum depends only on their number.
+    /// Burn's own sums over many elements are divided among threads and may be added in a different order each time.
     pub fn of_f32(self, bytes: &[u8]) -> f64 {
         self.of(bytes, |x| f64::from(f32::from_ne_bytes(x)))
     }

@@ -2,8 +2,9 @@
 
 use std::cmp::Reverse;
 
-/// Returns an owner for each size: the largest first, each to the rank with the least so far, the first of several. The
-/// largest sum is at most 4/3 of the least possible (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+/// Assigns an owner to each size: the largest first, each to the rank with the smallest total so far, or the first of
+/// several such ranks. The largest sum is at most 4/3 of the least possible (Graham, "Bounds on multiprocessing timing
+/// anomalies", 1969).
 pub fn balanced_owners(sizes: &[usize], num_ranks: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..sizes.len()).collect();
     order.sort_by_key(|&index| Reverse(sizes[index]));
@@ -60,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn owners_of_large_models_hold_nearly_the_same() {
+    fn owners_of_large_models_are_balanced() {
         for num_ranks in [2, 3, 4, 8, 16, 32] {
             for sizes in [gpt_13b(), llama_70b()] {
                 let ratio = largest_over_mean(&sizes, num_ranks);
@@ -70,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_sizes_go_round_and_few_leave_ranks_without() {
+    fn equal_sizes_rotate_and_few_sizes_leave_ranks_empty() {
         assert_eq!(balanced(&[5, 5, 5, 5], 2), [0, 1, 0, 1]);
         assert_eq!(balanced(&[1, 9, 4], 4), [2, 0, 1]);
         assert_eq!(balanced(&[3, 4], 1), [0, 0]);

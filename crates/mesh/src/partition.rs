@@ -11,8 +11,8 @@ use crate::Error;
 /// The ranges of one tensor's elements, in row-major order, that contiguous shards hold.
 ///
 /// The tensor is a sequence of rows that are never cut: single elements for [`flat`](Self::flat), rows of dim 0 for
-/// [`rows`](Self::rows). Every shard holds `ceil(num_rows / num_shards)` rows until they run out, so the last shards
-/// may be shorter or empty, as with `torch.chunk`:
+/// [`rows`](Self::rows). Every shard holds `ceil(num_rows / num_shards)` rows as long as there are any, so the last
+/// shards may be shorter or empty, as with `torch.chunk`:
 ///
 /// ```text
 /// 7 rows in 4 shards:  [0 1] [2 3] [4 5] [6]
@@ -41,7 +41,7 @@ struct Rows {
     /// The shard with all rows, if the rows are not divided.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     owner: Option<usize>,
-    /// The number of rows that are cut as one.
+    /// The number of rows that are kept together when the tensor is cut.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     multiple: usize,
 }
@@ -55,7 +55,7 @@ fn is_one(multiple: &usize) -> bool {
 }
 
 impl Partition {
-    /// Divides `num_elements` elements, with cuts between any two of them. `num_elements` may be 0.
+    /// Partitions `num_elements` elements, with cuts at any element. `num_elements` may be 0.
     ///
     /// # Errors
     ///
@@ -64,7 +64,8 @@ impl Partition {
         Self::multiples(num_elements, 1, num_shards)
     }
 
-    /// Cuts `num_elements` elements at multiples of `multiple` alone, so that a block of so many elements is in one shard. 0 is 1.
+    /// Cuts `num_elements` elements only at multiples of `multiple`, so a block of that many elements is in one shard.
+    /// A `multiple` of 0 counts as 1.
     ///
     /// ```text
     /// 7 elements at multiples of 2 in 3 shards:  [0 1 2 3] [4 5 6] []
@@ -72,7 +73,7 @@ impl Partition {
     ///
     /// # Errors
     ///
-    /// Those of [`flat`](Self::flat).
+    /// The errors of [`flat`](Self::flat).
     pub fn multiples(
         num_elements: usize,
         multiple: usize,
@@ -88,7 +89,7 @@ impl Partition {
         .try_into()
     }
 
-    /// Gives all `num_elements` elements to the shard `owner`, and none to the others.
+    /// Assigns all `num_elements` elements to the shard `owner`, and none to the others.
     ///
     /// # Errors
     ///
@@ -157,7 +158,7 @@ impl Partition {
         self.rows.row_len
     }
 
-    /// Returns the number of rows that are cut as one: 1, except for [`multiples`](Self::multiples).
+    /// Returns the number of rows that are kept together: 1, except for [`multiples`](Self::multiples).
     pub fn multiple(&self) -> usize {
         self.rows.multiple
     }
@@ -168,8 +169,8 @@ impl Partition {
         self.rows.owner
     }
 
-    /// Returns the elements of a shard. An empty shard is an empty range at its position: the end of the tensor, or
-    /// the beginning for a shard before a sole owner.
+    /// Returns the elements of a shard. The range of an empty shard is at the end of the tensor, or at its start for a
+    /// shard before a sole owner.
     ///
     /// # Panics
     ///
@@ -179,7 +180,7 @@ impl Partition {
         let num_shards = self.num_shards();
         assert!(
             shard < num_shards,
-            "shard {shard} of a partition into {num_shards}"
+            "shard {shard} is not in a partition of {num_shards} shards"
         );
         let end = self.num_elements();
         if let Some(owner) = self.rows.owner {
@@ -219,7 +220,7 @@ impl Partition {
         self.chunk_len * self.num_shards()
     }
 
-    /// Returns the number of elements that a shard has fewer than the largest.
+    /// Returns the number of elements that a shard lacks compared with the largest.
     ///
     /// # Panics
     ///
@@ -239,7 +240,7 @@ impl Partition {
         let num_elements = self.num_elements();
         assert!(
             element < num_elements,
-            "element {element} of a tensor of {num_elements}"
+            "element {element} is not in a tensor of {num_elements} elements"
         );
         self.rows.owner.unwrap_or(element / self.chunk_len)
     }

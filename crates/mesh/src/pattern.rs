@@ -28,7 +28,7 @@ impl Pattern {
         Self(pattern.into())
     }
 
-    /// Returns the pattern as it was given.
+    /// Returns the original pattern.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -79,7 +79,7 @@ impl From<String> for Pattern {
     }
 }
 
-/// Prints as it was given.
+/// Prints the original pattern.
 impl fmt::Display for Pattern {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_star_is_one_name() {
+    fn a_star_matches_one_segment() {
         assert!(matches("blocks.*.fc.weight", "blocks.3.fc.weight"));
         assert!(!matches("blocks.*.weight", "blocks.3.fc.weight"));
         assert!(matches("blocks.*", "blocks.11"));
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_module_is_around_its_parameters() {
+    fn patterns_find_the_module_of_a_parameter() {
         let module_of =
             |pattern: &str, path| Pattern::new(pattern).module_of(path).map(str::to_owned);
         assert_eq!(
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn two_stars_are_any_number_of_names() {
+    fn two_stars_match_any_number_of_segments() {
         assert!(matches("blocks.**.weight", "blocks.3.fc.weight"));
         assert!(matches("**", "batch"));
         assert!(matches("**", ""));
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_star_in_a_name_is_any_characters_of_it() {
+    fn a_star_in_a_segment_matches_any_characters() {
         assert!(matches("conv*", "conv"));
         assert!(matches("conv*", "conv12"));
         assert!(!matches("conv*", "conv1.weight"));
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_beginning_counts() {
+    fn the_longest_prefix_wins() {
         let prefix = |pattern: &str, path| Pattern::new(pattern).prefix_of(path);
         assert_eq!(prefix("blocks.*", "blocks.3.fc.weight"), Some("blocks.3"));
         assert_eq!(prefix("**", "a.b.c"), Some("a.b.c"));

@@ -1,9 +1,9 @@
-//! Mixed precision: the types in which parameters compute and gradients travel.
+//! Mixed precision: the types of computation and of gradient reduction.
 
 use crate::pattern::Pattern;
 
-/// The element types of a sharded module, in the type `T`. Shards, and with them the optimizer, keep the type in
-/// which the module was built: the master copy.
+/// The element types of a sharded module, as values of `T`. Shards and optimizer state keep the module's original type:
+/// they are the master copy.
 ///
 /// ```
 /// use burn_fsdp_mesh::Precision;
@@ -20,7 +20,7 @@ pub struct Precision<T> {
     full_in: Vec<Pattern>,
 }
 
-/// The default keeps everything in the type in which the module was built.
+/// The default keeps everything in the module's original type.
 impl<T> Default for Precision<T> {
     fn default() -> Self {
         Self {
@@ -41,9 +41,8 @@ impl<T: Copy> Precision<T> {
         }
     }
 
-    /// Casts gradients to `dtype` before they are reduced. By default they travel in the type in which they were
-    /// computed. Sums always use at least 32 bits and reach the shards in the shards' type without rounding in
-    /// between.
+    /// Casts gradients to `dtype` before they are reduced. By default they are sent in the type that they were computed
+    /// in. Sums always use at least 32 bits and reach the shards in the shards' type without intermediate rounding.
     pub fn reduce(mut self, dtype: T) -> Self {
         self.reduce = Some(dtype);
         self
@@ -62,18 +61,17 @@ impl<T: Copy> Precision<T> {
     ///
     /// A model that does not cast has these choices:
     ///
-    /// - Norms without states: leave them out of `patterns`. `RmsNorm` takes its statistics in 32 bits by itself.
+    /// - Norms without states: leave them out of `patterns`. `RmsNorm` already computes its statistics in 32 bits.
     ///   `LayerNorm` and `GroupNorm` do so in `F16`. `LayerNorm` may stay in full precision in an `F16` model.
     /// - `BatchNorm` and Burn's recurrent layers, whose states have the device's type: leave them out in compiled
-    ///   steps. The eager engine refuses them in 16 bits, so there they must be in `patterns`, and the model must
-    ///   cast.
+    ///   steps. The eager engine rejects them in 16 bits, so there they must be in `patterns`, and the model must cast.
     pub fn full_in<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.full_in = patterns.into_iter().map(Pattern::new).collect();
         self
     }
 
     /// Returns the compute type of parameters that match no pattern of [`full_in`](Self::full_in), or `None` if they
-    /// compute in the type in which they are stored.
+    /// compute in their stored type.
     pub fn compute(&self) -> Option<T> {
         self.compute
     }

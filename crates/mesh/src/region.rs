@@ -26,7 +26,7 @@ pub enum Region {
 impl Region {
     /// Returns the region of all elements of a tensor of this shape.
     ///
-    /// Saturates if the shape has more elements than fit in a `usize`. No tensor of a checkpoint has so many.
+    /// Saturates if the shape has more elements than fit in a `usize`, which does not occur in checkpoints.
     pub fn whole(shape: &[usize]) -> Self {
         Self::Flat(0..num_elements(shape).unwrap_or(usize::MAX))
     }
@@ -72,7 +72,8 @@ impl Region {
     pub fn check(&self, shape: &[usize]) -> Result<(), String> {
         match self {
             Self::Flat(range) => {
-                let total = num_elements(shape).ok_or("the shape is too large")?;
+                let total =
+                    num_elements(shape).ok_or("the shape has more elements than fit in a usize")?;
                 if range.start > range.end || range.end > total {
                     return Err(format!("the tensor has {total} elements"));
                 }

@@ -40,7 +40,7 @@ pub struct LossScalerState {
 
 /// An option of [`LossScaling`] that is out of its range.
 #[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
-#[error("loss scaling has {option} {got:e}, and it must be {expected}")]
+#[error("loss scaling option {option} is {got:e}; it must be {expected}")]
 pub struct ScalingFault {
     /// Name of the option.
     pub option: &'static str,
@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_grows_after_an_interval_and_backs_off_at_once() {
+    fn scaling_grows_after_an_interval_and_backs_off_immediately() {
         let scaling = LossScaling {
             growth_interval: 3,
             ..LossScaling::default()

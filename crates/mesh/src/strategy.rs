@@ -1,10 +1,10 @@
-//! The strategy of sharded training: the sharded state, and how long full parameters are kept.
+//! The strategy of sharded training: which state is sharded, and how long full parameters are kept.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// The choice of the state that is sharded among the ranks, and of how long full parameters are kept.
+/// Which state is sharded among ranks, and how long full parameters are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Strategy {
@@ -12,7 +12,7 @@ pub enum Strategy {
     /// gathered again for its backward (ZeRO-3).
     #[default]
     FullShard,
-    /// The same shards between steps, but full parameters stay from forward to backward: fewer gathers, more memory
+    /// The same shards between steps, but full parameters are kept from forward to backward: fewer gathers, more memory
     /// (ZeRO-2).
     ShardGradOp,
     /// No shards: every rank holds everything, and gradients are averaged by all-reduce (DDP).

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Partition};
 
-/// A contiguous range of elements that one shard of the old partition gives to one shard of the new partition.
+/// A contiguous range of elements that moves from one shard of the old partition to one shard of the new partition.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Transfer {
     /// The shard of the old partition that holds the elements.

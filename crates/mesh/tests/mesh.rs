@@ -37,7 +37,7 @@ fn a_line_is_one_group() {
 }
 
 #[test]
-fn refuses_meshes_that_are_none() {
+fn refuses_invalid_meshes() {
     assert_eq!(Mesh::new::<String>([]), Err(Error::NoAxes));
     assert_eq!(
         Mesh::line("shard", 0),
@@ -57,11 +57,11 @@ fn refuses_meshes_that_are_none() {
 }
 
 #[test]
-fn refuses_questions_about_others() {
+fn refuses_unknown_axes_and_ranks() {
     let mesh = Mesh::new([("replicate", 2), ("shard", 2)]).unwrap();
     assert_eq!(
         mesh.ranks_along("tensor", 0).unwrap_err().to_string(),
-        "mesh replicate=2 x shard=2 has no axis \"tensor\"; use one of its own"
+        "mesh replicate=2 x shard=2 has no axis \"tensor\"; use one of its axes"
     );
     assert_eq!(
         mesh.coordinate(4).unwrap_err().to_string(),
@@ -74,7 +74,7 @@ fn refuses_questions_about_others() {
 }
 
 #[test]
-fn reading_back_checks_again() {
+fn deserialization_validates() {
     let mesh = cube();
     let text = serde_json::to_string(&mesh).unwrap();
     assert_eq!(serde_json::from_str::<Mesh>(&text).unwrap(), mesh);

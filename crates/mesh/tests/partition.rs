@@ -51,7 +51,7 @@ fn rows_are_kept_whole() {
 }
 
 #[test]
-fn refuses_what_cannot_be_cut() {
+fn refuses_invalid_partitions() {
     assert_eq!(
         Partition::flat(5, 0),
         Err(Error::NoShards { num_elements: 5 })
@@ -86,13 +86,13 @@ fn refuses_what_cannot_be_cut() {
 }
 
 #[test]
-#[should_panic(expected = "shard 2 of a partition into 2")]
+#[should_panic(expected = "shard 2 is not in a partition of 2 shards")]
 fn a_shard_beyond_the_last_is_a_bug() {
     let _ = Partition::flat(5, 2).unwrap().range(2);
 }
 
 #[test]
-#[should_panic(expected = "element 5 of a tensor of 5")]
+#[should_panic(expected = "element 5 is not in a tensor of 5 elements")]
 fn an_element_beyond_the_last_is_a_bug() {
     let _ = Partition::flat(5, 2).unwrap().owner(5);
 }
@@ -120,7 +120,7 @@ fn resharding_lists_the_overlaps() {
 }
 
 #[test]
-fn reading_back_checks_again() {
+fn deserialization_validates() {
     let partition = Partition::rows(&[7, 15], 4).unwrap();
     let text = serde_json::to_string(&partition).unwrap();
     assert_eq!(serde_json::from_str::<Partition>(&text).unwrap(), partition);

@@ -47,13 +47,13 @@ pub trait Architecture: Copy + Send + Sync + 'static {
 
     /// Returns the configuration of a model that does the same operations with narrower tensors.
     ///
-    /// The numbers of blocks and heads stay. Each width and the vocabulary size become the smallest size of at least
-    /// `least` with the original remainders modulo `ranks` and modulo two, if that is smaller than the original.
+    /// The numbers of blocks and heads stay the same. Each width and the vocabulary size become the smallest size of at
+    /// least `least` with the original remainders modulo `ranks` and modulo two, if that is smaller than the original.
     #[must_use]
     fn narrowed(self, ranks: usize, least: usize) -> Self;
 
-    /// Returns the table's name of a tensor that is called `name` in a file. Returns `None` for a tensor that files
-    /// may contain in addition to the parameters and that the model does not need.
+    /// Returns the table's name for the tensor `name` of a file. Returns `None` for a tensor that files may contain in
+    /// addition to the parameters and that the model does not need.
     fn name_of(&self, name: String) -> Option<String> {
         Some(name)
     }
@@ -100,7 +100,7 @@ fn is_of_other_head(name: &str) -> bool {
     OTHER_HEADS.iter().any(|start| name.starts_with(start))
 }
 
-/// Returns the name with the prefix that files of a model without a head leave out.
+/// Adds the prefix `top`, which files of a model without a head omit, if the name begins with one of `starts`.
 fn with_top(name: String, top: &str, starts: &[&str]) -> String {
     if starts.iter().any(|start| name.starts_with(start)) {
         format!("{top}.{name}")
@@ -344,7 +344,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn narrower_models_divide_alike() {
+    fn narrower_models_keep_their_divisibility() {
         for size in 1..200 {
             for ranks in 1..9 {
                 for least in [1, 5, 16] {

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 /// Standard deviation of the initial weights, except for those that write to
 /// the residual stream.
 const INIT_STD: f64 = 0.02;
-/// Maximum number of layers. Every layer is built, even if a file of a few bytes asks for it.
+/// Maximum number of layers. Every layer is built, even if a file of a few bytes requests it.
 pub(crate) const MAX_LAYERS: usize = 1 << 16;
 
 /// Sizes of a [`Gpt`](crate::Gpt).
@@ -71,8 +71,8 @@ impl GptConfig {
 
     /// Returns the standard deviation of weights that write to the residual stream.
     ///
-    /// It is smaller, which keeps the stream's variance from growing with the depth: each of the `layers` blocks adds
-    /// to it twice.
+    /// It is smaller, because each of the `layers` blocks adds to the stream twice, and the variance must not grow with
+    /// the depth.
     pub(crate) fn residual_init_std(&self) -> f64 {
         INIT_STD / (2.0 * self.layers as f64).sqrt()
     }

@@ -1,4 +1,4 @@
-//! The encoding of a file. Its first bytes identify it, and otherwise UTF-8 is assumed.
+//! The encoding of a file, identified by its first bytes; UTF-8 by default.
 
 use crate::remark::Remark;
 
@@ -8,7 +8,7 @@ pub(crate) const HEAD_BYTES: usize = 8 << 10;
 /// Minimum number of bytes of text for each control character.
 const BYTES_PER_CONTROL: usize = 100;
 
-/// First bytes of files that are not text but contain no other sign of it.
+/// First bytes of binary files that cannot otherwise be distinguished from text.
 const NO_TEXT: [&[u8]; 2] = [b"%PDF-", b"\x1f\x8b"];
 
 /// The encodings that a byte order mark identifies.
@@ -72,8 +72,8 @@ impl Marked {
         len.saturating_mul(factor).saturating_add(self.mark_bytes())
     }
 
-    /// Returns the text after the mark as UTF-8, or `None` if it is not valid in the encoding. If the file `is_cut`,
-    /// its end may be half a character.
+    /// Returns the text after the mark as UTF-8, or `None` if it is not valid in the encoding. If `is_cut`, the bytes
+    /// may end within a character.
     fn decode(self, bytes: &[u8], is_cut: bool) -> Option<Vec<u8>> {
         let bytes = &bytes[self.mark_bytes()..];
         let text = match self {
@@ -127,8 +127,8 @@ pub(crate) fn may_be_text(head: &[u8]) -> bool {
     !has_other_start && !head.contains(&0) && !is_full_of_controls(head)
 }
 
-/// Returns the text of a file, with a remark if there is one. The text becomes UTF-8 if its encoding is known. `Err`
-/// returns the bytes if they are not text.
+/// Returns the text of a file, with a remark if there is one. The text becomes UTF-8 if its encoding is known. If the
+/// bytes are not text, returns them as `Err`.
 pub(crate) fn text_of(bytes: Vec<u8>, is_cut: bool) -> Result<(Vec<u8>, Option<Remark>), Vec<u8>> {
     let head = &bytes[..bytes.len().min(HEAD_BYTES)];
     if !may_be_text(head) {
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn marks_name_encodings_and_are_no_text() {
+    fn byte_order_marks_select_the_encoding_and_are_not_text() {
         let text = "né 🦀\n";
         let utf16 = |to: fn(u16) -> [u8; 2]| text.encode_utf16().flat_map(to).collect::<Vec<_>>();
         let utf32 = |to: fn(u32) -> [u8; 4]| {
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn other_encodings_are_read_as_they_are() {
+    fn other_encodings_are_read_as_raw_bytes() {
         for bytes in [
             &b"caf\xe9 na\xefve"[..],
             b"\x83e\x83X\x83g\n",
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn other_files_are_no_text() {
+    fn other_files_are_not_text() {
         let mut random = 1_u64;
         let noise: Vec<u8> = (0..300)
             .map(|_| {

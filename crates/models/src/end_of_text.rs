@@ -1,4 +1,4 @@
-//! Settings of a folder in Hugging Face's form in addition to the sizes: how the model generates text, which tokens
+//! Settings of a folder in Hugging Face's format in addition to the sizes: how the model generates text, which tokens
 //! end it, and dropout.
 
 use std::path::Path;
@@ -9,13 +9,13 @@ use serde_json::Value;
 use crate::settings::read_json;
 use crate::{ModelConfig, ModelError};
 
-/// Files that may name these tokens. The first one that does counts, as in transformers.
+/// Files that may name these tokens. The first one that does takes precedence, as in transformers.
 const FILES: [&str; 2] = ["generation_config.json", "config.json"];
 
 #[derive(Deserialize)]
 #[serde(
     untagged,
-    expecting = "it is neither the id of a token nor a list of ids"
+    expecting = "it is neither a token id nor a list of token ids"
 )]
 enum Ids {
     One(u32),
@@ -30,8 +30,8 @@ const DROPOUTS: [&str; 4] = [
     "attention_dropout",
 ];
 
-/// Settings that make transformers choose tokens by more than their logits, the temperature and a seed. A setting
-/// without effect is null, false or empty, or it is 0 if it names no token, or 1 if it is a factor or a number.
+/// Settings that make transformers choose tokens by more than their logits, the temperature and a seed. A setting has
+/// no effect if it is null, false or empty, if it is 0 and names no token, or if it is a factor or number of 1.
 const RULES: [&str; 20] = [
     "bad_words_ids",
     "begin_suppress_tokens",
@@ -64,8 +64,8 @@ const NEUTRAL_AT_ONE: [&str; 4] = [
 ];
 
 impl ModelConfig {
-    /// Returns the names of settings in a folder in Hugging Face's form that make transformers choose tokens in
-    /// another way than this crate, such as `repetition_penalty`. They are read from `generation_config.json`.
+    /// Returns the names of settings in a folder in Hugging Face's format that make transformers choose tokens
+    /// differently from this crate, such as `repetition_penalty`. They are read from `generation_config.json`.
     ///
     /// # Errors
     ///
@@ -92,7 +92,7 @@ impl ModelConfig {
         Ok(RULES.iter().filter(has_effect).copied().collect())
     }
 
-    /// Returns the names and values of dropout settings above zero in a folder in Hugging Face's form, such as
+    /// Returns the names and values of dropout settings above zero in a folder in Hugging Face's format, such as
     /// `attn_pdrop`. The models of this crate have no dropout.
     ///
     /// # Errors
@@ -105,12 +105,12 @@ impl ModelConfig {
         Ok(given.filter(|(_, share)| *share > 0.0).collect())
     }
 
-    /// Returns the ids of the tokens that end a text for a model in a folder in Hugging Face's form: `eos_token_id`
+    /// Returns the ids of the tokens that end a text for a model in a folder in Hugging Face's format: `eos_token_id`
     /// of `generation_config.json`, or of `config.json`. Returns no ids if neither file has the setting.
     ///
     /// # Errors
     ///
-    /// If a file cannot be read, or the setting has another form.
+    /// If a file cannot be read, or the setting is malformed.
     pub fn ends_of_text(folder: impl AsRef<Path>) -> Result<Vec<u32>, ModelError> {
         let present = FILES.map(|name| folder.as_ref().join(name));
         for path in present.iter().filter(|path| path.exists()) {
@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rules_of_generation_are_those_that_have_an_effect() {
+    fn only_effective_generation_rules_are_listed() {
         let folder = tempfile::tempdir().unwrap();
         let rules = || ModelConfig::generation_rules(folder.path()).unwrap();
         assert!(rules().is_empty());
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn the_file_for_generation_counts_before_the_other() {
+    fn the_generation_config_takes_precedence() {
         let folder = tempfile::tempdir().unwrap();
         let write =
             |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();

@@ -25,7 +25,7 @@ pub enum ModelError {
 
     /// A number other than a size is not meaningful.
     #[error(
-        "{name} is {found}; expected positive, finite numbers, a low factor below the high one"
+        "{name} is {found}; use positive, finite numbers, with the low factor below the high one"
     )]
     Nonsense {
         /// Name of the field, such as `norm_epsilon`.
@@ -57,7 +57,7 @@ pub enum ModelError {
 
     /// A head has an odd number of elements, but rotary positions rotate pairs.
     #[error(
-        "a head has {head_dim} elements, an odd number; choose a dim of an even number for each head"
+        "a head has {head_dim} elements, which is odd; choose a dim that gives each head an even number"
     )]
     OddHeadDim {
         /// Number of elements of a head: `dim / heads`.
@@ -66,7 +66,7 @@ pub enum ModelError {
 
     /// The sizes are so large that the parameters cannot be counted.
     #[error(
-        "the model has more parameters than this machine can count, or more than 65536 layers; choose smaller sizes"
+        "the model has more parameters than fit in a usize, or more than 65536 layers; choose smaller sizes"
     )]
     TooManyParameters,
 
@@ -98,10 +98,10 @@ pub enum ModelError {
         problem: String,
     },
 
-    /// The files of a folder in Hugging Face's form do not belong to one model.
+    /// The files of a folder in Hugging Face's format do not belong to one model.
     #[error("{}: {problem}", path.display())]
     MalformedFolder {
-        /// The folder, or the file in it that is at fault.
+        /// The folder, or the faulty file in it.
         path: PathBuf,
         /// A description of the problem.
         problem: String,
@@ -112,7 +112,8 @@ pub enum ModelError {
         "{}: tensor {name} is missing; the model expects it with shape {expected:?}{}",
         path.display(),
         match name.as_str() {
-            HEAD => ", as `tie_word_embeddings` of config.json is not true; set it where the head is the table of the embedding",
+            HEAD => ", because `tie_word_embeddings` in config.json is not true; set it to true if the head shares \
+                 the embedding's table",
             _ => "",
         }
     )]
@@ -127,9 +128,9 @@ pub enum ModelError {
 
     /// All names in a weights file have a prefix that the model's names do not have.
     #[error(
-        "{}: tensor {name} is missing, but {found} is there: `{prefix}` is in front of the names, as where a model is saved inside \
-         of another (`module.` of data parallel training, `_orig_mod.` of torch.compile, `base_model.model.` of PEFT); save the \
-         model itself, or rename the tensors",
+        "{}: tensor {name} is missing, but {found} is there: the names have the prefix `{prefix}`, which a wrapper \
+         adds (`module.` in data-parallel training, `_orig_mod.` in torch.compile, `base_model.model.` in PEFT); \
+         save the wrapped model itself, or rename the tensors",
         path.display()
     )]
     WrappedNames {
@@ -156,8 +157,8 @@ pub enum ModelError {
         problem: String,
     },
 
-    /// A tensor of a file has another shape than the model's parameter.
-    #[error("{}: tensor {name} has shape {found:?}, the model expects {expected:?}", path.display())]
+    /// A tensor of a file has a different shape from the model's parameter.
+    #[error("{}: tensor {name} has shape {found:?}, but the model expects {expected:?}", path.display())]
     WrongShape {
         /// The file.
         path: PathBuf,
@@ -173,8 +174,8 @@ pub enum ModelError {
     #[error(
         "elements {range:?} of parameter {parameter} cannot be read: {}",
         match num_elements {
-            Some(count) => format!("it has {count}"),
-            None => "the model has no such parameter; name it by its path in the module".to_owned(),
+            Some(count) => format!("it has {count} elements"),
+            None => "the model has no such parameter; use its path in the module".to_owned(),
         }
     )]
     NoParameter {
@@ -182,12 +183,12 @@ pub enum ModelError {
         parameter: String,
         /// The requested elements.
         range: Range<usize>,
-        /// The parameter's number of elements, if there is such a parameter.
+        /// The parameter's number of elements, if the parameter exists.
         num_elements: Option<usize>,
     },
 
     /// A tensor of a file does not have 32-bit or 16-bit floats.
-    #[error("{}: tensor {name} has type {found}, only F32, F16 and BF16 can be loaded; convert the file first", path.display())]
+    #[error("{}: tensor {name} has type {found}, but only F32, F16 and BF16 can be loaded; convert the file first", path.display())]
     WrongDtype {
         /// The file.
         path: PathBuf,
@@ -198,7 +199,11 @@ pub enum ModelError {
     },
 
     /// A module has a parameter that its model's table lacks, or has in another shape.
-    #[error("{}: parameter {parameter} of shape {found:?} is not in the model's table; write a model with whole parameters, as its configuration makes it", path.display())]
+    #[error(
+        "{}: cannot write parameter {parameter} of shape {found:?}, which is not in the model's table; write a \
+         model with whole parameters that matches its configuration",
+        path.display()
+    )]
     UnexpectedParameter {
         /// The file.
         path: PathBuf,
@@ -209,7 +214,11 @@ pub enum ModelError {
     },
 
     /// A module lacks a parameter of its model's table.
-    #[error("{}: the model has no parameter {parameter} of shape {expected:?} to write; write a model with whole parameters, as its configuration makes it", path.display())]
+    #[error(
+        "{}: the model has no parameter {parameter} of shape {expected:?} to write; write a model with whole \
+         parameters that matches its configuration",
+        path.display()
+    )]
     MissingParameter {
         /// The file.
         path: PathBuf,
@@ -219,7 +228,7 @@ pub enum ModelError {
         expected: Vec<usize>,
     },
 
-    /// Burn's store refused weights that had passed every check above.
+    /// Burn's store rejected weights that had passed every check above.
     #[error("{}: {problem}", path.display())]
     Store {
         /// The file.
@@ -230,14 +239,18 @@ pub enum ModelError {
 
     // === Data ===
     /// The path should contain text, but is neither a regular file nor a folder.
-    #[error("{}: neither a regular file nor a folder; give a path that holds text", path.display())]
+    #[error("{}: neither a regular file nor a folder; give the path of a text file or folder", path.display())]
     NotText {
         /// The path.
         path: PathBuf,
     },
 
     /// A text is too short to train on.
-    #[error("{}: {found} bytes of text{remarks}; at least {needed} are needed, give a path that holds text", path.display())]
+    #[error(
+        "{}: at least {needed} bytes of text are needed, but {found} were found{remarks}; give a path with more \
+         text",
+        path.display()
+    )]
     TooLittleText {
         /// The file or folder that was read.
         path: PathBuf,
@@ -245,12 +258,12 @@ pub enum ModelError {
         found: usize,
         /// Minimum number of bytes.
         needed: usize,
-        /// The files and folders that were left out.
+        /// The files and folders that were skipped.
         remarks: Remarks,
     },
 
     /// The sources of a crate are not among cargo's downloads.
-    #[error("{}: cargo has not these sources here to train on; name a file or folder of text instead", path.display())]
+    #[error("{}: cargo has not downloaded these sources; name a text file or folder to train on instead", path.display())]
     NoCrateSources {
         /// The folder that was searched for.
         path: PathBuf,
@@ -265,8 +278,8 @@ pub enum ModelError {
         problem: String,
     },
 
-    /// A tokenizer refuses a text or ids.
-    #[error("{}: the tokenizer cannot do this text: {problem}", path.display())]
+    /// A tokenizer rejects a text or ids.
+    #[error("{}: cannot tokenize this text: {problem}", path.display())]
     Tokenize {
         /// The tokenizer's file.
         path: PathBuf,
@@ -276,8 +289,8 @@ pub enum ModelError {
 
     /// A tokenizer has ids beyond the model's vocabulary.
     #[error(
-        "{}: its ids go up to {}, but the model has {vocab} tokens; give the tokenizer of this model, or a model of at least \
-         {num_ids} tokens",
+        "{}: its ids go up to {}, but the model has a vocabulary of {vocab}; give this model's tokenizer, or a \
+         model with a vocabulary of at least {num_ids}",
         path.display(),
         num_ids - 1
     )]
@@ -292,7 +305,8 @@ pub enum ModelError {
 
     /// The vocabulary is too small for text that is read as bytes.
     #[error(
-        "text needs a vocabulary of at least 256 tokens, one per byte; got {vocab}; choose a larger one, or give a tokenizer"
+        "text needs a vocabulary of at least 256 tokens, one per byte, but the vocabulary has {vocab}; choose a \
+         larger one, or give a tokenizer"
     )]
     VocabTooSmall {
         /// The requested vocabulary size.

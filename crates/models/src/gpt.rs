@@ -16,7 +16,7 @@ use crate::{GptConfig, LanguageModel, ModelError};
 /// A GPT-2 style decoder: learned positions, pre-LN blocks and an untied head
 /// without bias.
 ///
-/// Parameters are initialised lazily, so building even a large model costs
+/// Parameters are initialized lazily, so building even a large model costs
 /// nothing until they are used.
 #[derive(Module, Debug)]
 pub struct Gpt {
@@ -44,7 +44,8 @@ pub struct Block {
 impl GptConfig {
     /// Builds the model on a device.
     ///
-    /// The same seed gives the same weights on every device, in whatever order the parameters are first used.
+    /// The same seed gives the same weights on every device, regardless of the order in which parameters are first
+    /// used.
     ///
     /// # Errors
     ///

@@ -41,7 +41,7 @@ pub struct Gpt2Config {
 ///
 /// [`Gpt`](crate::Gpt) is similar, with an untied head, the exact GELU, and the names of the usual PyTorch program.
 ///
-/// Parameters are initialised lazily, so building even a large model costs nothing until they are used.
+/// Parameters are initialized lazily, so building even a large model costs nothing until they are used.
 #[derive(Module, Debug)]
 pub struct Gpt2 {
     wte: Embedding,
@@ -115,7 +115,8 @@ impl Gpt2Config {
 
     /// Builds the model on a device.
     ///
-    /// The same seed gives the same weights on every device, in whatever order the parameters are first used.
+    /// The same seed gives the same weights on every device, regardless of the order in which parameters are first
+    /// used.
     ///
     /// # Errors
     ///
@@ -193,7 +194,7 @@ impl Gpt2 {
     }
 }
 
-/// The values that the blocks of a forward share.
+/// The values that all blocks share in a forward.
 #[derive(Debug, Clone, Copy)]
 pub struct Gpt2Shared {
     batch: usize,

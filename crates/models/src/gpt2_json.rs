@@ -1,4 +1,4 @@
-//! The `config.json` of a GPT-2 in Hugging Face's form: reading and writing.
+//! The `config.json` of a GPT-2 in Hugging Face's format: reading and writing.
 
 use std::path::Path;
 
@@ -22,11 +22,11 @@ const ACTIVATIONS: [&str; 5] = [
 ];
 
 impl Gpt2Config {
-    /// Reads the configuration of a GPT-2 from the `config.json` of a folder in Hugging Face's form.
+    /// Reads the configuration of a GPT-2 from the `config.json` of a folder in Hugging Face's format.
     ///
-    /// Settings that [`Gpt2`](crate::Gpt2) does not support are refused by name. Dropout is an exception: it is
-    /// ignored. Sizes have GPT-2's names or the names that transformers uses for all models. Absent settings have
-    /// transformers' defaults.
+    /// Settings that [`Gpt2`](crate::Gpt2) does not support are errors. Dropout is an exception: it is ignored. Sizes
+    /// have GPT-2's names or the names that transformers uses for all models. Absent settings have transformers'
+    /// defaults.
     ///
     /// # Errors
     ///
@@ -36,7 +36,7 @@ impl Gpt2Config {
         read_config(folder.as_ref(), sizes, Self::validate)
     }
 
-    /// Returns the `config.json` of this model for a folder in Hugging Face's form, with 32-bit weights.
+    /// Returns the `config.json` of this model for a folder in Hugging Face's format, with 32-bit weights.
     #[must_use]
     pub fn to_hugging_face(&self) -> Value {
         json!({
@@ -69,7 +69,7 @@ fn sizes(settings: Settings<'_>) -> Result<Gpt2Config, String> {
         (
             "activation_function",
             !ACTIVATIONS.contains(&activation),
-            "the activation by tanh (\"gelu_new\", \"gelu_fast\", \"gelu_pytorch_tanh\")",
+            "GELU approximated with tanh (\"gelu_new\", \"gelu_fast\", \"gelu_pytorch_tanh\")",
         ),
         ("layer_norm_epsilon", epsilon != EPSILON, "1e-5"),
         (

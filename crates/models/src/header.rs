@@ -45,7 +45,7 @@ struct HeaderJson {
     tensors: BTreeMap<String, TensorEntry>,
 }
 
-/// Reads the tensors. A duplicate name is an error, because it would be unclear which entry counts.
+/// Reads the tensors. A duplicate name is an error, because it would be unclear which entry is meant.
 fn each_once<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<BTreeMap<String, TensorEntry>, D::Error> {
@@ -87,7 +87,7 @@ impl Header {
         file.read_exact(&mut length)?;
         if length == *LFS {
             return Ok(Err(
-                "it is a pointer of Git LFS to a file that was not fetched; run `git lfs pull` in the folder".to_owned(),
+                "it is a Git LFS pointer to a file that was not fetched; run `git lfs pull` in the folder".to_owned(),
             ));
         }
         let length = u64::from_le_bytes(length);
@@ -105,7 +105,7 @@ impl Header {
 
     fn parse(json: &[u8], data_bytes: u64) -> Result<Self, String> {
         let HeaderJson { tensors, .. } = serde_json::from_slice(json)
-            .map_err(|error| format!("its header is not what it should be: {error}"))?;
+            .map_err(|error| format!("its header is invalid: {error}"))?;
         for (name, entry) in &tensors {
             entry
                 .check(data_bytes)
@@ -141,7 +141,7 @@ impl TensorEntry {
             )),
             // The sizes of types that are never loaded are not compared.
             None if element_bytes(&self.dtype).is_none() => Ok(()),
-            None => Err(format!("has a shape {:?} too large to exist", self.shape)),
+            None => Err(format!("has an impossibly large shape {:?}", self.shape)),
         }
     }
 
@@ -154,7 +154,7 @@ impl TensorEntry {
     }
 }
 
-/// Returns the number of bytes of an element, for types with whole bytes.
+/// Returns the size of an element in bytes, for types with whole bytes.
 fn element_bytes(dtype: &str) -> Option<u64> {
     match dtype {
         "BOOL" | "U8" | "I8" => Some(1),
@@ -174,7 +174,7 @@ fn check_tiling(tensors: &BTreeMap<String, TensorEntry>, data_bytes: u64) -> Res
         let (start, end) = entry.data_offsets;
         if start != covered {
             return Err(format!(
-                "tensor {name} starts at byte {start}, the one before it ends at {covered}"
+                "tensor {name} starts at byte {start}, but the one before it ends at {covered}"
             ));
         }
         covered = end;

@@ -1,4 +1,4 @@
-//! Folders in Hugging Face's form, for every model of this crate that transformers has.
+//! Folders in Hugging Face's format, for every model of this crate that transformers has.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::settings::{Settings, read_config};
 use crate::{Gpt2, Gpt2Config, Llama, LlamaConfig, ModelConfig, ModelError, gpt2_json, llama_json};
 
-/// The kinds of models that both transformers and this crate have.
+/// The model types that both transformers and this crate support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Llama,
@@ -32,10 +32,10 @@ impl Kind {
         if named == gpt2 {
             return Ok(Self::Gpt2);
         }
-        let own = "write the model as a Burn module of your own";
+        let own = "write the model as your own Burn module";
         if !named.is_empty() {
             return Err(format!(
-                "`model_type`: it is of a {named:?}, and no \"{llama}\" or \"{gpt2}\"; {own}"
+                "`model_type` is {named:?}, not \"{llama}\" or \"{gpt2}\"; {own}"
             ));
         }
         let classes = settings.given("architectures").and_then(Value::as_array);
@@ -45,18 +45,18 @@ impl Kind {
             known.map(|(_, kind)| *kind)
         });
         kind.ok_or_else(|| {
-            format!("it has no `model_type`; add \"{llama}\" or \"{gpt2}\", whichever it is of, or {own}")
+            format!("`model_type` is missing; add \"{llama}\" or \"{gpt2}\", whichever applies, or {own}")
         })
     }
 }
 
 impl ModelConfig {
-    /// Reads the configuration of a model from the `config.json` of a folder in Hugging Face's form. The file names
-    /// the kind of model.
+    /// Reads the configuration of a model from the `config.json` of a folder in Hugging Face's format. The file
+    /// specifies the type of the model.
     ///
     /// # Errors
     ///
-    /// If the file cannot be read or describes a model that this crate does not have, and as
+    /// If the file cannot be read or describes a model that this crate does not have; otherwise as
     /// [`LlamaConfig::from_hugging_face`] and [`Gpt2Config::from_hugging_face`].
     pub fn from_hugging_face(folder: impl AsRef<Path>) -> Result<Self, ModelError> {
         let folder = folder.as_ref();
@@ -66,7 +66,7 @@ impl ModelConfig {
         })
     }
 
-    /// Returns the `config.json` of this model for a folder in Hugging Face's form, with 32-bit weights. Returns
+    /// Returns the `config.json` of this model for a folder in Hugging Face's format, with 32-bit weights. Returns
     /// `None` if transformers does not have this kind of model.
     #[must_use]
     pub fn to_hugging_face(&self) -> Option<Value> {

@@ -72,7 +72,7 @@ fn drawn<A: Architecture>(config: A, seed: u64, path: &str) -> Result<TensorData
     })
 }
 
-/// A mapper to parameters with the same shapes and a single stored element.
+/// A mapper that replaces parameters with ones of the same shape and a single stored element.
 struct StandIns;
 
 impl ModuleMapper for StandIns {
@@ -85,7 +85,7 @@ impl ModuleMapper for StandIns {
 /// A function that returns the value of a parameter.
 type Value = dyn Fn(&ParameterSpec) -> Result<TensorData, ModelError> + Send + Sync;
 
-/// The adapter that provides parameters under their names and dim order in files. It computes their values when they
+/// The adapter that provides parameters with their names and dim order in files, and computes their values when they
 /// are written.
 #[derive(Clone)]
 struct Given {

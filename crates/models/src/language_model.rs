@@ -15,7 +15,7 @@ use crate::key_values::{KeyValueCache, KeyValues};
 pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
     /// A block.
     type Block: Module + Sync + 'static;
-    /// Values that the blocks of a forward share in addition to the stream. They are not trained.
+    /// Untrained values that blocks share in addition to the residual stream.
     type Shared: Clone + Send + Sync + 'static;
 
     /// Returns the blocks, in order.
@@ -28,8 +28,8 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
     /// `start`.
     fn embed(&self, tokens: Tensor<2, Int>, start: usize) -> Tensor<2>;
 
-    /// Returns the stream `[batch * time, dim]` after a block. With a cache, `x` is the stream of new tokens, which
-    /// also see the tokens in the cache.
+    /// Returns the residual stream `[batch * time, dim]` after a block. With a cache, `x` is the stream of new tokens,
+    /// which also attend to cached tokens.
     fn run_block(
         block: &Self::Block,
         x: Tensor<2>,
@@ -66,8 +66,8 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
     /// Returns the logits `[batch * time, vocab]` of the token after each position of `[batch, time]`. `run` runs
     /// each block.
     ///
-    /// The sequences form one matrix from the embedding to the head, so a linear layer multiplies with its weight as
-    /// it is. For inputs with three dimensions, Burn first reshapes the weight. Autodiff then keeps that view, and
+    /// The sequences form one matrix from the embedding to the head, so a linear layer multiplies with its weight
+    /// directly. For inputs with three dimensions, Burn first reshapes the weight. Autodiff then keeps that view, and
     /// with it the weight, until the backward pass.
     ///
     /// # Panics

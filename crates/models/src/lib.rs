@@ -19,7 +19,7 @@
 //! - [`ByteText`], [`TokenStream`] and [`Batches`]: text as bytes, divided into batches; [`Tokenizer`]: text in the
 //!   tokens of a `tokenizer.json`.
 //!
-//! The crate does not know about ranks or shards. A caller that divides the work gives each worker its rows.
+//! The crate is independent of ranks and shards. A caller that divides the work gives each worker its rows.
 //!
 //! ```
 //! use burn::optim::{AdamWConfig, GradientsParams};

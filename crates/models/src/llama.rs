@@ -17,7 +17,7 @@ use crate::{LanguageModel, LlamaConfig, LlamaVariant, ModelError};
 /// A Llama style decoder: rotary positions, pre-norm blocks with grouped key and value heads and gated MLPs, no
 /// biases, and a head that is either separate or tied to the embedding.
 ///
-/// Parameters are initialised lazily, so building even a large model costs nothing until they are used.
+/// Parameters are initialized lazily, so building even a large model costs nothing until they are used.
 #[derive(Module, Debug)]
 pub struct Llama {
     tok_embeddings: Embedding,
@@ -59,7 +59,8 @@ pub struct LlamaBlock {
 impl LlamaConfig {
     /// Builds the model on a device.
     ///
-    /// The same seed gives the same weights on every device, in whatever order the parameters are first used.
+    /// The same seed gives the same weights on every device, regardless of the order in which parameters are first
+    /// used.
     ///
     /// # Errors
     ///
@@ -144,7 +145,7 @@ impl Llama {
     }
 }
 
-/// The values that the blocks of a forward share.
+/// The values that all blocks share in a forward.
 #[derive(Debug, Clone)]
 pub struct LlamaShared {
     batch: usize,

@@ -101,7 +101,7 @@ impl LlamaConfig {
         self.dim / self.heads
     }
 
-    /// Returns the number of elements that all key heads, or all value heads, have for a token.
+    /// Returns the number of elements per token in all key heads, or in all value heads.
     #[must_use]
     pub fn kv_dim(&self) -> usize {
         self.kv_heads * self.head_dim()

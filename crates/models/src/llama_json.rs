@@ -1,4 +1,4 @@
-//! The `config.json` of a Llama in Hugging Face's form: reading and writing.
+//! The `config.json` of a Llama in Hugging Face's format: reading and writing.
 
 use std::path::Path;
 
@@ -16,14 +16,14 @@ const ACTIVATIONS: [&str; 2] = ["silu", "swish"];
 /// The names of the scaling setting, up to transformers 4 and from version 5.
 const ROPE: [&str; 2] = ["rope_scaling", "rope_parameters"];
 
-/// The names of the kind of scaling. Transformers writes both if the file that it read had the older one.
+/// The names of the kind of scaling. Transformers writes both if it read a file with the older one.
 const ROPE_TYPE: [&str; 2] = ["rope_type", "type"];
 
 impl LlamaConfig {
-    /// Reads the configuration of a Llama from the `config.json` of a folder in Hugging Face's form.
+    /// Reads the configuration of a Llama from the `config.json` of a folder in Hugging Face's format.
     ///
-    /// Settings that [`Llama`](crate::Llama) does not support are refused by name. Settings have the names of
-    /// transformers 4 or 5, or both. Absent settings have transformers' defaults.
+    /// Settings that [`Llama`](crate::Llama) does not support are errors. Settings have the names of transformers 4 or
+    /// 5, or both. Absent settings have transformers' defaults.
     ///
     /// # Errors
     ///
@@ -34,7 +34,7 @@ impl LlamaConfig {
         read_config(folder.as_ref(), sizes, Self::validate)
     }
 
-    /// Returns the `config.json` of this model for a folder in Hugging Face's form, with 32-bit weights.
+    /// Returns the `config.json` of this model for a folder in Hugging Face's format, with 32-bit weights.
     #[must_use]
     pub fn to_hugging_face(&self) -> Value {
         let scaling = match self.variant.rope_scaling {
@@ -156,8 +156,8 @@ impl Rope {
         };
         match (read(older)?, read(newer)?) {
             (Some(one), Some(other)) if one != other => Err(format!(
-                "`{older}` and `{newer}` differ, but both name the rotary positions, and versions of transformers differ in which \
-                 of them counts; remove the one that is not meant"
+                "`{older}` and `{newer}` differ, but both set the rotary positions, and versions of transformers \
+                 disagree on which one applies; remove the wrong one"
             )),
             (Some(rope), _) | (None, Some(rope)) => Ok(rope),
             (None, None) => {
@@ -180,13 +180,13 @@ impl Rope {
         check_factor(nested)?;
         if nested.has_objects() {
             return Err(format!(
-                "`{}` or `{}` has an object for each kind of layer, but a Llama has one kind",
+                "`{}` or `{}` has an object for each kind of layer, but a Llama has only one kind",
                 ROPE[0], ROPE[1]
             ));
         }
         let factor = |name| {
             let number = nested.number(name)?;
-            number.ok_or_else(|| format!("`{name}` of the rotary positions is absent"))
+            number.ok_or_else(|| format!("`{name}` of the rotary positions is missing"))
         };
         let kind = nested.word(&ROPE_TYPE, "default")?;
         let scaling = match kind {

@@ -12,7 +12,7 @@ pub struct LlamaVariant {
     pub has_tied_head: bool,
     /// The number that the norms add to the mean square, which prevents a division by zero for rows of zeros.
     pub norm_epsilon: f64,
-    /// The scaling of rotary positions for sequences longer than in the first training.
+    /// The scaling of rotary positions for sequences longer than the original context length.
     pub rope_scaling: RopeScaling,
 }
 
@@ -48,11 +48,12 @@ pub enum RopeScaling {
     Llama3 {
         /// The factor for slow rotations.
         factor: f64,
-        /// A rotation is slow if a turn takes more tokens than the first context divided by this.
+        /// A rotation is slow if a full turn takes more tokens than the original context length divided by this factor.
         low_freq_factor: f64,
-        /// A rotation is fast if a turn takes fewer tokens than the first context divided by this.
+        /// A rotation is fast if a full turn takes fewer tokens than the original context length divided by this
+        /// factor.
         high_freq_factor: f64,
-        /// The context of the first training, in tokens.
+        /// The original context length, in tokens.
         original_max_position_embeddings: usize,
     },
 }
@@ -109,7 +110,7 @@ mod tests {
     use super::RopeScaling;
 
     #[test]
-    fn slow_turns_are_slower_and_fast_ones_stay() {
+    fn low_frequencies_are_scaled_and_high_ones_kept() {
         let scaling = RopeScaling::Llama3 {
             factor: 32.0,
             low_freq_factor: 1.0,
@@ -118,7 +119,7 @@ mod tests {
         };
         assert_eq!(scaling.scaled(1.0), 1.0);
         assert_eq!(scaling.scaled(1e-4), 1e-4 / 32.0);
-        // Halfway between: 2.5 turns in the first context.
+        // Halfway between: 2.5 turns in the original context.
         let speed = 2.5 * std::f64::consts::TAU / 8192.0;
         let halfway = (speed / 32.0 + speed) / 2.0;
         assert!((scaling.scaled(speed) / halfway - 1.0).abs() < 1e-12);

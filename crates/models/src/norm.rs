@@ -11,7 +11,7 @@ pub(crate) fn init(dim: usize, device: &Device) -> LayerNorm {
     LayerNormConfig::new(dim).with_epsilon(EPSILON).init(device)
 }
 
-/// Normalizes rows to mean zero and variance one, then scales and shifts them by the parameters.
+/// Normalizes rows to mean zero and variance one, then applies the scale and shift parameters.
 pub(crate) fn layer_norm(norm: &LayerNorm, x: Tensor<2>) -> Tensor<2> {
     burn_fsdp_kernels::layer_norm(norm, EPSILON, x)
 }

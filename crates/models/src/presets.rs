@@ -124,8 +124,8 @@ impl LlamaConfig {
         llama(96, 12288, [96, 8], 40_960)
     }
 
-    /// Returns the configuration with 1.00 trillion parameters: as deep and wide as the GPT of this size, with the
-    /// blocks of Llama 2 70B. No Llama of this size has been published.
+    /// Returns the configuration with 1.00 trillion parameters: the depth and width of the GPT of this size, with Llama
+    /// 2 70B's blocks. No Llama of this size has been published.
     #[must_use]
     pub fn llama_1t() -> Self {
         llama(128, 25600, [160, 8], 83_968)

@@ -1,4 +1,4 @@
-//! Remarks on the files of a text: the reasons why they are left out or changed.
+//! Remarks on the files of a text: the reasons why they are skipped or changed.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,19 +8,19 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Remark {
-    /// Left out: its name begins with a dot, or it is the store of a version control system.
+    /// Skipped, because its name starts with a dot, or it is a version control folder.
     Hidden,
-    /// Left out: the caller excluded it.
+    /// Skipped: the caller excluded it.
     Excluded,
-    /// Left out: its bytes are not text, but for example an image, an archive, or weights.
+    /// Skipped, because it is not text, but for example an image, an archive, or weights.
     Binary,
-    /// Left out: it was already read through a link, or a link leads back to a folder that contains it.
+    /// Skipped, because it was already read through a link, or a link leads back to a folder that contains it.
     Again,
-    /// Left out: a broken link.
+    /// Skipped: a broken link.
     BrokenLink,
-    /// Left out: it cannot be read.
+    /// Skipped: it cannot be read.
     Unreadable,
-    /// Left out: it is neither a file nor a folder.
+    /// Skipped, because it is neither a file nor a folder.
     Special,
     /// Read without the byte order mark of UTF-8 at its start.
     Marked,
@@ -46,18 +46,18 @@ impl Remark {
             Self::Hidden => "hidden",
             Self::Excluded => "of this run",
             Self::Binary | Self::NamedBinary => "binary",
-            Self::Again => "met twice",
+            Self::Again => "repeated",
             Self::BrokenLink => "broken links",
             Self::Unreadable => "unreadable",
             Self::Special => "neither files nor folders",
-            Self::Marked => "with a mark of UTF-8",
-            Self::Decoded => "of UTF-16 or UTF-32",
-            Self::NotUtf8 => "not of UTF-8",
+            Self::Marked => "with a UTF-8 byte order mark",
+            Self::Decoded => "in UTF-16 or UTF-32",
+            Self::NotUtf8 => "not in UTF-8",
         }
     }
 }
 
-/// The remarks on a text: how often each occurred, and the path where it first did.
+/// The remarks on a text: the number of times that each occurred, and the first path.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Remarks(BTreeMap<Remark, (usize, PathBuf)>);
 
@@ -80,8 +80,7 @@ impl Remarks {
     }
 }
 
-/// Prints the files and folders that were left out, as `; left out: 2 hidden, 1 binary`, or nothing if there are
-/// none.
+/// Prints the files and folders that were skipped, as `; left out: 2 hidden, 1 binary`, or nothing if there are none.
 impl fmt::Display for Remarks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let left_out = self.iter().filter(|(remark, ..)| remark.is_left_out());

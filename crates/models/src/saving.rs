@@ -68,8 +68,9 @@ fn save<M: ModuleSnapshot + HasTable>(model: &M, path: &Path) -> Result<(), Mode
     write(model, ToFile::new(table), path)
 }
 
-/// Writes a module's parameters through an adapter. They are in a temporary file in the same folder until the file is
-/// complete. The file gets the permissions of the file that it replaces, or the default permissions of new files.
+/// Writes a module's parameters through an adapter. They are written to a temporary file in the same folder, which is
+/// renamed when it is complete. The file gets the permissions of the file that it replaces, or the default permissions
+/// of new files.
 pub(crate) fn write<M: ModuleSnapshot>(
     model: &M,
     adapter: impl ModuleAdapter + 'static,

@@ -1,7 +1,7 @@
 //! The settings of a `config.json`, by name, as transformers reads them.
 //!
 //! An absent setting has transformers' default. A setting that is null, or has a type that transformers does not
-//! accept, is refused by name. A guess at its meaning could silently change the mathematics.
+//! accept, is an error. Guessing its meaning could silently change the mathematics.
 
 use std::path::Path;
 
@@ -45,7 +45,7 @@ impl<'a> Settings<'a> {
     ///
     /// # Errors
     ///
-    /// If two of them have different values: versions of transformers differ in which one counts.
+    /// If two of them have different values, because versions of transformers differ in which name takes precedence.
     fn one_of(&self, names: &[&'a str]) -> Result<Option<Setting<'a>>, String> {
         let there = names
             .iter()
@@ -127,18 +127,18 @@ fn number((name, value): Setting<'_>) -> Result<f64, String> {
 
 fn unfit((name, value): Setting<'_>, expected: &str) -> String {
     let default = if value.is_null() {
-        "; leave it out where transformers' default is meant"
+        "; omit it to use transformers' default"
     } else {
         ""
     };
     format!("`{name}` is {value}, expected {expected}{default}")
 }
 
-/// Returns the message for two names of one setting with different values.
+/// Returns the error message for one setting under two names with different values.
 pub(crate) fn contradiction(one: (&str, &Value), other: (&str, &Value)) -> String {
     format!(
-        "`{}` is {} and `{}` is {}, but both name one setting, and versions of transformers differ in which of them counts; remove \
-         the one that is not meant",
+        "`{}` is {} and `{}` is {}, but both set the same thing, and versions of transformers disagree on which one \
+         applies; remove the wrong one",
         one.0, one.1, other.0, other.1
     )
 }
@@ -162,8 +162,8 @@ pub(crate) fn refuse(model: &str, asked: &[(&str, bool, &str)]) -> Result<(), St
 /// Returns the message for a setting that a model does not support.
 pub(crate) fn refusal(model: &str, setting: &str, expected: &str) -> String {
     format!(
-        "`{setting}` is not {expected}, which is all that this {model} computes; load a checkpoint that has it, or \
-         write the model as a Burn module of your own"
+        "`{setting}` is not {expected}, and this {model} supports nothing else; load a checkpoint that has it, or \
+         write the model as your own Burn module"
     )
 }
 
@@ -182,7 +182,7 @@ pub(crate) fn read_config<C>(
     taken.map_err(|problem| ModelError::MalformedConfig { path, problem })
 }
 
-/// Reads a small JSON file that contains an object. The last of duplicate keys counts, as in Python.
+/// Reads a small JSON file that contains an object. The last of duplicate keys wins, as in Python.
 pub(crate) fn read_json(path: &Path) -> Result<Map<String, Value>, ModelError> {
     let malformed = |problem: String| ModelError::MalformedConfig {
         path: path.to_owned(),
@@ -194,13 +194,13 @@ pub(crate) fn read_json(path: &Path) -> Result<Map<String, Value>, ModelError> {
     };
     let metadata = path.metadata().map_err(file_error)?;
     if !metadata.is_file() || metadata.len() > MAX_BYTES {
-        let problem = format!("it is no regular file of at most {MAX_BYTES} bytes");
+        let problem = format!("it is not a regular file of at most {MAX_BYTES} bytes");
         return Err(malformed(problem));
     }
     let text = std::fs::read(path).map_err(file_error)?;
     match serde_json::from_slice(&text) {
         Ok(Value::Object(map)) => Ok(map),
-        Ok(_) => Err(malformed("it is no object of JSON".to_owned())),
+        Ok(_) => Err(malformed("it is not a JSON object".to_owned())),
         Err(error) => Err(malformed(error.to_string())),
     }
 }
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_null_or_of_another_type_is_named() {
+    fn null_and_mistyped_settings_are_named() {
         let json = json!({"a": null, "b": "3", "c": 3.5, "d": 1});
         let settings = settings_of(&json);
         assert_eq!(settings.optional_size("a"), Ok(None));
@@ -240,7 +240,7 @@ mod tests {
             settings.word(&["a"], "").map(|_| ()).expect_err("null"),
         ] {
             assert!(
-                problem.contains("`a`") && problem.contains("leave it out"),
+                problem.contains("`a`") && problem.contains("omit it"),
                 "{problem}"
             );
         }

@@ -85,7 +85,7 @@ pub(crate) struct StoredTensor {
     pub(crate) spec: ParameterSpec,
 }
 
-/// Elements that were read, and the reads that were needed.
+/// Elements that were read, and the number of reads.
 pub(crate) struct Elements {
     pub(crate) values: Vec<f32>,
     pub(crate) traffic: Traffic,
@@ -96,7 +96,7 @@ pub(crate) struct Elements {
 pub(crate) struct Traffic {
     pub(crate) num_requests: u64,
     pub(crate) num_bytes: u64,
-    /// Bytes of elements in the range, or in the module's rows in which the range begins and ends.
+    /// Bytes of the elements in the range, or in the rows in which the range starts and ends.
     pub(crate) num_bytes_taken: u64,
 }
 

@@ -32,7 +32,7 @@ impl ParameterSpec {
 impl GptConfig {
     /// Returns all parameters in the order in which the forward pass uses them.
     ///
-    /// Names and shapes match the usual PyTorch program, whose modules have the names of the fields of [`Gpt`].
+    /// Names and shapes match the usual PyTorch program, whose modules are named like the fields of [`Gpt`].
     #[must_use]
     pub fn parameters(&self) -> Vec<ParameterSpec> {
         let (dim, wide) = (self.dim, 4 * self.dim);

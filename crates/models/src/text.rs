@@ -14,11 +14,11 @@ use crate::{ModelError, TokenRange, TokenStream};
 /// Vocabulary size of byte-level text.
 pub const BYTE_VOCAB: usize = 256;
 
-/// One of this many bytes, or files, is held out for evaluation.
+/// One in this many bytes, or files, is held out for evaluation.
 const HELD_OUT_FRACTION: usize = 20;
 
-/// The crates whose sources are the text of [`ByteText::crate_sources`]. Cargo has these versions wherever this crate
-/// was built.
+/// The crates whose sources are the text of [`ByteText::crate_sources`]. Cargo has downloaded these versions wherever
+/// this crate was built.
 const CRATES: [&str; 11] = [
     "burn-autodiff-0.22.1",
     "burn-backend-0.22.1",
@@ -39,7 +39,7 @@ const MIN_PART_BYTES: usize = 2;
 /// Text as bytes, with a twentieth held out for evaluation: the end of text that was [read](Self::read), or every
 /// 20th file of [crates](Self::crate_sources).
 ///
-/// Bytes need no tokenizer and no particular encoding. Files with a mark of another encoding than UTF-8 are converted
+/// Bytes need no tokenizer and no particular encoding. Files with the byte order mark of another encoding are converted
 /// to UTF-8.
 #[derive(Clone, Debug)]
 pub struct ByteText {
@@ -58,9 +58,9 @@ impl ByteText {
     /// A UTF-16 or UTF-32 file, identified by the mark at its start, is converted to UTF-8. Marks are not part of the
     /// text. All other files are read byte by byte.
     ///
-    /// In a folder, links are followed, and a file that several links lead to is read once. Files are left out if
-    /// they are hidden, belong to version control, are not text, or cannot be read. [`remarks`](Self::remarks) counts
-    /// them. The given path itself is read whatever its name and content are.
+    /// In a folder, links are followed, and a file that several links lead to is read once. Files are skipped if they
+    /// are hidden, belong to version control, are not text, or cannot be read. [`remarks`](Self::remarks) counts them.
+    /// The given path itself is read regardless of its name and content.
     ///
     /// # Errors
     ///
@@ -149,13 +149,13 @@ impl ByteText {
         self.num_files
     }
 
-    /// Returns the number of files that are held out whole.
+    /// Returns the number of files that are held out entirely.
     #[must_use]
     pub fn num_held_out(&self) -> usize {
         self.num_held_out
     }
 
-    /// Returns the remarks on files that were left out or whose text differs from their bytes.
+    /// Returns the remarks on files that were skipped or whose text differs from their bytes.
     #[must_use]
     pub fn remarks(&self) -> &Remarks {
         &self.remarks
@@ -178,7 +178,7 @@ fn registry_sources() -> PathBuf {
     home.join("registry").join("src")
 }
 
-/// Holds out every 20th file, beginning in the middle of the first 20. Returns `None` if there are too few.
+/// Holds out every 20th file, starting in the middle of the first 20. Returns `None` if there are too few.
 fn with_files_apart(reader: Reader<'_>) -> Option<ByteText> {
     let mut parts = [Vec::new(), Vec::new()];
     let mut num_held_out = 0;

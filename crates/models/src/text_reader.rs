@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use crate::encoding::{HEAD_BYTES, Marked, may_be_text, text_of};
 use crate::remark::{Remark, Remarks};
 
-/// Names of version control folders that do not begin with a dot.
+/// Names of version control folders without a leading dot.
 const VERSION_CONTROL: [&str; 2] = ["CVS", "_darcs"];
 
 /// Maximum number of files and folders that are visited after the limit is reached, to count the remaining text.
@@ -30,7 +30,7 @@ pub struct Unread {
 pub(crate) struct Reader<'a> {
     max_bytes: usize,
     extension: Option<&'a OsStr>,
-    /// Returns true for a path without links that must be left out.
+    /// Returns true for a path without links that must be skipped.
     is_excluded: &'a dyn Fn(&Path) -> bool,
     pub(crate) bytes: Vec<u8>,
     /// The end of each file in `bytes`.
@@ -62,12 +62,12 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Reads a file that the caller named, whatever its content.
+    /// Reads a file that the caller named, regardless of its content.
     pub(crate) fn read_named(&mut self, path: &Path) -> io::Result<()> {
         self.read_file(path, true)
     }
 
-    /// Reads a folder that the caller named, whatever its name.
+    /// Reads a folder that the caller named, regardless of its name.
     pub(crate) fn read_root(&mut self, path: &Path) -> io::Result<()> {
         let real = path.canonicalize()?;
         self.seen.insert(real.clone());
@@ -155,7 +155,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Appends a file. A file that is not text is left out unless it `is_named`.
+    /// Appends a file. A file that is not text is skipped unless it `is_named`.
     fn read_file(&mut self, path: &Path, is_named: bool) -> io::Result<()> {
         let left = self.max_bytes - self.bytes.len();
         if left == 0 {

@@ -5,13 +5,13 @@ use std::ops::Range;
 use crate::tokenizer::Placed;
 use crate::{ByteText, ModelError, TokenRange, TokenStream, Tokenizer};
 
-/// Sizes of the pieces in which a long text is tokenized. While a token is made, it takes many times its bytes in
+/// Sizes of the pieces in which a long text is tokenized. While a token is created, it takes many times its bytes in
 /// memory.
 #[derive(Debug, Clone, Copy)]
 struct Pieces {
     /// Number of bytes of a piece, without the rest of its last line.
     bytes: usize,
-    /// Number of bytes before and after a piece that are tokenized with it.
+    /// Number of context bytes on each side that are tokenized with a piece.
     around: usize,
     /// Maximum number of bytes of two pieces that are joined because their tokens do not match.
     most: usize,
@@ -29,7 +29,7 @@ const AT_ONCE: usize = 16;
 /// Number of tokens that must agree on both sides of the position where two pieces are joined.
 const AGREEING: usize = 4;
 
-/// Text in the tokens of a tokenizer, with a part held out for evaluation.
+/// Text as a tokenizer's tokens, with a part held out for evaluation.
 #[derive(Clone, Debug)]
 pub struct TokenText {
     training: TokenRange,
@@ -52,20 +52,20 @@ impl TokenText {
         TokenStream::Text(self.held_out.clone())
     }
 
-    /// Returns the number of U+FFFD characters that replace bytes that are not UTF-8.
+    /// Returns the number of U+FFFD characters that replace invalid UTF-8.
     #[must_use]
     pub fn num_replaced(&self) -> usize {
         self.num_replaced
     }
 
-    /// Returns the number of tokens that stand for text unknown to the tokenizer.
+    /// Returns the number of tokens that represent text unknown to the tokenizer.
     #[must_use]
     pub fn num_unknown(&self) -> usize {
         self.num_unknown
     }
 
     /// Returns the number of characters without a token, not counting spaces and controls. There may be more, because
-    /// some tokenizers do not show where one is missing.
+    /// some tokenizers do not report all of them.
     #[must_use]
     pub fn num_without(&self) -> usize {
         self.num_without
@@ -74,7 +74,7 @@ impl TokenText {
 
 impl ByteText {
     /// Returns the text in the tokens of a tokenizer. Bytes that are not UTF-8 are replaced and
-    /// [counted](TokenText::num_replaced). A character that is cut at the end of the text is left out.
+    /// [counted](TokenText::num_replaced). A character that is cut at the end of the text is skipped.
     ///
     /// The text is tokenized as a whole, without tokens in front of it. If its end is held out, the held-out tokens
     /// are the ones that begin there. If files are held out, the held-out files and the others are tokenized
@@ -108,12 +108,12 @@ impl ByteText {
         let known = training.ids.len() + held_out.ids.len() - num_unknown;
         if num_unknown + num_without > known {
             return Err(tokenizer.refused(format!(
-                "of its tokens, {num_unknown} are unknown and {known} are not, and {num_without} characters have none; give the \
-                 tokenizer of such text"
+                "{num_unknown} of its tokens are unknown and {known} are known, and {num_without} characters have \
+                 no token; give a tokenizer for this kind of text"
             )));
         }
         let range = |tokens: Tokens| {
-            let none = || tokenizer.refused("a part of it has no token".to_owned());
+            let none = || tokenizer.refused("part of it has no token".to_owned());
             TokenRange::of_ids(tokens.ids.into()).ok_or_else(none)
         };
         Ok(TokenText {
@@ -134,7 +134,7 @@ fn part(bytes: &[u8], cut: usize, tokenizer: &Tokenizer) -> Result<(Tokens, usiz
     let chunks = bytes.utf8_chunks();
     let num_replaced = chunks.filter(|chunk| !chunk.invalid().is_empty()).count();
     if num_replaced > text.chars().count() / 2 {
-        let problem = "most of it is not UTF-8; convert its files, by iconv say";
+        let problem = "most of it is not in UTF-8; convert its files, for example with iconv";
         return Err(tokenizer.refused(problem.to_owned()));
     }
     Ok((tokens_of(tokenizer, &text, cut, PIECES)?, num_replaced))
@@ -163,8 +163,8 @@ impl Tokens {
         }
     }
 
-    /// Divides the tokens into those that begin before `cut` and the others. Each part has at least one token if
-    /// there are two.
+    /// Splits the tokens into those that start before `cut` and the rest. Each part has at least one token if there are
+    /// two.
     fn divided(mut self) -> (Self, Self) {
         let most = self.ids.len().saturating_sub(1);
         let rest = self.ids.split_off(self.num_before.max(1).min(most));
@@ -206,7 +206,7 @@ struct Window {
 
 /// Returns the tokens of a text, the same as for the text as a whole.
 ///
-/// The tokenizer receives pieces, each with its surroundings. Two neighbouring pieces have common tokens there and
+/// The tokenizer receives pieces, each with its surroundings. Two neighboring pieces have common tokens there and
 /// are joined at one of them, so the ends of pieces have no effect. `cut` is the byte at which the tokens are divided
 /// later.
 fn tokens_of(
@@ -362,7 +362,7 @@ mod tests {
         most: 3000,
     };
 
-    /// Returns the byte pairs of the tests, with other rules.
+    /// Returns the tests' byte-pair tokenizer with different rules.
     fn with(rules: Value) -> Tokenizer {
         let mut all: Value =
             serde_json::from_str(include_str!("../tests/models/tokenizer.json")).unwrap();

@@ -1,4 +1,4 @@
-//! Tokenizers in Hugging Face's form.
+//! Tokenizers in Hugging Face's format.
 
 use std::fs::File;
 use std::hash::Hasher;
@@ -103,15 +103,15 @@ impl Tokenizer {
         self.hash
     }
 
-    /// Returns a checksum of the file. Programs write the same tokenizer as different bytes, so use the
-    /// [`hash`](Self::hash) to distinguish tokenizers.
+    /// Returns a checksum of the file. Different programs write the same tokenizer as different bytes, so use
+    /// [`hash`](Self::hash) to compare tokenizers.
     #[must_use]
     pub fn checksum(&self) -> u64 {
         self.checksum
     }
 
     /// Returns the ids of a text. If `is_begun`, they follow the tokens that the file adds before a text, such as
-    /// `<s>`. Tokens that it adds after a text are left out, because the text continues.
+    /// `<s>`. Tokens that it adds after a text are skipped, because the text continues.
     ///
     /// # Errors
     ///
@@ -162,7 +162,7 @@ impl Tokenizer {
 fn caught<T>(body: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(result) => result.map_err(|error| error.to_string()),
-        Err(_) => Err("its parts do not fit together".to_owned()),
+        Err(_) => Err("its parts are inconsistent".to_owned()),
     }
 }
 
@@ -176,7 +176,7 @@ fn read(path: &Path) -> Result<Vec<u8>, ModelError> {
     if !metadata.is_file() || metadata.len() > MAX_BYTES {
         return Err(ModelError::NotATokenizer {
             path: path.to_owned(),
-            problem: format!("it is no regular file of at most {MAX_BYTES} bytes"),
+            problem: format!("it is not a regular file of at most {MAX_BYTES} bytes"),
         });
     }
     let mut bytes = Vec::new();
@@ -212,7 +212,7 @@ fn unknown_of(inner: &tokenizers::Tokenizer) -> Option<u32> {
     }
 }
 
-/// Returns the tokens that are added before a text: those before the token of a text with a single token.
+/// Returns the tokens that the tokenizer adds before a text.
 fn front_of(inner: &tokenizers::Tokenizer) -> tokenizers::Result<Vec<u32>> {
     let Some(processor) = inner.get_post_processor() else {
         return Ok(Vec::new());
@@ -224,7 +224,7 @@ fn front_of(inner: &tokenizers::Tokenizer) -> tokenizers::Result<Vec<u32>> {
     Ok(whole.get_ids()[..len].to_vec())
 }
 
-/// Returns a hash of the tokenizer's behaviour. It uses the library's own form, which does not depend on the form of
+/// Returns a hash of the tokenizer's behavior. It uses the library's own form, which does not depend on the form of
 /// the file.
 fn hash_of(inner: &tokenizers::Tokenizer) -> tokenizers::Result<u64> {
     let mut json = serde_json::to_value(inner)?;
@@ -236,8 +236,8 @@ fn hash_of(inner: &tokenizers::Tokenizer) -> tokenizers::Result<u64> {
     Ok(hasher.finish())
 }
 
-/// Feeds a value to a hasher, with the names of objects in order. Empty, false and null values count as absent,
-/// because versions of the library differ in the defaults that they write.
+/// Feeds a value to a hasher, with object keys in order. Empty, false and null values count as absent, because versions
+/// of the library differ in the defaults that they write.
 fn feed(value: &Value, hasher: &mut SipHasher13) {
     let mut add = |kind: u8, bytes: &[u8]| {
         hasher.write(&[kind]);

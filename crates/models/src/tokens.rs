@@ -7,7 +7,7 @@ use std::sync::Arc;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use siphasher::sip::SipHasher13;
 
-/// A prime, which makes the synthetic tokens visit the whole vocabulary.
+/// A prime, so the synthetic tokens visit the whole vocabulary.
 const SYNTHETIC_STRIDE: usize = 7919;
 
 /// An endless sequence of tokens.
@@ -20,10 +20,10 @@ pub enum TokenStream {
         /// Vocabulary size.
         vocab: usize,
     },
-    /// Text that starts again after its last token.
+    /// Text that wraps around after its last token.
     Text(TokenRange),
-    /// Text in which each row is a random window. The window depends only on the seed and the row's number, so a
-    /// resumed run draws the same windows.
+    /// Text, with a random window for each row. The window depends only on the seed and the row number, so a resumed
+    /// run draws the same windows.
     Windows {
         /// The tokens.
         tokens: TokenRange,
@@ -69,7 +69,7 @@ impl TokenRange {
         self.range.len()
     }
 
-    /// Returns the token at a position. Positions after the last token start again at the first.
+    /// Returns the token at a position. Positions past the last token wrap around.
     #[must_use]
     pub fn token(&self, index: usize) -> i64 {
         let index = self.range.start + index % self.num_tokens();

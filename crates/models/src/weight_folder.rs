@@ -1,4 +1,4 @@
-//! A folder of weights in Hugging Face's form.
+//! A folder of weights in Hugging Face's format.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -32,7 +32,7 @@ struct IndexJson {
 }
 
 impl WeightFolder {
-    /// Reads the index, if there is one. If a folder has both forms, the single file counts, as in transformers.
+    /// Reads the index, if there is one. If a folder has both forms, the single file is used, as in transformers.
     pub(crate) fn open(path: &Path) -> Result<Self, ModelError> {
         let index_path = path.join(INDEX_FILE);
         let index = if path.join(SINGLE_FILE).exists() {
@@ -78,29 +78,29 @@ impl WeightFolder {
             return Ok(());
         };
         let problem = if expected.contains(tensor) {
-            format!("it lacks tensor {tensor}, which {INDEX_FILE} says is in it")
+            format!("it lacks tensor {tensor}, which {INDEX_FILE} lists for it")
         } else {
-            format!("it has tensor {tensor}, which {INDEX_FILE} does not say")
+            format!("it has tensor {tensor}, which {INDEX_FILE} does not list for it")
         };
         Err(malformed(
             file,
-            format!("{problem}; are the index and the files of one model?"),
+            format!("{problem}; use the index and the files of one model"),
         ))
     }
 }
 
 /// Files of other programs, and how to convert them.
 const OTHER_FORMS: [(&str, &str, &str); 7] = [
-    ("adapter_model", "", "an adapter of PEFT without its base"),
-    ("pytorch_model", ".bin", "in PyTorch's form"),
-    ("pytorch_model", ".bin.index.json", "in PyTorch's form"),
-    ("tf_model", ".h5", "in TensorFlow's form"),
-    ("flax_model", ".msgpack", "in Flax's form"),
-    ("consolidated", ".pth", "in Meta's form"),
+    ("adapter_model", "", "a PEFT adapter without its base model"),
+    ("pytorch_model", ".bin", "in PyTorch's format"),
+    ("pytorch_model", ".bin.index.json", "in PyTorch's format"),
+    ("tf_model", ".h5", "in TensorFlow's format"),
+    ("flax_model", ".msgpack", "in Flax's format"),
+    ("consolidated", ".pth", "in Meta's format"),
     (
         "model-",
         ".safetensors",
-        "a part of a model without its index",
+        "part of a model without its index",
     ),
 ];
 
@@ -115,7 +115,7 @@ fn what_is_there(folder: &Path) -> String {
         .into_iter()
         .find(|name| names.iter().any(|found| found == name))
     {
-        return format!("; {name} is a link to a file that is not there");
+        return format!("; {name} is a link to a missing file");
     }
     let known = names.iter().find_map(|name| {
         let form = OTHER_FORMS
@@ -126,7 +126,7 @@ fn what_is_there(folder: &Path) -> String {
     match known {
         None => String::new(),
         Some((name, form)) => format!(
-            "; {name} is {form}; write the model with `save_pretrained` of transformers, which makes safetensors"
+            "; {name} is {form}; save the model with `save_pretrained` of transformers, which writes safetensors"
         ),
     }
 }
@@ -142,7 +142,7 @@ fn read_index(path: &Path) -> Result<BTreeMap<String, BTreeSet<String>>, ModelEr
     }
     if metadata.len() > MAX_INDEX_BYTES {
         let problem = format!(
-            "{} bytes; at most {MAX_INDEX_BYTES} are read",
+            "it has {} bytes, but at most {MAX_INDEX_BYTES} are read",
             metadata.len()
         );
         return Err(malformed(path, problem));
@@ -153,11 +153,12 @@ fn read_index(path: &Path) -> Result<BTreeMap<String, BTreeSet<String>>, ModelEr
         .read_to_end(&mut json)
         .map_err(file_error)?;
     let IndexJson { weight_map } = serde_json::from_slice(&json)
-        .map_err(|error| malformed(path, format!("the index is not what it should be: {error}")))?;
+        .map_err(|error| malformed(path, format!("the index is invalid: {error}")))?;
     let mut files: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for (tensor, file) in weight_map {
         if !is_plain(&file) {
-            let problem = format!("tensor {tensor} should be in {file:?}, which is no plain name");
+            let problem =
+                format!("tensor {tensor} should be in {file:?}, which is not a plain file name");
             return Err(malformed(path, problem));
         }
         files.entry(file).or_default().insert(tensor);

@@ -16,8 +16,8 @@ use crate::stored::{Elements, OpenedFile, StoredTensor, StoredType};
 use crate::weight_folder::WeightFolder;
 use crate::{Architecture, GptConfig, ModelError, ParameterSpec};
 
-/// The safetensors with the weights of one model, in the names and layout of its [table](Architecture::parameters).
-/// They are one file, or a folder in Hugging Face's form that may have several files and an index.
+/// The safetensors with the weights of one model, with the names and layout of its [table](Architecture::parameters).
+/// They are one file, or a folder in Hugging Face's format that may have several files and an index.
 ///
 /// The files must have all weights of the model and no weights of another model. Tensors that follow from the sizes
 /// are ignored, and so are heads for other tasks. A tied head may be present in addition to the embedding if both are
@@ -59,8 +59,8 @@ struct Found {
     name: String,
 }
 
-/// Number of elements of a tied head that are compared with the embedding at once, and how often this is done when a
-/// file is opened. Elements that are read later are compared before they are used.
+/// Number of elements of a tied head that are compared with the embedding at once, and number of such comparisons when
+/// a file is opened. Elements that are read later are compared before they are used.
 const COMPARED: (usize, usize) = (1 << 14, 16);
 
 impl<A: Architecture> WeightsFile<A> {
@@ -71,7 +71,7 @@ impl<A: Architecture> WeightsFile<A> {
     ///
     /// # Errors
     ///
-    /// If a file cannot be read, is not well-formed, or if a tensor is missing, unexpected, or has another shape or
+    /// If a file cannot be read, is not well-formed, or if a tensor is missing, unexpected, or has a different shape or
     /// type.
     pub fn open(path: impl Into<PathBuf>, config: A) -> Result<Self, ModelError> {
         config.validate()?;
@@ -207,15 +207,15 @@ impl<A: Architecture> WeightsFile<A> {
         Ok(values)
     }
 
-    /// Returns the error of a tied head whose values differ from the embedding's.
+    /// Returns the error for a tied head whose values differ from the embedding's.
     fn other_head(&self, head: &TiedHead) -> ModelError {
         ModelError::UnexpectedTensor {
             path: self.path.clone(),
             name: head.tensor.spec.name.clone(),
             found: head.tensor.spec.shape.clone(),
             problem: format!(
-                ": `tie_word_embeddings` of config.json is true, so that the head is {}, but the two have other values; remove the \
-                 one that is not meant, or set it to false where the model has a head of its own",
+                ": `tie_word_embeddings` in config.json is true, so the head is {}, but their values differ; remove \
+                 the wrong one, or set it to false if the model has a separate head",
                 head.table_name
             ),
         }
@@ -231,7 +231,7 @@ impl<A: Architecture> WeightsFile<A> {
         self.num_requests.load(Ordering::Relaxed)
     }
 
-    /// Returns the number of bytes of these requests, including the bytes between pieces of rows.
+    /// Returns the number of bytes in all read requests, including the bytes between pieces of rows.
     pub fn num_bytes_requested(&self) -> u64 {
         self.num_bytes_requested.load(Ordering::Relaxed)
     }
@@ -263,7 +263,7 @@ impl<A: Architecture> WeightsFile<A> {
         match result.missing.first() {
             None => Ok(model),
             Some(missing) => {
-                let problem = format!("parameter {missing:?} is not in the table of the model");
+                let problem = format!("parameter {missing:?} is not in the model's table");
                 Err(store_error(&self.path, &problem))
             }
         }
@@ -336,8 +336,7 @@ fn found_in<A: Architecture>(
                 name,
             };
             if let Some(earlier) = found.insert(known, tensor) {
-                let problem =
-                    "; it is there twice, under this name and another, or in two files; remove one";
+                let problem = "; it occurs twice, under two names or in two files; remove one";
                 return Err(unexpected(path.to_owned(), earlier, problem.to_owned()));
             }
         }
@@ -345,7 +344,7 @@ fn found_in<A: Architecture>(
     Ok(found)
 }
 
-/// Returns the error of a tensor that the model does not have.
+/// Returns the error for a tensor that the model does not have.
 fn unexpected(path: PathBuf, found: Found, problem: String) -> ModelError {
     ModelError::UnexpectedTensor {
         path,
@@ -355,7 +354,7 @@ fn unexpected(path: PathBuf, found: Found, problem: String) -> ModelError {
     }
 }
 
-/// Returns the reason why a model does not have a tensor, as far as its name shows it.
+/// Returns the reason why a model does not have a tensor, if its name shows the reason.
 fn reason_against<A: Architecture>(config: &A, name: &str) -> String {
     let table = config.parameters();
     let has = |name: &str| {
@@ -379,7 +378,7 @@ fn reason_against<A: Architecture>(config: &A, name: &str) -> String {
     } else {
         String::new()
     };
-    format!("{reason}; was the file written for another configuration?")
+    format!("{reason}; load a file that was written for this configuration")
 }
 
 /// Returns the error for a parameter that the files lack or have under a longer name.

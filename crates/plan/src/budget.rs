@@ -36,16 +36,16 @@ pub struct Fitted {
 /// The reason why no schedule is within a budget.
 #[derive(Debug, thiserror::Error)]
 pub enum BudgetError {
-    /// No choice that was tried needs so little memory.
+    /// None of the choices that were tried fits into this memory.
     #[error(
-        "the least found for a rank's step is {} of memory, {least} bytes, where {budget} bytes are allowed; raise the budget, \
-         shard over more ranks, or make the batch smaller",
+        "the best plan found needs {} of memory per rank, {least} bytes, but the budget is {budget} bytes; raise \
+         the budget, use more ranks, or make the batch smaller",
         Size(*.least).trimmed()
     )]
     TooSmall {
         /// The allowed bytes.
         budget: u64,
-        /// The fewest bytes that any tried choice needs.
+        /// The smallest number of bytes for any choice that was tried.
         least: u64,
     },
     /// The step cannot be lowered.
@@ -62,10 +62,10 @@ pub enum BudgetError {
 /// more, units are taken from the first on, as many as necessary. Those without which the step also fits are then
 /// removed. Steps with several micro-batches need more memory.
 ///
-/// `graph` must come unchanged from [`trace`](burn_fsdp_spmd::trace::trace). `options` are the mode's options, in
-/// which [`recompute_units`](Options::recompute_units) is replaced. The call is not collective. Ranks choose the same
-/// units if they pass equal arguments and have equal numbers of threads. If they choose differently, the step is
-/// refused before it runs.
+/// `graph` must come unchanged from [`trace`](burn_fsdp_spmd::trace::trace). `options` are the mode's options, in which
+/// [`recompute_units`](Options::recompute_units) is replaced. The call is not collective. Ranks choose the same units
+/// if they pass equal arguments and have equal numbers of threads. If they choose differently, the step is rejected
+/// before it runs.
 ///
 /// # Errors
 ///
@@ -83,8 +83,8 @@ pub fn fit(
     }
     if !computes_as(graph, options) {
         return Err(BudgetError::Step(Error::Precision {
-            what: "within a budget of memory for a graph that was traced in the types of the model",
-            way_out: "trace it with the `TraceConfig::precision` of the options",
+            what: "within a memory budget for a graph that was traced in the model's types",
+            way_out: "trace it with the options' `TraceConfig::precision`",
         }));
     }
     let named = AssignUnits(options.units.clone()).transform(graph.clone())?;
@@ -205,8 +205,8 @@ impl Search<'_> {
         }))
     }
 
-    /// Recomputes nothing if that fits, and otherwise takes the fastest of all choices that fit. The costs of units
-    /// do not simply add up, because operations that two units recompute may become one.
+    /// Recomputes nothing if that fits, and otherwise selects the fastest choice that fits. The costs of units are not
+    /// additive, because operations that two units recompute may be merged.
     fn all(&mut self) -> Result<Option<Fitted>, Error> {
         let number = self.units.len();
         if let Some(found) = self.plan(&BTreeSet::new())? {
@@ -229,7 +229,7 @@ impl Search<'_> {
         Ok(best)
     }
 
-    /// Takes units from the first on, and then removes the unnecessary ones, most expensive first.
+    /// Selects units from the first on, and then drops unnecessary ones, the most expensive first.
     fn first_ones(&mut self) -> Result<Option<Fitted>, Error> {
         let first = |number: usize| (0..number).collect::<BTreeSet<_>>();
         let number = self.units.len();

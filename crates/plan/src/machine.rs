@@ -20,11 +20,11 @@ pub struct Machine {
     pub peak_flops_16: f64,
     /// Operations per second of one device in 32-bit matrix products, according to its data sheet.
     pub peak_flops_32: f64,
-    /// Fraction of the peak that whole train steps reach while they compute, `0..=1`.
+    /// Fraction of peak throughput that train steps reach while they compute, `0..=1`.
     pub achievable: f64,
     /// Bytes per second of one device's memory.
     pub memory_bandwidth: f64,
-    /// Bytes of one device's memory.
+    /// Size of one device's memory in bytes.
     pub memory_bytes: u64,
     /// Number of devices of a node.
     pub ranks_per_node: usize,
@@ -153,7 +153,7 @@ impl Machine {
         }
     }
 
-    /// Returns the operations per second that steps reach with elements of this many bytes.
+    /// Returns the operations per second that steps achieve with elements of this many bytes.
     pub fn flops(&self, element_size: usize) -> f64 {
         let peak = match element_size {
             0..=2 => self.peak_flops_16,

@@ -21,7 +21,7 @@ pub struct Tally {
 pub struct Traffic {
     /// Gathers of shards into whole tensors.
     pub all_gather: Tally,
-    /// Reductions of whole tensors to shards of the result.
+    /// Reductions of whole tensors to shards.
     pub reduce_scatter: Tally,
     /// Reductions of whole tensors to the whole result.
     pub all_reduce: Tally,

@@ -1,4 +1,4 @@
-//! The purposes for which this thread works on a module, which Burn's visitors and mappers cannot be told.
+//! The reason why this thread visits or maps a module. Burn's visitors and mappers have no argument for it.
 
 use std::cell::RefCell;
 
@@ -9,11 +9,11 @@ pub(crate) enum Purpose {
     Inspect,
     /// A map in which the mappers of sharded parameters do only what they did before sharding.
     PlainMappers,
-    /// The removal of a parameter's reparameterization, which keeps the value put in its place.
+    /// The removal of a parameter's reparameterization, which keeps the replacement value.
     KeepBase,
-    /// The preparation of a module for a recomputed region: what is sharded stays as it is.
+    /// The preparation of a module for a recomputed region: what is sharded stays unchanged.
     Prepare,
-    /// The making of a module's own running states: what is sharded stays as it is.
+    /// The making of a module's own running states: what is sharded stays unchanged.
     OwnStates,
     /// A copy for a graph. Graphs must not make an abandoned copy look alive.
     CopyForGraph,
@@ -83,7 +83,7 @@ mod tests {
     use super::{Purpose, innermost, is_within, within};
 
     #[test]
-    fn a_panic_ends_what_was_begun() {
+    fn a_panic_leaves_its_scopes() {
         within(Purpose::Catch, || {
             let unwound = catch_unwind(AssertUnwindSafe(|| {
                 within(Purpose::Inspect, || {
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn the_innermost_counts() {
+    fn the_innermost_scope_wins() {
         let regions = [Purpose::Region, Purpose::RegionAgain];
         within(Purpose::Region, || {
             within(Purpose::RegionAgain, || {

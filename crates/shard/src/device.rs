@@ -5,7 +5,7 @@ use burn::tensor::{Device, GradientCheckpointingStrategy, Tensor};
 
 use crate::error::Error;
 
-/// The backends beside Flex that can have the operations, and the features that add them.
+/// The backends other than Flex that support the operations, with the features that add them.
 const OPTIONAL_BACKENDS: [(&str, &[&str]); 3] = [
     (
         "Cube",
@@ -15,7 +15,7 @@ const OPTIONAL_BACKENDS: [(&str, &[&str]); 3] = [
     ("NdArray", &["ndarray"]),
 ];
 
-/// Refuses a device without the operations.
+/// Rejects a device without the operations.
 pub(crate) fn check_backend(path: &str, device: &Device) -> Result<(), Error> {
     let plain = device.clone().without_autodiff();
     let backend = match plain.as_dispatch() {
@@ -37,12 +37,11 @@ pub(crate) fn check_backend(path: &str, device: &Device) -> Result<(), Error> {
         path: path.to_owned(),
         advice: match known {
             Some((_, features)) => format!(
-                "switch on the feature of `burn-fsdp` for this device, one of {}",
+                "enable the `burn-fsdp` feature for this device, one of {}",
                 quoted(features.iter())
             ),
             None => format!(
-                "build the module on `Device::flex()`, or on a device of one of the features {} of \
-                 `burn-fsdp`",
+                "build the module on `Device::flex()`, or on a device of one of the `burn-fsdp` features {}",
                 quoted(OPTIONAL_BACKENDS.iter().flat_map(|(_, features)| *features))
             ),
         },
@@ -74,7 +73,7 @@ pub(crate) fn is_capture(device: &Device) -> bool {
     format!("{:?}", plain.as_dispatch()).starts_with("Capture")
 }
 
-/// Returns `device` with the autodiff of `source`, or without if `source` has none.
+/// Returns `device` with autodiff exactly if `source` has it, in the same form.
 pub(crate) fn alike(device: &Device, source: &Device) -> Device {
     let plain = device.clone().without_autodiff();
     match source.gradient_checkpointing_strategy() {

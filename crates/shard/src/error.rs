@@ -8,8 +8,9 @@ use thiserror::Error as ThisError;
 pub enum Error {
     /// A pattern of the policy that matches nothing sharded.
     #[error(
-        "pattern `{pattern}` matches no module with a parameter that is sharded, nor, where it may, such a parameter; the modules are: {modules}; \
-         correct the pattern (`*` stands for any characters of one path segment, `**` for any segments)"
+        "pattern `{pattern}` matches no module with a sharded parameter, nor such a parameter where it may name one; the \
+         modules are: {modules}; correct the pattern (`*` matches any characters of one path segment, `**` any number of \
+         segments)"
     )]
     UnmatchedPattern {
         /// The pattern as given.
@@ -19,8 +20,7 @@ pub enum Error {
     },
     /// An axis that the mesh does not have.
     #[error(
-        "the mesh has no axis `{axis}`, its axes are `{known}`; name the one to use with \
-         `ShardPolicy::{method}`"
+        "the mesh has no axis `{axis}`, only `{known}`; name one of its axes with `ShardPolicy::{method}`"
     )]
     Axis {
         /// The axis that the policy names.
@@ -32,26 +32,26 @@ pub enum Error {
     },
     /// Two parameters with the same path.
     #[error(
-        "two parameters of the module have the path `{path}`; in a module written by hand, `visit` and \
-         `map` must call `enter_module` and `exit_module` around each field, with names of their own"
+        "two parameters of the module have the path `{path}`; in a hand-written module, make `visit` and `map` call \
+         `enter_module` and `exit_module` around each field, with a unique name"
     )]
     SamePath {
         /// The path.
         path: String,
     },
-    /// A backward in which no parameter of the module takes part.
+    /// Backward reached no parameter of the module.
     #[error(
-        "nothing of the module gets a gradient: it was built on a device without autodiff, or is all \
-         frozen, or no trained parameter took part in the loss; build it on \
-         `Device::flex().autodiff().gradient_checkpointing()`, leave a parameter unfrozen, and give \
-         LoRA adapters to the policy (`ShardPolicy::lora`) in place of `apply_lora`, which freezes what is sharded"
+        "no parameter of the module gets a gradient: it was built on a device without autodiff, is entirely frozen, or \
+         no trained parameter took part in the loss; build it on `Device::flex().autodiff().gradient_checkpointing()`, \
+         leave a parameter unfrozen, and pass LoRA adapters to the policy (`ShardPolicy::lora`) instead of calling \
+         `apply_lora`, which freezes sharded parameters"
     )]
     NoGraph,
-    /// A parameter that no unit manages, and clones of it on ranks that are threads.
+    /// A parameter that no unit manages, cloned into ranks that are threads.
     #[error(
-        "ranks {rank} and {peer} share parameter `{path}`, which is not sharded, and would wait for each \
-         other's backward for ever: it was made once and cloned into the ranks; build the module on \
-         each rank, shard or replicate all of it, or give each rank its own with `Module::fork`"
+        "ranks {rank} and {peer} share parameter `{path}`, which is not sharded, and would wait forever for each other's \
+         backward: it was created once and cloned into the ranks; build the module on each rank, shard or replicate all \
+         of it, or give each rank its own copy with `Module::fork`"
     )]
     SharedLeaf {
         /// Path of the parameter.
@@ -63,9 +63,9 @@ pub enum Error {
     },
     /// A parameter for which Burn would record a shard.
     #[error(
-        "parameter `{path}` cannot be recorded: a mapper has rebuilt it without its own mappers, or a \
-         group of ids left it out; in mappers use `Param::map` or `Param::from_mapped_value`, name \
-         groups by path, or record by `full_state` or `snapshot`"
+        "parameter `{path}` cannot be recorded: a mapper rebuilt it without its own mappers, or a group of ids left it \
+         out; use `Param::map` or `Param::from_mapped_value` in mappers, name groups by path, or record with \
+         `full_state` or `snapshot`"
     )]
     Unrecordable {
         /// Path of the parameter.
@@ -73,15 +73,14 @@ pub enum Error {
     },
     /// A module without a float parameter left to shard.
     #[error(
-        "nothing to shard: the module has no float parameter that is neither sharded already nor \
-         ignored; call `fully_shard` once per module, children before parents, and ignore less"
+        "nothing to shard: the module has no float parameter that is neither sharded nor ignored; call `fully_shard` \
+         once per module, children before parents, and ignore fewer parameters"
     )]
     NothingToShard,
     /// A parameter that cannot be replaced.
     #[error(
-        "parameter `{path}` of shape {shape:?} would be left unsharded: the module's `visit` shows \
-         it, but its `map` does not reach it; in a module written by hand, both must go through the \
-         same fields under the same names"
+        "parameter `{path}` of shape {shape:?} would stay unsharded: the module's `visit` reaches it, but its `map` does \
+         not; in a hand-written module, make both go through the same fields under the same names"
     )]
     Unreached {
         /// Path of the parameter.
@@ -91,17 +90,17 @@ pub enum Error {
     },
     /// A module whose parameters are all sharded or replicated already.
     #[error(
-        "nothing to shard: every parameter belongs to a unit already, such as `{unit}`; \
-         call `fully_shard` or `replicate` once per module, children before parents"
+        "nothing to shard: every parameter already belongs to a unit, such as `{unit}`; call `fully_shard` or \
+         `replicate` once per module, children before parents"
     )]
     AlreadySharded {
         /// One of the units.
         unit: String,
     },
-    /// A pattern of ignored modules that names a sharded one.
+    /// An ignore pattern that matches a sharded parameter.
     #[error(
-        "parameter `{path}` is to be ignored, but is sharded already; \
-         take its module out of the ignored ones, or do not shard it"
+        "parameter `{path}` should be ignored, but is already sharded; remove its module from the ignored ones, or do \
+         not shard it"
     )]
     IgnoredSharded {
         /// Path of the parameter.
@@ -109,7 +108,7 @@ pub enum Error {
     },
     /// A number of ranks to which full weights cannot be resharded.
     #[error(
-        "cannot reshard to groups of {got} ranks: expected a divisor of the {ranks} ranks of the shard axis"
+        "cannot reshard to groups of {got} ranks; choose a divisor of the {ranks} ranks of the shard axis"
     )]
     ReshardTo {
         /// The given number of ranks in a group.
@@ -117,33 +116,31 @@ pub enum Error {
         /// Ranks of the shard axis.
         ranks: usize,
     },
-    /// A parameter that already carries a reparameterization of another kind.
+    /// A parameter that already has another reparameterization.
     #[error(
-        "parameter `{path}` already carries the reparameterization `{name}`; \
-         Burn keeps only one per parameter, so sharding it would drop that one: \
-         let sharding attach LoRA adapters (`ShardPolicy::lora`) and load a record of them afterwards, \
-         or merge what is there with `Module::materialize`"
+        "parameter `{path}` already carries the reparameterization `{name}`, and sharding would drop it because Burn \
+         keeps only one per parameter; attach LoRA adapters with `ShardPolicy::lora` and load a record of them \
+         afterwards, or merge the existing one with `Module::materialize`"
     )]
     Reparameterized {
         /// Path of the parameter.
         path: String,
-        /// Name of the reparameterization that is there.
+        /// Name of the existing reparameterization.
         name: String,
     },
-    /// A parameter of two fields that cannot share it.
+    /// Two fields that cannot share a parameter.
     #[error("parameters `{first}` and `{second}` are one parameter (same id), {problem}")]
     Tied {
         /// The path seen first.
         first: String,
         /// The path seen second.
         second: String,
-        /// The reason why they cannot share it, and the remedy.
+        /// The reason why the fields cannot share the parameter, and the remedy.
         problem: &'static str,
     },
     /// A backend for which this build has no gather operation.
     #[error(
-        "parameter `{path}` lives on backend `{backend}`, for which no gather operation is \
-         compiled in; {advice}"
+        "parameter `{path}` is on backend `{backend}`, for which this build has no gather operation; {advice}"
     )]
     Backend {
         /// Path of the parameter.
@@ -155,7 +152,8 @@ pub enum Error {
     },
     /// Parameters of one module on different backends.
     #[error(
-        "parameter `{first}` is on {expected}, but `{second}` on {got}; build all on one backend, and use `ShardPolicy::offload_to` for the host"
+        "parameter `{first}` is on {expected}, but `{second}` is on {got}; build the module on one backend, and use \
+         `ShardPolicy::offload_to` to keep shards on the host"
     )]
     Backends {
         /// The path seen first.
@@ -169,8 +167,8 @@ pub enum Error {
     },
     /// A parameter of an element type that cannot be reduced.
     #[error(
-        "parameter `{path}` has element type {got}; sharded parameters are f32, f64, f16 or bf16: \
-         cast it first, or quantize after training"
+        "parameter `{path}` has element type {got}, but sharded parameters must be f32, f64, f16 or bf16; cast it first, \
+         or quantize after training"
     )]
     ElementType {
         /// Path of the parameter.
@@ -178,11 +176,12 @@ pub enum Error {
         /// The element type found.
         got: String,
     },
-    /// A layer of Burn's that does not compute in its parameters' type.
+    /// A Burn layer that does not compute in its parameters' type.
     #[error(
-        "layer {layer} computes in {expected} alone, the type of its states, and its `{param}` in {got}: keep it in full by \
-         `Precision::full_in`, and cast around it in the model, what goes in by `x.cast(DType::{expected})` and what comes \
-         out by `x.cast(DType::{got})`, or build it in {expected} if the module is stored in {got}; or compile the step"
+        "layer {layer} computes only in {expected}, the type of its states, but its `{param}` computes in {got}; keep it \
+         in full precision with `Precision::full_in` and, in the model, cast its input with `x.cast(DType::{expected})` \
+         and its output with `x.cast(DType::{got})`; or build it in {expected} if the module is stored in {got}; or \
+         compile the step"
     )]
     LayerType {
         /// Path and name of the layer.
@@ -196,8 +195,8 @@ pub enum Error {
     },
     /// Tensors of two types that met in one of Burn's operations.
     #[error(
-        "tensors of two types met, after the model had read `{param}`, which computes in {dtype} ({reason}): cast what goes \
-         into that layer by `x.cast(DType::{dtype})`, and what comes out by the type of what it meets"
+        "tensors of two types met after the model read `{param}`, which computes in {dtype} ({reason}); cast the input \
+         of that layer with `x.cast(DType::{dtype})`, and its output to the type of the tensors it meets"
     )]
     TwoTypes {
         /// Path of the sharded parameter that this rank read last.
@@ -209,8 +208,8 @@ pub enum Error {
     },
     /// A tensor of a record that does not fit the parameter.
     #[error(
-        "record of `{path}`: expected shape {expected:?}, got {got:?}; \
-         load a record of the whole parameter in the module's own layout"
+        "record of `{path}`: expected shape {expected:?}, got {got:?}; load a record of the whole parameter in the \
+         module's own layout"
     )]
     RecordShape {
         /// Path of the parameter.
@@ -222,9 +221,8 @@ pub enum Error {
     },
     /// Copies of the module with different values, which makes the intended one ambiguous.
     #[error(
-        "unit `{unit}` has {copies} live copies with different values, and Burn does not tell \
-         which of them is meant here; use `burn_fsdp::state::into_record(model)` in place of \
-         `model.into_record()`, or drop the other copies first"
+        "unit `{unit}` has {copies} live copies with different values, and Burn does not tell which one is meant; use \
+         `burn_fsdp::state::into_record(model)` instead of `model.into_record()`, or drop the other copies first"
     )]
     AmbiguousCopy {
         /// The unit.
@@ -232,11 +230,11 @@ pub enum Error {
         /// The number of copies that differ.
         copies: usize,
     },
-    /// A unit that another rank uses, and for which this rank holds no copy of the same age.
+    /// A unit that another rank uses, but of which this rank has no matching copy.
     #[error(
-        "rank {rank}: another rank uses unit `{unit}`, of which this rank holds several copies with \
-         different values or none, and it is unclear which one the module in use goes with; keep the \
-         parts of a module together, and clone or replace them on all ranks alike"
+        "rank {rank}: another rank uses unit `{unit}`, but this rank holds no copy of it, or several with different \
+         values, and cannot tell which one belongs to the module in use; keep the parts of a module together, and clone \
+         or replace them in the same way on all ranks"
     )]
     NoCopy {
         /// This rank.
@@ -246,25 +244,25 @@ pub enum Error {
     },
     /// A sharded module that two threads use at the same time.
     #[error(
-        "rank {rank}: two threads use one sharded module at once, so the order of its operations is \
-         left to chance; run the branches of a model one after the other on the rank's own thread \
-         (no `rayon::join` or `spawn` around forwards)"
+        "rank {rank}: two threads use one sharded module at the same time, so the order of its operations is left to \
+         chance; run the branches of a model one after another on the rank's own thread (no `rayon::join` or `spawn` \
+         around forwards)"
     )]
     Concurrent {
         /// This rank.
         rank: usize,
     },
-    /// A loss whose graph was consumed already.
+    /// A loss whose graph has already been consumed.
     #[error(
-        "the graph of this loss was consumed by an earlier backward: two forwards of a module with \
-         one unit, or that begin with different parameters, share the nodes of their parameters; \
-         add the losses up and go backward once, or go backward before the next forward"
+        "an earlier backward consumed the graph of this loss: two forwards of a module share the nodes of their \
+         parameters if it has one unit or they begin with different parameters; sum the losses and call backward once, \
+         or call backward before the next forward"
     )]
     Consumed,
     /// A child that was sharded over another process group than its parent.
     #[error(
-        "unit `{unit}` is sharded over group `{got}`, its parent over `{expected}`; \
-         shard a module and its children over one group"
+        "unit `{unit}` is sharded over group `{got}`, but its parent over `{expected}`; shard a module and its children \
+         over the same group"
     )]
     Group {
         /// The unit.
@@ -275,7 +273,7 @@ pub enum Error {
         got: String,
     },
     /// A unit in a state that does not allow the operation.
-    #[error("unit `{unit}`: expected state {expected}, current state {got}; {advice}")]
+    #[error("unit `{unit}` is {got}, but must be {expected}; {advice}")]
     State {
         /// The unit.
         unit: String,
@@ -286,7 +284,7 @@ pub enum Error {
         /// The advice to the user.
         advice: &'static str,
     },
-    /// A tracked tensor in a recomputed region that is neither its input nor its module's.
+    /// A tracked tensor in a recomputed region that is neither its input nor one of its module's tensors.
     #[error(
         "a recomputed region captures a tensor with a graph, whose gradient would be lost; \
          pass it as the region's input, or detach it"
@@ -294,8 +292,8 @@ pub enum Error {
     Captured,
     /// A recomputed region whose second run computed a different result.
     #[error(
-        "a recomputed region computed {second} where it had computed {first}; regions must be \
-         deterministic: leave dropout and other random numbers outside, or let each rank be a process"
+        "a recomputed region computed {second} where its first run computed {first}; make regions deterministic: keep \
+         dropout and other random numbers outside, or run each rank as a process"
     )]
     Recomputed {
         /// An element of the first output.
@@ -313,10 +311,10 @@ pub enum Error {
         /// Bytes read.
         got: usize,
     },
-    /// A hook of the policy that returned a wrong result, or made a wrong request of the engine.
+    /// A policy hook that returned a wrong result, or made an invalid request to the engine.
     #[error(
-        "{of}: the policy's hook {got}, expected {expected}; give plain tensors of these lengths, made by `Tensor::inner` if \
-         need be"
+        "{of}: the policy's hook {got}, expected {expected}; give plain tensors of these lengths, made with \
+         `Tensor::inner` if necessary"
     )]
     Hook {
         /// The subject of the call: a parameter's path or a unit's name, with the rank.
@@ -331,9 +329,8 @@ pub enum Error {
     NotSharded,
     /// A module whose parameter names were changed by sharding.
     #[error(
-        "parameter number {index} was `{expected}` before sharding and is `{got}` after it; \
-         `visit` and `map` of a module written by hand must name the same parameters in the same \
-         order"
+        "parameter number {index} was `{expected}` before sharding and is `{got}` after it; in a hand-written module, \
+         make `visit` and `map` name the same parameters in the same order"
     )]
     Names {
         /// Position in the order of the module.
@@ -344,7 +341,7 @@ pub enum Error {
         got: String,
     },
     /// An option with an invalid value.
-    #[error("{option} is {got}; give it a value that is {expected}")]
+    #[error("{option} is {got}, but must be {expected}")]
     Option {
         /// The option.
         option: &'static str,
@@ -355,9 +352,9 @@ pub enum Error {
     },
     /// A norm of all gradients that is infinite or not a number.
     #[error(
-        "rank {rank}: the norm of all gradients is {norm} (on this rank the first such gradient is \
-         {first}), so they cannot be clipped; skip the step, lower the learning rate or scale the \
-         loss, or clip all the same with `NonFinite::Scale`"
+        "rank {rank}: the norm of all gradients is {norm} (first non-finite gradient on this rank: {first}), so they \
+         cannot be clipped; skip the step, lower the learning rate, scale the loss, or clip anyway with \
+         `NonFinite::Scale`"
     )]
     NonFiniteNorm {
         /// The norm.
@@ -369,9 +366,9 @@ pub enum Error {
     },
     /// A loss scale that has become too small to halve.
     #[error(
-        "the loss scale has fallen to {scale:e} and every step still overflows: the loss or the \
-         gradients are infinite or not a number by themselves; look for the cause in the model, its \
-         data or the learning rate, or compute in bf16 or f32"
+        "the loss scale has fallen to {scale:e} and every step still overflows, so the loss or the gradients are \
+         infinite or NaN at any scale; look for the cause in the model, its data or the learning rate, or compute in \
+         bf16 or f32"
     )]
     LossScale {
         /// The last scale.
@@ -379,21 +376,20 @@ pub enum Error {
     },
     /// An optimizer that needs whole tensors.
     #[error(
-        "the optimizer updates a shard of `{path}` otherwise than the same elements of the whole \
-         parameter: it computes with whole tensors, as Muon, Adafactor, LAMB and Burn's gradient \
-         clipping by norm do; give each of its parameters to one rank by \
-         `ShardPolicy::one_owner([\"**\"])`, or use an element-wise one (SGD, Adam, AdamW, AdaGrad, \
-         RMSProp, Lion, Adan), and `clip_grad_norm` to clip"
+        "the optimizer updates a shard of `{path}` differently from the same elements of the whole parameter: it \
+         computes with whole tensors, as Muon, Adafactor, LAMB and Burn's gradient clipping by norm do; give each of its \
+         parameters to one rank with `ShardPolicy::one_owner([\"**\"])`, or use an element-wise optimizer (SGD, Adam, \
+         AdamW, AdaGrad, RMSProp, Lion, Adan) and clip with `clip_grad_norm`"
     )]
     WholeTensors {
         /// The first such parameter.
         path: String,
     },
-    /// An optimizer that panicked on a shard before its trial showed whether it may work on shards.
+    /// An optimizer panicked on a shard before its trial was complete.
     #[error(
-        "the optimizer panicked at the shard of `{path}`, perhaps because it computes with whole tensors, as Muon does: \
-         {panic}; `optim::check_elementwise(&model, &optimizer)` says so before training, and \
-         `ShardPolicy::one_owner([\"**\"])` gives each parameter to one rank, whole"
+        "the optimizer panicked on the shard of `{path}`, perhaps because it computes with whole tensors, as Muon does: \
+         {panic}; check it before training with `optim::check_elementwise(&model, &optimizer)`, or give each whole \
+         parameter to one rank with `ShardPolicy::one_owner([\"**\"])`"
     )]
     Untried {
         /// The parameter.
@@ -403,9 +399,9 @@ pub enum Error {
     },
     /// A parameter that would be trained with each rank's own gradient.
     #[error(
-        "parameter `{path}` is trained, but neither sharded nor ignored: each rank would go its own way \
-         with it; shard it too (`fully_shard` or `replicate` its module, or the whole module when its \
-         children are), or name it in `ShardPolicy::ignore` if each rank is to train its own"
+        "parameter `{path}` is trained but neither sharded nor ignored, so its values would diverge between ranks; shard \
+         it (`fully_shard` or `replicate` its module, or the whole module if its children are sharded), or name it in \
+         `ShardPolicy::ignore` to let each rank train its own"
     )]
     Unmanaged {
         /// Path of the parameter.
@@ -413,33 +409,33 @@ pub enum Error {
     },
     /// Optimizers with different settings on different ranks.
     #[error(
-        "the optimizer of rank {rank} steps `{path}` otherwise than that of rank 0; configure the same optimizer on all \
-         ranks, with the same groups"
+        "the optimizer of rank {rank} steps `{path}` differently from rank 0's; configure the same optimizer with the \
+         same groups on all ranks"
     )]
     OptimizersDiffer {
-        /// A rank whose optimizer differs from rank 0's.
+        /// The optimizer of a rank differs from rank 0's.
         rank: usize,
         /// Path of the parameter.
         path: String,
     },
     /// A parameter or running state that differs between ranks but should not.
     #[error(
-        "ranks {rank} and {peer} hold different values of `{path}`, which every rank should hold \
-         alike; give both the same values before training: initialize with one seed or load one \
-         record on all ranks, and call `sync_buffers` for running states"
+        "ranks {rank} and {peer} hold different values of `{path}`, which must be the same on every rank; give them the \
+         same values before training: initialize with one seed or load one record on all ranks, and call `sync_buffers` \
+         for running states"
     )]
     Disagreement {
         /// The first rank with its value.
         rank: usize,
-        /// The first rank with another value.
+        /// The first rank with a different value.
         peer: usize,
         /// Path of the parameter or running state.
         path: String,
     },
-    /// A closure that returned a different module from the one it was given.
+    /// A closure that returned a different module from the one it received.
     #[error(
-        "the module returned has {got} at `{path}`, expected {expected}; return the module that the \
-         closure was given, with changed values only"
+        "the returned module has {got} at `{path}`, expected {expected}; return the module that the closure received, \
+         and change only its values"
     )]
     Returned {
         /// Path of the parameter.
@@ -451,8 +447,8 @@ pub enum Error {
     },
     /// A moving average that would be kept in 16 bits.
     #[error(
-        "`{path}` is of type {dtype:?} and belongs to no unit, so that its average would be kept in 16 bits, where it never \
-         moves; give the module this tensor in 32 bits"
+        "`{path}` has type {dtype:?} and belongs to no unit, so its average would be kept in 16 bits, where it never \
+         moves; store this tensor in 32 bits"
     )]
     Average {
         /// Path of the tensor.
@@ -467,15 +463,15 @@ pub enum Error {
         unit: String,
         /// The file.
         file: String,
-        /// The reason of the failure.
+        /// The reason for the failure.
         reason: String,
         /// The advice to the user.
         advice: &'static str,
     },
     /// A gradient that the engine has not summed and divided according to the policy.
     #[error(
-        "rank {rank}: the audit of this step refuses the gradient of `{path}`, of unit `{unit}`: expected {expected}; got \
-         {got}; {operations}; do not train on with it, and report this text as a fault of the engine"
+        "rank {rank}: the audit of this step rejects the gradient of `{path}` in unit `{unit}`: expected {expected}; got \
+         {got}; {operations}; stop training, and report this message as a bug in the engine"
     )]
     Audit {
         /// This rank.

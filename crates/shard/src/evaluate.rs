@@ -8,7 +8,7 @@ use crate::root::{Evaluable, Evaluation, are_equal};
 use crate::thrown::catch;
 
 /// Evaluates a sharded module. Gives `body` the module's [`valid`](Module::valid) copy, without autodiff, and lets
-/// ranks take different routes through it, as in training: experts that a router chooses, skipped layers, another
+/// ranks take different routes through it, as in training: experts that a router chooses, skipped layers, a different
 /// number of batches. (The copy of [`Module::valid`] itself needs the same units in the same order on all ranks.)
 ///
 /// Before each gather ranks tell each other which unit they need. Those that need another one, or have finished, send

@@ -1,4 +1,4 @@
-//! Burn's layers that compute in only one type, whatever the types of their parameters and inputs.
+//! Burn's layers that compute in only one type, regardless of the types of their parameters and inputs.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ pub(crate) struct Layer {
 }
 
 /// Returns the layer around the parameter at `place`, if it is one of these layers. `containers` are Burn's names for
-/// the kinds of the modules around the current position. The type of a layer with running states is not known yet.
+/// the kinds of the modules around the current position. The type of a layer with running states is not yet known.
 pub(crate) fn around(
     place: &Location,
     containers: &[String],
@@ -74,7 +74,7 @@ impl Layer {
         })
     }
 
-    /// Returns the error of a parameter of the layer that computes in another type.
+    /// Returns the error of a parameter of the layer that computes in a different type.
     pub(crate) fn refuses(&self, param: &str, compute: DType) -> Error {
         Error::LayerType {
             layer: format!("`{}` ({})", self.path, self.kind),

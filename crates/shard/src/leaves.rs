@@ -79,7 +79,7 @@ pub(crate) fn claim<M: Module>(module: &M, rank: usize, num_ranks: usize) -> Res
     Ok(Claim(nodes))
 }
 
-/// Returns true if the gradient of any parameter of `module` is wanted, sharded or not.
+/// Returns true if any parameter of `module`, sharded or not, requires a gradient.
 pub(crate) fn is_any_trained<M: Module>(module: &M) -> bool {
     let mut leaves = Leaves::default();
     let members = inspect::visit(module, &mut leaves);

@@ -9,13 +9,13 @@
 //! The foundation, which does not know of units:
 //!
 //! - `policy`, `gradient_hook`, `reduction_hook`: the user's settings.
-//! - `error`, `thrown` (errors on their way out of Burn), `read` (the parameter that was read last, for errors),
-//!   `report` (warnings), `device`, `path` (walks that know where they are), `pins` (buffers by their lifetime),
-//!   `transport` (tensors as bytes; collectives decide which bytes go where).
+//! - `error`, `thrown` (errors that leave Burn), `read` (the parameter that was read last, for errors), `report`
+//!   (warnings), `device`, `path` (walks that know where they are), `pins` (buffers by their lifetime), `transport`
+//!   (tensors as bytes; collectives decide which bytes go where).
 //! - `probes`: the trial of the optimizer at its first step, which finds out whether it may work on shards.
 //! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region it is in.
 //! - `audit`: whether each gradient of a step was summed and divided once.
-//! - `packing`: shards in 8 bits, on their way.
+//! - `packing`: shards in 8 bits, in transit.
 //! - `adapter`: a weight and its low-rank adapter in arithmetic.
 //! - `schedule`: the order of operations, recorded in the first step and followed later.
 //! - `op`: the nodes in Burn's autodiff graph, and the token that makes backward run unit by unit.
@@ -26,8 +26,8 @@
 //!   unit's fixed properties, and its mutable state.
 //! - `copies`: the values that belong together, as optimizers, clones and records create new ones, and the
 //!   life cycle of the full parameters made of them.
-//! - `root`: gathers a unit at its first use, creates the autodiff nodes, collects gradients, and reduces
-//!   them when the unit's last gradient has come.
+//! - `root`: gathers a unit at its first use, creates the autodiff nodes, collects gradients, and reduces them when the
+//!   unit's last gradient has arrived.
 //! - `parameter`: the form in which Burn sees a sharded parameter, a reparameterization that is
 //!   called at every `Param::val`.
 //! - `survey`: the float tensors of a module by kind, before it is sharded. `layer`: rules for single types of
@@ -40,7 +40,7 @@
 //!   backward and the optimizer.
 //! - `wrap`: [`fully_shard`] groups parameters into units by path, cuts rank 0's values and puts a
 //!   `ShardedParam` beside each parameter, or a `TiedParam` beside a clone of one.
-//! - `unmanaged`: parameters that nobody would reduce.
+//! - `unmanaged`: parameters that would not be reduced.
 //! - `recompute` (activations computed again), `numbers` (random ones, drawn again), `leaves` and `step` ([`backward`] and what surrounds it).
 //! - `wrapper` offers all of it as methods.
 //!
@@ -121,7 +121,7 @@ pub use optim::gradients::{
     UnitGradients, gradients_by_unit, owner_groups, params_with_gradient, shard_groups,
     units_of_params,
 };
-pub use optim::low_bit::{LowBitOptimizer, LowBitState, STATE_BLOCK, StateFormat};
+pub use optim::low_bit::{LowBitOptimizer, LowBitState, StateFormat};
 pub use optim::scaler::LossScaler;
 pub use optim::sealed::{SealedOptimizer, SealedState};
 pub use parameter::param_id;
@@ -139,7 +139,7 @@ pub use wrapper::FullyShardedDataParallel;
 #[cfg(doc)]
 pub mod protocol {}
 
-/// The types in which parameters compute and gradients travel, as Burn names them.
+/// The types of computation and of gradient reduction, as Burn names them.
 ///
 /// ```
 /// use burn::tensor::FloatDType;

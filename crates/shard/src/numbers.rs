@@ -28,7 +28,7 @@ fn drawn(device: &Device) -> u64 {
 }
 
 impl Numbers {
-    /// Begins the numbers of a region; `None` if ranks are threads.
+    /// Starts the random numbers of a region; `None` if ranks are threads.
     pub(crate) fn begin(device: &Device) -> Option<Self> {
         is_alone().then(|| {
             let seed = drawn(device);

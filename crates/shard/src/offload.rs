@@ -6,7 +6,7 @@ use crate::device;
 use crate::error::Error;
 use crate::policy::ShardPolicy;
 
-/// The devices of an offloaded unit. Both are plain.
+/// The devices of an offloaded unit, both without autodiff.
 #[derive(Debug, Clone)]
 pub(crate) struct Offload {
     /// The device of shards, their gradients, and so of the optimizer's state.
@@ -16,8 +16,8 @@ pub(crate) struct Offload {
 }
 
 impl Offload {
-    /// Returns the devices that `policy` gives to a unit whose module was built on `device`; `None`
-    /// if it does not offload, or `device` is its host.
+    /// Returns the devices that `policy` selects for a unit whose module was built on `device`; `None` if it does not
+    /// offload, or `device` is its host.
     ///
     /// # Errors
     ///
@@ -50,7 +50,7 @@ mod tests {
 
     /// The test uses a device that is not a CPU backend, and needs only its identity.
     #[test]
-    fn shards_are_on_the_host_and_weights_where_the_module_is() {
+    fn shards_are_on_the_host_and_weights_on_the_modules_device() {
         let policy = ShardPolicy::new().offload_to(Device::flex());
         let elsewhere = Device::capture();
         let offload = Offload::new(&policy, &elsewhere).expect("a host");

@@ -6,24 +6,21 @@
 //!   Where full weights are dropped after forward it is memory-bound *for itself*, whatever the
 //!   device's own strategy: consumers keep its node instead of the weight, and its retro-forward
 //!   gathers the unit again.
-//! - the links of a *token*: no-ops that set the depth of the nodes hung on them. Burn's backward goes by
-//!   depth, and the token makes it go unit by unit.
+//! - the links of a *token*: no-ops that set the depth of the nodes attached to them. Burn's backward goes by depth,
+//!   and the token makes it go unit by unit.
 //! - each link carries an [`Announce`]: it runs when a unit's gradients are complete, or when
 //!   backward is about to end.
 //!
 //! A link has the depth that the engine chooses: a node is one deeper than its deepest parent, also if that
 //! parent is not tracked and backward does not visit it. A *ruler* is such a parent.
 //!
-//! An offloaded value is on the host and cannot be a parent of another backend's result. A leaf on that
-//! backend stands for it and gets no gradient: the reduced one is registered for the value's own node, since
-//! Burn's `Gradients` hold tensors of any backend.
+//! An offloaded value is on the host and cannot be a parent of another backend's result. A leaf on that backend
+//! represents it and gets no gradient: the reduced one is registered for the value's own node, since Burn's `Gradients`
+//! hold tensors of any backend.
 
 #![cfg_attr(
     feature = "ndarray",
-    allow(
-        deprecated,
-        reason = "`NdArray` is there for tests, which need a second backend"
-    )
+    allow(deprecated, reason = "tests need `NdArray` as a second backend")
 )]
 
 use std::fmt;
@@ -56,7 +53,7 @@ use crate::audit::Tag;
 use crate::error::Error;
 use crate::thrown::throw;
 
-/// A full parameter in one use of its unit, as backward needs it.
+/// A full parameter in one use of its unit, in the form that backward needs.
 pub(crate) trait Weight: fmt::Debug + Send + Sync {
     /// Returns the shape of the full parameter.
     fn shape(&self) -> Shape;
@@ -67,16 +64,16 @@ pub(crate) trait Weight: fmt::Debug + Send + Sync {
     /// Gathers its unit again; returns the full parameter, flat and plain.
     fn regather(&self) -> Result<Tensor<1>, Error>;
 
-    /// Takes over its full gradient, flat and plain.
+    /// Receives the full gradient, flat and plain.
     fn receive(&self, gradient: Tensor<1>);
 }
 
 /// A milestone, which a link of the token announces when backward reaches it.
 pub(crate) trait Announce: fmt::Debug + Send + Sync {
-    /// Handles that backward has come here. Returns the gradients of completed reductions.
+    /// Called when backward reaches this node. Returns the gradients of completed reductions.
     fn reached(&self) -> Result<Vec<Reduced>, Error>;
 
-    /// Handles that those gradients are now in Burn's `Gradients`: the leaf and the tag of each.
+    /// Called when those gradients are in Burn's `Gradients`: the leaf and the tag of each.
     fn handed_over(&self, gradients: &[(NodeId, Tag)]) -> Result<(), Error>;
 }
 
@@ -90,7 +87,7 @@ pub(crate) struct Reduced {
     pub(crate) tag: Tag,
     /// Shape of the leaf.
     pub(crate) shape: Shape,
-    /// The checksum that it arrived with, and its description, where ranks compare bytes.
+    /// The checksum that it arrived with, and its description, if ranks compare bytes.
     pub(crate) seal: Option<(Seal, Label)>,
 }
 
@@ -104,9 +101,9 @@ pub(crate) struct HandedOn {
     pub(crate) shape: Shape,
 }
 
-/// A region of the model that runs again in backward, whatever its types.
+/// A region of the model that runs again in backward, regardless of its types.
 pub(crate) trait Region: fmt::Debug + Send + Sync {
-    /// Runs the region again, with a graph, and differentiates it by `gradient`, flat and plain.
+    /// Runs the region again with a graph, and backpropagates `gradient`, flat and plain, through it.
     fn backward(&self, gradient: Tensor<1>) -> Vec<HandedOn>;
 }
 
@@ -119,7 +116,7 @@ pub(crate) trait Region: fmt::Debug + Send + Sync {
     Autodiff
 )]
 pub(crate) trait ShardOps: Backend {
-    /// Returns `full` in its final shape, as a function of `value`, hung on `token`.
+    /// Returns `full` in its final shape, as a function of `value`, attached to `token`.
     fn unshard(
         full: FloatTensor<Self>,
         value: FloatTensor<Self>,
@@ -162,7 +159,7 @@ pub(crate) trait Primitive: Backend {
     fn raise(primitive: FloatTensor<Self>) -> Tensor<1>;
 }
 
-/// The operations on a backend without autodiff, which only reshape.
+/// The operations on a backend without autodiff, which are only reshapes.
 macro_rules! plain_backend {
     ($backend:ty) => {
         impl Primitive for $backend {

@@ -1,15 +1,15 @@
-//! The form in which shards travel in 8 bits.
+//! The 8-bit form in which shards are sent.
 
 use burn_fsdp_mesh::{Error, Partition};
 
-/// Number of elements that share a scale, counted from the first of a shard.
+/// Number of elements that share a scale, counted from a shard's first element.
 pub(crate) const BLOCK: usize = 256;
 
-/// The shards of one parameter in 8 bits, on their way to all ranks: a record for each shard, of equal length, with a code of 8
-/// bits for each element of the largest shard, and after them a scale of 32 bits for each block of [`BLOCK`].
+/// The shards of one parameter in 8 bits, as they are sent to all ranks. Each shard has a record, and all records have equal
+/// length: an 8-bit code for each element of the largest shard, followed by a 32-bit scale for each block of [`BLOCK`] elements.
 ///
-/// An element is its code, from -127 to 127, times the scale, a 127th of the largest magnitude of the block. The rank whose
-/// shard it is computes with that, too.
+/// An element is its code, from -127 to 127, times the scale, which is a 127th of the block's largest magnitude. The rank that
+/// owns the shard also computes with these values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Packing {
     elements: Partition,
@@ -18,11 +18,11 @@ pub(crate) struct Packing {
 }
 
 impl Packing {
-    /// Returns the form for a parameter whose elements are divided so.
+    /// Returns the packing of a parameter whose elements are divided in this way.
     ///
     /// # Errors
     ///
-    /// More bytes than there are numbers for.
+    /// A number of bytes that overflows.
     pub(crate) fn new(elements: Partition) -> Result<Self, Error> {
         let num_shards = elements.num_shards();
         let len = record_len(elements.chunk_len());
@@ -33,13 +33,13 @@ impl Packing {
         Ok(Self { elements, bytes })
     }
 
-    /// Returns the bytes of all records.
+    /// Returns the number of bytes in all records.
     pub(crate) fn len(&self) -> usize {
         self.bytes.num_elements()
     }
 
-    /// Returns the record of the shard with these elements, the machine's bytes of 32-bit floats; nothing for a shard that has no
-    /// record.
+    /// Returns the record of the shard with these elements, given as the machine's bytes of 32-bit floats. It is empty for a shard
+    /// without a record.
     pub(crate) fn packed(&self, elements: &[u8], shard: usize) -> Vec<u8> {
         let mut record = vec![0; self.bytes.len(shard)];
         if record.is_empty() {
@@ -73,13 +73,13 @@ impl Packing {
     }
 }
 
-/// Returns the bytes of the record of a shard of so many elements.
+/// Returns the number of bytes in the record of a shard with this many elements.
 fn record_len(elements: usize) -> usize {
     elements + size_of::<f32>() * elements.div_ceil(BLOCK)
 }
 
-/// Writes the codes of a block to `codes`. Returns its scale, which is no number if an element is infinite or none: the block is
-/// none then.
+/// Writes the codes of a block to `codes`. Returns its scale, which is NaN if an element is infinite or NaN: the whole block then
+/// becomes NaN.
 fn encode(words: &[[u8; 4]], codes: &mut [u8]) -> f32 {
     let value = |word: &[u8; 4]| f32::from_ne_bytes(*word);
     let is_finite = words.iter().all(|word| value(word).is_finite());
@@ -87,7 +87,7 @@ fn encode(words: &[[u8; 4]], codes: &mut [u8]) -> f32 {
     let largest = sizes.fold(0.0, f32::max);
     let scale = if is_finite { largest / 127.0 } else { f32::NAN };
     for (word, code) in words.iter().zip(codes) {
-        // Of a block of zeros 0/0, which is cast to 0.
+        // A block of zeros divides 0 by 0, and the NaN is cast to 0.
         let steps = (value(word) / scale).round_ties_even();
         *code = steps.clamp(-127.0, 127.0) as i8 as u8;
     }
@@ -107,7 +107,7 @@ mod tests {
             .collect()
     }
 
-    /// What all ranks have of `values`.
+    /// Returns `values` as all ranks receive them.
     fn arrived(values: &[f32], partition: Partition) -> Vec<f32> {
         let packing = Packing::new(partition).expect("few");
         let records: Vec<u8> = (partition.ranges().enumerate())
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_makes_its_block_none() {
+    fn non_finite_values_turn_their_block_to_nan() {
         let mut values = vec![1.0; 600];
         values[300] = f32::INFINITY;
         let got = arrived(&values, Partition::flat(600, 1).expect("few"));

@@ -1,7 +1,7 @@
-//! Walks over a module that know where they are.
+//! Walks over a module that track the current path.
 //!
-//! Burn tells its visitors and mappers what they enter and leave, one name at a time. This file keeps track
-//! of the names once: a [`Visitor`] or [`Mapper`] gets each tensor with its [`Location`].
+//! Burn notifies visitors and mappers when they enter and leave a module, one name at a time. This file tracks the
+//! names in one place: a [`Visitor`] or [`Mapper`] gets each tensor with its [`Location`].
 
 use burn::module::{Flag, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Bool, Int, Tensor};
@@ -79,7 +79,7 @@ pub(crate) trait Mapper {
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>>;
 
-    /// Returns the tensor of integers to put at `place`.
+    /// Returns the integer tensor for `place`.
     fn int<const D: usize>(
         &mut self,
         _place: &Location,

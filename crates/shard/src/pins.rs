@@ -14,7 +14,7 @@ pub struct Pinned {
     pub unit: String,
     /// Bytes still alive when backward began.
     pub bytes: usize,
-    /// Bytes of the unit's full parameters.
+    /// Size of the unit's full parameters in bytes.
     pub of: usize,
 }
 
@@ -22,10 +22,9 @@ impl fmt::Display for Pinned {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "unit `{}`: {} of {} bytes of full weights stayed alive from forward to backward; an \
-             operation saved a view, a cast or the weight itself. Use a device with \
-             `.autodiff().gradient_checkpointing()`, if it is not one, and leave embeddings to the root: they save their \
-             weight on every device",
+            "unit `{}`: {} of {} bytes of full weights stayed alive from forward to backward because an operation saved \
+             a view, a cast or the weight itself; use a device with `.autodiff().gradient_checkpointing()`, and leave \
+             embeddings to the root, because they save their weight on every device",
             self.unit, self.bytes, self.of
         )
     }

@@ -52,7 +52,7 @@ pub struct ShardPolicy {
 /// sum. Sums are computed in at least 32 bits, so the split matters only for bit-equality with other systems.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DivideFactors {
-    /// The divisor of each rank's gradient, before the sum.
+    /// The divisor of each rank's gradient before the sum.
     pub pre: f64,
     /// The divisor of the sum.
     pub post: f64,
@@ -79,7 +79,7 @@ pub enum ReduceGroup {
     /// The communicator of the gathers: one queue.
     #[default]
     Shared,
-    /// A separate communicator, so that an engine with queues per communicator can overlap the two.
+    /// A separate communicator, which allows an engine with queues per communicator to overlap the two.
     Own,
 }
 
@@ -120,17 +120,16 @@ impl ShardPolicy {
         }
     }
 
-    /// Makes every module whose path matches one of `patterns` a unit of its own; the root takes the rest. A
-    /// pattern names path segments; `*` stands for any characters of one segment and `**` for any number of
-    /// segments: `"blocks.*"`, `"conv*"`, `"**.norm"`. If two patterns match on one path, the inner module
-    /// wins.
+    /// Makes every module whose path matches one of `patterns` a separate unit; the root takes the rest. A pattern
+    /// names path segments; `*` matches any characters within one segment, and `**` any number of segments:
+    /// `"blocks.*"`, `"conv*"`, `"**.norm"`. If two patterns match on one path, the inner module wins.
     pub fn units<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.patterns = patterns.into_iter().map(Pattern::new).collect();
         self
     }
 
-    /// Makes one unit of all modules whose paths match any of `patterns`, such as the last norm and the head, like
-    /// PyTorch's `fully_shard([norm, head])`. Each call makes a unit. The patterns are like those in
+    /// Joins all modules whose paths match any of `patterns` into one unit, such as the last norm and the head, like
+    /// PyTorch's `fully_shard([norm, head])`. Each call defines a unit. The patterns are like those in
     /// [`units`](Self::units), and again an inner module wins. The unit's name is its patterns, joined with `+`.
     ///
     /// Parameters that are gathered together are held together, so join modules that are used one after the
@@ -189,21 +188,20 @@ impl ShardPolicy {
         self
     }
 
-    /// Gives every matching parameter to one rank, which holds all of it between steps and steps it, instead of a
-    /// shard to every rank. A pattern names a parameter, or a module with everything in it: `"**"`, `"blocks.*"`,
-    /// `"**.attention.*.weight"`.
+    /// Assigns each matching parameter to one owner rank, instead of sharding it. Between steps only the owner holds
+    /// the parameter, and its optimizer updates it. A pattern names a parameter, or a module with everything in it:
+    /// `"**"`, `"blocks.*"`, `"**.attention.*.weight"`.
     ///
     /// For optimizers that compute with whole tensors (Muon, Adafactor, LAMB, Burn's clipping by the norm of each
-    /// gradient, custom ones). On its owner the optimizer sees the parameter and its gradient in their own shape, so
-    /// the step has the same bits as the unsharded step. On the other ranks the parameter has no gradient and is not
-    /// updated. The unit's one reduction brings the gradient to its owner, and the next gather spreads the
-    /// optimizer's result, so no more bytes travel than for shards.
+    /// gradient, custom ones). On the owner, the optimizer sees the parameter and its gradient in their original shape,
+    /// so the update is bit-identical to an unsharded one. On other ranks the parameter has no gradient and is not
+    /// updated. The unit's reduction sends the gradient to the owner, and the next gather distributes the updated
+    /// parameter. The traffic is the same as for shards.
     ///
-    /// The ranks of the shard axis share the matching parameters by their number of elements: the largest first, each
-    /// to the rank that owns least. A rank holds what it owns; with fewer such parameters than ranks, some own none.
-    /// Parameters that every rank holds whole anyway (those of one dimension, those below
-    /// [`whole_below`](Self::whole_below), all with [`Strategy::NoShard`]) stay whole; optimizers also see them in
-    /// their own shape.
+    /// Parameters are assigned by their number of elements: the largest first, each to the rank of the shard axis that
+    /// owns the fewest elements. With fewer matching parameters than ranks, some ranks own none. Parameters that every
+    /// rank holds whole anyway stay whole, and optimizers also see them in their original shape. These are
+    /// one-dimensional parameters, those below [`whole_below`](Self::whole_below), and all with [`Strategy::NoShard`].
     pub fn one_owner<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.one_owner = patterns.into_iter().map(Pattern::new).collect();
         self
@@ -251,8 +249,8 @@ impl ShardPolicy {
         self
     }
 
-    /// Leaves parameters alone, and modules with everything in them, by pattern as in [`units`](Self::units): `"head"`,
-    /// `"**.bias"`. They are neither sharded nor reduced, and each rank has its own.
+    /// Ignores parameters, and modules with everything in them, by pattern as in [`units`](Self::units): `"head"`,
+    /// `"**.bias"`. They are neither sharded nor reduced, and are separate on each rank.
     pub fn ignore<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.ignored = patterns.into_iter().map(Pattern::new).collect();
         self
@@ -273,8 +271,8 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets whether shards travel to gathers in 8 bits, as ZeRO++'s quantized weights do: about a quarter of the bytes, for
-    /// weights that are rounded. Default: they travel as they compute.
+    /// Sets whether gathers send shards in 8 bits, as ZeRO++'s quantized weights do: about a quarter of the bytes, for
+    /// weights that are rounded. Default: they are sent in their compute type.
     ///
     /// Each block of 256 elements of a shard, counted from the first that the rank holds, has a scale of 32 bits, a 127th of the
     /// largest magnitude in it, and each element a whole number of such steps, to the nearest: it is off by at most
@@ -283,21 +281,21 @@ impl ShardPolicy {
     /// [`Cut::Multiples`](crate::Cut::Multiples)`(256)` blocks are those of the whole parameter, so that the weights do not depend on the
     /// number of ranks, one among them. An infinite or undefined element makes its block undefined.
     ///
-    /// What every rank holds whole (parameters of one dimension, those below [`whole_below`](Self::whole_below), all with
-    /// [`Strategy::NoShard`]) is not rounded. What [`reshard_after_forward_to`](Self::reshard_after_forward_to) leaves with neighbours
-    /// travels among them as it computes. Rounding is the host's work.
+    /// What every rank holds whole (parameters of one dimension, those below [`whole_below`](Self::whole_below), all
+    /// with [`Strategy::NoShard`]) is not rounded. The pieces that
+    /// [`reshard_after_forward_to`](Self::reshard_after_forward_to) leaves with neighbours are sent among them in the
+    /// compute type. Rounding is the host's work.
     pub fn gather_in_8_bits(mut self, packs: bool) -> Self {
         self.gathers_in_8_bits = packs;
         self
     }
 
-    /// Keeps shards on `host`, the CPU backend `Device::flex()`, while the module computes on the
-    /// device on which it was built: parameters between steps, their gradients, and with them the
-    /// state and the step of the optimizer. Full parameters are made on the computing device and
-    /// dropped there as ever; gathers and reductions move bytes of the host anyway.
+    /// Keeps shards on `host`, the CPU backend `Device::flex()`, while the module computes on the device on which it
+    /// was built: parameters between steps, their gradients, and the optimizer's state and update. Full parameters are
+    /// still created and freed on the computing device; gathers and reductions use host memory anyway.
     ///
-    /// Tensors that the units do not manage (ignored parameters, running states) stay on the computing
-    /// device. `Module::to_device` moves them and the place of full parameters, but not the shards.
+    /// Tensors that the units do not manage (ignored parameters, running states) stay on the computing device.
+    /// `Module::to_device` moves them, and the device of full parameters, but not the shards.
     ///
     /// For a module that was built on `host` this changes nothing, because its shards are already there.
     pub fn offload_to(mut self, host: Device) -> Self {
@@ -321,7 +319,7 @@ impl ShardPolicy {
     ///
     /// Initial values are Burn's: `a` is normal, drawn on rank 0, and `b` is zero. `Module::materialize` gives the
     /// plain module with its adapters merged; `Param::adapter` does not recognize a sharded one. A quantized base
-    /// (`QLora`) is refused, as its type is.
+    /// (`QLora`) is rejected, as its type is.
     ///
     /// ```
     /// use burn::module::Lora;
@@ -342,7 +340,8 @@ impl ShardPolicy {
     }
 
     /// Sets the steps whose gradients are audited. Default: in debug builds the first step and each step that follows a
-    /// new order of operations; in other builds none. All ranks must choose alike; otherwise nothing is compared.
+    /// new order of operations; in other builds none. All ranks must make the same choice; otherwise nothing is
+    /// compared.
     pub fn audit(mut self, steps: Audit) -> Self {
         self.audit = steps;
         self
@@ -371,11 +370,11 @@ impl ShardPolicy {
     /// cannot see the effect of a hook.
     ///
     /// The function is called inside backward, in the same order on all ranks of the shard axis, also on those that
-    /// have no gradient. All must communicate alike in it. It must not use sharded modules. It runs after
+    /// have no gradient. All must communicate in the same way in it. It must not use sharded modules. It runs after
     /// [`gradient_hook`](Self::gradient_hook). Parameters that every rank keeps whole under another strategy than
     /// [`Strategy::NoShard`] (vectors, those below [`whole_below`](Self::whole_below)) are still reduced by the engine.
     ///
-    /// For example, gradients that travel in 16 bits, with sums in 32:
+    /// For example, gradients that are sent in 16 bits, with sums in 32:
     ///
     /// ```
     /// use burn::tensor::DType;
@@ -401,7 +400,7 @@ mod tests {
     use super::DivideFactors;
 
     #[test]
-    fn factors_are_those_of_the_table() {
+    fn factors_match_the_table() {
         let pairs = [
             (1, 1.0, 1.0),
             (2, 2.0, 1.0),

@@ -1,13 +1,12 @@
 //! The trial that finds out, at an optimizer's first step, whether the optimizer may work on shards.
 //!
-//! Burn does not report that an optimizer steps: the optimizer maps over the module, as others do, with
-//! gradients that it finds by id. So [`backward`](crate::backward) adds gradients for small matrices, whole and
-//! in two shards, to the module's gradients, under separate ids. There is one matrix for each parameter that
-//! optimizers see in parts. A map that reaches such a parameter is also shown its matrix and shards, under the
-//! parameter's path, by which groups choose. A map without gradients for them changes nothing. A map that
-//! changes a value without a gradient is no optimizer. An optimizer that computes different bits for the shards
-//! than for the same elements of the whole matrix computes with whole tensors. Groups by ids remain unseen, as
-//! probes have other ids.
+//! Burn does not report that an optimizer steps: the optimizer maps over the module, as others do, with gradients that
+//! it finds by id. So [`backward`](crate::backward) adds gradients for small matrices, whole and in two shards, to the
+//! module's gradients, under separate ids. There is one matrix for each parameter that optimizers see in parts. A map
+//! that reaches such a parameter is also shown its matrix and shards, under the parameter's path, by which groups
+//! choose. A map without gradients for them changes nothing. A map that changes a value without a gradient is not an
+//! optimizer. An optimizer that computes different bits for the shards than for the same elements of the whole matrix
+//! computes with whole tensors. Groups by ids remain unseen, as probes have other ids.
 
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
@@ -116,7 +115,7 @@ pub(crate) struct Subject {
     /// The device of its shard, with autodiff.
     pub(crate) device: Device,
     pub(crate) dtype: DType,
-    /// True if optimizers see only a part of it.
+    /// True if optimizers see only a part of the parameter.
     pub(crate) is_cut: bool,
 }
 
@@ -145,7 +144,7 @@ enum Probe {
 enum Verdict {
     /// No change: the map has no gradients for them, or a learning rate of 0.
     Unmoved,
-    /// A change of everything that the map is shown.
+    /// A change to everything that the map visits.
     NoOptimizer,
     Elementwise,
     WholeTensors,
@@ -236,9 +235,9 @@ impl Trial {
         }
     }
 
-    /// Maps over a parameter at `path`. If there is `before`, the parameter's value until now, nothing is known about
-    /// its mapper. Warns once if the value changes, because the mapper may be an optimizer that computes with whole
-    /// tensors. Leaves with an error if the mapper panics.
+    /// Maps over a parameter at `path`. If `before`, the parameter's previous value, is given, nothing is known about
+    /// the mapper. In that case, warns once if the value changes, because the mapper may be an optimizer that computes
+    /// with whole tensors. Fails if the mapper panics.
     pub(crate) fn watched(
         &self,
         before: Option<Tensor<1>>,
@@ -261,9 +260,9 @@ impl Trial {
         {
             self.warned.call_once(|| {
                 report::warn(format!(
-                    "the shard of `{path}` was updated, and it is not known whether by an optimizer that may \
-                     work on shards: the gradients are not straight from `backward(loss, &model)` of this \
-                     crate; call `check_elementwise(&model, &optimizer)` once before training"
+                    "the shard of `{path}` was updated, but it is unknown whether the optimizer may work on shards, \
+                     because the gradients do not come directly from this crate's `backward(loss, &model)`; call \
+                     `check_elementwise(&model, &optimizer)` once before training"
                 ));
             });
         }
@@ -329,8 +328,8 @@ impl Probes {
         gradients.register(self.id(probe, shard), gradient.inner());
     }
 
-    /// Shows the probes to `mapper` and returns their verdict. Shows all of them even if the matrix does not
-    /// move, so that their states advance alike.
+    /// Shows the probes to `mapper` and returns their verdict. Shows all of them even if the matrix does not move, so
+    /// their states advance together.
     fn verdict<M: ModuleMapper>(&self, mapper: &mut M) -> Verdict {
         let matrix = [SIDE, SIDE];
         let (before, control) = self.mapped(Probe::Control, 0, matrix, mapper);
@@ -410,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_of_a_model_have_places_of_their_own() {
+    fn parameters_of_a_model_have_distinct_places() {
         let places = |ids: &mut dyn Iterator<Item = u64>| {
             let places: HashSet<_> = ids.map(|id| place_of(ParamId::from(id))).collect();
             assert!(places.iter().all(|place| *place < 1 << PLACE_BITS));

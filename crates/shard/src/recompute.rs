@@ -55,7 +55,7 @@ fn copy<M: Module>(module: &M) -> M {
 /// draw meanwhile would come in between. Where ranks are threads, which share that one generator, dropout in a region
 /// is an error.
 ///
-/// All ranks must call it alike.
+/// All ranks must call it in the same way.
 ///
 /// # Errors
 ///
@@ -93,7 +93,7 @@ where
     });
     let tokens = touched.into_iter().map(|touched| touched.token);
     let token = tokens.reduce(|sum, token| sum + token).unwrap_or_else(|| {
-        // A tensor to hang the region on if the input has no gradient.
+        // A tensor to attach the region to if the input has no gradient.
         Tensor::zeros([1], &device).require_grad()
     });
     let region = Checkpointed::<M, F, D, E> {

@@ -14,8 +14,8 @@ use crate::ambient::{Purpose, within};
 use crate::error::Error;
 use crate::transport;
 
-/// A function that reduces the gradients of a unit: it gets the full gradients and returns this rank's parts of their
-/// divided sum.
+/// A function that reduces the gradients of a unit: it gets full gradients, and returns this rank's parts of their sum,
+/// after division.
 #[derive(Clone)]
 pub(crate) struct ReductionHook(Arc<Reduce>);
 
@@ -87,8 +87,8 @@ impl FullGradient {
         self.tensor.clone()
     }
 
-    /// Returns the range of the parameter's flat elements that this rank holds, whose sum the hook returns. It has all
-    /// elements where the strategy keeps parameters whole, and none where another rank owns the parameter.
+    /// Returns the range of the parameter's flat elements that this rank holds, whose sum the hook returns. It covers
+    /// all elements if the strategy keeps parameters whole, and none if another rank owns the parameter.
     pub fn held(&self) -> Range<usize> {
         self.held.clone()
     }
@@ -135,8 +135,8 @@ impl UnitReduction {
     }
 
     /// Returns the sums over the ranks of flat tensors of any length, divided by [`divisor`](Self::divisor), whole on
-    /// every rank and with the same bits on all. The tensors travel in their own type. The sum is computed and returned
-    /// in at least 32 bits: tensors of 16 bits come back in 32.
+    /// every rank and with the same bits on all. The tensors are sent in their own type. The sum is computed and
+    /// returned in at least 32 bits, so 16-bit tensors are returned in 32 bits.
     ///
     /// Collective among the ranks of [`group`](Self::group), with tensors of the same lengths and types.
     ///
@@ -160,7 +160,7 @@ impl UnitReduction {
 
     /// Returns this rank's part of the sums over the ranks of full gradients, one for each of
     /// [`gradients`](Self::gradients), divided by [`divisor`](Self::divisor). This is the engine's own reduction. The
-    /// tensors travel in their own types, and sums are as [`average`](Self::average) returns them.
+    /// tensors are sent in their own types, and sums are as returned by [`average`](Self::average).
     ///
     /// Collective among the ranks of [`group`](Self::group).
     ///
@@ -170,7 +170,7 @@ impl UnitReduction {
     pub fn reduce_scatter(&self, gradients: Vec<Tensor<1>>) -> Result<Vec<Tensor<1>>, Error> {
         self.check(
             &gradients,
-            "gave to `reduce_scatter`",
+            "passed `reduce_scatter`",
             FullGradient::elements,
         )?;
         if self.gradients.iter().any(|own| own.partition.is_none()) {
@@ -229,10 +229,13 @@ impl UnitReduction {
 
     fn kind(&self, tensor: &Tensor<1>) -> Result<Kind, Error> {
         if tensor.is_autodiff() {
-            return Err(self.refused("plain tensors", "gave one with a graph".to_owned()));
+            return Err(self.refused("plain tensors", "passed a tensor with a graph".to_owned()));
         }
         let Some(wire) = transport::element_type(tensor.dtype()) else {
-            return Err(self.refused("floats", format!("gave {:?}", tensor.dtype())));
+            return Err(self.refused(
+                "floats",
+                format!("passed a tensor of type {:?}", tensor.dtype()),
+            ));
         };
         let (sum, dtype) = match wire {
             ElementType::F64 => (ElementType::F64, DType::F64),
@@ -254,7 +257,7 @@ impl UnitReduction {
         elements: impl Fn(&FullGradient) -> usize,
     ) -> Result<(), Error> {
         if tensors.len() != self.gradients.len() {
-            let got = format!("{what} {}", tensors.len());
+            let got = format!("{what} {} tensors", tensors.len());
             let expected = format!("{} tensors", self.gradients.len());
             return Err(self.refused(&expected, got));
         }
@@ -264,7 +267,7 @@ impl UnitReduction {
             if len != expected {
                 return Err(self.refused(
                     &format!("{expected} elements for `{}`", own.path),
-                    format!("{what} {len}"),
+                    format!("{what} {len} elements"),
                 ));
             }
         }
@@ -287,7 +290,7 @@ impl UnitReduction {
 /// The types of a tensor and of its sum, and their device.
 #[derive(Clone)]
 struct Kind {
-    /// The type in which it travels.
+    /// The type in which the gradient is sent.
     wire: ElementType,
     /// The type of the sum.
     sum: ElementType,

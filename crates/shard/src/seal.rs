@@ -15,7 +15,7 @@ use crate::error::Error;
 use crate::op::Reduced;
 use crate::transport;
 
-/// Seals a flat tensor without autodiff; `None` where ranks do not compare bytes, and on other devices.
+/// Seals a flat tensor without autodiff; `None` if ranks do not compare bytes, and on other devices.
 pub(crate) fn seal(group: &ProcessGroup, tensor: &Tensor<1>) -> Option<Seal> {
     if !group.compares_bytes() || !is_host(&tensor.device()) {
         return None;
@@ -120,7 +120,7 @@ impl Waiting {
         Ok(())
     }
 
-    /// Checks all gradients that wait, and releases them.
+    /// Checks all waiting gradients, and releases them.
     fn release(&mut self, group: &ProcessGroup) -> Result<(), Error> {
         let gradients = std::mem::take(&mut self.gradients);
         let mut held = gradients.values().flatten();

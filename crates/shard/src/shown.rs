@@ -5,8 +5,8 @@ use burn::tensor::{Device, GradientCheckpointingStrategy, Shape, Tensor};
 
 use crate::device;
 
-/// A rank's part of a parameter, as a separate parameter. It is flat if it is cut, and has the parameter's shape if it
-/// is the whole. If another rank owns the whole, it has as many empty dims.
+/// A rank's part of a parameter, as a separate parameter. A shard is flat, and a whole parameter has its own shape. If
+/// another rank owns the parameter, the part has the same number of dims, all empty.
 #[derive(Debug, Clone)]
 pub(crate) enum Shown {
     One(Param<Tensor<1>>),
@@ -17,7 +17,7 @@ pub(crate) enum Shown {
     Six(Param<Tensor<6>>),
 }
 
-/// Evaluates an expression of the parameter, whatever its number of dims.
+/// Evaluates an expression of the parameter, regardless of its number of dims.
 macro_rules! of_any {
     ($shown:expr, $param:ident => $body:expr) => {
         match $shown {
@@ -31,7 +31,7 @@ macro_rules! of_any {
     };
 }
 
-/// Creates another parameter with the same number of dims.
+/// Creates a parameter with the same number of dims.
 macro_rules! map_any {
     ($shown:expr, $param:ident => $body:expr) => {
         match $shown {
@@ -57,11 +57,11 @@ impl Shown {
             4 => Self::Four(leaf(id, flat, shape, is_trainable)),
             5 => Self::Five(leaf(id, flat, shape, is_trainable)),
             6 => Self::Six(leaf(id, flat, shape, is_trainable)),
-            dims => unreachable!("what has {dims} dims is shown flat"),
+            dims => unreachable!("a tensor of {dims} dims is shown flat"),
         }
     }
 
-    /// Returns it with the elements of `flat`.
+    /// Returns the parameter with the elements of `flat`.
     pub(crate) fn with_elements(self, flat: Tensor<1>) -> Self {
         map_any!(self, param => param.map(|old| {
             let is_trainable = old.is_require_grad();
@@ -69,12 +69,12 @@ impl Shown {
         }))
     }
 
-    /// Returns the id by which it is shown.
+    /// Returns the id under which the parameter is shown.
     pub(crate) fn id(&self) -> ParamId {
         of_any!(self, param => param.id)
     }
 
-    /// Returns it under another id.
+    /// Returns the parameter under another id.
     pub(crate) fn with_id(self, id: ParamId) -> Self {
         map_any!(self, param => {
             let mut param = param;
@@ -83,7 +83,7 @@ impl Shown {
         })
     }
 
-    /// Returns its shape.
+    /// Returns the parameter's shape.
     pub(crate) fn shape(&self) -> Vec<usize> {
         of_any!(self, param => param.shape().to_vec())
     }
@@ -97,7 +97,7 @@ impl Shown {
         }
     }
 
-    /// Returns it with a mapper that calls `refuse` whenever it is recorded.
+    /// Returns the parameter with a mapper that calls `refuse` whenever it is recorded.
     pub(crate) fn guarded(self, refuse: impl Fn() + Clone + Send + Sync + 'static) -> Self {
         map_any!(self, param => param.save_mapper(move |tensor| {
             refuse();
@@ -105,7 +105,7 @@ impl Shown {
         }))
     }
 
-    /// Returns it mapped, in memory that the engine can share with its flat view.
+    /// Returns the mapped parameter, in memory that the engine can share with its flat view.
     pub(crate) fn mapped<M: ModuleMapper>(self, mapper: &mut M) -> Self {
         match self {
             Self::One(param) => Self::One(Module::map(param, mapper)),
@@ -133,7 +133,8 @@ impl Shown {
         map_any!(self, param => param.valid())
     }
 
-    /// Returns it ready to be trained again after `valid`, with the autodiff strategy that the module was built with.
+    /// Returns the parameter ready for training after `valid`, with the autodiff strategy with which the module was
+    /// built.
     pub(crate) fn train(self, strategy: Option<GradientCheckpointingStrategy>) -> Self {
         map_any!(self, param => param.train().map(|leaf| match strategy {
             Some(strategy) => {
@@ -148,7 +149,7 @@ impl Shown {
     }
 }
 
-/// Returns a parameter with the elements of `flat`, on its device and with its autodiff.
+/// Returns a parameter with the elements of `flat`, with the same device and autodiff.
 fn leaf<const D: usize>(
     id: ParamId,
     flat: Tensor<1>,

@@ -24,7 +24,7 @@ pub(crate) enum Holding {
     Replica,
 }
 
-/// An element type, in Burn's terms and in the transport's.
+/// An element type, both as Burn's and as the transport's type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Element {
     /// Burn's name of the type.
@@ -34,7 +34,7 @@ pub(crate) struct Element {
 }
 
 impl Element {
-    /// Returns the bytes of one element.
+    /// Returns the size of an element in bytes.
     pub(crate) fn size(self) -> usize {
         self.wire.size()
     }
@@ -45,14 +45,14 @@ impl Element {
 pub(crate) struct Elements {
     /// The type of the stored values.
     pub(crate) stored: Element,
-    /// The type of the full parameter, and so of its gradient.
+    /// The type of the full parameter and its gradient.
     pub(crate) compute: Element,
-    /// The type of gradients while they are reduced.
+    /// The type in which gradients are reduced.
     pub(crate) reduce: Element,
 }
 
-/// The largest number of dims of a parameter that optimizers see in its own shape; a parameter with more is
-/// flat to them.
+/// The largest number of dims of a parameter that optimizers see in its own shape; optimizers see a parameter with more
+/// dims flat.
 pub(crate) const MAX_DIMS: usize = 6;
 
 /// One parameter of a unit.
@@ -68,7 +68,7 @@ pub(crate) struct Slot {
     pub(crate) partition: Partition,
     /// The part that this rank holds.
     pub(crate) holding: Holding,
-    /// The form in which shards travel to gathers, if that is one of 8 bits.
+    /// The 8-bit form in which gathers send shards, if any.
     pub(crate) packing: Option<Packing>,
     /// What adapts it.
     pub(crate) adapter: Option<Adapter>,
@@ -82,7 +82,7 @@ impl Slot {
         self.partition.num_elements() * self.elements.stored.size()
     }
 
-    /// Returns the bytes of the whole parameter, or of its gradient, as it computes.
+    /// Returns the number of bytes of the whole parameter, or of its gradient, in its compute type.
     pub(crate) fn unsharded_bytes(&self) -> usize {
         self.partition.num_elements() * self.elements.compute.size()
     }
@@ -128,13 +128,12 @@ impl Slot {
         self.is_gathered() && self.partition.sole_owner().is_none()
     }
 
-    /// Returns true if optimizers do not see the parameter in its own shape: they see a part of it, or all of
-    /// it, flat.
+    /// Returns true if optimizers see the parameter flat, in part or as a whole, and not in its own shape.
     pub(crate) fn is_flattened(&self) -> bool {
         self.is_cut() || self.shape.len() > MAX_DIMS
     }
 
-    /// Returns true if rank `rank` of the group holds nothing because another one holds everything.
+    /// Returns true if another rank of the group holds the whole parameter, so rank `rank` holds none of it.
     pub(crate) fn is_elsewhere(&self, rank: usize) -> bool {
         let owner = self.partition.sole_owner();
         self.is_gathered() && owner.is_some_and(|owner| owner != rank)
@@ -175,7 +174,7 @@ impl Slot {
     }
 }
 
-/// A value for each slot of a unit, or none.
+/// An optional value for each slot of a unit.
 #[derive(Debug, Clone)]
 pub(crate) struct Slots<T>(Vec<Option<T>>);
 

@@ -1,4 +1,4 @@
-//! The fixed properties of a unit, over the life of the module.
+//! The properties of a unit that are fixed for the life of the module.
 
 use burn::tensor::{Device, GradientCheckpointingStrategy};
 use burn_fsdp_collectives::{ProcessGroup, Reduction};
@@ -33,7 +33,7 @@ pub(crate) struct GradientOptions {
 
 /// The description of a unit.
 pub(crate) struct UnitSpec {
-    /// Its parameters, in the order of the module.
+    /// The unit's parameters, in module order.
     pub(crate) slots: Vec<Slot>,
     /// The groups that its operations go through.
     pub(crate) groups: Groups,

@@ -125,8 +125,8 @@ impl Staging {
         tensor.to_device(device)
     }
 
-    /// Makes a device execute its deferred work, so that dropped full weights are freed before others come.
-    /// An error of the device appears where its results are read.
+    /// Makes a device execute its deferred work, to free dropped full weights before others arrive. An error of the
+    /// device appears where its results are read.
     pub(crate) fn make_room(&self, device: &Device) {
         if !is_host(device) {
             let _ = device.clone().without_autodiff().flush();

@@ -20,17 +20,15 @@ use crate::unmanaged;
 /// Differentiates `loss` and returns the gradients of this rank's shards, averaged over the
 /// ranks. Any element-wise optimizer of Burn consumes them unchanged.
 ///
-/// The same as `GradientsParams::from_grads(loss.backward(), module)`, which also works, with two exceptions.
-/// Errors are returned as values, and a rank whose loss uses no unit at all still takes part in the other
-/// ranks' reductions.
+/// Equivalent to `GradientsParams::from_grads(loss.backward(), module)`, which also works, with two exceptions. Errors
+/// are returned as values, and a rank whose loss uses no unit still takes part in the other ranks' reductions.
 ///
-/// Up to the first step of an optimizer, the result has five additional small gradients for each sharded
-/// parameter. They belong to a matrix and its shards under separate ids ([`is_probe`](crate::is_probe)). With
-/// them that step detects an optimizer that computes with whole tensors, and leaves with [`Error::WholeTensors`],
-/// which [`catch`](crate::catch) turns into a value. Each group by path is tried, but groups by ids are not:
-/// probes have other ids. Burn's `GradientsAccumulator` and [`gradients_by_unit`](crate::gradients_by_unit) drop
-/// the probes, and a warning reports that. [`check_elementwise`](crate::check_elementwise) tries all groups, also
-/// those by ids.
+/// Until an optimizer's first step, the result has five additional small gradients for each sharded parameter. They
+/// belong to a matrix and its shards under separate ids ([`is_probe`](crate::is_probe)). With them, that step detects
+/// an optimizer that computes with whole tensors, and fails with [`Error::WholeTensors`], which [`catch`](crate::catch)
+/// turns into a value. Groups by path are tried, but groups by ids are not, because probes have separate ids. Burn's
+/// `GradientsAccumulator` and [`gradients_by_unit`](crate::gradients_by_unit) drop the probes, and a warning reports
+/// that. [`check_elementwise`](crate::check_elementwise) tries all groups, also those by ids.
 ///
 /// Collective.
 ///
@@ -99,7 +97,7 @@ fn reduced_gradients<M: Module, const D: usize>(
 }
 
 /// Registers the probes for the trial of an optimizer at its first step, for each root. A parameter may have become
-/// trainable only since the last step.
+/// trainable since the last step.
 fn register_probes<M: Module>(module: &M, roots: &[Arc<Root>], gradients: &mut GradientsParams) {
     let members = inspect::members(module);
     for root in roots {
@@ -130,7 +128,7 @@ fn differentiated<const D: usize>(loss: Tensor<D>) -> Result<Gradients, Error> {
     })
 }
 
-/// Puts reduced gradients where Burn looks for the gradients of `module`.
+/// Stores reduced gradients where Burn looks for the gradients of `module`.
 fn register<M: Module>(gradients: &mut Gradients, reduced: Vec<Reduced>, module: &M) {
     let mut place = PutBack { gradients, reduced };
     module.visit(&mut place);
@@ -161,7 +159,7 @@ impl ModuleVisitor for PutBack<'_> {
     }
 }
 
-/// Drops every full parameter and everything pending, as after an error.
+/// Drops all full parameters and all pending work, as after an error.
 ///
 /// For programs that catch their own panic inside forward or backward. Not collective; all ranks must call
 /// it, or the next operation reports the difference.
@@ -176,7 +174,7 @@ pub fn reset<M: Module>(module: &M) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns the type in which a sharded `module` expects its inputs, in which its first sharded parameter computes.
+/// Returns the type in which a sharded `module` expects its inputs: the compute type of its first sharded parameter.
 ///
 /// # Errors
 ///

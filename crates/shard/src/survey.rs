@@ -21,9 +21,9 @@ pub(crate) struct Found {
     pub(crate) shape: Vec<usize>,
     pub(crate) dtype: DType,
     pub(crate) device: Device,
-    /// True if it is configured to be trained.
+    /// True if the parameter is configured to be trained.
     pub(crate) is_trainable: bool,
-    /// Path of the parameter that it adapts, if it is a factor of an adapter that is about to be made.
+    /// Path of the parameter that it adapts, if it is a factor of an adapter that is about to be created.
     pub(crate) factor_of: Option<String>,
     /// The layer around it, if the layer computes in only one type.
     pub(crate) layer: Option<Arc<Layer>>,
@@ -49,7 +49,7 @@ pub(crate) struct Survey {
     pub(crate) buffers: Vec<String>,
     /// Ids of running states, in the same order. A clone has the same ids as its original.
     pub(crate) buffer_ids: Vec<ParamId>,
-    /// Parameters that carry another reparameterization: path and name.
+    /// Path and name of parameters that have another reparameterization.
     pub(crate) foreign: Vec<(String, String)>,
 }
 
@@ -66,8 +66,8 @@ enum Kind {
 
 /// Walks `module` without initializing any lazy parameter.
 ///
-/// Burn shows buffers and parameters alike to mappers, but only a parameter keeps what a mapper
-/// attaches: a marker, put on a clone, tells them apart.
+/// Burn shows mappers buffers and parameters in the same way, but only a parameter keeps what a mapper attaches. So a
+/// marker that is attached to a clone distinguishes them.
 ///
 /// # Errors
 ///
@@ -116,9 +116,9 @@ pub(crate) struct Declared<const D: usize> {
     pub(crate) shape: [usize; D],
     /// Shape of the recorded value: a column-layout weight is recorded transposed.
     pub(crate) recorded: [usize; D],
-    /// True if it is configured to be trained.
+    /// True if the parameter is configured to be trained.
     pub(crate) is_trainable: bool,
-    /// The functions that it applies when loading and saving.
+    /// The functions that the parameter applies on load and save.
     pub(crate) mapper: ParamMapper<Tensor<D>>,
 }
 
@@ -177,7 +177,7 @@ impl Reparameterization for Marker {
 }
 
 struct Attach<'a> {
-    /// Paths of the parameters that the module hands out.
+    /// Paths of the parameters that the module exposes.
     reached: &'a mut HashSet<String>,
 }
 

@@ -1,4 +1,4 @@
-//! Errors on their way out of Burn's forward and backward.
+//! Errors that leave Burn's forward and backward.
 //!
 //! Forward and backward return no `Result`. An error raised inside them unwinds with an [`Unwound`] payload (no panic
 //! message is printed) until [`catch`], [`backward`](crate::backward) or `launch` turns it back into a value.

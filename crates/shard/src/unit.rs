@@ -19,10 +19,10 @@ const LONGEST_STRIDE: usize = 1 << 12;
 /// The mark for the first stride, where a longer stride did not help.
 const HOPELESS: usize = 0;
 
-/// The reason why full weights stay from forward to backward, if they do.
+/// The reason why full weights are kept from forward to backward, if they are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Keep {
-    /// No reason: they are dropped after forward and gathered again.
+    /// No reason: they are freed after forward and gathered again.
     No,
     /// The unit is the root's: its weights no longer stay once it is below another root.
     AsRoot,
@@ -36,7 +36,7 @@ pub(crate) struct Switches {
     pub(crate) sync: AtomicBool,
     /// True if reduced gradients cross to the replicas; otherwise they wait.
     pub(crate) all_reduce: AtomicBool,
-    /// True if full parameters are dropped when backward no longer needs them.
+    /// True if full parameters are freed when backward no longer needs them.
     pub(crate) reshard_after_backward: AtomicBool,
     /// The divisors of gradients; `None` for the number of ranks.
     pub(crate) factors: Mutex<Option<DivideFactors>>,
@@ -47,7 +47,7 @@ pub(crate) struct Unit {
     spec: UnitSpec,
     name: Mutex<String>,
     keep: Mutex<Keep>,
-    /// The properties that may be switched between steps.
+    /// The properties that may be changed between steps.
     pub(crate) switches: Switches,
     /// Position in the root's list.
     index: AtomicUsize,

@@ -11,11 +11,11 @@ use crate::inspect;
 use crate::path::{self, Location};
 use crate::root::Root;
 
-/// Refuses gradients of parameters of `module` that no unit manages and no policy has ignored.
+/// Rejects gradients of parameters of `module` that no unit manages and no policy has ignored.
 ///
 /// # Errors
 ///
-/// [`Error::Unmanaged`] with the first one, where several ranks train together.
+/// [`Error::Unmanaged`] with the first one, if several ranks train together.
 pub(crate) fn refuse<M: Module>(
     module: &M,
     roots: &[Arc<Root>],

@@ -30,9 +30,9 @@ use crate::wrap::fully_shard;
 /// A fully sharded module with the related functions as methods: the wrapper form of [`fully_shard`].
 ///
 /// It is a [`Module`] that adds nothing to the paths of its parameters, and dereferences to the module, so
-/// `model.forward(x)` and `model.blocks` still work. It may be a field of another module, which may be
-/// wrapped in turn: the outer one takes the remaining parameters and orders the operations of both. Its
-/// optimizer is created as usual, before or after wrapping.
+/// `model.forward(x)` and `model.blocks` still work. It may be a field of another module, which may also be wrapped:
+/// the outer one takes the remaining parameters and orders the operations of both. Its optimizer is created as usual,
+/// before or after wrapping.
 ///
 /// ```no_run
 /// # use burn::{module::Module, nn::{Linear, LinearConfig}, optim::AdamWConfig, tensor::{Device, Tensor}};
@@ -60,8 +60,8 @@ pub struct FullyShardedDataParallel<M> {
 impl<M: Module> FullyShardedDataParallel<M> {
     /// Shards `module` as [`fully_shard`] does, and wraps it.
     ///
-    /// Collective: all ranks of the policy's axis call it, with the same module structure and policy.
-    /// For a part of the ranks, make the mesh of a group that was split off.
+    /// Collective: all ranks of the policy's axis call it, with the same module structure and policy. For a subset of
+    /// the ranks, create the mesh from a group that was split off.
     ///
     /// # Errors
     ///
@@ -171,7 +171,7 @@ impl<M> Deref for FullyShardedDataParallel<M> {
     }
 }
 
-/// Forwards to the module's own functions: the wrapper has no parameters and no place in their paths.
+/// Forwards to the module's own functions: the wrapper has no parameters and adds nothing to paths.
 impl<M: Module> Module for FullyShardedDataParallel<M> {
     fn collect_devices(&self, devices: Devices) -> Devices {
         self.module.collect_devices(devices)
@@ -239,7 +239,7 @@ impl<M: Module> fmt::Display for FullyShardedDataParallel<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let members = inspect::members(&self.module);
         let (Ok(root), Ok(plan)) = (inspect::root_of(&self.module), wrap_plan(&self.module)) else {
-            return f.write_str("FullyShardedDataParallel, not sharded any more");
+            return f.write_str("FullyShardedDataParallel, no longer sharded");
         };
         let types = |of: fn(&Elements) -> Element| {
             let all = members.iter().map(|member| of(&member.slot().elements));
@@ -259,9 +259,8 @@ impl<M: Module> fmt::Display for FullyShardedDataParallel<M> {
         } = &self.policy;
         writeln!(
             f,
-            "FullyShardedDataParallel: rank {} of {} on axis \"{axis}\", {strategy:?}, {cut} \
-             shards of {}, which compute in {} and are reduced in {}, whole below {whole_below} elements, {} units \
-             prefetched",
+            "FullyShardedDataParallel: rank {} of {} on axis \"{axis}\", {strategy:?}, {cut} shards in {}, computed in \
+             {}, reduced in {}, whole below {whole_below} elements, {} units prefetched",
             root.group.rank(),
             root.group.size(),
             types(|elements| elements.stored),

@@ -45,17 +45,17 @@ pub use step::CompiledStep;
 /// for every parameter. The closure returns only the loss, or a pair of the loss and other tensors that the step
 /// outputs, see [`Loss`]. All ranks of the mode's group must call it, with the same arguments.
 ///
-/// A graph is made when the first batch of its shapes comes. Initial values are the ones that `init` gives on rank 0.
-/// No rank ever holds more than its part and one whole parameter, as long as `init` leaves parameters lazy, as Burn's
-/// layers do. [`LazyLora`](crate::LazyLora) also does, in place of Burn's `apply_lora`. Until the first graph of
+/// The first batch of each set of shapes creates a graph. The initial values come from `init` on rank 0. No rank ever
+/// holds more than its part and one whole parameter, as long as `init` leaves parameters lazy, as Burn's layers do. So
+/// does [`LazyLora`](crate::LazyLora), which replaces Burn's `apply_lora`. Until the first graph of
 /// [`DataParallel::Automatic`](crate::DataParallel::Automatic) has decided the parts, they are flat shards. To read
 /// values from a file, use [`compile_from`].
 ///
 /// The optimizer is one of Burn's for all parameters, or [`OptimizerGroups`] with different optimizers for groups of
-/// them. It is followed step by step. Its host computations may depend on the learning rate, its step number, its own
-/// state, and the shapes and types of parameters. It steps a parameter when the batch gives that parameter a gradient,
-/// as Burn does. Gradient clipping is not part of Burn's `Optimizer`: `with_grad_clipping(..).build()` leaves it out. A
-/// compiled step clips by the norm of all gradients if
+/// them. It also runs on the host at every step, and its host computations may depend on the learning rate, its step
+/// number, its own state, and the shapes and types of parameters. As in Burn, it updates a parameter if the batch
+/// produces a gradient for it. Gradient clipping is not part of Burn's `Optimizer`: `with_grad_clipping(..).build()`
+/// leaves it out. A compiled step clips by the norm of all gradients if
 /// [`Options::clip_grad_norm`](crate::passes::schedule::Options::clip_grad_norm) is set.
 ///
 /// ```
@@ -84,15 +84,14 @@ pub use step::CompiledStep;
 /// # Frozen values
 ///
 /// A graph holds the operations that the closures ran while it was traced, and nothing of the code between them.
-/// Everything except tensors of the model or the batch keeps the value that it had then. This includes numbers that the
-/// host draws or counts, branches, captured variables, and fields of a batch that are not tensors. A value that decides
-/// a branch and has few possible values is named with [`BatchMapper::fixed`], and gets a graph for each value. A value
-/// that changes from step to step (a temperature, a warm-up) is passed as a tensor. Shapes may differ from step to
+/// Everything except the tensors of the model and the batch keeps the value that it had then. This includes numbers
+/// that the host draws or counts, branches, captured variables, and fields of a batch that are not tensors. If a branch
+/// depends on a value with few possible values, name it with [`BatchMapper::fixed`]: each value gets its own graph.
+/// Pass a value that changes from step to step (a temperature, a warm-up) as a tensor. Shapes may differ from step to
 /// step.
 ///
-/// When a graph is used for the second time, its step is traced again with the new batch and compared. A counter, a
-/// random number or a field that has changed since is [`Error::NotRepeatable`]. A value that changes later is not
-/// noticed.
+/// When a graph is used for the second time, its step is traced again with the new batch and compared. A counter,
+/// random number or field that has changed is an [`Error::NotRepeatable`]. Later changes are not detected.
 ///
 /// `init` and `loss` run on devices with autodiff. Tracing computes nothing on them, so neither closure may read the
 /// value of a tensor. `init` runs once more on rank 0, for the initial values. A tensor of the model that is not a
@@ -102,10 +101,9 @@ pub use step::CompiledStep;
 ///
 /// # Errors
 ///
-/// [`Error::Uncapturable`] if `init` reads the value of a tensor; [`Error::UntraceableOptimizer`] if the
-/// optimizer refuses a parameter, or reads tensors; [`Error::UnknownName`] for a group without any parameter;
-/// [`Error::Tied`]; [`Error::ElementType`];
-/// [`Error::Initialization`]; [`Error::Collective`].
+/// [`Error::Uncapturable`] if `init` reads the value of a tensor; [`Error::UntraceableOptimizer`] if the optimizer
+/// rejects a parameter, or reads tensors; [`Error::UnknownName`] for a group without any parameter; [`Error::Tied`];
+/// [`Error::ElementType`]; [`Error::Initialization`]; [`Error::Collective`].
 pub fn compile<M, B, L, O>(
     init: impl Fn(&Device) -> M + Send + 'static,
     loss: impl Fn(&M, B) -> L + Send + 'static,
@@ -121,12 +119,12 @@ where
     compile_with(init, loss, optimizer, mode, ())
 }
 
-/// Compiles as [`compile`] does, from values that each rank reads for itself, such as the bytes of its own shards in a
+/// Compiles as [`compile`] does, with initial values that each rank reads for itself, such as its own shards from a
 /// file.
 ///
-/// `read` is called once for each tensor of the module, in its order. It returns this rank's part in the requested
+/// `read` is called once for each tensor of the module, in module order. It returns this rank's part in the requested
 /// shape, or `None` to use the value that `init` makes on rank 0. All ranks must return a part of the same tensors. A
-/// value that is read is not made: `init` may leave it lazy.
+/// lazy parameter whose value is read is not initialised.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -155,7 +153,8 @@ where
 ///
 /// # Errors
 ///
-/// The errors of `read`, [`Error::TensorMismatch`] for a part of another shape or type, and the errors of [`compile`].
+/// The errors of `read`, [`Error::TensorMismatch`] for a part of a different shape or type, and the errors of
+/// [`compile`].
 pub fn compile_from<M, B, L, O, E>(
     init: impl Fn(&Device) -> M + Send + 'static,
     read: impl FnMut(&ShardSpec<'_>) -> Result<Option<TensorData>, E>,
@@ -174,8 +173,8 @@ where
     compiled::<Flex, M, B, L, O, (), E>((init, read), loss, optimizer, mode, (), on)
 }
 
-/// Compiles as [`compile`] does, with an [`Override`] for parts that cannot be traced as they are. `loss` takes the
-/// module that stands for the one that `init` makes.
+/// Compiles as [`compile`] does, with an [`Override`] for parts that cannot be traced. `loss` takes the module that
+/// replaces the one that `init` makes.
 ///
 /// # Errors
 ///
@@ -315,7 +314,7 @@ fn initial_values<M: Module, V: Override<M>, E: From<Error>>(
 ) -> Result<InitialValues, E> {
     let layout = |spec: &ParameterSpec| mode.initial_layout(spec);
     let (layout, ranks): (&dyn Fn(&ParameterSpec) -> _, _) = (&layout, mode.ranks());
-    // An override's tensors may be made from the module's own values, so these are drawn once.
+    // An override's tensors may be created from the module's own values, so these are drawn once.
     let made = RefCell::new(None);
     let kept = |device: &Device| {
         let module = init(device);
@@ -347,6 +346,6 @@ fn host_side<'a>(
         shape: spec.shape.clone(),
         dtype: spec.dtype,
     });
-    // The rate is not zero, so nothing is left out.
+    // The rate is not zero, so nothing is skipped.
     HostScalars::new(optimizers, 1.0, trained)
 }

@@ -1,7 +1,7 @@
-//! Operations that are not Burn's: their implementations and their costs.
+//! Custom operations: their implementations and their costs.
 //!
-//! A model that captures an operation of its own, as an [`OperationIr::Custom`](burn_ir::OperationIr::Custom),
-//! trains compiled if the step knows it: see [`CompiledStep::operations`](crate::CompiledStep::operations).
+//! A model that captures a custom operation, as an [`OperationIr::Custom`](burn_ir::OperationIr::Custom), can be
+//! compiled if the step knows the operation, see [`CompiledStep::operations`](crate::CompiledStep::operations).
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,14 +14,13 @@ use burn_ir::{BackendIr, CustomOpIr, HandleKind, OperationIr, TensorIr};
 use crate::error::Error;
 use crate::graph::{CustomProfile, Graph};
 
-/// An operation that is not Burn's, on a backend. On Burn's CPU backend,
-/// [`CustomOperations::kernel`] makes one of two functions.
+/// A custom operation on a backend. On Burn's CPU backend, [`CustomOperations::kernel`] creates one from two functions.
 pub trait CustomOperation<B: BackendIr>: Send + Sync {
     /// Returns the id that the operation is captured with.
     fn name(&self) -> &str;
 
-    /// Computes the outputs of a call in their order, of the shapes and types that the call declares.
-    /// An input that is the last handle of its tensor may be overwritten.
+    /// Computes the outputs of a call in order, with the shapes and types that the call declares. An input that is the
+    /// last handle of its tensor may be overwritten.
     ///
     /// # Errors
     ///
@@ -62,7 +61,7 @@ impl<B: BackendIr> CustomOperations<B> {
         }
     }
 
-    /// Adds an operation, and replaces an earlier one of the same name.
+    /// Adds an operation, replacing any earlier one with the same name.
     #[must_use]
     pub fn with(mut self, operation: impl CustomOperation<B> + 'static) -> Self {
         let name = operation.name().to_owned();
@@ -70,7 +69,7 @@ impl<B: BackendIr> CustomOperations<B> {
         self
     }
 
-    /// Adds operations, and replaces earlier ones of the same names.
+    /// Adds operations, replacing earlier ones with the same names.
     pub(crate) fn and(mut self, operations: Self) -> Self {
         self.by_name.extend(operations.by_name);
         self
@@ -85,7 +84,7 @@ impl<B: BackendIr> CustomOperations<B> {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownOperation`] for a call of an operation that is not among them.
+    /// [`Error::UnknownOperation`] for a call of an operation that is not in the set.
     pub fn describe(&self, mut graph: Graph) -> Result<Graph, Error> {
         let mut nodes = graph.take_nodes();
         for node in nodes.iter_mut().filter(|node| node.collective.is_none()) {
@@ -147,7 +146,7 @@ where
             HandleKind::Float(tensor) | HandleKind::Int(tensor) | HandleKind::Bool(tensor) => {
                 Ok(tensor)
             }
-            HandleKind::Quantized(_) => Err("its tensors are not quantized".to_owned()),
+            HandleKind::Quantized(_) => Err("its tensors must not be quantized".to_owned()),
         });
         let outputs = (self.run)(call, inputs.collect::<Result<_, _>>()?);
         let kind = |(tensor, output): (FlexTensor, &TensorIr)| match output.dtype {
@@ -159,7 +158,7 @@ where
         let outputs: Vec<_> = outputs.into_iter().zip(&call.outputs).map(kind).collect();
         match outputs.len() == num_outputs {
             true => Ok(outputs),
-            false => Err(format!("it gave {num_outputs} tensors")),
+            false => Err(format!("it returned {num_outputs} tensors")),
         }
     }
 

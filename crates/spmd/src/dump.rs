@@ -1,4 +1,4 @@
-//! Graphs in files: as text, as pictures, and the changes that each pass made.
+//! Dumps of graphs to files: text, pictures, and the changes of each pass.
 
 mod changes;
 mod dot;
@@ -20,8 +20,8 @@ use crate::graph::{Graph, Node, Role, Type};
 use changes::Printed;
 use groups::Group;
 
-/// Receives the graph of a plan as it was traced and after each pass. The first argument names the graph if a step has
-/// three.
+/// Receives the graph of a plan as it was traced and after each pass. The first argument names the graph if the step
+/// has three.
 pub(crate) type Watch<'a> = dyn FnMut(&'static str, &Graph) + 'a;
 
 /// Name of the file that lists the changes of each pass.
@@ -32,8 +32,8 @@ const CHANGES: &str = "changes.txt";
 /// | file | |
 /// |---|---|
 /// | `00-trace.txt` | the graph as it was traced, one line per given value, node and update |
-/// | `01-units.txt`, `02-dead-code.txt` .. | the same after each pass, by the name that errors give it |
-/// | `11-first-accumulate.txt` .. | the same of a step that is split in three, for each part |
+/// | `01-units.txt`, `02-dead-code.txt` .. | the same after each pass, named as in errors |
+/// | `11-first-accumulate.txt` .. | the same for each part of a step that is split in three |
 /// | `00-trace.svg` .. | a picture, in the order of the schedule: the computation by units, and the collectives |
 /// | `00-trace.dot` .. | all operations and their inputs, for Graphviz |
 /// | `changes.txt` | for each pass the numbers of added, removed, changed and moved nodes, and the first of them |
@@ -57,11 +57,11 @@ const CHANGES: &str = "changes.txt";
 #[derive(Debug, Clone)]
 pub struct GraphDump {
     folder: PathBuf,
-    /// Number of plans that were written.
+    /// Number of plans written.
     written: Arc<Mutex<usize>>,
 }
 
-/// The graphs of one plan, which are being written.
+/// The graphs of one plan, while they are written.
 pub(crate) struct Record<'a> {
     dump: &'a GraphDump,
     /// A hidden folder until the dump is complete.
@@ -72,14 +72,14 @@ pub(crate) struct Record<'a> {
     /// Name of the last part seen; empty for the whole.
     part: &'static str,
     last: Option<Rc<Printed>>,
-    /// The last graph of the whole, from which parts come.
+    /// The last graph of the whole step, from which parts are split off.
     whole: Option<Rc<Printed>>,
     changes: String,
     failed: Option<DumpError>,
 }
 
 impl GraphDump {
-    /// Creates a dump into a folder, which is made when the first graph is written.
+    /// Creates a dump to a folder, which is created when the first graph is written.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         Self {
             folder: folder.into(),
@@ -99,8 +99,7 @@ impl GraphDump {
         Ok(record.end(None)?)
     }
 
-    /// Checks that graphs can be written, and that nothing is in the way of replacing the graphs of an earlier run.
-    /// Leaves nothing behind.
+    /// Checks that graphs can be written, and that the graphs of an earlier run can be replaced. Leaves nothing behind.
     ///
     /// # Errors
     ///
@@ -118,7 +117,7 @@ impl GraphDump {
         Ok(())
     }
 
-    /// Makes a folder with an unused name, which is removed with its contents unless it is kept.
+    /// Creates a folder with an unused name, which is removed with its contents unless it is kept.
     fn hidden_in(&self, folder: &Path) -> Result<TempDir, DumpError> {
         let mut builder = tempfile::Builder::new();
         builder.prefix(".graph-").suffix(".part");
@@ -149,7 +148,7 @@ impl GraphDump {
         })
     }
 
-    /// Gives a complete folder its name.
+    /// Moves a complete folder to its final path.
     fn keep(&self, folder: TempDir) -> Result<PathBuf, DumpError> {
         let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
         if *written == 0 {
@@ -157,7 +156,7 @@ impl GraphDump {
         }
         let path = self.folder.join(format!("graph-{written}"));
         fs::rename(folder.path(), &path).map_err(|error| DumpError::write(&path, &error))?;
-        // It is not at its old path any more.
+        // The folder is no longer at its old path.
         let _ = folder.keep();
         *written += 1;
         Ok(path)
@@ -208,7 +207,7 @@ impl Record<'_> {
         fs::write(path, text).map_err(|error| (self.dump.folder.join(name), error))
     }
 
-    /// Writes the changes, and the reason why there is no plan, if there is none. Returns the folder.
+    /// Writes the changes, and the error if there is no plan. Returns the folder.
     pub(crate) fn end(mut self, error: Option<&Error>) -> Result<PathBuf, DumpError> {
         if let Some(failed) = self.failed.take() {
             return Err(failed);
@@ -274,7 +273,7 @@ fn remove_earlier(folder: &Path) -> Result<(), DumpError> {
     Ok(())
 }
 
-/// Finds the graphs of an earlier run: the folders, and the files of each. Refuses anything else among them.
+/// Finds the graphs of an earlier run: the folders, and the files of each. Rejects anything else among them.
 fn earlier(folder: &Path) -> Result<Vec<(PathBuf, Vec<PathBuf>)>, DumpError> {
     let in_the_way = |path: PathBuf| DumpError::InTheWay {
         folder: folder.to_owned(),
@@ -325,7 +324,7 @@ fn is_numbered(path: &Path) -> bool {
     })
 }
 
-/// Returns true if a file is named like a file of graphs.
+/// Returns true if a file has a name that dumps use.
 fn is_of_dump(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str());
     let Some(name) = name else { return false };

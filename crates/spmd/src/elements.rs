@@ -1,10 +1,10 @@
-//! Types of elements as the transport names them.
+//! The transport's element types.
 
 use burn::tensor::{BoolStore, DType};
 use burn_fsdp_collectives::ElementType;
 
-/// Returns the transport's name of a type that can be gathered. Bytes are moved as they are, so integers and bools can
-/// also be gathered.
+/// Returns the transport's element type to gather a type. Bytes are moved unchanged, so integers and bools can also be
+/// gathered.
 pub(crate) fn gathered_type(dtype: DType) -> Option<ElementType> {
     match dtype {
         DType::I64 => Some(ElementType::I64),
@@ -19,7 +19,7 @@ pub(crate) fn gathered_type(dtype: DType) -> Option<ElementType> {
     }
 }
 
-/// Returns the transport's name of a type that can be reduced: the float types.
+/// Returns the transport's element type to reduce a type; only float types have one.
 pub(crate) fn element_type(dtype: DType) -> Option<ElementType> {
     match dtype {
         DType::F64 => Some(ElementType::F64),

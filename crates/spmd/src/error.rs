@@ -24,7 +24,8 @@ use text::{After, At, Known, Pass, Produced, advice};
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A model or loss that a graph cannot represent, for example because it reads a tensor's value on the host.
+    /// A model or loss that cannot be represented as a graph, for example because it reads a tensor's value on the
+    /// host.
     #[error(
         "cannot capture {stage}: {reason}{}; {}",
         Produced(produced_by),
@@ -39,7 +40,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// Parameters that share an id but cannot be one parameter.
+    /// Parameters with the same id that cannot be one parameter.
     #[error("parameters `{first}` and `{second}` are one parameter (same id), {problem}")]
     Tied {
         /// The path seen first.
@@ -52,18 +53,18 @@ pub enum Error {
 
     /// A panic of `init` while it computed the initial values.
     #[error(
-        "init failed on rank 0 while it made the initial values: {reason}; it must make the module on the \
-         device that it is given, which has autodiff"
+        "init failed on rank 0 while it computed the initial values: {reason}; make the module on the device that `init` \
+         receives, which has autodiff"
     )]
     Initialization {
         /// Message of the panic.
         reason: String,
     },
 
-    /// A tensor of the module that is not a parameter, but is made of random numbers.
+    /// A tensor of the module that is drawn at random, but is not a parameter.
     #[error(
-        "the loss reads a tensor that `init` draws ({operation} of shape {shape:?}) and that is no \
-         parameter: it would be drawn again in every step; make it a frozen parameter \
+        "the loss reads a tensor that `init` draws at random ({operation} of shape {shape:?}) and that is not a \
+         parameter, so every step would draw it again; make it a frozen parameter \
          (Param::from_tensor(tensor).set_require_grad(false)), which is drawn once and saved"
     )]
     RandomInModule {
@@ -75,21 +76,19 @@ pub enum Error {
 
     /// A module with running statistics that runs twice in one loss.
     #[error(
-        "\"{path}\" runs twice in one loss, and its running statistics (BatchNorm) cannot be captured \
-         twice; run it once on the joined rows (Tensor::cat), or train this model with the eager engine \
-         (fully_shard)"
+        "\"{path}\" runs twice in one loss, but its running statistics (BatchNorm) can be captured only once; run it \
+         once on the concatenated rows (Tensor::cat), or train this model with the eager engine (fully_shard)"
     )]
     StatisticsTwice {
         /// Path of the module.
         path: String,
     },
 
-    /// A step that gave two different graphs for the same model, batch and step.
+    /// A step that was traced to two different graphs for the same model, batch and step.
     #[error(
-        "the step is not the same each time it is traced: {difference}; a compiled step has only what it \
-         was traced with, so values that the host draws or counts (random numbers, step counters, \
-         weights that follow a schedule, the order of a HashMap) must be tensors of the batch, or \
-         named with BatchMapper::fixed"
+        "the step differs each time it is traced: {difference}; a compiled step only repeats what was traced, so pass \
+         values that the host draws or counts (random numbers, step counters, scheduled weights, the order of a HashMap) \
+         as tensors of the batch, or name them with BatchMapper::fixed"
     )]
     NotRepeatable {
         /// The first operation that differs, and how.
@@ -98,19 +97,19 @@ pub enum Error {
 
     /// Another rank could not prepare the step.
     #[error(
-        "rank {rank} could not prepare the step, so no rank ran it; its own error says why. Nothing has \
-         changed: go on with another batch, or stop"
+        "rank {rank} could not prepare the step, so no rank ran it; see the error of that rank. Nothing has changed: \
+         continue with another batch, or stop"
     )]
     PeerNotReady {
-        /// The first rank that could not.
+        /// The first rank that failed.
         rank: usize,
     },
 
-    /// The model captured an operation of its own, and the step has no [`CustomOperation`](crate::CustomOperation) of
-    /// that name.
+    /// The model uses an operation that is not one of Burn's, and the step has no
+    /// [`CustomOperation`](crate::CustomOperation) of that name.
     #[error(
-        "the model uses the operation \"{name}\", which is not Burn's; give the step a CustomOperation \
-         of that name (CompiledStep::operations)"
+        "the model uses the operation \"{name}\", which is not one of Burn's; pass the step a CustomOperation of that \
+         name (CompiledStep::operations)"
     )]
     UnknownOperation {
         /// Name of the operation.
@@ -119,9 +118,8 @@ pub enum Error {
 
     /// A loss that is not one number.
     #[error(
-        "the loss has shape {shape:?}; reduce it to one element, with mean() for instance, and where the \
-         ranks' inputs are joined (DataParallel::Automatic) name those that have no batch dim \
-         (Mode::shared_input)"
+        "the loss has shape {shape:?}; reduce it to one element, for example with mean(), and where the ranks' inputs \
+         are joined (DataParallel::Automatic) name the inputs without a batch dim (Mode::shared_input)"
     )]
     LossShape {
         /// Shape of the loss.
@@ -136,18 +134,18 @@ pub enum Error {
     NoGradient,
 
     /// Two tensors of a batch, or two parameters, with the same name.
-    #[error("{what} \"{name}\" occurs twice; give every one its own name")]
+    #[error("{what} \"{name}\" occurs twice; give each a unique name")]
     DuplicateName {
-        /// Kind of the thing that is named: an input, a parameter.
+        /// Kind of the named object: an input, a parameter.
         what: &'static str,
         /// The name.
         name: String,
     },
 
     /// A name that matches nothing.
-    #[error("there is no {what} \"{name}\"; there {}", Known(known))]
+    #[error("there is no {what} \"{name}\"; {}", Known(known))]
     UnknownName {
-        /// Kind of the thing that is named: an input, a parameter.
+        /// Kind of the named object: an input, a parameter.
         what: &'static str,
         /// The name.
         name: String,
@@ -155,7 +153,7 @@ pub enum Error {
         known: String,
     },
 
-    /// A tensor that cannot be placed on the mesh as requested.
+    /// A tensor cannot be placed on the mesh as requested.
     #[error(
         "{what} \"{name}\" of shape {shape:?} cannot be {placement}: {reason}; choose \
          another placement, or replicate it"
@@ -175,8 +173,8 @@ pub enum Error {
 
     /// An operation that cannot run on operands with these placements.
     #[error(
-        "{operation} cannot run on axis {axis} with operands {operands}; int and bool tensors cannot be \
-         added up over ranks: place what they are made of so that they are whole where they must be"
+        "{operation} cannot run on axis {axis} with operands {operands}; int and bool tensors cannot be summed over \
+         ranks, so place the tensors that they are computed from to make them whole where necessary"
     )]
     NoRule {
         /// The operation.
@@ -189,8 +187,8 @@ pub enum Error {
 
     /// A value that must be redistributed, but whose type collectives cannot move.
     #[error(
-        "{value} of type {dtype:?} cannot be redistributed on axis {axis}: only float tensors are \
-         added up over ranks; replicate what it is made of"
+        "{value} of type {dtype:?} cannot be redistributed on axis {axis}, because only float tensors are summed over \
+         ranks; replicate the tensors that it is computed from"
     )]
     Redistribution {
         /// The value.
@@ -203,8 +201,8 @@ pub enum Error {
 
     /// Random numbers that should be the same on all ranks of an axis, but cannot be.
     #[error(
-        "{operation} of shape {shape:?} cannot be the same on all ranks of axis {axis}: they draw a part \
-         each, and no dim can be cut in equal parts; in a train step, draw them from a seed (Mode::seeded), or switch dropout off"
+        "{operation} of shape {shape:?} cannot be the same on all ranks of axis {axis}, because each rank draws a part \
+         and no dim can be cut into equal parts; in a train step, draw from a seed (Mode::seeded), or turn off dropout"
     )]
     RandomReplicated {
         /// The operation.
@@ -217,11 +215,11 @@ pub enum Error {
 
     /// A tensor whose shape or type differs from the traced one.
     #[error(
-        "{what} \"{name}\" is {got} where the graph has {expected}; pass a tensor of that shape and \
-         type, or compile for this one"
+        "{what} \"{name}\" is {got}, but the graph has {expected}; pass a tensor of that shape and type, or compile for \
+         this one"
     )]
     TensorMismatch {
-        /// Kind of the thing that is named: an input, a parameter, a state.
+        /// Kind of the named object: an input, a parameter, a state.
         what: &'static str,
         /// The name.
         name: String,
@@ -233,8 +231,9 @@ pub enum Error {
 
     /// An optimizer that cannot run on shards, because its step is not the same for every element.
     #[error(
-        "the optimizer combines elements of parameter \"{path}\" ({operation}), so it cannot run on a shard of it; in data \
-         parallelism give it to one rank (Mode::one_owner) or use Strategy::NoShard, elsewhere an optimizer such as AdamW"
+        "the optimizer combines elements of parameter \"{path}\" ({operation}), so it cannot run on a shard of it; in \
+         data parallelism, give the parameter to one rank (Mode::one_owner) or use Strategy::NoShard; elsewhere, use an \
+         optimizer such as AdamW"
     )]
     OptimizerNotElementwise {
         /// The parameter.
@@ -245,11 +244,11 @@ pub enum Error {
 
     /// A tensor returned with the loss that a step cannot output.
     #[error(
-        "the loss closure returns \"{name}\" beside the loss, which cannot come out of a step: {reason}; return what is \
-         computed of the model and the batch, on their device"
+        "the loss closure returns \"{name}\" in addition to the loss, but a step cannot output it: {reason}; return \
+         tensors computed from the model and the batch, on their device"
     )]
     Output {
-        /// Its name.
+        /// Name of the tensor.
         name: String,
         /// The reason.
         reason: &'static str,
@@ -257,8 +256,8 @@ pub enum Error {
 
     /// Hybrid sharding on a mesh or with a strategy that does not support it.
     #[error(
-        "hybrid sharding takes a mesh of two axes and a strategy with shards, not {axes} and {strategy}; give a mesh such \
-         as [(\"replicate\", 2), (\"shard\", 4)] and Strategy::FullShard, or use Mode::data_parallel"
+        "hybrid sharding needs a mesh of two axes and a strategy with shards, not {axes} and {strategy}; pass a mesh \
+         such as [(\"replicate\", 2), (\"shard\", 4)] and Strategy::FullShard, or use Mode::data_parallel"
     )]
     Hybrid {
         /// The strategy.
@@ -268,7 +267,7 @@ pub enum Error {
     },
 
     /// Mixed precision that a compiled step does not support.
-    #[error("compiled steps have no mixed precision {what}; {way_out}")]
+    #[error("compiled steps do not support mixed precision {what}; {way_out}")]
     Precision {
         /// The requested feature.
         what: &'static str,
@@ -289,40 +288,40 @@ pub enum Error {
 
     /// Micro-batches of one step that give gradients to different parameters.
     #[error(
-        "some micro-batches of a step give parameter \"{path}\" a gradient, and others none, or one that it shares with \
-         another parameter; give micro-batches equal shapes and let each use it, multiplied by zero where it does not \
-         count, or train this model with the eager engine (fully_shard)"
+        "some micro-batches of a step give parameter \"{path}\" a gradient, but others give none, or one that it shares \
+         with another parameter; give micro-batches equal shapes and use the parameter in each, multiplied by zero where \
+         it does not count, or train this model with the eager engine (fully_shard)"
     )]
     MicroBatches {
         /// The first parameter that differs.
         path: String,
     },
 
-    /// A limit that no norm of gradients can have.
+    /// Gradient clipping with an invalid limit or norm.
     #[error(
-        "gradients cannot be clipped as {clip:?} says; give a greatest norm that is not negative, and an order of at \
-         least 1 or Norm::Infinity"
+        "gradients cannot be clipped with {clip:?}; use a nonnegative maximum norm, and an order of at least 1 or \
+         Norm::Infinity"
     )]
     Clip {
         /// The requested clipping.
         clip: burn_fsdp_mesh::Clip,
     },
 
-    /// An optimizer whose step or state cannot be followed.
+    /// An optimizer whose step or state cannot be traced.
     #[error(
-        "the optimizer {optimizer} cannot be followed for parameter \"{path}\": {reason}; use another \
-         optimizer, or train this model with the eager engine (fully_shard)"
+        "the optimizer {optimizer} cannot be traced for parameter \"{path}\": {reason}; use another optimizer, or train \
+         this model with the eager engine (fully_shard)"
     )]
     UntraceableOptimizer {
         /// Type of the optimizer.
         optimizer: &'static str,
         /// The parameter.
         path: String,
-        /// The part of the step or state that cannot be followed.
+        /// The reason: the part of the step or state that cannot be traced.
         reason: String,
     },
 
-    /// An override whose module does not stand for the module of the step.
+    /// An override whose module cannot replace the step's module.
     #[error(transparent)]
     Override(#[from] OverrideError),
 
@@ -334,7 +333,7 @@ pub enum Error {
     },
 
     /// A pass that was applied twice.
-    #[error("pass {pass} has been applied to this graph already; apply it once")]
+    #[error("pass {pass} has already been applied to this graph; apply it once")]
     PassTwice {
         /// The pass.
         pass: PassId,
@@ -353,14 +352,13 @@ pub enum Error {
 
     /// A graph that breaks a rule of the verifier.
     #[error(
-        "the graph{} breaks the rule \"{rule}\" at node {node} ({operation}): {reason}; this is a \
-         fault of the last pass",
+        "the graph{} breaks the rule \"{rule}\" at node {node} ({operation}): {reason}; this is a bug in the last pass",
         After(after)
     )]
     InvalidGraph {
         /// The rule.
         rule: &'static str,
-        /// The pass that made the graph, if any.
+        /// The pass that produced the graph, if any.
         after: Option<PassId>,
         /// Index of the node at fault.
         node: usize,
@@ -372,8 +370,8 @@ pub enum Error {
 
     /// A plan that does not compute what was traced, found by the [certificate](crate::Certificate) before it runs.
     #[error(
-        "the plan does not compute the traced step: after the pass \"{}\", {reason}, on rank {rank}{}; leave the pass \
-         out where an option does, and report it",
+        "the plan does not compute the traced step: after the pass \"{}\", {reason}, on rank {rank}{}; turn the pass off \
+         where an option allows it, and report this",
         Pass(*pass),
         At(*node, operation.as_str())
     )]
@@ -390,9 +388,9 @@ pub enum Error {
         reason: String,
     },
 
-    /// A plan that cannot be proved, whether right or wrong: see [`Mode::certified`](crate::Mode::certified).
+    /// A plan that cannot be proved correct or incorrect, see [`Mode::certified`](crate::Mode::certified).
     #[error(
-        "a plan {what} cannot be proved; prove the step in data parallelism, or leave the proof out"
+        "a plan {what} cannot be proved; prove the step in data parallelism, or skip the proof"
     )]
     NotProvable {
         /// The part that the proof does not follow.
@@ -404,27 +402,27 @@ pub enum Error {
         "the graph was made for {expected} ranks, but the group has {got}; compile it for {got}"
     )]
     GroupSize {
-        /// Number of ranks that the graph was made for.
+        /// Number of ranks that the graph was created for.
         expected: usize,
         /// Number of ranks in the group.
         got: usize,
     },
 
-    /// A resume at a step before the current one.
+    /// An attempt to resume at a step before the current one.
     #[error(
-        "{done} steps are done, so that a run cannot be resumed after {steps}; restore it from a checkpoint (resume_with)"
+        "{done} steps are done, so a run cannot be resumed after {steps}; restore it from a checkpoint (resume_with)"
     )]
     Backwards {
         /// Number of steps done.
         done: u64,
-        /// Number of steps at which the run was to resume.
+        /// Number of steps at which the run should resume.
         steps: u64,
     },
 
     /// Ranks that do not run the same graph.
     #[error(
-        "rank {rank} would run another graph than rank 0, so no rank ran one: {difference}; give all ranks \
-         the same model, mode and batch shapes. Nothing has changed, and the next step may follow"
+        "rank {rank} would run a different graph from rank 0, so no rank ran one: {difference}; give all ranks the same \
+         model, mode and batch shapes. Nothing has changed, and the next step may follow"
     )]
     GraphsDiffer {
         /// The first rank that differs.
@@ -433,7 +431,7 @@ pub enum Error {
         difference: String,
     },
 
-    /// An operation that failed while the step ran.
+    /// An operation that failed during the step.
     #[error("node {node} ({operation}) failed: {reason}")]
     Execution {
         /// Index of the node in the schedule.
@@ -444,10 +442,10 @@ pub enum Error {
         reason: String,
     },
 
-    /// A step that cannot run because an earlier one failed halfway.
+    /// A step cannot run because an earlier one failed halfway.
     #[error(
-        "an earlier step failed ({reason}), so parameters and optimizer states are of no one step; \
-         compile again and start from a checkpoint"
+        "an earlier step failed ({reason}) and left parameters and optimizer states from different steps; compile again \
+         and start from a checkpoint"
     )]
     Poisoned {
         /// Error of the step that failed.
@@ -474,7 +472,7 @@ pub enum Error {
         dtype: DType,
     },
 
-    /// A layout that does not exist.
+    /// A mesh or layout that does not exist.
     #[error(transparent)]
     Mesh(#[from] burn_fsdp_mesh::Error),
 
@@ -490,11 +488,11 @@ pub enum Error {
     #[error(transparent)]
     Move(#[from] MoveError),
 
-    /// Graphs that were not written.
+    /// Graphs that could not be written.
     #[error(transparent)]
     Dump(#[from] DumpError),
 
-    /// A broken assumption of the crate: a fault of this crate or of Burn.
+    /// A broken assumption: a bug in this crate or in Burn.
     #[error("internal error: {0}; please report it")]
     Internal(String),
 }

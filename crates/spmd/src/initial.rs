@@ -18,7 +18,7 @@ use crate::parts::{Divided, Lent, broadcast, element_of};
 use crate::ranks::Ranks;
 use crate::trace::ParameterSpec;
 
-/// A function from a tensor of the module to its layout before there is a graph.
+/// A function that returns the layout of a module's tensor before the graph exists.
 pub(crate) type LayoutOf<'a> = dyn Fn(&ParameterSpec) -> Result<Layout, Error> + 'a;
 
 /// A tensor of a module whose initial value is requested, and this rank's part of it.
@@ -29,7 +29,7 @@ pub struct ShardSpec<'a> {
     pub whole: &'a ParameterSpec,
     /// The elements of the whole that this rank holds, possibly none.
     pub region: Region,
-    /// The shape in which it holds them: one dim if the cut is between elements.
+    /// The shape in which the rank holds them: flat if it is cut between elements.
     pub shape: Vec<usize>,
 }
 
@@ -47,8 +47,8 @@ struct Held {
 }
 
 impl InitialValues {
-    /// Gives this rank its part of every tensor: the part that `read` returns, or else its part of the value that
-    /// `init` makes on rank 0. Values that are read are not made.
+    /// Returns this rank's part of every tensor: the part that `read` returns, or else its part of the value that
+    /// `init` creates on rank 0. Values that are read are not created.
     pub(crate) fn new<M: Module, E: From<Error>>(
         (init, read): (
             impl Fn(&Device) -> M,
@@ -70,7 +70,7 @@ impl InitialValues {
             error: None,
         };
         if ranks.rank() == 0 {
-            // On the tape, as in Burn's own training, because some modules ask for gradients.
+            // With autodiff, as in Burn's own training, because some modules ask for gradients.
             let device = device.clone().autodiff();
             // Parameters are replaced as they are visited, so only one exists at a time.
             let made = caught(|| init(&device).map(&mut receiver));
@@ -79,6 +79,7 @@ impl InitialValues {
                 return Err(Error::Initialization { reason }.into());
             }
         } else {
+            // In the order in which rank 0 visits the parameters, because each may be a collective.
             for spec in specs {
                 receiver.receive(spec, || None);
             }
@@ -136,7 +137,7 @@ impl InitialValues {
     }
 
     /// Returns the values, divided as the graph divides its parameters. All ranks must call it if the graph divides
-    /// them differently than before. One parameter at a time is whole then.
+    /// them differently than before. Only one parameter at a time is then whole.
     pub(crate) fn into_values(
         mut self,
         graph: &Graph,
@@ -150,8 +151,8 @@ impl InitialValues {
         values.collect()
     }
 
-    /// Takes a value out, divided as the graph divides the parameter, and leaves its slot to be [filled
-    /// again](Self::set_local). All ranks must call it.
+    /// Takes a value out, in the parameter's layout in the graph, and leaves its slot to be
+    /// [refilled](Self::set_local). All ranks must call it.
     pub(crate) fn take(
         &mut self,
         parameter: &Parameter,
@@ -226,7 +227,7 @@ where
         }
     }
 
-    /// Refuses a field whose value differs from the value made for the parameter that it shares.
+    /// Rejects a field whose value differs from the value made for the parameter that it shares.
     fn compare(&mut self, path: &str, data: impl FnOnce() -> TensorData) {
         let is_of = |spec: &&ParameterSpec| spec.tied.iter().any(|tied| **tied == *path);
         let first = self.specs.iter().find(is_of);
@@ -235,12 +236,12 @@ where
             && self.error.is_none()
             && hash_of(&data()) != hash
         {
-            let problem = "but of different values; make the second by cloning the first when the module is built";
+            let problem = "but have different values; create the second by cloning the first when the module is built";
             self.error = Some(tied(first, path, problem).into());
         }
     }
 
-    /// Reads this rank's part under the first path for which there is one. All parts that are read must be equal.
+    /// Reads this rank's part by the first path that has one. All parts that are read must be equal.
     fn read_of(
         &mut self,
         spec: &ParameterSpec,
@@ -259,8 +260,7 @@ where
             };
             match (&known, (self.read)(&asked)?) {
                 (Some((first, one)), Some(other)) if one.as_bytes() != other.as_bytes() => {
-                    let problem = "but what is read has other values for one than for the other; read one name, or the \
-                                   same for both";
+                    let problem = "but the values read for them differ; read only one name, or the same values for both";
                     return Err(tied(first, &whole.path, problem).into());
                 }
                 (None, Some(data)) => known = Some((whole.path, data)),
@@ -376,10 +376,10 @@ fn sent(
         let held = broadcast(copies, path, own, known)?;
         data = Some(owned(held));
     }
-    data.ok_or_else(|| Error::Internal(format!("parameter {path} has come to no rank")))
+    data.ok_or_else(|| Error::Internal(format!("no rank has parameter {path}")))
 }
 
-/// Copies elements into memory of their own.
+/// Copies elements into separate memory.
 fn owned(lent: Arc<Lent>) -> TensorData {
     let data = &lent.0;
     TensorData::from_bytes_vec(
@@ -404,7 +404,7 @@ fn scattered(
     };
     let into = BufferPool::new().take(partition.len(group.rank()) * size);
     let label = format!("initial {}", spec.path);
-    // Waits until the others have read it, because the next value must not be made before.
+    // Waits until the other ranks have read it, because the next value must not be created before then.
     let received = group
         .start_scatter(label, Vec::new(), 0, vec![part], vec![into])
         .and_then(Pending::wait_released)
@@ -424,7 +424,7 @@ where
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let id = param.id;
         let stand_in = Tensor::<D>::zeros([1; D], &param.lazy_device());
-        // A lazy parameter whose value is read is never made.
+        // A lazy parameter whose value is read is never initialised.
         self.visit(|| param.into_value().into_data());
         Param::initialized(id, stand_in)
     }

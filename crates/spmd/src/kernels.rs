@@ -1,4 +1,4 @@
-//! The crate `kernels`, as operations of a graph.
+//! The kernels of the crate `kernels` as graph operations.
 
 use std::any::Any;
 
@@ -13,8 +13,8 @@ use crate::custom::CustomOperations;
 use crate::graph::{CustomProfile, Flops, Node, Phase};
 
 /// Returns all operations of the crate `kernels`. Every step on Burn's CPU backend knows them. The graphs of losses
-/// that `burn_fsdp_kernels::recorded` records contain them, and [`UseKernels`](crate::passes::UseKernels) puts them in
-/// place of operations that Burn composes.
+/// that `burn_fsdp_kernels::recorded` records contain them, and [`UseKernels`](crate::passes::UseKernels) inserts them
+/// for operations that Burn composes.
 pub fn kernels() -> CustomOperations {
     let add = |known: CustomOperations, operation: FusedOperation| {
         known.kernel(
@@ -39,7 +39,7 @@ pub(crate) fn has_kernels<B: BackendIr>() -> bool {
     std::any::TypeId::of::<B>() == std::any::TypeId::of::<Flex>()
 }
 
-/// Returns true for tensors that share one type, if the kernels take it.
+/// Returns true if tensors share one type that the kernels support.
 pub(crate) fn are_alike<'a>(tensors: impl IntoIterator<Item = &'a TensorIr>) -> bool {
     let mut types = tensors.into_iter().map(|tensor| tensor.dtype);
     types
@@ -47,7 +47,7 @@ pub(crate) fn are_alike<'a>(tensors: impl IntoIterator<Item = &'a TensorIr>) -> 
         .is_none_or(|first| takes(first) && types.all(|other| other == first))
 }
 
-/// Creates the node of a kernel, from inputs to outputs.
+/// Creates the node of a kernel with these inputs and outputs.
 pub(crate) fn fused_node(
     operation: FusedOperation,
     (inputs, outputs): (Vec<TensorIr>, Vec<TensorIr>),
@@ -112,7 +112,7 @@ pub(crate) fn plain_node(node: &Node) -> Option<Node> {
     Some(plain)
 }
 
-/// Returns what passes and plans need to know of a call.
+/// Returns the properties of a call that passes and plans need.
 fn profile(operation: FusedOperation, call: &CustomOpIr) -> CustomProfile {
     let FusedCost { matmul, pointwise } = operation.cost(call);
     CustomProfile {

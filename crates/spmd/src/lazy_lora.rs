@@ -4,8 +4,8 @@ use burn::module::{Lora, LoraAdapter, Param, ParamId, Reparameterizer};
 use burn::tensor::{Device, Distribution, FloatDType, Shape, Tensor};
 
 /// Burn's [`Lora`] for a module whose parameters are lazy, as `init` of [`compile`](crate::compile()) makes them.
-/// Burn's `apply_lora` makes the value of every matrix at once to see its shape, and so makes the whole model. This
-/// type makes no matrix, and makes factors on request, in the order of the module.
+/// Burn's `apply_lora` initializes every matrix at once to read its shape, and therefore the whole model. This type
+/// initializes no matrix, and draws factors on request, in module order.
 ///
 /// It draws the same factors as `apply_lora`, as long as nothing else draws from Burn's generator in between. Factors
 /// of a weight that is still lazy have the device's default type, unless the configuration names another.
@@ -72,8 +72,8 @@ impl Reparameterizer for LazyLora {
     }
 }
 
-/// Returns the shape of a parameter in memory, without its value. A lazy parameter only knows the shape in records,
-/// which may differ, for example in linear layers by columns.
+/// Returns the in-memory shape of a parameter without initializing it. A lazy parameter only knows the shape in
+/// records, which may differ, for example in linear layers by columns.
 fn shape_of<const D: usize>(param: &Param<Tensor<D>>) -> Shape {
     if param.is_initialized() {
         return param.base().shape();

@@ -13,21 +13,21 @@
 //! | module | stage |
 //! |---|---|
 //! | [`graph`] | the step as data: nodes in execution order, values by role and path |
-//! | [`trace`] | the tracer: makes a graph of closures, on fake tensors |
+//! | [`trace`] | the tracer: makes a graph from closures, using fake tensors |
 //! | [`place`] | placement of the step's values on ranks |
 //! | [`passes`] | functions from graph to graph, and the verifier |
 //! | [`CustomOperations`] | operations that are not Burn's |
-//! | [`run`] | the executor, its table of memory, and timelines |
+//! | [`run`] | the executor, its memory table, and timelines |
 //!
-//! On one rank a compiled step gives the same bits as Burn's own loop if
-//! [`Options::kernels`](passes::schedule::Options::kernels) are off. It does not hide its order: the list of nodes is
-//! the schedule, with every gather, wait and drop in it.
+//! On one rank a compiled step is bit-identical to Burn's own loop if
+//! [`Options::kernels`](passes::schedule::Options::kernels) are off. Its order is explicit: the list of nodes is the
+//! schedule, including every gather, wait and drop.
 //!
 //! # Number of collectives
 //!
-//! A unit is a module whose parameters travel together, see [`Units`](passes::Units). Let U be the number of units and
-//! P the number of parameters. Let B be the number of units whose weights backward reads, except the last two of
-//! forward. Assume that no unit is larger than a bucket. If forward visits every unit once, a step of
+//! A unit is a module whose parameters are communicated together, see [`Units`](passes::Units). Let U be the number of
+//! units and P the number of parameters. Let B be the number of units whose weights backward reads, except the last two
+//! of forward. Assume that no unit is larger than a bucket. If forward visits every unit once, a step of
 //! [`Strategy::FullShard`] then takes
 //!
 //! | | all-gathers | reduce-scatters | all-reduces |
@@ -38,25 +38,25 @@
 //!
 //! If forward or backward returns to a unit after two others, the unit is gathered there a second time, and then stays
 //! until its last use there. This gives at most 2 U all-gathers in each of them, however often a loop uses the units.
-//! Frozen parameters are gathered and not reduced. Before anything runs, every step also exchanges 8 bytes, by which
-//! the ranks know that they run the same graph.
+//! Frozen parameters are gathered but not reduced. Before anything runs, every step also exchanges 8 bytes to check
+//! that all ranks run the same graph.
 //!
 //! A step of [`Strategy::NoShard`] takes as many all-reduces as there are buckets of gradients and loss, or P + 1
 //! without buckets. All of these counts are independent of the number of ranks, and also hold for one rank.
 //!
-//! Clipping takes one all-gather of a number more for each set of axes along which parameters are cut, and none with
-//! [`Strategy::NoShard`]. A step of several micro-batches takes the collectives of as many steps, and clips once. With
-//! copies of the shards ([`Mode::hybrid`]) there are as many all-reduces over the copies as buckets of shards, with the
-//! loss among them.
+//! Clipping takes one more all-gather, of one number, for each set of axes along which parameters are cut, and none
+//! with [`Strategy::NoShard`]. A step of several micro-batches takes the collectives of that many steps, and clips
+//! once. With copies of the shards ([`Mode::hybrid`]) there are as many all-reduces over the copies as buckets of
+//! shards, with the loss among them.
 //!
 //! A step with placements ([`Expand`], [`DataParallel::Automatic`]) takes the redistributions that its operations need,
 //! see [`place`], and none on axes of one rank. For a transformer of B blocks whose layers are cut by columns and then
-//! by rows, these are 4 B all-reduces: two per block in forward and two in backward. There is one more for each bucket
+//! by rows, they are 4 B all-reduces: two per block in forward and two in backward. There is one more for each bucket
 //! of gradients that are sums over the cut dim (the shifts of the norms). If the batch is cut on another axis, there is
 //! one more for each bucket of gradients there, one for the loss, and one for each gradient that is a sum on both axes.
 #![forbid(unsafe_code)]
 
-// Models of the tests, which unit tests also use, know this crate by its name.
+// Test models, which unit tests also use, refer to this crate by name.
 #[cfg(test)]
 extern crate self as burn_fsdp_spmd;
 
@@ -105,10 +105,10 @@ pub use norm::GRAD_NORM;
 pub use place::{DataParallel, Expand};
 pub use trace::{Batch, BatchMapper, Loss, OptimizerGroups, cast_floats, named_activation};
 
-/// Burn's types of a custom operation's call and tensors, for [`CustomOperation`].
+/// Burn's types for the call and tensors of a custom operation, for [`CustomOperation`].
 pub use burn_ir::{CustomOpIr, HandleKind};
 
-/// The types in which parameters compute and gradients travel, as Burn names them.
+/// The types of computation and of gradient reduction, as Burn names them.
 ///
 /// ```
 /// use burn::tensor::FloatDType;

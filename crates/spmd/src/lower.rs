@@ -21,7 +21,7 @@ pub(crate) struct Lowered {
     pub(crate) certificate: Option<Arc<Certificate>>,
 }
 
-/// Returns the graph as the mode runs it, if its options name parameters of the graph.
+/// Prepares a graph for the mode, and checks the parameter names in its options.
 fn prepared(graph: Graph, mode: &mut Mode) -> Result<Graph, Error> {
     let parameters = graph.parameters().iter().filter(|of| !of.is_buffer);
     let paths: Vec<&str> = parameters.map(|of| &*of.path).collect();
@@ -47,7 +47,7 @@ pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
     })
 }
 
-/// Applies the passes of a mode as [`lower`] does, and proves that the plan computes the graph as it is. With
+/// Applies the passes of a mode as [`lower`] does, and proves that the plan computes the original graph. With
 /// `num_batches` above one, the step is of that many micro-batches. See [`Mode::certified`].
 ///
 /// # Errors
@@ -61,20 +61,19 @@ pub fn certify(graph: Graph, num_batches: usize, mode: &Mode) -> Result<Certific
     Ok(Certificate::clone(&certificate))
 }
 
-/// Proves the plan that a mode makes of `real`, a step traced at the shapes of a run, which may have too many elements
-/// for [`certify`]. `small` is the same step traced at small shapes.
+/// Proves the plan for `real`, a step traced at the shapes of a run, which may be too large for [`certify`]. `small` is
+/// the same step traced at small shapes.
 ///
-/// The passes make the plan of `real`, and then its twin, the plan of `small`. For the twin they decide (to recompute,
-/// fuse or join) by the sizes that values have in the plan of `real`. After every pass, the two must be one list of
-/// operations: the same operations of the same values, with sizes that differ as the traces' sizes do. The twin is
-/// proved as [`certify`] does, and kernels are checked in floats at the shapes of the run, if these are not too large.
-/// The comparison of the lists finds a pass that is wrong only at large shapes. The proof finds a pass that is wrong
-/// when it decides as it does for large shapes.
+/// The passes plan `real`, and then its twin, `small`. For the twin, they decide what to recompute, fuse and join from
+/// the sizes in `real`. After every pass, both plans must list the same operations on the same values, and may differ
+/// only in sizes, as the traces do. The twin is proved as in [`certify`]. Kernels are checked in floats at the shapes
+/// of the run, if these are not too large. The comparison detects passes that are wrong only at large shapes. The proof
+/// detects passes whose decisions for large shapes are wrong.
 ///
-/// A small shape must be one at which the model does the same. As a rule, dims of one element stay one, and others are
-/// two or more. Burn's `Linear` over three or more dims folds its first dims into one if the result is squarer, unless
-/// the last but one is a multiple of 32. Keep that dim at one, or as large as necessary. Widths of the model may also
-/// be smaller.
+/// The model must behave the same at the small shapes. As a rule, dims of size one stay one, and all others are at
+/// least two. Burn's `Linear` on three or more dims folds the leading dims into one if the result is squarer, unless
+/// the second-to-last dim is a multiple of 32. Keep that dim at one, or as large as necessary. The model's widths may
+/// also be smaller.
 ///
 /// # Errors
 ///

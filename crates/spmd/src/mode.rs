@@ -42,7 +42,7 @@ pub struct Mode {
     certified: Certify,
     /// Fingerprints of the plans that were proved, if no others may run.
     proved: Option<BTreeSet<u64>>,
-    /// Replaces the passes of the mode by faulty ones.
+    /// Replaces the passes of the mode with faulty ones.
     #[cfg(test)]
     planted: Option<certify::Planted>,
     /// The seed of random numbers; without one, the backend draws them.
@@ -78,7 +78,7 @@ pub(crate) enum Purpose {
 }
 
 impl Mode {
-    /// Creates the mode of a single rank.
+    /// Creates a mode for a single rank.
     pub fn single() -> Self {
         Self::data_parallel(ProcessGroup::solo(), Strategy::NoShard)
     }
@@ -90,6 +90,12 @@ impl Mode {
             style => Division::DataParallel(style),
         };
         Self::new(Ranks::line(group), division)
+    }
+
+    /// Creates a mode in which the ranks of a group divide the batch, with placements of the parameters that move few
+    /// bytes: [`DataParallel::Automatic`].
+    pub fn automatic(group: ProcessGroup) -> Self {
+        Self::data_parallel(group, DataParallel::Automatic)
     }
 
     /// Creates a mode of hybrid sharding. The ranks of a mesh of two axes divide the batch among them. Shards are
@@ -161,18 +167,19 @@ impl Mode {
     }
 
     /// Draws the random numbers of steps, such as dropout masks, from a seed instead of Burn's process-wide generator.
-    /// All ranks must give the same seed.
+    /// All ranks must pass the same seed.
     ///
     /// Each number is then a function of the seed, the number of the step ([`CompiledStep::num_steps`]) and of its
-    /// micro-batch, the position of the operation among those that draw, and the position of the element. Runs repeat,
-    /// and a run that is [resumed](crate::CompiledStep::resume) continues as if it had not stopped. With placements
-    /// ([`expand`](Self::expand), [`DataParallel::Automatic`]), the position of an element is its position in the whole
-    /// tensor. The step then draws the same numbers as one rank, compiled with the same seed, draws for the joined
-    /// batch, and nothing is gathered for it. Otherwise every rank draws numbers of its own for its part of the batch.
+    /// micro-batch, the position of the operation among the operations that draw, and the position of the element. Runs
+    /// are reproducible, and a run that is [resumed](crate::CompiledStep::resume) continues as if it had not stopped.
+    /// With placements ([`expand`](Self::expand), [`DataParallel::Automatic`]), the position of an element is its
+    /// position in the whole tensor. The step then draws the same numbers as one rank, compiled with the same seed,
+    /// draws for the joined batch, and nothing is gathered for it. Otherwise every rank draws separate numbers for its
+    /// part of the batch.
     ///
-    /// The numbers differ from those of Burn's generator with the same seed, and another version of the crate `rand`
-    /// may give others. Evaluations, initial values, custom operations and random numbers of an optimizer draw as they
-    /// do without a seed.
+    /// The numbers differ from those of Burn's generator with the same seed, and may change with the version of the
+    /// crate `rand`. Evaluations, initial values, custom operations and random numbers of an optimizer draw as they do
+    /// without a seed.
     ///
     /// ```
     /// use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
@@ -215,18 +222,18 @@ impl Mode {
         self
     }
 
-    /// Sets the number of graphs that are kept: one for each set of input shapes, of values named with
-    /// [`BatchMapper::fixed`](crate::BatchMapper::fixed) and of optimizer operations. The first step therefore has its
-    /// own. The default is 8 and the minimum is 1; the least recently used graph is evicted first.
+    /// Sets the number of graphs to keep. There is one graph for each combination of input shapes, values named with
+    /// [`BatchMapper::fixed`](crate::BatchMapper::fixed), and optimizer operations, so the first step has its own. The
+    /// default is 8 and the minimum is 1; the least recently used graph is evicted first.
     #[must_use]
     pub fn cache(mut self, num_graphs: usize) -> Self {
         self.cache = num_graphs.max(1);
         self
     }
 
-    /// Declares that the batch's tensors that match a pattern have no batch dim and are the same on all ranks, such as
-    /// class weights or a temperature. It is for [`DataParallel::Automatic`], which joins all others along their first
-    /// dim. [`Expand`] replicates tensors that it does not name, and the other styles join nothing.
+    /// Declares that the batch's tensors that match a pattern have no batch dim and are equal on all ranks, such as
+    /// class weights or a temperature. This is for [`DataParallel::Automatic`], which joins all other tensors along
+    /// their first dim. [`Expand`] replicates tensors that it does not name, and the other styles do not join tensors.
     #[must_use]
     pub fn shared_input(mut self, pattern: impl Into<Pattern>) -> Self {
         self.names.shared.push(pattern.into());
@@ -288,13 +295,13 @@ impl Mode {
         }
     }
 
-    /// Returns the layout of a parameter or buffer until there is a graph.
+    /// Returns the layout of a parameter or buffer before there is a graph.
     pub(crate) fn initial_layout(&self, spec: &ParameterSpec) -> Result<Layout, Error> {
         let (mesh, owners) = (self.ranks.mesh()?, &self.names.owners);
         self.division.initial_layout(&mesh, spec, owners)
     }
 
-    /// Refuses patterns that match no parameter or input.
+    /// Rejects patterns that match no parameter or input.
     pub(crate) fn check_names(
         &self,
         specs: &[ParameterSpec],
@@ -319,7 +326,7 @@ impl Mode {
         expand.check_names(mesh, paths, names)
     }
 
-    /// Refuses inputs of an evaluation without a placement, if placements matter.
+    /// Rejects inputs of an evaluation without a placement, if the user's placements cut inputs.
     pub(crate) fn check_evaluation(&self, inputs: &[InputSpec]) -> Result<(), Error> {
         let Division::Expand(_, expand) = &self.division else {
             return Ok(());
@@ -328,19 +335,19 @@ impl Mode {
             None => Ok(()),
             Some(name) => Err(Error::Evaluation {
                 reason: format!(
-                    "the step cuts its batch, and no placement is for the evaluation's \"{name}\"; give the batch the \
-                     names that it has in training, or evaluate with a tuple of the same form"
+                    "the step cuts its batch, but the evaluation's \"{name}\" has no placement; give the batch the same \
+                     names as in training, or evaluate with a tuple of the same form"
                 ),
             }),
         }
     }
 
-    /// Refuses patterns of modules that compute in full precision and match none of these parameters. The paths include
-    /// those of all fields that share a parameter, which a graph does not know.
+    /// Rejects full-precision module patterns that match none of these parameters. The paths include all fields that
+    /// share a parameter, which a graph does not contain.
     pub(crate) fn check_full(&self, paths: &[&str]) -> Result<(), Error> {
         match self.options.precision.unmatched(paths) {
             Some(pattern) => Err(Error::UnknownName {
-                what: "module that computes in full",
+                what: "module in full precision",
                 name: pattern.to_owned(),
                 known: paths.join(", "),
             }),
@@ -348,7 +355,7 @@ impl Mode {
         }
     }
 
-    /// Refuses options that cannot be combined, and types in which the mode cannot compute. `parameters` lists each
+    /// Rejects options that cannot be combined, and types in which the mode cannot compute. `parameters` lists each
     /// parameter, but no buffer, by path and type.
     pub(crate) fn check_precision(&self, parameters: &[(&str, DType)]) -> Result<(), Error> {
         let precision = &self.options.precision;
@@ -373,21 +380,21 @@ impl Mode {
         let is_flex = |of: &[DType; 3]| of[1..].contains(&DType::Flex32);
         if types.iter().any(|of| is_double(of) || is_flex(of)) {
             return Err(Error::Precision {
-                what: "from or to f64 or flex32, which are not reduced to other types",
+                what: "from or to f64 or flex32, which cannot be reduced to other types",
                 way_out: "build the model in f32",
             });
         }
         match types.iter().any(has_halves) && self.options.loss_scaling.is_none() {
             true => Err(Error::Precision {
-                what: "in f16 with a loss that is not scaled",
-                way_out: "scale it (Options::scale_loss), or use bf16",
+                what: "in f16 without loss scaling",
+                way_out: "scale the loss (Options::scale_loss), or use bf16",
             }),
             false => Ok(()),
         }
     }
 
-    /// Returns the purpose of a graph for a step with the given number of micro-batches. If the loss is scaled, the
-    /// host looks at the gradients before the optimizer takes them.
+    /// Returns the purpose of a graph for a step with the given number of micro-batches. With loss scaling, even a
+    /// single micro-batch has its own graph, because the host checks the gradients before the optimizer runs.
     pub(crate) fn purpose(&self, num_batches: usize) -> Purpose {
         match num_batches {
             0 | 1 if self.options.loss_scaling.is_none() => Purpose::Step,
@@ -429,7 +436,7 @@ impl Mode {
         self.seed.is_some()
     }
 
-    /// Decides the placements that are left open, by the first graph of the joined batch. Placements of later inputs
+    /// Decides the placements that are left open, from the first graph of the joined batch. Placements of later inputs
     /// are decided by their own graph.
     pub(crate) fn decide(&mut self, graph: &Graph) -> Result<(), Error> {
         match &mut self.division {
@@ -449,7 +456,7 @@ impl Mode {
     }
 }
 
-/// Returns true if a graph was traced with a factor of the loss.
+/// Returns true if a graph was traced with a loss factor.
 fn takes_loss_factor(graph: &Graph) -> bool {
     let mut inputs = graph.inputs().iter().filter_map(|id| graph.value(*id));
     inputs.any(|value| value.role == Role::Input(LOSS_FACTOR.into()))

@@ -2,7 +2,7 @@
 //! the norms of all ranks.
 //!
 //! Sums are taken on the host, in 64 bits and in an order that depends only on the number of elements. Burn's own sum
-//! of many elements is shared among threads, so a resumed run would not have the same bits. Norms travel instead of
+//! of many elements is shared among threads, so a resumed run would not be bit-identical. Norms are sent instead of
 //! sums of powers, because norms fit 32 bits on any device.
 
 use burn::tensor::{DType, TensorData};
@@ -13,7 +13,7 @@ use burn_ir::{BackendIr, CustomOpIr, HandleKind, ScalarIr, TensorIr};
 use crate::custom::{CustomOperation, CustomOperations};
 use crate::graph::CustomProfile;
 
-/// The name under which a step reports the norm of its gradients.
+/// The name under which a step reports its gradient norm.
 pub const GRAD_NORM: &str = "grad_norm";
 
 /// Returns the call that measures some gradients as one vector.
@@ -27,7 +27,7 @@ pub(crate) fn local_norm(clip: &Clip, gradients: Vec<TensorIr>, norm: TensorIr) 
 }
 
 /// Returns the call that computes the total norm and the factors from the norms of parts of the gradients. The first
-/// output is the total norm. Every other output is the factor, each with a shape and type of its own.
+/// output is the total norm. Every other output is the factor, each with its own shape and type.
 pub(crate) fn coefficients(
     clip: &Clip,
     norms: Vec<TensorIr>,
@@ -112,8 +112,8 @@ impl<B: BackendIr> CustomOperation<B> for Coefficients {
         let total = measure.root(total);
         if clip.refuses_nonfinite() && !total.is_finite() {
             return Err(format!(
-                "the norm of the gradients is {total}; go on from a checkpoint with a lower learning rate, look for a \
-                 division by zero in the loss, or clip all the same with `NonFinite::Scale`"
+                "the norm of the gradients is {total}; continue from a checkpoint with a lower learning rate, look for a \
+                 division by zero in the loss, or clip anyway with `NonFinite::Scale`"
             ));
         }
         let coefficient = clip.coefficient(total);
@@ -129,7 +129,7 @@ impl<B: BackendIr> CustomOperation<B> for Coefficients {
     }
 }
 
-/// Returns the part of the choice that a call of either operation carries.
+/// Returns the clipping settings that a call of either operation carries.
 pub(crate) fn scalars(clip: &Clip) -> Vec<ScalarIr> {
     let order = match clip.measured() {
         Norm::P(p) => p,
@@ -149,7 +149,7 @@ fn choice(call: &CustomOpIr) -> Result<(Clip, Measure), String> {
         ScalarIr::Bool(refuses),
     ] = call.scalars.as_slice()
     else {
-        return Err("it has not the numbers of a norm".to_owned());
+        return Err("it does not have the scalars of a norm".to_owned());
     };
     let norm = Norm::P(*order);
     let nonfinite = match refuses {
@@ -163,16 +163,16 @@ fn choice(call: &CustomOpIr) -> Result<(Clip, Measure), String> {
 fn device<B: BackendIr>(inputs: &[HandleKind<B>]) -> Result<B::Device, String> {
     match inputs.first() {
         Some(HandleKind::Float(tensor)) => Ok(tensor.device()),
-        _ => Err("gradients are float tensors".to_owned()),
+        _ => Err("gradients must be float tensors".to_owned()),
     }
 }
 
 fn read<B: BackendIr>(tensor: HandleKind<B>) -> Result<TensorData, String> {
     let HandleKind::Float(tensor) = tensor else {
-        return Err("gradients are float tensors".to_owned());
+        return Err("gradients must be float tensors".to_owned());
     };
     let data = try_read_sync(B::float_into_data(tensor));
-    data.ok_or_else(|| "the backend cannot be read synchronously".to_owned())?
+    data.ok_or_else(|| "the backend does not support synchronous reads".to_owned())?
         .map_err(|error| error.to_string())
 }
 

@@ -1,8 +1,8 @@
 //! Panics of Burn, and of the closures of users, as values.
 //!
-//! Burn refuses unsupported calls by panicking. If such a refusal becomes an [`Error`](crate::error::Error), every rank
-//! would print its message and backtrace before the error; this module suppresses them. Panics of all other code are
-//! printed as usual: the hook checks a flag of the thread, and then calls the hook that was installed before.
+//! Burn panics on unsupported calls. If such a panic becomes an [`Error`](crate::error::Error), every rank would
+//! print its message and backtrace before the error; this module suppresses them. Panics of all other code are printed
+//! as usual: the hook checks a flag of the thread, and then calls the hook that was installed before.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -13,7 +13,7 @@ use std::sync::Once;
 use burn_fsdp_collectives::Unwound;
 
 thread_local! {
-    /// Number of calls of [`caught`] that the thread is in.
+    /// Number of active calls of [`caught`] on this thread.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
     /// Source location of the last panic in a call of [`caught`].
     static LOCATION: RefCell<Option<String>> = const { RefCell::new(None) };
@@ -93,7 +93,7 @@ mod tests {
     use super::caught;
 
     #[test]
-    fn a_panic_says_what_and_where() {
+    fn a_panic_has_its_message_and_place() {
         let panic = caught(|| panic!("no {}", "way")).expect_err("it panics");
         let text = panic.text();
         assert!(

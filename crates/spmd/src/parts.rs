@@ -1,4 +1,4 @@
-//! Tensors on the host: from wholes to the parts that ranks hold, and back.
+//! Conversion of tensors on the host between the whole and the parts that ranks hold.
 
 use std::sync::Arc;
 
@@ -34,8 +34,8 @@ impl Divided<'_> {
             .partition(num_elements, self.flat_group()?.size())?)
     }
 
-    /// Returns the shape in which the executor holds this rank's part of such a partition. Flat shards have one length.
-    /// A value that one rank owns has its own shape there, and is empty elsewhere.
+    /// Returns the shape in which the executor holds this rank's part of the partition. All flat shards have the same
+    /// length. A value with one owner has its own shape on the owner, and is empty on other ranks.
     pub(crate) fn held_shape(&self, partition: Partition) -> Result<Vec<usize>, Error> {
         match self.layout.owner {
             Some(_) => self.part_shape(),
@@ -43,7 +43,7 @@ impl Divided<'_> {
         }
     }
 
-    /// Returns the ranks that divide the elements, one flat shard each.
+    /// Returns the ranks that each hold one flat shard of the elements.
     pub(crate) fn flat_group(&self) -> Result<&ProcessGroup, Error> {
         let cut = self.cuts()?.into_iter().next();
         Ok(cut.map_or(self.ranks.group(), |(_, group)| group))
@@ -70,7 +70,7 @@ impl Divided<'_> {
         cuts.collect()
     }
 
-    /// Returns this rank's part of the whole, padded, in memory of its own.
+    /// Returns this rank's part of the whole, padded, in separate memory.
     pub(crate) fn localize(&self, data: &TensorData) -> Result<TensorData, Error> {
         if let Some(partition) = self.partition()? {
             let part = slice(data, partition.range(self.flat_group()?.rank()));
@@ -170,11 +170,10 @@ fn part_along(data: &TensorData, dim: usize, num_parts: usize, index: usize) -> 
     TensorData::from_bytes_vec(bytes.collect(), shape, data.dtype())
 }
 
-/// Returns a tensor in another shape with the same number of dims. Elements after the end of a dim are left out, and
-/// zeros are added where it is longer.
+/// Resizes a tensor, with the same number of dims: each dim is truncated or extended with zeros.
 fn resized(data: TensorData, shape: &[usize]) -> TensorData {
     let from = data.shape().to_vec();
-    // Another number of dims is refused at the use of the tensor.
+    // A different number of dims is rejected where the tensor is used.
     if from == shape || from.len() != shape.len() {
         return data;
     }
@@ -228,8 +227,8 @@ pub(crate) fn slice(data: &TensorData, range: std::ops::Range<usize>) -> TensorD
     TensorData::from_bytes_vec(bytes, [range.len()], data.dtype())
 }
 
-/// Gathers the whole tensor from the flat padded shards of all ranks. Its memory is not from a pool, because the pool
-/// would keep it.
+/// Gathers the whole tensor from the flat padded shards of all ranks. Its memory is not taken from a pool, because a
+/// pool would keep it.
 fn gather(
     group: &ProcessGroup,
     path: &str,
@@ -253,7 +252,7 @@ fn gather(
 fn first_of(buffers: Vec<Buffer>, shape: &[usize], dtype: DType) -> Result<TensorData, Error> {
     let buffer = buffers.into_iter().next();
     let buffer =
-        buffer.ok_or_else(|| Error::Internal("a collective has given no buffer".to_owned()))?;
+        buffer.ok_or_else(|| Error::Internal("a collective returned no buffer".to_owned()))?;
     let bytes = bytes::Bytes::from_owner(buffer);
     let bytes = Bytes::from_shared(bytes, AllocationProperty::Native);
     Ok(TensorData::from_bytes(bytes, shape.to_vec(), dtype))
@@ -296,7 +295,7 @@ pub(crate) fn broadcast(
             vec![BufferPool::new().take(num_bytes)],
         ),
     };
-    // Waits until the others have read it, because the next value must not be made before.
+    // Waits until the other ranks have read it, because the next value must not be created before then.
     let received = group
         .start_broadcast(label, Vec::new(), 0, parts, into)
         .and_then(Pending::wait_released)

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-/// The name of a pass. Passes declare by it which passes they follow and precede, and a graph lists by it the passes
-/// that made it.
+/// The name of a pass. Passes use it to declare which passes they follow and precede, and graphs to list the passes
+/// that made them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum PassId {
@@ -56,7 +56,7 @@ pub enum PassId {
     User(&'static str),
 }
 
-/// Prints as `insert collectives`.
+/// Prints the name in words, such as `insert collectives`.
 impl fmt::Display for PassId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {

@@ -14,12 +14,12 @@ pub(crate) const DATA_AXIS: &str = "data";
 #[derive(Debug, Clone)]
 pub(crate) struct Ranks {
     group: ProcessGroup,
-    /// `None` for all of them along [`DATA_AXIS`].
+    /// `None` if all of them are along [`DATA_AXIS`].
     mesh: Option<ProcessMesh>,
 }
 
 impl Ranks {
-    /// Takes all ranks of a group, along [`DATA_AXIS`].
+    /// Uses all ranks of a group, along [`DATA_AXIS`].
     pub(crate) fn line(group: ProcessGroup) -> Self {
         Self { group, mesh: None }
     }
@@ -37,7 +37,7 @@ impl Ranks {
         &self.group
     }
 
-    /// Returns this rank's number among all of them.
+    /// Returns this rank's number in the group of all ranks.
     pub(crate) fn rank(&self) -> usize {
         self.group.rank()
     }

@@ -33,7 +33,7 @@ impl StepGraphs {
         }
     }
 
-    /// Returns one fingerprint for all of them, the same on every rank.
+    /// Returns a fingerprint of all graphs, the same on every rank.
     pub(crate) fn fingerprint(&self) -> u64 {
         let all: Vec<u64> = self.all().into_iter().map(Graph::fingerprint).collect();
         let most = match self {
@@ -44,7 +44,7 @@ impl StepGraphs {
     }
 }
 
-/// Which graphs of a step are kept.
+/// The graphs of a step to keep.
 #[derive(Clone, Copy)]
 pub(crate) enum Keep<'a> {
     /// The plan.
@@ -140,7 +140,7 @@ impl Stages {
     ) -> Result<Self, Error> {
         let plan = self.whole.pop().ok_or_else(no_plan)?;
         let begin = self.whole.len();
-        // It was already shown after the pass that made it.
+        // `see` was already called with the plan after the pass that made it.
         let mut is_seen = true;
         let see = &mut |graph: &Graph| {
             if !std::mem::take(&mut is_seen) {
@@ -157,7 +157,7 @@ impl Stages {
         Ok(self)
     }
 
-    /// Returns the graphs of one part of a step that has three; empty for other steps.
+    /// Returns the graphs of one part of a step with three graphs; empty for other steps.
     fn part(of: &Self, number: usize) -> &[Graph] {
         of.parts.get(number).map_or(&[], Vec::as_slice)
     }
@@ -227,8 +227,8 @@ impl Stages {
 }
 
 impl Keep<'_> {
-    /// Applies passes to a graph, and returns the graphs to keep. `stages_of` returns the stages of these passes in
-    /// other stages. `see` is called as by [`Pipeline::run_seen`], except for twins.
+    /// Applies passes to a graph, and returns the graphs to keep. `stages_of` selects the stages of these passes at
+    /// other shapes. `see` is called as in [`Pipeline::run_seen`], except for twins.
     fn applied(
         self,
         passes: &Pipeline,
@@ -250,5 +250,5 @@ impl Keep<'_> {
 }
 
 fn no_plan() -> Error {
-    Error::Internal("no pass has made a plan".to_owned())
+    Error::Internal("no pass made a plan".to_owned())
 }

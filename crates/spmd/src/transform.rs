@@ -1,4 +1,4 @@
-//! The trait of passes, and the check of their order.
+//! The trait that passes implement, and the check of their order.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use crate::error::Error;
 use crate::graph::Graph;
 use crate::pass_id::PassId;
 
-/// A function from graph to graph.
+/// A transformation of a graph.
 ///
 /// ```
 /// use burn_fsdp_spmd::Error;
@@ -30,12 +30,12 @@ use crate::pass_id::PassId;
 ///
 /// let graph = Pipeline::new().then(Count).run(Graph::new())?;
 /// assert_eq!(graph.applied(), [PassId::User("count")]);
-/// // Once is enough.
+/// // A pass cannot be applied twice.
 /// assert!(Pipeline::new().then(Count).run(graph).is_err());
 /// # Ok::<(), Error>(())
 /// ```
 pub trait GraphTransform: fmt::Debug + Send + Sync {
-    /// Returns the name of the pass in errors and in [`Graph::applied`].
+    /// Returns the name of the pass, as used in errors and [`Graph::applied`].
     fn id(&self) -> PassId;
 
     /// Returns the passes that must have been applied before it.
@@ -48,8 +48,7 @@ pub trait GraphTransform: fmt::Debug + Send + Sync {
         &[]
     }
 
-    /// Returns false for a graph that the pass would not change; a pipeline then leaves the pass out. The default is
-    /// true.
+    /// Returns false for a graph that the pass would not change; a pipeline then skips the pass. The default is true.
     fn acts_on(&self, _graph: &Graph) -> bool {
         true
     }
@@ -62,7 +61,7 @@ pub trait GraphTransform: fmt::Debug + Send + Sync {
     fn transform(&self, graph: Graph) -> Result<Graph, Error>;
 }
 
-/// Refuses a graph that has not been through every pass of `after`, or has been through one of `before`.
+/// Rejects a graph to which a pass of `after` was not applied, or a pass of `before` was.
 ///
 /// # Errors
 ///

@@ -1,8 +1,8 @@
 //! The imports between the files of one crate.
 //!
-//! An arrow `a.rs -> b.rs` means that a path in `a.rs` leads to an item defined in `b.rs`. Re-exports are followed
-//! and are not arrows themselves, and neither is `mod child`. Methods cannot be followed without types, so methods
-//! that an `impl` in another file adds to a type have no arrow.
+//! An arrow `a.rs -> b.rs` means that a path in `a.rs` leads to an item defined in `b.rs`. Re-exports are followed;
+//! neither they nor `mod child` are arrows. Methods cannot be followed without types, so methods that an `impl` in
+//! another file adds to a type have no arrow.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -16,7 +16,7 @@ use crate::modules::{Modules, imports, is_reexport, is_test};
 /// The files of a crate and the imports of each.
 #[derive(Debug)]
 pub struct Imports {
-    /// Paths below `src`, with `/`.
+    /// Paths relative to `src`, separated by `/`.
     pub files: Vec<String>,
     /// The imported names, from the importing file to the defining file.
     pub arrows: BTreeMap<(usize, usize), BTreeSet<String>>,

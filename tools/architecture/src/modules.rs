@@ -17,6 +17,8 @@ pub(crate) struct Module {
     root: usize,
     names: BTreeMap<String, Vec<Named>>,
     globs: Vec<Vec<String>>,
+    /// Child modules that are public, with their names.
+    pub(crate) public: Vec<(String, usize)>,
 }
 
 /// The meaning of a name in a module.
@@ -47,7 +49,7 @@ pub(crate) struct Import {
 
 /// The modules of one crate.
 pub(crate) struct Modules {
-    /// Paths below `src`, with `/`. Test modules are left out.
+    /// Paths relative to `src`, separated by `/`. Test modules are skipped.
     pub(crate) files: Vec<String>,
     pub(crate) modules: Vec<Module>,
     /// Macros, by name, with their file. They have one scope for the whole crate.
@@ -103,6 +105,26 @@ impl Modules {
         found
     }
 
+    /// Returns true if a path, as seen from the module, leads to a module of this crate that a re-export shows. A
+    /// private module may have the name of a function, which the re-export shows instead.
+    pub(crate) fn is_module(&self, module: usize, path: &[String]) -> bool {
+        let targets = self.resolve(module, path, &mut Vec::new());
+        let is_only = targets.len() == 1;
+        let is_shown = |module: usize| {
+            let parent = self.modules[module].parent;
+            parent.is_none_or(|parent| {
+                self.modules[parent]
+                    .public
+                    .iter()
+                    .any(|(_, child)| *child == module)
+            })
+        };
+        targets.iter().any(|target| match target {
+            Target::Module(module) => is_only || is_shown(*module),
+            Target::Item { .. } => false,
+        })
+    }
+
     /// Returns the file that defines a macro with this name.
     pub(crate) fn macro_definition(&self, name: &str) -> Option<usize> {
         self.macros.get(name).copied()
@@ -135,6 +157,7 @@ impl Modules {
             root: parent.map_or(this, |parent| self.modules[parent].root),
             names: BTreeMap::new(),
             globs: Vec::new(),
+            public: Vec::new(),
         });
         for item in items {
             if is_test(attributes(&item)) {
@@ -159,6 +182,9 @@ impl Modules {
                         self.add_file(path, &folder, Some(this))
                     }
                 };
+                if matches!(child.vis, Visibility::Public(_)) {
+                    self.modules[this].public.push((name.clone(), module));
+                }
                 self.declare(this, name, Named::Module(module));
                 continue;
             }

@@ -63,7 +63,7 @@ impl Ruler<'_> {
             self.found.push(TooLarge {
                 kind: kind.to_owned(),
                 place: format!("{}{}", self.path, name.unwrap_or_default()),
-                size: format!("has {size} {of}, not {most}"),
+                size: format!("has {size} {of}, but at most {most} are allowed"),
             });
         }
     }

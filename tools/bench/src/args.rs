@@ -13,11 +13,12 @@ Examples:
   burn-fsdp-bench --out results.json --svg ratios.svg
   burn-fsdp-bench --no-peers --case encoder
 
-PyTorch comes by pip, once, into the folder of --peers (some GB); with --python nothing is installed. On Linux.
+The first run installs PyTorch with pip into the --peers folder (a few GB). With --python, nothing is
+installed. Linux only.
 
-Exit code: 0 done; 2 an argument, a program or a file is at fault; 3 a rank failed";
+Exit code: 0 success; 2 an error in an argument, a program or a file; 3 a rank failed";
 
-/// Measure training against PyTorch, in turns on the same cores
+/// Measure training against PyTorch, alternating on the same cores
 #[derive(Debug, Parser)]
 #[command(version, after_help = AFTER_HELP, args_conflicts_with_subcommands = true)]
 pub(crate) struct Cli {
@@ -46,13 +47,13 @@ pub(crate) struct BenchArgs {
     /// Number of measured steps per run
     #[arg(long, default_value_t = 8)]
     pub(crate) steps: usize,
-    /// Number of unmeasured steps before them
+    /// Number of unmeasured steps before the measured ones
     #[arg(long, default_value_t = 2)]
     pub(crate) warmup: usize,
-    /// Folder for PyTorch's programs and the Python that runs them [default: burn-fsdp/peers in the user's cache]
+    /// Folder for PyTorch's programs and their Python [default: burn-fsdp/peers in the user's cache]
     #[arg(long, value_name = "FOLDER")]
     pub(crate) peers: Option<PathBuf>,
-    /// Python with torch and numpy that runs these programs, instead of one that is installed for them
+    /// Python with torch and numpy to use instead of installing one; not with --no-peers
     #[arg(long, value_name = "PYTHON")]
     pub(crate) python: Option<PathBuf>,
     /// The `burn-fsdp` program to measure [default: the one in the folder of this program]

@@ -4,8 +4,9 @@ use std::time::Instant;
 
 use burn::optim::AdamWConfig;
 use burn::tensor::Device;
-use burn_fsdp::compile::{Error as StepError, Mode, Strategy, compile};
-use burn_fsdp::{LaunchConfig, ProcessGroup, launch};
+use burn_fsdp::compile::{Mode, compile};
+use burn_fsdp::internals::compile::Error as StepError;
+use burn_fsdp::{LaunchConfig, ProcessGroup, Strategy, launch};
 use burn_fsdp_models::{EncoderLm, EncoderLmConfig};
 use clap::Args;
 

@@ -3,17 +3,19 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use burn_fsdp::collectives::LaunchError;
+use burn_fsdp::internals::collectives::LaunchError;
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error("{flag} is 0; it must be at least 1")]
     Zero { flag: &'static str },
 
-    #[error("{ranks} ranks do not divide a batch of {batch} sequences")]
+    #[error(
+        "{ranks} ranks do not divide a batch of {batch} sequences; choose a batch that is a multiple of the ranks"
+    )]
     RanksDoNotDivideBatch { ranks: usize, batch: usize },
 
-    #[error("--out and --svg name the same file, {}; name two", path.display())]
+    #[error("--out and --svg name the same file, {}; name two files", path.display())]
     SameFile { path: PathBuf },
 
     #[error("{flag} {}: {source}", path.display())]

@@ -1,7 +1,7 @@
-//! Measures training against PyTorch, in turns on the same cores.
+//! Measures training against PyTorch, alternating on the same cores.
 //!
 //! - `args`: the arguments.
-//! - `case`: the trainings, and the commands of both sides.
+//! - `case`: the training runs, and the commands of both sides.
 //! - `peers`: PyTorch's programs, and the Python that runs them.
 //! - `program`: one run of a program, and the numbers that it prints.
 //! - `pairs`: the runs of a case, alternating between the sides.
@@ -64,7 +64,7 @@ fn answer(text: &str) -> Result<(), Error> {
     }
 }
 
-/// Refuses a benchmark that could not be measured or written. Returns our side's command.
+/// Rejects a benchmark that could not be measured or written. Returns our side's command.
 fn check(args: &BenchArgs) -> Result<PathBuf, Error> {
     for (flag, value) in [("--pairs", args.pairs), ("--steps", args.steps)] {
         if value == 0 {
@@ -101,7 +101,7 @@ fn beside_this_program() -> io::Result<PathBuf> {
     Ok(std::env::current_exe()?.with_file_name(name))
 }
 
-/// Refuses a file that cannot be written before hours of measurements. Leaves no new file behind.
+/// Rejects a file that cannot be written before hours of measurements. Leaves no new file behind.
 fn check_writable(flag: &'static str, path: &Path) -> Result<(), Error> {
     let is_new = !path.exists();
     let opened = File::options().append(true).create(true).open(path);

@@ -52,7 +52,7 @@ pub(crate) fn measure(
 ) -> Result<Vec<CaseResult>, Error> {
     let scratch = tempfile::tempdir().map_err(|error| Error::CannotRun {
         program: "the benchmark".to_owned(),
-        problem: format!("there is no folder for what it leaves: {error}"),
+        problem: format!("cannot create a temporary folder: {error}"),
     })?;
     let own = std::env::current_exe().map_err(|error| Error::CannotRun {
         program: "this program".to_owned(),

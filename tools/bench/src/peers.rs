@@ -116,7 +116,7 @@ fn installed(folder: &Path) -> Result<PathBuf, Error> {
     }
     let _ = writeln!(
         io::stderr(),
-        "installing PyTorch into {}; this takes some minutes, once",
+        "installing PyTorch into {}; this takes a few minutes, only once",
         venv.display()
     );
     let of_venv = ["-m".into(), "venv".into(), venv.into_os_string()];
@@ -129,7 +129,9 @@ fn installed(folder: &Path) -> Result<PathBuf, Error> {
 fn run(program: &Path, words: &[std::ffi::OsString]) -> Result<(), Error> {
     let cannot = |problem: String| Error::CannotRun {
         program: format!("{}", program.display()),
-        problem: format!("{problem}; give --python a Python with torch and numpy, or --no-peers"),
+        problem: format!(
+            "{problem}; pass --python a Python with torch and numpy, or pass --no-peers"
+        ),
     };
     let mut command = Command::new(program);
     let output = command.args(words).stdin(Stdio::null()).output();

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::error::Error;
 
-/// The results of one run of a training.
+/// The results of one training run.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Measurement {
     pub(crate) tokens_per_s: f64,
@@ -55,7 +55,7 @@ impl Measurement {
         Ok(Self {
             tokens_per_s: tokens_per_s.ok_or_else(|| Error::CannotRun {
                 program: "a training".to_owned(),
-                problem: format!("it tells no tokens per second: {from}"),
+                problem: format!("it reported no tokens per second: {from}"),
             })?,
             peak_bytes: of_ranks.reduce(f64::max).or_else(of_process),
             losses: numbers(&from["losses"]),

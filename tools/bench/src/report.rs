@@ -133,7 +133,7 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", self.about)?;
         match &self.torch {
-            Some(version) => writeln!(f, "PyTorch {version}, in turn on the same cores\n")?,
+            Some(version) => writeln!(f, "PyTorch {version}, alternating on the same cores\n")?,
             None => writeln!(f, "without PyTorch\n")?,
         }
         writeln!(
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ratio_is_the_median_of_pairs_and_not_that_of_medians() {
+    fn a_ratio_is_the_median_of_pairs_not_a_ratio_of_medians() {
         let pairs = [pair(1.0, 2.0), pair(30.0, 10.0), pair(4.0, 4.0)];
         let ratio = Ratio::of(&pairs).unwrap();
         assert_eq!(ratio.median, 1.0);
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_peer_there_is_no_ratio() {
+    fn a_ratio_needs_a_peer() {
         let alone = Pair {
             ours: run(1.0, &[]),
             peer: None,

@@ -91,7 +91,7 @@ fn with_peer() -> Folder {
 }
 
 #[test]
-fn our_side_alone_is_measured() {
+fn only_our_side_can_be_measured() {
     let folder = Folder::new();
     let run = folder.run(
         "--no-peers --case encoder-one-rank --pairs 2 --steps 1 --warmup 0 --out all.json --json",
@@ -108,7 +108,7 @@ fn our_side_alone_is_measured() {
 }
 
 #[test]
-fn ratios_are_of_the_fastest_form_of_the_peer() {
+fn ratios_use_the_fastest_form_of_the_peer() {
     let folder = with_peer();
     let shape = "--layers 6 --dim 384 --heads 6 --vocab 4096 --seq 256 --batch 8";
     let train =
@@ -139,7 +139,7 @@ fn ratios_are_of_the_fastest_form_of_the_peer() {
 }
 
 #[test]
-fn a_peer_that_fails_is_told_with_what_it_said() {
+fn a_failing_peer_is_reported_with_its_output() {
     let folder = with_peer();
     folder.write(
         "python",

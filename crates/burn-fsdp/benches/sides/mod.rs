@@ -4,10 +4,9 @@
 
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp::compile::passes::schedule::Options;
-use burn_fsdp::compile::{CompiledStep, Mode, Strategy, compile};
-use burn_fsdp::optim::SealedOptimizer;
-use burn_fsdp::{Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard};
+use burn_fsdp::compile::{CompiledStep, Mode, Options, compile};
+use burn_fsdp::internals::optim::SealedOptimizer;
+use burn_fsdp::{Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, backward, fully_shard};
 use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream, fused};
 
 /// The peer programs' default shape.

@@ -1,4 +1,4 @@
-//! The settings on which processes must agree, because each of them has set up the same training itself.
+//! The settings on which processes must agree, because each of them sets up the training by itself.
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::train::course::Course;
 use crate::train::notes::exchanged;
 
-/// Checks that all ranks are about to train the same. A difference is refused by name.
+/// Checks that all ranks have set up the same training.
 ///
 /// The values of the model and of the optimizer's state need not agree: all ranks get rank 0's.
 ///
@@ -45,7 +45,7 @@ pub(crate) fn check_same<M: LearnerModel>(
     Ok(())
 }
 
-/// Returns the fingerprint of a model's tensors: paths, kinds and shapes. It initializes nothing.
+/// Returns the fingerprint of a model's tensors: paths, kinds and shapes. Lazy parameters stay uninitialized.
 fn of_tensors<M: Module>(model: &M) -> u64 {
     let mut tensors = Tensors::default();
     model.visit(&mut tensors);

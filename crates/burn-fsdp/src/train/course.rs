@@ -1,4 +1,4 @@
-//! The settings of a training that all ranks share.
+//! The settings of a training run that all ranks share.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -14,11 +14,11 @@ pub(crate) struct Course<M: LearnerModel> {
     pub(crate) settings: Settings,
     pub(crate) among: Ranks,
     pub(crate) epochs: RangeInclusive<usize>,
-    /// Number of batches of a rank whose gradients make one step.
+    /// Number of a rank's batches whose gradients are accumulated for one step.
     pub(crate) accumulation: Option<usize>,
     /// True if epochs may be saved.
     pub(crate) saves: bool,
-    /// The items of an epoch, of all ranks.
+    /// The number of items in an epoch, over all ranks.
     pub(crate) items: usize,
     pub(crate) validated_items: usize,
     pub(crate) interrupter: Interrupter,
@@ -28,7 +28,7 @@ pub(crate) struct Course<M: LearnerModel> {
 /// The form of the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ranks {
-    /// Threads of this process, which has one of everything in Burn's loop.
+    /// Threads of this process, which share one instance of Burn's loop.
     Threads,
     /// Processes, each with its own loop; rank 0's loop represents all.
     Processes,

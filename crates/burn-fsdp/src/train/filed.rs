@@ -46,9 +46,9 @@ impl Filed {
         self.of.insert(id.to_string(), state);
     }
 
-    /// Returns an optimizer that returns this state when it is recorded, and supports nothing else.
+    /// Returns an optimizer that only supports being recorded, and then returns this state.
     ///
-    /// An optimizer with the state itself would read it from the file, and hold it.
+    /// An optimizer that contained the state would read it from the file and hold it in memory.
     pub(crate) fn into_optimizer(self) -> Result<ModuleOptimizer, CheckpointError> {
         let (mut scalars, mut paths) = (BTreeMap::new(), BTreeMap::new());
         for (id, state) in &self.of {
@@ -59,7 +59,7 @@ impl Filed {
         }
         let record = OptimizerRecord::from_bytes(packed(Vec::new(), scalars, &paths)?);
         let record = record.map_err(optimizer_error)?;
-        // The first group of an optimizer has to accept any parameter; the last one that accepts it counts.
+        // The first group of an optimizer must accept any parameter; the last group that accepts a parameter is used.
         let any = SgdConfig::new().init();
         let filed = any.with_group(ParamGroup::all(), self, None);
         Ok(filed.load_record(record))

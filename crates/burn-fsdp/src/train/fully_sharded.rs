@@ -30,35 +30,34 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 ///
 /// One line of a program changes: `training.launch(Learner::new(model, optimizer, rates))` becomes
 /// `FullySharded::new(LaunchConfig::new(2)).launch(training, model, optimizer, rates)?`. Everything else in
-/// [`SupervisedTraining`](burn::train::SupervisedTraining) stays. Its metrics cover the rows of all ranks, there is
-/// one dashboard, and early stopping and interruption end all ranks after the same step. Its checkpoints equal those
-/// of a training on one device. Any number of ranks can continue from them, and so can Burn without sharding.
+/// [`SupervisedTraining`](burn::train::SupervisedTraining) stays the same. Its metrics cover the rows of all ranks,
+/// there is one dashboard, and early stopping and interruption end all ranks after the same step. Its checkpoints equal
+/// those of a training run on one device. Any number of ranks can continue from them, and so can Burn without sharding.
 ///
 /// # Data
 ///
-/// Each rank takes a part of the loaders' items, as in Burn's distributed training: neighbouring items, so a step
-/// covers the number of ranks times a batch. If the items do not divide evenly, the ranks that have run out process a
-/// batch again, and its rows do not count. Gradients are averaged by the number of items that the loaders have read for
-/// them. A step is then the mean over its items, if the loss is the mean over its batch. (A custom batch strategy that
-/// holds items back is counted by the items it reads, not by those it returns.) Validation is also divided, and every
-/// item is counted once. A metric that counts batches and not rows, such as Burn's `LossMetric`, counts each rank's.
+/// Each rank takes a part of the loaders' items, as in Burn's distributed training: neighboring items, so a step covers
+/// the number of ranks times a batch. If the items do not divide evenly, the ranks that run out process a batch again,
+/// and its rows do not count. Gradients are averaged by the number of items that the loaders have read for them. A step
+/// is then the mean over its items, if the loss is the mean over its batch. (A custom batch strategy that holds items
+/// back is counted by the items it reads, not by those it returns.) Validation is also divided, and every item is
+/// counted once. A metric that counts batches instead of rows, such as Burn's `LossMetric`, counts each rank's.
 ///
 /// # Differences
 ///
-/// - The optimizer must work element by element, or the policy must give parameters to [one
-///   owner](ShardPolicy::one_owner). Otherwise the training is refused. To clip by the norm of all gradients, use
+/// - The optimizer must work element by element, or the policy must assign parameters to [one
+///   owner](ShardPolicy::one_owner). Otherwise the training is rejected. To clip by the norm of all gradients, use
 ///   [`clip_grad_norm`](Self::clip_grad_norm), which covers the gradients of all ranks.
 /// - The training's `gradient_checkpointing` has no effect: build the model on a device with
 ///   `.autodiff().gradient_checkpointing()`, without which full weights stay alive for backward.
 /// - Each rank has its own running statistics (batch normalization), from its rows; rank 0's are saved and returned.
-/// - A policy that ignores trained modules is refused, because each rank would have its own.
+/// - A policy that ignores trained modules is rejected, because each rank would have its own.
 /// - A loss must depend on the model's parameters on every rank: if a rank's step skips the model, the others wait for
 ///   it.
 /// - Metrics that join the outputs of all steps (AUROC) need them on one device.
-/// - Custom checkpointers that look into records hold the tensors that they read, because the tensors are read on
-///   demand.
-/// - Outputs of a step are values of any type, which cannot travel between processes. If `mpirun` started the program,
-///   [`launch`](Self::launch) is refused; use [`launch_among_processes`](Self::launch_among_processes).
+/// - Custom checkpointers that read tensors of records keep these in memory, because tensors are read on demand.
+/// - Outputs of a step are values of any type, which cannot be sent between processes. If `mpirun` started the program,
+///   [`launch`](Self::launch) is rejected; use [`launch_among_processes`](Self::launch_among_processes).
 ///
 /// # Memory
 ///
@@ -68,8 +67,8 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 /// freed as they are divided, unless the program has a clone of it. Checkpoints are Burn's own files of the whole model
 /// and optimizer. Any number of ranks can continue from them, and so can Burn without sharding. Rank 0 gathers them
 /// tensor by tensor into files of a [scratch](Self::scratch) folder, from which Burn's checkpointers write. It also
-/// reads and divides them tensor by tensor when a training resumes. So rank 0 holds one whole parameter, or the state
-/// of one, a few times for a moment. (This holds on the CPU backend. If the program's default device is another, a
+/// reads and divides them tensor by tensor when a training run resumes. So rank 0 briefly holds a few copies of one
+/// whole parameter, or of its state. (This holds on the CPU backend. If the program's default device is another, a
 /// checkpoint is read there as a whole.)
 ///
 /// [`launch`](Self::launch) and [`launch_among_processes`](Self::launch_among_processes) return the whole model: the
@@ -170,8 +169,8 @@ impl FullySharded {
         })
     }
 
-    /// Sets the units, and the rest of the sharding policy. There is a mesh of only one axis: a policy with a replicate
-    /// axis is refused.
+    /// Sets the units, and the rest of the sharding policy. The mesh has only one axis, so a policy with a replicate
+    /// axis is rejected.
     #[must_use]
     pub fn policy(mut self, policy: ShardPolicy) -> Self {
         self.0.policy = policy;
@@ -194,10 +193,10 @@ impl FullySharded {
     }
 
     /// Sets the folder for files that exist while a checkpoint is written or read. On rank 0 they hold the whole model
-    /// and its optimizer's state, for the current checkpoint and the previous one (for a moment the model once more,
-    /// before its optimizer's state is there). When a training resumes, they also hold each rank's part of the state.
-    /// The default is the folder in `TMPDIR`, or `/var/tmp`. Do not use a folder that is kept in memory, which would
-    /// keep the files in memory after all.
+    /// and its optimizer's state, for the current checkpoint and the previous one (and briefly the model once more,
+    /// before its optimizer's state is written). When a training run resumes, they also hold each rank's part of the
+    /// state. The default is the folder in `TMPDIR`, or `/var/tmp`. Do not use a folder in memory, which would keep the
+    /// files in memory after all.
     #[must_use]
     pub fn scratch(mut self, folder: impl Into<PathBuf>) -> Self {
         self.0.scratch = Some(folder.into());
@@ -206,10 +205,10 @@ impl FullySharded {
 
     /// Trains `model`, in place of `training.launch(Learner::new(model, optimizer, rates))`. All ranks start from its
     /// values, or from the checkpoint that `training` names. Returns the result of Burn's loop with the whole model,
-    /// which rank 0 puts together at the end. For models that do not fit there, use
+    /// which rank 0 assembles at the end. For models that do not fit there, use
     /// [`launch_sharded`](Self::launch_sharded).
     ///
-    /// Call it once in the program; it starts the ranks, and they have ended when it returns.
+    /// Call it once in the program: it starts the ranks, and returns when they have ended.
     ///
     /// # Errors
     ///
@@ -263,18 +262,18 @@ impl FullySharded {
     /// each process is one rank.
     ///
     /// Every process sets up loaders, model, optimizer and training as if it were alone, and calls this function once.
-    /// Some settings are compared before the first step, and a difference is refused: the epochs, the accumulation, the
-    /// clipping, the numbers of items, the paths and shapes of the model's tensors, and the optimizer's behavior for
-    /// each parameter. The learning rates of all parameters are compared in every step. Float parameters, running
+    /// Some settings are compared before the first step, and a difference is rejected: the epochs, the accumulation,
+    /// the clipping, the numbers of items, the paths and shapes of the model's tensors, and the optimizer's behavior
+    /// for each parameter. The learning rates of all parameters are compared in every step. Float parameters, running
     /// states and the optimizer's state need not agree, because all ranks start from rank 0's; integer and boolean
     /// parameters must agree. Other values are not compared: plain tensors in the model, its settings (such as a
     /// dropout rate), the sizes of batches, and the contents of the items. Datasets must have the same items in the
     /// same order, and each rank takes a part of them. Burn's generator exists once per process: seed it with the rank,
     /// or all ranks use the same dropout.
     ///
-    /// If a launcher has started one process, it is ignored, as in [`launch`](burn_fsdp_collectives::launch()): ranks
-    /// are threads then. If a process ends before it calls this function, the others wait in MPI's own initialization,
-    /// where no deadline applies. If it ends with an error, the launcher ends the others.
+    /// If a launcher has started one process, it is ignored and ranks are threads, as in
+    /// [`launch`](burn_fsdp_collectives::launch()). If a process ends before it calls this function, the others wait in
+    /// MPI's own initialization, where no deadline applies. If it ends with an error, the launcher ends the others.
     ///
     /// Rank 0's metrics cover all rows. Only rank 0 logs, renders, saves, and asks the strategies of early stopping and
     /// checkpointing. The other ranks' outputs are sent to it after each step, whole: with large logits that costs time
@@ -292,7 +291,7 @@ impl FullySharded {
     /// # use burn::train::{InferenceStep, LearnerModel, RegressionOutput, SupervisedTraining, TrainStep};
     /// # use burn_fsdp::train::{FullySharded, Lent};
     /// # use burn_fsdp::{Error, LaunchConfig};
-    /// use burn_fsdp::collectives::launcher_ranks;
+    /// use burn_fsdp::launcher_ranks;
     ///
     /// # fn run<M>(training: SupervisedTraining<Lent<M>>, model: M, optimizer: ModuleOptimizer) -> Result<(), Error>
     /// # where M: LearnerModel + TrainStep<Output = RegressionOutput> + InferenceStep<Output = RegressionOutput> {
@@ -306,10 +305,10 @@ impl FullySharded {
     /// # Errors
     ///
     /// As [`launch`](Self::launch). [`LaunchError::OtherSize`] if there are more or fewer processes than ranks.
-    /// [`LaunchError::Again`] for a second training of the same processes. [`LaunchError::Failed`] has the text of
-    /// [`Error::OtherTraining`] if a process is about to run a different training. It has the text of the sharding's
-    /// `OptimizersDiffer` or `Disagreement` if its optimizer or an integer parameter differs, and the error's text for
-    /// an output that [`Portable::unpack`] does not accept.
+    /// [`LaunchError::Again`] for a second training run of the same processes. [`LaunchError::Failed`] has the text of
+    /// [`Error::OtherTraining`] if a process is about to run a different training. For a different optimizer or integer
+    /// parameter, it has the text of the sharding's `OptimizersDiffer` or `Disagreement`, and the error's text for an
+    /// output that [`Portable::unpack`] does not accept.
     pub fn launch_among_processes<M>(
         &self,
         training: SupervisedTraining<Lent<M>>,
@@ -426,7 +425,7 @@ impl FullySharded {
                 .with_training_strategy(TrainingStrategy::Custom(Arc::new(Silently(strategy)))),
         };
         let learner = Learner::new(Lent::new(model), optimizer, rates);
-        // If a rank failed because the thread of metrics has ended, Burn's loop panics at its end.
+        // If a rank failed because the metrics thread has ended, Burn's loop panics at its end.
         let result = catch_unwind(AssertUnwindSafe(|| training.launch(learner)));
         let returned = held(&left.outcome).take().transpose()?;
         let result = result.unwrap_or_else(|panic| resume_unwind(panic));
@@ -446,7 +445,7 @@ enum Whole {
     OfAll,
 }
 
-/// Checks that ranks can be threads: that no launcher has started the program several times.
+/// Checks that ranks can be threads, because no launcher has started the program several times.
 fn check_threads() -> Result<(), Error> {
     match processes()? {
         None => Ok(()),

@@ -23,7 +23,7 @@ pub(crate) struct Lead<M: LearnerModel> {
     pub(crate) checkpointer: Option<LearningCheckpointer<Lent<M>>>,
     pub(crate) early_stopping: Option<Box<dyn CloneEarlyStoppingStrategy>>,
     pub(crate) store: Arc<EventStoreClient>,
-    /// The files of the last save, from which the checkpointer's threads may still write.
+    /// The files of the last save, which the checkpointer's threads may still read.
     pub(crate) staged: Option<Scratch>,
 }
 

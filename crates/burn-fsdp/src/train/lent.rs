@@ -13,8 +13,8 @@ use burn::train::{InferenceStep, Learner, LearnerModel, TrainOutput, TrainStep};
 use crate::optimizer_record::emptied;
 use crate::train::lock::held;
 
-/// A model in Burn's learner during a sharded training: the model itself before and after, and nothing while it
-/// is with the ranks.
+/// A model in Burn's learner during a sharded training run: the model itself before and after the run, and nothing
+/// while it is with the ranks.
 ///
 /// Programs need not name it: the type of the `SupervisedTraining` for
 /// [`FullySharded::launch`](crate::train::FullySharded::launch) follows from the model's.
@@ -30,7 +30,7 @@ pub struct Lent<M> {
     counter: Arc<Mutex<Counter<M>>>,
 }
 
-/// The values on their way between a learner and the ranks.
+/// The values in transit between a learner and the ranks.
 struct Counter<M> {
     /// To the ranks: the model, and the optimizer with its state.
     out: Option<(Option<M>, ModuleOptimizer)>,
@@ -73,7 +73,7 @@ impl<M: LearnerModel> Lent<M> {
         Some((model?, optimizer))
     }
 
-    /// Gives a learner the state to save: the record of the model, and the optimizer with its whole state.
+    /// Passes a learner the state to save: the model's record, and the optimizer with its whole state.
     pub(crate) fn put_into(
         learner: &mut Learner<Self>,
         record: ModuleRecord,
@@ -102,7 +102,7 @@ impl<M: LearnerModel> Lent<M> {
         }
     }
 
-    /// Makes a learner hand out its model and optimizer. Its optimizer keeps its state.
+    /// Makes a learner hand out its model and a copy of its optimizer.
     fn handed_out(learner: &mut Learner<Self>) -> Option<(Option<M>, ModuleOptimizer)> {
         learner.optimizer_step(GradientsParams::new());
         learner.model().counter().out.take()
@@ -112,7 +112,7 @@ impl<M: LearnerModel> Lent<M> {
         held(&self.counter)
     }
 
-    /// Changes the model, if it is here.
+    /// Changes the model, unless it is with the ranks.
     fn with(self, change: impl FnOnce(M) -> M) -> Self {
         Self {
             model: self.model.map(change),
@@ -135,7 +135,7 @@ impl<M: LearnerModel> TrainStep for Lent<M> {
         TrainStep::step(self.here(), item)
     }
 
-    /// Hands out model and optimizer, or takes an optimizer in: the ranks make a step of the learner.
+    /// Hands out model and optimizer, or takes an optimizer in: a learner exposes its optimizer only here.
     fn optimize(
         mut self,
         optimizer: &mut ModuleOptimizer,

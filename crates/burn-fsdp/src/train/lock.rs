@@ -1,4 +1,4 @@
-//! Locks for data that threads of one training share.
+//! Locks for data that threads of one training run share.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -2,14 +2,12 @@
 //! schedules, early stopping, gradient accumulation and checkpoints.
 //!
 //! - `fully_sharded`: [`FullySharded`], the public interface; `settings`: its settings.
-//! - `lent`: the model of Burn's learner, while it is with the ranks; `lock`: locks for data that threads
-//!   share.
-//! - `strategy`: Burn's strategy: the division among the ranks, and the results.
-//! - `course`: the settings that all ranks share; `agreement`: the check that ranks which are processes have
-//!   the same.
+//! - `lent`: the model of Burn's learner while ranks use it; `lock`: locks for data that threads share.
+//! - `strategy`: Burn's strategy: the split among ranks, and the results.
+//! - `course`: the settings that all ranks share; `agreement`: the check that process ranks have the same settings.
 //! - `rank`: the loop of one rank. `rounds`: the batches of all ranks, step by step. `lead`: rank 0's work for all.
-//! - `outputs`: the steps' outputs for the metrics, on their way to rank 0; `portable`: outputs as tensors that travel
-//!   between processes.
+//! - `outputs`: the steps' outputs for the metrics, in transit to rank 0; `portable`: outputs as tensors that can be
+//!   sent between processes.
 //! - `stop`: the reason why a rank stops, and its message to the others; `notes`: messages between ranks.
 //! - `whole_state`: the optimizer's state in shards, from and to Burn's record of it; `filed`: the whole state in a
 //!   file; `staging`: the contents of a checkpoint, in files; `scratch`: these files.
@@ -23,7 +21,7 @@ mod lent;
 mod lock;
 mod notes;
 mod outputs;
-mod portable;
+pub(crate) mod portable;
 mod rank;
 mod rounds;
 mod scratch;
@@ -35,4 +33,3 @@ mod whole_state;
 
 pub use fully_sharded::FullySharded;
 pub use lent::Lent;
-pub use portable::{Parcel, Portable};

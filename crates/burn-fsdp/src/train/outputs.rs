@@ -1,4 +1,4 @@
-//! The outputs of steps on their way to rank 0, which shows them to the metrics.
+//! The outputs of steps in transit to rank 0, which shows them to the metrics.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -15,7 +15,7 @@ use crate::snapshot::Elements;
 use crate::train::lock::held;
 use crate::train::portable::{Parcel, Portable};
 
-/// The outputs of a training and of its validations.
+/// The outputs of a training run and its validations.
 pub(crate) struct Outputs<M: LearnerModel> {
     pub(crate) training: Channel<<M as TrainStep>::Output>,
     pub(crate) validation: Channel<<M as InferenceStep>::Output>,
@@ -57,12 +57,12 @@ impl<M: LearnerModel> Clone for Codecs<M> {
 
 impl<M: LearnerModel> Copy for Codecs<M> {}
 
-/// The outputs of one kind. Among threads each rank puts its own where rank 0 finds them; among processes the
-/// other ranks' outputs are brought there.
+/// The outputs of one kind. A rank that is a thread puts its outputs where rank 0 finds them; processes send theirs to
+/// rank 0.
 pub(crate) struct Channel<O> {
-    /// The outputs that have come to rank 0, by rank.
+    /// The outputs that have arrived at rank 0, by rank.
     arrived: Vec<Mutex<VecDeque<TrainingItem<O>>>>,
-    /// None among threads.
+    /// `None` if ranks are threads.
     codec: Option<Codec<O>>,
     /// The outputs of this process for rank 0, if it is another rank.
     waiting: Mutex<Option<Bytes>>,
@@ -89,7 +89,7 @@ impl<O> Channel<O> {
         Ok(())
     }
 
-    /// Returns the bytes that wait in this process.
+    /// Returns the number of bytes that wait in this process.
     pub(crate) fn waiting(&self) -> usize {
         held(&self.waiting).as_ref().map_or(0, |bytes| bytes.len())
     }
@@ -97,7 +97,7 @@ impl<O> Channel<O> {
     /// Brings the waiting outputs of other processes to rank 0, as outputs of a step at these rates, on `device`.
     /// `waiting` has the bytes of each process.
     ///
-    /// Collective, one operation; none where nothing waits, as among threads.
+    /// Collective: one operation, or none if nothing waits, as with threads.
     pub(crate) fn bring(
         &self,
         world: &ProcessGroup,
@@ -112,7 +112,7 @@ impl<O> Channel<O> {
         };
         let (rank, ranks) = (world.rank(), world.size());
         let mut own = held(&self.waiting).take();
-        // A separate pool: buffers of the world's pool are for steps, whose sizes come again.
+        // A separate pool: the world's pool is for the buffers of steps, whose sizes recur.
         let pool = BufferPool::new();
         let (mut parts, mut into) = (Vec::new(), Vec::new());
         for (sender, size) in &senders {
@@ -178,7 +178,7 @@ impl<O: Portable> Codec<O> {
                 let number = |name: &str| {
                     let number = numbers.get(name).ok_or_else(|| Error::Parcel {
                         name: name.to_owned(),
-                        reason: "is not in it".to_owned(),
+                        reason: "is missing".to_owned(),
                     })?;
                     Ok::<_, Error>(*number as usize)
                 };

@@ -1,4 +1,4 @@
-//! Outputs of steps as tensors that travel from one process to another.
+//! Step outputs as tensors that one process can send to another.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -12,16 +12,15 @@ use burn_pack::{Reader, Scalar, Tensor as PackedTensor, Writer};
 
 use crate::error::Error;
 
-/// An output of a step for the metrics of Burn's loop, as tensors, so that it can travel to rank 0 where ranks are
-/// processes.
+/// A step's output for the metrics of Burn's loop, as tensors that can be sent to rank 0 if ranks are processes.
 ///
 /// Burn's outputs of classification, regression and sequences implement it. For a custom type, pack everything that
 /// the metrics read:
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
+/// use burn_fsdp::internals::train::{Parcel, Portable};
 /// use burn_fsdp::Error;
-/// use burn_fsdp::train::{Parcel, Portable};
 ///
 /// struct Reconstruction {
 ///     loss: Tensor<1>,
@@ -59,7 +58,7 @@ pub trait Portable: Sized {
     fn unpack(parcel: &mut Parcel, device: &Device) -> Result<Self, Error>;
 }
 
-/// Tensors by name, on their way from one process to another. Their types and bits stay as they are.
+/// Tensors by name, in transit from one process to another. Their types and bits stay unchanged.
 #[derive(Debug, Default)]
 pub struct Parcel {
     tensors: BTreeMap<String, TensorData>,
@@ -73,7 +72,7 @@ impl Parcel {
         Self::default()
     }
 
-    /// Puts a tensor in. A second one with the same name is refused when the parcel is sent.
+    /// Puts a tensor in. A second one with the same name is rejected when the parcel is sent.
     pub fn put<const D: usize, K: Basic>(&mut self, name: &str, tensor: Tensor<D, K>) {
         match self.tensors.entry(name.to_owned()) {
             Entry::Vacant(place) => {
@@ -87,18 +86,18 @@ impl Parcel {
     ///
     /// # Errors
     ///
-    /// [`Error::Parcel`] if there is none with this name, or one with another number of dims.
+    /// [`Error::Parcel`] if there is none with this name, or one with a different number of dims.
     pub fn take<const D: usize, K: Basic>(
         &mut self,
         name: &str,
         device: &Device,
     ) -> Result<Tensor<D, K>, Error> {
         let Some(data) = self.tensors.remove(name) else {
-            return Err(unfit(name, "is not in it, or was taken before".to_owned()));
+            return Err(unfit(name, "is missing, or was taken before".to_owned()));
         };
         let dims = data.shape().num_dims();
         if dims != D {
-            let reason = format!("has {dims} dims and is taken out with {D}");
+            let reason = format!("has {dims} dims, but was requested with {D}");
             return Err(unfit(name, reason));
         }
         let dtype = data.dtype();
@@ -113,7 +112,7 @@ impl Parcel {
     /// Returns the tensors, and additional numbers, as bytes.
     pub(crate) fn into_bytes(self, numbers: &[(&str, u64)]) -> Result<Bytes, Error> {
         if let Some(name) = &self.twice {
-            return Err(unfit(name, "was put in twice".to_owned()));
+            return Err(unfit(name, "was added twice".to_owned()));
         }
         let tensors = self.tensors.into_iter().map(|(name, data)| {
             let (dtype, shape) = (data.dtype(), data.shape().clone());
@@ -155,7 +154,7 @@ fn unfit(name: &str, reason: String) -> Error {
     }
 }
 
-/// Returns the error for bytes that are no parcel.
+/// Returns the error for bytes that are not a parcel.
 fn unreadable(error: burn_pack::Error) -> Error {
     Error::Parcel {
         name: "all".to_owned(),
@@ -215,7 +214,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns the output decoded from the bytes of an output.
+    /// Encodes an output as bytes, and returns the output decoded from them.
     fn through<O: Portable>(output: O) -> O {
         let mut parcel = Parcel::new();
         output.pack(&mut parcel);
@@ -227,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn outputs_of_burn_come_out_as_they_went_in() {
+    fn burn_outputs_round_trip() {
         let device = Device::flex().autodiff();
         let loss = || Tensor::<1>::from_floats([f32::NAN], &device).require_grad();
         let scores = || Tensor::<2>::from_floats([[1.0, -0.0, f32::INFINITY]], &device);
@@ -251,7 +250,7 @@ mod tests {
         }
     }
 
-    /// An output with a tensor of truth values, which it may pack twice.
+    /// An output with a boolean tensor, packed twice if the flag is set.
     struct Masked(Tensor<2, Bool>, bool);
 
     impl Portable for Masked {
@@ -268,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused_by_name() {
+    fn unsupported_outputs_are_named_in_the_error() {
         let device = Device::flex();
         let mask = || Tensor::<2, Bool>::full([1, 2], true, &device);
         assert_eq!(
@@ -287,7 +286,7 @@ mod tests {
         Masked(mask(), false).pack(&mut parcel);
         let none = parcel.take::<1, Bool>("loss", &device);
         let (name, reason) = refused(none.expect_err("it is not in it"));
-        assert!(name == "loss" && reason.contains("not in it"), "{reason}");
+        assert!(name == "loss" && reason.contains("is missing"), "{reason}");
         let other = parcel.take::<1, Bool>("mask", &device);
         let (name, reason) = refused(other.expect_err("it is of two dims"));
         assert!(name == "mask" && reason.contains("2 dims"), "{reason}");

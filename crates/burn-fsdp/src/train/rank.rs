@@ -82,7 +82,7 @@ pub(crate) fn train<M: LearnerModel>(
     check_managed(&model)?;
     check_elementwise(&model, &optimizer)?;
     if course.saves {
-        // A checkpoint that could not be resumed is refused now, and not only when it is read.
+        // Reject now, rather than on resuming, an optimizer whose checkpoints could not be resumed.
         check_state_types(&model, &optimizer)?;
     }
     if course.among == Ranks::Processes {
@@ -93,7 +93,7 @@ pub(crate) fn train<M: LearnerModel>(
     }
     let parent = course.settings.scratch.as_deref();
     if lead.is_some() && course.saves {
-        // A folder that cannot be written to is found now, and not only after the first epoch.
+        // Fail now, rather than after the first epoch, if the folder cannot be written to.
         drop(Scratch::new(parent)?);
     }
     let optimizer = divided(&model, optimizer, whole, world, parent)?;
@@ -122,7 +122,7 @@ pub(crate) fn train<M: LearnerModel>(
     Ok((model, rank.optimizer))
 }
 
-/// Refuses a model with trained parameters that no unit manages: each rank would have its own, and only one rank's are
+/// Rejects a model with trained parameters that no unit manages: each rank would have its own, and only one rank's are
 /// saved and returned.
 fn check_managed<M: LearnerModel>(model: &M) -> Result<(), Error> {
     let managed = local_ids(model)?.into_iter();
@@ -163,7 +163,7 @@ impl ModuleVisitor for Unmanaged {
     }
 }
 
-/// The continuation after an epoch.
+/// Whether a rank continues after an epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum After {
     Another,
@@ -178,10 +178,10 @@ struct End {
     stop: Option<Stop>,
 }
 
-/// One rank in the middle of a training.
+/// One rank in the middle of a training run.
 struct Rank<'a, M: LearnerModel> {
     world: &'a ProcessGroup,
-    /// The device where outputs of other processes are put together.
+    /// The device where outputs of other processes are reassembled.
     device: Device,
     /// The rates that are compared between the schedules of processes.
     rates: Option<Rates>,
@@ -214,7 +214,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         if validated == After::End {
             return Ok(After::End);
         }
-        // Metrics must not judge a failure at the end of the validation.
+        // If a rank stopped at the end of the validation, metrics must not judge the epoch.
         if self.agreed(false)? == After::End {
             return Ok(After::End);
         }
@@ -271,7 +271,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         Ok(After::Another)
     }
 
-    /// Makes one step of the optimizer, at the next rates of the schedule.
+    /// Runs one optimizer step, at the schedule's next rates.
     fn step(&mut self, gradients: GradientsParams) -> Result<(), Error> {
         self.learner.lr_step();
         let gradients = match self.course.settings.clip {
@@ -313,8 +313,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         Ok(After::Another)
     }
 
-    /// Gathers the contents of a checkpoint in files of rank 0, and saves it there, if the user's strategy
-    /// asks for it.
+    /// Gathers a checkpoint's contents into files on rank 0, which saves it, if the user's strategy requests it.
     fn save(&mut self, epoch: usize) -> Result<(), Error> {
         if !self.course.saves {
             return Ok(());
@@ -347,7 +346,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         rounds.next(self.world, own)
     }
 
-    /// Ends the training of all ranks if it `ends` on one, or is stopped there.
+    /// Ends training on all ranks if it `ends` or is stopped on one of them.
     fn agreed(&self, ends: bool) -> Result<After, Error> {
         let stop = Stop::of(&self.course.interrupter);
         let all = exchanged(self.world, "end of an epoch", &End { ends, stop })?;
@@ -370,8 +369,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         Ok(())
     }
 
-    /// Also stops this rank's loop, with the failure of its own loader, or with the reason that another rank
-    /// gave.
+    /// Stops this rank's loop as well, with its own loader's failure or with another rank's reason.
     fn stopped(&self, failure: Option<DatasetError>, (rank, stop): (usize, Stop)) -> After {
         if let Some(failure) = failure {
             self.course.interrupter.fail(failure);

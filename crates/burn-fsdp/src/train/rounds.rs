@@ -1,4 +1,4 @@
-//! The batches of all ranks, round by round: in each, every rank takes one step.
+//! The batches of all ranks in rounds, in each of which every rank runs one step.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,8 +20,7 @@ pub(crate) struct Share<I> {
 }
 
 impl<I> Share<I> {
-    /// Divides a loader: neighbouring items to each rank, and one more to the first ranks if they do not
-    /// divide evenly.
+    /// Splits a loader into contiguous ranges, one per rank; the first ranks get one more item if the split is uneven.
     pub(crate) fn of_ranks(loader: &Arc<dyn DataLoader<I>>, devices: &[Device]) -> Vec<Self> {
         let items = loader.num_items();
         let (each, more) = (items / devices.len(), items % devices.len());
@@ -42,9 +41,9 @@ pub(crate) struct Rounds<'a, I> {
     label: &'static str,
     own: Box<dyn DataLoaderIterator<I> + 'a>,
     all: &'a dyn DataLoader<I>,
-    /// The items that this rank has had.
+    /// Number of items that this rank has received.
     had: usize,
-    /// The items that all ranks have had.
+    /// Number of items that all ranks have received.
     had_by_all: usize,
 }
 
@@ -53,12 +52,12 @@ pub(crate) struct Round<I> {
     pub(crate) batch: I,
     /// True if the batch is this rank's own; false if the rank processes it only so that others can continue.
     pub(crate) counts: bool,
-    /// The factor of this rank's gradient, by which the mean over ranks becomes the mean over items. It is 1 where all
-    /// ranks have the same number of items.
+    /// The factor of this rank's gradient that turns the mean over ranks into the mean over items. It is 1 if all ranks
+    /// have the same number of items.
     pub(crate) weight: f64,
     /// True if no rank has a batch after this one.
     pub(crate) is_last: bool,
-    /// The items that all ranks have had, including this round.
+    /// Number of items that all ranks have received, including this round.
     pub(crate) had_by_all: usize,
 }
 
@@ -71,10 +70,9 @@ pub(crate) struct Turn<I> {
 /// The ranks' agreement about a round.
 pub(crate) enum Next<I> {
     Round(Round<I>),
-    /// All items are used.
+    /// No rank has items left.
     Through,
-    /// A rank is to stop, or its loader failed: the rank and the reason. The failure is this rank's own, if it
-    /// is that rank.
+    /// A rank must stop, or its loader failed: the rank and the reason. On that rank, the failure is included.
     Stopped(Option<DatasetError>, (usize, Stop)),
 }
 
@@ -89,13 +87,13 @@ impl<'a, I> Rounds<'a, I> {
         }
     }
 
-    /// Takes this rank's next batch, and agrees with the others on its use. A rank that stops stops all.
+    /// Takes this rank's next batch, and agrees with the other ranks on its use. If one rank stops, all stop.
     ///
     /// Collective.
     ///
     /// # Errors
     ///
-    /// A failed collective, and [`Error::OtherTraining`] if the ranks made the last step at other rates.
+    /// A failed collective, and [`Error::OtherTraining`] if ranks used different learning rates in the last step.
     pub(crate) fn next(&mut self, world: &ProcessGroup, own: Own) -> Result<Turn<I>, Error> {
         let (batch, failure) = match self.own.next() {
             Some(Ok(batch)) => (Some(batch), None),
@@ -145,7 +143,11 @@ impl<'a, I> Rounds<'a, I> {
             None => match self.all.iter().next() {
                 Some(Ok(batch)) => batch,
                 Some(Err(failure)) => return Err(Error::Loader(failure.to_string())),
-                None => return Err(Error::Loader("it has no items the second time".to_owned())),
+                None => {
+                    return Err(Error::Loader(
+                        "it has no items when it is read again".to_owned(),
+                    ));
+                }
             },
         };
         let weight = match notes.iter().all(|note| note.items == notes[0].items) {
@@ -174,9 +176,9 @@ struct Note {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Own {
     pub(crate) stop: Option<Stop>,
-    /// The fingerprint of the rates of the last step.
+    /// The fingerprint of the last step's learning rates.
     pub(crate) rates: u64,
-    /// The bytes of the output that waits to be brought to rank 0.
+    /// Size in bytes of the output that waits to be sent to rank 0.
     pub(crate) waiting: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Files of whole tensors that are on their way between the ranks and Burn's checkpointers.
+//! Files of whole tensors that are in transit between the ranks and Burn's checkpointers.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -18,7 +18,7 @@ const MAX_TENSOR_BYTES: u64 = 10 << 30;
 #[derive(Debug)]
 pub(crate) struct Scratch {
     folder: TempDir,
-    /// Held as long as the folder is in use, so that a killed process' folder can be recognized.
+    /// Held while the folder is in use, which allows the folders of killed processes to be recognized.
     _lock: Option<File>,
 }
 
@@ -28,7 +28,7 @@ const LOCK: &str = "lock";
 /// The beginning of the names of folders.
 const PREFIX: &str = "burn-fsdp-";
 
-/// The age from which a free lock counts as left behind: a younger one may be about to be taken.
+/// The age at which a free lock counts as left behind: a younger one may be about to be taken.
 const LEFT_BEHIND: Duration = Duration::from_secs(60);
 
 impl Scratch {
@@ -40,7 +40,7 @@ impl Scratch {
         };
         let made = std::fs::create_dir_all(&parent);
         let made = made.and_then(|()| tempfile::Builder::new().prefix(PREFIX).tempdir_in(&parent));
-        let folder = made.map_err(failure("make a folder in", &parent))?;
+        let folder = made.map_err(failure("create a folder in", &parent))?;
         let lock = File::create(folder.path().join(LOCK)).ok();
         let lock = lock.filter(|lock| lock.try_lock().is_ok());
         remove_left_behind(&parent);
@@ -55,7 +55,7 @@ impl Scratch {
         self.folder.path().join(name)
     }
 
-    /// Begins a file.
+    /// Creates a file.
     pub(crate) fn pile(&self, name: &str) -> Result<Pile, Error> {
         let path = self.path(name);
         let file = File::create(&path).map_err(failure("create", &path))?;
@@ -86,8 +86,7 @@ fn remove_left_behind(parent: &Path) {
     }
 }
 
-/// Returns the place for large temporary files: the folder of temporary files that the user named, or the one that is
-/// not kept in memory.
+/// Returns the folder for large temporary files: the one that the user configured, or one that is not in memory.
 fn usual() -> PathBuf {
     let on_disk = Path::new("/var/tmp");
     let can_be_written = || tempfile::tempfile_in(on_disk).is_ok();
@@ -106,7 +105,7 @@ pub(crate) struct Pile {
 }
 
 impl Pile {
-    /// Adds the bytes of a tensor, and returns them as a part of the file, without holding them in memory.
+    /// Appends a tensor's bytes to the file, and returns them as a lazily read part of it.
     ///
     /// # Errors
     ///
@@ -114,8 +113,8 @@ impl Pile {
     pub(crate) fn add(&mut self, bytes: &[u8]) -> Result<Bytes, Error> {
         let (start, size) = (self.num_bytes, bytes.len() as u64);
         if size > MAX_TENSOR_BYTES || start.saturating_add(size) > MAX_FILE_BYTES {
-            let problem = "Burn reads no record of more than 100 GiB, and no tensor of more than 10 GiB: write the loop, and \
-                           save by `burn_fsdp::save`, which divides the files among the ranks";
+            let problem = "Burn reads no record of more than 100 GiB, and no tensor of more than 10 GiB; write your \
+                 own loop, and save with `burn_fsdp::save`, which divides the files among the ranks";
             return Err(failure("write", &self.path)(io::Error::other(problem)));
         }
         let written = self.file.write_all(bytes);
@@ -140,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_added_lies_in_the_file_and_goes_with_the_folder() {
+    fn scratch_holds_its_data_until_dropped() {
         let parent = tempfile::tempdir().expect("a folder");
         let scratch = Scratch::new(Some(&parent.path().join("deep"))).expect("it is made");
         let mut pile = scratch.pile("tensors").expect("it begins");

@@ -1,4 +1,4 @@
-//! The user's settings for a sharded training.
+//! The user's settings for a sharded training run.
 
 use std::path::PathBuf;
 
@@ -11,8 +11,8 @@ pub(crate) struct Settings {
     pub(crate) ranks: LaunchConfig,
     pub(crate) policy: ShardPolicy,
     pub(crate) clip: Option<Clip>,
-    /// The device of each rank in turn; empty for the model's device.
+    /// The device of each rank, in order; empty for the model's device.
     pub(crate) devices: Vec<Device>,
-    /// The folder for files on their way to and from checkpoints, if the user named one.
+    /// The folder for files in transit to and from checkpoints, if the user named one.
     pub(crate) scratch: Option<PathBuf>,
 }

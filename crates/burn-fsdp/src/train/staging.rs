@@ -22,8 +22,8 @@ pub(crate) struct Staged {
     pub(crate) files: Scratch,
 }
 
-/// Gathers the record of a sharded model and the state of its optimizer, tensor by tensor, into files of rank 0; the
-/// other ranks have no files.
+/// Gathers a sharded model's record and its optimizer state, tensor by tensor, into files on rank 0; other ranks have
+/// no files.
 ///
 /// Collective.
 pub(crate) fn staged<M: Module>(

@@ -14,7 +14,7 @@ pub(crate) enum Stop {
 }
 
 impl Stop {
-    /// Returns the reason for which this process' interrupter asks to stop, if it does.
+    /// Returns the stop that this process's interrupter requests, if any.
     pub(crate) fn of(interrupter: &Interrupter) -> Option<Self> {
         let why = || match interrupter.error() {
             Some(error) => Self::Failed(error.to_string()),
@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_comes_before_what_the_program_said() {
+    fn an_error_outranks_a_requested_stop() {
         let asked = || Some(Stop::Asked(Some("enough".to_owned())));
         let failed = || Some(Stop::Failed("the disk is gone".to_owned()));
         assert_eq!(Stop::first([None, None].into_iter()), None);

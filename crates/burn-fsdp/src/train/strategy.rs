@@ -1,4 +1,4 @@
-//! Burn's strategy: the division among the ranks, and the results.
+//! Burn's strategy: the split among ranks, and the results.
 
 use std::sync::{Arc, Mutex};
 
@@ -27,7 +27,7 @@ use crate::train::settings::Settings;
 pub(crate) type Ending<M, T> =
     Arc<dyn Fn(&ProcessGroup, M, ModuleOptimizer) -> Result<T, Error> + Send + Sync + 'static>;
 
-/// The strategy that Burn's loop calls. It returns only a model, so the ranks' results are left in `outcome`.
+/// The strategy that Burn's loop calls. Because it returns only a model, the ranks' results are stored in `outcome`.
 pub(crate) struct Strategy<M: LearnerModel, T> {
     settings: Settings,
     process: Option<Process<M>>,
@@ -38,9 +38,9 @@ pub(crate) struct Strategy<M: LearnerModel, T> {
 /// The ranks' results, in their order, once all have ended.
 pub(crate) type Outcome<T> = Arc<Mutex<Option<Result<Vec<T>, Error>>>>;
 
-/// The results of a training.
+/// The results of a training run.
 pub(crate) struct Left<T> {
-    /// The results of the ranks here, or the reason why one failed; `None` before.
+    /// The results of the ranks here, or the reason why one failed; `None` until they end.
     pub(crate) outcome: Outcome<T>,
     /// The summary's text about the model.
     pub(crate) text: Arc<Mutex<String>>,
@@ -85,7 +85,7 @@ impl<M: LearnerModel, T> Strategy<M, T> {
         }
     }
 
-    /// Returns the device of each rank, with the model's autodiff: tensors of one operation must agree on that.
+    /// Returns the device of each rank, with the model's autodiff, on which all tensors of an operation must agree.
     fn devices(&self, model: &M) -> Vec<Device> {
         let of_model = model.devices().into_iter().next().unwrap_or_default();
         let given = self.settings.devices.iter();
@@ -166,8 +166,8 @@ impl<M: LearnerModel, T: Send + 'static> SupervisedLearningStrategy<Lent<M>> for
     }
 }
 
-/// The strategy in a process other than rank 0's: Burn's loop reports nothing here about a training that rank 0
-/// reports.
+/// The strategy in a process other than rank 0's: Burn's loop reports nothing here, because rank 0 reports the training
+/// run.
 pub(crate) struct Silently<M: LearnerModel, T>(pub(crate) Strategy<M, T>);
 
 impl<M: LearnerModel, T: Send + 'static> SupervisedLearningStrategy<Lent<M>> for Silently<M, T> {
@@ -213,7 +213,7 @@ struct Whole<M: LearnerModel> {
 }
 
 impl<M: LearnerModel> Whole<M> {
-    /// Returns the initial state of each rank that is `here`: of all ranks, or only of this process.
+    /// Returns the initial state of each rank that is `here`: all ranks, or only the ranks of this process.
     fn divided(
         self,
         devices: Vec<Device>,

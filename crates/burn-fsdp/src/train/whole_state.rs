@@ -1,5 +1,5 @@
-//! The state of an optimizer of shards, from and to Burn's record of it, which has whole parameters. One parameter at a
-//! time is whole, on rank 0.
+//! Conversion of a sharded optimizer's state from and to Burn's record of it, which has whole parameters. Rank 0 holds
+//! one whole parameter at a time.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -26,9 +26,9 @@ use crate::train::filed::{Filed, FiledState, FiledTensor};
 use crate::train::notes::exchanged;
 use crate::train::scratch::{Pile, Scratch};
 
-/// A parameter that an optimizer steps, in shards.
+/// A parameter that an optimizer updates in shards.
 struct Sharded {
-    /// The id by which this rank's optimizer knows it.
+    /// The tensor's id in this rank's optimizer.
     id: u64,
     local: LocalTensor,
 }
@@ -41,12 +41,12 @@ struct Told {
     tensors: Vec<StateTensor>,
 }
 
-/// Gives the optimizer of this rank's shards of `model` its part of the state of an optimizer of the whole model. Rank
-/// 0 has that state; if there is none, the optimizer is returned unchanged.
+/// Loads this rank's part of a whole model's optimizer state into the optimizer of its shards of `model`. Rank 0 has
+/// that state; if there is none, the optimizer is returned unchanged.
 ///
 /// Rank 0 holds the whole state of one parameter at a time, if the state in `whole` is read on demand. This rank's part
-/// passes through a file in a folder in `parent`. In memory each tensor of it is then separate, and is freed when the
-/// optimizer has replaced it.
+/// passes through a file in a folder in `parent`. This gives each tensor its own memory, which is freed when the
+/// optimizer replaces the tensor.
 ///
 /// Collective.
 pub(crate) fn divided<M: Module>(
@@ -80,7 +80,7 @@ pub(crate) fn divided<M: Module>(
         let rest = OptimizerParts::take(&rest)?.tensors;
         if !rest.is_empty() {
             return Err(optimizer_error(format!(
-                "{} tensors of its checkpoint belong to parameters that this model has not",
+                "{} tensors of its checkpoint belong to parameters that this model does not have",
                 rest.len()
             ))
             .into());
@@ -100,7 +100,7 @@ pub(crate) fn divided<M: Module>(
     let written = writer.write_to_file_in_place(&path);
     written.map_err(optimizer_error)?;
     let optimizer = with_state_of_file(bare, &path)?;
-    // An optimizer that asks for a state reads it.
+    // Recording a state reads it from the file.
     for Sharded { id, .. } in &sharded {
         drop(only(&optimizer, [*id]).to_record());
     }
@@ -110,7 +110,7 @@ pub(crate) fn divided<M: Module>(
 /// The state that a rank has received.
 struct Own<'a> {
     parent: Option<&'a Path>,
-    /// The file of the tensors, and its folder, once rank 0 has announced any state.
+    /// The tensor file and its folder, once rank 0 has announced a state.
     files: Option<(Scratch, Pile)>,
     tensors: Vec<PackedTensor>,
     scalars: BTreeMap<String, Scalar>,
@@ -204,7 +204,7 @@ fn told(parts: &OptimizerParts, id: u64, path: &str) -> Result<Told, CheckpointE
     })
 }
 
-/// Returns this rank's part of a tensor of the state of the parameter `local`; rank 0 has the `whole`.
+/// Returns this rank's part of a state tensor of parameter `local`; `whole` is the full tensor on rank 0.
 ///
 /// Collective.
 fn received(
@@ -244,8 +244,8 @@ fn received(
     Ok(own.map_or_else(Source::empty, Source::new))
 }
 
-/// Adds the whole state of an optimizer of shards to a file on rank 0, and returns its place in the file there. The
-/// state is by the parameters' ids in the record of the model, for programs that load both.
+/// Adds the whole state of a sharded optimizer to a file on rank 0, and returns its place in the file on that rank. The
+/// state is keyed by the parameters' ids in the model's record, for programs that load both.
 ///
 /// Collective: rank 0 has a file, and the others none.
 pub(crate) fn filed<M: Module>(
@@ -298,7 +298,7 @@ pub(crate) fn filed<M: Module>(
     Ok(pile.map(|_| whole))
 }
 
-/// Returns, on rank 0, the whole of a tensor of the state of the parameter `local`; `own` is this rank's part.
+/// Returns, on rank 0, a whole tensor of the state of the parameter `local`; `own` is this rank's part.
 ///
 /// Collective.
 fn gathered(
@@ -321,7 +321,7 @@ fn gathered(
         return Err(not_elementwise(&label, &tensor.shape, elements));
     }
     let partition = of_state(partition, tensor)?;
-    // A separate pool: buffers of the world's pool are for steps, whose sizes come again.
+    // A separate pool: the world's pool is for the buffers of steps, whose sizes recur.
     let into = match world.rank() {
         0 => vec![BufferPool::new().take(partition.num_elements() * element.size())],
         _ => Vec::new(),
@@ -331,8 +331,8 @@ fn gathered(
     Ok(received.buffers.into_iter().next().map(Source::new))
 }
 
-/// Returns the partition of a tensor of a parameter's state. It is the parameter's partition, or the owner has all of
-/// it, because an owner's states have any shape.
+/// Returns the partition of a tensor of a parameter's state. It is the parameter's partition, except that an owner has
+/// all of the state, which may have any shape.
 fn of_state(partition: &Partition, tensor: &StateTensor) -> Result<Partition, CheckpointError> {
     Ok(match partition.sole_owner() {
         Some(owner) => {

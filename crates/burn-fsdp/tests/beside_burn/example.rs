@@ -140,7 +140,7 @@ pub(crate) fn seeded<M>(new: impl Fn(&Device) -> M) -> M {
     new(&device)
 }
 
-/// Asserts that two trainings have measured the same metrics.
+/// Asserts that two training runs have measured the same metrics.
 pub(crate) fn assert_equal(got: &Metrics, expected: &Metrics) {
     for ((split, epoch, got), (_, _, expected)) in got.iter().zip(expected) {
         println!("{split} {epoch}: {got:?}, one device {expected:?}");

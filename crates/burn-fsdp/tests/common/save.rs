@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
-use burn_fsdp::checkpoint::{
-    Checkpoints, GroupRendezvous, SaveRequest, TrainingSnapshot, TrainingState, save_step,
+use burn_fsdp::checkpoint::Checkpoints;
+use burn_fsdp::internals::checkpoint::{
+    GroupRendezvous, SaveRequest, TrainingSnapshot, TrainingState, save_step,
 };
 use burn_fsdp::{Error, ProcessGroup};
 

@@ -27,7 +27,7 @@ pub(crate) fn shapes() -> impl Strategy<Value = Shapes> {
     })
 }
 
-/// The position of a batch in a training.
+/// The position of a batch in a training run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Place {
     pub(crate) step: usize,

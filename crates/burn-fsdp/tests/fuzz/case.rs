@@ -1,9 +1,8 @@
 //! Trainings drawn at random: a model, an optimizer, and legs. Each leg runs one engine on a number of ranks, with a
 //! checkpoint between legs.
 
-use burn_fsdp::Clip;
-use burn_fsdp::Strategy as Sharding;
-use burn_fsdp::optim::LossScaling;
+use burn_fsdp::compile::LossScaling;
+use burn_fsdp::{Clip, Strategy as Sharding};
 use proptest::prelude::*;
 use proptest::sample::select;
 
@@ -14,7 +13,7 @@ use super::optimizer::{OPTIMIZERS, Optimizer};
 use super::plain::GROWTH_INTERVAL;
 use super::precision::Halves;
 
-/// A training.
+/// A training run.
 #[derive(Debug, Clone)]
 pub(crate) struct Case {
     pub(crate) plan: Plan,
@@ -89,7 +88,7 @@ pub(crate) fn cases(engines: Engines) -> impl Strategy<Value = Case> {
             },
         )
         .prop_map(Case::with_whole_tensors)
-        .prop_map(Case::within_what_is_documented)
+        .prop_map(Case::without_unsupported_combinations)
 }
 
 impl Case {
@@ -135,7 +134,7 @@ impl Case {
     }
 
     /// Leaves out combinations that are documented as unsupported.
-    fn within_what_is_documented(mut self) -> Self {
+    fn without_unsupported_combinations(mut self) -> Self {
         let may_have_states = self.plan.may_have_states();
         let has_adapters = self.plan.adapters.is_some();
         for leg in &mut self.legs {

@@ -1,16 +1,17 @@
 //! Compiled steps, by strategies and by placements.
 
 use burn::tensor::{Device, Tensor};
-use burn_fsdp::Error;
-use burn_fsdp::Placement;
-use burn_fsdp::ProcessMesh;
-use burn_fsdp::checkpoint::{Checkpoints, LossScale, TrainingSnapshot};
-use burn_fsdp::compile::graph::Phase;
-use burn_fsdp::compile::passes::schedule::Options;
-use burn_fsdp::compile::passes::{Bucket, IterationGraph, IterationMove, PassId, Recompute, Units};
+use burn_fsdp::checkpoint::Checkpoints;
 use burn_fsdp::compile::{
-    CompiledStep, DataParallel, Evaluation, Expand, Mode, restore_compiled, snapshot_compiled,
+    CompiledStep, Evaluation, Expand, Mode, Options, restore_compiled, snapshot_compiled,
 };
+use burn_fsdp::internals::checkpoint::{LossScale, TrainingSnapshot};
+use burn_fsdp::internals::compile::DataParallel;
+use burn_fsdp::internals::compile::graph::Phase;
+use burn_fsdp::internals::compile::passes::{
+    Bucket, IterationGraph, IterationMove, PassId, Recompute, Units,
+};
+use burn_fsdp::{Error, Placement, ProcessMesh};
 
 use super::case::{Case, Limit};
 use super::legs::{Compiled, Engine, Leg, Placed, Ranks};
@@ -183,7 +184,7 @@ impl IterationMove for Moves {
         PassId::User("some moves")
     }
 
-    fn moves(&self, step: &mut IterationGraph) -> Result<(), burn_fsdp::compile::Error> {
+    fn moves(&self, step: &mut IterationGraph) -> Result<(), burn_fsdp::internals::compile::Error> {
         let trained = step.graph().parameters().iter();
         let trained = trained.filter(|of| of.gradient.is_some());
         let paths: Vec<_> = trained.map(|of| of.path.clone()).collect();
@@ -191,7 +192,7 @@ impl IterationMove for Moves {
         for (number, path) in paths.iter().enumerate() {
             let nodes = step.graph().nodes().iter().enumerate();
             let stays = nodes.filter(|(at, _)| !step.is_moved(*at));
-            let part = |at: &(usize, &burn_fsdp::compile::graph::Node)| {
+            let part = |at: &(usize, &burn_fsdp::internals::compile::graph::Node)| {
                 at.1.phase == Phase::Optimizer && at.1.path.as_ref() == Some(path)
             };
             let mut part: Vec<usize> = stays.filter(part).map(|(at, _)| at).collect();

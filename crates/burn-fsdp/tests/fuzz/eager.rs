@@ -5,11 +5,10 @@ use std::cell::Cell;
 use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor};
-use burn_fsdp::checkpoint::{
-    Checkpoints, LossScale, TrainingSnapshot, loss_scale, restore, restore_scaler, snapshot,
-};
+use burn_fsdp::checkpoint::{Checkpoints, restore, snapshot};
+use burn_fsdp::internals::checkpoint::{LossScale, TrainingSnapshot, loss_scale, restore_scaler};
+use burn_fsdp::internals::sharding::{Audit, FullGradient};
 use burn_fsdp::optim::check_elementwise;
-use burn_fsdp::sharding::{Audit, FullGradient};
 use burn_fsdp::state::{BufferSync, into_record, sync_buffers};
 use burn_fsdp::{
     Error, LossScaler, ProcessMesh, ShardPolicy, backward, catch, clip_grad_norm, fully_shard,
@@ -150,7 +149,7 @@ impl EagerRun {
         let of_optimizer = self.optimizer.to_record();
         let net = self.case.sharded(&self.eager, &self.mesh, self.leg.ranks)?;
         let net = catch(|| net.load_record(record))?;
-        burn_fsdp::state::settle_ids(&net);
+        burn_fsdp::internals::state::settle_ids(&net);
         self.net = Some(net);
         let optimizer = self.case.optimizer.init(self.plan());
         self.optimizer = optimizer.load_record(of_optimizer);
@@ -218,7 +217,7 @@ impl Case {
     }
 
     fn policy(&self, eager: &Eager, ranks: Ranks) -> ShardPolicy {
-        // A pattern that matches nothing is refused.
+        // A pattern that matches nothing is rejected.
         let units = eager.units.iter().copied();
         let units = units.filter(|pattern| self.plan.has_units(pattern));
         let mut policy = ShardPolicy::new()

@@ -1,8 +1,8 @@
-//! Legs of trainings: some steps of one engine on a number of ranks, and the end of the leg.
+//! Legs of training runs: some steps of one engine on a number of ranks, and the end of the leg.
 
 use burn::tensor::FloatDType;
 use burn_fsdp::Strategy as Sharding;
-use burn_fsdp::compile::passes::schedule::OptimizerPlace;
+use burn_fsdp::internals::compile::passes::schedule::OptimizerPlace;
 use burn_fsdp::sharding::Cut;
 use proptest::prelude::*;
 use proptest::sample::select;

@@ -1,8 +1,8 @@
-//! Random trainings of random models, by the eager engine, by compiled steps, by placements, and by these in turn,
+//! Random training runs of random models, by the eager engine, by compiled steps, by placements, and by these in turn,
 //! compared with plain Burn on one rank.
 //!
 //! Short by default, 2,000 of each kind with `BURN_FSDP_LONG=1`. `BURN_FSDP_CASES=300` sets the number,
-//! `BURN_FSDP_SEED=7` chooses others. A differing case is made smaller until nothing can be left out, and printed.
+//! `BURN_FSDP_SEED=7` chooses others. A differing case is shrunk until nothing can be removed, and printed.
 
 mod batch;
 #[path = "../halves/by_hand.rs"]
@@ -174,7 +174,7 @@ fn random_trainings_that_move_between_the_engines() {
 
 /// Cases in which a tensor with another memory order was given to a collective, and its seal was taken for its copy's.
 #[test]
-fn cases_that_have_differed_agree() {
+fn past_failures_stay_fixed() {
     for (engines, seed, number) in [(Engines::Placed, 401, 0), (Engines::Placed, 401, 23)] {
         let (strategy, runner) = (cases(engines), &mut runner_of(seed, 1));
         let trees = (0..=number).map(|_| strategy.new_tree(runner).expect("a case"));

@@ -23,7 +23,7 @@ pub(crate) struct Plan {
     pub(crate) layers: Vec<Kind>,
     /// True for each frozen layer.
     frozen: Vec<bool>,
-    /// Layers that were frozen or unfrozen after the model was made.
+    /// Layers that were frozen or unfrozen after the model was created.
     switched: Vec<usize>,
     /// The order of layers: some are used twice, others never.
     route: Vec<Hop>,

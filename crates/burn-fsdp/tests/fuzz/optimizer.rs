@@ -38,7 +38,7 @@ pub(crate) enum Optimizer {
     Rows,
     /// Muon for matrices, and AdamW for the rest.
     Muon,
-    /// Muon for everything, whatever the number of dims. It is not drawn.
+    /// Muon for everything, regardless of the number of dims. It is not drawn.
     Matrices,
     /// AdamW that clips the gradient of each parameter by its norm.
     Clipped,

@@ -1,4 +1,4 @@
-//! The outcome of a training, and whether two outcomes differ by more than rounding.
+//! The outcome of a training run, and whether two outcomes differ by more than rounding.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,4 +1,4 @@
-//! One training by plain Burn on one rank: the oracle.
+//! One training run by plain Burn on one rank: the oracle.
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{GradientsParams, ModuleOptimizer};
@@ -23,7 +23,7 @@ impl Case {
 
     /// Trains with plain Burn, as [`plainly`](Self::plainly) except for rounding. Parameters differ in the last bits of
     /// the narrowest type (see [`Plan::init_nudged`]), and gradients come from a multiple of the loss and are then
-    /// divided by it. A gradient that is zero except for rounding then has another value.
+    /// divided by it. A gradient that is zero except for rounding then has a different value.
     pub(crate) fn plainly_nudged(&self, nudge: u64) -> Outcome {
         let device = Device::flex().autodiff();
         let rounding = self.legs.iter().map(|leg| leg.halves().rounding());
@@ -253,7 +253,7 @@ impl Plainly<'_> {
     }
 }
 
-/// Returns the sum of gradients of `net`. With a plan, each is in the type in which it travels.
+/// Returns the sum of gradients of `net`. With a plan, each is in the type in which it is sent.
 fn added(
     net: &Net,
     sum: GradientsParams,

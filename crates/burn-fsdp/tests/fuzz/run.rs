@@ -1,7 +1,7 @@
 //! The common work of the legs of all engines: steps, an evaluation, a snapshot, and dying.
 
-use burn_fsdp::checkpoint::{LossScale, TrainingSnapshot};
-use burn_fsdp::testing::{At, Fault, How};
+use burn_fsdp::internals::checkpoint::{LossScale, TrainingSnapshot};
+use burn_fsdp::internals::testing::{At, Fault, How};
 use burn_fsdp::{Error, ProcessGroup};
 
 use super::legs::{Death, Place};

@@ -7,18 +7,20 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use burn_fsdp::checkpoint::storage::{
+use burn_fsdp::checkpoint::Checkpoints;
+use burn_fsdp::internals::checkpoint::storage::{
     DirEntry, EntryKind, FileSystem, Lock, Memory, ReadFile, Storage, WriteFile,
 };
-use burn_fsdp::checkpoint::{
-    Checkpoints, GroupRendezvous, Region, SaveRequest, TrainingSnapshot, TrainingState, save_step,
+use burn_fsdp::internals::checkpoint::{
+    GroupRendezvous, SaveRequest, TrainingSnapshot, TrainingState, save_step,
 };
+use burn_fsdp::internals::mesh::Region;
 use burn_fsdp::{Checkpointer, Error, ProcessGroup};
 
 use super::legs::{Death, End, Place};
 use super::run::{KILLED, Run, Strike};
 
-/// The storage of a training's steps.
+/// The storage of a training run's steps.
 #[derive(Debug, Clone)]
 pub(crate) struct Shelf {
     storage: Arc<dyn Storage>,
@@ -115,7 +117,7 @@ pub(crate) fn finish(
     }
 }
 
-/// Saves a step while the next one is made.
+/// Saves a step while the next one runs.
 fn in_background(
     run: &mut dyn Run,
     checkpoints: &Checkpoints,

@@ -1,10 +1,9 @@
-//! A training by the legs of a case.
+//! A training run by the legs of a case.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use burn_fsdp::collectives::Check;
-use burn_fsdp::{Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, launch};
+use burn_fsdp::{Check, Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, launch};
 
 use super::case::Case;
 use super::compiled::CompiledRun;
@@ -16,13 +15,13 @@ use super::saving::{Shelf, finish, saved_params};
 
 /// A rank's report of a leg, also if it dies at the end of it.
 #[derive(Debug, Clone, Default)]
-struct Told {
+struct Report {
     losses: Vec<f32>,
     evaluated: f32,
 }
 
 /// The reports of all ranks, by rank.
-type AllTold = Arc<Mutex<Vec<Option<Told>>>>;
+type Reports = Arc<Mutex<Vec<Option<Report>>>>;
 
 impl Case {
     /// Trains by the legs; each continues from a checkpoint of the previous one.
@@ -35,7 +34,7 @@ impl Case {
                 case.plan.switch(layer);
             }
             case.plan.halves = leg.halves();
-            // The proof by placements refuses some operations by name.
+            // The proof by placements rejects some operations by name.
             let proved = case.by_leg(leg, steps.clone(), &shelf, true);
             let of_ranks = match proved {
                 Err(error) if error.contains("cannot be proved") => {
@@ -48,7 +47,7 @@ impl Case {
             };
             let ranks = of_ranks.len() as f32;
             outcome.losses.extend((0..leg.steps).map(|step| {
-                let sum: f32 = of_ranks.iter().map(|told| told.losses[step]).sum();
+                let sum: f32 = of_ranks.iter().map(|report| report.losses[step]).sum();
                 sum / ranks
             }));
             // The first rank's statistics of batches are saved.
@@ -67,7 +66,7 @@ impl Case {
         steps: std::ops::Range<usize>,
         shelf: &Shelf,
         proves: bool,
-    ) -> Result<Vec<Told>, String> {
+    ) -> Result<Vec<Report>, String> {
         let number = leg.ranks.number();
         // Ranks compare bytes in every other leg: unchanged data must never be reported as changed.
         let check = match steps.len() % 2 {
@@ -77,19 +76,19 @@ impl Case {
         let config = LaunchConfig::new(number)
             .deadline(Duration::from_secs(60))
             .check(check);
-        let all: AllTold = Arc::new(Mutex::new(vec![None; number]));
+        let all: Reports = Arc::new(Mutex::new(vec![None; number]));
         let (case, of_ranks, of_leg, shelf) =
             (self.clone(), all.clone(), leg.clone(), shelf.clone());
         let launched = launch(config, move |world| {
             let mesh = of_leg.ranks.mesh(&world)?;
             let mut run = case.run((&of_leg, proves), &mesh, (&shelf, steps.start))?;
-            let mut told = Told::default();
+            let mut report = Report::default();
             for step in steps.clone() {
-                told.losses.push(run.step(step, &Strike::default())?);
+                report.losses.push(run.step(step, &Strike::default())?);
             }
-            told.evaluated = run.evaluate(steps.end)?;
+            report.evaluated = run.evaluate(steps.end)?;
             if let Ok(mut all) = of_ranks.lock() {
-                all[world.rank()] = Some(told);
+                all[world.rank()] = Some(report);
             }
             finish(&mut *run, &shelf, (steps.end, of_leg.end), &world)
         });
@@ -101,9 +100,9 @@ impl Case {
             (Err(error), _) => return Err(format!("{leg:?}: {error}")),
             (Ok(_), _) => {}
         }
-        let told = all.lock().map_err(|error| error.to_string())?.clone();
-        let told: Option<Vec<_>> = told.into_iter().collect();
-        told.ok_or_else(|| format!("{leg:?}: a rank has told nothing"))
+        let reports = all.lock().map_err(|error| error.to_string())?.clone();
+        let reports: Option<Vec<_>> = reports.into_iter().collect();
+        reports.ok_or_else(|| format!("{leg:?}: a rank has reported nothing"))
     }
 
     fn run(
@@ -132,7 +131,7 @@ impl Case {
 
 /// Returns true if an error reports a death on purpose.
 fn is_of_death(error: &str) -> bool {
-    let words = [KILLED, "it was told to fail", "told to panic by the fault"];
+    let words = [KILLED, "made this rank fail", "made this rank panic"];
     words.iter().any(|words| error.contains(words))
 }
 

@@ -1,4 +1,4 @@
-//! Two unusual optimizers, to check that nothing depends on how Burn's are made.
+//! Two unusual optimizers, to check that nothing depends on how Burn's are created.
 
 use burn::optim::{Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{DType, Device, FloatDType, Tensor};

@@ -9,9 +9,10 @@ use std::collections::{BTreeMap, HashMap};
 use burn::module::Module;
 use burn::optim::{ModuleOptimizer, SgdConfig};
 use burn::tensor::{Bool, DType, Device, Distribution, FloatDType, Int, Tensor};
-use burn_fsdp::compile::passes::schedule::Options;
-use burn_fsdp::compile::{Batch, BatchMapper, Evaluation, LossScaling, Mode, cast_floats, compile};
-use burn_fsdp::state::{full_state, into_record};
+use burn_fsdp::compile::{Batch, BatchMapper, Evaluation, LossScaling, Mode, Options, compile};
+use burn_fsdp::internals::compile::cast_floats;
+use burn_fsdp::internals::state::full_state;
+use burn_fsdp::state::into_record;
 use burn_fsdp::{
     Error, LaunchConfig, Precision, ProcessGroup, ShardPolicy, Strategy, backward, cast_input,
     catch, fully_shard, launch,
@@ -152,7 +153,7 @@ fn models_train_unchanged_in_the_eager_engine() {
                 let want = plainly(kind, compute, ranks);
                 let got = by_units(kind, &Precision::new(compute), ranks);
                 let what = format!("{kind:?} in {compute:?} on {ranks}");
-                // Gradients of tensors that are used twice are added in another order, in 16 bits.
+                // Gradients of tensors that are used twice are added in a different order, in 16 bits.
                 let tolerance = match (kind, compute) {
                     (Kind::Decoder, FloatDType::BF16) => 0.1,
                     (Kind::Decoder, _) => 0.02,
@@ -264,7 +265,7 @@ fn layers_with_states_are_refused_by_the_eager_engine() {
 
 /// An unforeseeable clash of two types is reported with the parameter that was read last.
 #[test]
-fn two_types_are_told_with_a_name() {
+fn mixed_dtypes_are_named_in_the_error() {
     let device = device();
     let precision = Precision::new(FloatDType::BF16).full_in(["layer"]);
     let policy = ShardPolicy::new().precision(precision);
@@ -277,7 +278,7 @@ fn two_types_are_told_with_a_name() {
         said.contains("layer.LayerNorm.beta") && said.contains("F32"),
         "{said}"
     );
-    burn_fsdp::state::reset(&model).expect("is sharded");
+    burn_fsdp::internals::state::reset(&model).expect("is sharded");
 }
 
 /// A module may be stored in any type of floats, and computes in it.
@@ -361,7 +362,7 @@ impl Batch for Labelled {
 
 /// Floats at any depth are cast, and nothing else changes.
 #[test]
-fn nests_are_cast() {
+fn nested_inputs_are_cast() {
     let device = device();
     let policy = ShardPolicy::new().precision(Precision::new(FloatDType::F16));
     let model = Net::new(Kind::LayerNorm, &device);
@@ -408,7 +409,7 @@ fn nests_are_cast() {
 
 /// A compiled step takes a nest, and has a graph for each shape of it.
 #[test]
-fn compiled_steps_take_nests() {
+fn compiled_steps_take_nested_inputs() {
     type Nest = (
         Vec<Tensor<3>>,
         Option<Tensor<1>>,
@@ -440,7 +441,7 @@ fn compiled_steps_take_nests() {
     }
 }
 
-/// Checks that a loss and a forward to which these tensors are added are refused, in both halves.
+/// Checks that a loss and a forward to which these tensors are added are rejected, in both halves.
 fn assert_lost(made: &[fn(&Device) -> Tensor<1>], lost: &str) {
     let lost = format!("{lost} would lose bits");
     for &made in made {
@@ -476,7 +477,7 @@ fn assert_lost(made: &[fn(&Device) -> Tensor<1>], lost: &str) {
 
 /// Where new tensors would lose bits in the compute type, the error names the remedy.
 #[test]
-fn a_compiled_step_refuses_what_would_lose_bits() {
+fn a_compiled_step_rejects_tensors_that_would_lose_bits() {
     let compute = FloatDType::BF16;
     let said = |loss: fn(&Net, (Tensor<3>, Tensor<3, Int>)) -> Tensor<1>| {
         let init = |device: &Device| Net::new(Kind::Lstm, device);
@@ -505,7 +506,7 @@ fn a_compiled_step_refuses_what_would_lose_bits() {
     });
     let of_host = of_host.expect("refused");
     assert!(
-        of_host.contains("numbers of the host would lose bits"),
+        of_host.contains("host numbers would lose bits"),
         "{of_host}"
     );
     // Numbers that halves cannot represent: 0.1 is not one of theirs, and neither are the others.
@@ -515,7 +516,7 @@ fn a_compiled_step_refuses_what_would_lose_bits() {
         |device| Tensor::full([3], -1e9, device),
         |device| Tensor::ones([1], device).full_like(65537.0),
     ];
-    assert_lost(&fills, "numbers of the host");
+    assert_lost(&fills, "host numbers");
     let draws: [fn(&Device) -> Tensor<1>; 2] = [
         |device| Tensor::random([3], Distribution::Default, device),
         |device| Tensor::random([1], Distribution::Normal(0.0, 1.0), device),

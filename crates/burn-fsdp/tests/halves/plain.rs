@@ -129,7 +129,7 @@ pub(crate) fn mean(model: &Net, parts: &[GradientsParams]) -> GradientsParams {
     mean.mean
 }
 
-/// Returns a model whose parameters are kept in another type.
+/// Returns a model whose parameters are kept in a different type.
 pub(crate) fn kept_in(model: Net, stored: FloatDType) -> Net {
     struct Kept(FloatDType);
     impl ModuleMapper for Kept {

@@ -51,7 +51,7 @@ fn rates() -> impl Into<burn::optim::lr_scheduler::module_lr_scheduler::ModuleLr
     config.init().expect("a schedule")
 }
 
-/// A training of some epochs in a folder, with the metrics of classification.
+/// A training run of some epochs in a folder, with the metrics of classification.
 fn training<M>(
     folder: &Path,
     (trained, validated): (Vec<Item>, Vec<Item>),
@@ -151,7 +151,7 @@ fn folder() -> tempfile::TempDir {
 }
 
 #[test]
-fn weights_and_metrics_are_those_of_one_device() {
+fn weights_and_metrics_match_one_device() {
     // The cases: divisible; smaller last batches; a rank that runs out; ranks without any validation item.
     for (ranks, trained, validated) in [
         (1, 10, 5),
@@ -188,7 +188,7 @@ fn weights_and_metrics_are_those_of_one_device() {
 }
 
 #[test]
-fn accumulated_gradients_are_those_of_one_device() {
+fn accumulated_gradients_match_one_device() {
     let data = || (items(26, 1), items(4, 2));
     let (ours, burns) = (folder(), folder());
     let result = sharded(ours.path(), data(), 2, |training| {
@@ -202,7 +202,7 @@ fn accumulated_gradients_are_those_of_one_device() {
 }
 
 #[test]
-fn a_checkpoint_goes_on_on_any_number_of_ranks_and_on_one_device() {
+fn a_checkpoint_resumes_on_any_number_of_ranks_and_on_one_device() {
     let data = || (items(20, 1), items(6, 2));
     let (ours, burns) = (folder(), folder());
     let through = sharded(ours.path(), data(), 2, |training| training);
@@ -258,7 +258,7 @@ impl EarlyStoppingStrategy for AfterTwo {
 }
 
 #[test]
-fn an_early_end_is_that_of_all_ranks() {
+fn early_stopping_ends_all_ranks() {
     let asked = Arc::new(AtomicUsize::new(0));
     let at = folder();
     let result = sharded(at.path(), (items(12, 1), items(6, 2)), 3, |training| {
@@ -334,7 +334,7 @@ fn watched(interrupter: Option<Interrupter>) -> LearningResult<Net> {
 }
 
 #[test]
-fn what_stops_one_rank_stops_all() {
+fn stopping_one_rank_stops_all() {
     let result = watched(Some(Interrupter::new()));
     let reason = result
         .interrupted
@@ -346,7 +346,7 @@ fn what_stops_one_rank_stops_all() {
 }
 
 #[test]
-fn what_cannot_be_followed_is_refused_by_name() {
+fn unsupported_settings_are_named_in_the_error() {
     let launch = |sharded: FullySharded, optimizer: ModuleOptimizer| {
         let at = folder();
         let training = training(at.path(), (items(8, 1), items(4, 2)), BATCH);
@@ -389,7 +389,7 @@ fn what_cannot_be_followed_is_refused_by_name() {
 }
 
 #[test]
-fn a_checkpoint_that_could_not_be_resumed_is_refused_before_the_first_step() {
+fn an_unresumable_checkpoint_is_rejected_before_the_first_step() {
     let launch = |optimizer: ModuleOptimizer, saves: bool| {
         let at = folder();
         let training = training(at.path(), (items(8, 1), items(4, 2)), BATCH).num_epochs(1);
@@ -412,7 +412,7 @@ fn a_checkpoint_that_could_not_be_resumed_is_refused_before_the_first_step() {
 }
 
 #[test]
-fn other_policies_come_to_the_same() {
+fn other_policies_give_the_same_result() {
     let data = || (items(18, 1), items(4, 2));
     let burns = folder();
     let expected = plain(burns.path(), data(), 2, |training| training);
@@ -472,9 +472,9 @@ fn gradients_are_clipped_by_the_norm_of_all_ranks() {
     assert!(moved(&launch(None)) > 0.05);
 }
 
-/// If the optimizer keeps whole tensors, Burn's files of a training equal those of one device, both ways.
+/// If the optimizer keeps whole tensors, Burn's files of a training run equal those of one device, both ways.
 #[test]
-fn optimizers_of_whole_tensors_step_what_a_rank_owns() {
+fn optimizers_of_whole_tensors_step_only_owned_parameters() {
     let optimizers: [fn() -> ModuleOptimizer; 3] = [
         || AdafactorConfig::new().init(),
         || LambConfig::new().init(),

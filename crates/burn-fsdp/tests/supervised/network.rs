@@ -38,7 +38,7 @@ impl Net {
             hidden: LinearConfig::new(3 * 4 * 4, width).init(device),
             head: LinearConfig::new(width, CLASSES).init(device),
         };
-        // Every training has these values, whatever other threads draw.
+        // Every training run has these values, whatever other threads draw.
         net.map(&mut Fixed(0))
     }
 

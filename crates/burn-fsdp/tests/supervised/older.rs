@@ -18,7 +18,7 @@ fn data() -> (Vec<Item>, Vec<Item>) {
     (items(20, 1), items(6, 2))
 }
 
-/// Copies the checkpoint to the place where a training looks for it.
+/// Copies the checkpoint to the place where a training run looks for it.
 fn copy_to(folder: &Path) {
     let to = folder.join("checkpoint");
     std::fs::create_dir(&to).expect("a folder");
@@ -29,7 +29,7 @@ fn copy_to(folder: &Path) {
 }
 
 #[test]
-fn a_checkpoint_of_an_earlier_version_goes_on_as_it_did() {
+fn an_older_checkpoint_resumes_as_before() {
     let at = folder();
     copy_to(at.path());
     let resumed = sharded(at.path(), data(), 2, |training| {
@@ -46,7 +46,7 @@ fn a_checkpoint_of_an_earlier_version_goes_on_as_it_did() {
 }
 
 #[test]
-fn a_checkpoint_of_an_earlier_version_goes_on_on_any_number_of_ranks() {
+fn an_older_checkpoint_resumes_on_any_number_of_ranks() {
     for ranks in 1..=4 {
         let (ours, burns) = (folder(), folder());
         copy_to(ours.path());

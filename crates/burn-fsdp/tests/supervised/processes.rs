@@ -12,9 +12,9 @@ use burn::optim::momentum::MomentumConfig;
 use burn::tensor::Tensor;
 use burn::train::metric::LossMetric;
 use burn::train::{Interrupter, LearningResult, SupervisedTraining};
-use burn_fsdp::collectives::{launcher_ranks, processes};
+use burn_fsdp::internals::collectives::processes;
 use burn_fsdp::train::{FullySharded, Lent};
-use burn_fsdp::{Error, LaunchConfig, ShardPolicy};
+use burn_fsdp::{Error, LaunchConfig, ShardPolicy, launcher_ranks};
 
 use crate::launcher::{played, scene};
 use crate::network::{BATCH, Digitizer, Item, Net, Normalised, items, loader};
@@ -110,11 +110,11 @@ fn data(ranks: usize) -> (Vec<Item>, Vec<Item>) {
 }
 
 #[test]
-fn weights_and_metrics_are_those_of_one_device() {
+fn weights_and_metrics_match_one_device() {
     let Some((ranks, rank, at)) = part() else {
         for processes in [1, 2, 3] {
             let at = folder();
-            let test = "weights_and_metrics_are_those_of_one_device";
+            let test = "weights_and_metrics_match_one_device";
             play(processes, test, at.path(), End::Well);
         }
         return;
@@ -192,7 +192,7 @@ fn every_process_gets_the_running_statistics_of_rank_0() {
 }
 
 #[test]
-fn a_checkpoint_goes_on_among_threads_and_processes() {
+fn a_checkpoint_moves_between_threads_and_processes() {
     let Some((ranks, rank, at)) = part() else {
         let at = folder();
         let data = || (items(20, 1), items(6, 2));
@@ -200,7 +200,7 @@ fn a_checkpoint_goes_on_among_threads_and_processes() {
             training.with_default_checkpointers().num_epochs(1)
         });
         done(begun);
-        let test = "a_checkpoint_goes_on_among_threads_and_processes";
+        let test = "a_checkpoint_moves_between_threads_and_processes";
         if play(2, test, at.path(), End::Well) {
             let through = done(sharded(folder().path(), data(), 2, |training| training));
             let resumed = sharded(at.path(), data(), 2, |training| {
@@ -218,13 +218,13 @@ fn a_checkpoint_goes_on_among_threads_and_processes() {
 }
 
 #[test]
-fn an_early_end_and_an_interruption_are_those_of_all() {
+fn an_early_end_or_an_interruption_stops_all() {
     let Some((ranks, rank, at)) = part() else {
         for scene in ["early", "interrupted", "failed"] {
             let at = folder();
             let at = at.path().join(scene);
             std::fs::create_dir(&at).expect("a folder");
-            let test = "an_early_end_and_an_interruption_are_those_of_all";
+            let test = "an_early_end_or_an_interruption_stops_all";
             play(2, test, &at, End::Well);
         }
         return;
@@ -334,7 +334,7 @@ fn processes_that_are_about_to_train_something_else_are_refused() {
 }
 
 #[test]
-fn where_there_is_one_process_ranks_are_threads() {
+fn ranks_of_a_single_process_are_threads() {
     if scene().is_some() || launcher_ranks().is_some() {
         return;
     }
@@ -346,9 +346,9 @@ fn where_there_is_one_process_ranks_are_threads() {
 }
 
 #[test]
-fn one_of_several_processes_of_another_launcher_trains_nothing() {
+fn processes_of_another_launcher_train_nothing() {
     const PLAYED: &str = "BURN_FSDP_TEST_PLAYED";
-    let test = "processes::one_of_several_processes_of_another_launcher_trains_nothing";
+    let test = "processes::processes_of_another_launcher_train_nothing";
     if std::env::var_os(PLAYED).is_none() {
         let mut command =
             std::process::Command::new(std::env::current_exe().expect("this program"));

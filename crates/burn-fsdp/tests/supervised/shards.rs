@@ -1,7 +1,8 @@
 //! Trainings whose ranks keep their shards.
 
-use burn_fsdp::checkpoint::{Checkpoints, Region};
-use burn_fsdp::state::local_state;
+use burn_fsdp::checkpoint::Checkpoints;
+use burn_fsdp::internals::mesh::Region;
+use burn_fsdp::internals::state::local_state;
 use burn_fsdp::train::FullySharded;
 use burn_fsdp::{LaunchConfig, ShardPolicy, save};
 
@@ -9,7 +10,7 @@ use crate::network::{BATCH, Net, items};
 use crate::{device, folder, optimizer, rates, sharded, training, values};
 
 #[test]
-fn what_ranks_do_with_their_shards_is_what_is_returned() {
+fn launch_sharded_returns_the_result_of_each_rank() {
     let data = || (items(20, 1), items(6, 2));
     for ranks in 1..=3 {
         let expected = sharded(folder().path(), data(), ranks, |training| training);

@@ -11,7 +11,7 @@ use crate::TensorEntry;
 #[derive(Debug, Clone)]
 pub struct ConsolidationConfig {
     /// Maximum bytes of tensors in each file of a folder; one file if `None`. A tensor is never split: a larger tensor
-    /// has a file of its own.
+    /// gets a separate file.
     pub max_shard_size: Option<u64>,
     /// The metadata of the files. The default is `format: pt`, which readers of Hugging Face models require.
     pub metadata: HashMap<String, String>,
@@ -23,8 +23,8 @@ pub struct ConsolidationConfig {
     pub beside: Vec<(String, Vec<u8>)>,
     /// True to replace an existing output. A folder is replaced only if it is empty.
     pub replace: bool,
-    /// Memory for a matrix that is written transposed. A larger matrix is read in as many passes as necessary, each for
-    /// some of its columns; at least one column is in memory.
+    /// Memory for a matrix that is written transposed. A larger matrix is read in several passes, each for some of its
+    /// columns; at least one column is in memory.
     pub transpose_bytes: usize,
 }
 
@@ -41,12 +41,12 @@ impl Default for ConsolidationConfig {
     }
 }
 
-/// The name and orientation in which a tensor of a step is written.
+/// The name and orientation with which a step's tensor is written.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct PlainTensor {
     /// Name in the output.
     pub name: String,
-    /// True if its two dims are exchanged, as between Burn's linear weights, `[in, out]`, and PyTorch's.
+    /// True if the two dims are swapped, as between Burn's linear weights, `[in, out]`, and PyTorch's.
     pub is_transposed: bool,
 }
 

@@ -46,18 +46,21 @@ pub(super) fn wanted(
             .map_err(|problem| wrong("a name", format!("{:?}: {problem}", plain.name)))?;
         if plain.is_transposed && entry.shape.len() != 2 {
             let got = format!("{:?} of shape {:?}", entry.name, entry.shape);
-            return Err(wrong("two dims of what is transposed", got));
+            return Err(wrong(
+                "a name without transposition unless the tensor has two dims",
+                got,
+            ));
         }
         if !names.insert(plain.name.clone()) {
             let got = format!("{:?} again, for {:?}", plain.name, entry.name);
-            return Err(wrong("a name for each tensor", got));
+            return Err(wrong("a different name for each tensor", got));
         }
         outputs.push(Output { entry, plain });
     }
     match outputs.is_empty() {
         true => {
             let got = format!("none for all in {}", step.path().display());
-            Err(wrong("a name for some tensor of the model", got))
+            Err(wrong("a name for at least one tensor of the model", got))
         }
         false => Ok(outputs),
     }

@@ -7,7 +7,7 @@ use crate::step_around::{parent, step_around};
 use crate::storage::{EntryKind, Storage};
 use crate::{Error, Step};
 
-/// Rejects an output that would replace a file of a step, be inside a step, or have the name of a step.
+/// Rejects an output that would replace a step's file, be inside a step, or have a step's name.
 pub(super) fn check_outside_steps(
     storage: &dyn Storage,
     step: &Step,
@@ -27,7 +27,7 @@ pub(super) fn check_outside_steps(
     }
 }
 
-/// Returns true if the name is a file directly in the folder and is not hidden.
+/// Returns true if the name has no directory part and is not hidden.
 pub(super) fn is_plain(name: &str) -> bool {
     let own = Path::new(name).file_name();
     own.is_some_and(|own| own == name) && !name.starts_with('.')
@@ -57,11 +57,11 @@ pub(super) fn remove_leftovers(storage: &dyn Storage, out: &Path) {
     }
 }
 
-/// Makes a hidden name in the folder of the output.
+/// Creates a hidden name in the folder of the output.
 pub(super) fn beside(out: &Path) -> Result<PathBuf, Error> {
     let name = out.file_name().ok_or_else(|| Error::Argument {
         argument: "out",
-        expected: "the name of a file or folder".to_owned(),
+        expected: "a file or folder name".to_owned(),
         got: out.display().to_string(),
     })?;
     let name = name.to_string_lossy();

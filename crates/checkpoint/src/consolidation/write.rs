@@ -68,7 +68,7 @@ pub(super) fn write_folder(
     Ok(names)
 }
 
-/// Writes whole tensors into one file, wide elements first. This aligns all of them.
+/// Writes whole tensors into one file, those with the widest elements first, which aligns all of them.
 pub(super) fn write_file(
     step: &Step,
     path: &Path,
@@ -87,7 +87,7 @@ pub(super) fn write_file(
         .map_err(|problem| Error::invalid(path, problem))?;
     let file = step.storage().create_file(path);
     let mut file = file.map_err(Error::io("create", path))?;
-    // Tells others that a process is writing the file. Without support for locks, nobody checks.
+    // Tells others that a process is writing the file. Without support for locks, there is no check.
     let _lock = step.storage().lock(path);
     let mut write = |bytes: &[u8]| file.write_all(bytes).map_err(Error::io("write", path));
     write(&header)?;
@@ -119,7 +119,7 @@ fn copy(
 
 /// Passes a matrix to `write` column by column, as the rows of its transpose.
 ///
-/// Assembles as many columns at a time as fit `max_bytes`, from blocks of rows.
+/// Assembles as many columns at a time as fit into `max_bytes`, from blocks of rows.
 fn transpose(
     step: &Step,
     tensor: &TensorEntry,

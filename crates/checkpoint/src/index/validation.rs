@@ -50,7 +50,7 @@ impl Index {
         for tensor in &self.tensors {
             let invalid = |problem| Err(Error::invalid_tensor(path, &tensor.name, problem));
             if !names.insert(&tensor.name) {
-                return invalid("there are two of that name".to_owned());
+                return invalid("two tensors have this name".to_owned());
             }
             if let Err(problem) = check_tensor(&tensor.name, &tensor.shape, tensor.dtype)
                 .and_then(|item_bytes| self.check_parts(tensor, item_bytes))
@@ -67,7 +67,7 @@ impl Index {
         for file in &self.files {
             let problem = match () {
                 () if !is_plain_name(&file.name) => {
-                    "should be a plain name in the folder that ends in .safetensors"
+                    "must have a plain name that ends in .safetensors"
                 }
                 () if !names.insert(&file.name) => "occurs twice",
                 () if !has_sound_sizes(file) => "has impossible sizes",
@@ -90,7 +90,7 @@ impl Index {
         }
     }
 
-    /// Checks that every part is in a file, inside the tensor, and that its sizes agree.
+    /// Checks that every part is in a file and inside the tensor, and that its sizes agree.
     fn check_parts(&self, tensor: &TensorEntry, item_bytes: usize) -> Result<(), String> {
         let mut files = HashSet::new();
         for part in &tensor.parts {
@@ -180,7 +180,7 @@ fn check_tiling(tensor: &TensorEntry) -> Result<(), String> {
     if total == 0 {
         return match parts.as_slice() {
             [part] if part.region.is_empty() => Ok(()),
-            _ => Err("it is empty and must have one empty part".to_owned()),
+            _ => Err("it is empty and must have exactly one empty part".to_owned()),
         };
     }
     if let Some(part) = parts.iter().find(|part| part.region.is_empty()) {
@@ -265,6 +265,8 @@ fn check_boxes(tensor: &TensorEntry, total: usize) -> Result<(), String> {
     }
     match held {
         Some(held) if held == total => Ok(()),
-        _ => Err(format!("its boxes do not hold its {total} elements once")),
+        _ => Err(format!(
+            "its boxes do not contain each of its {total} elements exactly once"
+        )),
     }
 }

@@ -31,7 +31,7 @@ pub(super) struct Files {
     pub(super) path: PathBuf,
     pub(super) limits: Limits,
     pub(super) index: Index,
-    /// The parts in each file, `(tensor, part)`, in the order of their bytes.
+    /// The parts in each file, `(tensor, part)`, by position.
     pub(super) by_file: Vec<Vec<(usize, usize)>>,
     /// Set for each file whose header was found to match the index.
     checked: Vec<OnceLock<()>>,
@@ -181,7 +181,7 @@ impl Files {
                     && info.data_offsets == (offset(part.bytes.start), offset(part.bytes.end))
             });
             if !is_same {
-                let problem = "its header and the index disagree about it";
+                let problem = "the header and the index describe it differently";
                 return Err(Error::invalid_tensor(&path, &tensor.name, problem));
             }
         }
@@ -213,7 +213,7 @@ fn read_index(storage: &dyn Storage, path: &Path, limits: &Limits) -> Result<Ind
     let json = read_whole(storage, &index_path, "the index", limits.index_bytes)?;
     if found != seal(&json).as_bytes() {
         let problem = format!(
-            "its checksum and length are not those in {SEAL_FILE}: one of the two files was changed"
+            "its checksum and length do not match {SEAL_FILE}: one of the two files was changed"
         );
         return Err(Error::invalid(&index_path, problem));
     }

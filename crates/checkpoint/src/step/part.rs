@@ -12,7 +12,7 @@ use crate::overlap::{Overlap, Runs, overlaps};
 use crate::storage::ReadFile;
 use crate::{Error, Region, TensorEntry};
 
-/// The most recently read chunk, which a later piece may also need.
+/// The most recently read chunk, kept because the next piece may also need it.
 #[derive(Default)]
 pub(super) struct Chunk {
     pub(super) index: Option<usize>,
@@ -40,7 +40,7 @@ impl PartReader<'_> {
         })
     }
 
-    /// Fills the buffer as [`read`](Self::read) does, through whole chunks that are verified.
+    /// Fills the buffer like [`read`](Self::read), through whole chunks that are verified.
     ///
     /// A chunk that is needed completely is read directly into the buffer.
     pub(super) fn read_verified(
@@ -106,7 +106,7 @@ impl PartReader<'_> {
     }
 }
 
-/// Lists the pieces of a region that a part holds.
+/// Lists the pieces of a region that are in a part.
 pub(super) fn overlap(
     part: &PartEntry,
     tensor: &TensorEntry,

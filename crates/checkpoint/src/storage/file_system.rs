@@ -8,8 +8,8 @@ use super::{DirEntry, EntryKind, Lock, ReadFile, Storage, WriteFile};
 
 /// The file system of the operating system, as a storage.
 ///
-/// Files are read by position and not mapped. If somebody truncates a mapped file, a signal kills the process, and no
-/// program can turn that signal into an error. Steps may come from untrusted sources. Reading a page from the page
+/// Files are read by position instead of being mapped. If a mapped file is truncated, a signal kills the process, and
+/// no program can turn that signal into an error. Steps may come from untrusted sources. Reading a page from the page
 /// cache costs one copy, as does copying from a mapping into the caller's buffer.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct FileSystem;
@@ -81,7 +81,7 @@ impl Storage for FileSystem {
 
     fn remove_tree(&self, path: &Path) -> io::Result<()> {
         match self.kind(path)? {
-            // Uses open folder handles and not paths, so a folder that somebody exchanges for a link meanwhile is not
+            // Uses open folder handles rather than paths, so a folder that is meanwhile replaced with a link is not
             // followed. It also removes entries whose names are not text.
             Some(EntryKind::Dir) => fs::remove_dir_all(path),
             Some(_) => fs::remove_file(path),
@@ -104,13 +104,13 @@ impl Storage for FileSystem {
             true => Path::new("."),
             false => path,
         };
-        // Other systems cannot open folders; they record renames by themselves.
+        // Other systems cannot open folders; they record renames anyway.
         if !cfg!(unix) {
             return Ok(());
         }
         match File::open(path)?.sync_all() {
             // SMB and some user-space file systems do not support this call. The caller depends on what they guarantee
-            // by themselves, and a save without the call is better than none.
+            // without it, and a save without the call is better than none.
             Err(error) if is_unsupported(&error) => Ok(()),
             result => result,
         }
@@ -228,7 +228,7 @@ struct Locked(#[expect(dead_code, reason = "held for its lock")] File);
 
 impl Lock for Locked {}
 
-/// The guard for file systems without locks, which excludes nobody.
+/// The guard for file systems without locks, which locks nothing.
 #[derive(Debug)]
 struct Unlocked;
 

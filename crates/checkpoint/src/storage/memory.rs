@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{DirEntry, EntryKind, Lock, ReadFile, Storage, WriteFile};
 
-/// A storage in memory, for tests. [`crash`](Self::crash) discards unsynced data, as a loss of power does.
+/// A storage in memory, for tests. [`crash`](Self::crash) discards unsynced data, like a power failure.
 ///
 /// A file keeps its synced bytes and any prefix of the bytes written after them. A folder keeps its entries as of its
 /// last sync or any later moment, because journaling file systems keep changes in order. Different files and folders
@@ -18,7 +18,7 @@ pub struct Memory {
     disk: Arc<Mutex<Disk>>,
 }
 
-/// The choice of the amount of unsynced data that survives a crash.
+/// Chooses how much unsynced data survives a crash.
 pub trait Keep {
     /// Returns the number of changes since the last sync to keep, from 0 to `most` inclusive.
     fn changes(&mut self, most: usize) -> usize;
@@ -43,7 +43,7 @@ struct Disk {
     dirs: BTreeMap<Node, DirNode>,
     num_nodes: usize,
     locked: BTreeSet<PathBuf>,
-    /// Number of crashes. It prevents the guards of locks taken before a crash from unlocking locks taken after it.
+    /// Number of crashes. It keeps guards from before a crash from releasing locks taken after it.
     life: usize,
 }
 
@@ -68,7 +68,7 @@ impl DirNode {
 }
 
 impl Memory {
-    /// Makes an empty storage.
+    /// Creates an empty storage.
     pub fn new() -> Self {
         Self::default()
     }

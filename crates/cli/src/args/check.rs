@@ -1,20 +1,19 @@
-//! What ranks compare of each other.
+//! The comparisons among ranks.
 
-use burn_fsdp::collectives::Check;
+use burn_fsdp::Check;
 use clap::ValueEnum;
 
 /// The choices of `--check`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum CheckArg {
-    /// The calls: all ranks do the same operations with the same tensors
+    /// Check that all ranks start the same operations with the same tensors
     Calls,
-    /// Also the bytes: each rank gets what the others sent, and keeps what it wrote. Use it if memory or links may be
-    /// faulty
+    /// Also compare the bytes that ranks send, receive and keep, in case memory or links are faulty
     Agreement,
 }
 
 impl CheckArg {
-    /// Returns what ranks compare: bytes, where what they carry is written down.
+    /// Returns the check that ranks perform, which includes bytes if their operations are written to files.
     pub(crate) fn check(self, is_written: bool) -> Check {
         match self {
             Self::Calls if !is_written => Check::Calls,

@@ -1,4 +1,4 @@
-//! The model of a training, and its data.
+//! The model of a training run, and its data.
 
 use std::path::PathBuf;
 
@@ -6,24 +6,30 @@ use clap::{Args, ValueEnum};
 
 use crate::codec::TokenizerArg;
 
+/// The heading of flags that start from another model.
+const FINE_TUNING: &str = "Fine-tuning";
+
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Model")]
 pub(crate) struct ModelArgs {
-    /// Architecture. llama and gpt2 take their sizes from config.json in the --init folder [default: the one in
-    /// config.json, else gpt]
+    /// Architecture [default: as in --init, else gpt]
+    ///
+    /// llama and gpt2 take their sizes from config.json in the --init folder.
     #[arg(long, value_enum)]
     pub(crate) model: Option<TrainedModelArg>,
     /// Transformer blocks of a gpt [default: 3]
     #[arg(long)]
     pub(crate) layers: Option<usize>,
-    /// Hidden size of a gpt [default: 128]
+    /// Hidden size of a gpt, a multiple of --heads [default: 128]
     #[arg(long)]
     pub(crate) dim: Option<usize>,
-    /// Attention heads of a gpt. --dim must be a multiple [default: 4]
+    /// Attention heads of a gpt [default: 4]
     #[arg(long)]
     pub(crate) heads: Option<usize>,
-    /// Vocabulary size of a gpt. Text needs 256 for bytes, or the tokenizer's size [default: this size]
-    #[arg(long)]
+    /// Vocabulary size of a gpt [default: the tokenizer's size, at least 256]
+    ///
+    /// Text needs at least the tokenizer's size, or 256 for bytes.
+    #[arg(long, hide_short_help = true)]
     pub(crate) vocab: Option<usize>,
     /// Tokens in a sequence
     #[arg(long, default_value_t = 128)]
@@ -31,23 +37,28 @@ pub(crate) struct ModelArgs {
     /// Seed of the initial weights, the text windows and the sample
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Start from this safetensors file with PyTorch's names, or from this folder in Hugging Face's format. Each rank
-    /// reads only its shards
-    #[arg(long, value_name = "PATH")]
-    pub(crate) init: Option<PathBuf>,
-    /// Write the initial weights to this safetensors file before training
-    #[arg(long, value_name = "FILE")]
+    /// Write the initial weights to this safetensors file before training; not with --lora
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub(crate) save_init: Option<PathBuf>,
-    /// Freeze the weights of --init, and train LoRA adapters of this rank on all matrices of the blocks. Saved steps
-    /// contain only the adapters; give the same --init to resume
-    #[arg(long, value_name = "RANK", requires = "init")]
+    /// Start from this Hugging Face folder or safetensors file
+    ///
+    /// A file must use PyTorch's names. Each rank reads only its shards.
+    #[arg(long, value_name = "PATH", help_heading = FINE_TUNING)]
+    pub(crate) init: Option<PathBuf>,
+    /// Freeze the weights of --init, and train LoRA adapters of this rank
+    ///
+    /// All matrices of the blocks are adapted. Saved steps contain only the adapters; pass the same --init to resume.
+    /// Conflicts with --save-init, --no-decay and --optimizer muon.
+    #[arg(long, value_name = "RANK", requires = "init", help_heading = FINE_TUNING)]
     pub(crate) lora: Option<usize>,
     /// LoRA alpha: adapters are scaled by alpha / rank [default: twice the rank]
     #[arg(
         long,
         value_name = "ALPHA",
         requires = "lora",
-        allow_negative_numbers = true
+        allow_negative_numbers = true,
+        help_heading = FINE_TUNING,
+        hide_short_help = true
     )]
     pub(crate) lora_alpha: Option<f64>,
 }
@@ -59,29 +70,39 @@ pub(crate) enum TrainedModelArg {
     Gpt,
     /// Rotary positions, RMS norms, gated MLPs, grouped-query attention
     Llama,
-    /// GPT-2 as it was published
+    /// GPT-2 as published
     Gpt2,
 }
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Data")]
 pub(crate) struct DataArgs {
-    /// Text file or folder to train on; its first 16 MiB are read. --seed draws the windows. The last 5 % are held
-    /// out for evaluation. Hidden files, files that are not text and files of this run are skipped and counted
-    /// [default: Burn's source code, which cargo has downloaded; every 20th file is held out]
+    /// Text file or folder to train on [default: Burn's source code]
+    ///
+    /// Only the first 16 MiB are read. --seed selects the windows. The last 5 % are held out for evaluation; for Burn's
+    /// source code, which cargo has downloaded, every 20th file. Hidden files, files that are not text and files of
+    /// this run are skipped and counted.
     #[arg(long, value_name = "PATH", conflicts_with = "synthetic")]
     pub(crate) data: Option<PathBuf>,
-    /// tokenizer.json for the text, or `bytes` for one token per byte [default: tokenizer.json in the --init folder,
-    /// else bytes]
+    /// tokenizer.json, or `bytes` for one token per byte [default: tokenizer.json of --init, else bytes]
     #[arg(long, value_name = "FILE", conflicts_with = "synthetic")]
     pub(crate) tokenizer: Option<TokenizerArg>,
-    /// Train on computed tokens instead of text. They are the same on every machine
-    #[arg(long)]
+    /// Train on synthetic tokens; not with --data or --tokenizer
+    ///
+    /// The tokens are the same on every machine.
+    #[arg(long, hide_short_help = true)]
     pub(crate) synthetic: bool,
-    /// Evaluate every this many steps; 0 for only at the end. Not with --synthetic [default: 100]
+    /// Steps between evaluations; 0 to evaluate only at the end [default: 100]
+    ///
+    /// Has no effect with --synthetic.
     #[arg(long, value_name = "STEPS")]
     pub(crate) eval_every: Option<usize>,
     /// Maximum number of held-out batches in an evaluation; 0 for no evaluation
-    #[arg(long, value_name = "BATCHES", default_value_t = 8)]
+    #[arg(
+        long,
+        value_name = "BATCHES",
+        default_value_t = 8,
+        hide_short_help = true
+    )]
     pub(crate) eval_batches: usize,
 }

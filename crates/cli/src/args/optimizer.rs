@@ -1,35 +1,63 @@
-//! What steps the parameters.
+//! The arguments of the optimizer.
 
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
+/// The heading of numbers that only some optimizers have.
+const HYPERPARAMETERS: &str = "Optimizer hyperparameters, for the optimizers that have them";
+
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Training")]
 pub(crate) struct OptimizerArgs {
-    /// Optimizer. A flag below that it does not have is an error
+    /// Optimizer
     #[arg(long, value_enum, value_name = "NAME", default_value_t = OptimizerName::Adamw)]
     pub(crate) optimizer: OptimizerName,
+    /// Weight decay [default: 0.01 for adamw and muon, else 0]
+    ///
+    /// Applies to all parameters except --no-decay. adamw, adan, lion and muon decouple it; the others add it to
+    /// gradients.
+    #[arg(long, value_name = "DECAY", allow_negative_numbers = true)]
+    pub(crate) weight_decay: Option<f32>,
+    /// Parameters without weight decay: `vectors` for all one-dimensional ones, or a path pattern; repeatable
+    ///
+    /// A pattern names parameters or modules, such as 'blocks.*.ln1' or '**.bias'. Conflicts with --lora and a
+    /// --weight-decay of 0.
+    #[arg(long, value_name = "PATTERN", hide_short_help = true)]
+    pub(crate) no_decay: Vec<String>,
     /// Decay rate of the first moment [default: 0.9; adan 0.98]
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(
+        long,
+        allow_negative_numbers = true,
+        help_heading = HYPERPARAMETERS,
+        hide_short_help = true
+    )]
     pub(crate) beta1: Option<f32>,
-    /// Decay rate of the second moment. For lion: of the momentum. For adan: of the gradient differences [default:
-    /// 0.999; lion and rmsprop 0.99, adan 0.92]
-    #[arg(long, allow_negative_numbers = true)]
+    /// Decay rate of the second moment [default: 0.999; lion and rmsprop 0.99, adan 0.92]
+    ///
+    /// For lion, the decay rate of the momentum; for adan, of the gradient differences.
+    #[arg(
+        long,
+        allow_negative_numbers = true,
+        help_heading = HYPERPARAMETERS,
+        hide_short_help = true
+    )]
     pub(crate) beta2: Option<f32>,
     /// Added to the denominator [default: 1e-8]
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(
+        long,
+        allow_negative_numbers = true,
+        help_heading = HYPERPARAMETERS,
+        hide_short_help = true
+    )]
     pub(crate) eps: Option<f32>,
     /// Momentum of sgd, rmsprop and muon [default: 0.9; rmsprop 0, muon 0.95]
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(
+        long,
+        allow_negative_numbers = true,
+        help_heading = HYPERPARAMETERS,
+        hide_short_help = true
+    )]
     pub(crate) momentum: Option<f32>,
-    /// Weight decay of all parameters except --no-decay. adamw, adan, lion and muon decouple it; the others add it to
-    /// gradients [default: 0.01 for adamw and muon, else 0]
-    #[arg(long, allow_negative_numbers = true)]
-    pub(crate) weight_decay: Option<f32>,
-    /// Parameters without weight decay: `vectors` for all of one dimension, or a path pattern of parameters or
-    /// modules, such as 'blocks.*.ln1' or '**.bias'. Repeatable
-    #[arg(long, value_name = "PATTERN")]
-    pub(crate) no_decay: Vec<String>,
 }
 
 /// The optimizers that a run can have.
@@ -42,11 +70,11 @@ pub(crate) enum OptimizerName {
     Adam,
     /// Stochastic gradient descent with momentum
     Sgd,
-    /// RMSProp, with momentum or without
+    /// RMSProp, optionally with momentum
     Rmsprop,
     /// AdaGrad
     Adagrad,
-    /// Adan, with 0.99 for the mean of squares
+    /// Adan, with decay rate 0.99 for the mean of squares
     Adan,
     /// Lion
     Lion,
@@ -55,7 +83,7 @@ pub(crate) enum OptimizerName {
 }
 
 impl OptimizerName {
-    /// Returns the flag that chooses it.
+    /// Returns the flag that selects this optimizer.
     pub(crate) fn flag(self) -> &'static str {
         match self {
             Self::Adamw => "--optimizer adamw",

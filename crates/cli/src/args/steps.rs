@@ -8,11 +8,11 @@ use crate::codec::TokenizerArg;
 
 #[derive(Debug, Args)]
 pub(crate) struct ConsolidateArgs {
-    /// Folder of a saved step, or of checkpoints; then the newest step is used
+    /// Folder of a saved step, or a checkpoint folder to use its newest step
     pub(crate) step: PathBuf,
     /// Output file, or output folder with --max-shard-size or --format hugging-face
     pub(crate) out: PathBuf,
-    /// Write several files of at most this size, with Hugging Face's index: 500MB, 2GiB
+    /// Write several files of at most this size, such as 500MB or 2GiB, with Hugging Face's index
     #[arg(long, value_name = "SIZE", value_parser = crate::bytes::parse)]
     pub(crate) max_shard_size: Option<u64>,
     /// Output format
@@ -21,11 +21,12 @@ pub(crate) struct ConsolidateArgs {
     /// Names and layout of the tensors [default: torch for the models of this command, else burn]
     #[arg(long, value_enum)]
     pub(crate) names: Option<NamesArg>,
-    /// With --format hugging-face: copy the tokenizer, generation_config.json and token ids from this folder, such as
-    /// the training's --init
+    /// With --format hugging-face: copy tokenizer, generation settings and token ids from this folder
+    ///
+    /// Usually the folder that training used as --init. Generation settings are in generation_config.json.
     #[arg(long, value_name = "FOLDER")]
     pub(crate) init: Option<PathBuf>,
-    /// Replace an existing file. An existing folder must be empty
+    /// Replace an existing file; an existing folder must be empty
     #[arg(long)]
     pub(crate) overwrite: bool,
 }
@@ -34,14 +35,14 @@ pub(crate) struct ConsolidateArgs {
 pub(crate) enum FormatArg {
     /// Only the tensors
     Safetensors,
-    /// A folder for transformers and `train --init`: config.json and the tensors. For a step of --lora, a folder for
+    /// Folder for transformers and `train --init`, with config.json and the tensors; for a --lora step, a folder for
     /// peft
     HuggingFace,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum NamesArg {
-    /// PyTorch's names, which `train --init` and PyTorch read
+    /// PyTorch's names, for PyTorch and `train --init`
     Torch,
     /// The Burn module's names, as in the step
     Burn,
@@ -49,7 +50,7 @@ pub(crate) enum NamesArg {
 
 #[derive(Debug, Args)]
 pub(crate) struct InspectArgs {
-    /// Folder of a saved step, or of checkpoints; then the newest step is used
+    /// Folder of a saved step, or a checkpoint folder to use its newest step
     pub(crate) step: PathBuf,
     /// Read only the index, and verify nothing
     #[arg(long)]
@@ -61,19 +62,20 @@ pub(crate) struct InspectArgs {
 
 #[derive(Debug, Clone, Args)]
 pub(crate) struct GenerateArgs {
-    /// Folder of a saved step, or of checkpoints; then the newest step is used
+    /// Folder of a saved step, or a checkpoint folder to use its newest step
     pub(crate) step: Option<PathBuf>,
-    /// Folder in Hugging Face's format instead of a step. With a step of --lora: the folder that it was trained from
+    /// Hugging Face folder instead of a step, or the base model of a --lora step
     #[arg(long, value_name = "FOLDER")]
     pub(crate) init: Option<PathBuf>,
-    /// tokenizer.json for the text, or `bytes` for one token per byte [default: tokenizer.json in the --init folder,
-    /// else bytes]
+    /// tokenizer.json, or `bytes` for one token per byte [default: tokenizer.json of --init, else bytes]
     #[arg(long, value_name = "FILE")]
     pub(crate) tokenizer: Option<TokenizerArg>,
     /// Text to continue
     #[arg(long)]
     pub(crate) prompt: String,
-    /// Maximum number of tokens to generate (bytes without a tokenizer). A model of --init may end earlier
+    /// Maximum number of tokens to generate; an --init model may stop earlier
+    ///
+    /// Counts bytes if there is no tokenizer.
     #[arg(long, alias = "bytes", default_value_t = 200)]
     pub(crate) tokens: usize,
     /// Sampling temperature; 0 always picks the likeliest token
@@ -82,14 +84,18 @@ pub(crate) struct GenerateArgs {
     /// Seed of the random choices
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Number of ranks that shard the model: threads of this process, or the processes of mpirun or srun [default: 1
-    /// thread, or all processes]
+    /// Ranks: threads, or the processes of mpirun or srun [default: 1 thread, or all processes]
     #[arg(long)]
     pub(crate) ranks: Option<usize>,
-    /// Compute threads of each rank [default: RAYON_NUM_THREADS, or the cores divided by the ranks]
+    /// Compute threads per rank [default: RAYON_NUM_THREADS, or cores / ranks]
     #[arg(long)]
     pub(crate) threads: Option<usize>,
-    /// Time after which a rank stops waiting for the others in an operation
-    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    /// Maximum time that a rank waits for the others in an operation
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = 600,
+        hide_short_help = true
+    )]
     pub(crate) deadline: u64,
 }

@@ -1,13 +1,14 @@
 //! The processes below `launch`: which of them receive a signal, and which of them `launch` waits for.
 //!
-//! A training receives one signal directly, at any depth. The processes in between (shells, `timeout`, `mpirun`)
-//! receive none, and end as usual when the training has ended. Only if there is no process of this program, the whole
-//! process group of the command receives the signal, as from a terminal. A process that loses its parent through this
-//! receives the signal when it is seen.
+//! A training run receives one signal directly, at any depth. The processes in between (shells, `timeout`, `mpirun`)
+//! receive none, and end as usual when the training run has ended. If there is no process of this program, the whole
+//! process group of the command receives the signal instead, as from a terminal. A process that loses its parent
+//! because of the signal receives it when it is seen.
 //!
-//! A script may continue for a short time after its training. If it takes longer, the process group receives the signal
-//! after all. A process that received the signal and continues has its own trap for it. It receives nothing more until
-//! the user sends another signal. After a second signal, all processes have a short time to end, and are then killed.
+//! A script may continue for a short time after its training run. If it takes longer, the process group receives the
+//! signal after all. A process that received the signal and continues has its own trap for it. It receives nothing more
+//! until the user sends another signal. After a second signal, all processes have a short time to end, and are then
+//! killed.
 
 use std::collections::HashSet;
 use std::fs;
@@ -21,16 +22,16 @@ use super::signals::Order;
 use crate::console;
 use crate::process::Process;
 
-/// The time that a script has to end after its training was told to end, and that all processes have to end at once. It
-/// is shorter than the time that schedulers wait between a signal and a kill.
+/// The time that a script has to end after its training run was asked to end, and that all processes have to end at
+/// once. It is shorter than the time that schedulers wait between a signal and a kill.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// The processes below.
+/// The processes below `launch`.
 #[derive(Debug)]
 pub(super) struct Below {
     /// The first process of the command; the process group has its number.
     first: u32,
-    /// Its start time, if the system reports it.
+    /// Start time of the process, if the system reports it.
     started: Option<u64>,
     /// An entry that all their environments have.
     entry: String,
@@ -38,13 +39,13 @@ pub(super) struct Below {
     order: Option<Order>,
     /// The processes that received the order, by number and start time.
     told: HashSet<(u32, u64)>,
-    /// The told processes that `launch` waits for.
+    /// The processes that received the order and that `launch` waits for.
     awaited: Vec<Process>,
     /// True once the process group has received the order.
     is_group_told: bool,
     /// The processes of other programs that existed when the order came.
     known: HashSet<Image>,
-    /// The time since which no training is left, after the order.
+    /// The time, after the order, at which the last training run was seen to be gone.
     over_since: Option<Instant>,
     /// The time of the first order to end at once.
     at_once_since: Option<Instant>,
@@ -64,7 +65,7 @@ struct Seen {
 
 /// The processes that a command left behind.
 pub(super) struct Left {
-    /// The number of processes to wait for: those of this program, and those that were told to end.
+    /// The number of processes to wait for: those of this program, and those that received the order.
     pub(super) num_awaited: usize,
     /// True if there are processes of other programs.
     pub(super) has_others: bool,
@@ -93,7 +94,7 @@ impl Below {
         self.order = Some(order);
         let is_at_once = matches!(order, Order::AtOnce(_));
         if is_at_once {
-            // Tell all of them again, and wait only for trainings.
+            // Tell all of them again, and wait only for training runs.
             self.told.clear();
             self.awaited.clear();
             self.at_once_since.get_or_insert_with(Instant::now);
@@ -118,8 +119,8 @@ impl Below {
         }
         let trains_on = self.tell_own(&seen);
         let late = self.late(&seen);
-        // A script that starts the next training or a long command after a training was told to end must receive the
-        // order itself.
+        // A script that starts the next training run or a long command after a training run was asked to end must
+        // receive the order itself.
         if (trains_on || !late.is_empty()) && !self.is_group_told {
             self.is_group_told = true;
             self.tell_group(&seen);
@@ -182,8 +183,8 @@ impl Below {
         Seen { own, others }
     }
 
-    /// Returns processes that were started after the order and still exist some time after the end of the trainings.
-    /// Older processes may be waiting for trainings on other machines, as `mpirun` does.
+    /// Returns processes that were started after the order and still exist some time after the end of the training
+    /// runs. Older processes may be waiting for training runs on other machines, as `mpirun` does.
     fn late(&mut self, seen: &Seen) -> Vec<Process> {
         if !seen.own.is_empty() {
             self.over_since = None;
@@ -202,7 +203,7 @@ impl Below {
         let left: Vec<_> = seen.own.iter().chain(&seen.others).collect();
         if !left.is_empty() && !std::mem::replace(&mut self.has_killed, true) {
             console::tell(format_args!(
-                "warning: {} processes below have not ended since they were told to end at once, and are killed",
+                "warning: killing {} processes that did not end when told to end at once",
                 left.len()
             ));
         }
@@ -278,7 +279,7 @@ fn image(process: &Process) -> Image {
 fn send(signal: i32, process: &Process) {
     if !kill(signal, &process.id.to_string()) && process.is_alive() {
         console::tell(format_args!(
-            "warning: signal {signal} could not be passed on to process {}",
+            "warning: cannot send signal {signal} to process {}",
             process.id
         ));
     }

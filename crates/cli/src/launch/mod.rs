@@ -1,4 +1,4 @@
-//! Restarts of a failed training, and signals for it.
+//! The `burn-fsdp launch` command: restarts a failed training run, and passes signals on to it.
 
 mod below;
 mod signals;
@@ -20,13 +20,14 @@ use signals::{Order, Signals};
 pub(crate) use signals::ONE_REQUEST;
 
 #[derive(Debug, Args)]
-#[command(after_help = LAUNCH_AFTER_HELP)]
+#[command(after_help = LAUNCH_AFTER_HELP, after_long_help = LAUNCH_AFTER_LONG_HELP)]
 pub(crate) struct LaunchArgs {
-    /// Maximum number of restarts. Exit code 2, an error in the input, is never restarted
+    /// Maximum number of restarts; a command with exit code 2, an input error, is not restarted
     #[arg(long, value_name = "TIMES", default_value_t = 3)]
     pub(crate) max_restarts: usize,
-    /// Numbers of ranks of the first start, the second, and so on; the last is used for all others. They replace {ranks} in
-    /// the command
+    /// Number of ranks for each start, substituted for {ranks} in the command
+    ///
+    /// All further starts use the last number.
     #[arg(long, value_name = "RANKS", value_delimiter = ',')]
     pub(crate) ranks: Vec<usize>,
     /// Command to run, after --
@@ -36,35 +37,48 @@ pub(crate) struct LaunchArgs {
 
 const LAUNCH_AFTER_HELP: &str = "\
 Examples:
-  burn-fsdp launch --max-restarts 10 -- mpirun -n 4 burn-fsdp train --checkpoint-dir run \\
-      --save-every 50 --resume=newest-good
-  burn-fsdp launch --ranks 4,3,2 -- mpirun -n {ranks} burn-fsdp train --batch 12 --checkpoint-dir run --resume
+  burn-fsdp launch --max-restarts 10 -- \\
+      mpirun -n 4 burn-fsdp train --checkpoint-dir run --save-every 50 --resume=newest-good
+  burn-fsdp launch --ranks 4,3,2 -- \\
+      mpirun -n {ranks} burn-fsdp train --batch 12 --checkpoint-dir run --resume
 
-The command's environment has the number of the restart in BURN_FSDP_RESTART, 0 at first. SIGTERM, SIGINT,
-SIGHUP and SIGUSR1 have all trainings below end after a save, however deep they are in scripts and launchers, and nothing
-is started after one. Signals of one second are one. A later one, or SIGQUIT, has them end at once. Where no process below
-is of burn-fsdp, they go to the command's process group, and so they do where a script has a command run for more than 5 s
-after its trainings. What ignores the first signal, or has a trap for it, is waited for; 5 s after the later one, or SIGQUIT,
-everything that is left is killed. If this process is killed, the trainings below save and end as well. The exit code is the command's, 128 + N where signal N ended
-it.";
+The exit code is the command's, or 128 + N if signal N ended it. `--help` also describes signals.";
 
-/// Exit code of a command with an error in its input, which a restart would not change.
+const LAUNCH_AFTER_LONG_HELP: &str = "\
+Signals:
+  SIGTERM, SIGINT, SIGHUP and SIGUSR1 make all trainings below save and end, also inside scripts and
+  launchers. Nothing is started after that. Signals within one second count as one. A later signal,
+  or SIGQUIT, ends the trainings at once.
+
+  If no process below is burn-fsdp, the signal goes to the command's process group. It also does if a
+  script runs another command for more than 5 s after its trainings.
+
+  A process that ignores or traps the first signal is waited for. 5 s after the later signal or
+  SIGQUIT, all remaining processes are killed. If this process is killed, the trainings below also
+  save and end.
+
+Environment of the command:
+  BURN_FSDP_RESTART  number of the restart, 0 for the first start
+
+The exit code is the command's, or 128 + N if signal N ended it.";
+
+/// Exit code for an error in the command's input, which a restart would not fix.
 const INPUT: i32 = 2;
 
-/// The time between two checks whether the command has ended.
+/// The time between two checks for the end of the command.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// The time between two checks of the processes below, while the command is ending.
 const LOOK_BELOW_EVERY: Duration = Duration::from_millis(100);
 
-/// The time in which a process that a command leaves behind may still become a training: `setsid` and `nohup` leave a
-/// process that starts the next program only after they have ended.
+/// The time in which a process that a command leaves behind may still become a training run: `setsid` and `nohup` leave
+/// a process that starts the next program only after they have ended.
 const SETTLING: Duration = Duration::from_secs(1);
 
 /// The longest pause before a restart.
 const MOST_PAUSE: Duration = Duration::from_secs(30);
 
-/// The variable of the command's environment with the number of the restart.
+/// The environment variable that tells the command the number of the restart.
 pub(crate) const RESTART: &str = "BURN_FSDP_RESTART";
 
 /// The placeholder for the number of ranks.
@@ -89,7 +103,7 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode, Failure> {
         }
         if restarts == args.max_restarts {
             console::tell(format_args!(
-                "error: the command ended with {status} after {} s; it has been started again {restarts} times, and \
+                "error: the command ended with {status} after {} s; it was restarted {restarts} times, and \
                  --max-restarts allows no more",
                 began.elapsed().as_secs()
             ));
@@ -119,12 +133,13 @@ fn check(args: &LaunchArgs) -> Result<(), InputError> {
     let has_place = args.command.iter().any(|word| word.contains(RANKS));
     if !args.ranks.is_empty() && !has_place {
         return Err(InputError::Restart {
-            problem: "--ranks has no effect: the command has no {ranks} to replace",
+            problem: "--ranks has no effect because the command does not contain {ranks}; write {ranks} in it, or \
+                 leave out --ranks",
         });
     }
     if args.ranks.is_empty() && has_place {
         return Err(InputError::Restart {
-            problem: "the command has {ranks}; give --ranks, such as 4,3,2",
+            problem: "the command contains {ranks}; pass --ranks, such as --ranks 4,3,2",
         });
     }
     let is_own = |pair: &[String]| pair[0].ends_with("burn-fsdp") && pair[1] == "train";
@@ -133,8 +148,8 @@ fn check(args: &LaunchArgs) -> Result<(), InputError> {
     let resumes = args.command.iter().any(is_resume);
     if args.max_restarts > 0 && trains && !resumes {
         return Err(InputError::Restart {
-            problem: "each start of `train` would begin anew; give it --checkpoint-dir and --resume=newest-good, \
-                      and --save-every",
+            problem: "each restart of `train` would train from scratch; pass it --checkpoint-dir, --save-every and \
+                 --resume=newest-good",
         });
     }
     Ok(())
@@ -165,8 +180,8 @@ fn cannot_run(args: &LaunchArgs, error: &std::io::Error) -> InputError {
     }
 }
 
-/// Waits for the end of the command and of the trainings below it, and passes signals on. Trainings that a failed
-/// command leaves behind are told to end, because they would block the next start.
+/// Waits for the end of the command and of the training runs below it, and passes signals on. Asks training runs that a
+/// failed command leaves behind to end, because they would block the next start.
 fn wait(child: &mut Child, below: &mut Below, signals: &Signals) -> std::io::Result<ExitStatus> {
     let mut ended = None;
     let mut look_at = Instant::now();
@@ -193,14 +208,15 @@ fn wait(child: &mut Child, below: &mut Below, signals: &Signals) -> std::io::Res
                 } = below.left();
                 let may_train = Instant::now() < settled_at && !below.has_order() && has_others;
                 let is_empty = num_awaited == 0 && !may_train;
-                // While a process starts a program, it has no environment for a moment, and is not seen.
+                // While a process starts a program, it briefly has no environment, and is not seen.
                 if is_empty && was_empty {
                     return Ok(status);
                 }
                 was_empty = is_empty;
                 if num_awaited > 0 && !status.success() && !below.has_order() {
                     console::tell(format_args!(
-                        "warning: the command ended with {status}, and left {num_awaited} processes behind, which are told to end"
+                        "warning: the command ended with {status} and left {num_awaited} processes behind; telling \
+                         them to end"
                     ));
                     below.obey(Order::End(SIGTERM));
                 }

@@ -18,7 +18,7 @@ pub(crate) const ONE_REQUEST: Duration = Duration::from_secs(1);
 /// The request that a signal makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Order {
-    /// End in good order: the first signal.
+    /// End cleanly: the first signal.
     End(i32),
     /// End at once: a later signal, or SIGQUIT.
     AtOnce(i32),
@@ -34,8 +34,8 @@ pub(super) struct Signals {
 }
 
 impl Signals {
-    /// Registers the signals, because this process lives until the command has ended. Signals that this process was
-    /// started to ignore, as by `nohup`, stay ignored. The end of a parent `launch` counts as SIGTERM.
+    /// Registers handlers for the signals, so this process lives until the command has ended. Signals that this process
+    /// was started to ignore, as by `nohup`, stay ignored. The end of a parent `launch` counts as SIGTERM.
     pub(super) fn obey() -> Self {
         let signals = [SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGQUIT].into_iter();
         let flags = signals.filter(|signal| !is_ignored(*signal));

@@ -55,12 +55,17 @@ pub(crate) fn run(args: &DiffArgs) -> Result<(), Failure> {
     let [a, b] = [&args.run_a, &args.run_b].map(|folder| read(folder));
     let (a, b) = (a?, b?);
     if a.len() != b.len() {
-        let problem = format!("one run has {} ranks, the other {}", a.len(), b.len());
+        let problem = format!(
+            "one run has {} ranks, but the other has {}",
+            a.len(),
+            b.len()
+        );
         return Err(unreadable(&args.run_b, problem).into());
     }
     let ranks = a.iter().zip(&b).enumerate();
     let firsts = ranks.filter_map(|(rank, (a, b))| Some((rank, first(a, b)?)));
-    // The earliest step counts. Within a step, a rank that sends other bytes comes before the ranks that receive them.
+    // The earliest step is reported. Within a step, a rank that sends other bytes comes before the ranks that receive
+    // them.
     let key = |(rank, found): &(usize, Difference)| {
         (found.line.step, found.how.clone(), found.index, *rank)
     };
@@ -69,7 +74,7 @@ pub(crate) fn run(args: &DiffArgs) -> Result<(), Failure> {
             let operations: usize = a.iter().map(Vec::len).sum();
             let ranks = a.len();
             console::answer(format_args!(
-                "the runs carry the same: {operations} operations of {ranks} ranks"
+                "the runs have the same bytes: {operations} operations of {ranks} ranks"
             ))
         }
         Some((rank, found)) => Err(Failure::Unfinished(format!(
@@ -79,7 +84,7 @@ pub(crate) fn run(args: &DiffArgs) -> Result<(), Failure> {
 }
 
 /// Returns the first operation in which a rank's runs differ. A group's operations are compared by their number,
-/// because operations of different groups may finish in another order.
+/// because operations of different groups may finish in a different order.
 fn first(a: &[Line], b: &[Line]) -> Option<Difference> {
     let key = |line: &Line| (line.group.clone(), line.sequence);
     let mut others: HashMap<_, Vec<&Line>> = HashMap::new();
@@ -121,7 +126,7 @@ fn difference(line: &Line, other: Option<&Line>) -> Option<How> {
         return Some(How::OtherCall(Some(call)));
     }
     let position = |a: &[u64], b: &[u64]| a.iter().zip(b).position(|(a, b)| a != b);
-    // What a rank sends has an entry for each rank and part.
+    // The sent bytes have an entry for each rank and part.
     let parts = line.got.len().max(1);
     let gave = position(&line.given, &other.given).map(|index| How::Gave(index % parts));
     gave.or_else(|| position(&line.got, &other.got).map(How::Got))
@@ -129,7 +134,7 @@ fn difference(line: &Line, other: Option<&Line>) -> Option<How> {
 
 fn read(folder: &Path) -> Result<Run, InputError> {
     if !folder.join(file_name(0)).exists() {
-        let problem = format!("there is no {} in it", file_name(0));
+        let problem = format!("it contains no {}", file_name(0));
         return Err(unreadable(folder, problem));
     }
     let (ranks, first) = read_rank(folder, 0)?;
@@ -138,7 +143,10 @@ fn read(folder: &Path) -> Result<Run, InputError> {
         match of == ranks {
             true => Ok(lines),
             false => {
-                let problem = format!("it is of a run of {of} ranks, that of rank 0 of {ranks}");
+                let problem = format!(
+                    "it is from a run of {of} ranks, but the file of rank 0 is from a run of \
+                     {ranks}"
+                );
                 Err(unreadable(&folder.join(file_name(rank)), problem))
             }
         }
@@ -159,7 +167,7 @@ fn read_rank(folder: &Path, rank: usize) -> Result<(usize, Vec<Line>), InputErro
         let Header { rank, ranks } = header;
         return Err(unreadable(
             &path,
-            format!("it says that it is of rank {rank} of {ranks}"),
+            format!("its header specifies rank {rank} of {ranks}"),
         ));
     }
     let lines = lines.map(|line| parsed(&path, line));
@@ -206,12 +214,12 @@ impl fmt::Display for Difference {
             ", {kind} {label:?} (operation {sequence} of group {group:?}): "
         )?;
         match &self.how {
-            How::OtherCall(None) => f.write_str("one run alone does it"),
+            How::OtherCall(None) => f.write_str("only one run does it"),
             How::OtherCall(Some(call)) => write!(f, "the second run does {call} instead"),
-            How::Gave(part) => write!(f, "the rank gives other bytes of tensor {part}"),
+            How::Gave(part) => write!(f, "the rank sends different bytes of tensor {part}"),
             How::Got(part) => write!(
                 f,
-                "the rank gives the same, but gets other bytes of tensor {part}"
+                "the rank sends the same bytes, but receives different bytes of tensor {part}"
             ),
         }
     }

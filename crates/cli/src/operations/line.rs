@@ -1,6 +1,6 @@
 //! The lines of a rank's file: a header, and one line for each operation.
 
-use burn_fsdp::collectives::Carried;
+use burn_fsdp::internals::collectives::Carried;
 use serde::{Deserialize, Serialize};
 
 /// The contents of an operation; see [`Carried`].

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use burn_fsdp::ProcessGroup;
-use burn_fsdp::collectives::Carried;
+use burn_fsdp::internals::collectives::Carried;
 
 use super::line::{Header, Line, file_name};
 use crate::console;
@@ -15,9 +15,9 @@ use crate::error::InputError;
 /// The warning about operations that could not be written, if there was one.
 pub(crate) type Lost = Arc<OnceLock<String>>;
 
-/// Starts writing a line for each operation of this rank into its own file in the folder. Creates the folder if
-/// necessary. The first line that cannot be written causes a warning, and the training continues. Returns the place of
-/// that warning, for the report.
+/// Starts writing a line for each operation of this rank into the rank's file in the folder. Creates the folder if
+/// necessary. The first line that cannot be written causes a warning, and training continues. Returns the place of that
+/// warning, for the report.
 pub(crate) fn write(folder: &Path, world: &ProcessGroup) -> Result<Lost, InputError> {
     let path = folder.join(file_name(world.rank()));
     let created = fs::create_dir_all(folder)

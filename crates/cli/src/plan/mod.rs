@@ -1,4 +1,4 @@
-//! The `burn-fsdp plan` command: the cost of a training, without running it.
+//! The `burn-fsdp plan` command: the cost of a training run, without running it.
 
 pub(crate) mod preset;
 mod proof;

@@ -1,12 +1,12 @@
-//! The models that have a name.
+//! Named model configurations.
 
-use burn_fsdp::plan::Transformer;
+use burn_fsdp::internals::plan::Transformer;
 use burn_fsdp_models::{GptConfig, LlamaConfig};
 
 use crate::args::ModelArg;
 use crate::error::InputError;
 
-/// A configuration that has a name.
+/// A named configuration.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Preset {
     Gpt(GptConfig),

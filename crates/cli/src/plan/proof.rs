@@ -3,10 +3,10 @@
 use std::fmt;
 
 use burn_fsdp::Mesh;
-use burn_fsdp::compile::graph::Graph;
-use burn_fsdp::compile::passes::PassId;
-use burn_fsdp::compile::{Error, prove};
-use burn_fsdp::plan::TracedEstimate;
+use burn_fsdp::internals::compile::graph::Graph;
+use burn_fsdp::internals::compile::passes::PassId;
+use burn_fsdp::internals::compile::{Error, prove};
+use burn_fsdp::internals::plan::TracedEstimate;
 use serde::Serialize;
 
 /// An estimate, with the requested proof.
@@ -18,7 +18,7 @@ pub(super) struct Proved<'a> {
     pub(super) proof: Option<Proof>,
 }
 
-/// A proof of the plan for a narrow version of a model.
+/// A proof of the plan, with a narrow version of the model.
 #[derive(Serialize)]
 pub(super) struct Proof {
     blocks: usize,
@@ -39,9 +39,10 @@ impl fmt::Display for Proof {
         let Self { blocks, ranks, .. } = self;
         write!(
             f,
-            "\nproved in {:.1} s: a plan of all {blocks} blocks on {ranks} ranks computes the traced step, with {} tensors equal \
-             modulo 2^61 - 1\n  by the passes {}\n  assuming blocks of 8 elements and 4 tokens in place of those planned (how \
-             collectives are joined depends on them), exact sums, and that kernels compute what they are composed of\n",
+            "\nproved in {:.1} s: a plan of all {blocks} blocks on {ranks} ranks computes the traced step, with {} \
+             tensors equal modulo 2^61 - 1\n  by the passes {}\n  assuming blocks of 8 elements and 4 tokens \
+             instead of the planned sizes (on which the joining of collectives depends), exact sums, and that \
+             kernels compute their compositions\n",
             self.seconds,
             self.num_tensors,
             self.passes.join(", "),

@@ -1,16 +1,18 @@
-//! The plan of a training, from arguments to printed text, JSON or a drawing.
+//! The plan of a training run, from arguments to printed text, JSON or a drawing.
 
 use burn::module::Module;
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 use burn_fsdp::Strategy;
-use burn_fsdp::compile::graph::Graph;
-use burn_fsdp::compile::passes::schedule::{Options, pipeline};
-use burn_fsdp::compile::trace::{TraceConfig, trace};
-use burn_fsdp::compile::{Error, GraphDump, kernels};
-use burn_fsdp::plan::{
-    Checkpointing, Estimate, Job, Machine, MemoryPlan, Plan, Precision, Size, TracedEstimate,
+use burn_fsdp::compile::Options;
+use burn_fsdp::internals::compile::graph::Graph;
+use burn_fsdp::internals::compile::passes::schedule::pipeline;
+use burn_fsdp::internals::compile::trace::{TraceConfig, trace};
+use burn_fsdp::internals::compile::{Error, GraphDump, kernels};
+use burn_fsdp::internals::plan::{
+    Checkpointing, Estimate, Job, Machine, Plan, Precision, Size, TracedEstimate,
 };
+use burn_fsdp::plan::MemoryPlan;
 use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{Gpt, Llama};
 
@@ -21,7 +23,7 @@ use crate::plan::preset::Preset;
 use crate::plan::proof::{Proof, Proved};
 use crate::{console, output};
 
-/// Maximum number of ranks. More ranks, like more tokens, are refused, so no product overflows.
+/// Maximum number of ranks. More ranks, like more tokens, are rejected, so no product overflows.
 const MOST_RANKS: usize = 1 << 20;
 const MOST_TOKENS: usize = 1 << 24;
 /// Numbers of blocks from which larger models are extrapolated.
@@ -288,7 +290,7 @@ fn check_compiled(args: &PlanArgs) -> Result<(), InputError> {
     if args.activation_checkpointing == CheckpointingArg::Selective {
         return Err(InputError::NotCompiled {
             flag: "--activation-checkpointing selective",
-            reason: "of a block they compute all again, or what is cheap",
+            reason: "they recompute a whole block, or its cheap operations",
         });
     }
     Ok(())
@@ -310,9 +312,8 @@ fn heading(job: &Job, how: &str) -> String {
     let offload = if job.is_offloaded { ", offload" } else { "" };
     let at_rest = 16.0 * job.model.num_params() as f64;
     format!(
-        "{} ({billions:.2} B parameters), {how}\n\
-         {} ranks, {} x {} tokens each, {precision}, {strategy}, {checkpointing}{offload}, AdamW\n\
-         states: 16 bytes a parameter, {} in all\n",
+        "{} ({billions:.2} B parameters), {how}\n{} ranks, {} x {} tokens each, {precision}, {strategy}, \
+         {checkpointing}{offload}, AdamW\nstates: 16 bytes per parameter, {} in total\n",
         job.model.name,
         job.ranks,
         job.batch,

@@ -1,5 +1,4 @@
-//! The parts of a folder in Hugging Face's format other than weights and sizes: the tokenizer, and the tokens that end
-//! a text.
+//! The other parts of a folder in Hugging Face's format: the tokenizer, and the tokens that end a text.
 
 use std::fs;
 use std::path::Path;
@@ -44,7 +43,7 @@ impl Beside {
         if found != *model {
             let found = found.name();
             return Err(unfit(format!(
-                "it is of a {found} of other sizes than the step's"
+                "its {found} has different sizes from the step's model"
             )));
         }
         Self::read(folder)

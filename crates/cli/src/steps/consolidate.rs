@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
 
-use burn_fsdp::checkpoint::{
+use burn_fsdp::internals::checkpoint::{
     Consolidated, ConsolidationConfig, PlainTensor, Step, TensorEntry, consolidate_to_file,
     consolidate_to_folder,
 };
@@ -44,7 +44,7 @@ fn write(args: &ConsolidateArgs, step: &Step) -> Result<Consolidated, Failure> {
         return Err(InputError::Excludes {
             first: "--init",
             second: "--format safetensors",
-            reason: "it writes tensors alone",
+            reason: "it writes only tensors",
         }
         .into());
     }
@@ -53,7 +53,7 @@ fn write(args: &ConsolidateArgs, step: &Step) -> Result<Consolidated, Failure> {
         Some(NamesArg::Burn) => None,
         None if adapters.is_some() => {
             console::tell(format_args!(
-                "note: the step has adapters alone; names and layout are Burn's, --format hugging-face writes peft's"
+                "note: the step has only adapters; names and layout are Burn's (--format hugging-face writes peft's)"
             ));
             None
         }
@@ -96,7 +96,7 @@ fn write_hugging_face(args: &ConsolidateArgs, step: &Step) -> Result<Consolidate
         return Err(InputError::Excludes {
             first: "--names burn",
             second: "--format hugging-face",
-            reason: "the names are those of transformers",
+            reason: "that format uses the names of transformers",
         }
         .into());
     }
@@ -163,7 +163,7 @@ fn table(step: &Step) -> Result<BTreeMap<String, PlainTensor>, InputError> {
         let expected = format!("{name} of shape {shape:?}");
         match saved.remove(name.as_str()) {
             Some(found) if *found == shape => {}
-            Some(found) => return Err(other(expected, format!("it of shape {found:?}"))),
+            Some(found) => return Err(other(expected, format!("it with shape {found:?}"))),
             None => return Err(other(expected, "no such tensor".to_owned())),
         }
     }

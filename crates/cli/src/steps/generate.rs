@@ -7,10 +7,11 @@ use std::time::Duration;
 
 use burn::module::Module;
 use burn::tensor::Device;
-use burn_fsdp::checkpoint::{
-    Dtype, ExpectedTensor, Extra, Region, Step, TensorKind, restore_matching,
+use burn_fsdp::internals::checkpoint::{
+    Dtype, ExpectedTensor, Extra, Step, TensorKind, restore_matching,
 };
-use burn_fsdp::sharding::{InitialPart, fully_shard_from};
+use burn_fsdp::internals::mesh::Region;
+use burn_fsdp::internals::sharding::{InitialPart, fully_shard_from};
 use burn_fsdp::{LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, launch};
 use burn_fsdp_models::{Architecture, ModelConfig, TextCodec, WeightsFile};
 
@@ -54,14 +55,14 @@ pub(crate) fn run(args: GenerateArgs) -> Result<(), Failure> {
     }
 }
 
-/// Warns about the folder's settings with which transformers would choose other tokens.
+/// Warns about settings of the folder that would make transformers choose other tokens.
 fn warn_of_rules(folder: &Path) -> Result<(), InputError> {
     let rules = ModelConfig::generation_rules(folder)?;
     if !rules.is_empty() {
         let rules = rules.join(", ");
         console::tell(format_args!(
-            "warning: the text may be another one than that of transformers, which follows {rules} of generation_config.json: \
-             tokens are chosen by --temperature and --seed alone"
+            "warning: the text may differ from the text of transformers, which applies {rules} of \
+             generation_config.json; here only --temperature and --seed choose tokens"
         ));
     }
     Ok(())
@@ -83,7 +84,7 @@ fn check(args: &GenerateArgs) -> Result<(), InputError> {
         false => Err(InputError::OutOfRange {
             flag: "--temperature",
             value: args.temperature,
-            expected: "a number from 0 on",
+            expected: "a number of at least 0",
         }),
     }
 }
@@ -222,14 +223,14 @@ fn unread(step: &Step, error: impl Into<RankError>) -> RankError {
     }
 }
 
-/// Returns the model of a folder in Hugging Face's format that has its weights.
+/// Returns the model of a folder in Hugging Face's format. The folder must have the model's weights.
 fn model_of_folder(folder: &Path) -> Result<ModelConfig, InputError> {
     let model = ModelConfig::from_hugging_face(folder)?;
     weights::check(&model, folder)?;
     Ok(model)
 }
 
-/// Returns the model of the folder that a step's adapters belong to.
+/// Returns the base model of a step's adapters, from its folder.
 fn adapted_model(
     step: &Step,
     adapters: Option<AdapterSizes>,
@@ -239,7 +240,7 @@ fn adapted_model(
         return Err(InputError::Excludes {
             first: "--init",
             second: "a step of a whole model",
-            reason: "the weights are those of the step",
+            reason: "the step contains the weights",
         });
     }
     let (model, saved) = (model_of_folder(folder)?, sizes_of(step)?);
@@ -249,7 +250,7 @@ fn adapted_model(
     }
 }
 
-/// Returns the configuration in the index, if the step's tensors match such a model.
+/// Returns the configuration in the index, if the step's tensors match that model.
 ///
 /// The index may come from anyone, and its configuration may describe a model of any size. The size of the tensors is
 /// bounded by the files, so it is compared before a model is created.
@@ -290,7 +291,7 @@ fn unknown(path: &Path, problem: String) -> InputError {
     InputError::UnknownModel { path, problem }
 }
 
-/// Checks that the ranks of this process can hold their shards, one full unit, and the keys and values of `tokens`.
+/// Checks that this process has memory for its ranks' shards, one full unit, and the keys and values of `tokens`.
 fn check_memory(model: &ModelConfig, ranks: &Ranks, tokens: usize) -> Result<(), InputError> {
     let Some(available) = host::memory_bytes(ranks.processes_here()) else {
         return Ok(());
@@ -372,7 +373,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_largest_unit_is_a_block_or_what_is_in_none() {
+    fn the_largest_unit_is_a_block_or_the_root() {
         let sizes = |vocab| GptConfig {
             vocab,
             seq: 8,

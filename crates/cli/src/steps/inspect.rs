@@ -1,6 +1,6 @@
 //! The `burn-fsdp inspect` command.
 
-use burn_fsdp::checkpoint::{Error as StepError, Inspection, Step};
+use burn_fsdp::internals::checkpoint::{Error as StepError, Inspection, Step};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
@@ -43,7 +43,7 @@ pub(crate) fn run(args: InspectArgs) -> Result<(), Failure> {
         false => {
             let verdict = match &damage {
                 None => "not verified",
-                Some(damage) if damage.is_empty() => "verified: every byte is as it was written",
+                Some(damage) if damage.is_empty() => "verified: every byte matches its checksum",
                 Some(_) => "damaged",
             };
             format!("{inspection}\n{verdict}")

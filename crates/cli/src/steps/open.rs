@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use burn_fsdp::checkpoint::{Checkpoints, Step};
+use burn_fsdp::checkpoint::Checkpoints;
+use burn_fsdp::internals::checkpoint::Step;
 
 use crate::error::{Failure, InputError};
 
@@ -10,7 +11,7 @@ use crate::error::{Failure, InputError};
 const ATTEMPTS: usize = 5;
 
 /// Reads the step at `path`, or the newest step if it is a folder of checkpoints. Starts again with the newest step if
-/// the step is removed during reading, which a training that keeps only its last steps does.
+/// a training run that keeps only its last steps removes the step during reading.
 pub(crate) fn with_step<T>(
     path: &Path,
     mut read: impl FnMut(Step) -> Result<T, Failure>,

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use burn_fsdp::checkpoint::{PlainTensor, Step};
+use burn_fsdp::internals::checkpoint::{PlainTensor, Step};
 use burn_fsdp_models::{ModelConfig, ParameterSpec};
 use serde_json::{Value, json};
 

@@ -1,5 +1,5 @@
 //! Checks of a run before it starts: flags that compiled steps do not support, token counts that overflow, and runs
-//! that do not fit.
+//! that do not fit into memory.
 
 use burn_fsdp::Strategy;
 use burn_fsdp_models::ModelConfig;
@@ -10,7 +10,7 @@ use crate::host;
 use crate::train::ranks::Ranks;
 use crate::train::recipe::Recipe;
 
-/// Refuses flags that a compiled step does not support.
+/// Rejects flags that a compiled step does not support.
 pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
     let (training, sharding) = (&args.training, &args.sharding);
     let refusals = [
@@ -27,26 +27,26 @@ pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
         (
             training.no_sync,
             "--no-sync",
-            "micro-batches are added up in shards, and never whole",
+            "they accumulate gradients in shards, never as a whole",
         ),
         (
             sharding.prefetch.is_some_and(|units| units > 1),
             "--prefetch of more than 1",
-            "each unit is gathered while the one before it computes, and none before that",
+            "they gather each unit while the previous one computes, and none earlier",
         ),
     ];
     if training.memory_budget.is_some() && training.precision == Float::F16 {
         return Err(InputError::Excludes {
             first: "--memory-budget",
             second: "--precision f16",
-            reason: "a step whose loss is scaled is several graphs, as one of micro-batches is",
+            reason: "a step with loss scaling consists of several graphs, like a step of micro-batches",
         });
     }
     if training.activation_checkpointing && sharding.unit_size.is_some() {
         return Err(InputError::Excludes {
             first: "--activation-checkpointing",
             second: "--compile and --unit-size",
-            reason: "a compiled step computes whole units again, and blocks are none of these",
+            reason: "a compiled step recomputes whole units, and the blocks are not units then",
         });
     }
     let refused = refusals.into_iter().find(|(is_given, ..)| *is_given);
@@ -56,14 +56,14 @@ pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
     }
 }
 
-/// Refuses runs in which gradient sums are too small for their type.
+/// Rejects runs in which gradient sums are too small for their type.
 pub(super) fn check_reduction(args: &TrainArgs) -> Result<(), InputError> {
     let training = &args.training;
     match training.reduce_dtype == Some(Float::F16) && training.precision != Float::F16 {
         true => Err(InputError::Excludes {
             first: "--reduce-dtype f16",
             second: "--precision f32 or bf16",
-            reason: "only --precision f16 scales the loss, without which small gradients are 0 in f16",
+            reason: "only --precision f16 scales the loss; without scaling, small gradients become 0 in f16",
         }),
         false => Ok(()),
     }
@@ -80,7 +80,7 @@ pub(super) fn check_size(args: &TrainArgs) -> Result<(), InputError> {
         .ok_or(InputError::TooManyTokens)
 }
 
-/// Refuses a run that cannot fit, because the allocator would end the process without a message.
+/// Rejects a run that cannot fit, because the allocator would end the process without a message.
 ///
 /// The ranks of this process hold parameters, gradients and optimizer state, sharded or not, and the logits with their
 /// gradient. This is a lower bound: a run that passes may still be too large.

@@ -5,19 +5,19 @@ use std::time::Instant;
 
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_fsdp::checkpoint::{Step, TrainingSnapshot};
-use burn_fsdp::compile::graph::Graph;
-use burn_fsdp::compile::passes::Units;
-use burn_fsdp::compile::passes::schedule::Options;
-use burn_fsdp::compile::trace::{OptimizerStep, TraceConfig, trace};
-use burn_fsdp::compile::{
-    Certificate, CompiledStep, Error, Evaluation, LazyLora, LossScaling, Mode, ShardSpec,
-    certify_at, compile_from, kernels, load_compiled, restore_compiled_matching,
-    snapshot_compiled_matching,
-};
+use burn_fsdp::compile::{CompiledStep, Evaluation, LossScaling, Mode, Options, load_compiled};
 use burn_fsdp::inspect::auto_units;
-use burn_fsdp::plan::{BudgetError, MemoryPlan, Size, fit};
-use burn_fsdp::testing::At;
+use burn_fsdp::internals::checkpoint::{Step, TrainingSnapshot};
+use burn_fsdp::internals::compile::graph::Graph;
+use burn_fsdp::internals::compile::passes::Units;
+use burn_fsdp::internals::compile::trace::{OptimizerStep, TraceConfig, trace};
+use burn_fsdp::internals::compile::{
+    Certificate, Error, LazyLora, ShardSpec, certify_at, compile_from, kernels,
+    restore_compiled_matching, snapshot_compiled_matching,
+};
+use burn_fsdp::internals::plan::{BudgetError, Size, fit};
+use burn_fsdp::internals::testing::At;
+use burn_fsdp::plan::MemoryPlan;
 use burn_fsdp::{LossScaler, ProcessGroup, ProcessMesh};
 use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{Architecture, Batches, LanguageModel, WeightsFile};
@@ -48,7 +48,7 @@ pub(crate) struct Compiled<'a, A: Architecture> {
     gradients: Gradients,
     /// Only the loss, for held-out text.
     loss: Evaluation<Tokens, Tensor<1>>,
-    /// Units that are recomputed in backward to keep a step within its memory budget.
+    /// Units that are recomputed in backward to meet the memory budget.
     recomputed: Vec<String>,
     /// A sharded model for generation, created when it is first needed.
     model: Option<A::Model>,
@@ -58,7 +58,7 @@ pub(crate) struct Compiled<'a, A: Architecture> {
 
 /// Information from the last step about its gradients.
 struct Gradients {
-    /// The gradient norm, if it is not finite and the run should stop in this case.
+    /// The gradient norm, if it is not finite and the run stops because of that.
     norm_not_finite: Option<f64>,
     /// The loss scale to be saved, if the loss is scaled.
     scaler: Option<LossScaler>,
@@ -93,7 +93,7 @@ fn mode<A: Architecture>(
         1 => Mode::data_parallel(world.clone(), sharding.strategy),
         _ => Mode::hybrid(mesh.clone(), "replicate", sharding.strategy)?,
     };
-    // An optimizer without any owns nothing.
+    // Has no effect for an optimizer that owns no parameters.
     let mode = mode.one_owner(config.optimizer.owned());
     let Some(budget) = config.step.memory_budget else {
         return Ok((mode.options(options), Vec::new()));
@@ -134,9 +134,9 @@ fn traced<A: Architecture>(
     Ok(kernels().describe(graph)?)
 }
 
-/// Proves the plans of a run's steps, and prints the result. Three kinds of steps have plans of their own: the first
-/// step, whose optimizer has no state, all later steps, and steps with a learning rate of zero, in which optimizers
-/// omit operations. The plans are made for the model, rows and tokens of a rank. The proof uses the first of several
+/// Proves the plans of a run's steps, and prints the result. Three kinds of steps have separate plans: the first step,
+/// whose optimizer has no state, all later steps, and steps with a learning rate of zero, in which optimizers omit
+/// operations. The plans are created for the model, rows and tokens of a rank. The proof uses the first of several
 /// small shapes at which a narrower model does the same operations.
 fn prove<A: Architecture>(
     sizes: A,
@@ -322,7 +322,7 @@ impl<'a, A: Architecture> Compiled<'a, A> {
         if self.unsharded.is_none() && self.world.rank() == 0 && !self.config.json {
             let (nodes, peak) = (graph.nodes().len(), Size(plan.peak_bytes()).trimmed());
             console::tell(format_args!(
-                "compiled: {nodes} operations, at most {peak} of tensors on a rank"
+                "compiled: {nodes} operations, at most {peak} of tensors per rank"
             ));
         }
         let moments = plan.moments.iter().map(|moment| moment.during);

@@ -7,9 +7,8 @@ use std::time::Duration;
 
 use burn::tensor::{Device, FloatDType};
 use burn_fsdp::checkpoint::Checkpoints;
-use burn_fsdp::collectives::Check;
-use burn_fsdp::testing::Fault;
-use burn_fsdp::{Clip, Precision, ProcessGroup, Strategy};
+use burn_fsdp::internals::testing::Fault;
+use burn_fsdp::{Check, Clip, Precision, ProcessGroup, Strategy};
 use burn_fsdp_models::ModelConfig;
 
 use crate::adapters::AdapterSizes;
@@ -41,7 +40,7 @@ pub(crate) struct TrainConfig {
     pub(crate) model: ModelConfig,
     /// Tokens in a row of a batch. The model may support longer sequences.
     pub(crate) seq: usize,
-    /// Adapters that are trained instead of the weights, which are frozen.
+    /// Adapters to train, with the weights frozen.
     pub(crate) adapters: Option<AdapterSizes>,
     pub(crate) seed: u64,
     /// File or folder with the initial weights; if `None`, they are random.
@@ -82,7 +81,7 @@ pub(crate) struct TrainConfig {
     pub(crate) trace: Option<PathBuf>,
     pub(crate) operations: Option<PathBuf>,
     pub(crate) dump_graphs: Option<PathBuf>,
-    /// True to measure what the machine's matrix products reach.
+    /// True to measure the rate of the machine's matrix products.
     pub(crate) measures_limits: bool,
     pub(crate) curve: PathBuf,
     pub(crate) sample_tokens: usize,
@@ -125,7 +124,7 @@ pub(crate) struct StepConfig {
     pub(crate) clip: Option<Clip>,
     pub(crate) scales_loss: bool,
     pub(crate) activation_checkpointing: bool,
-    /// Maximum bytes of a rank's compiled step.
+    /// Maximum size of a rank's compiled step in bytes.
     pub(crate) memory_budget: Option<u64>,
     /// True to prove a compiled plan before the first step.
     pub(crate) is_certified: bool,
@@ -389,8 +388,8 @@ fn sharding(args: &TrainArgs, ranks: &Ranks) -> Result<Sharding, InputError> {
         (_, Some(_)) => {
             return Err(InputError::Excludes {
                 first: "--replicate-size",
-                second: "another strategy than hybrid-shard",
-                reason: "there are no copies of the shards",
+                second: "a strategy other than hybrid-shard",
+                reason: "only hybrid-shard copies shards",
             });
         }
         (_, None) => 1,

@@ -110,7 +110,7 @@ mod tests {
     use super::{draw, smoothed};
 
     #[test]
-    fn a_smoothed_loss_is_the_mean_around_it() {
+    fn smoothing_takes_the_mean_of_neighboring_losses() {
         let losses = [(3, 5.0), (4, 1.0), (5, 3.0), (6, 2.0)];
         let means = [(3, 5.0), (4, 3.0), (5, 2.75), (6, 2.0)];
         assert_eq!(smoothed(&losses, 2), means);

@@ -78,7 +78,7 @@ impl Text {
         tokens.map_or_else(|| self.bytes.held_out(), TokenText::held_out)
     }
 
-    /// Returns one sentence for each kind of data that is left out or converted.
+    /// Returns one sentence for each kind of data that is skipped or converted.
     fn remarks(&self) -> Vec<String> {
         let remarks = self.bytes.remarks();
         let mut sentences = Vec::new();
@@ -97,7 +97,7 @@ impl Text {
         if !self.own.is_empty() {
             let flags = self.own.join(", ");
             sentences.push(format!(
-                "left out of the text: what {flags} names, which lies inside of --data"
+                "left out of the text: the files of {flags}, which are inside --data"
             ));
         }
         if self.num_steps > 0 {
@@ -108,7 +108,7 @@ impl Text {
         }
         if let Some(unread) = self.bytes.unread() {
             sentences.push(format!(
-                "the text is {}; what follows in {} is not read",
+                "the text is {}; the rest, from {} on, is not read",
                 first_of(unread),
                 unread.from.display()
             ));
@@ -117,10 +117,10 @@ impl Text {
             let of = |problem: &str| format!("{count} files such as {} {problem}", first.display());
             sentences.extend(match remark {
                 Remark::NotUtf8 => Some(of(
-                    "are not of UTF-8, and read byte by byte; convert them, by iconv say",
+                    "are not in UTF-8 and are read byte by byte; convert them, for example with iconv",
                 )),
                 Remark::NamedBinary => Some(format!(
-                    "{} is no text, and is read byte by byte; name a file of text",
+                    "{} is not text and is read byte by byte; name a text file",
                     first.display()
                 )),
                 _ => None,
@@ -145,15 +145,15 @@ fn unlike_the_text(tokens: &TokenText) -> Vec<String> {
     let warnings = [
         (
             tokens.num_replaced(),
-            "characters of the text are not of UTF-8, and U+FFFD stands for them; convert its files, by iconv say",
+            "characters of the text are not in UTF-8 and became U+FFFD; convert its files, for example with iconv",
         ),
         (
             tokens.num_unknown(),
-            "tokens of the text are those of what the tokenizer does not know",
+            "tokens of the text are unknown to the tokenizer",
         ),
         (
             tokens.num_without(),
-            "characters of the text at least have no token, and are left out",
+            "or more characters of the text have no token and are left out",
         ),
     ];
     let counted = warnings.into_iter().filter(|(count, _)| *count > 0);
@@ -183,7 +183,7 @@ impl Data {
                 .data
                 .as_ref()
                 .map(|path| path.display().to_string());
-            let name = path.unwrap_or_else(|| "the sources of Burn".to_owned());
+            let name = path.unwrap_or_else(|| "Burn's source code".to_owned());
             return Err(InputError::TextShorterThanStep {
                 source_name: name,
                 found,
@@ -249,7 +249,7 @@ impl Data {
         }
     }
 
-    /// Identifies the tokenizer as earlier versions saved it: by its file.
+    /// Identifies the tokenizer by its file, as earlier versions did.
     pub(crate) fn former_tokenizer(&self) -> Option<String> {
         match self {
             Self::Synthetic => None,
@@ -267,7 +267,7 @@ impl Data {
 }
 
 /// Prints, for example, `7000000 bytes of text in 700 files, 35 of them held out`, `.. the last 5 % held out`, or
-/// `synthetic tokens`. Adds the amount that is left out, if any.
+/// `synthetic tokens`. Adds the amount that was skipped, if any.
 impl fmt::Display for Data {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -304,7 +304,7 @@ impl fmt::Display for Text {
         let counted =
             counted.map(|(remark, count, _)| (remark.is_left_out(), count, remark.word()));
         let all: Vec<_> = own.chain(counted).collect();
-        for (of_left_out, start) in [(true, "; left out: "), (false, "; files ")] {
+        for (of_left_out, start) in [(true, "; left out: "), (false, "; of these files, ")] {
             let these = all
                 .iter()
                 .filter(|(is_left_out, ..)| *is_left_out == of_left_out);

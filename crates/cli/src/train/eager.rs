@@ -5,10 +5,11 @@ use std::time::Instant;
 use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::Device;
-use burn_fsdp::checkpoint::{Step, TrainingSnapshot, restore_scaler};
-use burn_fsdp::inspect::{LiveBytes, WrapPlan, memory, reset_peak, wrap_plan};
-use burn_fsdp::state::local_state;
-use burn_fsdp::testing::At;
+use burn_fsdp::inspect::{memory, wrap_plan};
+use burn_fsdp::internals::checkpoint::{Step, TrainingSnapshot, restore_scaler};
+use burn_fsdp::internals::inspect::{LiveBytes, WrapPlan, reset_peak};
+use burn_fsdp::internals::state::local_state;
+use burn_fsdp::internals::testing::At;
 use burn_fsdp::{
     LossScaler, ProcessGroup, ProcessMesh, backward, catch, clip_grad_norm, no_sync, recompute,
 };

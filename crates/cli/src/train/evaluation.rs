@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_row_counts_once_and_all_ranks_have_as_many() {
+    fn rows_count_once_and_all_ranks_have_equal_parts() {
         for ranks in 1..=4 {
             for batch in [ranks, 3 * ranks] {
                 for whole in 0..30 {

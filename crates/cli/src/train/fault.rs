@@ -3,13 +3,13 @@
 use std::env;
 
 use burn_fsdp::Strategy;
-use burn_fsdp::testing::{At, Fault, How};
+use burn_fsdp::internals::testing::{At, Fault, How};
 
 use crate::error::InputError;
 
 const FAULT_VARIABLE: &str = "BURN_FSDP_FAULT";
 
-/// Reads the fault from the environment. Refuses a fault that can never happen, because a test with it would pass
+/// Reads the fault from the environment. Rejects a fault that can never happen, because a test with it would pass
 /// without testing anything.
 pub(crate) fn from_environment(
     ranks: usize,
@@ -40,7 +40,7 @@ pub(crate) fn from_environment(
     }
     if fault.how == How::Stall && ranks == 1 {
         return invalid(
-            "a stall of the only rank would never end, as no other waits for it; choose --ranks 2 or \
+            "a stall of the only rank would never end, because no other rank waits for it; choose --ranks 2 or \
              how:error"
                 .to_owned(),
         );
@@ -50,14 +50,14 @@ pub(crate) fn from_environment(
     }
     if fault.at == At::State && is_offloaded {
         return invalid(
-            "with --offload the states of the optimizer are in files, which are looked at by their own checksums; leave out \
-             --offload, or change a file"
+            "with --offload, the optimizer state is in files with their own checksums; leave out --offload, or \
+             change a file"
                 .to_owned(),
         );
     }
     if fault.at == At::Weight && (ranks == 1 || strategy == Strategy::NoShard) {
         return invalid(
-            "no weight is gathered where each rank has all of it; choose --ranks 2 and a strategy with shards, or \
+            "no weight is gathered if each rank holds all of it; choose --ranks 2 and a strategy with shards, or \
              at:shard"
                 .to_owned(),
         );
@@ -69,14 +69,13 @@ pub(crate) fn from_environment(
     }
     if fault.how == How::Flip && fault.at == At::Collective && ranks == 1 {
         return invalid(
-            "a bit flips in what a rank gives the others, and there are none; choose --ranks 2"
+            "a bit flips in the bytes that a rank sends to others, but there are no others; choose --ranks 2"
                 .to_owned(),
         );
     }
     if is_compiled && fault.at == At::Backward {
         return invalid(
-            "a compiled step has no place of its own for its backward; choose at:forward or \
-             at:collective"
+            "a compiled step has no separate backward; choose at:forward or at:collective"
                 .to_owned(),
         );
     }

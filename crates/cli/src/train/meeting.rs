@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use burn_fsdp::ProcessGroup;
-use burn_fsdp::checkpoint::{GroupRendezvous, Rendezvous, ThreadRendezvous};
+use burn_fsdp::internals::checkpoint::{GroupRendezvous, Rendezvous, ThreadRendezvous};
 
 use crate::error::RankError;
 use crate::train::ranks::Ranks;
@@ -16,11 +16,11 @@ use crate::train::ranks::Ranks;
 #[derive(Debug)]
 pub(crate) enum Meeting {
     /// The ends of a rendezvous of threads, one for each rank to take. It is not a process group isolated from the
-    /// training's: a failure of the training would also end such a group, and with it the save under way. Here, a
-    /// failed rank still writes its part of the previous step, from which the next run resumes.
+    /// training's: a failure of the training would also end such a group, and with it the current save. Here, a failed
+    /// rank still writes its part of the previous step, from which the next run resumes.
     Threads(Mutex<Vec<Option<ThreadRendezvous>>>),
-    /// A group isolated from the training's groups, with this deadline. Processes have no other way to meet. A failure
-    /// of the training ends the save under way, and the previous step remains.
+    /// A group isolated from the training's groups, with this deadline. Processes have no other way to meet. If
+    /// training fails, the current save ends, and the previous step remains.
     Processes(Duration),
 }
 

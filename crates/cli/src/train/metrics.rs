@@ -1,4 +1,4 @@
-//! The metrics file: one JSON line per step, written as soon as the step is done.
+//! The metrics file: one JSON line per step, written as soon as the step is complete.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::InputError;
 
-/// Maximum bytes of a line. A longer line is not from this program, and is not read into memory.
+/// Maximum size of a line in bytes. A longer line is not from this program, and is not read into memory.
 const MAX_LINE_BYTES: u64 = 1 << 16;
 
 /// The metrics of one step.
@@ -67,7 +67,7 @@ impl Metrics {
         open.first_failure(written)
     }
 
-    /// Returns when the written lines would survive a crash. Every saved step then has its metrics.
+    /// Syncs the written lines to disk, so every saved step has its metrics.
     pub(crate) fn sync(&mut self) -> Option<String> {
         let open = self.0.as_mut()?;
         let synced = match open.end {
@@ -119,7 +119,7 @@ impl Open {
         let is_first = !std::mem::replace(&mut self.has_failed, true);
         is_first.then(|| {
             let path = self.path.display();
-            format!("--metrics {path}: {error}; lines are lost, training goes on")
+            format!("--metrics {path}: {error}; lines are lost, but training continues")
         })
     }
 }

@@ -11,7 +11,7 @@ use crate::train::config::TrainConfig;
 use crate::train::ranks;
 use crate::weights;
 
-/// Writes the initial weights of the training, created again from the same seed or file.
+/// Writes the initial weights, recreated from the same seed or file.
 pub(crate) fn save_initial(config: &TrainConfig) -> Result<(), ModelError> {
     match config.model {
         ModelConfig::Gpt(sizes) => save_initial_of(sizes, config),
@@ -126,7 +126,7 @@ mod tests {
     use super::check_hosts;
 
     #[test]
-    fn each_machine_has_as_many_ranks_one_after_the_other() {
+    fn each_host_must_have_equally_many_consecutive_ranks() {
         let check = |names: &str, each| {
             let hosts: Vec<_> = names.chars().map(String::from).collect();
             check_hosts(&hosts, each).is_ok()

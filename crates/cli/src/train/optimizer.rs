@@ -2,7 +2,9 @@
 
 use burn::module::Module;
 use burn::optim::{GradientsParams, ModuleOptimizer};
-use burn_fsdp::checkpoint::{Step, TrainingSnapshot, restore_training, snapshot_matching};
+use burn_fsdp::internals::checkpoint::{
+    Step, TrainingSnapshot, restore_training, snapshot_matching,
+};
 use burn_fsdp::optim::{FileBackedOptimizer, check_elementwise};
 use burn_fsdp::{Mesh, catch};
 

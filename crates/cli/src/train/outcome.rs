@@ -1,6 +1,6 @@
 //! The result of one rank's run.
 
-use burn_fsdp::collectives::{OperationCounts, OperationKind};
+use burn_fsdp::internals::collectives::{OperationCounts, OperationKind};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -31,7 +31,7 @@ pub(crate) struct RankOutcome {
     pub(crate) interrupted: bool,
     /// The reason why the run is not a success, although this rank finished.
     pub(crate) failure: Option<String>,
-    /// Units that are recomputed in backward to keep a step within its memory budget.
+    /// Units that are recomputed in backward to meet the memory budget.
     pub(crate) recomputed_units: Vec<String>,
     /// Warnings about the sharding.
     pub(crate) warnings: Vec<String>,

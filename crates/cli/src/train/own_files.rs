@@ -12,7 +12,7 @@ use crate::process::Process;
 /// Prefixes of the names of entries in the run's folders.
 const NAMES: [&str; 5] = ["step-", "rank-", ".step-", ".lock", ".seen-by-all-"];
 
-/// The run's own files and folders inside the text of `--data`.
+/// The run's own files and folders inside the `--data` folder.
 #[derive(Debug)]
 pub(crate) struct OwnFiles {
     /// Paths from flags that are inside the text, with links resolved.
@@ -87,7 +87,7 @@ impl OwnFiles {
         is_own || is_step
     }
 
-    /// Returns the number of saved steps of other runs that were left out.
+    /// Returns the number of other runs' saved steps that were skipped.
     pub(crate) fn num_steps(&self) -> usize {
         self.num_steps.get()
     }

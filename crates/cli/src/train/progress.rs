@@ -11,7 +11,7 @@ use crate::train::metrics::StepLine;
 const MIB: f64 = (1 << 20) as f64;
 const TEMPLATE: &str = "{bar:32} {pos}/{len} {msg}, {eta} left";
 
-/// A bar on stderr, shown on one rank, and only if stderr is a terminal.
+/// A progress bar on stderr, shown on one rank, if stderr is a terminal.
 pub(crate) struct Progress(ProgressBar);
 
 impl Progress {

@@ -19,19 +19,19 @@ use crate::train::saving::{Saving, Started};
 use crate::train::share::{self, StepEnd};
 use crate::train::trainer::Trainer;
 
-/// Returns the user's options for numbers that are not finite.
+/// Returns the user's options after a non-finite number.
 const fn advice(on_not_finite: NotFinite) -> &'static str {
     match on_not_finite {
         NotFinite::Stop => {
-            "nothing of that is saved; go on from a saved step with a lower --lr, or give --nan continue to train on"
+            "it is not saved; resume from a saved step with a lower --lr, or pass --nan continue to keep training"
         }
         NotFinite::Continue => {
-            "--nan continue trains on, and no step that is saved now pushes out an older one"
+            "--nan continue keeps training, and steps saved from now on do not replace older ones"
         }
     }
 }
 
-/// Runs a training on one rank. Times in traces count from `origin`. Rank 0 has the metrics.
+/// Trains on one rank. Times in traces are relative to `origin`. Rank 0 writes the metrics.
 pub(crate) fn train(
     config: &TrainConfig,
     world: &ProcessGroup,
@@ -146,14 +146,14 @@ fn trainer<'a, A: Architecture>(
     })
 }
 
-/// The observers of a training: progress bar, metrics and saves.
+/// The observers of a training run: progress bar, metrics and saves.
 struct Observers<'a> {
     progress: Progress,
     metrics: Metrics,
     saving: Option<Saving<'a>>,
     /// Warnings about metrics that could not be written, and about numbers that are not finite.
     lost: Vec<String>,
-    /// True if the user was warned about numbers that are not finite.
+    /// True once the user was warned about non-finite numbers.
     has_told: bool,
 }
 
@@ -227,7 +227,7 @@ impl Run<'_> {
         let advice = advice(self.config.not_finite);
         if let Some(norm) = trainer.norm_not_finite() {
             return Some(format!(
-                "the norm of the gradients of step {step} is {norm}; {advice}"
+                "the gradient norm of step {step} is {norm}; {advice}"
             ));
         }
         let is_scaled = trainer.scaler().is_some();

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use burn::tensor::Device;
-use burn_fsdp::collectives::{Fingerprint, LaunchError, Processes, processes};
+use burn_fsdp::internals::collectives::{Fingerprint, LaunchError, Processes, processes};
 use burn_fsdp::{DeviceName, LaunchConfig, ProcessGroup};
 
 use crate::error::{InputError, RankError};
@@ -176,12 +176,12 @@ pub(crate) fn agree(world: &ProcessGroup, data: String) -> Result<(), RankError>
 /// The machine of each rank, once a process has requested it.
 static HOSTS: OnceLock<Vec<String>> = OnceLock::new();
 
-/// Returns the machines of the ranks as text, if this process knows other machines.
+/// Returns the ranks' machines as text, if this process knows other machines.
 pub(crate) fn machines() -> Option<String> {
     HOSTS.get().map(|hosts| machines_of(hosts))
 }
 
-/// Waits for a moment, if this process is one of several, so that the launcher can pass on the output of the others.
+/// Waits briefly if this process is one of several, so the launcher can print the output of the others.
 ///
 /// A launcher ends all processes as soon as one of them ends with an error. MPICH's launcher then loses the output of a
 /// process that is still printing, and reports that process's death instead of the error.

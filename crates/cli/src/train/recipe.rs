@@ -8,8 +8,8 @@ use burn::optim::{
     RmsPropConfig, SgdConfig,
 };
 use burn_fsdp::compile::OptimizerGroups;
-use burn_fsdp::mesh::Pattern;
-use burn_fsdp::optim::SealedOptimizer;
+use burn_fsdp::internals::mesh::Pattern;
+use burn_fsdp::internals::optim::SealedOptimizer;
 use burn_fsdp_models::{Architecture, ModelConfig, ParameterSpec};
 use serde_json::{Map, Value, json};
 
@@ -20,7 +20,7 @@ use crate::error::InputError;
 pub(crate) const OPTIMIZER: &str = "--optimizer";
 /// Name of the setting for the parameters without weight decay.
 pub(crate) const NO_DECAY: &str = "--no-decay";
-/// The pattern for all parameters of one dim.
+/// The pattern for all one-dimensional parameters.
 const VECTORS: &str = "vectors";
 
 /// The optimizers of a run.
@@ -49,7 +49,7 @@ struct Numbers {
 struct Member {
     path: String,
     elements: usize,
-    /// True for a matrix in a block, which Muon steps.
+    /// True for a matrix in a block, which Muon updates.
     is_matrix: bool,
     decays: bool,
 }
@@ -81,7 +81,7 @@ impl Numbers {
 
 /// The optimizers with these hyperparameters.
 impl Numbers {
-    /// Returns the weight decay that Burn adds to gradients, or that Muon applies itself.
+    /// Returns the weight decay that Burn adds to gradients, or that Muon applies.
     fn decay(self) -> Option<WeightDecayConfig> {
         (self.weight_decay > 0.0).then(|| WeightDecayConfig::new(self.weight_decay))
     }
@@ -193,15 +193,15 @@ impl Recipe {
             })
         };
         if !given.no_decay.is_empty() && numbers.weight_decay == 0.0 {
-            return excludes(NO_DECAY, "a --weight-decay of 0", "nothing decays");
+            return excludes(NO_DECAY, "a --weight-decay of 0", "no parameter decays");
         }
         if args.model.lora.is_some() {
             if !given.no_decay.is_empty() {
-                let reason = "adapters alone are trained, and they are matrices";
+                let reason = "only adapters are trained, and they are matrices";
                 return excludes(NO_DECAY, "--lora", reason);
             }
             if name == OptimizerName::Muon {
-                let reason = "it steps the matrices of blocks, and these are frozen";
+                let reason = "it updates the matrices of blocks, which are frozen";
                 return excludes(name.flag(), "--lora", reason);
             }
         }
@@ -253,7 +253,7 @@ impl Recipe {
         groups
     }
 
-    /// Adds one of the optimizers for a group, or starts with it.
+    /// Adds an optimizer for a group, or starts a list with it.
     fn with(
         &self,
         groups: Option<OptimizerGroups>,
@@ -313,7 +313,7 @@ impl Recipe {
 
     /// Returns the settings that are compared when a run resumes.
     pub(crate) fn settings(&self) -> Map<String, Value> {
-        // The number as it was typed, and not the nearest 32-bit number printed with 64 bits.
+        // The number as typed, not the nearest 32-bit number printed with 64 bits.
         let decimal = |value: f32| value.to_string().parse().unwrap_or(f64::from(value));
         let Numbers {
             beta1,
@@ -405,7 +405,7 @@ fn check_rate(rate: f64) -> Result<(), InputError> {
         false => Err(InputError::OutOfRange {
             flag: "--lr",
             value: rate,
-            expected: "a number from 0 on",
+            expected: "a number of at least 0",
         }),
     }
 }
@@ -416,7 +416,7 @@ fn numbers(args: &OptimizerArgs) -> Result<Numbers, InputError> {
     let fraction = |value: f32| (0.0..1.0).contains(&value);
     let positive = |value: f32| value.is_finite() && value > 0.0;
     let not_negative = |value: f32| value.is_finite() && value >= 0.0;
-    let below_one = "from 0 to below 1";
+    let below_one = "at least 0 and below 1";
     type Check<'a> = (
         &'static str,
         Option<f32>,
@@ -432,7 +432,7 @@ fn numbers(args: &OptimizerArgs) -> Result<Numbers, InputError> {
             "--weight-decay",
             args.weight_decay,
             &not_negative,
-            "a number from 0 on",
+            "a number of at least 0",
         ),
     ];
     for (flag, value, is_valid, expected) in checks {
@@ -440,7 +440,7 @@ fn numbers(args: &OptimizerArgs) -> Result<Numbers, InputError> {
             continue;
         };
         if !is_valid(value) {
-            // The number as it was typed, and not as the nearest 32-bit number.
+            // The number as typed, not the nearest 32-bit number.
             let value = value.to_string().parse().unwrap_or(f64::from(value));
             return Err(InputError::OutOfRange {
                 flag,
@@ -452,7 +452,7 @@ fn numbers(args: &OptimizerArgs) -> Result<Numbers, InputError> {
             return Err(InputError::Excludes {
                 first: flag,
                 second: name.flag(),
-                reason: "it has no such number",
+                reason: "it has no such hyperparameter",
             });
         }
     }

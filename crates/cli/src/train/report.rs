@@ -64,7 +64,7 @@ pub(crate) struct Report {
     pub(crate) start_rss_bytes: Option<u64>,
     /// Collectives of the last training step.
     pub(crate) collectives: Collectives,
-    /// Units that are recomputed in backward to keep a step within its memory budget.
+    /// Units that are recomputed in backward to meet the memory budget.
     pub(crate) recomputed_units: Vec<String>,
     pub(crate) curve: String,
     pub(crate) sample: Option<String>,
@@ -213,7 +213,7 @@ fn warnings(config: &TrainConfig, results: &[RankOutcome]) -> Vec<String> {
     if let Some(position) = losses.iter().position(|loss| !loss.is_finite()) {
         let step = position + results.first().map_or(0, |first| first.first_step);
         warnings.push(format!(
-            "the loss is no number from step {step} on; choose a lower --lr"
+            "the loss is not finite from step {step} on; choose a lower --lr"
         ));
     }
     warnings
@@ -242,7 +242,7 @@ mod tests {
     use super::StepMillis;
 
     #[test]
-    fn the_median_of_an_even_number_lies_between_the_middle_two() {
+    fn an_even_median_is_the_mean_of_the_middle_two() {
         let of = |seconds: &[f64]| StepMillis::of(seconds).map(|step| step.median);
         assert_eq!(of(&[0.004, 0.001, 0.003, 0.002]), Some(2.5));
         assert_eq!(of(&[0.004, 0.001, 0.003]), Some(3.0));

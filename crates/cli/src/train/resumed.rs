@@ -1,6 +1,7 @@
 //! The step that a run resumes from.
 
-use burn_fsdp::checkpoint::{Check, Checkpoints, Step};
+use burn_fsdp::checkpoint::Checkpoints;
+use burn_fsdp::internals::checkpoint::{Check, Step};
 use burn_fsdp_models::ModelConfig;
 
 use crate::adapters::{self, AdapterSizes};
@@ -9,8 +10,8 @@ use crate::console;
 use crate::error::InputError;
 use crate::train::settings::Settings;
 
-/// The saved step that a run resumes from. It is found before any rank starts: verification may take
-/// longer than ranks wait for each other, and an error in a file is not a failure of a rank.
+/// The saved step that a run resumes from. It is found before any rank starts, because verification may take longer
+/// than ranks wait for each other, and an error in a file is not a rank's failure.
 #[derive(Debug)]
 pub(crate) struct Resumed {
     pub(crate) step: Step,
@@ -31,7 +32,7 @@ impl Resumed {
         let first = self.first_step();
         match () {
             () if first > steps => Some(format!(
-                "step {first} is beyond the {steps} of --warmup and --steps; nothing is trained"
+                "step {first} is beyond the {steps} steps of --warmup and --steps; nothing is trained"
             )),
             () if is_init_idle => Some(format!(
                 "--init has no effect: the weights are those of step {first}"

@@ -32,7 +32,7 @@ use crate::train::trace;
 
 /// Trains, and writes the files and the output that the configuration requests.
 ///
-/// The report is printed even if another output cannot be written, because a lost report means a lost training.
+/// The report is printed even if another output cannot be written, because a lost report means a lost training run.
 pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
     let config = Arc::new(config);
     let start_rss_bytes = host::rss_bytes();
@@ -174,7 +174,7 @@ fn begin_files(config: &TrainConfig) -> Result<Metrics, InputError> {
 static ENDED_BY: LazyLock<Arc<AtomicUsize>> = LazyLock::new(Arc::default);
 
 /// Ends this process by the signal that ended its run, if nothing was saved. The process has removed its files, and
-/// should look as if the signal had its default effect.
+/// should look as if the signal had had its default effect.
 fn end_by_signal(config: &TrainConfig) {
     if config.checkpoints.is_none() && config.is_stopped() {
         let signal = ENDED_BY.load(Ordering::Relaxed) as i32;

@@ -8,7 +8,8 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use burn_fsdp::ProcessGroup;
-use burn_fsdp::checkpoint::{Checkpoints, Error};
+use burn_fsdp::checkpoint::Checkpoints;
+use burn_fsdp::internals::checkpoint::Error;
 use burn_fsdp_models::ModelConfig;
 use serde::{Deserialize, Serialize};
 use tempfile::Builder;
@@ -24,7 +25,7 @@ use crate::train::ranks::{self, Ranks};
 use crate::train::resumed::Resumed;
 use crate::train::settings::Settings;
 
-/// The maximum delay until a file from another machine appears here.
+/// Maximum delay until a file from another machine becomes visible.
 const PATIENCE: Duration = Duration::from_secs(15);
 
 /// The time for which a restarted run waits for the end of the previous run.
@@ -50,7 +51,7 @@ struct Found {
 /// The checkpoint folder, with the schedule of saves and the step to resume from.
 #[derive(Debug)]
 pub(crate) struct CheckpointConfig {
-    /// The folder. The process of rank 0 keeps it locked against other runs for the lifetime of this value.
+    /// The checkpoint folder, which rank 0's process keeps locked against other runs for the lifetime of this value.
     pub(crate) folder: Checkpoints,
     pub(crate) save_every: Option<usize>,
     pub(crate) keep_last: Option<NonZeroUsize>,
@@ -88,7 +89,7 @@ impl CheckpointConfig {
             return Err(InputError::Output {
                 flag: "--checkpoint-dir",
                 path,
-                problem: "is no name; give one, such as steps".to_owned(),
+                problem: "is empty; give a name, such as steps".to_owned(),
             });
         }
         let (folder, resumed) = match ranks.have_first() {
@@ -115,8 +116,8 @@ impl CheckpointConfig {
         self.resumed.get()?.as_ref()
     }
 
-    /// Tells other processes what rank 0 found in the folder, and checks that they see the same folder. Collective if
-    /// each rank is a process.
+    /// Sends the other processes rank 0's findings about the folder, and checks that they see the same folder.
+    /// Collective if each rank is a process.
     ///
     /// # Errors
     ///

@@ -17,7 +17,7 @@ pub(crate) fn is_wanted(config: &TrainConfig) -> bool {
 }
 
 /// Returns the start of the held-out text and the text that the model adds; `None` if no sample is requested, or if the
-/// model gives no valid numbers.
+/// model outputs no valid numbers.
 ///
 /// All ranks run the sharded model together and continue with rank 0's choice.
 pub(crate) fn generate<M: LanguageModel>(

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 
-use burn_fsdp::checkpoint::{
+use burn_fsdp::internals::checkpoint::{
     DataPosition, Existing, SaveRemark, SaveRequest, TrainingSnapshot, TrainingState, loss_scale,
 };
 use burn_fsdp::{Checkpointer, LossScaler, ProcessGroup};
@@ -17,7 +17,7 @@ use crate::train::config::TrainConfig;
 use crate::train::run_folder::CheckpointConfig;
 use crate::train::trainer::Trainer;
 
-/// One rank's end of the saves of a run.
+/// One rank's handle for the saves of a run.
 pub(crate) struct Saving<'a> {
     contents: Contents<'a>,
     is_first: bool,
@@ -26,7 +26,7 @@ pub(crate) struct Saving<'a> {
     last_save: Option<ProcessGroup>,
     /// Warnings about saves.
     pub(crate) warnings: Vec<String>,
-    /// True once the user was warned about a saved step with a number that is not finite.
+    /// True once the user was warned about a saved step with a non-finite number.
     has_told_not_finite: bool,
     /// The save failures that recurred after their warning, and their counts.
     again: BTreeMap<String, usize>,
@@ -43,7 +43,7 @@ struct Contents<'a> {
 /// The outcome of starting a save.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Started {
-    /// No obstacle: the step is saved now or later, or it was left out with a warning.
+    /// No obstacle: the step is saved now or later, or it was skipped with a warning.
     Goes,
     /// Not saved, because this tensor is not finite on this rank.
     NotFinite { tensor: String, rank: usize },
@@ -91,10 +91,10 @@ impl<'a> Saving<'a> {
         every.is_some_and(|every| (step + 1).is_multiple_of(every))
     }
 
-    /// Starts to save the state after `steps` steps. The training continues in the meantime.
+    /// Starts to save the state after `steps` steps. Training continues in the meantime.
     ///
     /// If the previous save is not complete, this waits for it, but for less time than ranks wait for each other. After
-    /// that time, the save is left out, or it is done at the end if it is the last.
+    /// that time, the save is skipped, or it is done at the end if it is the last.
     ///
     /// Collective: all ranks call it at the same point, and agree on the outcome.
     pub(crate) fn start(
@@ -125,8 +125,8 @@ impl<'a> Saving<'a> {
             let (tensor, rank) = (&not_finite.tensor, not_finite.rank);
             if !std::mem::replace(&mut self.has_told_not_finite, true) {
                 let warning = format!(
-                    "step {steps} is saved though {tensor} is not finite on rank {rank}, as --nan continue says; no step \
-                     from then on pushes out an older one"
+                    "step {steps} is saved although {tensor} is not finite on rank {rank} (--nan continue); steps \
+                     saved from then on do not replace older ones"
                 );
                 self.warn(warning);
             }
@@ -141,7 +141,7 @@ impl<'a> Saving<'a> {
         Ok(Started::Goes)
     }
 
-    /// Handles the result of the save under way, if it is complete.
+    /// Handles the result of the current save, if it is complete.
     pub(crate) fn poll(&mut self) {
         self.saves.poll();
         self.tell();
@@ -170,9 +170,7 @@ impl<'a> Saving<'a> {
         let may = failure.as_ref().map(Checkpointer::may_be_tried_again);
         if self.is_tried_again(may)? {
             if let Some(error) = &failure {
-                self.warn(format!(
-                    "the last save failed, and is tried once more: {error}"
-                ));
+                self.warn(format!("the last save failed and is retried once: {error}"));
             }
             let taken = trainer.snapshot()?;
             let request =
@@ -208,7 +206,7 @@ impl<'a> Saving<'a> {
         Ok(has(1) && !has(2))
     }
 
-    /// Passes on the remarks about saves as warnings.
+    /// Turns remarks about saves into warnings.
     fn tell(&mut self) {
         for remark in self.saves.remarks() {
             self.pass_on(&remark);
@@ -224,11 +222,11 @@ impl<'a> Saving<'a> {
         }
     }
 
-    /// Warns with the number of repeated save failures.
+    /// Emits a warning with the number of repeated save failures.
     fn tell_again(&mut self) {
         for (failure, times) in std::mem::take(&mut self.again) {
             self.warn(format!(
-                "{times} saves more failed as one before: {failure}"
+                "{times} more saves failed in the same way: {failure}"
             ));
         }
     }

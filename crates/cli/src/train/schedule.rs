@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rise_as_long_as_the_run_is_no_division_by_zero() {
+    fn a_warmup_as_long_as_the_run_does_not_divide_by_zero() {
         let schedule = Schedule {
             rise: 15,
             ..schedule(LrSchedule::Cosine)

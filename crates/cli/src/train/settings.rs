@@ -1,7 +1,7 @@
 //! The settings that affect a run's numbers, in addition to its model. They are saved with each step, and compared when
 //! a run resumes from it.
 
-use burn_fsdp::checkpoint::TrainingState;
+use burn_fsdp::internals::checkpoint::TrainingState;
 use serde_json::{Map, Value, json};
 
 use crate::args::{
@@ -77,7 +77,7 @@ impl Settings {
         training.sections.insert(SECTION.to_owned(), settings);
     }
 
-    /// Refuses a step of another optimizer, because its state does not fit this run's optimizer.
+    /// Rejects a step that was saved with another optimizer, because its state does not fit this run's optimizer.
     pub(crate) fn check_optimizer(&self, saved: &TrainingState) -> Result<(), InputError> {
         // A step of another program does not identify its optimizer, except by the names of the state, which are
         // checked when the state is restored.
@@ -125,8 +125,7 @@ impl Settings {
         let sample = batch.and_then(|batch| step.checked_mul(batch));
         if let Some(sample) = sample.filter(|sample| *sample != saved.data.sample) {
             sentences.push(format!(
-                "the run goes on with sample {sample} of the data, but step {step} was saved after \
-                 sample {}",
+                "the run continues with sample {sample} of the data, but step {step} was saved after sample {}",
                 saved.data.sample
             ));
         }
@@ -150,7 +149,7 @@ fn of_model(args: &ModelArgs) -> Map<String, Value> {
     let ModelArgs {
         seq,
         seed,
-        // The step's model is compared as a whole, and another model is refused.
+        // The step's model is compared as a whole, and another model is rejected.
         model: _,
         layers: _,
         dim: _,
@@ -245,7 +244,7 @@ fn of_sums(args: &ShardingArgs, division: Division) -> Map<String, Value> {
     names.into_iter().zip(values).collect()
 }
 
-/// Lists the flags that affect neither batches nor numbers of a training.
+/// Lists the flags that affect neither batches nor numbers of a training run.
 fn no_number_depends_on(data: &DataArgs, checkpoint: &CheckpointArgs, output: &OutputArgs) {
     let DataArgs {
         // The text and the tokenizer are compared.
@@ -295,7 +294,7 @@ fn older(saved: &TrainingState) -> Map<String, Value> {
     was
 }
 
-/// Returns the flag of a setting. Steps store two of them under names without dashes.
+/// Returns the flag for a setting. Saved steps store two settings under names without dashes.
 fn flag_of(name: &str) -> String {
     match name {
         DATA | TOKENIZER => format!("--{name}"),

@@ -1,7 +1,7 @@
 //! The exchange of numbers between the ranks.
 
 use burn_fsdp::ProcessGroup;
-use burn_fsdp::collectives::Error;
+use burn_fsdp::internals::collectives::Error;
 
 /// A sum of values, and their number.
 #[derive(Debug, Clone, Copy, Default)]
@@ -41,12 +41,12 @@ pub(crate) fn mean(world: &ProcessGroup, label: &'static str, own: Sum) -> Resul
     Ok(sum / count as f64)
 }
 
-/// The values that the ranks agree on at the end of a step.
+/// The values on which ranks agree at the end of a step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StepEnd {
     /// The mean loss, with the same bits on every rank.
     pub(crate) loss: f64,
-    /// True if any rank was told to stop.
+    /// True if any rank was asked to stop.
     pub(crate) stop: bool,
 }
 

@@ -87,7 +87,7 @@ pub(crate) fn dropout(args: &ModelArgs, model: &ModelConfig) -> Result<Option<St
         .collect();
     Ok((!named.is_empty()).then(|| {
         format!(
-            "config.json of --init has {}: training here drops nothing out, and transformers would",
+            "config.json of --init sets {}: unlike transformers, this command trains without dropout",
             named.join(", ")
         )
     }))
@@ -110,7 +110,7 @@ fn name_of(model: TrainedModelArg) -> &'static str {
     }
 }
 
-/// Finds the sizes of the adapters to train on the frozen model, if any.
+/// Determines the sizes of the adapters, if any.
 pub(crate) fn adapters(
     args: &TrainArgs,
     model: &ModelConfig,
@@ -134,14 +134,14 @@ pub(crate) fn adapters(
         return Err(InputError::OutOfRange {
             flag: "--lora",
             value: rank as f64,
-            expected: "at most the width of the model",
+            expected: "at most the hidden size of the model",
         });
     }
     if args.model.save_init.is_some() {
         return Err(InputError::Excludes {
             first: "--save-init",
             second: "--lora",
-            reason: "the weights that it starts from are those of --init, which stay as they are",
+            reason: "the initial weights are those of --init, which do not change",
         });
     }
     Ok(Some(adapters))

@@ -59,8 +59,8 @@ fn of_start<A: Architecture>(sizes: A, arguments: &str) -> (usize, usize) {
     seen[0]
 }
 
-/// Asserts that all ranks together hold this many copies of the model, and during the start at most this many
-/// additional bytes.
+/// Asserts that all ranks together hold this many copies of the model, and at most this many additional bytes during
+/// the start.
 fn assert_parts<A: Architecture>(
     (sizes, copies): (A, usize),
     (params, largest): (usize, usize),

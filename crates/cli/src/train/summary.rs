@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::train::report::Report;
 
-/// Bytes of a parameter with 32 bits.
+/// Size of a parameter with 32 bits in bytes.
 const PARAMETER_BYTES: usize = 4;
 const MIB: f64 = (1 << 20) as f64;
 
@@ -15,7 +15,7 @@ impl fmt::Display for Report {
             "trained {}{} parameters on {} ranks ({}{}), {}",
             match self.trained_params == self.params {
                 true => String::new(),
-                false => format!("{} of adapters on ", self.trained_params),
+                false => format!("{} adapter parameters on top of ", self.trained_params),
             },
             self.params,
             self.ranks,
@@ -26,7 +26,10 @@ impl fmt::Display for Report {
         if self.first_step > 0 {
             write!(f, "resumed    from step {}", self.first_step)?;
             match self.losses.is_empty() {
-                true => writeln!(f, ", with none left to train; raise --steps to go on")?,
+                true => writeln!(
+                    f,
+                    ", with no steps left to train; raise --steps to continue"
+                )?,
                 false => writeln!(f)?,
             }
         }
@@ -40,7 +43,7 @@ impl fmt::Display for Report {
         if let (Some(tokens), Some(step)) = (self.tokens_per_s, self.step_ms) {
             write!(
                 f,
-                "speed      {tokens:.0} tokens/s, {:.1} ms a step",
+                "speed      {tokens:.0} tokens/s, {:.1} ms per step",
                 step.median
             )?;
             if let Some(flops) = self.flops_per_s {
@@ -48,7 +51,7 @@ impl fmt::Display for Report {
             }
             if let Some(part) = self.utilization {
                 let percent = 100.0 * part;
-                write!(f, ", {percent:.1} % of what matrix products reach")?;
+                write!(f, ", {percent:.1} % of the rate of matrix products")?;
             }
             writeln!(f)?;
         }
@@ -63,7 +66,7 @@ impl fmt::Display for Report {
         match (self.saved_step, self.interrupted) {
             (Some(step), true) => writeln!(
                 f,
-                "stopped    by a signal, after saving step {step}; --resume goes on from it"
+                "stopped    by a signal, after saving step {step}; --resume continues from it"
             )?,
             (Some(step), false) => writeln!(f, "saved      step {step}")?,
             (None, _) => {}
@@ -109,7 +112,7 @@ impl Report {
         if self.staged_bytes.iter().flatten().any(|bytes| *bytes > 0) {
             writeln!(
                 f,
-                "copies     {} MiB a step from the device to be sent, {} MiB to the device",
+                "copies     {} MiB per step from the device, {} MiB to the device",
                 list(&staged(0)),
                 list(&staged(1))
             )?;

@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
-use burn_fsdp::collectives::{CommSpan, CommStage};
+use burn_fsdp::internals::collectives::{CommSpan, CommStage};
 use serde_json::{Value, json};
 
 /// Row of a rank's computation; the next row is for its communication.
@@ -46,8 +46,8 @@ impl Phases {
     }
 }
 
-/// Creates the events of a rank of the eager engine. The time between its operations counts as computation, within the
-/// phase that it belongs to.
+/// Creates the events of a rank of the eager engine. Time between operations counts as computation in the phase to
+/// which it belongs.
 pub(crate) fn eager_events(
     rank: usize,
     origin: Instant,
@@ -105,7 +105,7 @@ pub(crate) fn eager_events(
     events
 }
 
-/// The clock of a rank, which converts its times to a trace's.
+/// A rank's clock, which converts its times to trace times.
 struct Clock {
     rank: usize,
     origin: Instant,
@@ -146,7 +146,7 @@ pub(crate) fn shifted(mut events: Vec<Value>, by: Duration) -> Vec<Value> {
     events
 }
 
-/// Returns the contents of a trace file: the events of all ranks, with names first, then by time.
+/// Returns the contents of a trace file: the events of all ranks, sorted by time after the names.
 pub(crate) fn file(mut events: Vec<Value>) -> String {
     let time = |event: &Value| event.get("ts").and_then(Value::as_f64).unwrap_or(-1.0);
     events.sort_by(|a, b| time(a).total_cmp(&time(b)));

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use burn_fsdp::LossScaler;
-use burn_fsdp::checkpoint::{Step, TrainingSnapshot};
+use burn_fsdp::internals::checkpoint::{Step, TrainingSnapshot};
 use serde_json::Value;
 
 use crate::adapters::Adapters;
@@ -14,8 +14,7 @@ pub(crate) trait Trainer {
     /// Trains one step on this rank's rows. Returns the loss before the update, of these rows or of all rows.
     fn step(&mut self, step: usize) -> Result<f32, RankError>;
 
-    /// Trains one step as [`step`](Self::step) does. Also returns its events of a Chrome trace, with times since
-    /// `origin`.
+    /// Trains one step like [`step`](Self::step), and also returns its Chrome trace events, with times since `origin`.
     fn traced_step(&mut self, step: usize, origin: Instant)
     -> Result<(f32, Vec<Value>), RankError>;
 
@@ -31,8 +30,8 @@ pub(crate) trait Trainer {
     /// Computes the mean loss on the held-out text; `None` if there is none.
     fn evaluate(&mut self) -> Result<Option<f64>, RankError>;
 
-    /// Returns the norm of the last step's gradients, if it is not finite and the run should stop in this case. The
-    /// update was skipped, or has left values that are not finite.
+    /// Returns the gradient norm of the last step, if it is not finite and the run must stop because of that. The
+    /// update was skipped, or produced non-finite values.
     fn norm_not_finite(&self) -> Option<f64> {
         None
     }

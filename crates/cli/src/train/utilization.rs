@@ -1,12 +1,12 @@
-//! The arithmetic of a run, and what part of the machine's it is.
+//! Number of operations in a training step.
 
-use burn_fsdp::plan::Transformer;
+use burn_fsdp::internals::plan::Transformer;
 use burn_fsdp_models::ModelConfig;
 
 use crate::plan::preset;
 
-/// Returns the operations that a step of a model needs for each token of sequences of `seq` tokens: forward, and backward without what
-/// is computed again. Of a model whose weights are frozen under adapters, backward has no gradients of these.
+/// Returns the number of operations in a training step for each token of sequences of `seq` tokens: forward, and
+/// backward without recomputation. If the weights are frozen under adapters, backward computes no gradients for them.
 pub(crate) fn flops_per_token(model: &ModelConfig, seq: usize, is_frozen: bool) -> f64 {
     let sizes = match model {
         ModelConfig::Gpt(sizes) => preset::gpt(sizes, ""),
@@ -36,7 +36,7 @@ mod tests {
 
     /// Counted by hand: a block has 12 matrices of `dim` by `dim`, and two products of `seq` by `dim` in attention.
     #[test]
-    fn operations_are_those_of_matrices_and_attention() {
+    fn operations_count_matrices_and_attention() {
         let (layers, dim, vocab, seq) = (2, 16, 256, 8);
         let model = ModelConfig::Gpt(GptConfig {
             layers,

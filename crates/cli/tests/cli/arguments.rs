@@ -122,7 +122,7 @@ const TINY: [&str; 16] = [
 ];
 
 #[test]
-fn numbers_of_every_size_are_answered_or_refused() {
+fn numbers_of_any_size_are_accepted_or_rejected() {
     let folder = Folder::new();
     let mut random = Random::new(11);
     let mut all: Vec<(&str, &str)> = Vec::new();
@@ -160,7 +160,7 @@ fn numbers_of_every_size_are_answered_or_refused() {
 }
 
 #[test]
-fn paths_of_every_kind_are_answered_or_refused() {
+fn paths_of_any_kind_are_accepted_or_rejected() {
     let folder = Folder::new();
     folder.write("file", "x".repeat(5000));
     folder.write("output", "x".repeat(5000));

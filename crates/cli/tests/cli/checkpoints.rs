@@ -22,7 +22,7 @@ pub(crate) fn metrics(folder: &Folder) -> Vec<(u64, u64)> {
 }
 
 #[test]
-fn a_resumed_run_goes_on_to_the_bit() {
+fn resumed_runs_are_bit_identical() {
     for extra in [
         "",
         "--ranks 1",
@@ -46,7 +46,7 @@ fn a_resumed_run_goes_on_to_the_bit() {
 
 /// Optimizer state moves from files into steps and back, or a run continues with the state in memory.
 #[test]
-fn a_run_with_its_optimizer_in_files_goes_on_to_the_bit() {
+fn resumed_runs_with_state_in_files_are_bit_identical() {
     let whole = Folder::new();
     whole.report(&format!("{DIR} --warmup 0 --steps 8 --ranks 3"));
     for [first, then] in [
@@ -67,9 +67,9 @@ fn a_run_with_its_optimizer_in_files_goes_on_to_the_bit() {
     }
 }
 
-/// Other commands take the folder of a step, so a user might also pass it to a training.
+/// Other commands take the folder of a step, so a user might also pass it to a training run.
 #[test]
-fn no_training_saves_into_a_step() {
+fn runs_do_not_save_into_a_step() {
     let folder = Folder::new();
     folder.report("--synthetic --warmup 0 --steps 2 --checkpoint-dir steps");
     let step = folder.names_in("steps/step-000002");
@@ -82,7 +82,7 @@ fn no_training_saves_into_a_step() {
             "--synthetic --warmup 0 --steps 4 --checkpoint-dir {dir} {extra}"
         ));
         assert_eq!(run.code, 2, "{dir} {extra}: {}", run.stderr);
-        let way_out = "name the folder that has the step";
+        let way_out = "give the folder that contains the step";
         assert!(run.stderr.contains(way_out), "{}", run.stderr);
         assert_eq!(folder.names_in("steps/step-000002"), step);
     }
@@ -90,7 +90,7 @@ fn no_training_saves_into_a_step() {
 }
 
 #[test]
-fn another_number_of_ranks_may_go_on() {
+fn a_run_resumes_on_another_number_of_ranks() {
     let whole = Folder::new();
     whole.report(&format!("{DIR} --ranks 1 --warmup 0 --steps 6"));
     let folder = Folder::new();
@@ -117,12 +117,12 @@ fn resuming_without_a_step_starts_fresh_and_only_new_steps_are_kept() {
     assert_eq!(folder.names_in("steps"), ["step-000008", "step-000009"]);
     let run = folder.train(&format!("{DIR} --warmup 0 --steps 9 --resume"));
     assert_eq!(run.code, 0, "{}", run.stderr);
-    let told = "from step 9, with none left to train; raise --steps";
+    let told = "from step 9, with no steps left to train; raise --steps";
     assert!(run.stdout.contains(told), "{}", run.stdout);
 }
 
 #[test]
-fn torn_lines_and_later_ones_go() {
+fn torn_and_later_lines_are_removed() {
     let folder = Folder::new();
     folder.report(&format!("{DIR} --warmup 0 --steps 4"));
     let mut lines = folder.read("metrics.jsonl");
@@ -230,7 +230,7 @@ fn a_step_is_consolidated_inspected_and_sampled() {
     for text in [
         "blocks.1.qkv.weight",
         "optimizer.wte.weight.momentum.moment_1",
-        "every byte is as it was",
+        "every byte matches its checksum",
     ] {
         assert!(shown.stdout.contains(text), "{text} in {}", shown.stdout);
     }
@@ -249,7 +249,7 @@ fn a_step_is_consolidated_inspected_and_sampled() {
     std::os::unix::fs::symlink("elsewhere", folder.path("link")).expect("a link");
     let onto = folder.run("consolidate steps link --overwrite");
     assert_eq!(onto.code, 2, "{}", onto.stderr);
-    assert!(onto.stderr.contains("no plain file"), "{}", onto.stderr);
+    assert!(onto.stderr.contains("not a plain file"), "{}", onto.stderr);
     let again = folder.run("consolidate steps model.safetensors");
     assert_eq!(again.code, 2);
     assert!(
@@ -275,7 +275,7 @@ fn a_step_is_consolidated_inspected_and_sampled() {
 }
 
 #[test]
-fn wrong_paths_and_sizes_are_the_users_fault() {
+fn wrong_paths_and_sizes_are_usage_errors() {
     let folder = Folder::new();
     folder.write("file", "no step");
     std::fs::create_dir_all(folder.path("left/rank-0")).expect("a folder");
@@ -307,7 +307,7 @@ fn wrong_paths_and_sizes_are_the_users_fault() {
         ),
         (
             "--synthetic --ranks 3 --strategy hybrid-shard",
-            "must divide the 3 ranks",
+            "does not divide the 3 ranks",
         ),
         ("--synthetic --clip-grad-norm -1", "a number above 0"),
         ("--synthetic --unit-size 0", "--unit-size is 0"),

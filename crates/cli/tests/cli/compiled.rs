@@ -64,7 +64,7 @@ fn a_compiled_step_trains_like_the_eager_engine() {
 }
 
 #[test]
-fn evaluation_sample_metrics_and_weights_are_those_of_the_eager_engine() {
+fn evaluation_sample_metrics_and_weights_match_the_eager_engine() {
     let folder = Folder::new();
     folder.write(
         "text",
@@ -150,7 +150,7 @@ fn a_run_changes_its_engine_in_the_middle() {
 }
 
 #[test]
-fn a_compiled_run_that_is_resumed_goes_on_to_the_bit() {
+fn resumed_compiled_runs_are_bit_identical() {
     let dir = "--synthetic --warmup 0 --checkpoint-dir steps --compile";
     for flags in [
         "",
@@ -170,7 +170,7 @@ fn a_compiled_run_that_is_resumed_goes_on_to_the_bit() {
 }
 
 #[test]
-fn what_a_compiled_step_has_not_is_refused() {
+fn unsupported_flags_of_compiled_steps_are_rejected() {
     for (flags, flag) in [
         ("--offload state", "--offload"),
         ("--no-sync", "--no-sync"),
@@ -179,7 +179,7 @@ fn what_a_compiled_step_has_not_is_refused() {
         let folder = Folder::new();
         let run = folder.train(&format!("{STEPS} --compile {flags}"));
         assert_eq!(run.code, 2, "{flags}: {}", run.stderr);
-        let expected = format!("error: {flag} is not for compiled steps: ");
+        let expected = format!("error: {flag} cannot be used with compiled steps: ");
         assert!(run.stderr.starts_with(&expected), "{}", run.stderr);
         assert!(run.stderr.contains("leave out"), "{}", run.stderr);
         assert!(folder.names().is_empty(), "{flags}");
@@ -192,7 +192,7 @@ fn what_a_compiled_step_has_not_is_refused() {
 }
 
 #[test]
-fn units_by_size_are_those_of_the_eager_engine() {
+fn units_by_size_match_the_eager_engine() {
     for least in [1, 300, 1000, 1_000_000] {
         let flags = "--synthetic --steps 4 --warmup 0 --unit-size";
         let report = |more: &str| Folder::new().report(&format!("{flags} {more}"));
@@ -213,7 +213,7 @@ fn units_by_size_are_those_of_the_eager_engine() {
 }
 
 #[test]
-fn blocks_that_are_computed_again_keep_the_losses() {
+fn recomputing_blocks_does_not_change_losses() {
     let sizes = "--layers 4 --batch 24 --seq 16 --synthetic --steps 5 --warmup 0 --compile";
     for flags in [
         "",
@@ -264,10 +264,10 @@ fn a_plan_is_proved_before_the_first_step() {
 }
 
 #[test]
-fn a_budget_of_memory_is_kept_by_computing_blocks_again() {
+fn memory_budgets_are_met_by_recomputing_blocks() {
     let sizes = "--layers 4 --batch 24 --seq 16 --synthetic --steps 3 --warmup 0 --compile";
-    kept_within_the_least(sizes);
-    kept_within_the_least(&format!("{sizes} --precision bf16"));
+    trains_within_the_minimum(sizes);
+    trains_within_the_minimum(&format!("{sizes} --precision bf16"));
     for (flags, says) in [
         ("--compile --accumulate 2", "cannot be used with"),
         (
@@ -283,7 +283,7 @@ fn a_budget_of_memory_is_kept_by_computing_blocks_again() {
 }
 
 /// Trains with the minimum memory that the command reports.
-fn kept_within_the_least(sizes: &str) {
+fn trains_within_the_minimum(sizes: &str) {
     let kept = Folder::new().report(sizes);
     assert_eq!(kept["recomputed_units"].as_array().map(Vec::len), Some(0));
     let folder = Folder::new();
@@ -303,7 +303,7 @@ fn kept_within_the_least(sizes: &str) {
 }
 
 #[test]
-fn a_rank_that_fails_ends_a_compiled_run_by_its_name() {
+fn a_failing_rank_of_a_compiled_run_is_named() {
     for (at, how, words) in [
         ("forward", "panic", "rank 1 panicked: "),
         ("forward", "error", "rank 1 failed: "),

@@ -88,7 +88,7 @@ fn damage(path: &Path, other: &Path, random: &mut Random) -> String {
 }
 
 #[test]
-fn damage_is_found_by_every_command_and_older_steps_are_gone_on_from() {
+fn every_command_detects_damage_and_runs_resume_from_older_steps() {
     let pristine = saved();
     let folder = Folder::new();
     let mut random = Random::new(3);
@@ -152,7 +152,7 @@ fn reseal(step: &Path, edit: impl FnOnce(&mut Value)) {
 }
 
 #[test]
-fn a_configuration_that_asks_for_more_than_is_saved_takes_no_memory() {
+fn oversized_configurations_take_no_memory() {
     let pristine = saved();
     let folder = Folder::new();
     for (field, value) in [
@@ -179,7 +179,7 @@ fn a_configuration_that_asks_for_more_than_is_saved_takes_no_memory() {
 }
 
 #[test]
-fn an_index_of_any_content_is_answered_or_refused() {
+fn any_index_is_accepted_or_rejected() {
     let pristine = saved();
     let folder = Folder::new();
     let values = [

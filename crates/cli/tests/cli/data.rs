@@ -1,4 +1,4 @@
-//! A run trains on the intended text. Files that are left out are counted, and each held-out token counts once.
+//! A run trains on the intended text. Files that are skipped are counted, and each held-out token counts once.
 
 use std::fs;
 
@@ -57,7 +57,7 @@ fn refused(folder: &Folder, arguments: &str, words: &[&str]) {
 }
 
 #[test]
-fn what_is_hidden_or_no_text_is_left_out_and_counted() {
+fn hidden_and_binary_files_are_skipped_and_counted() {
     let folder = Folder::new();
     write(&folder, "proj/notes.txt", prose(50_000));
     let want = folder.report(&format!("{RUN} --data proj"));
@@ -94,7 +94,7 @@ fn what_is_hidden_or_no_text_is_left_out_and_counted() {
     );
     // No usable text is left.
     fs::remove_file(folder.path("proj/notes.txt")).expect("removes");
-    refused(&folder, "--data proj", &["0 bytes of text", "3 binary"]);
+    refused(&folder, "--data proj", &["but 0 were found", "3 binary"]);
     write(&folder, "proj/short", "abcdefgh");
     refused(
         &folder,
@@ -104,7 +104,7 @@ fn what_is_hidden_or_no_text_is_left_out_and_counted() {
 }
 
 #[test]
-fn encodings_are_read_as_what_they_are() {
+fn encodings_are_detected() {
     let folder = Folder::new();
     let text: String = prose(20_000).replace("cat", "chäte").replace("dog", "🦀");
     write(&folder, "utf8/a", &text);
@@ -121,11 +121,11 @@ fn encodings_are_read_as_what_they_are() {
         (
             &b"\xef\xbb\xbf"[..],
             text.as_bytes(),
-            "1 with a mark of UTF-8",
+            "1 with a UTF-8 byte order mark",
         ),
-        (b"\xfe\xff", &big, "1 of UTF-16"),
-        (b"\xff\xfe", &little, "1 of UTF-16"),
-        (b"\xff\xfe\0\0", &wide, "1 of UTF-16 or UTF-32"),
+        (b"\xfe\xff", &big, "1 in UTF-16"),
+        (b"\xff\xfe", &little, "1 in UTF-16"),
+        (b"\xff\xfe\0\0", &wide, "1 in UTF-16 or UTF-32"),
     ] {
         write(&folder, "other/a", [mark, bytes].concat());
         for path in ["other", "other/a"] {
@@ -136,23 +136,23 @@ fn encodings_are_read_as_what_they_are() {
     }
     // Without a byte order mark, the encoding is unknown.
     write(&folder, "other/a", &little);
-    refused(&folder, "--data other", &["0 bytes of text", "1 binary"]);
+    refused(&folder, "--data other", &["but 0 were found", "1 binary"]);
     let latin: Vec<u8> = text
         .chars()
         .map(|char| u8::try_from(char).unwrap_or(b'?'))
         .collect();
     write(&folder, "other/a", latin);
     let report = folder.report(&format!("{RUN} --data other"));
-    assert_warned(&report, &["1 files", "not of UTF-8", "other/a"]);
+    assert_warned(&report, &["1 files", "not in UTF-8", "other/a"]);
     // A file that is named explicitly is read, with a warning.
     write(&folder, "packed", noise(5000));
     let report = folder.report(&format!("{RUN} --data packed"));
     assert!(data(&report).starts_with("5000 bytes"), "{}", data(&report));
-    assert_warned(&report, &["packed is no text"]);
+    assert_warned(&report, &["packed is not text"]);
 }
 
 #[test]
-fn what_follows_the_first_16_mib_is_said_to_be_there() {
+fn text_beyond_16_mib_is_reported() {
     let folder = Folder::new();
     let line = prose(1 << 20);
     write(&folder, "whole/a", line.repeat(16));
@@ -194,7 +194,7 @@ fn twice(folder: &Folder, arguments: &str) -> [Value; 2] {
 
 /// A run does not read its own outputs, whichever path named them, and reports this from the first run on.
 #[test]
-fn outputs_that_lie_in_the_text_are_no_part_of_it() {
+fn outputs_inside_the_text_folder_are_skipped() {
     const COMMON: &str = "--warmup 0 --sample 0 --eval-batches 0 --ranks 2";
     for (data_is, outputs, of_run) in [
         (".", "--checkpoint-dir run --metrics m.jsonl", 3),
@@ -250,7 +250,7 @@ fn outputs_that_lie_in_the_text_are_no_part_of_it() {
             "{data_is}: {}",
             data(&first)
         );
-        assert_warned(&first, &["lies inside of --data"]);
+        assert_warned(&first, &["inside --data"]);
         let warnings = warnings(&second).join("; ");
         assert!(!warnings.contains("was saved"), "{warnings}");
     }
@@ -258,7 +258,7 @@ fn outputs_that_lie_in_the_text_are_no_part_of_it() {
 
 /// The steps of an earlier run are also excluded, although no flag names their folder any more.
 #[test]
-fn saved_steps_of_other_runs_are_no_text() {
+fn saved_steps_of_other_runs_are_skipped() {
     let folder = Folder::new();
     write(&folder, "text/a", prose(20_000));
     write(&folder, "text/step-by-step/index.txt", prose(1_000));
@@ -275,7 +275,7 @@ fn saved_steps_of_other_runs_are_no_text() {
 
 #[cfg(unix)]
 #[test]
-fn what_a_run_prints_into_its_text_is_no_part_of_it() {
+fn output_printed_into_the_text_folder_is_skipped() {
     let folder = Folder::new();
     write(&folder, "text/a", prose(20_000));
     let mut seen = Vec::new();
@@ -306,7 +306,7 @@ fn what_a_run_prints_into_its_text_is_no_part_of_it() {
 /// Files that other processes of the run write are also excluded: a surrounding shell, `tee`, another rank.
 #[cfg(target_os = "linux")]
 #[test]
-fn what_is_written_around_a_run_is_no_part_of_its_text() {
+fn files_written_around_a_run_are_skipped() {
     let folder = Folder::new();
     write(&folder, "text/a", prose(20_000));
     let train =
@@ -421,7 +421,7 @@ fn held_out_loss(folder: &Folder, text: &str, seq: usize) -> f64 {
 }
 
 #[test]
-fn each_token_of_what_is_held_out_counts_once() {
+fn each_held_out_token_counts_once() {
     let folder = Folder::new();
     let text = prose(3_000);
     folder.write("text", &text);

@@ -3,17 +3,17 @@
 use crate::command::Folder;
 
 #[test]
-fn devices_that_are_not_there_are_refused_by_name() {
+fn missing_devices_are_named_in_the_error() {
     let folder = Folder::new();
     for (device, words) in [
-        ("gpu", ["names no device", "wgpu"]),
-        ("wgpu:", ["names no device", "wgpu:0"]),
-        ("cuda:-1", ["names no device", "wgpu:0"]),
-        ("flex:1", ["no device 1 of flex", "it has 1"]),
+        ("gpu", ["is not a device", "wgpu"]),
+        ("wgpu:", ["is not a device", "wgpu:0"]),
+        ("cuda:-1", ["is not a device", "wgpu:0"]),
+        ("flex:1", ["no flex device 1", "which has 1"]),
         #[cfg(not(feature = "cuda"))]
         ("cuda:0", ["no cuda", "burn-fsdp-cli/cuda"]),
         #[cfg(feature = "wgpu")]
-        ("wgpu:999", ["no device 999 of wgpu", "`wgpu:0`"]),
+        ("wgpu:999", ["no wgpu device 999", "`wgpu:0`"]),
     ] {
         let run = folder.train(&format!("--synthetic --device {device}"));
         assert_eq!(run.code, 2, "{device}: {}", run.stderr);
@@ -53,7 +53,7 @@ mod wgpu {
     }
 
     #[test]
-    fn text_is_evaluated_sampled_saved_and_resumed_elsewhere() {
+    fn a_run_moves_from_a_device_to_the_cpu() {
         let folder = Folder::new();
         let text = "to be or not to be, that is the question. ".repeat(100);
         folder.write("text", text.as_bytes());
@@ -65,7 +65,7 @@ mod wgpu {
     }
 
     #[test]
-    fn compiled_steps_say_that_they_run_on_the_cpu() {
+    fn compiled_steps_report_that_they_run_on_the_cpu() {
         let run = Folder::new().train("--synthetic --compile --device wgpu:0");
         assert_eq!(run.code, 2, "{}", run.stderr);
         assert!(run.stderr.contains("--device"), "{}", run.stderr);

@@ -5,7 +5,7 @@ use crate::command::{Folder, losses};
 const RUN: &str = "--synthetic --warmup 0 --steps 3 --compile";
 
 #[test]
-fn graphs_of_a_training_are_written_by_one_rank_and_change_nothing() {
+fn one_rank_dumps_graphs_without_changing_losses() {
     let folder = Folder::new();
     let without = folder.report(RUN);
     let with = folder.report(&format!("{RUN} --dump-graphs out/graphs"));
@@ -47,7 +47,7 @@ fn graphs_of_a_training_are_written_by_one_rank_and_change_nothing() {
 }
 
 #[test]
-fn graphs_are_refused_where_there_are_none_or_no_place_for_them() {
+fn dumps_without_graphs_or_a_writable_folder_are_rejected() {
     let folder = Folder::new();
     let run = folder.train("--synthetic --steps 1 --dump-graphs graphs");
     assert_eq!(run.code, 2, "{}", run.stderr);
@@ -67,7 +67,10 @@ fn graphs_are_refused_where_there_are_none_or_no_place_for_them() {
         (
             "/proc/graphs",
             "--synthetic",
-            &["cannot write graphs to /proc/graphs", "name a folder"],
+            &[
+                "cannot write graphs to /proc/graphs",
+                "choose a writable folder",
+            ],
         ),
         (
             "mine",
@@ -77,7 +80,7 @@ fn graphs_are_refused_where_there_are_none_or_no_place_for_them() {
         (
             ".",
             "--data text",
-            &["holds the text of --data", "name another folder"],
+            &["contains the text of --data", "name another folder"],
         ),
         ("text/..", "--data text", &["not a folder"]),
         (
@@ -110,7 +113,7 @@ fn graphs_are_refused_where_there_are_none_or_no_place_for_them() {
 }
 
 #[test]
-fn a_plan_shows_its_graphs() {
+fn plans_dump_their_graphs() {
     let folder = Folder::new();
     let plan = "plan --model gpt --preset 7b --compile";
     let without = folder.run(plan);

@@ -72,7 +72,7 @@ fn a_flipped_bit_is_named_by_step_operation_and_rank_where_ranks_compare_bytes()
         let line = error_line(&run);
         for word in [
             "in step 3, ",
-            "other bytes of rank 1",
+            "than rank 1 passed to the call",
             "of group \"world\"",
             "checkpoint",
         ] {
@@ -84,7 +84,7 @@ fn a_flipped_bit_is_named_by_step_operation_and_rank_where_ranks_compare_bytes()
 }
 
 #[test]
-fn a_flipped_bit_goes_on_unseen_where_ranks_compare_calls_alone() {
+fn flipped_bits_go_unnoticed_if_ranks_compare_only_calls() {
     let run = Folder::new().train_with_fault(ARGUMENTS, FLIP);
     assert_eq!(run.code, 0, "{}", run.stderr);
 }
@@ -93,10 +93,10 @@ fn a_flipped_bit_goes_on_unseen_where_ranks_compare_calls_alone() {
 fn a_bit_that_flips_between_operations_is_named_by_step_rank_and_value() {
     for engine in ["", "--compile"] {
         for (at, eager, compiled) in [
-            ("shard", "the shard of `", "in parameter "),
-            ("weight", "the full parameter of `", "in the gathered "),
-            ("gradient", "the reduced gradient of `", "in the reduced "),
-            ("state", "the optimizer's state `", "in state "),
+            ("shard", "the shard of `", "of parameter "),
+            ("weight", "the full parameter of `", "of the gathered "),
+            ("gradient", "the reduced gradient of `", "of the reduced "),
+            ("state", "the optimizer's state `", "of state "),
         ] {
             let arguments = format!("{ARGUMENTS} --check agreement {engine}");
             let fault = format!("rank:1,step:3,at:{at},how:flip,seed:6");
@@ -104,7 +104,7 @@ fn a_bit_that_flips_between_operations_is_named_by_step_rank_and_value() {
             assert_eq!(run.code, 3, "{engine} {at}: {}", run.stderr);
             let line = error_line(&run);
             let value = if engine.is_empty() { eager } else { compiled };
-            for word in ["in step 3, rank 1 finds other bytes", value, "of group"] {
+            for word in ["in step 3, rank 1 found that the bytes", value, "of group"] {
                 assert!(line.contains(word), "{engine} {at}: {word}: {line}");
             }
         }

@@ -18,7 +18,7 @@ fn assert_close(got: &[f64], want: &[f64], tolerance: f64, arguments: &str) {
 }
 
 #[test]
-fn ways_to_make_a_step_agree() {
+fn all_ways_to_compute_a_step_agree() {
     let want = losses_of("--ranks 1");
     for arguments in [
         "--ranks 2 --accumulate 3",

@@ -10,7 +10,7 @@ use crate::command::{Folder, Run, last_report, send};
 const RUN: &str = "--synthetic --warmup 0 --checkpoint-dir steps";
 
 #[test]
-fn a_folder_with_steps_wants_to_know_what_for() {
+fn a_folder_with_steps_requires_resume_or_overwrite() {
     let folder = Folder::new();
     folder.report(&format!("{DIR} --warmup 0 --steps 6 --save-every 2"));
     let lines = metrics(&folder);
@@ -31,7 +31,7 @@ fn a_folder_with_steps_wants_to_know_what_for() {
 }
 
 #[test]
-fn what_is_no_step_is_not_overwritten() {
+fn only_steps_are_overwritten() {
     let folder = Folder::new();
     std::fs::create_dir_all(folder.path("steps/step-000005/notes")).expect("makes");
     folder.write("steps/step-000005/notes/n.txt", "mine");
@@ -44,7 +44,7 @@ fn what_is_no_step_is_not_overwritten() {
 }
 
 #[test]
-fn a_folder_that_cannot_be_written_is_known_before_training() {
+fn an_unwritable_folder_is_an_error_before_training() {
     let folder = Folder::new();
     folder.write("file", "");
     std::fs::create_dir(folder.path("taken")).expect("makes");
@@ -100,7 +100,7 @@ fn a_second_run_is_kept_out_as_long_as_the_first_lives() {
 }
 
 #[test]
-fn steps_that_cannot_be_read_are_not_passed_over() {
+fn unreadable_steps_are_not_skipped() {
     let folder = Folder::new();
     folder.report(&format!("{RUN} --steps 6 --save-every 2"));
     // Even if every step is damaged, the run must not start again and replace them.
@@ -114,7 +114,7 @@ fn steps_that_cannot_be_read_are_not_passed_over() {
     let run = folder.train(&format!("{RUN} --steps 6 --resume=newest-good"));
     assert_eq!(run.code, 2, "{}", run.stderr);
     assert!(
-        run.stderr.contains("none of them is whole"),
+        run.stderr.contains("none of them is complete"),
         "{}",
         run.stderr
     );
@@ -123,7 +123,7 @@ fn steps_that_cannot_be_read_are_not_passed_over() {
 
 #[cfg(unix)]
 #[test]
-fn a_folder_of_any_name_is_saved_into() {
+fn folders_may_have_any_name() {
     use std::os::unix::ffi::OsStrExt;
     let folder = Folder::new();
     let name = std::ffi::OsStr::from_bytes(b"x\xff");
@@ -148,7 +148,7 @@ fn a_folder_of_any_name_is_saved_into() {
 }
 
 #[test]
-fn a_step_of_another_number_than_its_folder_is_no_step() {
+fn a_step_must_match_the_number_of_its_folder() {
     let folder = Folder::new();
     folder.report(&format!("{RUN} --steps 6 --save-every 3"));
     std::fs::rename(
@@ -168,7 +168,7 @@ fn a_step_of_another_number_than_its_folder_is_no_step() {
 }
 
 #[test]
-fn a_run_with_nothing_to_do_cleans_up_and_says_so() {
+fn a_run_with_nothing_to_do_cleans_up_and_reports_it() {
     let folder = Folder::new();
     folder.report(&format!("{RUN} --steps 6"));
     let left = "steps/.step-000009.removed-0123456789abcdef";

@@ -94,7 +94,7 @@ fn trained(folder: &Folder, arguments: &str) -> Vec<f64> {
 }
 
 #[test]
-fn what_follows_from_other_tensors_is_left_out() {
+fn tensors_derived_from_others_are_ignored() {
     let folder = folders();
     let table =
         |name: &str, tensor: &str| folder.tensor(&format!("{name}/model.safetensors"), tensor);
@@ -137,7 +137,7 @@ fn what_follows_from_other_tensors_is_left_out() {
 }
 
 #[test]
-fn wrapped_names_are_refused_with_their_wrapper() {
+fn wrapped_names_are_rejected_and_name_the_wrapper() {
     let folder = folders();
     for (name, prefix) in [
         ("llama", "module."),
@@ -159,7 +159,7 @@ fn wrapped_names_are_refused_with_their_wrapper() {
 /// Each written file has the permissions that the process's mask leaves.
 #[cfg(unix)]
 #[test]
-fn written_files_have_the_modes_of_the_mask() {
+fn written_files_follow_the_umask() {
     use std::os::unix::fs::PermissionsExt;
     let folder = folders();
     for (mask, want) in [("022", 0o644), ("027", 0o640), ("077", 0o600)] {
@@ -240,9 +240,9 @@ fn a_file_that_is_replaced_keeps_its_mode() {
     }
 }
 
-/// A training warns about dropout in a folder's settings, because `transformers` would use it.
+/// A training run warns about dropout in a folder's settings, because `transformers` would use it.
 #[test]
-fn a_training_tells_of_dropout_that_it_does_not_have() {
+fn ignored_dropout_is_warned_about() {
     let folder = folders();
     let set = |name: &str, settings: &[(&str, Value)]| {
         let path = format!("{name}/config.json");
@@ -265,7 +265,7 @@ fn a_training_tells_of_dropout_that_it_does_not_have() {
         let told = all.iter().filter(|warning| warning.contains("drop"));
         let told: Vec<_> = told.cloned().collect();
         assert_eq!(
-            run.stderr.matches("drops").count(),
+            run.stderr.matches("without dropout").count(),
             told.len(),
             "{}",
             run.stderr

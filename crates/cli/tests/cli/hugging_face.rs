@@ -43,7 +43,7 @@ const GPT2: Gpt2Config = Gpt2Config {
     seq: 16,
 };
 
-/// The arguments of all trainings here. Each step has another batch.
+/// The arguments of all training runs here. Each step has another batch.
 const TRAIN: &str = "--warmup 0 --batch 4 --seq 6 --lr 0.01 --eps 0.01 --sample 8";
 
 /// A mapper that scales matrices: with initial weights, all tokens have about the same likelihood.
@@ -131,7 +131,7 @@ fn assert_close(want: &[f64], got: &[f64], of: &str) {
 }
 
 #[test]
-fn losses_are_those_of_plain_burn() {
+fn losses_match_plain_burn() {
     let folder = folders();
     let device = Device::flex().autodiff();
     let llama = plainly(loaded(&folder, "llama", LLAMA), 3, &device);
@@ -161,7 +161,7 @@ fn losses_are_those_of_plain_burn() {
 }
 
 #[test]
-fn low_precision_trains_too() {
+fn models_train_in_low_precision() {
     let folder = folders();
     for model in ["llama", "gpt2"] {
         let losses_of = |precision: &str| {
@@ -244,7 +244,7 @@ fn adapted_plainly<A: Architecture>(folder: &Folder, name: &str, sizes: A) -> Ve
 }
 
 #[test]
-fn adapters_train_as_those_of_burn() {
+fn adapters_train_like_burns() {
     let folder = folders();
     for model in ["llama", "gpt2"] {
         let run = format!("--init {model} --lora 2 --lora-alpha 3 --synthetic");
@@ -284,7 +284,7 @@ fn adapters_train_as_those_of_burn() {
 }
 
 #[test]
-fn adapters_are_saved_alone_and_resumed() {
+fn only_adapters_are_saved_and_resumed() {
     let folder = folders();
     let run = "--init llama --lora 2 --synthetic";
     let want = losses(&report(&folder, &format!("{run} --steps 5")));
@@ -424,7 +424,7 @@ fn text_is_read_in_the_tokens_of_the_folder() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused_by_name() {
+fn invalid_combinations_are_named_in_the_error() {
     let folder = folders();
     folder.write("tokenizer.json", TOKENIZER);
     folder.write("empty", "");
@@ -432,23 +432,23 @@ fn what_makes_no_sense_is_refused_by_name() {
     std::fs::create_dir(folder.path("bert")).expect("a writable folder");
     folder.write("bert/config.json", r#"{"model_type": "bert"}"#);
     for (arguments, problem) in [
-        ("--model llama --synthetic", "give --init FOLDER"),
+        ("--model llama --synthetic", "pass --init FOLDER"),
         (
             "--model llama --init missing --synthetic",
-            "give --init FOLDER",
+            "pass --init FOLDER",
         ),
         (
             "--model gpt2 --init llama --synthetic",
             "--model is gpt2, but --init has a llama",
         ),
-        ("--init bert --synthetic", "it is of a \"bert\""),
+        ("--init bert --synthetic", "`model_type` is \"bert\""),
         (
             "--init llama --synthetic --dim 24",
-            "--dim is not for the model of --init",
+            "--dim does not apply to the model of --init",
         ),
         (
             "--init llama --synthetic --vocab 300",
-            "--vocab is not for the model of --init",
+            "--vocab does not apply to the model of --init",
         ),
         (
             "--init llama --synthetic --seq 17",
@@ -457,7 +457,7 @@ fn what_makes_no_sense_is_refused_by_name() {
         ("--init llama --synthetic --lora 0", "--lora is 0"),
         (
             "--init llama --synthetic --lora 18446744073709551615",
-            "it must be at most the width of the model",
+            "it must be at most the hidden size of the model",
         ),
         (
             "--init llama --synthetic --lora 2 --lora-alpha -1",
@@ -465,7 +465,7 @@ fn what_makes_no_sense_is_refused_by_name() {
         ),
         (
             "--init llama --synthetic --lora 2 --save-init begun.safetensors",
-            "--save-init is not for a run with --lora",
+            "--save-init cannot be used with --lora",
         ),
         ("--synthetic --lora 2", "--init"),
         ("--init llama --synthetic --lora-alpha 2", "--lora"),
@@ -477,7 +477,7 @@ fn what_makes_no_sense_is_refused_by_name() {
         ("--data text --tokenizer empty", "empty: not a tokenizer"),
         (
             "--data text --tokenizer tokenizer.json --vocab 299",
-            "its ids go up to 299, but the model has 299 tokens",
+            "its ids go up to 299, but the model has a vocabulary of 299",
         ),
     ] {
         let run = train(&folder, &format!("{arguments} --steps 1"));
@@ -531,7 +531,10 @@ fn a_consolidated_folder_is_read_back() {
     let refused = folder.run("consolidate gpt-steps again --format hugging-face");
     assert_eq!(refused.code, 2, "{}", refused.stderr);
     assert!(
-        refused.stderr.contains("transformers has no GPT") && refused.stderr.contains("--format"),
+        refused
+            .stderr
+            .contains("transformers does not have this command's GPT")
+            && refused.stderr.contains("--format"),
         "{}",
         refused.stderr
     );
@@ -581,7 +584,7 @@ fn generated(folder: &Folder, arguments: &str) -> String {
 }
 
 #[test]
-fn a_text_ends_where_the_folder_says() {
+fn generation_stops_at_the_folders_end_tokens() {
     let folder = folders();
     folder.write("llama/tokenizer.json", TOKENIZER);
     let text = || generated(&folder, "--init llama").trim_end().to_owned();
@@ -601,7 +604,7 @@ fn a_text_ends_where_the_folder_says() {
 }
 
 /// Writes the step of `whole` with the tokenizer and token ids of its base.
-fn what_is_beside_weights_is_copied(folder: &Folder, whole: &str) {
+fn copies_tokenizer_and_token_ids(folder: &Folder, whole: &str) {
     let config = folder.read("llama/config.json");
     let mut config: Value = serde_json::from_str(&config).expect("JSON");
     config["eos_token_id"] = Value::from([299, 298].to_vec());
@@ -626,11 +629,11 @@ fn what_is_beside_weights_is_copied(folder: &Folder, whole: &str) {
         ("elsewhere --format hugging-face --init nowhere", "nowhere"),
         (
             "elsewhere --format hugging-face --init gpt2",
-            "of other sizes than the step's",
+            "different sizes from the step's model",
         ),
         (
             "copied --format hugging-face",
-            "only empty ones are replaced",
+            "--overwrite replaces only empty folders",
         ),
     ] {
         let refused = folder.run(&format!("consolidate whole {arguments} --overwrite"));
@@ -659,12 +662,12 @@ fn text_is_generated_from_steps_and_adapters() {
         text("--init written --tokenizer llama/tokenizer.json"),
         whole
     );
-    what_is_beside_weights_is_copied(&folder, &whole);
+    copies_tokenizer_and_token_ids(&folder, &whole);
     for (arguments, problem) in [
-        ("adapted", "has adapters alone; give --init FOLDER"),
+        ("adapted", "has only adapters; pass --init FOLDER"),
         (
             "adapted --init other",
-            "was trained on tokens of a tokenizer",
+            "was trained on the tokens of a tokenizer",
         ),
         (
             "adapted --init other --tokenizer llama/tokenizer.json",
@@ -672,9 +675,9 @@ fn text_is_generated_from_steps_and_adapters() {
         ),
         (
             "whole --init llama",
-            "--init is not for a run with a step of a whole model",
+            "--init cannot be used with a step of a whole model",
         ),
-        ("whole", "was trained on tokens of a tokenizer"),
+        ("whole", "was trained on the tokens of a tokenizer"),
         ("--init gpt2 --ranks 0", "--ranks"),
         ("", "--init"),
     ] {
@@ -705,7 +708,7 @@ fn peer_loss(python: &Path, folder: &Folder, arguments: &str) -> Vec<f64> {
 
 /// Weights from transformers are trained here and read back by transformers.
 #[test]
-fn transformers_reads_what_is_written_and_writes_what_is_read() {
+fn weights_round_trip_through_transformers() {
     let Some(python) = python("torch, transformers, peft") else {
         return;
     };
@@ -801,7 +804,7 @@ fn greedy<A: Architecture>(sizes: A, folder: &Path) -> Vec<i64> {
 
 /// A resumed run of a folder needs the folder for the sizes and the tokenizer. The text that it reads is compared.
 #[test]
-fn a_resumed_run_of_a_folder_needs_it_and_names_what_differs() {
+fn resuming_needs_the_folder_and_names_differences() {
     let folder = folders();
     let run = "--synthetic --checkpoint-dir run";
     report(&folder, &format!("{run} --init llama --steps 2"));
@@ -820,7 +823,7 @@ fn a_resumed_run_of_a_folder_needs_it_and_names_what_differs() {
 
 /// The files of the model cannot be replaced, but new files can be added to the folder.
 #[test]
-fn no_output_takes_the_place_of_a_file_of_the_folder() {
+fn outputs_never_replace_files_of_the_folder() {
     let folder = folders();
     let run = "--init llama --synthetic --steps 1";
     for output in ["--metrics", "--trace", "--curve", "--save-init"] {

@@ -16,7 +16,7 @@ fn refused(folder: &Folder, arguments: &str) -> String {
     run.stderr
 }
 
-fn refused_saying(arguments: &str, words: &[&str]) {
+fn assert_rejected(arguments: &str, words: &[&str]) {
     let message = refused(&Folder::new(), arguments);
     for word in words {
         assert!(message.contains(word), "{word}: {message}");
@@ -25,12 +25,12 @@ fn refused_saying(arguments: &str, words: &[&str]) {
 
 #[test]
 fn ranks_must_divide_the_batch() {
-    refused_saying("--synthetic --ranks 5", &["5 ranks", "batch of 12"]);
+    assert_rejected("--synthetic --ranks 5", &["5 ranks", "batch of 12"]);
 }
 
 #[test]
 fn heads_must_divide_dim() {
-    refused_saying("--synthetic --heads 3", &["3 heads", "dim 16"]);
+    assert_rejected("--synthetic --heads 3", &["3 heads", "dim 16"]);
 }
 
 #[test]
@@ -38,13 +38,13 @@ fn sizes_of_zero_are_named() {
     for size in [
         "layers", "dim", "heads", "vocab", "seq", "batch", "ranks", "threads", "deadline",
     ] {
-        refused_saying(&format!("--synthetic --{size} 0"), &[size, "0"]);
+        assert_rejected(&format!("--synthetic --{size} 0"), &[size, "0"]);
     }
 }
 
 /// Flags that would have no effect, or a harmful one, are reported as errors.
 #[test]
-fn flags_without_what_they_are_for_are_refused() {
+fn flags_without_effect_are_rejected() {
     for (arguments, words) in [
         (
             "--reduce-dtype f16",
@@ -61,7 +61,7 @@ fn flags_without_what_they_are_for_are_refused() {
         ),
         ("--beta2 -0.1", ["--beta2 is -0.1;", "must be"]),
     ] {
-        refused_saying(&format!("--synthetic {arguments}"), &words);
+        assert_rejected(&format!("--synthetic {arguments}"), &words);
     }
 }
 
@@ -76,20 +76,20 @@ fn numbers_outside_their_range_are_named() {
         "--weight-decay inf",
     ] {
         let (flag, _) = arguments.split_once(' ').unwrap();
-        refused_saying(&format!("--synthetic {arguments}"), &[flag, "must be"]);
+        assert_rejected(&format!("--synthetic {arguments}"), &[flag, "must be"]);
     }
 }
 
 #[test]
 fn sizes_beyond_this_machine_are_refused() {
-    refused_saying("--synthetic --dim 1048576", &["GiB"]);
-    refused_saying("--synthetic --dim 18446744073709551614", &["parameters"]);
-    refused_saying("--synthetic --steps 18446744073709551615", &["too large"]);
+    assert_rejected("--synthetic --dim 1048576", &["GiB"]);
+    assert_rejected("--synthetic --dim 18446744073709551614", &["parameters"]);
+    assert_rejected("--synthetic --steps 18446744073709551615", &["too large"]);
 }
 
 #[test]
-fn text_must_be_there_and_long_enough() {
-    refused_saying("--data nowhere", &["nowhere", "No such file"]);
+fn text_must_exist_and_be_long_enough() {
+    assert_rejected("--data nowhere", &["nowhere", "No such file"]);
     let folder = Folder::new();
     folder.write("empty", "");
     folder.write("short", "x".repeat(60));
@@ -143,7 +143,7 @@ fn outputs_must_differ_and_spare_the_inputs() {
 }
 
 #[test]
-fn faults_must_be_readable_and_able_to_strike() {
+fn invalid_faults_are_rejected() {
     let offloaded = "rank:1,step:0,at:state,how:flip";
     for (fault, word) in [
         (offloaded, "--offload"),
@@ -169,7 +169,7 @@ fn faults_must_be_readable_and_able_to_strike() {
 }
 
 #[test]
-fn a_stall_that_nobody_would_notice_is_refused() {
+fn a_stall_without_peers_is_rejected() {
     for engine in ["", "--compile"] {
         let arguments = format!("--synthetic --steps 2 --ranks 1 {engine}");
         let fault = "rank:0,step:0,at:forward,how:stall";
@@ -216,7 +216,7 @@ fn weights_of_another_model_are_refused() {
 }
 
 #[test]
-fn weights_that_are_no_safetensors_are_refused() {
+fn invalid_safetensors_are_rejected() {
     let lying =
         changed_weights(|header| header.replacen("\"data_offsets\":[", "\"data_offsets\":[9", 1));
     assert!(refused(&lying, "--synthetic --init bad").contains("not a valid safetensors"));

@@ -9,10 +9,12 @@ use std::process::Command;
 use std::sync::Arc;
 
 use burn_fsdp::Mesh;
-use burn_fsdp::checkpoint::{
-    Alone, Checkpoints, Dtype, Layout, SaveRequest, Snapshot, TensorKind, TensorSpec,
-    TrainingState, WritePlan, save_step,
+use burn_fsdp::checkpoint::Checkpoints;
+use burn_fsdp::internals::checkpoint::{
+    Alone, Dtype, SaveRequest, Snapshot, TensorKind, TensorSpec, TrainingState, WritePlan,
+    save_step,
 };
+use burn_fsdp::internals::mesh::Layout;
 use serde_json::Value;
 
 use crate::command::{Folder, crate_folder, losses, relative_difference};
@@ -73,7 +75,7 @@ fn consolidate(folder: &Folder, arguments: &str) {
 }
 
 #[test]
-fn what_pytorch_wrote_comes_back_byte_for_byte() {
+fn weights_of_pytorch_round_trip_byte_for_byte() {
     let folder = Folder::new();
     folder.write("torch.safetensors", TORCH_FILE);
     let want = read_file(&folder, "torch.safetensors");
@@ -115,9 +117,9 @@ fn weights_of_pytorch_train_as_in_pytorch() {
 }
 
 /// With 24 tokens, all steps have the same batch. The loss after some steps is therefore the first loss of a training
-/// that starts from there.
+/// run that starts from there.
 #[test]
-fn a_consolidated_model_goes_on_with_the_same_loss() {
+fn a_consolidated_model_continues_with_the_same_loss() {
     for extra in [
         "--ranks 2",
         "--ranks 4 --strategy no-shard",
@@ -170,7 +172,7 @@ fn names_of_burn_are_written_on_demand() {
 }
 
 #[test]
-fn a_model_without_a_table_is_written_as_it_is() {
+fn a_model_without_a_name_table_is_written_unchanged() {
     let folder = Folder::new();
     for (name, model) in [
         ("none", Value::Null),
@@ -192,7 +194,7 @@ fn a_model_without_a_table_is_written_as_it_is() {
         serde_json::json!([2, 3])
     );
     for (arguments, text) in [
-        ("none a.safetensors --names torch", "no model with a table"),
+        ("none a.safetensors --names torch", "has no table of names"),
         ("other a.safetensors", "no such tensor"),
         ("huge a.safetensors", "1099511627776 layers"),
     ] {
@@ -252,7 +254,7 @@ fn torch_losses(python: &Path, folder: &Folder, weights: &str) -> Vec<f64> {
 }
 
 #[test]
-fn pytorch_goes_on_from_a_consolidated_model() {
+fn pytorch_continues_from_a_consolidated_model() {
     let Some(python) = python("torch") else {
         return;
     };
@@ -273,7 +275,7 @@ fn pytorch_goes_on_from_a_consolidated_model() {
 }
 
 #[test]
-fn a_model_that_pytorch_trained_goes_on_here() {
+fn training_continues_from_a_pytorch_model() {
     let Some(python) = python("torch") else {
         return;
     };

@@ -9,7 +9,7 @@ use crate::checkpoints::{DIR, metrics};
 use crate::command::{Folder, Random};
 use crate::skipped::skipped;
 
-/// Returns true if a save is under way, or was when the process died.
+/// Returns true if a save is in progress, or was when the process died.
 fn is_saving(folder: &Path) -> bool {
     let Ok(entries) = std::fs::read_dir(folder) else {
         return false;
@@ -66,7 +66,7 @@ fn kill_in_saves(arguments: &str, last_step: usize, kills: usize, seed: u64) -> 
 }
 
 #[test]
-fn a_run_killed_again_and_again_ends_as_if_it_never_was() {
+fn a_repeatedly_killed_run_matches_an_undisturbed_one() {
     let arguments = "--layers 2 --dim 64 --heads 2 --seq 64 --ranks 2 --warmup 0 --steps 40 \
                      --save-every 1 --keep-last 3";
     let struck = kill_in_saves(arguments, 40, 6, 1);

@@ -116,7 +116,7 @@ fn is_refused(run: &Run, variable: &str) {
 }
 
 #[test]
-fn one_of_several_processes_trains_nothing_and_says_why() {
+fn processes_of_other_launchers_report_why_they_do_not_train() {
     for (variables, variable) in SEVERAL {
         let folder = Folder::new();
         is_refused(&run(folder.train_command(TRAIN), variables), variable);
@@ -146,7 +146,7 @@ fn every_command_that_starts_ranks_asks_for_the_launcher() {
 }
 
 #[test]
-fn one_process_alone_trains_and_so_does_who_says_local() {
+fn a_single_process_or_the_local_engine_trains() {
     for variables in ALONE {
         let folder = Folder::new();
         let run = run(folder.train_command(TRAIN), variables);

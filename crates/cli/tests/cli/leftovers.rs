@@ -30,14 +30,18 @@ fn begun(folder: &Folder, arguments: &str, in_folder: &str) -> Child {
 }
 
 #[test]
-fn offloaded_state_of_a_run_that_was_killed_makes_way() {
+fn offloaded_state_of_a_killed_run_is_replaced() {
     let folder = Folder::new();
     for signal in ["-INT", "-TERM", "-KILL"] {
         let mut child = begun(&folder, &format!("{OFFLOADED} --ranks 3"), "off/rank-0");
         // While it lives, no other run can use its folder.
         let run = folder.train(&format!("{OFFLOADED} --steps 2"));
         assert_eq!(run.code, 2, "{}", run.stderr);
-        assert!(run.stderr.contains("under way"), "{}", run.stderr);
+        assert!(
+            run.stderr.contains("another run is using it"),
+            "{}",
+            run.stderr
+        );
         send(signal, child.id());
         let status = child.wait().expect("an end");
         // Signals with a handler end it after its step. It then leaves nothing behind, and exits as if the signal had
@@ -63,7 +67,7 @@ fn offloaded_state_of_a_run_that_was_killed_makes_way() {
 }
 
 #[test]
-fn what_others_have_put_among_offloaded_state_stays() {
+fn foreign_files_among_offloaded_state_are_kept() {
     let folder = Folder::new();
     for name in ["notes.txt", "00000-x.bpk.zip", "x.tmp"] {
         std::fs::create_dir_all(folder.path("off/rank-1")).expect("makes");
@@ -99,7 +103,7 @@ fn offloaded_state_is_neither_written_nor_removed_through_a_link() {
 
 /// Save failures with the same text give one warning, and a count at the end.
 #[test]
-fn saves_that_fail_again_in_the_same_way_are_counted() {
+fn repeated_save_failures_are_counted() {
     let folder = Folder::new();
     let mut command = folder.train_command(
         "--synthetic --warmup 0 --steps 100000000 --checkpoint-dir steps --save-every 1 --metrics lines --json",
@@ -124,20 +128,20 @@ fn saves_that_fail_again_in_the_same_way_are_counted() {
     assert_eq!(run.code, 3, "{}", run.stderr);
     let report = last_report(&run);
     let all = warnings(&report);
-    // The save that was under way may fail in another way.
-    let one = "a save failed, training goes on: cannot create steps:";
+    // The save that was in progress may fail in another way.
+    let one = "a save failed; training continues: cannot create steps:";
     let told: Vec<_> = all.iter().filter(|warning| warning.contains(one)).collect();
     let [first, again] = told[..] else {
         panic!("the warning and the number, not {all:?}");
     };
     assert!(first.starts_with(one), "{first}");
-    let (number, _) = again.split_once(" saves more failed").expect("a number");
+    let (number, _) = again.split_once(" more saves failed").expect("a number");
     assert!(number.parse::<usize>().expect("a number") > 1, "{again}");
     assert_eq!(run.stderr.matches(one).count(), 2, "{}", run.stderr);
 }
 
 #[test]
-fn steps_that_stay_for_what_is_in_them_are_told_of_once() {
+fn steps_kept_for_their_foreign_files_are_reported_once() {
     let folder = Folder::new();
     let run = "--synthetic --warmup 0 --checkpoint-dir steps --save-every 2 --keep-last 2";
     folder.report(&format!("{run} --steps 4"));

@@ -17,7 +17,7 @@ fn with_docs() -> Folder {
 }
 
 #[test]
-fn what_a_link_with_the_name_of_a_step_leads_to_stays() {
+fn targets_of_links_named_like_a_step_are_kept() {
     let folder = with_docs();
     symlink("../docs", folder.path("steps/step-000005")).expect("links");
     for how in ["", "--overwrite", "--resume", "--resume=newest-good"] {
@@ -30,7 +30,7 @@ fn what_a_link_with_the_name_of_a_step_leads_to_stays() {
 }
 
 #[test]
-fn a_step_moved_away_behind_a_link_is_told_and_kept() {
+fn a_linked_step_is_reported_and_kept() {
     let folder = with_docs();
     folder.report(&format!("{RUN} --steps 10"));
     std::fs::rename(folder.path("steps/step-000010"), folder.path("elsewhere")).expect("renames");
@@ -104,11 +104,7 @@ fn outputs_among_the_steps_are_refused() {
     for out in ["rank-00001.safetensors", "index.json", "new"] {
         let run = folder.run(&format!("consolidate steps {step}/{out} --overwrite"));
         assert_eq!(run.code, 2, "{out}: {}", run.stderr);
-        assert!(
-            run.stderr.contains("outside of the steps"),
-            "{}",
-            run.stderr
-        );
+        assert!(run.stderr.contains("outside the steps"), "{}", run.stderr);
     }
     assert_eq!(folder.run("inspect steps").code, 0);
     folder.report(&format!(

@@ -13,6 +13,7 @@ mod features;
 mod files;
 mod folder;
 mod foreign;
+mod help;
 mod hugging_face;
 mod input;
 mod interchange;

@@ -60,9 +60,9 @@ fn resume(folder: &Folder, name: &str, arguments: &[String]) -> Run {
     Run::of(command.output().expect("the command starts"))
 }
 
-/// On the processor that wrote them, the losses have the same bits. Other processors add in another order.
+/// On the processor that wrote them, the losses have the same bits. Other processors add in a different order.
 #[test]
-fn steps_of_older_versions_resume_with_the_losses_they_had() {
+fn steps_of_older_versions_resume_with_the_same_losses() {
     let names = saved_runs();
     assert!(names.len() >= 8, "{names:?}");
     for name in names {
@@ -82,7 +82,7 @@ fn steps_of_older_versions_resume_with_the_losses_they_had() {
 
 /// The same weights with fresh optimizer state give other losses, so the states of old steps are used.
 #[test]
-fn without_their_states_the_losses_would_be_others() {
+fn fresh_state_gives_other_losses() {
     let name = "eager-2";
     let (arguments, want) = expected(name);
     let folder = Folder::new();

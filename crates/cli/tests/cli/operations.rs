@@ -15,7 +15,7 @@ fn diff(folder: &Folder, names: [&str; 2]) -> Run {
 }
 
 #[test]
-fn runs_of_the_same_arguments_carry_the_same() {
+fn identical_runs_record_identical_operations() {
     let saves = "--checkpoint-dir run --save-every 1 --overwrite";
     for engine in ["", "--compile", "--strategy hybrid-shard --ranks 4", saves] {
         let folder = Folder::new();
@@ -23,7 +23,7 @@ fn runs_of_the_same_arguments_carry_the_same() {
         write(&folder, "b", engine);
         let run = diff(&folder, ["a", "b"]);
         assert_eq!(run.code, 0, "{engine}: {}", run.stderr);
-        assert!(run.stdout.contains("carry the same"), "{}", run.stdout);
+        assert!(run.stdout.contains("have the same bytes"), "{}", run.stdout);
     }
 }
 
@@ -35,7 +35,10 @@ fn the_first_operation_that_differs_is_named() {
     write(&folder, "rate", "--lr 0.02");
     write(&folder, "strategy", "--strategy no-shard");
     for (other, words) in [
-        ("rate", ["in step 1, ", "all_gather", "gives other bytes"]),
+        (
+            "rate",
+            ["in step 1, ", "all_gather", "sends different bytes"],
+        ),
         (
             "strategy",
             ["before the first step", "wte", "the second run does"],
@@ -50,7 +53,7 @@ fn the_first_operation_that_differs_is_named() {
 }
 
 #[test]
-fn what_cannot_be_compared_is_refused() {
+fn incomparable_records_are_rejected() {
     let folder = Folder::new();
     write(&folder, "four", "--ranks 4");
     // Files of an earlier run with more ranks are removed.
@@ -66,12 +69,12 @@ fn what_cannot_be_compared_is_refused() {
     std::fs::remove_file(folder.path("lost/rank-1.jsonl")).unwrap();
     let last = format!("line {}: EOF", whole.lines().count());
     for (other, word) in [
-        ("four", "2 ranks, the other 4"),
+        ("four", "2 ranks, but the other has 4"),
         ("garbled", "rank-0.jsonl"),
         ("torn", "rank-0.jsonl"),
         ("torn", last.as_str()),
         ("lost", "rank-1.jsonl"),
-        ("nowhere", "there is no rank-0.jsonl"),
+        ("nowhere", "it contains no rank-0.jsonl"),
     ] {
         let run = diff(&folder, ["a", other]);
         assert_eq!(run.code, 2, "{other}: {}", run.stderr);

@@ -296,7 +296,7 @@ fn far(flags: &str, optimizer: &ModuleOptimizer, ways: &[&str]) -> Vec<String> {
 }
 
 #[test]
-fn losses_are_those_of_plain_burn_with_the_same_optimizers() {
+fn losses_match_plain_burn_with_every_optimizer() {
     let ways = [
         "--ranks 1",
         "--ranks 3",
@@ -323,7 +323,7 @@ fn losses_are_those_of_plain_burn_with_the_same_optimizers() {
 }
 
 #[test]
-fn muon_steps_the_matrices_of_blocks_and_adamw_the_rest() {
+fn muon_updates_block_matrices_and_adamw_the_rest() {
     let ways = [
         "--ranks 1",
         "--ranks 2",
@@ -366,7 +366,7 @@ fn a_rank_holds_the_states_that_its_optimizer_has() {
 }
 
 #[test]
-fn a_run_goes_on_in_another_engine_with_its_optimizers() {
+fn runs_resume_in_another_engine_with_every_optimizer() {
     let all = settings().into_iter();
     let all = all.map(|(flags, optimizer, _)| (flags, optimizer));
     for (flags, optimizer) in all.chain(muons()) {
@@ -419,7 +419,7 @@ fn a_step_of_another_optimizer_is_refused() {
             let run = folder.run(&format!("{run} --optimizer {name}"));
             assert_eq!(run.code, 2, "{}", run.stderr);
             assert!(
-                run.stderr.contains("give --optimizer adamw"),
+                run.stderr.contains("pass --optimizer adamw"),
                 "{}",
                 run.stderr
             );
@@ -428,7 +428,7 @@ fn a_step_of_another_optimizer_is_refused() {
 }
 
 #[test]
-fn flags_that_would_do_nothing_are_refused() {
+fn optimizer_flags_without_effect_are_rejected() {
     for (flags, words) in [
         (
             "--optimizer sgd --beta1 0.9",

@@ -9,7 +9,7 @@ use crate::checkpoints::{DIR, metrics};
 use crate::command::{Folder, Run, last_report};
 
 #[test]
-fn a_stderr_that_nobody_reads_is_no_panic() {
+fn an_unread_stderr_does_not_panic() {
     let folder = Folder::new();
     let full = || {
         File::options()
@@ -53,7 +53,7 @@ fn a_stderr_that_nobody_reads_is_no_panic() {
 }
 
 #[test]
-fn a_stdout_that_is_full_is_told_and_one_that_is_closed_is_not() {
+fn a_full_stdout_is_an_error_but_a_closed_one_is_not() {
     let folder = Folder::new();
     let full = File::options()
         .write(true)
@@ -194,7 +194,7 @@ fn the_report_is_printed_whatever_fails_last() {
 /// A run's inputs are never overwritten by its outputs, not through another name of the same file, and not inside a
 /// folder.
 #[test]
-fn no_output_takes_the_place_of_what_is_read() {
+fn outputs_never_replace_inputs() {
     let folder = Folder::new();
     folder.report("--synthetic --warmup 0 --steps 2 --checkpoint-dir steps");
     let text = "to be or not to be, that is the question. ".repeat(99);
@@ -235,7 +235,7 @@ fn no_output_takes_the_place_of_what_is_read() {
 }
 
 #[test]
-fn more_ranks_than_a_process_has_are_refused_as_input() {
+fn too_many_ranks_are_a_usage_error() {
     let folder = Folder::new();
     let run = folder.run("train --synthetic --ranks 1025 --batch 1025 --steps 1");
     assert_eq!(run.code, 2, "{}", run.stderr);
@@ -244,7 +244,7 @@ fn more_ranks_than_a_process_has_are_refused_as_input() {
 
 /// A file that does not fit is not an error in the command line.
 #[test]
-fn a_model_that_does_not_fit_on_the_disk_is_told_as_one() {
+fn a_full_disk_is_not_a_usage_error() {
     let folder = Folder::new();
     folder.report("--synthetic --warmup 0 --steps 2 --checkpoint-dir steps");
     let program = env!("CARGO_BIN_EXE_burn-fsdp");

@@ -82,7 +82,7 @@ fn the_headline_sizes_fit() {
 }
 
 #[test]
-fn what_does_not_fit_is_told_what_would_help_and_that_helps() {
+fn advice_for_jobs_that_do_not_fit_makes_them_fit() {
     let arguments = "--model gpt --preset 175b --gpu-memory 80GiB --activation-checkpointing";
     let answer = planned(&format!("{arguments} --ranks 16"));
     assert_eq!(answer["fits"], false);
@@ -98,7 +98,7 @@ fn what_does_not_fit_is_told_what_would_help_and_that_helps() {
 }
 
 #[test]
-fn a_compiled_step_is_planned_exactly_and_divided() {
+fn compiled_plans_divide_parameters_among_ranks() {
     let answer = |ranks: usize| {
         let arguments = format!("--model gpt --preset 7b --seq 128 --compile --ranks {ranks}");
         let answer = planned(&arguments);
@@ -110,7 +110,7 @@ fn a_compiled_step_is_planned_exactly_and_divided() {
 }
 
 #[test]
-fn a_few_blocks_tell_what_many_take() {
+fn a_few_blocks_predict_the_memory_of_many() {
     let peak = |flags: &str| {
         let answer = planned(&format!(
             "--model gpt --preset 7b --ranks 16 --compile {flags}"
@@ -154,11 +154,11 @@ fn the_plan_of_all_blocks_is_proved() {
     assert!(peak("--precision bf16") < peak("--precision f32"));
     assert_eq!(peak(""), peak("--precision f32"));
     assert!(planned("--model gpt --preset 7b --compile")["proof"].is_null());
-    refused_saying("--model gpt --preset 7b --certify", &["--compile"]);
+    assert_rejected("--model gpt --preset 7b --certify", &["--compile"]);
 }
 
 #[test]
-fn memory_over_the_step_is_drawn() {
+fn the_memory_curve_of_a_step_is_drawn() {
     let folder = Folder::new();
     for compile in ["", " --compile --seq 64"] {
         let run = plan(
@@ -173,7 +173,7 @@ fn memory_over_the_step_is_drawn() {
     assert_eq!(folder.names(), ["memory.svg"]);
 }
 
-fn refused_saying(arguments: &str, words: &[&str]) {
+fn assert_rejected(arguments: &str, words: &[&str]) {
     let folder = Folder::new();
     let run = plan(&folder, arguments);
     assert_eq!(run.code, 2, "{arguments}: {}{}", run.stdout, run.stderr);
@@ -187,10 +187,10 @@ fn refused_saying(arguments: &str, words: &[&str]) {
 
 #[test]
 fn wrong_input_is_named() {
-    refused_saying("--model gpt --preset 8b", &["gpt preset", "8b", "175b"]);
-    refused_saying("--model llama --preset 2t", &["llama preset", "2t", "70b"]);
-    refused_saying("--model bert --preset 7b", &["bert", "gpt"]);
-    refused_saying("--preset 7b", &["--model"]);
+    assert_rejected("--model gpt --preset 8b", &["gpt preset", "8b", "175b"]);
+    assert_rejected("--model llama --preset 2t", &["llama preset", "2t", "70b"]);
+    assert_rejected("--model bert --preset 7b", &["bert", "gpt"]);
+    assert_rejected("--preset 7b", &["--model"]);
     let model = "--model gpt --preset 7b";
     for (flags, words) in [
         ("--ranks 0", &["--ranks"][..]),
@@ -208,6 +208,6 @@ fn wrong_input_is_named() {
         ),
         ("--svg nowhere/memory.svg", &["nowhere"]),
     ] {
-        refused_saying(&format!("{model} {flags}"), words);
+        assert_rejected(&format!("{model} {flags}"), words);
     }
 }

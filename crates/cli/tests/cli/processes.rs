@@ -61,7 +61,7 @@ fn comparable(report: &Value) -> Value {
 }
 
 #[test]
-fn losses_and_saved_files_are_those_of_threads() {
+fn losses_and_saved_files_match_threads() {
     let steps = if is_long() { 30 } else { 8 };
     for (ranks, flags) in [
         (2, ""),
@@ -155,13 +155,17 @@ fn text_is_evaluated_sampled_and_resumed_with_other_ranks() {
 }
 
 #[test]
-fn what_differs_among_processes_is_named() {
+fn differences_between_processes_are_named() {
     let folder = Folder::new();
     let Some(run) = run(&folder, 2, "--synthetic --steps 2 --ranks 3") else {
         return;
     };
     check_code(&run, 2);
-    assert!(run.stderr.contains("asked for 3 ranks"), "{}", run.stderr);
+    assert!(
+        run.stderr.contains("3 ranks were requested"),
+        "{}",
+        run.stderr
+    );
     // Two programs in one job. The second has another learning rate.
     let mut command = mpirun(&folder, 1, "--synthetic --steps 2").expect("mpirun is there");
     let other = folder.train_command("--synthetic --steps 2 --lr 0.5");
@@ -363,7 +367,7 @@ fn ranks_save_and_end_when_launch_is_killed() {
     }
     let said = folder.read("err");
     assert_eq!(
-        said.matches("`burn-fsdp launch` is gone").count(),
+        said.matches("`burn-fsdp launch` has ended").count(),
         1,
         "{said}"
     );
@@ -448,7 +452,7 @@ fn a_generation_warns_once() {
 
 /// The launcher writes the ranks' output to files, which are not text for any rank.
 #[test]
-fn what_other_ranks_print_into_the_text_is_no_part_of_it() {
+fn output_of_other_ranks_in_the_text_folder_is_skipped() {
     let folder = Folder::new();
     let text = "to be or not to be, that is the question. ".repeat(100);
     std::fs::create_dir(folder.path("text")).expect("a writable folder");

@@ -95,7 +95,7 @@ fn synthetic_tokens_are_not_evaluated() {
 }
 
 #[test]
-fn without_measured_steps_there_are_no_times() {
+fn reports_without_measured_steps_have_no_times() {
     let folder = Folder::new();
     let report = folder.report("--synthetic --steps 0 --warmup 2");
     assert_eq!(report["step_ms"], Value::Null);

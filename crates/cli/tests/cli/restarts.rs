@@ -3,7 +3,7 @@
 use crate::command::{Folder, last_report, losses, send};
 
 #[test]
-fn a_run_that_fails_is_started_again_and_goes_on() {
+fn a_failed_run_is_restarted_and_resumes() {
     let whole = Folder::new();
     let arguments =
         "--synthetic --ranks 2 --warmup 0 --steps 8 --checkpoint-dir steps --save-every 2 --resume";
@@ -33,7 +33,7 @@ fn a_run_that_fails_is_started_again_and_goes_on() {
 }
 
 #[test]
-fn a_command_is_given_up_after_as_many_restarts_as_are_allowed() {
+fn launch_gives_up_after_the_allowed_restarts() {
     let folder = Folder::new();
     let mut launch = folder.command("launch --max-restarts 1 -- sh -c");
     let output = launch.arg("echo run >> runs; exit 7").output();
@@ -64,15 +64,15 @@ fn each_start_has_its_number_of_ranks() {
 }
 
 #[test]
-fn what_a_restart_could_not_do_is_refused() {
+fn commands_that_cannot_be_restarted_are_rejected() {
     let folder = Folder::new();
     for (arguments, expected) in [
         (
             "launch -- mpirun -n 2 burn-fsdp train --steps 3",
             "--resume=newest-good",
         ),
-        ("launch --ranks 2 -- true", "no {ranks} to replace"),
-        ("launch -- echo {ranks}", "give --ranks"),
+        ("launch --ranks 2 -- true", "does not contain {ranks}"),
+        ("launch -- echo {ranks}", "pass --ranks"),
         (
             "launch -- no-such-command-anywhere",
             "cannot run no-such-command-anywhere",
@@ -86,7 +86,7 @@ fn what_a_restart_could_not_do_is_refused() {
 
 #[cfg(unix)]
 #[test]
-fn a_signal_is_passed_on_and_nothing_follows() {
+fn signals_are_forwarded_and_prevent_restarts() {
     let folder = Folder::new();
     let mut launch = folder.command("launch --max-restarts 3 -- sh -c");
     let script =

@@ -29,7 +29,7 @@ fn settings_that_differ_are_named() {
         ("--batch 24", "--batch is 24, but was 12"),
         (
             "--batch 24",
-            "goes on with sample 96 of the data, but step 4 was saved after sample 48",
+            "continues with sample 96 of the data, but step 4 was saved after sample 48",
         ),
         ("--precision bf16", "--precision is bf16, but was f32"),
         (
@@ -114,7 +114,7 @@ fn ranks_are_named_where_one_of_the_runs_rounds() {
 
 /// A step without a setting, because older versions did not compare it, causes no warning about it.
 #[test]
-fn a_step_without_a_setting_is_silent_about_it() {
+fn settings_missing_from_a_step_are_not_compared() {
     let folder = Folder::new();
     folder.report(&format!("{RUN} --steps 4"));
     let index = "steps/step-000004/index.json";

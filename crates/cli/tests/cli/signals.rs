@@ -1,4 +1,4 @@
-//! Signals to `launch`, and its death, with different processes between it and a training.
+//! Signals to `launch`, and its death, with different processes between it and a training run.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ const FAR_TOO_LONG: Duration = Duration::from_secs(120);
 /// A time after which a signal counts as a new request, and not as another copy of the same one.
 const LATER: Duration = Duration::from_millis(1500);
 
-/// A training below `launch`, in a folder of its own.
+/// A training run below `launch`, in a folder of its own.
 struct Launched {
     folder: Folder,
     child: Child,
@@ -182,7 +182,7 @@ const SCRIPTS: [(&str, &str); 13] = [
 ];
 
 #[test]
-fn a_signal_to_launch_has_a_training_save_once_whatever_is_between() {
+fn a_signal_to_launch_saves_once_through_any_script() {
     for (index, (name, script)) in SCRIPTS.into_iter().enumerate() {
         let signal = ["-TERM", "-INT", "-HUP", "-USR1"][index % 4];
         let launched = Launched::start(script);
@@ -194,7 +194,7 @@ fn a_signal_to_launch_has_a_training_save_once_whatever_is_between() {
 }
 
 #[test]
-fn a_script_goes_on_behind_a_training_that_was_told_to_end() {
+fn a_script_continues_after_a_signaled_training() {
     let launched = Launched::start("$TRAIN; code=$?; sleep 1; echo code $code >after; exit 5");
     send("-TERM", launched.child.id());
     let (folder, ended) = launched.end();
@@ -204,7 +204,7 @@ fn a_script_goes_on_behind_a_training_that_was_told_to_end() {
 }
 
 #[test]
-fn a_script_that_runs_on_behind_a_training_is_ended_as_well() {
+fn a_script_that_outlives_the_training_is_ended() {
     let scripts = [
         "$TRAIN; sleep 1000; echo >after",
         // The shell is replaced by its last command.
@@ -226,7 +226,7 @@ fn a_script_that_runs_on_behind_a_training_is_ended_as_well() {
 }
 
 #[test]
-fn what_no_signal_ends_is_waited_for_and_killed_after_a_second_one() {
+fn commands_that_ignore_signals_are_killed_after_a_second_one() {
     let scripts = [
         "trap '' TERM; echo >ready; sleep 1000; echo >after",
         "trap 'echo told >>told' TERM; echo >ready; while :; do sleep 0.05; done",
@@ -273,7 +273,7 @@ fn a_script_that_trains_again_and_again_is_ended_as_well() {
 }
 
 #[test]
-fn signals_by_several_ways_are_one() {
+fn duplicate_signals_count_once() {
     // A scheduler signals each process of a job.
     let each = |launched: &Launched| {
         let trainer = launched.trainer();
@@ -291,7 +291,7 @@ fn signals_by_several_ways_are_one() {
         send("-TERM", launched.child.id());
         send("-INT", launched.child.id());
     };
-    // If a training ends before `launch` gets the signal, only the script is left, which is then told.
+    // If a training run ends before `launch` gets the signal, only the script is left, which is then told.
     let tell: [&dyn Fn(&Launched); 2] = [&each, &twice];
     for (tell, codes) in tell.into_iter().zip([&[0, 143][..], &[0]]) {
         let launched = Launched::start("timeout 1000 nice $TRAIN; exit $?");
@@ -304,7 +304,7 @@ fn signals_by_several_ways_are_one() {
 }
 
 #[test]
-fn a_training_alone_takes_two_signals_of_one_moment_as_one() {
+fn two_simultaneous_signals_to_a_training_count_once() {
     let folder = Folder::new();
     let train = folder.train_command(
         "--synthetic --warmup 0 --steps 100000000 --checkpoint-dir steps --json --metrics lines",
@@ -323,12 +323,13 @@ fn a_training_alone_takes_two_signals_of_one_moment_as_one() {
     saved_once(&folder, &String::from_utf8_lossy(&output.stdout));
 }
 
-/// Makes a training never end in good order, because one of its ranks waits forever.
+/// Makes a training run never end in good order, because one of its ranks waits forever.
 fn stalled(launch: &mut Command) {
     launch.env("BURN_FSDP_FAULT", "rank:1,step:4,at:forward,how:stall");
 }
 
-/// Starts such a training, and waits until it reaches the step with the fault. Before that, one signal would end it.
+/// Starts such a training run, and waits until it reaches the step with the fault. Before that, one signal would end
+/// it.
 fn start_stalled(script: &str) -> Launched {
     let launched = Launched::start_with(script, stalled);
     sleep(Duration::from_millis(500));
@@ -397,7 +398,7 @@ fn a_training_saves_and_ends_when_launch_is_killed() {
         launched.wait_until("the report", || launched.folder.read("out").ends_with('\n'));
         let (out, err) = (launched.folder.read("out"), launched.folder.read("err"));
         assert!(
-            err.contains("`burn-fsdp launch` is gone"),
+            err.contains("`burn-fsdp launch` has ended"),
             "{script}: {err}"
         );
         saved_once(&launched.folder, &out);
@@ -406,7 +407,7 @@ fn a_training_saves_and_ends_when_launch_is_killed() {
 
 /// `setsid` leaves a process behind that only later becomes the training.
 #[test]
-fn a_training_that_begins_behind_the_command_is_waited_for() {
+fn a_training_that_starts_after_the_command_ended_is_awaited() {
     let late = "(sleep 0.3; exec $TRAIN) & exit 0";
     let launched = Launched::start(late);
     send("-TERM", launched.child.id());
@@ -416,7 +417,7 @@ fn a_training_that_begins_behind_the_command_is_waited_for() {
 }
 
 #[test]
-fn a_launch_below_a_launch_that_is_killed_ends_its_training() {
+fn a_nested_launch_ends_its_training_if_the_outer_is_killed() {
     let mut launched =
         Launched::start("$PROGRAM launch --max-restarts 3 -- bash -c '$TRAIN; exit $?'; exit $?");
     send("-KILL", launched.child.id());
@@ -427,7 +428,7 @@ fn a_launch_below_a_launch_that_is_killed_ends_its_training() {
 }
 
 #[test]
-fn what_a_failed_command_leaves_behind_does_not_stop_the_next() {
+fn leftovers_of_a_failed_command_do_not_block_a_restart() {
     let script = "if [ $BURN_FSDP_RESTART = 0 ]; then $TRAIN & while [ ! -s lines ]; do sleep 0.05; done; exit 9; fi; \
                   $TRAIN";
     let launched = Launched::start(script);
@@ -451,7 +452,7 @@ fn what_a_failed_command_leaves_behind_does_not_stop_the_next() {
 }
 
 #[test]
-fn what_is_of_another_program_is_told_as_a_group_and_as_orphans() {
+fn foreign_groups_and_orphans_receive_the_signal() {
     let folder = Folder::new();
     let mut launch = folder.command("launch --max-restarts 0 -- bash -c");
     // Another session, whose parent is a shell that is killed by the signal.

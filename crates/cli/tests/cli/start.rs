@@ -1,4 +1,4 @@
-//! The start of a training, which does not depend on the number of ranks.
+//! The start of a training run, which does not depend on the number of ranks.
 
 use serde_json::Value;
 
@@ -62,7 +62,7 @@ fn saving_loaded_weights_copies_them() {
 }
 
 #[test]
-fn prefetching_changes_no_bit() {
+fn prefetching_does_not_change_results() {
     let folder = Folder::new();
     let with = |flags: &str| folder.report(&format!("{STEPS} {flags}"));
     let one = with("--prefetch 1");

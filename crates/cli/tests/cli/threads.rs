@@ -23,7 +23,7 @@ fn set(command: &mut Command, variable: Option<&str>) {
 }
 
 #[test]
-fn the_report_says_how_many_compute() {
+fn the_report_has_the_number_of_threads() {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     for (arguments, variable, threads) in [
         ("--ranks 2 --threads 3", None, 3),
@@ -46,7 +46,7 @@ fn the_report_says_how_many_compute() {
 }
 
 #[test]
-fn numbers_that_cannot_be_are_refused() {
+fn invalid_thread_counts_are_rejected() {
     for (arguments, variable, words) in [
         ("--threads 0", None, "--threads is 0; it must be at least 1"),
         (
@@ -100,7 +100,7 @@ fn ticks(process: u32) -> Vec<u64> {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn as_many_threads_compute_as_are_asked_for() {
+fn the_requested_number_of_threads_computes() {
     for (flags, variable, threads) in [
         ("--ranks 1 --threads 1", None, 1),
         ("--ranks 1", Some("1"), 1),

@@ -1,4 +1,4 @@
-//! A tokenizer belongs to a model. Other formats are refused, and the layout of its file does not matter.
+//! A tokenizer belongs to a model. Other formats are rejected, and the layout of its file does not matter.
 
 use burn::tensor::Device;
 use burn_fsdp_models::{LlamaConfig, LlamaVariant};
@@ -53,7 +53,7 @@ fn refuses(run: &Run, words: &[&str]) {
 }
 
 #[test]
-fn a_tokenizer_in_another_form_does_not_become_bytes() {
+fn unsupported_tokenizer_formats_do_not_fall_back_to_bytes() {
     for files in [
         &["tokenizer.model", "tokenizer_config.json"][..],
         &["vocab.json", "merges.txt"],
@@ -81,7 +81,7 @@ fn a_tokenizer_in_another_form_does_not_become_bytes() {
 }
 
 #[test]
-fn a_run_that_began_with_bytes_goes_on() {
+fn a_run_that_began_with_bytes_resumes() {
     let folder = folder(300);
     report(
         &folder,
@@ -99,14 +99,14 @@ fn a_run_that_began_with_bytes_goes_on() {
         "--init d --data text --tokenizer bytes --steps 2 --lora 2 --checkpoint-dir adapted",
     );
     assert_eq!(generate(&folder, "adapted --init d").code, 0);
-    // A run that starts fresh is refused.
+    // A run that starts fresh is rejected.
     let fresh = "--init d --data text --steps 4 --checkpoint-dir fresh --resume";
     refuses(&train(&folder, fresh), &["tokenizer.model"]);
 }
 
 #[cfg(unix)]
 #[test]
-fn a_tokenizer_that_cannot_be_read_does_not_become_bytes() {
+fn unreadable_tokenizers_do_not_fall_back_to_bytes() {
     let folder = folder(300);
     std::os::unix::fs::symlink("gone", folder.path("d/tokenizer.json")).expect("links");
     for run in [
@@ -118,7 +118,7 @@ fn a_tokenizer_that_cannot_be_read_does_not_become_bytes() {
 }
 
 #[test]
-fn bytes_for_the_tokens_of_a_larger_vocabulary_are_warned_of() {
+fn bytes_with_a_larger_vocabulary_are_warned_about() {
     let of_300 = folder(300);
     let words = "has 300 tokens and no tokenizer";
     let run = train(&of_300, "--init d --data text --steps 1");
@@ -144,7 +144,7 @@ fn bytes_for_the_tokens_of_a_larger_vocabulary_are_warned_of() {
 }
 
 #[test]
-fn another_tokenizer_than_that_of_the_folder_is_warned_of() {
+fn a_tokenizer_that_differs_from_the_folders_is_warned_about() {
     let folder = folder(300);
     folder.write("d/tokenizer.json", TOKENIZER);
     let mut other: Value = serde_json::from_str(TOKENIZER).expect("JSON");
@@ -160,13 +160,13 @@ fn another_tokenizer_than_that_of_the_folder_is_warned_of() {
     };
     assert_eq!(with("same.json"), "");
     assert!(
-        with("other.json").contains("another tokenizer than"),
+        with("other.json").contains("the tokenizer of the model"),
         "{}",
         with("other.json")
     );
 }
 
-/// The same tokenizer, written by another program, in another order, and with merges in their older format.
+/// The same tokenizer, written by another program, in a different order, and with merges in their older format.
 fn same_tokenizers() -> [String; 3] {
     let json: Value = serde_json::from_str(TOKENIZER).expect("JSON");
     let pretty = serde_json::to_string_pretty(&json).expect("JSON");
@@ -182,7 +182,7 @@ fn same_tokenizers() -> [String; 3] {
 }
 
 #[test]
-fn a_tokenizer_is_known_by_what_it_does() {
+fn tokenizers_are_compared_by_behavior() {
     let folder = folder(300);
     folder.write("one.json", TOKENIZER);
     let run = "--layers 1 --dim 16 --heads 2 --data text --checkpoint-dir run";
@@ -214,12 +214,12 @@ fn a_tokenizer_is_known_by_what_it_does() {
         change(&mut other);
         folder.write("other.json", other.to_string());
         let run = generate(&folder, "run --tokenizer other.json");
-        refuses(&run, &["was trained on tokens of a tokenizer"]);
+        refuses(&run, &["was trained on the tokens of a tokenizer"]);
     }
 }
 
 #[test]
-fn a_prompt_is_the_beginning_of_a_text_and_not_its_end() {
+fn tokens_after_a_text_are_not_added_to_prompts() {
     let folder = folder(300);
     let mut json: Value = serde_json::from_str(TOKENIZER).expect("JSON");
     folder.write("d/tokenizer.json", json.to_string());
@@ -239,7 +239,7 @@ fn a_prompt_is_the_beginning_of_a_text_and_not_its_end() {
 
 /// A normalizer's prefix appears only once, however long the text is.
 #[test]
-fn long_text_has_the_tokens_that_it_has_as_a_whole() {
+fn long_text_is_tokenized_as_a_whole() {
     let folder = folder(300);
     let mut json: Value = serde_json::from_str(TOKENIZER).expect("JSON");
     json["normalizer"] = json!({"type": "Prepend", "prepend": "#"});

@@ -185,7 +185,7 @@ fn a_compiled_step_is_traced() {
 }
 
 #[test]
-fn the_last_step_is_traced_if_there_are_few_and_the_file_may_be_no_other() {
+fn short_runs_trace_the_last_step_to_a_file_of_its_own() {
     let folder = Folder::new();
     folder.report("--synthetic --warmup 0 --steps 1 --trace trace.json");
     assert!(folder.read("trace.json").contains("forward"));

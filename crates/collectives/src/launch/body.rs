@@ -1,4 +1,4 @@
-//! The body of one rank, and the ways in which it ends.
+//! The body of one rank, and how it ends.
 
 use std::any::Any;
 use std::fmt;
@@ -40,7 +40,7 @@ where
 }
 
 impl Cause {
-    /// Returns the cause in a panic's payload.
+    /// Extracts the cause from a panic's payload.
     pub(super) fn unwound(payload: Box<dyn Any + Send>) -> Self {
         let payload = match payload.downcast::<Unwound>() {
             Ok(unwound) => return Self::Failed(unwound.0),

@@ -4,13 +4,13 @@ use std::thread;
 use std::time::Duration;
 
 use super::error::LaunchError;
-use crate::Check;
+use burn_fsdp_rendezvous::Check;
 
-/// The maximum number of ranks that are started as threads of one process. The ranks exchange a table of ranks by
-/// ranks, and no machine has as many cores.
+/// Maximum number of thread ranks in a process. Ranks exchange a table of ranks by ranks, and no machine has that many
+/// cores.
 pub(super) const MOST_THREADS: usize = 1024;
 
-/// The maximum number of threads with which a rank computes. No machine has as many cores.
+/// Maximum number of compute threads of a rank, above the number of cores of any machine.
 const MOST_THREADS_OF_RANK: usize = 1024;
 
 /// Rayon's variable for the number of threads of a pool.
@@ -29,7 +29,7 @@ pub struct LaunchConfig {
 }
 
 impl LaunchConfig {
-    /// Configures this many ranks, with the defaults of the other methods.
+    /// Configures this many ranks, with defaults for all other settings.
     pub fn new(ranks: usize) -> Self {
         Self {
             ranks,
@@ -46,9 +46,9 @@ impl LaunchConfig {
         self.ranks
     }
 
-    /// Sets the time for which a rank waits for its peers in one operation before it gives up. The default is 10
-    /// minutes. The time starts when the rank begins to wait; a pause of the whole machine counts as a tenth of it.
-    /// Groups that do other kinds of work, such as checkpoints, may have their own deadline: see
+    /// Sets the time that a rank waits for its peers in one operation before it gives up. The default is 10 minutes.
+    /// The time starts when the rank begins to wait; a pause of the whole machine counts as a tenth of it. Groups that
+    /// do other kinds of work, such as checkpoints, may have their own deadline: see
     /// [`ProcessGroup::isolate`](crate::ProcessGroup::isolate).
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
@@ -72,16 +72,15 @@ impl LaunchConfig {
     /// such work every few milliseconds, so it hardly takes part in anything else.
     ///
     /// Burn's CPU backend splits the sum of all elements of a large tensor, from 4 million elements on, among the
-    /// workers that are free. So the last digits of such a sum may differ from run to run and from rank to rank.
+    /// workers that are free. The last digits of these sums may therefore differ from run to run and from rank to rank.
     #[must_use]
     pub fn threads_per_rank(mut self, threads: usize) -> Self {
         self.threads_per_rank = (threads > 0).then_some(threads);
         self
     }
 
-    /// Omits the second worker of a rank with a single thread, so that one thread does all computation; otherwise the
-    /// second worker occasionally takes a part of a kernel. Only for a body that spawns nothing on rayon: it would wait
-    /// for spawned work forever.
+    /// Omits the second worker of a rank with a single thread. Otherwise that worker occasionally takes part of a
+    /// kernel. Only for a body that spawns nothing on rayon: it would wait for spawned work forever.
     #[must_use]
     pub fn without_background(mut self) -> Self {
         self.has_background = false;
@@ -114,7 +113,7 @@ impl LaunchConfig {
         self.num_threads_in(ranks_here, std::env::var(RAYON).ok())
     }
 
-    /// Does the same with this value of the variable.
+    /// Like [`num_threads`](Self::num_threads), with this value of the variable.
     fn num_threads_in(
         &self,
         ranks_here: usize,
@@ -156,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn rayons_variable_is_obeyed_where_nothing_is_set() {
+    fn rayons_variable_is_the_default() {
         let config = LaunchConfig::new(2);
         assert_eq!(threads(config, None).unwrap(), 1);
         assert_eq!(threads(config, Some("3")).unwrap(), 3);
@@ -169,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_of_threads_that_cannot_be_are_refused() {
+    fn invalid_thread_counts_are_rejected() {
         let config = LaunchConfig::new(2);
         for text in ["many", "-1", "1.5", "0x2"] {
             let message = threads(config, Some(text)).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! The way in which this process was started: alone, or by the launcher of a parallel program.
+//! How this process was started: alone, or by the launcher of a parallel program.
 
 use super::error::{ENGINE, LaunchError};
 use super::other_launchers::strangers;
@@ -59,7 +59,7 @@ pub struct Processes {
     pub launcher: &'static str,
     /// Number of processes.
     pub size: usize,
-    /// Number of this process among them, as the launcher reports it before MPI begins: its rank.
+    /// This process's number among them, which is its rank, as reported by the launcher before MPI starts.
     pub rank: usize,
     /// Number of the processes on this machine.
     pub here: usize,
@@ -121,7 +121,7 @@ pub(super) fn processes(
         let number = |name: &str| variable(name).and_then(|text| text.trim().parse().ok());
         let Some(rank) = number(launcher.rank).filter(|rank| *rank < size) else {
             let value = variable(launcher.rank).unwrap_or_default();
-            return Err(error(launcher.rank, value, "the number of this process"));
+            return Err(error(launcher.rank, value, "the rank of this process"));
         };
         return Ok(Some(Processes {
             launcher: launcher.name,
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_knows_its_number() {
+    fn the_rank_is_read_from_the_environment() {
         let found = of(&[
             ("OMPI_COMM_WORLD_SIZE", "8"),
             ("OMPI_COMM_WORLD_RANK", "5"),
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_launcher_counts() {
+    fn the_first_launcher_takes_precedence() {
         let both = [
             ("PMI_SIZE", "4"),
             ("PMI_RANK", "0"),
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_that_starts_nothing_in_parallel_is_none() {
+    fn a_job_without_parallel_tasks_is_not_a_launcher() {
         assert_eq!(sizes(&[("SLURM_NTASKS", "8"), ("SLURM_PROCID", "0")]), None);
         assert_eq!(sizes(&[("SLURM_STEP_NUM_TASKS", "8")]), None);
     }

@@ -8,18 +8,17 @@ pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// The variable that selects threads or processes as ranks.
 pub(super) const ENGINE: &str = "BURN_FSDP_ENGINE";
 
-/// The reason why a launch did not return a result of every rank.
+/// The reason why a launch did not return a result for every rank.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
     /// A launch without ranks.
-    #[error("cannot launch 0 ranks; ask for at least one")]
+    #[error("cannot launch 0 ranks; request at least one")]
     NoRanks,
 
     /// More ranks than one process supports.
     #[error(
-        "cannot launch {ranks} ranks as threads of one process; ask for at most {most}, and for about \
-         as many as there are cores"
+        "cannot launch {ranks} ranks as threads of one process; request at most {most}, and about one per core"
     )]
     TooManyRanks {
         /// The requested number of ranks.
@@ -30,8 +29,8 @@ pub enum LaunchError {
 
     /// More threads than one rank supports.
     #[error(
-        "cannot give each rank {threads} threads; ask for at most {most}, and for about as many as there are cores \
-         for each rank"
+        "cannot give each rank {threads} threads; request at most {most}, and about as many as there are cores per \
+         rank"
     )]
     TooManyThreads {
         /// The requested number of threads of a rank.
@@ -53,9 +52,9 @@ pub enum LaunchError {
 
     /// A process that was started together with others and cannot communicate with them.
     #[error(
-        "this is one of {processes} processes that {launcher} has started, but the program was built \
-         without MPI, and each of them would do the same work; build it with the feature `mpi`, or set \
-         {}=local if they are to run by themselves",
+        "this is one of {processes} processes started by {launcher}, but the program was built without MPI, so each \
+         process would do the same work; build it with the feature `mpi`, or set {}=local to run each process on \
+         its own",
         ENGINE
     )]
     NoMpi {
@@ -65,11 +64,11 @@ pub enum LaunchError {
         processes: usize,
     },
 
-    /// A process that was started together with others by a launcher that the ranks cannot use to find each other.
+    /// A process that was started together with others by a launcher with which the ranks cannot find each other.
     #[error(
-        "this is one of {} processes that {launcher} has started ({variable}={value}), through which ranks do not \
-         find each other, and each of them would do the same work; start them by `mpirun` or `srun`, or start one \
-         process, whose ranks are threads, or set {}=local if each is to run by itself",
+        "this is one of {} processes started by {launcher} ({variable}={value}), which does not let ranks find each \
+         other, so each process would do the same work; start them with `mpirun` or `srun`, start one process whose \
+         ranks are threads, or set {}=local to run each process on its own",
         Number(*processes), ENGINE
     )]
     OtherLauncher {
@@ -85,8 +84,8 @@ pub enum LaunchError {
 
     /// A number of ranks that differs from the number of processes.
     #[error(
-        "asked for {ranks} ranks, but {launcher} has started {processes} processes, and each is one \
-         rank; ask for {processes} ranks, or start {ranks} processes"
+        "{ranks} ranks were requested, but {launcher} started {processes} processes, and each is one rank; request \
+         {processes} ranks, or start {ranks} processes"
     )]
     OtherSize {
         /// The requested number of ranks.
@@ -99,14 +98,13 @@ pub enum LaunchError {
 
     /// A second launch under MPI, which cannot be started twice in a process.
     #[error(
-        "this process has launched before; under MPI the ranks are launched once, so do all the work \
-         in one launch"
+        "this process has already launched its ranks, which MPI allows only once; do all work in one launch"
     )]
     Again,
 
     /// A failure of MPI.
     #[error(
-        "cannot begin MPI: {0}; see that the program was built for the MPI whose launcher started it"
+        "cannot initialise MPI: {0}; check that the program was built for the MPI whose launcher started it"
     )]
     Mpi(String),
 
@@ -126,7 +124,7 @@ pub enum LaunchError {
         rank: usize,
         /// Its error.
         source: BoxError,
-        /// The ranks that did not return within the grace period after that.
+        /// The ranks that did not return within the following grace period.
         abandoned: Vec<usize>,
     },
 
@@ -137,7 +135,7 @@ pub enum LaunchError {
         rank: usize,
         /// The message of the panic.
         message: String,
-        /// The ranks that did not return within the grace period after that.
+        /// The ranks that did not return within the following grace period.
         abandoned: Vec<usize>,
     },
 }

@@ -4,11 +4,13 @@ mod body;
 mod config;
 mod environment;
 mod error;
+mod one_rank;
 mod other_launchers;
 #[cfg(feature = "mpi")]
 mod processes;
 mod threads;
 mod workers;
+mod worlds;
 
 pub use body::Unwound;
 pub use config::LaunchConfig;
@@ -16,7 +18,7 @@ pub use environment::Processes;
 pub use error::LaunchError;
 pub use threads::thread_ranks;
 
-use crate::ProcessGroup;
+use crate::group::ProcessGroup;
 
 /// Runs `body` on every rank of a new world, each on its own thread and inside its own rayon pool. Returns the results
 /// of this process's ranks in rank order.
@@ -32,7 +34,7 @@ use crate::ProcessGroup;
 /// 4. `SLURM_STEP_NUM_TASKS` with `SLURM_STEP_ID`: `srun`.
 ///
 /// A launcher that has started a single process is ignored, unless `BURN_FSDP_ENGINE` is `mpi`. If another launcher,
-/// such as `torchrun`, has started several processes, they would not find each other. This is
+/// such as `torchrun`, has started several processes, they would not find each other. The launch then fails with
 /// [`LaunchError::OtherLauncher`], unless `BURN_FSDP_ENGINE` is set. Processes need the feature `mpi`: without it,
 /// [`LaunchError::NoMpi`]. The number of ranks must equal the number of processes: [`LaunchError::OtherSize`].
 /// Processes can be launched only once: [`LaunchError::Again`].
@@ -40,8 +42,8 @@ use crate::ProcessGroup;
 /// # Failures
 ///
 /// When a rank panics or returns an error, the pending and later operations of all others fail. Ranks that do not
-/// return within [`LaunchConfig::grace`] are abandoned, and this function returns without them. While no rank has
-/// failed it waits for all of them, however long they take.
+/// return within [`LaunchConfig::grace`] are abandoned, and this function returns without them. As long as no rank has
+/// failed, it waits for all of them, however long they take.
 ///
 /// Errors that `body` handles itself and does not return are not failures of the launch.
 ///

@@ -3,7 +3,7 @@
 /// A launcher that the ranks cannot use to find each other.
 struct Other {
     name: &'static str,
-    /// The variable with the number of a process among the processes that were started together.
+    /// The variable with a process's number among those that were started together.
     rank: &'static str,
     size: Size,
 }
@@ -18,7 +18,7 @@ enum Size {
     Unknown,
 }
 
-/// Processes that such a launcher has started together.
+/// Processes that an unsupported launcher has started together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Strangers {
     /// Name of the launcher.
@@ -34,27 +34,27 @@ pub(super) struct Strangers {
 const OTHERS: [Other; 13] = [
     // Also `accelerate`, DeepSpeed, Ray Train, and the PyTorchJob and XGBoostJob of Kubeflow.
     Other {
-        name: "torchrun or a launcher of its kind",
+        name: "torchrun or a similar launcher",
         rank: "RANK",
         size: Size::Variable("WORLD_SIZE"),
     },
     Other {
-        name: "Kubeflow's trainer of PyTorch",
+        name: "Kubeflow's PyTorch trainer",
         rank: "PET_NODE_RANK",
         size: Size::Variable("PET_NNODES"),
     },
     Other {
-        name: "Kubeflow's trainer of TensorFlow",
+        name: "Kubeflow's TensorFlow trainer",
         rank: "TF_CONFIG",
         size: Size::Addresses("TF_CONFIG"),
     },
     Other {
-        name: "a launcher of JAX",
+        name: "a JAX launcher",
         rank: "JAX_PROCESS_ID",
         size: Size::Variable("JAX_NUM_PROCESSES"),
     },
     Other {
-        name: "a launcher of Paddle",
+        name: "a Paddle launcher",
         rank: "PADDLE_TRAINER_ID",
         size: Size::Variable("PADDLE_TRAINERS_NUM"),
     },
@@ -74,7 +74,8 @@ const OTHERS: [Other; 13] = [
         rank: "MVP_COMM_WORLD_RANK",
         size: Size::Variable("MVP_COMM_WORLD_SIZE"),
     },
-    // In `flux run -o pmi=off`. Otherwise it also sets MPICH's variables, and in the script of `flux batch` none.
+    // Set by `flux run -o pmi=off`. Otherwise Flux also sets MPICH's variables. In the script of `flux batch` it sets
+    // none.
     Other {
         name: "flux run",
         rank: "FLUX_TASK_RANK",
@@ -98,15 +99,15 @@ const OTHERS: [Other; 13] = [
     },
     // `prterun`, and `srun --mpi=pmix` where the environment was cleared.
     Other {
-        name: "a launcher of PMIx",
+        name: "a PMIx launcher",
         rank: "PMIX_RANK",
         size: Size::Unknown,
     },
 ];
 
-/// Returns the processes that such a launcher has started together with this one, if there are several. `known` is the
-/// number of processes of a supported launcher. If the numbers are equal, the supported launcher has started them and
-/// also set the variables of another launcher, for programs that look for those.
+/// Returns the processes that an unsupported launcher has started together with this one, if there are several. `known`
+/// is the number of processes of a supported launcher. If the numbers are equal, the supported launcher has started
+/// them and also set the variables of another launcher, for programs that look for those.
 ///
 /// A variable that is set without the others, or is not a number, does not come from a launcher.
 pub(super) fn strangers(
@@ -271,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn one_process_is_alone() {
+    fn a_single_process_has_no_launcher() {
         let alone: [Variables<'_>; 6] = [
             &[
                 ("RANK", "0"),
@@ -295,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn stray_variables_are_no_launcher() {
+    fn stray_variables_are_not_a_launcher() {
         let stray: [Variables<'_>; 6] = [
             &[("RANK", "2")],
             &[("WORLD_SIZE", "4"), ("MASTER_ADDR", "localhost")],

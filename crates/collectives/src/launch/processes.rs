@@ -10,8 +10,10 @@ use super::body::{Cause, run_rank};
 use super::config::LaunchConfig;
 use super::environment::Processes;
 use super::error::{BoxError, LaunchError};
-use crate::control::Control;
-use crate::{ProcessGroup, mpi};
+use super::worlds::Here;
+use crate::engines::mpi;
+use crate::group::ProcessGroup;
+use burn_fsdp_rendezvous::Control;
 
 /// The pause between two checks for the failure of another rank, while this one continues.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -36,7 +38,7 @@ where
         processes: processes_found,
         launcher: processes.launcher.to_owned(),
     };
-    // Before MPI begins, so that the launcher does not report an error of its own.
+    // Before MPI begins, so that the launcher does not report a separate error.
     if config.ranks != processes.size {
         return Err(other_size(processes.size));
     }
@@ -47,25 +49,33 @@ where
         connection.close(false, config.grace);
         return Err(other_size(size));
     }
-    let world = connection.world(config.deadline, config.check);
+    let here = Here {
+        name: "world",
+        size,
+        rank,
+        deadline: config.deadline,
+        check: config.check,
+    };
+    let world = here.group(connection.messenger(), |control, pool| {
+        connection.end(control, pool.clone())
+    });
     let control = world.control().clone();
     let end = run(config, num_threads, &control, move || body(world));
     match &end {
-        Some(Ok(_)) => control.world.depart(rank),
+        Some(Ok(_)) => control.world().depart(rank),
         Some(Err(cause)) => {
             control.fail(rank, cause.to_string());
-            control.world.depart(rank);
+            control.world().depart(rank);
         }
         // Abandoned: another rank has failed.
-        None => control.world.depart(rank),
+        None => control.world().depart(rank),
     }
     let is_whole = part(config, &control);
     connection.close(is_whole, config.grace);
     verdict(&control, rank, end)
 }
 
-/// Runs the body to its end. Returns `None` if another rank has failed and this one does not return within the grace
-/// period.
+/// Runs the body. Returns `None` if another rank has failed and this one does not return within the grace period.
 fn run<T, E>(
     config: &LaunchConfig,
     num_threads: usize,
@@ -79,7 +89,7 @@ where
     let (sender, receiver) = channel();
     let has_background = config.has_background;
     let run = move || {
-        // Nobody listens any more if this rank has been abandoned.
+        // The receiver is gone if this rank has been abandoned.
         let _ = sender.send(run_rank((num_threads, has_background), body));
     };
     if let Err(error) = thread::Builder::new().name("rank".to_owned()).spawn(run) {
@@ -102,21 +112,21 @@ where
 }
 
 /// Waits until all ranks have ended, and returns true if none has failed. After a failure they have the grace period.
-/// So each can report what it saw before the launcher ends them all, and none waits for a process that is gone.
+/// This lets each rank report what it saw before the launcher ends them all, and none waits for a process that is gone.
 fn part(config: &LaunchConfig, control: &Control) -> bool {
-    let bell = &control.world.bell;
-    let over = bell.wait_for(Duration::MAX, || {
+    let world = control.world();
+    let over = world.wait_for(Duration::MAX, || {
         let is_failed = control.failure().is_some();
-        (is_failed || control.world.is_over()).then_some(!is_failed)
+        (is_failed || world.is_over()).then_some(!is_failed)
     });
     if over == Some(true) {
         return true;
     }
-    bell.wait_for(config.grace, || control.world.is_over().then_some(()));
+    world.wait_for(config.grace, || world.is_over().then_some(()));
     false
 }
 
-/// Returns this rank's result, or the first failure of any.
+/// Returns this rank's result, or the first failure of any rank.
 fn verdict<T>(
     control: &Control,
     rank: usize,

@@ -9,13 +9,14 @@ use std::time::Instant;
 use super::body::{Cause, run_rank};
 use super::config::{LaunchConfig, MOST_THREADS};
 use super::error::{BoxError, LaunchError};
-use crate::control::Control;
-use crate::{ProcessGroup, local};
+use super::worlds;
+use crate::group::ProcessGroup;
+use burn_fsdp_rendezvous::Control;
 
 /// The outcome of a rank: its result, or the cause of its failure.
 type End<T> = Result<T, Cause>;
 
-/// The number of ranks that are threads of this process and are still running.
+/// Number of running ranks that are threads of this process.
 static HERE: AtomicUsize = AtomicUsize::new(0);
 
 /// Returns the number of ranks that currently run as threads of this process. It is 0 if the process is a rank, or
@@ -52,11 +53,11 @@ where
         return Err(LaunchError::TooManyRanks { ranks, most });
     }
     let threads = (config.num_threads(ranks)?, config.has_background);
-    let groups = local::groups(ranks, config.deadline, config.check);
+    let groups = worlds::of_threads(ranks, config.deadline, config.check);
     let control = groups[0].control().clone();
     let body = Arc::new(body);
     let (sender, receiver) = channel();
-    // All of them, before the first begins.
+    // Counts all ranks before the first begins.
     let here: Vec<Here> = groups.iter().map(|_| Here::begin()).collect();
     for ((rank, group), here) in groups.into_iter().enumerate().zip(here) {
         let (shared, body, sender) = (control.clone(), body.clone(), sender.clone());
@@ -64,10 +65,10 @@ where
             let _here = here;
             let end = run_rank(threads, || body(group));
             match &end {
-                Ok(_) => shared.world.depart(rank),
+                Ok(_) => shared.world().depart(rank),
                 Err(cause) => shared.fail(rank, cause.to_string()),
             }
-            // Nobody listens any more if this rank has been abandoned.
+            // The receiver is gone if this rank has been abandoned.
             let _ = sender.send((rank, end));
         };
         let thread = thread::Builder::new().name(format!("rank {rank}"));
@@ -99,8 +100,8 @@ fn collect<T>(
         };
         let Ok((rank, end)) = received else { break };
         ends[rank] = Some(end);
-        // A rank may have failed and continued: it saw an error and worked on without its peers. In that case the first
-        // rank that returns reveals that the world is ending.
+        // A rank may have failed and continued without its peers. In that case the first rank that returns shows that
+        // the world is ending.
         if give_up_at.is_none() && control.failure().is_some() {
             give_up_at = Instant::now().checked_add(config.grace);
         }

@@ -8,17 +8,17 @@ use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder, Yield};
 /// Stack size of a rank's threads: a main thread's size, because whole training loops run on them.
 const STACK_BYTES: usize = 8 << 20;
 
-/// The pause between two checks of a background worker for work. Each check takes some microseconds.
+/// The pause between a background worker's checks for work. Each check takes a few microseconds.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
-/// A rank's rayon pool. The body runs on one of its workers. So parallel work that the body begins, such as Burn's
-/// kernels, is shared among the workers of the rank's own pool.
+/// A rank's rayon pool. The body runs on one of its workers. Parallel work that the body begins, such as Burn's
+/// kernels, is therefore shared among the workers of this pool.
 ///
 /// Work that the body spawns without taking part in it needs a second worker. A rank with a single compute thread gets
 /// one, but it does not help with the kernels. All cores have a rank to serve. If two threads shared each kernel of a
-/// few microseconds, waking each other would take more time than the work. The second worker of such a rank is occupied
-/// by a job that sleeps, and every few milliseconds runs the work that it finds. It finds a piece of a kernel only by
-/// chance.
+/// few microseconds, waking each other would take more time than the work. A job therefore occupies the second worker
+/// of these ranks: it sleeps, and every few milliseconds runs the work that it finds. It finds a piece of a kernel only
+/// by chance.
 #[derive(Debug)]
 pub(super) struct Workers {
     pool: ThreadPool,
@@ -52,7 +52,7 @@ impl Workers {
     }
 }
 
-/// Makes the other worker of this pool the background worker. Returns when that has happened.
+/// Turns the other worker of this pool into the background worker, and waits until that is done.
 fn begin_background() -> Sender<()> {
     let (stop, stopped) = channel();
     let (begun, has_begun) = channel();

@@ -31,7 +31,7 @@ fn main() {
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{output:?}");
     assert!(
-        text.contains("one of 2 processes that Open MPI's mpirun has started"),
+        text.contains("one of 2 processes started by Open MPI's mpirun"),
         "{text}"
     );
     assert!(text.contains("build it with the feature `mpi`"), "{text}");

@@ -3,8 +3,6 @@
 //! This program starts itself again under `mpirun`, once for each number of processes and each kind of failure. If
 //! there is no `mpirun`, it only prints a notice.
 
-#[path = "../contract/mod.rs"]
-mod contract;
 #[path = "../launcher/mod.rs"]
 mod launcher;
 
@@ -53,15 +51,16 @@ fn direct() -> ExitCode {
         let output = mpirun(3, scene);
         let words = [
             "in step 7, ",
-            "got other bytes of rank 1",
+            "received different bytes",
             "for tensor 0 of ",
+            "than rank 1 passed to the call",
             kind,
         ];
         expect(&output, Some(3), &words);
     }
     overlap();
     let output = mpirun(2, "fewer");
-    expect(&output, Some(3), &["asked for 7 ranks", "2 processes"]);
+    expect(&output, Some(3), &["7 ranks were requested", "2 processes"]);
     let output = mpirun(3, "error");
     expect(&output, Some(3), &["rank 1 failed: told to fail"]);
     let output = mpirun(3, "panic");
@@ -201,8 +200,8 @@ fn flip(scene: &str, world: &ProcessGroup) -> Result<(), Error> {
     world.barrier("not before the flip is found")
 }
 
-/// Rank 0 starts a gather and computes. It waits when rank 1 has told it, by a file, that it has what rank 0 gave, and that rank 0
-/// has what it gave: so bytes have come and gone while rank 0 did not wait.
+/// Rank 0 starts a gather and computes. It waits when rank 1 has told it, by a file, that it has what rank 0 gave, and
+/// that rank 0 has what it gave: so bytes have arrived and gone while rank 0 did not wait.
 fn compute_meanwhile(world: &ProcessGroup, file: &Path) -> Result<(), Error> {
     let shard = 4 << 20;
     let partition = Partition::flat(shard * world.size(), world.size())?;
@@ -239,7 +238,7 @@ fn signal(signal: &str) {
 
 fn keep_contract(world: &ProcessGroup) -> Result<(), Error> {
     assert_eq!(world.engine(), "mpi");
-    for (name, case) in contract::CASES {
+    for (name, case) in burn_fsdp_engine_tests::CASES {
         let before = world.counts();
         case(world)?;
         if world.rank() == 0 {
@@ -248,7 +247,7 @@ fn keep_contract(world: &ProcessGroup) -> Result<(), Error> {
     }
     // Again, on a part of the world.
     let part = world.split(world.rank() % 2, 0, "part")?;
-    for (_, case) in contract::CASES {
+    for (_, case) in burn_fsdp_engine_tests::CASES {
         case(&part)?;
     }
     world.barrier("end")?;

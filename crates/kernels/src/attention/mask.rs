@@ -11,7 +11,7 @@ use crate::vectors::Kernel;
 /// The keys that queries see.
 #[derive(Clone, Debug)]
 pub(super) enum Mask {
-    /// A query sees the keys at its own position and before it.
+    /// A query sees keys up to its own position.
     Causal,
     /// Scores are replaced by numbers wherever a mask is set, one mask after the other.
     Filled(Vec<Fill>),
@@ -25,8 +25,7 @@ pub(crate) struct Fill {
     pub(crate) value: f32,
 }
 
-/// The masks of a block of queries. The code of each key is zero, or the number of the last mask that is set, counted
-/// from one.
+/// The masks of a block of queries. Each key has a code: zero, or the one-based index of the last mask that is set.
 pub(super) struct Codes {
     codes: Vec<u8>, // [heads or 1, queries, keys]
     planes: usize,
@@ -77,7 +76,7 @@ impl Codes {
         }
     }
 
-    /// Returns the keys from the first to the last that any query sees, or `None` if a query sees no key.
+    /// Returns the range from the first to the last key that any query sees, or `None` if a query sees no key.
     pub(super) fn seen(&self) -> Option<Range<usize>> {
         let mut seen = self.keys..0;
         for row in self.codes.chunks_exact(self.keys.max(1)) {
@@ -96,7 +95,7 @@ impl Codes {
         &self.codes[start + keys.start..start + keys.end]
     }
 
-    /// Returns the greatest number that a mask fills in, or NaN if one of them is NaN.
+    /// Returns the largest fill value of a mask, or NaN if one of them is NaN.
     fn highest(&self) -> f32 {
         let larger = |a: f32, b: f32| if a > b || a.is_nan() { a } else { b };
         let values = self.values.iter().copied();
@@ -204,8 +203,7 @@ impl Kernel for MaskedSoftmax<'_> {
     }
 }
 
-/// Computes the gradient of the unscaled scores in place of the probabilities' gradient. Scores that a mask has
-/// filled get zero.
+/// Replaces the probabilities' gradient with the gradient of the unscaled scores, which is zero for masked scores.
 pub(super) struct SoftmaxGradient<'a> {
     pub(super) grad: &'a mut [f32],
     pub(super) probabilities: &'a [f32],

@@ -205,7 +205,7 @@ fn assert_near(what: &str, found: &[f32], expected: &[f32]) {
 }
 
 #[test]
-fn it_is_the_composed_one_under_any_mask() {
+fn attention_matches_the_composed_one_under_any_mask() {
     for sizes in SIZES {
         let [batch, heads, queries, keys, ..] = sizes;
         let case = || Case::new(sizes);
@@ -242,7 +242,7 @@ fn it_is_the_composed_one_under_any_mask() {
 }
 
 #[test]
-fn what_is_no_number_behind_a_mask_comes_out_as_it_does_when_composed() {
+fn masked_non_finite_scores_match_the_composed_attention() {
     for sizes in [[2, 1, 70, 70, 3, 3], [1, 2, 6, 9, 4, 2]] {
         let [_, _, queries, keys, ..] = sizes;
         for special in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e30] {
@@ -271,7 +271,7 @@ fn what_is_no_number_behind_a_mask_comes_out_as_it_does_when_composed() {
 }
 
 #[test]
-fn scores_far_below_what_fills_in_are_not_left_out_for_it() {
+fn scores_far_below_the_mask_value_still_count() {
     // All keys that a query sees have scores of -3e4, so masked keys at -1e4 win.
     let sizes = [1, 1, 3, 5, 1, 2];
     let mut case = Case::new(sizes);

@@ -144,7 +144,7 @@ impl PointwiseProgram {
     ///
     /// # Panics
     ///
-    /// If the operation needs another number of operands.
+    /// If the operation needs a different number of operands.
     pub fn push(
         &mut self,
         operation: PointwiseOperation,
@@ -167,7 +167,7 @@ impl PointwiseProgram {
         PointwiseOperand::Number(self.numbers.len() - 1)
     }
 
-    /// Lets the result overwrite an input, if nobody else holds it and it has all elements in order.
+    /// Lets the result overwrite an input, if nothing else holds it and it has all elements in order.
     pub fn write_over(&mut self, input: Option<usize>) {
         self.written_over = input;
     }

@@ -46,7 +46,7 @@ pub(crate) fn run(
         Some(input) => Source::of(input, shape),
         // Its block is copied before it is overwritten.
         None if over == Some(index) => Source::Result,
-        None => panic!("input {index} of a program of pointwise operations is gone"),
+        None => panic!("input {index} of a pointwise program is missing"),
     });
     let sources: Vec<Source<'_>> = sources.collect();
     let is_half = dtype == DType::BF16;
@@ -124,7 +124,7 @@ impl<'a> Source<'a> {
                 Some(dim) => {
                     assert_eq!(
                         own[dim], 1,
-                        "an input of {own:?} does not broadcast to {shape:?}"
+                        "an input of shape {own:?} does not broadcast to {shape:?}"
                     );
                     0
                 }
@@ -248,7 +248,7 @@ impl Registers {
     }
 }
 
-/// The memory of a part of the result.
+/// The memory for a part of the result.
 enum Target<'a> {
     Full(&'a mut [f32]),
     Half(&'a mut [bf16]),

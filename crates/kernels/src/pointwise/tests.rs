@@ -1,4 +1,4 @@
-//! Tests of programs against Burn's operations, to the bit.
+//! Tests that programs are bit-identical to Burn's operations.
 
 use burn::backend::{Backend, Flex};
 use burn::tensor::{DType, Shape, TensorData};
@@ -144,12 +144,12 @@ fn bits(tensor: FlexTensor) -> Vec<u32> {
 }
 
 #[test]
-fn any_program_has_burns_bits() {
+fn any_program_matches_burn_bit_for_bit() {
     has_burns_bits(DType::F32);
 }
 
 #[test]
-fn any_program_on_halves_has_burns_bits() {
+fn any_program_on_halves_matches_burn_bit_for_bit() {
     has_burns_bits(DType::BF16);
 }
 
@@ -176,7 +176,7 @@ fn has_burns_bits(dtype: DType) {
         let expected = bits(composed::<Flex>(&program, &wide, number));
         let decoded = PointwiseProgram::from_scalars(&program.to_scalars());
         assert_eq!(decoded.as_ref().map(bits_of), Some(bits_of(&program)));
-        // Once with inputs that others hold, and once with inputs that nobody else holds.
+        // Once with inputs that others hold, and once with inputs that nothing else holds.
         let held = inputs.clone();
         let found = run(&program, inputs.clone(), &Shape::from(shape));
         assert_eq!(bits(found), expected, "seed {seed}: {program:?}");
@@ -216,7 +216,7 @@ fn expand<B: Backend>(
 }
 
 #[test]
-fn what_is_no_program_is_none() {
+fn truncated_programs_are_rejected() {
     let mut program = PointwiseProgram::default();
     let number = program.number(1.5);
     let sum = program.push(Op::Add, Operand::Input(0), Some(number));
@@ -233,7 +233,7 @@ fn what_is_no_program_is_none() {
 }
 
 #[test]
-fn an_input_of_its_own_is_written_over() {
+fn an_unshared_input_is_overwritten() {
     let mut program = PointwiseProgram::default();
     let number = program.number(2.0);
     program.push(Op::Mul, Operand::Input(0), Some(number));

@@ -83,7 +83,7 @@ fn assert_rounded(operation: Op, operands: &[Operand], scalars: &[ScalarIr]) {
     assert_eq!(halves.len(), full.len());
     for (number, (half, full)) in halves.into_iter().zip(full).enumerate() {
         assert_eq!(half.layout().shape(), full.layout().shape());
-        // A loss has 32 bits, whatever the type of the logits, and so do the numbers kept for the rows.
+        // A loss has 32 bits, regardless of the type of the logits, and so do the numbers kept for the rows.
         let is_loss = [Op::CrossEntropy, Op::LogLikelihood].contains(&operation) && number == 1;
         assert_eq!(half.dtype(), if is_loss { DType::F32 } else { DType::BF16 });
         for (found, expected) in floats(half).into_iter().zip(floats(full)) {
@@ -185,7 +185,7 @@ fn cross_entropy_of_halves_is_computed_in_32_bits() {
 }
 
 #[test]
-fn a_cast_is_the_number_rounded_once() {
+fn casts_round_once() {
     let x = Operand::floats(&[5, 7], 1)
         .full()
         .with(3, 1.003_9)

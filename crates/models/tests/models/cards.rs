@@ -170,7 +170,7 @@ fn read(folder: &Path, card: &Card) -> Result<(f32, Vec<f32>), ModelError> {
 }
 
 #[test]
-fn folders_of_public_models_are_read_as_transformers_reads_them() {
+fn folders_of_public_models_load_as_in_transformers() {
     let cards: Vec<Card> = serde_json::from_str(CARDS).expect("cards");
     let (mut num_read, mut num_refused) = (0, 0);
     for card in &cards {
@@ -196,7 +196,7 @@ fn folders_of_public_models_are_read_as_transformers_reads_them() {
             (Some(word), ..) => {
                 let error = found.expect_err(name).to_string();
                 assert!(error.contains(word), "{name}: {error}");
-                assert!(error.contains("of your own"), "{name}: {error}");
+                assert!(error.contains("your own Burn module"), "{name}: {error}");
                 num_refused += 1;
             }
             _ => panic!("{name}: neither read nor refused"),

@@ -37,7 +37,7 @@ fn renamed(parameters: Vec<ParameterSpec>, folder: &Path, rename: impl Fn(&str) 
 }
 
 #[test]
-fn what_a_wrapper_puts_in_front_of_names_is_named() {
+fn prefixes_of_wrappers_are_named() {
     for prefix in [
         "module.",
         "_orig_mod.",
@@ -73,11 +73,11 @@ fn what_a_wrapper_puts_in_front_of_names_is_named() {
 }
 
 #[test]
-fn the_form_of_a_folder_without_safetensors_is_named() {
+fn the_format_of_a_folder_without_safetensors_is_named() {
     for (file, word) in [
         ("pytorch_model.bin", "PyTorch's form"),
         ("pytorch_model.bin.index.json", "PyTorch's form"),
-        ("adapter_model.safetensors", "an adapter of PEFT"),
+        ("adapter_model.safetensors", "a PEFT adapter"),
         ("model-00001-of-00002.safetensors", "without its index"),
         ("consolidated.00.pth", "Meta's form"),
         ("tf_model.h5", "TensorFlow's form"),
@@ -107,23 +107,23 @@ fn files_that_were_not_fetched_are_named() {
         fs::remove_file(&path).expect("ours");
         std::os::unix::fs::symlink("nowhere", &path).expect("a link");
         let error = WeightsFile::open(folder.path(), CONFIG).expect_err("a link");
-        assert!(error.to_string().contains("not there"), "{error}");
+        assert!(error.to_string().contains("a missing file"), "{error}");
     }
 }
 
 #[test]
-fn the_reason_against_a_tensor_is_its_own() {
+fn each_rejected_tensor_has_its_own_reason() {
     let one = |names: [&str; 3]| names.map(str::to_owned);
     for (name, shape, words) in [
         (
             "model.layers.2.self_attn.q_proj.weight",
             vec![16, 16],
-            one(["fewer blocks", "another configuration", ""]),
+            one(["fewer blocks", "this configuration", ""]),
         ),
         (
             "model.layers.1.self_attn.q_proj.bias",
             vec![16],
-            one(["no bias there", "another configuration", ""]),
+            one(["no bias there", "this configuration", ""]),
         ),
         (
             "model.embed_positions.weight",
@@ -133,7 +133,7 @@ fn the_reason_against_a_tensor_is_its_own() {
         (
             "embed_tokens.weight",
             vec![13, 16],
-            one(["there twice", "remove one", ""]),
+            one(["occurs twice", "remove one", ""]),
         ),
     ] {
         let folder = folder();
@@ -212,7 +212,7 @@ fn a_tied_head_is_compared_wherever_it_is_read() {
 
 /// NaN is equal to itself here, because diverged models are also written and read.
 #[test]
-fn a_tied_head_of_a_diverged_model_is_its_table() {
+fn the_tied_head_of_a_diverged_model_equals_its_table() {
     let open = |table: u32, head: u32| {
         let folder = folder();
         let mut container = Container::of_parameters(TIED.parameters());
@@ -288,7 +288,7 @@ fn two_names_of_one_setting_must_agree() {
         let error = config_of(&with(llama(), changes)).expect_err(names[0]);
         let text = error.to_string();
         assert!(names.iter().all(|name| text.contains(name)), "{text}");
-        assert!(text.contains("remove the one that is not meant"), "{text}");
+        assert!(text.contains("remove the wrong one"), "{text}");
     }
     for (name, alias) in [
         ("n_embd", "hidden_size"),
@@ -369,7 +369,7 @@ fn settings_that_are_null_are_absent_or_named() {
     );
     let json = with(GPT2.to_hugging_face(), json!({"n_inner": null}));
     assert_eq!(config_of(&json).expect("a GPT-2"), ModelConfig::Gpt2(GPT2));
-    // Transformers refuses these.
+    // Transformers rejects these.
     for (of, names) in [
         (
             CONFIG.to_hugging_face(),
@@ -404,7 +404,7 @@ fn settings_that_are_null_are_absent_or_named() {
 /// The safetensors writer creates files that only their owner can read.
 #[cfg(unix)]
 #[test]
-fn written_files_have_the_permissions_of_any_file() {
+fn written_files_have_default_permissions() {
     use std::os::unix::fs::PermissionsExt;
     let folder = folder();
     let mode = |name: &str| {

@@ -43,7 +43,7 @@ fn the_module_has_the_configured_number_of_parameters() {
 }
 
 #[test]
-fn the_first_loss_is_that_of_a_uniform_guess() {
+fn the_first_loss_is_near_a_uniform_guess() {
     let device = Device::flex();
     let model = CONFIG.init(&device, 1).unwrap();
     let loss = values(loss(&model, &device))[0];
@@ -51,7 +51,7 @@ fn the_first_loss_is_that_of_a_uniform_guess() {
 }
 
 #[test]
-fn the_loss_is_that_of_the_logits() {
+fn the_loss_matches_the_logits() {
     let device = Device::flex();
     let model = CONFIG.init(&device, 1).unwrap();
     let logits = values(model.forward(tokens([1, 2, 3, 4, 5, 6, 7, 8], &device)));
@@ -65,11 +65,11 @@ fn the_loss_is_that_of_the_logits() {
 }
 
 #[test]
-fn seeds_decide_the_weights_in_whatever_order_they_are_used() {
+fn seeds_determine_weights_in_any_order_of_use() {
     let device = Device::flex();
     let first = CONFIG.init(&device, 1).unwrap();
     let second = CONFIG.init(&device, 1).unwrap();
-    // A record visits the parameters in another order than the forward pass.
+    // A record visits the parameters in a different order from the forward pass.
     let _ = second.clone().into_record();
     assert_eq!(
         values(loss(&first, &device)),
@@ -111,7 +111,7 @@ fn a_later_target_gives_earlier_tokens_no_gradient_from_the_future() {
 }
 
 #[test]
-fn a_shorter_sequence_is_fine() {
+fn shorter_sequences_are_accepted() {
     let device = Device::flex();
     let model = CONFIG.init(&device, 1).unwrap();
     let long = values(model.forward(tokens([1, 2, 3, 4, 5, 6, 7, 8], &device)));

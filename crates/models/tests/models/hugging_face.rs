@@ -106,7 +106,7 @@ struct Printed {
 }
 
 /// Asserts that transformers reads a folder and computes this loss and these logits.
-fn assert_theirs(python: &Path, folder: &Path, ours: f32, logits: Tensor<3>) {
+fn assert_transformers_agrees(python: &Path, folder: &Path, ours: f32, logits: Tensor<3>) {
     let script = "tests/models/hugging_face_losses.py";
     let script = Path::new(&std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo runs the test"))
         .join(script);
@@ -125,7 +125,7 @@ fn assert_theirs(python: &Path, folder: &Path, ours: f32, logits: Tensor<3>) {
 }
 
 #[test]
-fn hugging_face_reads_what_was_saved() {
+fn hugging_face_reads_saved_weights() {
     let Some(python) = python("torch, transformers") else {
         return;
     };
@@ -135,7 +135,7 @@ fn hugging_face_reads_what_was_saved() {
         model
             .save_hugging_face(folder.path())
             .expect("a writable folder");
-        assert_theirs(
+        assert_transformers_agrees(
             &python,
             folder.path(),
             loss(&model),
@@ -148,7 +148,7 @@ fn hugging_face_reads_what_was_saved() {
         .save_hugging_face(folder.path())
         .expect("a writable folder");
     let loss = model.loss(tokens(), targets()).into_scalar();
-    assert_theirs(&python, folder.path(), loss, model.forward(tokens()));
+    assert_transformers_agrees(&python, folder.path(), loss, model.forward(tokens()));
 }
 
 const GPT2: Gpt2Config = Gpt2Config {
@@ -196,7 +196,7 @@ fn a_gpt2_of_hugging_face_has_its_loss() {
 }
 
 #[test]
-fn what_this_gpt2_does_not_compute_is_refused_by_name() {
+fn unsupported_gpt2_settings_are_named() {
     for (setting, value) in [
         ("model_type", json!("llama")),
         ("activation_function", json!("relu")),

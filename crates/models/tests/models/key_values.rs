@@ -118,17 +118,17 @@ fn assert_equal_generation<A: Architecture>(sizes: A, bytes_of_token: usize) {
 }
 
 #[test]
-fn a_gpt_goes_on_from_its_cache() {
+fn a_gpt_continues_from_its_cache() {
     assert_equal_generation(GPT, 4 * BATCH * 2 * GPT.layers * GPT.dim);
 }
 
 #[test]
-fn a_gpt2_goes_on_from_its_cache() {
+fn a_gpt2_continues_from_its_cache() {
     assert_equal_generation(GPT2, 4 * BATCH * 2 * GPT2.layers * GPT2.dim);
 }
 
 #[test]
-fn a_llama_goes_on_from_its_cache() {
+fn a_llama_continues_from_its_cache() {
     // The cache has one copy of the keys for all queries that share them.
     assert_equal_generation(LLAMA, 4 * BATCH * 2 * LLAMA.layers * LLAMA.kv_dim());
 }

@@ -67,7 +67,7 @@ fn the_module_has_the_configured_number_of_parameters() {
 }
 
 #[test]
-fn the_first_loss_is_that_of_a_uniform_guess() {
+fn the_first_loss_is_near_a_uniform_guess() {
     let device = Device::flex();
     let model = CONFIG.init(&device, 1).unwrap();
     let loss = values(loss(&model, &device))[0];
@@ -137,7 +137,7 @@ impl ModuleMapper for Repeat {
 
 /// Query heads that share keys and values compute the same as with their own copies.
 #[test]
-fn as_many_key_heads_as_queries_is_plain_attention() {
+fn grouped_queries_match_plain_attention() {
     let device = Device::flex();
     let grouped = CONFIG.init(&device, 1).unwrap();
     let config = LlamaConfig {

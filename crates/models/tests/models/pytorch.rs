@@ -20,7 +20,7 @@ const LOSSES: [f32; 6] = [
 ];
 
 #[test]
-fn training_has_the_losses_of_pytorch() {
+fn training_matches_the_losses_of_pytorch() {
     for device in [
         Device::flex().autodiff(),
         Device::flex().autodiff().gradient_checkpointing(),

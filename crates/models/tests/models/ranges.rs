@@ -129,7 +129,7 @@ fn a_share_reads_its_own_bytes() {
 }
 
 #[test]
-fn what_cannot_be_read_is_named() {
+fn unreadable_ranges_are_named() {
     let (folder, _) = folder("F32");
     let weights = WeightsFile::open(folder.path(), CONFIG).unwrap();
     let unknown = weights.read("nowhere.weight", 0..1).unwrap_err();
@@ -187,7 +187,7 @@ fn read_config(json: &Value) -> Result<LlamaConfig, ModelError> {
 }
 
 #[test]
-fn sizes_are_those_of_config_json() {
+fn sizes_come_from_config_json() {
     assert_eq!(read_config(&config_json()).unwrap(), CONFIG);
     // As transformers 5 writes it.
     let mut newer = config_json();
@@ -205,7 +205,7 @@ fn sizes_are_those_of_config_json() {
 }
 
 #[test]
-fn what_this_llama_does_not_compute_is_refused_by_name() {
+fn unsupported_llama_settings_are_named() {
     let changes = [
         ("model_type", json!("mistral")),
         ("hidden_act", json!("gelu")),
@@ -289,7 +289,7 @@ fn config_json_is_read_back() {
 
 /// A file of a few bytes must not build models until memory is exhausted.
 #[test]
-fn layers_without_end_are_refused() {
+fn excessive_layer_counts_are_rejected() {
     let mut json = config_json();
     json["num_hidden_layers"] = json!(1_000_000_000_000_u64);
     let message = read_config(&json).expect_err("too many").to_string();

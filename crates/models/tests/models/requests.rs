@@ -92,7 +92,7 @@ fn rows_of_a_small_matrix_are_read_at_once() {
 }
 
 #[test]
-fn requests_are_bounded_and_pieces_that_are_far_apart_are_read_alone() {
+fn requests_are_bounded_and_distant_pieces_are_read_separately() {
     let folder = zeros(LARGE, "F32", 4);
     let weights = WeightsFile::open(folder.path(), LARGE).expect("it fits");
     let table = LARGE.parameters();

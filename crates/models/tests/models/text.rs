@@ -54,7 +54,7 @@ fn remarks(text: &ByteText) -> Vec<(Remark, usize)> {
 }
 
 #[test]
-fn what_is_no_text_is_left_out_and_counted() {
+fn non_text_files_are_skipped_and_counted() {
     let folder = TempDir::new().unwrap();
     let write = |name: &str, bytes: &[u8]| {
         let path = folder.path().join(name);
@@ -78,7 +78,7 @@ fn what_is_no_text_is_left_out_and_counted() {
     let of = [(Remark::Hidden, 4), (Remark::Binary, 3)];
     assert_eq!(remarks(&text), of);
     assert_eq!(text.remarks().to_string(), "; left out: 4 hidden, 3 binary");
-    // If no text is left, the error reports what was left out.
+    // If no text is left, the error reports what was skipped.
     fs::remove_file(folder.path().join("text")).unwrap();
     fs::remove_file(folder.path().join("HEAD")).unwrap();
     let error = ByteText::read(folder.path(), NO_LIMIT).unwrap_err();
@@ -92,7 +92,7 @@ fn what_is_no_text_is_left_out_and_counted() {
 }
 
 #[test]
-fn encodings_that_are_named_are_read_as_utf8() {
+fn marked_encodings_are_converted_to_utf8() {
     let folder = TempDir::new().unwrap();
     let lines = "née là-bas 🦀\n".repeat(20);
     let utf16 = lines.encode_utf16();
@@ -130,7 +130,7 @@ fn encodings_that_are_named_are_read_as_utf8() {
 }
 
 #[test]
-fn what_the_caller_names_is_left_out() {
+fn paths_named_by_the_caller_are_skipped() {
     let folder = TempDir::new().unwrap();
     for name in ["run/step-1/index.json", "loss.svg", "text"] {
         let path = folder.path().join(name);
@@ -252,7 +252,7 @@ mod unix {
     }
 
     #[test]
-    fn what_cannot_be_read_and_what_is_no_file_is_counted() {
+    fn unreadable_and_special_files_are_counted() {
         let folder = TempDir::new().unwrap();
         fs::write(folder.path().join("text"), "some text").unwrap();
         let _listener = UnixListener::bind(folder.path().join("socket")).unwrap();

@@ -26,7 +26,7 @@ fn tokenizer() -> Tokenizer {
 }
 
 #[test]
-fn ids_are_those_of_other_programs_and_nothing_is_cut() {
+fn ids_match_other_programs_without_truncation() {
     let tokenizer = tokenizer();
     assert_eq!(tokenizer.num_ids(), 300);
     for (text, ids) in [
@@ -100,7 +100,7 @@ fn changed(change: impl FnOnce(&mut Value)) -> Tokenizer {
 
 /// Tokens that a template adds after a text would be in the middle of a text that continues.
 #[test]
-fn only_what_is_in_front_of_a_text_is_put_there() {
+fn only_tokens_in_front_of_a_text_are_added() {
     let token = |id: &str| json!({"SpecialToken": {"id": id, "type_id": 0}});
     let text = json!({"Sequence": {"id": "A", "type_id": 0}});
     let own = tokenizer().encode(TEXT, true).unwrap();
@@ -137,11 +137,11 @@ fn only_what_is_in_front_of_a_text_is_put_there() {
 }
 
 #[test]
-fn a_hash_is_of_what_a_tokenizer_does() {
+fn hashes_depend_on_behavior() {
     let own = tokenizer();
     let folder = TempDir::new().expect("a folder");
     let json: Value = serde_json::from_str(JSON).expect("JSON");
-    // The same tokenizer in another order and form.
+    // The same tokenizer in a different order and form.
     let pretty = serde_json::to_string_pretty(&json).expect("JSON");
     let indented = Tokenizer::open(file(&folder, pretty)).expect("a tokenizer");
     assert_ne!(indented.checksum(), own.checksum());
@@ -233,7 +233,7 @@ fn an_end_is_held_out_between_tokens() {
 }
 
 #[test]
-fn what_is_not_utf8_is_counted_and_half_characters_are_left_out() {
+fn invalid_utf8_is_counted_and_half_characters_are_dropped() {
     let folder = TempDir::new().expect("a folder");
     let read = |bytes: &[u8], most: usize| {
         let path = folder.path().join("text");
@@ -250,7 +250,7 @@ fn what_is_not_utf8_is_counted_and_half_characters_are_left_out() {
     let tokens = read(&b"the cat, caf\xe9, na\xefve\n".repeat(20), usize::MAX).expect("tokens");
     assert_eq!(tokens.num_replaced(), 40);
     let error = read(&b"\x83e\x83X\x83g\x83\xff".repeat(20), usize::MAX).unwrap_err();
-    assert!(error.to_string().contains("not UTF-8"), "{error}");
+    assert!(error.to_string().contains("not in UTF-8"), "{error}");
 }
 
 #[test]

@@ -32,7 +32,7 @@ fn synthetic_tokens_of_a_huge_position_do_not_overflow() {
 }
 
 #[test]
-fn targets_are_one_token_further() {
+fn targets_are_shifted_by_one_token() {
     let batches = Batches {
         stream: bytes(100),
         batch: 2,

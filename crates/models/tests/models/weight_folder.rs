@@ -95,7 +95,7 @@ fn a_folder_without_weights_is_named() {
 
 /// As in transformers, an index next to the single file is not read, whatever it contains.
 #[test]
-fn of_two_forms_the_single_file_counts() {
+fn a_single_file_takes_precedence_over_an_index() {
     let mut other = Container::of_model(&CONFIG);
     let third = other.data.iter_mut().skip(2).step_by(4);
     third.for_each(|byte| *byte ^= 1);
@@ -135,7 +135,10 @@ fn files_outside_of_the_folder_are_not_opened() {
         index["weight_map"]["wte.weight"] = json!(name);
         write_index(folder.path(), &index);
         let error = refused(&folder).to_string();
-        assert!(error.contains("is no plain name"), "{name:?}: {error}");
+        assert!(
+            error.contains("is not a plain file name"),
+            "{name:?}: {error}"
+        );
     }
 }
 
@@ -167,7 +170,7 @@ fn an_index_that_does_not_fit_its_files_is_refused() {
         (&missing, "has tensor wte.weight"),
         (&extra, "lacks tensor more"),
         (&gone, "gone"),
-        (&number, "not what it should be"),
+        (&number, "the index is invalid"),
     ];
     for (change, text) in cases {
         let (folder, mut index) = folder();
@@ -180,5 +183,5 @@ fn an_index_that_does_not_fit_its_files_is_refused() {
     let (folder, _) = folder();
     fs::write(folder.path().join(INDEX), "{\"weight_map\":").expect("a writable folder");
     let error = refused(&folder).to_string();
-    assert!(error.contains("not what it should be"), "{error}");
+    assert!(error.contains("the index is invalid"), "{error}");
 }

@@ -47,7 +47,7 @@ fn open_changed(change: impl FnOnce(&mut Container)) -> ModelError {
 }
 
 #[test]
-fn what_was_saved_is_loaded() {
+fn saved_weights_are_loaded() {
     let (_folder, path) = file();
     let device = Device::flex();
     let model = CONFIG.init(&device, 7).unwrap();
@@ -98,7 +98,7 @@ fn files_have_the_names_and_shapes_of_pytorch() {
 }
 
 #[test]
-fn saving_replaces_a_file_and_leaves_nothing_beside_it() {
+fn saving_replaces_a_file_and_leaves_no_other() {
     let (folder, path) = file();
     fs::write(&path, "something else").unwrap();
     CONFIG
@@ -128,7 +128,7 @@ fn a_missing_file_is_named() {
 }
 
 #[test]
-fn the_table_is_that_of_the_module() {
+fn the_table_matches_the_module() {
     let device = Device::flex();
     let (_folder, path) = file();
     let llama = LlamaConfig {

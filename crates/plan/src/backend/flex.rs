@@ -13,8 +13,8 @@ use burn_ir::{
 use super::allocation::{Allocation, Operand};
 use super::strides::{Strides, broadcast};
 
-/// Returns the place of the first result. Further results are new. `operands` are in the order in which the operation
-/// lists its inputs.
+/// Returns the allocation of the first result. Further results are new. `operands` are in the order in which the
+/// operation lists its inputs.
 pub(crate) fn place(operation: &OperationIr, operands: &[Operand]) -> Allocation {
     let shape = |tensor: &TensorIr| tensor.shape.to_vec();
     let found = match operation {
@@ -169,7 +169,7 @@ fn module(op: &M, operands: &[Operand]) -> Option<Allocation> {
     }
 }
 
-/// Places the result of `x` to a constant power. Some exponents have special rules.
+/// Returns the allocation for `x` raised to a constant power. Some exponents have special rules.
 fn power(op: &ScalarOpIr, operands: &[Operand]) -> Option<Allocation> {
     let operand = operands.first()?;
     let exponent = match op.rhs {
@@ -233,14 +233,14 @@ fn unary(operand: &Operand) -> Option<Allocation> {
     None
 }
 
-/// Returns the place over an operand that starts at the beginning of its memory, is contiguous, and shares the memory
-/// with no other tensor.
+/// Returns the allocation over an operand that starts at the beginning of its memory, is contiguous, and shares the
+/// memory with no other tensor.
 fn over_start(operand: &Operand) -> Option<Allocation> {
     (operand.is_unique && operand.strides.is_from_start())
         .then(|| Allocation::Over(0, operand.strides.clone()))
 }
 
-/// Returns the same place as [`over_start`], wherever the operand starts in its memory.
+/// Like [`over_start`], but for an operand that may start anywhere in its memory.
 fn over(operand: &Operand) -> Option<Allocation> {
     (operand.is_unique && operand.strides.is_contiguous())
         .then(|| Allocation::Over(0, operand.strides.clone()))
@@ -270,7 +270,7 @@ fn sliced(op: &SliceOpIr, strides: &Strides) -> Strides {
     strides.sliced(&op.out.shape, &starts)
 }
 
-/// Returns the place of the first result of an operation that is not Burn's and overwrites this operand.
+/// Returns the allocation of a custom operation's first result, which overwrites this operand.
 pub(crate) fn over_whole(operand: &Operand, index: usize) -> Option<Allocation> {
     let is_whole = operand.strides.num_elements() == operand.memory_elements;
     match over_start(operand).filter(|_| is_whole)? {

@@ -9,7 +9,7 @@ pub(crate) struct Strides {
     offset: usize,
 }
 
-/// Maximum number of dims that the backend's loops over two operands handle.
+/// Maximum number of dims that the backend's two-operand loops support.
 const MAX_DIMS: usize = 8;
 
 impl Strides {
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn views_are_contiguous_where_the_backend_says_so() {
+    fn views_are_contiguous_as_in_the_backend() {
         let strides = Strides::contiguous(&[2, 3, 4]);
         assert!(strides.is_from_start());
         assert!(!strides.swapped(0, 1).is_contiguous());
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn an_expanded_dim_is_no_target_but_one_of_size_one_is() {
+    fn expanded_dims_are_not_dense_unless_of_size_one() {
         let vector = Strides::contiguous(&[4]);
         let matrix = Strides::contiguous(&[3, 4]);
         assert!(!vector.expanded(&[3, 4]).is_dense_beside(&matrix));

@@ -23,7 +23,7 @@ pub struct Estimate {
     pub num_params: u64,
     /// Bytes of device memory per rank.
     pub available: u64,
-    /// The moment with the most bytes, and those bytes.
+    /// The moment of peak memory, and its bytes.
     pub peak: Stop,
     /// True if the peak is at most `available`.
     pub fits: bool,
@@ -114,8 +114,8 @@ impl fmt::Display for Estimate {
         let time = &self.time;
         write!(
             f,
-            "time on {}: {:.2} s a step ({:.2} s of operations, {:.2} s of collectives, {:.2} s of \
-             copies to the host, {:.2} s of optimizer); {:.0} TFLOP/s and {:.0} tokens/s per rank",
+            "time on {}: {:.2} s per step ({:.2} s of operations, {:.2} s of collectives, {:.2} s of copies to the \
+             host, {:.2} s of optimizer); {:.0} TFLOP/s and {:.0} tokens/s per rank",
             self.machine.name,
             time.step,
             time.compute,
@@ -146,7 +146,7 @@ impl fmt::Display for Verdict<'_> {
         }
         writeln!(f, "does not fit: {peak} of {available}")?;
         if advice.is_empty() {
-            writeln!(f, "nothing that this plan knows would make it fit")?;
+            writeln!(f, "no change known to this plan would make it fit")?;
         }
         for advice in *advice {
             let peak = Size(advice.peak).trimmed();

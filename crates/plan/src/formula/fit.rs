@@ -83,7 +83,7 @@ impl Search<'_> {
         (self.peak)(job).filter(|peak| *peak <= self.available)
     }
 
-    /// Makes only this change. Returns `None` if the job does not fit with it.
+    /// Applies only this change. Returns `None` if the job does not fit with it.
     fn with(&self, job: &Job, change: Change) -> Option<Advice> {
         let (job, text) = match change {
             Change::Batch => self.smaller_batch(job)?,
@@ -98,7 +98,7 @@ impl Search<'_> {
         })
     }
 
-    /// Makes one change after the other until the job fits.
+    /// Applies changes one by one until the job fits.
     fn together(&self, job: &Job, changes: &[Change]) -> Option<Advice> {
         let mut changed = job.clone();
         let mut texts: Vec<String> = Vec::new();
@@ -156,7 +156,7 @@ impl Search<'_> {
     }
 }
 
-/// Makes a change to its full extent. Returns `None` if the job already has it.
+/// Applies a change to its full extent. Returns `None` if the job already has it.
 fn apply(job: &Job, change: Change) -> Option<(Job, String)> {
     let mut job = job.clone();
     let text = match change {
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_are_combined_where_none_suffices_and_nothing_is_promised_in_vain() {
+    fn changes_are_combined_if_necessary_and_advice_always_suffices() {
         let hungry = Job {
             checkpointing: Checkpointing::None,
             ..job(8, 64)

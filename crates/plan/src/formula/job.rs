@@ -33,7 +33,7 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// Returns the number of bytes of an element.
+    /// Returns the size of an element in bytes.
     pub fn size(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -124,8 +124,8 @@ impl Job {
             .collect()
     }
 
-    /// Returns the moment with the most bytes. Of equal moments, the optimizer step takes precedence, then the
-    /// earliest one.
+    /// Returns the moment of peak memory. Among equal moments, the optimizer step takes precedence, then the earliest
+    /// one.
     pub fn peak(&self) -> Stop {
         let mut peak = Stop {
             moment: "the optimizer step".to_owned(),
@@ -158,7 +158,7 @@ impl Job {
         }
     }
 
-    /// Returns the bytes of the root's full parameters and of the blocks that are gathered at once.
+    /// Returns the bytes of full parameters: the root's, and those of the blocks that are gathered at the same time.
     fn gathered(&self) -> f64 {
         let (root, block) = (
             self.model.root_params() as f64,
@@ -199,7 +199,7 @@ impl Job {
         self.tokens() * per_token * self.size() * self.model.layers as f64
     }
 
-    /// Returns the recomputed bytes of one block.
+    /// Returns the number of recomputed bytes in a block.
     fn recomputed(&self) -> f64 {
         let kept = match self.checkpointing {
             Checkpointing::None => return 0.0,
@@ -263,7 +263,7 @@ impl Job {
         3.0 * self.tokens() * forward
     }
 
-    /// Returns the floating-point operations of a step on one rank that are executed. Checkpointing repeats all or
+    /// Returns the number of floating-point operations that one rank executes in a step. Checkpointing repeats all or
     /// half of the blocks' forward.
     pub fn hardware_flops(&self) -> f64 {
         let again = match self.checkpointing {
@@ -354,9 +354,9 @@ impl Job {
 
 /// An estimate of one step, in seconds.
 ///
-/// Forward takes as long as its arithmetic, its collectives or its copies to the host, whichever is longest, and so
-/// does backward. Without prefetching, it takes the sum of the arithmetic and the longer of the other two. The root's
-/// gather and reduction and the optimizer step are added.
+/// Forward and backward each take the longest of their arithmetic, their collectives and their copies to the host.
+/// Without prefetching, they take the sum of the arithmetic and the longer of the other two. The root's gather and
+/// reduction and the optimizer step are added.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Duration {
     /// The whole step, from the batch to the new parameters.

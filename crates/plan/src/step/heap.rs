@@ -15,7 +15,7 @@ use burn_fsdp_spmd::graph::{Absent, Collective, Graph, Node, Role, Stage};
 pub(super) struct Memory {
     num_bytes: u64,
     num_tensors: usize,
-    /// True if it is a buffer of the transport. A writer gets a copy.
+    /// True if the memory is a transport buffer. A writer gets a copy.
     is_received: bool,
     category: Category,
 }
@@ -52,7 +52,7 @@ struct Written {
     new: Option<Memory>,
 }
 
-/// The bytes that a node takes while it runs.
+/// Scratch bytes of a node while it runs.
 #[derive(Debug, Default)]
 struct Run {
     during: Bytes,
@@ -310,7 +310,9 @@ impl Heap {
                 });
             }
             let id = input.id.value();
-            return Err(Error::Internal(format!("value {id} is read but not there")));
+            return Err(Error::Internal(format!(
+                "value {id} is read but does not exist"
+            )));
         };
         let memory = self.memories.get(&tensor.memory);
         let num_tensors = memory.map_or(0, |memory| memory.num_tensors);
@@ -366,7 +368,7 @@ impl Heap {
         }
     }
 
-    /// Moves the updates of the step to the tensors that the next step reads, and frees the rest.
+    /// Moves the step's updates into the tensors that the next step reads, and frees the rest.
     fn finish(&mut self, graph: &Graph) {
         let updates: Vec<_> = graph
             .updates()

@@ -18,7 +18,7 @@ pub struct Moment {
 
 /// The live tensor bytes over one step on one rank.
 ///
-/// They are counted like the executor's [`MemoryTable`](burn_fsdp_spmd::run::MemoryTable): by memory, not by tensor.
+/// They are counted as in the executor's [`MemoryTable`](burn_fsdp_spmd::run::MemoryTable): by memory, not by tensor.
 /// Views are free, and an operation that overwrites its operand allocates nothing new.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct MemoryPlan {

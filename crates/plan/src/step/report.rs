@@ -46,7 +46,7 @@ use burn_fsdp_spmd::graph::Graph;
 pub struct Plan {
     /// Number of ranks.
     pub num_ranks: usize,
-    /// The rank for which the plan was made.
+    /// The rank for which the plan was created.
     pub rank: usize,
     /// Number of nodes in the schedule.
     pub num_nodes: usize,
@@ -165,8 +165,8 @@ impl fmt::Display for Plan {
         } = self.time;
         write!(
             f,
-            "time on {}: {step:.4} s a step; {compute:.4} s of operations, {communication:.4} s of \
-             collectives, of which {exposed:.4} s are waited for",
+            "time on {}: {step:.4} s per step; {compute:.4} s of operations, {communication:.4} s of collectives, \
+             {exposed:.4} s of them not overlapped",
             self.machine.name
         )
     }

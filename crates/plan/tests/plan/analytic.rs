@@ -64,7 +64,7 @@ fn job() -> Job {
 }
 
 #[test]
-fn both_count_the_same_states_and_arithmetic() {
+fn formula_and_graph_count_the_same_states_and_arithmetic() {
     let (plan, job) = (plan(&Options::default()), job());
     let bytes = plan.memory.at_rest;
     let states = 12 * job.model.num_params() / 4;
@@ -76,7 +76,7 @@ fn both_count_the_same_states_and_arithmetic() {
 }
 
 #[test]
-fn both_count_the_same_bytes_to_gather() {
+fn formula_and_graph_gather_the_same_bytes() {
     let mut kept = Options::default();
     kept.reshard_after_forward = false;
     let plan = plan(&kept);
@@ -87,7 +87,7 @@ fn both_count_the_same_bytes_to_gather() {
 }
 
 #[test]
-fn what_is_recomputed_and_reused_is_saved() {
+fn recomputation_and_reuse_save_memory() {
     let mut keeping = Options::default();
     keeping.recompute = None;
     let (with, without) = (plan(&Options::default()), plan(&keeping));
@@ -97,7 +97,7 @@ fn what_is_recomputed_and_reused_is_saved() {
 }
 
 #[test]
-fn collectives_that_are_started_early_are_waited_for_less() {
+fn collectives_started_early_are_awaited_less() {
     let mut early = Options::default();
     early.prefetch = Some(true);
     let machine = Machine::cpu();

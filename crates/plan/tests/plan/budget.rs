@@ -155,7 +155,7 @@ impl Case {
 }
 
 #[test]
-fn random_budgets_are_kept_or_refused_with_the_least() {
+fn random_budgets_are_met_or_rejected_with_the_minimum() {
     let mut random = StdRng::seed_from_u64(5);
     let mut kept = 0;
     for number in 0..30 {
@@ -197,7 +197,7 @@ fn random_budgets_are_kept_or_refused_with_the_least() {
 }
 
 #[test]
-fn on_small_graphs_nothing_that_fits_is_faster() {
+fn plans_of_small_graphs_are_the_fastest_that_fit() {
     let mut random = StdRng::seed_from_u64(11);
     for number in 0..12 {
         let case = Case::random(&mut random, 3);
@@ -236,7 +236,7 @@ fn on_small_graphs_nothing_that_fits_is_faster() {
 }
 
 #[test]
-fn a_graph_of_other_types_than_those_that_compute_is_refused() {
+fn a_graph_with_other_compute_types_is_rejected() {
     let mut random = StdRng::seed_from_u64(3);
     let sizes = Sizes::random(&mut random, 2);
     let full = Options::default();
@@ -253,7 +253,7 @@ fn a_graph_of_other_types_than_those_that_compute_is_refused() {
     let scaled = half.clone().scale_loss(LossScaling::default());
     let of_scaled = mode().options(scaled.clone());
     let error = fit(&sizes.graph(&half), &of_scaled, &scaled, u64::MAX).unwrap_err();
-    assert!(error.to_string().contains("loss is scaled"), "{error}");
+    assert!(error.to_string().contains("scaled loss"), "{error}");
     // Casts by the model itself are its own choice.
     let of_full = mode().options(full.clone());
     assert!(fit(&sizes.graph(&half), &of_full, &full, u64::MAX).is_ok());

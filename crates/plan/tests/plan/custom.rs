@@ -1,4 +1,4 @@
-//! Tests of operations that are not Burn's: plans use their declarations.
+//! Tests of custom operations: plans use their declarations.
 
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Int, Tensor};
@@ -44,7 +44,7 @@ fn adamw() -> AdamWConfig {
 }
 
 #[test]
-fn what_is_said_of_an_operation_reaches_the_passes_and_the_plan() {
+fn declared_properties_of_operations_reach_the_passes_and_the_plan() {
     let graph_with = |operations: CustomOperations| {
         let step = compile(init, loss, adamw().build(), Mode::single()).unwrap();
         let mut step = step.operations(operations);

@@ -19,13 +19,13 @@ use crate::models::{Cnn, Encoder, Gpt, Recurrent, images, sequences, tokens};
 
 /// The values that both report: peak, node of the peak, bytes after each node.
 #[derive(Debug, Clone, PartialEq)]
-struct Said {
+struct Report {
     peak: u64,
     node: Option<usize>,
     after: Vec<(usize, u64)>,
 }
 
-fn same<M: Module + 'static, B: Batch>(
+fn assert_plan_is_exact<M: Module + 'static, B: Batch>(
     init: fn(&Device) -> M,
     loss: fn(&M, B) -> Tensor<1>,
     batch: fn(usize, &Device) -> B,
@@ -69,7 +69,7 @@ fn compare<M: Module + 'static, B: Batch>(
         let plan = MemoryPlan::new(&graph, world.rank())?;
         step.reset_peak();
         let (_, timeline) = step.step_with_timeline(1e-3, &batch(4, &device))?;
-        let executed = Said {
+        let executed = Report {
             peak: step.memory().peak_bytes() as u64,
             node: step.memory().peak_node(),
             after: timeline
@@ -78,7 +78,7 @@ fn compare<M: Module + 'static, B: Batch>(
                 .map(|span| (span.node, span.live_bytes as u64))
                 .collect(),
         };
-        let planned = Said {
+        let planned = Report {
             peak: plan.peak_bytes(),
             node: plan.peak_node,
             after: plan.moments.iter().map(|m| (m.node, m.after)).collect(),
@@ -106,33 +106,33 @@ fn compare<M: Module + 'static, B: Batch>(
 }
 
 #[test]
-fn a_gpt_takes_what_was_planned() {
-    same(Gpt::new, Gpt::loss, |step, device| {
+fn the_plan_of_a_gpt_is_exact() {
+    assert_plan_is_exact(Gpt::new, Gpt::loss, |step, device| {
         tokens(step, 0, 4, device)
     });
 }
 
 #[test]
-fn a_cnn_with_batch_norm_takes_what_was_planned() {
-    same(Cnn::new, Cnn::loss, images);
+fn the_plan_of_a_cnn_with_batch_norm_is_exact() {
+    assert_plan_is_exact(Cnn::new, Cnn::loss, images);
 }
 
 #[test]
-fn an_lstm_takes_what_was_planned() {
-    same(Recurrent::new, Recurrent::loss, |step, device| {
+fn the_plan_of_an_lstm_is_exact() {
+    assert_plan_is_exact(Recurrent::new, Recurrent::loss, |step, device| {
         sequences(step, 5, device)
     });
 }
 
 #[test]
-fn an_attention_encoder_takes_what_was_planned() {
-    same(Encoder::new, Encoder::loss, |step, device| {
+fn the_plan_of_an_attention_encoder_is_exact() {
+    assert_plan_is_exact(Encoder::new, Encoder::loss, |step, device| {
         sequences(step, 8, device)
     });
 }
 
 #[test]
-fn what_goes_from_dim_to_dim_takes_what_was_planned() {
+fn the_plan_of_redistributions_is_exact() {
     const SHAPE: [usize; 2] = [24, 12];
     for num_ranks in [2, 3, 4] {
         let mode = |world: &ProcessGroup| {
@@ -165,7 +165,7 @@ fn what_goes_from_dim_to_dim_takes_what_was_planned() {
 }
 
 #[test]
-fn a_gpt_of_fused_operations_takes_what_was_planned() {
+fn the_plan_of_a_gpt_of_fused_operations_is_exact() {
     const CONFIG: GptConfig = GptConfig {
         layers: 3,
         dim: 24,
@@ -173,7 +173,7 @@ fn a_gpt_of_fused_operations_takes_what_was_planned() {
         vocab: 40,
         seq: 8,
     };
-    same(
+    assert_plan_is_exact(
         |device| CONFIG.init(device, 1).expect("the sizes are valid"),
         |model: &models::Gpt, (inputs, targets): (Tensor<2, Int>, Tensor<2, Int>)| {
             recorded(|| model.loss(inputs, targets))
@@ -185,10 +185,10 @@ fn a_gpt_of_fused_operations_takes_what_was_planned() {
     );
 }
 
-/// The graphs of a training with a deferred optimizer begin with the same parameters, states and gradients, and each
-/// can be planned separately.
+/// The graphs of a training run with a deferred optimizer begin with the same parameters, states and gradients, and
+/// each can be planned separately.
 #[test]
-fn an_optimizer_that_is_put_off_is_planned_by_itself() {
+fn a_deferred_optimizer_is_planned_separately() {
     let device = Device::flex();
     let optimizer = AdamWConfig::new().build();
     let batch = tokens(0, 0, 2, &device);

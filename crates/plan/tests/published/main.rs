@@ -339,7 +339,7 @@ fn every_line_is_a_row() {
 
 /// Checks that the fitted rows differ by less than 0.05 percent, a margin for the rounding of the constants.
 #[test]
-fn the_constants_are_those_of_the_fitted_rows_and_of_no_other() {
+fn the_constants_come_only_from_the_fitted_rows() {
     let mut machines = Vec::new();
     for row in rows() {
         if row.evidence == Evidence::Fitted {
@@ -376,7 +376,7 @@ fn published_figures_in_the_documentation_are_recomputed() {
 /// Lists the missed rows and those that do not fit, and no others. A change of a formula that improves or breaks a
 /// row shows here.
 #[test]
-fn the_table_of_published_figures_says_what_it_misses() {
+fn the_table_of_published_figures_lists_its_misses() {
     let table = table();
     let rows = table.lines().filter(|line| line.starts_with("| ")).skip(1);
     let (mut missed, mut unplanned, mut number) = (Vec::new(), Vec::new(), 0);

@@ -9,10 +9,10 @@ use burn_fsdp_mesh::field::Element;
 use super::finding::{Finding, Sum};
 use super::{Audit, Tag};
 
-/// Number of bytes of a number in a note.
+/// Size of a number in a note in bytes.
 const LEN: usize = size_of::<u64>();
 
-/// Whether the step under way is audited.
+/// Whether the current step is audited.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 enum Step {
     /// No step has begun since the last one ended.
@@ -20,8 +20,7 @@ enum Step {
     Between,
     /// The step is not audited.
     Plain,
-    /// The step is audited: tags travel in notes. For this choice of units it follows the order with this
-    /// hash.
+    /// The step is audited: tags are sent in notes. For this choice of units it follows the order with this hash.
     Audited { choice: Vec<bool>, order: u64 },
 }
 
@@ -61,7 +60,7 @@ pub(crate) struct Fault {
 pub(crate) struct Auditor {
     audit: Audit,
     rank: usize,
-    /// The numbers of the gradients that have come and are not complete yet, by parameter.
+    /// The numbers of the gradients that have arrived and are not complete yet, by parameter.
     open: Vec<Range<u64>>,
     step: Step,
     /// The hash of the order that was followed in the last audited step, by choice of units.
@@ -88,12 +87,12 @@ impl Auditor {
         }
     }
 
-    /// Returns a new auditor of the same rank and steps, for this many parameters.
+    /// Creates an auditor for the same rank and steps, with this many parameters.
     pub(crate) fn over(&self, parameters: usize) -> Self {
         Self::new(self.audit, self.rank, parameters)
     }
 
-    /// Returns the tag of a gradient that has come for `parameter` on this rank.
+    /// Returns the tag of a gradient that has arrived for `parameter` on this rank.
     pub(crate) fn came(&mut self, parameter: usize) -> Tag {
         if self.audit == Audit::Off {
             return Tag::UNKNOWN;
@@ -103,7 +102,7 @@ impl Auditor {
         Tag::draw(self.rank, parameter, number)
     }
 
-    /// Begins a step, unless one is under way whose first operation has been issued, as `is_at_start` tells. `choice`
+    /// Begins a step, unless one is in progress whose first operation has been issued, as `is_at_start` tells. `choice`
     /// has the switches of the units, and `order` is the hash of the order to be followed. Both are equal on all ranks.
     pub(crate) fn begin(
         &mut self,
@@ -122,7 +121,7 @@ impl Auditor {
         };
     }
 
-    /// Returns true if the step under way is audited.
+    /// Returns true if the current step is audited.
     pub(crate) fn is_auditing(&self) -> bool {
         matches!(self.step, Step::Audited { .. })
     }
@@ -240,7 +239,7 @@ impl Auditor {
         }
     }
 
-    /// Returns the auditor after an error, which leaves nothing under way: all gradients are gone, and every order is
+    /// Returns the auditor after an error, which leaves nothing in progress: all gradients are gone, and every order is
     /// new.
     pub(crate) fn after_error(mut self) -> Self {
         self.step = Step::Plain;

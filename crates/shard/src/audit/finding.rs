@@ -7,9 +7,9 @@ use burn_fsdp_mesh::field::{self, Element};
 
 use super::Tag;
 
-/// The largest factor to look for between the expected and the actual gradient.
+/// The largest factor between expected and actual gradient to search for.
 const LARGEST_FACTOR: u64 = 4_096;
-/// The most gradients of a rank to look for one by one.
+/// Maximum number of a rank's gradients to search for one by one.
 const MOST_NUMBERS: u64 = 256;
 
 /// The gradients that came for one parameter, on all ranks, until they were reduced.
@@ -21,7 +21,7 @@ pub(crate) struct Sum {
 }
 
 impl Sum {
-    /// Returns the sum of the gradients of `parameter` with these numbers, by rank.
+    /// Returns, for each rank, the sum of the gradients of `parameter` with these numbers.
     pub(super) fn of(parameter: usize, of_ranks: impl Iterator<Item = Range<u64>>) -> Self {
         Self {
             parameter,
@@ -74,7 +74,7 @@ impl Sum {
     }
 }
 
-/// Prints as `the sum of 2 gradients of rank 0 and 1 of rank 2`.
+/// Prints as `the sum of the gradients computed: 2 of rank 0 and 1 of rank 2`.
 impl fmt::Display for Sum {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let counts = self
@@ -87,11 +87,11 @@ impl fmt::Display for Sum {
             .collect();
         let last = parts.pop();
         match (last, parts.is_empty()) {
-            (None, _) => f.write_str("nothing, since no gradient came on any rank"),
-            (Some(last), true) => write!(f, "the gradients that came: {last}"),
+            (None, _) => f.write_str("nothing, because no rank computed a gradient"),
+            (Some(last), true) => write!(f, "the gradients computed: {last}"),
             (Some(last), false) => write!(
                 f,
-                "the sum of the gradients that came: {} and {last}",
+                "the sum of the gradients computed: {} and {last}",
                 parts.join(", ")
             ),
         }
@@ -119,7 +119,7 @@ pub(crate) enum Finding {
     LacksRank(usize),
     /// The sum with one rank's gradients added twice.
     RankTwice(usize),
-    /// The sum without one gradient of a rank, by its number.
+    /// The sum lacks one gradient of a rank, given by its number.
     Lacks { rank: usize, number: i64 },
     /// The sum with one gradient of a rank added twice, by its number; a negative number is from an earlier
     /// step.
@@ -190,11 +190,13 @@ impl Finding {
             Self::Nothing => {
                 "no gradient at all: its reduction or its registration is missing".to_owned()
             }
-            Self::Uncalled => "a gradient where none is due on this rank in this step".to_owned(),
-            Self::Times(times) => {
-                format!("{times} times that: summed {times} times, or not divided by {times}")
+            Self::Uncalled => {
+                "a gradient, although none is due on this rank in this step".to_owned()
             }
-            Self::Part(parts) => format!("1/{parts} of that: divided by {parts} once more"),
+            Self::Times(times) => {
+                format!("{times} times that sum: added {times} times, or not divided by {times}")
+            }
+            Self::Part(parts) => format!("1/{parts} of that sum: divided by {parts} once more"),
             Self::OnlyOver {
                 group,
                 ranks,
@@ -204,21 +206,23 @@ impl Finding {
                     1 => String::new(),
                     times => format!(", {times} times"),
                 };
-                format!("the sum over the {ranks} ranks of {group} alone{times}")
+                format!("the sum over only the {ranks} ranks of {group}{times}")
             }
-            Self::LacksRank(rank) => format!("that without the gradients of rank {rank}"),
-            Self::RankTwice(rank) => format!("that with the gradients of rank {rank} twice"),
+            Self::LacksRank(rank) => format!("that sum without the gradients of rank {rank}"),
+            Self::RankTwice(rank) => format!("that sum with the gradients of rank {rank} twice"),
             Self::Lacks { rank, number } => {
-                format!("that without gradient {} of rank {rank}", number + 1)
+                format!("that sum without gradient {} of rank {rank}", number + 1)
             }
             Self::Also { rank, number } if *number < 0 => {
-                format!("that with a gradient of an earlier step of rank {rank}")
+                format!("that sum with a gradient of an earlier step of rank {rank}")
             }
             Self::Also { rank, number } => {
-                format!("that with gradient {} of rank {rank} twice", number + 1)
+                format!("that sum with gradient {} of rank {rank} twice", number + 1)
             }
             Self::OfParameter(parameter) => format!("the gradient of `{}`", path_of(*parameter)),
-            Self::Other => "another sum of gradients: not their mean, each once".to_owned(),
+            Self::Other => {
+                "some other sum of gradients, not the mean of each counted once".to_owned()
+            }
         }
     }
 }

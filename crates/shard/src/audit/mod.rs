@@ -1,7 +1,7 @@
 //! The audit of a step: each gradient of each parameter is summed exactly once over each group, and divided once.
 //!
 //! Every gradient that comes for a parameter draws a [`Tag`], a random element of a prime field, and the tag follows
-//! the gradient. It is added where gradients are added, travels in the note of the reduction that carries the gradient,
+//! the gradient. It is added where gradients are added, is sent in the note of the reduction that carries the gradient,
 //! and is scaled as that reduction scales. It arrives where the reduced gradient is handed to Burn. At the end of
 //! backward each rank tells the others how many gradients came, so all of them know all tags. The tag that has arrived
 //! must be their sum, divided as the policy specifies. The [`Auditor`] of a rank knows both; a difference becomes a
@@ -21,8 +21,8 @@ pub(crate) use auditor::{Auditor, Due, Fault, Wanted};
 pub(crate) use tag::{Tag, flags, is_flagged, scale_of, tag_of_sum, tags};
 
 /// The steps whose gradients are audited. An audit checks that each gradient of each parameter was summed exactly once
-/// over each group of ranks and divided once. It uses exact arithmetic with random elements of a prime field that stand
-/// for the gradients.
+/// over each group of ranks and divided once. It uses exact arithmetic with random elements of a prime field that
+/// represent the gradients.
 ///
 /// An audited step issues no additional operation. An error ends `backward` with
 /// [`Error::Audit`](crate::Error::Audit) on the ranks that hold the gradient.

@@ -1,6 +1,6 @@
-//! Miniature engines: right ones are never refused, and one with a single error always is.
+//! Miniature engines: right ones are never rejected, and one with a single error always is.
 //!
-//! The handling of gradients in an engine is a list of events, the same for all ranks. Tags travel in the notes, as in
+//! The handling of gradients in an engine is a list of events, the same for all ranks. Tags are sent in notes, as in
 //! the real engine. A mutant is a list with one changed event, drawn by seed.
 
 use burn_fsdp_collectives::Reduction;
@@ -29,13 +29,13 @@ enum Group {
 enum Event {
     /// A gradient comes.
     Comes { rank: usize, parameter: usize },
-    /// The gradients of a unit that have come are summed over a group and divided by a number.
+    /// The gradients of a unit that have arrived are summed over a group and divided by a number.
     Reduce { unit: usize, over: Group, by: f64 },
-    /// The sums of a unit are summed over the replicas.
+    /// A unit's sums are summed over the replicas.
     Cross { unit: usize },
     /// The sums of a unit are handed over.
     HandOver { unit: usize },
-    /// Wrong: a gradient that has come for a parameter of a rank is lost.
+    /// Wrong: a gradient that has arrived for a parameter of a rank is lost.
     Lose { rank: usize, parameter: usize },
     /// Wrong: the last gradient of an earlier step is added again.
     Stale { rank: usize, parameter: usize },
@@ -128,7 +128,7 @@ impl Layout {
     }
 }
 
-/// Sums the gradients that the members of each rank's group give, by their notes.
+/// Sums the gradients of the members of each rank's group, by their notes.
 fn carried(
     ranks: &[Vec<Option<Tag>>],
     members: impl Fn(usize) -> Vec<usize>,
@@ -321,7 +321,7 @@ fn mutated(
         .collect();
     let at = *candidates.get(draw.random_range(0..candidates.len().max(1)))?;
     let mut mutant = events.to_vec();
-    // The gradients of a unit that have come up to here, since it was last handed over.
+    // The gradients of a unit that have arrived up to here, since it was last handed over.
     let came = |unit: usize| {
         let before = &events[..at];
         let last = before
@@ -474,7 +474,7 @@ fn expect_name(wrong: Wrong, finding: &Finding, seed: u64) {
 }
 
 #[test]
-fn followed_orders_are_not_audited_again_and_new_ones_are() {
+fn only_new_orders_are_audited() {
     let mut auditor = Auditor::new(Audit::NewOrders, 0, 1);
     let mut audits = |choice: bool, order: u64| {
         auditor.begin(true, || vec![choice], || order);
@@ -496,7 +496,7 @@ fn followed_orders_are_not_audited_again_and_new_ones_are() {
 }
 
 #[test]
-fn ranks_that_tell_nothing_are_not_judged() {
+fn silent_ranks_are_not_judged() {
     let mut auditor = Auditor::new(Audit::EveryStep, 0, 1);
     auditor.begin(true, Vec::new, || 0);
     auditor.came(0);

@@ -3,7 +3,7 @@
 use burn_fsdp_collectives::{Fingerprint, ReduceOp, Reduction};
 use burn_fsdp_mesh::field::{self, Element};
 
-/// Number of bytes of an encoded tag.
+/// Size of an encoded tag in bytes.
 const LEN: usize = size_of::<u64>();
 /// The encoding of the unknown tag. No element has it.
 const UNKNOWN: u64 = u64::MAX;
@@ -75,7 +75,7 @@ pub(crate) fn scale_of(reduction: &Reduction, ranks: usize) -> Tag {
     }
 }
 
-/// Returns the first part of the note of a reduction: a byte for each gradient, 1 if this rank has it.
+/// Returns the first part of a reduction's note: one byte per gradient, 1 if this rank has the gradient.
 pub(crate) fn flags(given: impl Iterator<Item = Option<Tag>>) -> Vec<u8> {
     given.map(|tag| u8::from(tag.is_some())).collect()
 }
@@ -85,14 +85,14 @@ pub(crate) fn is_flagged(notes: &[Vec<u8>], index: usize) -> bool {
     notes.iter().any(|note| note.get(index) == Some(&1))
 }
 
-/// Returns the second part of the note, only of audited steps: the tag of each gradient, zero for none.
+/// Returns the second part of an audited step's note: the tag of each gradient, or zero if there is none.
 pub(crate) fn tags(given: impl Iterator<Item = Option<Tag>>) -> Vec<u8> {
     let tags = given.map(|tag| tag.unwrap_or(Tag::from(0)));
     tags.flat_map(Tag::encode).collect()
 }
 
-/// Returns the tag of the sum over the ranks of the gradient of number `index` of `number`, by the ranks' notes. It is
-/// unknown if any note has none.
+/// Returns the tag of the sum over ranks of gradient `index` of `number`, from the ranks' notes. It is unknown if a
+/// note has no tag.
 pub(crate) fn tag_of_sum(notes: &[Vec<u8>], index: usize, number: usize) -> Tag {
     let start = number + index * LEN;
     let told = notes
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_rank_does_not_tell_makes_the_sum_unknown() {
+    fn missing_tags_make_the_sum_unknown() {
         let given = || [Some(Tag::draw(0, 0, 0))].into_iter();
         let whole = [flags(given()), tags(given())].concat();
         let short = flags(given());
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn scales_are_those_of_the_reduction() {
+    fn scales_match_the_reduction() {
         let tag = Tag::from(21);
         let third = scale_of(&Reduction::mean(3), 3);
         assert_eq!(tag.times(third), Tag::from(7));

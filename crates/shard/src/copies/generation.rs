@@ -65,7 +65,7 @@ pub(crate) struct Generation {
     view: Mutex<Option<View>>,
 }
 
-/// This rank's piece of a full parameter, with its seal where ranks compare bytes.
+/// This rank's piece of a full parameter, with its seal if ranks compare bytes.
 pub(crate) type Piece = (Tensor<1>, Option<Seal>);
 
 /// A set of values from several generations.
@@ -86,7 +86,7 @@ impl std::fmt::Debug for Generation {
 }
 
 impl Generation {
-    /// Returns the first generation of a unit, still without values.
+    /// Returns the first generation of a unit, without values.
     pub(crate) fn first(unit: Arc<Unit>) -> Arc<Self> {
         Self::new(unit, Arc::default(), 0, 0, None)
     }
@@ -172,7 +172,7 @@ impl Generation {
         self.epoch.load(Ordering::Relaxed)
     }
 
-    /// Returns the fingerprint of the values' history: copies of one version hold equal values.
+    /// Returns the fingerprint of the values' history. Copies of one version hold equal values.
     pub(crate) fn version(&self) -> u64 {
         self.version.load(Ordering::Relaxed)
     }
@@ -203,7 +203,7 @@ impl Generation {
         &self.unit.groups.shard
     }
 
-    /// Returns the checksum that the value of `slot` had when it was written, where ranks compare bytes.
+    /// Returns the checksum that the value of `slot` had when it was written, if ranks compare bytes.
     pub(crate) fn seal(&self, slot: usize) -> Option<Seal> {
         self.held(slot).seal
     }
@@ -217,13 +217,13 @@ impl Generation {
         self.named_as(kind, slot)
     }
 
-    /// Returns a description of a value of a kind that belongs to `slot`, for messages.
+    /// Describes a value of this kind for `slot`, for messages.
     pub(crate) fn named_as(&self, kind: &str, slot: usize) -> String {
         let path = &self.unit.slots[slot].path;
         format!("{kind} of `{path}` (unit {})", self.unit.label())
     }
 
-    /// Checks that the value of `slot` still has its written bytes, where ranks compare bytes.
+    /// Checks that the value of `slot` still has its written bytes, if ranks compare bytes.
     pub(crate) fn check(&self, slot: usize) -> Result<(), Error> {
         let held = self.held(slot);
         let named = || self.named(slot);
@@ -294,7 +294,7 @@ impl Generation {
     }
 
     /// Returns the parent in a graph of the full parameter of `slot`: `parent`, the flat leaf that optimizers see. It
-    /// is a new leaf if `parent` is on another device (for an offloaded unit) or has another shape.
+    /// is a new leaf if `parent` is on another device (for an offloaded unit) or has a different shape.
     pub(crate) fn leaf(&self, slot: usize, parent: Tensor<1>) -> Tensor<1> {
         let is_flat = self.unit.slots[slot].shown_dims() == 1;
         match is_flat && self.unit.offload.is_none() {
@@ -309,8 +309,8 @@ impl Generation {
         leaf.set_require_grad(self.is_trainable(slot))
     }
 
-    /// Returns a new leaf for the weight computed by the adapter of `slot`, trained if any part of it is; `None`
-    /// without an adapter.
+    /// Returns a new leaf for the weight that the adapter of `slot` computes, which is trained if any of its parts is;
+    /// `None` without an adapter.
     pub(crate) fn adapted_leaf(&self, slot: usize) -> Option<Tensor<1>> {
         let adapter = self.unit.slots[slot].adapter?;
         let parts = [slot, adapter.a, adapter.b];
@@ -401,8 +401,7 @@ impl Generation {
         Ok(())
     }
 
-    /// Drops the full parameters or cancels their gather, and checks that they still equal the gathered
-    /// values.
+    /// Drops the full parameters or cancels their gather, and checks that they still equal the gathered values.
     pub(crate) fn let_go(&self) -> Result<(), Error> {
         let full = self.life.take_full();
         full.map_or(Ok(()), |full| self.check_full(&full))
@@ -419,7 +418,7 @@ impl Generation {
         Ok(())
     }
 
-    /// Returns this rank's pieces among its neighbours, if forward has left any.
+    /// Returns this rank's pieces in its group of neighbours, if forward has left any.
     pub(crate) fn pieces(&self) -> Option<Slots<Piece>> {
         self.pieces.lock().clone()
     }
@@ -465,7 +464,7 @@ impl Kin {
         known.push(Arc::downgrade(generation));
     }
 
-    /// Returns the generations that still exist, in the order in which they were made.
+    /// Returns the generations that still exist, in the order in which they were created.
     pub(super) fn live(&self) -> Vec<Arc<Generation>> {
         self.0.lock().iter().filter_map(Weak::upgrade).collect()
     }

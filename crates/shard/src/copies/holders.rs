@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use parking_lot::Mutex;
 
-/// A copy of a module. It keeps its number through any operation on all or some of its parameters, and a
-/// clone gets another number.
+/// A copy of a module. It keeps its number through any operation on all or some of its parameters, and a clone gets a
+/// different number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Copied {
     /// The number of the copy, equal for all its parameters.
@@ -41,7 +41,7 @@ impl Holders {
         holders.get(&copy).is_some_and(|slots| slots[slot] > 0)
     }
 
-    /// Returns true if the copy `copy` of the module holds all parameters of the unit in this generation.
+    /// Returns true if copy `copy` of the module holds all parameters of the unit in this generation.
     pub(crate) fn is_all_of(&self, copy: u64) -> bool {
         let holders = self.holds.lock();
         holders

@@ -30,27 +30,27 @@ impl fmt::Display for UnitState {
 pub(crate) struct Full {
     /// The tensors.
     pub(crate) tensors: Slots<Tensor<1>>,
-    /// The checksums of the gathered tensors, where ranks compare bytes.
+    /// Checksums of the gathered tensors, if ranks compare bytes.
     pub(crate) seals: Slots<Seal>,
 }
 
-/// A gather that is under way.
+/// A gather that is in progress.
 pub(crate) enum Gather {
     /// The shard is the whole.
     Own,
-    /// Of shards, in the form in which they travel.
+    /// Checksums of shards, in the form in which they are sent.
     Shards(Pending<Received>),
     /// Among neighbours, of pieces of the full parameters.
     Pieces(Pending<Received>),
 }
 
-/// The state of the full parameters, with what exists of them.
+/// The state of the full parameters, with the existing ones.
 #[derive(Default)]
 enum State {
     /// Only the shards exist.
     #[default]
     Sharded,
-    /// A gather is under way; its buffers are allocated, the shards are published.
+    /// A gather is in progress; its buffers are allocated, the shards are published.
     Gathering(Gather),
     /// The full parameters exist.
     Unsharded(Full),
@@ -82,7 +82,7 @@ impl LifeCycle {
         self.state() == UnitState::Unsharded
     }
 
-    /// Returns true if only the shards exist and no gather is under way.
+    /// Returns true if only the shards exist and no gather is in progress.
     pub(crate) fn is_sharded(&self) -> bool {
         self.state() == UnitState::Sharded
     }
@@ -92,8 +92,8 @@ impl LifeCycle {
         *self.0.lock() = State::Gathering(gather);
     }
 
-    /// Makes the full parameters of the gather under way: `arrive` waits for it and returns additional
-    /// information. Returns `None` if no gather is under way. After an error only the shards exist.
+    /// Creates the full parameters of the current gather: `arrive` waits for it and returns additional information.
+    /// Returns `None` if no gather is in progress. After an error only the shards exist.
     pub(crate) fn fill<T>(
         &self,
         arrive: impl FnOnce(Gather) -> Result<(Full, T), Error>,

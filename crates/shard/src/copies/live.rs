@@ -1,4 +1,4 @@
-//! The live copies of a unit, and which of their values belong together.
+//! Tracks the live copies of a unit, and which of their values belong together.
 
 use std::sync::{Arc, Weak};
 
@@ -112,7 +112,7 @@ impl Copies {
             .any(|generation| generation.holders.is_held())
     }
 
-    /// Returns the one generation in which modules hold the parameter of `slot` now.
+    /// Returns the only generation in which modules currently hold the parameter of `slot`.
     ///
     /// # Errors
     ///

@@ -25,9 +25,9 @@ pub(super) struct Value {
     pub(super) device: Device,
     /// The leaf's node, if gradients are wanted.
     pub(super) node: Option<NodeId>,
-    /// The checksum of its bytes when they were written, where ranks compare bytes.
+    /// Checksum of the value's bytes when they were written, if ranks compare bytes.
     pub(super) seal: Option<Seal>,
-    /// Its elements in 32 bits, where a sum over many steps is kept and the parameter has a 16-bit type.
+    /// The value's elements in 32 bits, if a sum over many steps is kept and the parameter has a 16-bit type.
     pub(super) exact: Option<Tensor<1>>,
 }
 
@@ -48,8 +48,8 @@ impl Value {
         }
     }
 
-    /// Returns it sealed. The seal is new unless the value shares the memory of `before`, which a pass over the module
-    /// has left unchanged. In that case it also keeps its elements in 32 bits.
+    /// Returns the value, sealed. The seal is new unless the value shares the memory of `before`, which a pass over the
+    /// module has left unchanged. In that case it also keeps its elements in 32 bits.
     pub(super) fn sealed(mut self, group: &ProcessGroup, before: Option<&Self>) -> Self {
         let exact = before.filter(|before| before.exact.is_some());
         let exact = exact.filter(|before| seal::is_same_memory(&before.plain, &self.plain));

@@ -32,12 +32,12 @@ pub struct Memory {
     /// Bytes of whole gradients that steps without reduction have left on this rank; included in
     /// `unsharded_live`.
     pub unreduced: usize,
-    /// Unused memory that is kept for the next operations, so that they need not ask the system for it:
-    /// [`trim`] returns it. It was part of the peak once.
+    /// Unused memory that is kept for the next operations, to avoid system allocations. It was once part of the peak;
+    /// [`trim`] returns it.
     pub pooled: usize,
     /// Copies of forwards and backwards between the host and the computing device, since the module was sharded.
     pub staged: Staged,
-    /// Units whose full weights outlived their forward although the policy drops them.
+    /// Units whose full weights outlived forward, although the policy frees them.
     pub pinned: Vec<Pinned>,
 }
 
@@ -46,11 +46,11 @@ impl fmt::Display for Memory {
         writeln!(f, "parameters held    {:>12} B", self.parameters)?;
         writeln!(f, "unsharded, now     {:>12} B", self.unsharded_live)?;
         writeln!(f, "unsharded, peak    {:>12} B", self.unsharded_peak)?;
-        writeln!(f, "gradients unreduced{:>12} B", self.unreduced)?;
+        writeln!(f, "unreduced gradients{:>12} B", self.unreduced)?;
         writeln!(f, "kept for later use {:>12} B", self.pooled)?;
         if self.staged != Staged::default() {
-            writeln!(f, "read back to send  {}", self.staged.to_host)?;
-            writeln!(f, "brought to devices {}", self.staged.to_device)?;
+            writeln!(f, "copied to host     {}", self.staged.to_host)?;
+            writeln!(f, "copied to devices  {}", self.staged.to_device)?;
         }
         self.pinned
             .iter()
@@ -136,8 +136,8 @@ pub fn reset_peak<M: Module>(module: &M) -> Result<(), Error> {
 /// Returns a loss that reads every float parameter once and computes nothing else: the sum of their means.
 /// With it, [`memory()`] shows the cost of the parameters without activations.
 ///
-/// Collective: all ranks call it with the same module. It makes one gather for each unit, and its backward
-/// works like any other.
+/// Collective: all ranks call it with the same module. It gathers each unit once, and its backward works like any
+/// other.
 ///
 /// # Errors
 ///
@@ -146,7 +146,7 @@ pub fn dummy_forward<M: Module>(module: &M) -> Result<Tensor<1>, Error> {
     inspect::root_of(module)?;
     let buffers = survey(module)?.buffers;
     let mut means = Means {
-        // A visitor is shown a stand-in, and not the parameter that it stands for.
+        // A visitor is shown a stand-in, and not the parameter that it represents.
         members: inspect::fields(module).into_iter().collect(),
         left_out: buffers,
         sum: None,
@@ -193,9 +193,8 @@ pub(crate) fn warn_at_wrap(root: &Root) {
         let bytes: usize = dropped.iter().map(|unit| unit.gathered_bytes()).sum();
         let names: Vec<_> = dropped.iter().map(|unit| unit.label()).collect();
         report::warn(format!(
-            "the device has no gradient checkpointing: units {} may stay unsharded until \
-             backward, up to {bytes} bytes; build the module on \
-             `device.autodiff().gradient_checkpointing()`",
+            "units {} may stay unsharded until backward, up to {bytes} bytes, because the device has no gradient \
+             checkpointing; build the module on `device.autodiff().gradient_checkpointing()`",
             names.join(", "),
         ));
     }

@@ -27,14 +27,14 @@ impl path::Visitor for Nothing {
     fn float<const D: usize>(&mut self, _place: &Location, _param: &Param<Tensor<D>>) {}
 }
 
-/// Returns the sharded parameters of `module`, in its own order: each once, for the first of the fields that share it.
+/// Returns the sharded parameters of `module`, in module order. A shared parameter is listed once, for its first field.
 pub(crate) fn members<M: Module>(module: &M) -> Vec<Member> {
     let mut members = visit(module, &mut Nothing);
     members.retain(|member| !member.is_tied);
     members
 }
 
-/// Gives the shards of `module` the ids from a record that has just been loaded.
+/// Assigns the ids from a newly loaded record to the shards of `module`.
 ///
 /// Every function of this crate that gets the module does so itself, including [`backward`](crate::backward).
 /// The call is needed where Burn's own functions come first after [`Module::load_record`]: groups by ids, or

@@ -26,7 +26,7 @@ impl std::fmt::Display for Order {
 }
 
 /// Returns the number of backwards of a sharded module that were [audited](crate::ShardPolicy::audit) to their end and
-/// found right.
+/// found correct.
 ///
 /// # Errors
 ///

@@ -18,9 +18,9 @@ pub struct UnitPlan {
     pub name: String,
     /// Number of parameters (elements), whole.
     pub num_params: usize,
-    /// Bytes of its full parameters while it is unsharded.
+    /// Bytes of the unit's full parameters while it is unsharded.
     pub unsharded: usize,
-    /// Bytes of parameters that this rank holds between steps.
+    /// Number of parameter bytes that this rank holds between steps.
     pub held: usize,
     /// True if full weights stay from forward to backward.
     pub keeps_unsharded: bool,
@@ -36,7 +36,7 @@ pub struct WrapPlan {
     pub units: Vec<UnitPlan>,
     /// Units gathered ahead of their use.
     pub prefetch: usize,
-    /// Remarks on a cut that saves less than it could.
+    /// Remarks on units that save less memory than they could.
     pub warnings: Vec<String>,
 }
 
@@ -103,8 +103,8 @@ pub fn wrap_plan<M: Module>(module: &M) -> Result<WrapPlan, Error> {
         && 2 * unit.num_params > total
     {
         plan.warnings.push(format!(
-            "unit `{}` holds {} of {} parameters; full weights of one unit exist at once, so \
-             sharding saves little: name smaller modules as units, such as \"blocks.*\"",
+            "unit `{}` holds {} of {} parameters, and the full weights of a unit exist at once, so sharding saves \
+             little; make smaller modules units, such as \"blocks.*\"",
             unit.name, unit.num_params, total
         ));
     }

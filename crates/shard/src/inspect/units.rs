@@ -16,7 +16,7 @@ use crate::unit::Unit;
 
 /// One unit of a sharded module: the module's own copy of it.
 ///
-/// Switches hold from the next step on. All ranks must switch alike; ranks whose operations differ because of
+/// Switches hold from the next step on. All ranks must switch in the same way; ranks whose operations differ because of
 /// a switch get `Error::Mismatch` from the next one.
 #[derive(Clone)]
 pub struct UnitHandle {
@@ -42,7 +42,7 @@ pub struct UnitMemory {
     pub parameters: usize,
     /// Full parameters that are gathered now.
     pub unsharded: usize,
-    /// Gradients that steps without reduction have left on the rank, whole.
+    /// Full gradients that steps without reduction left on the rank.
     pub unreduced: usize,
 }
 
@@ -102,8 +102,8 @@ impl UnitHandle {
         self.unit.slots.iter().map(|slot| slot.path.as_str())
     }
 
-    /// Sets whether gradients are reduced after backward. Otherwise they stay on this rank, whole, and the
-    /// next reduction includes their sum. A forward and its backward must see the same setting.
+    /// Sets whether gradients are reduced after backward. Otherwise full gradients stay on this rank, and the next
+    /// reduction includes their sum. A forward and its backward must see the same setting.
     ///
     /// # Errors
     ///
@@ -113,8 +113,8 @@ impl UnitHandle {
         self.switch(&self.unit.switches.sync, sync)
     }
 
-    /// Sets whether reduced gradients cross to the replicas of a hybrid mesh. Otherwise they wait on the
-    /// shards, and the next reduction includes their sum.
+    /// Sets whether reduced gradients cross to the replicas of a hybrid mesh. Otherwise they stay in the shards, and
+    /// the next reduction includes their sum.
     ///
     /// # Errors
     ///
@@ -123,10 +123,10 @@ impl UnitHandle {
         self.switch(&self.unit.switches.all_reduce, all_reduce)
     }
 
-    /// Sets whether the backwards from here on hand their gradients out, those of all units of the module: the default. The
-    /// gradients of a backward that does not are empty: its reductions take place, their sums wait on the shards, and nothing
-    /// crosses to replicas. The next backward that does hands the sum of all out, of units that it does not use, too. It is for
-    /// micro-batches whose full gradients, which [`no_sync`] holds back, are too much.
+    /// Sets whether later backwards return the gradients of all units of the module, which is the default. A backward
+    /// that does not still reduces, but the sums stay in the shards, nothing crosses to replicas, and its gradients are
+    /// empty. The next backward that does returns the sums of all, including units that it does not use. Use this for
+    /// micro-batches whose full gradients, which [`no_sync`] keeps, take too much memory.
     ///
     /// # Errors
     ///
@@ -176,8 +176,7 @@ impl UnitHandle {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] inside a backward; [`Error::Collective`] if they have been corrupted, where ranks compare
-    /// bytes.
+    /// [`Error::State`] inside a backward; [`Error::Collective`] if they have been corrupted, if ranks compare bytes.
     pub fn reshard(&self) -> Result<(), Error> {
         self.root.expect_outside_backward(ADVICE)?;
         self.generation.let_go()
@@ -200,10 +199,10 @@ impl UnitHandle {
         if self.root.holds_sums_of(&self.unit) {
             return Err(Error::State {
                 unit: self.name(),
-                expected: "without gradients that wait on the shards".to_owned(),
-                got: "with such gradients, which were divided already".to_owned(),
-                advice: "let a backward hand them out, by `set_requires_all_reduce(true)` and \
-                         `set_is_last_backward(true)`, and set the factors then",
+                expected: "free of waiting gradients".to_owned(),
+                got: "holding gradients that wait on the shards and are already divided".to_owned(),
+                advice: "reduce them in a backward with `set_requires_all_reduce(true)` and \
+                    `set_is_last_backward(true)`, then set the factors",
             });
         }
         *self.unit.switches.factors.lock() = factors.into();
@@ -219,9 +218,9 @@ impl UnitHandle {
 
 const ADVICE: &str = "switch units between steps, not inside a backward";
 
-/// A gather that the program has asked for. Dropping it leaves the gather under way.
+/// A gather that the program has asked for. Dropping it leaves the current gather.
 #[derive(Debug)]
-#[must_use = "the gather goes on without it, but its errors come later"]
+#[must_use = "the gather continues without it, but its errors are reported later"]
 pub struct Unsharding<'a>(&'a UnitHandle);
 
 impl Unsharding<'_> {
@@ -235,14 +234,14 @@ impl Unsharding<'_> {
     }
 }
 
-/// Runs `body` without reducing gradients: they stay on this rank, whole, and the next backward outside
-/// reduces the sum. This saves the traffic of all micro-batches but the last, and costs full gradients on
-/// every rank: [`Memory::unreduced`](crate::Memory::unreduced).
+/// Runs `body` without reducing gradients: full gradients stay on this rank, and the next backward outside reduces
+/// their sum. This saves the traffic of all micro-batches except the last, at the cost of full gradients on every rank:
+/// [`Memory::unreduced`](crate::Memory::unreduced).
 ///
 /// The gradients of a backward inside are empty: the optimizer has nothing to do yet. Forward and backward
 /// both belong inside.
 ///
-/// All ranks must do so alike.
+/// All ranks must do so in the same way.
 ///
 /// # Errors
 ///
@@ -260,8 +259,8 @@ pub fn no_sync<M: Module, T>(module: &M, body: impl FnOnce() -> T) -> Result<T, 
         None => Ok(result),
         Some(switched) => Err(Error::State {
             unit: switched.name(),
-            expected: "without gradient sync".to_owned(),
-            got: "with gradient sync".to_owned(),
+            expected: "set to skip gradient sync".to_owned(),
+            got: "set to sync gradients".to_owned(),
             advice: "do not call `set_requires_gradient_sync` inside `no_sync`",
         }),
     }

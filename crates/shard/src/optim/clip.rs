@@ -25,9 +25,8 @@ pub struct Clipped {
 
 /// Returns the norm of all gradients of a sharded module taken as one vector, the same on all ranks.
 ///
-/// Each parameter counts once. A sharded parameter counts with the elements of all ranks, and one kept whole
-/// with the elements that every rank holds alike. A parameter that no unit manages counts with rank 0's
-/// gradient. Without any gradient the norm is 0.
+/// Each parameter counts once. A sharded parameter counts with the elements of all ranks, and one kept whole counts
+/// once. A parameter that no unit manages counts with rank 0's gradient. Without any gradient the norm is 0.
 ///
 /// Collective over all ranks of the module, between steps: one all-reduce of one number for each group that
 /// parameters are sharded over.
@@ -84,12 +83,12 @@ pub fn grad_norm<M: Module>(
     Ok(measure.root(total))
 }
 
-/// Scales all gradients of a sharded module so that their norm, taken as one vector, is at most `clip`'s, and
-/// returns them with their previous norm. Clip after [`backward`](crate::backward) and before the optimizer's
-/// step; in half precision, also after [`LossScaler::unscale`](crate::LossScaler::unscale).
+/// Scales all gradients of a sharded module to limit their joint norm to `clip`'s, and returns them with their previous
+/// norm. Clip after [`backward`](crate::backward) and before the optimizer's step; in half precision, also after
+/// [`LossScaler::unscale`](crate::LossScaler::unscale).
 ///
-/// Burn's own gradient clipping by norm clips each shard by itself, which
-/// [`check_elementwise`](crate::check_elementwise) refuses. See [`grad_norm`] for the gradients that count.
+/// Burn's own gradient clipping by norm clips each shard separately, which
+/// [`check_elementwise`](crate::check_elementwise) rejects. See [`grad_norm`] for the gradients that count.
 ///
 /// Collective over all ranks of the module, between steps: the all-reduces of [`grad_norm`].
 ///
@@ -105,7 +104,7 @@ pub fn clip_grad_norm<M: Module>(
     if clip.max_norm().is_nan() || clip.max_norm() < 0.0 {
         return Err(Error::Option {
             option: "max_norm",
-            expected: "a number that is not negative",
+            expected: "a nonnegative number",
             got: clip.max_norm().to_string(),
         });
     }
@@ -134,7 +133,7 @@ fn nonfinite<M: Module>(module: &M, gradients: &GradientsParams, norm: f64) -> E
         norm,
         rank,
         first: first.map_or_else(
-            || "none of this rank's elements, but another's".to_owned(),
+            || "none, but another rank has one".to_owned(),
             |entry| format!("`{}`", entry.path),
         ),
     }

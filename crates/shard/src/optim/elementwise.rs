@@ -19,7 +19,7 @@ const NUM_STEPS: usize = 3;
 #[derive(Debug, Clone, Copy)]
 enum Gradients {
     Small,
-    /// Beyond any threshold of clipping by norm, while the square is still finite, as far as the type allows.
+    /// A value beyond any threshold of clipping by norm whose square is still finite, as far as the type allows.
     Large,
     /// Large in the first half of the matrix, small in the second.
     Halves,
@@ -41,21 +41,20 @@ impl Gradients {
 /// Checks that `optimizer` updates a shard exactly as it would update the same elements of the whole
 /// parameter, for every trainable parameter of a sharded module.
 ///
-/// Burn does not tell which optimizer a [`ModuleOptimizer`] holds, and it may hold several, by groups. So a copy of it,
-/// without its state, steps a small matrix whole and in two shards, under the path and id of each parameter. Optimizers
-/// that compute with whole tensors (Muon, Adafactor, LAMB, Burn's gradient clipping by norm) give other bits. They need
-/// parameters with [one owner](crate::ShardPolicy::one_owner). These are not tried, and neither is any other whole
-/// parameter. Burn's `LBFGS` is not a `ModuleOptimizer`; it needs the whole model and cannot be used with shards
-/// either.
+/// Burn does not expose which optimizers a [`ModuleOptimizer`] holds for its groups. So a copy without state updates a
+/// small matrix, whole and in two shards, under the path and id of each parameter. Optimizers that compute with whole
+/// tensors (Muon, Adafactor, LAMB, Burn's gradient clipping by norm) give different bits. They need parameters with
+/// [one owner](crate::ShardPolicy::one_owner), which are not tried; nor is any other whole parameter. Burn's `LBFGS` is
+/// not a `ModuleOptimizer`; it needs the whole model and does not work on shards either.
 ///
 /// The first step with gradients from [`backward`](crate::backward) tries the optimizer at each parameter
-/// automatically, but cannot see groups by ids. Call this function for an optimizer with groups by ids, and for
-/// another optimizer of the same parameters. Also call it in a loop that calls Burn's own backward or
-/// accumulates gradients, where a step cannot be told from another map. Checkpoints and the file-backed
-/// optimizer of `burn-fsdp` call it themselves.
+/// automatically, but cannot see groups by ids. Call this function for an optimizer with groups by ids, and for another
+/// optimizer of the same parameters. Also call it in a loop that calls Burn's own backward or accumulates gradients,
+/// where a step cannot be distinguished from other maps. Checkpoints and the file-backed optimizer of `burn-fsdp` call
+/// it themselves.
 ///
-/// Not collective: all ranks reach the same verdict. It costs a few small steps for each parameter; call it
-/// once, before training.
+/// Not collective: all ranks get the same result. It costs a few small steps for each parameter; call it once, before
+/// training.
 ///
 /// # Errors
 ///
@@ -103,15 +102,15 @@ pub fn check_elementwise_once<M: Module>(
     Ok(())
 }
 
-/// Checks that the optimizers of all ranks do the same, for every trainable parameter of a sharded module. Ranks that
-/// step their shards with different betas silently train a model that nobody configured.
+/// Checks that the optimizers of all ranks are equal, for every trainable parameter of a sharded module. Ranks that
+/// step their shards with different betas silently train an unintended model.
 ///
-/// Burn does not show an optimizer's settings. So a copy of it, without its state, makes a few steps with a small
-/// matrix under the path and id of each parameter, and ranks compare the bits. The learning rate is an argument of each
-/// step, and is not compared.
+/// Burn does not expose an optimizer's settings. So a copy without state runs a few steps on a small matrix under the
+/// path and id of each parameter, and ranks compare the bits. The learning rate is an argument of each step, and is not
+/// compared.
 ///
-/// Collective over all ranks of the module, between steps: one exchange of 8 bytes for each parameter. Where ranks are
-/// threads that run one program, there is no difference to find.
+/// Collective over all ranks of the module, between steps: one exchange of 8 bytes for each parameter. If ranks are
+/// threads of one program, their optimizers cannot differ.
 ///
 /// # Errors
 ///
@@ -216,7 +215,7 @@ impl<'a> Trial<'a> {
     }
 }
 
-/// A module of one parameter, at any path: an optimizer's argument for that parameter of a larger module.
+/// A module with a single parameter at any path, to run an optimizer on one parameter of a larger module.
 #[derive(Debug, Clone)]
 pub struct Probe<const D: usize> {
     path: Vec<String>,

@@ -32,7 +32,7 @@ pub(crate) struct Entry {
     /// Path of the parameter in the module.
     pub(crate) path: String,
     pub(crate) share: Share,
-    /// Its elements on this rank, without autodiff.
+    /// The gradient's elements on this rank, without autodiff.
     pub(crate) flat: Tensor<1>,
 }
 
@@ -110,7 +110,7 @@ pub fn owner_groups<M: Module>(module: &M) -> Vec<ProcessGroup> {
     groups
 }
 
-/// Returns the path and the unit of each sharded parameter of `module` in its order, with the unit's name as in
+/// Returns the path and unit of each sharded parameter of `module`, in module order, with the unit's name as in
 /// [`UnitGradients`].
 ///
 /// Not collective.
@@ -149,17 +149,16 @@ pub fn params_with_gradient<M: Module>(module: &M, gradients: &GradientsParams) 
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct UnitGradients {
-    /// Path of the unit's module, `root` for the outermost; empty for the parameters that no unit
-    /// manages.
+    /// Path of the unit's module, `root` for the outermost; empty for parameters that no unit manages.
     pub unit: String,
     /// Its gradients.
     pub gradients: GradientsParams,
 }
 
-/// Divides the gradients of `module` by unit, in the order in which the module first names a parameter of each,
-/// for optimizers that step unit by unit. The parameters that no unit manages come last. Units without a gradient
-/// are left out, except those in which a rank [owns](crate::ShardPolicy::one_owner) a trained parameter: only the
-/// owner has the gradient, and all ranks must step alike.
+/// Divides the gradients of `module` by unit, in the order in which the module first names a parameter of each, for
+/// optimizers that step unit by unit. The parameters that no unit manages come last. Units without a gradient are
+/// skipped, except those in which a rank [owns](crate::ShardPolicy::one_owner) a trained parameter: only the owner has
+/// the gradient, and all ranks must make the same step.
 ///
 /// Not collective. Gradients that belong to no parameter of `module` are dropped.
 pub fn gradients_by_unit<M: Module>(

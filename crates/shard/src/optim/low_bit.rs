@@ -1,4 +1,4 @@
-//! An optimizer whose states are kept in fewer bits.
+//! An optimizer that keeps its states in fewer bits.
 
 use std::sync::{Arc, LazyLock};
 
@@ -12,48 +12,50 @@ use crate::parameter::current::{Current, current, is_trial};
 use crate::thrown::throw;
 use crate::transport;
 
-/// The number of elements of a [block](StateFormat::Block8), counted from the first element of the whole parameter.
-pub const STATE_BLOCK: usize = 256;
-
-/// The form in which a [`LowBitOptimizer`] keeps states from step to step.
+/// The format in which a [`LowBitOptimizer`] keeps states between steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StateFormat {
-    /// 16 bits each, the upper half of a 32-bit float: 8 bits of precision. Half the memory.
+    /// 16 bits per element, the upper half of a 32-bit float: 8 bits of precision. Half the memory.
     Bf16,
-    /// 8 bits each, and 32 for each block of [`STATE_BLOCK`] elements: the largest magnitude of the block, which is kept exactly, and
-    /// for each element a sign and one of 128 levels relative to it (the dynamic tree of Dettmers et al., 2021: 64 levels for the
-    /// tenth of it and more, half as many for each tenth below). A quarter of the memory.
+    /// 8 bits per element, plus 32 bits per block of [`BLOCK`](Self::BLOCK) elements. The 32 bits are the block's largest magnitude, kept
+    /// exactly. Each element has a sign and one of 128 levels relative to that magnitude: the dynamic tree of Dettmers et al., 2021,
+    /// with 64 levels from a tenth of it upward and half as many for each tenth below. A quarter of the memory.
     ///
-    /// Where shards would divide a block, the step is refused: cut by [`Cut::Multiples`](crate::Cut::Multiples).
+    /// A step is rejected if shards divide a block: cut by [`Cut::Multiples`](crate::Cut::Multiples).
     Block8,
 }
 
-/// An optimizer of Burn that keeps its states in fewer bits: every tensor of 32 bits that `O` keeps of a parameter, in a
-/// [`StateFormat`]. A step of a parameter makes its states 32-bit floats, lets `O` update in 32 bits, and rounds the new states.
+impl StateFormat {
+    /// Number of elements in a block of [`Block8`](Self::Block8), counted from the first element of the whole parameter.
+    pub const BLOCK: usize = 256;
+}
+
+/// A Burn optimizer that keeps its states in fewer bits: each 32-bit tensor that `O` keeps for a parameter is stored in a
+/// [`StateFormat`]. A step widens a parameter's states to 32-bit floats, lets `O` update in 32 bits, and rounds the new states.
 ///
-/// *Rounding is stochastic*: up or down, with odds by the distance, so that the mean of many roundings is the value. To the nearest,
-/// an average that moves by less than half of what the type can tell would never move at all: Adam's second moment with
-/// `beta_2` 0.999 changes by a thousandth, and bf16 tells 1/256. What is not zero does not become zero, so that nobody divides by it.
+/// *Rounding is stochastic*: up or down with odds by distance, so the mean of many roundings is the value. With rounding to
+/// nearest, an average whose change is below half of the type's resolution would never move: Adam's second moment with `beta_2`
+/// 0.999 changes by a thousandth, and bf16 resolves 1/256. A nonzero value never becomes zero, because optimizers divide by it.
 ///
-/// *The bits are those of one rank*: whether an element is rounded up is drawn by a hash of the state's name, the number of
-/// steps that it has made, and the element's flat index in the whole parameter; blocks are counted by that index, too.
+/// *The bits do not depend on the number of ranks*: a hash of the state's name, its number of steps, and the element's flat index
+/// in the whole parameter decides whether an element is rounded up. Blocks are also counted by that index.
 ///
-/// *Records and checkpoints* have the states in 32 bits, as `O` has them, with the number of steps beside: what was rounded once is
-/// the same when rounded again, so that a step is resumed with its bits on any number of ranks. An optimizer without this
-/// around it refuses them, and the reverse.
+/// *Records and checkpoints* hold the states in 32 bits, as `O` has them, along with the number of steps. A rounded
+/// value rounds to itself, so a resumed step has the same bits on any number of ranks. An optimizer without this
+/// wrapper rejects these records, and this one rejects records without the number of steps.
 ///
-/// States are in the memory of the host, whatever device the parameter is on, and are read back to it in each step. Around this, a
-/// [`SealedOptimizer`](crate::SealedOptimizer) would keep the record's 32 bits, and inside of it, it seals nothing. A state with
-/// an infinite or undefined number makes its block undefined: a loss that is no number follows, and not a wrong one.
+/// States are in host memory, whatever device the parameter is on, and each step reads them back. A
+/// [`SealedOptimizer`](crate::SealedOptimizer) around this one would keep the record's 32 bits; inside this one, it seals nothing. A
+/// state with an infinite or NaN element makes its block NaN, so the loss becomes NaN instead of wrong.
 ///
-/// A step ends with [`Error::Option`], which [`catch`](crate::catch) makes a value, where shards divide a block, the states of `O` are not in 32 bits
-/// (which they are if the parameter is), or a compiled step is traced.
+/// A step ends with [`Error::Option`], which [`catch`](crate::catch) returns as a value, if shards divide a block, if the states of
+/// `O` are not in 32 bits (they are if the parameter is), or if a compiled step is traced.
 ///
 /// ```
 /// use burn::optim::{AdamWConfig, ModuleOptimizer};
-/// use burn_fsdp_shard::{Cut, LowBitOptimizer, STATE_BLOCK, ShardPolicy, StateFormat};
+/// use burn_fsdp_shard::{Cut, LowBitOptimizer, ShardPolicy, StateFormat};
 ///
-/// let policy = ShardPolicy::new().cut(Cut::Multiples(STATE_BLOCK));
+/// let policy = ShardPolicy::new().cut(Cut::Multiples(StateFormat::BLOCK));
 /// let adamw = AdamWConfig::new().build();
 /// let optimizer: ModuleOptimizer = LowBitOptimizer::new(adamw, StateFormat::Block8).into();
 /// # let _ = policy;
@@ -75,17 +77,17 @@ impl<O: Optimizer> LowBitOptimizer<O> {
 #[derive(Debug, Clone)]
 pub struct LowBitState<S> {
     form: Form<S>,
-    /// Number of times that it was rounded.
+    /// Number of times that the state was rounded.
     num_roundings: u64,
 }
 
 #[derive(Debug, Clone)]
 enum Form<S> {
-    /// As the optimizer has it: of a record, until its first step.
+    /// The optimizer's own state, as read from a record, until the first step.
     Wide(S),
     Rounded {
         tensors: Vec<(String, Rounded)>,
-        /// The numbers beside them.
+        /// The scalars.
         rest: Arc<StateSink>,
     },
 }
@@ -120,7 +122,7 @@ impl<O: Optimizer> Optimizer for LowBitOptimizer<O> {
         if is_capture(&device) {
             throw(Error::Option {
                 option: "the optimizer of a compiled step",
-                expected: "one with states in 32 bits, or train by the eager engine",
+                expected: "one with 32-bit states; use another optimizer, or train with the eager engine",
                 got: "a `LowBitOptimizer`".to_owned(),
             });
         }
@@ -128,7 +130,7 @@ impl<O: Optimizer> Optimizer for LowBitOptimizer<O> {
         let state = state.and_then(|state| state.widened(&device));
         let (tensor, state) = self.optimizer.step(lr, tensor, grad, state);
         let state = state.map(|state| match is_trial() {
-            // Pieces of no parameter have no places to round by; it is the optimizer inside that is on trial.
+            // A trial tests the inner optimizer on pieces of no parameter, which have no indices to round by.
             true => LowBitState {
                 form: Form::Wide(state),
                 num_roundings,
@@ -145,7 +147,7 @@ impl<O: Optimizer> Optimizer for LowBitOptimizer<O> {
     fn to_device<const D: usize>(state: Self::State<D>, device: &Device) -> Self::State<D> {
         let form = match state.form {
             Form::Wide(state) => Form::Wide(O::to_device(state, device)),
-            // It is put together on the device of the step.
+            // It is assembled on the step's device.
             rounded => rounded,
         };
         LowBitState { form, ..state }
@@ -179,7 +181,7 @@ impl<S: RecordState> LowBitState<S> {
         })
     }
 
-    /// Returns the state of the optimizer; `None` if it cannot be put together.
+    /// Returns the optimizer's state; `None` if it cannot be assembled.
     fn widened(self, device: &Device) -> Option<S> {
         let (tensors, rest) = match self.form {
             Form::Wide(state) => return Some(state),
@@ -193,16 +195,17 @@ impl<S: RecordState> LowBitState<S> {
     }
 }
 
-/// Returns the flat index of the first element that this rank holds of a parameter, if no shard divides a block.
+/// Returns the flat index of this rank's first element of a parameter, if no shard divides a block.
 fn start_of(current: &Current, format: StateFormat) -> Result<usize, Error> {
     let slot = current.slot();
     let partition = &slot.partition;
     if format == StateFormat::Block8 && slot.is_gathered() && divides_blocks(partition) {
         return Err(Error::Option {
             option: "ShardPolicy::cut",
-            expected: "`Cut::Multiples(STATE_BLOCK)`, or keep the states as `StateFormat::Bf16`",
+            expected: "`Cut::Multiples(StateFormat::BLOCK)`; set it, or keep the states as `StateFormat::Bf16`",
             got: format!(
-                "a division of blocks of {STATE_BLOCK} elements, whose states share a scale: `{}` has {partition}",
+                "a cut through blocks of {} elements, which share a scale (`{}` has {partition})",
+                StateFormat::BLOCK,
                 slot.path
             ),
         });
@@ -210,14 +213,14 @@ fn start_of(current: &Current, format: StateFormat) -> Result<usize, Error> {
     Ok(current.start())
 }
 
-/// Asked of all shards, so that all ranks give the same answer.
+/// Checks all shards, so all ranks get the same answer.
 fn divides_blocks(partition: &Partition) -> bool {
     let len = partition.num_elements();
     let mut ends = partition.ranges().map(|range| range.end);
-    ends.any(|end| end < len && !end.is_multiple_of(STATE_BLOCK))
+    ends.any(|end| end < len && !end.is_multiple_of(StateFormat::BLOCK))
 }
 
-/// The draws by which the elements of one tensor are rounded.
+/// The random draws that round the elements of one tensor.
 #[derive(Debug, Clone, Copy)]
 struct Rounding {
     seed: u64,
@@ -233,7 +236,7 @@ impl Rounding {
         Self { seed, start }
     }
 
-    /// Returns a number of 32 bits for the element at a place in the tensor.
+    /// Returns a 32-bit number for the element at this place in the tensor.
     fn draw(self, at: usize) -> u32 {
         (mixed(self.seed ^ (self.start + at) as u64) >> 32) as u32
     }
@@ -253,7 +256,8 @@ impl Rounded {
         if data.dtype() != DType::F32 {
             return Err(Error::Option {
                 option: "a state of `LowBitOptimizer`",
-                expected: "of 32 bits: give the module parameters in 32 bits, or use the optimizer without it",
+                expected: "of 32 bits; give the module parameters in 32 bits, or use the optimizer without \
+                    `LowBitOptimizer`",
                 got: format!("of type {:?}", data.dtype()),
             });
         }
@@ -269,8 +273,8 @@ impl Rounded {
             StateFormat::Block8 => {
                 let values: Vec<f32> = values.collect();
                 let (mut codes, mut scales) = (Vec::with_capacity(values.len()), Vec::new());
-                for (block, values) in values.chunks(STATE_BLOCK).enumerate() {
-                    let draw = |at| rounding.draw(block * STATE_BLOCK + at);
+                for (block, values) in values.chunks(StateFormat::BLOCK).enumerate() {
+                    let draw = |at| rounding.draw(block * StateFormat::BLOCK + at);
                     scales.push(encode(values, draw, &mut codes));
                 }
                 Elements::Block8 { codes, scales }
@@ -287,7 +291,7 @@ impl Rounded {
                 .collect(),
             Elements::Block8 { codes, scales } => {
                 let mut bytes = Vec::with_capacity(4 * codes.len());
-                for (codes, scale) in codes.chunks(STATE_BLOCK).zip(scales) {
+                for (codes, scale) in codes.chunks(StateFormat::BLOCK).zip(scales) {
                     let levels = LEVELS.map(|level| level * scale);
                     bytes.extend(codes.iter().flat_map(|code| {
                         let value = levels[usize::from(code.unsigned_abs())];
@@ -302,24 +306,24 @@ impl Rounded {
     }
 }
 
-/// Returns the upper half of `value`, after a number below the lowest bit of it was added.
+/// Returns the upper half of `value`, after adding a number below its lowest bit.
 fn bf16(value: f32, draw: u32) -> u16 {
     let bits = value.to_bits();
     let half = |bits: u32| (bits >> 16) as u16;
     let up = f32::from_bits(bits.wrapping_add(draw & 0xffff) & 0xffff_0000);
     match (value.is_nan(), value.is_finite() && up.is_finite()) {
-        // Whatever is left of its bits.
+        // It stays NaN, whichever of its bits remain.
         (true, _) => half(bits) | 0x40,
-        // Not beyond the largest.
+        // It does not exceed the largest number.
         (false, false) => half(bits),
-        // A number that is not zero stays so.
+        // A nonzero number stays nonzero.
         (false, true) if up == 0.0 && value != 0.0 => half(bits) | 1,
         (false, true) => half(up.to_bits()),
     }
 }
 
-/// The levels of the magnitude relative to the largest: for each tenth half as many as for the next, in equal distances, and the last
-/// one is the largest itself.
+/// The levels of magnitude relative to the largest. Each tenth has half as many levels as the next, at equal distances, and the last
+/// level is the largest magnitude itself.
 static LEVELS: LazyLock<[f32; 128]> = LazyLock::new(|| {
     const TENTHS: [f64; 7] = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0];
     let mut levels = [0.0; 128];
@@ -334,14 +338,14 @@ static LEVELS: LazyLock<[f32; 128]> = LazyLock::new(|| {
     levels
 });
 
-/// Adds the codes of a block to `codes`. Returns its scale.
+/// Appends the codes of a block to `codes`. Returns the block's scale.
 fn encode(values: &[f32], draw: impl Fn(usize) -> u32, codes: &mut Vec<i8>) -> f32 {
     let is_finite = values.iter().all(|value| value.is_finite());
     let largest = values
         .iter()
         .fold(0.0, |max: f32, value| max.max(value.abs()));
     let scale = if is_finite { largest } else { f32::NAN };
-    // Compared as they will be decoded, so that what was decoded is met again.
+    // Values are compared with decoded levels, so a decoded value gets the same code again.
     let levels = LEVELS.map(|level| level * scale);
     codes.extend(values.iter().enumerate().map(|(at, value)| {
         let size = value.abs();
@@ -364,7 +368,7 @@ fn encode(values: &[f32], draw: impl Fn(usize) -> u32, codes: &mut Vec<i8>) -> f
     scale
 }
 
-/// That of the optimizer, and a number.
+/// The optimizer's state and the number of roundings.
 impl<S: RecordState> RecordState for LowBitState<S> {
     fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
         match &self.form {
@@ -395,16 +399,16 @@ impl<S: RecordState> RecordState for LowBitState<S> {
 mod tests {
     use burn::tensor::TensorData;
 
-    use super::{Rounded, Rounding, STATE_BLOCK, StateFormat};
+    use super::{Rounded, Rounding, StateFormat};
 
     fn rounded(values: &[f32], format: StateFormat, num_roundings: u64) -> Vec<f32> {
         let data = TensorData::new(values.to_vec(), [values.len()]);
-        let rounding = Rounding::new("a state", num_roundings, STATE_BLOCK);
+        let rounding = Rounding::new("a state", num_roundings, StateFormat::BLOCK);
         let rounded = Rounded::of(data, format, rounding).expect("of 32 bits");
         rounded.widened().try_to_vec().expect("floats")
     }
 
-    /// Of every size, from the smallest number there is to the largest, and blocks of small ones alone.
+    /// Values of every size, from the smallest number to the largest, and blocks with only small values.
     fn values() -> Vec<f32> {
         let sizes = [
             1e-45,
@@ -418,7 +422,7 @@ mod tests {
             7e5,
             f32::MAX,
         ];
-        let of_block = |most: usize| (0..STATE_BLOCK).map(move |i| sizes[i * 7 % most]);
+        let of_block = |most: usize| (0..StateFormat::BLOCK).map(move |i| sizes[i * 7 % most]);
         let values = (1..=sizes.len()).flat_map(of_block).enumerate();
         values
             .map(|(i, size)| size * ((i * 31 % 64) as f32 / 32.0 - 1.0))
@@ -426,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_rounded_is_rounded_to_itself() {
+    fn rounding_is_idempotent() {
         for format in [StateFormat::Bf16, StateFormat::Block8] {
             let once = rounded(&values(), format, 0);
             assert_ne!(once, values());
@@ -437,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_zero_does_not_become_zero_nor_infinite() {
+    fn nonzero_values_become_neither_zero_nor_infinite() {
         for format in [StateFormat::Bf16, StateFormat::Block8] {
             for draw in 0..20 {
                 for (value, got) in values().into_iter().zip(rounded(&values(), format, draw)) {
@@ -452,13 +456,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_is_not_hidden() {
+    fn nan_and_infinities_are_not_hidden() {
         for wrong in [f32::NAN, f32::INFINITY] {
-            let mut values = vec![1.0; 2 * STATE_BLOCK];
+            let mut values = vec![1.0; 2 * StateFormat::BLOCK];
             values[3] = wrong;
             let got = rounded(&values, StateFormat::Block8, 0);
-            assert!(got[..STATE_BLOCK].iter().all(|value| value.is_nan()));
-            assert!(got[STATE_BLOCK..].iter().all(|value| *value == 1.0));
+            assert!(got[..StateFormat::BLOCK].iter().all(|value| value.is_nan()));
+            assert!(got[StateFormat::BLOCK..].iter().all(|value| *value == 1.0));
             let got = rounded(&values, StateFormat::Bf16, 0);
             assert_eq!(got[3].is_nan(), wrong.is_nan());
             assert!(!got[3].is_finite() && got[4] == 1.0);

@@ -36,14 +36,13 @@ impl<O: Optimizer> SealedOptimizer<O> {
     }
 }
 
-/// The state of a [`SealedOptimizer`]: its inner optimizer's state, taken apart and sealed from one step to the
-/// next.
+/// The state of a [`SealedOptimizer`]: its inner optimizer's state, split and sealed between steps.
 #[derive(Debug, Clone)]
 pub struct SealedState<S>(Form<S>);
 
 #[derive(Debug, Clone)]
 enum Form<S> {
-    /// In the optimizer's form: from a record, or where ranks do not compare bytes.
+    /// In the optimizer's form: from a record, or if ranks do not compare bytes.
     Whole(S),
     /// In parts, each with its seal.
     Apart {
@@ -77,14 +76,14 @@ impl<O: Optimizer> Optimizer for SealedOptimizer<O> {
     fn to_device<const D: usize>(state: Self::State<D>, device: &Device) -> Self::State<D> {
         match state.0 {
             Form::Whole(state) => SealedState(Form::Whole(O::to_device(state, device))),
-            // It is put together on the device of the step.
+            // It is reassembled on the device of the step.
             apart => SealedState(apart),
         }
     }
 }
 
 impl<S: RecordState> SealedState<S> {
-    /// Takes a state apart and seals it, where ranks compare bytes.
+    /// Splits a state into sealed tensors if ranks compare bytes; otherwise keeps it whole.
     fn of(state: S, current: Option<&Current>) -> Self {
         let Some(group) = current.and_then(|current| current.sealed_in.as_ref()) else {
             return Self(Form::Whole(state));
@@ -102,7 +101,7 @@ impl<S: RecordState> SealedState<S> {
         Self(Form::Apart { tensors, rest })
     }
 
-    /// Returns the state of the optimizer, checked against the seals; `None` if it cannot be put together.
+    /// Returns the state of the optimizer, checked against the seals; `None` if it cannot be reassembled.
     fn checked(self, current: Option<&Current>, device: &Device) -> Result<Option<S>, Error> {
         let (tensors, rest) = match self.0 {
             Form::Whole(state) => return Ok(Some(state)),

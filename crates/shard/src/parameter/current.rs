@@ -13,7 +13,7 @@ use crate::unit::Unit;
 pub(crate) struct Current {
     unit: Arc<Unit>,
     slot: usize,
-    /// The ranks that hold its module, where ranks compare bytes.
+    /// The ranks that hold its module, if ranks compare bytes.
     pub(crate) sealed_in: Option<ProcessGroup>,
 }
 
@@ -27,7 +27,7 @@ impl Current {
         }
     }
 
-    /// Returns its slot.
+    /// Returns the parameter's slot.
     pub(crate) fn slot(&self) -> &Slot {
         &self.unit.slots[self.slot]
     }
@@ -65,7 +65,7 @@ pub(crate) fn current() -> Option<Current> {
     CURRENT.with_borrow(Clone::clone)
 }
 
-/// Runs `body`, in which an optimizer is tried on pieces of a matrix that stand for no elements of a parameter.
+/// Runs `body`, in which an optimizer is tried on pieces of a matrix that represent no elements of a parameter.
 pub(crate) fn trying<T>(body: impl FnOnce() -> T) -> T {
     struct Leave(bool);
     impl Drop for Leave {

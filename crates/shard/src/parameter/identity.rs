@@ -63,7 +63,7 @@ impl Identity {
         ParamId::from(self.0.id.load(Ordering::Relaxed))
     }
 
-    /// Settles the id by the stand-in's, if it is unsettled, and returns it.
+    /// Settles an unsettled id with the stand-in's id, and returns it.
     pub(crate) fn settle(&self, stand_in: ParamId) -> ParamId {
         if !self.is_settled() {
             let id = counterpart(stand_in);
@@ -77,16 +77,16 @@ impl Identity {
         self.0.is_settled.load(Ordering::Relaxed)
     }
 
-    /// Returns the id for one of Burn's own walks. Warns once if it is unsettled: the walk would not find
-    /// state that was loaded together with a record.
+    /// Returns the id for one of Burn's own walks. Warns once if the id is not settled, because the walk would not find
+    /// state that was loaded with a record.
     pub(crate) fn shown(&self, path: &str) -> ParamId {
         static WARNED: Once = Once::new();
         if !self.is_settled() {
             WARNED.call_once(|| {
                 crate::report::warn(format!(
-                    "a record was loaded into `{path}` after sharding, and Burn asks for its id before \
-                     the engine has seen it: state of an optimizer that was recorded with it, and \
-                     groups of ids, will not match; call `settle_ids(&model)` after `load_record`"
+                    "a record was loaded into `{path}` after sharding, and Burn asks for its id before the engine has \
+                     seen it, so optimizer state recorded with it and groups of ids will not match; call \
+                     `settle_ids(&model)` after `load_record`"
                 ));
             });
         }
@@ -101,14 +101,14 @@ mod tests {
     use super::{Identity, counterpart};
 
     #[test]
-    fn a_pair_has_two_ids_each_known_by_the_other() {
+    fn the_counterpart_of_an_id_is_an_involution() {
         let id = ParamId::new();
         assert_ne!(counterpart(id), id);
         assert_eq!(counterpart(counterpart(id)), id);
     }
 
     #[test]
-    fn an_unsettled_id_clashes_with_none_that_a_record_may_hold() {
+    fn unsettled_ids_do_not_clash_with_recorded_ids() {
         let id = ParamId::new();
         let identity = Identity::new(id).unsettled();
         assert_ne!(identity.id(), id);

@@ -13,7 +13,7 @@ pub(crate) enum Handed {
     /// The shard's new value.
     Value {
         value: Box<Tensor<1>>,
-        /// True if the stand-in has the id that it had before.
+        /// True if the stand-in has kept its id.
         keeps_id: bool,
     },
     /// The note that the parameter has been recorded, whole.
@@ -49,7 +49,7 @@ pub(crate) fn take_recorded(unit: &Arc<Unit>, index: usize) -> bool {
     matches!(take_handed(unit, index), Some(Handed::Recorded))
 }
 
-/// Gives another value to the next shard that the current walk visits.
+/// Replaces the value of the next shard that the current walk visits.
 pub(crate) fn replace(unit: &Arc<Unit>, index: usize, value: Tensor<1>) {
     let keeps_id = true;
     let value = Box::new(value);

@@ -27,16 +27,16 @@ pub(crate) struct Member {
     pub(crate) copy: Copied,
     /// The id of the value that optimizers and gradients see.
     pub(crate) id: ParamId,
-    /// True for another field that shares the parameter, which is a member under the first.
+    /// True for a further field of a shared parameter, which is a member through the first field.
     pub(crate) is_tied: bool,
-    /// An uncounted hold, for reading the full parameter.
+    /// An uncounted hold, used to read the full parameter.
     owned: Owned,
     /// The parent of the full parameter in a graph.
     parent: Tensor<1>,
 }
 
 impl Clone for Member {
-    /// Returns the same member: no copy of the module, which would have a number of its own.
+    /// Returns the same member, not one of a copy of the module, which would have a different number.
     fn clone(&self) -> Self {
         Self {
             generation: self.generation.clone(),
@@ -53,7 +53,7 @@ impl Member {
         self.owned.full(self.parent.clone())
     }
 
-    /// Returns all values of its unit in this copy of the module as the model's own code gets them.
+    /// Returns all values of the unit in this copy of the module, in the form that the model's code gets.
     pub(crate) fn values(&self) -> Arc<Generation> {
         self.owned.values()
     }
@@ -73,12 +73,12 @@ impl Member {
     }
 }
 
-/// A parameter, whatever its values: its unit, and its index there.
+/// A parameter, regardless of its values: its unit, and its index there.
 pub(crate) type Key = (*const Unit, usize);
 
 thread_local! {
     static MEMBERS: RefCell<Vec<Member>> = const { RefCell::new(Vec::new()) };
-    /// The id of the parameter that was shown last: a shard comes directly after its stand-in.
+    /// The id of the last visited parameter: a shard directly follows its stand-in.
     static LAST: Cell<Option<ParamId>> = const { Cell::new(None) };
 }
 

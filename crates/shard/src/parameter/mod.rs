@@ -34,8 +34,8 @@ pub(crate) enum Attached {
     Tied(TiedParam),
 }
 
-/// Returns the id by which optimizers, gradients and groups know a parameter, sharded or not. The `id` field
-/// of a sharded parameter is its stand-in's, which records hold.
+/// Returns a parameter's id in optimizers, gradients and groups, whether it is sharded or not. The `id` field of a
+/// sharded parameter is its stand-in's id, which records contain.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -69,7 +69,7 @@ impl Reparameterization for Attached {
     }
 }
 
-/// A field that shares another field's parameter has no value of its own: there is nothing to map, and nothing to move.
+/// A field that shares another field's parameter has no value to map or move.
 impl Module for Attached {
     fn collect_devices(&self, devices: Devices) -> Devices {
         match self {

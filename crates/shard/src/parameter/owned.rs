@@ -32,18 +32,18 @@ pub(crate) struct Clones(Mutex<(u64, Option<LastClone>)>);
 type LastClone = (Copied, Weak<Clones>);
 
 impl Clones {
-    /// Returns the number of copies that were made.
+    /// Returns the number of copies that were created.
     pub(super) fn count(&self) -> u64 {
         self.0.lock().0
     }
 
-    /// Returns the copy that was made last, if any of it is left.
+    /// Returns the copy that was created last, if any of it is left.
     pub(super) fn last(&self) -> Option<(Copied, Arc<Self>)> {
         let last = self.0.lock().1.clone();
         last.and_then(|(copy, clones)| Some((copy, clones.upgrade()?)))
     }
 
-    /// Returns the next copy of `copy`. Parameters of one module are copied together, so they get one number.
+    /// Returns the next copy of `copy`. Parameters of one module are copied together, so they get the same number.
     fn add(&self, copy: Copied) -> (Copied, Arc<Self>) {
         let mut made = self.0.lock();
         let next = Copied {
@@ -134,7 +134,7 @@ impl Owned {
         &self.clones
     }
 
-    /// Returns the copy of the module that it belongs to.
+    /// Returns the module copy to which the parameter belongs.
     pub(crate) fn copy(&self) -> Copied {
         self.copy
     }
@@ -144,7 +144,7 @@ impl Owned {
         &self.root_link
     }
 
-    /// Returns the full parameter, as a function of `parent`, as the model's own code gets it. Collective.
+    /// Returns the full parameter as a function of `parent`, in the form that the model's code gets. Collective.
     pub(crate) fn full<const D: usize>(&self, parent: Tensor<1>) -> Result<Tensor<D>, Error> {
         let root = self.root_link.root();
         let place = Place::own(self.slot);

@@ -24,13 +24,13 @@ const ADAPTER: &str = "LoraAdapter";
 
 /// The value of one parameter on this rank: its shard, or the whole value where it is kept whole.
 ///
-/// Optimizers and gradients see a shard as a parameter of one dimension, and a whole parameter as it was. They see
-/// it under the path and the id of the parameter that it stands for. The parameter itself is a stand-in of the full
-/// shape without memory.
+/// Optimizers and gradients see a shard as a parameter of one dimension, and a whole parameter as it was. They see it
+/// under the path and the id of the parameter that it represents. The parameter itself is a stand-in of the full shape
+/// without memory.
 #[derive(Clone)]
 pub(crate) struct ShardedParam {
     value: Shown,
-    /// The id, in place of that in `value`, which a record cannot change in time.
+    /// The id, which replaces the id in `value`, because a record cannot change that one in time.
     identity: Identity,
     generation: Owned,
     /// The factors of its adapter, shown here to optimizers and records; the engine reads them from their slots.
@@ -76,12 +76,12 @@ impl ShardedParam {
         self.generation.clones()
     }
 
-    /// Returns the id of a parameter whose stand-in has the id `stand_in`.
+    /// Returns the id of the parameter whose stand-in has the id `stand_in`.
     pub(crate) fn settled_id(&self, stand_in: ParamId) -> ParamId {
         self.identity.settle(stand_in)
     }
 
-    /// Returns the parameter without its adapter, with `value` in place of its own.
+    /// Returns the parameter without its adapter, with `value` instead of its own value.
     fn descend(from: &Owned, transition: Transition, identity: Identity, value: Shown) -> Self {
         let generation = from.descend(from.slot, transition, &value);
         Self {
@@ -92,7 +92,7 @@ impl ShardedParam {
         }
     }
 
-    /// Returns the parameter without its adapter, with `value` in place of its own, after a move of the module to
+    /// Returns the parameter without its adapter, with `value` instead of its own value, after a move of the module to
     /// `device`.
     fn moved(from: &Owned, identity: Identity, value: Shown, device: &Device) -> Self {
         let moved = Self::descend(from, Transition::Device, identity, value);
@@ -100,7 +100,7 @@ impl ShardedParam {
         moved
     }
 
-    /// Returns it with the factors of its adapter as `change` makes them.
+    /// Returns the parameter with its adapter's factors changed by `change`.
     fn with_adapter(
         self,
         adapter: Option<Box<LoraAdapter>>,
@@ -112,7 +112,7 @@ impl ShardedParam {
         }
     }
 
-    /// Returns the value under the id by which it is known.
+    /// Returns the value under its settled id.
     fn shown(value: &Shown, identity: &Identity, path: &str) -> Shown {
         value.clone().with_id(identity.shown(path))
     }
@@ -130,8 +130,8 @@ fn guarded(value: Shown, generation: &Arc<Generation>, slot: usize) -> Shown {
     })
 }
 
-/// Looks whether what a mapper of the program's is about to read is what was written, where ranks compare bytes. Returns the
-/// parameter that it is.
+/// Looks whether what a mapper of the program's is about to read is what was written, if ranks compare bytes. Returns
+/// the parameter that it is.
 fn checked(generation: &Owned) -> Result<Current, Error> {
     let root = generation.root_link().root();
     let looks = |group: &ProcessGroup| group.compares_bytes() || group.awaits_flip(At::State);
@@ -207,7 +207,7 @@ impl Module for ShardedParam {
         if is_seen && self.adapter.is_none() {
             return;
         }
-        // Under the path of the parameter that it stands for, so that groups by path still work.
+        // Under the path of the parameter that it represents, so that groups by path still work.
         visitor.exit_module(NAME, CONTAINER);
         if !is_seen {
             let path = &self.generation.unit.slots[slot].path;

@@ -20,12 +20,12 @@ use crate::layer::Layer;
 use crate::root::Place;
 use crate::thrown::throw;
 
-/// The error message for a field that was copied or kept without the first one.
+/// The error message for a field that was copied or kept without the first field.
 const ALONE: &str =
-    "and this copy of the module has only the second: clone, and keep, the module that has both";
-/// The error message for a record of both.
+    "but this copy of the module has only the second; clone and keep the module that has both";
+/// The error message for a record with both values.
 const RECORDED_TWICE: &str =
-    "but a record has other values for one than for the other; load one in which they are equal";
+    "but a record has different values for them; load a record in which they are equal";
 
 /// The part of a tied field that is the same in all copies of the module.
 pub(crate) struct Tie {
@@ -45,7 +45,7 @@ pub(crate) struct Tie {
 /// A field that shares a sharded parameter.
 pub(crate) struct TiedParam {
     tie: Arc<Tie>,
-    /// The copy of the module that it belongs to; `None` for a field that was made without the first one.
+    /// The copy of the module that it belongs to; `None` for a field that was created without the first one.
     copy: Option<Held>,
     /// The values that a backward graph may need when the module is gone.
     of_graph: Option<Arc<Generation>>,
@@ -69,8 +69,7 @@ impl Held {
         }
     }
 
-    /// Returns the copy that was just made of the first field, if there is one: fields are copied in the order of the
-    /// module.
+    /// Returns the latest copy of the first field, if there is one; fields are copied in module order.
     fn followed(&self) -> Option<Self> {
         let count = self.clones.count();
         let is_new = self.num_seen.swap(count, Ordering::Relaxed) != count;
@@ -151,7 +150,8 @@ impl TiedParam {
         member::answer_tied(owned);
     }
 
-    /// Returns it after a map. Refuses a record's value for this field if the first field has a different one now.
+    /// Returns the field after a map. Rejects a record's value for this field if the first field has a different one
+    /// now.
     pub(super) fn compared(self) -> Self {
         if is_within(Purpose::Prepare) {
             return self;

@@ -67,7 +67,7 @@ impl Weight for Access {
     }
 }
 
-/// The milestone at which all gradients of one use of a unit have come.
+/// The milestone at which all gradients of one use of a unit have arrived.
 #[derive(Debug)]
 pub(super) struct UnitEnd {
     root: Arc<Root>,

@@ -22,7 +22,7 @@ pub(super) struct Gradient {
     pub(super) tensor: Tensor<1>,
     pub(super) account: Account,
     pub(super) tag: Tag,
-    /// Its checksum while it waits for another backward, where ranks compare bytes.
+    /// Checksum of the gradient while it waits for another backward, if ranks compare bytes.
     pub(super) seal: Option<Seal>,
 }
 
@@ -32,7 +32,7 @@ pub(super) struct Tagged {
     pub(super) tag: Tag,
 }
 
-/// A shard's gradient of one replica, with its seal where ranks compare bytes.
+/// A shard's gradient of one replica, with its seal if ranks compare bytes.
 pub(super) struct Sum {
     pub(super) tensor: Tensor<1>,
     pub(super) tag: Tag,
@@ -46,10 +46,10 @@ pub(super) struct Ended {
     pub(super) whole: Slots<Tagged>,
 }
 
-/// The gradients that have come and wait.
+/// The gradients that have arrived and wait.
 #[derive(Default)]
 pub(super) struct Accumulation {
-    /// Full gradients by use, until the unit's last one has come.
+    /// Full gradients by use, until the unit's last one has arrived.
     pub(super) of_uses: BTreeMap<u64, Slots<Gradient>>,
     /// Units whose gradients have all come in this backward, with the gradients that wait for its end.
     pub(super) ended: Vec<Ended>,

@@ -80,8 +80,8 @@ impl Progress {
         }
     }
 
-    /// Meets the other ranks at the end of the order, with the reduction that happens there. Closes the step
-    /// if all are at its end; otherwise returns the operation that they agree on.
+    /// Synchronizes with the other ranks at the end of the order, with the reduction there. Closes the step if all
+    /// ranks are at its end; otherwise returns the next operation that they agree on.
     fn meet(&mut self, root: &Root, wanted: Operation) -> Result<Option<Step>, Error> {
         self.order.discard_prefetched();
         let notes = self.reduce_whole(root, wanted)?;
@@ -138,8 +138,8 @@ impl Progress {
         }
     }
 
-    /// Returns the values of the unit of `operation` in the copy of the module that this pass uses: for
-    /// backward, the values of its forward.
+    /// Returns the values of `operation`'s unit in the module copy of this pass; in backward, the values of its
+    /// forward.
     pub(super) fn copy_in_use(
         &self,
         root: &Root,

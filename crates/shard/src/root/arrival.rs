@@ -23,8 +23,8 @@ use crate::unit::Unit;
 pub(super) enum Arrival {
     /// The type in which each parameter is held.
     AsHeld,
-    /// The type in which each gradient travels. One reduction gives all its results one type, while the
-    /// parameters are held in several.
+    /// The type in which each gradient is sent. One reduction gives all its results one type, while the parameters are
+    /// held in several.
     AsReduced,
 }
 
@@ -92,7 +92,7 @@ impl Arrival {
 /// A gradient as input of a reduction.
 pub(super) struct Given {
     pub(super) source: Source,
-    /// Its tag; `None` if this rank has no gradient.
+    /// The gradient's tag; `None` if this rank has no gradient.
     pub(super) tag: Option<Tag>,
 }
 
@@ -102,7 +102,7 @@ pub(super) struct Arrived {
     /// True if any rank has a gradient.
     pub(super) is_used: bool,
     pub(super) tag: Tag,
-    /// Its checksum, where ranks compare bytes.
+    /// The gradient's checksum, if ranks compare bytes.
     pub(super) seal: Option<Seal>,
 }
 
@@ -152,7 +152,7 @@ pub(super) fn sums(
     slots.iter().zip(arrived).map(sum).collect()
 }
 
-/// Returns the reduced gradient of one slot, as [`sums`] does.
+/// Returns the reduced gradient of one slot, like [`sums`].
 pub(super) fn sum(
     generation: &Generation,
     index: usize,
@@ -209,7 +209,7 @@ pub(super) fn given(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Res
     })
 }
 
-/// Returns a gradient changed by the policy's hook, in the type in which it is reduced.
+/// Applies the policy's hook to a gradient, and returns the result in the type in which it is reduced.
 pub(super) fn hooked(gradient: Gradient, slot: &Slot, unit: &Unit) -> Result<Gradient, Error> {
     let elements = slot.partition.num_elements();
     let tensor = match &unit.gradients.hook {

@@ -16,7 +16,7 @@ use crate::schedule::Operation;
 use crate::slot::Holding;
 use crate::unit::Unit;
 
-/// The largest number of operations of the order that an error names.
+/// Maximum number of operations that an error lists.
 const MOST_OPERATIONS: usize = 64;
 
 /// The units of a root as they are at the end of a step.
@@ -136,7 +136,7 @@ impl AtEnd<'_> {
         };
         let _ = write!(
             text,
-            "; the order has {} operations, its reduction as number {}: {shown}{more}",
+            "; the order has {} operations, with its reduction as number {}: {shown}{more}",
             operations.len(),
             match ordinals.is_empty() {
                 true => "none".to_owned(),
@@ -182,7 +182,7 @@ fn scale(factors: Option<DivideFactors>, ranks: usize) -> Tag {
 }
 
 impl Root {
-    /// Handles that reduced gradients were handed to Burn, for these leaves.
+    /// Called when reduced gradients for these leaves were passed to Burn.
     pub(crate) fn handed_over(&self, gradients: &[(NodeId, Tag)]) {
         let mut progress = self.progress();
         let audited = &mut progress.audited;

@@ -29,7 +29,7 @@ impl Default for Audited {
 }
 
 impl Audited {
-    /// Returns the data on rank `rank`, without any unit yet.
+    /// Returns the data of rank `rank`, without units.
     pub(super) fn new(audit: Audit, rank: usize) -> Self {
         Self {
             auditor: Auditor::new(audit, rank, 0),
@@ -60,7 +60,7 @@ impl Audited {
         }
     }
 
-    /// Returns the tag of a gradient that has come for a parameter.
+    /// Returns the tag of a gradient that has arrived for a parameter.
     pub(super) fn came(&mut self, unit: &Unit, slot: usize) -> Tag {
         match self.first.get(unit.position() + 1) {
             Some(_) => self.auditor.came(self.first[unit.position()] + slot),
@@ -97,7 +97,7 @@ impl Audited {
         note
     }
 
-    /// Returns the note of the last exchange of a step, for gradients of parameters kept whole with these tags.
+    /// Returns the note for a step's last exchange, with these tags for the gradients of whole parameters.
     pub(super) fn last_note(
         &self,
         wish: Vec<u8>,

@@ -1,4 +1,4 @@
-//! Backward: gathers units again, collects gradients, and hands them over unit by unit.
+//! Backward: gathers units again, collects gradients, and passes them on unit by unit.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -57,8 +57,8 @@ impl Root {
         gradient.add_to(&mut of_use[slot]);
     }
 
-    /// Ends the backward of a use, whose last gradient has come: frees the full parameters and starts the
-    /// reduction. Returns the gradients of completed reductions.
+    /// Ends the backward of a use, whose last gradient has arrived: frees the full parameters and starts the reduction.
+    /// Returns the gradients of completed reductions.
     pub(super) fn unit_end(
         &self,
         generation: &Arc<Generation>,
@@ -71,7 +71,7 @@ impl Root {
             // stay from forward to backward may also stay until then.
             let stays = unit.keeps() && !unit.syncs();
             let reshards = unit.switches.reshard_after_backward.load(Relaxed);
-            // A gather that is already under way is for another use of the unit.
+            // A gather that is already in progress is for another use of the unit.
             if reshards && !stays && generation.life.is_unsharded() {
                 generation.let_go()?;
             }
@@ -106,8 +106,8 @@ impl Root {
         })
     }
 
-    /// Ends a step whose loss used no unit on this rank, so that none of the engine's nodes ran. Takes part
-    /// in all operations of the other ranks, with the values of `copy`.
+    /// Ends a step whose loss used no unit on this rank, in which none of the engine's nodes ran. Takes part in all
+    /// operations of the other ranks, with the values of `copy`.
     pub(crate) fn finish_unused(&self, copy: Option<Copied>) -> Result<Vec<Reduced>, Error> {
         self.step(|progress| {
             if progress.uses.pass.is_none() {

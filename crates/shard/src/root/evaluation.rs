@@ -1,5 +1,4 @@
-//! Evaluation in which ranks take different routes through a module: before each gather they tell each other what they
-//! need.
+//! Evaluation in which ranks take different routes through a module: ranks exchange their needs before each gather.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +20,7 @@ const FAILED: u32 = u32::MAX - 1;
 /// A unit of the module that is evaluated, with its root.
 pub(crate) type Evaluable = (Arc<Root>, Arc<Generation>);
 
-/// Returns true if both are values of one unit, and equal. Values from several generations are joined anew for each
+/// Returns true if both are values of one unit, and equal. Values from several generations are combined for each
 /// request.
 pub(crate) fn are_equal(one: &Generation, other: &Generation) -> bool {
     Arc::ptr_eq(&one.unit, &other.unit) && one.version() == other.version()
@@ -38,7 +37,7 @@ struct Evaluated {
     is_broken: AtomicBool,
 }
 
-/// An evaluation under way. It ends when this is dropped, by unwinding or otherwise.
+/// An evaluation in progress. It ends when this is dropped, by unwinding or otherwise.
 pub(crate) struct Evaluation(Arc<Evaluated>);
 
 impl Drop for Evaluation {
@@ -57,7 +56,7 @@ impl Evaluation {
     /// # Errors
     ///
     /// [`Error::State`] inside another one; [`Error::Option`] for units of several groups; [`Error::Collective`] if
-    /// full parameters have been corrupted, where ranks compare bytes.
+    /// full parameters have been corrupted, if ranks compare bytes.
     pub(crate) fn begin(root: &Arc<Root>, units: Vec<Evaluable>) -> Result<Self, Error> {
         let group = units.first().map_or(&root.group, |(root, _)| &root.group);
         if let Some((other, generation)) = units.iter().find(|(root, _)| root.group != *group) {
@@ -65,7 +64,7 @@ impl Evaluation {
                 option: "the module to evaluate",
                 expected: "sharded over one group",
                 got: format!(
-                    "sharded over `{}`, and `{}` over `{}`",
+                    "sharded over `{}`, with unit `{}` over `{}`",
                     group.name(),
                     generation.unit.label(),
                     other.group.name()
@@ -77,9 +76,9 @@ impl Evaluation {
             if progress.routes.is_some() {
                 return Err(Error::State {
                     unit: generation.unit.label(),
-                    expected: "in no evaluation".to_owned(),
+                    expected: "in no other evaluation".to_owned(),
                     got: "in one".to_owned(),
-                    advice: "let one `evaluate` end before the next begins",
+                    advice: "let one `evaluate` return before starting the next",
                 });
             }
             // This drops the unit of a previously evaluated copy: a rank that reads nothing would keep it,
@@ -120,7 +119,7 @@ impl Evaluation {
 }
 
 impl Evaluated {
-    /// Tells the others what this rank needs, and returns each rank's need.
+    /// Exchanges the ranks' needs, and returns each rank's.
     fn told(&self, own: u32) -> Result<Vec<u32>, Error> {
         let label = self.root.label(format_args!("routes of an evaluation"));
         let notes = self.group.exchange(label, own.to_le_bytes().to_vec())?;
@@ -128,10 +127,10 @@ impl Evaluated {
         Ok(notes.iter().map(read).collect())
     }
 
-    /// Takes part in the gathers of the other ranks until the unit at `own` is next, or until all are done.
+    /// Takes part in the other ranks' gathers until the unit at `own` is next, or until all ranks are done.
     ///
-    /// In each round every rank reports its need, and all gather the first of these in the module's order. A rank that
-    /// is behind catches up with the others, so ranks on the same route gather each unit together.
+    /// In each round every rank reports the unit that it needs, and all gather the first of these in module order.
+    /// Ranks that are behind catch up, so ranks on the same route gather each unit together.
     fn join_until(&self, own: u32) -> Result<(), Error> {
         loop {
             let wanted = self.told(own)?;
@@ -139,7 +138,7 @@ impl Evaluated {
                 self.is_broken.store(true, Ordering::Relaxed);
                 return Err(self.state(
                     "evaluated by all ranks",
-                    format!("left by rank {rank} with an error"),
+                    format!("no longer evaluated by rank {rank}, which failed"),
                 ));
             }
             let next = wanted.into_iter().min().unwrap_or(DONE);
@@ -148,8 +147,8 @@ impl Evaluated {
             }
             let Some((root, generation)) = self.units.get(next as usize) else {
                 return Err(self.state(
-                    "one of the same units on all ranks",
-                    format!("asked for unit {next}"),
+                    "in the same module on all ranks",
+                    format!("in a module without unit {next}, which another rank evaluates"),
                 ));
             };
             let operation = Operation::UnshardForward(generation.unit.position());
@@ -163,7 +162,7 @@ impl Evaluated {
             unit: unit.map_or_else(String::new, |(_, generation)| generation.unit.label()),
             expected: expected.to_owned(),
             got,
-            advice: "let all ranks evaluate one module, and see to the error of that rank",
+            advice: "evaluate the same module on all ranks, and fix the error of that rank",
         }
     }
 }
@@ -175,9 +174,9 @@ impl Routes for Evaluated {
             Some(place) => self.join_until(u32::try_from(place).unwrap_or(DONE)),
             None => Err(Error::State {
                 unit: generation.unit.label(),
-                expected: "of the module that `evaluate` gives".to_owned(),
-                got: "of another copy".to_owned(),
-                advice: "run the module that the closure gets",
+                expected: "part of the module that `evaluate` passes to the closure".to_owned(),
+                got: "part of another copy".to_owned(),
+                advice: "run the module that the closure receives",
             }),
         }
     }

@@ -86,8 +86,8 @@ impl Root {
         })
     }
 
-    /// Returns a full parameter for the second forward of a recomputed region. It stays until the region's
-    /// backward, which follows immediately.
+    /// Returns a full parameter for the second forward of a recomputed region. It is kept until the region's backward,
+    /// which follows immediately.
     fn access_again<const D: usize>(
         self: &Arc<Self>,
         generation: &Arc<Generation>,
@@ -108,7 +108,7 @@ impl Root {
         })
     }
 
-    /// Returns `token` as a link just deeper than `depth`.
+    /// Returns `token` as a link that is one deeper than `depth`.
     fn link(&self, token: &Tensor<1>, depth: usize, milestone: Arc<dyn Announce>) -> Tensor<1> {
         let ruler = self.rulers.lock().of_depth(depth, &token.device());
         op::link(token.clone(), ruler, milestone)
@@ -158,20 +158,20 @@ impl Progress {
         routes.map_or(Ok(()), |routes| routes.meet(generation))
     }
 
-    /// Refuses to train while ranks take different routes in an evaluation: their gathers have no order.
+    /// Rejects training while ranks take different routes in an evaluation, because those gathers have no common order.
     fn expect_no_evaluation(&self, generation: &Generation) -> Result<(), Error> {
         match &self.routes {
             None => Ok(()),
             Some(_) => Err(Error::State {
                 unit: generation.unit.label(),
-                expected: "of the module that `evaluate` gives".to_owned(),
-                got: "of the module that is trained".to_owned(),
-                advice: "run the module that the closure gets",
+                expected: "part of the module that `evaluate` passes to the closure".to_owned(),
+                got: "part of the module being trained".to_owned(),
+                advice: "run the module that the closure receives",
             }),
         }
     }
 
-    /// Begins a pass, unless one is under way that continues with this parameter.
+    /// Starts a pass, unless the current one continues with this parameter.
     fn begin_pass(
         &mut self,
         root: &Arc<Root>,
@@ -251,6 +251,7 @@ impl Progress {
         match kind {
             UseKind::Tracked => {
                 let end = UnitEnd::new(root, generation, id);
+                // Deeper than the previous unit's operations, so backward ends this use before it reaches them.
                 pass.depth += unit.stride();
                 pass.token = root.link(&pass.token, pass.depth, end);
                 self.uses
@@ -316,7 +317,7 @@ impl Progress {
         Ok(device::tracked(full, &generation.device(slot)))
     }
 
-    /// Returns the autodiff node of a parameter in the current use, made at the first access.
+    /// Returns the autodiff node of a parameter in the current use, created at the first access.
     fn node<const D: usize>(
         &mut self,
         root: &Arc<Root>,
@@ -330,7 +331,7 @@ impl Progress {
         current.node_of(root, slot, value, stays)
     }
 
-    /// Leaves a pass whose forward is over: its graph keeps what its backward needs.
+    /// Leaves a pass after its forward: its graph keeps the values that backward needs.
     fn leave_pass(&mut self) -> Result<(), Error> {
         let pass = self.uses.pass.take();
         let last = pass.and_then(|pass| pass.current);

@@ -72,7 +72,7 @@ impl Root {
         Ok(())
     }
 
-    /// Lets the other ranks read this rank's shards, and receives nothing.
+    /// Provides this rank's shards to the other ranks, without receiving theirs.
     pub(super) fn join_gather(
         &self,
         generation: &Generation,
@@ -160,7 +160,7 @@ impl Root {
         Ok(marks.unwrap_or_default())
     }
 
-    /// Returns the full parameter of a slot from the records of its shards, and the mark of its buffer.
+    /// Returns the full parameter of a slot, decoded from its shards' records, and its buffer's mark.
     fn unpacked(
         &self,
         generation: &Generation,
@@ -200,13 +200,13 @@ impl Root {
             unit: unit.label(),
             expected: UnitState::Unsharded.to_string(),
             got: generation.life.state().to_string(),
-            advice: "it was resharded in the middle of a use; run the forward again, and `reshard` \
-                     only what no forward is using",
+            advice: "it was resharded while in use: run the forward again, and call `reshard` only on units that no \
+                forward is using",
         })
     }
 
-    /// Returns what the model computes with in the place of a slot's value, flat and plain: the full value, with what its
-    /// adapter adds. The unit must be unsharded.
+    /// Returns the flat, plain value that the model uses for a slot: the full value, plus its adapter's contribution.
+    /// The unit must be unsharded.
     pub(super) fn weight(&self, generation: &Generation, slot: usize) -> Result<Tensor<1>, Error> {
         let full = self.full(generation, slot)?;
         let Some(adapter) = &generation.unit.slots[slot].adapter else {
@@ -270,7 +270,7 @@ fn sources(generation: &Generation, operation: Operation) -> Result<Sources<'_>,
     }
 }
 
-/// Returns this rank's shards, in the form in which they travel.
+/// Returns this rank's shards, in the form in which they are sent.
 fn shards(generation: &Generation) -> Result<Vec<Part>, Error> {
     let unit = &generation.unit;
     let parts = unit.gathered_slots().map(|index| {
@@ -298,7 +298,7 @@ fn shards(generation: &Generation) -> Result<Vec<Part>, Error> {
     parts.collect()
 }
 
-/// Returns what this rank holds of the parameter in slot `index`, in 8 bits.
+/// Returns this rank's shard of the parameter in slot `index`, in 8 bits.
 fn packed(generation: &Generation, packing: &Packing, index: usize) -> Result<Vec<u8>, Error> {
     generation.check(index)?;
     let held = cast(generation.plain(index), DType::F32);

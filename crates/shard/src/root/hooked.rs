@@ -1,4 +1,4 @@
-//! Reductions by the policy's hook instead of the engine.
+//! Reductions that the policy's hook performs instead of the engine.
 
 use std::sync::Arc;
 
@@ -87,8 +87,7 @@ impl Progress {
     }
 }
 
-/// Returns this rank's full gradient for the hook: zeros if it has none. The account that counts it is added
-/// to `accounts`.
+/// Returns this rank's full gradient for the hook, or zeros if it has none. Its memory account is moved to `accounts`.
 fn full_gradient(
     generation: &Generation,
     index: usize,

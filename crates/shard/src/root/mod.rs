@@ -1,8 +1,8 @@
-//! The root: one per rank and sharded module. It owns the order of operations, the token of the
-//! pass under way, the gradients on their way to the shards, and the buffers.
+//! The root: one per rank and sharded module. It owns the order of operations, the token of the current pass, the
+//! gradients in transit to the shards, and the buffers.
 //!
-//! - `state`: the root, and the state of its step. Its parts are `pass` (the units that forward has used),
-//!   `order` (the next operations), `accumulate` (gradients that wait), `reductions` (gradients on their way).
+//! - `state`: the root, and the state of its step. Its parts are `pass` (the units that forward has used), `order` (the
+//!   next operations), `accumulate` (gradients that wait), `reductions` (gradients in transit).
 //! - `gather` and `reduce`: one gather and one reduction. `arrival`: inputs and results of a reduction. `hooked`:
 //!   reductions by the policy's hook.
 //! - `audited` and `audit`: the data for the audit of a step, and the check that each gradient was summed and

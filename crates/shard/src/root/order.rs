@@ -1,4 +1,4 @@
-//! The order of operations, and the values that they work on.
+//! The order of operations, and the values on which they work.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Weak};
@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 use crate::copies::{Copied, Generation};
 use crate::schedule::{Schedule, Schedules};
 
-/// The order of operations, and the values that they work on.
+/// The order of operations, and the values on which they work.
 #[derive(Default)]
 pub(super) struct Order {
     /// The recorded orders.
@@ -15,7 +15,7 @@ pub(super) struct Order {
     pub(super) prefetched: VecDeque<Ahead>,
     /// The copy of the module in use.
     pub(super) copy: Copied,
-    /// The values that the pass under way has used, by unit.
+    /// The values that the current pass has used, by unit.
     pub(super) used: BTreeMap<usize, Weak<Generation>>,
 }
 
@@ -25,13 +25,13 @@ pub(super) struct Ahead {
     pub(super) position: usize,
     /// The values that are gathered.
     pub(super) generation: Arc<Generation>,
-    /// True if it was started only for the other ranks: at its turn, this rank had the full parameters, or
-    /// was getting them.
+    /// True if the gather was started only for the other ranks: at its turn, this rank had the full parameters, or was
+    /// getting them.
     pub(super) is_joined: bool,
 }
 
 impl Ahead {
-    /// Releases the gathered parameters, or the gather under way.
+    /// Releases the gathered parameters, or the current gather.
     pub(super) fn discard(self) {
         if !self.is_joined && !self.generation.life.is_unsharded() {
             self.generation.life.drop_full();
@@ -45,7 +45,7 @@ impl Ahead {
 }
 
 impl Order {
-    /// Returns the order of the step under way.
+    /// Returns the order of the current step.
     pub(super) fn current(&mut self) -> &mut Schedule {
         self.schedules.current()
     }

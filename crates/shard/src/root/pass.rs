@@ -27,14 +27,14 @@ impl Place {
     }
 }
 
-/// The uses of units that are under way.
+/// The uses of units that are in progress.
 #[derive(Default)]
 pub(super) struct Uses {
     /// The tracked forward.
     pub(super) pass: Option<Pass>,
     /// The second forward of a region.
     pub(super) again: Option<Recomputation>,
-    /// Uses whose gradients have not all come: the pass and the unit of each.
+    /// Uses with outstanding gradients, each with its pass and unit.
     pub(super) open: BTreeMap<u64, (u64, Weak<Unit>)>,
     /// The copy read last without autodiff.
     pub(super) reading: Weak<Generation>,
@@ -43,16 +43,16 @@ pub(super) struct Uses {
 /// One tracked forward.
 pub(super) struct Pass {
     pub(super) number: u64,
-    /// The number of the copy of the module that began it.
+    /// The number of the module copy that started the pass.
     pub(super) copy: u64,
     /// The parameter touched first, with its unit: touching it again after another unit begins a new pass.
     pub(super) first: (usize, Place),
     pub(super) left_first: bool,
     pub(super) token: Tensor<1>,
-    /// The depth of the ruler next to the last link of the token.
+    /// The depth of the ruler at the token's last link.
     pub(super) depth: usize,
     pub(super) current: Option<Use>,
-    /// Uses of units that stay unsharded, to be continued when touched again.
+    /// Uses of units that stay unsharded, and continue when touched again.
     pub(super) kept: Vec<Use>,
 }
 
@@ -86,7 +86,7 @@ pub(super) enum UseKind {
 }
 
 impl Use {
-    /// Returns a use of the unit of `generation` that begins.
+    /// Starts and returns a use of the unit of `generation`.
     pub(super) fn new(
         kind: UseKind,
         id: u64,
@@ -113,8 +113,8 @@ impl Use {
         self
     }
 
-    /// Drops the full parameters, unless the unit keeps them. From now on they live as long as the operations
-    /// that use them.
+    /// Drops the full parameters, unless the unit keeps them. From now on they live as long as the operations that use
+    /// them.
     pub(super) fn close(self) -> Result<(), Error> {
         match self.generation.unit.keeps() {
             true => Ok(()),
@@ -124,8 +124,8 @@ impl Use {
 }
 
 impl Uses {
-    /// Deepens the unit of the first use in the same pass that comes after `use_id` and is still open when
-    /// `use_id` is gathered again. It gets its gradients too late, because its token was not deep enough.
+    /// Increases the depth for the unit of the first later use in the same pass that is still open when `use_id` is
+    /// gathered again. That unit gets its gradients too late, because its token was not deep enough.
     pub(super) fn note_late_unit(&self, use_id: u64) {
         let Some(&(pass, _)) = self.open.get(&use_id) else {
             return;

@@ -45,15 +45,15 @@ impl Root {
         self.is_last.load(Relaxed)
     }
 
-    /// Sets whether the gradients of the backwards from here on are handed out.
+    /// Sets whether later backwards return gradients.
     pub(crate) fn set_last(&self, is_last: bool) {
         self.is_last.store(is_last, Relaxed);
     }
 }
 
 impl Progress {
-    /// Reduces the gradients of one use of a unit, including gradients held back before. Slots without a
-    /// gradient on this rank count as zero; a flag for each travels with the reduction.
+    /// Reduces the gradients of one use of a unit, including gradients held back before. Slots without a gradient on
+    /// this rank count as zero; the reduction sends a flag for each.
     pub(super) fn reduce(
         &mut self,
         root: &Root,
@@ -71,7 +71,7 @@ impl Progress {
         }
         tell_replicas(root, generation, &slots);
         if let Some(hook) = &unit.gradients.reduction {
-            // Reductions under way come first: the hook communicates among the same ranks.
+            // Reductions in progress come first: the hook communicates among the same ranks.
             self.complete(root, 0)?;
             let sums = self.reduce_by(root, hook, generation, &slots, &mut gradients)?;
             return self.cross_over(root, generation, &slots, sums);
@@ -119,7 +119,7 @@ impl Progress {
         self.complete(root, root.in_flight_limit())
     }
 
-    /// Waits until at most `limit` reductions are under way.
+    /// Waits until at most `limit` reductions are in progress.
     pub(super) fn complete(&mut self, root: &Root, limit: usize) -> Result<(), Error> {
         while self.reductions.in_flight.len() > limit {
             let Some(reduction) = self.reductions.in_flight.pop_front() else {
@@ -142,7 +142,8 @@ impl Progress {
         Ok(())
     }
 
-    /// Lets what the shards' ranks have reduced arrive: at once, or by way of the replicas. What is not the last waits.
+    /// Delivers what the shard group has reduced, directly or through the replicas. Reductions other than the last one
+    /// wait.
     fn cross_over(
         &mut self,
         root: &Root,
@@ -172,7 +173,7 @@ impl Progress {
         self.arrive(root, gradients)
     }
 
-    /// Returns the shards' gradients with those that were put aside before.
+    /// Returns the shards' gradients with those that were set aside before.
     fn with_aside(
         &mut self,
         root: &Root,
@@ -234,9 +235,8 @@ impl Progress {
         Ok(arrived(received, &sum, replicas.size()))
     }
 
-    /// Completes all reductions and averages the gradients of the parameters that every rank holds whole, as
-    /// far as they have come since the last call. Tells the other ranks that `wanted` is next, and returns
-    /// their messages.
+    /// Completes all reductions, and averages the gradients of whole parameters that have arrived since the last call.
+    /// Tells the other ranks that `wanted` is next, and returns their messages.
     pub(super) fn reduce_whole(
         &mut self,
         root: &Root,
@@ -273,8 +273,8 @@ impl Progress {
         Ok(notes)
     }
 
-    /// Takes the gradients of the parameters kept whole that have come and whose units reduce. Gradients with the same
-    /// factors are in one list: a single list, unless units were given different factors.
+    /// Takes the gradients of the parameters kept whole that have arrived and whose units reduce. Gradients with the
+    /// same factors are in one list: a single list, unless units were given different factors.
     fn take_whole(&mut self, root: &Root) -> Result<Vec<Vec<Whole>>, Error> {
         let mut taken: Vec<Vec<Whole>> = Vec::new();
         for mut ended in std::mem::take(&mut self.gradients.ended) {
@@ -396,8 +396,8 @@ impl Progress {
         Ok(())
     }
 
-    /// Keeps gradients that have arrived until they go into Burn's `Gradients`, and holds those that are sealed until an
-    /// optimizer reads them.
+    /// Stores gradients that have arrived until they go into Burn's `Gradients`, and sealed ones until an optimizer
+    /// reads them.
     fn arrive(&mut self, root: &Root, arrived: Vec<Reduced>) -> Result<(), Error> {
         let backward = self.counts.finished;
         for reduced in &arrived {
@@ -432,7 +432,7 @@ fn added(
     }))
 }
 
-/// Tells the ranks that hold the same values of a unit what this one has written there.
+/// Announces the values that this rank wrote to the ranks that hold the same values of a unit.
 fn tell_replicas(root: &Root, generation: &Generation, slots: &[usize]) {
     let groups = &generation.unit.groups;
     for &slot in slots {

@@ -1,4 +1,4 @@
-//! Reductions that are under way.
+//! Reductions that are in progress.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,12 +9,12 @@ use super::arrival::Arrival;
 use crate::copies::Generation;
 use crate::op::Reduced;
 
-/// A reduction under way.
+/// A reduction in progress.
 pub(super) struct Reduction {
     pub(super) pending: Pending<Received>,
     pub(super) generation: Arc<Generation>,
     pub(super) slots: Vec<usize>,
-    /// The computation that it applies to the gradients.
+    /// The computation that the reduction applies to gradients.
     pub(super) mean: Averaging,
     pub(super) arrival: Arrival,
 }
@@ -22,7 +22,7 @@ pub(super) struct Reduction {
 /// The reductions of one step.
 #[derive(Default)]
 pub(super) struct Reductions {
-    /// The reductions under way, in the order in which they were started.
+    /// The reductions in progress, in the order in which they were started.
     pub(super) in_flight: VecDeque<Reduction>,
     /// Gradients of completed reductions, until they go into Burn's `Gradients`.
     pub(super) done: Vec<Reduced>,

@@ -1,4 +1,4 @@
-//! Rulers: tensors of a given depth, kept for the next step.
+//! Rulers: tensors of a given graph depth, kept for the next step.
 
 use std::collections::BTreeMap;
 
@@ -8,14 +8,14 @@ use crate::op;
 
 /// Untracked tensors of given depths, by device.
 ///
-/// Burn's backward goes by depth, and a node is one deeper than its deepest parent, tracked or not. So one
-/// link next to a ruler stands for a chain of as many links as the ruler is deep. Creating the ruler costs
-/// that chain once per training.
+/// Burn's backward goes by depth, and a node is one deeper than its deepest parent, tracked or not. So one link next to
+/// a ruler represents a chain of as many links as the ruler is deep. Creating the ruler costs that chain once per
+/// training.
 #[derive(Default)]
 pub(super) struct Rulers(Vec<(Device, BTreeMap<usize, Tensor<1>>)>);
 
 impl Rulers {
-    /// Returns a ruler of `depth` on `device`, and creates it if there is none yet.
+    /// Returns a ruler of `depth` on `device`, created if necessary.
     pub(super) fn of_depth(&mut self, depth: usize, device: &Device) -> Tensor<1> {
         let known = self.0.iter().position(|(known, _)| known == device);
         let index = known.unwrap_or_else(|| {

@@ -65,13 +65,13 @@ impl std::fmt::Debug for Root {
 #[derive(Default)]
 pub(super) struct Progress {
     pub(super) phase: Phase,
-    /// The uses of units that are under way.
+    /// The uses of units that are in progress.
     pub(super) uses: Uses,
-    /// The order of operations, and the values that they work on.
+    /// The order of operations, and the values on which they work.
     pub(super) order: Order,
     /// Gradients that wait.
     pub(super) gradients: Accumulation,
-    /// Gradients on their way to the shards.
+    /// Gradients in transit to the shards.
     pub(super) reductions: Reductions,
     /// The data for the audit of the step.
     pub(super) audited: Audited,
@@ -79,7 +79,7 @@ pub(super) struct Progress {
     pub(super) watch: Watch,
     /// The gradients that wait for the optimizer, with their seals.
     pub(super) waiting: Waiting,
-    /// The evaluation under way in which ranks tell each other what they need, if there is one.
+    /// The evaluation in progress in which ranks tell each other what they need, if there is one.
     pub(super) routes: Option<Arc<dyn Routes>>,
 }
 
@@ -145,7 +145,7 @@ impl Root {
         })
     }
 
-    /// Makes `units` the root's units, in this order.
+    /// Sets the root's units, in this order.
     pub(crate) fn adopt<'a>(&self, units: impl Iterator<Item = &'a Copies>) {
         let units: Vec<_> = units.collect();
         let parameters = units.iter().map(|copies| copies.unit.slots.len());
@@ -168,7 +168,7 @@ impl Root {
         units.iter().filter_map(WeakCopies::upgrade).collect()
     }
 
-    /// Returns true if `unit` is one of the root's.
+    /// Returns true if `unit` belongs to the root.
     pub(crate) fn owns(&self, unit: &Arc<Unit>) -> bool {
         self.units().iter().any(|known| Arc::ptr_eq(known, unit))
     }
@@ -182,8 +182,8 @@ impl Root {
             .collect()
     }
 
-    /// Returns the switches on which the way of gradients depends: whether each unit reduces them, whether it crosses to the
-    /// replicas, and whether they are handed out.
+    /// Returns the switches on which the way of gradients depends: whether each unit reduces them, whether it crosses
+    /// to the replicas, and whether they are returned.
     pub(super) fn switches(&self) -> Vec<bool> {
         let mut switches = self.choice();
         let units = self.units.lock();
@@ -254,12 +254,12 @@ impl Root {
         self.reduced.trim();
     }
 
-    /// Returns the watch on full weights, with the first steps' findings about memory.
+    /// Returns the monitor of full weights, with memory findings of the first steps.
     pub(crate) fn watch(&self) -> Watch {
         self.progress().watch.clone()
     }
 
-    /// Returns the number of times that a backward has come to its end.
+    /// Returns the number of times that a backward has ended.
     pub(crate) fn num_finished(&self) -> u64 {
         self.progress().counts.finished
     }
@@ -269,7 +269,7 @@ impl Root {
         self.progress().gradients.held_bytes()
     }
 
-    /// Checks that no backward is under way.
+    /// Checks that no backward is in progress.
     ///
     /// # Errors
     ///
@@ -281,7 +281,7 @@ impl Root {
         }
     }
 
-    /// Checks that no step is under way.
+    /// Checks that no step is in progress.
     ///
     /// # Errors
     ///
@@ -291,12 +291,12 @@ impl Root {
             Phase::Idle => Ok(()),
             Phase::Forward => Err(misplaced(
                 Phase::Forward,
-                "a forward waits for its backward: run that first, or `reset` the module if the \
-                 loss is not wanted; to evaluate, use `Module::valid`",
+                "run the backward that the forward is waiting for, or `reset` the module if the loss is not needed; use \
+                 `Module::valid` to evaluate",
             )),
             Phase::Backward => Err(misplaced(
                 Phase::Backward,
-                "do this between steps, when `backward` has returned",
+                "do this between steps, after `backward` has returned",
             )),
         }
     }
@@ -316,20 +316,19 @@ impl Root {
 
     /// Locks the state of the step.
     ///
-    /// Leaves with an error inside a hook: the step that calls the hook holds the state, so waiting would
-    /// deadlock.
+    /// Returns an error inside a hook: the step that calls the hook holds the lock, so waiting would deadlock.
     pub(super) fn progress(&self) -> MutexGuard<'_, Progress> {
         refuse_in_hook();
         self.progress.lock()
     }
 
-    /// Returns the number of reductions that may be under way while backward continues: the number of
-    /// prefetched units, but at most one. More would keep full gradients alive for nothing.
+    /// Returns the number of reductions that may be in progress while backward continues: the number of prefetched
+    /// units, but at most one. More would keep full gradients alive for nothing.
     pub(super) fn in_flight_limit(&self) -> usize {
         self.prefetch.min(1)
     }
 
-    /// Brings every unit back to `Sharded` after an error, with nothing pending.
+    /// Resets every unit to `Sharded` after an error, with nothing pending.
     pub(crate) fn reset(&self) {
         let mut progress = self.progress();
         self.clear(&mut progress);
@@ -424,7 +423,7 @@ impl Root {
     }
 }
 
-/// The right to be in a step, which ends when it is dropped.
+/// A guard for being inside a step, which ends when the guard is dropped.
 struct Turn<'a>(&'a Root);
 
 impl Drop for Turn<'_> {
@@ -438,7 +437,7 @@ fn refuse_in_hook() {
     if GradientHook::is_running() {
         throw(misplaced(
             Phase::Backward,
-            "a hook of the policy must not use a sharded module; read its values before backward",
+            "do not use a sharded module in a hook of the policy; read its values before backward",
         ));
     }
 }
@@ -447,8 +446,8 @@ fn refuse_in_hook() {
 fn misplaced(got: Phase, advice: &'static str) -> Error {
     Error::State {
         unit: "root".to_owned(),
-        expected: format!("{:?}", Phase::Idle),
-        got: format!("{got:?}"),
+        expected: format!("in phase {:?}", Phase::Idle),
+        got: format!("in phase {got:?}"),
         advice,
     }
 }

@@ -28,9 +28,9 @@ const ABANDONED_LIMIT: usize = 1;
 
 /// The mark of an operation that this rank asked for.
 const ASKED: u8 = 1;
-/// The mark of an operation whose backward has come.
+/// The mark of an operation whose backward has arrived.
 const ENDED: u8 = 2;
-/// The mark of a gather that was made ahead for a different copy of the module from the one that asked.
+/// The mark of a prefetched gather for a different copy of the module from the one that needs it.
 const MISLED: u8 = 4;
 
 /// The next action on the way to the wanted operation.
@@ -38,7 +38,7 @@ const MISLED: u8 = 4;
 pub(crate) enum Next {
     /// An operation to issue.
     Issue(Step),
-    /// The end of the recorded order, where ranks tell each other what they want.
+    /// The end of the recorded order, where ranks exchange the operations that they want.
     Meet,
     /// An agreement with the other ranks on the next operation.
     Agree,
@@ -49,9 +49,9 @@ pub(crate) enum Next {
 pub(crate) struct Step {
     /// The operation.
     pub(crate) operation: Operation,
-    /// Its place in the recorded order, if that is being followed.
+    /// Position in the recorded order, if the order is being followed.
     pub(crate) position: Option<usize>,
-    /// True if this rank wanted it; false if only others need it.
+    /// True if this rank requested the operation; false if only others need it.
     pub(crate) wanted: bool,
 }
 
@@ -59,7 +59,7 @@ pub(crate) struct Step {
 /// reductions is another sequence than a step with them.
 #[derive(Debug, Default)]
 pub(crate) struct Schedules {
-    /// True for each unit that reduces in the step under way.
+    /// True for each unit that reduces in the current step.
     choice: Vec<bool>,
     current: Schedule,
     /// The orders of the other choices.
@@ -78,7 +78,7 @@ impl Schedules {
         }
     }
 
-    /// Returns the order of the step under way.
+    /// Returns the order of the current step.
     pub(crate) fn current(&mut self) -> &mut Schedule {
         &mut self.current
     }
@@ -94,7 +94,7 @@ impl Schedules {
 pub(crate) struct Schedule {
     /// The recorded operations: equal on all ranks, at equal places of the sequence of operations.
     recorded: Vec<Entry>,
-    /// The marks of this rank for each recorded operation in the step under way.
+    /// This rank's marks for each recorded operation in the current step.
     marks: Vec<u8>,
     /// The next place to issue.
     cursor: usize,
@@ -111,13 +111,13 @@ pub(crate) struct Schedule {
 #[derive(Debug)]
 struct Entry {
     operation: Operation,
-    /// Number of steps in a row in which no rank needed it.
+    /// Number of consecutive steps in which no rank needed the operation.
     idle: u32,
-    /// True if any rank asked for it in the last step.
+    /// True if any rank requested the operation in the last step.
     used: bool,
-    /// True if it may be gathered ahead.
+    /// True if the unit may be prefetched.
     ahead: bool,
-    /// True if it was agreed on in this step.
+    /// True if the operation was agreed on in this step.
     fresh: bool,
 }
 
@@ -142,7 +142,7 @@ impl Schedule {
         used.map(|entry| entry.operation)
     }
 
-    /// Returns a number that is equal on two ranks if their orders are.
+    /// Returns a number that is equal on two ranks if their orders are equal.
     pub(crate) fn hash(&self) -> u64 {
         let mut hasher = Fingerprint::new();
         self.recorded.len().hash(&mut hasher);
@@ -161,7 +161,7 @@ impl Schedule {
         self.cursor == 0 && (self.phase == Phase::Following || self.recorded.is_empty())
     }
 
-    /// Drops the operations of units that no module holds any more.
+    /// Drops the operations of units that modules no longer hold.
     pub(crate) fn prune(&mut self, is_held: impl Fn(usize) -> bool) {
         self.recorded
             .retain(|entry| entry.operation.unit().is_none_or(&is_held));
@@ -208,14 +208,14 @@ impl Schedule {
         }
     }
 
-    /// Notes that the backward of `use_id` has come, or that it will have no visible one.
+    /// Notes that the backward of `use_id` has arrived, or that it will have no visible one.
     pub(crate) fn end_use(&mut self, use_id: u64) {
         if let Some(position) = self.uses.remove(&use_id) {
             self.marks[position] |= ENDED;
         }
     }
 
-    /// Notes that the gather made ahead for `position` differs from the one that was asked for there.
+    /// Records that the prefetched gather for `position` differs from the requested one.
     pub(crate) fn mislead(&mut self, position: usize) {
         self.marks[position] |= MISLED;
         // The rank means this place when it asks again.
@@ -321,6 +321,7 @@ impl Schedule {
             Operation::UnshardForward(unit) => (0, unit, 0),
             Operation::UnshardBackward(unit) => (1, latest_first(unit), 0),
             Operation::Reduce(unit) => (1, latest_first(unit), 1),
+            // Last, so no rank finishes while another one needs an operation.
             Operation::Finish => (2, 0, 0),
         }
     }
@@ -351,7 +352,7 @@ impl Schedule {
         &self.marks
     }
 
-    /// Ends the step and makes the order of the next one, from the marks of all ranks.
+    /// Ends the step, and creates the order of the next one from the marks of all ranks.
     pub(crate) fn close(&mut self, marks: &[Vec<u8>]) {
         let mut abandoned: HashMap<Operation, usize> = HashMap::new();
         for (position, entry) in self.recorded.iter_mut().enumerate() {
@@ -372,6 +373,7 @@ impl Schedule {
         }
         self.recorded.retain(|entry| match entry.fresh {
             true => entry.idle == 0,
+            // All ranks count the same, from marks that are sent with the last reduction. So all drop the same entries.
             false => entry.idle < IDLE_LIMIT,
         });
         self.recorded
@@ -380,7 +382,7 @@ impl Schedule {
         self.rewind();
     }
 
-    /// Leaves a step in the middle, on all ranks alike.
+    /// Leaves a step in the middle, on all ranks.
     fn abandon(&mut self) {
         if self.phase == Phase::Following || !self.recorded.iter().all(|entry| entry.fresh) {
             self.recorded.retain(|entry| !entry.fresh);

@@ -12,7 +12,7 @@ pub(crate) struct Wish {
 }
 
 impl Wish {
-    /// Number of bytes of an encoded wish.
+    /// Size of an encoded wish in bytes.
     const LEN: usize = 3 * size_of::<u64>();
 
     /// Returns the wish as a fixed number of bytes.
@@ -47,8 +47,8 @@ impl Wish {
     }
 }
 
-/// The message that travels with the last exchange of a step: a rank's wish, its marks, flags for the parameters
-/// kept whole that have gradients, and the data of an audit.
+/// The message in the last exchange of a step: a rank's wish, its marks, flags for the parameters kept whole that have
+/// gradients, and the data of an audit.
 pub(crate) struct Note {
     /// The encoded wish of the rank.
     pub(crate) wish: Vec<u8>,
@@ -58,11 +58,11 @@ pub(crate) struct Note {
     pub(crate) used: Vec<u8>,
     /// The tags of those gradients; only in audited steps.
     pub(crate) tags: Vec<u8>,
-    /// The gradients that came on the rank; only in audited steps.
+    /// The gradients that arrived on the rank; only in audited steps.
     pub(crate) told: Vec<u8>,
 }
 
-/// The parts of fixed length in a note, the same on all ranks.
+/// The fixed-length parts of a note, the same on all ranks.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct NoteLengths {
     /// The number of places of the order.
@@ -72,7 +72,7 @@ pub(crate) struct NoteLengths {
 }
 
 impl Note {
-    /// Returns the lengths of the parts in every rank's note of this reduction.
+    /// Returns the lengths of the parts in a rank's note for this reduction, equal on all ranks.
     pub(crate) fn lengths(&self) -> NoteLengths {
         NoteLengths {
             places: self.marks.len(),

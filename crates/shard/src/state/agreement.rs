@@ -24,8 +24,8 @@ pub enum Agreement {
     ParametersAndBuffers,
 }
 
-/// Checks by checksum that all ranks hold the same bits of the tensors that they should hold alike:
-/// parameters kept whole, replicas of shards, and parameters that no unit manages.
+/// Checks by checksum that all ranks hold the same bits of all tensors that should be equal: parameters kept whole,
+/// replicas of shards, and parameters that no unit manages.
 ///
 /// Use it at the start of a run, where ranks that begin with different values train different models
 /// silently, and whenever a difference is suspected. [`fully_shard`](crate::fully_shard) gives all ranks rank
@@ -91,7 +91,7 @@ fn difference(all: &[Vec<Checksum>], index: usize) -> Option<(usize, usize)> {
 /// A checksum of a rank's part of one parameter.
 #[derive(Debug, Clone, Copy)]
 struct Checksum {
-    /// Number of the shard; ranks with the same one are replicas of each other.
+    /// Number of the shard; ranks with the same number are replicas of each other.
     piece: u64,
     hash: u64,
 }

@@ -12,20 +12,20 @@ use crate::transport;
 
 /// Returns the moving average after another step: `decay * average + (1 - decay) * model`, element by element.
 ///
-/// `average` began as a clone of the sharded `model`, and is a module like it. It can be evaluated, recorded and saved,
-/// and takes the memory of one more shard of each parameter. Each rank computes with its own shards, so nothing is
-/// gathered. If a program writes its own moving average as a mapper over the module's tensors, the mapper sees the
-/// stand-ins of the parameters.
+/// `average` must originate as a clone of the sharded `model`. It can be evaluated, recorded and saved, and takes the
+/// memory of one more shard of each parameter. Each rank computes with its own shards, so nothing is gathered. A custom
+/// moving average, written as a mapper over the module's tensors, would see the parameters' stand-ins.
 ///
-/// Parameters that no unit manages and running states are also averaged; integers and booleans are the model's.
+/// Parameters that no unit manages and running states are also averaged; integers and booleans are copied from the
+/// model.
 ///
-/// In 16 bits a share of 0.001 rounds to nothing, and the average would never move. Next to the 16-bit shards of an
-/// average, the host therefore holds its elements in 32 bits, which take 4 bytes each; the module shows them rounded.
-/// They belong to this copy and its clones. A saved step has the rounded elements, from which a resumed run continues.
-/// For an average that is itself in 32 bits, in steps and when it is evaluated, shard a copy of the model that was
-/// cast: `average` may have type f32 where `model` has 16 bits, cut alike.
+/// In 16 bits a share of 0.001 rounds to nothing, and the average would never move. The host therefore holds the
+/// elements of a 16-bit average also in 32 bits, which take 4 bytes each; the module shows them rounded. They belong to
+/// this copy and its clones. A saved step has the rounded elements, from which a resumed run continues. For an average
+/// that is itself in 32 bits, in steps and when it is evaluated, shard a copy of the model that was cast: `average` may
+/// be f32 if `model` has 16 bits and the same shards.
 ///
-/// Not collective; all ranks must do the same, between steps.
+/// Not collective; all ranks must call it in the same way, between steps.
 ///
 /// # Errors
 ///
@@ -98,7 +98,7 @@ pub fn moving_average<M: Module>(average: M, model: &M, decay: f64) -> Result<M,
     Ok(average)
 }
 
-/// Returns true if both are the same part of tensors of one shape and one type; a 32-bit average may have another
+/// Returns true if both are the same part of tensors of one shape and one type; a 32-bit average may have a different
 /// type.
 fn is_alike(average: &LocalTensor, model: &LocalTensor) -> bool {
     let is_wider = average.dtype == DType::F32 && is_narrow(model.dtype);
@@ -114,8 +114,8 @@ fn is_narrow(dtype: DType) -> bool {
 fn differing(path: &str) -> Error {
     Error::Returned {
         path: path.to_owned(),
-        expected: "the same tensor in the average as in the model".to_owned(),
-        got: "another one, or none".to_owned(),
+        expected: "the same tensor as in the model".to_owned(),
+        got: "another tensor or none".to_owned(),
     }
 }
 

@@ -21,8 +21,7 @@ const LABEL: &str = "running states";
 pub enum BufferSync {
     /// Each rank keeps its own states, and nothing is communicated.
     Local,
-    /// All ranks get rank 0's states, as if one rank had trained on its batches by itself. Do this before
-    /// saving.
+    /// All ranks get rank 0's states, as if one rank had trained alone. Do this before saving.
     #[default]
     Broadcast,
     /// All ranks get the mean.
@@ -63,11 +62,10 @@ pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> 
     Ok(path::map(module, &mut Replace { values }))
 }
 
-/// Returns `module` with its running states in `dtype`: to be called before it is sharded, on each rank by itself.
+/// Returns `module` with its running states in `dtype`: to be called before sharding, separately on each rank.
 ///
-/// Burn's BatchNorm computes in the type of its running states alone. In that of
-/// [`Precision::new`](crate::Precision) it trains in 16 bits as it is; its average then moves in 16 bits, too, and steps
-/// smaller than these tell are lost.
+/// Burn's BatchNorm computes in the type of its running states alone. In that of [`Precision::new`](crate::Precision)
+/// it trains in 16 bits unchanged; its average then moves in 16 bits, too, and steps smaller than these tell are lost.
 ///
 /// ```
 /// use burn::nn::BatchNormConfig;
@@ -127,7 +125,7 @@ impl path::Mapper for Cast {
     }
 }
 
-/// Looks whether the running states that the last backward has left are what was there, where ranks compare bytes.
+/// Looks whether the running states that the last backward has left are what was there, if ranks compare bytes.
 fn check_running_states(root: &Root) -> Result<(), Error> {
     let group = &root.group;
     root.with_waiting(|waiting| {
@@ -139,7 +137,7 @@ fn check_running_states(root: &Root) -> Result<(), Error> {
 }
 
 /// Checks that the running states of the last backward still have the same bytes, and seals those that the forward has
-/// made since, where ranks compare bytes.
+/// made since, if ranks compare bytes.
 pub(crate) fn seal_running_states<M: Module>(module: &M, root: &Root) -> Result<(), Error> {
     let group = &root.group;
     root.with_waiting(|waiting| {
@@ -223,7 +221,7 @@ pub(super) fn settle<M: Module>(module: &M) -> Result<Vec<String>, Error> {
     Ok(paths)
 }
 
-/// Returns the running states of `module`, in its order, up to date.
+/// Returns the current running states of `module`, in module order.
 fn buffers<M: Module>(module: &M) -> Result<Vec<Running>, Error> {
     let paths = settle(module)?;
     if paths.is_empty() {
@@ -254,7 +252,7 @@ impl path::Visitor for Read {
     }
 }
 
-/// A mapper that puts received running states in their places.
+/// A mapper that replaces running states with received ones.
 struct Replace {
     values: HashMap<String, Buffer>,
 }

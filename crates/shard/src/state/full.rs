@@ -25,15 +25,15 @@ pub enum WriteBack {
     Discard,
 }
 
-/// Gives `body` a plain copy of a sharded module with whole parameters, on every rank, and returns the
-/// sharded module: with its shards taken from the result of `body`, or unchanged.
+/// Passes a plain copy of a sharded module, with whole parameters, to `body` on every rank, and returns the sharded
+/// module: with its shards taken from the result of `body`, or unchanged.
 ///
-/// The copy equals [`Module::valid`] of the unsharded module: same type, same paths, values in their stored
-/// precision, no autodiff. It belongs only to `body`, which may run it, record it, pass it to other code, or even
-/// keep it. Its forward communicates nothing, so ranks may do different things with it. With [`WriteBack::Keep`]
-/// all must return the same values; otherwise the shards of different modules are put together. Parameters that
-/// no unit manages and running states are also copied and written back. With [`WriteBack::Discard`] the result of
-/// `body` is dropped. Low-rank adapters are merged into the weights of the copy, so it cannot be written back.
+/// The copy equals [`Module::valid`] of the unsharded module: same type, same paths, values in their stored precision,
+/// no autodiff. It belongs only to `body`, which may run it, record it, pass it to other code, or even keep it. Its
+/// forward communicates nothing, so ranks may do different things with it. With [`WriteBack::Keep`] all must return the
+/// same values; otherwise shards of different modules would be combined. Parameters that no unit manages and running
+/// states are also copied and written back. With [`WriteBack::Discard`] the result of `body` is dropped. Low-rank
+/// adapters are merged into the weights of the copy, so it cannot be written back.
 ///
 /// Every rank holds the whole model meanwhile. For a model that does not fit on any rank, use [`full_state`].
 ///
@@ -54,7 +54,7 @@ pub fn summon_full_params<M: Module>(
     if write_back == WriteBack::Keep && fields.iter().any(is_adapted) {
         return Err(Error::Option {
             option: "write_back",
-            expected: "`WriteBack::Discard`: the whole weights have the adapters merged into them",
+            expected: "`WriteBack::Discard`, because the adapters are merged into the full weights",
             got: "`WriteBack::Keep` for a module with LoRA adapters".to_owned(),
         });
     }
@@ -66,8 +66,8 @@ pub fn summon_full_params<M: Module>(
     }
 }
 
-/// Returns the plain copy of a sharded module as in [`summon_full_params`], on the ranks that `keep` it. The other
-/// ranks send their shards, and hold one whole parameter at a time.
+/// Returns the plain copy of a sharded module, as in [`summon_full_params`], on ranks with `keep`. The other ranks send
+/// their shards, and hold one whole parameter at a time.
 ///
 /// Collective over all ranks of the module, between steps: one all-gather for each sharded parameter.
 ///
@@ -108,7 +108,7 @@ fn plain<M: Module>(module: &M, fields: &[(String, Member)], keep: bool) -> Resu
 /// A mapper that puts the whole value in the place of each stand-in.
 struct Fill {
     members: HashMap<String, Member>,
-    /// False to drop each value as it comes.
+    /// False to drop each value as it arrives.
     keep: bool,
     /// The parameters that several fields share.
     tied: HashSet<Key>,
@@ -215,7 +215,7 @@ impl Narrow {
                 path: path.clone(),
                 expected: format!("shape {shape:?}"),
                 got: value.map_or("nothing".to_owned(), |value| {
-                    format!("{:?}", value.shape().to_vec())
+                    format!("shape {:?}", value.shape().to_vec())
                 }),
             });
         }
@@ -225,13 +225,13 @@ impl Narrow {
             None => Ok(()),
             Some(path) => Err(Error::Returned {
                 path: path.clone(),
-                expected: "no such parameter".to_owned(),
-                got: "one".to_owned(),
+                expected: "none".to_owned(),
+                got: "a parameter".to_owned(),
             }),
         }
     }
 
-    /// Checks that fields with a shared parameter have equal values; `paths` are those of the module, in its order.
+    /// Checks that fields with a shared parameter have equal values; `paths` lists the module's paths in order.
     fn check_ties<'a>(&self, paths: impl Iterator<Item = &'a String>) -> Result<(), Error> {
         let mut firsts = HashMap::new();
         for path in paths {
@@ -243,7 +243,7 @@ impl Narrow {
                 return Err(Error::Tied {
                     first: first.clone(),
                     second: path.clone(),
-                    problem: "but other values were returned for one than for the other; change both alike",
+                    problem: "but were returned with different values; change both in the same way",
                 });
             }
         }

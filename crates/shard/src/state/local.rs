@@ -50,10 +50,10 @@ pub enum LocalPart {
         /// The partition of the parameter among all ranks of the shard axis.
         partition: Partition,
     },
-    /// All of a parameter that every rank holds alike.
+    /// All of a parameter that is whole on every rank.
     Whole,
-    /// All of a tensor that no unit manages: a running state, a parameter of integers or booleans, one
-    /// without elements, or one that was ignored. Each rank has its own.
+    /// All of a tensor that no unit manages: a running state, a parameter of integers or booleans, one without
+    /// elements, or one that was ignored. Each rank has its own value.
     Own,
 }
 
@@ -65,7 +65,7 @@ pub enum LocalPart {
 ///
 /// # Errors
 ///
-/// [`Error::NotSharded`]; [`Error::Collective`] if an element has been corrupted, where ranks compare bytes.
+/// [`Error::NotSharded`]; [`Error::Collective`] if an element has been corrupted, if ranks compare bytes.
 pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
     inspect::root_of(module)?;
     let (tied, managed): (Vec<_>, Vec<_>) = inspect::fields(module)
@@ -113,7 +113,7 @@ pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
     Ok(tensors.collect())
 }
 
-/// The id under which optimizers and gradients know a parameter.
+/// The id of a parameter in optimizers and gradients.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LocalId {
@@ -144,14 +144,14 @@ pub fn local_ids<M: Module>(module: &M) -> Result<Vec<LocalId>, Error> {
 /// Replaces this rank's part of a sharded module. `read` gets each tensor as [`local_state`] describes it,
 /// with its present elements, and returns new bytes, or `None` to leave it.
 ///
-/// Everything is read before anything is replaced: after an error no copy of the module has changed.
+/// Everything is read before anything is replaced, so after an error no copy of the module has changed.
 ///
-/// Not collective. All ranks must replace alike: if one of them gets an error and continues with the
+/// Not collective. All ranks must replace the same values: if one of them gets an error and continues with the
 /// unchanged module, the others must not use the new values either.
 ///
 /// # Errors
 ///
-/// Errors of `read`; [`Error::NotSharded`]; [`Error::LocalLength`] for another number of bytes.
+/// Errors of `read`; [`Error::NotSharded`]; [`Error::LocalLength`] for a different number of bytes.
 pub fn load_local_state<M: Module, E: From<Error>>(
     module: M,
     mut read: impl FnMut(&LocalTensor) -> Result<Option<Vec<u8>>, E>,

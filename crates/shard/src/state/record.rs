@@ -33,10 +33,10 @@ pub(crate) fn plainly<T>(body: impl FnOnce() -> T) -> T {
     within(Purpose::PlainMappers, body)
 }
 
-/// Returns the record of a sharded module: the result of [`Module::into_record`], as a value or an error. It also
-/// works while other copies of the module with different values are alive (the best so far, a moving average).
-/// Burn's own method cannot tell such copies apart and refuses. The record includes the last update of this rank's
-/// running states, which Burn's own method leaves out.
+/// Returns the record of a sharded module: the result of [`Module::into_record`], as a value or an error. It also works
+/// while other copies of the module with different values are alive (the best so far, a moving average). Burn's own
+/// method cannot distinguish such copies and fails. The record includes the last update of this rank's running states,
+/// which Burn's own method leaves out.
 ///
 /// Collective: one all-gather for each sharded parameter. Every rank gets the whole record.
 ///

@@ -22,15 +22,15 @@ pub struct RecordedTensor {
     pub path: String,
     /// Its id in the record.
     pub id: ParamId,
-    /// Its elements, as a record holds them: the transpose for a linear layer whose weight is kept by columns.
+    /// The tensor's elements in the record: the transpose for a column-layout linear layer.
     pub data: TensorData,
 }
 
 /// Calls `visit` on rank 0 with each tensor of a sharded module's record (see [`into_record`](crate::into_record)), one
-/// after another in the order of the module. Running states are rank 0's.
+/// after another in the order of the module. Running states are those of rank 0.
 ///
-/// Rank 0 holds one whole tensor at a time for it, twice where the parameter is recorded in another form. The other
-/// ranks only send, and `visit` is not called on them; it cannot stop the sequence, because they could not know.
+/// Rank 0 holds one whole tensor at a time, or two if the parameter is recorded in another form. The other ranks only
+/// send; `visit` is not called on them. It cannot stop the sequence, because they would not know.
 ///
 /// Collective over all ranks of the module, between steps: one gather for each sharded parameter.
 ///

@@ -32,8 +32,8 @@ pub fn stand_in_bytes<M: Module>(module: &M) -> Result<usize, Error> {
     Ok(bytes.sum)
 }
 
-/// Returns the sharded `module` with new stand-ins, after a `map` that has computed with all its float tensors
-/// and so created stand-ins of the full size. Shards, ids and everything else stay unchanged.
+/// Returns the sharded `module` with new stand-ins, after a `map` over all float tensors has created stand-ins of the
+/// full size. Shards, ids and everything else stay unchanged.
 ///
 /// Not collective.
 ///

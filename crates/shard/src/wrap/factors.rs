@@ -1,4 +1,4 @@
-//! The parameters that a low-rank adapter adds to a module.
+//! The parameters that low-rank adapters add to a module.
 
 use std::collections::HashMap;
 
@@ -11,7 +11,7 @@ use crate::path::{FACTOR_A, FACTOR_B};
 use crate::slot::Slot;
 use crate::survey::Found;
 
-/// Returns `parameters` with the factors of adapters after those that `lora` adapts.
+/// Returns `parameters`, with the adapter's factors after each parameter that `lora` adapts.
 ///
 /// # Errors
 ///
@@ -33,9 +33,10 @@ pub(super) fn with_factors(parameters: Vec<Found>, lora: &Lora) -> Result<Vec<Fo
             && dtype != base.dtype
         {
             return Err(refused(
-                "with factors of the type of what they adapt, in which the sharded weight computes; leave `set_dtype` out,                  and choose types by `ShardPolicy::precision`",
+                "set with factors of the type of the parameter that they adapt, in which the sharded weight computes; \
+                 omit `set_dtype`, and choose types with `ShardPolicy::precision`",
                 format!(
-                    "with factors of {dtype:?} for `{}` of {:?}",
+                    "set with factors of {dtype:?} for `{}` of {:?}",
                     base.path, base.dtype
                 ),
             ));
@@ -56,8 +57,8 @@ pub(super) fn with_factors(parameters: Vec<Found>, lora: &Lora) -> Result<Vec<Fo
     }
     match all.len() == num_parameters {
         true => Err(refused(
-            "that matches one",
-            "that matches no sharded parameter of two dims (convolutions get no adapters)"
+            "set for a group that matches one",
+            "set for a group that matches no sharded parameter of two dims (convolutions get no adapters)"
                 .to_owned(),
         )),
         false => Ok(all),
@@ -70,13 +71,13 @@ fn check(lora: &Lora) -> Result<(), Error> {
         return Err(refused("of rank 1 or more", "of rank 0".to_owned()));
     }
     if !lora.alpha.is_finite() {
-        let got = format!("with an alpha of {}", lora.alpha);
-        return Err(refused("with a finite alpha", got));
+        let got = format!("set with an alpha of {}", lora.alpha);
+        return Err(refused("set with a finite alpha", got));
     }
     match lora.init_std {
         Some(std) if !std.is_finite() || std < 0.0 => Err(refused(
-            "with an `init_std` of 0 or more",
-            format!("with one of {std}"),
+            "set with a finite `init_std` of 0 or more",
+            format!("set with an `init_std` of {std}"),
         )),
         _ => Ok(()),
     }

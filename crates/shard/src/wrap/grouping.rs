@@ -1,4 +1,4 @@
-//! The grouping of parameters into units, and the parameters that belong to none.
+//! Groups parameters into units, and finds those that belong to none.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -61,7 +61,7 @@ impl Ignored {
     }
 }
 
-/// Refuses a pattern that matches none of the parameters, nor a module around one.
+/// Rejects a pattern that matches none of the parameters, nor a module around one.
 fn expect_match<'a>(
     pattern: &Pattern,
     parameters: impl Iterator<Item = &'a Found> + Clone,
@@ -90,8 +90,8 @@ pub(crate) fn unmatched<'a>(pattern: &str, paths: impl Iterator<Item = &'a str>)
     }
 }
 
-/// Returns the patterns of units. The patterns of a unit of several modules come with the unit's name, and before those
-/// that would divide it.
+/// Returns the patterns that select units. Patterns of a multi-module unit carry its name and come first, so no
+/// single-module pattern splits it.
 fn named_units(policy: &ShardPolicy) -> Vec<(&Pattern, Option<String>)> {
     let joint = policy.joint_units.iter().flat_map(|patterns| {
         let names: Vec<_> = patterns.iter().map(Pattern::as_str).collect();
@@ -144,8 +144,8 @@ impl Grouping {
                     } else if module == innermost && joint.is_some() && name != unit {
                         return Err(Error::Option {
                             option: "unit_of",
-                            expected: "of each module once",
-                            got: format!("`{unit}` and `{name}`, both with `{module}`"),
+                            expected: "given each module once",
+                            got: format!("given `{module}` for both `{unit}` and `{name}`"),
                         });
                     }
                 }
@@ -166,7 +166,7 @@ impl Grouping {
         Ok(Self { by_unit })
     }
 
-    /// Returns the owner of each parameter that the policy gives to one rank, by path.
+    /// Returns the owner of each parameter that the policy assigns to one rank, by path.
     ///
     /// # Errors
     ///
@@ -189,8 +189,11 @@ impl Grouping {
         if let Some(found) = owned.iter().find(|found| found.shape.len() > MAX_DIMS) {
             return Err(Error::Option {
                 option: "one_owner",
-                expected: "a set of patterns without parameters of more than 6 dims",
-                got: format!("around `{}` of shape {:?}", found.path, found.shape),
+                expected: "given patterns that match only parameters of at most 6 dims",
+                got: format!(
+                    "given a pattern that matches `{}` of shape {:?}",
+                    found.path, found.shape
+                ),
             });
         }
         let sizes: Vec<_> = owned.iter().map(|found| found.num_elements()).collect();
@@ -248,7 +251,7 @@ impl Grouping {
     }
 }
 
-/// Returns the way in which ranks hold a parameter.
+/// Returns how ranks hold a parameter.
 fn holding(found: &Found, policy: &ShardPolicy) -> Holding {
     let is_kept_vector = found.shape.len() < 2 && !policy.shard_vectors;
     let stays_whole = is_kept_vector || found.num_elements() < policy.whole_below;
@@ -270,7 +273,7 @@ fn expect_types(found: &Found, compute: DType, reduce: DType) -> Result<(), Erro
     match is_double || [compute, reduce].contains(&DType::Flex32) {
         true => Err(Error::Option {
             option: "a type of `Precision`",
-            expected: "f32, bf16 or f16, or leave a module in f64 as it is",
+            expected: "f32, bf16 or f16; leave a module in f64 unchanged",
             got: format!(
                 "{compute:?}, reduced as {reduce:?}, for `{}` in {:?}",
                 found.path, found.dtype

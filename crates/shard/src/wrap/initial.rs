@@ -1,4 +1,4 @@
-//! Initial values: rank 0's, cut on their way to the other ranks.
+//! Initial values: rank 0's, cut in transit to the other ranks.
 
 use burn::module::Param;
 use burn::tensor::{Device, Tensor};
@@ -42,7 +42,7 @@ pub(crate) fn value<const D: usize>(
     }
 }
 
-/// Returns this rank's part of a value that rank 0 of the shard group holds whole.
+/// Returns this rank's part of a value that rank 0 of the shard group has.
 fn from_first(
     unit: &Unit,
     slot: &Slot,
@@ -90,7 +90,7 @@ fn broadcast(
     Ok(own.unwrap_or_else(|| first_tensor(received, slot, device)))
 }
 
-/// Returns the name of the operation. It includes an adapter's scale, which is no tensor: ranks that differ in it
+/// Returns the name of the operation. It includes an adapter's scale, which is not a tensor: ranks that differ in it
 /// get an error at this operation.
 fn label(slot: &Slot) -> String {
     let adapted = slot.adapter.as_ref().map(|adapter| {

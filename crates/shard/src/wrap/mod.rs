@@ -53,10 +53,10 @@ use ties::Ties;
 /// that are not initialized yet are initialized there, one at a time in the order of the module, and the
 /// other ranks initialize nothing.
 ///
-/// Burn's random numbers come from one generator for all threads of the process. For the same initial values
-/// in every run, seed the device only on rank 0, directly before this call, and draw nothing on other ranks
-/// meanwhile; `device.seed` on every rank would restart the sequence in the middle. Dropout on ranks that are
-/// threads cannot be repeated at all.
+/// Burn's random numbers come from one generator for all threads of the process. For the same initial values in every
+/// run, seed the device only on rank 0, directly before this call, and draw nothing on other ranks meanwhile;
+/// `device.seed` on every rank would restart the sequence in the middle. Dropout on ranks that are threads cannot be
+/// repeated at all.
 ///
 /// Each shard has the id of its parameter, so groups of ids made earlier still match; see
 /// [`param_id`](crate::param_id).
@@ -85,17 +85,17 @@ pub fn fully_shard<M: Module>(
 }
 
 /// Shards `module` as [`fully_shard`] does, with values that each rank reads itself. `read` gets this rank's part of
-/// each parameter, in the order of the module, and returns its bytes, or `None` for a parameter that begins with rank
+/// each parameter, in the order of the module, and returns its bytes, or `None` for a parameter that starts from rank
 /// 0's value.
 ///
-/// A parameter that is read is initialized on no rank, and only the rank's part of it is held. The dtype is the
-/// parameter's, or its device's for a parameter that is not initialized yet.
+/// A parameter that is read is not initialized on any rank, and each rank holds only its part. The dtype is the
+/// parameter's, or its device's for an uninitialized parameter.
 ///
 /// Collective as [`fully_shard`]: `read` must return `None` for the same parameters on all ranks.
 ///
 /// # Errors
 ///
-/// As [`fully_shard`]; errors of `read`; [`Error::LocalLength`] for another number of bytes.
+/// As [`fully_shard`]; errors of `read`; [`Error::LocalLength`] for a different number of bytes.
 pub fn fully_shard_from<M: Module, E: From<Error>>(
     module: M,
     mesh: &impl AsMesh,
@@ -168,8 +168,8 @@ fn wrap<M: Module>(
     if let (Some(_), Some(path)) = (&policy.lora, survey.sharded.first()) {
         return Err(Error::Option {
             option: "lora",
-            expected: "in one call for the whole module, with `units` in place of calls for its children",
-            got: format!("for a module of which `{path}` is sharded already"),
+            expected: "set in one call for the whole module; use `units` instead of calls for its children",
+            got: format!("set for a module in which `{path}` is already sharded"),
         });
     }
     let ignored = Ignored::new(&survey, policy)?;
@@ -229,7 +229,7 @@ fn wrap<M: Module>(
     Ok(module)
 }
 
-/// Refuses modules that cannot be sharded.
+/// Rejects modules that cannot be sharded.
 fn check(
     survey: &Survey,
     parameters: &[Found],
@@ -253,7 +253,7 @@ fn check(
             });
         }
     }
-    // A parent without parameters of its own still orders the operations of its children.
+    // A parent without direct parameters still orders the operations of its children.
     let mut roots: Vec<_> = adopted
         .iter()
         .filter_map(|placed| placed.root_link.root())

@@ -12,11 +12,11 @@ use crate::optim::gradients;
 use crate::parameter::owned::RootLink;
 use crate::spec::Groups;
 
-/// A unit on the module that a call was made on.
+/// A unit of the module that was passed to a call.
 pub(super) struct Placed {
     pub(super) copies: Copies,
     pub(super) root_link: Arc<RootLink>,
-    /// Path of that module inside the module that is being wrapped.
+    /// Path of the unit's module within the module that is being wrapped.
     pub(super) prefix: String,
 }
 
@@ -59,7 +59,7 @@ pub(super) fn earlier_units<M: Module>(module: &M) -> Vec<Placed> {
     units
 }
 
-/// Refuses a unit whose ranks differ from `groups`: the ranks that hold the shards, and the replicas of each.
+/// Rejects a unit whose ranks differ from `groups`: the ranks that hold the shards, and the replicas of each.
 pub(super) fn check_groups(earlier: &Placed, groups: &Groups) -> Result<(), Error> {
     let own = &earlier.copies.unit.groups;
     let are_same = match (&own.replicas, &groups.replicas) {

@@ -33,7 +33,7 @@ impl Ranks {
         if policy.replicate_axis.as_ref() == Some(&policy.axis) {
             return Err(Error::Option {
                 option: "replicate_axis",
-                expected: "another axis than that of the shards",
+                expected: "an axis other than the shard axis",
                 got: format!("\"{}\"", policy.axis),
             });
         }
@@ -90,7 +90,7 @@ impl Ranks {
     }
 }
 
-/// Returns the group of this rank's `ranks` neighbours; `None` if it would have a single rank or all ranks.
+/// Returns the group of this rank and its neighbours, with `ranks` ranks; `None` if that is one rank or all ranks.
 fn neighbours(shard: &ProcessGroup, ranks: usize) -> Result<Option<ProcessGroup>, Error> {
     if ranks == 0 || !shard.size().is_multiple_of(ranks) {
         return Err(Error::ReshardTo {

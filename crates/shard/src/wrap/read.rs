@@ -23,7 +23,7 @@ pub struct InitialPart<'a> {
     pub range: Range<usize>,
 }
 
-/// A function that reads the bytes of a part; `None` for a parameter that begins with rank 0's value.
+/// A function that reads the bytes of a part, or returns `None` for a parameter that starts from rank 0's value.
 pub(super) type Read<'a> = &'a mut dyn FnMut(&InitialPart<'_>) -> Result<Option<Vec<u8>>, Error>;
 
 /// Returns this rank's value of a parameter, if one is read for the field at `path`.

@@ -30,14 +30,15 @@ use crate::transport;
 use crate::unit::Unit;
 
 /// The error message for fields of one parameter that are read with different values.
-const READ_TWICE: &str = "but what is read has other values for one than for the other; read one name, or the same for both";
+const READ_TWICE: &str =
+    "but the values read for them differ; read only one name, or the same values for both";
 
 /// A reparameterizer that replaces each parameter by a stand-in with its value next to it.
 pub(super) struct Sharder<'a> {
     places: HashMap<String, (Arc<Generation>, usize, Arc<RootLink>)>,
     /// Paths of parameters that no unit manages.
     others: HashSet<String>,
-    /// The adapters to attach; with them everything else is frozen.
+    /// The adapters to attach, which freezes everything else.
     lora: Option<Lora>,
     /// The factors of adapters, by path.
     factors: HashMap<String, Found>,
@@ -204,7 +205,7 @@ impl Reparameterizer for Sharder<'_> {
     }
 }
 
-/// Returns the stand-in of a parameter, with mappers that load and record the one in `slot` of `generation`.
+/// Returns the stand-in of a parameter, with mappers that load and record the parameter in `slot` of `generation`.
 fn stand_in_of<const D: usize>(
     param: &Param<Tensor<D>>,
     generation: &Arc<Generation>,
@@ -244,7 +245,7 @@ enum Fill {
     Zeros,
 }
 
-/// Returns the parameter of a factor, which is initialized on demand.
+/// Returns the parameter of a factor, to be initialized on demand.
 fn lazy(factor: &Found, fill: Fill) -> Param<Tensor<2>> {
     let shape = [factor.shape[0], factor.shape[1]];
     let dtype = factor.dtype;

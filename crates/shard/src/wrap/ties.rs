@@ -1,4 +1,4 @@
-//! Fields that share a parameter: clones of it, with one id.
+//! Fields that share a parameter: clones of one `Param`, with the same id.
 
 use std::collections::{HashMap, HashSet};
 
@@ -15,19 +15,19 @@ use crate::seal::is_same_memory;
 use crate::shown::plain;
 use crate::survey::{Found, Survey};
 
-const SHARDED_BEFORE: &str = "of which an earlier call has sharded one; shard them in one call, of the module that has both, with \
-     `ShardPolicy::units` in place of the earlier call";
-const OTHER_KIND: &str = "but of different shapes, types or backends; store one tensor, and transpose or cast its value where it is used";
+const SHARDED_BEFORE: &str = "but an earlier call sharded only one; shard both in one call for the module that has both, \
+    with `ShardPolicy::units` instead of the earlier call";
+const OTHER_KIND: &str = "but differ in shape, type or backend; store one tensor, and transpose or cast its value where \
+    it is used";
 const OTHER_VALUES: &str =
-    "but of different values; make the second by cloning the first when the module is built";
-const FROZEN: &str = "of which one is frozen; freeze both, or `detach` the value where it is used";
-const IGNORED: &str = "which the policy ignores, so that Burn's optimizers would train the first alone; ignore neither, or freeze both \
-     and ignore both";
-const PRECISION: &str = "but are to compute in different types; name both in the policy's precision, or cast the value where it is used";
-const OTHER_CUT: &str =
-    "of which the policy cuts, or gives to an owner, the second: name the first, whose shard it is";
-const ADAPTED: &str =
-    "which LoRA would adapt; leave both out of its group, or adapt a layer of its own";
+    "but have different values; create the second by cloning the first when the module is built";
+const FROZEN: &str = "but only one is frozen; freeze both, or `detach` the value where it is used";
+const IGNORED: &str = "but the policy ignores one or both, so Burn's optimizers would train only the first; ignore \
+    neither, or freeze and ignore both";
+const PRECISION: &str = "but would compute in different types; name both in the policy's precision, or cast the value \
+    where it is used";
+const OTHER_CUT: &str = "but the policy cuts the second, or gives it to an owner; name the first, because the shard belongs to it";
+const ADAPTED: &str = "but LoRA would adapt it; leave both out of its group, or adapt a layer with a parameter that is not shared";
 
 /// The fields that share a parameter with an earlier field of the module.
 #[derive(Default)]
@@ -108,8 +108,8 @@ impl Ties {
         self.fields.iter().find(|field| field.found.path == path)
     }
 
-    /// Refuses fields of one id with different values. Compares only fields that already have a value, and
-    /// initializes none.
+    /// Rejects fields of one id with different values. Compares only fields that already have a value, and initializes
+    /// none.
     fn check_values<M: Module>(&self, module: &M) -> Result<(), Error> {
         let mut values = Values {
             wanted: self

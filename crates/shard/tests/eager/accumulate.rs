@@ -202,7 +202,7 @@ fn handed_out_last<M: Module + 'static>(
 }
 
 #[test]
-fn the_last_backward_hands_out_the_gradients_of_all() {
+fn the_last_backward_returns_all_gradients() {
     let blocks = || {
         ShardPolicy::new()
             .units(["blocks.*"])

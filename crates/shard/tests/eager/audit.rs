@@ -1,6 +1,6 @@
-//! The audit of gradients: right steps are never refused, whatever the policy, and each of them is checked.
+//! The audit of gradients: right steps are never rejected, whatever the policy, and each of them is checked.
 //!
-//! Miniature engines in the crate itself show that wrong steps are refused.
+//! Miniature engines in the crate itself show that wrong steps are rejected.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -141,7 +141,7 @@ fn hybrid_sharding_and_replication_are_right() {
 
 /// Gradients that wait: whole on each rank, or on the shards.
 #[test]
-fn gradients_that_wait_are_in_the_sum_of_a_later_step() {
+fn deferred_gradients_are_in_the_sum_of_a_later_step() {
     let held = |model: &Mlp, rank: usize, step: usize, device: &Device| {
         for micro in 0..step {
             no_sync(model, || plain_step(model, rank, micro, device))??;
@@ -232,7 +232,7 @@ fn frozen_and_unused_parameters_are_not_missed() {
 
 /// The gradients held back for a parameter that is frozen before the next reduction never come, on purpose.
 #[test]
-fn what_is_frozen_while_it_waits_is_dropped() {
+fn gradients_frozen_while_deferred_are_dropped() {
     on_ranks(2, |world| {
         let device = device();
         let mut model = build(MLP, &world, &device, blocks())?;
@@ -247,7 +247,7 @@ fn what_is_frozen_while_it_waits_is_dropped() {
 }
 
 #[test]
-fn a_unit_may_be_used_twice_and_passes_may_be_several() {
+fn units_and_passes_may_repeat() {
     let several = |model: &Mlp, rank: usize, step: usize, device: &Device| {
         // Two forwards in one loss, the second with a block twice.
         let first = model.loss(rank, step, device);

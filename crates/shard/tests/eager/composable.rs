@@ -55,7 +55,7 @@ fn trains(
 }
 
 #[test]
-fn replicate_alone_and_below_a_parent_agrees() {
+fn replicate_works_alone_and_below_a_parent() {
     for ranks in 1..=4 {
         let want = plainly(MLP, ranks, 10);
         let all = trains(ranks, |mesh, model| {
@@ -82,7 +82,7 @@ fn replicate_alone_and_below_a_parent_agrees() {
 
 /// Their values equal those of shards; they differ in the memory they hold and in their gathers.
 #[test]
-fn a_replica_is_held_whole_and_is_no_unit_of_its_parent() {
+fn a_replica_is_held_whole_and_is_not_a_unit_of_its_parent() {
     with_mesh(2, |mesh, model| {
         let world = mesh.world().clone();
         let gathers = |model: &Mlp| {
@@ -240,7 +240,7 @@ fn ignored_modules_are_left_alone() {
     let (nothing, sharded) = (nothing.unwrap_or_default(), sharded.unwrap_or_default());
     assert!(nothing.contains("`tail` matches no module"), "{nothing}");
     assert!(
-        sharded.contains("`head.weight` is to be ignored, but is sharded"),
+        sharded.contains("`head.weight` should be ignored, but is already sharded"),
         "{sharded}"
     );
 }
@@ -283,7 +283,10 @@ fn several_modules_are_one_unit() {
             .unit_of(["norm", "head"])
             .unit_of(["embed", "head"]);
         let error = build(MLP, &world, &device(), twice).expect_err("the head twice");
-        assert!(error.to_string().contains("both with `head`"), "{error}");
+        assert!(
+            error.to_string().contains("given `head` for both"),
+            "{error}"
+        );
         let policy = ShardPolicy::new().unit_of(["norm", "tail"]);
         let error = build(MLP, &world, &device(), policy).expect_err("no tail");
         assert!(error.to_string().contains("`tail`"), "{error}");
@@ -321,7 +324,7 @@ fn single_parameters_are_left_alone() {
 }
 
 #[test]
-fn verbs_refuse_a_second_time() {
+fn sharding_twice_is_rejected_by_every_verb() {
     let messages = with_mesh(1, |mesh, model| {
         let again = |model: Mlp| {
             fully_shard(model, &mesh, ShardPolicy::new())
@@ -338,14 +341,14 @@ fn verbs_refuse_a_second_time() {
     for message in messages[0].clone() {
         let message = message.unwrap_or_default();
         assert!(
-            message.contains("belongs to a unit already, such as `root`"),
+            message.contains("already belongs to a unit, such as `root`"),
             "{message}"
         );
     }
 }
 
 #[test]
-fn units_tell_their_state_and_unshard_by_hand() {
+fn units_report_their_state_and_unshard_on_request() {
     with_mesh(2, |mesh, model| {
         let model = fully_shard(model, &mesh, ShardPolicy::new().units(["blocks.*"]))?;
         let all = units(&model)?;
@@ -374,7 +377,7 @@ fn units_tell_their_state_and_unshard_by_hand() {
     });
 }
 
-/// Training continues after an error in forward and in backward, on all ranks alike.
+/// Training continues after an error in forward and in backward, on all ranks.
 #[test]
 fn an_error_leaves_everything_sharded() {
     let want = plainly(MLP, 2, 3);
@@ -407,7 +410,7 @@ fn an_error_leaves_everything_sharded() {
             drop(all);
             let message = in_forward.err().map(|error| error.to_string());
             let message = message.unwrap_or_default();
-            assert!(message.contains("expected state Unsharded"), "{message}");
+            assert!(message.contains("must be Unsharded"), "{message}");
             assert_sharded(&model, "after an error in forward")?;
 
             is_broken.store(true, Relaxed);
@@ -431,7 +434,7 @@ fn an_error_leaves_everything_sharded() {
 }
 
 #[test]
-fn units_that_took_no_part_are_named() {
+fn unused_units_are_named() {
     with_mesh(2, |mesh, model| {
         let model = fully_shard(model, &mesh, ShardPolicy::new().units(["blocks.*", "head"]))?;
         let loss = model.head.weight.val().sum();

@@ -103,7 +103,7 @@ fn no_shard_reduces_once_a_unit() {
 }
 
 #[test]
-fn bytes_are_those_of_the_full_tensors() {
+fn bytes_count_full_tensors() {
     let block = 4 * (15 * 7 + 15 * 7 + 7 * 15);
     let root = 4 * (11 * 15 + 15 * 7);
     let whole = 4 * (3 * (15 + 15 + 7 + 15) + 15 + 7);
@@ -116,7 +116,7 @@ fn bytes_are_those_of_the_full_tensors() {
 }
 
 #[test]
-fn each_rank_holds_its_share_and_what_is_kept_whole() {
+fn each_rank_holds_its_shards_and_the_whole_parameters() {
     for ranks in 1..=4 {
         let held = on_ranks(ranks, move |world| {
             let model = build(MLP, &world, &device(), blocks())?;
@@ -138,7 +138,7 @@ fn each_rank_holds_its_share_and_what_is_kept_whole() {
 }
 
 #[test]
-fn what_is_below_the_limit_stays_whole() {
+fn parameters_below_the_limit_stay_whole() {
     let cut = 11 * 15;
     let whole = 15 * 7 + 9 * 15 * 7 + 3 * (15 + 15 + 7 + 15) + 15 + 7;
     let policy = || blocks().whole_below(15 * 7 + 1);

@@ -77,7 +77,7 @@ fn replicas_of_shards_agree_with_one_rank() {
 
 /// Counts by group: the ledger of each axis.
 #[test]
-fn two_by_two_issues_exactly_what_it_should() {
+fn two_by_two_issues_the_expected_operations() {
     let seen = on_ranks(4, |world| {
         let device = device();
         let layout = Mesh::new([("replicate", 2), ("shard", 2)])?;
@@ -125,7 +125,7 @@ fn two_by_two_issues_exactly_what_it_should() {
 }
 
 #[test]
-fn crossing_may_wait_for_the_last_micro_batch() {
+fn replica_reductions_can_wait_for_the_last_micro_batch() {
     let want = plainly(MLP, 8, 6);
     let outcomes = on_ranks(4, |world| {
         let device = device();
@@ -233,7 +233,7 @@ fn started(ranks: usize, policy: ShardPolicy) -> Vec<(OperationKind, String, Str
 }
 
 #[test]
-fn backward_asks_the_neighbours_and_nobody_else() {
+fn backward_communicates_only_with_neighbours() {
     let blocks = || ShardPolicy::new().units(["blocks.*"]);
     for (policy, far, near) in [
         // Every block twice and the root once.
@@ -261,7 +261,7 @@ fn backward_asks_the_neighbours_and_nobody_else() {
 }
 
 #[test]
-fn reductions_may_have_a_group_of_their_own() {
+fn reductions_can_have_their_own_group() {
     let blocks = || ShardPolicy::new().units(["blocks.*"]);
     for ranks in 1..=4 {
         let policy = blocks().reduce_group(ReduceGroup::Own);

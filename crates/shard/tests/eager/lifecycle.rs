@@ -90,7 +90,7 @@ fn every_transition_gathers_each_unit_once_and_uses_the_new_values() {
 }
 
 #[test]
-fn a_part_mapped_alone_is_used_beside_its_old_siblings() {
+fn a_mapped_submodule_works_with_its_old_siblings() {
     let want = plain_loss(|mut model| {
         model.blocks[1].up = model.blocks[1].up.clone().map(&mut Scale(0.5));
         model
@@ -162,7 +162,7 @@ fn several_forwards_before_one_backward_sum_up() {
 }
 
 #[test]
-fn two_forwards_have_backwards_of_their_own() {
+fn two_forwards_can_have_separate_backwards() {
     for (case, index) in [(MLP, 0), (LATER, 1)] {
         let own = stepped(MLP, 2, blocks(), move |model, world, device| {
             let losses = [0, 1].map(|step| model.loss(world.rank(), step, device));

@@ -14,7 +14,7 @@ fn steps() -> usize {
     if is_host() { 10 } else { 3 }
 }
 
-/// The ranks of a training that is compared with one without sharding.
+/// The ranks of a training run that is compared with one without sharding.
 trait Ranks {
     fn agree<M: Module + 'static>(&self, case: Case<M>, policy: &ShardPolicy);
 }
@@ -37,12 +37,12 @@ impl Ranks for ProcessGroup {
     fn agree<M: Module + 'static>(&self, case: Case<M>, policy: &ShardPolicy) {
         let want = plainly(case, self.size(), steps());
         let own = trained_by(self, case, steps(), policy.clone()).expect("it trains");
-        assert_close(&joined(&everybodys(self, own)), &want, TOLERANCE);
+        assert_close(&joined(&outcomes_of_all(self, own)), &want, TOLERANCE);
     }
 }
 
 /// The outcomes of all ranks.
-fn everybodys(world: &ProcessGroup, own: Outcome) -> Vec<Outcome> {
+fn outcomes_of_all(world: &ProcessGroup, own: Outcome) -> Vec<Outcome> {
     let bytes = |values: &[f32]| -> Vec<u8> {
         values
             .iter()

@@ -171,7 +171,7 @@ fn a_part_of_a_unit_may_be_mapped() {
 }
 
 #[test]
-fn a_rank_that_skips_an_optimizer_step_is_told() {
+fn a_skipped_optimizer_step_is_reported() {
     for strategy in [Strategy::FullShard, Strategy::NoShard] {
         let message = panic_of(|| {
             on_ranks(2, move |world| {
@@ -223,7 +223,7 @@ struct Twice {
 }
 
 #[test]
-fn gradients_held_back_are_added_in_one_type() {
+fn deferred_gradients_are_summed_in_one_type() {
     on_ranks(2, |world| {
         let device = device();
         let model = ready(|| Twice {

@@ -21,7 +21,7 @@ fn blocks() -> ShardPolicy {
     ShardPolicy::new().units(["blocks.*"])
 }
 
-/// Runs `body` in 32 bits, whatever the types of its input and result.
+/// Runs `body` in 32 bits, regardless of the types of its input and result.
 fn widely<const D: usize>(x: Tensor<D>, body: impl FnOnce(Tensor<D>) -> Tensor<D>) -> Tensor<D> {
     let dtype = x.dtype();
     body(x.cast(DType::F32)).cast(dtype)
@@ -156,7 +156,7 @@ fn layer_norms_stay_in_full_where_the_model_casts() {
 }
 
 #[test]
-fn recurrent_layers_stay_in_full_beside_a_head_in_halves() {
+fn recurrent_layers_can_compute_in_full_with_a_head_in_halves() {
     let layers = ShardPolicy::new().units(["layers.*"]);
     halves_track(WIDE_LAYERS, &layers, &["layers.*"]);
 }
@@ -187,7 +187,7 @@ const ONE_TYPE: Case<ConvNet> = Case {
     loss: in_one_type,
 };
 
-/// BatchNorm computes in 16 bits where its running states are of these, and is refused where they are not.
+/// BatchNorm computes in 16 bits where its running states are of these, and is rejected where they are not.
 #[test]
 fn running_states_may_be_of_the_compute_type() {
     let policy = ShardPolicy::new().units(["convs.*"]);
@@ -235,7 +235,7 @@ fn norms_in_full_of_a_model_that_does_not_cast() {
 
 /// What no reduction brings back to shards of 32 bits.
 #[test]
-fn other_types_than_three_are_refused_by_path() {
+fn unsupported_types_are_rejected_by_path() {
     for precision in [
         Precision::new(FloatDType::F64),
         Precision::new(FloatDType::Flex32),
@@ -251,7 +251,7 @@ fn other_types_than_three_are_refused_by_path() {
 
 /// The types that a model sees, that optimizers see, and that a checkpoint holds.
 #[test]
-fn patterns_say_what_computes_in_full() {
+fn patterns_select_what_computes_in_full() {
     on_ranks(3, |world| {
         let device = device();
         let precision = Precision::new(FloatDType::BF16).full_in(["norm", "*.*.norm"]);
@@ -274,7 +274,7 @@ fn patterns_say_what_computes_in_full() {
 
 /// Without a separate compute type, only the traffic of gradients shrinks.
 #[test]
-fn gradients_may_travel_narrower_than_they_are() {
+fn gradients_can_be_reduced_in_a_narrower_type() {
     for ranks in 1..=4 {
         let want = plainly(MLP, ranks, 10);
         let narrow = blocks().precision(Precision::default().reduce(FloatDType::BF16));

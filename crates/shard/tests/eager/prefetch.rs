@@ -1,4 +1,4 @@
-//! Gathers ahead of their use: their number under way at once, and their direction.
+//! Gathers ahead of their use: their number in progress at once, and their direction.
 
 use burn_fsdp_collectives::{CommStage, OperationKind};
 use burn_fsdp_shard::{ShardPolicy, backward};
@@ -6,7 +6,7 @@ use burn_fsdp_shard::{ShardPolicy, backward};
 use super::bench::{build, device, on_ranks, optimizer};
 use super::nets::MLP;
 
-/// The maximum number of gathers under way at once in the third step, in forward and in backward.
+/// The maximum number of gathers in progress at once in the third step, in forward and in backward.
 fn most_at_once(ranks: usize, prefetch: usize) -> Vec<[usize; 2]> {
     on_ranks(ranks, move |world| {
         let device = device();
@@ -46,7 +46,7 @@ fn most_at_once(ranks: usize, prefetch: usize) -> Vec<[usize; 2]> {
 /// The root and three blocks are gathered in forward, and the blocks again in backward: the unit in use, and
 /// the units ahead of it, if there are any.
 #[test]
-fn as_many_gathers_are_ahead_as_the_limit_says() {
+fn prefetching_respects_its_limit() {
     for ranks in 2..=3 {
         for (prefetch, want) in [(0, [1, 1]), (1, [2, 2]), (2, [3, 3]), (3, [4, 3])] {
             for most in most_at_once(ranks, prefetch) {

@@ -129,14 +129,14 @@ fn hooks_train<M: Module + 'static>(case: Case<M>, policy: &ShardPolicy) {
 }
 
 #[test]
-fn a_reduction_of_the_users_own_trains_like_one_rank() {
+fn custom_reductions_match_one_rank() {
     hooks_train(MLP, &blocks());
     hooks_train(CONV_NET, &ShardPolicy::new().units(["convs.*"]));
     hooks_train(RECURRENT, &ShardPolicy::new().units(["layers.*"]));
 }
 
 #[test]
-fn the_engines_own_reduction_through_the_hook_has_its_bits() {
+fn the_engines_reduction_as_a_hook_is_bit_identical() {
     let halves = |reduce| Precision::new(FloatDType::BF16).reduce(reduce);
     let policies = [
         blocks(),
@@ -216,7 +216,7 @@ fn low_rank_factors_of_full_rank_are_the_mean() {
 }
 
 #[test]
-fn replicas_add_up_what_hooks_return() {
+fn replicas_sum_the_results_of_hooks() {
     for layout in [[2, 1], [2, 2], [1, 3]] {
         let want = plainly(MLP, layout[0] * layout[1], 5);
         for hook in [as_the_engine, by_whole_means] {
@@ -227,7 +227,7 @@ fn replicas_add_up_what_hooks_return() {
 }
 
 #[test]
-fn a_hook_may_halve_what_travels() {
+fn hooks_can_halve_the_traffic() {
     let bytes = |policy: ShardPolicy| {
         let counts = on_ranks(2, move |world| {
             let device = device();
@@ -310,7 +310,7 @@ fn held_gradients_go_through_the_hook() {
 }
 
 #[test]
-fn what_is_no_reduction_is_refused_by_name() {
+fn invalid_hook_results_are_named_in_the_error() {
     let message = |hook: fn(&UnitReduction) -> Parts| {
         panic_of(move || drop(sharded(MLP, 2, 1, blocks().reduction_hook(hook))))
     };
@@ -326,13 +326,16 @@ fn what_is_no_reduction_is_refused_by_name() {
             .map(|part| Tensor::from_data(part.into_data(), &device))
             .collect())
     });
-    assert!(tracked.contains("one with a graph"), "{tracked}");
+    assert!(tracked.contains("a tensor with a graph"), "{tracked}");
     let wrong = message(|unit| unit.reduce_scatter(Vec::new()));
-    assert!(wrong.contains("gave to `reduce_scatter` 0"), "{wrong}");
+    assert!(
+        wrong.contains("passed `reduce_scatter` 0 tensors"),
+        "{wrong}"
+    );
 }
 
 #[test]
-fn ranks_with_other_hooks_are_told_apart() {
+fn ranks_with_different_hooks_are_reported() {
     let message = panic_of(|| {
         on_ranks(2, |world| {
             let policy = match world.rank() {

@@ -121,7 +121,7 @@ impl Net {
         }
     }
 
-    /// Freezes and unfreezes parts, on all ranks alike.
+    /// Freezes and unfreezes parts, on all ranks.
     fn staged(mut self, seed: u64, step: usize) -> Self {
         fn switched<M: Module>(module: M, freezes: bool) -> M {
             match freezes {
@@ -305,7 +305,7 @@ fn random_routes_with_weights_kept_by_neighbours() {
 
 /// No rank uses a layer in one step, and only one rank in the next.
 #[test]
-fn a_unit_that_nobody_used_may_come_back_on_one_rank() {
+fn an_unused_unit_can_return_on_one_rank() {
     let order = on_ranks(2, |world| {
         let mut model = build(
             &world,

@@ -1,5 +1,4 @@
-//! The part of a module that each rank holds: its elements, and its part of the gradients and states of a
-//! training.
+//! The part of a module that each rank holds: its elements, and its part of the gradients and states of a training run.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -138,7 +137,7 @@ impl Optimizer for Witness {
 }
 
 #[test]
-fn gradients_and_states_are_of_what_a_rank_holds() {
+fn gradients_and_states_cover_only_held_elements() {
     let cut = 11 * 15 + 15 * 7 + 9 * 15 * 7;
     let whole = 3 * (15 + 15 + 7 + 15) + 15 + 7;
     for ranks in 1..=4 {

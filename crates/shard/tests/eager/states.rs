@@ -39,7 +39,7 @@ fn assert_refused(results: Vec<Result<(), Error>>, stage: &str, advice: &str) {
     assert_eq!(results.len(), 4);
     for result in results {
         let message = result.expect_err("not between steps").to_string();
-        let states = format!("unit `root`: expected state Idle, current state {stage}; ");
+        let states = format!("unit `root` is in phase {stage}, but must be in phase Idle; ");
         assert!(message.starts_with(&states), "{message}");
         assert!(message.contains(advice), "{message}");
     }
@@ -58,7 +58,7 @@ fn clipping_and_switching_wait_for_the_backward_of_a_forward() {
         let model = build(MLP, &world, &device, blocks())?;
         assert_allowed(calls(&model));
         let loss = model.loss(world.rank(), 0, &device);
-        assert_refused(calls(&model), "Forward", "a forward waits for its backward");
+        assert_refused(calls(&model), "Forward", "run the backward");
         let gradients = backward(loss, &model)?;
         assert_allowed(calls(&model));
         clip_grad_norm(&model, gradients, Clip::to(1.0))?;
@@ -81,7 +81,7 @@ fn an_abandoned_copy_leaves_the_next_one_between_steps() {
         let model = build(MLP, &world, &device, blocks())?;
         let next = model.clone().fork(&device);
         drop(model.loss(world.rank(), 0, &device));
-        assert_refused(calls(&next), "Forward", "a forward waits");
+        assert_refused(calls(&next), "Forward", "run the backward");
         drop(model);
         assert_allowed(calls(&next));
         Ok(())
@@ -121,13 +121,13 @@ fn clipping_and_switching_inside_backward_are_refused() {
     for (result, seen) in in_a_hook(calls) {
         assert!(!result.expect("the step goes on").is_empty());
         let seen = seen.expect("the hook ran");
-        assert_refused(seen, "Backward", "when `backward` has returned");
+        assert_refused(seen, "Backward", "after `backward` has returned");
     }
     let reshard = |model: &Mlp| units(model).map(|units| units[1].reshard().map_err(text));
     for (_, seen) in in_a_hook(reshard) {
         let units = seen.expect("the hook ran").expect("sharded");
         let message = units.expect_err("inside a backward");
-        assert!(message.contains("current state Backward"), "{message}");
+        assert!(message.contains("in phase Backward"), "{message}");
         assert!(message.contains("switch units between steps"), "{message}");
     }
 }
@@ -138,15 +138,15 @@ fn text(error: Error) -> String {
 
 /// Without the check the hook would wait for itself.
 #[test]
-fn a_hook_that_uses_the_module_is_an_error_and_no_hang() {
+fn a_hook_that_uses_the_module_is_an_error_not_a_hang() {
     let touch = |model: &Mlp| drop(model.blocks[0].up.weight.val());
     let ask = |model: &Mlp| drop(memory(model));
     for body in [touch, ask] {
         for (result, _) in in_a_hook(body) {
             let message = result.expect_err("refused");
-            assert!(message.contains("current state Backward"), "{message}");
+            assert!(message.contains("in phase Backward"), "{message}");
             assert!(
-                message.contains("a hook of the policy must not"),
+                message.contains("do not use a sharded module in a hook"),
                 "{message}"
             );
         }
@@ -178,10 +178,7 @@ fn units_are_not_switched_inside_no_sync() {
         });
         let message = switched.expect_err("switched").to_string();
         assert!(message.contains("unit `blocks.1`"), "{message}");
-        assert!(
-            message.contains("current state with gradient sync"),
-            "{message}"
-        );
+        assert!(message.contains("is set to sync gradients"), "{message}");
         assert!(message.contains("inside `no_sync`"), "{message}");
         // Nesting has no effect of its own; afterwards everything is as before.
         no_sync(&model, || no_sync(&model, || ()))??;
@@ -205,10 +202,10 @@ fn a_unit_resharded_in_the_middle_of_its_use_is_named() {
         let message = error.expect_err("resharded").to_string();
         assert!(message.contains("unit `blocks.0`"), "{message}");
         assert!(
-            message.contains("expected state Unsharded, current state Sharded"),
+            message.contains("is Sharded, but must be Unsharded"),
             "{message}"
         );
-        assert!(message.contains("in the middle of a use"), "{message}");
+        assert!(message.contains("resharded while in use"), "{message}");
         // Everything is sharded again, and the next step works normally.
         assert_eq!(block.state(), UnitState::Sharded);
         assert!(!backward(model.loss(world.rank(), 0, &device), &model)?.is_empty());
@@ -229,14 +226,14 @@ fn a_child_in_the_middle_of_a_step_is_not_taken_over() {
         model.blocks[0] = block.clone();
         let refused = fully_shard(model, &mesh, blocks()).err().map(text);
         let message = refused.unwrap_or_default();
-        assert!(message.contains("current state Forward"), "{message}");
+        assert!(message.contains("in phase Forward"), "{message}");
         backward(loss, &block)?;
         Ok(())
     });
 }
 
 #[test]
-fn a_part_of_a_module_has_a_norm_of_its_own() {
+fn submodules_have_their_own_norm() {
     on_ranks(3, |world| {
         let device = device();
         let model = build(MLP, &world, &device, blocks())?;

@@ -19,7 +19,7 @@ fn blocks() -> ShardPolicy {
 }
 
 #[test]
-fn what_stays_after_forward_is_gathered_once() {
+fn units_kept_after_forward_are_gathered_once() {
     for (reshards, gathers, kept) in [(true, 7, ROOT), (false, 4, ROOT + BLOCKS)] {
         on_ranks(2, move |world| {
             let device = device();
@@ -47,7 +47,7 @@ fn what_stays_after_forward_is_gathered_once() {
 }
 
 #[test]
-fn what_stays_after_backward_is_there_for_the_next_forward() {
+fn units_kept_after_backward_serve_the_next_forward() {
     on_ranks(2, |world| {
         let device = device();
         let model = build(MLP, &world, &device, blocks())?;
@@ -112,7 +112,7 @@ fn a_dummy_forward_touches_every_parameter_and_nothing_else() {
 }
 
 #[test]
-fn memory_is_printed_with_every_number_and_what_pins_weights() {
+fn printed_memory_has_every_number_and_the_pinned_weights() {
     on_ranks(2, |world| {
         let device = burn::tensor::Device::flex().autodiff();
         let model = build(MLP, &world, &device, blocks())?;

@@ -90,7 +90,7 @@ fn layers() -> ShardPolicy {
 
 /// What an earlier backward has left of units that the last one does not use.
 #[test]
-fn the_last_backward_hands_out_what_it_does_not_use() {
+fn the_last_backward_returns_gradients_of_units_it_does_not_use() {
     for layout in [[1, 1], [1, 3], [2, 2], [3, 1]] {
         for policy in [layers(), layers().strategy(Strategy::NoShard)] {
             let ranks = layout[0] * layout[1];
@@ -200,7 +200,7 @@ fn ranks_on_one_route_gather_together() {
 }
 
 #[test]
-fn an_evaluation_is_of_the_module_that_it_gives_and_by_itself() {
+fn evaluations_use_only_their_own_module_and_do_not_nest() {
     on_ranks(2, |world| {
         let device = device();
         let inner = device.clone().without_autodiff();
@@ -214,10 +214,10 @@ fn an_evaluation_is_of_the_module_that_it_gives_and_by_itself() {
             nested.and_then(|got| got).expect_err("refused").to_string()
         };
         let nested = inside(&|outer| evaluate(outer, |_| ()));
-        assert!(nested.contains("in no evaluation"), "{nested}");
+        assert!(nested.contains("in no other evaluation"), "{nested}");
         let trained = inside(&|_| catch(|| loss(&model, &device)).map(drop));
         assert!(
-            trained.contains("of the module that is trained"),
+            trained.contains("part of the module being trained"),
             "{trained}"
         );
         let other = model.clone().no_grad().valid();
@@ -261,8 +261,8 @@ fn a_rank_that_leaves_an_evaluation_with_an_error_takes_the_others_along() {
         });
         let error = evaluated.expect_err("left").to_string();
         let words = match world.rank() {
-            1 => "of the module that is trained",
-            _ => "left by rank 1 with an error",
+            1 => "part of the module being trained",
+            _ => "no longer evaluated by rank 1, which failed",
         };
         assert!(error.contains(words), "{error}");
         // All may continue.
@@ -330,7 +330,7 @@ fn a_loss_without_any_unit_still_takes_part() {
 }
 
 #[test]
-fn what_no_rank_used_has_no_gradient() {
+fn units_unused_by_all_ranks_have_no_gradient() {
     on_ranks(2, |world| {
         let device = device();
         let model = build(UNEVEN, &world, &device, layers())?;
@@ -397,7 +397,7 @@ fn of_the_third_step(ranks: usize) -> Vec<(OperationCounts, usize)> {
 }
 
 #[test]
-fn children_first_and_the_parent_takes_what_is_left() {
+fn parents_shard_what_their_children_left() {
     let want = plainly(MLP, 2, 5);
     let outcomes = on_ranks(2, |world| {
         let device = device();
@@ -444,7 +444,7 @@ fn means_of(model: &ConvNet) -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn running_states_are_each_ranks_own_though_the_module_was_cloned() {
+fn clones_do_not_share_running_states() {
     let device = device();
     let built = || ready(|| seeded(ConvNet::new(&device), SEED));
     let want: Vec<_> = (0..3)

@@ -54,7 +54,7 @@ impl Subscriber for Warnings {
 }
 
 #[test]
-fn a_device_without_checkpointing_is_told_when_it_is_wrapped_and_once_for_each_unit_after() {
+fn missing_checkpointing_is_warned_about_at_sharding_and_once_per_unit() {
     let plain = || Device::flex().autodiff();
     for (device, warns) in [(plain as fn() -> Device, true), (device, false)] {
         on_ranks(2, move |world| {

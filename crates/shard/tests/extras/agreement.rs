@@ -26,7 +26,7 @@ fn sharded_modules_agree_from_the_start() {
 }
 
 #[test]
-fn a_parameter_that_no_unit_manages_is_named_with_the_ranks() {
+fn an_unmanaged_parameter_is_named_with_the_ranks() {
     let messages = on_ranks(3, |world| {
         let device = device();
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 3)?)?;

@@ -109,7 +109,7 @@ fn shards_are_averaged_as_the_whole_would_be() {
     }
 }
 
-/// Running states and the factors of adapters are averaged; a module that is not a copy is refused.
+/// Running states and the factors of adapters are averaged; a module that is not a copy is rejected.
 #[test]
 fn a_copy_of_the_model_is_averaged_and_nothing_else() {
     on_ranks(2, |world| {
@@ -235,7 +235,7 @@ fn an_average_moves_in_every_type() {
 
 /// An f32 average of a 16-bit model equals the average of the model's values in f32, to the bit.
 #[test]
-fn an_average_may_have_more_bits_than_its_model() {
+fn averages_can_be_wider_than_their_model() {
     for dtype in [DType::BF16, DType::F16] {
         on_ranks(2, move |world| {
             let policy = ShardPolicy::new;
@@ -260,7 +260,7 @@ fn an_average_may_have_more_bits_than_its_model() {
 
 /// A sum in 32 bits belongs to the values that it was computed from: other values start again.
 #[test]
-fn another_value_begins_another_average() {
+fn changed_values_restart_the_average() {
     on_ranks(2, |world| {
         let dtype = DType::BF16;
         let model = fully_shard(layer(dtype), &world, ShardPolicy::new())?;
@@ -281,7 +281,7 @@ fn another_value_begins_another_average() {
 
 /// Tensors that no unit manages have no place for more bits.
 #[test]
-fn a_tensor_of_16_bits_without_a_unit_is_refused_by_name() {
+fn unmanaged_16_bit_tensors_are_named_in_the_error() {
     on_ranks(2, |world| {
         let policy = ShardPolicy::new().units(["blocks.*"]).ignore(["head"]);
         let net = Mlp::new(&device()).map(&mut Of(DType::BF16));

@@ -66,7 +66,7 @@ fn local_leaves_each_rank_its_own() {
 }
 
 #[test]
-fn broadcast_gives_all_ranks_rank_0s() {
+fn broadcast_copies_rank_0s_buffers() {
     for ranks in 1..=4 {
         let seen = synced(ranks, BufferSync::Broadcast);
         for (_, after) in &seen {
@@ -108,7 +108,7 @@ fn a_module_without_running_states_communicates_nothing() {
 }
 
 #[test]
-fn a_record_has_their_last_update() {
+fn records_contain_the_last_update() {
     for ranks in 1..=3 {
         on_ranks(ranks, move |world| {
             let device = device();

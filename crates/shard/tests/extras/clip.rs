@@ -167,7 +167,7 @@ fn recurrent_layers() {
 }
 
 #[test]
-fn the_norm_of_shards_is_that_of_their_elements_to_the_last_digits() {
+fn norms_of_shards_match_their_elements_exactly() {
     for ranks in 1..=4 {
         for norm in NORMS {
             let parts = on_ranks(ranks, move |world| {
@@ -220,7 +220,7 @@ fn parameters_that_no_unit_manages_count_from_rank_0() {
 }
 
 #[test]
-fn one_all_reduce_and_no_other_operation() {
+fn clipping_issues_one_all_reduce() {
     on_ranks(3, |world| {
         let (model, gradients) = one_step(&world, blocks())?;
         let counter = CommCounter::new([&world]);
@@ -231,7 +231,7 @@ fn one_all_reduce_and_no_other_operation() {
 }
 
 #[test]
-fn without_gradients_the_norm_is_zero_and_small_ones_are_left_alone() {
+fn missing_gradients_have_norm_zero_and_small_ones_are_not_scaled() {
     on_ranks(2, |world| {
         let (model, gradients) = one_step(&world, blocks())?;
         let nothing = clip_grad_norm(&model, GradientsParams::new(), Clip::to(1.0))?;
@@ -270,10 +270,14 @@ fn a_norm_that_is_not_finite_scales_as_in_pytorch() {
 }
 
 #[test]
-fn a_norm_that_is_not_finite_is_refused_on_all_ranks_if_asked() {
+fn a_non_finite_norm_is_rejected_on_all_ranks_on_request() {
     let messages = with_one(f32::NAN, NonFinite::Refuse).into_iter();
     let messages: Vec<_> = messages.map(|seen| seen.expect_err("refused")).collect();
-    assert!(messages[0].contains("but another's"), "{}", messages[0]);
+    assert!(
+        messages[0].contains("but another rank has one"),
+        "{}",
+        messages[0]
+    );
     assert!(messages[1].contains("rank 1"), "{}", messages[1]);
     assert!(messages[1].contains("`embed.weight`"), "{}", messages[1]);
     assert!(messages[1].contains("NaN"), "{}", messages[1]);
@@ -281,7 +285,7 @@ fn a_norm_that_is_not_finite_is_refused_on_all_ranks_if_asked() {
 }
 
 #[test]
-fn nonsense_is_refused() {
+fn invalid_arguments_are_rejected() {
     on_ranks(1, |world| {
         let (model, gradients) = one_step(&world, blocks())?;
         let order = grad_norm(&model, &gradients, Norm::P(0.5)).expect_err("below 1");

@@ -122,7 +122,7 @@ fn one_group_among_others_is_found_by_its_path() {
 }
 
 #[test]
-fn what_is_whole_takes_any_optimizer() {
+fn whole_parameters_accept_any_optimizer() {
     let policies = [
         ShardPolicy::new().strategy(Strategy::NoShard),
         blocks().one_owner(["**"]),
@@ -136,7 +136,7 @@ fn what_is_whole_takes_any_optimizer() {
 }
 
 #[test]
-fn the_optimizer_and_its_state_are_left_alone() {
+fn checking_does_not_change_the_optimizer() {
     on_ranks(1, |world| {
         let device = device();
         let mut model = build(MLP, &world, &device, blocks())?;
@@ -167,7 +167,7 @@ fn compared(policy: ShardPolicy, optimizer: fn(usize) -> ModuleOptimizer) -> Opt
 }
 
 #[test]
-fn optimizers_of_other_settings_are_told_from_each_other() {
+fn optimizers_with_different_settings_are_distinguished() {
     let own = || blocks().one_owner(["**"]);
     assert_eq!(compared(blocks(), |_| AdamWConfig::new().init()), None);
     assert_eq!(compared(own(), |_| AdafactorConfig::new().init()), None);

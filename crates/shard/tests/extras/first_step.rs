@@ -89,7 +89,7 @@ fn refusals(ranks: usize, policy: ShardPolicy, make: Make, rates: &'static [f64]
 }
 
 #[test]
-fn whole_tensors_are_noticed_by_the_first_step() {
+fn optimizers_of_whole_tensors_are_detected_in_the_first_step() {
     for ranks in 1..=3 {
         for (name, make) in WHOLE {
             let refused = refusals(ranks, blocks(), make, &[1e-2]);
@@ -99,7 +99,7 @@ fn whole_tensors_are_noticed_by_the_first_step() {
 }
 
 #[test]
-fn a_learning_rate_of_zero_tells_nothing_yet() {
+fn a_zero_learning_rate_defers_detection() {
     for (name, make) in WHOLE {
         // Muon fails on flat tensors, whatever the rate.
         if name != "muon" {
@@ -117,7 +117,7 @@ fn a_learning_rate_of_zero_tells_nothing_yet() {
 
 /// A whole parameter is the same to the optimizer as before.
 #[test]
-fn what_is_whole_is_not_tried() {
+fn whole_parameters_are_not_probed() {
     let whole = [
         ShardPolicy::new().strategy(Strategy::NoShard),
         ShardPolicy::new().one_owner(["**"]),
@@ -162,7 +162,7 @@ fn one_group_among_others_is_noticed() {
 
 /// Frozen parameters are tried when they are trained.
 #[test]
-fn what_is_trained_later_is_tried_then() {
+fn parameters_trained_later_are_probed_then() {
     on_ranks(2, |world| {
         let mut model = build(MLP, &world, &device(), blocks())?;
         model.blocks[1] = model.blocks[1].clone().freeze();
@@ -188,7 +188,7 @@ fn groups() -> ModuleOptimizer {
 
 /// The states are as many and the bits the same as after an explicit check.
 #[test]
-fn elementwise_optimizers_step_as_if_they_were_not_tried() {
+fn probing_does_not_change_elementwise_steps() {
     for ranks in 1..=3 {
         let with_groups: (_, Make) = ("groups", groups);
         for (name, make) in ELEMENTWISE.into_iter().chain([with_groups]) {
@@ -222,7 +222,7 @@ impl ModuleVisitor for Matrices {
 
 /// Probes have gradients until the first step.
 #[test]
-fn gradients_of_probes_come_and_go() {
+fn probes_have_gradients_until_the_first_step() {
     on_ranks(2, |world| {
         let device = device();
         let model = build(MLP, &world, &device, blocks())?;

@@ -32,7 +32,7 @@ fn loss<M>(case: Case<M>, model: &M, step: usize) -> f32 {
 }
 
 #[test]
-fn the_closure_sees_what_a_record_holds() {
+fn the_closure_sees_the_values_of_a_record() {
     for ranks in 1..=4 {
         for policy in policies() {
             on_ranks(ranks, move |world| {
@@ -66,7 +66,7 @@ fn doubled<M: Module>(module: M) -> M {
 
 /// Other parameters are neither gathered nor changed.
 #[test]
-fn a_part_is_summoned_alone() {
+fn submodules_are_summoned_separately() {
     on_ranks(3, |world| {
         let device = device();
         let mut model = build(MLP, &world, &device, blocks())?;
@@ -133,7 +133,7 @@ fn changes_are_written_back_or_forgotten() {
 }
 
 #[test]
-fn a_recurrent_module_and_the_copy_that_outlives_the_closure() {
+fn copies_of_recurrent_modules_can_outlive_the_closure() {
     on_ranks(2, |world| {
         let device = device();
         let policy = ShardPolicy::new().units(["layers.*"]);
@@ -155,7 +155,7 @@ fn a_recurrent_module_and_the_copy_that_outlives_the_closure() {
 }
 
 #[test]
-fn the_copy_is_recorded_as_if_it_had_never_been_sharded() {
+fn records_of_the_copy_match_an_unsharded_module() {
     on_ranks(2, |world| {
         let device = device();
         let model = build(MLP, &world, &device, blocks())?;
@@ -351,7 +351,7 @@ impl ModuleVisitor for Recorded {
 }
 
 #[test]
-fn a_record_is_given_tensor_by_tensor() {
+fn records_are_streamed_tensor_by_tensor() {
     for ranks in 1..=4 {
         for policy in [
             ShardPolicy::new().units(["turned"]),
@@ -387,7 +387,7 @@ fn a_record_is_given_tensor_by_tensor() {
 }
 
 #[test]
-fn the_whole_module_is_on_the_ranks_that_keep_it() {
+fn only_the_keeping_ranks_get_the_whole_module() {
     for policy in policies() {
         on_ranks(3, move |world| {
             let device = device();
@@ -406,7 +406,7 @@ fn the_whole_module_is_on_the_ranks_that_keep_it() {
 }
 
 #[test]
-fn values_that_ranks_read_are_those_of_the_module() {
+fn values_read_by_ranks_become_the_modules() {
     for ranks in 1..=4 {
         for policy in policies() {
             on_ranks(ranks, move |world| {

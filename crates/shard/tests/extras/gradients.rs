@@ -99,7 +99,7 @@ fn each_parameter_with_a_gradient_is_listed_once_and_in_order() {
 }
 
 #[test]
-fn gradients_are_divided_by_unit_and_none_is_lost() {
+fn gradients_are_split_by_unit_without_loss() {
     on_ranks(2, |world| {
         let (model, gradients) = one_step(&world, ShardPolicy::new().units(["blocks.*"]))?;
         let before = values(&model, &gradients);

@@ -118,7 +118,7 @@ fn train(
 
 /// A run that was recorded by Burn and continues in another process, where all ids are new.
 #[test]
-fn records_of_model_and_optimizer_resume_to_the_bit() {
+fn records_of_model_and_optimizer_resume_bit_for_bit() {
     for ranks in 1..=3 {
         for (got, want) in on_ranks(ranks, |world| {
             let device = device();
@@ -236,7 +236,7 @@ fn one_module_may_hold_two_copies() {
 }
 
 #[test]
-fn the_wrapper_records_and_loads_beside_copies() {
+fn the_wrapper_records_and_loads_despite_copies() {
     on_ranks(2, |world| {
         let device = device();
         let wrap = || {
@@ -262,7 +262,7 @@ fn the_wrapper_records_and_loads_beside_copies() {
 }
 
 #[test]
-fn a_checkpointed_region_is_no_copy() {
+fn a_checkpointed_region_is_not_a_copy() {
     on_ranks(2, |world| {
         let device = device();
         let mut model = build(MLP, &world, &device, blocks())?;
@@ -297,7 +297,7 @@ impl ModuleMapper for Rebuild {
 }
 
 #[test]
-fn a_mapper_that_drops_what_records_need_is_named() {
+fn mappers_that_break_records_are_named() {
     on_ranks(2, |world| {
         let model = build(MLP, &world, &device(), blocks())?.map(&mut Rebuild);
         let error = catch(|| model.clone().into_record()).expect_err("shards");

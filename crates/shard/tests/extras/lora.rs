@@ -133,7 +133,7 @@ fn trained(
 }
 
 #[test]
-fn adapters_train_as_without_sharding() {
+fn adapters_match_unsharded_training() {
     for ranks in 1..=4 {
         let want = plainly(ranks, 4);
         let tolerance = if ranks == 1 { 0.0 } else { 1e-5 };
@@ -306,9 +306,9 @@ fn adapters_are_merged() {
     }
 }
 
-/// From Burn's module with adapters, and from one sharded over another number of ranks.
+/// From Burn's module with adapters, and from one sharded over a different number of ranks.
 #[test]
-fn adapters_are_recorded_alone() {
+fn records_can_contain_only_adapters() {
     let of_adapters = || ParamGroup::from_predicate("lora");
     let record = || {
         let records = on_ranks(2, move |world| {
@@ -341,7 +341,7 @@ fn adapters_are_recorded_alone() {
 
 /// Factors have a norm, which is clipped, and compute in the precision's type.
 #[test]
-fn clipping_and_types_go_with_adapters() {
+fn clipping_and_precision_work_with_adapters() {
     on_ranks(2, |world| {
         let model = sharded(&world, blocks())?;
         let gradients = backward(model.loss(world.rank(), 0, &device()), &model)?;
@@ -391,7 +391,7 @@ fn a_base_that_is_thawed_is_trained_with_its_adapter() {
 }
 
 #[test]
-fn what_no_adapter_can_be_is_refused() {
+fn invalid_adapters_are_rejected() {
     on_ranks(2, |world| {
         let refused = |lora| {
             let refused = build(MLP, &world, &device(), blocks().lora(lora));
@@ -404,7 +404,7 @@ fn what_no_adapter_can_be_is_refused() {
         let mut sized = Lora::new(2, 1.0);
         sized.init_std = Some(-0.5);
         let message = refused(sized);
-        assert!(message.contains("one of -0.5"), "{message}");
+        assert!(message.contains("an `init_std` of -0.5"), "{message}");
         let message = refused(adapters().set_dtype(FloatDType::BF16));
         assert!(message.contains("of BF16 for `"), "{message}");
         let nowhere = ParamGroup::from_predicate("norm.gamma");
@@ -420,7 +420,7 @@ fn what_no_adapter_can_be_is_refused() {
         assert!(
             error
                 .to_string()
-                .contains("`head.weight` is sharded already"),
+                .contains("`head.weight` is already sharded"),
             "{error}"
         );
         let adapted = seeded(in_rows(&device()), SEED).apply_lora(adapters());
@@ -431,7 +431,7 @@ fn what_no_adapter_can_be_is_refused() {
 }
 
 #[test]
-fn ranks_that_scale_adapters_otherwise_are_told_when_they_shard() {
+fn ranks_with_different_alphas_are_reported_at_sharding() {
     let errors = on_ranks(2, |world| {
         let alpha = 3.0 + world.rank() as f64;
         let lora = Lora::new(2, alpha).set_param_group(ParamGroup::from_predicate("blocks"));

@@ -13,7 +13,7 @@ fn blocks() -> ShardPolicy {
 }
 
 #[test]
-fn shards_of_a_module_on_the_host_are_there_already() {
+fn offload_to_the_modules_own_device_changes_nothing() {
     for ranks in 1..=3 {
         let want = sharded(MLP, ranks, 5, blocks());
         let got = sharded(MLP, ranks, 5, blocks().offload_to(Device::flex()));
@@ -23,7 +23,7 @@ fn shards_of_a_module_on_the_host_are_there_already() {
 }
 
 #[test]
-fn a_host_that_is_none_is_refused() {
+fn offload_to_an_unknown_host_is_rejected() {
     on_ranks(1, |world| {
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 1)?)?;
         let policy = blocks().offload_to(Device::capture());
@@ -43,7 +43,7 @@ fn bytes_move_between_a_host_and_another_backend() {
     super::skipped::skipped("built for one backend; the workspace's tests are built for two");
 }
 
-/// A GPU computes, or what stands for one.
+/// A GPU computes, or a stand-in for one.
 #[cfg(any(feature = "ndarray", feature = "wgpu"))]
 mod elsewhere {
     use std::sync::{Arc, Mutex};
@@ -107,14 +107,14 @@ mod elsewhere {
     }
 
     #[test]
-    fn every_net_trains_as_without() {
+    fn every_network_matches_training_without_offload() {
         agrees(MLP, &blocks());
         agrees(CONV_NET, &ShardPolicy::new().units(["convs.*"]));
         agrees(RECURRENT, &ShardPolicy::new().units(["layers.*"]));
     }
 
     #[test]
-    fn every_strategy_trains_as_without() {
+    fn every_strategy_matches_training_without_offload() {
         agrees(MLP, &blocks().strategy(Strategy::ShardGradOp));
         agrees(MLP, &blocks().strategy(Strategy::NoShard));
         agrees(MLP, &blocks().whole_below(110).prefetch(0));
@@ -205,7 +205,7 @@ mod elsewhere {
             let message = refused.err().map(|error| error.to_string());
             let message = message.unwrap_or_default();
             assert!(message.contains("`embed.weight` is on"), "{message}");
-            assert!(message.contains("but `head.weight` on"), "{message}");
+            assert!(message.contains("but `head.weight` is on"), "{message}");
             let is_named = ["Wgpu", "NdArray"]
                 .iter()
                 .any(|name| message.contains(name));
@@ -225,7 +225,7 @@ mod elsewhere {
     }
 
     #[test]
-    fn norms_and_whole_state_are_those_of_a_module_not_offloaded() {
+    fn norms_and_whole_state_match_a_module_without_offload() {
         for ranks in 1..=2 {
             on_ranks(ranks, |world| {
                 let mut outcomes = Vec::new();

@@ -132,7 +132,7 @@ fn owned<M: Module + 'static>(
 
 /// If the mean of the ranks' gradients has no rounding of its own, nothing else has any.
 #[test]
-fn optimizers_of_whole_tensors_have_the_bits_of_unsharded_steps() {
+fn optimizers_of_whole_tensors_match_unsharded_steps_bit_for_bit() {
     for ranks in [1, 2, 4, 8] {
         for (name, make) in WHOLE {
             let got = owned(MLP, ranks, make, blocks().one_owner(["**"]));
@@ -214,7 +214,7 @@ fn hybrid<M: Module + 'static>(
 }
 
 #[test]
-fn each_replica_has_owners_of_its_own() {
+fn each_replica_has_its_own_owners() {
     for layout in [[2, 2], [2, 1], [1, 2]] {
         for (name, make) in WHOLE {
             let ranks = layout[0] * layout[1];
@@ -222,7 +222,7 @@ fn each_replica_has_owners_of_its_own() {
                 let model = hybrid(MLP, &world, layout)?;
                 stepped(model, MLP, world.rank(), make)
             }));
-            // The sums over shards and replicas are computed in another order than in a line.
+            // The sums over shards and replicas are computed in a different order than in a line.
             eprintln!("{name}, {layout:?}");
             assert_close(&got, &plainly(MLP, ranks, make), 2e-5);
         }
@@ -286,7 +286,7 @@ fn an_owner_holds_everything_and_no_more_bytes_travel() {
 }
 
 #[test]
-fn gradients_are_their_owners_alone() {
+fn only_owners_have_gradients() {
     let found = on_ranks(2, |world| {
         let device = device();
         let model = build(MLP, &world, &device, blocks().one_owner(["blocks.*.up"]))?;
@@ -304,7 +304,7 @@ fn gradients_are_their_owners_alone() {
 }
 
 #[test]
-fn norms_count_what_is_owned_once() {
+fn norms_count_owned_parameters_once() {
     let norm = |policy: ShardPolicy| {
         let norms = on_ranks(3, move |world| {
             let device = device();
@@ -320,7 +320,7 @@ fn norms_count_what_is_owned_once() {
 }
 
 #[test]
-fn gradients_held_back_arrive_at_the_owner() {
+fn deferred_gradients_reach_the_owner() {
     let run = |policy: ShardPolicy| {
         joined(&on_ranks(2, move |world| {
             let device = device();
@@ -346,7 +346,7 @@ fn gradients_held_back_arrive_at_the_owner() {
 
 /// In 16 bits each owner has the same gradient as its shards would have.
 #[test]
-fn precision_is_that_of_shards() {
+fn precision_matches_shards() {
     let policy = || blocks().precision(Precision::new(burn::tensor::FloatDType::BF16));
     let owned = owned(MLP, 2, adamw, policy().one_owner(["**"]));
     let cut = self::owned(MLP, 2, adamw, policy());
@@ -354,7 +354,7 @@ fn precision_is_that_of_shards() {
 }
 
 #[test]
-fn what_is_still_cut_is_refused_with_the_way_out() {
+fn parameters_still_sharded_are_rejected_with_a_remedy() {
     on_ranks(2, |world| {
         let model = build(MLP, &world, &device(), blocks().one_owner(["blocks.*"]))?;
         let error =

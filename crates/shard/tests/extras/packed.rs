@@ -51,9 +51,9 @@ const WIDE: Case<Wide> = Case {
     loss: Wide::loss,
 };
 
-/// How a parameter lies on ranks, in the words of the documentation.
+/// The layout of a parameter on ranks, in the words of the documentation.
 #[derive(Debug, Clone, Copy)]
-enum Lies {
+enum Layout {
     Flat(usize),
     /// At multiples of 256.
     Multiples,
@@ -62,11 +62,11 @@ enum Lies {
 
 /// The weights as they arrive: each shard from its first element on in blocks of 256, each a whole number of 127ths of its
 /// largest.
-fn rounded(values: &[f32], shape: &[usize], lies: Lies) -> Vec<f32> {
-    let shard = match lies {
-        Lies::Flat(ranks) => values.len().div_ceil(ranks),
-        Lies::Multiples => values.len(),
-        Lies::Rows(ranks) => shape[0].div_ceil(ranks) * shape[1..].iter().product::<usize>(),
+fn rounded(values: &[f32], shape: &[usize], layout: Layout) -> Vec<f32> {
+    let shard = match layout {
+        Layout::Flat(ranks) => values.len().div_ceil(ranks),
+        Layout::Multiples => values.len(),
+        Layout::Rows(ranks) => shape[0].div_ceil(ranks) * shape[1..].iter().product::<usize>(),
     };
     let mut rounded = Vec::new();
     for block in values.chunks(shard).flat_map(|shard| shard.chunks(256)) {
@@ -90,7 +90,7 @@ fn rounded(values: &[f32], shape: &[usize], lies: Lies) -> Vec<f32> {
 }
 
 /// Puts rounded weights in the place of those with at least two dims; gradients are those of the exact ones.
-struct Round(Lies);
+struct Round(Layout);
 
 impl ModuleMapper for Round {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
@@ -113,14 +113,14 @@ fn plainly_rounded<M: Module + 'static>(
     case: Case<M>,
     ranks: usize,
     steps: usize,
-    lies: Lies,
+    layout: Layout,
 ) -> Outcome {
     let device = plain_device().autodiff();
     let mut model = seeded((case.build)(&device), SEED);
     let mut optim = optimizer();
     let mut losses = Vec::new();
     for step in 0..steps {
-        let near = model.clone().map(&mut Round(lies));
+        let near = model.clone().map(&mut Round(layout));
         let parts = (0..ranks).map(|rank| (case.loss)(&near, rank, step, &device));
         let sum = parts.reduce(|sum, part| sum + part).expect("a rank");
         let loss = sum.div_scalar(ranks as f32);
@@ -149,12 +149,12 @@ fn agrees<M: Module + 'static>(case: Case<M>, units: &str) {
     let exact = plainly(case, 2, 3);
     for ranks in 1..=4 {
         let cuts = [
-            (Cut::Elements, Lies::Flat(ranks)),
-            (Cut::Multiples(256), Lies::Multiples),
-            (Cut::Dims, Lies::Rows(ranks)),
+            (Cut::Elements, Layout::Flat(ranks)),
+            (Cut::Multiples(256), Layout::Multiples),
+            (Cut::Dims, Layout::Rows(ranks)),
         ];
-        for (cut, lies) in cuts {
-            let want = plainly_rounded(case, ranks, 3, lies);
+        for (cut, layout) in cuts {
+            let want = plainly_rounded(case, ranks, 3, layout);
             let got = sharded(case, ranks, 3, packed(units).cut(cut));
             assert_close(&got, &want, 1e-4);
             assert!(ranks != 2 || !is_close(&got, &exact), "rounding is seen");
@@ -163,7 +163,7 @@ fn agrees<M: Module + 'static>(case: Case<M>, units: &str) {
 }
 
 #[test]
-fn trains_as_burn_does_with_rounded_weights() {
+fn training_matches_burn_with_rounded_weights() {
     agrees(WIDE, "layers.*");
     agrees(MLP, "blocks.*");
     agrees(CONV_NET, "convs.*");
@@ -175,16 +175,19 @@ fn trains_as_burn_does_with_rounded_weights() {
 fn all_ranks_use_the_rounded_weights_and_keep_the_exact() {
     for ranks in 1..=4 {
         let policies = [
-            (packed("layers.*"), Lies::Flat(ranks)),
-            (packed("layers.*").cut(Cut::Multiples(256)), Lies::Multiples),
-            (packed("layers.*").cut(Cut::Dims), Lies::Rows(ranks)),
-            (packed("layers.*").one_owner(["**"]), Lies::Multiples),
+            (packed("layers.*"), Layout::Flat(ranks)),
+            (
+                packed("layers.*").cut(Cut::Multiples(256)),
+                Layout::Multiples,
+            ),
+            (packed("layers.*").cut(Cut::Dims), Layout::Rows(ranks)),
+            (packed("layers.*").one_owner(["**"]), Layout::Multiples),
             (
                 packed("layers.*").strategy(Strategy::ShardGradOp),
-                Lies::Flat(ranks),
+                Layout::Flat(ranks),
             ),
         ];
-        for (policy, lies) in policies {
+        for (policy, layout) in policies {
             on_ranks(ranks, move |world| {
                 let device = device();
                 let mut model = build(WIDE, &world, &device, policy.clone())?;
@@ -201,9 +204,9 @@ fn all_ranks_use_the_rounded_weights_and_keep_the_exact() {
                         ("head.weight", &model.head),
                     ] {
                         let used = layer.weight.val();
-                        let want = rounded(&weights(path), &used.dims(), lies);
+                        let want = rounded(&weights(path), &used.dims(), layout);
                         let used = used.into_data().try_to_vec::<f32>().expect("floats");
-                        assert!(used == want, "{path} on {ranks} ranks, {lies:?}");
+                        assert!(used == want, "{path} on {ranks} ranks, {layout:?}");
                         assert_ne!(used, weights(path), "{path}");
                         let bias = layer.bias.as_ref().expect("a bias").val();
                         let bias = bias.into_data().try_to_vec::<f32>().expect("floats");
@@ -222,7 +225,7 @@ fn all_ranks_use_the_rounded_weights_and_keep_the_exact() {
 
 /// An element is one byte, and 256 of a shard share four more; the shorter shards are sent as long as the first.
 #[test]
-fn a_quarter_of_the_bytes_travels() {
+fn traffic_falls_to_a_quarter() {
     for ranks in 2..=4 {
         let gathered = |policy: ShardPolicy| {
             let bytes = on_ranks(ranks, move |world| {
@@ -263,7 +266,7 @@ fn a_quarter_of_the_bytes_travels() {
 
 /// Rounded in 32 bits, and cast to what computes.
 #[test]
-fn weights_that_compute_in_16_bits_are_rounded_before_they_are_cast() {
+fn weights_computing_in_16_bits_are_rounded_before_the_cast() {
     on_ranks(3, |world| {
         let policy = packed("blocks.*").precision(Precision::new(FloatDType::BF16));
         let model = build(MLP, &world, &device(), policy)?;
@@ -274,7 +277,7 @@ fn weights_that_compute_in_16_bits_are_rounded_before_they_are_cast() {
             .expect("a parameter");
         let used = model.blocks[1].up.weight.val();
         assert_eq!(used.dtype(), DType::BF16);
-        let want = rounded(values, &[15, 7], Lies::Flat(3));
+        let want = rounded(values, &[15, 7], Layout::Flat(3));
         let want = want
             .iter()
             .map(|value| half::bf16::from_f32(*value).to_f32());
@@ -288,11 +291,11 @@ fn weights_that_compute_in_16_bits_are_rounded_before_they_are_cast() {
 /// Gathered once in 8 bits; between neighbours in backward as they are, in 32.
 #[test]
 fn neighbours_and_replicas_use_the_same_weights() {
-    let want = plainly_rounded(WIDE, 4, 3, Lies::Flat(4));
+    let want = plainly_rounded(WIDE, 4, 3, Layout::Flat(4));
     let near = packed("layers.*").reshard_after_forward_to(2);
     assert_close(&sharded(WIDE, 4, 3, near), &want, 1e-4);
 
-    let want = plainly_rounded(WIDE, 4, 1, Lies::Flat(2));
+    let want = plainly_rounded(WIDE, 4, 1, Layout::Flat(2));
     let outcomes = on_ranks(4, |world| {
         let mesh = Mesh::new([("replicate", 2), ("shard", 2)])?;
         let mesh = burn_fsdp_collectives::ProcessMesh::new(&world, mesh)?;
@@ -315,12 +318,12 @@ fn neighbours_and_replicas_use_the_same_weights() {
 
 /// Evaluated with the weights that it trains with; nothing is rounded where every rank holds the whole.
 #[test]
-fn evaluation_rounds_and_whole_parameters_do_not() {
+fn evaluation_uses_rounded_weights_but_full_parameters_are_exact() {
     on_ranks(2, |world| {
         let device = plain_device();
         let model = build(WIDE, &world, &self::device(), packed("layers.*"))?;
         let plain = seeded(Wide::new(&device), SEED);
-        let want = plain.clone().map(&mut Round(Lies::Flat(2)));
+        let want = plain.clone().map(&mut Round(Layout::Flat(2)));
         let want = want.loss(0, 0, &device).into_scalar::<f32>();
         let exact = plain.loss(0, 0, &device).into_scalar::<f32>();
         let got = evaluate(&model, |valid| {

@@ -77,7 +77,7 @@ struct Sparse {
 }
 
 #[test]
-fn parameters_without_elements_are_left_alone() {
+fn empty_parameters_are_ignored() {
     for strategy in [Strategy::FullShard, Strategy::NoShard] {
         on_ranks(2, move |world| {
             let device = device();
@@ -139,7 +139,7 @@ fn patterns_name_parts_of_segments_and_any_segments() {
 }
 
 #[test]
-fn an_axis_that_the_mesh_has_not_is_named_with_the_way_out() {
+fn an_unknown_axis_is_named_with_a_remedy() {
     on_ranks(1, |world| {
         let mesh = ProcessMesh::new(&world, Mesh::line("data", 1)?)?;
         let model = ready(|| Mlp::new(&device()));
@@ -221,7 +221,7 @@ fn optimizers_are_tried_in_the_parameters_type() {
 
 /// Also if one of the two was sharded earlier, or is ignored.
 #[test]
-fn a_tied_parameter_is_refused_wherever_it_is() {
+fn a_tied_parameter_is_rejected_everywhere() {
     on_ranks(1, |world| {
         let tied = || {
             let first: Linear = ready(|| LinearConfig::new(4, 4).init(&device()));
@@ -247,7 +247,7 @@ fn a_tied_parameter_is_refused_wherever_it_is() {
 
 /// Burn freezes everything in a module that adapters are applied to; sharded parameters accept none.
 #[test]
-fn a_module_of_which_nothing_is_trained_is_named() {
+fn a_module_without_trained_parameters_is_named() {
     on_ranks(2, |world| {
         let device = device();
         let model = build(MLP, &world, &device, ShardPolicy::new().units(["blocks.*"]))?;
@@ -259,7 +259,7 @@ fn a_module_of_which_nothing_is_trained_is_named() {
             assert!(matches!(error, Error::NoGraph), "{error}");
             let message = error.to_string();
             assert!(message.contains("ShardPolicy::lora"), "{message}");
-            assert!(message.contains("all frozen"), "{message}");
+            assert!(message.contains("entirely frozen"), "{message}");
         }
         // The remaining copy still works.
         let gradients = backward(model.loss(world.rank(), 1, &device), &model)?;

@@ -1,4 +1,4 @@
-//! Functions that replace values replace all of them or none, whatever their type.
+//! Functions that replace values replace all of them or none, regardless of their type.
 
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::nn::{Linear, LinearConfig};
@@ -130,7 +130,7 @@ fn a_dummy_forward_reads_every_parameter_once() {
             let first = loss.clone().into_scalar::<f32>();
             let gradients = backward(loss, &model)?;
             assert_eq!(params_with_gradient(&model, &gradients).len(), whole.len());
-            // The first step agrees on each gather before it is made.
+            // The first step agrees on each gather before it runs.
             let gathers = || world.counts().of(OperationKind::AllGather).operations;
             let before = gathers();
             backward(dummy_forward(&model)?, &model)?;

@@ -54,7 +54,7 @@ fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
 }
 
 #[test]
-fn a_module_set_to_validation_stays_so() {
+fn a_module_in_validation_mode_stays_in_it() {
     on_ranks(2, |world| {
         let plain = device().without_autodiff();
         let model = ready(|| Normed::new(&device())).valid();
@@ -118,7 +118,7 @@ fn a_constant_tensor_keeps_its_strategy() {
 
 /// A module that was built once, outside of the ranks.
 #[test]
-fn clones_get_running_states_of_their_own() {
+fn clones_get_their_own_running_states() {
     let model = ready(|| Normed::new(&device()));
     let seen = launch(LaunchConfig::new(2), move |world| {
         let device = device();
@@ -135,7 +135,7 @@ fn clones_get_running_states_of_their_own() {
 
 /// Ranks that share a leaf would wait for each other's backward.
 #[test]
-fn a_lazy_part_that_is_left_alone_is_each_ranks_own() {
+fn ignored_lazy_parts_belong_to_each_rank() {
     #[derive(Module, Debug)]
     struct Net {
         inner: Linear,

@@ -100,7 +100,7 @@ fn the_scale_grows_after_the_interval_and_the_state_goes_through_a_checkpoint() 
 }
 
 #[test]
-fn a_scale_that_has_come_to_nothing_is_an_error() {
+fn a_vanished_scale_is_an_error() {
     on_ranks(1, |world| {
         let (model, _) = one_step(&world, blocks())?;
         let state = LossScalerState {
@@ -122,7 +122,7 @@ fn a_scale_that_has_come_to_nothing_is_an_error() {
 }
 
 #[test]
-fn nonsense_is_refused() {
+fn invalid_options_are_rejected() {
     let refusal = |scaling| LossScaler::new(scaling).expect_err("refused").to_string();
     let initial_scale = refusal(LossScaling {
         initial_scale: 0.0,

@@ -74,7 +74,7 @@ fn counts_every_copy(device: &Device) {
             expected(number, gathers * FULL + NUM_LAYERS * FULL / 2)
         );
         let text = memory(&model)?.to_string();
-        assert_eq!(text.contains("read back to send"), end.to_host.number > 0);
+        assert_eq!(text.contains("copied to host"), end.to_host.number > 0);
         Ok(())
     });
 }

@@ -34,7 +34,7 @@ fn trained(net: &Net, world: &ProcessGroup) -> Result<usize, Error> {
 }
 
 #[test]
-fn a_new_head_beside_what_is_sharded_is_refused() {
+fn a_new_unsharded_head_is_rejected() {
     on_ranks(2, |world| {
         let mut net = fully_shard(net(), &line(&world)?, ShardPolicy::new())?;
         assert_eq!(trained(&net, &world)?, 4);
@@ -55,7 +55,7 @@ fn a_new_head_beside_what_is_sharded_is_refused() {
 }
 
 #[test]
-fn one_rank_trains_what_it_likes() {
+fn one_rank_may_train_unsharded_parameters() {
     on_ranks(1, |world| {
         let mut net = net();
         net.inner = fully_shard(net.inner, &line(&world)?, ShardPolicy::new())?;
@@ -66,7 +66,7 @@ fn one_rank_trains_what_it_likes() {
 
 /// The policy also applies when a record has given the parameter another id.
 #[test]
-fn what_the_policy_ignores_is_trained() {
+fn ignored_parameters_are_trained() {
     on_ranks(2, |world| {
         let record = net().into_record();
         let policy = ShardPolicy::new().ignore(["head"]);

@@ -98,13 +98,13 @@ fn names_sizes_and_records_are_the_modules_own() {
 }
 
 #[test]
-fn it_prints_its_configuration() {
+fn the_wrapper_prints_its_configuration() {
     let texts = on_ranks(2, |world| Ok(wrapped(&world, &device())?.to_string()));
     let text = &texts[1];
     for part in [
         "rank 1 of 2 on axis \"shard\"",
         "FullShard",
-        "flat shards of f32, which compute in f32 and are reduced in f32",
+        "flat shards in f32, computed in f32, reduced in f32",
         "0 units prefetched",
         "blocks.2",
         "kept",
@@ -119,7 +119,7 @@ fn it_prints_its_configuration() {
         let net = (MLP.build)(&device());
         Ok(FullyShardedDataParallel::new(net, &mesh, policy)?.to_string())
     });
-    let types = "flat shards of f32, which compute in bf16 and are reduced in f32";
+    let types = "flat shards in f32, computed in bf16, reduced in f32";
     assert!(texts[0].contains(types), "{}", texts[0]);
 }
 
@@ -135,7 +135,7 @@ fn wrapping_twice_and_optimizers_of_whole_tensors_are_refused() {
         let twice = FullyShardedDataParallel::new(model, &mesh, ShardPolicy::new());
         let message = twice.expect_err("sharded already").to_string();
         assert!(
-            message.contains("belongs to a unit already, such as `root`"),
+            message.contains("already belongs to a unit, such as `root`"),
             "{message}"
         );
         Ok(())
@@ -206,7 +206,7 @@ const PLAIN: Case<Plain> = Case {
 };
 
 #[test]
-fn wrapped_children_first_and_the_outer_takes_what_is_left() {
+fn outer_wrappers_shard_what_their_children_left() {
     let outcomes = on_ranks(2, |world| {
         let device = device();
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 2)?)?;

@@ -1,4 +1,4 @@
-//! The memory that a training leaves behind, which must not grow.
+//! The memory that a training run leaves behind, which must not grow.
 
 use std::time::Duration;
 

@@ -240,7 +240,7 @@ fn the_heap_grows_by_activations_and_shards_only() {
 }
 
 #[test]
-fn a_device_without_checkpointing_is_told_what_stays() {
+fn weights_pinned_without_checkpointing_are_reported() {
     let _turn = alone();
     let plain = || Device::flex().autodiff();
     let seen = of_one_step([1, 32], 0, plain);
@@ -295,7 +295,7 @@ fn weights_reshaped_before_use_are_dropped_or_reported() {
 }
 
 #[test]
-fn an_embedding_outside_the_root_is_told_to_move() {
+fn an_embedding_outside_the_root_is_reported_with_a_remedy() {
     let _turn = alone();
     let seen = on_ranks(2, |_, mesh| {
         let device = checkpointing();
@@ -316,7 +316,7 @@ fn an_embedding_outside_the_root_is_told_to_move() {
 }
 
 #[test]
-fn frozen_units_are_dropped_too() {
+fn frozen_units_are_dropped() {
     let _turn = alone();
     let seen = on_ranks(2, |_, mesh| {
         let device = checkpointing();
@@ -332,7 +332,7 @@ fn frozen_units_are_dropped_too() {
 
 /// Adapted weights live no longer than the weights that they adapt: they are recomputed in backward.
 #[test]
-fn adapted_weights_are_dropped_too() {
+fn adapted_weights_are_dropped() {
     let _turn = alone();
     let policy = || blocks().prefetch(0).lora(Lora::new(4, 8.0));
     for strategy in [Strategy::FullShard, Strategy::ShardGradOp] {
@@ -429,7 +429,7 @@ fn lazy_layers_are_materialized_one_at_a_time() {
 }
 
 #[test]
-fn of_values_that_are_read_each_rank_holds_its_own_part() {
+fn each_rank_holds_only_its_part_of_the_values_read() {
     let _turn = alone();
     let grown = on_ranks(2, |world, mesh| {
         let device = checkpointing();

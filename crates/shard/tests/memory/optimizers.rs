@@ -152,7 +152,7 @@ fn sharded(optimizer: fn() -> ModuleOptimizer, policy: ShardPolicy) -> (Bytes, u
 }
 
 #[test]
-fn optimizers_hold_what_they_hold_without_sharding() {
+fn optimizers_hold_as_much_as_without_sharding() {
     let _turn = alone();
     type Case = (&'static str, fn() -> ModuleOptimizer, fn() -> ShardPolicy);
     let cut = ShardPolicy::new;

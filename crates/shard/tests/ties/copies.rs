@@ -108,7 +108,7 @@ impl ModuleMapper for Double {
         self.path.pop();
     }
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        // For a sharded parameter this is the shard.
+        // A sharded parameter shows its shard.
         if D == 1 {
             self.seen.push(self.path.join("."));
         }
@@ -120,7 +120,7 @@ impl ModuleMapper for Double {
 }
 
 #[test]
-fn a_map_meets_the_shard_once_and_all_fields_have_what_it_makes() {
+fn a_map_visits_the_shard_once_and_updates_all_fields() {
     on_ranks(2, |world| {
         let model = build(&world, apart())?;
         let before = assert_equal(&model);
@@ -141,7 +141,7 @@ fn a_map_meets_the_shard_once_and_all_fields_have_what_it_makes() {
 }
 
 #[test]
-fn records_have_both_paths_and_load_if_they_are_equal() {
+fn records_have_both_paths_and_load_if_their_values_are_equal() {
     for ranks in 1..=3 {
         on_ranks(ranks, |world| {
             let device = device();
@@ -190,7 +190,7 @@ fn a_record_whose_fields_differ_is_refused_by_name() {
 }
 
 #[test]
-fn a_summoned_copy_is_tied_and_comes_back_if_it_still_is() {
+fn a_summoned_copy_is_tied_and_must_stay_so() {
     for ranks in 1..=3 {
         on_ranks(ranks, |world| {
             let model = build(&world, apart())?;
@@ -225,7 +225,7 @@ fn a_summoned_copy_is_tied_and_comes_back_if_it_still_is() {
     }
 }
 
-/// What the engine holds of the module meanwhile is no copy of it.
+/// The engine's own references to the module do not count as a copy of it.
 #[test]
 fn another_copy_may_be_read_while_the_module_is_summoned() {
     on_ranks(2, |world| {
@@ -242,7 +242,7 @@ fn another_copy_may_be_read_while_the_module_is_summoned() {
 }
 
 #[test]
-fn state_counts_and_plans_have_it_once() {
+fn tied_parameters_occur_once_in_states_counts_and_plans() {
     for ranks in 1..=3 {
         on_ranks(ranks, |world| {
             let plain = Tied::of_rank(0, &device());
@@ -285,7 +285,7 @@ fn state_counts_and_plans_have_it_once() {
 }
 
 #[test]
-fn a_moving_average_has_it_once_and_shows_it_in_all_fields() {
+fn a_moving_average_updates_all_tied_fields() {
     on_ranks(2, |world| {
         let model = build(&world, apart())?;
         let average = model.clone();
@@ -302,9 +302,9 @@ fn a_moving_average_has_it_once_and_shows_it_in_all_fields() {
     });
 }
 
-/// Files may have either name, or both.
+/// A source may have any of the names.
 #[test]
-fn it_is_read_under_any_of_its_paths() {
+fn tied_parameters_are_read_under_any_path() {
     for ranks in 1..=3 {
         for names in [
             &["embed.weight"][..],
@@ -352,7 +352,7 @@ fn it_is_read_under_any_of_its_paths() {
     });
 }
 
-/// A module inside another one that is sharded later.
+/// A module inside another module that is sharded later.
 #[test]
 fn a_part_with_all_fields_may_be_sharded_first() {
     #[derive(Module, Debug)]

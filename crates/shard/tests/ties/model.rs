@@ -1,4 +1,4 @@
-//! A module whose fields share a parameter, and the one that reads a field twice.
+//! A module whose fields share a parameter, and one that reads a single field for each use.
 
 use burn::module::{Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, RmsNorm, RmsNormConfig};
@@ -14,10 +14,10 @@ use super::bench::{
 };
 use super::nets::{Block, Mlp, tokens};
 
-/// 11 words: of the numbers of ranks up to 4, only 1 divides it.
+/// 11 words, not divisible by 2, 3 or 4 ranks.
 const WORDS: usize = 11;
 
-/// The module with one field for the table, which is read for each of its uses.
+/// The module with one field for the table, which every use reads.
 #[derive(Module, Debug)]
 pub(crate) struct Once {
     pub(crate) embed: Embedding,
@@ -25,7 +25,7 @@ pub(crate) struct Once {
     pub(crate) norm: RmsNorm,
 }
 
-/// The same with a field for each use.
+/// The same module with a field for each use.
 #[derive(Module, Debug)]
 pub(crate) struct Tied {
     pub(crate) embed: Embedding,
@@ -72,7 +72,7 @@ impl From<Once> for Tied {
 pub(crate) trait Net: Module + 'static {
     fn of_rank(rank: usize, device: &Device) -> Self;
     fn parts(&self) -> (&Embedding, &[Block], &RmsNorm);
-    /// Read anew for each use.
+    /// Reads the table again for each use.
     fn middle(&self) -> Tensor<2>;
     fn head(&self) -> Tensor<2>;
 
@@ -161,7 +161,7 @@ pub(crate) fn mesh(world: &ProcessGroup, replicas: usize) -> Result<ProcessMesh,
     Ok(ProcessMesh::new(world, layout)?)
 }
 
-/// The sharded module, with other values before sharding on all ranks except rank 0.
+/// The sharded module, built with different values on all ranks except rank 0.
 pub(crate) fn build(world: &ProcessGroup, policy: ShardPolicy) -> Result<Tied, Error> {
     let model = Tied::of_rank(world.rank(), &device());
     fully_shard(model, &mesh(world, 1)?, policy)

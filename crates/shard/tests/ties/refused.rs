@@ -43,7 +43,7 @@ fn values_shapes_and_training_must_be_equal() {
             model
         },
         policy(),
-        "different shapes",
+        "differ in shape",
     );
     refused(
         |mut model| {
@@ -56,7 +56,7 @@ fn values_shapes_and_training_must_be_equal() {
 }
 
 #[test]
-fn policies_must_treat_them_alike() {
+fn policies_must_treat_tied_fields_equally() {
     let policy = ShardPolicy::new;
     let same = |model| model;
     for ignored in ["embed", "head"] {
@@ -76,7 +76,7 @@ fn policies_must_treat_them_alike() {
 
 /// One of them was sharded by an earlier call, with any policy.
 #[test]
-fn calls_for_parts_are_refused() {
+fn sharding_tied_fields_in_separate_calls_is_rejected() {
     on_ranks(1, |world| {
         let mesh = mesh(&world, 1)?;
         let mut model = Tied::of_rank(0, &device());

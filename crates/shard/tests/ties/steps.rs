@@ -13,7 +13,7 @@ use super::model::{
     Net, Once, Tied, assert_trained, build, mesh, plainly, plainly_by, sharded, step, whole,
 };
 
-/// Units in which the fields are together, apart, and with one that has no other parameter.
+/// Units with the fields together, with the fields apart, and with a field that is the only parameter of its unit.
 fn units() -> [ShardPolicy; 4] {
     let policy = ShardPolicy::new;
     [
@@ -27,7 +27,7 @@ fn units() -> [ShardPolicy; 4] {
 }
 
 #[test]
-fn fields_in_any_units_train_as_one_field_read_thrice() {
+fn tied_fields_in_any_units_match_a_single_field() {
     for ranks in 1..=4 {
         let want = plainly(ranks, 6);
         for policy in units() {
@@ -37,7 +37,7 @@ fn fields_in_any_units_train_as_one_field_read_thrice() {
 }
 
 #[test]
-fn every_strategy_cut_and_owner_trains_them_as_one() {
+fn tied_fields_train_with_every_strategy_cut_and_owner() {
     let want = plainly(3, 4);
     for policy in units() {
         for policy in [
@@ -60,7 +60,7 @@ fn every_strategy_cut_and_owner_trains_them_as_one() {
 }
 
 #[test]
-fn replicas_train_them_as_one() {
+fn replicas_train_tied_fields() {
     let want = plainly(4, 4);
     for policy in units() {
         let policy = policy.replicate_axis("replicate").audit(Audit::EveryStep);
@@ -68,7 +68,7 @@ fn replicas_train_them_as_one() {
     }
 }
 
-/// Full parameters of two units with the table between them: one gather for each use of its unit, forward and backward.
+/// The table is gathered once for each use of its unit, in forward and in backward.
 #[test]
 fn the_table_is_gathered_once_for_each_use_and_reduced() {
     on_ranks(2, |world| {
@@ -96,7 +96,7 @@ fn the_table_is_gathered_once_for_each_use_and_reduced() {
 }
 
 #[test]
-fn the_norm_counts_them_once() {
+fn norms_count_tied_fields_once() {
     let clip = |ranks: usize| {
         plainly_by(ranks, 4, |gradients, model| {
             let mut sum = 0.0f32;
@@ -167,7 +167,7 @@ fn scaled(gradients: GradientsParams, model: &Once, factor: f32) -> GradientsPar
     scale.1
 }
 
-/// Two micro-batches a step, the first without reductions.
+/// Two micro-batches per step, the first without reductions.
 #[test]
 fn gradients_that_wait_are_summed_once() {
     for ranks in 1..=3 {
@@ -211,7 +211,7 @@ fn gradients_that_wait_are_summed_once() {
 
 /// A region reads a field whose parameter belongs to another unit.
 #[test]
-fn recomputed_regions_read_them() {
+fn recomputed_regions_read_tied_fields() {
     for ranks in 1..=3 {
         let want = plainly(ranks, 3);
         for policy in units() {
@@ -261,9 +261,9 @@ fn in_regions(model: &Tied, rank: usize, step: usize, device: &Device) -> burn::
     logits.powf_scalar(2.0).mean()
 }
 
-/// Ranks evaluate with different routes: only some read the second field.
+/// Ranks evaluate along different routes, and only some read the second field.
 #[test]
-fn an_evaluation_reads_them_on_some_ranks() {
+fn evaluations_read_tied_fields_on_some_ranks() {
     on_ranks(3, |world| {
         let policy = ShardPolicy::new().units(["embed", "blocks.*", "head"]);
         let model = build(&world, policy)?;
@@ -288,7 +288,7 @@ fn an_evaluation_reads_them_on_some_ranks() {
 
 /// Both fields compute in the policy's types.
 #[test]
-fn they_compute_in_one_type() {
+fn tied_fields_compute_in_one_type() {
     on_ranks(2, |world| {
         let precision = Precision::new(FloatDType::BF16).reduce(FloatDType::F32);
         let policy = ShardPolicy::new().units(["blocks.*"]).precision(precision);

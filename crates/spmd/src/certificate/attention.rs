@@ -91,7 +91,7 @@ pub(super) struct Causal<N> {
 impl<N: Number> Causal<N> {
     pub(super) fn of(qkv: &Tensor<N>, (batch, heads): (usize, usize)) -> Result<Self, String> {
         let &[rows, columns] = qkv.shape.as_slice() else {
-            return Err(format!("{:?} is no matrix", qkv.shape));
+            return Err(format!("{:?} is not a matrix", qkv.shape));
         };
         let (time, dim) = (rows / batch, columns / 3);
         let part = |index: usize| {

@@ -207,7 +207,7 @@ impl Call<'_> {
     }
 }
 
-/// Returns the places in `tensor` of the elements chosen along a dim, for each element of `shape`.
+/// Returns, for each element of `shape`, the position in `tensor` of the element selected along a dim.
 fn chosen_along(
     tensor: &Tensor,
     shape: &[usize],
@@ -218,7 +218,7 @@ fn chosen_along(
     places_along(shape, &tensor.view(), dim, |at| wrapped(index(at), len))
 }
 
-/// Returns an index within a dim. An index out of bounds is wrapped, alike wherever it is used.
+/// Returns an index within a dim. An index out of bounds is wrapped, in the same way everywhere.
 pub(super) fn wrapped(index: Element, len: usize) -> usize {
     (index as i64).rem_euclid(len.max(1) as i64) as usize
 }

@@ -52,13 +52,13 @@ impl Call<'_> {
         let id = tensor.id;
         self.values
             .get(&id)
-            .ok_or_else(|| format!("it reads %{}, which is not there", id.value()))
+            .ok_or_else(|| format!("it reads %{}, which does not exist", id.value()))
     }
 
     /// Returns the scalar at this index.
     pub(super) fn scalar(&self, index: usize) -> Result<Scalar, String> {
         let scalar = self.scalars.get(index).copied();
-        scalar.ok_or_else(|| format!("it has no number {index}"))
+        scalar.ok_or_else(|| format!("it has no scalar {index}"))
     }
 
     /// Returns results that depend exactly on everything that the operation reads: an uninterpreted function of whole
@@ -164,7 +164,7 @@ impl Call<'_> {
             let mut view = whole.view();
             for (dim, (start, size)) in start.iter().zip(output.shape.as_slice()).enumerate() {
                 if start + size > draw.whole[dim] {
-                    return Err("it draws more than the whole".to_owned());
+                    return Err("it draws more than the whole tensor".to_owned());
                 }
                 view = view.sliced(dim, *start..start + size, 1);
             }
@@ -185,7 +185,7 @@ impl Call<'_> {
     }
 }
 
-/// Returns the shape of the whole tensor from a rank's part; all parts are equal.
+/// Returns the shape of the whole tensor from one part; all parts are equal.
 fn whole_shape(part: &[usize], placements: &[Placement], mesh: &Mesh) -> Vec<usize> {
     let mut shape = part.to_vec();
     for (placement, axis) in placements.iter().zip(mesh.axes()) {

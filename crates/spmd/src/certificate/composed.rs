@@ -19,7 +19,7 @@ pub(super) struct KernelCall<'a, N> {
     pub(super) scalars: &'a [Scalar],
 }
 
-/// The knowledge of logarithms of probabilities.
+/// Converts logarithms of probabilities back to the probabilities.
 pub(super) trait Logarithms<N> {
     /// Records a probability by its logarithm.
     fn keep(&self, logarithm: N, probability: N);
@@ -109,10 +109,10 @@ impl<N: Number> KernelCall<'_, N> {
         let scalar = self.scalars.get(index).copied();
         scalar
             .map(N::of_scalar)
-            .ok_or_else(|| format!("it has no number {index}"))
+            .ok_or_else(|| format!("it has no scalar {index}"))
     }
 
-    /// Returns the sums along the dim that is the call's number.
+    /// Returns the sums along the dim that the call's scalar specifies.
     fn sums(&self, x: &Tensor<N>) -> Result<Tensor<N>, String> {
         let dim = self
             .call
@@ -120,7 +120,7 @@ impl<N: Number> KernelCall<'_, N> {
             .first()
             .map(|dim| dim.elem::<u64>() as usize);
         let dim = dim.filter(|dim| *dim < x.shape.len());
-        let dim = dim.ok_or("its number is no dim")?;
+        let dim = dim.ok_or("its scalar is not a dim")?;
         let (rows, columns) = (x.shape[dim], x.shape[dim + 1..].iter().product::<usize>());
         let mut shape = x.shape.clone();
         shape[dim] = 1;
@@ -133,7 +133,7 @@ impl<N: Number> KernelCall<'_, N> {
 
     fn program(&self) -> Result<Tensor<N>, String> {
         let program = PointwiseProgram::from_scalars(&self.call.scalars);
-        let program = program.ok_or("its numbers are of no program")?;
+        let program = program.ok_or("its scalars are not a program")?;
         let shape = self.call.outputs[0].shape.as_slice();
         map(shape, self.inputs, |elements| {
             let mut results: Vec<N> = Vec::with_capacity(program.len());
@@ -231,7 +231,7 @@ impl<N: Number> KernelCall<'_, N> {
         };
         let sizes = size(0)
             .zip(size(1))
-            .ok_or("it does not say of how many heads it is")?;
+            .ok_or("it does not specify its number of heads")?;
         Causal::of(qkv, sizes)
     }
 }
@@ -320,7 +320,8 @@ fn log_softmax<N: Number>(row: &[N], known: &impl Logarithms<N>) -> Vec<N> {
     logarithms
 }
 
-/// The kernel takes the exponential of its result, which is the probability that composed operations still have.
+/// The kernel recovers each probability as the exponential of its result; composed operations still have the
+/// probability.
 fn log_softmax_gradient<N: Number>(y: &[N], grad: &[N], known: &impl Logarithms<N>) -> Vec<N> {
     let total = sum(grad);
     let pairs = y.iter().zip(grad);
@@ -355,7 +356,7 @@ impl Middle {
     }
 }
 
-/// A row with its middle at zero and mean square one.
+/// A row shifted by its middle and scaled to a mean square of one.
 struct Normal<N> {
     row: Vec<N>,
     /// The reciprocal of the deviation.

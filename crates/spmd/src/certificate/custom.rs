@@ -1,4 +1,4 @@
-//! Operations that are not Burn's: the composed forms of kernels, and the norms of clipping.
+//! Custom operations: the composed forms of kernels, and the norms of clipping.
 
 use burn_fsdp_kernels::FusedOperation;
 use burn_ir::CustomOpIr;
@@ -46,7 +46,7 @@ impl Call<'_> {
         }
     }
 
-    /// Returns the representation of a gradient norm: the sum under it, because norms are only combined.
+    /// Returns the representation of a gradient norm: the sum before the root, because norms are only combined.
     fn local_norm(&self, call: &CustomOpIr) -> Result<Vec<Tensor>, String> {
         let order = self.scalar(1)?;
         let mut total = 0;

@@ -1,4 +1,4 @@
-//! Proofs of passes with planted faults, as such faults might occur only at large shapes.
+//! Proofs of passes with planted faults, some of which occur only at large shapes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,7 +22,7 @@ use crate::{Certificate, Strategy};
 /// Rows of a run: activations have some hundred thousand elements.
 const ROWS: usize = 2_048;
 
-/// Rows of a proof: enough that Burn's `Linear` multiplies them as it does the rows of the run.
+/// Rows of a proof: enough for Burn's `Linear` to multiply them as in the run.
 const FEW: usize = 64;
 
 /// A pass, with a fault.
@@ -102,7 +102,7 @@ fn misread(before: &Graph, mut graph: Graph, least: usize, count: Count) -> Grap
     graph
 }
 
-/// Returns the form that tells a new node of a pass from the old ones: operation, operands and results.
+/// Returns a node's operation, operands and results, which distinguish a pass's new nodes from old ones.
 fn form(node: &Node) -> String {
     let ids =
         |ids: &mut dyn Iterator<Item = TensorId>| ids.map(|id| id.value()).collect::<Vec<_>>();
@@ -210,7 +210,7 @@ fn settings() -> Vec<(&'static str, Mode, usize)> {
     ]
 }
 
-/// Right plans are proved at the sizes of a run.
+/// Correct plans are proved at the sizes of a run.
 #[test]
 fn plans_of_many_rows_are_proved() {
     for (setting, mode, batches) in settings() {
@@ -219,8 +219,8 @@ fn plans_of_many_rows_are_proved() {
     }
 }
 
-/// A pass that decides by sizes, with two faults: one that occurs only for large values, and one that occurs where it
-/// acts as for large ones.
+/// A pass that decides by sizes, with a fault. The fault occurs only for large values, or (`true`) wherever the pass
+/// acts as it does for large ones.
 type Case = (
     PassId,
     fn(Box<dyn GraphTransform>) -> Box<dyn GraphTransform>,
@@ -258,7 +258,7 @@ fn faults_at_large_shapes_are_found_and_named() {
     }
 }
 
-/// A few rows, for which the passes decide by their own sizes, do not represent many: this was the proof before.
+/// A proof on a few rows does not cover many rows if the passes decide by the few rows' sizes, as in earlier proofs.
 #[test]
 fn faults_at_large_shapes_are_not_found_at_small_ones() {
     for (pass, fault, _) in FAULTS {
@@ -284,7 +284,7 @@ impl GraphTransform for Idle {
 
 /// The passes before a user's pass are proved, and so are the passes after it.
 #[test]
-fn passes_around_one_of_the_user_are_proved() {
+fn passes_around_a_custom_pass_are_proved() {
     let clipped = Options::default().clip_grad_norm(Clip::to(0.5));
     for options in [Options::default(), clipped] {
         let mode = two_ranks(options).transform(Idle);
@@ -304,7 +304,7 @@ fn passes_around_one_of_the_user_are_proved() {
 
 /// After the gradient clipping pass, the faulty pass is named instead of the clipping.
 #[test]
-fn the_pass_at_fault_behind_clipping_is_named() {
+fn the_faulty_pass_after_clipping_is_named() {
     let options = Options::default().clip_grad_norm(Clip::to(0.5));
     let stages = |fault| {
         let mode = two_ranks(options.clone()).planting(fault);

@@ -1,9 +1,9 @@
 //! Arithmetic in the field of the integers modulo 2^61 - 1, a prime.
 //!
-//! Sums and products of floats are computed in the field, without rounding, whatever their order. All other functions
-//! are *uninterpreted*: a hash of the function's name and its arguments stands for the value. Two programs that are
-//! equal as expressions over such functions agree on all arguments. Two different ones agree on random arguments with a
-//! probability of at most their degree over 2^61 (Schwartz and Zippel).
+//! Sums and products of floats are computed in the field, without rounding, regardless of their order. All other
+//! functions are *uninterpreted*: a hash of the function's name and its arguments represents the value. Two programs
+//! that are equal as expressions over such functions agree on all arguments. Two different ones agree on random
+//! arguments with a probability of at most their degree over 2^61 (Schwartz and Zippel).
 
 pub(super) use burn_fsdp_mesh::field::{
     Element, MODULUS, add, div, inverse, mul, neg, of_integer, power, reduce, sub,
@@ -16,7 +16,7 @@ use burn_fsdp_mesh::field;
 /// - A fraction with a small denominator, within 52 bits, becomes that fraction (a third, for example).
 /// - The root of a small integer, or its reciprocal, becomes that root, within the precision of a 32-bit float.
 /// - Any other finite number is an integer times a power of two, given by its bits.
-/// - Infinities and NaNs are constants of their own.
+/// - Infinities and NaNs are separate constants.
 pub(super) fn of_number(value: f64) -> Element {
     if !value.is_finite() {
         return function("constant", &[value.to_bits()]);
@@ -28,7 +28,7 @@ pub(super) fn of_number(value: f64) -> Element {
 }
 
 /// Returns the element of a number that is the root of a non-square integer, or the reciprocal of one. Attention scores
-/// are divided by such a root, and Burn multiplies their gradient by the reciprocal, rounded to 32 bits.
+/// are divided by a root, and Burn multiplies their gradient by the reciprocal, rounded to 32 bits.
 fn of_root(value: f64) -> Option<Element> {
     const LARGEST_SQUARE: f64 = 4_096.0;
     const ROUNDING: f64 = 2.0 * f32::EPSILON as f64;

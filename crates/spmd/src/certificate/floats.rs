@@ -1,8 +1,7 @@
 //! The check of kernels against their composed forms, in 64-bit floats.
 //!
 //! The field replaces a kernel by its composed form. This module checks the replacement on random numbers of the
-//! kernel's own shapes. The kernel runs in 32 bits or in halves, as it will in the step, and its composed form in 64
-//! bits.
+//! kernel's own shapes. The kernel runs in 32 bits or in halves, as in the step, and its composed form in 64 bits.
 
 use std::collections::BTreeMap;
 
@@ -18,10 +17,10 @@ use super::scalar::Scalar;
 use super::tensor::Tensor;
 use crate::graph::{Flops, Graph, Node};
 
-/// The largest difference that 32-bit rounding explains, relative to the largest result, or to one if that is larger.
+/// Maximum difference due to 32-bit rounding, relative to the largest result, or to one if that is larger.
 const ROUNDING: f64 = 2e-5;
 
-/// The largest difference of halves, which are rounded once at the end, relative to the largest result. [`ROUNDING`] is
+/// Maximum difference for halves, which are rounded once at the end, relative to the largest result; [`ROUNDING`] is
 /// added.
 const ROUNDING_OF_HALVES: f64 = 1.0 / 256.0;
 
@@ -37,8 +36,8 @@ pub(super) struct Difference {
     pub(super) reason: String,
 }
 
-/// The largest number of products and elements for a check at a call's own shapes. Larger calls are checked at the
-/// shapes of the twin.
+/// Maximum number of products and elements for a check at a call's own shapes. Larger calls are checked at the twin's
+/// shapes.
 const MOST_WORK: u64 = 1 << 21;
 
 /// Checks every kernel of a graph, each form of a call once. The shapes are the graph's, or its twin's where the check
@@ -70,7 +69,7 @@ pub(super) fn check(graph: &Graph, twin: &Graph) -> Result<BTreeMap<String, usiz
 }
 
 /// Returns the number of products and elements of a call. Matrix products count zero, because a small one is checked
-/// whatever the shape.
+/// regardless of the shape.
 fn work(node: &Node) -> u64 {
     let elements = node.operation.nodes().into_iter();
     let elements: u64 = elements
@@ -101,8 +100,8 @@ fn kernel_of(node: &Node) -> Option<(FusedOperation, CustomOpIr)> {
     Some((kernel, call))
 }
 
-/// Makes a matrix product small. Its rows, columns and addends are all alike, and products of large matrices take long
-/// in 64 bits.
+/// Shrinks a matrix product. Its rows, columns and addends are all alike, and products of large matrices take long in
+/// 64 bits.
 fn clip(call: &mut CustomOpIr) {
     const LARGEST: usize = 48;
     const LARGEST_BATCH: usize = 3;
@@ -186,11 +185,11 @@ fn compare(kernel: FusedOperation, call: &CustomOpIr) -> Result<(), String> {
                 .map_or(0.0, |beside| (beside - expected).abs());
             let allowed = rounding + STEEPNESS * steep;
             let difference = (f64::from(got[at]) - expected).abs();
-            // A NaN, or a result too large for 32 bits, is no evidence.
+            // A NaN, or a result too large for 32 bits, is not evidence.
             let is_number = expected.is_finite() && allowed.is_finite();
             if is_number && (difference > allowed || difference.is_nan()) {
                 return Err(format!(
-                    "it computes {} where its composed form is {expected:.8} (element {at} of result {number})",
+                    "it computes {}, but its composed form is {expected:.8} (element {at} of result {number})",
                     got[at]
                 ));
             }
@@ -199,7 +198,7 @@ fn compare(kernel: FusedOperation, call: &CustomOpIr) -> Result<(), String> {
     Ok(())
 }
 
-/// The knowledge of logarithms in 64-bit floats.
+/// Computes probabilities from their logarithms in 64-bit floats.
 struct Plain;
 
 impl Logarithms<f64> for Plain {

@@ -12,14 +12,14 @@ use super::tensor::{Kind, Tensor, View, filled, strides};
 use crate::graph::{Graph, Role, Trait, Value, is};
 use crate::place::Expand;
 
-/// The values that a step is given.
+/// The inputs of a step.
 pub(super) struct Given<'a> {
     pub(super) mesh: Mesh,
     /// The number of indices that integer inputs choose from, by name.
     pub(super) bounds: &'a BTreeMap<Arc<str>, usize>,
     /// The placements of the batch's tensors, if it is one joined batch that the ranks share.
     pub(super) joined: Option<&'a Expand>,
-    /// Number of the run: every run has a batch of its own.
+    /// Number of the run: every run has a different batch.
     pub(super) run: u64,
 }
 
@@ -68,7 +68,7 @@ impl Given<'_> {
                     ),
                 }
             }
-            Role::Pending(path) => Err(format!("no step has left a gradient of `{path}`")),
+            Role::Pending(path) => Err(format!("no step left a gradient of `{path}`")),
             Role::Gradient(_) | Role::Temporary => Err("no node writes it".to_owned()),
         }
     }
@@ -105,7 +105,7 @@ impl Given<'_> {
     }
 }
 
-/// Returns the layout and the whole shape of a value that is sharded like a parameter.
+/// Returns the layout and whole shape of a value that is sharded like a parameter.
 pub(super) fn part_of<'a>(
     graph: &'a Graph,
     path: &str,
@@ -121,7 +121,7 @@ pub(super) fn part_of<'a>(
     is_cut.then_some((&parameter.layout, shape.as_slice()))
 }
 
-/// Returns a rank's part of a whole tensor of a kind, padded to its shape. Flat shards are padded with zeros, because
+/// Returns a rank's part of a whole tensor of a kind, padded to `shape`. Flat shards are padded with zeros, because
 /// norms add them up. Parts along dims are padded with elements that no other rank has, because nothing may read them.
 pub(super) fn cut(
     (whole, kind): (&Tensor, Kind),
@@ -161,7 +161,7 @@ pub(super) fn places(
         Region::Flat(range) => range.zip(0..).collect(),
         Region::Box { offsets, sizes } => {
             if sizes.iter().zip(part).any(|(size, held)| size > held) || sizes.len() != part.len() {
-                return Err(format!("{part:?} holds no {sizes:?}"));
+                return Err(format!("{part:?} cannot hold {sizes:?}"));
             }
             let own = boxed(part, &vec![0; part.len()], &sizes);
             boxed(whole, &offsets, &sizes)
@@ -172,7 +172,7 @@ pub(super) fn places(
     };
     let len: usize = part.iter().product();
     match places.iter().any(|(_, own)| *own >= len) {
-        true => Err(format!("{len} elements of {}", places.len())),
+        true => Err(format!("it has {len} elements instead of {}", places.len())),
         false => Ok(places),
     }
 }

@@ -3,7 +3,7 @@
 use super::field::{Element, add, inverse, mul, of_integer};
 use super::tensor::{Kind, Tensor, View};
 
-/// Returns the tensor in which `of` reduces every lane along `axes` to one element.
+/// Reduces every lane along `axes` to one element with `of`.
 pub(super) fn reduced(
     input: &Tensor,
     axes: &[usize],
@@ -20,7 +20,7 @@ pub(super) fn reduced(
     Tensor::new(shape, elements)
 }
 
-/// Returns the tensor of shape `shape` in which `of` is applied to every lane along `axis`.
+/// Applies `of` to every lane along `axis`, for a result of shape `shape`.
 pub(super) fn along(
     input: &Tensor,
     axis: usize,
@@ -97,15 +97,15 @@ pub(super) fn rows<E>(tensor: &Tensor<E>) -> impl Iterator<Item = &[E]> {
     tensor.elements.chunks_exact(width)
 }
 
-/// Returns the places of the elements that indices along a dim choose. `index_at` returns the flat place of an index
-/// from the indices along all dims of the result.
+/// Returns the places of the elements that indices along a dim choose. `index_of` returns the index for an element of
+/// the result, by its flat place.
 pub(super) fn places_along(
     shape: &[usize],
     view: &View,
     dim: usize,
     mut index_of: impl FnMut(usize) -> usize,
 ) -> Vec<usize> {
-    // The place in the other dims comes from a view in which this dim does not move.
+    // A view with stride 0 along this dim gives the place in the other dims.
     let mut still = view.clone();
     still.shape = shape.to_vec();
     still.strides[dim] = 0;

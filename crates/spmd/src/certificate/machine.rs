@@ -13,7 +13,7 @@ use super::transport::exchanged;
 use crate::graph::{Absent, Collective, Graph, Node, Role, Stage, Update, Value};
 use crate::place::owned_of;
 
-/// An action of a graph that has no meaning, such as a read of a missing value.
+/// A meaningless action in a graph, such as a read of a missing value.
 #[derive(Debug, Clone)]
 pub(super) struct Fault {
     /// The node, or the number of nodes for a fault after the last one.
@@ -28,7 +28,7 @@ struct Rank {
     values: Values,
     /// Results of collectives in flight, by the first value that the start reserves.
     started: HashMap<TensorId, Vec<Tensor>>,
-    /// Hashes of everything that nodes wrote, if they are noted.
+    /// Hashes of everything that nodes wrote, if recorded.
     written: HashMap<TensorId, u64>,
     /// The values of the running graph that only another rank has.
     absent: Absent,
@@ -58,7 +58,7 @@ impl Machine {
         }
     }
 
-    /// Makes the machine note hashes of everything that nodes write.
+    /// Makes the machine record hashes of everything that nodes write.
     pub(super) fn noting(mut self) -> Self {
         self.notes = true;
         self
@@ -97,7 +97,7 @@ impl Machine {
         self.ranks[rank].values.insert(id, tensor);
     }
 
-    /// Begins a run: gives all ranks a new batch and the values that the run before did not leave.
+    /// Begins a run: gives all ranks a new batch and the values that the previous run did not leave.
     pub(super) fn begin(&mut self, graph: &Graph, given: &Given<'_>) -> Result<(), Fault> {
         self.run = given.run;
         let owned = owned_of(graph);
@@ -120,7 +120,7 @@ impl Machine {
                 rank.values.remove(input);
             });
         }
-        // A pending gradient exists only if the step before left it; otherwise no node may read it.
+        // A pending gradient exists only if the previous step left it; otherwise no node may read it.
         let is_new =
             |value: &&Value| value.role.is_given() && !matches!(value.role, Role::Pending(_));
         for value in graph.values().filter(is_new) {
@@ -210,7 +210,7 @@ impl Machine {
             OperationIr::Activation(op) => call.activation(op),
             OperationIr::Custom(op) => call.custom(op),
             OperationIr::Drop(_) => Ok(Vec::new()),
-            OperationIr::Init(_) => Err("it is given by nobody".to_owned()),
+            OperationIr::Init(_) => Err("nothing provides it".to_owned()),
             OperationIr::Distributed(_) => Err("it is not an operation of these ranks".to_owned()),
         }
     }
@@ -227,11 +227,14 @@ impl Machine {
             OperationIr::BaseFloat(BaseOperationIr::Slice(op))
             | OperationIr::BaseInt(BaseOperationIr::Slice(op))
             | OperationIr::BaseBool(BaseOperationIr::Slice(op)) => {
-                let range = op.ranges.get_mut(shift.dim).ok_or("it has no such dim")?;
+                let range = op
+                    .ranges
+                    .get_mut(shift.dim)
+                    .ok_or("it does not have that dim")?;
                 range.start = start as isize;
                 range.end = Some((start + shift.len) as isize);
             }
-            _ => return Err("only slices depend on the rank".to_owned()),
+            _ => return Err("only slices can depend on the rank".to_owned()),
         }
         Ok(Some(node))
     }
@@ -244,7 +247,7 @@ impl Machine {
         for (output, tensor) in results {
             if tensor.shape != output.shape.as_slice() {
                 return Err(format!(
-                    "it makes {:?} where {:?} is declared",
+                    "it produces {:?}, but {:?} is declared",
                     tensor.shape,
                     output.shape.as_slice()
                 ));
@@ -310,7 +313,7 @@ impl Machine {
                         false => own,
                     };
                     let id = input.id.value();
-                    own.ok_or_else(|| (*rank, format!("it reads %{id}, which is not there")))
+                    own.ok_or_else(|| (*rank, format!("it reads %{id}, which does not exist")))
                 });
                 let given = given.collect::<Result<Vec<_>, _>>()?;
                 let results = exchanged(collective, part, &given);
@@ -344,7 +347,10 @@ impl Machine {
                 let from = from.ok_or_else(|| Fault {
                     node: graph.nodes().len(),
                     rank: number,
-                    reason: format!("%{} is not there for an update", update.from.value()),
+                    reason: format!(
+                        "an update reads %{}, which does not exist",
+                        update.from.value()
+                    ),
                 })?;
                 Ok((update.into, from))
             });

@@ -19,11 +19,11 @@ pub(super) trait Number: Copy + Default {
     fn is_above(self, other: Self) -> bool;
     fn of_integer(value: i64) -> Self;
     fn of_scalar(scalar: Scalar) -> Self;
-    /// Returns the index that a number stands for, as an element of a tensor of integers.
+    /// Returns the index that a number represents, as an element of a tensor of integers.
     fn index(self) -> usize;
     /// Returns the value of a function of one number, by name.
     fn function(name: &str, argument: Self) -> Self;
-    /// Returns the result of a step of a fused program. A scalar operand is also given as a scalar.
+    /// Returns the result of a step of a fused program. A scalar operand is passed both as a number and as a scalar.
     fn step(
         operation: PointwiseOperation,
         first: (Self, Option<Scalar>),
@@ -163,7 +163,7 @@ impl Number for f64 {
 
     fn matmul(a: &Tensor<Self>, b: &Tensor<Self>, shape: &[usize]) -> Result<Tensor<Self>, String> {
         let (Some([m, k]), Some([other, n])) = (a.shape.last_chunk(), b.shape.last_chunk()) else {
-            return Err(format!("{:?} times {:?} are no matrices", a.shape, b.shape));
+            return Err(format!("{:?} and {:?} are not matrices", a.shape, b.shape));
         };
         let batch = shape.len().checked_sub(2).map(|end| &shape[..end]);
         let Some(batch) = batch.filter(|_| k == other) else {

@@ -22,7 +22,7 @@ pub(super) struct Outcome {
     pub(super) stepped: Named,
 }
 
-/// The first tensor in which two outcomes differ.
+/// The first tensor that differs between two outcomes.
 #[derive(Debug, Clone)]
 pub(super) struct Difference {
     pub(super) what: String,
@@ -47,7 +47,7 @@ impl Outcome {
                 tensor.ok_or_else(|| Fault {
                     node: graph.nodes().len(),
                     rank,
-                    reason: format!("%{}, which comes out of the step, is gone", id.value()),
+                    reason: format!("%{}, a result of the step, no longer exists", id.value()),
                 })
             });
             own.collect::<Result<Vec<_>, _>>()
@@ -79,7 +79,7 @@ impl Outcome {
         Ok(outcome)
     }
 
-    /// Returns the new values that this graph's updates produce, and everything else.
+    /// Returns the new values from this graph's updates, and all other values.
     pub(super) fn divided(self, graph: &Graph) -> (Self, Self) {
         let replaced = graph.updates().iter().map(|update| update.into);
         let values = replaced.filter_map(|id| graph.value(id));
@@ -115,11 +115,11 @@ impl Outcome {
                 })
             };
             let Some(got) = got.get(what) else {
-                return difference(0, "it does not come out of the step".to_owned());
+                return difference(0, "it is not a result of the step".to_owned());
             };
             for (rank, (expected, got)) in expected.iter().zip(got).enumerate() {
                 if expected.shape.iter().product::<usize>() != got.len() {
-                    let reason = format!("{:?} in place of {:?}", got.shape, expected.shape);
+                    let reason = format!("{:?} instead of {:?}", got.shape, expected.shape);
                     return difference(rank, reason);
                 }
                 let pairs = expected.elements.iter().zip(got.elements.iter());
@@ -140,7 +140,7 @@ impl Outcome {
         Some(Difference {
             what: added.clone(),
             rank: 0,
-            reason: "nothing of that name came out of the step as traced".to_owned(),
+            reason: "the traced step has no result of that name".to_owned(),
         })
     }
 

@@ -6,7 +6,7 @@ use super::field::{Element, add, div, function, inverse, mul, neg, order, power,
 use super::scalar::Scalar;
 use super::tensor::{Kind, Tensor};
 
-/// Returns the tensor of `of` applied to the operands' elements, at each place after broadcasting.
+/// Applies `of` to the operands' elements at each place, after broadcasting.
 pub(super) fn map<E: Copy + Default>(
     shape: &[usize],
     operands: &[&Tensor<E>],
@@ -56,7 +56,7 @@ impl Arithmetic {
     }
 }
 
-/// Returns `base` to the power of a number. Small integer powers are products, because they are equal to them.
+/// Returns `base` to the power of a number. Small integer powers are computed as products, which equal them.
 pub(super) fn power_of(base: Element, exponent: Scalar) -> Element {
     const LARGEST: f64 = 16.0;
     match exponent.number() {
@@ -73,7 +73,7 @@ pub(super) fn power_of(base: Element, exponent: Scalar) -> Element {
     }
 }
 
-/// Returns a float without its sign.
+/// Returns the absolute value of a float.
 pub(super) fn abs(a: Element) -> Element {
     match order(a) < 0 {
         true => neg(a),

@@ -10,7 +10,7 @@ const UNREDUCED: usize = 32;
 pub(super) fn matmul(a: &Tensor, b: &Tensor, shape: &[usize]) -> Result<Tensor, String> {
     let dims = |tensor: &Tensor| match tensor.shape.as_slice() {
         [batch @ .., rows, columns] => Ok((batch.len(), *rows, *columns)),
-        shape => Err(format!("{shape:?} is no matrix")),
+        shape => Err(format!("{shape:?} is not a matrix")),
     };
     let ((_, m, k), (_, other, n)) = (dims(a)?, dims(b)?);
     let batch = shape.len().checked_sub(2).map(|end| &shape[..end]);
@@ -53,7 +53,7 @@ pub(super) fn as_matrix(tensor: &Tensor) -> Result<Tensor, String> {
     tensor.reshaped(&[tensor.len() / width.max(1), width])
 }
 
-/// Returns the matrix with rows and columns exchanged.
+/// Returns the transposed matrix.
 pub(super) fn transposed<E: Copy>(matrix: &Tensor<E>) -> Tensor<E> {
     let last = matrix.shape.len() - 1;
     matrix.taken(&matrix.view().swapped(last - 1, last))
@@ -73,7 +73,7 @@ pub(super) struct Convolution<'a> {
     pub(super) groups: usize,
 }
 
-/// The flat places of the factors and the result of one product.
+/// The flat positions of one product's factors and result.
 pub(super) struct Product {
     pub(super) x: usize,
     pub(super) weight: usize,

@@ -31,10 +31,11 @@ pub struct Certificate {
     pub num_tensors: usize,
     /// Elements that were compared.
     pub num_elements: usize,
-    /// Operations that were taken as uninterpreted functions: only that equal operands give equal results is known.
+    /// Operations that were treated as uninterpreted functions, for which only equal operands are known to give equal
+    /// results.
     pub uninterpreted: Vec<String>,
-    /// Kernels that were taken as their composed forms, each with the number of forms that were checked against it in
-    /// 64-bit floats.
+    /// Kernels that were replaced with their composed forms in the proof, each with the number of instances that were
+    /// checked in 64-bit floats.
     pub checked_in_floats: BTreeMap<String, usize>,
     /// User passes, which may change the meaning of the step, and gradient clipping after them. They are not proved.
     pub assumed: Vec<PassId>,
@@ -53,7 +54,7 @@ impl fmt::Display for Certificate {
             self.num_nodes, self.num_ranks, self.num_tensors, self.num_elements
         )?;
         if !self.uninterpreted.is_empty() {
-            write!(f, "; taken as they are: {}", self.uninterpreted.join(", "))?;
+            write!(f, "; uninterpreted: {}", self.uninterpreted.join(", "))?;
         }
         if !self.checked_in_floats.is_empty() {
             let kernels = self.checked_in_floats.iter();
@@ -78,7 +79,7 @@ pub(crate) struct Proof<'a> {
     pub(crate) mesh: &'a Mesh,
     /// The clipping that the passes insert.
     pub(crate) clip: Option<Clip>,
-    /// The placements of the batch, if it was traced joined.
+    /// The placements of the batch, if it was traced as one joined batch.
     pub(crate) joined: Option<&'a Expand>,
 }
 
@@ -143,7 +144,7 @@ impl Proof<'_> {
     pub(crate) fn of_passes(&self, stages: &[Graph]) -> Result<Certificate, Error> {
         let start = Instant::now();
         let [traced, .., plan] = stages else {
-            return Err(Error::Internal("no pass has made a plan".to_owned()));
+            return Err(Error::Internal("no pass made a plan".to_owned()));
         };
         let bounds = bounds(traced);
         // A user's pass changes the meaning of the step. The graphs before it are compared with the trace, and the
@@ -201,8 +202,9 @@ impl Proof<'_> {
     ///
     /// # Errors
     ///
-    /// As [`of_passes`](Self::of_passes), with the first pass whose graphs do not compute it. [`Error::NotProvable`] if
-    /// `stages`, the graphs of the passes before, include a user's pass that changed the meaning of the step.
+    /// Same as [`of_passes`](Self::of_passes), with the first pass whose graphs do not compute it.
+    /// [`Error::NotProvable`] if `stages`, the graphs of the passes before, include a user's pass that changed the
+    /// meaning of the step.
     pub(crate) fn of_parts(&self, stages: &[Graph], versions: &[Parts<'_>]) -> Result<(), Error> {
         let (Some(traced), Some(last_version)) = (stages.first(), versions.last()) else {
             return Err(Error::Internal("a step has no graphs".to_owned()));
@@ -212,7 +214,7 @@ impl Proof<'_> {
         };
         if let Some(user) = stages.iter().find(|graph| is_assumed(graph)).and_then(last) {
             return Err(Error::NotProvable {
-                what: format!("of several graphs behind the pass \"{user}\", which is the user's,"),
+                what: format!("of several graphs after the user's pass \"{user}\""),
             });
         }
         let mut errors = versions
@@ -251,7 +253,7 @@ impl Proof<'_> {
         }
     }
 
-    /// Runs steps with nodes that run in the next step, and returns the outcome of each.
+    /// Runs steps that leave some nodes to the next step, and returns the outcome of each.
     fn iterated<'g>(
         &self,
         machine: &mut Machine,
@@ -268,7 +270,7 @@ impl Proof<'_> {
             };
             let given = self.given(machine, bounds, step);
             let outcome = run(machine, graph, &given).map_err(|fault| (graph, fault))?;
-            // The moved values belong to the step before.
+            // The moved values belong to the previous step.
             let (moved, own) = outcome.divided(cleanup);
             if let Some(before) = outcomes.last_mut() {
                 before.seen.extend(moved.seen);
@@ -360,7 +362,7 @@ impl Proof<'_> {
         }
     }
 
-    /// Returns the outcomes of one rank as outcomes of all ranks, for the trace of a joined batch.
+    /// Replicates the outcomes of one rank for all ranks, for the trace of a joined batch.
     fn on_all_ranks(&self, mut outcomes: Vec<Outcome>, graph: &Graph) -> Vec<Outcome> {
         if self.joined.is_some() && !is_divided(graph) {
             for outcome in &mut outcomes {
@@ -374,7 +376,7 @@ impl Proof<'_> {
         outcomes
     }
 
-    /// Returns the error of the first pass whose graph computes something else than the first graph.
+    /// Returns the error for the first pass whose graph computes different results from the first graph.
     fn first_fault(&self, stages: &[Graph], bounds: &Bounds) -> Result<Error, Error> {
         let mut known: BTreeMap<bool, Vec<Outcome>> = BTreeMap::new();
         for pair in stages.windows(2) {
@@ -397,11 +399,11 @@ impl Proof<'_> {
                 }
             }
         }
-        let lost = "a plan differs from its trace, and no pass does".to_owned();
+        let lost = "a plan differs from its trace, but no pass does".to_owned();
         Ok(Error::Internal(lost))
     }
 
-    /// Returns the first node that writes another value than the graph before under the same number.
+    /// Returns the first node whose result differs from the result with the same number in the previous graph.
     fn first_node(
         &self,
         (before, after): (&Graph, &Graph),

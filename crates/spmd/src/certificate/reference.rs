@@ -1,5 +1,5 @@
-//! The meaning of a one-rank trace when several ranks divide the batch. Each computes the loss and gradients of its own
-//! rows, and the optimizer steps once, with the means over ranks and micro-batches.
+//! The meaning of a one-rank trace when several ranks share the batch. Each rank computes the loss and gradients of its
+//! own rows, and the optimizer runs once, with the means over ranks and micro-batches.
 
 use std::collections::BTreeMap;
 
@@ -19,8 +19,8 @@ use crate::norm::{GRAD_NORM, scalars};
 /// The gradients of micro-batches, each the mean over ranks.
 type Gradients = BTreeMap<TensorId, Vec<Tensor>>;
 
-/// Runs a graph of one rank on each rank of the machine, once per micro-batch. The means replace each rank's own
-/// gradients and loss.
+/// Runs a one-rank graph on each rank of the machine, once per micro-batch. Means replace each rank's gradients and
+/// loss.
 pub(super) fn step(
     machine: &mut Machine,
     graph: &Graph,
@@ -73,8 +73,8 @@ fn is_optimizer(node: &Node) -> bool {
     node.phase == Phase::Optimizer
 }
 
-/// Runs the nodes before the optimizer, appends the gradients to those from earlier micro-batches, and returns the
-/// results. Buffers then have their new values.
+/// Runs the nodes before the optimizer, appends the gradients to those of earlier micro-batches, updates the buffers,
+/// and returns the results.
 fn forward_and_backward(
     machine: &mut Machine,
     graph: &Graph,

@@ -11,7 +11,7 @@ use crate::graph::Node;
 pub(super) enum Scalar {
     /// A number that is the same in every step.
     Number(ScalarIr),
-    /// A number that the optimizer computes anew in each step: an unknown, the same wherever it is used.
+    /// A number that the optimizer recomputes in each step: an unknown, the same wherever it is used.
     Symbol(Element),
 }
 

@@ -6,7 +6,7 @@ use super::tensor::Tensor;
 
 /// A row of probabilities.
 pub(super) struct Softmax<N> {
-    /// The row, without its largest element.
+    /// The row minus its largest element.
     pub(super) shifted: Vec<N>,
     pub(super) probabilities: Vec<N>,
     /// The sum of the exponentials of `shifted`.

@@ -74,7 +74,7 @@ impl<E: Copy> Tensor<E> {
                 shape: shape.to_vec(),
                 elements: self.elements.clone(),
             }),
-            false => Err(format!("{:?} has no shape of {shape:?}", self.shape)),
+            false => Err(format!("{:?} cannot have shape {shape:?}", self.shape)),
         }
     }
 
@@ -139,7 +139,7 @@ pub(super) fn strides(shape: &[usize]) -> Vec<isize> {
     strides
 }
 
-/// The places of a tensor's elements among those of another.
+/// A strided view: the places of its elements in another tensor.
 #[derive(Debug, Clone)]
 pub(super) struct View {
     pub(super) shape: Vec<usize>,

@@ -16,7 +16,7 @@ pub(super) fn exchanged(
     let partition = &part.partition;
     if collective.kind != CollectiveKind::AllReduce && partition.num_shards() != num_ranks {
         return Err(format!(
-            "{} is cut for {} ranks of {num_ranks}",
+            "{} is cut for {} ranks instead of {num_ranks}",
             part.path,
             partition.num_shards()
         ));
@@ -35,7 +35,7 @@ pub(super) fn exchanged(
                 let range = partition.range(rank);
                 let own = whole.get(range);
                 let own = own.filter(|_| whole.len() == partition.num_elements());
-                let own = own.ok_or("its tensor has another length than what is cut")?;
+                let own = own.ok_or("its tensor has a different length from its partition")?;
                 let mut own = own.to_vec();
                 if partition.sole_owner().is_none() {
                     own.resize(partition.chunk_len(), 0);
@@ -46,7 +46,7 @@ pub(super) fn exchanged(
         }
         CollectiveKind::AllReduce => Ok(vec![combined(collective, given)?; num_ranks]),
         CollectiveKind::AllToAll => {
-            let across = part.across.as_ref().ok_or("it is cut along one dim")?;
+            let across = part.across.as_ref().ok_or("it is cut along only one dim")?;
             let block = |from: usize, to: usize| {
                 let before: usize = (0..to).map(|rank| across.len(rank)).sum();
                 let rows = partition.len(from);
@@ -66,14 +66,14 @@ pub(super) fn exchanged(
 
 fn head(own: &[Element], len: usize) -> Result<&[Element], String> {
     own.get(..len)
-        .ok_or_else(|| format!("a rank gives {} elements of {len}", own.len()))
+        .ok_or_else(|| format!("a rank contributes {} elements instead of {len}", own.len()))
 }
 
 /// Returns the combination of all members' values.
 fn combined(collective: &Collective, given: &[&[Element]]) -> Result<Vec<Element>, String> {
     let len = given.first().map_or(0, |first| first.len());
     if given.iter().any(|other| other.len() != len) {
-        return Err("ranks give tensors of different lengths".to_owned());
+        return Err("ranks contribute tensors of different lengths".to_owned());
     }
     let share = inverse(of_integer(given.len() as i64));
     let order = |element: &Element| Kind::Float.order(*element);

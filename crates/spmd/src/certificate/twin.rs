@@ -1,9 +1,8 @@
 //! The comparison of a graph with its twin, the graph of the same step at small shapes.
 //!
-//! A plan at the shapes of a run has too many elements to run over the field, so its twin runs instead. This module
-//! checks that the two are one list of operations. Node by node they have the same operation on the same values, with
-//! the same dims, numbers, collectives and marks of liveness. Only sizes may differ, and only as the sizes of the two
-//! traces do.
+//! A plan at a run's shapes has too many elements to run over the field, so its twin runs instead. This module checks
+//! that the two are the same list of operations. Node by node, they must have the same operation on the same values,
+//! with the same dims, numbers, collectives and liveness marks. Only sizes may differ, and only as in the two traces.
 
 use std::collections::BTreeSet;
 
@@ -18,7 +17,7 @@ use crate::graph::{Flops, Graph, Node, Role};
 /// A size at the shapes of a run, and the corresponding small size.
 type Sizes = (usize, usize);
 
-/// The correspondence between the sizes of a step at the shapes of a run and at small ones, taken from two traces.
+/// Maps the sizes of a step at a run's shapes to those at small shapes, from two traces.
 #[derive(Debug, Default)]
 pub(crate) struct Scale {
     /// Dims, numbers of elements, and ends of slices.
@@ -134,7 +133,10 @@ impl Scale {
         let [a, b] = [real, small].map(|graph| graph.nodes().len());
         if a != b {
             let extra = (a > b).then_some(b);
-            return differs(extra, format!("it has {a} operations, and its twin {b}"));
+            return differs(
+                extra,
+                format!("it has {a} operations, but its twin has {b}"),
+            );
         }
         if let Err(reason) = self.compare_graphs(real, small) {
             return differs(None, reason);
@@ -146,23 +148,23 @@ impl Scale {
         let (a, b) = (Form::of(node), Form::of(twin));
         if a.node != b.node || a.sizes.len() != b.sizes.len() {
             return Err(match node.name() == twin.name() {
-                true => "it reads, writes or does something else than its twin".to_owned(),
+                true => "it differs from its twin in what it reads, writes or does".to_owned(),
                 false => format!("its twin is {}", twin.name()),
             });
         }
         let fixed = a.fixed.iter().zip(&b.fixed).find(|(a, b)| a != b);
         if let Some((a, b)) = fixed {
-            return Err(format!("it has {a:?} where its twin has {b:?}"));
+            return Err(format!("it has {a:?}, but its twin has {b:?}"));
         }
         let sizes = a.sizes.iter().copied().zip(b.sizes.iter().copied());
         if let Some((a, b)) = sizes.into_iter().find(|pair| !self.explains(*pair)) {
             return Err(format!(
-                "its size {a} is {b} of its twin, which no two sizes of the traces are"
+                "its size is {a} and its twin's is {b}, a pair that the traces do not have"
             ));
         }
         let mut numbers = a.numbers.iter().copied().zip(b.numbers.iter().copied());
         match numbers.find(|pair| !self.explains_number(*pair)) {
-            Some((a, b)) => Err(format!("its number {a} is {b} of its twin")),
+            Some((a, b)) => Err(format!("its number is {a}, but its twin's is {b}")),
             None => Ok(()),
         }
     }
@@ -171,7 +173,7 @@ impl Scale {
     fn compare_graphs(&self, real: &Graph, small: &Graph) -> Result<(), String> {
         let [a, b] = [real, small].map(|graph| graph.values().len());
         if a != b {
-            return Err(format!("it has {a} values, and its twin {b}"));
+            return Err(format!("it has {a} values, but its twin has {b}"));
         }
         for value in real.values() {
             let id = value.id.value();
@@ -186,13 +188,13 @@ impl Scale {
             if !is_alike {
                 let (a, b) = (&value.shape, &twin.shape);
                 return Err(format!(
-                    "%{id}, {}, is {a:?}, and its twin {b:?}",
+                    "%{id}, {}, is {a:?}, but {b:?} in its twin",
                     value.role
                 ));
             }
             if value.role == Role::Constant && !self.is_known(value.id, [real, small]) {
                 return Err(format!(
-                    "the data of the constant %{id} are others than traced"
+                    "the data of the constant %{id} differ from the traced data"
                 ));
             }
         }
@@ -208,7 +210,7 @@ impl Scale {
         let is_alike = rest(real) == rest(small) && fixed(real) == fixed(small);
         match is_alike && real.mesh() == small.mesh() {
             true => Ok(()),
-            false => Err("parameters, results or updates differ from its twin's".to_owned()),
+            false => Err("its parameters, results or updates differ from its twin's".to_owned()),
         }
     }
 
@@ -329,7 +331,7 @@ impl Form {
     }
 }
 
-/// Returns how a partition cuts, with its sizes set to zero.
+/// Returns an empty partition with the same number of shards and the same owner.
 fn without_size(partition: &Partition) -> Partition {
     let shards = partition.num_shards();
     let empty = match partition.sole_owner() {

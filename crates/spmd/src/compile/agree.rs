@@ -6,11 +6,11 @@ use burn_fsdp_collectives::{Fingerprint, ProcessGroup};
 use crate::error::Error;
 use crate::trace::{Batch, base_rate, fixed_of, specs_of};
 
-/// Message of a rank that has no graph to run.
+/// The message of a rank that has no graph to run.
 const NOT_READY: [u8; 8] = [0; 8];
 
-/// Checks that all ranks are about to run the graph with this fingerprint, on a batch that is one of the given number
-/// of micro-batches. `None` means that this rank has no graph. All ranks must call it.
+/// Checks that all ranks are about to run the graph with this fingerprint, on a batch that is one of a number of
+/// micro-batches. `None` means that this rank has no graph. All ranks must call it.
 ///
 /// # Errors
 ///
@@ -35,7 +35,7 @@ pub(super) fn agree<B: Batch>(
     let Some(rank) = all.iter().position(|other| *other != all[0]) else {
         return Ok(());
     };
-    // All ranks have arrived here, and tell each other why.
+    // All ranks reach this point, and exchange their reasons.
     let text = match batch {
         None => "no batch".to_owned(),
         Some((batch, 1)) => described(batch)?,
@@ -48,14 +48,15 @@ pub(super) fn agree<B: Batch>(
     let (first, other) = (text(0), text(rank));
     let difference = match first == other {
         true => format!(
-            "both have {first}, but the model, the loss, the mode (options, seed), the optimizers or rates of groups, the number of steps or the scale of the loss differ"
+            "both have {first}, but differ in the model, the loss, the mode (options, seed), the optimizers or rates of \
+             groups, the number of steps or the scale of the loss"
         ),
         false => format!("rank 0 has {first}, rank {rank} has {other}"),
     };
     Err(Error::GraphsDiffer { rank, difference })
 }
 
-/// Describes a batch in words: names, types and shapes of its tensors, and its other values by hash.
+/// Describes a batch: names, types and shapes of its tensors, and hashes of its other values.
 fn described<B: Batch>(batch: &B) -> Result<String, Error> {
     let tensors = specs_of(batch)?;
     let tensors = tensors

@@ -19,7 +19,7 @@ use crate::trace::{Batch, HostScalars, InputSpec, ParameterSpec, StepScalars, fi
 
 pub(super) type Tracer<B> = Box<dyn Fn(&B, &StepScalars, &Mode) -> Result<Graph, Error> + Send>;
 
-/// The inputs and the optimizer operations that a graph was made for.
+/// The inputs and optimizer operations for which a graph was created.
 #[derive(Debug, Clone, PartialEq)]
 struct Key {
     purpose: Purpose,
@@ -34,7 +34,7 @@ struct Key {
 /// parameter with the same gradient. Gradients are pending under the numbers of these first parameters.
 pub(super) type Stepped = BTreeMap<Arc<str>, Arc<str>>;
 
-/// The graphs that were made for a key.
+/// The graphs that were created for a key.
 #[derive(Debug, Clone)]
 pub(super) struct Made {
     pub(super) compiled: Compiled,
@@ -67,18 +67,18 @@ pub(super) struct Cleanup {
     pub(super) fingerprint: u64,
     /// The number of steps after which it runs at the end of the step.
     pub(super) max_iterations: Option<NonZeroU64>,
-    /// True if it is the optimizer, which depends on no batch.
+    /// True if the work is the optimizer, which depends on no batch.
     pub(super) is_optimizer: bool,
 }
 
 /// The kept graphs of a key.
 struct Entry {
     made: Made,
-    /// The graph as traced, until the step has been traced once more and compared.
+    /// The original trace, until the step has been traced a second time and compared.
     traced: Option<Box<Graph>>,
 }
 
-/// The parts of a compiled step from which graphs are made.
+/// The parts of a compiled step from which graphs are created.
 pub(super) struct Setting<'a, Be: BackendIr> {
     pub(super) mode: &'a mut Mode,
     pub(super) specs: &'a [ParameterSpec],
@@ -86,7 +86,7 @@ pub(super) struct Setting<'a, Be: BackendIr> {
     pub(super) operations: &'a CustomOperations<Be>,
 }
 
-/// The graphs that were made, and the tracer that makes others.
+/// The graphs that were created, and the tracer that makes others.
 pub(super) struct Graphs<B> {
     tracer: Tracer<B>,
     /// The kept graphs, the most recently used at the back.
@@ -109,7 +109,7 @@ impl<B: Batch> Graphs<B> {
         }
     }
 
-    /// Returns the number of the step within its process.
+    /// Returns the step's number, unique in the process.
     pub(super) fn number(&self) -> u64 {
         self.number
     }
@@ -155,14 +155,14 @@ impl<B: Batch> Graphs<B> {
             tracing::warn!(
                 target: "burn_fsdp",
                 graphs = cache,
-                "a compiled step has seen more shapes than it keeps graphs for, and traces those that \
-                 went again; pad batches to fewer shapes, or keep more graphs (Mode::cache)"
+                "a compiled step has seen more shapes than it caches graphs for, and traces dropped ones again; pad \
+                 batches to fewer shapes, or cache more graphs (Mode::cache)"
             );
         }
         Ok(made)
     }
 
-    /// Traces a graph again, with this batch, when it is used for the second time. Refuses it if the two differ.
+    /// Traces a graph again, with this batch, when it is used for the second time. Rejects it if the two traces differ.
     fn check_again(
         &mut self,
         index: usize,
@@ -255,14 +255,14 @@ fn stepped(graph: &Graph) -> Stepped {
     stepped.collect()
 }
 
-/// Refuses an optimizer that would give each rank different parameters.
+/// Rejects an optimizer that would give each rank different parameters.
 fn check_optimizer(graph: &Graph, mode: &Mode, scalars: &HostScalars) -> Result<(), Error> {
     let is_drawn = |node: &&Node| node.phase == Phase::Optimizer && node.is_opaque();
     let drawn = graph.nodes().iter().find(is_drawn);
     match drawn.filter(|_| mode.ranks().size() > 1) {
         Some(node) => {
             let path = node.path.as_deref().unwrap_or_default();
-            let reason = format!("every rank has other results of {}", node.name());
+            let reason = format!("every rank gets different results from {}", node.name());
             Err(scalars.untraceable(path, reason))
         }
         None => Ok(()),

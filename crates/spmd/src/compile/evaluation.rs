@@ -27,7 +27,7 @@ type Key = (Vec<InputSpec>, Vec<(String, u64)>);
 /// A forward of a model, run by [`CompiledStep::evaluate`] on the parameters that a step trains, for measurement or
 /// inference.
 ///
-/// It holds only graphs, one for each set of shapes. Parameters stay in the step, divided as they are there.
+/// It holds only graphs, one for each set of shapes. Parameters stay in the step, with their layout.
 pub struct Evaluation<B, O> {
     tracer: Tracer<B, O>,
     /// Number of the step that the graphs are for.
@@ -41,17 +41,17 @@ struct Entry<O> {
     graph: Arc<Graph>,
     /// The closure's result, with small tensors as placeholders.
     template: O,
-    /// The graph as traced, until the forward has been traced once more and compared.
+    /// The original trace, until the forward has been traced a second time and compared.
     traced: Option<Box<Graph>>,
 }
 
 impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
     /// Creates an evaluation of the module that `init` makes, which must be the step's module. `forward` returns
-    /// tensors, or names and tuples of them as a [`Batch`] has them. It is traced when the first batch of its shapes
-    /// comes.
+    /// tensors, which may be named or in tuples, as in a [`Batch`]. It is traced when the first batch of its shapes
+    /// arrives.
     ///
-    /// The module runs in Burn's inference mode: no gradients, no dropout, and running statistics as they are. The
-    /// rules about [frozen values](crate::compile()) of a train step also apply here.
+    /// The module runs in Burn's inference mode: no gradients, no dropout, and unchanged running statistics. The rules
+    /// about [frozen values](crate::compile()) of a train step also apply here.
     ///
     /// ```
     /// use burn::nn::{Linear, LinearConfig};
@@ -78,7 +78,7 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
         Self::on(&Device::flex(), init, forward)
     }
 
-    /// Creates an evaluation as [`new`](Self::new) does, for a step that runs on a device with other types.
+    /// Creates an evaluation like [`new`](Self::new), for a step that runs on a device with other types.
     pub fn on<M: Module + 'static>(
         device: &Device,
         init: impl Fn(&Device) -> M + Send + 'static,
@@ -138,7 +138,7 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
         Ok(self.keep(key, entry, mode.cache))
     }
 
-    /// Traces a graph again when it is used for the second time, and refuses it if the two differ.
+    /// Traces a graph again when it is used for the second time, and rejects it if the two traces differ.
     fn check_again(&mut self, index: usize, batch: &B, mode: &Mode) -> Result<(), Error> {
         let entry = &mut self.kept[index].1;
         let Some(first) = &entry.traced else {
@@ -170,7 +170,7 @@ impl<B, O> fmt::Debug for Evaluation<B, O> {
     }
 }
 
-/// Refuses a module that differs from the step's.
+/// Rejects a module that differs from the step's.
 fn check_module(graph: &Graph, specs: &[ParameterSpec]) -> Result<(), Error> {
     let parameters = graph.parameters();
     let is_alike = |(index, spec): (usize, &ParameterSpec)| {
@@ -195,8 +195,8 @@ fn check_module(graph: &Graph, specs: &[ParameterSpec]) -> Result<(), Error> {
         None => Ok(()),
         Some(path) => Err(Error::Evaluation {
             reason: format!(
-                "its module differs at \"{path}\" in path, shape or type; make it by the `init` of the step, and for a \
-                 device of other types by Evaluation::on"
+                "its module differs at \"{path}\" in path, shape or type; make it with the step's `init`, and use \
+                 Evaluation::on for a device of other types"
             ),
         }),
     }
@@ -211,20 +211,20 @@ fn check_layouts(graph: &Graph, of_step: &Graph) -> Result<(), Error> {
     match other {
         None => Ok(()),
         Some((own, other)) => Err(Error::Internal(format!(
-            "{} lies as {:?} in an evaluation and as {:?} in the step",
+            "{} is divided as {:?} in an evaluation and as {:?} in the step",
             own.path, own.layout, other.layout
         ))),
     }
 }
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
-    /// Runs an evaluation on the parameters as they are, and changes nothing. Returns the result of its closure, on
-    /// Burn's CPU device. In data parallelism the result covers this rank's batch, with placements the joined batch.
-    /// All ranks must call it, each with its batch, all of the same shapes.
+    /// Runs an evaluation on the current parameters, without changing anything. Returns the closure's result, on Burn's
+    /// CPU device. In data parallelism, the result covers this rank's batch; with placements, the joined batch. All
+    /// ranks must call it, each with its batch, all of the same shapes.
     ///
     /// With placements, a tensor of the batch is placed like the tensor of the same name in training.
     ///
-    /// Units are gathered one after the other, as in a step's forward. A deferred optimizer step is done first.
+    /// Units are gathered one by one, as in a step's forward. A deferred optimizer step runs first.
     ///
     /// # Errors
     ///
@@ -259,8 +259,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.flush()?;
         if self.mode.is_open() {
             return Err(Error::Evaluation {
-                reason: "its placements are decided by the first train step; do that first"
-                    .to_owned(),
+                reason: "the first train step decides its placements; run one first".to_owned(),
             });
         }
         let number = self.graphs.number();
@@ -279,7 +278,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(made)
     }
 
-    /// Gives the executor the initial values, without a copy, if no step has taken them yet.
+    /// Passes the initial values to the executor, without a copy, unless a step has already taken them.
     fn lend_initial(&mut self, graph: &Graph) -> Result<(), Error> {
         let Some(initial) = &mut self.initial else {
             return Ok(());

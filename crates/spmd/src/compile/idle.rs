@@ -21,9 +21,9 @@ pub struct IdleState {
 pub struct IdleTensor {
     /// Name of the tensor in the state.
     pub slot: String,
-    /// Shape of the whole, in elements.
+    /// Shape of the whole tensor.
     pub shape: Vec<usize>,
-    /// Layout of the whole on the [mesh](crate::CompiledStep::mesh) of the step.
+    /// Layout of the whole tensor on the [mesh](crate::CompiledStep::mesh) of the step.
     pub layout: Layout,
     /// The part.
     pub data: TensorData,

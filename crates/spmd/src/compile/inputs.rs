@@ -1,4 +1,4 @@
-//! The tensors and numbers that a step receives anew each time.
+//! The tensors and numbers that each step receives.
 
 use burn_fsdp_collectives::Fingerprint;
 use burn_fsdp_mesh::LossScalerState;
@@ -9,7 +9,7 @@ use crate::graph::Graph;
 use crate::trace::{Batch, data_of};
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
-    /// Gives the executor the tensors of a batch or micro-batch, and the factor of the loss if the loss is scaled.
+    /// Passes the tensors of a batch or micro-batch to the executor, and the loss scale if there is one.
     pub(super) fn feed<E: Batch>(&mut self, graph: &Graph, batch: &E) {
         let mut inputs = graph.inputs().iter();
         for ((_, data), id) in data_of(batch).into_iter().zip(&mut inputs) {

@@ -17,14 +17,14 @@ use crate::mode::Purpose;
 use crate::trace::Batch;
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
-    /// Runs [`step`](Self::step) and leaves nothing of it to the next. With
+    /// Runs [`step`](Self::step) completely, leaving no work for the next call. With
     /// [`OptimizerPlace::InNextForward`](crate::passes::schedule::OptimizerPlace::InNextForward), or if passes [move
-    /// nodes](Mode::move_to_next_iteration), it also does the part of this step that the next call would do. Calls that
-    /// read or set parameters and states also do that.
+    /// nodes](Mode::move_to_next_iteration), it also runs the part of this step that the next call would run. Calls
+    /// that read or set parameters or states do the same.
     ///
     /// # Errors
     ///
-    /// As [`step`](Self::step).
+    /// Same as [`step`](Self::step).
     pub fn last_step(
         &mut self,
         rates: impl Into<ModuleLearningRate>,
@@ -35,8 +35,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(loss)
     }
 
-    /// Finishes the last step, if nodes of it were to run in the next one. A deferred optimizer moves nothing between
-    /// ranks. If collectives were [moved](Mode::move_to_next_iteration), all ranks must call it.
+    /// Completes the last step, if some of its nodes run in the next one. A deferred optimizer does not communicate. If
+    /// collectives were [moved](Mode::move_to_next_iteration), all ranks must call it.
     ///
     /// # Errors
     ///
@@ -52,7 +52,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         let done = self.executor.run(&graph, &pending.scalars, None);
         if let Err(error) = done {
             self.poison(&error);
-            // Nothing has run, so the step is still to be done.
+            // Nothing has run, so the work is still pending.
             self.pending = self.poisoned.is_none().then_some(pending);
             return Err(error);
         }
@@ -83,8 +83,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Returns the graph for the given batch, made if there is none, and the scalars that it runs with. All ranks must
-    /// call it. They agree on the graph before anything changes, which takes one exchange of 8 bytes.
+    /// Returns the graph for the given batch, created if necessary, and its scalars. All ranks must call it. They agree
+    /// on the graph before anything changes, with one exchange of 8 bytes.
     pub(super) fn prepare(
         &mut self,
         rates: &ModuleLearningRate,
@@ -106,7 +106,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(prepared)
     }
 
-    /// Returns the graph and scalars that this rank would run. Nothing moves between ranks, and nothing changes.
+    /// Returns the graph and scalars that this rank would run, without communication or changes.
     fn prepare_own(&mut self, rates: &ModuleLearningRate, batch: &B) -> Result<Prepared, Error> {
         self.expect_defined()?;
         let own = self.scalars.peek(rates)?;
@@ -151,16 +151,16 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             });
         };
         let (age, scalars) = (before.age + 1, before.scalars.clone());
-        // The pending work equals the graph's part of the step before.
+        // The pending work equals this graph's part of the previous step.
         if before.cleanup.fingerprint == cleanup.fingerprint {
             return Ok(Prepared {
                 before: Some(scalars),
                 pending: left(age),
-                // A different graph of the same key than the one without a step before.
+                // `main` is a different graph from `setup`, which has the same key.
                 ..whole(main, !made.fingerprint, stepped)
             });
         }
-        // An optimizer takes the same gradients from any batch that gives them to the same parameters.
+        // An optimizer reads the same gradients after any batch that gives them to the same parameters.
         if before.cleanup.is_optimizer && cleanup.is_optimizer && before.stepped == stepped {
             let Made {
                 compiled,
@@ -186,5 +186,5 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 }
 
 fn not_whole() -> Error {
-    Error::Internal("a step of one batch has the graphs of another kind of step".to_owned())
+    Error::Internal("a step of one batch has graphs of another kind of step".to_owned())
 }

@@ -1,4 +1,4 @@
-//! Steps with a scaled loss: gradients that have overflowed, and the step that is then skipped.
+//! Steps with a scaled loss: detects gradient overflow, and skips such steps.
 
 use burn::tensor::{DType, TensorData};
 use burn_fsdp_mesh::{LossScalerState, LossScaling};
@@ -17,7 +17,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Some(self.done.scaler.as_ref()?.state)
     }
 
-    /// Sets the scale of the next step's loss, to continue from a saved run. All ranks must set the same.
+    /// Sets the scale of the next step's loss, to continue a saved run. All ranks must set the same state.
     ///
     /// # Errors
     ///
@@ -48,8 +48,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 
     /// Divides the pending gradients of this graph's optimizer by the scale of the loss, if it is scaled. Returns false
-    /// if a gradient of any rank is infinite or not a number; the scale is then smaller, and the step is to be skipped.
-    /// All ranks must call it; they exchange one byte.
+    /// if a gradient of any rank is infinite or NaN; the scale is then reduced, and the step must be skipped.
+    /// Collective: the ranks exchange one byte.
     pub(super) fn unscale(&mut self, update: &Graph) -> Result<bool, Error> {
         let Some(mut scaler) = self.done.scaler else {
             return Ok(true);
@@ -90,7 +90,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(scaler.last == Last::Taken)
     }
 
-    /// Returns the error of a step whose gradients overflow at every scale.
+    /// Returns the error for a step whose gradients overflow at every scale.
     pub(super) fn vanished(&self) -> Result<(), Error> {
         match self.done.scaler {
             Some(Scaler {

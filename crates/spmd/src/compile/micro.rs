@@ -25,17 +25,17 @@ struct Prepared {
 }
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
-    /// Runs one train step over several micro-batches. Their gradients are averaged before they are clipped and the
-    /// optimizer steps once. Returns the mean of their losses. All ranks must call it, with the same number of
-    /// micro-batches and equal shapes across ranks. Micro-batches of one rank may have different shapes.
+    /// Runs one train step over several micro-batches. Their gradients are averaged and clipped, and then the optimizer
+    /// runs once. Returns the mean of their losses. All ranks must call it, with the same number of micro-batches and
+    /// equal shapes across ranks. Micro-batches of one rank may have different shapes.
     ///
-    /// Gradients are added in their layout: each rank keeps the sum of its part. A micro-batch has the collectives of a
-    /// step.
+    /// Gradients are added in their layout: each rank keeps the sum of its part. Each micro-batch runs the collectives
+    /// of a step.
     ///
     /// # Errors
     ///
-    /// [`Error::NoBatch`] without any; [`Error::MicroBatches`] if they give gradients to different parameters; the
-    /// errors of [`step`](Self::step).
+    /// [`Error::NoBatch`] if there are none; [`Error::MicroBatches`] if they give gradients to different parameters;
+    /// the errors of [`step`](Self::step).
     pub fn step_accumulated(
         &mut self,
         rates: impl Into<ModuleLearningRate>,
@@ -48,7 +48,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// As [`step_accumulated`](Self::step_accumulated).
+    /// Same as [`step_accumulated`](Self::step_accumulated).
     pub fn step_accumulated_with_timeline(
         &mut self,
         rates: impl Into<ModuleLearningRate>,
@@ -67,8 +67,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ) -> Result<f64, Error> {
         match batches {
             [] => {
-                // The others are told, and do not wait. The last step stays pending, because the others may finish it
-                // later.
+                // Tells the others, which then do not wait. The last step stays pending, because the others may finish
+                // it later.
                 let group = self.mode.ranks().group();
                 let _ = agree::<B>(group, None, rates, None);
                 self.expect_defined()?;
@@ -125,7 +125,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.executor.run(graph, scalars, timeline)
     }
 
-    /// Notes that values are in an undefined state after that many micro-batches, which have moved running statistics.
+    /// Records that values are in an undefined state after `num_batches` micro-batches, which have changed running
+    /// statistics.
     fn poison_after(&mut self, num_batches: usize, error: &Error) {
         match num_batches {
             0 => self.poison(error),
@@ -154,7 +155,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         let was_open = self.mode.is_open();
         let defined = self.expect_defined();
         let scalars = defined.and_then(|()| self.scalars.peek(rates));
-        // Zero without scalars, because this rank then sends that it is not ready.
+        // Zero without scalars, because this rank then reports that it is not ready.
         let of_scalars = scalars.as_ref().map_or(0, StepScalars::fingerprint);
         let given = self.given();
         let said = |own: &Made| Fingerprint::of(&(own.fingerprint, of_scalars, given));
@@ -187,8 +188,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             last = Some((update.clone(), made.clone()));
         }
         let (update, made) = last.ok_or(Error::NoBatch)?;
-        // Finishes the step before if it is pending, because its gradients have the same numbers. All ranks do so, now
-        // that they agree.
+        // Finishes the previous step if it is pending, because its gradients have the same numbers. All ranks do so,
+        // now that they agree.
         self.flush()?;
         for graph in &graphs {
             self.begin(graph)?;
@@ -202,8 +203,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 }
 
-/// Refuses a micro-batch that gives gradients to other parameters than the first one, because their sum would lack
-/// some.
+/// Rejects a micro-batch whose gradients are for different parameters from the first one's, because their sum would be
+/// incomplete.
 fn check_alike(first: Option<&Made>, own: &Made) -> Result<(), Error> {
     let Some(first) = first.filter(|first| first.stepped != own.stepped) else {
         return Ok(());

@@ -1,4 +1,4 @@
-//! Modules that stand for others while a step is traced.
+//! Modules that replace others while a step is traced.
 
 use burn::module::{Module, ParamId};
 
@@ -8,17 +8,16 @@ use crate::trace::ParameterSpec;
 
 /// A module that is traced in place of the step's module, and a rewrite of the traced graph.
 ///
-/// The two modules may have different types. For example, the same generic model may have another part in place of a
-/// part that reads values on the host and cannot be traced. Their parameters and buffers are matched by path. All
-/// tensors of the step's module must exist in the other module, with their shapes and types, and begin with the values
-/// that the step's `init` makes. Checkpoints, [`CompiledStep::parameter`](crate::CompiledStep::parameter) and
-/// evaluations by either module use their paths. Tensors that the other module adds become part of the step, after the
-/// module's own. Such a tensor begins with the value that the other module gives it on rank 0, and is trained if that
-/// module requires it. It is among [`CompiledStep::parameters`](crate::CompiledStep::parameters) and in checkpoints
-/// under its own path.
+/// The two modules may have different types. For example, a generic model may replace a part that reads values on the
+/// host and cannot be traced. Their parameters and buffers are matched by path. All tensors of the step's module must
+/// exist in the other module, with their shapes and types, and start with the values that the step's `init` makes.
+/// Checkpoints, [`CompiledStep::parameter`](crate::CompiledStep::parameter) and evaluations by either module use their
+/// paths. Tensors that the other module adds become part of the step, after the module's own. An added tensor starts
+/// with its value in the other module on rank 0, and is trained if that module requires it. It is in
+/// [`CompiledStep::parameters`](crate::CompiledStep::parameters) and in checkpoints under its own path.
 ///
-/// `()` is no override, and a pair applies one after the other. A part whose type is not a generic parameter cannot be
-/// replaced by another type; the model then needs a switch.
+/// `()` overrides nothing, and a pair applies its overrides in order. A part whose type is not a generic parameter
+/// cannot be replaced with another type; the model then needs a switch.
 ///
 /// ```
 /// use burn::module::Module;
@@ -37,7 +36,7 @@ use crate::trace::ParameterSpec;
 /// #[derive(Module, Debug)]
 /// struct Checks;
 ///
-/// /// Does not.
+/// /// Reads nothing on the host.
 /// #[derive(Module, Debug)]
 /// struct Trusts;
 ///

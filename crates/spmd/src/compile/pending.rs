@@ -23,12 +23,12 @@ pub(super) struct Prepared {
     pub(super) fingerprint: u64,
     /// Scalars that the graph runs with.
     pub(super) scalars: StepScalars,
-    /// Scalars of the step before, for the nodes of the graph that belong to it.
+    /// Scalars of the previous step, for the graph's nodes that belong to it.
     pub(super) before: Option<StepScalars>,
     /// Scalars of this step.
     pub(super) own: StepScalars,
     pub(super) stepped: Arc<Stepped>,
-    /// True if the pending part of the step before has to be done separately first.
+    /// True if the previous step's pending part must run separately first.
     pub(super) flushes: bool,
     /// The part that the graph leaves pending.
     pub(super) pending: Option<Pending>,

@@ -1,9 +1,9 @@
-//! Comparison of two traces of one step.
+//! The comparison of two traces of one step.
 
 use crate::graph::{Graph, Node, Phase};
 
-/// Describes the first way in which forward and backward of two graphs of the same model differ. The optimizer's part
-/// is left out: its scalars change from step to step and are patched.
+/// Describes the first difference between forward and backward in two graphs of the same model. The optimizer's part is
+/// not compared, because its scalars change from step to step and are patched.
 pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
     let nodes = |graph: &Graph| -> Vec<Node> {
         let nodes = graph.nodes().iter();
@@ -13,12 +13,12 @@ pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
             .collect()
     };
     let (a, b) = (nodes(first), nodes(again));
-    // Constants come first, because other data does not make another operation.
+    // Constants come first, because different data does not change an operation.
     let constants = first.constants().iter().zip(again.constants());
     for ((_, a), (_, b)) in constants {
         if a.shape() == b.shape() && a != b {
             return Some(format!(
-                "a tensor of host data, {:?} {:?}, had other values",
+                "a tensor of host data, {:?} {:?}, had different values",
                 a.dtype(),
                 a.shape().to_vec()
             ));
@@ -31,17 +31,17 @@ pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
         let (old, new) = (words(a), words(b));
         return Some(match old == new {
             true => format!(
-                "operation {index} was {old} with {:?}, and then with {:?}",
+                "operation {index} was {old} with {:?}, then with {:?}",
                 a.scalar_values(),
                 b.scalar_values()
             ),
-            false => format!("operation {index} was {old}, and then {new}"),
+            false => format!("operation {index} was {old}, then {new}"),
         });
     }
     if a.len() != b.len() {
         let extra = a.get(b.len()).or(b.get(a.len())).map(words);
         return Some(format!(
-            "it had {} operations, and then {}; {} is in one only",
+            "it had {} operations, then {}; only one has {}",
             a.len(),
             b.len(),
             extra.unwrap_or_default()
@@ -50,8 +50,7 @@ pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
     None
 }
 
-/// Returns true if two operations are textually identical. A constant that is not a number equals none, not even
-/// itself.
+/// Returns true if two operations print the same text. Operations with a NaN scalar are never equal by `==`.
 fn are_alike(a: &Node, b: &Node) -> bool {
     format!("{:?}", a.operation) == format!("{:?}", b.operation)
 }

@@ -8,7 +8,7 @@ use crate::graph::{Graph, Parameter, Role};
 use crate::parts::Divided;
 use crate::ranks::Ranks;
 
-/// An optimizer state that was set, and with which the next step begins.
+/// An optimizer state that was set, which the next step begins with.
 #[derive(Debug)]
 pub(super) enum Restored {
     /// The whole state.
@@ -28,7 +28,7 @@ impl Restored {
         }
     }
 
-    /// Refuses data whose shape or type differs from the state's.
+    /// Rejects data whose shape or type differs from the state's.
     pub(super) fn check(&self, place: &Parameter, slot: &str, ranks: &Ranks) -> Result<(), Error> {
         let (shape, data) = match self {
             Self::Whole(data) => (place.shape.clone(), data),
@@ -45,7 +45,7 @@ impl Restored {
         }
     }
 
-    /// Returns this rank's part as the graph holds it. All ranks must call it if it was set under another layout.
+    /// Returns this rank's part in the graph's layout. All ranks must call it if the part was set in another layout.
     pub(super) fn into_local(self, place: &Parameter, ranks: &Ranks) -> Result<TensorData, Error> {
         match self {
             Self::Whole(data) => divided(place, ranks).localize(&data),

@@ -1,4 +1,4 @@
-//! The scale of a loss, from step to step.
+//! The loss scale across steps.
 
 use burn::tensor::TensorData;
 use burn_fsdp_mesh::{LossScalerState, LossScaling};
@@ -12,14 +12,14 @@ pub(super) struct Scaler {
     pub(super) last: Last,
 }
 
-/// The outcome of a step, by its gradients.
+/// The outcome of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Last {
-    /// All were finite.
+    /// All gradients were finite.
     Taken,
-    /// One has overflowed, and the scale is now smaller.
+    /// A gradient overflowed, so the scale was reduced.
     Skipped,
-    /// One has overflowed, and no smaller scale is left.
+    /// A gradient overflowed, and no smaller scale is left.
     Vanished,
 }
 

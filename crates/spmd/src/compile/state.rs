@@ -61,8 +61,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 
     /// Returns this rank's part of a parameter: all of it, a flat shard without padding, or a part along the cut dims.
     ///
-    /// It finishes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must call
-    /// it.
+    /// It completes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must
+    /// call it.
     ///
     /// # Errors
     ///
@@ -83,7 +83,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownName`]; [`Error::TensorMismatch`] if it has another shape or type.
+    /// [`Error::UnknownName`]; [`Error::TensorMismatch`] if it has a different shape or type.
     pub fn set_parameter(&mut self, path: &str, data: TensorData) -> Result<(), Error> {
         self.flush()?;
         let spec = self.spec(path)?;
@@ -128,10 +128,10 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(states)
     }
 
-    /// Continues a run after that many steps at that learning rate, all of which trained every parameter. The
-    /// optimizer's numbers are computed for that step. Every state must be set with [`set_state`](Self::set_state)
-    /// before the next step. See [`resume_with`](Self::resume_with) for a run that has other rates or routes, or has
-    /// [skipped](Self::was_skipped) steps.
+    /// Resumes a run after `steps` steps at these learning rates, each of which trained every parameter. The
+    /// optimizer's counters are computed for that step. Every state must be set with [`set_state`](Self::set_state)
+    /// before the next step. See [`resume_with`](Self::resume_with) for a run whose rates or trained parameters
+    /// changed, or with [skipped](Self::was_skipped) steps.
     ///
     /// # Errors
     ///
@@ -159,8 +159,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownName`] for the path. The next step finds a slot that does not exist, or data of another shape or
-    /// type.
+    /// [`Error::UnknownName`] for the path. The next step reports a slot that does not exist, or data of a different
+    /// shape or type.
     pub fn set_state(&mut self, path: &str, slot: &str, data: TensorData) -> Result<(), Error> {
         let path = &*self.spec(path)?.path.clone();
         self.flush()?;
@@ -169,7 +169,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Gives the executor the values that it does not have yet, before a graph runs.
+    /// Passes missing values to the executor before a graph runs.
     pub(super) fn begin(&mut self, graph: &Arc<Graph>) -> Result<(), Error> {
         // A mismatch is found before anything is set.
         let places = self.places(graph)?;
@@ -185,7 +185,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Returns the values of the graph to which the restored states belong, in their order. Refuses a mismatch.
+    /// Returns the graph's values for the restored states, in the same order. Rejects a mismatch.
     fn places(&self, graph: &Graph) -> Result<Vec<Parameter>, Error> {
         let places = self.restored.iter().map(|((path, slot), data)| {
             let place = state_of(graph, path, slot)?;
@@ -267,7 +267,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// None for a mode that was created successfully.
+    /// Never fails for a mode that was created successfully.
     pub fn mesh(&self) -> Result<Mesh, Error> {
         self.mode.ranks().mesh()
     }
@@ -279,12 +279,12 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 
     /// Sets this rank's part of a parameter or buffer, in the shape that [`shard`](Self::shard) returns.
     ///
-    /// It finishes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must call
-    /// it.
+    /// It completes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must
+    /// call it.
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownName`]; [`Error::TensorMismatch`] if it has another shape or type.
+    /// [`Error::UnknownName`]; [`Error::TensorMismatch`] if it has a different shape or type.
     pub fn set_shard(&mut self, path: &str, data: TensorData) -> Result<(), Error> {
         self.flush()?;
         self.check_shard(path, &data)?;
@@ -302,8 +302,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 
     /// Returns this rank's part of the optimizer's states of a parameter, by name; empty before its first step.
     ///
-    /// It finishes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must call
-    /// it.
+    /// It completes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must
+    /// call it.
     ///
     /// # Errors
     ///
@@ -377,13 +377,13 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Sets this rank's part of an optimizer state, under the name and in the shape that
     /// [`state_shards`](Self::state_shards) returns.
     ///
-    /// It finishes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must call
-    /// it.
+    /// It completes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must
+    /// call it.
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownName`] for the path. The next step finds a slot that does not exist, or data of another shape or
-    /// type.
+    /// [`Error::UnknownName`] for the path. The next step reports a slot that does not exist, or data of a different
+    /// shape or type.
     pub fn set_state_shard(
         &mut self,
         path: &str,
@@ -407,16 +407,16 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.scalars.counters(path)
     }
 
-    /// Continues a run after that many steps, with the optimizer's states at that point. Trained parameters without a
-    /// state have had no step.
+    /// Continues a run after `steps` steps, with the optimizer's states at that point. Trained parameters without a
+    /// state have not been stepped yet.
     ///
-    /// It finishes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must call
-    /// it.
+    /// It completes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must
+    /// call it.
     ///
     /// # Errors
     ///
     /// [`Error::UnknownName`], [`Error::TensorMismatch`], [`Error::UntraceableOptimizer`] for a state that does not
-    /// belong to this optimizer, or is incomplete: nothing is changed then.
+    /// belong to this optimizer, or is incomplete. Nothing is changed in that case.
     pub fn resume_with(&mut self, steps: u64, states: Vec<OptimizerState>) -> Result<(), Error> {
         self.flush()?;
         let mut restored = BTreeMap::new();
@@ -462,7 +462,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// As [`set_shard`](Self::set_shard).
+    /// Same as [`set_shard`](Self::set_shard).
     pub fn check_shard(&self, path: &str, data: &TensorData) -> Result<(), Error> {
         let layout = self.layout(path)?;
         let spec = self.spec(path)?;

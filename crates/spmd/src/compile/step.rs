@@ -102,8 +102,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Sets the operations in addition to Burn's, for models that capture operations of their own. All ranks must give
-    /// the same ones, before the first step.
+    /// Sets the operations in addition to Burn's, for models that capture custom operations. All ranks must set the
+    /// same ones, before the first step.
     #[must_use]
     pub fn operations(mut self, operations: CustomOperations<Be>) -> Self {
         self.executor.set_operations(operations);
@@ -116,12 +116,12 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// Errors of tracing, the first time that a batch of these shapes comes; parameters are unchanged then.
-    /// [`Error::GraphsDiffer`] or [`Error::PeerNotReady`] on all ranks if they are not about to run the same graph, for
-    /// example because one has a batch of another shape. Nothing has changed then, and the run may continue.
-    /// [`Error::NotRepeatable`], see [`compile`](crate::compile()). [`Error::LossScale`] if gradients overflow at every
-    /// scale: the step was skipped. [`Error::Execution`] and [`Error::Collective`] from the step itself; after these,
-    /// every call returns [`Error::Poisoned`].
+    /// Errors of tracing, for the first batch of its shapes; parameters are unchanged then. [`Error::GraphsDiffer`] or
+    /// [`Error::PeerNotReady`] on all ranks if they are not about to run the same graph, for example because one has a
+    /// batch of a different shape. Nothing has changed then, and the run may continue. [`Error::NotRepeatable`], see
+    /// [`compile`](crate::compile()). [`Error::LossScale`] if gradients overflow at every scale: the step was skipped.
+    /// [`Error::Execution`] and [`Error::Collective`] from the step itself; after these, every call returns
+    /// [`Error::Poisoned`].
     pub fn step(&mut self, rates: impl Into<ModuleLearningRate>, batch: &B) -> Result<f64, Error> {
         self.run(&rates.into(), batch, None)
     }
@@ -130,7 +130,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// As [`step`](Self::step).
+    /// Same as [`step`](Self::step).
     pub fn step_with_timeline(
         &mut self,
         rates: impl Into<ModuleLearningRate>,
@@ -182,7 +182,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             .ok_or_else(|| Error::Internal("the loss is empty".to_owned()))
     }
 
-    /// Notes that values are in an undefined state, unless the error was found before anything changed.
+    /// Records that values are in an undefined state, unless the error was found before anything changed.
     pub(super) fn poison(&mut self, error: &Error) {
         if !matches!(
             error,
@@ -202,8 +202,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Agrees with the other ranks on the graphs that this rank would run, if it has any, on one of the given number of
-    /// micro-batches.
+    /// Agrees with the other ranks on the graphs that this rank would run, if it has any. `batch` is a micro-batch,
+    /// with the number of micro-batches.
     pub(super) fn agreed<T, E: Batch>(
         &self,
         prepared: Result<T, Error>,
@@ -262,7 +262,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.graphs.certificate()
     }
 
-    /// Makes the graph for a batch, as [`step`](Self::step) would, without running it. All ranks must call it.
+    /// Creates the graph for a batch like [`step`](Self::step), without running it. All ranks must call it.
     ///
     /// # Errors
     ///
@@ -317,7 +317,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.done.steps
     }
 
-    /// Returns the table of the memory of this rank's tensors.
+    /// Returns the memory table of this rank's tensors.
     pub fn memory(&self) -> &MemoryTable {
         self.executor.table()
     }
@@ -327,7 +327,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.executor.table_mut().reset_peak();
     }
 
-    /// Returns the tensors of the module in the order in which it is visited.
+    /// Returns the tensors of the module in visiting order.
     pub fn parameters(&self) -> &[ParameterSpec] {
         &self.specs
     }

@@ -1,4 +1,5 @@
-//! Fields that share a parameter: clones of it, with one id. The graph has it once, under the path of the first field.
+//! Fields that share a parameter: clones of one `Param`, with the same id. The graph has it once, under the path of the
+//! first field.
 
 use std::iter;
 
@@ -14,7 +15,7 @@ pub(super) fn paths(spec: &ParameterSpec) -> impl Iterator<Item = &str> {
     all.map(AsRef::as_ref)
 }
 
-/// Refuses options that treat the fields of one parameter differently.
+/// Rejects options that treat the fields of one parameter differently.
 ///
 /// # Errors
 ///
@@ -31,9 +32,10 @@ pub(super) fn check(
         for path in &spec.tied {
             let other = optimizers.of(*id, path);
             let problem = if other != group && other != 0 {
-                "but the group of an optimizer has the second, and not the first, whose group it is; name the first"
+                "but an optimizer group has the second and not the first, which decides the group; name the first"
             } else if precision.compute_of(path, spec.dtype) != compute {
-                "but are to compute in different types; name both in `Precision::full_in`, or cast the value where it is used"
+                "but would compute in different types; name both in `Precision::full_in`, or cast the value where it is \
+                 used"
             } else {
                 continue;
             };

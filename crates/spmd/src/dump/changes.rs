@@ -11,11 +11,11 @@ use crate::graph::{CollectiveKind, Graph};
 
 /// Explains the lines of a list of changes.
 pub(super) const LEGEND: &str = "\
-Of each pass: nodes before and after it, and the first lines that differ.
-  - was removed
-  + was added
-  < was before, and is now
-  > this: the same values are computed, from other operands, in another shape, or marked otherwise
+For each pass: the number of nodes before and after it, and the first lines that differ.
+  - removed
+  + added
+  < the line before the pass
+  > the line after it: the same values from other operands, in another shape, or marked differently
   ~ runs earlier or later
 ";
 
@@ -34,7 +34,7 @@ pub(super) struct Printed {
     units: BTreeMap<Arc<str>, usize>,
     /// Number of collectives of each kind.
     collectives: BTreeMap<CollectiveKind, usize>,
-    /// The collectives of several tensors, with their tensors.
+    /// Collectives of several tensors, with these tensors.
     joined: BTreeSet<String>,
 }
 
@@ -136,7 +136,7 @@ impl Printed {
             text += match self.fingerprint == before.fingerprint {
                 true => "  nothing has changed\n",
                 false => {
-                    "  what does not print has changed: scalars, constants, or what ranks take of a tensor\n"
+                    "  only unprinted parts have changed: scalars, constants, or the parts that ranks take of a tensor\n"
                 }
             };
         }
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn as_few_lines_as_can_be_have_moved() {
+    fn as_few_lines_as_possible_are_moved() {
         let names = |numbers: &[usize]| {
             let lines: Vec<_> = numbers.iter().map(|n| format!("%{n} = f()")).collect();
             lines.join("; ")

@@ -7,7 +7,7 @@ use burn_ir::TensorId;
 use super::groups::Group;
 use crate::graph::{Graph, Node, Phase, Type};
 
-/// Draws a graph. Groups are framed; drops are left out.
+/// Draws a graph. Groups are framed, and drops are omitted.
 pub(super) fn draw(name: &str, graph: &Graph, groups: &[Group]) -> String {
     let mut text = format!(
         "digraph {} {{\n  graph [label={}, labelloc=t, fontname=\"sans-serif\"];\n  \

@@ -1,4 +1,4 @@
-//! Neighbouring nodes of a schedule that a picture shows as one.
+//! Neighbouring nodes of a schedule that are drawn as one.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

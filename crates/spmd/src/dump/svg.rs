@@ -1,4 +1,4 @@
-//! Pictures of graphs: computation by units, and collectives, one below the other in the order of the schedule.
+//! Pictures of graphs: computation by units, and collectives, from top to bottom in schedule order.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ const WIDTH: usize = 1120;
 const TOP: usize = 76;
 const ROW: usize = 24;
 const BOX: usize = 18;
-/// Left edge and width of the boxes of collectives, and of computation boxes.
+/// Left edge and width of the boxes of collectives and of computation.
 const TRAVELS: (usize, usize) = (92, 330);
 const COMPUTES: (usize, usize) = (500, 470);
 /// Maximum number of groups in a picture.
@@ -38,7 +38,7 @@ pub(super) fn draw(printed: &Printed, graph: &Graph, groups: &[Group]) -> String
     }
     let left = groups.len() - shown.len();
     if left > 0 {
-        let more = format!(".. and {left} groups more, which the text has");
+        let more = format!(".. and {left} more groups, listed in the text");
         svg += &text(COMPUTES.0, middle(shown.len()) + 4, &more, "");
     }
     svg + "</svg>\n"
@@ -112,7 +112,7 @@ fn row_of(graph: &Graph, group: &Group, row: usize, lines: &[&str]) -> String {
         (Some(first), Some(last)) if first != last => format!("{first}-{last}"),
         (first, _) => first.map_or_else(String::new, ToString::to_string),
     };
-    // For letters of about this width.
+    // Letters are about 6 pixels wide.
     let fitting = shortened(&said, (width - 12) / 6);
     format!(
         "<g><title>{}</title>\n<rect x=\"{x}\" y=\"{y}\" width=\"{width}\" height=\"{BOX}\" rx=\"3\" fill=\"{pale}\" \
@@ -159,7 +159,7 @@ fn operations(graph: &Graph, group: &Group) -> String {
     }
 }
 
-/// Draws the values that collectives give and take, and the values that forward keeps for backward.
+/// Draws arrows for the inputs and outputs of collectives, and for the values that forward keeps for backward.
 fn arrows(graph: &Graph, groups: &[Group]) -> String {
     let mut writers: BTreeMap<TensorId, usize> = BTreeMap::new();
     let mut kept: BTreeMap<(usize, usize), usize> = BTreeMap::new();

@@ -15,7 +15,7 @@ impl Error {
         }
     }
 
-    /// Returns the error for a tensor of another shape or type.
+    /// Returns the error for a tensor of a different shape or type.
     pub(crate) fn mismatch(
         what: &'static str,
         name: impl Into<String>,

@@ -3,13 +3,13 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The reason why graphs were not written. Nothing of the graph at hand was written.
+/// The reason why graphs were not written. The current graph was not partially written.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DumpError {
     /// A folder or file that cannot be written.
     #[error(
-        "cannot write graphs to {}: {reason}; name a folder that can be written to and has room, or write no graphs",
+        "cannot write graphs to {}: {reason}; choose a writable folder with enough space, or do not write graphs",
         path.display()
     )]
     Write {
@@ -19,10 +19,10 @@ pub enum DumpError {
         reason: String,
     },
 
-    /// Something other than a graph, in the place of graphs of an earlier run.
+    /// Something other than a graph where an earlier run's graphs belong.
     #[error(
-        "graphs of an earlier run in {} cannot be replaced: {} was not written with them; move it away, or name another \
-         folder",
+        "cannot replace the graphs of an earlier run in {}: {} was not written with them; move it away, or choose \
+         another folder",
         folder.display(),
         path.display()
     )]

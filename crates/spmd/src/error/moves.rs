@@ -6,8 +6,8 @@
 pub enum MoveError {
     /// A node that cannot move.
     #[error(
-        "node {node} ({operation}) cannot run in the next step: {reason}; move a subgraph whose results are read by nodes \
-         that move alone, together with all of these"
+        "node {node} ({operation}) cannot run in the next step: {reason}; move nodes together with all nodes that read \
+         their results"
     )]
     Node {
         /// Its place in the graph.
@@ -18,17 +18,17 @@ pub enum MoveError {
         reason: &'static str,
     },
 
-    /// A place after a reader of the moved node's result.
+    /// A position after a reader of the moved node's result.
     #[error(
-        "node {node} ({operation}) cannot run before node {before} of the next step: node {reader} ({reads}) reads there what \
-         it makes, and comes earlier; move it to before that one (IterationGraph::first_read)"
+        "node {node} ({operation}) cannot run before node {before} of the next step: node {reader} ({reads}) reads its \
+         result and comes earlier; move it to before that node (IterationGraph::first_read)"
     )]
     Late {
         /// The moved node.
         node: usize,
         /// Name of its operation.
         operation: String,
-        /// The node before which it was to run.
+        /// The node that it should run before.
         before: usize,
         /// The node that reads its result.
         reader: usize,
@@ -37,13 +37,13 @@ pub enum MoveError {
     },
 
     /// A move that chose no nodes.
-    #[error("nothing was chosen to run in the next step; leave the pass out, or let it move nodes")]
+    #[error("no node was chosen to run in the next step; remove the pass, or let it move nodes")]
     Nothing,
 
-    /// A step of several micro-batches, which keeps its nodes.
+    /// Nodes cannot move in a step with a scaled loss.
     #[error(
-        "a step whose loss is scaled is several graphs, of which no node runs in the next step; compute in bf16, or leave \
-         the passes of Mode::move_to_next_iteration out"
+        "a step with a scaled loss has several graphs, and none of their nodes can run in the next step; compute in \
+         bf16, or remove the passes of Mode::move_to_next_iteration"
     )]
     Scaled,
 }

@@ -1,4 +1,4 @@
-//! Errors of modules that stand for others while a step is traced.
+//! Errors of modules that are traced in place of a step's module.
 
 /// The reason why a module cannot be traced in place of the step's module.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -6,8 +6,8 @@
 pub enum OverrideError {
     /// The module lacks a parameter or buffer.
     #[error(
-        "the module of an override has no \"{path}\", which the step's has; a module that stands for another keeps all of its \
-         parameters under the same paths: keep the part that has it, or compile another model"
+        "the module of an override has no \"{path}\", but the step's module does; an override must keep all parameters \
+         under the same paths: keep the part that contains it, or compile another model"
     )]
     Lacks {
         /// The path.
@@ -16,15 +16,15 @@ pub enum OverrideError {
 
     /// A parameter or buffer differs.
     #[error(
-        "an override changes parameter \"{path}\" from {expected} to {got}; replace parts by ones with the same parameters \
-         under the same paths"
+        "an override changes parameter \"{path}\" from {expected} to {got}; replace parts only with ones that have the \
+         same parameters under the same paths"
     )]
     Differs {
         /// The path.
         path: String,
         /// Type, shape and kind in the step's module.
         expected: String,
-        /// The same in the override's.
+        /// Type, shape and kind in the override's module.
         got: String,
     },
 }

@@ -10,7 +10,8 @@ pub enum ProofError {
     /// A plan whose list of operations differs from its twin's. The twin is the plan of the same step at small shapes,
     /// which can be proved: see [`certify_at`](crate::certify_at).
     #[error(
-        "the plan of the run is not the one that can be proved at small shapes: after the pass \"{}\", {reason}{}; {}",
+        "the plan of the run differs from the one that can be proved at small shapes: after the pass \"{}\", {reason}{}; \
+         {}",
         Pass(*pass),
         At(*node, operation.as_str()),
         of_twin(*pass)
@@ -26,10 +27,10 @@ pub enum ProofError {
         reason: String,
     },
 
-    /// A plan that is not among the proved ones: see [`Mode::proved`](crate::Mode::proved).
+    /// A plan that was not proved: see [`Mode::proved`](crate::Mode::proved).
     #[error(
-        "the step has a plan of {nodes} operations that is none of those that were proved before the run: its batch has another \
-         shape, or its optimizer another step; prove that one, too, or leave the proof out"
+        "the step has a plan of {nodes} operations that was not proved before the run: its batch has another shape, or \
+         its optimizer another step; prove that plan as well, or skip the proof"
     )]
     Unproved {
         /// Number of operations in the plan.
@@ -41,9 +42,12 @@ pub enum ProofError {
 fn of_twin(pass: Option<PassId>) -> &'static str {
     match pass {
         None => {
-            "take small shapes at which the model does the same operations: dims of one element stay one, and Burn's Linear \
-             over three dims and more multiplies few rows in another way than many, unless there are a multiple of 32"
+            "choose small shapes at which the model runs the same operations: dims of one element must stay one, and \
+             Burn's Linear over three or more dims multiplies few rows differently from many, unless their number is a \
+             multiple of 32"
         }
-        Some(_) => "leave the pass out where an option does, or leave the proof out, and report it",
+        Some(_) => {
+            "turn the pass off where an option allows it, or skip the proof, and report this"
+        }
     }
 }

@@ -12,28 +12,28 @@ pub enum ScaleError {
 
     /// A scale that has become too small, because gradients overflow at every scale.
     #[error(
-        "gradients overflow at every scale of the loss down to {scale:e}; the step was skipped: look for infinities in \
-         the model or the batch, lower the learning rate, or compute in bf16"
+        "gradients overflow at every scale of the loss down to {scale:e}, and the step was skipped; look for infinities \
+         in the model or the batch, lower the learning rate, or compute in bf16"
     )]
     Vanished {
         /// The last scale.
         scale: f64,
     },
 
-    /// A loss that is to be scaled within a memory budget.
+    /// A scaled loss in a step with a memory budget.
     #[error(
-        "a step whose loss is scaled is several graphs, of which no budget of memory is kept; use bf16, or choose units by \
-         Options::recompute_units"
+        "a step with a scaled loss has several graphs, for which a memory budget is not supported; use bf16, or choose \
+         units with Options::recompute_units"
     )]
     Budget,
 
-    /// A graph that takes no factor of the loss.
+    /// A graph without a factor for its loss.
     #[error(
-        "the graph was traced without the factor of its loss; trace it with TraceConfig::scales_loss"
+        "the graph was traced without a factor for its loss; trace it with TraceConfig::scales_loss"
     )]
     NotTraced,
 
-    /// A step that scales no loss.
-    #[error("this step scales no loss; compile it with Options::scale_loss")]
+    /// A step that does not scale its loss.
+    #[error("this step does not scale its loss; compile it with Options::scale_loss")]
     Off,
 }

@@ -2,24 +2,22 @@
 
 use crate::pass_id::PassId;
 
-/// Returns advice about something that cannot be captured.
+/// Returns advice on an operation that cannot be captured.
 pub(super) fn advice(reason: &str, produced_by: Option<&str>) -> &'static str {
     // Burn panics with this text, and has no error type for it.
     if reason.contains("seeding is not supported") {
-        "seed before `compile`: what `init` makes on rank 0 is drawn there, from the seed of that time"
+        "seed before `compile`, which draws the initial values on rank 0 from the seed at that time"
     } else if reason.contains("do not support autodiff") {
-        "inner(), valid() and from_inner() cannot be captured: use detach() for what gets no gradient, or \
-         train this model with the eager engine (fully_shard)"
-    } else if reason.contains("DTypeMismatch") || reason.contains("dtype mismatch") {
-        "tensors of two types met: with `Options::precision` the parameters are of the type that computes, and the loss \
-         casts its batch to it (and back, around layers that compute in full)"
-    } else if reason.contains("to a capture device with autodiff") {
-        "do not move tensors that the loss computes between devices, or train this model with the eager \
-         engine (fully_shard)"
-    } else if produced_by.is_some_and(|operation| operation.contains("Any")) {
-        "the loss asks whether any element holds, as one_hot does of its indices: compare with \
-         Tensor::arange instead of one_hot, keep values on the device inside the loss, or train this \
+        "inner(), valid() and from_inner() cannot be captured: use detach() for values without a gradient, or train this \
          model with the eager engine (fully_shard)"
+    } else if reason.contains("DTypeMismatch") || reason.contains("dtype mismatch") {
+        "tensors of two types met: with `Options::precision` the parameters have the compute type, so cast the batch to \
+         it in the loss (and back around layers that compute in full precision)"
+    } else if reason.contains("to a capture device with autodiff") {
+        "do not move tensors between devices in the loss, or train this model with the eager engine (fully_shard)"
+    } else if produced_by.is_some_and(|operation| operation.contains("Any")) {
+        "the loss tests whether any element holds, as one_hot does with its indices: compare with Tensor::arange instead \
+         of one_hot, keep values on the device inside the loss, or train this model with the eager engine (fully_shard)"
     } else {
         "keep values on the device inside the loss, or train this model with the eager engine (fully_shard)"
     }
@@ -31,8 +29,8 @@ pub(super) struct Known<'a>(pub(super) &'a String);
 impl std::fmt::Display for Known<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.0.as_str() {
-            "" => f.write_str("is none"),
-            known => write!(f, "are {known}"),
+            "" => f.write_str("there are none"),
+            known => write!(f, "use one of {known}"),
         }
     }
 }
@@ -43,7 +41,7 @@ pub(super) struct Produced<'a>(pub(super) &'a Option<String>);
 impl std::fmt::Display for Produced<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.0 {
-            Some(operation) => write!(f, " (the value is computed by {operation})"),
+            Some(operation) => write!(f, " (the value comes from {operation})"),
             None => Ok(()),
         }
     }
@@ -73,7 +71,7 @@ impl std::fmt::Display for Pass {
     }
 }
 
-/// Names the node at fault, if it is known.
+/// Names the faulty node, if it is known.
 pub(super) struct At<'a>(pub(super) Option<usize>, pub(super) &'a str);
 
 impl std::fmt::Display for At<'_> {

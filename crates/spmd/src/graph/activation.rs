@@ -1,4 +1,4 @@
-//! Values that the user named, so that placements can be requested for them, or put into regions.
+//! Values that the user named to request placements for them, or put into regions.
 
 use std::collections::BTreeSet;
 
@@ -8,12 +8,12 @@ use super::Graph;
 use super::value::NamedActivation;
 
 impl Graph {
-    /// Declares that a placement is requested for a value by name. Until it is placed, every pass keeps it.
+    /// Declares that a placement is requested for a named value. Every pass keeps the value until it is placed.
     pub(crate) fn add_activation(&mut self, activation: NamedActivation) {
         self.results.activations.push(activation);
     }
 
-    /// Takes out the values with requested placements, to be placed.
+    /// Removes and returns the values with requested placements, to be placed.
     pub(crate) fn take_activations(&mut self) -> Vec<NamedActivation> {
         std::mem::take(&mut self.results.activations)
     }

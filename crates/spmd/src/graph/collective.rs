@@ -15,7 +15,7 @@ use burn_fsdp_mesh::{Partition, ReduceOp};
 /// | all-gather | this rank's part, any shape of `chunk_len` elements | the whole, any shape of `num_elements` |
 /// | reduce-scatter | the whole, any shape | this rank's part, any shape of `chunk_len`, padding zero |
 /// | all-reduce | the whole | the whole |
-/// | all-to-all | for each rank in turn, its share of this rank's part | from each rank in turn, what it gave |
+/// | all-to-all | this rank's part, with the ranks' shares in rank order | the received shares, in rank order |
 ///
 /// If the operation is split in two nodes, the node with stage [`Stage::Start`] has the inputs above, and outputs of
 /// the shapes above. These must not be read while their memory is being written. The node with stage [`Stage::Wait`]
@@ -28,13 +28,13 @@ pub struct Collective {
     pub axis: Arc<str>,
     /// Name of the operation in ledgers and errors.
     pub label: Arc<str>,
-    /// The tensors that travel together.
+    /// The tensors that are sent together.
     pub parts: Vec<CollectivePart>,
     /// Reduction of addends; `None` if nothing is combined.
     pub reduction: Option<ReduceOp>,
     /// Role of the tensors in the step.
     pub payload: Payload,
-    /// The whole operation, or one half of it.
+    /// The phase: the whole operation, or its start or wait.
     pub stage: Stage,
 }
 
@@ -73,7 +73,7 @@ pub struct CollectivePart {
     /// Partition after an all-to-all, along another dim. The tensor has one element for each pair of an element of
     /// `partition` and an element of `across`.
     pub across: Option<Partition>,
-    /// Type of the elements as they travel.
+    /// Element type during communication.
     pub dtype: DType,
     /// Type of the result's elements. It may be wider than `dtype` for a reduction.
     pub result: DType,
@@ -85,7 +85,7 @@ impl CollectivePart {
         self.len_by(Share::Full, Partition::num_elements)
     }
 
-    /// Returns the bytes of the whole tensor.
+    /// Returns the size of the whole tensor in bytes.
     pub fn num_bytes(&self) -> usize {
         self.num_elements() * self.dtype.size()
     }
@@ -119,7 +119,7 @@ pub enum Stage {
     Whole,
     /// Only the start.
     Start,
-    /// The wait for a collective that was started.
+    /// Waits for a collective that was started.
     Wait,
 }
 
@@ -134,13 +134,13 @@ impl Collective {
         format!("{stage}{}", self.kind)
     }
 
-    /// Returns the bytes of the whole tensors as they travel.
+    /// Returns the size of the whole tensors in bytes, as communicated.
     pub fn num_bytes(&self) -> usize {
         self.parts.iter().map(CollectivePart::num_bytes).sum()
     }
 
-    /// Returns the type of the results, if it differs from the type in which a reduction's addends travel. It is the
-    /// same for all parts.
+    /// Returns the type of the results, if it differs from the type in which a reduction sends addends. It is the same
+    /// for all parts.
     pub fn widened(&self) -> Option<DType> {
         let mut parts = self.parts.iter();
         let widened = parts.find(|part| part.result != part.dtype);
@@ -169,7 +169,7 @@ impl CollectiveKind {
         }
     }
 
-    /// Returns the contract: which ranks give and get what.
+    /// Returns the contract: which ranks send and receive which data.
     pub fn contract(self) -> Contract {
         self.operation().contract()
     }

@@ -14,16 +14,16 @@ pub struct Draw {
     pub seed: u64,
     /// Number among the draws of a step, in the order in which they were traced.
     pub number: u32,
-    /// Shape of the whole draw. Ranks take parts of it.
+    /// Shape of the whole draw; each rank takes a part of it.
     pub whole: Vec<usize>,
-    /// The parts that a rank takes, each along another dim; empty if it takes everything.
+    /// The parts that a rank takes, each along a different dim; empty if it takes everything.
     pub shifts: Vec<AxisShift>,
     /// True if every rank draws its own numbers, for its own rows.
     pub is_own: bool,
 }
 
 impl Draw {
-    /// Cuts the draw for each rank by the placements of the result.
+    /// Splits the draw among ranks by the placements of the result.
     pub(crate) fn place(&mut self, placements: &[AxisPlacement]) {
         let mut local = self.whole.clone();
         self.shifts.clear();
@@ -31,7 +31,7 @@ impl Draw {
             if let Placement::Shard(dim) = of.placement {
                 debug_assert!(
                     local[dim].is_multiple_of(of.num_ranks),
-                    "what is drawn is cut in equal parts"
+                    "draws are cut into equal parts"
                 );
                 local[dim] /= of.num_ranks;
                 self.shifts.push(AxisShift {
@@ -50,7 +50,9 @@ impl Draw {
     ) -> Result<Vec<usize>, String> {
         let mut start = vec![0; self.whole.len()];
         for shift in &self.shifts {
-            let start = start.get_mut(shift.dim).ok_or("it has no such dim")?;
+            let start = start
+                .get_mut(shift.dim)
+                .ok_or("it does not have that dim")?;
             *start += along(&shift.axis)? * shift.len;
         }
         Ok(start)

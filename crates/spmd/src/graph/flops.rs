@@ -4,7 +4,7 @@ use std::ops::AddAssign;
 
 use serde::Serialize;
 
-/// The number of one rank's floating-point operations; a multiplication and an addition count as two.
+/// The number of floating-point operations of one rank; a multiply-add counts as two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Flops {
     /// Operations of matrix products, including linear layers: `2 m k n`.

@@ -4,7 +4,7 @@ use burn_ir::OperationIr;
 
 use super::Graph;
 
-/// Converts the operations to a graph of Burn's.
+/// Converts the operations to a Burn graph.
 impl From<&Graph> for burn_ir::GraphIr {
     fn from(graph: &Graph) -> Self {
         let operations: Vec<OperationIr> = graph

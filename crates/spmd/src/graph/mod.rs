@@ -119,11 +119,11 @@ struct Results {
     loss: Option<TensorId>,
     /// Outputs other than the loss, by name.
     outputs: BTreeMap<Arc<str>, TensorId>,
-    /// Number of the trace, which determines how the outputs are put together again.
+    /// Number of the trace, which determines how the outputs are reassembled.
     template: usize,
     /// Values with requested placements, until they are placed.
     activations: Vec<NamedActivation>,
-    /// The values of forward that the user wants to recompute, by region.
+    /// The forward values that the user wants to recompute, by region.
     regions: Vec<BTreeSet<TensorId>>,
 }
 
@@ -138,22 +138,23 @@ impl Graph {
         &self.nodes
     }
 
-    /// Replaces the schedule. Values that no node mentions stay declared until [`prune`](Self::prune).
+    /// Replaces the schedule. Values without a node stay declared until [`prune`](Self::prune).
     pub fn set_nodes(&mut self, nodes: Vec<Node>) {
         self.nodes = nodes;
     }
 
-    /// Takes out the schedule. [`set_nodes`](Self::set_nodes) puts it back.
+    /// Removes and returns the schedule. [`set_nodes`](Self::set_nodes) puts it back.
     pub fn take_nodes(&mut self) -> Vec<Node> {
         std::mem::take(&mut self.nodes)
     }
 
-    /// Returns the sizes that passes decide by.
+    /// Returns the sizes on which passes base decisions. A pass that used shapes instead would choose a different plan
+    /// for the small shapes of a proof.
     pub(crate) fn sizes(&self) -> &Sizes {
         &self.sizes
     }
 
-    /// Makes passes decide by these sizes.
+    /// Makes passes use these sizes for decisions.
     pub(crate) fn decide_by(&mut self, sizes: Sizes) {
         self.sizes = sizes;
     }
@@ -173,7 +174,7 @@ impl Graph {
         self.values.get(&id)
     }
 
-    /// Returns the value with this id for changes. Only [`sync_nodes`](Self::sync_nodes) updates its shape and type in
+    /// Returns the value with this id, mutably. Only [`sync_nodes`](Self::sync_nodes) updates its shape and type in
     /// nodes.
     pub fn value_mut(&mut self, id: TensorId) -> Option<&mut Value> {
         self.values.get_mut(&id)
@@ -210,7 +211,7 @@ impl Graph {
         id
     }
 
-    /// Returns a value as a read operand of an operation: read-only.
+    /// Returns a value as a read-only operand of an operation.
     ///
     /// # Errors
     ///
@@ -222,11 +223,11 @@ impl Graph {
             .ok_or_else(|| Error::Internal(format!("value {} is not declared", id.value())))
     }
 
-    /// Returns a value as a written operand of an operation: not yet initialised.
+    /// Returns a value as an operand that an operation writes: not yet initialised.
     ///
     /// # Errors
     ///
-    /// As [`read`](Self::read).
+    /// Same as [`read`](Self::read).
     pub fn write(&self, id: TensorId) -> Result<TensorIr, Error> {
         let TensorIr {
             id, shape, dtype, ..
@@ -277,7 +278,7 @@ impl Graph {
         self.constants.insert(id, data);
     }
 
-    /// Returns the tensors of a batch, in its order.
+    /// Returns the tensors of a batch, in order.
     pub fn inputs(&self) -> &[TensorId] {
         &self.inputs
     }
@@ -292,7 +293,7 @@ impl Graph {
         &self.parameters
     }
 
-    /// Returns the parameters and buffers for changes, for passes that shard them.
+    /// Returns the parameters and buffers mutably, for passes that shard them.
     pub fn parameters_mut(&mut self) -> &mut Vec<Parameter> {
         &mut self.parameters
     }
@@ -307,7 +308,7 @@ impl Graph {
         &self.updates
     }
 
-    /// Returns the updates for changes.
+    /// Returns the updates mutably.
     pub fn updates_mut(&mut self) -> &mut Vec<Update> {
         &mut self.updates
     }
@@ -379,7 +380,7 @@ impl Graph {
         self.ranks.mesh.as_ref().map_or(1, Mesh::size)
     }
 
-    /// Returns the mesh of the ranks that run this graph together; `None` for a graph of a single rank.
+    /// Returns the mesh of the ranks that run this graph; `None` for a single rank's graph.
     pub fn mesh(&self) -> Option<&Mesh> {
         self.ranks.mesh.as_ref()
     }

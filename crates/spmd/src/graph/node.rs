@@ -32,12 +32,12 @@ pub struct Node {
     /// The random numbers that the node draws from a seed; `None` for all other operations, and for numbers from the
     /// backend's generator.
     pub draw: Option<Draw>,
-    /// Properties of an operation that is not Burn's; `None` for all others, and before it is
+    /// Properties of a custom operation; `None` for all others, and before it is
     /// [described](crate::CustomOperations::describe).
     pub custom: Option<CustomProfile>,
 }
 
-/// The properties of an operation that is not Burn's, for passes and plans.
+/// The properties of a custom operation, for passes and plans.
 ///
 /// By default it is pure, not cheap, and makes new memory for its results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,11 +45,11 @@ pub struct CustomProfile {
     /// True if equal operands give equal results, without other effects. Such a node may be dropped, repeated, or
     /// merged with an equal one.
     pub is_pure: bool,
-    /// True if it costs little more than reading and writing its operands. Backward may then recompute it instead of
-    /// keeping its result.
+    /// True if the operation costs little more than reading and writing its operands. Backward may then recompute it
+    /// instead of keeping its result.
     pub is_cheap: bool,
     /// Index of the input whose memory the first result overwrites. This requires that no other tensor holds that
-    /// memory, and that the input covers all of it, in the order of its dims. Every other result has memory of its own.
+    /// memory, and that the input covers all of it in row-major order. All other results have separate memory.
     pub written_over: Option<usize>,
     /// Arithmetic operations of a call.
     pub flops: Flops,
@@ -69,7 +69,7 @@ impl Default for CustomProfile {
 /// A phase of a train step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Phase {
-    /// The computation of the loss from the batch.
+    /// Computes the loss from the batch.
     Forward,
     /// The computation of the gradients from the loss.
     Backward,
@@ -89,7 +89,7 @@ impl fmt::Display for Phase {
 
 /// Host scalars of an optimizer operation, which are patched before each step.
 ///
-/// The optimizer's step is recorded anew each time. The scalars come from the operation at `position` in it, for the
+/// The optimizer's step is recorded again each time. The scalars come from the operation at `position` in it, for the
 /// node's parameter ([`Node::path`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ScalarSlot {
@@ -99,7 +99,7 @@ pub struct ScalarSlot {
     pub first: usize,
     /// Number of its scalars.
     pub len: usize,
-    /// True if the scalars belong to the step before, because the node was moved here from there.
+    /// True if the scalars belong to the previous step, because the node was moved from there.
     pub is_of_before: bool,
 }
 
@@ -191,7 +191,7 @@ impl Node {
     }
 }
 
-/// Gives every tensor of an operation its id in `map`.
+/// Replaces the id of every tensor of an operation with its id in `map`.
 pub(crate) fn rename(operation: &mut OperationIr, map: &BTreeMap<TensorId, TensorId>) {
     struct Rename<'a>(&'a BTreeMap<TensorId, TensorId>);
     impl IrVisitorMut for Rename<'_> {
@@ -220,7 +220,7 @@ pub(crate) fn set_status(
     operation.visit_mut(&mut Mark(status));
 }
 
-/// Gives every tensor of an operation the shape and type of its value.
+/// Sets the shape and type of every tensor of an operation to its value's.
 pub(super) fn set_values(operation: &mut OperationIr, values: &BTreeMap<TensorId, Value>) {
     struct Sync<'a>(&'a BTreeMap<TensorId, Value>);
     impl IrVisitorMut for Sync<'_> {

@@ -1,7 +1,7 @@
 //! The table of the traits of Burn's operations, for passes and rules.
 //!
-//! Each of Burn's enums of operations has one match here, and no match has a wildcard arm. An operation that a later
-//! Burn adds does not compile until it has an entry here, so no operation gets traits by accident.
+//! Each of Burn's enums of operations has one match here, and no match has a wildcard arm. If a later version of Burn
+//! adds an operation, this file does not compile until the operation has an entry, so none gets traits by accident.
 
 use burn_ir::{
     ActivationOperationIr, BaseOperationIr, BoolOperationIr, DistributedOperationIr,
@@ -20,7 +20,7 @@ pub(crate) enum Trait {
     Cheap,
     /// Linear: addends of the operands give addends of the result.
     Linear,
-    /// Linear on floats, but not on integers, which are rounded.
+    /// Linear for floats, but not for integers, which are rounded.
     LinearOnFloats,
     /// A view: the result shares the memory of the first operand, on a backend with strided views such as Flex.
     View,
@@ -36,7 +36,7 @@ struct Row {
     traits: &'static [Trait],
 }
 
-/// Makes the entries of one of Burn's enums.
+/// Generates the entries of one of Burn's enums.
 macro_rules! rows {
     ($operation:expr, $of:ident { $($name:ident [$($is:ident)*])+ }) => {
         match $operation {
@@ -67,7 +67,7 @@ fn entry(operation: &OperationIr) -> (&'static str, Option<Row>, &'static [Trait
     }
 }
 
-/// Returns true if an operation of Burn has a trait. Operations that are not Burn's have none here, see
+/// Returns true if an operation of Burn has a trait. Custom operations have none here, see
 /// [`CustomProfile`](super::CustomProfile).
 pub(crate) fn is(operation: &OperationIr, asked: Trait) -> bool {
     let (_, row, never) = entry(operation);

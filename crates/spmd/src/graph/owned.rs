@@ -40,8 +40,7 @@ impl Absent {
         }
     }
 
-    /// Returns the call of an operation that is not Burn's with only the operands that the rank has; `None` if it has
-    /// all.
+    /// Returns the call of a custom operation with only the operands that the rank has; `None` if it has all.
     pub fn without(&self, call: &CustomOpIr) -> Option<CustomOpIr> {
         if !call.inputs.iter().any(|input| self.contains(input.id)) {
             return None;
@@ -51,8 +50,8 @@ impl Absent {
         Some(call)
     }
 
-    /// Returns a node with only the operands that the rank has. `None` if it has all, or if the node is not a
-    /// [custom operation](Self::without).
+    /// Returns a node with only the operands that the rank has; `None` if it has all, or if the node is not a [custom
+    /// operation](Self::without).
     pub(crate) fn node_without(&self, node: &Node) -> Option<Node> {
         match &node.operation {
             OperationIr::Custom(call) if node.collective.is_none() => {

@@ -25,19 +25,19 @@ pub struct Value {
 pub enum Role {
     /// A parameter of the module, trained or frozen. Given.
     Parameter(Arc<str>),
-    /// A tensor of the module that is not a parameter, such as a running mean. Given.
+    /// A given tensor of the module that is not a parameter, such as a running mean.
     Buffer(Arc<str>),
-    /// A tensor of the batch. Given anew at each step.
+    /// A tensor of the batch. Given at each step.
     Input(Arc<str>),
-    /// A state of the optimizer, from the step before. Given.
+    /// A state of the optimizer, from the previous step. Given.
     State {
         /// The parameter that it belongs to.
         path: Arc<str>,
         /// Name of the tensor in the optimizer's state, such as `momentum.moment_1`.
         slot: Arc<str>,
     },
-    /// A value of the step before, for nodes that run in the next one. It is the gradient of the parameter with this
-    /// path, for a postponed optimizer, or any other value by its number. Given.
+    /// A value of the previous step, for nodes that were moved to this one. It is the gradient of the parameter with
+    /// this path, for a postponed optimizer, or any other value by its number. Given.
     Pending(Arc<str>),
     /// A tensor that is the same in every step. Given, see [`Graph::constants`](super::Graph::constants).
     Constant,
@@ -101,7 +101,7 @@ impl Value {
         self.shape.iter().product()
     }
 
-    /// Returns the bytes on one rank, if the value has memory of its own.
+    /// Returns the bytes on one rank, if the value has separate memory.
     pub fn num_bytes(&self) -> usize {
         self.num_elements() * self.dtype.size()
     }
@@ -133,7 +133,7 @@ pub struct Parameter {
     pub gradient: Option<TensorId>,
     /// The optimizer's states, in its order.
     pub states: Vec<TensorId>,
-    /// The states with another shape than the parameter, which are whole on each rank. A shard of the parameter may
+    /// The states with a different shape from the parameter, which are whole on each rank. A shard of the parameter may
     /// have the shape of such a state, which is still whole.
     pub whole_states: Vec<TensorId>,
     /// True for a tensor that is not a parameter. It is never sharded.
@@ -156,23 +156,23 @@ pub struct Update {
     pub from: TensorId,
 }
 
-/// A value that the user named, so that a placement can be requested for it. Several values can share a name.
+/// A value that the user named to request a placement for it. Several values can share a name.
 #[derive(Debug, Clone)]
 pub(crate) struct NamedActivation {
     pub(crate) name: Arc<str>,
     pub(crate) value: TensorId,
 }
 
-/// What the ranks of each axis hold of a value that waits for the next step.
+/// The placements and the owner of a value that waits for the next step.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Carried {
-    /// A placement for each axis; none for values of the ranks' own.
+    /// A placement for each axis; none for values that differ between ranks.
     pub(crate) on: Vec<Option<Placement>>,
-    /// The index of the owner along the axis that shards, if one rank has all of it.
+    /// The index of the owner along the shard axis, if one rank has the whole value.
     pub(crate) owner: Option<usize>,
 }
 
-/// The ranks that alone have a value: those at an index along an axis.
+/// The only ranks that have a value: the ones at an index along an axis.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Owner {
     pub(crate) axis: Arc<str>,

@@ -1,4 +1,4 @@
-//! The choice of a mode's plans to prove.
+//! Selects which plans of a mode to prove.
 
 /// The plans that are proved before they run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

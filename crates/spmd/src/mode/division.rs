@@ -24,7 +24,7 @@ pub(super) enum Division {
         shard: Axis,
         replicate: Replicate,
     },
-    /// Every value is divided by its placements on a mesh.
+    /// Every value is divided according to its placements on a mesh.
     Expand(Mesh, Expand),
     /// Every value is divided on one axis, by placements that move few bytes; `None` until the first graph.
     Least(Option<Expand>),
@@ -39,7 +39,7 @@ impl Division {
         }
     }
 
-    /// Returns the axis along which ranks hold shards of parameters, if they do in data parallelism.
+    /// Returns the axis along which data parallelism shards parameters, if it does.
     pub(super) fn shard_axis(&self, mesh: &Mesh) -> Option<Axis> {
         match self {
             Self::DataParallel(style) if style.is_sharded() => mesh.axes().first().cloned(),
@@ -48,7 +48,7 @@ impl Division {
         }
     }
 
-    /// Returns the layout of a parameter or buffer until there is a graph.
+    /// Returns the layout of a parameter or buffer before there is a graph.
     pub(super) fn initial_layout(
         &self,
         mesh: &Mesh,

@@ -1,4 +1,4 @@
-//! The graphs of a mode's plans, in files.
+//! Dumps of a mode's plans.
 
 use std::path::PathBuf;
 
@@ -8,18 +8,18 @@ use crate::error::Error;
 use crate::graph::Graph;
 
 impl Mode {
-    /// Writes the graphs of each plan into a folder of its own in `folder`: `graph-0` and so on, in the order in which
-    /// plans are made. There are plans for the first step, the steps after it, other shapes, micro-batches, and
+    /// Writes the graphs of each plan into a separate folder in `folder`: `graph-0` and so on, in the order in which
+    /// plans are created. There are plans for the first step, the steps after it, other shapes, micro-batches, and
     /// evaluations. Each folder holds the graph as it was traced and the graph after each pass: as text (as it
     /// [prints](crate::graph)), as a picture (SVG) and for Graphviz (DOT). `changes.txt` lists the changes of each
     /// pass. See [`GraphDump`].
     ///
     /// Rank 0 of the mode's group writes. Plans and their fingerprints do not change, but making a plan takes longer.
     /// The first complete plan replaces the graphs of an earlier run. Steps that are compiled with clones of this mode
-    /// continue the numbering. For a refused plan, the folder holds all graphs that were made until then, and the
+    /// continue the numbering. For a rejected plan, the folder holds all graphs that were created until then, and the
     /// error.
     ///
-    /// If graphs cannot be written, the step is refused on all ranks before it changes anything, on rank 0 with
+    /// If graphs cannot be written, the step is rejected on all ranks before it changes anything, on rank 0 with
     /// [`Error::Dump`].
     ///
     /// ```no_run
@@ -39,11 +39,11 @@ impl Mode {
         self
     }
 
-    /// Makes a plan, and writes the graphs from which it is made, if requested.
+    /// Creates a plan, and writes its graphs if requested.
     ///
     /// # Errors
     ///
-    /// The errors of `make`, whether its graphs were written or not; [`Error::Dump`].
+    /// The errors of `make`, whether or not its graphs were written; [`Error::Dump`].
     pub(crate) fn dumped<T>(
         &self,
         title: &str,

@@ -11,7 +11,7 @@ use crate::error::Error;
 #[derive(Debug, Clone, Default)]
 pub(super) struct Owners {
     patterns: Vec<Pattern>,
-    /// The index of the owner along the axis of the shards; `None` until the parameters are known.
+    /// The index of the owner along the shard axis; `None` until the parameters are known.
     by_path: Option<BTreeMap<Arc<str>, usize>>,
 }
 
@@ -28,7 +28,7 @@ impl Owners {
         self.by_path.as_ref().unwrap_or(&NONE)
     }
 
-    /// Returns the choice of all parameters that match one of the patterns.
+    /// Chooses all parameters that match one of the patterns.
     pub(super) fn matching(patterns: impl Iterator<Item = Pattern>) -> Self {
         Self {
             patterns: patterns.collect(),
@@ -36,8 +36,8 @@ impl Owners {
         }
     }
 
-    /// Decides which of `num_ranks` ranks, if they hold shards, owns each matching parameter of a step, given all
-    /// parameters with their shapes. Does nothing if that is already decided.
+    /// Assigns each matching parameter of a step to one of `num_ranks` ranks, if they hold shards. `parameters` lists
+    /// all parameters with their shapes. Does nothing if owners are already assigned.
     pub(super) fn assign<'a>(
         &mut self,
         parameters: impl Iterator<Item = (&'a Arc<str>, &'a [usize])> + Clone,
@@ -57,8 +57,8 @@ impl Owners {
                         name: path.to_string(),
                         placement: "whole on one rank (Mode::one_owner)".to_owned(),
                         shape: shape.to_vec(),
-                        reason: "this step lays every value out by placements, and owners are of Mode::data_parallel and \
-                                 Mode::hybrid"
+                        reason: "owners require Mode::data_parallel or Mode::hybrid, but this step divides every value \
+                            by placements"
                             .to_owned(),
                     });
                 }

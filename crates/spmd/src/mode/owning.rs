@@ -9,16 +9,16 @@ use super::owners::Owners;
 use crate::error::Error;
 
 impl Mode {
-    /// Gives every parameter that matches to one rank, instead of a shard to every rank. That rank holds all of it
-    /// between steps and runs its optimizer. A pattern names a parameter, or a module with everything in it, as in the
-    /// eager engine's `ShardPolicy::one_owner`.
+    /// Assigns each matching parameter to one rank, instead of sharding it. That rank holds all of it between steps and
+    /// runs its optimizer. A pattern names a parameter, or a module with everything in it, as in the eager engine's
+    /// `ShardPolicy::one_owner`.
     ///
-    /// It is for optimizers that compute with whole tensors, such as Muon, Adafactor and LAMB. For these parameters
+    /// Use it for optimizers that compute with whole tensors, such as Muon, Adafactor and LAMB. For these parameters
     /// only the owner runs the optimizer, on the whole parameter and gradient, and only the owner holds their states. A
-    /// gradient is reduced to the owner, and the next gather spreads the new parameter, so no more bytes travel than
-    /// for shards. The ranks along the axis of the shards share these parameters by their numbers of elements: the
-    /// largest first, each to the rank that owns least. With [`Strategy::NoShard`](burn_fsdp_mesh::Strategy::NoShard),
-    /// where every rank has all parameters, it changes nothing.
+    /// gradient is reduced to the owner, and the next gather distributes the new parameter, so the traffic is the same
+    /// as for shards. These parameters are distributed over the ranks of the shard axis by size: the largest first,
+    /// each to the rank with the fewest elements so far. With [`Strategy::NoShard`](burn_fsdp_mesh::Strategy::NoShard),
+    /// where every rank has all parameters, it has no effect.
     ///
     /// A pattern that matches no parameter is an [`Error::UnknownName`] of [`compile`](crate::compile()). A pattern in
     /// a step with placements ([`expand`](Self::expand), [`DataParallel::Automatic`](crate::DataParallel::Automatic))
@@ -45,8 +45,8 @@ impl Mode {
         self
     }
 
-    /// Decides which rank owns each matching parameter of a step, given all parameters with their shapes. Does nothing
-    /// if that is already decided.
+    /// Assigns an owner to each matching parameter of a step, given all parameters with their shapes. Does nothing if
+    /// owners are already assigned.
     pub(crate) fn assign_owners<'a>(
         &mut self,
         parameters: impl Iterator<Item = (&'a Arc<str>, &'a [usize])> + Clone,

@@ -10,7 +10,7 @@ use crate::passes::{DeferOptimizer, IterationGraph, IterationMove, Pipeline};
 use crate::transform::GraphTransform;
 
 impl Mode {
-    /// Adds a pass of the user, after the insertion of collectives and before scheduling.
+    /// Adds a user pass, which runs after the insertion of collectives and before scheduling.
     #[must_use]
     pub fn transform(mut self, transform: impl GraphTransform + 'static) -> Self {
         self.user.transforms.push(Arc::new(transform));
@@ -23,10 +23,10 @@ impl Mode {
     ///
     /// A step then consists of three graphs ([`Iteration`](crate::passes::Iteration)). Calls that read or set
     /// parameters and states between two steps, including evaluations, first finish the last step
-    /// ([`CompiledStep::flush`](crate::CompiledStep::flush)). A step whose moved nodes differ from the pending ones,
-    /// for example because its batch has another shape, also does so. If collectives were moved, all ranks must
-    /// therefore make these calls together. Steps of several micro-batches keep their nodes, and a step whose loss is
-    /// scaled is refused ([`MoveError::Scaled`](crate::MoveError::Scaled)).
+    /// ([`CompiledStep::flush`](crate::CompiledStep::flush)). So does a step whose moved nodes differ from the pending
+    /// ones, for example because its batch has a different shape. If collectives were moved, all ranks must therefore
+    /// make these calls together. Steps of several micro-batches keep their nodes, and a step whose loss is scaled is
+    /// rejected ([`MoveError::Scaled`](crate::MoveError::Scaled)).
     #[must_use]
     pub fn move_to_next_iteration(mut self, pass: impl IterationMove + 'static) -> Self {
         self.user.moves.push(Arc::new(pass));

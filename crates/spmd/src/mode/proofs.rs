@@ -14,11 +14,11 @@ const SMALL_PLAN: u64 = 1 << 22;
 
 impl Mode {
     /// Proves, before a plan runs, that it computes what was traced ([`Certificate`](crate::Certificate)). Debug builds
-    /// always prove small plans. A proof takes as long as tens of steps on one thread. It covers all ranks, one after
-    /// the other, and is the same on every rank. A plan for many rows is proved at small shapes by
+    /// always prove small plans. A proof takes as long as tens of steps on one thread. It covers all ranks, one by one,
+    /// and is the same on every rank. A plan for many rows is proved at small shapes by
     /// [`certify_at`](crate::certify_at).
     ///
-    /// With placements, operations for which only whole tensors are supported cannot be proved, and are refused
+    /// With placements, operations for which only whole tensors are supported cannot be proved, and are rejected
     /// ([`Error::NotProvable`]).
     #[must_use]
     pub fn certified(mut self) -> Self {
@@ -26,12 +26,12 @@ impl Mode {
         self
     }
 
-    /// Runs only plans of steps that were proved. A step with another plan is refused before it changes anything
+    /// Restricts steps to proved plans. A step with another plan is rejected before it changes anything
     /// ([`ProofError::Unproved`]). The ranks agree on the plan before they run it, so only one of them needs the
-    /// certificates. Evaluations are not steps.
+    /// certificates. This does not apply to evaluations.
     ///
     /// With [`certify_at`](crate::certify_at), plans are proved before the run, at small shapes. A step whose optimizer
-    /// has no states yet has a plan of its own.
+    /// has no states yet has a separate plan.
     #[must_use]
     pub fn proved<'a>(mut self, certificates: impl IntoIterator<Item = &'a Certificate>) -> Self {
         let plans = certificates.into_iter().map(|certificate| certificate.plan);
@@ -39,7 +39,7 @@ impl Mode {
         self
     }
 
-    /// Returns true if the plan of the step with this trace is to be proved.
+    /// Returns true if the plan of the step with this trace should be proved.
     pub(crate) fn is_proved(&self, traced: &Graph) -> bool {
         match self.certified {
             Certify::Never => false,
@@ -48,7 +48,7 @@ impl Mode {
         }
     }
 
-    /// Makes a proof of plans of this mode; `None` if they cannot be proved and no proof was requested.
+    /// Creates a proof of plans of this mode; `None` if they cannot be proved and no proof was requested.
     pub(crate) fn prove<T>(
         &self,
         with: impl FnOnce(&Proof<'_>) -> Result<T, Error>,
@@ -72,7 +72,7 @@ impl Mode {
         }
     }
 
-    /// Refuses a plan with this fingerprint and number of nodes if only proved plans may run and it is not one of them.
+    /// Rejects a plan with this fingerprint and number of nodes if only proved plans may run and it is not one of them.
     pub(crate) fn check_proved(&self, plan: u64, nodes: usize) -> Result<(), Error> {
         let proved = self.proved.as_ref();
         match proved.is_none_or(|proved| proved.contains(&plan)) {
@@ -88,7 +88,7 @@ impl Mode {
         self
     }
 
-    /// Returns passes with the faults that are planted in them.
+    /// Returns the passes with injected faults.
     #[cfg(test)]
     pub(super) fn planted(&self, pipeline: crate::passes::Pipeline) -> crate::passes::Pipeline {
         match self.planted {

@@ -1,6 +1,6 @@
 //! The split of a step over several micro-batches, whose gradients are summed before the optimizer's step.
 //!
-//! It takes a graph with collectives whose optimizer is still at the end, and makes three.
+//! It takes a graph with collectives whose optimizer is still at the end, and makes three graphs.
 
 use std::collections::BTreeMap;
 
@@ -22,7 +22,7 @@ pub struct MicroSteps {
     /// The graph of every other micro-batch: each rank adds its part of the gradients to the pending ones.
     pub next: Graph,
     /// The graph after the last micro-batch: the mean of the pending gradients is computed and clipped, and the
-    /// optimizer takes it.
+    /// optimizer uses it.
     pub update: Graph,
 }
 
@@ -45,12 +45,12 @@ pub struct Accumulate {
 }
 
 impl Accumulate {
-    /// Returns the three graphs, each after the last passes. The given graph must not have had these, including
-    /// [`Liveness`](super::Liveness).
+    /// Returns the three graphs, with the `last` passes applied to each. None of these, including
+    /// [`Liveness`](super::Liveness), may have been applied before.
     ///
     /// # Errors
     ///
-    /// [`Error::OptimizerNotElementwise`] if the optimizer needs the other ranks; [`Error::PassOrder`] after
+    /// [`Error::OptimizerNotElementwise`] if the optimizer needs data from other ranks; [`Error::PassOrder`] after
     /// [`ClipGradients`], [`EarlyOptimizer`](super::EarlyOptimizer) or [`Liveness`](super::Liveness), or before
     /// collectives are inserted.
     pub fn split(self, graph: Graph, last: &Pipeline) -> Result<MicroSteps, Error> {
@@ -123,7 +123,7 @@ fn added(
     Ok((sum, node))
 }
 
-/// Makes the optimizer take the mean of the gradients instead of their sum.
+/// Makes the optimizer use the mean of the gradients instead of their sum.
 fn mean(mut graph: Graph, num_batches: usize) -> Result<Graph, Error> {
     let mut means: BTreeMap<TensorId, TensorId> = BTreeMap::new();
     let mut scheduled = Vec::new();

@@ -15,14 +15,14 @@ use crate::graph::{Collective, CollectiveKind, Graph, Node, Payload, Stage};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that joins collectives, to move many tensors in one operation.
+/// The pass that joins collectives, to send many tensors in one operation.
 ///
 /// All-gathers of a unit are joined at the first of them, reduce-scatters of a unit at the last, and all-reduces of all
 /// units at the last of a bucket. A bucket is closed when the next tensor would make it larger than the cap. The first
-/// bucket of each kind is smaller, to begin communication early. A larger tensor is a bucket of its own.
+/// bucket of each kind is smaller, to start communication early. A larger tensor gets its own bucket.
 ///
-/// Before that, gradients are completed and reduced as soon as their operands are there, and not after another unit's
-/// collectives.
+/// Before that, gradients are completed and reduced as soon as their operands are available, without waiting for
+/// another unit's collectives.
 ///
 /// ```text
 /// before                                after
@@ -172,7 +172,7 @@ impl Bucket {
     }
 }
 
-/// Returns the bytes of the whole tensors of a collective, by which buckets are closed.
+/// Returns the bytes of the whole tensors of a collective, which count towards the cap of its bucket.
 fn num_bytes(graph: &Graph, node: &Node, collective: &Collective) -> usize {
     // A gather's results are whole, and so are a reduction's operands.
     let whole: Vec<TensorId> = match collective.kind {
@@ -185,7 +185,8 @@ fn num_bytes(graph: &Graph, node: &Node, collective: &Collective) -> usize {
     bytes.sum()
 }
 
-/// Returns true if the collective may be joined with others: it is whole, and its readers come later.
+/// Returns true if the collective may be joined with others: it is not split into start and wait, and does not carry
+/// activations, which are read soon.
 fn can_join(collective: &Collective) -> bool {
     collective.stage == Stage::Whole && collective.payload != Payload::Activation
 }
@@ -202,7 +203,7 @@ fn key_of(graph: &Graph, collective: &Collective) -> Key {
         payload: collective.payload,
         axis: collective.axis.clone(),
         reduction: collective.reduction.map(|op: ReduceOp| op.to_string()),
-        // Whole gradients cross units, because the reduction frees none of them.
+        // All-reduces are joined across units, because they free no whole gradients.
         unit: unit.filter(|_| collective.kind != CollectiveKind::AllReduce),
         reduced: reduced.map(|part| format!("{:?}", part.result)),
     }

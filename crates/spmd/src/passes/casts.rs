@@ -1,4 +1,4 @@
-//! Casts between the types in which parameters are stored and the types in which they compute.
+//! Casts between the storage types and compute types of parameters.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,8 +14,8 @@ pub(super) fn cast_of(node: &Node) -> Option<&CastOpIr> {
     }
 }
 
-/// Puts casts that produce gradients right after their operands. Autodiff puts them at the end of backward, and until
-/// then every gradient would be whole.
+/// Moves casts that produce gradients right after their operands. Autodiff puts them at the end of backward, and every
+/// gradient would stay whole until then.
 pub(super) fn widened_early(
     nodes: Vec<Node>,
     gradients: &BTreeMap<TensorId, Vec<usize>>,

@@ -1,7 +1,6 @@
 //! The pass that scales gradients to keep their norm below a limit.
 //!
-//! It takes gradients as collectives leave them, as each rank's part, and puts the norm of all between them and the
-//! optimizer.
+//! It takes each rank's part of the gradients after the collectives, and inserts the joint norm before the optimizer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,9 +18,9 @@ use crate::norm::{self, GRAD_NORM};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that multiplies all gradients by one factor, to limit their norm as one vector to the [`Clip`]'s. Every
-/// parameter counts once. A cut parameter counts with the elements of all ranks along the axes that cut it, and a whole
-/// one with the elements that every rank holds.
+/// The pass that scales all gradients by one factor, to keep their joint norm within the limit of the [`Clip`]. Every
+/// parameter counts once: if it is cut, with the elements of all ranks along the cutting axes, and if it is replicated,
+/// with the elements of one rank.
 ///
 /// ```text
 /// before                                after
@@ -39,7 +38,7 @@ use crate::transform::GraphTransform;
 pub struct ClipGradients {
     /// The limit, and the kind of norm.
     pub clip: Clip,
-    /// The axes of the mesh, in the order in which layouts have their placements.
+    /// The axes of the mesh, in the order of placements in layouts.
     pub axes: Vec<Axis>,
 }
 
@@ -85,7 +84,7 @@ impl GraphTransform for ClipGradients {
         for parameter in graph.parameters_mut() {
             parameter.gradient = parameter.gradient.map(|gradient| scaled[&gradient]);
         }
-        // Some optimizers keep the first gradient as it is.
+        // Some optimizers keep the first gradient unchanged.
         let mut updates = graph.updates().to_vec();
         for update in updates
             .iter_mut()

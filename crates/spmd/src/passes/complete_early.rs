@@ -1,8 +1,8 @@
-//! The order of gradients: each is completed and reduced as soon as its parts are there.
+//! The order of gradients: each is completed and reduced as soon as its parts are available.
 //!
-//! Burn's backward visits the first operations of forward at its very end: a bias that was reshaped, a table that was
-//! transposed. Small gradients therefore come late. The bucket of their unit would wait for them, with all of the
-//! unit's whole gradients.
+//! Burn's backward visits the first operations of forward at its very end, such as the reshape of a bias or the
+//! transposition of a table. Small gradients therefore come late. The bucket of their unit would wait for them, and
+//! keep all of the unit's whole gradients.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -12,9 +12,9 @@ use super::regather::is_gather;
 use super::unit::unit_in;
 use crate::graph::{CollectiveKind, Graph, Node, Payload, Phase};
 
-/// Takes the nodes of a graph, and returns them in another order. Reductions of gradients, and the computations and
-/// gathers that serve only them, come as soon as their operands are complete. They move only if they would otherwise
-/// come after another unit's collective.
+/// Takes the nodes of a graph, and returns them in a different order. Reductions of gradients, and the computations and
+/// gathers that serve only them, run as soon as their operands are complete. They move only if they would otherwise run
+/// after another unit's collective.
 pub(super) fn complete_early(graph: &mut Graph) -> Vec<Node> {
     let places = places(graph);
     let mut behind: BTreeMap<usize, Vec<Node>> = BTreeMap::new();
@@ -36,7 +36,7 @@ pub(super) fn complete_early(graph: &mut Graph) -> Vec<Node> {
 /// The nodes that read each value.
 type Readers = BTreeMap<TensorId, Vec<usize>>;
 
-/// Returns the nodes that move, each with the node that stays and after which it comes.
+/// Returns the moved nodes, each with the unmoved node that it follows.
 fn places(graph: &Graph) -> BTreeMap<usize, usize> {
     let nodes = graph.nodes();
     let readers = graph.readers();
@@ -67,8 +67,8 @@ fn places(graph: &Graph) -> BTreeMap<usize, usize> {
     places
 }
 
-/// Moves nodes, except reductions, no further than to the first of their readers. Gathered or recomputed values in
-/// backward read only values of forward, and would otherwise be there at once for every unit.
+/// Delays moved nodes, except reductions, to the new place of their first reader. Gathered or recomputed values in
+/// backward read only values of forward, and would otherwise exist for every unit at once.
 fn wait_for_readers(nodes: &[Node], readers: &Readers, places: &mut BTreeMap<usize, usize>) {
     for (index, node) in nodes.iter().enumerate().rev() {
         if is_reduction(node) || !places.contains_key(&index) {
@@ -76,7 +76,7 @@ fn wait_for_readers(nodes: &[Node], readers: &Readers, places: &mut BTreeMap<usi
         }
         let read_by = node.outputs().filter_map(|id| readers.get(&id)).flatten();
         let first = read_by.filter_map(|reader| places.get(reader)).min();
-        // Readers that stay come after its own place.
+        // Other readers come after the node's original place.
         match first.copied().filter(|first| *first < index) {
             Some(first) => places.insert(index, first),
             None => places.remove(&index),
@@ -84,8 +84,8 @@ fn wait_for_readers(nodes: &[Node], readers: &Readers, places: &mut BTreeMap<usi
     }
 }
 
-/// Returns the gathers of weights for another visit of backward to an already visited unit. An example is an adapter's
-/// factors: at the very end, Burn multiplies by them the gradients of the weights into which they were merged.
+/// Returns the gathers of weights for repeated visits of backward to a unit. For example, at the very end, Burn
+/// multiplies an adapter's factors by the gradients of the weights into which they were merged.
 fn gathered_again(graph: &Graph) -> BTreeSet<usize> {
     let mut visited = Vec::new();
     let mut again = BTreeSet::new();
@@ -227,9 +227,9 @@ mod tests {
         waits
     }
 
-    /// Values recomputed only from values of forward come when their unit is visited, not all at once.
+    /// Values recomputed only from values of forward are computed when their unit is visited, not all at once.
     #[test]
-    fn nothing_is_computed_earlier_than_it_is_read() {
+    fn completing_early_waits_for_no_extra_gathers() {
         let options = Options::default().bucket(None);
         let mode =
             Mode::data_parallel(ProcessGroup::fake(2, 0), Strategy::FullShard).options(options);

@@ -1,6 +1,6 @@
 //! The pass that merges equal operations.
 //!
-//! It takes a graph without collectives, and keeps phases apart.
+//! It takes a graph without collectives, and keeps phases separate.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -12,11 +12,12 @@ use crate::graph::{Graph, Node, Phase, Role, rename};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that merges equal values: constants of equal data, and equal operations on equal inputs in the same phase.
+/// The pass that merges equal values: constants with equal data, and equal operations on equal inputs in the same
+/// phase.
 ///
-/// Parameters, inputs and states are never merged, whatever their values; nor are random numbers,
-/// collectives, gradients, and optimizer operations. Phases are kept apart, because a value that
-/// forward and backward both compute would otherwise live in between.
+/// Parameters, inputs and states are never merged, regardless of their values; nor are random numbers, collectives,
+/// gradients, and optimizer operations. Phases are kept apart, because a value that forward and backward both compute
+/// would otherwise live in between.
 ///
 /// ```text
 /// before                          after
@@ -45,6 +46,7 @@ impl GraphTransform for CommonSubexpressions {
         let kept = graph.kept();
         let mut same: BTreeMap<TensorId, TensorId> = BTreeMap::new();
         merge_constants(&graph, &mut same);
+        // Only looked up, never iterated: the order of its keys differs between ranks.
         let mut seen: HashMap<u64, Vec<(Phase, OperationIr, Vec<TensorId>)>> = HashMap::new();
         let mut scheduled = Vec::new();
         for mut node in graph.take_nodes() {

@@ -1,4 +1,4 @@
-//! The pass that removes nodes whose results nothing needs.
+//! The pass that removes nodes whose results are not needed.
 //!
 //! It takes any graph without drops.
 
@@ -9,10 +9,10 @@ use crate::graph::Graph;
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that removes nodes whose results nothing needs.
+/// The pass that removes nodes whose results are not needed.
 ///
-/// Nodes that draw random numbers stay, because the numbers drawn after them depend on it, and so do
-/// collectives, because other ranks take part in them.
+/// Nodes that draw random numbers stay, because later draws depend on them. Collectives stay because other ranks take
+/// part in them.
 ///
 /// ```text
 /// before                          after

@@ -37,7 +37,7 @@ impl GraphTransform for Deduplicate {
     }
 
     fn before(&self) -> &'static [PassId] {
-        // It would undo them.
+        // This pass would undo them.
         &[
             PassId::Regather,
             PassId::Bucket,

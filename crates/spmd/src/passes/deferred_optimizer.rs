@@ -30,12 +30,12 @@ use crate::pass_id::PassId;
 pub struct DeferOptimizer;
 
 impl DeferOptimizer {
-    /// Returns the three graphs, each after the last passes. The given graph must not have had these, including
-    /// [`Liveness`](super::Liveness).
+    /// Returns the three graphs, with the `last` passes applied to each. None of these, including
+    /// [`Liveness`](super::Liveness), may have been applied before.
     ///
     /// # Errors
     ///
-    /// [`Error::OptimizerNotElementwise`] if the optimizer needs the other ranks; [`Error::PassOrder`] after
+    /// [`Error::OptimizerNotElementwise`] if the optimizer needs data from other ranks; [`Error::PassOrder`] after
     /// [`EarlyOptimizer`](super::EarlyOptimizer) or [`Liveness`](super::Liveness), or before collectives are inserted.
     pub fn split(self, graph: Graph, last: &Pipeline) -> Result<Iteration, Error> {
         IterationGraph::new(graph).then(&self)?.split(last)

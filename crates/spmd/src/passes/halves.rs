@@ -1,5 +1,5 @@
-//! A step in two halves that run separately: forward and backward, which leave gradients pending, and the optimizer,
-//! which takes them.
+//! A step in two halves that run separately: forward and backward, which produce pending gradients, and the optimizer,
+//! which consumes them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,10 +9,10 @@ use burn_ir::TensorId;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Phase, Role, Update, rename};
 
-/// First id of pending gradients: graphs of one step agree on their ids for any batch.
+/// First id of pending gradients. All graphs of a step use the same ids, regardless of the batch.
 const FIRST_PENDING: u64 = 1 << 40;
 
-/// The halves of a step whose optimizer is at its end.
+/// The halves of a step with the optimizer at the end.
 pub(super) struct Halves {
     /// The graph of the step without its nodes: values, parameters and updates.
     pub(super) graph: Graph,
@@ -29,7 +29,7 @@ impl Halves {
     ///
     /// # Errors
     ///
-    /// [`Error::OptimizerNotElementwise`] if the optimizer needs the other ranks.
+    /// [`Error::OptimizerNotElementwise`] if the optimizer needs data from other ranks.
     pub(super) fn of(mut graph: Graph) -> Result<Self, Error> {
         let mut pending = BTreeMap::new();
         for parameter in graph.parameters().to_vec() {
@@ -67,7 +67,7 @@ impl Halves {
                 _ => rest.push(node),
             }
         }
-        // Some optimizers keep the first gradient as it is.
+        // Some optimizers keep the first gradient unchanged.
         let mut updates = graph.updates().to_vec();
         for update in updates
             .iter_mut()
@@ -84,7 +84,7 @@ impl Halves {
         })
     }
 
-    /// Makes the gradients of a graph pending, or the values that `instead` maps them to.
+    /// Turns the gradients of a graph, or the values that `instead` maps them to, into pending values.
     pub(super) fn feed_pending(&self, graph: &mut Graph, instead: &BTreeMap<TensorId, TensorId>) {
         let updates = self.pending.iter();
         let updates = updates.map(|(from, into)| Update {

@@ -41,7 +41,7 @@ impl Holding {
         self.partition.sole_owner().is_some()
     }
 
-    /// Returns the shape on a rank that has a part.
+    /// Returns the shape of a part on a rank that has one.
     pub(super) fn local_shape(&self) -> Vec<usize> {
         local_shape(self.partition, &self.shape)
     }
@@ -59,7 +59,7 @@ impl Holding {
         }
     }
 
-    /// Refuses states that cannot be cut.
+    /// Rejects states that cannot be cut.
     pub(super) fn check_states(&self, graph: &Graph, states: &[TensorId]) -> Result<(), Error> {
         let other = states.iter().find_map(|id| {
             let value = graph.value(*id)?;
@@ -68,13 +68,13 @@ impl Holding {
         match other.filter(|_| !self.is_owned()) {
             Some(state) => Err(Error::OptimizerNotElementwise {
                 path: self.path.to_string(),
-                operation: format!("its {state} has another shape"),
+                operation: format!("its {state} has a different shape"),
             }),
             None => Ok(()),
         }
     }
 
-    /// Refuses an operation of the optimizer, as traced, that cannot run on a part of the parameter.
+    /// Rejects an operation of the optimizer, as traced, that cannot run on a part of the parameter.
     pub(super) fn check_step(&self, node: &Node) -> Result<(), Error> {
         let mut tensors = node.operation.nodes().into_iter();
         let keeps_shape = tensors.all(|tensor| tensor.shape.to_vec() == self.shape);
@@ -88,7 +88,7 @@ impl Holding {
     }
 }
 
-/// Returns the shape of a part of a tensor on its rank: flat, unless one rank holds all of it.
+/// Returns the shape of a rank's part of a tensor: flat, unless one rank holds the whole tensor.
 pub(super) fn local_shape(partition: Partition, whole: &[usize]) -> Vec<usize> {
     match partition.sole_owner() {
         Some(_) => whole.to_vec(),

@@ -1,4 +1,4 @@
-//! The choice of a step's nodes that run in the next one.
+//! The choice of the nodes of a step that run in the next step.
 //!
 //! It takes a graph with collectives, without the last passes.
 
@@ -15,12 +15,12 @@ use crate::graph::{Graph, Node, Stage};
 use crate::pass_id::PassId;
 use crate::transform::check_order;
 
-/// A pass that moves nodes into the next step. It is called when collectives are joined, split and scheduled, for each
+/// A pass that moves nodes into the next step. It is called once collectives are joined, split and scheduled, for each
 /// graph of one batch. A step over several micro-batches keeps all its nodes.
 ///
 /// It must be a function of the graph, because all ranks must move the same nodes.
 pub trait IterationMove: fmt::Debug + Send + Sync {
-    /// Returns the name of the pass in errors and in [`Graph::applied`].
+    /// Returns the name of the pass, as used in errors and [`Graph::applied`].
     fn id(&self) -> PassId;
 
     /// Returns the passes that must not have been applied before it.
@@ -32,7 +32,7 @@ pub trait IterationMove: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// If the graph is not what it expects.
+    /// If the graph does not have the expected form.
     fn moves(&self, step: &mut IterationGraph) -> Result<(), Error>;
 }
 
@@ -63,14 +63,14 @@ pub trait IterationMove: fmt::Debug + Send + Sync {
 #[derive(Debug, Clone)]
 pub struct IterationGraph {
     graph: Graph,
-    /// The moved nodes, each with the node before which it runs.
+    /// The moved nodes, each with the node that it runs before.
     moved: BTreeMap<usize, usize>,
     max_iterations: Option<NonZeroU64>,
     passes: Vec<PassId>,
 }
 
 impl IterationGraph {
-    /// Begins with a step without any moved node.
+    /// Wraps a step, without moving any node.
     pub fn new(graph: Graph) -> Self {
         Self {
             graph,
@@ -107,21 +107,21 @@ impl IterationGraph {
         &self.graph
     }
 
-    /// Returns true if that node has been moved.
+    /// Returns true if the node has been moved.
     pub fn is_moved(&self, node: usize) -> bool {
         self.moved.contains_key(&node)
     }
 
-    /// Makes the moved nodes run at the end of every step with that number, counted from the last step at which they
-    /// did. At these steps, they are not one step behind. The smallest of several numbers counts.
+    /// Makes the moved nodes run at the end of a step if `steps` steps have passed since they last did. At these steps,
+    /// they are not one step behind. The smallest of several numbers counts.
     pub fn max_iterations(&mut self, steps: NonZeroU64) {
         let known = self.max_iterations.unwrap_or(steps);
         self.max_iterations = Some(known.min(steps));
     }
 
-    /// Returns the node before which these must run in the next step, at the latest. This is the first staying node
-    /// that reads what they replace (parameters, states, buffers), or the place of a moved node that reads their
-    /// results. `None` if there is none.
+    /// Returns the node before which these must run in the next step. This is the first unmoved node that reads a value
+    /// that they replace (parameter, state, buffer), or the place of a moved node that reads their results. `None` if
+    /// there is none.
     pub fn first_read(&self, nodes: &[usize]) -> Option<usize> {
         let moving: BTreeSet<usize> = nodes.iter().copied().collect();
         let outputs: BTreeSet<TensorId> = self.outputs(nodes.iter());
@@ -159,8 +159,8 @@ impl IterationGraph {
     }
 
     /// Moves a subgraph into the next step, where it runs before the given node, or after all others if that is `None`.
-    /// Its inputs from this step wait until then. In the next step, nodes that read a value that it replaces get the
-    /// new value.
+    /// Its inputs from this step are kept until then. In the next step, nodes that read a value that it replaces get
+    /// the new value.
     ///
     /// The subgraph must be a leaf: its results are read only by moved nodes, and replace parameters, states or buffers
     /// after the last node.
@@ -180,12 +180,15 @@ impl IterationGraph {
         let is_out = |node: usize| node >= end || self.is_moved(node);
         let refused = |node: usize, reason: &'static str| self.refused(node, reason);
         if let Some(node) = nodes.iter().find(|node| is_out(**node)) {
-            return Err(refused(*node, "it has been moved, or is not there"));
+            return Err(refused(
+                *node,
+                "it does not exist, or has already been moved",
+            ));
         }
         if before > end || nodes.contains(&before) || self.is_moved(before) {
             return Err(refused(
                 first,
-                "the node that it is to run before moves, or is not there",
+                "the node that it should run before does not exist, or moves",
             ));
         }
         for node in &nodes {
@@ -210,8 +213,8 @@ impl IterationGraph {
         Ok(())
     }
 
-    /// Moves some of the given nodes to the beginning of the next step, before the first staying node that does not
-    /// start a collective. These are the nodes that start a collective of only pending values.
+    /// Moves those of the given nodes that start a collective of only pending values. They move to the beginning of the
+    /// next step, before the first unmoved node that does not start a collective.
     pub(super) fn start_early(&mut self, nodes: &[usize]) {
         let written = self.outputs(self.moved.keys());
         let all = self.graph.nodes();
@@ -251,7 +254,7 @@ impl IterationGraph {
         let moves = |index: &usize| moving.contains(index) || self.is_moved(*index);
         if node.draw.is_some() || (node.is_opaque() && node.collective.is_none()) {
             return Some(
-                "what it computes may depend on the step that it runs in, as random numbers do",
+                "its result may depend on the step in which it runs, as random numbers do",
             );
         }
         let is_wait = node.collective.as_ref().map(|of| of.stage) == Some(Stage::Wait);
@@ -260,25 +263,25 @@ impl IterationGraph {
             && let Some(input) = node.inputs().next()
             && !writers.any(|(at, other)| moves(&at) && other.outputs().any(|out| out == input))
         {
-            return Some("it waits for a collective whose start stays");
+            return Some("it waits for a collective whose start is not moved");
         }
         let outputs: BTreeSet<TensorId> = node.outputs().collect();
         if self.graph.results().any(|id| outputs.contains(&id)) {
             return Some(match node.collective.is_some() {
                 true => {
-                    "it brings what comes out of the step, too (join no collectives: Options::bucket)"
+                    "it also produces a result of the step (join no collectives: Options::bucket)"
                 }
-                false => "its result comes out of the step",
+                false => "it produces a result of the step",
             });
         }
         let mut readers = self.graph.nodes().iter().enumerate();
         let stays = readers
             .any(|(at, other)| !moves(&at) && other.inputs().any(|input| outputs.contains(&input)));
-        stays.then_some("a node that stays reads what it writes")
+        stays.then_some("a node that is not moved reads its result")
     }
 
-    /// Returns the three graphs, each after the last passes. The step must not have had these, including
-    /// [`Liveness`](super::Liveness).
+    /// Returns the three graphs, with the `last` passes applied to each. None of these, including
+    /// [`Liveness`](super::Liveness), may have been applied before.
     ///
     /// # Errors
     ///
@@ -309,7 +312,7 @@ impl IterationGraph {
         })
     }
 
-    /// Refuses moved nodes that run, in the next step, before another moved node whose result they read.
+    /// Rejects moved nodes that run, in the next step, before another moved node whose result they read.
     fn check_order_of_moved(&self) -> Result<(), Error> {
         let nodes = self.graph.nodes();
         let moved = self.moved.iter();

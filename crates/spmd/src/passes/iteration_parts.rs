@@ -1,4 +1,4 @@
-//! The split of a step into moved and staying nodes, and the three graphs that follow from it.
+//! The split of a step into moved and unmoved nodes, and the three graphs that result.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU64;
@@ -10,7 +10,7 @@ use crate::error::Error;
 use crate::graph::{Graph, Node, Phase, Role, Update, rename};
 use crate::place::types_of;
 
-/// First id of pending values: graphs of one step agree on the ids of gradients for any batch.
+/// First id of pending values. All graphs of a step use the same ids for gradients, regardless of the batch.
 const FIRST_PENDING: u64 = 1 << 40;
 
 /// First id of pending values that are not gradients.
@@ -21,14 +21,14 @@ const FIRST_CARRIED: u64 = 1 << 41;
 pub struct Iteration {
     /// The graph of the first step, without the moved nodes. Their inputs become pending.
     pub setup: Graph,
-    /// The graph of every other step: the moved nodes do their part of the step before, and the others their part of
-    /// this one.
+    /// The graph of every other step: the moved nodes do their part of the previous step, and the others their part of
+    /// this step.
     pub main: Graph,
     /// The graph after the last step: only the moved nodes.
     pub cleanup: Graph,
     /// Number of steps after which the moved nodes run at the end of the step, as after the last; `None` for never.
     pub max_iterations: Option<NonZeroU64>,
-    /// True if the moved nodes are exactly the whole optimizer, which depends on no batch.
+    /// True if the moved nodes are exactly the optimizer, which does not depend on the batch.
     pub(crate) is_optimizer: bool,
 }
 
@@ -36,15 +36,15 @@ pub struct Iteration {
 pub(super) struct Parts {
     /// The step, with the pending values and without nodes.
     graph: Graph,
-    /// The nodes that stay, with their places in the step.
+    /// The nodes that stay, with their positions in the step.
     stays: Vec<(usize, Node)>,
-    /// The nodes that move, on pending values, in the order in which they run. Each has the place before which it runs.
+    /// The moved nodes, on pending values, in execution order. Each has the position before which it runs.
     moved: Vec<(usize, Node)>,
     /// The values that wait for the next step, by their ids in this one.
     pending: BTreeMap<TensorId, TensorId>,
     /// The updates of the moved nodes.
     updates: Vec<Update>,
-    /// All others.
+    /// All other updates.
     others: Vec<Update>,
 }
 
@@ -71,8 +71,8 @@ impl Parts {
                 _ if written.contains(id) => false,
                 Some(Role::Constant) => false,
                 Some(Role::Input(_)) => true,
-                // A value that nothing replaces is the same then. A value that a moved node replaces is not replaced
-                // yet.
+                // A value that nothing replaces is still the same in the next step. A value that a moved node replaces
+                // has not been replaced yet.
                 _ => !is_given || others.iter().any(|update| update.into == *id),
             }
         };
@@ -106,7 +106,7 @@ impl Parts {
         })
     }
 
-    /// Returns true if exactly the whole optimizer moves.
+    /// Returns true if exactly the optimizer moves.
     pub(super) fn is_optimizer(&self) -> bool {
         let is_step = |node: &Node| node.phase == Phase::Optimizer && node.path.is_some();
         let gradients: BTreeSet<TensorId> = self.gradients().collect();
@@ -126,7 +126,7 @@ impl Parts {
         self.graph.parameters().iter().filter_map(|p| p.gradient)
     }
 
-    /// Returns a graph of the step, with the gradients that it has.
+    /// Returns a graph of these nodes and updates, with their gradients.
     fn graph(&self, nodes: Vec<Node>, updates: Vec<Update>) -> Graph {
         let mut graph = self.graph.clone();
         let written: BTreeSet<TensorId> = nodes.iter().flat_map(Node::outputs).collect();
@@ -215,7 +215,7 @@ fn divided_updates(
     graph.updates().iter().copied().partition(moves)
 }
 
-/// Declares the value that stands for another one in the next step.
+/// Declares the value that replaces another one in the next step.
 fn add_pending(graph: &mut Graph, id: TensorId) -> Result<TensorId, Error> {
     let mut owners = graph.parameters().iter();
     let owner = owners.find(|parameter| parameter.gradient == Some(id));

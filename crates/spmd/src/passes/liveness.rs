@@ -1,6 +1,6 @@
 //! The pass that frees every value at its last use.
 //!
-//! It is the last one: every other changes which node reads a value last.
+//! It runs last, because every other pass changes which node reads a value last.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -26,8 +26,7 @@ use crate::transform::GraphTransform;
 ///                                 drop %2
 /// ```
 ///
-/// It is the last pass, because every other changes which node reads a value last. The [owners](Graph::absent_on) of
-/// values are known from here on.
+/// It is the last pass. After it, the [owners](Graph::absent_on) of values are known.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Liveness;
 
@@ -89,7 +88,7 @@ impl GraphTransform for Liveness {
                 }
             });
             let unread = |id: &TensorId| !last_use.contains_key(id) && !kept.contains(id);
-            // The values that the operation could not take: it reads them twice, or not at all.
+            // Values that the operation could not take, because it reads them twice or not at all.
             let ended = ends_at.remove(&index).unwrap_or_default().into_iter();
             let dropped = ended.filter(|id| ends(id) && (twice.contains(id) || !seen.contains(id)));
             let dropped: Vec<_> = dropped.chain(node.outputs().filter(unread)).collect();

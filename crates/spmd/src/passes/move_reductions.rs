@@ -13,15 +13,15 @@ use crate::pass_id::PassId;
 
 /// The move of the collectives that reduce the gradients of chosen parameters into the next step. Each moves with the
 /// part of the optimizer that reads its result. The collectives begin with the next step, after its first gathers, and
-/// are waited for before the first read of these parameters. Forward of the units before them therefore hides them. If
+/// are waited for before the first read of these parameters. The forward of earlier units therefore hides them. If
 /// collectives are whole ([`Options::prefetch`](super::schedule::Options::prefetch) is off), and for the second of two
-/// reductions in hybrid sharding, everything is directly before the first read, and nothing hides it. This rank's
-/// gradients wait until then as they were computed, whole.
+/// reductions in hybrid sharding, everything runs directly before the first read, and nothing hides it. Until then,
+/// each rank keeps its whole gradients.
 ///
 /// A collective that several parameters share moves with all of them. If gradients are clipped, the norm of all of them
 /// is a result of the step, and no reduction can move ([`MoveError::Node`](crate::MoveError::Node)). A step that does
-/// not reduce a gradient of these parameters, because it does not use them or a single rank has them whole, stays as it
-/// is. A pattern that matches no parameter is refused.
+/// not reduce a gradient of these parameters, because it does not use them or a single rank has them whole, stays
+/// unchanged. A pattern that matches no parameter is rejected.
 ///
 /// ```
 /// use burn_fsdp_collectives::ProcessGroup;
@@ -48,7 +48,7 @@ impl MoveReductions {
         }
     }
 
-    /// Makes the moved nodes run at the end of every step with that number, see [`IterationGraph::max_iterations`].
+    /// Makes the moved nodes run at the end of a step every `steps` steps, see [`IterationGraph::max_iterations`].
     #[must_use]
     pub fn max_iterations(mut self, steps: NonZeroU64) -> Self {
         self.max_iterations = Some(steps);
@@ -109,8 +109,8 @@ impl IterationMove for MoveReductions {
     }
 }
 
-/// Returns the nodes of the optimizer for the parameters that these nodes step. Its work on only the parameter, such as
-/// weight decay, is part of the same step.
+/// Returns the optimizer's nodes for the parameters that these nodes update. Nodes that read only the parameter, such
+/// as weight decay, are included.
 fn rest_of_steps(graph: &Graph, nodes: &BTreeSet<usize>) -> Vec<usize> {
     let steps = |node: &Node| node.path.clone().filter(|_| node.phase == Phase::Optimizer);
     let chosen = nodes.iter().filter_map(|index| graph.nodes().get(*index));

@@ -16,7 +16,7 @@ pub struct Pipeline {
 }
 
 impl Pipeline {
-    /// Creates a pipeline without passes; verified in debug builds.
+    /// Creates a pipeline without passes, which is verified in debug builds.
     pub fn new() -> Self {
         Self {
             passes: Vec::new(),
@@ -38,7 +38,7 @@ impl Pipeline {
         self
     }
 
-    /// Verifies the graph after each pass, also in release builds.
+    /// Verifies the graph after each pass, even in release builds.
     #[must_use]
     pub fn verified(mut self) -> Self {
         self.is_verified = true;
@@ -71,7 +71,7 @@ impl Pipeline {
         Ok(graph)
     }
 
-    /// Applies the passes, and returns the graph itself and the result of each pass.
+    /// Applies the passes, and returns the original graph and the result of each pass.
     ///
     /// # Errors
     ///
@@ -100,9 +100,8 @@ impl Pipeline {
         Ok(stages)
     }
 
-    /// Applies the passes to a graph of the step for which they have made `real` at other shapes. Each pass decides by
-    /// the sizes that values have there. After each pass `check` sees the graph of `real`, and the graph at these
-    /// shapes.
+    /// Applies the passes to a graph of the step whose stages at other shapes are `real`. Each pass decides by the
+    /// sizes in `real`. After each pass, `check` is called with the graph of `real` and the new graph.
     ///
     /// # Errors
     ///
@@ -118,7 +117,7 @@ impl Pipeline {
         for (pass, pair) in passes.zip(real.windows(2)) {
             let [before, after] = pair else { continue };
             let mut graph = stages[stages.len() - 1].clone();
-            // For a replaced value, the decision uses the size that it had.
+            // Decisions about a replaced value use its size before the pass.
             graph.decide_by(Sizes::of(after.values().chain(before.values())));
             let mut graph = self.apply(pass, graph, &mut |_| {})?;
             graph.decide_by(Sizes::default());
@@ -134,7 +133,7 @@ impl Pipeline {
         passes.filter(|pass| pass.acts_on(graph)).collect()
     }
 
-    /// Returns the pipeline with other passes in place of its own.
+    /// Returns the pipeline with different passes.
     #[cfg(test)]
     pub(crate) fn replaced(
         mut self,

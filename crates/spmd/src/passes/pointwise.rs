@@ -21,7 +21,7 @@ const MAX_STEPS: usize = 24;
 /// Maximum number of inputs of a program.
 const MAX_INPUTS: usize = 12;
 
-/// Number of elements from which threads divide a single operation.
+/// Minimum number of elements for which threads divide a single operation.
 pub(super) const LARGE: usize = 1 << 16;
 
 /// The pass that fuses every chain of pointwise operations on 32-bit floats or halves into one operation, which reads
@@ -37,10 +37,10 @@ pub(super) const LARGE: usize = 1 << 16;
 ///
 /// A single operation is also replaced if it is on halves or on many elements.
 ///
-/// No other operation may read the intermediate values. Results have the bits of the separate operations, see
-/// [`PointwiseProgram`], for any placements of the step, because the pass runs after they are decided. The pass does
-/// not delay an operation if that would hold more memory in between. An operation joins the readers of its result if
-/// nothing runs between them, or if its inputs are held anyway or are not larger than its result.
+/// No other operation may read the intermediate values. Results are bit-identical to those of the separate operations
+/// (see [`PointwiseProgram`]) for any placements, because the pass runs after they are decided. The pass does not delay
+/// an operation if that would hold more memory in between. An operation joins the readers of its result if nothing runs
+/// between them, or if its inputs are held anyway or are not larger than its result.
 ///
 /// Scalars that change from step to step change in the program.
 #[derive(Debug, Clone, Copy, Default)]
@@ -64,7 +64,7 @@ impl GraphTransform for FusePointwise {
         let mut nodes: Vec<Option<Node>> = graph.take_nodes().into_iter().map(Some).collect();
         let mut fused = BTreeMap::new();
         let mut gone = BTreeSet::new();
-        // From the end, to let readers take an operation as far as possible.
+        // From the end, so an operation is fused into the last possible reader.
         for root in (0..nodes.len()).rev() {
             if gone.contains(&root) {
                 continue;
@@ -93,7 +93,7 @@ struct Uses {
     kept: BTreeSet<TensorId>,
     writers: BTreeMap<TensorId, usize>,
     readers: BTreeMap<TensorId, Vec<usize>>,
-    /// Given values that are replaced after the step, by the values that replace them.
+    /// Given values that are replaced after the step, keyed by their replacements.
     replaced: BTreeMap<TensorId, TensorId>,
     /// Values in buffers of the transport. Writing there makes a copy, which is held in addition to the buffer.
     received: BTreeSet<TensorId>,
@@ -167,7 +167,7 @@ impl Group {
             }
         };
         look_at(&form, &mut ready);
-        // The latest first: the readers of its result have been taken, or will not be.
+        // The latest first: its readers are already in the group, or never will be.
         while let Some(index) = ready.pop() {
             let Some(node) = nodes[index].as_ref().filter(|_| !members.contains(&index)) else {
                 continue;
@@ -237,7 +237,7 @@ impl Group {
             is_whole && last.is_some_and(|last| self.members.contains(&last))
         };
         let mut inputs = self.inputs.iter();
-        // A state and its successor alternate in one memory.
+        // A state and its new value alternate in the same memory.
         let replaced = uses.replaced.get(&out.id);
         let own = replaced.filter(|id| may_take(id));
         let own = match own {
@@ -279,7 +279,7 @@ fn may_wait(
         return true;
     }
     let held_longer = |input: &&TensorIr| {
-        // Others hold it as long, or the group already does.
+        // Otherwise other nodes, or the group itself, hold it as long.
         let last = uses.last_reader(input.id);
         last.is_some_and(|last| last < root && !members.contains(&last))
     };

@@ -1,8 +1,7 @@
-//! The pass that recomputes cheap values of forward in backward.
+//! The pass that recomputes cheap forward values in backward.
 //!
-//! In data parallelism it takes a graph without collectives: the weights that it makes backward read are gathered there
-//! afterwards. With placements it takes the graph of each rank, and gathers values that it makes from only a rank's
-//! part.
+//! In data parallelism it takes a graph without collectives; later passes gather the weights that backward then reads.
+//! With placements it takes each rank's graph, and gathers values that it computes from only a rank's part.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -23,8 +22,8 @@ use crate::transform::GraphTransform;
 /// values that take less memory, counting only values that would not be kept anyway. The same operations on the same
 /// values give the same bits.
 ///
-/// A product of weights that together take less memory than it, as in a low-rank adapter, counts as elementwise.
-/// Otherwise the weight into which an adapter is merged would be kept whole for every layer.
+/// A product of weights that together take less memory than the result, as in a low-rank adapter, counts as
+/// elementwise. Otherwise the weight into which an adapter is merged would be kept whole for every layer.
 ///
 /// ```text
 /// before                                  after
@@ -68,7 +67,7 @@ impl GraphTransform for Recompute {
     }
 }
 
-/// Recomputes values of forward where backward first reads them, by the nodes that made them.
+/// Recomputes forward values right before backward first reads them, by repeating their nodes.
 pub(super) fn repeat_in_backward(
     mut graph: Graph,
     chosen: &BTreeMap<TensorId, Node>,
@@ -114,7 +113,7 @@ struct Choice<'a> {
     writers: BTreeMap<TensorId, &'a Node>,
     /// The values of forward that backward reads, by the value that holds their memory.
     saved: BTreeMap<TensorId, BTreeSet<TensorId>>,
-    /// Parameters, and the values of forward that are made only from parameters.
+    /// Parameters, and the values of forward that are created only from parameters.
     of_weights: BTreeSet<TensorId>,
     min_bytes: usize,
     order: Vec<TensorId>,
@@ -219,7 +218,7 @@ impl<'a> Choice<'a> {
         })
     }
 
-    /// Chooses the values to recompute, with the nodes that do so.
+    /// Chooses the values to recompute, with the nodes that recompute them.
     fn choose(mut self) -> BTreeMap<TensorId, Node> {
         let kept = self.graph.kept();
         let mut chosen = BTreeMap::new();
@@ -251,8 +250,8 @@ impl<'a> Choice<'a> {
         chosen
     }
 
-    /// Plans how to recompute a value through cheap operations, back to values that are kept. Returns false if that
-    /// takes too many operations.
+    /// Plans how to recompute a value from kept values through cheap operations. Returns false if that takes too many
+    /// operations.
     fn plan(&self, id: TensorId, owner: TensorId, plan: &mut Plan) -> bool {
         const MOST: usize = 24;
         let Some(node) = self.writers.get(&id).copied() else {

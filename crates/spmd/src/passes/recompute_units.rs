@@ -1,6 +1,6 @@
 //! The pass that recomputes the forward of whole units in backward.
 //!
-//! It takes a graph without collectives: the weights that it makes backward read are gathered there afterwards.
+//! It takes a graph without collectives: later passes gather the weights that backward then reads.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -63,7 +63,7 @@ impl GraphTransform for RecomputeUnits {
         for pattern in &self.units {
             if !names.iter().any(|name| pattern.matches(name)) {
                 return Err(Error::UnknownName {
-                    what: "unit to compute again",
+                    what: "unit to recompute",
                     name: pattern.to_string(),
                     known: names.into_iter().collect::<Vec<_>>().join(", "),
                 });
@@ -82,7 +82,7 @@ fn units(graph: &Graph) -> impl Iterator<Item = &str> {
 }
 
 impl RecomputeUnits {
-    /// Returns the values to recompute, with the nodes that do so.
+    /// Returns the values to recompute, with the recomputing nodes.
     fn chosen(&self, graph: &Graph) -> BTreeMap<TensorId, Node> {
         let visits = unit_visits(graph);
         let is_chosen = |visit: &UnitVisit| self.units.iter().any(|unit| unit.matches(&visit.unit));
@@ -118,7 +118,7 @@ fn regions(graph: &Graph) -> impl Iterator<Item = BTreeSet<usize>> + '_ {
     })
 }
 
-/// The nodes of forward from the first one that reads a unit's weights to the first one that reads another's.
+/// The nodes of forward from the first that reads a unit's weights up to the first that reads another unit's.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnitVisit {
     /// The unit.
@@ -127,8 +127,8 @@ pub struct UnitVisit {
     pub nodes: BTreeSet<usize>,
 }
 
-/// Returns the visits of units in forward, in order. Units are the ones that [`AssignUnits`](super::AssignUnits) has
-/// stored, or follow from the paths.
+/// Returns the visits of units in forward, in order. Units are stored by [`AssignUnits`](super::AssignUnits), or
+/// otherwise derived from the paths.
 pub fn unit_visits(graph: &Graph) -> Vec<UnitVisit> {
     let mut unit_of: BTreeMap<TensorId, Arc<str>> = BTreeMap::new();
     for value in graph.values() {

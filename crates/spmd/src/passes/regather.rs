@@ -1,7 +1,6 @@
 //! The pass that gathers weights for one visit of their unit at a time.
 //!
-//! It is the last pass that decides what is computed. The passes after it decide when, and none of them may merge
-//! gathers.
+//! It is the last pass that determines what is computed. Later passes determine only when.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -23,7 +22,7 @@ use crate::transform::GraphTransform;
 /// At most two units are gathered at a time. When a third begins, the weights of the first are dead, and a later use of
 /// them gathers again. The last two units of forward are the first of backward and stay. A unit that forward or
 /// backward visits for the second time stays until its last use there, in addition to the other two. Layers that run in
-/// a loop are therefore gathered twice, and not in every round. Views and casts of a weight are also made again,
+/// a loop are therefore gathered twice, not in every iteration. Views and casts of a weight are also made again,
 /// because they would keep its memory. No pass after it may merge gathers. From here on, the verifier checks that
 /// weights die before the unit after next.
 ///
@@ -81,11 +80,11 @@ impl GraphTransform for Regather {
 
 /// Gathered weights, with the views and casts of each.
 struct Weights {
-    /// The node that makes each value, and the unit of the weight from which it is made.
+    /// The node that makes each value, and the unit of the weight from which it is created.
     sources: BTreeMap<TensorId, (Node, Arc<str>)>,
     /// The units whose weights are gathered now, the oldest first.
     resident: VecDeque<Arc<str>>,
-    /// The id of each value in the present visit of its unit.
+    /// The id of each value in the current visit of its unit.
     made: BTreeMap<Arc<str>, BTreeMap<TensorId, TensorId>>,
     /// The last node that uses each unit in each phase.
     last_uses: BTreeMap<(Arc<str>, Phase), usize>,
@@ -140,7 +139,7 @@ impl Weights {
             .any(|output| self.sources.contains_key(&output))
     }
 
-    /// Returns the id of a value in the present visit of its unit, and schedules the nodes that make it if there is
+    /// Returns the id of a value in the current visit of its unit, and schedules the nodes that make it if there is
     /// none.
     fn make(
         &mut self,
@@ -149,7 +148,7 @@ impl Weights {
         id: TensorId,
         user: &Node,
     ) -> Result<TensorId, Error> {
-        let missing = || Error::Internal(format!("%{} is made of no weight", id.value()));
+        let missing = || Error::Internal(format!("%{} is not computed from a weight", id.value()));
         let (source, unit) = self.sources.get(&id).cloned().ok_or_else(missing)?;
         self.enter(&unit);
         if let Some(now) = self.made.get(&unit).and_then(|made| made.get(&id)) {
@@ -174,7 +173,7 @@ impl Weights {
         made.get(&id).copied().ok_or_else(missing)
     }
 
-    /// Begins a visit, unless the unit is gathered already.
+    /// Starts a visit, unless the unit is already gathered.
     fn enter(&mut self, unit: &Arc<str>) {
         if self.resident.contains(unit) {
             return;
@@ -195,7 +194,7 @@ impl Weights {
         }
     }
 
-    /// Returns true if a unit is kept until its last use in this phase, because the phase visits it again.
+    /// Returns true if a unit stays gathered until its last use in this phase, because the phase visits it again.
     fn stays(&self, unit: &Arc<str>) -> bool {
         let (index, phase) = self.now;
         let key = (unit.clone(), phase);

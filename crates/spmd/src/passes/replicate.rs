@@ -9,11 +9,11 @@ use crate::error::Error;
 pub struct Replicate {
     /// The axis, with the number of copies.
     pub axis: Axis,
-    /// True if it comes before the axis of the shards in the mesh.
+    /// True if the axis comes before the shard axis in the mesh.
     pub is_first: bool,
 }
 
-/// Returns the mesh of the shards' axis, with the copies' axis before or after it.
+/// Returns the mesh of the shard axis, with the axis of copies before or after it.
 pub(super) fn mesh_of(
     (name, num_ranks): (&str, usize),
     replicate: Option<&Replicate>,

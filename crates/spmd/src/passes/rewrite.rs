@@ -7,7 +7,7 @@ use burn_ir::TensorId;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Role, rename};
 
-/// Copies a node and gives it new temporary values; afterwards `map` leads from the old ids to the new ones.
+/// Copies a node, renames its operands by `map`, and adds new ids for its results to `map`.
 pub(super) fn repeat(
     graph: &mut Graph,
     node: &Node,

@@ -21,17 +21,17 @@ use burn_fsdp_mesh::{Axis, Clip, LossScaling, Pattern, Strategy};
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Options {
-    /// The modules whose parameters travel together: derived from the paths, unless patterns are given.
+    /// The modules whose parameters are communicated together: derived from the paths, unless patterns are given.
     pub units: Units,
     /// True to use kernels in place of functions that Burn composes of many operations, see [`UseKernels`], and of
     /// single operations, see [`SelectKernels`]. This is the default on Burn's CPU backend. Without kernels, a step on
-    /// one rank has the same bits as Burn's own.
+    /// one rank is bit-identical to Burn's own.
     pub kernels: bool,
     /// True to fuse chains of pointwise operations into one, which changes no bit, see [`FusePointwise`]. This is the
     /// default on Burn's CPU backend.
     pub fuse: bool,
-    /// Types in which parameters compute and gradients travel: by default the module's type. Masters, states of the
-    /// optimizer and its arithmetic keep the module's type.
+    /// Compute type of parameters and reduction type of gradients; by default the module's type. Master weights,
+    /// optimizer states and the optimizer's arithmetic keep the module's type.
     pub precision: Precision,
     /// Recomputation of cheap values in backward instead of keeping them: on by default.
     pub recompute: Option<Recompute>,
@@ -40,7 +40,7 @@ pub struct Options {
     pub recompute_units: Vec<Pattern>,
     /// True to free gathered weights after forward and gather them again in backward: the default.
     pub reshard_after_forward: bool,
-    /// Scaling of the gradients to keep their norm below a limit; `None`, the default, for none.
+    /// Gradient clipping by norm; `None`, the default, for no clipping.
     pub clip: Option<Clip>,
     /// Scaling of the loss, to keep 16-bit gradients from vanishing; `None`, the default, for none.
     pub loss_scaling: Option<LossScaling>,
@@ -50,7 +50,7 @@ pub struct Options {
     /// [overlaps](burn_fsdp_collectives::ProcessGroup::overlaps), as groups of processes do. It is false if ranks are
     /// threads, which gain nothing from it.
     pub prefetch: Option<bool>,
-    /// Place of the optimizer in the step: in backward by default.
+    /// Position of the optimizer in the step; in backward by default.
     pub optimizer: OptimizerPlace,
 }
 
@@ -85,14 +85,14 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Sets the modules whose parameters travel together.
+    /// Sets the modules whose parameters are communicated together.
     #[must_use]
     pub fn units(mut self, units: Units) -> Self {
         self.units = units;
         self
     }
 
-    /// Sets whether kernels replace functions that Burn composes of many operations.
+    /// Sets whether kernels replace functions that Burn composes from many operations.
     #[must_use]
     pub fn kernels(mut self, uses: bool) -> Self {
         self.kernels = uses;
@@ -111,8 +111,8 @@ impl Options {
     /// casts the ones that it combines with parameters. `f16` needs its loss [scaled](Self::scale_loss).
     ///
     /// With placements, a rank casts its part of a parameter where it is read. Sums of activations over ranks have the
-    /// type in which they were computed. Addends of gradients travel as in data parallelism: their first sum is as wide
-    /// as the parameter.
+    /// type in which they were computed. Addends of gradients are sent as in data parallelism: their first sum is as
+    /// wide as the parameter.
     ///
     /// Flat shards are cast when the step begins, and the copies stay until their last gather. With
     /// [`OptimizerPlace::InNextForward`] the whole optimizer therefore comes before the first gather.
@@ -149,15 +149,15 @@ impl Options {
         self
     }
 
-    /// Sets the greatest norm that the gradients of a step may have, taken as one vector; `None` for no limit. With a
-    /// limit, no parameter is updated before all gradients are there.
+    /// Sets the maximum norm of all gradients of a step, taken as one vector; `None` for no limit. With a limit, no
+    /// parameter is updated until all gradients are available.
     #[must_use]
     pub fn clip_grad_norm(mut self, clip: impl Into<Option<Clip>>) -> Self {
         self.clip = clip.into();
         self
     }
 
-    /// Sets how the loss is scaled, which keeps small gradients of `f16` from vanishing; `None` for not at all.
+    /// Sets how the loss is scaled, which keeps small gradients of `f16` from vanishing; `None` for no scaling.
     /// Gradients are divided by the scale when all micro-batches are summed, before they are clipped. If one has
     /// overflowed on any rank, all skip the step, and continue with a smaller scale
     /// ([`CompiledStep::was_skipped`](crate::CompiledStep::was_skipped)). A step then runs over micro-batches, even if
@@ -189,7 +189,7 @@ impl Options {
         self
     }
 
-    /// Returns options with only the passes that the step needs to be correct.
+    /// Returns options with only the passes that a correct step needs.
     pub fn none() -> Self {
         Self {
             units: Units::by_path(),
@@ -310,7 +310,7 @@ fn cheap_again(options: &Options) -> Pipeline {
     }
 }
 
-/// Returns the passes from the insertion of collectives up to the last passes.
+/// Returns the passes from the insertion of collectives to the last ones.
 fn scheduled(
     options: &Options,
     axes: Vec<Axis>,
@@ -334,7 +334,7 @@ fn scheduled(
     }
     match options.optimizer {
         OptimizerPlace::InBackward => pipeline.then(EarlyOptimizer),
-        // For the next forward, it is moved when the step is split.
+        // An optimizer in the next forward is moved when the step is split.
         OptimizerPlace::AtEnd | OptimizerPlace::InNextForward => pipeline,
     }
 }

@@ -14,7 +14,7 @@ use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
 /// The pass that selects kernels for matrix products, for casts to halves and back, and for sums along any dim except
-/// the last, of halves (`bf16`) or of many elements. Each has the same function as the operation that it replaces.
+/// the last, of halves (`bf16`) or of many elements. Each computes the same function as the operation that it replaces.
 ///
 /// ```text
 /// before                                 after
@@ -23,7 +23,7 @@ use crate::transform::GraphTransform;
 ///
 /// Before Burn's CPU backend writes a product, it fills the memory with zeros and copies it to an aligned place. It
 /// also processes halves one by one. Results have the same bits, except products of halves. Their factors are not
-/// converted to 32 bits first, so their sums, which have 32 bits in both cases, are taken in another order.
+/// converted to 32 bits first, so their sums, which have 32 bits in both cases, are taken in a different order.
 ///
 /// The pass runs after collectives are placed, because the passes that place them know Burn's operations. For typing,
 /// such a kernel is the operation that it replaces.
@@ -75,7 +75,7 @@ fn kernel_for(node: &Node, sizes: &Sizes) -> Option<Call> {
             is_known.then(|| (FusedOperation::Cast, inputs, op.out.clone(), Vec::new()))
         }
         OperationIr::NumericFloat(dtype, NumericOperationIr::SumDim(op)) if takes(*dtype) => {
-            // Sums along the last dim are taken in an order that the vectorized kernel does not have.
+            // Sums along the last dim are taken in an order that the vectorized kernel does not use.
             let is_inner = op.axis + 1 < op.input.shape.rank();
             // Burn processes halves one by one, and everything on one thread.
             let own = op.input.shape.num_elements();

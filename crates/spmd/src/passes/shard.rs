@@ -27,8 +27,8 @@ use crate::transform::GraphTransform;
 /// With [`Strategy::NoShard`] every gradient is averaged by an all-reduce before the optimizer reads it. With
 /// [`Strategy::FullShard`] parameters become flat padded shards, and an all-gather precedes every use. Gradients are
 /// averaged by a reduce-scatter, and the optimizer works on shards, so it must treat all elements alike. A parameter
-/// with an owner is whole there. Its gather reads from one rank, and its gradient is reduced to that rank. Its part of
-/// the optimizer may combine elements, and has results only there.
+/// with an owner is whole on that rank: its gather reads from the owner, and its gradient is reduced to the owner. Its
+/// part of the optimizer may combine elements, and runs only on the owner.
 ///
 /// ```text
 /// before                                after (fully sharded on 2 ranks)
@@ -42,14 +42,14 @@ use crate::transform::GraphTransform;
 /// ```
 ///
 /// The loss is also averaged, so every rank returns the loss of the whole batch. A single rank with whole parameters
-/// averages nothing. With copies of the shards ([`Replicate`]), gradients and loss are then averaged over the copies by
-/// an all-reduce.
+/// needs no averaging. With copies of the shards ([`Replicate`]), gradients and loss are then averaged over the copies
+/// by an all-reduce.
 ///
-/// With [`DataParallel::Automatic`] it is [`ExpandPlacements`] with placements that move few bytes, and
+/// With [`DataParallel::Automatic`], the pass works like [`ExpandPlacements`] with placements that move few bytes, and
 /// the graph must have been traced over the joined batch.
 #[derive(Debug, Clone)]
 pub struct InsertCollectives {
-    /// Number of ranks along the axis: the ranks that divide parameters, if parameters are divided.
+    /// Number of ranks along the axis on which parameters are sharded, if they are.
     pub num_ranks: usize,
     /// Division of the parameters among them.
     pub style: DataParallel,
@@ -57,15 +57,14 @@ pub struct InsertCollectives {
     pub axis: Arc<str>,
     /// Another axis of the mesh, along which ranks hold copies of the shards and also divide the batch.
     pub replicate: Option<Replicate>,
-    /// Types in which parameters compute and gradients travel. The graph already has the casts of parameters.
+    /// The types of computation and of gradient reduction. The graph already has the casts of parameters.
     pub precision: Precision,
     /// The parameters that one rank along the axis owns whole, instead of a shard on every rank: path to rank.
     pub owners: BTreeMap<Arc<str>, usize>,
 }
 
 impl InsertCollectives {
-    /// Returns true if a single rank has whole gradients that need no averaging, because they have the type in which it
-    /// computes them.
+    /// Returns true if a single rank has whole gradients that need no averaging or cast.
     fn has_all(&self) -> bool {
         self.num_ranks == 1
             && self.replicate.is_none()
@@ -122,7 +121,7 @@ struct Insertion<'a> {
     /// The averaged value that the optimizer reads instead of each gradient, for parameters with that owner or with
     /// none.
     averaged: BTreeMap<(TensorId, Option<usize>), TensorId>,
-    /// Each gradient as it travels.
+    /// Each gradient, in the type in which it is sent.
     sent: BTreeMap<TensorId, TensorId>,
 }
 
@@ -181,7 +180,7 @@ impl Insertion<'_> {
         Ok(scheduled)
     }
 
-    /// Returns casts of the shards, for parameters that compute in another type, and the nodes without the casts of
+    /// Returns casts of the shards, for parameters that compute in a different type, and the nodes without the casts of
     /// whole parameters that they replace. Gathered values then already have the compute type.
     fn cast_shards(
         &mut self,
@@ -277,7 +276,7 @@ impl Insertion<'_> {
         }
     }
 
-    /// Gives the results of an optimizer's operation the shape of the shard.
+    /// Sets the results of an optimizer operation to the shard's shape.
     fn flatten(&mut self, node: &Node, by_path: &BTreeMap<Arc<str>, Holding>) -> Result<(), Error> {
         let Some(of) = node.path.as_ref().and_then(|path| by_path.get(path)) else {
             return Ok(());
@@ -334,7 +333,7 @@ impl Insertion<'_> {
                 }
             }
         }
-        // Some optimizers keep the first gradient as it is.
+        // Some optimizers keep the first gradient unchanged.
         let mut updates = self.graph.updates().to_vec();
         for update in &mut updates {
             let role = self.graph.value(update.into).map(|value| &value.role);
@@ -352,7 +351,7 @@ impl Insertion<'_> {
         self.graph.parameter(path)?.layout.owner
     }
 
-    /// Returns the mean of a gradient that the last node has written, in the storage of the parameter with that index.
+    /// Returns the mean of a gradient that the last node has written, stored like the parameter with that index.
     /// Parameters that share a gradient share its mean, unless they have different owners.
     fn complete(
         &mut self,
@@ -388,7 +387,7 @@ impl Insertion<'_> {
         Ok(mean)
     }
 
-    /// Returns the gradient, which the last node has written, in the type in which it travels.
+    /// Returns the gradient, which the last node has written, in the type in which it is sent.
     fn travelling(
         &mut self,
         scheduled: &mut Vec<Node>,
@@ -420,7 +419,7 @@ impl Insertion<'_> {
         Ok(rounded)
     }
 
-    /// Reduces `local`, which is a gradient or the loss as it travels. The mean takes over its role.
+    /// Reduces `local`, which is a gradient or the loss, in the type in which it is sent. The mean takes over its role.
     fn reduce(
         &mut self,
         scheduled: &mut Vec<Node>,

@@ -69,8 +69,8 @@ impl GraphTransform for Split {
     }
 }
 
-/// The pass that starts each all-gather right after the wait of the one before it: the next unit's weights travel while
-/// this unit computes. One gather is in flight at a time, in addition to the unit in use.
+/// The pass that starts each all-gather right after the wait of the one before it: the next unit's weights are gathered
+/// while this unit computes. One gather is in flight at a time, in addition to the unit in use.
 ///
 /// ```text
 /// before                                  after
@@ -136,8 +136,8 @@ impl GraphTransform for Prefetch {
     }
 }
 
-/// The pass that moves each wait down to the first read of its result, to fit other work in between. A reduction waits
-/// at the latest when the next one starts, because until then it holds whole gradients.
+/// The pass that moves each wait down to the first read of its result, to fit other work in between. A reduction is
+/// waited for before the next one starts, because it holds whole gradients until then.
 ///
 /// ```text
 /// before                             after
@@ -206,7 +206,7 @@ impl GraphTransform for SinkWaits {
     }
 }
 
-/// Schedules the waits that fit.
+/// Schedules the held waits for which `fits` is true.
 fn release(held: &mut VecDeque<Node>, scheduled: &mut Vec<Node>, fits: impl Fn(&Node) -> bool) {
     let mut rest = VecDeque::new();
     for wait in held.drain(..) {

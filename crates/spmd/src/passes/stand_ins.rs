@@ -1,6 +1,6 @@
-//! The pass that replaces weights by stand-ins where an operation needs only their shape.
+//! The pass that replaces weights with stand-ins if an operation needs only their shape.
 //!
-//! It comes before gathers are inserted: a weight that nothing reads then has none.
+//! It runs before gathers are inserted, so unread weights get none.
 
 use burn_ir::{BaseOperationIr, CreationOpIr, ModuleOperationIr, OperationIr, ShapeOpIr, TensorIr};
 
@@ -9,7 +9,7 @@ use crate::graph::{Graph, Node, Role};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that gives operations that need only the shape of a weight a stand-in of that shape: one element, expanded.
+/// The pass that replaces weights with stand-ins in operations that need only their shape: one element, expanded.
 /// Otherwise backward would keep, or gather again, weights that nothing reads.
 ///
 /// ```text

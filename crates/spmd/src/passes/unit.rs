@@ -12,7 +12,7 @@ use crate::transform::GraphTransform;
 
 /// The units of a model: the modules whose parameters are gathered, freed and reduced together.
 ///
-/// By default units follow from the paths. A parameter in a list of modules belongs to the innermost element that
+/// By default, units are derived from the paths. A parameter in a list of modules belongs to the innermost element that
 /// consists of several modules, or otherwise to the outermost element. Examples are `blocks.3` for
 /// `blocks.3.fc.weight`, `stages.0.blocks.17` for `stages.0.blocks.17.conv.weight`, and `layers.2` for
 /// `layers.2.weight`. Every other parameter belongs to the first module below the modules that contain all parameters
@@ -21,18 +21,18 @@ use crate::transform::GraphTransform;
 /// With [patterns](Self::matching), units are the modules that the user names.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Units {
-    /// Patterns of the modules that are units; `None` if they follow from the paths.
+    /// Patterns of the modules that are units; `None` if they are derived from the paths.
     patterns: Option<Vec<Pattern>>,
 }
 
 impl Units {
-    /// Creates units that follow from the paths, see the type.
+    /// Creates units that are derived from the paths, see the type.
     pub fn by_path() -> Self {
         Self::default()
     }
 
     /// Creates units from the modules that match one of these patterns. A parameter belongs to the innermost of them
-    /// that contains it. All others form one unit, the root, and so does the whole model without a pattern.
+    /// that contains it. All other parameters form one unit, the root. Without a pattern, so does the whole model.
     ///
     /// ```
     /// use burn_fsdp_spmd::passes::Units;
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrapper_is_no_unit() {
+    fn a_wrapper_is_not_a_unit() {
         let of = |paths: &[&str]| units(&Units::by_path(), paths);
         let wrapped = of(&["net.one.weight", "net.one.bias", "net.two.weight"]);
         assert_eq!(wrapped, ["net.one", "net.one", "net.two"]);
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn units_are_the_users() {
+    fn units_can_be_chosen_by_the_user() {
         let paths = [
             "embed.weight",
             "net.blocks.0.fc.weight",

@@ -1,4 +1,4 @@
-//! The verifier: rules that hold for every graph, whichever passes made it.
+//! The verifier: rules that hold for every graph, regardless of the passes that made it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,7 +13,7 @@ use crate::graph::{
 use crate::pass_id::PassId;
 use crate::place::check_types;
 
-/// A rule: its name, and the function that finds a fault.
+/// A rule, with its name and a function that finds violations.
 type Rule = (&'static str, fn(&Graph) -> Option<Fault>);
 
 /// The node at which a graph breaks a rule, and the reason.
@@ -34,22 +34,22 @@ impl Fault {
 /// The rules, in the order in which they are checked.
 const RULES: &[Rule] = &[
     (
-        "every value is declared, with the shape and type that nodes give it",
+        "every value is declared, with the shape and type that nodes use for it",
         declared,
     ),
     (
-        "every value is written once, and given ones never",
+        "every value is written once, and given values never",
         written_once,
     ),
     ("no value is read before it is written", written_before_read),
     ("no value is read after it is dropped", alive_when_read),
-    ("what must outlive the step is never dropped", kept_is_kept),
+    ("values outliving the step are never dropped", kept_is_kept),
     ("phases come in order", phases_in_order),
     (
-        "collectives have the parts that their node reads and writes",
+        "collectives have the parts that their nodes read and write",
         parts_match,
     ),
-    ("every start has one wait, after it", waits_follow_starts),
+    ("every start has one wait after it", waits_follow_starts),
     (
         "a unit is a module that contains its parameters",
         units_contain,
@@ -65,7 +65,7 @@ const RULES: &[Rule] = &[
     TYPES,
 ];
 
-const TYPES: Rule = ("ranks hold of every value what its readers need", types_fit);
+const TYPES: Rule = ("ranks hold what the readers of each value need", types_fit);
 
 /// Returns the names of the rules.
 pub fn rules() -> impl Iterator<Item = &'static str> {
@@ -81,8 +81,8 @@ pub fn verify(graph: &Graph) -> Result<(), Error> {
     RULES.iter().try_for_each(|rule| keeps(graph, rule))
 }
 
-/// Checks only the rule of types, for every plan before it runs: whether ranks hold of every value what its readers
-/// need.
+/// Checks only the rule of types: whether ranks hold what the readers of each value need. Every plan is checked before
+/// it runs.
 ///
 /// # Errors
 ///
@@ -124,7 +124,7 @@ pub fn verify_ranks<'a>(graphs: impl IntoIterator<Item = &'a Graph>) -> Result<(
                 (Some((_, a)), Some((node, b))) => (
                     node,
                     format!(
-                        "{} {} where rank 0 has {} {}",
+                        "{} {}, but rank 0 has {} {}",
                         b.name(),
                         b.label,
                         a.name(),
@@ -161,7 +161,7 @@ fn declared(graph: &Graph) -> Option<Fault> {
                 return Fault::new(
                     index,
                     format!(
-                        "%{} is {:?} {:?} here and {:?} {:?} as declared",
+                        "%{} is {:?} {:?} here, but declared as {:?} {:?}",
                         tensor.id.value(),
                         tensor.dtype,
                         tensor.shape.to_vec(),
@@ -199,7 +199,7 @@ pub(super) fn written_before_read(graph: &Graph) -> Option<Fault> {
     for (index, node) in graph.nodes().iter().enumerate() {
         let early = |id: &TensorId| !graph.is_given(*id) && !written.contains(id);
         if let Some(id) = node.inputs().find(early) {
-            return Fault::new(index, format!("nothing has written %{} yet", id.value()));
+            return Fault::new(index, format!("%{} has not been written yet", id.value()));
         }
         written.extend(node.outputs());
     }
@@ -219,7 +219,7 @@ fn alive_when_read(graph: &Graph) -> Option<Fault> {
     let mut dropped: BTreeMap<TensorId, usize> = BTreeMap::new();
     for (index, node) in graph.nodes().iter().enumerate() {
         if let Some((id, at)) = node.inputs().find_map(|id| Some((id, dropped.get(&id)?))) {
-            return Fault::new(index, format!("%{} is gone since node {at}", id.value()));
+            return Fault::new(index, format!("node {at} dropped %{}", id.value()));
         }
         let taken = node.operation.inputs();
         let taken = taken.filter(|tensor| tensor.status == TensorStatus::ReadWrite);
@@ -228,7 +228,7 @@ fn alive_when_read(graph: &Graph) -> Option<Fault> {
             if mentions > 1 {
                 return Fault::new(
                     index,
-                    format!("it takes %{} and reads it again", tensor.id.value()),
+                    format!("it takes %{} over and also reads it", tensor.id.value()),
                 );
             }
             dropped.insert(tensor.id, index);
@@ -247,14 +247,14 @@ fn kept_is_kept(graph: &Graph) -> Option<Fault> {
             .filter(taken)
             .find(|tensor| kept.contains(&tensor.id));
         if let Some(tensor) = gone {
-            return Fault::new(index, format!("it takes %{}", tensor.id.value()));
+            return Fault::new(index, format!("it takes %{} over", tensor.id.value()));
         }
     }
     None
 }
 
 fn phases_in_order(graph: &Graph) -> Option<Fault> {
-    // Optimizer nodes may run as soon as their gradient is there; forward never follows backward.
+    // Optimizer nodes may run as soon as their gradient is available; forward never follows backward.
     let mut seen_backward = false;
     for (index, node) in graph.nodes().iter().enumerate() {
         match node.phase {
@@ -325,19 +325,18 @@ fn parts_match(graph: &Graph) -> Option<Fault> {
     None
 }
 
-/// Finds a fault in the cuts of a part. An all-to-all has cuts along two dims, in equal parts, and any other collective
-/// has cuts along one.
+/// Finds faulty cuts of a part. An all-to-all cuts along two dims, in equal parts; any other collective cuts along one.
 fn cuts_fault(kind: CollectiveKind, part: &CollectivePart) -> Option<String> {
     let is_crossed = kind.contract().gets.share == Share::Across;
     let path = &part.path;
     match (is_crossed, &part.across) {
-        (true, None) => Some(format!("part {path} is cut along one dim alone")),
+        (true, None) => Some(format!("part {path} is cut along only one dim")),
         (false, Some(_)) => Some(format!("part {path} is cut along two dims")),
         (false, None) => None,
         (true, Some(across)) => [&part.partition, across]
             .iter()
             .any(|cut| cut.padded_len() != cut.num_elements())
-            .then(|| format!("part {path} is cut in unequal parts")),
+            .then(|| format!("part {path} is cut into unequal parts")),
     }
 }
 
@@ -355,7 +354,7 @@ fn waits_follow_starts(graph: &Graph) -> Option<Fault> {
             }
             Some(Stage::Whole) | None => {
                 if let Some(id) = node.inputs().find(|id| started.contains_key(id)) {
-                    return Fault::new(index, format!("%{} is still on its way", id.value()));
+                    return Fault::new(index, format!("%{} is still in flight", id.value()));
                 }
             }
         }
@@ -364,8 +363,7 @@ fn waits_follow_starts(graph: &Graph) -> Option<Fault> {
     Fault::new(node, format!("nothing waits for %{}", id.value()))
 }
 
-/// Checks that every unit is a module that contains its parameters, because one pass declares units and others use
-/// them.
+/// Checks that every unit is a module that contains its parameters. One pass declares units, and others use them.
 fn units_contain(graph: &Graph) -> Option<Fault> {
     graph.parameters().iter().find_map(|parameter| {
         let (path, unit) = (&parameter.path, graph.unit(&parameter.path)?);
@@ -373,7 +371,7 @@ fn units_contain(graph: &Graph) -> Option<Fault> {
         let is_inside = unit.is_empty() || rest.is_some_and(|rest| rest.starts_with('.'));
         match is_inside {
             true => None,
-            false => Fault::new(0, format!("{path} is said to be in {unit}")),
+            false => Fault::new(0, format!("{path} is declared to be in {unit}")),
         }
     })
 }
@@ -409,7 +407,7 @@ struct Visit<'a> {
     is_back: bool,
 }
 
-/// Checks that the weights of a unit are dead when the unit after next begins.
+/// Checks that a unit's weights are freed before the unit after the next one begins.
 fn gathered_die(graph: &Graph) -> Option<Fault> {
     if !graph.applied().contains(&PassId::Regather) {
         return None;
@@ -446,7 +444,7 @@ fn gathered_die(graph: &Graph) -> Option<Fault> {
         .enumerate()
         .filter(|(_, visit)| !visit.is_back)
     {
-        // Units that came back stay, and displace none.
+        // Revisited units stay, and displace none.
         let mut others = visits[at + 1..].iter().filter(|other| !other.is_back);
         let after_next = others.nth(1);
         let Some((next, begins)) = after_next.and_then(|v| Some((v.unit, v.gathers.first()?.0)))

@@ -69,7 +69,7 @@ impl Values {
         if self.axes[axis].num_ranks == 1 {
             return candidates;
         }
-        // A dim that only the results have gives no work to divide.
+        // A dim that only the results have provides no work to divide.
         let is_given = |letter: &Letter| {
             let mut inputs = signature.inputs.iter();
             inputs.any(|input| input.dim_of(*letter).is_some())
@@ -102,7 +102,7 @@ impl Values {
         }
     }
 
-    /// Returns the assignment with one more axis; `None` if the operation cannot run like that.
+    /// Returns the assignment with one more axis; `None` if the operation cannot run that way.
     pub(super) fn extend(
         &self,
         signature: &Signature,
@@ -178,7 +178,7 @@ impl Values {
             || self.is_padded[axis] && signature.divides_padded(letter, num_ranks)
     }
 
-    /// Returns true if, on this axis, an input is already cut or an addend as the assignment needs it.
+    /// Returns true if an input is already cut on this axis, or already an addend, as the assignment requires.
     fn is_given(&self, assignment: &Assignment, axis: usize) -> bool {
         assignment.inputs.iter().any(|(id, on)| {
             let lies = |version: &Version| version.on[axis] == on[axis];
@@ -191,7 +191,8 @@ impl Values {
         })
     }
 
-    /// Returns the cost of bringing results to their requested placements on one axis; `None` if none is requested.
+    /// Returns the cost of redistributing results to their requested placements on one axis; `None` if none is
+    /// requested.
     fn asked_of(&self, assignment: &Assignment, axis: usize) -> Option<f64> {
         let costs = assignment.outputs.iter().filter_map(|(id, on)| {
             let asked = (*self.asked.get(id)?.get(axis)?)?;
@@ -210,7 +211,7 @@ impl Values {
     }
 
     /// Returns the cost of the redistributions on one axis before a node can run; `None` if there is no way. With
-    /// `is_asked` a placement of the result is requested, so a reduce-scatter costs only what it moves.
+    /// `is_asked` a placement of the result is requested, so a reduce-scatter costs only the bytes that it moves.
     fn cost(&self, assignment: &Assignment, axis: usize, is_asked: bool) -> Option<f64> {
         let mut total = 0.0;
         for (id, on) in &assignment.inputs {

@@ -14,11 +14,11 @@ use crate::trace::LOSS_FACTOR;
 ///
 /// In a [`Pattern`], `*` matches one name, `conv*` matches the names with this prefix, and `**` matches any number of
 /// names. If several patterns match, the last one given for an axis counts. Optimizer states have their parameter's
-/// placement, gradients are brought to it, and buffers are always replicated.
+/// placement, gradients are redistributed to it, and buffers are always replicated.
 ///
 /// A dim of a parameter or named activation need not divide evenly. Its parts are then the same as in `torch.chunk`,
-/// and the last ranks have fewer rows, or none. It needs at least one element for each rank. Reductions over such a dim other than sums, and operations that index
-/// along it, run on the whole dim.
+/// and the last ranks have fewer rows, or none. It needs at least one element per rank. Reductions over such a dim
+/// other than sums, and operations that index along it, run on the whole dim.
 ///
 /// The example places the feed-forward part of a transformer on the axis `model`, after Megatron-LM. The first layer is
 /// cut by columns, the second by rows, and one all-reduce joins its results:
@@ -74,7 +74,7 @@ impl Expand {
     }
 
     /// Places the activations whose name, given by [`named_activation`](crate::named_activation), matches `pattern` on
-    /// `axis`. On other axes they keep the placements in which they are computed. Their gradients do so on all axes.
+    /// `axis`. On other axes they keep the placements in which they are computed, as their gradients do on all axes.
     ///
     /// The nodes that read such an activation start from this placement. If it is cut along the tokens, a norm or a
     /// dropout runs on each rank's tokens (sequence parallelism), and the next product gathers them.
@@ -123,8 +123,7 @@ impl Expand {
         Ok(placed)
     }
 
-    /// Returns the first of these inputs that no pattern matches, if some inputs are cut. The step specifies the
-    /// placements of the others.
+    /// Returns the first of these inputs that no pattern matches, if some inputs are cut.
     pub(crate) fn unplaced<'a>(&self, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
         let cuts = |wish: &Wish| matches!(wish.placement, Placement::Shard(_));
         let mut names = names.filter(|_| self.inputs.iter().any(cuts));
@@ -219,7 +218,7 @@ fn placements(wishes: &[Wish], mesh: &Mesh, name: &str) -> Vec<AxisPlacement> {
     axes.collect()
 }
 
-/// Returns the wish that counts for a name on an axis, the last one.
+/// Returns the last wish for a name on an axis, which is the one that counts.
 fn last_wish<'a>(wishes: &'a [Wish], axis: &str, name: &str) -> Option<&'a Wish> {
     let mut latest = wishes.iter().rev();
     latest.find(|wish| wish.axis == axis && wish.pattern.matches(name))
@@ -266,7 +265,7 @@ fn check(
         let dim = match axis.placement {
             Placement::Replicate => continue,
             Placement::Partial(_) => {
-                return Err(refuse(axis, "nobody adds it up".to_owned()));
+                return Err(refuse(axis, "nothing reduces it".to_owned()));
             }
             Placement::Shard(dim) => dim,
         };
@@ -274,7 +273,7 @@ fn check(
             None => format!("it has {} dims", shape.len()),
             // Every rank passes its own part of an input, and all parts have the same size.
             Some(size) if what == "input" && !size.is_multiple_of(axis.num_ranks) => {
-                format!("{size} cannot be cut in {} equal parts", axis.num_ranks)
+                format!("{size} cannot be cut into {} equal parts", axis.num_ranks)
             }
             Some(size) if *size < axis.num_ranks => {
                 format!("{size} cannot be cut among {} ranks", axis.num_ranks)
@@ -282,7 +281,8 @@ fn check(
             Some(_) => match cut.insert(dim, &axis.axis) {
                 None => continue,
                 Some(other) => format!(
-                    "axis {other} cuts this dim, too: cut another dim along {}, or place it otherwise on {other}",
+                    "axis {other} already cuts this dim: cut another dim along {}, or choose another placement on \
+                     {other}",
                     axis.axis
                 ),
             },

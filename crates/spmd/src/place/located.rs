@@ -36,10 +36,10 @@ pub(super) struct Values {
     /// Whole shapes and types.
     pub(super) whole: HashMap<TensorId, (Vec<usize>, DType)>,
     pub(super) located: HashMap<TensorId, Located>,
-    /// The requested placements of a value, where there are any. Named activations have requests, and so do the values
-    /// from which they are computed element by element.
+    /// The requested placements of named activations, and of the values from which they are computed element by
+    /// element.
     pub(super) asked: HashMap<TensorId, Vec<Option<Placement>>>,
-    /// For each axis, whether the user's placements cut a dim on it that does not divide evenly.
+    /// For each axis, whether the user's placements cut an unevenly dividing dim on it.
     pub(super) is_padded: Vec<bool>,
 }
 
@@ -60,7 +60,7 @@ pub(super) fn on(placements: &[AxisPlacement]) -> On {
     placements.iter().map(|axis| axis.placement).collect()
 }
 
-/// The node that a value is redistributed for.
+/// The node for which a value is redistributed.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Reader {
     pub(super) phase: Phase,

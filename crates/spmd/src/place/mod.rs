@@ -6,8 +6,8 @@
 //!   gradients. Statistics inside the loss cover only the rank's part.
 //! - [`Expand`]: the loss covers the **joined** batch, and every value of the step gets a
 //!   [`Placement`](burn_fsdp_mesh::Placement) on every axis of a mesh, propagated from the placements of parameters and
-//!   inputs. This is tensor parallelism where parameters are cut, data parallelism where the batch is cut, and both on
-//!   a mesh with two axes. The result is the same as on one rank.
+//!   inputs. Cut parameters give tensor parallelism, a cut batch gives data parallelism, and a mesh with two axes
+//!   allows both. The result is the same as on one rank.
 //!
 //! # Propagation
 //!
@@ -26,7 +26,7 @@
 //! The parts of a dim that does not divide evenly are padded, see `padding.rs`.
 //!
 //! Constants and random numbers are deferred: they have no placement until a node reads them. They are emitted with the
-//! placement that this reader needs, or the one requested for their name. A redistributed value is not moved again.
+//! placement that this reader needs, or the one requested for their name. Redistributed values are reused.
 
 mod assignment;
 mod expand;

@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::graph::{AxisPlacement, AxisShift, Role};
 
 impl Redistribution<'_> {
-    /// Lengthens a dim that will be cut on an axis to a multiple of its ranks.
+    /// Lengthens a dim that will be cut on an axis to a multiple of the number of ranks.
     pub(super) fn lengthened(
         &mut self,
         id: TensorId,
@@ -38,7 +38,7 @@ impl Redistribution<'_> {
         Ok(out)
     }
 
-    /// Removes the padding of a dim that is whole again.
+    /// Removes the padding of a dim that has been gathered.
     pub(super) fn trimmed(&mut self, id: TensorId, dim: usize) -> Result<TensorId, Error> {
         match self.shape(id)?[dim] == self.whole[dim] {
             true => Ok(id),

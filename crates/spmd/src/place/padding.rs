@@ -1,15 +1,14 @@
 //! Padding of unequal parts.
 //!
-//! A dim that does not divide evenly is cut as in `torch.chunk`: every rank holds as many rows as the first, the size
-//! of the whole over the number of ranks, rounded up. The last ranks have fewer rows, followed by padding, so all ranks
-//! share one graph. **Padding has no meaning**, and three rules keep it apart:
+//! A dim that does not divide evenly is cut as in `torch.chunk`. Every rank holds as many rows as the first: the whole
+//! size divided by the number of ranks, rounded up. The last ranks have fewer real rows, followed by padding, so all
+//! ranks share one graph. **Padding has no meaning**, and three rules keep it separate:
 //!
-//! 1. Operations that treat each element along the dim independently also run on padding. Their results there are again
-//!    padding.
+//! 1. Operations that treat each element along the dim independently also run on padding. Results there are padding.
 //! 2. Before a sum over the dim, the padding of every summed operand is cleared. Gradients of parameters are also
-//!    cleared, because norms are taken of them. No other operation that combines rows runs on parts.
+//!    cleared, because they are part of norms. No other operation that combines rows may run on parts.
 //! 3. A value is trimmed to its size after it is gathered. Before it is cut, scattered or exchanged, it is lengthened
-//!    by elements of its own.
+//!    with its own elements.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -23,10 +22,10 @@ use crate::graph::AxisPlacement;
 /// The values made for padding so far.
 #[derive(Default)]
 pub(super) struct Padding {
-    /// The placements of lengthened values, which are not noted as copies.
+    /// The placements of lengthened values, which are not recorded as copies.
     pub(super) lengthened: BTreeMap<TensorId, On>,
-    /// Copies that were cleared along a dim for a reader. A phase may lack the values that another phase made, and the
-    /// optimizer's part for one parameter may lack those of another.
+    /// Copies whose padding was cleared along a dim for a reader. A phase may lack the copies of another phase, and one
+    /// parameter's part of the optimizer may lack another's.
     pub(super) cleared: HashMap<(TensorId, usize, Reader), TensorId>,
     /// Masks, in the shape of the part they apply to.
     pub(super) masks: HashMap<Mask, TensorId>,

@@ -18,7 +18,7 @@ use crate::Precision;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Payload, Phase, Role, local_shape, rename};
 
-/// The uses of a value that leaves the graph or goes to the optimizer. They determine its placements.
+/// The uses of a value that leaves the graph or goes to the optimizer, which determine its placements.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Destination {
     /// Indices of the parameters with this value as gradient. Parameters that are added to each other share one.
@@ -36,7 +36,7 @@ pub(super) struct Destination {
 pub(super) struct Placer {
     /// The user's own placements.
     pub(super) expand: Expand,
-    /// Types in which gradients travel.
+    /// Types in which gradients are sent.
     pub(super) precision: Precision,
     pub(super) values: Values,
     pub(super) scheduled: Vec<Node>,
@@ -128,7 +128,7 @@ impl Placer {
         if let Some(Located::Floating(node)) = self.values.located.get(&id).cloned() {
             self.make(&node, id, to, reader)?;
         }
-        let undeclared = || Error::Internal(format!("value {} lies nowhere", id.value()));
+        let undeclared = || Error::Internal(format!("value {} has no placement", id.value()));
         let Some(Located::Placed(versions)) = self.values.located.get(&id) else {
             return Err(undeclared());
         };
@@ -161,7 +161,7 @@ impl Placer {
         Ok(new)
     }
 
-    /// Returns the type in which the addends of a gradient travel, if it differs from their own.
+    /// Returns the type in which a gradient's addends are sent, if it differs from their own.
     fn travels(&self, id: TensorId) -> Option<DType> {
         if self.precision == Precision::default() {
             return None;
@@ -263,7 +263,7 @@ impl Placer {
         self.emit(&node, &signature, assignment)
     }
 
-    /// Gives a value that leaves the graph, or goes to the optimizer, the placements of its destination.
+    /// Redistributes a value that leaves the graph, or goes to the optimizer, to its destination's placements.
     pub(super) fn settle(&mut self, id: TensorId, writer: &Reader) -> Result<(), Error> {
         self.settle_activation(id, writer)?;
         let Some(destination) = self.destinations.get(&id).cloned() else {
@@ -331,7 +331,7 @@ impl Placer {
         self.cleared((id, fetched), on, |_| true, writer)
     }
 
-    /// Removes some copies of a value, so that no later node reads them.
+    /// Removes some copies of a value, so later nodes do not read them.
     fn forget(&mut self, id: TensorId, which: impl Fn(&Version) -> bool) {
         if let Some(Located::Placed(versions)) = self.values.located.get_mut(&id) {
             let forgotten = versions.extract_if(.., |version| which(version));
@@ -366,7 +366,7 @@ impl Placer {
                     name: name.to_string(),
                     placement: "placed by its name".to_owned(),
                     shape,
-                    reason: "it has another name, of which another placement is asked".to_owned(),
+                    reason: "it has another name with a different placement".to_owned(),
                 });
             }
         }
@@ -400,7 +400,7 @@ impl Placer {
         }
     }
 
-    /// Returns the label of a value that moves, and its payload.
+    /// Returns the label and payload of a communicated value.
     fn named(&self, id: TensorId) -> (Arc<str>, Payload) {
         if let Some(Role::Parameter(path)) = self.values.graph.value(id).map(|value| &value.role) {
             return (path.clone(), Payload::Parameter);

@@ -38,12 +38,12 @@ pub struct ExpandPlacements {
     pub expand: Expand,
     /// The mesh of the ranks.
     pub mesh: Mesh,
-    /// Types in which gradients travel. The graph already contains the casts of parameters.
+    /// Types in which gradients are sent. The graph already contains the casts of parameters.
     pub precision: Precision,
 }
 
 impl ExpandPlacements {
-    /// Creates the pass. Gradients travel in the types in which they are computed.
+    /// Creates the pass. Gradients are sent in the types in which they are computed.
     pub fn new(expand: Expand, mesh: Mesh) -> Self {
         let precision = Precision::default();
         Self {
@@ -53,7 +53,7 @@ impl ExpandPlacements {
         }
     }
 
-    /// Sets the types in which gradients travel.
+    /// Sets the types in which gradients are sent.
     #[must_use]
     pub fn precision(mut self, precision: Precision) -> Self {
         self.precision = precision;
@@ -78,7 +78,7 @@ impl GraphTransform for ExpandPlacements {
             let signature = rules::signature(&node.operation);
             if let Some(reason) = signature.fault() {
                 return Err(Error::InvalidGraph {
-                    rule: "an operation's dims go together as its rule says",
+                    rule: "an operation's dims match its rule",
                     after: None,
                     node: index,
                     operation: node.name(),
@@ -197,7 +197,7 @@ impl ExpandPlacements {
         Ok(placer)
     }
 
-    /// Returns for each axis whether the user's placements cut a dim on it that does not divide evenly.
+    /// Returns, for each axis, whether the user's placements cut an unevenly dividing dim on it.
     fn is_padded(
         &self,
         axes: &[AxisPlacement],
@@ -250,7 +250,7 @@ impl ExpandPlacements {
     }
 }
 
-/// Adds the values that the user reads or names, and the new values of given ones.
+/// Adds the values that the user reads or names, and the values that replace given ones.
 fn add_results(graph: &mut Graph, destinations: &mut HashMap<TensorId, Destination>) {
     for (index, update) in graph.updates().iter().enumerate() {
         let destination = destinations.entry(update.from).or_default();
@@ -272,7 +272,7 @@ fn add_results(graph: &mut Graph, destinations: &mut HashMap<TensorId, Destinati
     }
 }
 
-/// Gives every given value the shape of its part, and returns the placements of each.
+/// Sets every given value to the shape of its part, and returns the placements of each.
 fn locate<'a>(
     graph: &mut Graph,
     whole: &Shapes,
@@ -298,8 +298,8 @@ fn locate<'a>(
 
 impl Placer {
     /// Notes the requests for named activations, and for the values from which they are computed element by element.
-    /// The sum of a product's addends and a bias is then reduced directly to its requested placement, not to the whole
-    /// first.
+    /// The sum of a product's addends and a bias is then reduced directly to its requested placement, instead of being
+    /// made whole first.
     fn look_ahead(&mut self, nodes: &[Node]) {
         let axes = &self.values.axes;
         for (id, destination) in &self.destinations {
@@ -372,7 +372,7 @@ impl Placer {
             });
         }
         if self.makes_gradient(node) {
-            // Addends are first widened and then added up, in the type in which gradients travel.
+            // Addends are first widened and then added up, in the type in which gradients are sent.
             let linear = signature.clone().linear_in(node.operation.inputs());
             let strategy = self.values.choose(node, &linear)?;
             return self.emit(node, &linear, strategy);
@@ -389,11 +389,11 @@ impl Placer {
             return false;
         }
         let floats = |id| matches!(self.values.located.get(&id), Some(Located::Floating(_)));
-        // Few nodes pass this check, and the other one takes longer.
+        // Checked first, because few nodes pass and the other check takes longer.
         node.inputs().all(floats) && rules::may_wait(&node.operation)
     }
 
-    /// Returns true if the node is the cast that makes a gradient as wide as its parameter.
+    /// Returns true if the node casts a gradient to the type of its parameter.
     fn makes_gradient(&self, node: &Node) -> bool {
         let OperationIr::BaseFloat(BaseOperationIr::Cast(cast)) = &node.operation else {
             return false;

@@ -18,9 +18,9 @@ use crate::graph::{
 /// Cost of a slice, as a fraction of the cost of moving the same bytes.
 const SLICE: f64 = 1e-3;
 
-/// Returns the cost of bringing one axis of a tensor from one placement to another, for the choice of assignments;
-/// `None` if there is no way. The cost is the number of bytes that a rank receives, except that slices and
-/// reduce-scatters cost more. `num_bytes` is the tensor's size as if this axis were replicated.
+/// Returns the cost of redistributing one axis of a tensor, for the choice of assignments; `None` if it is impossible.
+/// The cost is the number of bytes that a rank receives, except that slices and reduce-scatters cost more. `num_bytes`
+/// is the tensor's size as if this axis were replicated.
 pub(super) fn cost(
     from: Placement,
     to: Placement,
@@ -30,7 +30,7 @@ pub(super) fn cost(
     let moved = num_bytes * (num_ranks as f64 - 1.0) / num_ranks as f64;
     Some(match (from, to) {
         (from, to) if from == to => 0.0,
-        // A slice moves nothing, but a whole value is preferred.
+        // A slice moves nothing, but the whole value is preferred.
         (Placement::Replicate, Placement::Shard(_)) => moved * SLICE,
         (Placement::Shard(_), Placement::Replicate) => moved,
         (Placement::Shard(_), Placement::Shard(_)) => moved / num_ranks as f64,
@@ -42,7 +42,7 @@ pub(super) fn cost(
     })
 }
 
-/// Returns the same cost as [`cost`], except that a reduce-scatter costs the bytes that a rank receives. It is for
+/// Returns the same cost as [`cost`], except that a reduce-scatter costs the bytes that a rank receives. Use it for
 /// values that are known to be cut.
 pub(super) fn moved(
     from: Placement,
@@ -86,7 +86,7 @@ fn is_outermost(piece: &[usize], dim: usize) -> bool {
 pub(super) struct Redistribution<'a> {
     pub(super) graph: &'a mut Graph,
     pub(super) scheduled: &'a mut Vec<Node>,
-    /// Label of the collectives: a path, `loss`, or the id of the value.
+    /// Label of the collectives: a path, `loss`, or the value's id.
     pub(super) label: Arc<str>,
     pub(super) payload: Payload,
     pub(super) reader: &'a Reader,
@@ -129,7 +129,7 @@ impl Redistribution<'_> {
             id = self.all_to_all(id, (&now, axis), from, dim)?;
             now[axis].placement = Placement::Shard(dim);
         }
-        // Dims are lengthened before others are shortened, so as little as possible is added up.
+        // Gathers, then slices, then reductions, so as little as possible is added up.
         for axis in 0..now.len() {
             if let Placement::Shard(dim) = now[axis].placement
                 && differs(&now, axis)

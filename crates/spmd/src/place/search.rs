@@ -12,12 +12,12 @@ use crate::error::Error;
 use crate::graph::{Graph, Node, Phase, Role, Trait, is};
 use crate::trace::LOSS_FACTOR;
 
-/// Greatest number of rounds. Each round tries every group of parameters.
+/// Maximum number of rounds. Each round tries every group of parameters.
 const MAX_SWEEPS: usize = 3;
 
-/// Finds placements of batch and parameters on one axis with which a step moves few bytes. The batch is cut along its
+/// Finds placements of batch and parameters on one axis for which a step moves few bytes. The batch is cut along its
 /// first dim. Each parameter is replicated or cut along the best dim, given the others. Parameters with paths that
-/// differ only in numbers have equal placements. Parameters are cut if that costs nothing, to save memory.
+/// differ only in numbers have equal placements. To save memory, parameters are cut if that costs nothing.
 ///
 /// `graph` comes from [`trace`](crate::trace::trace), over the joined batch.
 ///
@@ -29,7 +29,7 @@ pub fn least_communication(graph: &Graph, mesh: &Mesh, axis: &str) -> Result<Exp
 }
 
 /// Finds placements as [`least_communication`] does. The inputs with names in `shared` are the same on all ranks, and
-/// gradients travel in the types of `precision`.
+/// gradients are sent in the types of `precision`.
 pub(crate) fn least_communication_with(
     graph: &Graph,
     mesh: &Mesh,
@@ -68,7 +68,7 @@ pub(crate) fn least_communication_with(
                 }
                 let mut other = chosen.clone();
                 other.insert(pattern.clone(), placement);
-                // Placements that the rules refuse are skipped.
+                // Placements that the rules reject are skipped.
                 let Ok(Some(bytes)) = moved(signed, &placed(&inputs, axis, &other), least) else {
                     continue;
                 };
@@ -87,7 +87,7 @@ pub(crate) fn least_communication_with(
     Ok(placed(&inputs, axis, &chosen))
 }
 
-/// Returns the path with `*` in place of its numbers.
+/// Returns the path with its numbers replaced with `*`.
 fn pattern_of(path: &str) -> String {
     let names = path.split('.').map(|name| {
         let is_number = name.bytes().all(|byte| byte.is_ascii_digit());
@@ -120,8 +120,9 @@ fn placed(inputs: &Expand, axis: &str, chosen: &BTreeMap<String, Placement>) -> 
         })
 }
 
-/// Returns the graph without its optimizer if that is elementwise. Such an optimizer moves nothing, because states have
-/// their parameters' placements and gradients are brought there. It is also most of the nodes.
+/// Returns the graph without its optimizer if that is elementwise. An elementwise optimizer moves nothing, because
+/// states have their parameters' placements and gradients are redistributed to these. It also makes up most of the
+/// nodes.
 fn without_optimizer(graph: &Graph) -> Graph {
     let mut graph = graph.clone();
     let is_of_optimizer = |node: &Node| node.phase == Phase::Optimizer;

@@ -21,10 +21,10 @@ pub(crate) struct Signature {
     pub(crate) outputs: Vec<Operand>,
     /// The letters over which results are combined, and the reduction.
     pub(crate) contracted: BTreeMap<Letter, ReduceOp>,
-    /// Sets of inputs in which the results are linear: addends of all inputs in a set give addends of the results.
+    /// Sets of inputs in which the results are linear: if all inputs of a set are addends, so are the results.
     pub(crate) linear: Vec<Vec<TensorId>>,
-    /// True if the operation may run on padding along a letter. An element then only affects results at the same place
-    /// along the letter, and the operation accepts any number there, unlike an index.
+    /// True if the operation may run on padding along a letter. Each element then only affects results at the same
+    /// position along the letter, and may be any number, unlike an index.
     pub(crate) takes_padding: bool,
 }
 
@@ -69,7 +69,7 @@ impl Signature {
         self
     }
 
-    /// Declares that results are sums over this letter.
+    /// Declares that the results are sums over this letter.
     pub(crate) fn sums(self, letter: Letter) -> Self {
         self.contracts(letter, ReduceOp::Sum)
     }
@@ -86,7 +86,7 @@ impl Signature {
         self
     }
 
-    /// Returns true if the operation can be divided among this many ranks along a letter, in equal parts.
+    /// Returns true if the operation can be divided along a letter into this many equal parts, one per rank.
     pub(crate) fn divides(&self, letter: Letter, num_ranks: usize) -> bool {
         self.sizes(letter)
             .all(|size| size.is_multiple_of(num_ranks))
@@ -124,7 +124,7 @@ impl Signature {
     /// result's letters. Over letters that the operand lacks, every rank has an addend, because it had the whole
     /// operand.
     ///
-    /// So one table covers an operation and its gradients.
+    /// One table therefore covers an operation and its gradients.
     pub(crate) fn gradient(
         &self,
         operand: usize,
@@ -161,7 +161,7 @@ impl Signature {
                 let &[dim] = own.as_slice() else {
                     match own.is_empty() {
                         true => continue,
-                        false => return Some(format!("two dims of a tensor are {letter}")),
+                        false => return Some(format!("{letter} names two dims of a tensor")),
                     }
                 };
                 // If a dim is divided or joined, the parts hold the same elements if equally many elements precede the
@@ -170,7 +170,7 @@ impl Signature {
                 let size = operand.shape[dim];
                 match sizes {
                     Some((of, outer)) if of != size && outer != before => {
-                        return Some(format!("{letter} is of {of} and of {size}"));
+                        return Some(format!("{letter} has sizes {of} and {size}"));
                     }
                     _ => sizes = Some((size, before)),
                 }
@@ -179,16 +179,16 @@ impl Signature {
         let is_in = |letter: &Letter, operand: &Operand| operand.dim_of(*letter).is_some();
         for letter in self.contracted.keys() {
             if !self.inputs.iter().any(|input| is_in(letter, input)) {
-                return Some(format!("no operand has {letter}, which is combined"));
+                return Some(format!("{letter} is combined, but no operand has it"));
             }
             if self.outputs.iter().all(|output| is_in(letter, output)) {
-                return Some(format!("{letter} is combined, and all results have it"));
+                return Some(format!("{letter} is combined, but all results have it"));
             }
         }
         let known = |id: &TensorId| self.inputs.iter().any(|input| input.id == *id);
         match self.linear.iter().flatten().all(known) {
             true => None,
-            false => Some("it is linear in what it does not read".to_owned()),
+            false => Some("it is linear in a tensor that it does not read".to_owned()),
         }
     }
 
@@ -230,7 +230,7 @@ pub(crate) fn alphabet(num_dims: usize) -> Vec<Option<Letter>> {
 }
 
 /// Returns the letters of a tensor that is broadcast to `shape`. The dims of `shape` have the letters of [`alphabet`].
-/// Dims are aligned at the end, and dims of another size are whole.
+/// Dims are aligned at the end, and dims with a different size are whole.
 pub(crate) fn aligned(tensor: &TensorIr, shape: &[usize]) -> Vec<Option<Letter>> {
     let own = tensor.shape.to_vec();
     let missing = shape.len().saturating_sub(own.len());

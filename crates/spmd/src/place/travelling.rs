@@ -1,4 +1,4 @@
-//! The types in which addends of gradients travel.
+//! The types in which addends of gradients are sent.
 
 use burn::tensor::DType;
 use burn_fsdp_mesh::Placement;
@@ -9,8 +9,8 @@ use crate::error::Error;
 use crate::graph::{AxisPlacement, Role};
 
 impl Redistribution<'_> {
-    /// Redistributes a value as [`run`](Self::run) does. If `travels` is given, addends travel in that type, and their
-    /// first sum has the value's own type.
+    /// Redistributes a value as [`run`](Self::run) does. If `travels` is given, addends are sent in that type, and
+    /// their first sum has the value's own type.
     pub(super) fn run_in(
         &mut self,
         travels: Option<DType>,

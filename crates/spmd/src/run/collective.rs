@@ -38,7 +38,7 @@ impl From<burn_fsdp_collectives::Error> for Failure {
 type Given<'a> = (Source, &'a CollectivePart, ElementType);
 
 fn crossed((source, part, element): Given<'_>) -> Result<CrossPart, Failure> {
-    let missing = || Failure::Other(format!("{} is cut along one dim alone", part.path));
+    let missing = || Failure::Other(format!("{} is cut along only one dim", part.path));
     let across = part.across.ok_or_else(missing)?;
     Ok(CrossPart::new(source, part.partition, across, element))
 }
@@ -122,7 +122,7 @@ impl Started {
             let is_whole = buffer.len() == len * dtype.size();
             let mut seal = seals.next();
             if let Some(seal) = seal.as_ref().filter(|_| !is_whole) {
-                // A padded result is a copy, which has a seal of its own.
+                // A padded result is a copy, which has a separate seal.
                 group.check_seal(seal, buffer.as_ref(), || "a result".to_owned())?;
             }
             let data = data(buffer, len, dtype);
@@ -157,9 +157,10 @@ fn data(buffer: Buffer, len: usize, dtype: DType) -> TensorData {
     TensorData::from_bytes(bytes, [len], dtype)
 }
 
-/// Returns the first bytes of a tensor in the order of its dims: from the tensor's memory on Flex, read back elsewhere.
+/// Returns the first bytes of a tensor in the order of its dims: from the tensor's memory on Flex, read back on other
+/// backends.
 ///
-/// The result carries the seal of the memory if it gives all of it; otherwise the seal is checked here.
+/// The result carries the seal of the memory if it covers all of it; otherwise the seal is checked here.
 fn source<B: BackendIr>(
     group: &ProcessGroup,
     tensor: HandleKind<B>,
@@ -181,7 +182,7 @@ fn source<B: BackendIr>(
         drop(tensor);
         let (start, _) = flex.layout().contiguous_offsets().unwrap_or((0, 0));
         let start = start * flex.dtype().size();
-        // The seal covers the memory in its stored order; elements in another order are other bytes.
+        // The seal covers the memory in its stored order; elements in a different order are other bytes.
         let is_whole = memory.layout().contiguous_offsets().is_some()
             && start == 0
             && num_bytes == flex.bytes().len();
@@ -206,7 +207,7 @@ fn source<B: BackendIr>(
         HandleKind::Quantized(tensor) => try_read_sync(B::q_into_data(tensor)),
     };
     let data = data
-        .ok_or_else(|| Failure::Other("the backend cannot be read synchronously".to_owned()))?
+        .ok_or_else(|| Failure::Other("the backend does not support synchronous reads".to_owned()))?
         .map_err(|error| Failure::Other(error.to_string()))?;
     Ok(Source::new(HostBytes { data, num_bytes }))
 }

@@ -49,7 +49,7 @@ pub struct Executor<B: BackendIr> {
     /// The ranks along each mesh axis.
     axes: BTreeMap<Arc<str>, ProcessGroup>,
     pub(super) table: MemoryTable,
-    /// Collectives under way, by the first value that they write.
+    /// Collectives in progress, by the first value that they write.
     started: BTreeMap<TensorId, Started>,
     /// Shapes and types of the given values that are set.
     pub(super) present: BTreeMap<TensorId, (Vec<usize>, DType)>,
@@ -60,7 +60,7 @@ pub struct Executor<B: BackendIr> {
     pub(super) seals: Seals,
     /// The step and micro-batch for which random numbers are drawn from a seed.
     moment: Moment,
-    /// The scalars of the step before, if nodes were moved from there into this one.
+    /// The scalars of the previous step, if nodes were moved from there into this one.
     pub(super) before: Option<StepScalars>,
 }
 
@@ -90,7 +90,7 @@ impl<B: BackendIr> Executor<B> {
         self
     }
 
-    /// Sets the operations that graphs may use in addition to Burn's, in place of the operations set before.
+    /// Sets the operations that graphs may use in addition to Burn's, replacing the operations set before.
     pub fn set_operations(&mut self, operations: CustomOperations<B>) {
         self.operations = with_norms(kernels_of().and(operations));
     }
@@ -117,7 +117,7 @@ impl<B: BackendIr> Executor<B> {
         &self.table
     }
 
-    /// Returns the mutable table of the tensors' memory, to begin a measurement.
+    /// Returns the mutable memory table, to start a measurement.
     pub fn table_mut(&mut self) -> &mut MemoryTable {
         &mut self.table
     }
@@ -164,8 +164,10 @@ impl<B: BackendIr> Executor<B> {
             HandleKind::Bool(tensor) => try_read_sync(B::bool_into_data(tensor)),
             HandleKind::Quantized(tensor) => try_read_sync(B::q_into_data(tensor)),
         };
-        data.ok_or_else(|| Error::Internal("the backend cannot be read synchronously".to_owned()))?
-            .map_err(|error| Error::Internal(error.to_string()))
+        data.ok_or_else(|| {
+            Error::Internal("the backend does not support synchronous reads".to_owned())
+        })?
+        .map_err(|error| Error::Internal(error.to_string()))
     }
 
     /// Frees a given value.
@@ -198,7 +200,7 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Runs a graph once and returns its results. Every given value that its nodes read must be set; inputs are gone
+    /// Runs a graph once and returns its results. Every given value that its nodes read must be set; inputs are freed
     /// afterwards. All ranks of the group must call it, with equal graphs.
     ///
     /// # Errors
@@ -355,7 +357,7 @@ impl<B: BackendIr> Executor<B> {
         | OperationIr::BaseInt(BaseOperationIr::Slice(op))
         | OperationIr::BaseBool(BaseOperationIr::Slice(op))) = operation
         else {
-            return Err("only slices depend on the rank".to_owned());
+            return Err("only slices can depend on the rank".to_owned());
         };
         let start = self.along(&shift.axis)?.rank() * shift.len;
         if let Some(range) = op.ranges.get_mut(shift.dim) {
@@ -377,7 +379,7 @@ impl<B: BackendIr> Executor<B> {
         Ok(())
     }
 
-    /// Runs an operation that is not Burn's.
+    /// Runs a custom operation.
     fn run_custom(&mut self, index: usize, node: &Node, call: &CustomOpIr) -> Result<(), Error> {
         let Some(own) = self.own_call(call)? else {
             return Ok(());
@@ -392,7 +394,7 @@ impl<B: BackendIr> Executor<B> {
             .map_err(|reason| failed(index, node, reason))?;
         if results.len() != call.outputs.len() {
             let (got, expected) = (results.len(), call.outputs.len());
-            let reason = format!("it gave {got} tensors, and {expected} were captured");
+            let reason = format!("it returned {got} tensors, but {expected} were captured");
             return Err(failed(index, node, reason));
         }
         for (output, tensor) in call.outputs.iter().zip(results) {

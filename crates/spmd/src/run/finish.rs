@@ -20,8 +20,8 @@ impl<B: BackendIr> Executor<B> {
         own.into_iter().for_each(|id| self.free(id));
     }
 
-    /// Returns the call of an operation that is not Burn's with the operands that this rank has, or `None` if it has
-    /// none of them. In the latter case their norm is zero, and this writes it.
+    /// Returns the call of a custom operation with the operands that this rank has, or `None` if it has none of them.
+    /// In the latter case their norm is zero, and this function writes it.
     pub(super) fn own_call(&mut self, call: &CustomOpIr) -> Result<Option<CustomOpIr>, Error> {
         let Some(own) = self.absent.without(call) else {
             return Ok(Some(call.clone()));
@@ -37,13 +37,13 @@ impl<B: BackendIr> Executor<B> {
                 Ok(None)
             }
             _ => Err(Error::Internal(format!(
-                "{} reads what other ranks own",
+                "{} reads values that other ranks own",
                 call.id
             ))),
         }
     }
 
-    /// Makes the graph's updates, and frees the results and the inputs.
+    /// Applies the graph's updates, and frees results and inputs.
     pub(super) fn finish(&mut self, graph: &Graph) {
         // All at once, because an update may read a value that another update replaces.
         let fresh = |index: usize| TensorId::new(u64::MAX - index as u64);

@@ -10,7 +10,7 @@ use burn_ir::{BackendIr, HandleKind, TensorId, TensorIr};
 /// The memory of each live tensor, and the total in bytes.
 ///
 /// Tensors are counted by their memory, once, however many views there are. On Flex that memory is known exactly. On
-/// other backends every tensor counts as memory of its own size.
+/// other backends every tensor counts separately, with its own size.
 #[derive(Debug, Clone, Default)]
 pub struct MemoryTable {
     /// Number of values and bytes, by address of the memory.
@@ -69,8 +69,8 @@ impl MemoryTable {
         self.live_bytes
     }
 
-    /// Returns the most bytes at once since the last [`reset_peak`](Self::reset_peak). An operation's results count in
-    /// addition to its inputs, unless they are written in place.
+    /// Returns the peak number of bytes since the last [`reset_peak`](Self::reset_peak). An operation's results count
+    /// in addition to its inputs, unless they are written in place.
     pub fn peak_bytes(&self) -> usize {
         self.peak_bytes
     }
@@ -86,7 +86,7 @@ impl MemoryTable {
         self.peak_node = None;
     }
 
-    /// Counts a tensor that comes from outside.
+    /// Counts a tensor that is set from outside.
     pub(super) fn insert(&mut self, id: TensorId, place: Address) {
         self.remove(id);
         self.add(id, place);
@@ -166,7 +166,7 @@ impl MemoryTable {
         }
     }
 
-    /// Gives the memory of a tensor a second id, in place of whatever that id had.
+    /// Assigns a second id to a tensor's memory, replacing any memory that the id had.
     pub(super) fn rename(&mut self, from: TensorId, into: TensorId) {
         self.remove(into);
         if let Some(address) = self.values.get(&from).copied() {

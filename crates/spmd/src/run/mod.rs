@@ -1,9 +1,9 @@
 //! Running a graph on a Burn backend.
 //!
 //! An [`Executor`] owns one rank's tensors and replays a graph's nodes through Burn's
-//! [`TensorInterpreter`](burn_router::TensorInterpreter), which works for every backend.
-//! Collectives go to the rank's [`ProcessGroup`](burn_fsdp_collectives::ProcessGroup). The executor counts the bytes of
-//! all its tensors in a table of its own ([`MemoryTable`]) and can record a [`Timeline`].
+//! [`TensorInterpreter`](burn_router::TensorInterpreter), which works for every backend. Collectives go to the rank's
+//! [`ProcessGroup`](burn_fsdp_collectives::ProcessGroup). The executor counts the bytes of all its tensors in its own
+//! table ([`MemoryTable`]) and can record a [`Timeline`].
 
 mod collective;
 mod executor;

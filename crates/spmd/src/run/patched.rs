@@ -9,14 +9,13 @@ use crate::graph::Node;
 use crate::trace::StepScalars;
 
 impl<B: BackendIr> Executor<B> {
-    /// Sets the scalars of the step before, for nodes that were [moved](crate::passes::IterationGraph) from there into
-    /// this one. Without them, these nodes run with the scalars of the run.
+    /// Sets the previous step's scalars, for nodes that were [moved](crate::passes::IterationGraph) from it into this
+    /// step. Otherwise these nodes use the scalars of the run.
     pub fn moved_scalars(&mut self, before: Option<StepScalars>) {
         self.before = before;
     }
 
-    /// Gives an operation of the optimizer the scalars of its step. It never runs with the traced scalars, which belong
-    /// to another step.
+    /// Sets the scalars of the current step in an optimizer operation, which never runs with the traced scalars.
     pub(super) fn patched(
         &self,
         index: usize,
@@ -43,8 +42,9 @@ impl<B: BackendIr> Executor<B> {
             fit
         });
         if !are_set || !patched.set_scalar_values(&all) {
-            let reason =
-                format!("the optimizer's step for parameter \"{path}\" has no such scalars for it");
+            let reason = format!(
+                "the optimizer's step for parameter \"{path}\" does not have those scalars"
+            );
             return Err(failed(index, node, reason));
         }
         Ok(patched.operation)

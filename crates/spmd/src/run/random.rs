@@ -1,4 +1,4 @@
-//! Random numbers from a seed: the same elements, however the ranks divide the whole.
+//! Seeded random numbers that do not depend on how the ranks split the tensor.
 
 use burn::tensor::{DType, Distribution, TensorData, bf16, f16};
 use burn_backend::Element;
@@ -47,7 +47,7 @@ impl<'a> Drawing<'a> {
 
     /// Returns the rank's part of the numbers that an operation draws.
     pub(super) fn of(&self, operation: &OperationIr) -> Result<TensorData, String> {
-        let op = random_of(operation).ok_or("it draws nothing")?;
+        let op = random_of(operation).ok_or("it draws no random numbers")?;
         match op.out.dtype {
             DType::F64 => self.part::<f64>(op),
             DType::F32 => self.part::<f32>(op),
@@ -62,19 +62,19 @@ impl<'a> Drawing<'a> {
             DType::U16 => self.part::<u16>(op),
             DType::U8 => self.part::<u8>(op),
             other => Err(format!(
-                "no numbers of type {other:?} are drawn from a seed"
+                "numbers of type {other:?} cannot be drawn from a seed"
             )),
         }
     }
 
-    /// Draws the blocks of consecutive elements of the whole that overlap the part. Each block has a generator of its
-    /// own, so a rank draws few numbers of other ranks.
+    /// Draws the blocks of consecutive elements that overlap the part. Each block has its own generator, so a rank
+    /// draws few numbers outside of its part.
     fn part<E: Element>(&self, op: &RandomOpIr) -> Result<TensorData, String> {
         let (whole, part) = (&self.draw.whole, op.out.shape.to_vec());
         let fits = |((size, start), whole): ((&usize, &usize), &usize)| size + start <= *whole;
         let mut dims = part.iter().zip(&self.start).zip(whole);
         if part.len() != whole.len() || !dims.all(fits) {
-            return Err(format!("a rank's {part:?} is no part of {whole:?}"));
+            return Err(format!("a rank's {part:?} is not part of {whole:?}"));
         }
         let Some((width, rows)) = part.split_last() else {
             return Err("it has no dims".to_owned());
@@ -114,8 +114,8 @@ impl<'a> Drawing<'a> {
         place
     }
 
-    /// Returns the generator of a block. The key contains everything that distinguishes it, so no two are alike: a
-    /// step's number has 64 bits, a block's 48, a rank's 16.
+    /// Returns the generator of a block. The key contains everything that distinguishes the block, so all keys differ:
+    /// a step's number has 64 bits, a block's 48, a rank's 16.
     fn generator(&self, block: usize) -> StdRng {
         let Draw {
             seed,

@@ -20,13 +20,13 @@ pub(super) struct Sealed {
 #[derive(Debug, Default)]
 pub(super) struct Seals {
     pub(super) of: BTreeMap<TensorId, Sealed>,
-    /// The seals of values of this run that replace others at its end: `None` until a node has written them.
+    /// Seals of values that replace others at the end of this run; `None` until a node has written the value.
     pub(super) fresh: BTreeMap<TensorId, Option<Seal>>,
     /// Number of steps that have been sealed.
     pub(super) steps: u64,
 }
 
-/// The seal of a value that a node takes to present it in another way, and the place of its memory.
+/// The seal of a value that a node consumes and returns as a view, and the place of its memory.
 pub(super) struct Carried {
     pub(super) sealed: Sealed,
     pub(super) memory: (usize, usize),

@@ -1,11 +1,11 @@
-//! Seals of the values that the executor holds from one node to another and from one run to the next, which show
-//! whether they still are what was written.
+//! Seals of the values that the executor holds between nodes and between runs, which show whether they have changed
+//! since they were written.
 //!
 //! The executor seals a collective's result when it arrives, from the data that the ranks reported about it. It seals
 //! the new value of a parameter, buffer or state when a node has written it, or at the end of the run. It checks a
-//! value where a node takes it, which is its last use, and where a collective gives it. It checks values that no node
-//! of a step takes at the end of the step. Memory with two holders is not overwritten, and a node that overwrites a
-//! value that it takes does so after the check. Only host memory is sealed.
+//! value when a node consumes it, which is its last use, and when a collective sends it. Values that no node of a step
+//! consumes are checked at the end of the step. Memory with two holders is not overwritten, and a node that overwrites
+//! a consumed value does so after the check. Only host memory is sealed.
 
 use std::any::Any;
 
@@ -20,8 +20,8 @@ use crate::error::Error;
 use crate::graph::{Collective, Graph, Node, Parameter, Role, Stage, Storage, storage_of};
 
 impl<B: BackendIr> Executor<B> {
-    /// Checks the values that a node takes. Returns the seal of a value that the node takes to present it in another
-    /// way.
+    /// Checks the values that a node consumes. Returns the seal of a value that the node consumes and returns as a
+    /// view.
     pub(super) fn look_at_taken(
         &mut self,
         index: usize,
@@ -30,7 +30,7 @@ impl<B: BackendIr> Executor<B> {
         if self.seals.of.is_empty() {
             return Ok(None);
         }
-        // A collective checks the values that it gives.
+        // A collective checks the values that it sends.
         let gives = node.collective.as_ref().map(|collective| collective.stage);
         let gives = gives.is_some_and(|stage| stage != Stage::Wait);
         let mut carried = None;
@@ -57,8 +57,8 @@ impl<B: BackendIr> Executor<B> {
         Ok(carried)
     }
 
-    /// Keeps the seal of a value that a node has presented in another way, and forgets the seals of values that a
-    /// collective has given.
+    /// Keeps the seal of a value that a node has returned as a view, and forgets the seals of values that a collective
+    /// has sent.
     pub(super) fn keep_seals(&mut self, node: &Node, carried: Option<Carried>) {
         if self.seals.of.is_empty() && carried.is_none() {
             return;
@@ -149,7 +149,7 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Notes which values of this run are to be sealed when a node has written them.
+    /// Records which values of this run are to be sealed when a node has written them.
     pub(super) fn await_written(&mut self, graph: &Graph) {
         let updates = graph.updates().iter();
         let is_sealed = |from| self.group.compares_bytes() && !self.absent.contains(from);
@@ -157,8 +157,8 @@ impl<B: BackendIr> Executor<B> {
         self.seals.fresh = fresh.map(|update| (update.from, None)).collect();
     }
 
-    /// Seals a value that replaces another one at the end, right after a node has written it and while it is still in
-    /// the cache.
+    /// Seals a value that replaces another one at the end, right after a node has written it, while it is still in the
+    /// cache.
     pub(super) fn seal_written(&mut self, node: &Node) {
         if self.seals.fresh.is_empty() {
             return;

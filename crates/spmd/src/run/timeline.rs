@@ -1,4 +1,4 @@
-//! Timelines: the nodes that a step ran, with their times.
+//! Timelines of the nodes that a step ran.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! Activations that the user names, so that placements can be requested for them.
+//! Activations that the user names to request placements for them.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ thread_local! {
 
 /// Names an activation and returns it unchanged. [`Expand::activation`](crate::Expand::activation) can then request a
 /// placement for the name. Several activations can share a name, for example one per layer, and then have the same
-/// placement. A name has no effect outside of a step that is compiled by placements.
+/// placement. A name only has an effect in a step that is compiled with placements.
 ///
 /// ```
 /// use burn::module::Module;
@@ -59,7 +59,7 @@ pub fn named_activation<const D: usize>(name: &str, activation: Tensor<D>) -> Te
     activation
 }
 
-/// The names in one trace. A drop restores the names of the enclosing trace, if there is one.
+/// The names in one trace. Dropping it restores the names of the enclosing trace, if there is one.
 pub(super) struct Naming(Option<Activations>);
 
 impl Naming {
@@ -71,7 +71,7 @@ impl Naming {
         NAMED.with_borrow(|named| named.clone().unwrap_or_default())
     }
 
-    /// Returns the activations so far with requested placements, by these patterns.
+    /// Returns the activations named so far that match one of these patterns.
     pub(super) fn asked(&self, patterns: &[Pattern]) -> Activations {
         let asked = |name: &str| patterns.iter().any(|pattern| pattern.matches(name));
         let named = Self::named().into_iter();

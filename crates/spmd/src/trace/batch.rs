@@ -55,8 +55,8 @@ pub trait BatchMapper {
     fn int<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Int>) -> Tensor<D, Int>;
     /// Maps a bool tensor with this name.
     fn bool<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool>;
-    /// Takes a value with this name that is not a tensor, such as a length or a flag. Each distinct value gets its own
-    /// graph. A value that changes in every step, such as a learning rate, is better passed as a tensor.
+    /// Records a value with this name that is not a tensor, such as a length or a flag. Each distinct value gets its
+    /// own graph. Pass a value that changes in every step, such as a learning rate, as a tensor instead.
     fn fixed(&mut self, name: &str, value: &impl Hash);
     /// Begins a part with this name. Names inside it are `name.inner`.
     fn enter(&mut self, name: &str);
@@ -357,11 +357,11 @@ impl<T, F: FnMut(String, Vec<usize>, DType) -> T> BatchMapper for Walk<T, F> {
     }
 }
 
-/// A function from name and shape of a batch tensor to the shape to trace.
+/// A function that returns the shape to trace, from the name and shape of a batch tensor.
 pub(crate) type JoinedShape<'a> = &'a dyn Fn(&str, &[usize]) -> Vec<usize>;
 
-/// The mapper that replaces every tensor of a batch by a fake one on the capture device, with the joined shape and the
-/// same type.
+/// The mapper that replaces every tensor of a batch with a fake one on the capture device, with the joined shape and
+/// the same type.
 pub(super) struct Fake<'a, F> {
     pub(super) device: &'a Device,
     pub(super) path: Path,

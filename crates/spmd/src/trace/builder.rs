@@ -164,9 +164,9 @@ impl Builder {
         Ok(graph)
     }
 
-    /// Declares the optimizer's states, before anything whose number depends on the batch, so that a state has one id
-    /// in the graphs of all batches. It declares those of all trained parameters, because other batches may give
-    /// gradients to other parameters.
+    /// Declares the optimizer's states before anything whose number depends on the batch, so a state has one id in the
+    /// graphs of all batches. All trained parameters get states, because other batches may give gradients to other
+    /// parameters.
     fn add_states(&mut self, step: &StepScalars) {
         for (index, leaf) in self.leaves.iter().enumerate() {
             let of_parameter = step.of(&leaf.path);
@@ -185,7 +185,7 @@ impl Builder {
         }
     }
 
-    /// Declares the tensors of the batch. A batch with another option or length may have more or fewer of them.
+    /// Declares the tensors of the batch. Their number depends on the options and lengths in the batch.
     fn add_inputs(&mut self) {
         for (spec, captured) in std::mem::take(&mut self.inputs) {
             let role = Role::Input(spec.name.as_str().into());
@@ -281,8 +281,8 @@ impl Builder {
         matches!(role, Some(Role::Parameter(_)))
     }
 
-    /// Returns the value of a tensor that the closure returned, or why there is none: `of_parameter` if it is a
-    /// parameter.
+    /// Returns the value of a tensor that the closure returned, or the reason why there is none: `of_parameter` if it
+    /// is a parameter.
     fn computed(
         &self,
         captured: Option<&Captured>,
@@ -290,7 +290,7 @@ impl Builder {
     ) -> Result<TensorId, &'static str> {
         let captured = captured.ok_or("it is on another device")?;
         let id = self.ids.get(&captured.id).copied();
-        let id = id.ok_or("no recorded operation makes it")?;
+        let id = id.ok_or("no recorded operation computes it")?;
         match self.is_of_parameter(id) {
             true => Err(of_parameter),
             false => Ok(id),
@@ -308,7 +308,7 @@ impl Builder {
                 self.declare_constant(captured.id);
             }
             let of_parameter =
-                "it is a parameter or a view of one, which CompiledStep::parameter reads";
+                "it is a parameter or a view of one; read it with CompiledStep::parameter";
             let id = self.computed(captured.as_ref(), of_parameter);
             let id = id.map_err(refused)?;
             if self.graph.outputs().contains_key(&name) {
@@ -333,7 +333,8 @@ impl Builder {
                 shape: shape.unwrap_or_default(),
                 reason: reason.to_owned(),
             };
-            let of_parameter = "it is a parameter or a view of one, which Expand::parameter places";
+            let of_parameter =
+                "it is a parameter or a view of one; place it with Expand::parameter";
             let value = self.computed(captured.as_ref(), of_parameter);
             let value = value.map_err(refused)?;
             self.graph.add_activation(NamedActivation { name, value });
@@ -343,7 +344,8 @@ impl Builder {
 
     /// Adds the optimizer's step for one parameter, if it has a gradient.
     fn add_optimizer(&mut self, index: usize, step: &StepScalars) -> Result<(), Error> {
-        let missing = || Error::Internal("an optimizer reads what nothing writes".to_owned());
+        let missing =
+            || Error::Internal("an optimizer reads a value that nothing writes".to_owned());
         let leaf = self.leaves[index].clone();
         let Some(gradient) = leaf.gradient.as_ref() else {
             return Ok(());
@@ -451,7 +453,7 @@ fn captured(leaf: &Leaf) -> Result<Captured, Error> {
         stage: "the module",
         produced_by: None,
         reason: format!(
-            "its tensor \"{}\" is not on the device that init was given",
+            "its tensor \"{}\" is not on the device passed to `init`",
             leaf.path
         ),
     })

@@ -117,7 +117,7 @@ impl Lease {
         }
     }
 
-    /// Gives a new device its default types, before its first tensor and inside a capture scope.
+    /// Sets the default types of a new device, before its first tensor and inside a capture scope.
     fn configure(&self) -> Result<(), Error> {
         let Some(Defaults { float, int, bool }) = self.defaults.filter(|_| self.is_new) else {
             return Ok(());
@@ -146,7 +146,7 @@ pub(super) struct Recording<T> {
 }
 
 impl<T, R> Recording<(T, R)> {
-    /// Takes out the second result.
+    /// Splits off the second result.
     pub(super) fn split(self) -> (Recording<T>, R) {
         let (result, other) = self.result;
         let recording = Recording {
@@ -172,7 +172,7 @@ impl Progress {
 /// # Errors
 ///
 /// The error of `record`, or [`Error::Uncapturable`] if it panics, because Burn panics on operations that the capture
-/// device cannot do.
+/// device does not support.
 pub(super) fn record_with<T>(
     stage: &'static str,
     defaults: Option<Defaults>,

@@ -29,7 +29,7 @@ where
     B: Batch,
     O: Batch,
 {
-    // The builder finds bits that a narrow trace would lose, so such a loss is then the error.
+    // The builder rejects a narrow trace that would lose bits, and that error is returned.
     let recorded = |options: &TraceOptions| recorded(&init, &forward, batch, options);
     let (builder, template) = by_types(&init, options, recorded)?;
     Ok((builder.build_forward()?, template))
@@ -52,7 +52,7 @@ where
         let known = with_fakes(init(&tracked), device, &tracked, &options.stored);
         let shapes = leaves(&known, None);
         let running = running(&with_marks(known, &tracked));
-        // The model is made without autodiff, with all tensors that it has in addition to its parameters.
+        // The model is created without autodiff, including all tensors that are not parameters.
         let model = off_tape(init(device), device, &shapes);
         let before = leaves(&model, None);
         let mut inputs = Vec::new();

@@ -1,4 +1,4 @@
-//! The tracer: makes a graph of a module, a loss and an optimizer.
+//! The tracer: makes a graph from a module, a loss and an optimizer.
 //!
 //! [`trace`] runs the closures once on Burn's capture device, which records operations and computes nothing. Parameters
 //! and batch are fake tensors of the right shapes. The result is a [`Graph`] of forward, backward and optimizer in
@@ -50,7 +50,7 @@ use module::{Leaf, computing, leaves, updates, with_fakes, with_running};
 use region::Regions;
 use types::by_types;
 
-/// The optimizer's step that is traced.
+/// The settings of [`trace`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct TraceConfig {
     /// The optimizer step at the end of the graph.
@@ -59,7 +59,7 @@ pub struct TraceConfig {
     /// operations for them; see [`StepScalars::structure`].
     pub learning_rate: f64,
     /// Types in which parameters compute. They must match the [`Options`](crate::passes::schedule::Options::precision)
-    /// with which the graph is lowered. Those options, not this field, determine the types in which gradients travel.
+    /// with which the graph is lowered. Those options, not this field, determine the types in which gradients are sent.
     pub precision: Precision,
     /// True to multiply the loss by a factor that the graph takes after the batch, as
     /// [`Options::scale_loss`](crate::passes::schedule::Options::scale_loss) requests.
@@ -85,13 +85,13 @@ impl Default for TraceConfig {
 /// the shapes and types of `batch` are used. Integers and booleans that the loss makes have the CPU's default types, as
 /// in a compiled step. If tensors of two types meet, both closures are called once more.
 ///
-/// Parameters, buffers, inputs and states have the same ids in all graphs of the same model, whichever step and batch
-/// was traced.
+/// Parameters, buffers, inputs and states have the same ids in all graphs of the same model, regardless of the traced
+/// step and batch.
 ///
 /// # Errors
 ///
 /// [`Error::Uncapturable`] if the loss reads the value of a tensor, or does something else that the capture device
-/// refuses; [`Error::LossShape`] if it is not one number; [`Error::NoGradient`]; [`Error::UntraceableOptimizer`];
+/// rejects; [`Error::LossShape`] if it is not one number; [`Error::NoGradient`]; [`Error::UntraceableOptimizer`];
 /// [`Error::RandomInModule`]; [`Error::StatisticsTwice`].
 pub fn trace<M, B, O>(
     init: impl Fn(&Device) -> M,
@@ -238,7 +238,7 @@ where
     Ok((Builder::new(recording, specs)?, template))
 }
 
-/// Name of the factor of the loss among the inputs of a graph.
+/// Name of the loss factor among the inputs of a graph.
 pub(crate) const LOSS_FACTOR: &str = "scale of the loss";
 
 impl InputSpec {
@@ -274,8 +274,8 @@ fn wide(loss: Tensor<1>) -> Tensor<1> {
     }
 }
 
-/// Returns the path of a module whose running statistics were updated inside the loss. Such a module ran a second time,
-/// and the capture device refuses the way in which Burn then moves its statistics.
+/// Returns the path of a module whose running statistics were updated inside the loss. It ran a second time, and the
+/// capture device rejects the way in which Burn then moves its statistics.
 fn running_twice<M: Module>(model: &M, before: &[Leaf]) -> Option<String> {
     let now = leaves(model, None);
     let mut pairs = before.iter().zip(&now);

@@ -32,11 +32,11 @@ pub(crate) struct Leaf {
 /// Burn's name of the layer that gets a copy of its running statistics.
 const LAYER: &str = "Struct:BatchNorm";
 
-/// The stored types of a module's tensors by path, where they differ from the device's defaults.
+/// The stored types of a module's tensors by path, if they differ from the device's defaults.
 pub(crate) type Stored = BTreeMap<Arc<str>, DType>;
 
-/// Replaces every tensor of a module by a fake one of the same shape and type, which has no memory. Lazy parameters are
-/// not initialised, so no weight is ever computed.
+/// Replaces every tensor of a module with a fake one of the same shape and type, which has no memory. Lazy parameters
+/// are not initialised, so no weight is ever computed.
 pub(super) fn with_fakes<M: Module>(
     module: M,
     device: &Device,
@@ -237,8 +237,8 @@ pub(super) fn trained<M: Module>(module: &M) -> Vec<bool> {
     visitor.0
 }
 
-/// Replaces every float tensor by one that requires a gradient, where that is possible. Running statistics refuse it,
-/// which distinguishes them from frozen parameters.
+/// Replaces every float tensor with one that requires a gradient, if possible. It is not possible for running
+/// statistics, which distinguishes them from frozen parameters.
 pub(super) fn with_marks<M: Module>(module: M, tracked: &Device) -> M {
     struct Marks<'a>(&'a Device);
     impl ModuleMapper for Marks<'_> {
@@ -291,7 +291,7 @@ pub(super) fn computing<M: Module>(module: M, precision: &Precision, running: &[
     })
 }
 
-/// Replaces every tensor of a module made without autodiff by a fake one, also without autodiff. The shapes and types
+/// Replaces every tensor of a module made without autodiff with a fake one, also without autodiff. The shapes and types
 /// come from the same module with autodiff, because lazy parameters do not know theirs.
 pub(super) fn off_tape<M: Module>(module: M, device: &Device, shapes: &[Leaf]) -> M {
     /// The fakes by parameter. Fields that share a parameter read one tensor.
@@ -312,7 +312,7 @@ pub(super) fn off_tape<M: Module>(module: M, device: &Device, shapes: &[Leaf]) -
                     let known = self.2.entry(captured.id);
                     let known = known.or_insert_with(|| Box::new(fake()));
                     let known = known.downcast_ref::<Tensor<D>>();
-                    known.expect("what is shared has one shape").clone()
+                    known.expect("a shared value has one shape").clone()
                 }
                 _ => fake(),
             };
@@ -369,7 +369,7 @@ impl ModuleMapper for Casts<'_> {
                         let known = self.cast.entry(captured.id);
                         let known = known.or_insert_with(|| Box::new(tensor.cast(compute)));
                         let known = known.downcast_ref::<Tensor<D>>();
-                        known.expect("what is shared has one shape").clone()
+                        known.expect("a shared value has one shape").clone()
                     }
                     None => tensor.cast(compute),
                 };
@@ -406,8 +406,8 @@ impl ModuleMapper for Casts<'_> {
 /// other tensors. It consumes the module.
 ///
 /// Burn keeps an update separate until the mode of the module changes, and offers no other access to it. Only
-/// statistics may take this route. Parameters without autodiff cannot, so they are replaced by marks. A statistic that
-/// is still its mark afterwards had no update.
+/// statistics may take this route. Parameters without autodiff cannot, so they are replaced with marks. A statistic
+/// that is still a mark afterwards had no update.
 pub(super) fn updates<M: Module>(
     module: M,
     tracked: &Device,

@@ -1,4 +1,4 @@
-//! Values that must not be made in 16 bits without a named type.
+//! Values that must not be created in 16 bits without a named type.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,20 +11,20 @@ use burn_ir::{
 use crate::error::Error;
 use crate::graph::operation_name;
 
-/// Refuses an operation of a trace with narrow new tensors, if the step needs it and it loses more than states of zeros
-/// do. Four cases lose bits:
+/// Rejects an operation of a trace with narrow new tensors, if the step needs it and it loses bits. States of zeros
+/// lose none. Four cases do:
 ///
-/// - operations of the module's own, whose tensors (such as rotations) need more bits than activations;
-/// - numbers of the host that halves cannot represent;
+/// - the module's own operations, whose tensors (such as rotations) need more bits than activations;
+/// - host numbers that halves cannot represent;
 /// - integers, such as targets;
-/// - random numbers between 16-bit numbers.
+/// - random numbers that lie between 16-bit numbers.
 pub(super) fn check_narrow(
     operation: &OperationIr,
     is_of_module: bool,
     constants: &BTreeMap<TensorId, Arc<TensorData>>,
 ) -> Result<(), Error> {
     let lost = match is_of_module {
-        true => Some("tensors of the module that are no parameters"),
+        true => Some("tensors of the module other than parameters"),
         false => lost_by(operation, constants),
     };
     let Some(lost) = lost else {
@@ -34,9 +34,9 @@ pub(super) fn check_narrow(
         stage: "the loss",
         produced_by: Some(operation_name(operation)),
         reason: format!(
-            "two types met, and with new tensors in the compute type {lost} would lose bits; make each such tensor of the loss or \
-             the module in 32 bits, by `(&device, DType::F32)` or `.cast(DType::F32)`, and cast it, or what it meets, where two \
-             types meet"
+            "two types met, and {lost} would lose bits if new tensors had the compute type; create each such tensor of \
+             the loss or the module in 32 bits with `(&device, DType::F32)` or `.cast(DType::F32)`, and cast it, or the \
+             tensor it meets, where two types meet"
         ),
     })
 }
@@ -69,7 +69,7 @@ fn lost_by(
     }
 }
 
-const NUMBERS: &str = "numbers of the host";
+const NUMBERS: &str = "host numbers";
 
 fn is_half(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)

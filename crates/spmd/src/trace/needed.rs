@@ -16,8 +16,8 @@ use crate::graph::{Node, Phase, operation_name};
 /// # Errors
 ///
 /// [`Error::RandomInModule`] if the operations depend on random numbers of the module's initialisation, which would be
-/// different in every step. If new tensors are narrow, with these `constants`, [`Error::Uncapturable`] if that loses
-/// bits.
+/// different in every step. [`Error::Uncapturable`] if new tensors are narrow (`narrow` holds the constants) and an
+/// operation loses bits.
 pub(super) fn needed(
     operations: Vec<OperationIr>,
     given: &BTreeMap<TensorId, TensorId>,

@@ -75,7 +75,7 @@ pub(super) fn take<O: Batch>(outputs: O) -> (O, Taken) {
     (template, mapper.taken)
 }
 
-/// Returns the outputs with the values of a step.
+/// Returns the outputs, filled with the values of a step.
 pub(crate) fn fill<O: Batch>(
     template: &O,
     values: &BTreeMap<Arc<str>, TensorData>,

@@ -71,7 +71,7 @@ pub(crate) fn parameters_with<M: Module>(
                 return Err(Error::Tied {
                     first: first.to_string(),
                     second: leaf.path.to_string(),
-                    problem: "but of different shapes; store one tensor, and transpose its value where it is used",
+                    problem: "but have different shapes; store one tensor, and transpose its value where it is used",
                 });
             }
             let spec = ParameterSpec {

@@ -22,8 +22,9 @@ pub fn is_traced() -> bool {
     REGIONS.with_borrow(Option::is_some)
 }
 
-/// Runs a part of a loss on `device` whose inputs and outputs backward keeps, and whose other values it recomputes,
-/// like a unit in [`RecomputeUnits`](crate::passes::RecomputeUnits). Outside of a trace the part just runs.
+/// Runs a part of a loss on `device` as a region: backward keeps its inputs and outputs, and recomputes its other
+/// values, as for a unit in [`RecomputeUnits`](crate::passes::RecomputeUnits). Outside of a trace, the part simply
+/// runs.
 pub fn traced_region<T>(device: &Device, body: impl FnOnce() -> T) -> T {
     let before = mark(device);
     let result = body();
@@ -43,7 +44,7 @@ fn mark(device: &Device) -> Option<TensorId> {
     mark.flatten().map(|mark| mark.id)
 }
 
-/// The regions in one trace. A drop restores the regions of the enclosing trace, if there is one.
+/// The regions of one trace. Dropping it restores the regions of the enclosing trace, if there is one.
 pub(super) struct Regions(Option<Vec<Marks>>);
 
 impl Regions {
@@ -51,7 +52,7 @@ impl Regions {
         Self(REGIONS.replace(Some(Vec::new())))
     }
 
-    /// Returns the regions so far, and ends them.
+    /// Ends the current regions, and returns them.
     pub(super) fn taken(&self) -> Vec<Marks> {
         REGIONS.with_borrow_mut(|regions| regions.take().unwrap_or_default())
     }

@@ -1,8 +1,8 @@
-//! Running statistics that are kept in 32 bits, and updated by operations in their layer's compute type.
+//! Running statistics that are stored in 32 bits and updated by operations in the layer's compute type.
 //!
-//! Burn's BatchNorm adds the statistics of a batch to the kept ones, so both have one type. In 16 bits the average
-//! would be rounded away, because a hundredth of a change is less than the last bit. So the layer gets a copy of its
-//! statistics in its compute type. Its update is recorded again here, in the type of the kept statistics.
+//! Burn's BatchNorm adds a batch's statistics to the stored ones, so both must have the same type. In 16 bits, updates
+//! would be rounded away, because a hundredth of a change is less than the last bit. The layer therefore gets a copy of
+//! its statistics in its compute type, and the update is recorded again here, in 32 bits.
 
 use burn_ir::{
     BaseOperationIr, BinaryOpIr, CastOpIr, NumericOperationIr, OperationIr, ScalarOpIr, TensorId,
@@ -12,7 +12,7 @@ use burn_ir::{
 use super::capture::Captured;
 use super::module::Leaf;
 
-/// Makes the updates of running statistics in the types in which they are kept.
+/// Applies the updates of running statistics in their stored types.
 pub(super) fn widen(
     operations: &mut Vec<OperationIr>,
     leaves: &[Leaf],
@@ -133,7 +133,7 @@ impl Again<'_> {
         id
     }
 
-    /// Returns an operand with the id `id` in the kept statistic's type.
+    /// Returns an operand with id `id` in the kept statistic's type.
     fn wide(&self, of: TensorIr, id: TensorId) -> TensorIr {
         TensorIr {
             id,

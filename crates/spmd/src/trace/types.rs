@@ -1,7 +1,7 @@
 //! The type of tensors that a forward makes without naming one.
 //!
-//! Burn gives them the device's default type. Recurrent layers begin with such states, and collect their outputs in
-//! such a tensor. With parameters in 16 bits, two types would meet there.
+//! Burn gives them the device's default type. Recurrent layers create their first states and their output tensor this
+//! way. With parameters in 16 bits, two types would meet there.
 
 use burn::module::Module;
 use burn::tensor::Device;
@@ -45,7 +45,7 @@ pub(super) fn by_types<M: Module, T>(
     };
     if let Some(narrow) = options.narrow(init)? {
         tracing::info!(
-            "two types met: the trace is made again, with new tensors in the compute type"
+            "two types met, so the step is traced again with new tensors in the compute type"
         );
         if let Ok(traced) = trace(&narrow) {
             return Ok(traced);
@@ -63,9 +63,9 @@ impl Error {
             } => Self::Uncapturable {
                 stage,
                 produced_by,
-                reason: "tensors of two types met in one operation, which Burn refuses; cast what goes into layers that compute \
-                         in full (Precision::full_in), and what comes out of them, by `x.cast(..)`, and give tensors that are \
-                         made in the loss the type of what they meet"
+                reason: "tensors of two types met in one operation, which Burn refuses; cast the inputs and outputs of \
+                    layers in full precision (Precision::full_in) with `x.cast(..)`, and give tensors that are created \
+                    in the loss the type of the tensors they meet"
                     .to_owned(),
             },
             other => other,

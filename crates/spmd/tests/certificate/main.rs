@@ -1,4 +1,4 @@
-//! Plans are proved equal to what was traced, and wrong ones are refused.
+//! Plans are proved equal to what was traced, and wrong ones are rejected.
 
 #[path = "../spmd/models.rs"]
 mod models;
@@ -311,7 +311,7 @@ fn proved_at(rows: usize, step: OptimizerStep) -> Certificate {
     certify_at(traced(rows), traced(16), 1, &Mode::single()).unwrap()
 }
 
-/// Each step runs a proved plan, or is refused before it changes anything.
+/// Each step runs a proved plan, or is rejected before it changes anything.
 #[test]
 fn steps_of_plans_that_were_not_proved_are_refused() {
     const ROWS: usize = 20;

@@ -26,9 +26,9 @@ use super::traced;
 enum Mutation {
     /// A mean over ranks becomes a sum.
     Divisor,
-    /// A reduction is left out: each rank continues with its own addend.
+    /// A reduction is skipped: each rank continues with its own addend.
     LostReduction,
-    /// A reduction is made twice.
+    /// A reduction is performed twice.
     DoubledReduction,
     /// A collective runs along another axis.
     Axis,
@@ -141,7 +141,7 @@ impl Mutation {
                 let OperationIr::Custom(call) = &mut node.operation else {
                     return None;
                 };
-                let (a, b) = alike(&call.outputs)?;
+                let (a, b) = pair_of_one_shape(&call.outputs)?;
                 call.outputs.swap(a, b);
             }
             Self::Number => change_number(node, rng),
@@ -182,7 +182,7 @@ impl Mutation {
             }
             Self::SwappedParts => match (&node.operation, collective) {
                 (OperationIr::Custom(call), Some(of)) if of.stage == Stage::Whole => {
-                    alike(&call.outputs).is_some()
+                    pair_of_one_shape(&call.outputs).is_some()
                 }
                 _ => false,
             },
@@ -214,7 +214,7 @@ fn moves_zeros(collective: &Collective) -> bool {
 }
 
 /// Returns two tensors of one shape.
-fn alike(tensors: &[TensorIr]) -> Option<(usize, usize)> {
+fn pair_of_one_shape(tensors: &[TensorIr]) -> Option<(usize, usize)> {
     let places = 0..tensors.len();
     places
         .clone()
@@ -523,7 +523,7 @@ const OF_PASSES: [Mutation; 9] = [
 /// The error names the faulty pass with a node, or without one if a result is wrong after the last node.
 /// `BURN_FSDP_LONG=1` makes 200 mutants.
 #[test]
-fn the_pass_at_fault_is_named() {
+fn the_faulty_pass_is_named() {
     const FIRST: usize = 2;
     let wanted = match std::env::var_os("BURN_FSDP_LONG") {
         None => 30,

@@ -186,7 +186,7 @@ fn values_are_made_and_divided_one_at_a_time() {
 
 /// A module with the user's own values is dropped one parameter after the other.
 #[test]
-fn values_that_are_there_go_one_at_a_time() {
+fn existing_values_are_dropped_one_at_a_time() {
     let _turn = alone();
     let ready = |device: &Device| {
         let net = Net::new(device);
@@ -206,7 +206,7 @@ fn values_that_are_there_go_one_at_a_time() {
 }
 
 #[test]
-fn what_is_read_is_made_nowhere() {
+fn values_read_from_files_are_never_initialized() {
     let _turn = alone();
     static MADE: AtomicUsize = AtomicUsize::new(0);
     let init = |device: &Device| Net {
@@ -311,7 +311,7 @@ fn placements_are_taken_up_one_parameter_at_a_time() {
         let what = format!("{peak} bytes, {left} left on {ranks} ranks");
         // The tables hold the layouts of four ranks.
         assert!(left <= BOOKS + LAYER / 2, "{what}");
-        // A whole parameter on each rank, the parts from which it is made, and the parts that are made from it.
+        // A whole parameter on each rank, the parts from which it is created, and the parts that are created from it.
         assert!(peak <= (ranks + 2) * LAYER + BOOKS, "{what}");
     }
 }

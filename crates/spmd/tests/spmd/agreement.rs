@@ -48,7 +48,8 @@ pub(crate) fn agrees<M, B>(
     compare(what, (init, loss, rows), true);
 }
 
-/// The same check if Burn sums in another order on one rank as well, because its tensors have another layout in memory.
+/// The same check if Burn sums in a different order on one rank as well, because its tensors have another layout in
+/// memory.
 pub(crate) fn agrees_closely<M, B>(
     what: &str,
     init: fn(&Device) -> M,
@@ -112,7 +113,7 @@ where
     B: Batch,
 {
     let device = Device::flex();
-    // One rank has the same bits as Burn without kernels, which sum in another order.
+    // One rank has the same bits as Burn without kernels, which sum in a different order.
     let options = Options::default().kernels(world.size() > 1);
     let mode = Mode::data_parallel(world.clone(), style).options(options);
     let mode = mode.verified();

@@ -81,7 +81,7 @@ impl IterationMove for MoveHead {
 }
 
 #[test]
-fn a_part_of_the_optimizer_in_the_next_step_takes_clipped_gradients() {
+fn a_moved_part_of_the_optimizer_gets_clipped_gradients() {
     let _guard = seeded();
     let one = expected(1, 0.5, Norm::default());
     for style in [Strategy::FullShard, Strategy::NoShard] {
@@ -334,7 +334,7 @@ fn counts(num_batches: usize, style: Strategy, clip: Option<Clip>) -> [u64; 3] {
 }
 
 #[test]
-fn a_norm_is_one_gather_more_and_a_micro_batch_a_step() {
+fn clipping_adds_one_gather_and_micro_batches_repeat_the_step() {
     let _guard = seeded();
     let clip = Some(Clip::to(1.0));
     let [gathers, reductions, losses] = counts(1, Strategy::FullShard, None);
@@ -352,7 +352,7 @@ fn a_norm_is_one_gather_more_and_a_micro_batch_a_step() {
 }
 
 #[test]
-fn what_cannot_be_clipped_is_refused_on_all_ranks() {
+fn non_finite_norms_are_rejected_on_all_ranks() {
     let _guard = seeded();
     let broken = |nonfinite| {
         launch(

@@ -46,7 +46,7 @@ fn same<M: Module + 'static, B: Batch>(
 }
 
 #[test]
-fn a_gpt_is_trained_bit_for_bit_like_by_burn() {
+fn a_gpt_matches_burn_bit_for_bit() {
     let step = same(
         Gpt::new,
         Gpt::loss,
@@ -59,7 +59,7 @@ fn a_gpt_is_trained_bit_for_bit_like_by_burn() {
 }
 
 #[test]
-fn a_cnn_with_batch_norm_and_dropout_is_trained_bit_for_bit_like_by_burn() {
+fn a_cnn_with_batch_norm_and_dropout_matches_burn_bit_for_bit() {
     let step = same(Cnn::new, Cnn::loss, images, 10, |_| 1e-2);
     let graph = step.graph().unwrap();
     let buffers = graph
@@ -79,13 +79,13 @@ fn a_cnn_with_batch_norm_and_dropout_is_trained_bit_for_bit_like_by_burn() {
 }
 
 #[test]
-fn an_lstm_is_trained_bit_for_bit_like_by_burn() {
+fn an_lstm_matches_burn_bit_for_bit() {
     let batch = |step, device: &Device| sequences(step, 5, device);
     same(Recurrent::new, Recurrent::loss, batch, 10, |_| 1e-2);
 }
 
 #[test]
-fn an_attention_encoder_is_trained_bit_for_bit_like_by_burn() {
+fn an_attention_encoder_matches_burn_bit_for_bit() {
     let batch = |step, device: &Device| sequences(step, 8, device);
     same(Encoder::new, Encoder::loss, batch, 10, |_| 1e-2);
 }
@@ -134,7 +134,7 @@ fn optimizers_with_other_first_steps_work() {
 }
 
 #[test]
-fn other_input_shapes_get_a_graph_of_their_own_and_the_cache_is_bounded() {
+fn each_input_shape_has_its_own_graph_in_a_bounded_cache() {
     let _guard = seeded();
     let device = Device::flex();
     let mode = Mode::single().cache(2);

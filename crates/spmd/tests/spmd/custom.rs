@@ -1,4 +1,4 @@
-//! Operations that are not Burn's: recorded, run, known to the passes.
+//! Custom operations: recorded, run, known to the passes.
 
 use std::collections::BTreeMap;
 
@@ -51,7 +51,7 @@ fn step(mode: Mode) -> Result<CompiledStep<Tokens>, Error> {
     Ok(step)
 }
 
-/// Counts the operations that are not Burn's, by name and phase.
+/// Counts the custom operations, by name and phase.
 fn calls(step: &CompiledStep<Tokens>) -> BTreeMap<(String, Phase), usize> {
     let graph = step.graph().expect("a step was compiled");
     let mut calls = BTreeMap::new();
@@ -62,7 +62,7 @@ fn calls(step: &CompiledStep<Tokens>) -> BTreeMap<(String, Phase), usize> {
 }
 
 #[test]
-fn a_gpt_of_fused_operations_is_trained_bit_for_bit_like_by_burn() {
+fn a_gpt_of_fused_operations_matches_burn_bit_for_bit() {
     let _guard = seeded();
     let whole = |step, device: &Device| batch(step, 0..ROWS, device);
     let expected = eager::train(init, loss, whole, STEPS, |_| 1e-2, adamw().init());
@@ -136,7 +136,7 @@ fn ranks_train_a_gpt_of_fused_operations_like_one_on_the_joined_batch() {
 }
 
 #[test]
-fn operations_that_nobody_knows_are_named() {
+fn unknown_operations_are_named() {
     let _guard = seeded();
     let batch = |step| batch(step, 0..ROWS, &Device::flex());
     let optimizer = adamw().build();
@@ -159,7 +159,7 @@ fn operations_that_nobody_knows_are_named() {
 }
 
 #[test]
-fn a_kernel_that_fails_or_lies_is_an_error_that_names_it() {
+fn failing_and_inconsistent_kernels_are_named() {
     let _guard = seeded();
     let broken = |run: fn() -> usize| {
         let operations = kernels().kernel(

@@ -116,7 +116,7 @@ fn train(folder: Option<&Path>) -> Vec<Trained> {
 }
 
 #[test]
-fn every_pass_of_every_plan_is_written_as_it_prints() {
+fn every_pass_of_every_plan_is_dumped() {
     let folder = TempDir::new().unwrap();
     let trained = train(Some(folder.path()));
     // One rank writes, and makes two plans: for the first step, and for later ones.
@@ -176,7 +176,7 @@ impl GraphTransform for Pass {
 }
 
 #[test]
-fn changes_say_what_a_pass_has_done_and_if_it_has_done_nothing() {
+fn changes_describe_each_pass_even_if_it_changed_nothing() {
     let folder = TempDir::new().unwrap();
     let nothing = std::sync::Arc::new(Pass("does / nothing", Ok));
     let pipeline = schedule::pipeline(2, Strategy::FullShard, &options(), &[nothing]);
@@ -293,7 +293,7 @@ fn pictures_have_every_node() {
 }
 
 #[test]
-fn names_of_any_letters_are_drawn() {
+fn names_with_any_characters_are_drawn() {
     let name = "a\\\"<b>&\n\u{1}";
     let mut graph = Graph::new();
     let id = graph.add_value([2], DType::F32, Role::Input(name.into()));
@@ -321,7 +321,7 @@ fn names_of_any_letters_are_drawn() {
 }
 
 #[test]
-fn shapes_micro_batches_and_evaluations_have_graphs_of_their_own() {
+fn shapes_micro_batches_and_evaluations_have_their_own_graphs() {
     let folder = TempDir::new().unwrap();
     let _guard = seeded();
     let mode = Mode::single().dump(folder.path());
@@ -387,7 +387,7 @@ fn shapes_micro_batches_and_evaluations_have_graphs_of_their_own() {
 }
 
 #[test]
-fn of_a_plan_that_is_refused_there_is_what_was_made() {
+fn rejected_plans_are_dumped_up_to_the_failure() {
     let folder = TempDir::new().unwrap();
     let _guard = seeded();
     let fails = Pass("fails", |_| Err(Error::Internal("as planned".to_owned())));
@@ -443,7 +443,10 @@ fn graphs_of_an_earlier_run_are_replaced_and_nothing_else() {
             matches!(&error, Error::Dump(DumpError::InTheWay { path, .. }) if *path == named),
             "{error}"
         );
-        assert!(error.to_string().contains("name another folder"), "{error}");
+        assert!(
+            error.to_string().contains("choose another folder"),
+            "{error}"
+        );
     }
     assert_eq!(names(&path.join("graph-0")), before);
     assert_eq!(
@@ -464,7 +467,7 @@ fn graphs_of_an_earlier_run_are_replaced_and_nothing_else() {
 }
 
 #[test]
-fn a_folder_that_cannot_be_written_refuses_the_step_on_all_ranks() {
+fn an_unwritable_folder_fails_the_step_on_all_ranks() {
     let folder = TempDir::new().unwrap();
     let file = folder.path().join("file");
     fs::write(&file, "mine").unwrap();

@@ -88,7 +88,7 @@ fn of_a_gpt(world: &ProcessGroup, mode: Mode) -> Result<(), Error> {
 }
 
 #[test]
-fn logits_are_those_of_burn_before_and_between_steps() {
+fn logits_match_burn_before_and_between_steps() {
     let _guard = seeded();
     for ranks in 1..=4 {
         for strategy in [
@@ -178,7 +178,7 @@ impl Noisy {
 }
 
 #[test]
-fn it_infers_without_dropout_and_with_running_statistics() {
+fn evaluation_uses_running_statistics_and_no_dropout() {
     let _guard = seeded();
     let body = |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
@@ -202,7 +202,7 @@ fn it_infers_without_dropout_and_with_running_statistics() {
 }
 
 #[test]
-fn halves_are_those_in_which_the_step_computes() {
+fn evaluation_uses_the_precision_of_the_step() {
     let _guard = seeded();
     let body = |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
@@ -234,7 +234,7 @@ fn halves_are_those_in_which_the_step_computes() {
 }
 
 #[test]
-fn placements_are_those_of_the_step() {
+fn evaluation_uses_the_placements_of_the_step() {
     let _guard = seeded();
     let device = Device::flex();
     let joined = |step: usize| tokens(step, 0, ROWS, &device).0;
@@ -311,7 +311,7 @@ fn units_are_gathered_once() {
 }
 
 #[test]
-fn what_is_not_the_model_of_the_step_is_refused() {
+fn invalid_evaluations_are_rejected() {
     let _guard = seeded();
     let init = |device: &Device| LinearConfig::new(5, 7).init(device);
     let loss = |model: &Linear, x: Tensor<2>| model.forward(x).mean();
@@ -347,7 +347,7 @@ fn what_is_not_the_model_of_the_step_is_refused() {
 }
 
 #[test]
-fn an_evaluation_knows_the_step_that_it_runs_on() {
+fn one_evaluation_works_with_several_steps() {
     let _guard = seeded();
     let init = |device: &Device| LinearConfig::new(5, 7).init(device);
     let loss = |model: &Linear, x: Tensor<2>| {
@@ -373,7 +373,7 @@ fn an_evaluation_knows_the_step_that_it_runs_on() {
 }
 
 #[test]
-fn what_changes_on_the_host_is_refused_every_time() {
+fn changing_host_values_are_rejected_every_time() {
     let _guard = seeded();
     let init = |device: &Device| LinearConfig::new(5, 7).init(device);
     let loss = |model: &Linear, x: Tensor<2>| model.forward(x).mean();
@@ -395,7 +395,7 @@ fn what_changes_on_the_host_is_refused_every_time() {
 }
 
 #[test]
-fn rows_that_are_not_said_to_be_cut_are_refused() {
+fn undeclared_input_cuts_are_rejected() {
     let _guard = seeded();
     let init = |device: &Device| LinearConfig::new(5, 7).init(device);
     let loss = |model: &Linear, (x, y): (Tensor<2>, Tensor<2>)| (model.forward(x) - y).mean();

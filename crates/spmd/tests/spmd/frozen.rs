@@ -123,7 +123,7 @@ fn frozen_norms_and_embeddings_stay() {
 }
 
 #[test]
-fn adapters_are_trained_beside_the_frozen_weights() {
+fn adapters_train_while_their_base_is_frozen() {
     let _guard = seeded();
     let init = |device: &Device| {
         let two = Two::new(device);
@@ -340,7 +340,7 @@ impl Statistics {
 }
 
 #[test]
-fn statistics_that_do_not_run_or_are_frozen_stay() {
+fn fixed_and_frozen_statistics_do_not_change() {
     let _guard = seeded();
     let idle = |model: &Statistics, x: Tensor<2>| model.layer.forward(x).square().mean();
     agrees("an idle norm", Statistics::new, idle, vectors);

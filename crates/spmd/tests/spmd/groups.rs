@@ -213,7 +213,7 @@ fn difference(got: &Trained, expected: &Trained, is_exact: bool) -> Option<Strin
     other.map(|(path, _)| format!("another {path}"))
 }
 
-/// Returns options without kernels, whose sums have another order than in Burn's layer norm.
+/// Returns options without kernels, whose sums have a different order than in Burn's layer norm.
 fn plain() -> Options {
     Options::default().kernels(false)
 }
@@ -272,7 +272,7 @@ const WAYS: [(Way, usize); 9] = [
 ];
 
 #[test]
-fn groups_train_with_the_bits_of_burns_groups() {
+fn groups_match_burns_groups_bit_for_bit() {
     let _guard = seeded();
     let mut failed = Vec::new();
     let mut runs = Vec::new();
@@ -291,7 +291,7 @@ fn groups_train_with_the_bits_of_burns_groups() {
                     run(groups.clone(), rates(), way.mode(&world)?, way.micro())
                 });
                 let what = format!("{name}, {schedule}, {way:?}, {ranks} ranks");
-                // A third is not exact in floats, and placements sum in another order.
+                // A third is not exact in floats, and placements sum in a different order.
                 let is_exact = ranks != 3 && way != Way::Placed;
                 match by_rank {
                     Err(error) => failed.push(format!("{what}: {error}")),
@@ -314,7 +314,7 @@ fn groups_train_with_the_bits_of_burns_groups() {
 }
 
 #[test]
-fn groups_go_on_from_what_was_taken_out_of_them() {
+fn groups_resume_from_their_extracted_state() {
     let _guard = seeded();
     for (name, groups) in all_groups() {
         for (schedule, scheduler) in RATES {
@@ -381,7 +381,7 @@ fn with_id(device: &Device) -> Net {
 }
 
 #[test]
-fn a_group_by_ids_is_of_the_module_that_init_returns() {
+fn groups_by_ids_refer_to_the_module_that_init_returns() {
     let _guard = seeded();
     let all = || OptimizerGroups::from(adamw(0.1).build());
     let ids = ParamGroup::from_ids(vec![ParamId::from(7)]);
@@ -412,7 +412,7 @@ fn a_group_by_ids_is_of_the_module_that_init_returns() {
 }
 
 #[test]
-fn rates_of_groups_that_differ_among_ranks_are_found_before_anything_runs() {
+fn group_rates_that_differ_between_ranks_are_found_before_anything_runs() {
     let _guard = seeded();
     Device::flex().seed(1);
     let body = |world: ProcessGroup| -> Result<(f64, Error), Error> {

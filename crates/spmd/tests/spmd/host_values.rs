@@ -110,7 +110,7 @@ fn a_counter_in_the_loss_is_noticed() {
 }
 
 #[test]
-fn a_constant_that_is_no_number_is_the_same_each_time() {
+fn nan_constants_are_equal_in_every_trace() {
     let _guard = seeded();
     let loss = |model: &Linear, x: Tensor<2>| {
         let y = model.forward(x);
@@ -154,7 +154,7 @@ fn a_schedule_is_a_tensor_of_the_batch() {
 }
 
 #[test]
-fn a_rank_that_cannot_prepare_a_step_tells_the_others_and_all_go_on() {
+fn a_failure_to_prepare_a_step_is_reported_and_all_ranks_continue() {
     let _guard = seeded();
     let body = |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();

@@ -74,7 +74,7 @@ fn copies_of_shards_train_like_one_rank() {
 }
 
 #[test]
-fn shards_are_reduced_to_shards_and_then_over_the_copies() {
+fn gradients_are_reduced_to_shards_and_then_over_replicas() {
     let _guard = seeded();
     let body = |world: ProcessGroup| -> Result<_, Error> {
         let device = burn::tensor::Device::flex();
@@ -128,7 +128,7 @@ fn shards_are_reduced_to_shards_and_then_over_the_copies() {
 }
 
 #[test]
-fn other_meshes_and_no_shards_are_refused() {
+fn unsupported_meshes_and_strategies_are_rejected() {
     launch(
         LaunchConfig::new(2),
         |world: ProcessGroup| -> Result<_, Error> {

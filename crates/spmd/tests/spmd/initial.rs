@@ -99,7 +99,7 @@ fn rows(name: &str, world: &ProcessGroup, step: usize) -> TokenBatch {
 }
 
 #[test]
-fn what_each_rank_reads_is_trained_as_if_one_rank_had_made_it() {
+fn values_read_by_ranks_train_like_one_ranks_values() {
     let _guard = seeded();
     let batch = |step, device: &Device| tokens(step, 0, ROWS, device);
     let expected = eager::train(Gpt::new, Gpt::loss, batch, STEPS, |_| 1e-2, adamw().init());
@@ -129,7 +129,7 @@ fn what_each_rank_reads_is_trained_as_if_one_rank_had_made_it() {
 }
 
 #[test]
-fn what_is_not_read_is_rank_0s_and_parts_of_another_form_are_refused() {
+fn unread_values_are_rank_0s_and_mismatched_parts_are_rejected() {
     let _guard = seeded();
     let values = values();
     let body = move |world: ProcessGroup| -> Result<(), Error> {
@@ -191,7 +191,7 @@ fn cut(step: &Step, path: &str, whole: &TensorData) -> TensorData {
 /// Before the first graph decides the placements, parameters and states are set in flat shards. The graph then
 /// redistributes them.
 #[test]
-fn a_run_by_least_communication_is_resumed_from_flat_shards() {
+fn automatic_placements_resume_from_flat_shards() {
     let _guard = seeded();
     for num_ranks in [1, 2, 3, 4] {
         let body = move |world: ProcessGroup| -> Result<(), Error> {

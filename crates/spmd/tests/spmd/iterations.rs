@@ -178,7 +178,7 @@ fn assert_close(what: &str, (losses, parameters): &Trained, one: &eager::Trained
 }
 
 #[test]
-fn what_was_moved_trains_like_one_rank() {
+fn moved_nodes_match_one_rank() {
     let _guard = seeded();
     for ranks in 1..=4 {
         for is_adam in [true, false] {
@@ -224,7 +224,7 @@ fn what_was_moved_trains_like_one_rank() {
 }
 
 #[test]
-fn nothing_is_left_after_so_many_steps() {
+fn moves_end_after_the_given_number_of_steps() {
     let _guard = seeded();
     for limit in [None, Some(1), Some(3)] {
         let mode = Mode::single().move_to_next_iteration(MovePart {
@@ -271,7 +271,7 @@ fn divided(clip: Option<Clip>) -> Graph {
 }
 
 #[test]
-fn what_cannot_move_is_refused_by_name() {
+fn invalid_moves_are_named_in_the_error() {
     let _guard = seeded();
     let graph = divided(None);
     let at = |of: &dyn Fn(&Node) -> bool| graph.nodes().iter().position(of).unwrap();
@@ -284,7 +284,7 @@ fn what_cannot_move_is_refused_by_name() {
     let gather = at(&|node| node.name() == "all_gather");
     let error = refused(&[gather], None);
     assert!(
-        error.contains(&format!("node {gather} (all_gather)")) && error.contains("stays reads"),
+        error.contains(&format!("node {gather} (all_gather)")) && error.contains("not moved reads"),
         "{error}"
     );
     // Part of an optimizer's step.
@@ -292,7 +292,7 @@ fn what_cannot_move_is_refused_by_name() {
         .filter(|at| graph.nodes()[*at].path.as_deref() == Some("head.weight"))
         .collect();
     let error = refused(&head[..head.len() - 1], None);
-    assert!(error.contains("stays reads"), "{error}");
+    assert!(error.contains("not moved reads"), "{error}");
     // After the first read of the values that it replaces.
     let error = refused(&head, None);
     assert!(
@@ -309,14 +309,14 @@ fn what_cannot_move_is_refused_by_name() {
         .move_to_next_iteration(head, before)
         .unwrap_err()
         .to_string();
-    assert!(error.contains("has been moved"), "{error}");
+    assert!(error.contains("already been moved"), "{error}");
     let error = refused(&[], None);
-    assert!(error.contains("nothing was chosen"), "{error}");
+    assert!(error.contains("no node was chosen"), "{error}");
     // The loss is a result of the step.
     let loss = graph.loss().unwrap();
     let made = at(&|node| node.outputs().any(|id| id == loss));
     let error = refused(&[made], None);
-    assert!(error.contains("comes out of the step"), "{error}");
+    assert!(error.contains("a result of the step"), "{error}");
     // A wait without its start.
     let split = Pipeline::new()
         .then(passes::Split)
@@ -338,18 +338,18 @@ fn what_cannot_move_is_refused_by_name() {
         .move_to_next_iteration(nodes, before)
         .unwrap_err()
         .to_string();
-    assert!(error.contains("whose start stays"), "{error}");
+    assert!(error.contains("whose start is not moved"), "{error}");
     // The norm of clipped gradients is a result of the step.
     let step = IterationGraph::new(divided(Some(Clip::to(1.0))));
     let error = step.then(&reductions()).unwrap_err().to_string();
-    assert!(error.contains("comes out of the step"), "{error}");
+    assert!(error.contains("a result of the step"), "{error}");
     let step = IterationGraph::new(divided(None));
     let error = step.then(&MoveReductions::of(["heads.*"])).unwrap_err();
     assert!(error.to_string().contains("heads.*"), "{error}");
 }
 
 #[test]
-fn a_step_whose_loss_is_scaled_moves_nothing() {
+fn steps_with_loss_scaling_move_nothing() {
     let _guard = seeded();
     let options = Options::default().scale_loss(burn_fsdp_spmd::LossScaling::default());
     let mode = Mode::single().options(options);
@@ -458,7 +458,7 @@ fn steps_that_train_other_parameters_move_nothing() {
 
 /// Ranks that do not call the same are told so before the pending part of the last step runs. Then all continue.
 #[test]
-fn a_step_without_batches_leaves_what_was_moved() {
+fn a_step_without_batches_keeps_pending_moves() {
     let _guard = seeded();
     let body = |world: ProcessGroup| {
         let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
@@ -486,7 +486,7 @@ fn a_step_without_batches_leaves_what_was_moved() {
     assert_eq!(first.0, Error::NoBatch.to_string());
     assert_eq!(second.0, Error::PeerNotReady { rank: 0 }.to_string());
     for of in [first, second] {
-        assert!(of.1.contains("another graph"), "{}", of.1);
+        assert!(of.1.contains("a different graph"), "{}", of.1);
     }
     let batch = |step, device: &Device| tokens(step, 0, 4, device);
     let one = eager::train(Gpt::new, Gpt::loss, batch, 2, |_| 1e-2, sgd().init());
@@ -498,7 +498,7 @@ fn a_step_without_batches_leaves_what_was_moved() {
 
 /// Work of forward runs between the start of each reduction and its end.
 #[test]
-fn forward_runs_while_gradients_travel() {
+fn forward_runs_while_gradients_are_reduced() {
     let _guard = seeded();
     let options = Options::default()
         .prefetch(true)

@@ -194,7 +194,7 @@ fn encoders_and_decoders_of_burn_run_kernels() {
     assert_count(&names, "Custom.models.attention_backward", 4);
     assert_count(&names, "Custom.models.softmax", 0);
     assert_count(&names, "Custom.models.log_softmax_backward", 1);
-    // The first norm is applied to the batch, which has no gradient, so that norm stays as it is.
+    // The first norm is applied to the batch, which has no gradient, so that norm stays unchanged.
     assert_count(&names, "Custom.models.layer_norm_backward", 6);
     assert_count(&names, "Custom.models.gelu_backward", 3);
     for composed in ["Float.Exp", "Activation.Gelu"] {
@@ -207,7 +207,7 @@ fn encoders_and_decoders_of_burn_run_kernels() {
 }
 
 #[test]
-fn recurrent_and_convolutional_models_train_as_by_burn() {
+fn recurrent_and_convolutional_models_match_burn() {
     let _guard = seeded();
     let device = Device::flex();
     let close = |found: f64, expected: f32| (found - f64::from(expected)).abs() <= 1e-5;

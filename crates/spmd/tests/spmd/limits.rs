@@ -25,7 +25,7 @@ fn error_of(loss: fn(&Linear, Tensor<2>) -> Tensor<1>) -> Error {
 }
 
 #[test]
-fn reading_a_tensor_in_the_loss_names_the_operation_and_the_way_out() {
+fn reading_a_tensor_in_the_loss_names_the_operation_and_a_remedy() {
     let _guard = seeded();
     let error = error_of(|model, x| {
         let y = model.forward(x).mean();
@@ -52,7 +52,7 @@ fn reading_a_tensor_in_the_loss_names_the_operation_and_the_way_out() {
 }
 
 #[test]
-fn a_loss_of_several_numbers_is_refused() {
+fn a_non_scalar_loss_is_rejected() {
     let _guard = seeded();
     let error = error_of(|model, x| model.forward(x).sum_dim(1).reshape([4]));
     assert!(

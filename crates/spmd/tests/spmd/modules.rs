@@ -25,7 +25,7 @@ struct Masked {
 }
 
 #[test]
-fn integers_and_booleans_are_given_and_stay() {
+fn integer_and_boolean_parameters_do_not_change() {
     let _guard = seeded();
     let init = |device: &Device| Ordered {
         layer: LinearConfig::new(5, 3).init(device),
@@ -51,7 +51,7 @@ fn integers_and_booleans_are_given_and_stay() {
 }
 
 #[test]
-fn columns_are_a_layout_like_rows() {
+fn column_layouts_work_like_row_layouts() {
     let _guard = seeded();
     let init = |device: &Device| {
         let config = LinearConfig::new(5, 3).with_layout(LinearLayout::Col);
@@ -169,7 +169,10 @@ fn tensors_of_other_host_data_are_noticed() {
     };
     for result in launch(LaunchConfig::new(2), body).unwrap() {
         let text = result.unwrap_err();
-        assert!(text.contains("rank 1 would run another graph"), "{text}");
+        assert!(
+            text.contains("rank 1 would run a different graph"),
+            "{text}"
+        );
     }
 }
 
@@ -204,7 +207,7 @@ fn init_may_ask_for_gradients_and_its_failures_are_errors() {
 }
 
 #[test]
-fn what_burn_reads_back_is_refused_with_a_way_out() {
+fn tensors_that_burn_reads_back_are_rejected_with_a_remedy() {
     let _guard = seeded();
     let error_of = |loss: fn(&Linear, Tensor<2>) -> Tensor<1>| {
         let init = |device: &Device| LinearConfig::new(5, 3).init(device);

@@ -203,7 +203,7 @@ impl ForEach for Ranks {
 }
 
 #[test]
-fn every_optimizer_trains_on_two_ranks_or_is_refused_with_the_way_out() {
+fn every_optimizer_trains_on_two_ranks_or_is_rejected_with_a_remedy() {
     let _guard = seeded();
     let mut ranks = Ranks(Vec::new());
     for_each(&mut ranks);
@@ -258,7 +258,7 @@ impl ForEach for Resumed {
 }
 
 #[test]
-fn every_optimizer_goes_on_from_what_was_taken_out_of_it() {
+fn every_optimizer_resumes_from_its_extracted_state() {
     let _guard = seeded();
     let mut resumed = Resumed(Vec::new());
     for_each(&mut resumed);
@@ -397,7 +397,7 @@ fn parameters_that_some_batches_do_not_train_keep_their_own_states_and_steps() {
 }
 
 #[test]
-fn the_steps_of_a_parameter_are_counted_by_themselves() {
+fn steps_are_counted_per_parameter() {
     let _guard = seeded();
     let device = Device::flex();
     let optimizer = AdamWConfig::new().build();
@@ -501,7 +501,7 @@ fn refusal(optimizer: impl Optimizer, steps: usize) -> String {
 }
 
 #[test]
-fn what_cannot_be_followed_is_an_error_that_names_it() {
+fn unsupported_optimizers_are_named_in_the_error() {
     let _guard = seeded();
     for (error, parts) in [
         (
@@ -528,7 +528,7 @@ fn what_cannot_be_followed_is_an_error_that_names_it() {
 /// If a matrix has as many rows as there are ranks, a shard has the shape of Adafactor's moments by column, which are
 /// whole.
 #[test]
-fn states_of_a_shards_shape_are_whole() {
+fn whole_states_with_the_shape_of_a_shard_stay_whole() {
     let _guard = seeded();
     let body = |world: ProcessGroup| -> Result<(), Error> {
         let device = Device::flex();

@@ -111,7 +111,7 @@ fn assert_seen(
 }
 
 #[test]
-fn a_rank_gets_what_its_part_of_the_batch_gives() {
+fn each_rank_gets_the_outputs_of_its_part_of_the_batch() {
     let _guard = seeded();
     for num_batches in [1, 2] {
         let one = expected(num_batches);
@@ -162,7 +162,7 @@ fn a_rank_gets_what_its_part_of_the_batch_gives() {
 }
 
 #[test]
-fn by_placements_every_rank_gets_those_of_the_joined_batch() {
+fn with_placements_every_rank_gets_the_outputs_of_the_joined_batch() {
     let _guard = seeded();
     let one = expected(1);
     Device::flex().seed(1);
@@ -195,7 +195,7 @@ fn by_placements_every_rank_gets_those_of_the_joined_batch() {
 }
 
 #[test]
-fn inputs_and_constants_come_out_and_parameters_are_refused() {
+fn inputs_and_constants_can_be_outputs_but_parameters_cannot() {
     let _guard = seeded();
     let device = Device::flex();
     let batch = tokens(0, 0, 2, &device);

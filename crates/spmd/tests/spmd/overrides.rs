@@ -1,4 +1,4 @@
-//! A module of another type that is traced in place of the step's, compared with Burn's loop over it on one rank.
+//! A module of a different type that is traced in place of the step's, compared with Burn's loop over it on one rank.
 
 use burn::module::{Module, ModuleDisplay, Param};
 use burn::nn::{Initializer, Linear, LinearConfig};
@@ -263,14 +263,14 @@ fn a_stand_in_of_another_type_trains_the_models_own_parameters() {
 }
 
 #[test]
-fn what_a_stand_in_adds_is_trained_behind_the_models_own() {
+fn parameters_added_by_a_stand_in_follow_the_models_own() {
     let _guard = seeded();
     check(|| (Trust, Gate), &["part.gate", "part.shift"]);
 }
 
 /// The values are drawn once, as in Burn's loop.
 #[test]
-fn what_a_stand_in_makes_of_the_models_own_values_begins_with_them() {
+fn values_derived_by_a_stand_in_start_from_the_models() {
     let _guard = seeded();
     check(|| (Trust, Derive), &["part.gate", "part.shift"]);
 }

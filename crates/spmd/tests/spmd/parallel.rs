@@ -183,7 +183,7 @@ fn processes_together_train_like_one_on_the_joined_batch() {
 }
 
 #[test]
-fn ranks_with_other_batch_shapes_are_told_and_go_on() {
+fn ranks_with_different_batch_shapes_get_an_error_and_continue() {
     let _guard = seeded();
     // The steps in which both ranks have the same number of rows.
     let whole = |step: usize, device: &Device| tokens([1, 2, 4, 5][step], 0, 4, device);
@@ -228,7 +228,7 @@ fn ranks_with_other_batch_shapes_are_told_and_go_on() {
 }
 
 #[test]
-fn ranks_with_other_learning_rates_are_told() {
+fn ranks_with_different_learning_rates_get_an_error() {
     let _guard = seeded();
     let body = |world: ProcessGroup| -> Result<String, Error> {
         let device = Device::flex();
@@ -249,7 +249,7 @@ fn passes_do_not_change_a_bit() {
     let _guard = seeded();
     for style in [Strategy::NoShard, Strategy::FullShard] {
         let expected = trained(2, style, Options::none());
-        // Kernels sum in another order.
+        // Kernels sum in a different order.
         let plain = Options::default().kernels(false);
         let mut prefetch = plain.clone();
         prefetch.prefetch = Some(true);
@@ -289,7 +289,7 @@ fn counts(num_ranks: usize, style: Strategy, options: Options) -> [u64; 3] {
 }
 
 #[test]
-fn collectives_are_as_many_as_the_formula_says() {
+fn collective_counts_match_the_formula() {
     let _guard = seeded();
     const BLOCKS: u64 = 3;
     // wte, wpe, blocks, lnf, head.
@@ -323,7 +323,7 @@ fn collectives_are_as_many_as_the_formula_says() {
 }
 
 #[test]
-fn an_optimizer_put_off_is_done_when_somebody_looks() {
+fn a_deferred_optimizer_runs_when_parameters_are_read() {
     let _guard = seeded();
     let body = |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
@@ -472,7 +472,7 @@ impl GraphTransform for Count {
 }
 
 #[test]
-fn a_pass_of_the_users_own_sees_the_divided_graph() {
+fn custom_passes_see_the_divided_graph() {
     let _guard = seeded();
     for (num_ranks, style) in [(2, Strategy::FullShard), (2, Strategy::NoShard)] {
         let counts = launch(LaunchConfig::new(num_ranks), move |world: ProcessGroup| {

@@ -126,7 +126,7 @@ fn equal_things_are_computed_once_within_a_phase() {
 }
 
 #[test]
-fn dead_code_goes_and_nothing_else() {
+fn only_dead_code_is_removed() {
     let mut graph = gpt();
     let expected = graph.nodes().len();
     let loss = graph.loss().unwrap();
@@ -196,7 +196,7 @@ fn without_stand_ins_embeddings_are_gathered_in_backward() {
 }
 
 #[test]
-fn buckets_have_a_small_first_one_and_a_cap() {
+fn the_first_bucket_is_small_and_all_are_capped() {
     let bucket = Bucket {
         first_bytes: 1,
         cap_bytes: 6000,
@@ -505,7 +505,7 @@ fn fault(faulty: fn(&mut Vec<Node>)) -> (&'static str, String) {
 }
 
 #[test]
-fn the_verifier_names_the_rule_and_the_node_at_fault() {
+fn the_verifier_names_the_rule_and_the_faulty_node() {
     // A node is missing that writes a needed value.
     let (rule, at) = fault(|nodes| {
         let matmul = nodes
@@ -515,7 +515,7 @@ fn the_verifier_names_the_rule_and_the_node_at_fault() {
         nodes.remove(matmul);
     });
     assert!(
-        rule.contains("before it is written") && at.contains("nothing has written"),
+        rule.contains("before it is written") && at.contains("has not been written yet"),
         "{rule} {at}"
     );
     // The same node twice.
@@ -541,7 +541,7 @@ fn the_verifier_names_the_rule_and_the_node_at_fault() {
         nodes.insert(reader.unwrap(), node);
     });
     assert!(
-        rule.contains("after it is dropped") && at.contains("is gone since"),
+        rule.contains("after it is dropped") && at.contains(" dropped %"),
         "{rule} {at}"
     );
     // A missing wait.
@@ -684,7 +684,7 @@ fn ranks_must_start_the_same_collectives() {
         .unwrap_err()
         .to_string();
     assert!(
-        error.contains("on rank 1") && error.contains("where rank 0 has"),
+        error.contains("on rank 1") && error.contains("but rank 0 has"),
         "{error}"
     );
 }

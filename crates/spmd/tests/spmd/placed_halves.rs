@@ -258,7 +258,7 @@ const PLAIN: Step = Step {
 };
 
 #[test]
-fn tensor_parallel_halves_train_like_burns() {
+fn tensor_parallel_halves_match_burn() {
     let _guard = seeded();
     for case in CASES {
         // 30 columns: four parts are unequal.
@@ -298,7 +298,7 @@ fn tensor_parallel_halves_train_like_burns() {
 }
 
 #[test]
-fn placements_that_move_little_train_halves_like_burn() {
+fn automatic_placements_match_burn_in_half_precision() {
     let _guard = seeded();
     for case in [CASES[0], CASES[2]] {
         for ranks in 1..=4 {
@@ -315,7 +315,7 @@ fn placements_that_move_little_train_halves_like_burn() {
 }
 
 #[test]
-fn scaled_clipped_and_accumulated_halves_train_like_burns() {
+fn scaled_clipped_and_accumulated_halves_match_burn() {
     let _guard = seeded();
     for (case, is_scaled) in [(CASES[1], false), (F16, true)] {
         for (micro, clip) in [(1, None), (2, None), (1, Some(0.05)), (3, Some(0.05))] {

@@ -193,7 +193,7 @@ fn tensor_and_data_parallel_blocks_train_like_one_rank() {
 
 /// Losses of the CNN and other models, with their batch cut among ranks and joined again.
 #[test]
-fn statistics_are_those_of_the_joined_batch() {
+fn statistics_match_the_joined_batch() {
     let _guard = seeded();
     let cut = Expand::new().input("**", "data", Shard(0));
     // Without dropout, because random numbers differ from one rank's.
@@ -294,7 +294,7 @@ fn ranks_that_share_a_value_share_its_random_numbers() {
 }
 
 #[test]
-fn placements_found_by_least_communication_train_like_one_rank() {
+fn automatic_placements_match_one_rank() {
     let _guard = seeded();
     let batch = |step, device: &Device| tokens(step, 0, ROWS, device);
     let expected = eager::train(Gpt::new, Gpt::loss, batch, STEPS, |_| 1e-2, adamw().init());
@@ -374,7 +374,7 @@ fn a_tensor_parallel_block_takes_two_all_reduces_each_way() {
 }
 
 #[test]
-fn what_cannot_lie_as_asked_is_refused_with_its_shape() {
+fn impossible_placements_are_rejected_with_the_shape() {
     let _guard = seeded();
     let refused = |expand: Expand| {
         let body = move |world: ProcessGroup| -> Result<String, Error> {
@@ -395,7 +395,7 @@ fn what_cannot_lie_as_asked_is_refused_with_its_shape() {
          another placement, or replicate it"
     );
     let partial = burn_fsdp_mesh::Placement::Partial(burn_fsdp_mesh::ReduceOp::Sum);
-    assert!(refused(head(partial)).contains("nobody adds it up"));
+    assert!(refused(head(partial)).contains("nothing reduces it"));
     let unknown = refused(Expand::new().parameter("nose.*", "model", Shard(0)));
     assert!(
         unknown.contains("there is no parameter \"nose.*\""),
@@ -426,7 +426,7 @@ fn refused_loss<B: Batch>(
 }
 
 #[test]
-fn what_no_rule_can_place_is_refused_with_operands_and_placements() {
+fn unplaceable_operations_are_rejected_with_operands_and_placements() {
     let _guard = seeded();
     // Sorting needs the sums of all ranks, and integers are not summed over ranks.
     let text = refused_loss(
@@ -512,7 +512,7 @@ fn momentum() -> SgdConfig {
 }
 
 #[test]
-fn an_optimizer_that_keeps_the_gradient_itself_keeps_that_of_all_ranks() {
+fn optimizers_that_store_gradients_store_the_global_gradient() {
     let _guard = seeded();
     let batch = |step, device: &Device| tokens(step, 0, ROWS, device);
     let rate = |_| 1e-1;
@@ -633,7 +633,7 @@ impl Sums {
 }
 
 #[test]
-fn gradients_that_parameters_share_and_extrema_are_those_of_one_rank() {
+fn shared_gradients_and_extrema_match_one_rank() {
     let _guard = seeded();
     let batch = |step, device: &Device| sequences(step, 8, device);
     let expected = eager::train(
@@ -704,7 +704,7 @@ impl Counting {
 }
 
 #[test]
-fn whole_numbers_and_booleans_are_brought_where_they_must_be() {
+fn integers_and_booleans_are_redistributed() {
     let _guard = seeded();
     type Loss = fn(&Counting, Counted) -> Tensor<1>;
     let losses: [(&str, Loss); 6] = [
@@ -789,7 +789,7 @@ fn inputs_without_a_batch_dim_are_declared() {
 
 /// Each rank's factor would be a cut of a batch of factors.
 #[test]
-fn an_undeclared_input_without_a_batch_dim_is_told_of_the_declaration() {
+fn an_undeclared_input_without_a_batch_dim_is_an_error_with_a_remedy() {
     let _guard = seeded();
     type Weighted = (Tensor<2>, Tensor<1>);
     let loss = |model: &Counting, (x, factor): Weighted| {

@@ -121,7 +121,7 @@ fn count(graph: &Graph) -> BTreeMap<String, usize> {
 const FUSED: &str = "Custom.models.pointwise";
 
 #[test]
-fn one_rank_has_burns_bits() {
+fn one_rank_matches_burn_bit_for_bit() {
     let _guard = seeded();
     Device::flex().seed(1);
     let batch = |step: usize, device: &Device| part(step, 0, ROWS, device);
@@ -153,7 +153,7 @@ fn one_rank_has_burns_bits() {
 }
 
 #[test]
-fn fused_steps_have_the_bits_of_plain_ones() {
+fn fused_steps_match_plain_ones_bit_for_bit() {
     for (num_ranks, strategy, options) in [
         (1, Strategy::NoShard, Options::none()),
         (2, Strategy::FullShard, Options::default()),
@@ -314,7 +314,7 @@ impl Values {
 }
 
 #[test]
-fn random_losses_have_burns_bits() {
+fn random_losses_match_burn_bit_for_bit() {
     let mut num_fused = 0;
     for seed in 1..=60 {
         let _guard = seeded();

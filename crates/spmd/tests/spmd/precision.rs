@@ -271,7 +271,7 @@ fn options(case: Case) -> Options {
 }
 
 #[test]
-fn halves_are_those_of_burn_on_every_rank() {
+fn halves_match_burn_on_every_rank() {
     let _guard = seeded();
     for case in CASES {
         for ranks in 1..=4 {
@@ -326,7 +326,7 @@ fn every_schedule_computes_the_same_halves() {
 }
 
 #[test]
-fn what_travels_is_half_as_long_and_arrives_whole() {
+fn half_precision_halves_traffic() {
     let _guard = seeded();
     let bytes = |precision: Precision| {
         let body = move |world: ProcessGroup| -> Result<_, Error> {
@@ -361,7 +361,7 @@ fn what_travels_is_half_as_long_and_arrives_whole() {
 }
 
 #[test]
-fn what_cannot_be_computed_in_halves_is_refused() {
+fn unsupported_half_precision_is_rejected() {
     let _guard = seeded();
     let compiled = |mode: Mode| {
         let step = compile(Net::new, Net::loss, sgd().build(), mode);
@@ -422,7 +422,7 @@ fn rows(step: usize, device: &Device) -> Tensor<2> {
 }
 
 #[test]
-fn running_statistics_are_those_of_burn() {
+fn running_statistics_match_burn() {
     let _guard = seeded();
     for case in [CASES[1], CASES[4]] {
         let device = Device::flex().autodiff();

@@ -88,7 +88,7 @@ where
 }
 
 #[test]
-fn on_one_rank_the_bits_are_those_of_burn() {
+fn one_rank_matches_burn_bit_for_bit() {
     let _guard = seeded();
     let batch = |step: usize, device: &Device| tokens(step, 0, ROWS, device);
     let expected = eager::train(
@@ -112,7 +112,7 @@ fn on_one_rank_the_bits_are_those_of_burn() {
 }
 
 #[test]
-fn every_schedule_and_type_keeps_its_bits() {
+fn recomputing_is_bit_identical_in_every_schedule_and_type() {
     let _guard = seeded();
     let bf16 = Precision::new(FloatDType::BF16);
     for options in [
@@ -157,7 +157,7 @@ fn many(step: usize, first: usize, rows: usize, device: &Device) -> crate::model
 }
 
 #[test]
-fn of_a_unit_only_what_comes_in_and_goes_out_is_kept() {
+fn only_inputs_and_outputs_of_units_are_kept() {
     let _guard = seeded();
     let run = |options: Options| train(2, &options, Gpt::new, Gpt::loss, many).unwrap();
     let kept = run(Options::default());
@@ -177,7 +177,7 @@ fn of_a_unit_only_what_comes_in_and_goes_out_is_kept() {
 }
 
 #[test]
-fn a_pattern_of_no_unit_is_refused_by_name() {
+fn an_unmatched_pattern_is_named_in_the_error() {
     let _guard = seeded();
     let options = Options::default().recompute_units(["layers.*"]);
     let error = train(1, &options, Gpt::new, Gpt::loss, tokens)

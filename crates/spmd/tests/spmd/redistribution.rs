@@ -137,7 +137,7 @@ const SHAPE: [usize; 3] = [12, 24, 36];
 const NUM_BYTES: u64 = 12 * 24 * 36 * 4;
 
 #[test]
-fn from_dim_to_dim_a_value_goes_at_once() {
+fn values_move_between_dims_in_one_operation() {
     for num_ranks in [2, 3, 4] {
         for (state, input) in [(0, 1), (0, 2), (1, 2), (1, 0), (2, 0), (2, 1)] {
             // One operand moves to the other's cut. If the state moves, the sum returns.

@@ -11,7 +11,7 @@ use crate::compiled::seeded;
 
 /// Ranks run in the next step the graph that they traced for a refused step, whatever the learning rate is.
 #[test]
-fn a_run_goes_on_after_a_refusal_with_another_learning_rate() {
+fn a_run_continues_with_another_learning_rate_after_a_rejected_step() {
     let _guard = seeded();
     // Rates and rows of either rank.
     const PLAN: [[(f64, usize); 2]; 6] = [

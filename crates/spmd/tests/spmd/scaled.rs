@@ -146,7 +146,7 @@ fn options(case: Case) -> Options {
 }
 
 #[test]
-fn halves_of_a_scaled_loss_are_those_of_burn() {
+fn halves_with_a_scaled_loss_match_burn() {
     let _guard = seeded();
     let narrow = Case {
         wide_norms: false,
@@ -186,7 +186,7 @@ fn halves_of_a_scaled_loss_are_those_of_burn() {
 }
 
 #[test]
-fn a_skipped_step_is_none_of_the_optimizers() {
+fn skipped_steps_do_not_reach_the_optimizer() {
     let _guard = seeded();
     let (want, scales) = expected(HALF, 2, adamw().init());
     assert!(scales[0].1, "the first step is skipped: {scales:?}");
@@ -230,7 +230,7 @@ fn broken(
 }
 
 #[test]
-fn an_overflow_on_one_rank_skips_the_step_of_all_and_the_run_goes_on() {
+fn an_overflow_on_one_rank_skips_the_step_on_all() {
     let _guard = seeded();
     let run = |breaks: bool, micro: usize| {
         let body = move |world: ProcessGroup| -> Result<_, Error> {
@@ -294,7 +294,7 @@ fn an_overflow_on_one_rank_skips_the_step_of_all_and_the_run_goes_on() {
 }
 
 #[test]
-fn a_scale_is_carried_on_and_ranks_agree_on_it() {
+fn the_scale_is_resumed_and_must_agree_between_ranks() {
     let _guard = seeded();
     let device = Device::flex();
     let mode = || Mode::single().options(options(HALF));
@@ -345,7 +345,7 @@ fn a_scale_is_carried_on_and_ranks_agree_on_it() {
 }
 
 #[test]
-fn what_cannot_be_scaled_is_refused() {
+fn unsupported_loss_scaling_is_rejected() {
     let _guard = seeded();
     let compiled = |mode: Mode| {
         let step = compile(Net::new, Net::loss, sgd().build(), mode);

@@ -89,7 +89,7 @@ fn placed(cuts: Cuts) -> impl Fn(&ProcessGroup) -> Result<Mode, Error> + Send + 
 }
 
 #[test]
-fn every_division_draws_what_one_rank_draws() {
+fn every_division_draws_the_numbers_of_one_rank() {
     let _guard = seeded();
     let all: [Cuts; 7] = [
         &[("data", 1, Some(0))],
@@ -132,7 +132,7 @@ fn every_division_draws_what_one_rank_draws() {
 }
 
 #[test]
-fn no_two_draws_are_alike_and_each_is_of_its_distribution() {
+fn draws_differ_and_follow_their_distribution() {
     let _guard = seeded();
     let distribution = Distribution::Normal(1.0, 2.0);
     let of_seeds = [SEED, SEED + 1].map(|seed| one_rank(seed, distribution));
@@ -183,7 +183,7 @@ fn drawn_in_types(x: &Tensor<3>) -> Drawn {
 }
 
 #[test]
-fn integers_and_other_floats_are_those_of_one_rank() {
+fn integers_and_other_floats_match_one_rank() {
     let _guard = seeded();
     let run = |num_ranks: usize| {
         let body = move |world: ProcessGroup| -> Result<_, Error> {
@@ -301,7 +301,7 @@ fn moved(graph: &Graph) -> usize {
 }
 
 #[test]
-fn what_all_ranks_need_is_drawn_by_each_and_not_gathered() {
+fn replicated_draws_are_repeated_not_gathered() {
     let _guard = seeded();
     let graph = |seed: Option<u64>| {
         let body = move |world: ProcessGroup| -> Result<_, Error> {
@@ -369,7 +369,7 @@ fn a_plan_whose_ranks_draw_the_wrong_part_is_refused() {
     assert!(matches!(error, Error::NotCertified { .. }), "{error}");
     // The types themselves show that nothing is cut.
     let error = refused(|draw| draw.shifts.clear(), false).to_string();
-    assert!(error.contains("it draws what is"), "{error}");
+    assert!(error.contains("it draws values that are"), "{error}");
 }
 
 /// Returns noise whose shape no number of ranks divides.
@@ -381,7 +381,7 @@ fn shared_noise(model: &Linear, x: Tensor<3>) -> (Tensor<1>, Drawn) {
 }
 
 #[test]
-fn what_cannot_be_cut_is_drawn_by_all() {
+fn unsplittable_draws_are_repeated_on_all_ranks() {
     let _guard = seeded();
     let run = |num_ranks: usize, is_placed: bool| {
         let body = move |world: ProcessGroup| -> Result<_, Error> {
@@ -407,7 +407,7 @@ fn what_cannot_be_cut_is_drawn_by_all() {
 
 /// Losses of micro-batches with placements, with units that are recomputed.
 #[test]
-fn micro_batches_and_units_that_are_computed_again_draw_what_one_rank_draws() {
+fn micro_batches_and_recomputed_units_draw_the_numbers_of_one_rank() {
     let _guard = seeded();
     let run = |num_ranks: usize| {
         Device::flex().seed(1);
@@ -445,7 +445,7 @@ fn micro_batches_and_units_that_are_computed_again_draw_what_one_rank_draws() {
 }
 
 #[test]
-fn data_parallel_runs_repeat_and_every_rank_draws_its_own() {
+fn data_parallel_runs_are_repeatable_and_ranks_draw_different_numbers() {
     let _guard = seeded();
     let replicate = |world: &ProcessGroup, strategy: Strategy| {
         Mode::hybrid(
@@ -475,7 +475,7 @@ fn data_parallel_runs_repeat_and_every_rank_draws_its_own() {
 }
 
 #[test]
-fn a_resumed_run_goes_on_and_micro_batches_draw_their_own() {
+fn resumed_runs_and_micro_batches_continue_the_draws() {
     let _guard = seeded();
     let distribution = Distribution::Default;
     let expected = one_rank(SEED, distribution);

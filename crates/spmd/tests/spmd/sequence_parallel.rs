@@ -19,7 +19,7 @@ fn sequence_parallel() -> Expand {
 }
 
 #[test]
-fn blocks_with_the_tokens_cut_between_them_train_like_one_rank() {
+fn sequence_parallel_blocks_match_one_rank() {
     let _guard = seeded();
     let batch = |step, device: &Device| tokens(step, 0, ROWS, device);
     let expected = eager::train(Gpt::new, Gpt::loss, batch, STEPS, |_| 1e-2, adamw().init());
@@ -83,7 +83,7 @@ fn of_activations(graph: &Graph, kind: CollectiveKind) -> usize {
 }
 
 #[test]
-fn norms_run_on_the_tokens_of_each_rank_and_addends_are_scattered_to_them() {
+fn norms_run_on_each_ranks_tokens_after_a_reduce_scatter() {
     let _guard = seeded();
     let cut = graph(sequence_parallel(), Gpt::loss).unwrap();
     let norms = 2 * 3 + 1;
@@ -112,7 +112,7 @@ fn named_weight(model: &Gpt, batch: TokenBatch) -> Tensor<1> {
 }
 
 #[test]
-fn what_cannot_lie_as_its_name_asks_is_refused_by_name() {
+fn impossible_placements_of_activations_are_rejected_by_name() {
     let _guard = seeded();
     let refused = |expand: Expand, loss| graph(expand, loss).err().unwrap_or_default();
     let ask = |name: &str, placement| Expand::new().activation(name, "model", placement);
@@ -121,15 +121,18 @@ fn what_cannot_lie_as_its_name_asks_is_refused_by_name() {
     assert!(unknown.contains("residual"), "{unknown}");
     assert!(refused(ask("residual", Shard(3)), Gpt::loss).contains("it has 3 dims"));
     let addends = refused(ask("residual", Partial(ReduceOp::Sum)), Gpt::loss);
-    assert!(addends.contains("nobody adds it up"), "{addends}");
+    assert!(addends.contains("nothing reduces it"), "{addends}");
     let axis = Expand::new().activation("residual", "data", Shard(1));
     let axis = refused(axis, Gpt::loss);
     assert!(axis.contains("data"), "{axis}");
     let both = ask("logits", Shard(0)).activation("scores", "model", Shard(1));
     let both = refused(both, named_twice);
-    assert!(both.contains("another placement is asked"), "{both}");
+    assert!(both.contains("a different placement"), "{both}");
     let weight = refused(ask("weight", Shard(0)), named_weight);
-    assert!(weight.contains("Expand::parameter places"), "{weight}");
+    assert!(
+        weight.contains("place it with Expand::parameter"),
+        "{weight}"
+    );
     // An uneven dim.
     graph(ask("logits", Shard(2)), named_twice).unwrap();
     // Equal requests, and one for a value that is computed only from the batch.
@@ -148,7 +151,7 @@ fn with_named_halves(model: &Gpt, (tokens, targets): TokenBatch) -> Tensor<1> {
 }
 
 #[test]
-fn activations_are_placed_on_one_axis_and_lie_on_the_other_as_they_did() {
+fn placing_activations_on_one_axis_keeps_the_other() {
     let _guard = seeded();
     let batch = |step, device: &Device| tokens(step, 0, ROWS, device);
     let optimizer = adamw().init();
@@ -178,7 +181,7 @@ fn activations_are_placed_on_one_axis_and_lie_on_the_other_as_they_did() {
 }
 
 #[test]
-fn evaluations_have_the_names_that_they_use() {
+fn evaluation_works_with_named_activations() {
     let _guard = seeded();
     let body = |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();

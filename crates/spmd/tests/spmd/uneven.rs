@@ -219,7 +219,7 @@ fn work_is_divided_along_dims_that_do_not_divide() {
 }
 
 #[test]
-fn ranks_hold_their_part_alone_and_hand_it_on_without_padding() {
+fn ranks_hold_and_return_only_their_part_without_padding() {
     let _guard = seeded();
     const LENS: [usize; 4] = [4, 4, 4, 1];
     let body = |world: ProcessGroup| -> Result<_, Error> {

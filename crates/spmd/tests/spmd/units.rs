@@ -100,7 +100,7 @@ fn a_wrapped_model_is_not_one_unit() {
 }
 
 #[test]
-fn units_are_those_that_the_user_names() {
+fn users_can_name_the_units() {
     let _guard = seeded();
     let count = |patterns: &[&str]| {
         let units = Units::matching(patterns.iter().copied());

@@ -41,7 +41,7 @@ pub(crate) struct Table {
     pub(crate) weight: Param<Tensor<2>>,
 }
 
-/// Values that are lazy, as in Burn's layers, and the same in every call.
+/// Values that are lazy, as in Burn's layers, and equal in every call.
 pub(crate) fn numbers<const D: usize>(
     shape: [usize; D],
     seed: usize,

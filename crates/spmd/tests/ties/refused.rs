@@ -9,11 +9,11 @@ use burn_fsdp_spmd::{Error, Mode, OptimizerGroups, Precision, ShardSpec, compile
 
 use super::Tied;
 
-fn says(error: &Error, second: &str, says: &str) {
+fn assert_tied(error: &Error, second: &str, reason: &str) {
     assert!(matches!(error, Error::Tied { .. }), "{error}");
     let text = error.to_string();
     let names = format!("`embed.weight` and `{second}`");
-    assert!(text.contains(&names) && text.contains(says), "{text}");
+    assert!(text.contains(&names) && text.contains(reason), "{text}");
 }
 
 fn refused(change: fn(Tied) -> Tied, options: Options) -> Error {
@@ -33,7 +33,7 @@ fn values_and_shapes_must_be_equal() {
         },
         Options::default(),
     );
-    says(&error, "head.weight", "different values");
+    assert_tied(&error, "head.weight", "different values");
     let error = refused(
         |mut model| {
             let (id, device) = (model.embed.weight.id, model.embed.weight.lazy_device());
@@ -43,20 +43,20 @@ fn values_and_shapes_must_be_equal() {
         },
         Options::default(),
     );
-    says(&error, "middle.weight", "different shapes");
+    assert_tied(&error, "middle.weight", "different shapes");
 }
 
 #[test]
-fn groups_and_types_must_name_them_alike() {
+fn groups_and_types_must_treat_tied_fields_equally() {
     let precision = Precision::new(FloatDType::BF16).full_in(["head"]);
     let error = refused(|model| model, Options::default().precision(precision));
-    says(&error, "head.weight", "different types");
+    assert_tied(&error, "head.weight", "different types");
     let groups = OptimizerGroups::from(SgdConfig::new().build()).with_group(
         ParamGroup::from_predicate("middle"),
         SgdConfig::new().build(),
     );
     let step = compile(Tied::new, Tied::loss, groups, Mode::single());
-    says(
+    assert_tied(
         &step.expect_err("refused"),
         "middle.weight",
         "name the first",
@@ -64,7 +64,7 @@ fn groups_and_types_must_name_them_alike() {
 }
 
 #[test]
-fn what_is_read_must_be_equal() {
+fn values_read_for_tied_fields_must_be_equal() {
     let read = |shard: &ShardSpec<'_>| {
         let len: usize = shard.shape.iter().product();
         let by = if &*shard.whole.path == "head.weight" {
@@ -85,5 +85,9 @@ fn what_is_read_must_be_equal() {
         SgdConfig::new().build(),
         Mode::single(),
     );
-    says(&step.expect_err("refused"), "head.weight", "what is read");
+    assert_tied(
+        &step.expect_err("refused"),
+        "head.weight",
+        "the values read",
+    );
 }

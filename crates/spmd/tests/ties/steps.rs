@@ -91,7 +91,7 @@ fn assert_all(what: &str, runs: &[Run], want: &Run) {
 }
 
 #[test]
-fn fields_train_as_one_field_read_thrice() {
+fn tied_fields_match_a_single_field() {
     let want = plainly(adamw().init());
     for style in [
         Strategy::NoShard,
@@ -119,7 +119,7 @@ fn fields_train_as_one_field_read_thrice() {
 }
 
 #[test]
-fn replicas_and_automatic_placements_train_them_as_one() {
+fn replicas_and_automatic_placements_train_tied_fields() {
     let want = plainly(adamw().init());
     let runs = on_ranks(4, |world| {
         let mesh = Mesh::new([("replicate", 2), ("shard", 2)])?;
@@ -160,9 +160,9 @@ fn the_first_path_decides_the_group() {
     }
 }
 
-/// Clipped by the norm, in which each parameter counts once, over two micro-batches.
+/// Clips two micro-batches by the norm, in which each parameter counts once.
 #[test]
-fn the_norm_counts_them_once() {
+fn norms_count_tied_fields_once() {
     let halves = |step: usize, device: &Device| {
         [0..ROWS / 2, ROWS / 2..ROWS]
             .map(|rows| words(step, rows, device))
@@ -206,7 +206,7 @@ fn the_norm_counts_them_once() {
 }
 
 #[test]
-fn an_evaluation_reads_what_was_trained_in_all_fields() {
+fn evaluations_read_trained_values_in_all_fields() {
     for ranks in 1..=3 {
         on_ranks(ranks, |world| {
             let mode = Mode::data_parallel(world, Strategy::FullShard).verified();
@@ -234,7 +234,7 @@ fn an_evaluation_reads_what_was_trained_in_all_fields() {
 
 /// Files may use any of the names.
 #[test]
-fn it_is_read_and_set_under_any_of_its_paths() {
+fn tied_parameters_are_read_and_set_under_any_path() {
     for names in [
         &["embed.weight"][..],
         &["head.weight"],
@@ -271,9 +271,9 @@ fn it_is_read_and_set_under_any_of_its_paths() {
     }
 }
 
-/// In 16 bits, bit for bit like a module with one field.
+/// In 16 bits, steps match a module with one field bit for bit.
 #[test]
-fn they_compute_in_one_type() {
+fn tied_fields_compute_in_one_type() {
     for ranks in 1..=2 {
         on_ranks(ranks, |world| {
             let precision = Precision::new(FloatDType::BF16).reduce(FloatDType::F32);

@@ -9,8 +9,8 @@ use super::pattern::{Kind, Patterns};
 use super::walk::Walk;
 use crate::error::Error;
 
-/// A softmax of products of queries with keys, times values. All operands are `[batch, heads, time, width]`. Factors on
-/// the probabilities, as in dropout, are part of it.
+/// A softmax of products of queries with keys, times values. All operands are `[batch, heads, time, width]`. This
+/// includes factors on the probabilities, as in dropout.
 struct Forward {
     queries: TensorId,
     keys: TensorId,
@@ -18,7 +18,7 @@ struct Forward {
     turned_keys: TensorId,
     values: TensorId,
     scale: Option<Kind>,
-    /// Masks with the numbers that they fill in, in order of application.
+    /// Masks with their fill values, in order of application.
     fills: Vec<(TensorId, f64)>,
     weights: Weights,
     nodes: BTreeSet<usize>,
@@ -32,7 +32,7 @@ struct Weights {
     probabilities: TensorId,
     /// The probabilities after the factors; this is multiplied by the values.
     multiplied: TensorId,
-    /// Factors on the probabilities, one for each.
+    /// Factors on the probabilities, one each.
     factors: Option<TensorId>,
     /// A common factor on all of them, applied after the individual factors.
     scale: Option<Kind>,
@@ -51,7 +51,7 @@ struct Backward {
 /// The exchange of the last two dims.
 const TURN: Kind = Kind::SwapDims(2, 3);
 
-/// Replaces every attention whose gradients are also all known.
+/// Replaces every attention whose gradients are also all recognized.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {
@@ -162,7 +162,7 @@ fn weights(
         probabilities = weights;
         factors = Some(of_each);
     }
-    // A scale without factors is not part of it.
+    // A scale without factors is not part of the pattern.
     (factors.is_some() || scale.is_none()).then_some(Weights {
         probabilities,
         multiplied,
@@ -178,7 +178,7 @@ fn operands(patterns: &Patterns, product: usize) -> Option<[TensorId; 2]> {
     patterns.inputs(product).try_into().ok()
 }
 
-/// Returns true if all have the same number of heads and four dims, none is empty, and nothing is broadcast.
+/// Returns true if all tensors have four non-empty dims and the same number of heads, and nothing is broadcast.
 fn fits(patterns: &Patterns, operands: [TensorId; 3]) -> bool {
     let shapes = operands.map(|id| patterns.shape(id));
     let [queries, keys, values] = &shapes;
@@ -217,7 +217,7 @@ fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
     let keys = keys.and_then(|queries| walk.step(Kind::Matmul, &[queries, scores]));
     let keys = keys.and_then(|keys| walk.step(TURN, &[keys]));
     let gradients = [queries, keys, values];
-    // The kernel makes all gradients at once, at the place of the first of them.
+    // The kernel computes all gradients at once, at the position of the first one.
     let made = gradients.iter().flatten();
     let at = made.filter_map(|id| Some(patterns.maker(*id)?.0)).min()?;
     Some(Backward {
@@ -280,7 +280,7 @@ fn factor(scale: Option<Kind>) -> f64 {
     }
 }
 
-/// Inserts the kernels where the result and the first gradient are made.
+/// Inserts the kernels where the result and the first gradient are computed.
 fn insert(
     patterns: &mut Patterns,
     forward: &Forward,
@@ -335,7 +335,7 @@ fn by_time(patterns: &mut Patterns, at: usize, of: &[TensorId]) -> Result<Vec<Te
     of.iter().map(turn).collect()
 }
 
-/// Declares a value of another's shape with the second and third dim exchanged.
+/// Declares a value with another value's shape, but with the second and third dims swapped.
 fn swapped(patterns: &mut Patterns, of: TensorId) -> TensorId {
     let mut shape = patterns.shape(of);
     shape.swap(1, 2);

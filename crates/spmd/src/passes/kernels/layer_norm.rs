@@ -15,7 +15,7 @@ struct Forward {
     x: TensorId,
     y: TensorId,
     beta: TensorId,
-    /// The scaling applies to the rows of `x` without their means.
+    /// The scaling applies to the rows of `x` minus their means.
     scaled: Scaled,
     nodes: BTreeSet<usize>,
     at: usize,
@@ -35,7 +35,7 @@ struct Backward {
     nodes: BTreeSet<usize>,
 }
 
-/// Replaces every layer norm whose gradients are also all known.
+/// Replaces every layer norm whose gradients are also all recognized.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {
@@ -164,8 +164,7 @@ fn of_centered(walk: &mut Walk<'_>, forward: &Forward) -> Option<(TensorId, Tens
     Some((grad, of_centered))
 }
 
-/// Walks from the gradient of the centered rows to the gradient of `x`, which also includes the part that comes through
-/// the mean.
+/// Walks from the gradient of the centered rows to the gradient of `x`, which includes the part through the mean.
 fn of_input(walk: &mut Walk<'_>, forward: &Forward, of_centered: TensorId) -> Option<Total> {
     let patterns = walk.patterns;
     let last = patterns.shape(forward.x).len() - 1;

@@ -25,12 +25,12 @@ struct Forward {
 struct Backward {
     /// Gradient of the logarithms that are read.
     grad: TensorId,
-    /// The node that makes the gradient.
+    /// The node that computes the gradient.
     at: usize,
     nodes: BTreeSet<usize>,
 }
 
-/// Replaces every likelihood whose gradient is also known.
+/// Replaces every likelihood whose gradient is also recognized.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {

@@ -43,7 +43,8 @@ use pattern::Patterns;
 /// A function is replaced together with its gradient or not at all. The operations of both must be the ones that Burn
 /// composes, and no other operation may read their intermediate values. Values match those of the replaced operations
 /// to about 1e-7 of the largest in a row. In halves they match to a 256th of it, because a kernel rounds once and the
-/// composed form rounds at every step. Sums are taken in another order, and the kernels have their own `exp` and `erf`.
+/// composed form rounds at every step. Sums are taken in a different order, and the kernels have their own `exp` and
+/// `erf`.
 ///
 /// In a graph whose values are placed, the pass runs after the placement. If a dim is cut, the operations that ranks
 /// combine stay as composed, and so do products.
@@ -72,22 +73,22 @@ impl GraphTransform for UseKernels {
     }
 
     fn transform(&self, graph: Graph) -> Result<Graph, Error> {
-        // Recomputed units come at backward's first read, which may be after the first node of a pattern.
+        // Units are recomputed at backward's first read, which may be after the first node of a pattern.
         let has_repeated = graph.applied().contains(&PassId::RecomputeUnits);
         let before = has_repeated.then(|| graph.clone());
         let mut graph = graph;
         let kinds: [Replace; 6] = [
             softmax::replace,
-            // Some of these are attention.
+            // After softmax, which attention contains.
             attention::replace,
-            // Some of the logarithms are read only for one class.
+            // After the logarithm of softmax, which a likelihood contains.
             likelihood::replace,
             layer_norm::replace,
-            // From the nodes left over by layer norms.
+            // After layer norms, which contain one.
             rms_norm::replace,
             silu::replace,
         ];
-        // The placement of a product that is made from another one is unknown.
+        // The placement of a product that is created from another product is unknown.
         let products = (!graph.is_placed()).then_some(product::replace as Replace);
         for replace in kinds.into_iter().chain(products) {
             let mut patterns = Patterns::new(graph);
@@ -108,7 +109,7 @@ impl GraphTransform for UseKernels {
 /// A function that replaces all instances of one pattern.
 type Replace = fn(&mut Patterns) -> Result<(), Error>;
 
-/// Replaces Burn's GELU, and its gradient, by a kernel.
+/// Replaces Burn's GELU, or its gradient, with a kernel.
 fn use_gelu(node: &mut Node) {
     let (operation, inputs, out) = match &node.operation {
         OperationIr::Activation(ActivationOperationIr::Gelu(op)) => {

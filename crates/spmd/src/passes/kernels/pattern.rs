@@ -66,9 +66,9 @@ pub(super) struct Patterns {
     kinds: Vec<Option<Kind>>,
     writers: BTreeMap<TensorId, usize>,
     readers: BTreeMap<TensorId, Vec<usize>>,
-    /// Values that outlive the step, or are gradients, and are therefore also read outside of nodes.
+    /// Values that are also read outside of nodes: gradients, and values that outlive the step.
     kept: BTreeSet<TensorId>,
-    /// Nodes to put before each node.
+    /// Nodes to insert before each node.
     before: BTreeMap<usize, Vec<Node>>,
     /// Removed nodes.
     gone: BTreeSet<usize>,
@@ -95,7 +95,7 @@ impl Patterns {
         }
     }
 
-    /// Returns the graph with all replacements. It still contains values that nothing reads any more.
+    /// Returns the graph with all replacements applied. It still contains values that are no longer read.
     pub(super) fn finish(mut self) -> Graph {
         let mut scheduled = Vec::with_capacity(self.nodes.len());
         for (index, node) in self.nodes.into_iter().enumerate() {
@@ -140,13 +140,13 @@ impl Patterns {
         value.map_or_else(Vec::new, |value| value.shape.clone())
     }
 
-    /// Returns the node that makes a value, if it has the given kind.
+    /// Returns the node that computes a value, if it has the given kind.
     pub(super) fn made_by(&self, id: TensorId, kind: Kind) -> Option<usize> {
         let index = *self.writers.get(&id)?;
         (self.kind(index) == Some(kind)).then_some(index)
     }
 
-    /// Returns the node that makes a value, with its kind.
+    /// Returns the node that computes a value, with its kind.
     pub(super) fn maker(&self, id: TensorId) -> Option<(usize, Kind)> {
         let index = *self.writers.get(&id)?;
         Some((index, self.kind(index)?))
@@ -175,7 +175,7 @@ impl Patterns {
     }
 
     /// Returns true if nodes that compute these results from these operands can be replaced. Nothing else may read
-    /// their intermediate values, and they may not make any of the operands.
+    /// their intermediate values, and they must not compute any of the operands.
     pub(super) fn is_closed(
         &self,
         nodes: &BTreeSet<usize>,
@@ -219,7 +219,7 @@ impl Patterns {
         self.before.entry(at).or_default().push(node);
     }
 
-    /// Inserts a kernel from these inputs to these outputs at a node.
+    /// Inserts a kernel with these inputs and outputs at a node.
     pub(super) fn insert_kernel(
         &mut self,
         at: usize,
@@ -237,14 +237,14 @@ impl Patterns {
         Ok(())
     }
 
-    /// Declares a value of another's type.
+    /// Declares a value with this shape and another value's type.
     pub(super) fn value(&mut self, shape: Vec<usize>, like: TensorId) -> TensorId {
         let of_other = self.graph.value(like).map(|value| value.dtype);
         let dtype = of_other.unwrap_or(DType::F32);
         self.graph.add_value(shape, dtype, Role::Temporary)
     }
 
-    /// Inserts at a node a view of a value with two dims exchanged.
+    /// Inserts a view of a value with two dims swapped at a node.
     pub(super) fn insert_swap(
         &mut self,
         at: usize,
@@ -269,7 +269,7 @@ impl Patterns {
         Ok(())
     }
 
-    /// Inserts at a node a reshape of a value to another.
+    /// Inserts a reshape of one value to another at a node.
     pub(super) fn insert_reshape(
         &mut self,
         at: usize,
@@ -341,8 +341,8 @@ pub(super) enum BinaryKind {
     Matmul,
 }
 
-/// Returns the kind of an operation whose operands have several types: one is a mask, indices, or a float of another
-/// type.
+/// Returns the kind of an operation whose operands have several types: one is a mask, indices, or a float of a
+/// different type.
 fn mixed_kind_of(node: &Node) -> Option<Kind> {
     match &node.operation {
         OperationIr::BaseFloat(BaseOperationIr::Gather(op))
@@ -434,7 +434,7 @@ fn kernel_kind(name: &str) -> Option<Kind> {
     known.map(|(_, kind)| kind)
 }
 
-/// Returns a bit for each dim, unless there are too many.
+/// Returns a set of dims as bits, unless a dim is too large.
 pub(super) fn bits(dims: &[usize]) -> Option<u64> {
     dims.iter().try_fold(0, |bits, dim| {
         let bit = u32::try_from(*dim)

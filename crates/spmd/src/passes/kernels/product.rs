@@ -1,4 +1,4 @@
-//! Products of batches of matrices with one matrix.
+//! Products of a batch of matrices with one matrix.
 
 use burn_ir::TensorId;
 use std::collections::BTreeSet;

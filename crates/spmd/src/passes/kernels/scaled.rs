@@ -88,7 +88,8 @@ impl Scaled {
         })
     }
 
-    /// Returns its nodes, except the one that makes a row of gamma, which stays because others may read it.
+    /// Returns the nodes of the norm, except the one that expands gamma to a row, because other nodes may read that
+    /// row.
     pub(super) fn own_nodes(&self, patterns: &Patterns) -> BTreeSet<usize> {
         let is_own = |node: &usize| patterns.kind(*node) != Some(Kind::Reshape);
         self.nodes.iter().copied().filter(is_own).collect()

@@ -1,4 +1,4 @@
-//! SiLU, by itself and as a gate.
+//! SiLU, as a function and as a gate.
 
 use std::collections::BTreeSet;
 
@@ -25,7 +25,8 @@ struct SiluGradient {
     of_x: Total,
 }
 
-/// Replaces every SiLU whose gradient is also known, together with the gated product if nothing else reads the SiLU.
+/// Replaces every SiLU whose gradient is also recognized, together with the gated product if nothing else reads the
+/// SiLU.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(silu) = silu(patterns, index) else {
@@ -72,7 +73,7 @@ impl Silu {
     }
 }
 
-/// Replaces a SiLU by itself.
+/// Replaces a SiLU that is not a gate.
 fn alone(patterns: &mut Patterns, silu: &Silu) -> Result<(), Error> {
     let mut walk = Walk::new(patterns);
     let gradient = silu.gradient(&mut walk);
@@ -108,7 +109,7 @@ struct Gated {
     values: TensorId,
 }
 
-/// Returns the first product that a SiLU gates, if nothing is broadcast in it.
+/// Returns the first product gated by a SiLU, if nothing is broadcast in it.
 fn gated(patterns: &Patterns, silu: &Silu) -> Option<Gated> {
     let phase = patterns.phase(silu.at);
     let is_product =
@@ -144,8 +145,8 @@ impl Gated {
     }
 }
 
-/// Replaces a SiLU with the product that it gates. Returns false if there is none, or if others read the intermediate
-/// values.
+/// Replaces a SiLU with the product that it gates. Returns false if there is none, or if other nodes read the
+/// intermediate values.
 fn gate(patterns: &mut Patterns, silu: &Silu) -> Result<bool, Error> {
     let Some(gated) = gated(patterns, silu) else {
         return Ok(false);

@@ -14,7 +14,7 @@ use crate::graph::Phase;
 struct Forward {
     x: TensorId,
     y: TensorId,
-    /// The input without its maximum.
+    /// The input minus its maximum.
     shifted: TensorId,
     exp: TensorId,
     sum: TensorId,
@@ -28,12 +28,12 @@ struct Forward {
 struct Backward {
     /// Gradient of `y`.
     grad: TensorId,
-    /// The node that makes the gradient of `x`.
+    /// The node that computes the gradient of `x`.
     at: usize,
     nodes: BTreeSet<usize>,
 }
 
-/// Replaces every softmax whose gradients are also all known.
+/// Replaces every softmax whose gradients are also all recognized.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {
@@ -153,7 +153,7 @@ fn log_backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
     let negative = patterns.made_by(patterns.inputs(total)[0], Kind::Neg)?;
     let grad = patterns.inputs(negative)[0];
     walk.nodes.extend([total, negative]);
-    // Burn sums once more over a dim with one element, which changes nothing.
+    // Burn then also sums over a dim with one element, which changes nothing.
     let number = walk.step(Kind::SumDim(last), &[product]);
     let spread = walk.spread(number.unwrap_or(product), 1.0)?;
     let again = walk.step(Kind::Exp, &[shifted]).unwrap_or(exp);

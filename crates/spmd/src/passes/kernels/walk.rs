@@ -29,15 +29,15 @@ impl<'a> Walk<'a> {
         Some(self.patterns.output(node))
     }
 
-    /// Walks to the result of a sum over the last dim. Burn sums once more over a dim with one element, which changes
+    /// Walks to the result of a sum over the last dim. Burn then also sums over a dim with one element, which changes
     /// nothing.
     pub(super) fn sum(&mut self, of: TensorId, last: usize) -> Option<TensorId> {
         let sum = self.step(Kind::SumDim(last), &[of])?;
         Some(self.step(Kind::SumDim(last), &[sum]).unwrap_or(sum))
     }
 
-    /// Walks to the sum over all dims except the last. Burn does not sum along dims of one element, but a rank may hold
-    /// one element of a dim that has more on all ranks together.
+    /// Walks to the sum over all dims except the last. Burn does not sum along dims of size one, but a rank may hold
+    /// one element of a larger dim.
     pub(super) fn sum_rows(&mut self, of: TensorId) -> Option<TensorId> {
         let patterns = self.patterns;
         let shape = patterns.shape(of);
@@ -132,7 +132,7 @@ impl<'a> Walk<'a> {
         Some(self.patterns.output(node))
     }
 
-    /// Walks to a value whose rows repeat `times` the row's element of `number`.
+    /// Walks to a value whose rows each repeat one element of `number`, multiplied by `times`.
     pub(super) fn spread(&mut self, number: TensorId, times: f64) -> Option<TensorId> {
         let patterns = self.patterns;
         let spread = patterns.readers(number).find_map(|node| {
@@ -177,7 +177,7 @@ impl Total {
         &self.rests
     }
 
-    /// Returns the value to which only the parts are to be written: a new one if other values are to be added.
+    /// Returns the value for the sum of only the parts: a new one if other values are added to it.
     pub(super) fn of_parts(&self, patterns: &mut Patterns) -> TensorId {
         let total = self.value(patterns);
         match self.rests.is_empty() {
@@ -186,7 +186,7 @@ impl Total {
         }
     }
 
-    /// Adds the values from elsewhere to the parts, at the place of the last addition.
+    /// Adds the values from elsewhere to the parts, at the position of the last addition.
     pub(super) fn add_rests(&self, patterns: &mut Patterns, parts: TensorId) -> Result<(), Error> {
         let Some((last, others)) = self.rests.split_last() else {
             return Ok(());

@@ -26,12 +26,12 @@ enum Second<'a> {
     Number(ScalarIr),
     /// The first operand again.
     Same,
-    /// None, but the result is computed from [`Same`](Self::Same) first: one over the square.
+    /// None: the result is derived from [`Same`](Self::Same), as one over the square.
     Square,
 }
 
 impl<'a> Form<'a> {
-    /// Returns the form of an operation that can be in a program.
+    /// Returns the form of an operation, if a program can contain it.
     pub(super) fn of(node: &'a Node) -> Option<Self> {
         let is_plain = node.collective.is_none() && node.shift.is_none();
         let form = if is_plain {
@@ -40,7 +40,7 @@ impl<'a> Form<'a> {
             return None;
         };
         let changes = !node.scalars.is_empty();
-        // A power that changes may become one that Burn computes differently.
+        // A changing exponent may become one that Burn computes differently.
         let is_known =
             !changes || matches!(form.second, Second::Number(_)) && form.operation != Step::Powf;
         (is_known && are_alike(form.inputs().chain([form.out]))).then_some(form)
@@ -63,7 +63,7 @@ impl<'a> Form<'a> {
         }
     }
 
-    /// Adds it to a program, and returns its result and the index of its scalar there.
+    /// Adds it to a program, and returns its result and the index of its scalar.
     pub(super) fn add_to(
         &self,
         program: &mut PointwiseProgram,

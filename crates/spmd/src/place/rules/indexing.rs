@@ -96,7 +96,7 @@ fn is_linear(update: &IndexingUpdateOp) -> bool {
     matches!(update, IndexingUpdateOp::Add | IndexingUpdateOp::Assign)
 }
 
-/// Returns the letters of the dims, other than `dim`, that tensor and indices have in the same size.
+/// Returns the letters of the dims, except `dim`, in which tensor and indices have the same size.
 fn shared(tensor: &TensorIr, indices: &TensorIr, dim: usize) -> Vec<Option<Letter>> {
     let mut letters = alphabet(tensor.shape.num_dims());
     let sizes = tensor

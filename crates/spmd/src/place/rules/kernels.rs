@@ -1,4 +1,5 @@
-//! Kernels that replace composed operations in each rank's graph. Only types use these signatures; they place nothing.
+//! Kernels that replace composed operations in each rank's graph. These signatures are only for types, and place
+//! nothing.
 //!
 //! The gradients that a kernel computes are linear in the gradient of its result, which may be addends.
 

@@ -3,7 +3,7 @@
 //! | file | operations |
 //! |---|---|
 //! | `pointwise` | arithmetic, comparisons, activations, casts, masks |
-//! | `reduction` | sums, means, extrema, and what scans or sorts along a dim |
+//! | `reduction` | sums, means, extrema, and scans and sorts along a dim |
 //! | `matmul` | matrix products and linear layers, with their backward |
 //! | `views` | reshapes, permutations, expansions |
 //! | `slicing` | slices, assignment to slices, concatenation, repetition |
@@ -12,10 +12,10 @@
 //! | `attention` | fused attention |
 //! | `convolution` | convolutions and pooling, with their backward |
 //! | `random` | random numbers and constants |
-//! | `kernels` | kernels that replace composed operations afterwards: only for types |
+//! | `kernels` | kernels that later replace composed operations: only for types |
 //!
-//! An operation of no family runs on whole tensors. The families `indexing`, `attention`, `convolution` and `random`
-//! run only on equal parts: an index in padding could be out of bounds, and random numbers have places of their own.
+//! Operations outside of these families run on whole tensors. The families `indexing`, `attention`, `convolution` and
+//! `random` run only on equal parts: an index in padding could be out of bounds, and random numbers depend on position.
 //! Constants accept padding. Integer arithmetic does not.
 
 mod attention;
@@ -65,8 +65,8 @@ fn of_family(operation: &OperationIr) -> Signature {
         .unwrap_or_else(|| whole(operation))
 }
 
-/// Returns true for operations of the families that are independent by row, if they accept any number. Integers in
-/// padding could be divided by zero.
+/// Returns true for operations that treat rows independently and accept any number. Integers in padding could be
+/// divided by zero.
 fn takes_padding(operation: &OperationIr) -> bool {
     !matches!(
         operation,

@@ -1,4 +1,4 @@
-//! Wrong placement rules: seeded changes of right ones. Types or the certificate must refuse each of them.
+//! Faulty placement rules, derived from correct ones by seed. Types or the certificate must reject each of them.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -48,7 +48,7 @@ impl Mutation {
         Self::WholeOperand,
     ];
 
-    /// Returns the wrong signature; `None` if the right one has no place for the fault.
+    /// Returns the wrong signature; `None` if the fault does not apply to the right one.
     fn of(self, signature: &Signature, seed: u64) -> Option<Signature> {
         let mut wrong = signature.clone();
         let rng = &mut StdRng::seed_from_u64(seed);
@@ -197,9 +197,9 @@ fn pipeline(expand: &Expand, mesh: &Mesh) -> Pipeline {
     schedule::placed(insert, &options, mesh.axes().to_vec(), &[]).verified()
 }
 
-/// Returns true for operations where a declaration of linearity in the first operand is no fault. Some are linear only
-/// in that operand, and their rules omit this because it would not pay. Others add a number, which is right for the
-/// addends of a mean.
+/// Returns true for operations that can correctly be declared linear in the first operand. Some are linear only in that
+/// operand, and their rules omit this because it would not help. Others add a number, which is right for the addends of
+/// a mean.
 fn is_linear(operation: &OperationIr) -> bool {
     let name = operation_name(operation);
     let linear = [
@@ -224,9 +224,9 @@ enum Found {
     ByTypes,
     /// The plan does not compute the traced step.
     ByProof,
-    /// The plan is right and communicates more: the fault only keeps the operation from reading cut tensors.
+    /// The plan is correct, but communicates more: the fault only prevents the operation from reading cut tensors.
     Costlier,
-    /// It was not found.
+    /// The fault was not found.
     Not,
 }
 
@@ -240,7 +240,7 @@ fn carried(plan: &Graph) -> usize {
     parts.map(|part| part.partition.num_elements()).sum()
 }
 
-/// Returns the outcome of a fault; `None` if the plan is the same as without it.
+/// Returns the outcome of a fault; `None` if the plan is unchanged.
 fn found(case: &Case, fault: &Fault, expand: &Expand, mesh: &Mesh) -> Option<(Found, String)> {
     let right = pipeline(expand, mesh).run(case.traced.clone()).unwrap();
     FAULT.set(Some(fault.clone()));
@@ -266,7 +266,7 @@ fn found(case: &Case, fault: &Fault, expand: &Expand, mesh: &Mesh) -> Option<(Fo
     })
 }
 
-/// `BURN_FSDP_LONG=1` makes 500 faults.
+/// `BURN_FSDP_LONG=1` tries 500 faults.
 #[test]
 fn wrong_rules_are_refused() {
     let wanted = match std::env::var_os("BURN_FSDP_LONG") {

@@ -18,8 +18,8 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
     let signature = outputs.fold(signature, |s, tensor| {
         s.output_of(tensor, aligned(tensor, &out))
     });
-    // Addends pass through cheap linear operations. A product with another tensor is no reason to postpone their sum,
-    // and none to make it smaller.
+    // Addends pass through cheap linear operations. A product with another tensor gives no reason to postpone their sum
+    // or to make it smaller.
     let linear = is(operation, Trait::Linear) || is(operation, Trait::LinearOnFloats);
     Some(match linear {
         true => signature.linear_in(operation.inputs()),

@@ -1,4 +1,4 @@
-//! Random numbers and constants: every rank makes the part that it needs.
+//! Random numbers and constants: every rank generates the part that it needs.
 
 use burn_ir::{BaseOperationIr as Base, NumericOperationIr as Numeric, OperationIr, TensorIr};
 

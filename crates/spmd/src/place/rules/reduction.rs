@@ -62,7 +62,7 @@ fn all(input: &TensorIr, out: &TensorIr, op: ReduceOp) -> Signature {
     linear(signature, input, op)
 }
 
-/// Returns the signature of an operation along dims. The outputs keep these dims, with a size of their own.
+/// Returns the signature of an operation along dims, whose outputs keep these dims, possibly with different sizes.
 fn along(
     input: &TensorIr,
     outputs: &[&TensorIr],

@@ -59,8 +59,8 @@ fn same(
         .output_of(out, out_letters)
 }
 
-/// Returns the signature of a reshape. Dims that are joined or divided belong together. The outermost dims of such a
-/// group can be cut together, one on either side.
+/// Returns the signature of a reshape. Dims that are joined or divided belong together. The outermost dims of a group
+/// can be cut together, one on each side.
 fn reshaped(input: &TensorIr, out: &TensorIr) -> Signature {
     let (from, to) = (input.shape.to_vec(), out.shape.to_vec());
     let (mut letters, mut out_letters) = (vec![None; from.len()], vec![None; to.len()]);

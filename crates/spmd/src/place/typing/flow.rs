@@ -26,7 +26,7 @@ pub(crate) struct IllTyped {
 type Types = Vec<SpmdType>;
 
 /// Finds the first node in a graph of several ranks with a type error. Its operand has a type that it cannot take, or
-/// its result has another placement than the declared one. A graph of a single rank has no types.
+/// its result has a different placement than declared. A graph of a single rank has no types.
 pub(crate) fn check(graph: &Graph) -> Result<(), IllTyped> {
     let Some((flow, ill)) = flow_of(graph) else {
         return Ok(());
@@ -78,7 +78,7 @@ impl Flow<'_> {
         vec![of; self.axes.len()]
     }
 
-    /// Returns the types from a value's placements.
+    /// Returns the types that follow from a value's placements.
     fn placed(&self, id: TensorId) -> Option<Types> {
         let placements = self.graph.placements(id)?;
         Some(placements.iter().map(|on| SpmdType::from(*on)).collect())
@@ -154,7 +154,7 @@ impl Flow<'_> {
             return match inputs.as_slice() {
                 [(_, SpmdType::Replicate)] => Ok(vec![SpmdType::Shard]),
                 _ => Err(format!(
-                    "it takes a rank's part along {name} of what is no whole"
+                    "it takes a rank's part along {name} of a value that is not whole"
                 )),
             };
         }
@@ -169,7 +169,7 @@ impl Flow<'_> {
             return match said.find(|said| *said != of) {
                 None => Ok(node.outputs().map(|_| of).collect()),
                 Some(said) => Err(format!(
-                    "it draws what is {of} along {name}, and is said to be {said}"
+                    "it draws values that are {of} along {name}, but are declared {said}"
                 )),
             };
         }
@@ -185,9 +185,9 @@ impl Flow<'_> {
             match way.result(said) {
                 Some(of) => Ok(of),
                 None => Err(format!(
-                    "%{} is {way} along {name}, and is said to be {}",
+                    "%{} is {way} along {name}, but declared {}",
                     output.value(),
-                    said.map_or_else(|| "no part".to_owned(), |said| said.to_string())
+                    said.map_or_else(|| "not divided".to_owned(), |said| said.to_string())
                 )),
             }
         });
@@ -254,7 +254,7 @@ impl Flow<'_> {
     fn of(&self, id: TensorId, axis: usize) -> Result<SpmdType, String> {
         let types = self.types.get(&id);
         let of = types.and_then(|types| types.get(axis)).copied();
-        of.ok_or_else(|| format!("nothing is known of %{}", id.value()))
+        of.ok_or_else(|| format!("the type of %{} is unknown", id.value()))
     }
 
     /// Returns the way in which a node runs on operands of these types.
@@ -286,7 +286,7 @@ impl Flow<'_> {
                 operation => parts(operation),
             },
             [true, false, false] => addends(node, inputs).map(Way::Alike),
-            [true, ..] => Err("it takes addends for values"),
+            [true, ..] => Err("it takes addends as values"),
             [false, true, true] => Err("it mixes parts of a whole with values of each rank's rows"),
         }
     }
@@ -340,7 +340,7 @@ impl Flow<'_> {
             let late = (0..types.len())
                 .find(|other| *other != axis && !types[*other].commutes_with(collective.reduction));
             if let Some(late) = late {
-                return Err(refused("it has to be combined there first", late));
+                return Err(refused("it must be combined there first", late));
             }
             if self.axes[axis].1 > 1 {
                 let (kind, reduction) = (collective.kind, collective.reduction);
@@ -368,7 +368,7 @@ impl Flow<'_> {
             )?;
         }
         for parameter in self.graph.parameters() {
-            // A graph that is one part of a step has only the gradients of that part.
+            // A graph that is one part of a step only has the gradients of that part.
             let own = parameter.gradient.filter(|id| self.types.contains_key(id));
             if let Some(gradient) = own {
                 let what = format!("gradient of {}", parameter.path);
@@ -385,7 +385,7 @@ impl Flow<'_> {
                 let of = self.of(*id, axis)?;
                 if *size > 1 && of != SpmdType::Replicate {
                     return Err(format!(
-                        "%{} comes out of the step, and is {of} along {name}",
+                        "%{} is a result of the step, but is {of} along {name}",
                         id.value()
                     ));
                 }
@@ -405,7 +405,7 @@ impl Flow<'_> {
             let (expected, got) = (made(self.of(like, axis)?), self.of(id, axis)?);
             if *size > 1 && !expected.takes(got) {
                 return Err(format!(
-                    "{what} is {expected} along {name}, and %{} is {got}",
+                    "{what} is {expected} along {name}, but %{} is {got}",
                     id.value()
                 ));
             }

@@ -1,8 +1,8 @@
 //! SPMD types: how the ranks hold every value of a graph, and whether each node accepts it.
 //!
-//! Types follow from the types of given values, node by node, separately on each axis of the mesh. A wrong placement
-//! rule has no type. The same is true for a reduction that is missing, doubled or along another axis, and for an
-//! incomplete gradient that reaches the optimizer. These faults are found without running anything.
+//! Types follow from the types of given values, node by node, separately on each axis of the mesh. There is no type for
+//! a wrong placement rule, for a reduction that is missing, doubled or along the wrong axis, or for an incomplete
+//! gradient that reaches the optimizer. These faults are found without running anything.
 
 mod flow;
 mod program;
@@ -18,8 +18,8 @@ pub(crate) use flow::check;
 use flow::flow_of;
 use spmd_type::SpmdType;
 
-/// Returns what the ranks of each axis hold of the values of a graph of several ranks, as far as it is known. A value
-/// has a placement without its dim, or none if each rank has its own value.
+/// Returns the placements that follow from the types of a graph's values, one per axis. They do not include the cut
+/// dim, and are absent for values that differ on each rank.
 pub(crate) fn types_of(graph: &Graph) -> BTreeMap<TensorId, Carried> {
     let types = flow_of(graph).map_or_else(BTreeMap::new, |(flow, _)| flow.types);
     let placed = types.into_iter().map(|(id, types)| {

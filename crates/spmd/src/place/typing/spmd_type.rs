@@ -23,7 +23,7 @@ pub(crate) enum SpmdType {
     Shard,
     /// Every rank holds an addend of one value.
     Partial(ReduceOp),
-    /// Every rank holds a value of its own, computed from its own rows. The ranks divide the batch, and none of them
+    /// Every rank holds a different value, computed from its own rows. The ranks divide the batch, and none of them
     /// knows the joined one.
     Varying,
     /// The rank at this index holds the whole value, and the others hold nothing. They skip the nodes that read or
@@ -55,7 +55,7 @@ impl fmt::Display for SpmdType {
 }
 
 impl SpmdType {
-    /// Returns the type of a placement; a sharded value with an owner is all on that rank.
+    /// Returns the type of a placement; a sharded value with an owner is entirely on that rank.
     pub(super) fn of_placement(placement: Placement, owner: Option<usize>) -> Self {
         match (placement, owner) {
             (Placement::Shard(_), Some(owner)) => Self::Owned(owner),
@@ -92,12 +92,12 @@ impl SpmdType {
 
     /// Returns true if a value of type `other` is accepted where this type is expected.
     pub(crate) fn takes(self, other: Self) -> bool {
-        // A value that is the same on all ranks is also each rank's own.
+        // A value that is the same on all ranks is also a value of each rank's own rows.
         self == other || (self == Self::Varying && other == Self::Replicate)
     }
 
     /// Returns the type of a value after a collective along the axis; the error is the reason why the collective does
-    /// not accept the value. For an undivided value, `owner` is the rank that gives or gets all of it.
+    /// not accept the value. For an undivided value, `owner` is the rank that sends or receives all of it.
     pub(crate) fn after(
         self,
         kind: CollectiveKind,
@@ -110,40 +110,40 @@ impl SpmdType {
             CollectiveKind::AllGather => {
                 return match self {
                     Self::Owned(own) if Some(own) == owner => Ok(Self::Replicate),
-                    Self::Owned(_) => Err("it takes it from ranks that have none of it"),
+                    Self::Owned(_) => Err("it takes it from ranks that hold none of it"),
                     Self::Shard | Self::Varying if owner.is_some() => {
                         Err("it takes all of it from one rank")
                     }
                     Self::Shard | Self::Varying => Ok(Self::Replicate),
-                    Self::Replicate => Err("all ranks have the same of it already"),
-                    Self::Partial(_) => Err("it puts addends side by side"),
+                    Self::Replicate => Err("it is already the same on all ranks"),
+                    Self::Partial(_) => Err("it concatenates addends"),
                 };
             }
             CollectiveKind::AllToAll => {
                 return match self {
                     Self::Shard | Self::Varying => Ok(self),
-                    Self::Replicate => Err("all ranks have the same of it already"),
+                    Self::Replicate => Err("it is already the same on all ranks"),
                     Self::Partial(_) => Err("it exchanges addends"),
-                    Self::Owned(_) => Err("one rank has all of it"),
+                    Self::Owned(_) => Err("one rank holds all of it"),
                 };
             }
         };
         match (self, reduction) {
-            (_, None) => Err("it combines, and does not say how"),
+            (_, None) => Err("it combines without specifying a reduction"),
             (Self::Partial(op), Some(other)) if op == other => Ok(combined),
-            (Self::Partial(_), Some(_)) => Err("its addends are of another reduction"),
+            (Self::Partial(_), Some(_)) => Err("its addends belong to another reduction"),
             (Self::Varying, Some(_)) => Ok(combined),
             // The mean, maximum and minimum of equal values are that value.
             (Self::Replicate, Some(ReduceOp::Sum)) => {
-                Err("all ranks have the same of it, and the sum counts it once for each")
+                Err("it is the same on all ranks, so the sum counts it once for each")
             }
             (Self::Replicate, Some(_)) => Ok(combined),
-            (Self::Shard, Some(_)) => Err("it combines parts that are of different elements"),
-            (Self::Owned(_), Some(_)) => Err("one rank has all of it, and the others have none"),
+            (Self::Shard, Some(_)) => Err("it combines parts with different elements"),
+            (Self::Owned(_), Some(_)) => Err("one rank holds all of it, and the others none"),
         }
     }
 
-    /// Returns true if a reduction along another axis may precede the one that this type is pending.
+    /// Returns true if a reduction along another axis may precede the one that this type still needs.
     pub(crate) fn commutes_with(self, reduction: Option<ReduceOp>) -> bool {
         let is_sum = |op| matches!(op, ReduceOp::Sum | ReduceOp::Mean);
         match (self, reduction) {
@@ -162,7 +162,7 @@ mod tests {
 
     /// The collectives that gather a parameter and reduce its gradient are each other's gradients.
     #[test]
-    fn the_gradient_of_a_gather_is_a_reduction_and_of_a_reduction_a_gather() {
+    fn gradients_swap_gathers_and_reductions() {
         let gathered = SpmdType::Shard.after(AllGather, None, None).unwrap();
         assert_eq!(gathered, SpmdType::Replicate);
         // Each rank's use of a replicated value adds to the gradient.
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_reduced_twice_or_by_another_reduction() {
+    fn values_are_reduced_once_and_by_their_own_reduction() {
         let reduced = SUM.after(AllReduce, Some(ReduceOp::Sum), None).unwrap();
         assert!(reduced.after(AllReduce, Some(ReduceOp::Sum), None).is_err());
         assert!(reduced.after(AllReduce, Some(ReduceOp::Mean), None).is_ok());
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn what_one_rank_owns_comes_from_it_and_goes_to_it() {
+    fn owned_values_are_gathered_from_and_reduced_to_their_owner() {
         let mean = Some(ReduceOp::Mean);
         let owned = SpmdType::Varying.after(ReduceScatter, mean, Some(1));
         assert_eq!(owned, Ok(SpmdType::Owned(1)));

@@ -18,12 +18,12 @@ pub(super) enum Way {
     Made,
     /// It draws random numbers, different ones on each rank.
     Drawn,
-    /// It repeats a replicated value along a dim that its operands lack, over the whole dim or a part.
+    /// The operation repeats a replicated value along a dim that its operands lack, over all or part of the dim.
     Spread,
     /// Its results have the type of its operands.
     Alike(SpmdType),
-    /// It runs on parts. Its results are parts, or addends of one of these reductions. The results of operations that
-    /// are local to an element need no declaration.
+    /// The operation runs on parts. Its results are parts, or addends of one of these reductions. Element-wise
+    /// operations need no declaration.
     Parts {
         reductions: Vec<ReduceOp>,
         is_local: bool,
@@ -55,11 +55,11 @@ impl Way {
 impl std::fmt::Display for Way {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Made => f.write_str("made of nothing"),
+            Self::Made => f.write_str("made from nothing"),
             Self::Drawn => f.write_str("drawn by each rank"),
             Self::Spread => f.write_str("repeated"),
             Self::Alike(of) => of.fmt(f),
-            Self::Parts { .. } => f.write_str("made of parts"),
+            Self::Parts { .. } => f.write_str("made from parts"),
         }
     }
 }
@@ -86,8 +86,8 @@ pub(super) fn spreads(node: &Node) -> bool {
         .any(|letter| !is_given(letter))
 }
 
-/// Why an operation cannot run on parts.
-pub(super) const WHOLE: &str = "it takes parts for the whole";
+/// The reason why an operation cannot run on parts.
+pub(super) const WHOLE: &str = "it takes parts as the whole";
 
 /// Returns the way of an operation of Burn that reads parts.
 pub(super) fn parts(operation: &OperationIr) -> Result<Way, &'static str> {
@@ -149,7 +149,7 @@ fn cast_or_cleared(operation: &OperationIr) -> Option<TensorId> {
     (op.value.elem::<f64>() == 0.0).then_some(op.tensor.id)
 }
 
-/// Returns the way of a node that reads values of one owner: its results belong to that owner. `None` if it reads no
+/// Returns the way of a node that reads values of one owner, whose results belong to that owner; `None` if it reads no
 /// such value.
 pub(super) fn of_owner(inputs: &[(TensorId, SpmdType)]) -> Result<Option<Way>, &'static str> {
     let mut owners = inputs.iter().filter_map(|(_, of)| of.owner());
@@ -159,6 +159,6 @@ pub(super) fn of_owner(inputs: &[(TensorId, SpmdType)]) -> Result<Option<Way>, &
     let fits = |of: SpmdType| matches!(of, SpmdType::Replicate) || of.owner() == Some(owner);
     match inputs.iter().all(|(_, of)| fits(*of)) {
         true => Ok(Some(Way::Alike(SpmdType::Owned(owner)))),
-        false => Err("it reads what one rank owns together with what other ranks have"),
+        false => Err("it combines values of one owner with values of other ranks"),
     }
 }

@@ -20,8 +20,8 @@ pub(super) struct Form {
 }
 
 impl Form {
-    /// Reads a state whose tensors were made in this recording, with ids from `first` on. After this call, no operation
-    /// may be recorded.
+    /// Reads a state whose tensors were created in this recording, with ids of at least `first`. After this call, no
+    /// operation may be recorded.
     pub(super) fn of<S: RecordState>(state: &S, client: &CaptureClient, first: TensorId) -> Self {
         let end = client.create_empty_handle();
         for id in first.value()..end.value() {
@@ -71,8 +71,8 @@ pub(super) fn tensors_of(
     let tensors = form.map(|form| form.tensors.as_slice()).unwrap_or_default();
     let tensors = tensors.iter().map(|(name, id)| {
         let found = known.get(id).cloned();
-        let (shape, dtype) = found
-            .ok_or_else(|| format!("its state \"{name}\" is made by nothing that was recorded"))?;
+        let (shape, dtype) =
+            found.ok_or_else(|| format!("no recorded operation computes its state \"{name}\""))?;
         let name = name.as_str().into();
         Ok(Slot { name, shape, dtype })
     });

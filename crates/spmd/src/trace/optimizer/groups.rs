@@ -50,7 +50,7 @@ macro_rules! with_rank {
 /// [`ModuleOptimizer`]. Any single optimizer of Burn also converts to this type.
 ///
 /// A parameter in several groups is stepped by the optimizer that was added last. Groups have their own rates if a step
-/// is called with rates of groups. Burn's `ModuleLrScheduler` has a schedule for each group.
+/// is called with group rates. Burn's `ModuleLrScheduler` has a schedule for each group.
 ///
 /// ```
 /// use burn::module::ParamGroup;
@@ -88,8 +88,8 @@ struct Group {
 impl OptimizerGroups {
     /// Adds an optimizer for the parameters of a group.
     ///
-    /// The group names them by path. Ids refer to the module that `init` of [`compile`](crate::compile()) returns, and
-    /// a newly made module has new ids. A group without any parameter is refused when the step is compiled.
+    /// The group selects them by path. Ids refer to the module that `init` of [`compile`](crate::compile()) returns,
+    /// and a newly made module has new ids. A group without any parameter is rejected when the step is compiled.
     #[must_use]
     pub fn with_group(mut self, members: ParamGroup, optimizer: impl Optimizer) -> Self {
         let optimizer = Arc::new(optimizer);
@@ -109,7 +109,7 @@ impl OptimizerGroups {
         self.groups[group].optimizer.name()
     }
 
-    /// Makes the twin of the optimizer with this number, for parameters of one shape and type.
+    /// Creates the twin of the optimizer with this number, for parameters of one shape and type.
     pub(super) fn twin(
         &self,
         group: usize,
@@ -120,7 +120,7 @@ impl OptimizerGroups {
         optimizer.twin(learning_rate, shape, dtype)
     }
 
-    /// Refuses a group without any parameter.
+    /// Rejects a group without any parameter.
     ///
     /// # Errors
     ///
@@ -185,10 +185,10 @@ trait Followed: Send + Sync {
         dtype: DType,
     ) -> Result<Box<dyn Twin>, String>;
 
-    /// Returns it as Burn's optimizer of all parameters.
+    /// Returns it as Burn's optimizer for all parameters.
     fn alone(&self) -> ModuleOptimizer;
 
-    /// Adds it to Burn's optimizer for a group.
+    /// Adds it to Burn's optimizer `all`, for the members of a group.
     fn added_to(&self, all: ModuleOptimizer, members: ParamGroup) -> ModuleOptimizer;
 }
 
@@ -206,7 +206,7 @@ impl<O: Optimizer> Followed for O {
         with_rank!(
             shape.len(),
             D => Ok(Box::new(TwinOf::<O, D>::new(self, learning_rate, shape, dtype)?)),
-            Err(format!("its tensor has {} dims, and 1 to 6 are supported", shape.len()))
+            Err(format!("its tensor has {} dims, but only 1 to 6 are supported", shape.len()))
         )
     }
 
@@ -219,7 +219,7 @@ impl<O: Optimizer> Followed for O {
     }
 }
 
-/// Returns the rate of the parameters without a group of their own; `None` if there are no rates.
+/// Returns the rate of the parameters that are in no group; `None` if there are no rates.
 pub(crate) fn base_rate(rates: &ModuleLearningRate) -> Option<f64> {
     caught(|| rates.base()).ok()
 }

@@ -1,10 +1,10 @@
 //! A Burn optimizer's steps as operations, and the host values in them.
 //!
 //! On the host, an optimizer may do anything: count steps, follow a schedule, look at shapes and types, or branch. So
-//! it runs next to the graph, step by step, on tensors that are recorded and not computed. It runs once for all
-//! parameters of one shape, type and history. Its operations are compared with the graph's. If they are equal, the
-//! graph runs with the scalars of this step; otherwise another graph is made for them. An optimizer that cannot be
-//! followed gives an error with the reason. Parameters of several groups have their own optimizers and rates.
+//! it also runs at every step, on tensors that are recorded but not computed. It runs once for all parameters of one
+//! shape, type and history. Its operations are compared with the graph's. If they are equal, the graph runs with the
+//! scalars of this step; otherwise another graph is created for them. An optimizer that cannot be traced is an error,
+//! with the reason. Each group of parameters has its own optimizer and rate.
 
 mod form;
 mod groups;
@@ -31,11 +31,11 @@ use twin::{Twin, TwinState, TwinStep};
 
 use crate::error::Error;
 
-/// Greatest number of operation sequences that an optimizer may have for parameters of one shape and type. A graph is
-/// made for each.
+/// Maximum number of operation sequences that an optimizer may have for parameters of one shape and type. A graph is
+/// created for each.
 const MAX_STRUCTURES: usize = 16;
 
-/// The step of an optimizer to trace. The first step has no state yet, and other operations.
+/// The optimizer step to trace. The first step has no state yet, so its operations differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum OptimizerStep {
     /// The first step, without a state.
@@ -116,7 +116,7 @@ impl StepScalars {
         Some(scalars)
     }
 
-    /// Returns a number that is equal for equal rates and scalars on every process and rank.
+    /// Returns a number that is the same on every process and rank for equal rates and scalars.
     pub(crate) fn fingerprint(&self) -> u64 {
         let mut hasher = Fingerprint::new();
         for (path, step) in &self.parameters {
@@ -138,12 +138,12 @@ impl StepScalars {
 }
 
 impl HostScalars {
-    /// Creates the host side before the first step, for trained parameters. It records steps at `learning_rate` to find
-    /// the tensors of the states.
+    /// Creates the host side for trained parameters, before the first step. Records steps at `learning_rate` to find
+    /// the state tensors.
     ///
     /// # Errors
     ///
-    /// [`Error::UntraceableOptimizer`] if an optimizer reads tensors, or refuses a parameter.
+    /// [`Error::UntraceableOptimizer`] if an optimizer reads tensors, or rejects a parameter.
     pub(crate) fn new(
         optimizers: OptimizerGroups,
         learning_rate: f64,
@@ -188,7 +188,7 @@ impl HostScalars {
         Ok(new)
     }
 
-    /// Returns the error that names the optimizer of a parameter.
+    /// Returns an error that names the optimizer of a parameter.
     pub(crate) fn untraceable(&self, path: &str, reason: String) -> Error {
         let held = self.parameters.get(path);
         let group = held.map_or(0, |held| self.kinds[held.kind].group);
@@ -199,8 +199,7 @@ impl HostScalars {
     ///
     /// # Errors
     ///
-    /// [`Error::UntraceableOptimizer`] if an optimizer does something that cannot be followed; [`Error::Missing`]
-    /// without a rate.
+    /// [`Error::UntraceableOptimizer`] if an optimizer cannot be traced; [`Error::Missing`] without a rate.
     pub(crate) fn peek(&mut self, rates: &ModuleLearningRate) -> Result<StepScalars, Error> {
         type Past = (usize, u64, Option<*const TwinState>);
         if base_rate(rates).is_none() {
@@ -266,7 +265,7 @@ impl HostScalars {
         }
     }
 
-    /// Makes states of these parameters from numbers and names of tensors; all others have none. [`set`](Self::set)
+    /// Creates states of these parameters from numbers and names of tensors; all others have none. [`set`](Self::set)
     /// applies them.
     pub(crate) fn restored<'a>(
         &self,

@@ -26,7 +26,7 @@ pub(crate) fn state_id(slot: usize) -> TensorId {
     TensorId::new(2 + slot as u64)
 }
 
-/// A tensor of an optimizer's state: the same in every step.
+/// A tensor of an optimizer's state, identified across steps.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Slot {
     pub(crate) name: Arc<str>,
@@ -35,7 +35,7 @@ pub(crate) struct Slot {
     pub(crate) dtype: DType,
 }
 
-/// The operations of one step of an optimizer on a parameter, whatever the values of its host scalars.
+/// The operations of one step of an optimizer on a parameter, regardless of the values of its host scalars.
 ///
 /// Tensors are numbered: the parameter, its gradient, a number for each slot of the state, and then the results of the
 /// operations, in their order.
@@ -113,17 +113,17 @@ impl Structure {
                 let text = |name: Option<String>| name.unwrap_or_else(|| "none".to_owned());
                 let (before, now) = (name(other, index), name(self, index));
                 format!(
-                    "operation {index} was {} and is {}",
+                    "operation {index} changed from {} to {}",
                     text(before),
                     text(now)
                 )
             }
-            None => "its new states are made by other operations".to_owned(),
+            None => "other operations compute its new states".to_owned(),
         }
     }
 }
 
-/// Creates an operation whose result has the same elements in memory of its own.
+/// Creates an operation whose result has the same elements in separate memory.
 fn copy_of(tensor: &TensorIr, copy: TensorId) -> OperationIr {
     let lhs = TensorIr {
         status: TensorStatus::ReadOnly,

@@ -1,13 +1,13 @@
-//! An optimizer that runs next to the graph, on tensors of a parameter's shape and type that have no memory.
+//! An optimizer that runs alongside the graph, on tensors with a parameter's shape and type but without memory.
 //!
-//! Each step is recorded on a capture device of its own. Between two recordings the optimizer's state is kept as it is,
-//! including host values. Two properties make that possible:
+//! Each step is recorded on a separate capture device. Between two recordings the optimizer's state is kept unchanged,
+//! including host values. This relies on two properties:
 //!
 //! - A captured tensor can be read if its id is an alias of a tensor with data. Before a recording ends, every tensor
 //!   of the state gets data of its shape and type. The next recording begins by moving the state to its device, as Burn
 //!   does before every step.
-//! - This data is a window of zeros that are mapped and never touched. So it takes no memory, whatever the allocator
-//!   does with freed memory. The start of the window identifies the tensor of the state.
+//! - This data is a window of zeros that are mapped but never touched, so it takes no memory for any allocator. The
+//!   start of the window identifies the tensor of the state.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -37,7 +37,7 @@ pub(crate) struct TwinState {
     pub(crate) scalars: Vec<(String, Scalar)>,
     /// The slots with a tensor.
     pub(crate) tensors: Vec<usize>,
-    /// The optimizer's own state, and the device that its tensors must leave.
+    /// The optimizer's original state, and the device from which its tensors must be moved.
     live: Live,
 }
 
@@ -77,7 +77,7 @@ pub(super) trait Twin: Send {
     fn slots(&self) -> &Arc<Vec<Slot>>;
 }
 
-/// The use of a recording: to learn the tensors of the state, or to step.
+/// The purpose of a recording: to find the tensors of the state, or to step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Look {
     /// The first recording: the new state is described, and no further step can start from it.
@@ -165,7 +165,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
 
     fn slot(&self, name: &str) -> Result<usize, String> {
         let found = self.slots.iter().position(|slot| *slot.name == *name);
-        found.ok_or_else(|| format!("its state got the tensor \"{name}\" in a later step"))
+        found.ok_or_else(|| format!("its state gained the tensor \"{name}\" in a later step"))
     }
 
     /// Returns data of a slot's shape. Its start identifies the slot.
@@ -188,7 +188,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         (slot < self.slots.len()).then_some(slot)
     }
 
-    /// Gives the tensors of a state data that the next recording recognises.
+    /// Attaches data to a state's tensors, by which the next recording recognises them.
     fn fix(&self, form: &Form, client: &CaptureClient) -> Result<(), String> {
         for (name, id) in &form.tensors {
             let slot = self.slot(name)?;
@@ -207,7 +207,10 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         let live = match state {
             Some(state) => {
                 let live = state.live.state.downcast_ref::<O::State<D>>();
-                Some(live.ok_or("its state is another optimizer's")?.clone())
+                Some(
+                    live.ok_or("its state belongs to another optimizer")?
+                        .clone(),
+                )
             }
             None => None,
         };
@@ -302,12 +305,11 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
                 continue;
             }
             if matches!(operation, OperationIr::Init(_)) {
-                return Err("it makes tensors of host data".to_owned());
+                return Err("it creates tensors from host data".to_owned());
             }
             if let Some(input) = operation.inputs().find(|input| !known.contains(&input.id)) {
                 return Err(format!(
-                    "{} reads a tensor of shape {:?} that is neither the parameter, its gradient nor \
-                     in its state",
+                    "{} reads a tensor of shape {:?} that is not the parameter, its gradient or part of its state",
                     operation_name(&operation),
                     input.shape.to_vec()
                 ));
@@ -367,7 +369,7 @@ impl<O: Optimizer, const D: usize> Twin for TwinOf<O, D> {
             let (client, first) = client_of(&Tensor::<1>::empty([1], device))?;
             let mut source = StateSource::new(scalars.iter().cloned().collect());
             for slot in tensors {
-                // A captured tensor gets the device's own type, whatever the type of its data.
+                // A captured tensor gets the device's own type, regardless of the type of its data.
                 let data = self.window(*slot, DType::F32).map_err(Error::Internal)?;
                 source.insert_tensor(self.slots[*slot].name.to_string(), data);
             }
@@ -383,7 +385,7 @@ impl<O: Optimizer, const D: usize> Twin for TwinOf<O, D> {
         let (state, form) = recording.map_err(reason_of)?.result;
         let (Some(state), Some(form)) = (state, form) else {
             return Err(format!(
-                "no state of it has just the tensors {given:?} and the numbers {:?}",
+                "none of its states has exactly the tensors {given:?} and the numbers {:?}",
                 numbers(scalars).into_keys().collect::<Vec<_>>()
             ));
         };
@@ -412,7 +414,7 @@ impl<O: Optimizer, const D: usize> Twin for TwinOf<O, D> {
 
 fn changed(known: &Slot, now: &Slot) -> String {
     format!(
-        "its state \"{}\" was {:?} {:?} and becomes {:?} {:?}",
+        "its state \"{}\" changes from {:?} {:?} to {:?} {:?}",
         known.name, known.dtype, known.shape, now.dtype, now.shape
     )
 }

@@ -74,7 +74,7 @@ impl Attentions {
 }
 
 #[test]
-fn attention_is_one_operation_in_any_form_whose_insides_nobody_reads() {
+fn attention_is_fused_unless_its_intermediates_are_read() {
     let _guard = seeded();
     let names = check("attentions", Attentions::new, Attentions::loss, pairs);
     assert_count(&names, "Custom.models.attention", 2);
@@ -119,7 +119,7 @@ impl Dropped {
         let weights = softmax(scores, 3);
         let kept = weights.random_like(Distribution::Bernoulli(0.7));
         let mixed = (weights * kept).matmul(keys);
-        // Dropout of another value, which stays as it is.
+        // Dropout of another value, which stays unchanged.
         self.dropout.forward(mixed).square().mean()
     }
 }

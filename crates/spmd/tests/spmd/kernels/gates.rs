@@ -46,7 +46,7 @@ impl Gated {
     }
 }
 
-/// Another addend of a gradient, or an operand, is made inside the pattern.
+/// Another addend of a gradient, or an operand, is created inside the pattern.
 #[derive(Module, Debug)]
 struct Entangled {
     linears: Vec<Linear>,
@@ -86,13 +86,13 @@ impl Entangled {
 }
 
 #[test]
-fn what_reads_its_own_insides_is_left_or_kept_right() {
+fn gates_with_shared_intermediates_stay_correct() {
     let _guard = seeded();
     check("entangled", Entangled::new, Entangled::loss, pairs);
 }
 
 #[test]
-fn silu_and_what_it_gates_run_kernels() {
+fn silu_and_swiglu_run_kernels() {
     let _guard = seeded();
     let names = check("gates", Gated::new, Gated::loss, pairs);
     // One of Burn's own, two with values first (one of them without a gradient), and one whose gate is added to it.

@@ -74,7 +74,7 @@ fn cross_entropies_run_kernels() {
 }
 
 #[test]
-fn a_target_that_is_no_class_is_named_with_its_row() {
+fn invalid_targets_are_named_with_their_row() {
     let _guard = seeded();
     for (class, rows) in [(CLASSES as i64, 2), (-1, 3)] {
         let head = |device: &Device| LinearConfig::new(DIM, CLASSES).init(device);

@@ -68,8 +68,8 @@ impl Lookalikes {
 }
 
 impl Lookalikes {
-    /// Root-mean-square norms whose intermediate values are read elsewhere, whose gain has another shape, or that use
-    /// the mean of other squares.
+    /// Root-mean-square norms whose intermediate values are read elsewhere, whose gain has a different shape, or that
+    /// use the mean of other squares.
     fn roots(&self, x: &Tensor<3>) -> Tensor<3> {
         let [_, time, _] = x.dims();
         let gain = self.square.gamma.val();
@@ -88,7 +88,7 @@ impl Lookalikes {
 }
 
 #[test]
-fn what_only_looks_like_a_kernel_is_left_alone() {
+fn lookalikes_are_not_replaced_by_kernels() {
     let _guard = seeded();
     let names = check("lookalikes", Lookalikes::new, Lookalikes::loss, pairs);
     // One log-softmax and one softmax of the logits, and the norm that has a shift.

@@ -81,7 +81,7 @@ fn check<M: Module + 'static, B: Batch>(
 }
 
 #[test]
-fn norms_and_attention_of_a_gpt_are_kernels_where_heads_and_rows_are_cut() {
+fn norms_and_attention_of_a_gpt_are_kernels_on_cut_heads_and_rows() {
     let _guard = seeded();
     // 3 heads, one for each of 3 ranks.
     for kernels in check(&tensor_parallel(), (Gpt::new, Gpt::loss), tokens) {

@@ -153,7 +153,7 @@ fn call(case: &Case, inputs: &[FlexTensor], outputs: &[Vec<usize>]) -> CustomOpI
     }
 }
 
-/// Returns one half of a tensor, if it has the letter.
+/// Returns a rank's half of a tensor along a letter, or the whole without that letter.
 fn part(tensor: &FlexTensor, operand: &Operand, letter: Letter, rank: usize) -> FlexTensor {
     match operand.dim_of(letter) {
         Some(dim) => {
@@ -198,7 +198,7 @@ fn check(case: &Case, whole: &[FlexTensor], of: &Signature, letter: Letter) {
         }
         assert!(
             of.contracted.contains_key(&letter),
-            "{what}: of what is it made?"
+            "{what}: no operand provides it"
         );
         let sums: Vec<f32> = parts[0].iter().zip(&parts[1]).map(|(a, b)| a + b).collect();
         assert_close(&what, &sums, &values(whole));
@@ -218,7 +218,7 @@ fn assert_close(what: &str, got: &[f32], expected: &[f32]) {
 }
 
 #[test]
-fn kernels_run_on_the_parts_that_their_signatures_say() {
+fn kernels_run_on_the_parts_in_their_signatures() {
     let mut num_letters = 0;
     for case in cases() {
         let call = call(&case, &case.inputs, &case.outputs);
@@ -234,7 +234,7 @@ fn kernels_run_on_the_parts_that_their_signatures_say() {
 }
 
 #[test]
-fn gradients_are_sums_of_those_of_addends() {
+fn gradients_are_linear_in_their_addends() {
     for case in cases() {
         let call = call(&case, &case.inputs, &case.outputs);
         let of = signature(&call).expect("a signature");

@@ -1,0 +1,123 @@
+//! The insides of the compiler, of plans, collectives and checkpoints, rare parts of the other modules, and aids for
+//! tests.
+//!
+//! **This module has no promise of stability: any release may change or remove anything in it.** The command, the
+//! benchmarks and the tests of this repository use it. An ordinary program does not need it. It also has the types that
+//! public functions take or return and that programs seldom name.
+//!
+//! The modules have the names of the stable ones, of which they contain the rest. In addition, there are
+//! [`collectives`], [`mesh`] and [`testing`].
+
+/// Rare parts of a [`ShardPolicy`](crate::ShardPolicy), sharding of values that each rank reads, the wrapper that is
+/// module and policy in one, and the error of the eager engine.
+pub mod sharding {
+    pub use burn_fsdp_shard::{
+        Audit, DivideFactors, Error, FullGradient, FullyShardedDataParallel, InitialPart,
+        ReduceGroup, UnitReduction, fully_shard_from,
+    };
+}
+
+/// The contents of reports, and further reports.
+pub mod inspect {
+    pub use burn_fsdp_shard::{
+        LiveBytes, Memory, Order, Pinned, Staged, Transfers, UnitHandle, UnitMemory, UnitPlan,
+        UnitState, Unsharding, WrapPlan, check_names, dummy_forward, num_audited, param_id,
+        parameter_paths, reset_peak, stand_in_bytes, trim, unused_units,
+    };
+}
+
+/// The tensors that a module's state consists of, and conversions from and to plain modules and optimizers.
+pub mod state {
+    pub use crate::optimizer_whole::{shard_optimizer, unsharded_optimizer};
+    pub use burn_fsdp_shard::{
+        FullTensor, LocalId, LocalPart, LocalTensor, RecordedTensor, full_state, local_ids,
+        local_state, recorded_state, renew_stand_ins, reset, settle_ids, unsharded,
+    };
+}
+
+/// States with checksums, gradients by unit, and the states of optimizers and loss scalers.
+pub mod optim {
+    pub use burn_fsdp_shard::{
+        Clipped, LossScalerState, LowBitState, NonFinite, SealedOptimizer, SealedState,
+        UnitGradients, check_elementwise_once, check_same_optimizer, grad_norm, gradients_by_unit,
+        owner_groups, params_with_gradient,
+    };
+}
+
+/// The format of steps, their plans, storage, commit and consolidation; snapshots of some tensors.
+pub mod checkpoint {
+    pub use crate::blocking::Resumed;
+    pub use crate::checkpointer::{NotFiniteTensor, Offered, SaveRemark};
+    pub use crate::error::CheckpointError;
+    pub use crate::rendezvous::GroupRendezvous;
+    pub use crate::restore::{restore_matching, restore_model, restore_training};
+    pub use crate::scaler::{loss_scale, restore_scaler};
+    pub use crate::snapshot::{TrainingSnapshot, snapshot_matching};
+    pub use burn_fsdp_checkpoint::{
+        Alone, Assignment, BackgroundSaver, BoxError, Check, Checksums, Committed, Consolidated,
+        ConsolidationConfig, DataPosition, Dtype, Error, Existing, ExpectedTensor, Extra,
+        FORMAT_VERSION, FileEntry, FileRange, Index, InspectedFile, InspectedTensor, Inspection,
+        Limits, LossScale, NewestGood, PartBytes, PartEntry, PlainTensor, Progress, ReadPlan,
+        Receipt, Rendezvous, SaveRequest, Saved, Skipped, Snapshot, Source, Staging, Step,
+        TensorEntry, TensorKind, TensorSpec, ThreadRendezvous, Ticket, Totals, TrainingState,
+        Verification, WritePlan, consolidate_to_file, consolidate_to_folder, save as save_step,
+        storage, write_shard,
+    };
+}
+
+/// The stages of the compiler, its graph and passes, operations that are not Burn's, and certificates.
+pub mod compile {
+    pub use crate::compiled::{restore_compiled_matching, snapshot_compiled_matching};
+    pub use burn_fsdp_spmd::{
+        Certificate, CustomOpIr, CustomOperation, CustomOperations, DataParallel, DumpError, Error,
+        GRAD_NORM, GraphDump, HandleKind, IdleState, IdleTensor, LazyLora, Loss, MoveError,
+        OptimizerState, Override, OverrideError, ProofError, ScaleError, ShardSpec, cast_floats,
+        certify, certify_at, compile_from, compile_on, compile_with, graph, kernels, lower, passes,
+        place, prove, run, trace,
+    };
+}
+
+/// Plans of graphs and of jobs: memory, traffic, time, and the units to recompute for a memory budget.
+pub mod plan {
+    pub use burn_fsdp_plan::{
+        Advice, BudgetError, Bytes, Category, Checkpointing, Duration, Estimate, Fitted, Flops,
+        Job, Link, Machine, Moment, Plan, Precision, ProcessBytes, Size, Stop, Tally, TimePlan,
+        TracedEstimate, Traffic, Transformer, advise, fit,
+    };
+}
+
+/// The transport: operations between ranks, their buffers, labels and ledgers.
+pub mod collectives {
+    pub use burn_fsdp_collectives::{
+        Account, Buffer, BufferPool, Carried, CommSpan, CommStage, Contract, CrossPart,
+        ElementType, EntryState, Error, Fingerprint, FullPart, GroupId, Label, LaunchError, Ledger,
+        LedgerEntry, LedgerReport, Moment, Operation, OperationCounts, OperationKind, Part,
+        Pending, Processes, Received, Reduction, Role, Seal, Share, Source, Stage, Who, processes,
+    };
+}
+
+/// The arithmetic of meshes and partitions.
+pub mod mesh {
+    pub use burn_fsdp_collectives::AsMesh;
+    pub use burn_fsdp_mesh::{
+        Axis, AxisPlacement, Error, Layout, Partition, Pattern, ReduceOp, Region, Transfer,
+        transfers,
+    };
+}
+
+/// Outputs of steps in Burn's own loop, as they travel between processes.
+#[cfg(feature = "train")]
+pub mod train {
+    pub use crate::train::portable::{Parcel, Portable};
+}
+
+/// The error of a device's name.
+pub mod device {
+    pub use crate::device_name::DeviceNameError;
+}
+
+/// The tools for tests of trainings: faults at chosen places, and counters of operations.
+/// [`ProcessGroup::fake`](crate::ProcessGroup::fake) makes groups of ranks that do not exist.
+pub mod testing {
+    pub use burn_fsdp_collectives::{At, CommCounter, Fault, How, Tally, Unwound};
+}

@@ -1,0 +1,27 @@
+//! Tests of the facade that can share a process. They are one binary, because each binary compiles Burn's generic code
+//! again.
+
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../../../spmd/tests/common/optimizers.rs"]
+mod every;
+#[path = "../common/fixed.rs"]
+mod fixed;
+#[path = "../common/save.rs"]
+mod saving;
+#[path = "../../../collectives/tests/skipped/mod.rs"]
+mod skipped;
+
+mod batch_forms;
+mod checkpointer;
+mod compiled;
+mod compiled_owners;
+mod generation;
+mod gpt;
+mod hugging_face;
+mod offload;
+mod optimizers;
+mod owners;
+mod resumes;
+mod steps;
+mod ties;

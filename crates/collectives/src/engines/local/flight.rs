@@ -1,0 +1,240 @@
+//! One rank's part in one operation.
+
+use std::sync::Arc;
+
+use super::round::{Round, Sources};
+use super::team::Team;
+use super::transfer;
+use burn_fsdp_rendezvous::{
+    AlteredPart, Checksums, Extent, Meeting, OperationKind, Reduction, Signature,
+};
+use burn_fsdp_transport::{
+    Awaited, Buffer, Combined, Completion, Findings, Flight, Source, Withdrawn,
+};
+
+/// An operation for which this rank has published its part.
+#[derive(Debug)]
+pub(super) struct LocalFlight {
+    team: Arc<Team>,
+    /// The rank in the group.
+    rank: usize,
+    round: Arc<Round>,
+    into: Vec<Buffer>,
+    finished: bool,
+    findings: Findings,
+}
+
+impl LocalFlight {
+    pub(super) fn new(team: Arc<Team>, rank: usize, round: Arc<Round>, into: Vec<Buffer>) -> Self {
+        Self {
+            team,
+            rank,
+            round,
+            into,
+            finished: false,
+            findings: Findings {
+                has_compared_placed: true,
+                ..Findings::default()
+            },
+        }
+    }
+
+    fn signature(&self) -> &Signature {
+        &self.round.claim(self.rank).signature
+    }
+
+    /// Fills the buffers. All ranks have published the same signature.
+    fn transfer(&mut self, into: &mut [Buffer]) -> Result<(), Withdrawn> {
+        let round = self.round.clone();
+        let signature = &round.claim(self.rank).signature;
+        match (signature.kind, &signature.reduction) {
+            (OperationKind::AllReduce, Some(reduction)) => {
+                let slices = self.all(|rank| self.round.slice(rank))?;
+                let whose = (self.rank, self.compares());
+                self.findings.results =
+                    transfer::join(reduction, &signature.extents, &slices, whose, into);
+            }
+            (_, Some(reduction)) => {
+                let tensors = self.all(|rank| self.round.sources(rank))?;
+                let whose = (self.rank, self.compares());
+                let combined =
+                    transfer::combine(reduction, &signature.extents, &tensors, whose, into);
+                self.check_addends(&tensors, self.rank, &combined);
+                let results = combined.iter().zip(&*into).map(|(combined, buffer)| {
+                    Checksums::of_pieces([(buffer.len(), combined.result)])
+                });
+                self.findings.results = results.collect();
+            }
+            (_, None) => {
+                // Begins with this rank. At any time, the ranks then read from different places.
+                for from in (self.rank..self.team.size()).chain(0..self.rank) {
+                    if signature.travels(from, self.rank) && !into.is_empty() {
+                        let routes = signature.routes(from, self.rank);
+                        let checks = &round.claim(from).checks;
+                        let told = checks.told_to(self.rank, into.len());
+                        let sources = self.published(from)?;
+                        let part = transfer::copy_all(&sources, &routes, told, into);
+                        self.note_altered(from, part, &sources);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Combines this rank's slice of an all-reduce, then the slices that no rank has begun yet.
+    ///
+    /// A rank therefore waits only for slices that another rank is working on. A rank that arrives late or has
+    /// discarded the operation delays no other rank. The bits of a slice do not depend on the rank that combines it.
+    fn combine_slices(
+        &mut self,
+        reduction: &Reduction,
+        extents: &[Extent],
+    ) -> Result<(), Withdrawn> {
+        let tensors = self.all(|rank| self.round.sources(rank))?;
+        let num_ranks = self.team.size();
+        for slice in (self.rank..num_ranks).chain(0..self.rank) {
+            if self.round.take_slice(slice, self.rank) {
+                let mut parts = self.slice_buffers(slice, reduction, extents);
+                let whose = (slice, self.compares());
+                let combined = transfer::combine(reduction, extents, &tensors, whose, &mut parts);
+                self.check_addends(&tensors, slice, &combined);
+                self.round
+                    .publish_slice(slice, parts.into_iter().map(Source::new).collect());
+                self.team.ring();
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns true if the ranks have announced checksums of the bytes that they contribute.
+    fn compares(&self) -> bool {
+        !self.round.claim(self.rank).checks.given.is_empty()
+    }
+
+    /// Compares the addends of a slice, as they were when they were combined, with the announced checksums.
+    fn check_addends(&mut self, tensors: &[Sources], slice: usize, combined: &[Combined]) {
+        let round = self.round.clone();
+        for (from, sources) in tensors.iter().enumerate() {
+            let told = round.claim(from).checks.told_to(slice, combined.len());
+            let mut pairs = told.into_iter().flatten().zip(combined);
+            let part = pairs.position(|(told, combined)| *told != combined.addends[from]);
+            self.note_altered(from, part, sources);
+        }
+    }
+
+    /// Records that a part of a rank's data does not match its announced checksum, unless a mismatch was recorded
+    /// before.
+    fn note_altered(&mut self, from: usize, part: Option<usize>, sources: &Sources) {
+        let Some(part) = part.filter(|_| self.findings.altered.is_none()) else {
+            return;
+        };
+        let sealed = sources[part].seal().filter(|sealed| {
+            let (seal, _) = &***sealed;
+            !seal.is_of(sources[part].as_bytes())
+        });
+        self.findings.altered = Some(AlteredPart {
+            from,
+            part,
+            at_rest: sealed.cloned(),
+        });
+    }
+
+    /// Returns memory for a slice from the pool of the rank that the slice is assigned to, whichever rank combines it.
+    /// A rank's pool therefore has the same contents each time.
+    fn slice_buffers(
+        &self,
+        slice: usize,
+        reduction: &Reduction,
+        extents: &[Extent],
+    ) -> Vec<Buffer> {
+        let pool = self.team.pool(slice);
+        let len = |Extent {
+                       element, partition, ..
+                   }: &Extent| {
+            partition.len(slice) * reduction.output_of(*element).size()
+        };
+        extents
+            .iter()
+            .map(|extent| pool.take(len(extent)))
+            .collect()
+    }
+
+    fn published(&self, rank: usize) -> Result<Sources, Withdrawn> {
+        self.round.sources(rank).ok_or(Withdrawn)
+    }
+
+    fn all(&self, of: impl Fn(usize) -> Option<Sources>) -> Result<Vec<Sources>, Withdrawn> {
+        (0..self.team.size())
+            .map(|rank| of(rank).ok_or(Withdrawn))
+            .collect()
+    }
+
+    /// Marks this rank as done reading. It must have dropped everything that it took from the round.
+    fn finish(&mut self) {
+        if std::mem::replace(&mut self.finished, true) {
+            return;
+        }
+        if self.team.control.failure().is_some() {
+            // Not all ranks may ever finish.
+            self.round.withdraw(self.rank);
+        }
+        if self.round.finish(self.rank) {
+            self.team.ring();
+        }
+    }
+}
+
+impl Flight for LocalFlight {
+    fn meeting(&self) -> &dyn Meeting {
+        &*self.round
+    }
+
+    fn is_there(&self, awaited: Awaited) -> bool {
+        match awaited {
+            Awaited::Result => match self.signature().kind {
+                OperationKind::AllReduce => self.round.has_all_slices(),
+                _ => true,
+            },
+            Awaited::Release => self.round.is_released(),
+        }
+    }
+
+    fn missing(&self, awaited: Awaited) -> Vec<usize> {
+        let has_done = |rank: &usize| match awaited {
+            Awaited::Result => self.round.has_combined(*rank),
+            Awaited::Release => self.round.has_finished(*rank),
+        };
+        (0..self.team.size())
+            .filter(|rank| !has_done(rank))
+            .collect()
+    }
+
+    fn begin(&mut self) -> Result<(), Withdrawn> {
+        let round = self.round.clone();
+        let signature = &round.claim(self.rank).signature;
+        match (signature.kind, &signature.reduction) {
+            (OperationKind::AllReduce, Some(reduction)) => {
+                self.combine_slices(reduction, &signature.extents)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn findings(&mut self) -> Findings {
+        std::mem::take(&mut self.findings)
+    }
+
+    fn receive(&mut self) -> Result<Completion, Withdrawn> {
+        let mut buffers = std::mem::take(&mut self.into);
+        self.transfer(&mut buffers)?;
+        self.finish();
+        Ok(Completion::Done(buffers))
+    }
+}
+
+impl Drop for LocalFlight {
+    fn drop(&mut self) {
+        self.finish();
+    }
+}

@@ -1,0 +1,24 @@
+//! The engine of ranks that are threads of one process.
+//!
+//! Ranks publish their sources and read each other's memory. `src/README.md` of this crate
+//! describes the protocol and explains why it is correct.
+
+mod flight;
+mod group;
+mod round;
+mod team;
+mod transfer;
+
+use std::sync::Arc;
+
+use self::group::LocalGroup;
+use burn_fsdp_rendezvous::Control;
+use burn_fsdp_transport::{BufferPool, Engine};
+
+/// Returns the ends of the group of all ranks of a world, by rank. Each rank has one of the pools.
+pub(crate) fn ends(control: &Arc<Control>, pools: Vec<BufferPool>) -> Vec<Box<dyn Engine>> {
+    let ranks = 0..pools.len();
+    let group = LocalGroup::new(control.clone(), pools);
+    let end = |rank| Box::new(LocalGroup::end(&group, rank)) as Box<dyn Engine>;
+    ranks.map(end).collect()
+}

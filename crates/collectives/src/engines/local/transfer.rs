@@ -1,0 +1,93 @@
+//! Moving bytes from the ranks' sources into one rank's buffers.
+//!
+//! Lengths are not checked again here. A call's own lengths are checked when it starts, and the agreement of the ranks
+//! is checked when they meet.
+
+use std::ops::Range;
+
+use super::round::Sources;
+use burn_fsdp_rendezvous::{Checksums, ElementType, Extent, Reduction, Route};
+use burn_fsdp_transport::{Buffer, Combined, copy, copy_and_read, reduce, reduce_and_read};
+
+/// Copies the bytes that one rank sends to another, part by part. Returns the first part that does not match the
+/// announced checksum, if there is one.
+pub(super) fn copy_all(
+    sources: &Sources,
+    routes: &[Route],
+    told: Option<&[u64]>,
+    into: &mut [Buffer],
+) -> Option<usize> {
+    let mut altered = None;
+    for (part, ((source, route), buffer)) in sources.iter().zip(routes).zip(into).enumerate() {
+        let Route { given, placed } = route.clone();
+        let (from, to) = (&source.as_bytes()[given], &mut buffer.as_mut()[placed]);
+        let Some(told) = told else {
+            copy(from, to);
+            continue;
+        };
+        if copy_and_read(from, to) != told[part] {
+            altered = altered.or(Some(part));
+        }
+    }
+    altered
+}
+
+/// Fills each buffer with the result of a reduction in which every rank has combined a slice.
+///
+/// Begins with the slice of rank `first`. If every rank begins with its own slice, the ranks read from different places
+/// at any time. Returns the checksums of each buffer if `reads` is true.
+pub(super) fn join(
+    reduction: &Reduction,
+    extents: &[Extent],
+    slices: &[Sources],
+    (first, reads): (usize, bool),
+    into: &mut [Buffer],
+) -> Vec<Checksums> {
+    let mut checksums = Vec::new();
+    for (part, (buffer, extent)) in into.iter_mut().zip(extents).enumerate() {
+        let full = buffer.as_mut();
+        let mut pieces = vec![(0, 0); slices.len()];
+        for rank in (first..slices.len()).chain(0..first) {
+            let range = byte_range(extent, rank, reduction.output_of(extent.element));
+            let (from, to) = (slices[rank][part].as_bytes(), &mut full[range]);
+            match reads {
+                true => pieces[rank] = (from.len(), copy_and_read(from, to)),
+                false => copy(from, to),
+            }
+        }
+        if reads {
+            checksums.push(Checksums::of_pieces(pieces));
+        }
+    }
+    checksums
+}
+
+/// Fills each buffer with the shard of rank `shard` of the combination of the ranks' full tensors. Returns the
+/// checksums of each buffer's addends and result if `reads` is true.
+pub(super) fn combine(
+    reduction: &Reduction,
+    extents: &[Extent],
+    tensors: &[Sources],
+    (shard, reads): (usize, bool),
+    into: &mut [Buffer],
+) -> Vec<Combined> {
+    let mut combined = Vec::new();
+    for (part, (buffer, extent)) in into.iter_mut().zip(extents).enumerate() {
+        let range = byte_range(extent, shard, extent.element);
+        let addends = tensors
+            .iter()
+            .map(|tensors| &tensors[part].as_bytes()[range.clone()]);
+        let (addends, out) = (addends.collect::<Vec<_>>(), buffer.as_mut());
+        match reads {
+            true => combined.push(reduce_and_read(reduction, extent.element, &addends, out)),
+            false => reduce(reduction, extent.element, &addends, out),
+        }
+    }
+    combined
+}
+
+/// Returns the range of a shard in its full tensor, in bytes.
+fn byte_range(extent: &Extent, shard: usize, element: ElementType) -> Range<usize> {
+    let Range { start, end } = extent.partition.range(shard);
+    start * element.size()..end * element.size()
+}

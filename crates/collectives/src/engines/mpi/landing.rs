@@ -1,0 +1,83 @@
+//! Buffers that are being filled.
+
+#![allow(
+    unsafe_code,
+    reason = "MPI writes to different places of a buffer at once"
+)]
+
+use std::ops::Range;
+use std::sync::Mutex;
+
+use burn_fsdp_rendezvous::lock;
+use burn_fsdp_transport::{Buffer, copy};
+
+/// Buffers that belong to the transfers into them until they are taken.
+#[derive(Debug)]
+pub(super) struct Landing {
+    buffers: Mutex<Option<Vec<Buffer>>>,
+    /// The address and the length in bytes of each buffer.
+    places: Vec<(*mut u8, usize)>,
+}
+
+// SAFETY: only `Wire`, on MPI's thread, and `put` use the pointers, and neither does after the buffers are taken. The
+// buffers themselves are behind a lock.
+unsafe impl Send for Landing {}
+// SAFETY: as above; `place` returns a pointer, and neither reads nor writes.
+unsafe impl Sync for Landing {}
+
+impl Landing {
+    pub(super) fn new(mut buffers: Vec<Buffer>) -> Self {
+        // The bytes are on the heap, so they do not move with their buffers.
+        let place = |buffer: &mut Buffer| (buffer.as_mut().as_mut_ptr(), buffer.len());
+        let places = buffers.iter_mut().map(place).collect();
+        Self {
+            buffers: Mutex::new(Some(buffers)),
+            places,
+        }
+    }
+
+    /// Returns the address of a range of a buffer.
+    ///
+    /// # Panics
+    ///
+    /// If the range is outside the buffer.
+    pub(super) fn place(&self, buffer: usize, range: Range<usize>) -> *mut u8 {
+        let (start, len) = self.places[buffer];
+        assert!(
+            range.start <= range.end && range.end <= len,
+            "{range:?} of a buffer of {len} bytes"
+        );
+        // SAFETY: in bounds of one allocation, as just checked.
+        unsafe { start.add(range.start) }
+    }
+
+    /// Copies bytes to a range of a buffer, while transfers into others continue.
+    ///
+    /// # Panics
+    ///
+    /// As in [`place`](Self::place), and if the range and the bytes differ in length.
+    pub(super) fn put(&self, buffer: usize, range: Range<usize>, bytes: &[u8]) {
+        assert_eq!(range.len(), bytes.len(), "bytes for a range of a buffer");
+        let guard = lock(&self.buffers);
+        if guard.is_some() {
+            // SAFETY: in bounds, and not taken, as the lock guarantees. The ranges of an operation's ranks do not
+            // overlap, so no transfer writes this one. Others write it only one at a time, under the lock.
+            let place = unsafe {
+                std::slice::from_raw_parts_mut(self.place(buffer, range.clone()), range.len())
+            };
+            copy(bytes, place);
+        }
+    }
+
+    /// Lets `fill` write the buffers, once all transfers into them are complete.
+    pub(super) fn fill(&self, fill: impl FnOnce(&mut [Buffer])) {
+        if let Some(buffers) = lock(&self.buffers).as_mut() {
+            fill(buffers);
+        }
+    }
+
+    /// Returns the buffers, once all transfers into them are complete.
+    pub(super) fn take(&self) -> Vec<Buffer> {
+        lock(&self.buffers).take().unwrap_or_default()
+    }
+}

@@ -1,0 +1,431 @@
+//! Operations that have started.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use super::checks::first_misplaced;
+use super::received::Received;
+use super::started::{Started, Wanted};
+use burn_fsdp_rendezvous::{
+    AlteredPart, Checks, Checksums, Claim, CommStage, Control, Difference, EntryState, Error,
+    GroupId, Held, Moment, Operation, OperationKind, RankState, Replicas, Seal, Stage, Wait,
+    checksum, lock,
+};
+use burn_fsdp_transport::{Awaited, Buffer, Completion, Withdrawn};
+
+/// An operation that this rank has started and not yet waited for. It owns the operation's sources and buffers.
+///
+/// With the `local` engine the transfer itself runs inside [`wait`](Self::wait), on the calling thread. Starting early
+/// lets peers finish early, but does not move bytes in the background. Pending operations can be waited for in any
+/// order. A wait depends only on every rank of the group *starting* the operation.
+///
+/// Dropping it unfinished discards the operation. This rank's part is then complete, the peers get their results as if
+/// this rank had waited, and its buffers return to their pool.
+#[must_use = "dropping an operation discards it: wait for it"]
+pub struct Pending<T = Received> {
+    peers: Peers,
+    started: Started,
+    wanted: Wanted,
+    entry: Entry,
+    finish: fn(Received) -> T,
+}
+
+impl<T> Pending<T> {
+    pub(super) fn new(
+        peers: Peers,
+        (started, wanted): (Started, Wanted),
+        entry: Entry,
+        finish: fn(Received) -> T,
+    ) -> Self {
+        Self {
+            peers,
+            started,
+            wanted,
+            entry,
+            finish,
+        }
+    }
+
+    /// Returns the same operation with a different form of its result.
+    pub(crate) fn map<U>(self, finish: fn(Received) -> U) -> Pending<U> {
+        Pending {
+            peers: self.peers,
+            started: self.started,
+            wanted: self.wanted,
+            entry: self.entry,
+            finish,
+        }
+    }
+
+    /// Returns the identity of the operation.
+    pub fn operation(&self) -> &Operation {
+        &self.entry.operation
+    }
+
+    /// Waits until this rank's result is available. Peers may still be reading this rank's sources.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Mismatch`], [`Error::PeerFailed`], [`Error::PeerLeft`] or [`Error::Timeout`], at most a tenth of the
+    /// group's deadline after it, plus the time of the transfer.
+    pub fn wait(mut self) -> Result<T, Error> {
+        let start = Instant::now();
+        let received = self.receive();
+        self.settle(received, start)
+    }
+
+    /// Waits until this rank's result is available, all peers have finished or discarded the operation, and its
+    /// references to the sources are dropped. If these were the last references, the memory is then free.
+    ///
+    /// Peers finish when *they* wait. If several operations are pending, all ranks must therefore wait for them in the
+    /// same order.
+    ///
+    /// # Errors
+    ///
+    /// Same as [`wait`](Self::wait); the deadline applies to each of the two waits.
+    pub fn wait_released(mut self) -> Result<T, Error> {
+        let start = Instant::now();
+        let received = self.receive().and_then(|received| {
+            self.until(Awaited::Release)?;
+            Ok(received)
+        });
+        self.settle(received, start)
+    }
+
+    /// Returns true if all ranks have started the operation, or it has failed. [`wait`](Self::wait) then does not wait
+    /// for ranks that are busy elsewhere.
+    pub fn is_ready(&self) -> bool {
+        self.started.meeting().is_complete() || self.peers.control.failure().is_some()
+    }
+
+    /// Drops the operation explicitly: this rank does not want the result.
+    pub fn discard(self) {}
+
+    /// Waits for the claims of all ranks, checks that they agree, and receives, for any engine.
+    fn receive(&mut self) -> Result<Received, Error> {
+        self.meet()?;
+        self.compare()?;
+        self.peers.control.check(&self.entry.operation)?;
+        let begun = self.started.begin();
+        self.there(begun)?;
+        self.until(Awaited::Result)?;
+        let completion = self.started.receive();
+        let completion = self.there(completion)?;
+        if let Some((expected, got)) = self.wanted.difference(&completion) {
+            return Err(self.engine_error(expected, got));
+        }
+        let (buffers, fence) = match completion {
+            Completion::Done(buffers) => (buffers, None),
+            Completion::Enqueued { buffers, fence } => (buffers, Some(fence)),
+        };
+        let seals = self.verify(&buffers)?;
+        let meeting = self.started.meeting();
+        let notes = (0..self.peers.id.members().len()).map(|rank| meeting.claim(rank).note.clone());
+        Ok(Received {
+            buffers,
+            notes: notes.collect(),
+            seals,
+            fence,
+        })
+    }
+
+    /// Waits for the claims of all ranks.
+    fn meet(&self) -> Result<(), Error> {
+        let meeting = self.started.meeting();
+        self.wait_for(Stage::Start, &|| meeting.is_complete(), &|| {
+            meeting.absent()
+        })
+    }
+
+    fn until(&self, awaited: Awaited) -> Result<(), Error> {
+        let is_over = || self.started.is_there(awaited);
+        self.wait_for(Stage::Finish, &is_over, &|| self.started.missing(awaited))
+    }
+
+    fn wait_for(
+        &self,
+        stage: Stage,
+        is_over: &dyn Fn() -> bool,
+        missing: &dyn Fn() -> Vec<usize>,
+    ) -> Result<(), Error> {
+        let members = self.peers.id.members();
+        let world_ranks = |ranks: Vec<usize>| ranks.into_iter().map(|rank| members[rank]);
+        self.peers.control.wait(&Wait {
+            is_over,
+            missing: &|| world_ranks(missing()).collect(),
+            stage,
+            rank: self.peers.world_rank,
+            operation: &self.entry.operation,
+        })
+    }
+
+    /// Ends the domain because the engine has broken its contract.
+    fn engine_error(&self, expected: String, got: String) -> Error {
+        let error = Error::Engine {
+            rank: self.peers.world_rank,
+            engine: self.peers.engine,
+            operation: Box::new(self.entry.operation.clone()),
+            expected,
+            got,
+        };
+        self.peers.control.end_with(self.peers.world_rank, error)
+    }
+
+    /// Compares the claims of all ranks with the first one. Every rank compares the same claims, so all find the same
+    /// difference.
+    fn compare(&self) -> Result<(), Error> {
+        let first = &self.started.meeting().claim(0).signature;
+        let difference = (1..self.peers.id.members().len()).find_map(|rank| {
+            let difference = first.difference(&self.started.meeting().claim(rank).signature);
+            difference.map(|(expected, got)| (rank, expected, got))
+        });
+        let Some((peer, expected, got)) = difference else {
+            return Ok(());
+        };
+        let (control, members) = (&self.peers.control, self.peers.id.members());
+        let error = Error::Mismatch {
+            operation: Box::new(self.entry.operation.clone()),
+            rank: members[0],
+            expected,
+            peer: members[peer],
+            got,
+            ledger: control.report(),
+        };
+        Err(control.end_with(self.peers.world_rank, error))
+    }
+
+    /// Compares the received bytes with the checksums that the other ranks have announced, if ranks compare bytes, and
+    /// seals them.
+    fn verify(&mut self, buffers: &[Buffer]) -> Result<Vec<Seal>, Error> {
+        let Some(replicas) = &self.peers.replicas else {
+            return Ok(Vec::new());
+        };
+        let findings = self.started.findings();
+        let own = self.peers.rank;
+        let size = self.peers.id.members().len();
+        let Claim {
+            signature, checks, ..
+        } = self.started.meeting().claim(own);
+        self.tell_watcher(checks, buffers);
+        let misplaced = |from: usize| {
+            let checks = &self.started.meeting().claim(from).checks;
+            first_misplaced(checks, signature, (from, own), buffers)
+        };
+        let altered = match signature.reduction {
+            None if !findings.has_compared_placed => (0..size).find_map(misplaced),
+            _ => findings.altered,
+        };
+        if let Some(altered) = altered {
+            return Err(self.altered(altered));
+        }
+        let checksums = match findings.results.len() == buffers.len() {
+            true => findings.results,
+            false => self.checksums(buffers),
+        };
+        let mut replicas = lock(replicas);
+        if signature.kind == OperationKind::AllReduce && !buffers.is_empty() {
+            replicas.hold(&self.entry.operation, size, &checksums);
+        }
+        let difference = |from: usize| {
+            let told = &self.started.meeting().claim(from).checks.results;
+            replicas.hear(from, size, told)
+        };
+        match (0..size).map(difference).fold(None, Option::or) {
+            None => Ok(self.entry.rank.seals(checksums)),
+            Some(difference) => Err(self.disagreement(difference)),
+        }
+    }
+
+    /// Returns the checksums of each buffer. For concatenated and compared bytes they are derived from the announced
+    /// checksums.
+    fn checksums(&self, buffers: &[Buffer]) -> Vec<Checksums> {
+        let own = self.peers.rank;
+        let signature = &self.started.meeting().claim(own).signature;
+        let routes = |from| signature.routes(from, own);
+        let routes: Vec<_> = (0..self.peers.id.members().len()).map(routes).collect();
+        let joined = |part: usize| {
+            let told = routes.iter().enumerate().filter_map(|(from, routes)| {
+                let len = routes.get(part)?.placed.len();
+                Some((&self.started.meeting().claim(from).checks, len))
+            });
+            Checks::joined(told, (own, buffers.len()), part)
+        };
+        let checksums = |(part, buffer): (usize, &Buffer)| {
+            let joined = signature.reduction.is_none().then(|| joined(part));
+            joined
+                .flatten()
+                .unwrap_or_else(|| Checksums::of(buffer.as_ref()))
+        };
+        buffers.iter().enumerate().map(checksums).collect()
+    }
+
+    /// Passes the checksums of the operation to the watcher, if there is one.
+    fn tell_watcher(&self, checks: &Checks, buffers: &[Buffer]) {
+        let got = || {
+            let got = buffers.iter().map(|buffer| checksum(buffer.as_ref()));
+            got.collect()
+        };
+        let Entry {
+            rank, operation, ..
+        } = &self.entry;
+        rank.tell_watcher(operation, &checks.given, got);
+    }
+
+    fn altered(&self, altered: AlteredPart) -> Error {
+        let AlteredPart {
+            from,
+            part,
+            at_rest,
+        } = altered;
+        let Peers {
+            id,
+            world_rank,
+            control,
+            ..
+        } = &self.peers;
+        let (peer, ledger) = (id.members()[from], control.report());
+        let error = match at_rest.as_deref() {
+            Some((seal, what)) => Error::AlteredAtRest {
+                what: what.as_str().to_owned(),
+                rank: peer,
+                written: Box::new(seal.written().clone()),
+                found: Box::new(Moment::new(
+                    self.entry.rank.step(),
+                    Some(self.entry.operation.clone()),
+                )),
+                ledger,
+            },
+            None => Error::Altered {
+                operation: Box::new(self.entry.operation.clone()),
+                step: self.entry.rank.step(),
+                rank: *world_rank,
+                peer,
+                part,
+                ledger,
+            },
+        };
+        control.end_with(*world_rank, error)
+    }
+
+    fn disagreement(&self, difference: Difference) -> Error {
+        let Peers {
+            id,
+            world_rank,
+            control,
+            ..
+        } = &self.peers;
+        let ranks = difference.ranks.into_iter();
+        let ranks = ranks.map(|rank| id.members()[rank]).collect();
+        let (step, ledger) = (self.entry.rank.step(), control.report());
+        let error = match difference.held {
+            Some(Held::Value(what)) => Error::Diverged {
+                what: what.as_str().to_owned(),
+                step,
+                ranks,
+                ledger,
+            },
+            held => Error::Disagreement {
+                operation: Box::new(match held {
+                    Some(Held::Result(operation)) => operation,
+                    _ => self.entry.operation.clone(),
+                }),
+                step,
+                ranks,
+                ledger,
+            },
+        };
+        control.end_with(*world_rank, error)
+    }
+
+    /// Turns a withdrawal into the failure of the domain. Published sources stay until all ranks have read them, unless
+    /// the domain has failed.
+    fn there<U>(&self, read: Result<U, Withdrawn>) -> Result<U, Error> {
+        read.or_else(|Withdrawn| {
+            self.peers.control.check(&self.entry.operation)?;
+            let expected = "the bytes of every rank until all have read them".to_owned();
+            Err(self.engine_error(
+                expected,
+                "a withdrawal before any rank has failed".to_owned(),
+            ))
+        })
+    }
+
+    fn settle(mut self, received: Result<Received, Error>, start: Instant) -> Result<T, Error> {
+        let Entry {
+            rank,
+            operation,
+            bytes,
+            ..
+        } = &self.entry;
+        rank.note(operation, CommStage::Wait, *bytes, start);
+        let state = if received.is_ok() {
+            EntryState::Done
+        } else {
+            EntryState::Failed
+        };
+        self.entry.settle(state);
+        received.map(self.finish)
+    }
+}
+
+impl<T> fmt::Debug for Pending<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pending({})", self.entry.operation)
+    }
+}
+
+/// This rank's view of an operation's group.
+pub(crate) struct Peers {
+    pub(crate) id: GroupId,
+    /// This rank in the group, and in the world.
+    pub(crate) rank: usize,
+    pub(crate) world_rank: usize,
+    /// The name of the engine.
+    pub(crate) engine: &'static str,
+    pub(crate) control: Arc<Control>,
+    /// The results that must be the same on all ranks, if ranks compare bytes.
+    pub(crate) replicas: Option<Arc<Mutex<Replicas>>>,
+    /// The end of the group, kept to keep its engine alive while an operation is in progress.
+    pub(crate) _end: Arc<dyn Any + Send + Sync>,
+}
+
+/// A pending operation's entry in its rank's ledger.
+pub(crate) struct Entry {
+    rank: Arc<RankState>,
+    operation: Operation,
+    bytes: usize,
+    number: u64,
+    state: EntryState,
+}
+
+impl Entry {
+    /// Adds the entry.
+    pub(crate) fn new(rank: Arc<RankState>, operation: Operation, bytes: usize) -> Self {
+        let number = rank.record(operation.clone(), bytes);
+        Self {
+            rank,
+            operation,
+            bytes,
+            number,
+            state: EntryState::Discarded,
+        }
+    }
+
+    /// Marks the operation as not started because of an error.
+    pub(crate) fn fail(&mut self) {
+        self.settle(EntryState::Failed);
+    }
+
+    /// Sets the entry's next state.
+    fn settle(&mut self, state: EntryState) {
+        self.state = state;
+    }
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        self.rank.settle(self.number, self.state);
+    }
+}

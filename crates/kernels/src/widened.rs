@@ -1,0 +1,230 @@
+//! Products of halves as products of 32-bit copies of their parts.
+//!
+//! Without fast instructions for halves, a product of halves takes up to twice the time of a product in 32 bits: each
+//! half is converted again for every block of the result. Here a part of each factor is converted once, and the
+//! library for 32-bit floats multiplies the copies. The sums stay in 32 bits, and each is rounded once.
+
+use std::mem::MaybeUninit;
+use std::ops::Range;
+use std::sync::LazyLock;
+
+use burn::tensor::bf16;
+
+use crate::halves::{rounded, widen_into, widened};
+use crate::matrix::Matrix;
+use crate::vectors::{Kernel, vectorized};
+
+/// Maximum number of rows, of addends and of columns that are converted at a time: copies of at most 6 MiB.
+const PART: Part = Part {
+    rows: 256,
+    addends: 2048,
+    columns: 512,
+};
+
+struct Part {
+    rows: usize,
+    addends: usize,
+    columns: usize,
+}
+
+/// Number of rows or columns for which the library may use another method, whose sums round differently. No part is so
+/// narrow unless the whole product is.
+const FEW: usize = 16;
+
+/// How products of halves (`bf16`) are computed on a processor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum HalfProducts {
+    /// By instructions that multiply halves (AVX512-BF16).
+    Direct,
+    /// By 32-bit products of widened parts.
+    Widened,
+}
+
+impl HalfProducts {
+    /// Returns the method that is used on this processor.
+    ///
+    /// The choice depends on the processor only and not on a measurement, because ranks on equal processors must
+    /// compute the same bits. Processors with AMX also have AVX512-BF16. But their vector units multiply halves no
+    /// faster than 32-bit floats, for which the library is the better one.
+    pub(crate) fn of_processor() -> Self {
+        static CHOICE: LazyLock<HalfProducts> = LazyLock::new(|| {
+            if has_fast_halves() {
+                HalfProducts::Direct
+            } else {
+                HalfProducts::Widened
+            }
+        });
+        *CHOICE
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn has_fast_halves() -> bool {
+    /// Bit of `edx` in leaf 7 of the processor's identification: AMX-BF16.
+    const AMX_BF16: u32 = 1 << 22;
+    std::arch::is_x86_feature_detected!("avx512bf16")
+        && std::arch::x86_64::__cpuid_count(7, 0).edx & AMX_BF16 == 0
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn has_fast_halves() -> bool {
+    true
+}
+
+/// Computes a product part by part. `product` computes the product of 32-bit factors, and adds it to the last argument
+/// if the flag is set. `store` receives each row of sums with its row and its first column.
+pub(crate) fn multiply(
+    lhs: Matrix<'_, bf16>,
+    rhs: Matrix<'_, bf16>,
+    mut product: impl FnMut(Matrix<'_, f32>, Matrix<'_, f32>, &mut [f32], bool),
+    mut store: impl FnMut(usize, usize, &[f32]),
+) {
+    let (mut left, mut right, mut sums) = (Vec::new(), Vec::new(), Vec::new());
+    for columns in parts(rhs.columns, PART.columns) {
+        let width = columns.len();
+        let rhs = rhs.part_of_columns(columns.clone());
+        sums.resize(lhs.rows * width, 0.0);
+        for addends in parts(lhs.columns, PART.addends) {
+            let rhs = widen(rhs.part_of_rows(addends.clone()), &mut right);
+            let lhs = lhs.part_of_columns(addends.clone());
+            for rows in parts(lhs.rows, PART.rows) {
+                let lhs = widen(lhs.part_of_rows(rows.clone()), &mut left);
+                let sums = &mut sums[rows.start * width..rows.end * width];
+                product(lhs, rhs, sums, addends.start > 0);
+            }
+        }
+        for (row, sums) in sums.chunks_exact(width).enumerate() {
+            store(row, columns.start, sums);
+        }
+    }
+}
+
+/// Returns parts of a length, of which none has few elements unless the length does.
+fn parts(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
+    let mut start = 0;
+    std::iter::from_fn(move || {
+        if start == len {
+            return None;
+        }
+        let end = match len - start <= most + FEW {
+            true => len,
+            false => start + most,
+        };
+        let part = start..end;
+        start = end;
+        Some(part)
+    })
+}
+
+/// Returns a 32-bit copy of a matrix, in the order that its elements have in memory if rows or columns are contiguous.
+fn widen<'a>(halves: Matrix<'_, bf16>, copy: &'a mut Vec<f32>) -> Matrix<'a, f32> {
+    let (rows, columns) = (halves.rows, halves.columns);
+    let is_turned = halves.strides[1] != 1 && halves.strides[0] == 1;
+    let (num_lines, len) = match is_turned {
+        true => (columns, rows),
+        false => (rows, columns),
+    };
+    let between = line_stride(len);
+    copy.resize(num_lines * between, 0.0);
+    vectorized(Lines {
+        halves: halves.elements,
+        strides: match is_turned {
+            true => [halves.strides[1], 1],
+            false => halves.strides,
+        },
+        floats: copy,
+        len,
+        between,
+    });
+    let strides = match is_turned {
+        true => [1, between],
+        false => [between, 1],
+    };
+    Matrix::new(copy, [rows, columns], strides)
+}
+
+/// Returns the distance between the starts of two lines of a copy. Lines that are a multiple of 1 KiB apart would share
+/// a few sets of the cache and evict each other.
+fn line_stride(len: usize) -> usize {
+    const LINE: usize = 16;
+    const CONFLICT: usize = 256;
+    match len > 0 && len.is_multiple_of(CONFLICT) {
+        true => len + LINE,
+        false => len,
+    }
+}
+
+/// Widens lines of halves.
+struct Lines<'a> {
+    halves: &'a [bf16],
+    /// Distances between lines, and between the elements of a line.
+    strides: [usize; 2],
+    floats: &'a mut [f32],
+    len: usize,
+    between: usize,
+}
+
+impl Kernel for Lines<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Self { len, strides, .. } = self;
+        if len == 0 {
+            return;
+        }
+        for (line, floats) in self.floats.chunks_exact_mut(self.between).enumerate() {
+            let halves = &self.halves[line * strides[0]..];
+            if strides[1] == 1 {
+                widen_into(&halves[..len], &mut floats[..len]);
+                continue;
+            }
+            for (at, float) in floats[..len].iter_mut().enumerate() {
+                *float = widened(halves[at * strides[1]]);
+            }
+        }
+    }
+}
+
+/// Rounds sums to halves in uninitialized memory.
+pub(crate) struct Round<'a> {
+    pub(crate) sums: &'a [f32],
+    pub(crate) halves: &'a mut [MaybeUninit<bf16>],
+}
+
+impl Kernel for Round<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        for (half, sum) in self.halves.iter_mut().zip(self.sums) {
+            half.write(rounded(*sum));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_cover_a_length_and_none_is_narrow() {
+        for len in 0..600 {
+            let parts: Vec<_> = parts(len, 64).collect();
+            let ends = parts.iter().map(|part| part.end).collect::<Vec<_>>();
+            let starts = parts.iter().map(|part| part.start);
+            assert!(
+                starts.eq([0]
+                    .into_iter()
+                    .chain(ends.iter().copied())
+                    .take(parts.len()))
+            );
+            assert_eq!(ends.last().copied().unwrap_or(0), len);
+            assert!(
+                parts
+                    .iter()
+                    .all(|part| part.len() > FEW || part.len() == len)
+            );
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! Failures on demand, to test the behaviour of programs when a rank fails.
+
+use std::fmt;
+
+/// A failure of one rank at one point of one step.
+///
+/// ```
+/// use burn_fsdp_rendezvous::{At, Fault, How};
+///
+/// let fault = Fault::parse("rank:1,step:3,at:backward,how:panic")?;
+/// assert_eq!(fault, Fault::new(1, 3, At::Backward, How::Panic));
+/// let flip = Fault::parse("rank:1,step:3,at:shard,how:flip,seed:5")?;
+/// assert_eq!(flip, Fault::new(1, 3, At::Shard, How::Flip).seed(5));
+/// # Ok::<(), burn_fsdp_rendezvous::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fault {
+    /// The rank of the world that fails.
+    pub rank: usize,
+    /// The step, as given to `ProcessGroup::begin_step`.
+    pub step: u64,
+    /// The point of the step.
+    pub at: At,
+    /// How the rank fails.
+    pub how: How,
+    /// Selects the value and the bit that flip at the point; ignored for other failures.
+    pub seed: u64,
+}
+
+/// The point of a step at which a fault triggers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum At {
+    /// The fault point of the forward pass.
+    Forward,
+    /// The fault point of the backward pass.
+    Backward,
+    /// The start of the step's first collective operation. A flip changes a bit in the operation's buffer after this
+    /// rank has announced its checksum.
+    Collective,
+    /// A shard, or a parameter kept whole, between steps; only for flips.
+    Shard,
+    /// A full parameter that was gathered and is in use; only for flips.
+    Weight,
+    /// A gradient that was reduced and waits for the optimizer; only for flips.
+    Gradient,
+    /// A state of the optimizer between steps; only for flips.
+    State,
+    /// A running state, such as BatchNorm's, between steps; only for flips.
+    Running,
+}
+
+/// How a rank fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum How {
+    /// A panic.
+    Panic,
+    /// An [`Error::Injected`](crate::Error::Injected).
+    Error,
+    /// A stall far beyond every deadline.
+    Stall,
+    /// A flip of one bit. At [`At::Collective`], the bit is in the data of one of the step's first operations to which
+    /// the rank contributes any. At the other points, it is in one of the first values there. The rank continues. This
+    /// shows the behaviour with and without [`Check::Agreement`](crate::Check::Agreement). Not available at
+    /// [`At::Forward`] and [`At::Backward`].
+    Flip,
+}
+
+impl Fault {
+    /// The syntax of a fault.
+    pub const SYNTAX: &str = "rank:N,step:N,at:forward|backward|collective,how:panic|error|stall, or \
+         rank:N,step:N,at:collective|shard|weight|gradient|state|running,how:flip,seed:N";
+
+    /// Exclusive upper bound on the number of values that a flip skips before it triggers.
+    const MOST_PASSED: u64 = 4;
+
+    /// Returns the failure of a rank of the world at a point of a step, with seed 0.
+    pub fn new(rank: usize, step: u64, at: At, how: How) -> Self {
+        let seed = 0;
+        Self {
+            rank,
+            step,
+            at,
+            how,
+            seed,
+        }
+    }
+
+    /// Sets the seed, which selects one of the first four values at the point and one of its bits.
+    #[must_use]
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+}
+
+impl Fault {
+    /// Returns true if the fault only changes data and causes no failure by itself.
+    pub(crate) fn flips(&self) -> bool {
+        self.how == How::Flip
+    }
+
+    /// Returns the number of values that the fault skips before it triggers.
+    pub(crate) fn places_passed(&self) -> u64 {
+        self.seed % Self::MOST_PASSED
+    }
+
+    /// Returns the bit that flips in `num_bytes` bytes, at least one. With seed 0 it is the first bit of the middle
+    /// byte.
+    pub(crate) fn bit(&self, num_bytes: usize) -> usize {
+        // Odd, so that all bits of the seed matter.
+        let mixed = (self.seed / Self::MOST_PASSED).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let byte = (num_bytes / 2 + (mixed >> 8) as usize % num_bytes) % num_bytes;
+        8 * byte + (mixed >> 4) as usize % 8
+    }
+}
+
+/// Prints with the syntax [`Fault::SYNTAX`].
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            rank,
+            step,
+            at,
+            how,
+            seed,
+        } = self;
+        write!(f, "rank:{rank},step:{step},at:{at},how:{how}")?;
+        match seed {
+            0 => Ok(()),
+            seed => write!(f, ",seed:{seed}"),
+        }
+    }
+}
+
+impl fmt::Display for At {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+            Self::Collective => "collective",
+            Self::Shard => "shard",
+            Self::Weight => "weight",
+            Self::Gradient => "gradient",
+            Self::State => "state",
+            Self::Running => "running",
+        })
+    }
+}
+
+impl fmt::Display for How {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Panic => "panic",
+            Self::Error => "error",
+            Self::Stall => "stall",
+            Self::Flip => "flip",
+        })
+    }
+}

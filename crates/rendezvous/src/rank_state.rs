@@ -1,0 +1,205 @@
+//! The state of one rank of the world, regardless of its groups.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use super::agreement::Check;
+use super::carried::{Carried, Watcher};
+use super::checksum::Checksums;
+use super::error::Error;
+use super::fault::{At, Fault};
+use super::ledger::{EntryState, Ledger};
+use super::lock::lock;
+use super::operation::Operation;
+use super::recording::{CommSpan, CommStage, Recording};
+use super::seal::{Moment, Seal};
+
+/// The state that all groups of a rank share. Its peers read it when they explain a failure.
+#[derive(Debug)]
+pub struct RankState {
+    world_rank: usize,
+    ledger: Mutex<Ledger>,
+    /// Present during a recording.
+    recording: Mutex<Option<Recording>>,
+    /// Present while a watcher receives checksums.
+    watcher: Mutex<Option<Watcher>>,
+    faults: Mutex<Faults>,
+    /// The data that the rank compares with the other ranks.
+    check: Check,
+    /// The count of group numbers that this rank has assigned.
+    num_groups: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct Faults {
+    armed: Option<Fault>,
+    /// The number of values that an armed flip has skipped.
+    passed: u64,
+    step: Option<u64>,
+}
+
+impl Faults {
+    /// Returns true if a flip is armed for this point in this step.
+    fn flips_at(&self, at: At) -> bool {
+        let is_here = |fault: &Fault| fault.flips() && fault.at == at;
+        let armed = self.armed.filter(is_here);
+        armed.is_some_and(|fault| self.step == Some(fault.step))
+    }
+}
+
+impl RankState {
+    /// Returns the state of a rank of the world that has not started anything. `check` is the data that it compares
+    /// with the other ranks.
+    pub fn new(world_rank: usize, check: Check) -> Self {
+        let (ledger, recording, watcher, faults) = Default::default();
+        Self {
+            world_rank,
+            ledger,
+            recording,
+            watcher,
+            faults,
+            check,
+            num_groups: AtomicU64::new(0),
+        }
+    }
+
+    /// Returns the rank's number in the world.
+    pub fn world_rank(&self) -> usize {
+        self.world_rank
+    }
+
+    /// Returns the data that the rank compares with the other ranks.
+    pub fn check(&self) -> Check {
+        self.check
+    }
+
+    /// Returns the rank's last operations.
+    pub fn ledger(&self) -> Ledger {
+        lock(&self.ledger).clone()
+    }
+
+    /// Adds an operation to the ledger and returns its number there.
+    pub fn record(&self, operation: Operation, bytes: usize) -> u64 {
+        lock(&self.ledger).record(operation, bytes)
+    }
+
+    /// Records the outcome of an operation by its number in the ledger.
+    pub fn settle(&self, number: u64, state: EntryState) {
+        lock(&self.ledger).settle(number, state);
+    }
+
+    /// Records the times of the rank's operations from now on. `sample` returns a number that is stored at the end of
+    /// each span.
+    pub fn start_recording(&self, sample: impl Fn() -> usize + Send + 'static) {
+        *lock(&self.recording) = Some(Recording::new(sample));
+    }
+
+    /// Ends the recording and returns its spans.
+    pub fn end_recording(&self) -> Vec<CommSpan> {
+        let recording = lock(&self.recording).take();
+        recording.map(Recording::into_spans).unwrap_or_default()
+    }
+
+    /// Calls `watch` from now on with the checksums of each operation that has ended.
+    pub fn watch(&self, watch: impl FnMut(Carried) + Send + 'static) {
+        *lock(&self.watcher) = Some(Watcher::new(watch));
+    }
+
+    /// Passes the checksums of an operation to the watcher, if there is one. `got` is called only in that case.
+    pub fn tell_watcher(
+        &self,
+        operation: &Operation,
+        given: &[u64],
+        got: impl FnOnce() -> Vec<u64>,
+    ) {
+        if let Some(watcher) = &mut *lock(&self.watcher) {
+            watcher.tell(Carried {
+                operation: operation.clone(),
+                step: self.step(),
+                given: given.to_vec(),
+                got: got(),
+            });
+        }
+    }
+
+    /// Returns a unique number for a group in which this rank is the first.
+    pub fn next_group(&self) -> u64 {
+        let count = self.num_groups.fetch_add(1, Ordering::Relaxed);
+        (self.world_rank as u64) << u32::BITS | count
+    }
+
+    /// Records a span that ends now, if a recording is active.
+    pub fn note(&self, operation: &Operation, stage: CommStage, bytes: usize, start: Instant) {
+        if let Some(recording) = &mut *lock(&self.recording) {
+            recording.add(operation, stage, bytes, start);
+        }
+    }
+
+    /// Arms a fault if it names this rank.
+    pub fn set_fault(&self, fault: Fault) {
+        if fault.rank == self.world_rank {
+            let mut faults = lock(&self.faults);
+            (faults.armed, faults.passed) = (Some(fault), 0);
+        }
+    }
+
+    /// Sets the current step of the rank.
+    pub fn begin_step(&self, step: u64) {
+        lock(&self.faults).step = Some(step);
+    }
+
+    /// Returns true if a flip is armed for this point in this step.
+    pub fn awaits_flip(&self, at: At) -> bool {
+        lock(&self.faults).flips_at(at)
+    }
+
+    /// Returns the bit that is to flip in `num_bytes` bytes at this point, if a flip is armed. Each fault triggers
+    /// once, and never where there are no bytes.
+    pub fn flips_now(&self, at: At, num_bytes: usize) -> Option<usize> {
+        let mut faults = lock(&self.faults);
+        if !faults.flips_at(at) || num_bytes == 0 {
+            return None;
+        }
+        let fault = faults.armed?;
+        faults.passed += 1;
+        if faults.passed <= fault.places_passed() {
+            return None;
+        }
+        faults.armed = None;
+        Some(fault.bit(num_bytes))
+    }
+
+    /// Returns the rank's current moment.
+    pub fn moment(&self) -> Moment {
+        let last = |ledger: &Ledger| Some(ledger.entries().next_back()?.operation.clone());
+        Moment {
+            step: self.step(),
+            after: last(&lock(&self.ledger)),
+        }
+    }
+
+    /// Returns seals with these checksums, taken now.
+    pub fn seals(&self, checksums: Vec<Checksums>) -> Vec<Seal> {
+        let written = self.moment();
+        let seal = |checksums| Seal::new(checksums, written.clone());
+        checksums.into_iter().map(seal).collect()
+    }
+
+    /// Returns the current step of the rank, if it was set.
+    pub fn step(&self) -> Option<u64> {
+        lock(&self.faults).step
+    }
+
+    /// Fails if a fault is armed for this point in this step. Each fault triggers once.
+    pub fn fault_point(&self, at: At) -> Result<(), Error> {
+        let struck = {
+            let mut faults = lock(&self.faults);
+            let step = faults.step;
+            faults
+                .armed
+                .take_if(|fault| fault.at == at && step == Some(fault.step) && !fault.flips())
+        };
+        struck.map_or(Ok(()), Fault::strike)
+    }
+}

@@ -1,0 +1,18 @@
+//! The data plane: bytes in any memory, and the engines that move them between ranks.
+//!
+//! [`Engine`] is the interface. Groups above it check calls and explain failures; engines below it move bytes. Nothing
+//! here depends on a particular engine.
+
+#![forbid(unsafe_code)]
+
+mod arithmetic;
+mod engine;
+mod payload;
+mod pool;
+mod source;
+
+pub use arithmetic::{Combined, copy, copy_and_read, reduce, reduce_and_read};
+pub use engine::{Awaited, Completion, Engine, Findings, Flight, Request, Withdrawn};
+pub use payload::{Fence, Payload, Space};
+pub use pool::{Account, Buffer, BufferPool};
+pub use source::Source;

@@ -1,0 +1,122 @@
+//! Bytes that a rank lets its peers read.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::payload::{Payload, Space};
+use burn_fsdp_rendezvous::{Label, Seal};
+
+/// Shared, read-only bytes that an operation reads. Cheap to clone.
+///
+/// The owner of the bytes stays alive until the last clone is dropped, so peers never read freed memory. The owner must
+/// return the same bytes each time.
+#[derive(Clone)]
+pub struct Source {
+    owner: Owner,
+    /// The seal of the bytes and a description of them, if they were sealed.
+    seal: Option<Arc<(Seal, Label)>>,
+}
+
+#[derive(Clone)]
+enum Owner {
+    /// Without a payload around it, which would cost an allocation for each part of each operation.
+    Host(Arc<dyn AsRef<[u8]> + Send + Sync>),
+    Payload(Arc<dyn Payload>),
+}
+
+impl Source {
+    /// Makes a source of the bytes of `owner`, such as a [`Buffer`](crate::Buffer) or a `Vec<u8>`, in host memory.
+    pub fn new(owner: impl AsRef<[u8]> + Send + Sync + 'static) -> Self {
+        Self::from_arc(Arc::new(owner))
+    }
+
+    /// Makes a source of the bytes of an owner that is already shared, in host memory.
+    pub fn from_arc(owner: Arc<dyn AsRef<[u8]> + Send + Sync>) -> Self {
+        let owner = Owner::Host(owner);
+        Self { owner, seal: None }
+    }
+
+    /// Makes a source of bytes in any memory that the group's engine accepts.
+    pub fn of(payload: Arc<dyn Payload>) -> Self {
+        let owner = Owner::Payload(payload);
+        Self { owner, seal: None }
+    }
+
+    /// Returns the source with the seal of its bytes. An operation that sends the bytes checks them against the seal
+    /// when it starts; a gather between threads checks when it reads them. A difference is an
+    /// [`Error::AlteredAtRest`](burn_fsdp_rendezvous::Error::AlteredAtRest) that names `what`. Without a seal the
+    /// source is unchanged.
+    #[must_use]
+    pub fn sealed(mut self, seal: Option<Seal>, what: impl FnOnce() -> Label) -> Self {
+        self.seal = seal.map(|seal| Arc::new((seal, what())));
+        self
+    }
+
+    /// Returns the seal of the bytes and a description of them, if they were sealed.
+    #[inline]
+    pub fn seal(&self) -> Option<&Arc<(Seal, Label)>> {
+        self.seal.as_ref()
+    }
+
+    /// Returns a source without bytes.
+    pub fn empty() -> Self {
+        Self::new([])
+    }
+
+    /// Returns the number of bytes.
+    #[inline]
+    pub fn len(&self) -> usize {
+        match &self.owner {
+            Owner::Host(owner) => (**owner).as_ref().len(),
+            Owner::Payload(payload) => payload.len(),
+        }
+    }
+
+    /// Returns true if there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Returns the memory that holds the bytes.
+    #[inline]
+    pub fn space(&self) -> Space {
+        match &self.owner {
+            Owner::Host(_) => Space::Host,
+            Owner::Payload(payload) => payload.space(),
+        }
+    }
+
+    /// Returns the bytes if they are in host memory.
+    #[inline]
+    pub fn host(&self) -> Option<&[u8]> {
+        match &self.owner {
+            Owner::Host(owner) => Some((**owner).as_ref()),
+            Owner::Payload(payload) => payload.host(),
+        }
+    }
+
+    /// Returns the payload that the source was made from, if it was made from [one](Self::of).
+    pub fn payload(&self) -> Option<&dyn Payload> {
+        match &self.owner {
+            Owner::Host(_) => None,
+            Owner::Payload(payload) => Some(&**payload),
+        }
+    }
+
+    /// Returns the bytes.
+    ///
+    /// # Panics
+    ///
+    /// If they are not in host memory. An engine gets such a source only if it [takes](crate::Engine::takes) the space.
+    #[inline]
+    pub fn as_bytes(&self) -> &[u8] {
+        let bytes = self.host();
+        bytes.unwrap_or_else(|| panic!("the bytes are in {}, not in host memory", self.space()))
+    }
+}
+
+impl fmt::Debug for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Source({} bytes)", self.len())
+    }
+}
