@@ -61,4 +61,3 @@ pub use operation::{FusedCost, FusedOperation};
 pub use ops::{causal_attention, cross_entropy, gelu, layer_norm};
 pub use pointwise::{PointwiseOperand, PointwiseOperation, PointwiseProgram};
 pub use route::{recorded, supports};
-pub use turned::copied_columns;

@@ -55,14 +55,6 @@ pub(crate) fn forward(logits: &FlexTensor, classes: &FlexTensor) -> [FlexTensor;
     ]
 }
 
-/// Returns the bytes for the rows' classes as indices and, if needed, one number per row: the gradient in backward, or
-/// the result before rounding in forward with halves.
-pub(crate) fn scratch_bytes(rows: usize, dtype: DType, is_backward: bool) -> usize {
-    let is_beside = is_backward || dtype == DType::BF16;
-    let beside = if is_beside { size_of::<f32>() } else { 0 };
-    rows * (size_of::<usize>() + beside)
-}
-
 /// Returns the rows of a chunk.
 fn part(chunk: usize, rows: usize) -> Range<usize> {
     chunk * CHUNK_ROWS..chunk * CHUNK_ROWS + rows

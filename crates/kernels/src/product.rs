@@ -190,27 +190,6 @@ fn rows_of_part(rows: usize, num_threads: usize) -> usize {
     part
 }
 
-/// Returns the bytes that a product of halves takes for copies of its factors on the threads of this pool, and for
-/// 32-bit sums.
-pub(crate) fn scratch_of_halves([rows, columns, addends]: [usize; 3]) -> usize {
-    /// Columns of the right factor that are copied at a time.
-    const COLUMNS: usize = 256;
-    /// Minimum number of addends that the library processes in several parts. The actual number depends on the caches.
-    const MANY: usize = 5000;
-    let num_threads = rayon::current_num_threads();
-    let part = rows_of_part(rows, num_threads).min(rows);
-    let num_parts = rows.div_ceil(part.max(1)).min(num_threads);
-    if HalfProducts::of_processor() == HalfProducts::Widened {
-        return num_parts * widened::scratch_bytes([part, columns, addends]);
-    }
-    let copies = (part + COLUMNS) * addends * size_of::<bf16>();
-    let sums = match addends >= MANY {
-        true => (part * columns * size_of::<f32>()).next_power_of_two(),
-        false => 0,
-    };
-    num_parts * (copies.next_power_of_two() + sums)
-}
-
 /// Writes the product of two matrices, row after row.
 fn multiply<T: Factor>(
     lhs: Matrix<'_, T>,

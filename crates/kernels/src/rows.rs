@@ -101,18 +101,6 @@ fn map_chunks<T: Element + Pod + Send + Sync, S: Default, R: Send>(
     results
 }
 
-/// Returns the maximum number of bytes that [`map_rows`] allocates and frees for rows of this type.
-pub(crate) fn scratch_bytes([rows, width]: [usize; 2], dtype: DType, has_beside: bool) -> usize {
-    if dtype == DType::F32 {
-        return 0;
-    }
-    let parallel = rows
-        .div_ceil(CHUNK_ROWS)
-        .min(rayon::current_num_threads().max(1));
-    let matrices = 1 + usize::from(has_beside);
-    parallel * matrices * rows.min(CHUNK_ROWS) * width * size_of::<f32>()
-}
-
 struct RunRows<'a, K> {
     kernel: &'a K,
     first_row: usize,

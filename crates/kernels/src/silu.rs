@@ -84,18 +84,6 @@ pub(crate) fn gated_gradients(
     [of_gate, of_values]
 }
 
-/// Returns the maximum number of bytes that [`gated_gradients`] allocates and frees in addition to its results.
-pub(crate) fn scratch_bytes(num_elements: usize, dtype: DType) -> usize {
-    const WIDENED: usize = 4;
-    if dtype == DType::F32 {
-        return 0;
-    }
-    let parallel = num_elements
-        .div_ceil(CHUNK)
-        .min(rayon::current_num_threads().max(1));
-    parallel * WIDENED * num_elements.min(CHUNK) * size_of::<f32>()
-}
-
 struct Forward;
 
 impl RowKernel for Forward {

@@ -30,8 +30,8 @@ const CONFLICT: usize = 1024;
 /// distance in elements between rows and between columns of the factor.
 ///
 /// A factor with few columns is never copied. For a small result, the library sums products of transposed factors in a
-/// different order, and a copy must not change the bits.
-pub fn copied_columns([rows, columns]: [usize; 2], [row, column]: [usize; 2]) -> usize {
+/// different order, and the bits must be the same as without a copy.
+pub(crate) fn copied_columns([rows, columns]: [usize; 2], [row, column]: [usize; 2]) -> usize {
     let shares_sets = column > 1 && (column * size_of::<f32>()).is_multiple_of(CONFLICT);
     let is_copied = rows >= MANY_ROWS && columns >= BLOCK && row == 1 && shares_sets;
     match is_copied {

@@ -10,4 +10,4 @@ mod run;
 mod tests;
 
 pub use program::{PointwiseOperand, PointwiseOperation, PointwiseProgram};
-pub(crate) use run::{CHUNK, run, scratch_bytes};
+pub(crate) use run::run;

@@ -13,7 +13,7 @@ use crate::vectors::{Kernel, vectorized};
 const BLOCK: usize = 1024;
 
 /// Number of elements that a thread processes at a time.
-pub(crate) const CHUNK: usize = 16 * BLOCK;
+const CHUNK: usize = 16 * BLOCK;
 
 /// Runs a program on inputs of one type, which are broadcast to `shape`. With halves, the result of every step is
 /// rounded to a half.
@@ -77,12 +77,6 @@ pub(crate) fn run(
         chunks.for_each(|(index, out)| run(index, Target::Full(out)));
     }
     result
-}
-
-/// Returns the maximum number of bytes that a thread uses in addition to inputs and result.
-pub(crate) fn scratch_bytes(program: &PointwiseProgram, num_inputs: usize) -> usize {
-    // One more block for a result in halves.
-    (Registers::of(program).count + num_inputs + 1) * BLOCK * size_of::<f32>()
 }
 
 /// Returns true if a tensor may be overwritten and has the elements of this shape in order.
