@@ -92,7 +92,8 @@ pub mod collectives {
         Account, Buffer, BufferPool, Carried, CommSpan, CommStage, Contract, CrossPart,
         ElementType, EntryState, Error, Fingerprint, FullPart, GroupId, Label, LaunchError, Ledger,
         LedgerEntry, LedgerReport, Moment, Operation, OperationCounts, OperationKind, Part,
-        Pending, Processes, Received, Reduction, Role, Seal, Share, Source, Stage, Who, processes,
+        Pending, Processes, Received, Reduction, Role, Seal, Share, Source, Stage, Who, engine,
+        processes,
     };
 }
 
