@@ -97,32 +97,38 @@ fn regions_change_nothing() {
     );
 }
 
-/// A region around a unit costs no additional gather.
+/// A region around a unit or inside it costs no additional gather.
 #[test]
 fn gathers_are_as_many_as_without() {
     for prefetch in 0..3 {
-        let counts = on_ranks(3, move |world| {
-            let device = device();
-            let policy = ShardPolicy::new().units(["blocks.*"]).prefetch(prefetch);
-            let model = build(MLP, &world, &device, policy)?;
-            let mut since = world.counts();
-            for step in 0..3 {
-                let before = world.counts();
-                backward(around_units(&model, world.rank(), step, &device), &model)?;
-                since = world.counts().since(&before);
-                assert!(
-                    units(&model)?
-                        .iter()
-                        .all(|unit| unit.state() == UnitState::Sharded)
-                );
-            }
-            Ok(since)
-        });
-        for counts in counts {
-            assert_eq!(counts.of(OperationKind::AllGather).operations, 7);
-            assert_eq!(counts.of(OperationKind::ReduceScatter).operations, 4);
-            assert_eq!(counts.of(OperationKind::AllReduce).operations, 1);
+        for loss in [around_units, inside_units] {
+            assert_as_many_as_without(loss, prefetch);
         }
+    }
+}
+
+fn assert_as_many_as_without(loss: fn(&Mlp, usize, usize, &Device) -> Tensor<1>, prefetch: usize) {
+    let counts = on_ranks(3, move |world| {
+        let device = device();
+        let policy = ShardPolicy::new().units(["blocks.*"]).prefetch(prefetch);
+        let model = build(MLP, &world, &device, policy)?;
+        let mut since = world.counts();
+        for step in 0..3 {
+            let before = world.counts();
+            backward(loss(&model, world.rank(), step, &device), &model)?;
+            since = world.counts().since(&before);
+            assert!(
+                units(&model)?
+                    .iter()
+                    .all(|unit| unit.state() == UnitState::Sharded)
+            );
+        }
+        Ok(since)
+    });
+    for counts in counts {
+        assert_eq!(counts.of(OperationKind::AllGather).operations, 7);
+        assert_eq!(counts.of(OperationKind::ReduceScatter).operations, 4);
+        assert_eq!(counts.of(OperationKind::AllReduce).operations, 1);
     }
 }
 

@@ -40,7 +40,7 @@ pub enum MoveError {
     #[error("nothing was chosen to run in the next step; leave the pass out, or let it move nodes")]
     Nothing,
 
-    /// A step of several micro-batches, which keeps its nodes.
+    /// A step whose loss is scaled, which keeps its nodes.
     #[error(
         "a step whose loss is scaled is several graphs, of which no node runs in the next step; compute in bf16, or leave \
          the passes of Mode::move_to_next_iteration out"
