@@ -455,7 +455,7 @@ impl Gated {
     }
 }
 
-/// Trains with the stand-in, from the newest step of a folder. Returns the losses, and the added part before and after.
+/// Trains with the stand-in, from the newest step of a folder. Returns the losses, and the added parameter before and after.
 fn with_stand_in(
     ranks: usize,
     steps: std::ops::Range<usize>,
@@ -503,7 +503,7 @@ fn with_stand_in(
         .swap_remove(0)
 }
 
-/// Its values and its optimizer's state.
+/// Both the values and the optimizer's state.
 #[test]
 fn what_a_stand_in_adds_is_saved_and_resumed() {
     let (losses, [_, last]) = with_stand_in(1, 0..6, [None, None]);

@@ -13,7 +13,7 @@ use ranks::{LONG, SHORT, counting, fail, full, gather, observe};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Metadata, Subscriber, span};
 
-/// The errors that the library traces in all threads of this process, one text for each.
+/// The errors that the library traces, from all threads of this process.
 #[derive(Clone, Default)]
 struct Heard(Arc<Mutex<Vec<String>>>);
 
@@ -122,7 +122,7 @@ fn a_panic_reaches_every_kind_of_call() {
     }
 }
 
-/// The thread that notices the failure traces it, which may be any: the subscriber is everybody's.
+/// Any thread may be the one that traces the failure, so the subscriber hears all threads.
 #[test]
 fn a_failed_rank_is_traced_once_with_its_reason() {
     let heard = Heard::default();

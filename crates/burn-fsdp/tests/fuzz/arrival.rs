@@ -1,4 +1,4 @@
-//! Weights as they arrive where shards travel in 8 bits, by what the documentation says.
+//! The weights that ranks compute with if shards travel in 8 bits, written from the documentation.
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Tensor, TensorData};
@@ -12,7 +12,7 @@ use super::model::Net;
 const BLOCK: usize = 256;
 
 impl Leg {
-    /// Returns a module whose parameters have the values with which ranks compute. Their gradients are the exact ones'.
+    /// Returns a module with the values that ranks compute with. Gradients go to the exact parameters.
     pub(crate) fn arrived(&self, net: Net) -> Net {
         let num_shards = match self.ranks {
             Ranks::Line(ranks) | Ranks::Copies(ranks) => ranks,
@@ -36,7 +36,7 @@ struct Arrive<'a> {
 }
 
 impl Arrive<'_> {
-    /// Returns the number of elements of the first shard, the largest; `None` for a parameter that no rank has to gather.
+    /// Returns the number of elements of the largest shard; `None` for a parameter that ranks do not gather.
     fn of_shard(&self, shape: &[usize]) -> Option<usize> {
         let len: usize = shape.iter().product();
         let is_kept = shape.len() < 2 && !self.eager.shards_vectors || len < self.eager.whole_below;
@@ -76,7 +76,7 @@ impl ModuleMapper for Arrive<'_> {
     }
 }
 
-/// Whole numbers of a 127th of the largest, to the nearest.
+/// Rounds a block to multiples of a 127th of its largest magnitude.
 fn rounded(block: &[f32]) -> Vec<f32> {
     let sizes = block.iter().map(|value| value.abs());
     let step = sizes.fold(0.0, f32::max) / 127.0;

@@ -41,16 +41,16 @@ pub(crate) struct Case {
 pub(crate) enum Rates {
     /// One for all parameters.
     One,
-    /// Others for the layers and for the embedding, a rate of the last group's that has a parameter.
+    /// Different rates for the layers and the embedding. Where groups overlap, the last one counts.
     OfParts,
-    /// Another for every bias, whatever layer and group of the optimizer it is in.
+    /// A different rate for biases, in every layer and every group of the optimizer.
     OfBiases,
 }
 
 impl Rates {
     const ALL: [Self; 3] = [Self::One, Self::OfParts, Self::OfBiases];
 
-    /// The rates of a step; they fall from step to step.
+    /// Returns the rates of a step, which fall from step to step.
     pub(crate) fn of(self, step: usize) -> ModuleLearningRate {
         let groups: &[(&str, f64)] = match self {
             Self::One => return RATE.into(),
@@ -66,7 +66,7 @@ impl Rates {
     }
 }
 
-/// Draws what only some engines have. Placements draw nothing here, so that their cases stay those of their seeds.
+/// Draws options that only some engines have. Placements draw nothing here, so their seeds still give the same cases.
 fn extras(engines: Engines) -> BoxedStrategy<(Option<StateFormat>, Rates)> {
     let rates = || prop_oneof![2 => Just(Rates::One), 1 => select(&Rates::ALL[1..])];
     let formats = select(&[StateFormat::Bf16, StateFormat::Block8][..]);

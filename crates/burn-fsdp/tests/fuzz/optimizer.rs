@@ -165,9 +165,9 @@ impl Optimizer {
         Ok(step?)
     }
 
-    /// Returns true if its states are also drawn in fewer bits. Of the others some have no states. Some make steps of one
-    /// size, so one rounding more or less of a state near zero turns a whole step. Centered RMSProp takes a difference of
-    /// two states, which rounding may make negative, and then its root is no number.
+    /// Returns true if its states are also drawn in fewer bits. Some of the others have no states. Some make steps of one
+    /// size, so rounding a state near zero can reverse a step. Centered RMSProp takes the root of a difference of two
+    /// states, which rounding can make negative.
     pub(crate) fn may_have_few_bits(self) -> bool {
         matches!(
             self,

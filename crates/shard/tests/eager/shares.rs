@@ -136,7 +136,7 @@ const TINY: Case<Tiny> = Case {
     },
 };
 
-/// The last ranks have nothing of a parameter with fewer elements, or rows, than ranks. They train all the same.
+/// The last ranks hold nothing of a parameter with fewer elements, or rows, than ranks.
 #[test]
 fn a_parameter_may_have_fewer_elements_than_ranks() {
     for (cut, vectors) in [

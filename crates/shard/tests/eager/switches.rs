@@ -123,7 +123,6 @@ fn memory_is_printed_with_every_number_and_what_pins_weights() {
         no_sync(&model.embed, of_root)??;
         let memory = memory(&model)?;
         assert_eq!(memory.unreduced, ROOT + 4 * (15 + 7));
-        // Different numbers: none is printed in another's place.
         let numbers = [
             ("parameters held", memory.parameters),
             ("unsharded, now", memory.unsharded_live),

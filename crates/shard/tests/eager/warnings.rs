@@ -94,7 +94,7 @@ fn a_device_without_checkpointing_is_told_when_it_is_wrapped_and_once_for_each_u
     }
 }
 
-/// The gradients of an accumulator lack those for the optimizer's trial.
+/// An accumulator drops the gradients for the optimizer's trial.
 #[test]
 fn an_optimizer_that_steps_untried_is_warned_of_once() {
     for is_checked in [false, true] {

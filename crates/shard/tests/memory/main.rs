@@ -395,7 +395,7 @@ fn convolutions_reduce_as_backward_goes() {
     }
 }
 
-/// Also where several are one unit.
+/// Also if a unit has several layers.
 #[test]
 fn lazy_layers_are_materialized_one_at_a_time() {
     let _turn = alone();

@@ -569,7 +569,7 @@ fn the_reduction_of_a_gradient_is_in_the_forward_of_the_next_step() {
     }
 }
 
-/// Micro-batches keep their nodes, and first finish what the step before has moved.
+/// Micro-batches move nothing, and first finish the nodes that the previous step has moved.
 #[test]
 fn a_step_of_micro_batches_finishes_what_was_moved() {
     let _guard = seeded();

@@ -352,7 +352,7 @@ fn the_optimizer_moves_up_to_its_gradients() {
     };
     assert_eq!(optimizer(&before), 0);
     assert!(optimizer(&after) > 100);
-    // A step does so by default.
+    // This is the default.
     let of = |options: &Options| {
         let passes = schedule::pipeline(2, Strategy::FullShard, options, &[]);
         optimizer(&passes.run(gpt()).unwrap())

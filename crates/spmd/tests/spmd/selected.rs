@@ -13,7 +13,7 @@ use burn_fsdp_spmd::{Error, Mode, Strategy, compile};
 
 use crate::compiled::seeded;
 
-/// Sizes of batches and of parameters, of which none is a whole number of vectors of any processor.
+/// Sizes of batches and parameters. None is a multiple of a processor's vector length.
 #[derive(Debug, Clone, Copy)]
 struct Sizes {
     rows: usize,
@@ -21,7 +21,7 @@ struct Sizes {
     depth: usize,
 }
 
-/// As few elements as Burn adds in 32 bits, and as many as the kernel does.
+/// Below and above the size from which the kernel adds 32-bit floats.
 const SIZES: [Sizes; 3] = [
     Sizes {
         rows: 3,
