@@ -507,7 +507,7 @@ fn a_parent_reads_a_weight_of_a_unit() {
         let got = sharded(READING, ranks, 5, policy());
         assert_close(&got, &plainly(READING, ranks, 5), 1e-5);
         let read_again = Case {
-            loss: |model, rank, step, device| {
+            loss: |model: &Reading, rank, step, device| {
                 let weight = model.child.weight.val();
                 (READING.loss)(model, rank, step, device) + weight.mean()
             },
