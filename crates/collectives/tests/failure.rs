@@ -127,7 +127,7 @@ fn a_panic_reaches_every_kind_of_call() {
 fn a_failed_rank_is_traced_once_with_its_reason() {
     let heard = Heard::default();
     tracing::subscriber::set_global_default(heard.clone()).expect("no other test sets one");
-    rank_0_hears(LONG, |_| panic!("traced once"), |world| world.barrier("x"));
+    rank_0_sees(LONG, |_| panic!("traced once"), |world| world.barrier("x"));
     let events = heard.0.lock().unwrap().clone();
     let own: Vec<_> = (events.iter())
         .filter(|event| event.contains("traced once"))

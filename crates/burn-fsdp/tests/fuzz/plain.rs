@@ -190,7 +190,7 @@ impl Plainly<'_> {
         let losses: Vec<_> = match together {
             // One cast of each parameter, whose gradients are accumulated.
             Accumulation::Joined => {
-                let cast = halves.cast(&self.plan, near.clone());
+                let cast = halves.cast(&self.plan, near);
                 let losses = batches.into_iter().map(|batch| loss_of(&cast, batch));
                 losses.reduce(|sum, loss| sum + loss).into_iter().collect()
             }

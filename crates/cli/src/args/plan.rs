@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::{DEVICES, DIAGNOSTICS, MEMORY};
+use super::headings::{DEVICES, DIAGNOSTICS, MEMORY};
 
 const PLAN_AFTER_HELP: &str = "\
 Examples:

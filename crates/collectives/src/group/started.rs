@@ -72,7 +72,7 @@ impl Started {
 pub(super) struct Wanted {
     /// The memory of all buffers, except empty ones.
     space: Space,
-    lens: Vec<usize>,
+    lens: Box<[usize]>,
 }
 
 impl Wanted {
