@@ -1,6 +1,7 @@
 //! The command line as it was typed: commands, arguments and their help texts.
 
 mod check;
+mod headings;
 mod model;
 mod optimizer;
 mod plan;
@@ -12,6 +13,7 @@ use burn_fsdp::DeviceName;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::Serialize;
 
+use crate::args::headings::{DEVICES, DIAGNOSTICS, MEMORY};
 use crate::launch::LaunchArgs;
 use crate::operations::diff::DiffArgs;
 pub(crate) use check::CheckArg;
@@ -51,15 +53,6 @@ pub(crate) enum Command {
     /// Print a manual page: `burn-fsdp manual train | man -l -`
     Manual(ManualArgs),
 }
-
-/// The heading of flags about ranks and devices.
-const DEVICES: &str = "Devices and sharding";
-
-/// The heading of flags that trade memory, speed and precision.
-const MEMORY: &str = "Memory and speed";
-
-/// The heading of flags that show how a run works.
-const DIAGNOSTICS: &str = "Diagnostics";
 
 /// The help text about the exit codes of every command.
 const EXIT_CODES: &str = "\

@@ -2,9 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::args::headings::{DEVICES, DIAGNOSTICS, MEMORY};
 use clap::{Args, ValueEnum};
-
-use super::{DEVICES, DIAGNOSTICS, MEMORY};
 
 const PLAN_AFTER_HELP: &str = "\
 Examples:
