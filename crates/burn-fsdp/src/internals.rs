@@ -72,8 +72,8 @@ pub mod compile {
         Certificate, CustomOpIr, CustomOperation, CustomOperations, DataParallel, DumpError, Error,
         GRAD_NORM, GraphDump, HandleKind, IdleState, IdleTensor, LazyLora, Loss, MoveError,
         OptimizerState, Override, OverrideError, ProofError, ScaleError, ShardSpec, cast_floats,
-        certify, certify_at, compile_from, compile_on, compile_with, copied_columns, graph,
-        kernels, lower, passes, place, plain, prove, run, trace,
+        certify, certify_at, compile_from, compile_on, compile_with, graph, kernels, lower, passes,
+        place, prove, run, trace,
     };
 }
 
@@ -81,7 +81,7 @@ pub mod compile {
 pub mod plan {
     pub use burn_fsdp_plan::{
         Advice, BudgetError, Bytes, Category, Checkpointing, Duration, Estimate, Fitted, Flops,
-        Job, KernelScratch, Link, Machine, Moment, Plan, Precision, Size, Stop, Tally, TimePlan,
+        Job, Link, Machine, Moment, Plan, Precision, ProcessBytes, Size, Stop, Tally, TimePlan,
         TracedEstimate, Traffic, Transformer, advise, fit,
     };
 }
@@ -92,7 +92,8 @@ pub mod collectives {
         Account, Buffer, BufferPool, Carried, CommSpan, CommStage, Contract, CrossPart,
         ElementType, EntryState, Error, Fingerprint, FullPart, GroupId, Label, LaunchError, Ledger,
         LedgerEntry, LedgerReport, Moment, Operation, OperationCounts, OperationKind, Part,
-        Pending, Processes, Received, Reduction, Role, Seal, Share, Source, Stage, Who, processes,
+        Pending, Processes, Received, Reduction, Role, Seal, Share, Source, Stage, Who, engine,
+        processes,
     };
 }
 

@@ -198,7 +198,7 @@ pub(crate) struct TrainingArgs {
     pub(crate) activation_checkpointing: bool,
     /// With --compile: limit planned peak memory per rank, e.g. 400MiB
     ///
-    /// Recomputes as few blocks as necessary. The plan counts tensors, scratch and transport. Conflicts with
+    /// Recomputes as few blocks as necessary. The plan is the exact peak of tensors times a measured factor. Conflicts with
     /// --activation-checkpointing, --accumulate and --precision f16.
     #[arg(
         long,

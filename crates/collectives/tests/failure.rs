@@ -2,12 +2,53 @@
 
 mod ranks;
 
+use std::fmt::{self, Write};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use burn_fsdp_collectives::{
     At, Error, Fault, How, LaunchConfig, LaunchError, ProcessGroup, Reduction, Stage,
 };
 use ranks::{LONG, SHORT, counting, fail, full, gather, observe};
+use tracing::field::{Field, Visit};
+use tracing::{Event, Level, Metadata, Subscriber, span};
+
+/// The errors that the library traces, from all threads of this process.
+#[derive(Clone, Default)]
+struct Heard(Arc<Mutex<Vec<String>>>);
+
+/// The fields of an event.
+struct Fields(String);
+
+impl Visit for Fields {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        write!(self.0, "{}: {value:?}, ", field.name()).expect("a text takes it");
+    }
+}
+
+impl Subscriber for Heard {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() == Level::ERROR && metadata.target() == "burn_fsdp"
+    }
+
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut fields = Fields(String::new());
+        event.record(&mut fields);
+        self.0.lock().unwrap().push(fields.0);
+    }
+
+    fn enter(&self, _: &span::Id) {}
+
+    fn exit(&self, _: &span::Id) {}
+}
 
 /// Returns the error that rank 0 gets from `call` when rank 1 of 2 first does `instead`.
 fn rank_0_sees(
@@ -15,7 +56,6 @@ fn rank_0_sees(
     instead: impl Fn(&ProcessGroup) -> Result<(), Error> + Send + Sync + 'static,
     call: impl Fn(&ProcessGroup) -> Result<(), Error> + Send + Sync + 'static,
 ) -> Error {
-    use std::sync::{Arc, Mutex};
     let heard = Arc::new(Mutex::new(None));
     let ear = heard.clone();
     let config = LaunchConfig::new(2).deadline(deadline).grace(SHORT);
@@ -79,6 +119,26 @@ fn a_panic_reaches_every_kind_of_call() {
             "{message}"
         );
         assert!(message.contains("rank 1: none"), "{message}");
+    }
+}
+
+/// Any thread may be the one that traces the failure, so the subscriber hears all threads.
+#[test]
+fn a_failed_rank_is_traced_once_with_its_reason() {
+    let heard = Heard::default();
+    tracing::subscriber::set_global_default(heard.clone()).expect("no other test sets one");
+    rank_0_hears(LONG, |_| panic!("traced once"), |world| world.barrier("x"));
+    let events = heard.0.lock().unwrap().clone();
+    let own: Vec<_> = (events.iter())
+        .filter(|event| event.contains("traced once"))
+        .collect();
+    assert_eq!(own.len(), 1, "{events:?}");
+    for part in [
+        "message: a rank failed",
+        "rank: 1",
+        "reason: panicked: traced once",
+    ] {
+        assert!(own[0].contains(part), "{part} in {own:?}");
     }
 }
 

@@ -3,7 +3,7 @@
 use burn::backend::Backend;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 
-/// The operations and their gradients, which a backend computes or records.
+/// The operations and their gradients, as a backend computes or records them.
 pub(crate) trait Kernels: Backend {
     fn gelu_kernel(x: FloatTensor<Self>) -> FloatTensor<Self>;
 

@@ -3,7 +3,7 @@
 /// Below this, `exp` is treated as zero.
 const SMALLEST_EXPONENT: f32 = -87.0;
 
-/// Adding this number rounds a small number to an integer, which is then in the lowest bits.
+/// Adding this rounds a small number to an integer, which is then in the lowest bits.
 const ROUND: f32 = 12_582_912.0;
 
 /// `ln 2` in two parts; multiples of the first are exact.
@@ -12,11 +12,11 @@ const LN_2_LOW: f32 = -2.121_944_4e-4;
 
 /// Returns `e^x` for `x <= 0`, to about one unit in the last place.
 ///
-/// The code has no branches and no calls, so a loop over it becomes vector instructions. The polynomial comes from
-/// the Cephes library.
+/// The code has no branches and no calls, so a loop over it becomes vector instructions. The polynomial is from the
+/// Cephes library.
 #[inline(always)]
 fn exp_nonpositive(x: f32) -> f32 {
-    // This form keeps NaN.
+    // This form preserves NaN.
     let x = if x < SMALLEST_EXPONENT {
         SMALLEST_EXPONENT
     } else {
@@ -36,7 +36,7 @@ fn exp_nonpositive(x: f32) -> f32 {
 }
 
 /// Returns `e^x` for `x <= 0`, or zero if the result is below about the smallest normal number. So masked elements
-/// contribute nothing, however large their factor is.
+/// contribute nothing, regardless of their factor.
 #[inline(always)]
 pub(crate) fn exp_or_zero(x: f32) -> f32 {
     let exp = exp_nonpositive(x);

@@ -1,7 +1,7 @@
-//! Memory that is first written by the threads that compute in it.
+//! Memory that is first written by the threads that compute its contents.
 //!
 //! If a tensor is filled or copied before it is computed, one thread makes an additional pass over the memory. The
-//! elements are then no longer in the cache of the computing thread.
+//! elements are then not in the computing thread's cache.
 
 #![allow(
     unsafe_code,
@@ -13,8 +13,8 @@ use std::mem::MaybeUninit;
 use bytemuck::Pod;
 use rayon::prelude::*;
 
-/// Returns a copy of the elements, modified by `change`, and the results of `change` for all parts of `len` elements.
-/// `change` receives the part's index, the part's copy, and the thread's scratch.
+/// Returns a copy of the elements, modified by `change`, and the results of `change` for each part of `len` elements.
+/// `change` receives the index and copy of the part, and the thread's scratch.
 pub(crate) fn changed_copy<T, S, R>(
     elements: &[T],
     len: usize,
@@ -34,14 +34,14 @@ where
             change(number, part.write_copy_of_slice(source), scratch)
         })
         .collect();
-    // SAFETY: that many elements are allocated. The chunks of both slices agree in number and length, so all elements
+    // SAFETY: `total` elements are allocated. The chunks of both slices agree in number and length, so all elements
     // have been written.
     unsafe { copy.set_len(total) };
     (copy, results)
 }
 
-/// Returns vectors of these lengths, each divided into `num_parts` parts of equal length. `add` receives a part's
-/// index and that part of each vector, filled with zeros, to which it adds.
+/// Returns vectors of these lengths, each divided into `num_parts` equal parts. `add` receives a part's index and that
+/// part of each vector, initially zero, and adds to it.
 ///
 /// # Panics
 ///

@@ -121,7 +121,7 @@ mod tests {
 
     #[test]
     fn the_density_of_huge_values_is_zero() {
-        // This holds however large the other factor is. The gradient there is the gradient of the value itself.
+        // This holds regardless of the other factor, so the gradient there is the gradient of the value itself.
         for x in [20.0, 1e19, 1e35, 3e38] {
             assert_eq!(x * Normal::at(x).density, 0.0);
             assert_eq!(x * Normal::at(-x).cumulative, 0.0);

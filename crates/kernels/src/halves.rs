@@ -35,8 +35,8 @@ impl<'a> Elements<'a> {
         }
     }
 
-    /// Returns a range of the elements as 32-bit floats, widened into `buffer` if necessary. If there are no elements
-    /// at all, the result is empty.
+    /// Returns a range of the elements as 32-bit floats, widened into `buffer` if necessary. The result is empty if
+    /// there are no elements.
     pub(crate) fn part<'b>(self, range: Range<usize>, buffer: &'b mut Vec<f32>) -> &'b [f32]
     where
         'a: 'b,
@@ -192,7 +192,7 @@ impl Kernel for Narrow<'_> {
     }
 }
 
-/// Widens halves, as a part of a [`Kernel`].
+/// Widens halves, inside a [`Kernel`].
 #[inline(always)]
 pub(crate) fn widen_into(halves: &[bf16], floats: &mut [f32]) {
     for (float, half) in floats.iter_mut().zip(halves) {
@@ -200,7 +200,7 @@ pub(crate) fn widen_into(halves: &[bf16], floats: &mut [f32]) {
     }
 }
 
-/// Rounds floats to halves, as a part of a [`Kernel`].
+/// Rounds floats to halves, inside a [`Kernel`].
 #[inline(always)]
 pub(crate) fn narrow_into(floats: &[f32], halves: &mut [bf16]) {
     for (half, float) in halves.iter_mut().zip(floats) {
@@ -208,7 +208,7 @@ pub(crate) fn narrow_into(floats: &[f32], halves: &mut [bf16]) {
     }
 }
 
-/// Rounds floats to numbers that are exact in halves, as a part of a [`Kernel`].
+/// Rounds floats to numbers that are exact in halves, inside a [`Kernel`].
 #[inline(always)]
 pub(crate) fn round(floats: &mut [f32]) {
     for float in floats {
@@ -216,7 +216,7 @@ pub(crate) fn round(floats: &mut [f32]) {
     }
 }
 
-/// Returns the same number, without a function call.
+/// Widens a half, without a function call.
 #[inline(always)]
 pub(crate) fn widened(half: bf16) -> f32 {
     f32::from_bits(u32::from(half.to_bits()) << 16)
@@ -242,7 +242,7 @@ mod tests {
 
     #[test]
     fn rounding_matches_the_half_type() {
-        // Every upper half, with lower halves around the midpoint between two.
+        // All upper halves, with lower halves around the rounding midpoint.
         for upper in 0..=u16::MAX {
             for lower in [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF] {
                 let float = f32::from_bits(u32::from(upper) << 16 | lower);

@@ -1,14 +1,14 @@
 //! Model operations with handwritten gradients, for 32-bit floats and halves (`bf16`) on Burn's CPU backend.
 //!
-//! Composed of Burn's elementary operations, attention or a layer norm makes a dozen passes over memory, and saves as
-//! many tensors for backward. Here each operation is a single graph node that saves only its input. It processes whole
+//! Composed of Burn's elementary operations, attention or a layer norm makes a dozen passes over memory, and saves a
+//! dozen tensors for backward. Here each operation is a single graph node that saves only its input. It processes whole
 //! rows while they are in the cache, with vector instructions for `exp` and `erf`. The operations count as expensive,
 //! so a gradient checkpointing device keeps their outputs, and only gathered weights are recomputed.
 //!
 //! The mathematics is the same as in the composed operations, which all other backends and types use. Tests compare the
 //! two.
 //!
-//! Burn's capture device records graphs for later execution. There the operations are recorded as [`FusedOperation`]s
+//! Burn's capture device records graphs for later execution. On it, operations are recorded as [`FusedOperation`]s
 //! inside [`recorded`], and composed of elementary operations elsewhere. The executor of such a graph must support
 //! fused operations.
 //!
@@ -61,4 +61,3 @@ pub use operation::{FusedCost, FusedOperation};
 pub use ops::{causal_attention, cross_entropy, gelu, layer_norm};
 pub use pointwise::{PointwiseOperand, PointwiseOperation, PointwiseProgram};
 pub use route::{recorded, supports};
-pub use turned::copied_columns;

@@ -1,4 +1,4 @@
-//! Log probabilities of chosen classes: the part of a softmax that a cross entropy of logits needs.
+//! Log probabilities of selected classes: the part of a softmax that the cross entropy of logits needs.
 
 use std::ops::Range;
 
@@ -53,14 +53,6 @@ pub(crate) fn forward(logits: &FlexTensor, classes: &FlexTensor) -> [FlexTensor;
         vector(chosen, logits.dtype()).reshape(shape(1).into()),
         vector(kept, DType::F32).reshape(shape(KEPT).into()),
     ]
-}
-
-/// Returns the bytes for the rows' classes as indices and, if needed, a number for each row. In backward, the number is
-/// the gradient; in forward with halves, it is the result before rounding.
-pub(crate) fn scratch_bytes(rows: usize, dtype: DType, is_backward: bool) -> usize {
-    let is_beside = is_backward || dtype == DType::BF16;
-    let beside = if is_beside { size_of::<f32>() } else { 0 };
-    rows * (size_of::<usize>() + beside)
 }
 
 /// Returns the rows of a chunk.

@@ -156,8 +156,7 @@ mod tests {
         FlexTensor::from_data(data.convert_dtype(DType::F64))
     }
 
-    /// Compares a product with the product in 64 bits: it must be equal after one rounding, or the neighbouring
-    /// number.
+    /// Compares a product with the product in 64 bits: it must equal the rounded value or a neighbouring number.
     #[track_caller]
     fn assert_product(lhs: FlexTensor, rhs: FlexTensor) {
         let exact = Flex::float_matmul(in_64_bits(&lhs), in_64_bits(&rhs));
@@ -192,7 +191,7 @@ mod tests {
         }
     }
 
-    /// Covers every shape that Burn handles in its own way: small and large, single and batched.
+    /// Covers every kind of shape that Burn handles separately: small and large, single and batched.
     #[test]
     fn products_in_32_bits_match_burn_bit_for_bit() {
         let floats = |shape: &[usize], seed| {
@@ -216,12 +215,12 @@ mod tests {
                 (&[2, 3, 5, 7], &[3, 7, 4]),
                 (&[4, 0], &[0, 3]),
                 (&[3, 40, 30], &[30, 20]),
-                // Columns of a transposed factor that share sets of a cache.
+                // Columns of a transposed factor that share cache sets.
                 (&[130, 256], &[256, 200]),
                 (&[200, 768], &[768, 129]),
                 (&[128, 4096], &[4096, 383]),
                 (&[3, 150, 512], &[3, 512, 47]),
-                // So few columns that the library adds in a different order.
+                // Few enough columns for the library to add in a different order.
                 (&[128, 256], &[256, 2]),
                 (&[130, 256], &[256, 16]),
             ] {
@@ -282,7 +281,7 @@ mod tests {
         let run = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
             let products = || {
-                // Some numbers of rows leave a part with few rows.
+                // Some row counts leave a part with few rows.
                 [500, 257, 65, 48].map(|rows| {
                     let product = matmul(tensor(&[rows, 384], 1), tensor(&[384, 200], 2));
                     product.into_data().try_to_vec::<bf16>().expect("halves")

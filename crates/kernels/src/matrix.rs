@@ -8,7 +8,7 @@ pub(crate) struct Matrix<'a, T> {
     pub(crate) elements: &'a [T],
     pub(crate) rows: usize,
     pub(crate) columns: usize,
-    /// Distances between rows, and between columns.
+    /// Distances between rows and between columns, in elements.
     pub(crate) strides: [usize; 2],
 }
 

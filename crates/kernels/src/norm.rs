@@ -10,7 +10,7 @@ use burn_flex::FlexTensor;
 
 use crate::backend::Kernels;
 use crate::halves::{Elements, floats, vector};
-use crate::rows::{CHUNK_ROWS, RowKernel, contiguous, map_rows, matrix_dims, sum_by, sum_pairs_by};
+use crate::rows::{RowKernel, contiguous, map_rows, matrix_dims, sum_by, sum_pairs_by};
 
 #[derive(Debug)]
 struct LayerNorm;
@@ -97,7 +97,7 @@ fn scaled(
 ) -> FlexTensor {
     let (gamma, beta) = (contiguous(gamma), beta.map(contiguous));
     let beta = beta.as_ref().map(floats);
-    // If others hold the input, writing to it makes the single necessary copy.
+    // If the input is shared, writing to it makes the only copy.
     let mut output = contiguous(x);
     let kernel = Forward {
         gamma: &floats(&gamma),
@@ -186,11 +186,6 @@ fn gradients(
         total.add(sums);
     }
     (grad, total)
-}
-
-/// Returns the bytes for the gradients of this many vectors: one sum for each chunk of rows.
-pub(crate) fn scratch_bytes([rows, width]: [usize; 2], vectors: usize) -> usize {
-    rows.div_ceil(CHUNK_ROWS) * vectors * width * size_of::<f32>()
 }
 
 /// Turns the gradient of the output into the gradient of the input, which is the second matrix.

@@ -1,22 +1,20 @@
 //! Fused operations in captured graphs.
 
-use burn::tensor::{DType, Shape};
 use burn_flex::FlexTensor;
 use burn_ir::{CustomOpIr, ScalarIr};
 
-use crate::attention::{Factors, Fill, Sizes, Weighting};
+use crate::attention::{Factors, Fill, Weighting};
 use crate::pointwise::{self, PointwiseProgram};
 use crate::rows::contiguous;
 use crate::softmax::{self, Form};
-use crate::{attention, cross_entropy, gelu, halves, likelihood, matmul, norm, product, rows};
-use crate::{silu, sum};
+use crate::{attention, cross_entropy, gelu, halves, likelihood, matmul, norm, silu, sum};
 
 /// A fused operation in a captured graph. It is an [`OperationIr::Custom`](burn_ir::OperationIr::Custom) with this
 /// [name](Self::name), which [`run`](Self::run) computes.
 ///
-/// Inputs and outputs are those of the kernels, either all 32-bit floats or all halves (`bf16`). Halves are widened
-/// when they are read, and results are rounded once. The loss and the factor of `models.cross_entropy_backward`
-/// always have 32 bits:
+/// Inputs and outputs are the kernels', either all 32-bit floats or all halves (`bf16`). Halves are widened when they
+/// are read, and results are rounded once. The loss and the factor of `models.cross_entropy_backward` always have 32
+/// bits:
 ///
 /// | name | inputs | outputs | scalars |
 /// |---|---|---|---|
@@ -78,11 +76,11 @@ pub enum FusedOperation {
     RmsNorm,
     /// The gradients of [`RmsNorm`](Self::RmsNorm).
     RmsNormBackward,
-    /// Attention of every position to itself and all earlier positions.
+    /// Attention from every position to itself and all earlier positions.
     CausalAttention,
     /// The gradient of [`CausalAttention`](Self::CausalAttention).
     CausalAttentionBackward,
-    /// Attention of queries to keys, under any number of masks, with or without factors on the probabilities.
+    /// Attention from queries to keys, under any number of masks, with or without factors on the probabilities.
     Attention,
     /// The gradients of [`Attention`](Self::Attention).
     AttentionBackward,
@@ -112,15 +110,13 @@ pub enum FusedOperation {
     Pointwise,
 }
 
-/// The work of a fused operation, and its memory in addition to operands and results.
+/// The work of a fused operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FusedCost {
     /// Floating-point operations in matrix products. A multiplication and an addition count as two.
     pub matmul: u64,
     /// Other floating-point operations: one per element of the largest tensor.
     pub pointwise: u64,
-    /// Maximum number of bytes that the operation allocates and frees.
-    pub scratch_bytes: u64,
 }
 
 impl FusedOperation {
@@ -191,11 +187,11 @@ impl FusedOperation {
         Self::ALL.into_iter().find(|known| known.name() == name)
     }
 
-    /// Computes the operation on Burn's CPU backend. Inputs that nothing else holds are overwritten.
+    /// Computes the operation on Burn's CPU backend. Inputs that are not shared are overwritten.
     ///
     /// # Panics
     ///
-    /// If the inputs differ from those with which the operation was captured.
+    /// If the inputs do not match the captured call.
     pub fn run(self, call: &CustomOpIr, inputs: Vec<FlexTensor>) -> Vec<FlexTensor> {
         if self == Self::Pointwise {
             return vec![pointwise::run(
@@ -259,7 +255,7 @@ impl FusedOperation {
         }
     }
 
-    /// Returns the input that the first output of a call overwrites if nothing else holds it and it is contiguous. All
+    /// Returns the input that the first output of a call overwrites if the input is contiguous and not shared. All
     /// other outputs have their own memory.
     pub fn written_over(self, call: &CustomOpIr) -> Option<usize> {
         match self {
@@ -305,121 +301,61 @@ impl FusedOperation {
         )
     }
 
-    /// Returns the work of a call, and its memory in addition to operands and results.
+    /// Returns the work of a call.
     pub fn cost(self, call: &CustomOpIr) -> FusedCost {
         let tensors = call.inputs.iter().chain(&call.outputs);
         let largest = tensors.map(|tensor| tensor.shape.num_elements()).max();
         let pointwise = largest.unwrap_or(0) as u64;
-        let (products, is_backward) = match self {
-            Self::Pointwise => return pointwise_cost(call, pointwise),
-            Self::CausalAttention | Self::Attention => (2, false),
-            Self::CausalAttentionBackward | Self::AttentionBackward => (5, true),
+        let products = match self {
+            Self::Pointwise => {
+                return FusedCost {
+                    matmul: 0,
+                    pointwise: program(call).len() as u64 * pointwise,
+                };
+            }
+            Self::CausalAttention | Self::Attention => 2,
+            Self::CausalAttentionBackward | Self::AttentionBackward => 5,
             Self::Matmul => return product_cost(call),
             _ => {
                 return FusedCost {
+                    matmul: 0,
                     pointwise,
-                    scratch_bytes: self.scratch_of_rows(call),
-                    ..FusedCost::default()
                 };
             }
         };
         let shape = &call.inputs[0].shape;
-        let is_half = call.inputs[0].dtype == DType::BF16;
-        let (batch, pairs, sizes) = match self {
+        let (pairs, width) = match self {
             Self::Attention | Self::AttentionBackward => {
-                let (keys, values) = (&call.inputs[1].shape, &call.inputs[2].shape);
-                let sizes = Sizes {
-                    heads: shape[2],
-                    times: [shape[1], keys[1]],
-                    widths: [shape[3], values[3]],
-                    is_masked: call.inputs.iter().any(|input| input.dtype.is_bool()),
-                    has_factors: factors_of(call).is_some(),
-                    is_half,
-                };
-                (shape[0], shape[0] * shape[1] * keys[1], sizes)
+                let keys = &call.inputs[1].shape;
+                (shape[0] * shape[1] * keys[1], shape[2] * shape[3])
             }
             _ => {
                 let [batch, heads] =
                     [0, 1].map(|index: usize| call.scalars[index].elem::<u64>() as usize);
                 let time = shape[0] / batch.max(1);
-                let sizes = Sizes {
-                    heads,
-                    times: [time; 2],
-                    widths: [shape[1] / 3 / heads.max(1); 2],
-                    is_masked: false,
-                    has_factors: false,
-                    is_half,
-                };
                 // On average, half of the queries and keys are seen.
-                (batch, shape[0] * (time + 1) / 2, sizes)
+                let width = heads * (shape[1] / 3 / heads.max(1));
+                (shape[0] * (time + 1) / 2, width)
             }
         };
-        let width = sizes.heads * sizes.widths[0];
-        let parallel = batch.min(rayon::current_num_threads());
         FusedCost {
             matmul: products * (pairs * width) as u64 * 2,
             pointwise,
-            scratch_bytes: (parallel * sizes.scratch_bytes(is_backward)) as u64,
         }
-    }
-
-    /// Returns the maximum number of bytes that an operation on rows allocates and frees.
-    fn scratch_of_rows(self, call: &CustomOpIr) -> u64 {
-        let input = &call.inputs[0];
-        let has_beside = match self {
-            Self::Gelu
-            | Self::Silu
-            | Self::LayerNorm
-            | Self::RmsNorm
-            | Self::CrossEntropy
-            | Self::CrossEntropyBackward
-            | Self::Softmax
-            | Self::LogSoftmax
-            | Self::LogLikelihood
-            | Self::LogLikelihoodBackward => false,
-            Self::GeluBackward
-            | Self::SiluBackward
-            | Self::SwiGlu
-            | Self::LayerNormBackward
-            | Self::RmsNormBackward
-            | Self::SoftmaxBackward
-            | Self::LogSoftmaxBackward => true,
-            Self::SwiGluBackward => {
-                return silu::scratch_bytes(input.shape.num_elements(), input.dtype) as u64;
-            }
-            _ => return 0,
-        };
-        let width = input.shape.as_slice().last().copied().unwrap_or(1);
-        let rows = input.shape.num_elements() / width.max(1);
-        let own = match self {
-            Self::LogLikelihood => likelihood::scratch_bytes(rows, input.dtype, false),
-            Self::LogLikelihoodBackward => likelihood::scratch_bytes(rows, input.dtype, true),
-            Self::LayerNormBackward => norm::scratch_bytes([rows, width], 2),
-            Self::RmsNormBackward => norm::scratch_bytes([rows, width], 1),
-            _ => 0,
-        };
-        (own + rows::scratch_bytes([rows, width], input.dtype, has_beside)) as u64
     }
 }
 
-/// Returns the work of a product. The scratch does not include copies of 32-bit factors, which depend on their memory
-/// order. See [`copied_columns`](crate::copied_columns) and the library's own rules.
+/// Returns the work of a product.
 fn product_cost(call: &CustomOpIr) -> FusedCost {
     let (lhs, out) = (&call.inputs[0], &call.outputs[0]);
-    let dims = |shape: &Shape| match shape.as_slice() {
-        [.., rows, columns] => [*rows, *columns],
-        _ => [1, 1],
+    let addends = match lhs.shape.as_slice() {
+        [.., _, addends] => *addends,
+        _ => 1,
     };
-    let ([rows, addends], [_, columns]) = (dims(&lhs.shape), dims(&out.shape));
     let products = (out.shape.num_elements() as u64).saturating_mul(addends as u64);
-    let scratch_bytes = match lhs.dtype {
-        DType::BF16 => product::scratch_of_halves([rows, columns, addends]) as u64,
-        _ => 0,
-    };
     FusedCost {
         matmul: products.saturating_mul(2),
         pointwise: 0,
-        scratch_bytes,
     }
 }
 
@@ -427,17 +363,6 @@ fn product_cost(call: &CustomOpIr) -> FusedCost {
 fn program(call: &CustomOpIr) -> PointwiseProgram {
     let program = PointwiseProgram::from_scalars(&call.scalars);
     program.expect("a call of pointwise operations has the scalars of a program")
-}
-
-fn pointwise_cost(call: &CustomOpIr, num_elements: u64) -> FusedCost {
-    let program = program(call);
-    let blocks = num_elements.div_ceil(pointwise::CHUNK as u64);
-    let parallel = blocks.min(rayon::current_num_threads() as u64);
-    FusedCost {
-        matmul: 0,
-        pointwise: program.len() as u64 * num_elements,
-        scratch_bytes: parallel * pointwise::scratch_bytes(&program, call.inputs.len()) as u64,
-    }
 }
 
 /// Returns the index of an attention's input that holds its factors: the last input, if it is neither a mask nor an
@@ -449,7 +374,7 @@ fn factors_of(call: &CustomOpIr) -> Option<usize> {
     (last >= given && call.inputs[last].dtype.is_float()).then_some(last)
 }
 
-/// Returns the weighting of a call from its scalars and the inputs after the operands.
+/// Returns the weighting of a call from its scalars and the inputs that follow the operands.
 fn weighting(call: &CustomOpIr, inputs: impl Iterator<Item = FlexTensor>) -> Weighting {
     let mut inputs: Vec<FlexTensor> = inputs.collect();
     let number = |scalar: &ScalarIr| scalar.elem::<f32>();

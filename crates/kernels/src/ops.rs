@@ -45,7 +45,7 @@ pub fn causal_attention(qkv: Tensor<2>, batch: usize, heads: usize) -> Tensor<2>
     }
 }
 
-/// Returns the mean over the rows of the target's negative log probability, in f32.
+/// Returns the negative log probability of the targets in f32, averaged over the rows.
 ///
 /// # Shapes
 ///

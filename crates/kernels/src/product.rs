@@ -17,30 +17,30 @@ use crate::turned;
 use crate::vectors::vectorized;
 use crate::widened::{self, HalfProducts, Round};
 
-/// Number of rows of a product of halves that are not divided among threads.
+/// The rows of a product of halves are divided among threads in multiples of this number.
 const ROWS: usize = 32;
 
-/// Number of multiplications from which one product is divided among threads, as in Burn's CPU backend.
+/// Minimum number of multiplications of a product that is divided among threads, as in Burn's CPU backend.
 const LARGE: usize = 192 * 192 * 192;
 
-/// Number of multiplications from which a batch of products is divided among threads.
+/// Minimum number of multiplications of a batch of products that is divided among threads.
 const LARGE_BATCH: usize = 128 * 128 * 128;
 
-/// The element types that have products.
+/// An element type that has products.
 pub(crate) trait Factor: Element + Pod + Send + Sync {
     /// Calls the library.
     ///
     /// # Safety
     ///
-    /// `out` must be valid for writes of the rows of `lhs` times the columns of `rhs`, in order. The matrices must
-    /// have the sizes that they state. The number of columns of `lhs` must equal the number of rows of `rhs` and be
-    /// at least one.
+    /// `out` must be valid for writes of the rows of `lhs` times the columns of `rhs`, in order. The matrices must have
+    /// the sizes that they specify. The number of columns of `lhs` must equal the number of rows of `rhs` and be at
+    /// least one.
     unsafe fn multiply(lhs: Matrix<'_, Self>, rhs: Matrix<'_, Self>, out: *mut Self, by: Threads);
 }
 
-/// Returns products of these sizes, one after the other. `factors` returns the two matrices of each product.
+/// Returns products of these sizes, stored one after the other. `factors` returns the two matrices of each product.
 ///
-/// They are divided among threads as in Burn.
+/// The work is divided among threads as in Burn.
 ///
 /// # Panics
 ///
@@ -152,7 +152,7 @@ impl Columns {
     }
 }
 
-// SAFETY: this is only a pointer. The code that writes there explains why there are no other writers.
+// SAFETY: this is only a pointer. The code that writes through it explains why no other thread writes there.
 unsafe impl Send for Columns {}
 // SAFETY: as above.
 unsafe impl Sync for Columns {}
@@ -188,27 +188,6 @@ fn rows_of_part(rows: usize, num_threads: usize) -> usize {
         part += ROWS;
     }
     part
-}
-
-/// Returns the bytes that a product of halves takes for copies of its factors on the threads of this pool, and for
-/// 32-bit sums.
-pub(crate) fn scratch_of_halves([rows, columns, addends]: [usize; 3]) -> usize {
-    /// Columns of the right factor that are copied at a time.
-    const COLUMNS: usize = 256;
-    /// Minimum number of addends that the library processes in several parts. The actual number depends on the caches.
-    const MANY: usize = 5000;
-    let num_threads = rayon::current_num_threads();
-    let part = rows_of_part(rows, num_threads).min(rows);
-    let num_parts = rows.div_ceil(part.max(1)).min(num_threads);
-    if HalfProducts::of_processor() == HalfProducts::Widened {
-        return num_parts * widened::scratch_bytes([part, columns, addends]);
-    }
-    let copies = (part + COLUMNS) * addends * size_of::<bf16>();
-    let sums = match addends >= MANY {
-        true => (part * columns * size_of::<f32>()).next_power_of_two(),
-        false => 0,
-    };
-    num_parts * (copies.next_power_of_two() + sums)
 }
 
 /// Writes the product of two matrices, row after row.
@@ -266,7 +245,7 @@ struct Target {
 ///
 /// # Safety
 ///
-/// As for [`Factor::multiply`], with the rows of the target.
+/// As for [`Factor::multiply`], with the target's rows.
 unsafe fn multiply_floats(lhs: Matrix<'_, f32>, rhs: Matrix<'_, f32>, out: Target, by: Threads) {
     let ([lhs_rows, lhs_columns], [rhs_rows, rhs_columns]) = (lhs.signed(), rhs.signed());
     let parallelism = match by {
@@ -391,8 +370,8 @@ mod tests {
         }
     }
 
-    /// Both methods, whatever the processor prefers, against sums of 64 bits: the sizes have one part and several, with
-    /// narrow ends.
+    /// Compares both methods, regardless of the processor, with sums in 64 bits. The sizes have one part or several,
+    /// with narrow ends.
     #[test]
     fn both_methods_for_halves_match_64_bits() {
         for method in [multiply_halves as Multiply, multiply_widened] {

@@ -15,8 +15,8 @@ thread_local! {
     static IS_RECORDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls `record`. In this call, the functions of this crate record each fused operation as a single operation on
-/// Burn's capture device, forward and backward.
+/// Calls `record`. During the call, the functions of this crate record each fused operation as a single operation on
+/// Burn's capture device, in forward and backward.
 ///
 /// The executor of the graph must run [`FusedOperation`](crate::FusedOperation)s, which compute on Burn's CPU
 /// backend.
@@ -36,7 +36,7 @@ thread_local! {
 /// assert!(names.iter().any(|name| name.contains("models.gelu")));
 /// ```
 pub fn recorded<T>(record: impl FnOnce() -> T) -> T {
-    /// Also restores on a panic, because Burn panics when it cannot capture an operation.
+    /// Restores the state even on a panic, because Burn panics when it cannot capture an operation.
     struct Restore(bool);
     impl Drop for Restore {
         fn drop(&mut self) {

@@ -10,8 +10,7 @@ use crate::fresh::changed_copy;
 use crate::halves::{Elements, narrow, widen};
 use crate::vectors::{Kernel, vectorized};
 
-/// Number of separate partial sums, which allows vector instructions for additions. The widest vectors have this many
-/// floats.
+/// Number of separate partial sums, which allow vector additions. The widest vectors have this many floats.
 const LANES: usize = 16;
 
 /// Number of rows that a thread processes at a time. It is fixed, so sums over rows do not depend on the number of
@@ -46,8 +45,8 @@ pub(crate) fn matrix_dims(tensor: &FlexTensor) -> [usize; 2] {
 pub(crate) trait RowKernel: Sync {
     type Output: Send;
 
-    /// Computes rows, beginning at row `first_row`. The last argument has the same rows of a second matrix, if there
-    /// is one.
+    /// Computes rows, beginning at row `first_row`. The last argument contains the same rows of a second matrix, if
+    /// there is one.
     fn run(&self, first_row: usize, rows: &mut [f32], beside: &[f32]) -> Self::Output;
 }
 
@@ -82,8 +81,8 @@ pub(crate) fn map_rows<K: RowKernel>(
     }
 }
 
-/// Calls `run` with the index of each chunk of a tensor, the chunk's elements and the thread's scratch, and returns
-/// the results in order. If others hold the tensor's memory, it writes to a copy.
+/// Calls `run` with the index of each chunk of a tensor, the chunk's elements and the thread's scratch, and returns the
+/// results in order. If the tensor's memory is shared, writes to a copy.
 fn map_chunks<T: Element + Pod + Send + Sync, S: Default, R: Send>(
     tensor: &mut FlexTensor,
     len: usize,
@@ -100,18 +99,6 @@ fn map_chunks<T: Element + Pod + Send + Sync, S: Default, R: Send>(
     let layout = tensor.layout().clone();
     *tensor = FlexTensor::new(Bytes::from_elems(elements), layout, T::dtype());
     results
-}
-
-/// Returns the maximum number of bytes that [`map_rows`] allocates and frees for rows of this type.
-pub(crate) fn scratch_bytes([rows, width]: [usize; 2], dtype: DType, has_beside: bool) -> usize {
-    if dtype == DType::F32 {
-        return 0;
-    }
-    let parallel = rows
-        .div_ceil(CHUNK_ROWS)
-        .min(rayon::current_num_threads().max(1));
-    let matrices = 1 + usize::from(has_beside);
-    parallel * matrices * rows.min(CHUNK_ROWS) * width * size_of::<f32>()
 }
 
 struct RunRows<'a, K> {
@@ -181,7 +168,7 @@ pub(crate) fn max(row: &[f32]) -> f32 {
         .fold(f32::NEG_INFINITY, |a, &b| larger(a, b))
 }
 
-/// Replaces a row by `exp(scale * (x - max))` and returns the sum.
+/// Replaces each `x` in a row with `exp(scale * (x - max))` and returns the sum.
 #[inline(always)]
 pub(crate) fn exp_row(row: &mut [f32], max: f32, scale: f32) -> f32 {
     for x in &mut *row {

@@ -84,18 +84,6 @@ pub(crate) fn gated_gradients(
     [of_gate, of_values]
 }
 
-/// Returns the maximum number of bytes that [`gated_gradients`] allocates and frees in addition to its results.
-pub(crate) fn scratch_bytes(num_elements: usize, dtype: DType) -> usize {
-    const WIDENED: usize = 4;
-    if dtype == DType::F32 {
-        return 0;
-    }
-    let parallel = num_elements
-        .div_ceil(CHUNK)
-        .min(rayon::current_num_threads().max(1));
-    parallel * WIDENED * num_elements.min(CHUNK) * size_of::<f32>()
-}
-
 struct Forward;
 
 impl RowKernel for Forward {
@@ -160,8 +148,8 @@ impl Kernel for GatedGradient<'_> {
     }
 }
 
-/// Returns the gradient of `x` from the gradient of its SiLU. It is the sum of two parts, as in the composed
-/// operation. If one of them is NaN, so is the sum.
+/// Returns the gradient of `x` from the gradient of its SiLU. It is the sum of two parts, as in the composed operation,
+/// so it is NaN if either part is.
 #[inline(always)]
 fn gradient(x: f32, sigmoid: f32, grad: f32) -> f32 {
     grad * sigmoid + grad * x * sigmoid * (1.0 - sigmoid)

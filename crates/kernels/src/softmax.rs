@@ -6,7 +6,7 @@ use crate::exp::exp_or_zero;
 use crate::halves::Elements;
 use crate::rows::{RowKernel, contiguous, map_rows, matrix_dims, max, scale, sum_by, sum_pairs_by};
 
-/// The function that is applied to rows.
+/// The function applied to rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Form {
     /// Probabilities.
@@ -15,7 +15,7 @@ pub(crate) enum Form {
     Log,
 }
 
-/// Returns the function of each row, in the memory of `x`.
+/// Applies the function to each row, in the memory of `x`.
 pub(crate) fn forward(x: FlexTensor, form: Form) -> FlexTensor {
     let mut x = contiguous(x);
     let [_, width] = matrix_dims(&x);

@@ -1,4 +1,4 @@
-//! Sums along a dim, divided among threads by columns. Halves are summed in 32 bits and rounded once.
+//! Sums along a dim, with columns divided among threads. Halves are summed in 32 bits and rounded once.
 
 use burn::backend::Flex;
 use burn::backend::ops::FloatTensorOps;
@@ -11,7 +11,7 @@ use crate::rows::contiguous;
 use crate::vectors::{Kernel, vectorized};
 
 /// Number of columns that a thread adds at a time: a few cache lines of a row, so even a few hundred columns are
-/// divided.
+/// divided among threads.
 const COLUMNS: usize = 64;
 
 /// Returns the sums along a dim, which then has one element. Addends are added in order, as in Burn's CPU backend, so
@@ -20,7 +20,7 @@ pub(crate) fn sum_dim(x: FlexTensor, dim: usize) -> FlexTensor {
     let shape = x.layout().shape().clone();
     let (rows, columns) = (shape[dim], shape[dim + 1..].iter().product::<usize>());
     if x.dtype() != DType::BF16 && (columns <= 1 || !x.is_contiguous()) {
-        // Burn adds in other orders here.
+        // Here Burn adds in a different order.
         return Flex::float_sum_dim(x, dim);
     }
     let x = contiguous(x);
@@ -37,7 +37,7 @@ pub(crate) fn sum_dim(x: FlexTensor, dim: usize) -> FlexTensor {
     sums
 }
 
-/// Calls `add` for groups of columns of each matrix of rows, with the columns and their sums, which are zero.
+/// Calls `add` for groups of columns of each matrix of rows, with the columns and their sums, which are initially zero.
 fn add_columns<T: Send + Sync>(
     x: &[T],
     rows: usize,
@@ -56,7 +56,7 @@ fn add_columns<T: Send + Sync>(
     });
 }
 
-/// The columns of a matrix from `first` on.
+/// The columns of a matrix, starting at `first`.
 struct Columns<'a, T> {
     x: &'a [T],
     columns: usize,
@@ -137,7 +137,7 @@ mod tests {
             let floats: Vec<f32> = (0..len).map(|at| value(at) / 3.0).collect();
             let x = FlexTensor::from_data(TensorData::new(floats, shape.to_vec()));
             assert_burns_bits(x.clone(), dim);
-            // A tensor in another memory order, and a part of a tensor.
+            // A tensor in a different memory order, and a slice of a tensor.
             let last = shape.len() - 1;
             assert_burns_bits(x.transpose(0, last), dim);
             assert_burns_bits(x.narrow(0, shape[0] / 2, shape[0] - shape[0] / 2), dim);

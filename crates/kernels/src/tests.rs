@@ -326,7 +326,7 @@ fn softmax_of_any_rows_matches_burn() {
                 let expected = values(expected.cast(DType::F32));
                 let y = FlexTensor::from_data(TensorData::new(fused, shape));
                 let grad = FlexTensor::from_data(weights.clone());
-                // Each contains a sum over the row.
+                // Each gradient contains a sum over the row, hence the larger tolerance.
                 let found = run(gradient_of, vec![y, grad]);
                 assert_near(&what, &found, &expected, 1e-5);
             }
@@ -413,7 +413,7 @@ fn silu_and_swiglu_match_burn() {
                 Tensor::<3>::from_data(data, &device)
             };
             let gate = tensor(Some(special)).require_grad();
-            // Each in a different order, so an exchange of rows is found.
+            // Distinct gradients, so exchanged rows are detected.
             let up = tensor(None).sin().require_grad();
             let grad = tensor(None).cos();
             let fused = |of: Tensor<3>| FlexTensor::from_data(of.inner().into_data());

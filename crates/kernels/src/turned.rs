@@ -1,9 +1,9 @@
 //! Matrices with contiguous columns, copied so that their rows are contiguous.
 //!
-//! The library for 32-bit products copies such a factor internally, a few elements of many columns at a time. If the
+//! The library for 32-bit products copies such a factor internally, a few elements from many columns at a time. If the
 //! distance between columns is a multiple of 1 KiB, as in a weight of 768 or 4096 columns, the columns share a few sets
 //! of the cache and evict each other. Such a product ran at 85 % of the speed of others. Here a strip of columns is
-//! copied by whole cache lines before it is multiplied.
+//! copied in whole cache lines before it is multiplied.
 
 use std::ops::Range;
 
@@ -19,19 +19,19 @@ const STRIP: usize = 128;
 /// Number of rows and columns that are transposed at a time: a cache line of 32-bit floats.
 const BLOCK: usize = 16;
 
-/// Number of rows of the other factor from which a copy costs little compared with the product.
+/// Minimum number of rows of the other factor for a copy to be cheap compared with the product.
 const MANY_ROWS: usize = 128;
 
-/// Distance in bytes. Columns at a multiple of this distance map to the same cache sets.
+/// Columns whose distance is a multiple of this many bytes map to the same cache sets.
 const CONFLICT: usize = 1024;
 
 /// Returns the maximum number of columns of a 32-bit product's right factor that are copied at a time, or zero if the
-/// factor is multiplied directly. The first argument has the rows and columns of the result. The second has the
-/// distances in elements between rows and between columns of the factor.
+/// factor is multiplied directly. The first argument is the number of rows and columns of the result. The second is the
+/// distance in elements between rows and between columns of the factor.
 ///
 /// A factor with few columns is never copied. For a small result, the library sums products of transposed factors in a
 /// different order, and the bits must be the same as without a copy.
-pub fn copied_columns([rows, columns]: [usize; 2], [row, column]: [usize; 2]) -> usize {
+pub(crate) fn copied_columns([rows, columns]: [usize; 2], [row, column]: [usize; 2]) -> usize {
     let shares_sets = column > 1 && (column * size_of::<f32>()).is_multiple_of(CONFLICT);
     let is_copied = rows >= MANY_ROWS && columns >= BLOCK && row == 1 && shares_sets;
     match is_copied {
@@ -40,7 +40,7 @@ pub fn copied_columns([rows, columns]: [usize; 2], [row, column]: [usize; 2]) ->
     }
 }
 
-/// Returns strips of columns. Each has enough columns for the library to sum its products in the same order as for the
+/// Returns strips of columns. Each is wide enough for the library to sum its products in the same order as for the
 /// whole factor.
 pub(crate) fn strips(columns: usize) -> impl Iterator<Item = Range<usize>> {
     let num_strips = (columns / STRIP).max(1);
@@ -80,7 +80,7 @@ pub(crate) fn copy_in_order<'a>(
     Matrix::new(copy, [of.rows, of.columns], [of.columns, 1])
 }
 
-/// Copies some rows of a matrix that has contiguous columns.
+/// Copies some rows of a matrix with contiguous columns.
 struct Turn<'a> {
     of: Matrix<'a, f32>,
     first_row: usize,

@@ -4,7 +4,7 @@ use pulp::{Arch, Simd, WithSimd};
 
 /// A loop over floats, compiled once for every set of vector instructions.
 ///
-/// This is a trait instead of a closure because `run` and everything it calls must be `#[inline(always)]` to be
+/// This is a trait instead of a closure because `run`, and everything it calls, must be `#[inline(always)]` to be
 /// compiled with those instructions.
 pub(crate) trait Kernel {
     type Output;

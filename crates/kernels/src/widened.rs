@@ -99,15 +99,6 @@ pub(crate) fn multiply(
     }
 }
 
-/// Returns the bytes of the copies and sums of one product.
-pub(crate) fn scratch_bytes([rows, columns, addends]: [usize; 3]) -> usize {
-    let longest = |len, most| parts(len, most).map(|part| part.len()).max().unwrap_or(0);
-    let columns = longest(columns, PART.columns);
-    let addends = longest(addends, PART.addends);
-    let copies = addends * (columns + longest(rows, PART.rows));
-    (copies + rows * columns) * size_of::<f32>()
-}
-
 /// Returns parts of a length, of which none has few elements unless the length does.
 fn parts(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
     let mut start = 0;

@@ -25,7 +25,7 @@ pub struct Fitted {
     pub options: Options,
     /// Units whose forward is recomputed in backward, in the order of forward.
     pub units: Vec<Arc<str>>,
-    /// Peak bytes of a rank, with scratch and transport.
+    /// Estimated peak bytes of a rank, as the budget counts them.
     pub peak_bytes: u64,
     /// Estimated seconds of the step.
     pub seconds: f64,
@@ -56,8 +56,8 @@ pub enum BudgetError {
 /// Chooses the units of a step to recompute in backward, such that no rank exceeds `bytes` at any time and as little
 /// as possible is recomputed.
 ///
-/// The memory is the plan's ([`MemoryPlan::allocated`]): tensors, the bytes that operations allocate in addition, and
-/// the transport. If everything fits, nothing is recomputed. Otherwise the choice depends on the number of units.
+/// The memory is the plan's estimate of the process ([`MemoryPlan::process`]): the exact peak of the tensors, times
+/// [`ProcessBytes::FACTOR`](crate::ProcessBytes::FACTOR). If everything fits, nothing is recomputed. Otherwise the choice depends on the number of units.
 /// With up to six units, all choices are tried, and the fastest one that fits according to the plan is taken. With
 /// more, units are taken from the first on, as many as necessary. Those without which the step also fits are then
 /// removed. Steps with several micro-batches need more memory.
@@ -191,7 +191,7 @@ impl Search<'_> {
         let (mut peak_bytes, mut seconds) = (0, 0f64);
         for rank in 0..=last {
             if rank == 0 || rank == last || !lowered.absent_on(rank)?.is_empty() {
-                peak_bytes = peak_bytes.max(MemoryPlan::new(&lowered, rank)?.allocated);
+                peak_bytes = peak_bytes.max(MemoryPlan::new(&lowered, rank)?.process().bytes);
                 seconds = seconds.max(TimePlan::of_graph(&lowered, &machine(), rank)?.step);
             }
         }

@@ -3,8 +3,8 @@
 //! There are two kinds:
 //!
 //! - [`Plan::new`] takes a **scheduled graph**. It returns one rank's live bytes at every node, exactly as the
-//!   executor's table will count them, and the bytes that the process's allocator has in addition. It also counts
-//!   collectives and arithmetic, and estimates the time.
+//!   executor's table will count them. It also counts collectives and arithmetic, and estimates the time and the bytes
+//!   of the process.
 //! - [`Estimate::new`] takes a [`Job`]: the sizes of a decoder and the settings of its training. It uses formulas for
 //!   the eager engine, and for sizes that need no graph. It answers whether the job fits, when its peak occurs and
 //!   what would make it fit.
@@ -16,7 +16,7 @@
 //! | `step` | plans of graphs |
 //! | `budget` | the choice of units to recompute, based on plans |
 //! | `formula` | estimates of jobs |
-//! | `backend` | the memory of results on Burn's CPU backend, and what it allocates in addition |
+//! | `backend` | the memory of results on Burn's CPU backend |
 #![forbid(unsafe_code)]
 
 mod backend;
@@ -39,6 +39,6 @@ pub use formula::{
 };
 pub use machine::{Link, Machine};
 pub use size::Size;
-pub use step::{KernelScratch, MemoryPlan, Moment, Plan, TimePlan};
+pub use step::{MemoryPlan, Moment, Plan, ProcessBytes, TimePlan};
 pub use traced::TracedEstimate;
 pub use traffic::{Tally, Traffic};

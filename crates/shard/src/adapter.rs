@@ -2,8 +2,8 @@
 
 use burn::tensor::Tensor;
 
-/// The adapter of one parameter of a unit: the weight computes as `base + scale * (a @ b)`, as with Burn's
-/// `LoraAdapter` (Hu et al., "LoRA", arXiv 2106.09685, equation 3). The factors are parameters of the same unit.
+/// The adapter of one parameter of a unit: the effective weight is `base + scale * (a @ b)`, as in Burn's `LoraAdapter`
+/// (Hu et al., "LoRA", arXiv 2106.09685, equation 3). The factors are parameters of the same unit.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Adapter {
     /// The slot of the factor of shape `[rows, rank]`.
@@ -23,7 +23,7 @@ pub(crate) struct FactorGradients {
 }
 
 impl Adapter {
-    /// Returns `base` plus the product of the factors, all of them flat and plain.
+    /// Returns `base` plus the scaled product of the factors. All tensors are flat and plain.
     pub(crate) fn applied(&self, base: Tensor<1>, a: Tensor<1>, b: Tensor<1>) -> Tensor<1> {
         let delta = self.matrix_a(a).matmul(self.matrix_b(b));
         let delta = delta.mul_scalar(self.scale);
@@ -32,7 +32,7 @@ impl Adapter {
         base + delta.cast(dtype)
     }
 
-    /// Returns the gradients of the factors, from the weight's gradient.
+    /// Computes the gradients of the factors from the weight's gradient.
     pub(crate) fn gradients(
         &self,
         of_weight: Tensor<1>,

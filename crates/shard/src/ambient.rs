@@ -1,19 +1,19 @@
-//! The reason why this thread visits or maps a module. Burn's visitors and mappers have no argument for it.
+//! The reason this thread visits or maps a module, which cannot be passed through Burn's visitors and mappers.
 
 use std::cell::RefCell;
 
-/// The purpose for which a module is walked over, or its forward run.
+/// The purpose of a walk over a module, or of its forward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// A search for sharded parameters, which does not want to see their values.
+    /// A search for sharded parameters that does not need their values.
     Inspect,
-    /// A map in which the mappers of sharded parameters do only what they did before sharding.
+    /// A map in which mappers of sharded parameters act only as they did before sharding.
     PlainMappers,
     /// The removal of a parameter's reparameterization, which keeps the replacement value.
     KeepBase,
-    /// The preparation of a module for a recomputed region: what is sharded stays unchanged.
+    /// The preparation of a module for a recomputed region. Sharded parameters stay unchanged.
     Prepare,
-    /// The making of a module's own running states: what is sharded stays unchanged.
+    /// The creation of a module's own running states. Sharded parameters stay unchanged.
     OwnStates,
     /// A copy for a graph. Graphs must not make an abandoned copy look alive.
     CopyForGraph,
@@ -21,11 +21,11 @@ pub(crate) enum Purpose {
     Region,
     /// The second forward of a recomputed region, or its backward.
     RegionAgain,
-    /// A map that the engine makes for its own purpose.
+    /// One of the engine's own maps.
     Map,
     /// A call of a gradient hook.
     Hook,
-    /// A call that turns errors that unwind back into values.
+    /// A call that catches unwinding errors and returns them as values.
     Catch,
 }
 
@@ -34,8 +34,7 @@ thread_local! {
     static PURPOSES: RefCell<Vec<Purpose>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A guard that ends a purpose when it is dropped, by unwinding or otherwise, with all purposes that began
-/// after it.
+/// A guard that ends a purpose, and all purposes that began after it, when dropped (also by unwinding).
 struct Entered {
     depth: usize,
 }
@@ -62,13 +61,12 @@ pub(crate) fn is_within(purpose: Purpose) -> bool {
     PURPOSES.with_borrow(|purposes| purposes.contains(&purpose))
 }
 
-/// Returns true if any purpose except [`Purpose::Catch`] is active: the thread is not in the program's own
-/// code.
+/// Returns true if any purpose except [`Purpose::Catch`] is active, so the thread is not in the program's own code.
 pub(crate) fn is_engine() -> bool {
     PURPOSES.with_borrow(|purposes| purposes.iter().any(|purpose| *purpose != Purpose::Catch))
 }
 
-/// Returns the innermost of the purposes `of` that are active.
+/// Returns the innermost active purpose among `of`.
 pub(crate) fn innermost(of: &[Purpose]) -> Option<Purpose> {
     PURPOSES.with_borrow(|purposes| {
         let mut purposes = purposes.iter().rev();

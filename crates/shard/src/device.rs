@@ -1,4 +1,4 @@
-//! Properties of devices: support of the engine's operations, memory on the host, autodiff.
+//! Properties of devices: support for the engine's operations, memory on the host, autodiff.
 
 use burn::backend::DispatchDevice;
 use burn::tensor::{Device, GradientCheckpointingStrategy, Tensor};
@@ -15,7 +15,7 @@ const OPTIONAL_BACKENDS: [(&str, &[&str]); 3] = [
     ("NdArray", &["ndarray"]),
 ];
 
-/// Rejects a device without the operations.
+/// Rejects a device whose backend lacks the engine's operations.
 pub(crate) fn check_backend(path: &str, device: &Device) -> Result<(), Error> {
     let plain = device.clone().without_autodiff();
     let backend = match plain.as_dispatch() {
@@ -26,7 +26,7 @@ pub(crate) fn check_backend(path: &str, device: &Device) -> Result<(), Error> {
         DispatchDevice::LibTorch(_) => return Ok(()),
         #[cfg(feature = "ndarray")]
         DispatchDevice::NdArray(_) => return Ok(()),
-        // Without any other backend compiled in, the arms above are all there are.
+        // Unreachable if no other backend is compiled in.
         #[allow(unreachable_patterns)]
         other => format!("{other:?}"),
     };
@@ -66,14 +66,14 @@ pub(crate) fn is_host(device: &Device) -> bool {
     matches!(plain.as_dispatch(), DispatchDevice::Flex(_))
 }
 
-/// Returns true if `device` notes operations, and computes nothing.
+/// Returns true if `device` records operations without computing.
 pub(crate) fn is_capture(device: &Device) -> bool {
     let plain = device.clone().without_autodiff();
-    // The name alone: builds without compiled steps do not have the backend.
+    // By name, because builds without compiled steps lack the backend.
     format!("{:?}", plain.as_dispatch()).starts_with("Capture")
 }
 
-/// Returns `device` with autodiff exactly if `source` has it, in the same form.
+/// Returns `device` with the same form of autodiff as `source`, or without if `source` has none.
 pub(crate) fn alike(device: &Device, source: &Device) -> Device {
     let plain = device.clone().without_autodiff();
     match source.gradient_checkpointing_strategy() {
@@ -83,7 +83,7 @@ pub(crate) fn alike(device: &Device, source: &Device) -> Device {
     }
 }
 
-/// Returns the plain `tensor` with the autodiff of `device`, if it has one; untracked.
+/// Returns the plain `tensor`, untracked, with the autodiff of `device` if it has one.
 pub(crate) fn tracked<const D: usize>(tensor: Tensor<D>, device: &Device) -> Tensor<D> {
     match device.gradient_checkpointing_strategy() {
         Some(strategy) => tensor

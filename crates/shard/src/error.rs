@@ -6,7 +6,7 @@ use thiserror::Error as ThisError;
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum Error {
-    /// A pattern of the policy that matches nothing sharded.
+    /// A pattern of the policy that matches no sharded parameter.
     #[error(
         "pattern `{pattern}` matches no module with a sharded parameter, nor such a parameter where it may name one; the \
          modules are: {modules}; correct the pattern (`*` matches any characters of one path segment, `**` any number of \
@@ -23,7 +23,7 @@ pub enum Error {
         "the mesh has no axis `{axis}`, only `{known}`; name one of its axes with `ShardPolicy::{method}`"
     )]
     Axis {
-        /// The axis that the policy names.
+        /// The axis named by the policy.
         axis: String,
         /// The axes of the mesh.
         known: String,
@@ -106,7 +106,7 @@ pub enum Error {
         /// Path of the parameter.
         path: String,
     },
-    /// A number of ranks to which full weights cannot be resharded.
+    /// A group size to which full weights cannot be resharded.
     #[error(
         "cannot reshard to groups of {got} ranks; choose a divisor of the {ranks} ranks of the shard axis"
     )]
@@ -135,7 +135,7 @@ pub enum Error {
         first: String,
         /// The path seen second.
         second: String,
-        /// The reason why the fields cannot share the parameter, and the remedy.
+        /// The reason that the fields cannot share the parameter, and the remedy.
         problem: &'static str,
     },
     /// A backend for which this build has no gather operation.
@@ -147,7 +147,7 @@ pub enum Error {
         path: String,
         /// The backend found.
         backend: String,
-        /// The cargo feature that adds it, or the list of those features.
+        /// The advice: the cargo feature that adds it, or a list of such features.
         advice: String,
     },
     /// Parameters of one module on different backends.
@@ -193,7 +193,7 @@ pub enum Error {
         /// The type in which the parameter computes.
         got: String,
     },
-    /// Tensors of two types that met in one of Burn's operations.
+    /// Tensors of two types in one of Burn's operations.
     #[error(
         "tensors of two types met after the model read `{param}`, which computes in {dtype} ({reason}); cast the input \
          of that layer with `x.cast(DType::{dtype})`, and its output to the type of the tensors it meets"
@@ -216,10 +216,10 @@ pub enum Error {
         path: String,
         /// Shape of the whole parameter.
         expected: Vec<usize>,
-        /// Shape that the record holds.
+        /// Shape in the record.
         got: Vec<usize>,
     },
-    /// Copies of the module with different values, which makes the intended one ambiguous.
+    /// Copies of the module with different values, so the intended one is ambiguous.
     #[error(
         "unit `{unit}` has {copies} live copies with different values, and Burn does not tell which one is meant; use \
          `burn_fsdp::state::into_record(model)` instead of `model.into_record()`, or drop the other copies first"
@@ -230,7 +230,7 @@ pub enum Error {
         /// The number of copies that differ.
         copies: usize,
     },
-    /// A unit that another rank uses, but of which this rank has no matching copy.
+    /// A unit that another rank uses, without a matching copy on this rank.
     #[error(
         "rank {rank}: another rank uses unit `{unit}`, but this rank holds no copy of it, or several with different \
          values, and cannot tell which one belongs to the module in use; keep the parts of a module together, and clone \
@@ -242,7 +242,7 @@ pub enum Error {
         /// The unit.
         unit: String,
     },
-    /// A sharded module that two threads use at the same time.
+    /// A sharded module used by two threads at the same time.
     #[error(
         "rank {rank}: two threads use one sharded module at the same time, so the order of its operations is left to \
          chance; run the branches of a model one after another on the rank's own thread (no `rayon::join` or `spawn` \
@@ -259,7 +259,7 @@ pub enum Error {
          or call backward before the next forward"
     )]
     Consumed,
-    /// A child that was sharded over another process group than its parent.
+    /// A child that was sharded over a different process group from its parent.
     #[error(
         "unit `{unit}` is sharded over group `{got}`, but its parent over `{expected}`; shard a module and its children \
          over the same group"
@@ -281,7 +281,7 @@ pub enum Error {
         expected: String,
         /// The state found.
         got: String,
-        /// The advice to the user.
+        /// The advice for the user.
         advice: &'static str,
     },
     /// A tracked tensor in a recomputed region that is neither its input nor one of its module's tensors.
@@ -290,7 +290,7 @@ pub enum Error {
          pass it as the region's input, or detach it"
     )]
     Captured,
-    /// A recomputed region whose second run computed a different result.
+    /// A recomputed region whose second run differs from its first.
     #[error(
         "a recomputed region computed {second} where its first run computed {first}; make regions deterministic: keep \
          dropout and other random numbers outside, or run each rank as a process"
@@ -324,7 +324,7 @@ pub enum Error {
         /// A description of the hook's behavior.
         got: String,
     },
-    /// A module without any sharded parameter, where a sharded one is needed.
+    /// A module without any sharded parameter, where one is required.
     #[error("the module has no sharded parameter; call `fully_shard` first")]
     NotSharded,
     /// A module whose parameter names were changed by sharding.
@@ -333,7 +333,7 @@ pub enum Error {
          make `visit` and `map` name the same parameters in the same order"
     )]
     Names {
-        /// Position in the order of the module.
+        /// Position in module order.
         index: usize,
         /// Path before.
         expected: String,
@@ -385,7 +385,7 @@ pub enum Error {
         /// The first such parameter.
         path: String,
     },
-    /// An optimizer panicked on a shard before its trial was complete.
+    /// An optimizer that panicked on a shard before its trial was complete.
     #[error(
         "the optimizer panicked on the shard of `{path}`, perhaps because it computes with whole tensors, as Muon does: \
          {panic}; check it before training with `optim::check_elementwise(&model, &optimizer)`, or give each whole \
@@ -413,7 +413,7 @@ pub enum Error {
          same groups on all ranks"
     )]
     OptimizersDiffer {
-        /// The optimizer of a rank differs from rank 0's.
+        /// The rank whose optimizer differs from rank 0's.
         rank: usize,
         /// Path of the parameter.
         path: String,
@@ -432,7 +432,7 @@ pub enum Error {
         /// Path of the parameter or running state.
         path: String,
     },
-    /// A closure that returned a different module from the one it received.
+    /// A closure that did not return the module it received.
     #[error(
         "the returned module has {got} at `{path}`, expected {expected}; return the module that the closure received, \
          and change only its values"
@@ -465,10 +465,10 @@ pub enum Error {
         file: String,
         /// The reason for the failure.
         reason: String,
-        /// The advice to the user.
+        /// The advice for the user.
         advice: &'static str,
     },
-    /// A gradient that the engine has not summed and divided according to the policy.
+    /// A gradient that the engine did not sum and divide according to the policy.
     #[error(
         "rank {rank}: the audit of this step rejects the gradient of `{path}` in unit `{unit}`: expected {expected}; got \
          {got}; {operations}; stop training, and report this message as a bug in the engine"

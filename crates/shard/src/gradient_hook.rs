@@ -8,11 +8,11 @@ use burn::tensor::Tensor;
 use crate::ambient::{Purpose, is_within, within};
 
 /// A function that changes this rank's full gradient of a parameter before it is reduced: compression, noise,
-/// statistics. It gets the parameter's path and the flat gradient, and returns one of the same length.
+/// statistics. It receives the parameter's path and flat gradient, and returns a gradient of the same length.
 #[derive(Clone)]
 pub(crate) struct GradientHook(Arc<ChangeGradient>);
 
-/// The function of a hook: computes another gradient of the same length from path and flat gradient.
+/// The function of a hook, from a path and a flat gradient to a gradient of the same length.
 type ChangeGradient = dyn Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync;
 
 impl GradientHook {
@@ -23,7 +23,7 @@ impl GradientHook {
         Self(Arc::new(change))
     }
 
-    /// Returns a hook that calls this hook, and then another one with the result.
+    /// Returns a hook that calls this hook, then `next` with the result.
     pub(crate) fn then(self, next: Self) -> Self {
         Self::new(move |path, gradient| (next.0)(path, (self.0)(path, gradient)))
     }

@@ -10,12 +10,12 @@ use crate::path::Location;
 
 /// The layer whose running states have their own type.
 const BATCH_NORM: &str = "Struct:BatchNorm";
-/// The layers that begin with states, and collect outputs, of the device's default type.
+/// The layers whose initial states and collected outputs have the device's default type.
 const RECURRENT: [&str; 3] = ["Struct:Lstm", "Struct:Gru", "Struct:Rnn"];
 /// The parts of recurrent layers.
 const GATE: &str = "Struct:GateController";
 
-/// A layer of Burn's that computes in only one type.
+/// A Burn layer that computes in only one type.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Layer {
     /// Path in the module.
@@ -26,8 +26,9 @@ pub(crate) struct Layer {
     pub(crate) dtype: DType,
 }
 
-/// Returns the layer around the parameter at `place`, if it is one of these layers. `containers` are Burn's names for
-/// the kinds of the modules around the current position. The type of a layer with running states is not yet known.
+/// Returns the layer that contains the parameter at `place`, if it is one of these layers. `containers` are Burn's
+/// names for the kinds of the modules around the current position. The type of a layer with running states is not yet
+/// known.
 pub(crate) fn around(
     place: &Location,
     containers: &[String],
@@ -56,7 +57,7 @@ pub(crate) fn around(
 
 impl Layer {
     /// Returns the layer with its type, which is the type of its running states if it has any; `states` has the types
-    /// of the module's running states, by path. `None` if it is not the layer that its name suggests.
+    /// of the module's running states, by path. Returns `None` if it is not the layer that its name suggests.
     pub(crate) fn settled(&self, states: &HashMap<String, DType>) -> Option<Arc<Self>> {
         if format!("Struct:{}", self.kind) != BATCH_NORM {
             return Some(Arc::new(self.clone()));
@@ -74,7 +75,7 @@ impl Layer {
         })
     }
 
-    /// Returns the error of a parameter of the layer that computes in a different type.
+    /// Returns the error for a parameter of the layer that computes in a different type.
     pub(crate) fn refuses(&self, param: &str, compute: DType) -> Error {
         Error::LayerType {
             layer: format!("`{}` ({})", self.path, self.kind),

@@ -1,12 +1,11 @@
-//! Ranks that share an autodiff leaf and would wait for each other's backward.
+//! Detects ranks that share an autodiff leaf and would wait for each other's backward.
 //!
-//! Burn locks all graphs that meet in a leaf while it goes backward through one of them. Ranks that are
-//! threads and hold clones of one parameter would exclude each other, each in the middle of operations that
-//! need the other. Parameters that the engine manages, or is told to leave alone, get leaves that belong to
-//! the rank. Parameters next to sharded modules are unknown to the engine before the first backward, which
-//! looks for them. A rank that is still in its forward by then would wait for a graph that the other one has
-//! locked, so the other one gives it a moment to arrive. If that is not enough, because their routes differ,
-//! the process group's deadline ends the wait.
+//! Burn locks all graphs that share a leaf during the backward of any of them. If ranks are threads and hold clones of
+//! one parameter, they would block each other, each in the middle of operations that need the other. Managed and
+//! ignored parameters get a separate leaf on each rank. Parameters next to sharded modules are unknown to the engine
+//! until the first backward, which looks for them. A rank still in its forward at that point would wait for a graph
+//! that the other one has locked, so the other one gives it a moment to arrive. If that is not enough, because their
+//! routes differ, the process group's deadline ends the wait.
 
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
@@ -21,13 +20,13 @@ use crate::inspect;
 use crate::op;
 use crate::path::{self, Location};
 
-/// The ranks of this process by the leaves of their current backwards.
+/// The rank of this process that uses each leaf in its current backward.
 static CLAIMED: Mutex<Option<HashMap<NodeId, usize>>> = Mutex::new(None);
 
 /// The signal that a rank has claimed its leaves.
 static HAS_CLAIMED: Condvar = Condvar::new();
 
-/// The time that a first backward waits for the other ranks' first backwards.
+/// How long a rank's first backward waits for those of the other ranks.
 const FOR_OTHERS: Duration = Duration::from_secs(1);
 
 /// Leaves that belong to this rank until the claim is dropped.
@@ -42,12 +41,12 @@ impl Drop for Claim {
     }
 }
 
-/// Claims the leaves of `module` that no unit manages, for `rank` of `num_ranks`. If there are any, returns
-/// when all ranks have claimed theirs, or after a moment.
+/// Claims the leaves of `module` that no unit manages for `rank` of `num_ranks`. If there are any, returns once all
+/// ranks have claimed theirs, or after a short time.
 ///
 /// # Errors
 ///
-/// [`Error::SharedLeaf`] if another rank of this process has one of them.
+/// [`Error::SharedLeaf`] if another rank of this process has claimed one of them.
 pub(crate) fn claim<M: Module>(module: &M, rank: usize, num_ranks: usize) -> Result<Claim, Error> {
     let mut leaves = Leaves::default();
     inspect::visit(module, &mut leaves);
@@ -97,7 +96,7 @@ impl path::Visitor for Leaves {
         if !param.is_initialized() {
             return;
         }
-        // A stand-in takes no gradient.
+        // A stand-in has no gradient.
         let value = param.base();
         if value.is_autodiff() && value.is_require_grad() {
             self.found.push((place.path(), op::node_of(value)));

@@ -6,45 +6,45 @@
 //!
 //! # Structure
 //!
-//! The foundation, which does not know of units:
+//! The foundation, which does not depend on units:
 //!
 //! - `policy`, `gradient_hook`, `reduction_hook`: the user's settings.
-//! - `error`, `thrown` (errors that leave Burn), `read` (the parameter that was read last, for errors), `report`
-//!   (warnings), `device`, `path` (walks that know where they are), `pins` (buffers by their lifetime), `transport`
+//! - `error`, `thrown` (errors that unwind through Burn), `read` (the last parameter read, for errors), `report`
+//!   (warnings), `device`, `path` (walks that track their path), `pins` (buffers that live too long), `transport`
 //!   (tensors as bytes; collectives decide which bytes go where).
-//! - `probes`: the trial of the optimizer at its first step, which finds out whether it may work on shards.
-//! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region it is in.
-//! - `audit`: whether each gradient of a step was summed and divided once.
-//! - `packing`: shards in 8 bits, in transit.
-//! - `adapter`: a weight and its low-rank adapter in arithmetic.
+//! - `probes`: the trial of the optimizer at its first step, which determines whether it may work on shards.
+//! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region that the thread is in.
+//! - `audit`: the check that each gradient of a step was summed and divided once.
+//! - `packing`: the 8-bit form of shards in transit.
+//! - `adapter`: the arithmetic of a weight and its low-rank adapter.
 //! - `schedule`: the order of operations, recorded in the first step and followed later.
 //! - `op`: the nodes in Burn's autodiff graph, and the token that makes backward run unit by unit.
 //!
 //! The engine:
 //!
-//! - `shown`, `slot`, `offload`, `spec`, `unit`: one parameter as optimizers see it, the parameter in its unit, a
-//!   unit's fixed properties, and its mutable state.
-//! - `copies`: the values that belong together, as optimizers, clones and records create new ones, and the
-//!   life cycle of the full parameters made of them.
-//! - `root`: gathers a unit at its first use, creates the autodiff nodes, collects gradients, and reduces them when the
-//!   unit's last gradient has arrived.
-//! - `parameter`: the form in which Burn sees a sharded parameter, a reparameterization that is
-//!   called at every `Param::val`.
-//! - `survey`: the float tensors of a module by kind, before it is sharded. `layer`: rules for single types of
-//!   layers.
+//! - `shown`, `slot`, `offload`, `spec`, `unit`: a parameter as optimizers see it, a parameter in its unit, a unit's
+//!   devices, its fixed properties, and its mutable state.
+//! - `copies`: the values that belong together, as optimizers, clones and records create new ones, and the life cycle
+//!   of the full parameters gathered from them.
+//! - `root`: gathers a unit at its first use, creates the autodiff nodes, collects gradients, and reduces them once the
+//!   unit's gradients are complete.
+//! - `parameter`: the form in which Burn sees a sharded parameter: a reparameterization that is called at every
+//!   `Param::val`.
+//! - `survey`: the float tensors of a module by kind, before it is sharded. `layer`: rules for specific layer types.
 //!
 //! Around the engine:
 //!
 //! - `inspect`: finds the sharded parameters of a module, and reports its units, plan, order and memory.
 //! - `state`: reads, saves and changes a module's state between steps. `optim`: work on gradients between
 //!   backward and the optimizer.
-//! - `wrap`: [`fully_shard`] groups parameters into units by path, cuts rank 0's values and puts a
-//!   `ShardedParam` beside each parameter, or a `TiedParam` beside a clone of one.
+//! - `wrap`: [`fully_shard`] groups parameters into units by path, shards rank 0's values, and attaches a
+//!   `ShardedParam` to each parameter, or a `TiedParam` to a clone of one.
 //! - `unmanaged`: parameters that would not be reduced.
-//! - `recompute` (activations computed again), `numbers` (random ones, drawn again), `leaves` and `step` ([`backward`] and what surrounds it).
-//! - `wrapper` offers all of it as methods.
+//! - `recompute` (activation checkpointing), `numbers` (random numbers that are drawn again), `leaves` (autodiff leaves
+//!   that ranks share) and `step` ([`backward`]).
+//! - `wrapper`: all of this as methods.
 //!
-//! A file imports only from parts before its own, and files never import each other in a cycle.
+//! A file imports only from parts listed before its own, and there are no import cycles.
 //!
 //! [`wrap_plan`], [`memory()`] and [`order`] report the result.
 
@@ -139,7 +139,7 @@ pub use wrapper::FullyShardedDataParallel;
 #[cfg(doc)]
 pub mod protocol {}
 
-/// The types of computation and of gradient reduction, as Burn names them.
+/// The types of computation and gradient reduction, as Burn types.
 ///
 /// ```
 /// use burn::tensor::FloatDType;

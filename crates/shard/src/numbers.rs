@@ -1,8 +1,8 @@
 //! Random numbers that a recomputed region draws twice.
 //!
-//! Burn has one generator for all threads of a process, and allows only to set its seed. So a region draws a seed,
-//! seeds the generator with it, and does so again when it is recomputed. Where ranks are threads, each would restart
-//! the others' numbers.
+//! Burn has one generator for all threads of a process, and only its seed can be set. So a region draws a seed, seeds
+//! the generator with it, and does so again when it is recomputed. If ranks are threads, each would restart the others'
+//! numbers.
 
 use burn::tensor::{Device, Distribution, Int, Tensor};
 use burn_fsdp_collectives::thread_ranks;
@@ -13,7 +13,7 @@ pub(crate) struct Numbers {
     device: Device,
 }
 
-/// Returns true if no other rank draws from this process' generator.
+/// Returns true if no other rank draws from this process's generator.
 fn is_alone() -> bool {
     thread_ranks() <= 1
 }
@@ -40,7 +40,7 @@ impl Numbers {
         })
     }
 
-    /// Runs `body` with the same numbers again. Different numbers follow afterwards.
+    /// Runs `body` with the same numbers again. Afterwards, different numbers follow.
     pub(crate) fn again<T>(&self, body: impl FnOnce() -> T) -> T {
         if !is_alone() {
             return body();

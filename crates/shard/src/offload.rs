@@ -1,4 +1,4 @@
-//! Shards on the host, full parameters on the computing device.
+//! Keeps shards on the host, and full parameters on the computing device.
 
 use burn::tensor::Device;
 
@@ -9,9 +9,9 @@ use crate::policy::ShardPolicy;
 /// The devices of an offloaded unit, both without autodiff.
 #[derive(Debug, Clone)]
 pub(crate) struct Offload {
-    /// The device of shards, their gradients, and so of the optimizer's state.
+    /// The device of shards, their gradients, and therefore the optimizer's state.
     pub(crate) host: Device,
-    /// The device of full parameters and activations, when the module was sharded.
+    /// The device of full parameters and activations at the time of sharding.
     pub(crate) compute: Device,
 }
 

@@ -1,18 +1,16 @@
 //! The engine's operations as Burn backend operations, differentiated by hand.
 //!
-//! Three nodes go into the autodiff graph, none into the model's code:
+//! The engine adds three kinds of nodes to the autodiff graph, and nothing to the model's code:
 //!
-//! - `unshard`: its output is the full parameter. Backward hands the full gradient to the unit.
-//!   Where full weights are dropped after forward it is memory-bound *for itself*, whatever the
-//!   device's own strategy: consumers keep its node instead of the weight, and its retro-forward
-//!   gathers the unit again.
-//! - the links of a *token*: no-ops that set the depth of the nodes attached to them. Burn's backward goes by depth,
-//!   and the token makes it go unit by unit.
-//! - each link carries an [`Announce`]: it runs when a unit's gradients are complete, or when
-//!   backward is about to end.
+//! - `unshard`: its output is the full parameter. Backward passes the full gradient to the unit. If full weights are
+//!   dropped after forward, the node is memory-bound regardless of the device's strategy: consumers keep the node
+//!   instead of the weight, and its retro-forward gathers the unit again.
+//! - the links of a *token*: no-ops that set the depth of the nodes attached to them. Burn's backward runs by depth,
+//!   and the token makes it run unit by unit.
+//! - each link carries an [`Announce`], which runs when a unit's gradients are complete or backward is about to end.
 //!
-//! A link has the depth that the engine chooses: a node is one deeper than its deepest parent, also if that
-//! parent is not tracked and backward does not visit it. A *ruler* is such a parent.
+//! The engine chooses the depth of a link with a *ruler*, an untracked parent that backward does not visit: a node is
+//! one deeper than its deepest parent, tracked or not.
 //!
 //! An offloaded value is on the host and cannot be a parent of another backend's result. A leaf on that backend
 //! represents it and gets no gradient: the reduced one is registered for the value's own node, since Burn's `Gradients`
@@ -53,12 +51,12 @@ use crate::audit::Tag;
 use crate::error::Error;
 use crate::thrown::throw;
 
-/// A full parameter in one use of its unit, in the form that backward needs.
+/// A full parameter in one use of its unit, as backward needs it.
 pub(crate) trait Weight: fmt::Debug + Send + Sync {
     /// Returns the shape of the full parameter.
     fn shape(&self) -> Shape;
 
-    /// Returns true if it stays until the use's backward.
+    /// Returns true if it is kept until the backward of the use.
     fn stays(&self) -> bool;
 
     /// Gathers its unit again; returns the full parameter, flat and plain.
@@ -73,7 +71,7 @@ pub(crate) trait Announce: fmt::Debug + Send + Sync {
     /// Called when backward reaches this node. Returns the gradients of completed reductions.
     fn reached(&self) -> Result<Vec<Reduced>, Error>;
 
-    /// Called when those gradients are in Burn's `Gradients`: the leaf and the tag of each.
+    /// Called with the leaf and tag of each of those gradients, once they are in Burn's `Gradients`.
     fn handed_over(&self, gradients: &[(NodeId, Tag)]) -> Result<(), Error>;
 }
 
@@ -87,7 +85,7 @@ pub(crate) struct Reduced {
     pub(crate) tag: Tag,
     /// Shape of the leaf.
     pub(crate) shape: Shape,
-    /// The checksum that it arrived with, and its description, if ranks compare bytes.
+    /// Its checksum on arrival, and its description, if ranks compare bytes.
     pub(crate) seal: Option<(Seal, Label)>,
 }
 
@@ -101,13 +99,13 @@ pub(crate) struct HandedOn {
     pub(crate) shape: Shape,
 }
 
-/// A region of the model that runs again in backward, regardless of its types.
+/// A region of the model that runs again in backward, without its generic types.
 pub(crate) trait Region: fmt::Debug + Send + Sync {
     /// Runs the region again with a graph, and backpropagates `gradient`, flat and plain, through it.
     fn backward(&self, gradient: Tensor<1>) -> Vec<HandedOn>;
 }
 
-/// The engine's operations. `full` has no autodiff; `value` is what the optimizer sees.
+/// The engine's operations. `full` has no autodiff; `value` is the tensor that the optimizer sees.
 #[backend_extension(
     Flex,
     Cube: cfg(feature = "cube"),
@@ -116,7 +114,7 @@ pub(crate) trait Region: fmt::Debug + Send + Sync {
     Autodiff
 )]
 pub(crate) trait ShardOps: Backend {
-    /// Returns `full` in its final shape, as a function of `value`, attached to `token`.
+    /// Returns `full` in its final shape, as a function of `value` attached to `token`.
     fn unshard(
         full: FloatTensor<Self>,
         value: FloatTensor<Self>,
@@ -124,18 +122,18 @@ pub(crate) trait ShardOps: Backend {
         weight: Arc<dyn Weight>,
     ) -> FloatTensor<Self>;
 
-    /// Returns `token` as a link that is deeper than it and than `ruler`, and announces `milestone`.
+    /// Returns a link that is deeper than `token` and `ruler`, and announces `milestone`.
     fn link(
         token: FloatTensor<Self>,
         ruler: FloatTensor<Self>,
         milestone: Arc<dyn Announce>,
     ) -> FloatTensor<Self>;
 
-    /// Returns `ruler`, which is not tracked, deeper by `links`.
+    /// Returns the untracked `ruler`, deepened by `links`.
     fn extend(ruler: FloatTensor<Self>, links: usize) -> FloatTensor<Self>;
 
-    /// Returns the `output` that a region computed from `input` without a graph, as a node whose
-    /// backward runs `region` again. `token` hangs it above the units that it uses.
+    /// Returns the `output` that a region computed from `input` without a graph, as a node whose backward runs `region`
+    /// again. `token` places the node above the units that it uses.
     fn recomputed(
         output: FloatTensor<Self>,
         input: FloatTensor<Self>,
@@ -147,7 +145,7 @@ pub(crate) trait ShardOps: Backend {
     fn identify(value: FloatTensor<Self>, sink: Arc<AtomicU64>) -> FloatTensor<Self>;
 }
 
-/// A backend whose primitives the engine can take out of tensors and put back.
+/// A backend whose primitives the engine can extract from tensors and wrap again.
 pub(crate) trait Primitive: Backend {
     /// Returns a plain flat tensor's primitive, if it is on this backend.
     fn try_lower(tensor: Tensor<1>) -> Option<FloatTensor<Self>>;
@@ -235,7 +233,7 @@ impl<B: Primitive> RetroForward for Regather<B> {
     }
 }
 
-/// The backward of `unshard`, which hands the full gradient to the unit.
+/// The backward of `unshard`, which passes the full gradient to the unit.
 #[derive(Debug)]
 struct ReceiveGradient;
 
@@ -245,14 +243,14 @@ impl<B: Primitive> Backward<B, 2> for ReceiveGradient {
     fn backward(self, ops: Ops<Arc<dyn Weight>, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
         let [value, _token] = ops.parents;
         let gradient = grads.consume::<B>(&ops.node);
-        // A frozen value has no node: its gradient, which Burn computed all the same, ends here.
+        // A frozen value has no node: Burn computed its gradient anyway, and it is dropped here.
         if value.is_some() {
             ops.state.receive(B::raise(gradient));
         }
     }
 }
 
-/// A unit of length on a ruler.
+/// One step of depth on a ruler.
 #[derive(Debug)]
 struct Notch;
 
@@ -276,8 +274,7 @@ impl<B: Primitive> Backward<B, 2> for Report {
             let (node, shape) = (reduced.node, reduced.shape);
             match B::try_lower(reduced.gradient.clone()) {
                 Some(flat) => grads.register::<B>(node, B::float_reshape(flat, shape)),
-                // The gradient of an offloaded shard: its leaf is on the host, whatever backend backward runs
-                // on.
+                // The gradient of an offloaded shard: its leaf is on the host, regardless of backward's backend.
                 None => {
                     let flat = Flex::lower(reduced.gradient);
                     grads.register::<Flex>(node, Flex::float_reshape(flat, shape));
@@ -333,8 +330,8 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
         let prepared = Backward::<B, 2>::prepare::<BalancedCheckpointing>(ReceiveGradient, parents)
             .memory_bound()
             .retro_forward(regather);
-        // Burn refuses to recompute a node with an untracked parent, so a frozen value is not named: the
-        // generation holds it for the retro-forward anyway.
+        // Burn does not recompute a node with an untracked parent, so a frozen value is left out: the generation holds
+        // it for the retro-forward anyway.
         let prepared = if value.is_tracked() {
             prepared.parents([&value, &token])
         } else {
@@ -406,7 +403,7 @@ pub(crate) fn unshard<const D: usize>(
     ))
 }
 
-/// Returns `token` as a link that is deeper than it and than `ruler`, and announces `milestone`.
+/// Returns a link that is deeper than `token` and `ruler`, and announces `milestone`.
 pub(crate) fn link(token: Tensor<1>, ruler: Tensor<1>, milestone: Arc<dyn Announce>) -> Tensor<1> {
     Tensor::from_dispatch(Dispatch::link(
         token.into_dispatch(),
@@ -415,7 +412,7 @@ pub(crate) fn link(token: Tensor<1>, ruler: Tensor<1>, milestone: Arc<dyn Announ
     ))
 }
 
-/// Returns `ruler`, which is not tracked, deeper by `links`.
+/// Returns the untracked `ruler`, deepened by `links`.
 pub(crate) fn extend(ruler: Tensor<1>, links: usize) -> Tensor<1> {
     Tensor::from_dispatch(Dispatch::extend(ruler.into_dispatch(), links))
 }
@@ -435,7 +432,7 @@ pub(crate) fn recomputed<const D: usize, const E: usize>(
     ))
 }
 
-/// Returns the graph node of a leaf.
+/// Returns the id of a leaf's graph node.
 pub(crate) fn node_of<const D: usize>(value: Tensor<D>) -> NodeId {
     let sink = Arc::new(AtomicU64::new(0));
     drop(Dispatch::identify(value.into_dispatch(), sink.clone()));

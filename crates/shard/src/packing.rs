@@ -5,11 +5,12 @@ use burn_fsdp_mesh::{Error, Partition};
 /// Number of elements that share a scale, counted from a shard's first element.
 pub(crate) const BLOCK: usize = 256;
 
-/// The shards of one parameter in 8 bits, as they are sent to all ranks. Each shard has a record, and all records have equal
-/// length: an 8-bit code for each element of the largest shard, followed by a 32-bit scale for each block of [`BLOCK`] elements.
+/// The shards of one parameter in 8 bits, in the form sent to all ranks. Each shard has a record, and all records have
+/// equal length: an 8-bit code for each element of the largest shard, followed by a 32-bit scale for each block of
+/// [`BLOCK`] elements.
 ///
-/// An element is its code, from -127 to 127, times the scale, which is a 127th of the block's largest magnitude. The rank that
-/// owns the shard also computes with these values.
+/// An element is its code, from -127 to 127, times the scale, which is a 127th of the block's largest magnitude. The
+/// rank that owns the shard also computes with the rounded values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Packing {
     elements: Partition,
@@ -18,11 +19,11 @@ pub(crate) struct Packing {
 }
 
 impl Packing {
-    /// Returns the packing of a parameter whose elements are divided in this way.
+    /// Returns the packing of a parameter with this partition.
     ///
     /// # Errors
     ///
-    /// A number of bytes that overflows.
+    /// Fails if the number of bytes overflows.
     pub(crate) fn new(elements: Partition) -> Result<Self, Error> {
         let num_shards = elements.num_shards();
         let len = record_len(elements.chunk_len());
@@ -38,8 +39,8 @@ impl Packing {
         self.bytes.num_elements()
     }
 
-    /// Returns the record of the shard with these elements, given as the machine's bytes of 32-bit floats. It is empty for a shard
-    /// without a record.
+    /// Returns the record of a shard with these elements, which are 32-bit floats in native byte order. It is empty for
+    /// a shard without a record.
     pub(crate) fn packed(&self, elements: &[u8], shard: usize) -> Vec<u8> {
         let mut record = vec![0; self.bytes.len(shard)];
         if record.is_empty() {
@@ -55,7 +56,7 @@ impl Packing {
         record
     }
 
-    /// Writes all elements to `into`, as the machine's bytes of 32-bit floats.
+    /// Writes all elements to `into`, as 32-bit floats in native byte order.
     pub(crate) fn unpack(&self, records: &[u8], into: &mut [u8]) {
         for (shard, range) in self.elements.non_empty() {
             let record = &records[self.bytes.range(shard)];
@@ -78,8 +79,8 @@ fn record_len(elements: usize) -> usize {
     elements + size_of::<f32>() * elements.div_ceil(BLOCK)
 }
 
-/// Writes the codes of a block to `codes`. Returns its scale, which is NaN if an element is infinite or NaN: the whole block then
-/// becomes NaN.
+/// Writes the codes of a block to `codes`. Returns its scale. If an element is infinite or NaN, the scale and thus the
+/// whole block is NaN.
 fn encode(words: &[[u8; 4]], codes: &mut [u8]) -> f32 {
     let value = |word: &[u8; 4]| f32::from_ne_bytes(*word);
     let is_finite = words.iter().all(|word| value(word).is_finite());

@@ -1,7 +1,7 @@
 //! Walks over a module that track the current path.
 //!
-//! Burn notifies visitors and mappers when they enter and leave a module, one name at a time. This file tracks the
-//! names in one place: a [`Visitor`] or [`Mapper`] gets each tensor with its [`Location`].
+//! Burn notifies visitors and mappers when they enter and leave a module, one name at a time. This file keeps track of
+//! the names, so a [`Visitor`] or [`Mapper`] gets each tensor with its [`Location`].
 
 use burn::module::{Flag, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Bool, Int, Tensor};
@@ -10,10 +10,10 @@ use crate::ambient::{Purpose, within};
 
 /// Name of the reparameterization that the engine attaches to a parameter.
 pub(crate) const NAME: &str = "fsdp";
-/// The name that Burn gives to the container of a reparameterization while visiting and mapping.
+/// Burn's name for the container of a reparameterization in visits and maps.
 pub(crate) const CONTAINER: &str = "Reparameterization";
 
-/// Path of the first factor of an adapter below the parameter that it adapts, as Burn names it.
+/// Burn's path of an adapter's first factor, relative to the adapted parameter.
 pub(crate) const FACTOR_A: &str = "lora.a";
 /// Path of the second factor.
 pub(crate) const FACTOR_B: &str = "lora.b";
@@ -36,7 +36,7 @@ impl Location {
         self.names[..depth].join(".")
     }
 
-    /// Returns true if this is a part of a reparameterization and not of the module itself.
+    /// Returns true if this is inside a reparameterization.
     pub(crate) fn is_nested(&self) -> bool {
         self.reparameterizations > 0
     }
@@ -63,7 +63,7 @@ pub(crate) trait Visitor {
     /// Visits a tensor of booleans at `place`.
     fn bool<const D: usize>(&mut self, _place: &Location, _param: &Param<Tensor<D, Bool>>) {}
 
-    /// Enters the part `name` at `place`; `container` is Burn's name for the kind of the part at `place`.
+    /// Enters the part `name` at `place`, whose kind Burn names `container`.
     fn enter(&mut self, _place: &Location, _name: &str, _container: &str) {}
 
     /// Leaves the part at `place`.
@@ -103,7 +103,7 @@ pub(crate) trait Mapper {
     }
 }
 
-/// Shows all tensors of `module`, including those in reparameterizations.
+/// Visits all tensors of `module`, including those in reparameterizations.
 pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl Visitor) {
     module.visit(&mut Walk {
         place: Location::default(),
@@ -121,7 +121,7 @@ pub(crate) fn map<M: Module>(module: M, mapper: &mut impl Mapper) -> M {
     })
 }
 
-/// A walk of Burn's that keeps the place for a visitor or mapper.
+/// A Burn walk that tracks the location for a visitor or mapper.
 struct Walk<'a, V> {
     place: Location,
     by: &'a mut V,

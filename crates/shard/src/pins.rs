@@ -1,4 +1,4 @@
-//! Buffers of full weights that outlive their use, found by their lifetime.
+//! Detects buffers of full weights that outlive their use.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -7,7 +7,7 @@ use burn_fsdp_collectives::Buffer;
 
 use crate::report;
 
-/// A unit whose full weights are kept alive by something other than the engine.
+/// A unit whose full weights are kept alive outside the engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pinned {
     /// Path of the unit.
@@ -39,12 +39,12 @@ pub(crate) struct Mark {
     life: Weak<()>,
 }
 
-/// A watch on the buffers of dropped full weights, up to the start of backward.
+/// A monitor of the buffers of dropped full weights, up to the start of backward.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Watch {
     /// The name of each unit, the bytes of its full parameters, and the buffers.
     marks: Vec<(String, usize, Vec<Mark>)>,
-    /// The units that were found to keep some buffers.
+    /// The units whose buffers were found still alive.
     pub(crate) pinned: Vec<Pinned>,
 }
 
@@ -59,7 +59,7 @@ impl Watch {
         self.marks.push((unit, bytes, marks));
     }
 
-    /// Finds the units whose full weights are still alive after forward although the units drop them.
+    /// Finds the units whose full weights are still alive after forward, although they should have been dropped.
     pub(crate) fn check_pins(&mut self) {
         for (unit, of, marks) in std::mem::take(&mut self.marks) {
             let alive = marks.iter().filter(|mark| mark.life.strong_count() > 0);
@@ -75,7 +75,7 @@ impl Watch {
     }
 }
 
-/// A buffer whose `_life` tells whether any tensor still holds it.
+/// A buffer with a lifetime, which ends when no tensor holds it any more.
 pub(crate) struct Marked {
     buffer: Buffer,
     /// The lifetime of the buffer, dropped with it.

@@ -22,11 +22,11 @@ use crate::reduction_hook::{ReductionHook, UnitReduction};
 #[must_use]
 pub struct ShardPolicy {
     pub(crate) patterns: Vec<Pattern>,
-    /// Each element lists the modules of one unit.
+    /// The modules of each joint unit.
     pub(crate) joint_units: Vec<Vec<Pattern>>,
     pub(crate) strategy: Strategy,
     pub(crate) cut: Cut,
-    /// Overrides `cut`; the last pattern that matches counts.
+    /// Overrides `cut`; the last match wins.
     pub(crate) cuts: Vec<(Pattern, Cut)>,
     pub(crate) whole_below: usize,
     pub(crate) shard_vectors: bool,
@@ -48,8 +48,8 @@ pub struct ShardPolicy {
     pub(crate) audit: Audit,
 }
 
-/// The divisors of gradients, in place of the number of ranks: `pre` divides each rank's gradient, `post` the
-/// sum. Sums are computed in at least 32 bits, so the split matters only for bit-equality with other systems.
+/// The divisors of gradients, instead of the number of ranks: `pre` divides each rank's gradient, `post` the sum. Sums
+/// are computed in at least 32 bits, so the split matters only for bitwise equality with other systems.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DivideFactors {
     /// The divisor of each rank's gradient before the sum.
@@ -59,8 +59,8 @@ pub struct DivideFactors {
 }
 
 impl DivideFactors {
-    /// Returns the split of `ranks` that keeps 16-bit sums in range, as fairscale and PyTorch make
-    /// it: a power of two near the square root, and the rest.
+    /// Splits `ranks` to keep 16-bit sums in range, as fairscale and PyTorch do: `pre` is a power of two near the
+    /// square root, and `post` the rest.
     pub fn balanced(ranks: usize) -> Self {
         let mut pre = 1;
         while ranks.is_multiple_of(pre) && ranks / pre > pre {
@@ -76,10 +76,10 @@ impl DivideFactors {
 /// The communicator that reductions go through.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ReduceGroup {
-    /// The communicator of the gathers: one queue.
+    /// The gathers' communicator: one queue for both.
     #[default]
     Shared,
-    /// A separate communicator, which allows an engine with queues per communicator to overlap the two.
+    /// A separate communicator, so an engine with a queue per communicator can overlap the two.
     Own,
 }
 
@@ -90,8 +90,7 @@ impl Default for ShardPolicy {
 }
 
 impl ShardPolicy {
-    /// Returns the default policy: one unit (the root), full sharding, and prefetching where it hides
-    /// communication.
+    /// Returns the default policy: one unit (the root), full sharding, and prefetching if it hides communication.
     pub fn new() -> Self {
         Self {
             patterns: Vec::new(),
@@ -120,9 +119,9 @@ impl ShardPolicy {
         }
     }
 
-    /// Makes every module whose path matches one of `patterns` a separate unit; the root takes the rest. A pattern
-    /// names path segments; `*` matches any characters within one segment, and `**` any number of segments:
-    /// `"blocks.*"`, `"conv*"`, `"**.norm"`. If two patterns match on one path, the inner module wins.
+    /// Makes every module whose path matches one of `patterns` a separate unit; the root takes the rest. In a pattern,
+    /// `*` matches any characters within one path segment, and `**` any number of segments: `"blocks.*"`, `"conv*"`,
+    /// `"**.norm"`. If two patterns match on one path, the inner module wins.
     pub fn units<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.patterns = patterns.into_iter().map(Pattern::new).collect();
         self
@@ -132,8 +131,7 @@ impl ShardPolicy {
     /// PyTorch's `fully_shard([norm, head])`. Each call defines a unit. The patterns are like those in
     /// [`units`](Self::units), and again an inner module wins. The unit's name is its patterns, joined with `+`.
     ///
-    /// Parameters that are gathered together are held together, so join modules that are used one after the
-    /// other.
+    /// The parameters of a unit are gathered and held together, so join modules that are used one after the other.
     ///
     /// ```
     /// use burn_fsdp_shard::ShardPolicy;
@@ -147,7 +145,7 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets what ranks divide, and until when full parameters stay.
+    /// Sets what is sharded, and how long full parameters are kept.
     pub fn strategy(mut self, strategy: Strategy) -> Self {
         self.strategy = strategy;
         self
@@ -159,8 +157,8 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets where the matching parameters may be cut, in place of [`cut`](Self::cut). A pattern names a parameter, or a
-    /// module with everything in it. If the patterns of two calls match a parameter, the later one counts.
+    /// Sets where the matching parameters may be cut, overriding [`cut`](Self::cut). A pattern matches parameters, or
+    /// modules with everything in them. If patterns from two calls match a parameter, the later call wins.
     pub fn cut_of<P: Into<String>>(
         mut self,
         patterns: impl IntoIterator<Item = P>,
@@ -173,29 +171,28 @@ impl ShardPolicy {
         self
     }
 
-    /// Keeps parameters of fewer than `elements` elements whole on every rank, as is the
-    /// [default](Self::shard_vectors) for parameters of one dimension. Their gradients share one all-reduce per
-    /// step. Default 0.
+    /// Keeps parameters of fewer than `elements` elements whole on every rank, like one-dimensional parameters by
+    /// [default](Self::shard_vectors). Their gradients share one all-reduce per step. Default 0.
     pub fn whole_below(mut self, elements: usize) -> Self {
         self.whole_below = elements;
         self
     }
 
-    /// Sets whether parameters of one dimension are sharded like others, so that a rank holds its share of everything:
-    /// weights, gradients and states. Default: they stay whole on every rank, since they are small.
+    /// Sets whether one-dimensional parameters are sharded like others, so a rank holds only its share of all weights,
+    /// gradients and states. Default: they stay whole on every rank, since they are small.
     pub fn shard_vectors(mut self, shard: bool) -> Self {
         self.shard_vectors = shard;
         self
     }
 
     /// Assigns each matching parameter to one owner rank, instead of sharding it. Between steps only the owner holds
-    /// the parameter, and its optimizer updates it. A pattern names a parameter, or a module with everything in it:
+    /// the parameter, and its optimizer updates it. A pattern matches parameters, or modules with everything in them:
     /// `"**"`, `"blocks.*"`, `"**.attention.*.weight"`.
     ///
-    /// For optimizers that compute with whole tensors (Muon, Adafactor, LAMB, Burn's clipping by the norm of each
-    /// gradient, custom ones). On the owner, the optimizer sees the parameter and its gradient in their original shape,
-    /// so the update is bit-identical to an unsharded one. On other ranks the parameter has no gradient and is not
-    /// updated. The unit's reduction sends the gradient to the owner, and the next gather distributes the updated
+    /// Use this for optimizers that compute with whole tensors (Muon, Adafactor, LAMB, Burn's clipping by the norm of
+    /// each gradient, custom ones). On the owner, the optimizer sees the parameter and its gradient in their original
+    /// shape, so the update is bit-identical to an unsharded one. On other ranks the parameter has no gradient and is
+    /// not updated. The unit's reduction sends the gradient to the owner, and the next gather distributes the updated
     /// parameter. The traffic is the same as for shards.
     ///
     /// Parameters are assigned by their number of elements: the largest first, each to the rank of the shard axis that
@@ -207,17 +204,17 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets the number of units that are gathered ahead of their use; `None` selects the default. 0 gathers each unit
-    /// when it is touched and waits for each reduction; every further step costs one unit of memory. Default: 1 where
-    /// the group [overlaps](burn_fsdp_collectives::ProcessGroup::overlaps), as groups of processes do, and 0 where
-    /// ranks are threads, which gain nothing by it.
+    /// Sets the number of units that are gathered ahead of their use; `None` selects the default. With 0, each unit is
+    /// gathered at its first use, and each reduction blocks. Each prefetched unit costs the memory of one unit.
+    /// Default: 1 if the group [overlaps](burn_fsdp_collectives::ProcessGroup::overlaps) communication, as groups of
+    /// processes do, and 0 if ranks are threads, which gain nothing from it.
     pub fn prefetch(mut self, units: impl Into<Option<usize>>) -> Self {
         self.prefetch = units.into();
         self
     }
 
-    /// Sets whether the root also drops its full weights after each use. Default: it keeps them from its
-    /// forward to its backward, because it is needed first in both.
+    /// Sets whether the root also drops its full weights after each use. Default: it keeps them from forward to
+    /// backward, because both use it first.
     pub fn reshard_root(mut self, reshard: bool) -> Self {
         self.keep_root = !reshard;
         self
@@ -229,9 +226,9 @@ impl ShardPolicy {
         self
     }
 
-    /// Chooses hybrid sharding: `axis` is the mesh axis over which the shards are replicated. Gathers and
-    /// reduce-scatters stay on the shard axis, inside a node. One all-reduce of the shards' gradients per
-    /// unit crosses the replicate axis.
+    /// Selects hybrid sharding: `axis` is the mesh axis over which shards are replicated. Gathers and reduce-scatters
+    /// stay on the shard axis, typically within a node. Across the replicate axis there is one all-reduce of the
+    /// shards' gradients per unit.
     pub fn replicate_axis(mut self, axis: impl Into<String>) -> Self {
         self.replicate_axis = Some(axis.into());
         self
@@ -249,17 +246,16 @@ impl ShardPolicy {
         self
     }
 
-    /// Ignores parameters, and modules with everything in them, by pattern as in [`units`](Self::units): `"head"`,
-    /// `"**.bias"`. They are neither sharded nor reduced, and are separate on each rank.
+    /// Ignores parameters, and modules with everything in them, by patterns as in [`units`](Self::units): `"head"`,
+    /// `"**.bias"`. They are neither sharded nor reduced, and each rank has its own.
     pub fn ignore<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.ignored = patterns.into_iter().map(Pattern::new).collect();
         self
     }
 
-    /// After forward, drops full weights to one of `ranks` pieces instead of to the shard, so that the gather
-    /// of backward stays within groups of `ranks` neighbours. This is between 1, which is
-    /// [`Strategy::ShardGradOp`], and the whole shard axis, which is [`Strategy::FullShard`]. `ranks` must
-    /// divide the axis' size.
+    /// After forward, keeps one of `ranks` pieces of the full weights instead of only the shard, so the gather in
+    /// backward stays within groups of `ranks` neighbours. `ranks` must divide the size of the shard axis. 1
+    /// corresponds to [`Strategy::ShardGradOp`], and the whole axis to [`Strategy::FullShard`].
     pub fn reshard_after_forward_to(mut self, ranks: usize) -> Self {
         self.reshard_to = Some(ranks);
         self
@@ -271,33 +267,35 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets whether gathers send shards in 8 bits, as ZeRO++'s quantized weights do: about a quarter of the bytes, for
-    /// weights that are rounded. Default: they are sent in their compute type.
+    /// Sets whether gathers send shards in 8 bits, like ZeRO++'s quantized weights: about a quarter of the bytes, but
+    /// rounded weights. Default: they are sent in their compute type.
     ///
-    /// Each block of 256 elements of a shard, counted from the first that the rank holds, has a scale of 32 bits, a 127th of the
-    /// largest magnitude in it, and each element a whole number of such steps, to the nearest: it is off by at most
-    /// a 254th of the largest of its block. All ranks compute with the same rounded weights, whose gradients are those of
-    /// the exact ones; these are kept, stepped, saved and summoned as ever. With
-    /// [`Cut::Multiples`](crate::Cut::Multiples)`(256)` blocks are those of the whole parameter, so that the weights do not depend on the
-    /// number of ranks, one among them. An infinite or undefined element makes its block undefined.
+    /// Each block of 256 elements of a shard, counted from the rank's first element, has a 32-bit scale: a 127th of the
+    /// block's largest magnitude. Each element is rounded to the nearest multiple of the scale, so the error is at most
+    /// a 254th of the block's largest magnitude. All ranks compute with the same rounded weights, and the gradients are
+    /// applied to the exact ones, which are stored, updated, saved and summoned as usual. With
+    /// [`Cut::Multiples`](crate::Cut::Multiples)`(256)`, blocks are aligned to the whole parameter, so the rounded
+    /// weights do not depend on the number of ranks (including one). An infinite or NaN element makes its whole block
+    /// NaN.
     ///
-    /// What every rank holds whole (parameters of one dimension, those below [`whole_below`](Self::whole_below), all
-    /// with [`Strategy::NoShard`]) is not rounded. The pieces that
-    /// [`reshard_after_forward_to`](Self::reshard_after_forward_to) leaves with neighbours are sent among them in the
-    /// compute type. Rounding is the host's work.
+    /// Parameters that every rank holds whole (one-dimensional ones, those below [`whole_below`](Self::whole_below),
+    /// all with [`Strategy::NoShard`]) are not rounded. The pieces kept by
+    /// [`reshard_after_forward_to`](Self::reshard_after_forward_to) are sent among neighbours in the compute type.
+    /// Rounding runs on the host.
     pub fn gather_in_8_bits(mut self, packs: bool) -> Self {
         self.gathers_in_8_bits = packs;
         self
     }
 
     /// Keeps shards on `host`, the CPU backend `Device::flex()`, while the module computes on the device on which it
-    /// was built: parameters between steps, their gradients, and the optimizer's state and update. Full parameters are
-    /// still created and freed on the computing device; gathers and reductions use host memory anyway.
+    /// was built. Parameters between steps, their gradients, and the optimizer's state and update are then on the host.
+    /// Full parameters are still created and freed on the computing device; gathers and reductions use host memory
+    /// anyway.
     ///
     /// Tensors that the units do not manage (ignored parameters, running states) stay on the computing device.
-    /// `Module::to_device` moves them, and the device of full parameters, but not the shards.
+    /// `Module::to_device` moves them and changes the device of full parameters, but leaves the shards on the host.
     ///
-    /// For a module that was built on `host` this changes nothing, because its shards are already there.
+    /// This has no effect on a module that was built on `host`.
     pub fn offload_to(mut self, host: Device) -> Self {
         self.offload = Some(host);
         self
@@ -305,21 +303,21 @@ impl ShardPolicy {
 
     /// Attaches Burn's low-rank adapters while sharding. This freezes every parameter of the module and adds two
     /// trained factors to each two-dimensional parameter that `lora`'s group matches: `a` of shape `[in, rank]` and `b`
-    /// of shape `[rank, out]`. Use it in place of `module.apply_lora(lora)`, which Burn allows neither before nor after
+    /// of shape `[rank, out]`. Use it instead of `module.apply_lora(lora)`, which works neither before nor after
     /// sharding.
     ///
-    /// The factors are parameters of the unit whose weight they adapt. They are sharded like others and have Burn's own
-    /// paths (`blocks.0.fc.weight.lora.a`). Optimizers, clipping, records and checkpoints see them there, and a record
-    /// of the module equals a record of Burn's module with `apply_lora`. A rank holds only shards of the frozen
-    /// weights: no gradient, no optimizer state, nothing to reduce. The weight `base + alpha / rank * (a @ b)` exists
-    /// around a unit's own forward and backward, like the full base.
+    /// The factors are parameters of the unit whose weight they adapt. They are sharded like any other parameter and
+    /// have Burn's own paths (`blocks.0.fc.weight.lora.a`). Optimizers, clipping, records and checkpoints see them
+    /// there, and a record of the module equals a record of Burn's module with `apply_lora`. A rank holds only shards
+    /// of the frozen weights, which have no gradient and no optimizer state, and are not reduced. Like the full base,
+    /// the weight `base + alpha / rank * (a @ b)` exists only around the unit's forward and backward.
     ///
     /// [`memory`](crate::memory()) counts the gathered base and factors, but not the weights computed from
     /// them.
     ///
-    /// Initial values are Burn's: `a` is normal, drawn on rank 0, and `b` is zero. `Module::materialize` gives the
-    /// plain module with its adapters merged; `Param::adapter` does not recognize a sharded one. A quantized base
-    /// (`QLora`) is rejected, as its type is.
+    /// Initial values are Burn's: `a` is normal, drawn on rank 0, and `b` is zero. `Module::materialize` returns the
+    /// plain module with its adapters merged; `Param::adapter` does not recognize a sharded adapter. A quantized base
+    /// (`QLora`) is rejected, like any quantized parameter.
     ///
     /// ```
     /// use burn::module::Lora;
@@ -333,24 +331,23 @@ impl ShardPolicy {
         self
     }
 
-    /// Returns true if sharding attaches [adapters](Self::lora), so that the sharded module has parameters that the
-    /// module itself lacks.
+    /// Returns true if sharding attaches [adapters](Self::lora), so the sharded module has parameters that the module
+    /// itself lacks.
     pub fn attaches_adapters(&self) -> bool {
         self.lora.is_some()
     }
 
-    /// Sets the steps whose gradients are audited. Default: in debug builds the first step and each step that follows a
-    /// new order of operations; in other builds none. All ranks must make the same choice; otherwise nothing is
-    /// compared.
+    /// Sets the steps whose gradients are audited. Default: in debug builds the first step and each step with a new
+    /// order of operations; in other builds none. All ranks must set the same value; otherwise nothing is compared.
     pub fn audit(mut self, steps: Audit) -> Self {
         self.audit = steps;
         self
     }
 
-    /// Sets a function that changes this rank's full gradient of a parameter before it is reduced. It gets the
-    /// parameter's path and the flat gradient, and returns one of the same length, both without autodiff. It is called
-    /// on every rank that has a gradient, inside backward, and must not use sharded modules. A second function gets the
-    /// result of the first.
+    /// Sets a function that changes this rank's full gradient of a parameter before it is reduced. It receives the
+    /// parameter's path and flat gradient, and returns a gradient of the same length, both without autodiff. It is
+    /// called on every rank that has a gradient, inside backward, and must not use sharded modules. Several functions
+    /// are applied in the order in which they were set.
     pub fn gradient_hook(
         mut self,
         hook: impl Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync + 'static,
@@ -363,18 +360,18 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets a function that reduces the gradients of a unit in place of the engine, for example with compression. It
-    /// gets the full gradients. For each it returns the elements that this rank holds
+    /// Sets a function that reduces the gradients of a unit instead of the engine, for example with compression. It
+    /// receives the full gradients. For each it returns the elements that this rank holds
     /// ([`FullGradient::held`](crate::FullGradient::held)) of the sum over the ranks of [`UnitReduction::group`],
-    /// divided by [`UnitReduction::divisor`]. [`UnitReduction`] has the collectives for it. An [`audit`](Self::audit)
-    /// cannot see the effect of a hook.
+    /// divided by [`UnitReduction::divisor`]. [`UnitReduction`] provides the collectives for this. An
+    /// [`audit`](Self::audit) cannot check the effect of a hook.
     ///
-    /// The function is called inside backward, in the same order on all ranks of the shard axis, also on those that
-    /// have no gradient. All must communicate in the same way in it. It must not use sharded modules. It runs after
-    /// [`gradient_hook`](Self::gradient_hook). Parameters that every rank keeps whole under another strategy than
+    /// The function is called inside backward, in the same order on all ranks of the shard axis, including those
+    /// without a gradient. All ranks must communicate in the same way. It must not use sharded modules. It runs after
+    /// [`gradient_hook`](Self::gradient_hook). Parameters that every rank keeps whole under a strategy other than
     /// [`Strategy::NoShard`] (vectors, those below [`whole_below`](Self::whole_below)) are still reduced by the engine.
     ///
-    /// For example, gradients that are sent in 16 bits, with sums in 32:
+    /// For example, to send gradients in 16 bits and sum them in 32:
     ///
     /// ```
     /// use burn::tensor::DType;

@@ -1,12 +1,12 @@
-//! The trial that finds out, at an optimizer's first step, whether the optimizer may work on shards.
+//! The trial that determines, at an optimizer's first step, whether the optimizer may work on shards.
 //!
-//! Burn does not report that an optimizer steps: the optimizer maps over the module, as others do, with gradients that
-//! it finds by id. So [`backward`](crate::backward) adds gradients for small matrices, whole and in two shards, to the
+//! Burn does not report optimizer steps: an optimizer is a map over the module like any other, with gradients that it
+//! finds by id. So [`backward`](crate::backward) adds gradients for small matrices, whole and in two shards, to the
 //! module's gradients, under separate ids. There is one matrix for each parameter that optimizers see in parts. A map
-//! that reaches such a parameter is also shown its matrix and shards, under the parameter's path, by which groups
-//! choose. A map without gradients for them changes nothing. A map that changes a value without a gradient is not an
-//! optimizer. An optimizer that computes different bits for the shards than for the same elements of the whole matrix
-//! computes with whole tensors. Groups by ids remain unseen, as probes have other ids.
+//! that reaches such a parameter also visits its matrix and shards, under the parameter's path, so groups by path
+//! apply. A map without gradients for them changes nothing. A map that changes a value without a gradient is not an
+//! optimizer. An optimizer computes with whole tensors if the shards get different bits from the same elements of the
+//! whole matrix. Groups by ids are not tried, because probes have separate ids.
 
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
@@ -23,14 +23,14 @@ use crate::report;
 use crate::shown::Shown;
 use crate::thrown::throw;
 
-/// Number of rows and of columns of the matrix on trial. Halves of it are whole vectors of any processor, so
+/// Number of rows and of columns of the probe matrix. Half of it is a whole number of vectors on any processor, so
 /// equal arithmetic gives equal bits.
 pub(crate) const SIDE: usize = 16;
 /// Number of elements of the matrix.
 pub(crate) const LEN: usize = SIDE * SIDE;
 
-/// Returns element `i` of the matrix or of its gradient in a step: of either sign, never zero, and with rows
-/// and columns of different sizes.
+/// Returns element `i` of the matrix or of its gradient in a step: either sign, never zero, with rows and columns of
+/// different magnitudes.
 pub(crate) fn element(i: usize, step: usize) -> f32 {
     let (row, column) = (i / SIDE, i % SIDE);
     let sign = if (i * 7 + step * 3) % 5 < 2 {
@@ -41,7 +41,7 @@ pub(crate) fn element(i: usize, step: usize) -> f32 {
     sign * (1.0 + row as f32) * (0.3 + ((column * 5 + step) % 7) as f32) / 40.0
 }
 
-/// Returns a tensor of these elements, by their place in a row.
+/// Returns a tensor of these elements, in row-major order.
 pub(crate) fn tensor_of<const D: usize>(
     shape: [usize; D],
     element: impl Fn(usize) -> f32,
@@ -55,23 +55,22 @@ pub(crate) fn tensor_of<const D: usize>(
 
 /// The first id of the probes.
 const RESERVED: u64 = 0x9b05_688c_2b3e_6c00;
-/// Number of bits of a place. It is small enough that an id drawn at random is hardly ever a probe's, and
-/// large enough that two parameters of a model hardly ever share a place.
+/// Number of bits of a place: few enough that a random id is almost never a probe's, and enough that two parameters of
+/// a model almost never share a place.
 const PLACE_BITS: u32 = 28;
-/// Number of ids for the probes of one parameter: half for cut parameters, half for parameters that are only
-/// flat.
+/// Number of ids for the probes of one parameter: half for cut parameters, half for flattened ones.
 const STRIDE: u64 = 16;
-/// The size of the probes' values: small, so that a small step of a 16-bit type is seen.
+/// The magnitude of the probes' values: small, so a small step shows even in a 16-bit type.
 const VALUE: f32 = 1.0 / 64.0;
 
-/// Sizes of gradients in a row. Adam divides by their size, so clipping shows only where they come near its
-/// epsilon. Lion takes their sign, so clipping shows only where it leaves nothing of them.
+/// Magnitudes of gradients within a row. Adam divides by the magnitude, so clipping shows only near its epsilon. Lion
+/// takes the sign, so clipping shows only if it reduces a gradient to zero.
 const SIZES: [f32; 8] = [1.0, 1e-2, 1e-4, 1e-6, 1e-8, 1e-12, 1e-24, 1e-36];
 
-/// Returns element `i` of a gradient of the matrix in a step. Its halves are of very different sizes. The norm of
-/// the matrix equals the norm of its first half, beyond any sensible threshold of clipping by norm, while the
-/// square is still finite. So the second half is clipped by a small factor as a part of the matrix, and hardly at
-/// all as a separate tensor.
+/// Returns element `i` of a gradient of the matrix in a step. Its halves have very different magnitudes. The norm of
+/// the matrix equals the norm of its first half: above any sensible threshold for clipping by norm, with a finite
+/// square. So clipping scales the second half by a small factor as part of the matrix, and hardly at all as a separate
+/// tensor.
 pub(crate) fn gradient_of_halves(dtype: DType, i: usize, step: usize) -> f32 {
     let scale = match dtype {
         _ if i >= LEN / 2 => 1.0,
@@ -81,21 +80,21 @@ pub(crate) fn gradient_of_halves(dtype: DType, i: usize, step: usize) -> f32 {
     scale * SIZES[i % SIZES.len()] * element(i, step)
 }
 
-/// Returns true if `id` is used by the trial of an optimizer and by no parameter. The first step of an
-/// optimizer leaves states of such ids in its records, which have no further use.
+/// Returns true if `id` belongs to a probe of an optimizer's trial, not to a parameter. An optimizer's first step
+/// leaves states with such ids in its records, which have no further use.
 pub fn is_probe(id: ParamId) -> bool {
     (RESERVED..RESERVED + (STRIDE << PLACE_BITS)).contains(&id.val())
 }
 
-/// Returns the place of a parameter's probes. It is the same in each process, so the states of probes in a
-/// record belong to the same parameter.
+/// Returns the place of a parameter's probes. It is the same in every process, so a record's probe states belong to the
+/// same parameter.
 fn place_of(id: ParamId) -> u64 {
-    // Fibonacci hashing: a program may number its parameters, and then all high bits are equal.
+    // Fibonacci hashing, because sequential ids have equal high bits.
     id.val().wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (u64::BITS - PLACE_BITS)
 }
 
-/// The trial of the optimizer that steps the parameters of a root, parameter by parameter, because groups may
-/// hold different optimizers.
+/// The trial of the optimizer of a root's parameters, separately for each parameter because groups may have different
+/// optimizers.
 #[derive(Debug)]
 pub(crate) struct Trial {
     warned: Once,
@@ -109,7 +108,7 @@ struct Parameters {
     tried: HashSet<ParamId>,
 }
 
-/// The parameter at which an optimizer is tried.
+/// A parameter on which an optimizer is tried.
 pub(crate) struct Subject {
     pub(crate) id: ParamId,
     /// The device of its shard, with autodiff.
@@ -122,7 +121,7 @@ pub(crate) struct Subject {
 /// The probes of a parameter.
 #[derive(Debug, Clone)]
 struct Probes {
-    /// The parameter with which they are shown.
+    /// The parameter that they accompany.
     shown_with: ParamId,
     device: Device,
     dtype: DType,
@@ -160,8 +159,8 @@ impl Default for Trial {
 }
 
 impl Trial {
-    /// Registers gradients for the probes of the `subjects` at which no optimizer was tried yet: all trained
-    /// parameters that optimizers see in parts.
+    /// Registers gradients for the probes of those `subjects` (the trained parameters that optimizers see in parts) on
+    /// which no optimizer was tried yet.
     pub(crate) fn register(
         &self,
         subjects: impl Iterator<Item = Subject>,
@@ -181,7 +180,7 @@ impl Trial {
         }
     }
 
-    /// Notes that the parameter `id` may be stepped by the optimizer that steps it.
+    /// Notes that the optimizer of the parameter `id` passed its trial.
     pub(crate) fn pass(&self, id: ParamId) {
         let mut parameters = self.parameters.lock();
         parameters.tried.insert(id);
@@ -195,7 +194,7 @@ impl Trial {
         }
     }
 
-    /// Returns the probes of a parameter that is still to be tried.
+    /// Returns the probes of a parameter that has not been tried yet.
     fn untried(&self, param: &Param<Tensor<1>>) -> Option<Probes> {
         let parameters = self.parameters.lock();
         if parameters.tried.contains(&param.id) {
@@ -203,15 +202,15 @@ impl Trial {
         }
         let registered = parameters.probes.get(&place_of(param.id));
         let registered = registered.filter(|probes| probes.shown_with == param.id);
-        // Without gradients, in a loop that calls Burn's backward, only the control has a meaning: a map that
-        // changes values without gradients is not meant.
+        // Without gradients, in a loop that calls Burn's backward, only the control is meaningful: it detects maps that
+        // change values without gradients.
         Some(registered.cloned().unwrap_or_else(|| Probes::lone(param)))
     }
 
-    /// Shows the probes to `mapper`, which is about to map over `param` at `path`. Leaves with an error if
-    /// that is an optimizer that computes with whole tensors.
+    /// Passes the probes to `mapper`, which is about to map over `param` at `path`. Throws an error if `mapper` is an
+    /// optimizer that computes with whole tensors.
     ///
-    /// Returns the value of `param` if nothing is known about the mapper yet; [`watched`](Self::watched) then tells
+    /// Returns the value of `param` if nothing is known about the mapper yet; [`watched`](Self::watched) then detects
     /// whether the value changes.
     pub(crate) fn show<M: ModuleMapper>(
         &self,
@@ -270,7 +269,7 @@ impl Trial {
     }
 }
 
-/// Returns the message of a panic; `None` for an error of this crate, which is thrown.
+/// Returns the message of a panic; `None` for one of this crate's own errors.
 fn words(panic: &(dyn Any + Send)) -> Option<String> {
     let text = panic.downcast_ref::<String>().cloned();
     text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()))
@@ -310,7 +309,7 @@ impl Probes {
     }
 
     fn id(&self, probe: Probe, shard: usize) -> ParamId {
-        // A record's state of one kind is not a state of the other.
+        // The states of the two kinds must not be confused in records.
         let kind = if self.num_shards == 1 { STRIDE / 2 } else { 0 };
         let number = (probe as usize + shard) as u64;
         ParamId::from(RESERVED + place_of(self.shown_with) * STRIDE + kind + number)
@@ -328,15 +327,15 @@ impl Probes {
         gradients.register(self.id(probe, shard), gradient.inner());
     }
 
-    /// Shows the probes to `mapper` and returns their verdict. Shows all of them even if the matrix does not move, so
-    /// their states advance together.
+    /// Passes the probes to `mapper` and returns the verdict. All of them are passed even if the matrix does not
+    /// change, so their states advance together.
     fn verdict<M: ModuleMapper>(&self, mapper: &mut M) -> Verdict {
         let matrix = [SIDE, SIDE];
         let (before, control) = self.mapped(Probe::Control, 0, matrix, mapper);
         if control.as_ref() != Some(&before) {
             return Verdict::NoOptimizer;
         }
-        // An optimizer that does not take a matrix at all, sharded or not, does not compute with whole ones.
+        // An optimizer that does not accept a matrix at all does not compute with whole ones.
         let (before, Some(whole)) = self.mapped(Probe::Whole, 0, matrix, mapper) else {
             return Verdict::Elementwise;
         };

@@ -1,12 +1,12 @@
 //! Activation checkpointing: a part of the model whose activations are recomputed in backward.
 //!
-//! Forward runs the region without a graph and keeps only its input. Backward runs it once more, this time
-//! with a separate graph, differentiates that, and passes the gradients on. Sharded units take part in both:
-//! they are gathered for the forward, and once more for the recomputation *and* its backward together. The
-//! order of operations is as in the README, with a unit's second gather where its recomputation begins.
+//! Forward runs the region without a graph and keeps only its input. Backward runs it again with a separate graph,
+//! differentiates that, and passes the gradients on. Sharded units take part in both: they are gathered once for the
+//! forward, and once for the recomputation *and* its backward together. The order of operations is as in the README,
+//! with a unit's second gather at the start of its recomputation.
 //!
-//! The inner graph shares no leaf with the outer one: Burn locks a graph while it goes backward
-//! through it, and leaves of two graphs make them one.
+//! The inner graph shares no leaf with the outer one: Burn locks a graph during its backward, and a shared leaf would
+//! join the two graphs.
 
 use std::fmt;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ use crate::wrap::own_states;
 
 /// Returns a copy of `module` with its plain parameters replaced by `mapper`.
 fn prepared<M: Module>(module: &M, mapper: &mut impl ModuleMapper) -> M {
-    // A lazy parameter would draw other numbers in the copy.
+    // A lazy parameter would draw different numbers in the copy.
     module.visit(&mut Initialize);
     ambient::within(Purpose::Prepare, || copy(module).map(mapper))
 }
@@ -39,21 +39,20 @@ fn copy<M: Module>(module: &M) -> M {
     ambient::within(Purpose::CopyForGraph, || module.clone())
 }
 
-/// Runs `forward(module, input)`; backward keeps only `input` and recomputes the rest. This saves the
-/// activations of the region for the price of a second forward.
+/// Runs `forward(module, input)`; backward keeps only `input` and recomputes the rest. This saves the memory of the
+/// region's activations at the cost of a second forward.
 ///
 /// Checkpoint one unit at a time: the full weights of all units in a region exist together in its backward.
 /// With [`ShardPolicy::units`](crate::ShardPolicy::units) `["blocks.*"]`, call it once around each block.
 ///
-/// `module` may be sharded, contain sharded modules, or be plain. `forward` must compute the same both times,
-/// and must capture nothing tracked, since its gradient would be lost; both are errors. Only the first
-/// forward updates running statistics, such as BatchNorm's. Outside of training, or inside another region,
-/// `forward` is simply called.
+/// `module` may be sharded, contain sharded modules, or be plain. `forward` must compute the same result both times,
+/// and must not capture a tracked tensor, whose gradient would be lost; violations are errors. Only the first forward
+/// updates running statistics, such as BatchNorm's. Outside of training, or inside another region, `forward` is simply
+/// called.
 ///
 /// Dropout draws the same numbers twice if each rank is a process. A region draws a seed from Burn's generator and
-/// seeds the generator with it, and again in backward, after which other numbers follow. Numbers that other threads
-/// draw meanwhile would come in between. Where ranks are threads, which share that one generator, dropout in a region
-/// is an error.
+/// seeds the generator with it, and again in backward, after which different numbers follow. Draws by other threads
+/// meanwhile would interfere. If ranks are threads, which share that one generator, dropout in a region is an error.
 ///
 /// All ranks must call it in the same way.
 ///
@@ -108,7 +107,7 @@ where
     op::recomputed(output, input, token, region)
 }
 
-/// Returns the module with separate running states, which a second forward may update unseen.
+/// Returns the module with separate running states, which the second forward may update without effect.
 fn with_own_states<M: Module>(module: M) -> M {
     let mut untrained = Untrained(false);
     inspect::visit(&module, &mut untrained);
@@ -119,7 +118,7 @@ fn with_own_states<M: Module>(module: M) -> M {
     }
 }
 
-/// A visitor that looks for a float tensor without gradients that is not sharded: a running state may be one.
+/// A visitor that looks for an unsharded float tensor without gradients, which may be a running state.
 struct Untrained(bool);
 
 impl path::Visitor for Untrained {
@@ -231,7 +230,7 @@ fn flattened<const D: usize>(node: Option<NodeId>, gradient: Tensor<D>) -> Hande
     }
 }
 
-/// The nodes of a module's own leaves, and the gradients of the region's.
+/// The nodes of a module's own leaves, and the gradients of the region's leaves.
 struct Leaves {
     nodes: Vec<Option<NodeId>>,
     gradients: Gradients,
@@ -265,8 +264,8 @@ struct Sample(Vec<f32>);
 
 impl Sample {
     const SIZE: usize = 64;
-    /// The tolerated difference, relative to the largest of them. Equal kernels give equal bits; different
-    /// random numbers are far outside the tolerance.
+    /// The tolerated difference, relative to the largest element. Equal kernels give equal bits; different random
+    /// numbers are far outside the tolerance.
     const TOLERANCE: f32 = 1e-2;
 
     fn of<const E: usize>(output: &Tensor<E>) -> Self {

@@ -14,8 +14,8 @@ use crate::ambient::{Purpose, within};
 use crate::error::Error;
 use crate::transport;
 
-/// A function that reduces the gradients of a unit: it gets full gradients, and returns this rank's parts of their sum,
-/// after division.
+/// A function that reduces the gradients of a unit: it receives full gradients, and returns this rank's parts of their
+/// divided sums.
 #[derive(Clone)]
 pub(crate) struct ReductionHook(Arc<Reduce>);
 
@@ -30,7 +30,7 @@ impl ReductionHook {
         Self(Arc::new(reduce))
     }
 
-    /// Returns this rank's part of each mean, as flat tensors without autodiff of the right lengths.
+    /// Returns this rank's part of each mean, as flat tensors of the right lengths without autodiff.
     pub(crate) fn call(&self, reduction: &UnitReduction) -> Result<Vec<Tensor<1>>, Error> {
         let parts = within(Purpose::Hook, || (self.0)(reduction))?;
         reduction.check(&parts, "returned", FullGradient::held_elements)?;
@@ -44,7 +44,7 @@ impl fmt::Debug for ReductionHook {
     }
 }
 
-/// The gradients of one unit that wait for their reduction by a hook, see
+/// The gradients of one unit, to be reduced by a hook; see
 /// [`ShardPolicy::reduction_hook`](crate::ShardPolicy::reduction_hook).
 #[derive(Debug)]
 pub struct UnitReduction {
@@ -64,7 +64,7 @@ pub struct FullGradient {
     pub(crate) path: String,
     pub(crate) shape: Vec<usize>,
     pub(crate) tensor: Tensor<1>,
-    /// The partition by which ranks hold shards; `None` where every rank holds all of the parameter.
+    /// The partition into shards; `None` if every rank holds all of the parameter.
     pub(crate) partition: Option<Partition>,
     /// The elements that this rank holds.
     pub(crate) held: Range<usize>,
@@ -81,13 +81,13 @@ impl FullGradient {
         &self.shape
     }
 
-    /// Returns this rank's gradient of the whole parameter: flat, without autodiff, in the type in which the policy
-    /// reduces. It is zero if this rank has none and another one has.
+    /// Returns this rank's gradient of the whole parameter: flat, without autodiff, in the policy's reduction type. It
+    /// is zero if only other ranks have one.
     pub fn tensor(&self) -> Tensor<1> {
         self.tensor.clone()
     }
 
-    /// Returns the range of the parameter's flat elements that this rank holds, whose sum the hook returns. It covers
+    /// Returns the range of the parameter's flat elements that this rank holds, whose sum the hook returns. It contains
     /// all elements if the strategy keeps parameters whole, and none if another rank owns the parameter.
     pub fn held(&self) -> Range<usize> {
         self.held.clone()
@@ -96,7 +96,7 @@ impl FullGradient {
     /// Returns this rank's part of a flat tensor of the parameter's length.
     pub fn held_of(&self, full: Tensor<1>) -> Tensor<1> {
         match self.held.is_empty() {
-            // Burn does not slice to an empty tensor.
+            // Burn does not support empty slices.
             true => Tensor::empty([0], (&full.device(), full.dtype())),
             false => full.slice([self.held.clone()]),
         }
@@ -123,20 +123,20 @@ impl UnitReduction {
     }
 
     /// Returns the divisor of the sum over the [`group`](Self::group): the number of all ranks, or the policy's
-    /// [factors](crate::ShardPolicy::divide_factors). With hybrid sharding it also counts the replicas, and the engine
-    /// adds up their results, so each contributes a share of its group's own mean.
+    /// [factors](crate::ShardPolicy::divide_factors). With hybrid sharding it also counts the replicas: each
+    /// contributes a share of its group's mean, and the engine adds up the results.
     pub fn divisor(&self) -> f64 {
         self.divisor
     }
 
-    /// Returns the gradients of those sharded parameters for which any rank has one, in the order of the module.
+    /// Returns the gradients of the sharded parameters for which any rank has one, in module order.
     pub fn gradients(&self) -> &[FullGradient] {
         &self.gradients
     }
 
-    /// Returns the sums over the ranks of flat tensors of any length, divided by [`divisor`](Self::divisor), whole on
-    /// every rank and with the same bits on all. The tensors are sent in their own type. The sum is computed and
-    /// returned in at least 32 bits, so 16-bit tensors are returned in 32 bits.
+    /// Sums flat tensors of any length over the ranks, and divides by [`divisor`](Self::divisor). Returns the whole
+    /// results on every rank, with the same bits on all. The tensors are sent in their own type. The sum is computed
+    /// and returned in at least 32 bits, so 16-bit tensors are returned in 32 bits.
     ///
     /// Collective among the ranks of [`group`](Self::group), with tensors of the same lengths and types.
     ///
@@ -158,9 +158,9 @@ impl UnitReduction {
         })
     }
 
-    /// Returns this rank's part of the sums over the ranks of full gradients, one for each of
-    /// [`gradients`](Self::gradients), divided by [`divisor`](Self::divisor). This is the engine's own reduction. The
-    /// tensors are sent in their own types, and sums are as returned by [`average`](Self::average).
+    /// Sums full gradients, one for each of [`gradients`](Self::gradients), over the ranks, and divides by
+    /// [`divisor`](Self::divisor). Returns this rank's part of each. This is the engine's own reduction. The tensors
+    /// are sent in their own types, and the sums have the types that [`average`](Self::average) returns.
     ///
     /// Collective among the ranks of [`group`](Self::group).
     ///
@@ -249,7 +249,7 @@ impl UnitReduction {
         })
     }
 
-    /// Checks that `tensors`, with which the hook did `what`, are one for each gradient and of the right lengths.
+    /// Checks that `tensors` are one for each gradient, with the right lengths; `what` describes them in errors.
     fn check(
         &self,
         tensors: &[Tensor<1>],
@@ -294,7 +294,7 @@ struct Kind {
     wire: ElementType,
     /// The type of the sum.
     sum: ElementType,
-    /// Burn's name of the type of the sum.
+    /// Burn's type of the sum.
     dtype: DType,
     device: Device,
 }

@@ -37,7 +37,7 @@ thread_local! {
     static TOUCHED: RefCell<Vec<Touched>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Returns the part of a region that this thread is running.
+/// Returns the part of a region that this thread is running, if any.
 pub(crate) fn state() -> RegionState {
     match ambient::innermost(&[Purpose::Region, Purpose::RegionAgain]) {
         Some(Purpose::Region) => RegionState::Plain,

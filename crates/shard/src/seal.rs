@@ -1,7 +1,7 @@
 //! Seals of values in this rank's memory, which detect corruption.
 //!
-//! A seal is kept next to a value that is held. Burn does not write over memory that has two holders, so a held value
-//! stays unchanged. Only memory of the host is sealed; a device's memory would have to be read back.
+//! A seal is kept together with a reference to the value. Burn does not overwrite memory that has two references, so a
+//! held value stays unchanged. Only host memory is sealed; a device's memory would have to be read back.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,8 @@ use crate::error::Error;
 use crate::op::Reduced;
 use crate::transport;
 
-/// Seals a flat tensor without autodiff; `None` if ranks do not compare bytes, and on other devices.
+/// Seals a flat tensor without autodiff. Returns `None` if ranks do not compare bytes, or the tensor is not on the
+/// host.
 pub(crate) fn seal(group: &ProcessGroup, tensor: &Tensor<1>) -> Option<Seal> {
     if !group.compares_bytes() || !is_host(&tensor.device()) {
         return None;
@@ -41,7 +42,7 @@ pub(crate) fn check(
     Ok(group.check_seal(seal, bytes.as_bytes(), what)?)
 }
 
-/// Returns true if two flat tensors without autodiff share the same memory of the host.
+/// Returns true if two flat tensors without autodiff share the same host memory.
 pub(crate) fn is_same_memory(one: &Tensor<1>, other: &Tensor<1>) -> bool {
     let of = |tensor: &Tensor<1>| {
         let primitive = tensor.clone().try_into_primitive::<Flex>().ok()?;
@@ -51,7 +52,7 @@ pub(crate) fn is_same_memory(one: &Tensor<1>, other: &Tensor<1>) -> bool {
     one.dtype() == other.dtype() && of(one).is_some() && of(one) == of(other)
 }
 
-/// Flips a bit of a flat tensor without autodiff, if an injected fault asks for it.
+/// Flips a bit of a flat tensor without autodiff, if a fault is injected there.
 pub(crate) fn flip_if_told(group: &ProcessGroup, at: At, tensor: &mut Tensor<1>) {
     let (dtype, device) = (tensor.dtype(), tensor.device());
     let num_bytes = tensor.shape().num_elements() * dtype.size();
@@ -62,7 +63,7 @@ pub(crate) fn flip_if_told(group: &ProcessGroup, at: At, tensor: &mut Tensor<1>)
     }
 }
 
-/// A value that is held, with its seal.
+/// A held value, with its seal.
 pub(crate) struct Held {
     value: Tensor<1>,
     seal: Seal,
@@ -82,25 +83,24 @@ impl Held {
         check(group, Some(&self.seal), &self.value, what)
     }
 
-    /// Flips a bit of the value, if an injected fault asks for it.
+    /// Flips a bit of the value, if a fault is injected there.
     pub(crate) fn flip_if_told(&mut self, group: &ProcessGroup, at: At) {
         flip_if_told(group, at, &mut self.value);
     }
 }
 
-/// Reduced gradients that wait for the optimizer, by the leaf that they belong to, and the running states of the last
-/// backward.
+/// Reduced gradients that wait for the optimizer, by leaf, and the running states of the last backward.
 #[derive(Default)]
 pub(crate) struct Waiting {
-    /// The number of the backward that they come from.
+    /// The number of the backward that computed them.
     backward: u64,
     gradients: BTreeMap<u64, Vec<Held>>,
     pub(crate) running: Vec<Held>,
 }
 
 impl Waiting {
-    /// Takes hold of a gradient of backward number `backward`. Checks the gradients of earlier backwards, which have
-    /// been used or given up, and releases them.
+    /// Holds a gradient of backward number `backward`. Checks and releases the gradients of earlier backwards, which
+    /// have been used or discarded.
     pub(crate) fn add(
         &mut self,
         group: &ProcessGroup,
@@ -133,7 +133,7 @@ impl Waiting {
         held.iter().try_for_each(|held| held.check(group))
     }
 
-    /// Takes hold of the new value of a leaf's gradient.
+    /// Holds the new value of a leaf's gradient.
     pub(crate) fn replace(&mut self, leaf: NodeId, held: Option<Held>) {
         self.gradients
             .insert(leaf.value, held.into_iter().collect());

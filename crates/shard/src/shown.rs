@@ -5,7 +5,7 @@ use burn::tensor::{Device, GradientCheckpointingStrategy, Shape, Tensor};
 
 use crate::device;
 
-/// A rank's part of a parameter, as a separate parameter. A shard is flat, and a whole parameter has its own shape. If
+/// A rank's part of a parameter, as a separate parameter. A shard is flat, and a whole parameter keeps its shape. If
 /// another rank owns the parameter, the part has the same number of dims, all empty.
 #[derive(Debug, Clone)]
 pub(crate) enum Shown {
@@ -17,7 +17,7 @@ pub(crate) enum Shown {
     Six(Param<Tensor<6>>),
 }
 
-/// Evaluates an expression of the parameter, regardless of its number of dims.
+/// Evaluates an expression on the parameter, for any number of dims.
 macro_rules! of_any {
     ($shown:expr, $param:ident => $body:expr) => {
         match $shown {
@@ -31,7 +31,7 @@ macro_rules! of_any {
     };
 }
 
-/// Creates a parameter with the same number of dims.
+/// Maps the parameter to one with the same number of dims.
 macro_rules! map_any {
     ($shown:expr, $param:ident => $body:expr) => {
         match $shown {
@@ -69,7 +69,7 @@ impl Shown {
         }))
     }
 
-    /// Returns the id under which the parameter is shown.
+    /// Returns the id that optimizers see.
     pub(crate) fn id(&self) -> ParamId {
         of_any!(self, param => param.id)
     }
@@ -88,8 +88,8 @@ impl Shown {
         of_any!(self, param => param.shape().to_vec())
     }
 
-    /// Returns the tensor that is the parent of the full parameter in a graph, if the generation gives none: the leaf
-    /// itself if it is flat, or a stand-in on the same device.
+    /// Returns the default parent of the full parameter in a graph: the leaf itself if it is flat, otherwise a stand-in
+    /// on the same device.
     pub(crate) fn parent(&self) -> Tensor<1> {
         match self {
             Self::One(param) => param.base(),
@@ -105,7 +105,7 @@ impl Shown {
         }))
     }
 
-    /// Returns the mapped parameter, in memory that the engine can share with its flat view.
+    /// Returns the mapped parameter, in memory that its flat view can share.
     pub(crate) fn mapped<M: ModuleMapper>(self, mapper: &mut M) -> Self {
         match self {
             Self::One(param) => Self::One(Module::map(param, mapper)),
@@ -133,8 +133,7 @@ impl Shown {
         map_any!(self, param => param.valid())
     }
 
-    /// Returns the parameter ready for training after `valid`, with the autodiff strategy with which the module was
-    /// built.
+    /// Returns the parameter ready for training after `valid`, with the module's original autodiff strategy.
     pub(crate) fn train(self, strategy: Option<GradientCheckpointingStrategy>) -> Self {
         map_any!(self, param => param.train().map(|leaf| match strategy {
             Some(strategy) => {
@@ -149,7 +148,7 @@ impl Shown {
     }
 }
 
-/// Returns a parameter with the elements of `flat`, with the same device and autodiff.
+/// Returns a parameter with the elements of `flat`, on its device and with its autodiff.
 fn leaf<const D: usize>(
     id: ParamId,
     flat: Tensor<1>,
@@ -160,13 +159,13 @@ fn leaf<const D: usize>(
     Param::initialized(id, value).set_require_grad(is_trainable)
 }
 
-/// Returns the elements of `flat` in another shape: a leaf, and not a view of one.
+/// Returns the elements of `flat` in another shape, as a leaf instead of a view.
 fn shaped<const D: usize>(flat: Tensor<1>, shape: Shape) -> Tensor<D> {
     let device = flat.device();
     device::tracked(reshaped(plain(flat), shape), &device)
 }
 
-/// Returns the elements of a plain tensor in another shape. Burn reads a 0 in a shape as the existing dim.
+/// Returns the elements of a plain tensor in another shape. Burn interprets a 0 in a shape as the existing dim.
 fn reshaped<const D: usize>(flat: Tensor<1>, shape: Shape) -> Tensor<D> {
     match shape.num_elements() {
         0 => Tensor::zeros(shape, (&flat.device(), flat.dtype())),
@@ -174,8 +173,8 @@ fn reshaped<const D: usize>(flat: Tensor<1>, shape: Shape) -> Tensor<D> {
     }
 }
 
-/// Returns the parameter with its elements in order. An optimizer may return a transposed view, and a flat tensor of it
-/// would be a second copy.
+/// Returns the parameter with its elements in order. An optimizer may return a transposed view, whose flat tensor would
+/// be a second copy.
 fn in_rows<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
     param.map(|tensor| {
         let device = tensor.device();

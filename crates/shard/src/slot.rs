@@ -1,4 +1,4 @@
-//! The fixed properties of a parameter in its unit, over the life of the module, and a table with a value for
+//! The properties of a parameter in its unit that are fixed for the life of the module, and a table with a value for
 //! each slot.
 
 use std::ops::{Deref, DerefMut, Range};
@@ -12,11 +12,11 @@ use crate::adapter::Adapter;
 use crate::layer::Layer;
 use crate::packing::Packing;
 
-/// The part of a parameter that a rank holds between steps, and the way in which its gradient is reduced.
+/// The part of a parameter that a rank holds between steps, and how its gradient is reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Holding {
-    /// A shard, which is everything or nothing where the partition has a sole owner; full gradients are
-    /// reduce-scattered with the unit.
+    /// A shard, which is everything or nothing if the partition has a sole owner; full gradients are reduce-scattered
+    /// with the unit.
     Shard,
     /// The whole parameter; its gradient shares one all-reduce per step with all others.
     Whole,
@@ -24,12 +24,12 @@ pub(crate) enum Holding {
     Replica,
 }
 
-/// An element type, both as Burn's and as the transport's type.
+/// An element type, in Burn and in the transport.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Element {
-    /// Burn's name of the type.
+    /// Burn's type.
     pub(crate) dtype: DType,
-    /// The transport's name of the type.
+    /// The transport's type.
     pub(crate) wire: ElementType,
 }
 
@@ -51,8 +51,7 @@ pub(crate) struct Elements {
     pub(crate) reduce: Element,
 }
 
-/// The largest number of dims of a parameter that optimizers see in its own shape; optimizers see a parameter with more
-/// dims flat.
+/// The largest number of dims that optimizers see; a parameter with more dims is flattened.
 pub(crate) const MAX_DIMS: usize = 6;
 
 /// One parameter of a unit.
@@ -62,22 +61,22 @@ pub(crate) struct Slot {
     pub(crate) path: String,
     /// Shape of the whole parameter.
     pub(crate) shape: Vec<usize>,
-    /// The types in which its elements are stored, compute and are reduced.
+    /// The types in which its elements are stored, computed and reduced.
     pub(crate) elements: Elements,
-    /// The partition of the flat elements; one shard where every rank holds the whole.
+    /// The partition of the flat elements; a single shard if every rank holds the whole.
     pub(crate) partition: Partition,
     /// The part that this rank holds.
     pub(crate) holding: Holding,
     /// The 8-bit form in which gathers send shards, if any.
     pub(crate) packing: Option<Packing>,
-    /// What adapts it.
+    /// The adapter of the parameter, if it has one.
     pub(crate) adapter: Option<Adapter>,
     /// The layer around it, if the layer does not compute in the parameter's type.
     pub(crate) unfit: Option<Arc<Layer>>,
 }
 
 impl Slot {
-    /// Returns the bytes of the whole parameter as it is stored.
+    /// Returns the bytes of the whole parameter in its stored type.
     pub(crate) fn full_bytes(&self) -> usize {
         self.partition.num_elements() * self.elements.stored.size()
     }
@@ -87,8 +86,7 @@ impl Slot {
         self.partition.num_elements() * self.elements.compute.size()
     }
 
-    /// Returns the parameter as a part of a collective among the shards' holders, with elements of
-    /// the type `element`.
+    /// Returns the parameter as a part of a collective over the shards, with elements of the type `element`.
     pub(crate) fn part(&self, source: Source, element: Element) -> Part {
         Part {
             source,
@@ -97,7 +95,7 @@ impl Slot {
         }
     }
 
-    /// Returns the parameter as a part of a collective among whole tensors.
+    /// Returns the parameter as a part of a collective over whole tensors.
     pub(crate) fn full_part(&self, source: Source, element: Element) -> FullPart {
         FullPart {
             source,
@@ -106,8 +104,7 @@ impl Slot {
         }
     }
 
-    /// Returns the number of elements of a reduced gradient on rank `rank`, which equals the number of
-    /// elements it holds.
+    /// Returns the number of elements that rank `rank` holds, which is also the size of its reduced gradient.
     pub(crate) fn held_elements(&self, rank: usize) -> usize {
         match self.is_gathered() {
             true => self.partition.len(rank),
@@ -123,12 +120,12 @@ impl Slot {
         }
     }
 
-    /// Returns true if optimizers see a part of it: a flat shard.
+    /// Returns true if optimizers see only a flat shard of it.
     pub(crate) fn is_cut(&self) -> bool {
         self.is_gathered() && self.partition.sole_owner().is_none()
     }
 
-    /// Returns true if optimizers see the parameter flat, in part or as a whole, and not in its own shape.
+    /// Returns true if optimizers see the parameter flat, as a shard or as a whole.
     pub(crate) fn is_flattened(&self) -> bool {
         self.is_cut() || self.shape.len() > MAX_DIMS
     }
@@ -139,7 +136,7 @@ impl Slot {
         self.is_gathered() && owner.is_some_and(|owner| owner != rank)
     }
 
-    /// Returns the number of dims in which optimizers see it.
+    /// Returns the number of dims that optimizers see.
     pub(crate) fn shown_dims(&self) -> usize {
         match self.is_flattened() {
             true => 1,
@@ -147,7 +144,7 @@ impl Slot {
         }
     }
 
-    /// Returns the shape in which optimizers on rank `rank` of the group see its part.
+    /// Returns the shape that optimizers on rank `rank` of the group see.
     pub(crate) fn shown_shape(&self, rank: usize) -> Vec<usize> {
         match (self.is_flattened(), self.is_elsewhere(rank)) {
             (true, _) => vec![self.held_elements(rank)],
@@ -168,7 +165,7 @@ impl Slot {
         self.held_elements(rank) * self.elements.stored.size()
     }
 
-    /// Returns true if its elements have to be gathered from other ranks before use.
+    /// Returns true if its elements must be gathered from other ranks before use.
     pub(crate) fn is_gathered(&self) -> bool {
         self.holding == Holding::Shard
     }

@@ -41,10 +41,9 @@ pub(crate) struct UnitSpec {
     pub(crate) offload: Option<Offload>,
     /// The options for its gradients.
     pub(crate) gradients: GradientOptions,
-    /// The autodiff strategy of the device that the module was built on, which Burn's
-    /// `valid().train()` forgets.
+    /// The autodiff strategy of the device that the module was built on, which Burn's `valid().train()` loses.
     pub(crate) strategy: Option<GradientCheckpointingStrategy>,
-    /// True if `replicate` made it.
+    /// True if `replicate` created it.
     pub(crate) is_replica: bool,
 }
 
@@ -60,7 +59,7 @@ impl UnitSpec {
         gathered.map(Slot::unsharded_bytes).sum()
     }
 
-    /// Returns true if using it needs a gather at all.
+    /// Returns true if using it requires a gather.
     pub(crate) fn is_gathered(&self) -> bool {
         self.slots.iter().any(Slot::is_gathered)
     }

@@ -11,14 +11,14 @@ use burn_fsdp_collectives::{Account, Source};
 use crate::device::is_host;
 use crate::transport;
 
-/// Copies by forwards and backwards between the host and devices with their own memory: for gathers and reductions, and
-/// of offloaded values. The CPU backend makes none, because its memory is the host's. Copies by sharding itself,
+/// Copies between the host and devices with their own memory, made in forward and backward for gathers, reductions and
+/// offloaded values. The CPU backend makes none, because its memory is the host's. Copies for sharding itself,
 /// checkpoints, records and whole states are not counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Staged {
-    /// Shards and gradients that were read back, to be sent.
+    /// Shards and gradients read back for sending.
     pub to_host: Transfers,
-    /// Full parameters and reduced gradients that were brought to the device.
+    /// Full parameters and reduced gradients copied to the device.
     pub to_device: Transfers,
 }
 
@@ -114,7 +114,7 @@ impl Staging {
         transport::owned(bytes, dtype, device)
     }
 
-    /// Returns a tensor on `device`, where it is copied if necessary.
+    /// Returns the tensor on `device`, copied if necessary.
     pub(crate) fn moved(&self, tensor: Tensor<1>, device: &Device) -> Tensor<1> {
         if is_host(&tensor.device()) {
             self.arrives(
@@ -125,8 +125,8 @@ impl Staging {
         tensor.to_device(device)
     }
 
-    /// Makes a device execute its deferred work, to free dropped full weights before others arrive. An error of the
-    /// device appears where its results are read.
+    /// Makes a device execute its deferred work, to free dropped full weights before others arrive. A device error
+    /// surfaces where its results are read.
     pub(crate) fn make_room(&self, device: &Device) {
         if !is_host(device) {
             let _ = device.clone().without_autodiff().flush();

@@ -1,4 +1,4 @@
-//! Backward, and its surroundings in a training step.
+//! Backward, and the work around it in a training step.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -17,27 +17,27 @@ use crate::state::buffers::seal_running_states;
 use crate::thrown::catch;
 use crate::unmanaged;
 
-/// Differentiates `loss` and returns the gradients of this rank's shards, averaged over the
-/// ranks. Any element-wise optimizer of Burn consumes them unchanged.
+/// Differentiates `loss` and returns the gradients of this rank's shards, averaged over the ranks. Any element-wise
+/// Burn optimizer accepts them.
 ///
 /// Equivalent to `GradientsParams::from_grads(loss.backward(), module)`, which also works, with two exceptions. Errors
 /// are returned as values, and a rank whose loss uses no unit still takes part in the other ranks' reductions.
 ///
 /// Until an optimizer's first step, the result has five additional small gradients for each sharded parameter. They
-/// belong to a matrix and its shards under separate ids ([`is_probe`](crate::is_probe)). With them, that step detects
-/// an optimizer that computes with whole tensors, and fails with [`Error::WholeTensors`], which [`catch`](crate::catch)
+/// belong to a matrix and its shards under separate ids ([`is_probe`](crate::is_probe)). They let that step detect an
+/// optimizer that computes with whole tensors, and fail with [`Error::WholeTensors`], which [`catch`](crate::catch)
 /// turns into a value. Groups by path are tried, but groups by ids are not, because probes have separate ids. Burn's
 /// `GradientsAccumulator` and [`gradients_by_unit`](crate::gradients_by_unit) drop the probes, and a warning reports
-/// that. [`check_elementwise`](crate::check_elementwise) tries all groups, also those by ids.
+/// that. [`check_elementwise`](crate::check_elementwise) tries all groups, including those by ids.
 ///
 /// Collective.
 ///
 /// # Errors
 ///
-/// [`Error::Unmanaged`] if several ranks train a parameter that is neither sharded nor ignored by the policy,
-/// which Burn's own backward does not notice; [`Error::NoGraph`] for a loss without autodiff, or a module
-/// without a trained parameter; errors of the collectives inside: another rank's failure, a timeout, a
-/// mismatch of operations. Afterwards every unit is sharded and nothing is pending.
+/// [`Error::Unmanaged`] if several ranks train a parameter that is neither sharded nor ignored by the policy, which
+/// Burn's own backward does not detect; [`Error::NoGraph`] for a loss without autodiff, or a module without a trained
+/// parameter; errors of its collectives: another rank's failure, a timeout, mismatched operations. After an error,
+/// every unit is sharded and nothing is pending.
 pub fn backward<M: Module, const D: usize>(
     loss: Tensor<D>,
     module: &M,
@@ -50,15 +50,15 @@ pub fn backward<M: Module, const D: usize>(
         })
         .and_then(|result| result)
     }));
-    // This also covers a panic in the program's own code, such as a hook: the current pass holds a graph
-    // whose nodes hold the root, so nothing of the module would ever be freed.
+    // This also covers a panic in user code, such as a hook: the current pass holds a graph whose nodes hold the root,
+    // so the module would never be freed.
     if !matches!(result, Ok(Ok(_))) {
         roots.iter().for_each(|root| root.reset());
     }
     result.unwrap_or_else(|panic| resume_unwind(panic))
 }
 
-/// Returns the gradients of `loss`, including those that only other ranks have.
+/// Returns the gradients of `loss`, including those of parameters that only other ranks used.
 fn reduced_gradients<M: Module, const D: usize>(
     loss: Tensor<D>,
     module: &M,
@@ -146,7 +146,7 @@ impl ModuleVisitor for PutBack<'_> {
             return;
         }
         let node = crate::op::node_of(value.clone());
-        // One for each use of the unit.
+        // There is one for each use of the unit.
         let uses = self.reduced.iter().filter(|reduced| reduced.node == node);
         let gradients = uses.map(|reduced| reduced.gradient.clone());
         if let Some(sum) = gradients.reduce(|sum, next| sum + next) {
@@ -161,8 +161,8 @@ impl ModuleVisitor for PutBack<'_> {
 
 /// Drops all full parameters and all pending work, as after an error.
 ///
-/// For programs that catch their own panic inside forward or backward. Not collective; all ranks must call
-/// it, or the next operation reports the difference.
+/// For programs that catch their own panic inside forward or backward. Not collective, but all ranks must call it;
+/// otherwise the next operation reports a mismatch.
 ///
 /// # Errors
 ///

@@ -39,13 +39,13 @@ impl Found {
 /// The float tensors of a module, by kind.
 #[derive(Debug, Default)]
 pub(crate) struct Survey {
-    /// Parameters to shard, trainable or frozen, in the order of the module.
+    /// Parameters to shard, trainable or frozen, in module order.
     pub(crate) parameters: Vec<Found>,
     /// Paths of parameters that earlier calls sharded.
     pub(crate) sharded: Vec<String>,
     /// The devices of running states, such as BatchNorm's, and of the parameters, by path.
     pub(crate) devices: HashMap<String, Device>,
-    /// Paths of running states, in the order of the module.
+    /// Paths of running states, in module order.
     pub(crate) buffers: Vec<String>,
     /// Ids of running states, in the same order. A clone has the same ids as its original.
     pub(crate) buffer_ids: Vec<ParamId>,
@@ -64,10 +64,10 @@ enum Kind {
     Foreign(String),
 }
 
-/// Walks `module` without initializing any lazy parameter.
+/// Surveys `module` without initializing any lazy parameter.
 ///
-/// Burn shows mappers buffers and parameters in the same way, but only a parameter keeps what a mapper attaches. So a
-/// marker that is attached to a clone distinguishes them.
+/// Burn shows mappers buffers and parameters in the same way, but only a parameter keeps a mapper's attachment. So a
+/// marker attached to a clone distinguishes them.
 ///
 /// # Errors
 ///
@@ -123,16 +123,16 @@ pub(crate) struct Declared<const D: usize> {
 }
 
 impl<const D: usize> Declared<D> {
-    /// Reads it through Burn's own loading, which needs no value: for a lazy parameter the declared shape is
-    /// the recorded one.
+    /// Reads the properties through Burn's own loading, which needs no value: for a lazy parameter the declared shape
+    /// is the recorded one.
     pub(crate) fn of(param: &Param<Tensor<D>>) -> Self {
         let device = param.lazy_device();
         let declared = param.lazy_shape().dims();
         let probe = param.clone();
         let probe = probe.transform_for_load(stand_in(declared, &device), param.id);
-        // If there is a value, its properties count. Burn's `Param::map` leaves a value without gradients in a
-        // parameter that was configured to have them, and Burn does not train it. A plain device does not record
-        // whether a value has gradients: everything there is a parameter to train.
+        // If there is a value, its properties count. Burn's `Param::map` may leave a value without gradients in a
+        // parameter that is configured to have them, and Burn does not train it. A plain device does not record whether
+        // a value has gradients, so everything there counts as trainable.
         let has_gradients = !param.is_initialized() || param.is_require_grad();
         let is_trainable = probe.is_require_grad() && has_gradients || !device.is_autodiff();
         let loaded = probe.dims();
@@ -152,8 +152,8 @@ impl<const D: usize> Declared<D> {
     }
 }
 
-/// Returns a tensor of the full shape with the memory of one element. The element is not a number, so a
-/// computation with it by mistake is noticed.
+/// Returns a tensor of the full shape with the memory of one element. The element is NaN, so an accidental computation
+/// with it is noticed.
 pub(crate) fn stand_in<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
     if shape.contains(&0) {
         return Tensor::zeros(shape, device).set_require_grad(false);
@@ -194,7 +194,7 @@ impl Reparameterizer for Attach<'_> {
     }
 }
 
-/// A visitor that finds out the kind of each tensor without touching it.
+/// A visitor that determines the kind of each tensor without initializing it.
 #[derive(Default)]
 struct Kinds {
     found: Vec<(String, Kind)>,
@@ -229,7 +229,7 @@ impl path::Visitor for Kinds {
 /// A visitor that collects the details of each kind.
 struct Details {
     kinds: HashMap<String, Kind>,
-    /// Burn's names for the kinds of the modules that the walk is in.
+    /// Burn's names for the kinds of the enclosing modules.
     containers: Vec<String>,
     /// The types of running states, by path.
     states: HashMap<String, DType>,

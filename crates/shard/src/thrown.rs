@@ -1,4 +1,4 @@
-//! Errors that leave Burn's forward and backward.
+//! Errors raised inside Burn's forward and backward.
 //!
 //! Forward and backward return no `Result`. An error raised inside them unwinds with an [`Unwound`] payload (no panic
 //! message is printed) until [`catch`], [`backward`](crate::backward) or `launch` turns it back into a value.
@@ -11,10 +11,10 @@ use crate::ambient::{Purpose, is_within, within};
 use crate::error::Error;
 use crate::read::two_types;
 
-/// Leaves Burn's forward or backward with `error`.
+/// Unwinds from Burn's forward or backward with `error`.
 pub(crate) fn throw(error: Error) -> ! {
     let unwound = Unwound(Box::new(error));
-    // On an unwatched thread, an error without a panic message would end the thread silently.
+    // On other threads, an error without a panic message would end the thread silently.
     if !is_within(Purpose::Catch) && !is_rank() {
         eprintln!("burn-fsdp: {}", unwound.0);
     }
@@ -27,8 +27,8 @@ fn is_rank() -> bool {
     thread.name().is_some_and(|name| name.starts_with("rank "))
 }
 
-/// Runs `body` and turns an error raised inside Burn's forward or backward into a value. This includes a panic of
-/// Burn's because tensors of two types met in an operation: [`Error::TwoTypes`] names the layer.
+/// Runs `body` and turns an error raised inside Burn's forward or backward into a value. This includes Burn's panic on
+/// an operation with tensors of two types: [`Error::TwoTypes`] names the layer.
 ///
 /// Other panics continue to unwind.
 ///

@@ -1,11 +1,11 @@
-//! Tensors as the bytes that collectives move, and back.
+//! Converts tensors to and from the bytes that collectives move.
 
 use burn::backend::Flex;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{Bool, Bytes, DType, Device, Int, Shape, Tensor, TensorData};
 use burn_fsdp_collectives::{Account, ElementType, Source};
 
-/// Returns the transport's name of a float type, if it can be reduced.
+/// Returns the transport's type for a float type, if it can be reduced.
 pub(crate) fn element_type(dtype: DType) -> Option<ElementType> {
     match dtype {
         DType::F64 => Some(ElementType::F64),
@@ -29,7 +29,7 @@ struct FlexBytes {
     tensor: FloatTensor<Flex>,
     start: usize,
     end: usize,
-    /// The account that counts the bytes as unsharded for as long as a rank may still read them.
+    /// Counts the bytes as unsharded as long as a rank may still read them.
     _account: Option<Account>,
 }
 
@@ -39,8 +39,7 @@ impl AsRef<[u8]> for FlexBytes {
     }
 }
 
-/// Shares the elements of a flat tensor without autodiff. On the CPU backend nothing is copied;
-/// other devices are read back.
+/// Shares the elements of a flat tensor without autodiff. The CPU backend copies nothing; other devices are read back.
 pub(crate) fn source(tensor: Tensor<1>, account: Option<Account>) -> Source {
     debug_assert!(!tensor.is_autodiff(), "transport takes plain tensors");
     let size = tensor.dtype().size();
@@ -89,8 +88,8 @@ impl AsRef<[u8]> for HostBytes {
     }
 }
 
-/// Returns a flat tensor over the memory of `buffer`, which goes back to its pool when the last
-/// view of the tensor is dropped.
+/// Returns a flat tensor over the memory of `buffer`, which returns to its pool when the last view of the tensor is
+/// dropped.
 pub(crate) fn tensor<B>(buffer: B, dtype: DType, device: &Device) -> Tensor<1>
 where
     B: AsRef<[u8]> + Send + Sync + 'static,
@@ -99,7 +98,7 @@ where
     Tensor::from_data(data(buffer, [len], dtype), (device, dtype))
 }
 
-/// Returns the elements in `buffer`, which lives as long as they do.
+/// Returns the elements in `buffer`, and keeps it alive as long as they are used.
 pub(crate) fn data<B>(buffer: B, shape: impl Into<Shape>, dtype: DType) -> TensorData
 where
     B: AsRef<[u8]> + Send + Sync + 'static,
@@ -122,13 +121,13 @@ pub(crate) fn owned_data(bytes: Vec<u8>, shape: impl Into<Shape>, dtype: DType) 
     TensorData::from_bytes(Bytes::from_bytes_vec(bytes), shape.into(), dtype)
 }
 
-/// Returns a leaf of the element type, device and training state of `old`, with the elements of `data`.
+/// Returns a leaf with the elements of `data`, and the element type, device and training state of `old`.
 pub(crate) fn in_place_of<const D: usize>(old: &Tensor<D>, data: TensorData) -> Tensor<D> {
     let new = Tensor::from_data(data, (&old.device(), old.dtype()));
     new.set_require_grad(old.is_require_grad())
 }
 
-/// Returns a tensor of the element type and device of `old`, with the elements of `data`.
+/// Returns a tensor with the elements of `data`, and the element type and device of `old`.
 pub(crate) fn int_in_place_of<const D: usize>(
     old: &Tensor<D, Int>,
     data: TensorData,
@@ -136,7 +135,7 @@ pub(crate) fn int_in_place_of<const D: usize>(
     Tensor::from_data(data, (&old.device(), old.dtype()))
 }
 
-/// Returns a tensor on the device of `old`, with the elements of `data`.
+/// Returns a tensor with the elements of `data` on the device of `old`.
 pub(crate) fn bool_in_place_of<const D: usize>(
     old: &Tensor<D, Bool>,
     data: TensorData,

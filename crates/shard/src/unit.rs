@@ -16,25 +16,25 @@ use crate::staging::Staging;
 const FIRST_STRIDE: usize = 64;
 /// The longest stride.
 const LONGEST_STRIDE: usize = 1 << 12;
-/// The mark for the first stride, where a longer stride did not help.
+/// The mark for the first stride after longer strides did not help.
 const HOPELESS: usize = 0;
 
-/// The reason why full weights are kept from forward to backward, if they are.
+/// The reason for keeping full weights from forward to backward, if any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Keep {
     /// No reason: they are freed after forward and gathered again.
     No,
-    /// The unit is the root's: its weights no longer stay once it is below another root.
+    /// The unit is the root's. Its weights are no longer kept once it is below another root.
     AsRoot,
     /// The strategy, or a user's switch.
     Always,
 }
 
-/// The properties that may be switched between steps, equally on all ranks.
+/// The properties that may be switched between steps, identically on all ranks.
 pub(crate) struct Switches {
     /// True if gradients are reduced after backward; otherwise they stay on this rank.
     pub(crate) sync: AtomicBool,
-    /// True if reduced gradients cross to the replicas; otherwise they wait.
+    /// True if reduced gradients are also reduced across replicas; otherwise they wait.
     pub(crate) all_reduce: AtomicBool,
     /// True if full parameters are freed when backward no longer needs them.
     pub(crate) reshard_after_backward: AtomicBool,
@@ -53,7 +53,7 @@ pub(crate) struct Unit {
     index: AtomicUsize,
     stride: AtomicUsize,
     pub(crate) staging: Staging,
-    /// True for each slot that begins a module whose optimizer has been tried.
+    /// For each slot that is the first of a module, true if the module's optimizer has been tried.
     tried: Vec<AtomicBool>,
 }
 
@@ -64,7 +64,7 @@ impl Named for Unit {
     }
 }
 
-/// Gives the fixed properties of the unit.
+/// Dereferences to the fixed properties of the unit.
 impl Deref for Unit {
     type Target = UnitSpec;
 
@@ -116,17 +116,17 @@ impl Unit {
         }
     }
 
-    /// Returns true if nothing keeps reduced gradients from crossing to the replicas.
+    /// Returns true if reduced gradients may be delivered, across replicas if there are any.
     pub(crate) fn crosses(&self) -> bool {
         self.groups.replicas.is_none() || self.switches.all_reduce.load(Ordering::Relaxed)
     }
 
-    /// Returns true if full weights stay from forward to backward.
+    /// Returns true if full weights are kept from forward to backward.
     pub(crate) fn keeps(&self) -> bool {
         *self.keep.lock() != Keep::No
     }
 
-    /// Sets whether full weights stay from forward to backward from now on.
+    /// Sets whether full weights are kept from forward to backward.
     pub(crate) fn set_keeps(&self, keeps: bool) {
         *self.keep.lock() = match keeps {
             true => Keep::Always,
@@ -139,18 +139,18 @@ impl Unit {
         self.switches.sync.load(Ordering::Relaxed)
     }
 
-    /// Returns the divisors of its gradients, in place of the number of ranks.
+    /// Returns the divisors of its gradients, if they replace the number of ranks.
     pub(crate) fn factors(&self) -> Option<DivideFactors> {
         *self.switches.factors.lock()
     }
 
-    /// Returns the reduction that combines the ranks' gradients: their mean, or by its factors.
+    /// Returns the reduction that combines the ranks' gradients: their mean, or the unit's factors.
     pub(crate) fn averaging(&self) -> Reduction {
         let replicas = self.groups.replicas.as_ref().map_or(1, ProcessGroup::size);
         averaging(self.groups.shard.size() * replicas, self.factors())
     }
 
-    /// Puts the unit, which until now belonged to a separate module, below a root at `prefix`.
+    /// Moves the unit, which belonged to a separate module, below a root at `prefix`.
     pub(crate) fn demote(&self, prefix: &str) {
         let mut name = self.name.lock();
         *name = match name.is_empty() {
@@ -163,7 +163,7 @@ impl Unit {
         }
     }
 
-    /// Gives the unit its position in the root's list.
+    /// Sets the unit's position in the root's list.
     pub(crate) fn set_position(&self, position: usize) {
         self.index.store(position, Ordering::Relaxed);
     }
@@ -173,7 +173,7 @@ impl Unit {
         self.index.load(Ordering::Relaxed)
     }
 
-    /// Returns the additional depth of its gathers over the previous use, a multiple of the first stride.
+    /// Returns the depth of its gathers beyond the previous use, a multiple of the first stride.
     pub(crate) fn stride(&self) -> usize {
         match self.stride.load(Ordering::Relaxed) {
             HOPELESS => FIRST_STRIDE,
@@ -181,9 +181,8 @@ impl Unit {
         }
     }
 
-    /// Lengthens the stride for the next step, because the unit's gradients came after the next gather. If
-    /// even the longest stride does not help, the cause is not depth, and the unit returns to the first
-    /// stride.
+    /// Lengthens the stride for the next step, because the unit's gradients arrived after the next gather. If even the
+    /// longest stride does not help, depth is not the cause, and the unit returns to the first stride.
     pub(crate) fn deepen(&self) {
         let next = match self.stride.load(Ordering::Relaxed) {
             HOPELESS | LONGEST_STRIDE.. => HOPELESS,
@@ -192,7 +191,7 @@ impl Unit {
         self.stride.store(next, Ordering::Relaxed);
     }
 
-    /// Returns the factor of the product of factors, if the parameter of `slot` is one of them.
+    /// Returns the scale of an adapter, if the parameter of `slot` is one of its factors.
     pub(crate) fn adapter_scale(&self, slot: usize) -> Option<f64> {
         let mut adapters = self.slots.iter().filter_map(|slot| slot.adapter.as_ref());
         let adapter = adapters.find(|adapter| adapter.a == slot || adapter.b == slot);
@@ -207,12 +206,12 @@ impl Unit {
         parts.any(|part| self.slots[part].is_gathered())
     }
 
-    /// Returns true if the optimizer of the module that begins with `slot` has been tried.
+    /// Returns true if the optimizer of the module whose first slot is `slot` has been tried.
     pub(crate) fn is_tried(&self, slot: usize) -> bool {
         self.tried[slot].load(Ordering::Relaxed)
     }
 
-    /// Notes that the optimizer of the module that begins with `slot` has been tried.
+    /// Notes that the optimizer of the module whose first slot is `slot` has been tried.
     pub(crate) fn set_tried(&self, slot: usize) {
         self.tried[slot].store(true, Ordering::Relaxed);
     }

@@ -11,7 +11,7 @@ use crate::inspect;
 use crate::path::{self, Location};
 use crate::root::Root;
 
-/// Rejects gradients of parameters of `module` that no unit manages and no policy has ignored.
+/// Rejects gradients of parameters of `module` that are neither managed by a unit nor ignored by a policy.
 ///
 /// # Errors
 ///

@@ -1,4 +1,4 @@
-//! The engine as a wrapper around a module.
+//! The wrapper around a module.
 
 use std::fmt;
 use std::ops::Deref;
@@ -29,10 +29,9 @@ use crate::wrap::fully_shard;
 
 /// A fully sharded module with the related functions as methods: the wrapper form of [`fully_shard`].
 ///
-/// It is a [`Module`] that adds nothing to the paths of its parameters, and dereferences to the module, so
-/// `model.forward(x)` and `model.blocks` still work. It may be a field of another module, which may also be wrapped:
-/// the outer one takes the remaining parameters and orders the operations of both. Its optimizer is created as usual,
-/// before or after wrapping.
+/// It is a [`Module`] that adds nothing to parameter paths, and it dereferences to the module, so `model.forward(x)`
+/// and `model.blocks` still work. It may be a field of another module, which may also be wrapped: the outer one takes
+/// the remaining parameters and orders the operations of both. Create the optimizer as usual, before or after wrapping.
 ///
 /// ```no_run
 /// # use burn::{module::Module, nn::{Linear, LinearConfig}, optim::AdamWConfig, tensor::{Device, Tensor}};
@@ -58,10 +57,10 @@ pub struct FullyShardedDataParallel<M> {
 }
 
 impl<M: Module> FullyShardedDataParallel<M> {
-    /// Shards `module` as [`fully_shard`] does, and wraps it.
+    /// Shards `module` like [`fully_shard`], and wraps it.
     ///
     /// Collective: all ranks of the policy's axis call it, with the same module structure and policy. For a subset of
-    /// the ranks, create the mesh from a group that was split off.
+    /// the ranks, create the mesh from a split group.
     ///
     /// # Errors
     ///
@@ -84,7 +83,7 @@ impl<M: Module> FullyShardedDataParallel<M> {
         self.module
     }
 
-    /// Returns the policy by which it was sharded.
+    /// Returns the policy of the module.
     pub fn policy(&self) -> &ShardPolicy {
         &self.policy
     }
@@ -171,7 +170,7 @@ impl<M> Deref for FullyShardedDataParallel<M> {
     }
 }
 
-/// Forwards to the module's own functions: the wrapper has no parameters and adds nothing to paths.
+/// Forwards to the module's own functions. The wrapper has no parameters and adds nothing to paths.
 impl<M: Module> Module for FullyShardedDataParallel<M> {
     fn collect_devices(&self, devices: Devices) -> Devices {
         self.module.collect_devices(devices)

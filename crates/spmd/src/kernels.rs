@@ -3,7 +3,6 @@
 use std::any::Any;
 
 use burn::backend::Flex;
-pub use burn_fsdp_kernels::copied_columns;
 use burn_fsdp_kernels::{FusedCost, FusedOperation, takes};
 use burn_ir::{
     BackendIr, BaseOperationIr, CastOpIr, CustomOpIr, FloatOperationIr, MatmulOpIr,
@@ -68,7 +67,7 @@ pub(crate) fn fused_node(
 }
 
 /// Returns the single operation of Burn that a kernel replaces: a product, the sums along a dim, or a cast.
-pub fn plain(operation: &OperationIr) -> Option<OperationIr> {
+fn plain(operation: &OperationIr) -> Option<OperationIr> {
     let OperationIr::Custom(call) = operation else {
         return None;
     };
@@ -115,11 +114,7 @@ pub(crate) fn plain_node(node: &Node) -> Option<Node> {
 
 /// Returns the properties of a call that passes and plans need.
 fn profile(operation: FusedOperation, call: &CustomOpIr) -> CustomProfile {
-    let FusedCost {
-        matmul,
-        pointwise,
-        scratch_bytes,
-    } = operation.cost(call);
+    let FusedCost { matmul, pointwise } = operation.cost(call);
     CustomProfile {
         is_pure: true,
         is_cheap: operation.is_cheap(),
@@ -129,6 +124,5 @@ fn profile(operation: FusedOperation, call: &CustomOpIr) -> CustomProfile {
             convolution: 0,
             pointwise,
         },
-        scratch_bytes,
     }
 }

@@ -97,7 +97,7 @@ pub use custom::{CustomOperation, CustomOperations};
 pub use dump::GraphDump;
 pub use error::{DumpError, Error, MoveError, OverrideError, ProofError, ScaleError};
 pub use initial::ShardSpec;
-pub use kernels::{copied_columns, kernels, plain};
+pub use kernels::kernels;
 pub use lazy_lora::LazyLora;
 pub use lower::{certify, certify_at, lower};
 pub use mode::Mode;

@@ -25,6 +25,7 @@ const SHARED_WORK: usize = 1 << 20;
 const PIECE: usize = 1 << 18;
 
 /// Copies `from` over `to`, which must have the same length.
+#[inline]
 pub fn copy(from: &[u8], to: &mut [u8]) {
     if is_shared(from.len()) {
         let pieces = to.par_chunks_mut(PIECE).zip(from.par_chunks(PIECE));

@@ -116,7 +116,7 @@ pub enum Completion {
     Enqueued {
         /// The buffers, none of them in host memory.
         buffers: Vec<Buffer>,
-        /// The end of that work. The next work that reads the buffers waits for it on the device.
+        /// The end of that work. Later work that reads the buffers must wait for it on the device.
         fence: Arc<dyn Fence>,
     },
 }

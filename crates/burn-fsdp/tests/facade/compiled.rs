@@ -3,7 +3,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use burn::module::{Module, ParamGroup};
+use burn::module::{Module, Param, ParamGroup};
+use burn::nn::{Initializer, Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp::checkpoint::{Checkpoints, restore, snapshot};
@@ -11,7 +12,7 @@ use burn_fsdp::compile::{
     CompiledStep, Expand, Mode, compile, load_compiled, restore_compiled, snapshot_compiled,
 };
 use burn_fsdp::internals::checkpoint::Step;
-use burn_fsdp::internals::compile::DataParallel;
+use burn_fsdp::internals::compile::{DataParallel, Override, compile_with};
 use burn_fsdp::internals::mesh::Region;
 use burn_fsdp::internals::state::full_state;
 use burn_fsdp::sharding::Cut;
@@ -414,4 +415,108 @@ fn another_model_is_rejected_and_each_parameter_keeps_its_step_count() {
         Ok(())
     };
     launch(LaunchConfig::new(1), body).unwrap_or_else(|error| panic!("{error}"));
+}
+
+/// The model without the part that its stand-in adds.
+#[derive(Module, Debug)]
+struct Plain {
+    fc: Linear,
+    out: Linear,
+}
+
+/// Adds a part with a parameter.
+#[derive(Module, Debug)]
+struct Gated {
+    gate: Param<Tensor<1>>,
+    fc: Linear,
+    out: Linear,
+}
+
+struct Gate;
+
+impl Override<Plain> for Gate {
+    type Traced = Gated;
+
+    fn replace(&self, module: Plain) -> Gated {
+        let device = module.fc.weight.lazy_device();
+        Gated {
+            gate: Initializer::Constant { value: 0.5 }.init([7], &device),
+            fc: module.fc,
+            out: module.out,
+        }
+    }
+}
+
+impl Gated {
+    fn loss(&self, x: Tensor<2>) -> Tensor<1> {
+        let hidden = self.fc.forward(x).tanh() * self.gate.val().unsqueeze();
+        (self.out.forward(hidden) - 1.0).square().mean()
+    }
+}
+
+/// Trains with the stand-in, from the newest step of a folder. Returns the losses, and the added parameter before and after.
+fn with_stand_in(
+    ranks: usize,
+    steps: std::ops::Range<usize>,
+    [from, to]: [Option<&Path>; 2],
+) -> (Vec<f64>, [Vec<f32>; 2]) {
+    let [from, to] = [from, to].map(|folder| folder.map(Path::to_owned));
+    let body = move |world: ProcessGroup| -> Result<_, Error> {
+        let plain = |device: &Device| {
+            let linear = |from, to, value| {
+                let config = LinearConfig::new(from, to);
+                config
+                    .with_initializer(Initializer::Constant { value })
+                    .init(device)
+            };
+            Plain {
+                fc: linear(5, 7, 0.3),
+                out: linear(7, 3, 0.2),
+            }
+        };
+        let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
+        let mut step = compile_with(plain, Gated::loss, adamw().build(), mode, Gate)?;
+        if let Some(from) = &from {
+            restore_compiled(&mut step, &Checkpoints::new(from).newest()?)?;
+        }
+        let gate = |step: &mut CompiledStep<Tensor<2>>| -> Result<Vec<f32>, Error> {
+            Ok(step.parameter("gate")?.try_to_vec().expect("floats"))
+        };
+        let before = gate(&mut step)?;
+        let mut losses = Vec::new();
+        for index in steps.clone() {
+            let x = Tensor::<1, Int>::arange(0..20, &Device::flex()).float();
+            let x = (x * (0.7 + index as f64)).sin().reshape([4, 5]);
+            losses.push(step.step(1e-1, &x)?);
+        }
+        let after = gate(&mut step)?;
+        if let Some(to) = &to {
+            let mesh = mesh(&world)?;
+            let taken = snapshot_compiled(&mut step, mesh.mesh(), "shard")?;
+            save_taken(to, world, taken, steps.end as u64)?;
+        }
+        Ok((losses, [before, after]))
+    };
+    let done = launch(LaunchConfig::new(ranks), body);
+    done.unwrap_or_else(|error| panic!("{error}"))
+        .swap_remove(0)
+}
+
+/// Both the values and the optimizer's state.
+#[test]
+fn what_a_stand_in_adds_is_saved_and_resumed() {
+    let (losses, [_, last]) = with_stand_in(1, 0..6, [None, None]);
+    for [first, second] in [[1, 3], [2, 1], [3, 2], [2, 2]] {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let (_, [_, saved]) = with_stand_in(first, 0..3, [None, Some(folder.path())]);
+        assert!(saved.iter().all(|value| (value - 0.5).abs() > 1e-3));
+        let (rest, [resumed, after]) = with_stand_in(second, 3..6, [Some(folder.path()), None]);
+        assert_eq!(resumed, saved, "{first} ranks, then {second}");
+        for (loss, want) in rest.iter().zip(&losses[3..]) {
+            assert!((loss - want).abs() <= 1e-5 * want, "{rest:?}, {losses:?}");
+        }
+        for (value, want) in after.iter().zip(&last) {
+            assert!((value - want).abs() <= 1e-5, "{after:?}, not {last:?}");
+        }
+    }
 }

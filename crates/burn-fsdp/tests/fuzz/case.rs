@@ -1,8 +1,14 @@
 //! Trainings drawn at random: a model, an optimizer, and legs. Each leg runs one engine on a number of ranks, with a
 //! checkpoint between legs.
 
+use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrScheduler};
+use burn::module::ParamGroup;
+use burn::optim::ModuleOptimizer;
+use burn_fsdp::Clip;
+use burn_fsdp::Strategy as Sharding;
 use burn_fsdp::compile::LossScaling;
-use burn_fsdp::{Clip, Strategy as Sharding};
+use burn_fsdp::optim::StateFormat;
+use burn_fsdp::sharding::Cut;
 use proptest::prelude::*;
 use proptest::sample::select;
 
@@ -10,7 +16,7 @@ use super::batch::Place;
 use super::legs::{Engine, Leg, Ranks, legs};
 use super::model::{Plan, plans};
 use super::optimizer::{OPTIMIZERS, Optimizer};
-use super::plain::GROWTH_INTERVAL;
+use super::plain::{GROWTH_INTERVAL, RATE};
 use super::precision::Halves;
 
 /// A training run.
@@ -26,6 +32,51 @@ pub(crate) struct Case {
     pub(crate) is_in_memory: bool,
     /// The initial scale of losses in `f16`, as a power of 2.
     pub(crate) scale: i32,
+    /// The form of the optimizer's states, if they have fewer bits.
+    pub(crate) states: Option<StateFormat>,
+    pub(crate) rates: Rates,
+}
+
+/// The learning rates of a step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Rates {
+    /// One for all parameters.
+    One,
+    /// Different rates for the layers and the embedding. Where groups overlap, the last one counts.
+    OfParts,
+    /// A different rate for biases, in every layer and every group of the optimizer.
+    OfBiases,
+}
+
+impl Rates {
+    const ALL: [Self; 3] = [Self::One, Self::OfParts, Self::OfBiases];
+
+    /// Returns the rates of a step, which fall from step to step.
+    pub(crate) fn of(self, step: usize) -> ModuleLearningRate {
+        let groups: &[(&str, f64)] = match self {
+            Self::One => return RATE.into(),
+            Self::OfParts => &[("layers", 0.3), ("embed", 2.0), ("layers.1", 1.5)],
+            Self::OfBiases => &[("bias", 0.1)],
+        };
+        let now = RATE / (1.0 + 0.1 * step as f64);
+        let rates = ModuleLrScheduler::new(now);
+        let mut rates = groups.iter().fold(rates, |rates, (part, factor)| {
+            rates.with_group(ParamGroup::from_predicate(*part), now * factor)
+        });
+        rates.step()
+    }
+}
+
+/// Draws options that only some engines have. Placements draw nothing here, so their seeds still give the same cases.
+fn extras(engines: Engines) -> BoxedStrategy<(Option<StateFormat>, Rates)> {
+    let rates = || prop_oneof![2 => Just(Rates::One), 1 => select(&Rates::ALL[1..])];
+    let formats = select(&[StateFormat::Bf16, StateFormat::Block8][..]);
+    match engines {
+        Engines::Placed => Just((None, Rates::One)).boxed(),
+        Engines::Eager => (prop::option::weighted(0.3, formats), rates()).boxed(),
+        // Compiled steps refuse states in fewer bits.
+        Engines::Compiled | Engines::All => (Just(None), rates()).boxed(),
+    }
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -72,9 +123,10 @@ pub(crate) fn cases(engines: Engines) -> impl Strategy<Value = Case> {
         prop::collection::vec(legs(engines), 1..4),
         any::<bool>(),
         select(&[0, 8, 16, 24][..]),
+        extras(engines),
     )
         .prop_map(
-            move |(plan, optimizer, micro_batches, clip, legs, is_in_memory, scale)| Case {
+            move |(plan, optimizer, micro_batches, clip, legs, is_in_memory, scale, extras)| Case {
                 plan,
                 optimizer: match engines {
                     Engines::Eager => optimizer,
@@ -85,6 +137,8 @@ pub(crate) fn cases(engines: Engines) -> impl Strategy<Value = Case> {
                 legs,
                 is_in_memory,
                 scale,
+                states: extras.0.filter(|_| optimizer.may_have_few_bits()),
+                rates: extras.1,
             },
         )
         .prop_map(Case::with_whole_tensors)
@@ -99,6 +153,11 @@ impl Case {
             growth_interval: GROWTH_INTERVAL,
             ..LossScaling::default()
         }
+    }
+
+    /// Returns the optimizer, without states.
+    pub(crate) fn module_optimizer(&self, plan: &Plan) -> ModuleOptimizer {
+        self.optimizer.init(plan, self.states)
     }
 
     /// Gives an optimizer that needs whole tensors such tensors.
@@ -154,6 +213,14 @@ impl Case {
                     self.scale = self.scale.min(8);
                 }
                 _ => {}
+            }
+            if let Engine::Eager(eager) = &mut leg.engine {
+                // Shards that divide a block of states are refused.
+                if self.states == Some(StateFormat::Block8) {
+                    eager.cut = Cut::Multiples(StateFormat::BLOCK);
+                }
+                // The oracle rounds parameters, and not the factors of a product.
+                eager.gathers_in_8_bits &= !has_adapters;
             }
             // A step whose loss is scaled keeps its nodes.
             match &mut leg.engine {

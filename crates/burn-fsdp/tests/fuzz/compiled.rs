@@ -16,7 +16,6 @@ use burn_fsdp::{Error, Placement, ProcessMesh};
 use super::case::{Case, Limit};
 use super::legs::{Compiled, Engine, Leg, Placed, Ranks};
 use super::model::{Batch, Net};
-use super::plain::RATE;
 use super::run::{Run, Strike};
 
 pub(crate) struct CompiledRun {
@@ -76,9 +75,10 @@ impl Run for CompiledRun {
             self.case.plan.batch(place, &Device::flex())
         };
         let batches: Vec<_> = (0..self.case.micro_batches).map(batch).collect();
+        let rates = self.case.rates.of(number);
         let loss = match &batches[..] {
-            [batch] => self.step.step(RATE, batch)?,
-            batches => self.step.step_accumulated(RATE, batches)?,
+            [batch] => self.step.step(rates, batch)?,
+            batches => self.step.step_accumulated(rates, batches)?,
         };
         Ok(loss as f32)
     }

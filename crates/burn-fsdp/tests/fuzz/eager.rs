@@ -18,7 +18,6 @@ use burn_fsdp::{
 use super::case::Case;
 use super::legs::{Accumulation, Eager, Leg, Ranks};
 use super::model::{Net, Plan};
-use super::plain::RATE;
 use super::run::{KILLED, Run, Strike};
 
 pub(crate) struct EagerRun {
@@ -47,7 +46,7 @@ impl EagerRun {
         (checkpoints, start): (&Checkpoints, usize),
     ) -> Result<Self, Error> {
         let mut net = case.sharded(eager, mesh, leg.ranks)?;
-        let mut optimizer = case.optimizer.init(&case.plan);
+        let mut optimizer = case.module_optimizer(&case.plan);
         let mut scaler = match eager.halves.are_scaled() {
             true => Some(LossScaler::new(case.scaling())?),
             false => None,
@@ -151,7 +150,7 @@ impl EagerRun {
         let net = catch(|| net.load_record(record))?;
         burn_fsdp::internals::state::settle_ids(&net);
         self.net = Some(net);
-        let optimizer = self.case.optimizer.init(self.plan());
+        let optimizer = self.case.module_optimizer(self.plan());
         self.optimizer = optimizer.load_record(of_optimizer);
         self.check_optimizer()
     }
@@ -173,8 +172,8 @@ impl Run for EagerRun {
         if let Some(limit) = self.case.clip {
             gradients = clip_grad_norm(&net, gradients, limit.clip())?.gradients;
         }
-        let optimizer = &mut self.optimizer;
-        self.net = Some(catch(|| optimizer.step(RATE, net, gradients))?);
+        let (optimizer, rates) = (&mut self.optimizer, self.case.rates.of(step));
+        self.net = Some(catch(|| optimizer.step(rates, net, gradients))?);
         if self.eager.moves {
             self.renewed()?;
         }
@@ -226,6 +225,7 @@ impl Case {
             .cut(eager.cut)
             .whole_below(eager.whole_below)
             .shard_vectors(eager.shards_vectors)
+            .gather_in_8_bits(eager.gathers_in_8_bits)
             .prefetch(eager.prefetch)
             .reshard_root(eager.reshards_root)
             .audit(Audit::EveryStep)

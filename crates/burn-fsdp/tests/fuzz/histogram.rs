@@ -20,6 +20,9 @@ impl Histogram {
         ];
         let plan = &case.plan;
         drawn.extend(plan.layers.iter().map(|kind| format!("layer {kind:?}")));
+        let states = case.states;
+        drawn.extend(states.map(|format| format!("states in {format:?}")));
+        drawn.push(format!("rates {:?}", case.rates));
         let mut note = |is_true: bool, name: &str| {
             if is_true {
                 drawn.push(name.to_owned());
@@ -81,6 +84,9 @@ fn of_leg(case: &Case, leg: &Leg) -> Vec<String> {
             }
             if eager.has_owners {
                 drawn.push("eager, owners".to_owned());
+            }
+            if eager.gathers_in_8_bits {
+                drawn.push("eager, gathers in 8 bits".to_owned());
             }
             if eager.moves {
                 drawn.push("eager, moves in memory".to_owned());

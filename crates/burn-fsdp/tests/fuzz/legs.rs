@@ -92,6 +92,8 @@ pub(crate) struct Eager {
     pub(crate) shards_vectors: bool,
     /// True if a hook reduces gradients instead of the engine.
     pub(crate) has_hook: bool,
+    /// True if shards travel to gathers in 8 bits.
+    pub(crate) gathers_in_8_bits: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -299,11 +301,12 @@ fn eager() -> impl Strategy<Value = Engine> {
         select(&[0, 7, 40, 1000][..]),
         0..3_usize,
         any::<[bool; 9]>(),
+        prop::bool::weighted(0.2),
         select(&Accumulation::ALL[..]),
         halves(&[FloatDType::BF16, FloatDType::F16]),
     )
         .prop_map(
-            |(strategy, units, cut, whole_below, prefetch, flags, accumulation, halves)| {
+            |(strategy, units, cut, whole_below, prefetch, flags, packs, accumulation, halves)| {
                 let [
                     reshards_root,
                     has_owners,
@@ -332,6 +335,7 @@ fn eager() -> impl Strategy<Value = Engine> {
                     moves,
                     shards_vectors,
                     has_hook,
+                    gathers_in_8_bits: packs,
                 })
             },
         )

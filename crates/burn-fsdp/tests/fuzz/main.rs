@@ -4,6 +4,7 @@
 //! Short by default, 2,000 of each kind with `BURN_FSDP_LONG=1`. `BURN_FSDP_CASES=300` sets the number,
 //! `BURN_FSDP_SEED=7` chooses others. A differing case is shrunk until nothing can be removed, and printed.
 
+mod arrival;
 mod batch;
 #[path = "../halves/by_hand.rs"]
 mod by_hand;

@@ -6,10 +6,11 @@ use burn::optim::decay::WeightDecayConfig;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{
     AdaGradConfig, AdafactorConfig, AdamConfig, AdamWConfig, AdanConfig, LambConfig, LionConfig,
-    ModuleOptimizer, MuonConfig, RmsPropConfig, SgdConfig,
+    ModuleOptimizer, MuonConfig, Optimizer as BurnOptimizer, RmsPropConfig, SgdConfig,
 };
 use burn_fsdp::Error;
 use burn_fsdp::compile::{CompiledStep, Mode, OptimizerGroups, compile};
+use burn_fsdp::optim::{LowBitOptimizer, StateFormat};
 
 use super::model::{Batch, Net, Plan};
 use super::wild::{Rows, Turns};
@@ -131,7 +132,12 @@ impl Optimizer {
             .with_weight_decay(0.01)
     }
 
-    pub(crate) fn init(self, plan: &Plan) -> ModuleOptimizer {
+    /// Returns the optimizer, with its states in a format, if one is given.
+    pub(crate) fn init(self, plan: &Plan, format: Option<StateFormat>) -> ModuleOptimizer {
+        let in_few_bits = format.and_then(|format| self.in_few_bits(plan, format));
+        if let Some(optimizer) = in_few_bits {
+            return optimizer;
+        }
         let optimizer = ModuleOptimizer::from(self.groups(plan));
         match self {
             Self::Clipped => optimizer.with_grad_clipping(GradientClipping::Norm(1e-2)),
@@ -157,6 +163,51 @@ impl Optimizer {
             mode,
         );
         Ok(step?)
+    }
+
+    /// Returns true if its states are also drawn in fewer bits. Some of the others have no states. Some make steps of one
+    /// size, so rounding a state near zero can reverse a step. Centered RMSProp takes the root of a difference of two
+    /// states, which rounding can make negative.
+    pub(crate) fn may_have_few_bits(self) -> bool {
+        matches!(
+            self,
+            Self::Momentum
+                | Self::Adam
+                | Self::AdamW
+                | Self::AmsGrad
+                | Self::AdaGrad
+                | Self::RmsProp
+                | Self::Adan
+                | Self::Groups
+        )
+    }
+
+    fn in_few_bits(self, plan: &Plan, format: StateFormat) -> Option<ModuleOptimizer> {
+        fn low<O: BurnOptimizer + 'static>(optimizer: O, format: StateFormat) -> ModuleOptimizer {
+            LowBitOptimizer::new(optimizer, format).into()
+        }
+        Some(match self {
+            Self::Momentum => low(Self::momentum().build(), format),
+            Self::Adam => low(AdamConfig::new().with_epsilon(EPSILON).build(), format),
+            Self::AdamW => low(Self::adamw().build(), format),
+            Self::AmsGrad => low(Self::adamw().with_amsgrad(true).build(), format),
+            Self::AdaGrad => low(AdaGradConfig::new().with_epsilon(EPSILON).build(), format),
+            Self::RmsProp => low(Self::rms_prop().build(), format),
+            Self::Adan => low(AdanConfig::new().with_epsilon(EPSILON).build(), format),
+            // The layers' states stay in 32 bits.
+            Self::Groups => {
+                let groups = low(Self::adamw().build(), format);
+                match plan.has_units("layers.*") {
+                    true => groups.with_group(
+                        ParamGroup::from_predicate("layers"),
+                        Self::momentum().build(),
+                        None,
+                    ),
+                    false => groups,
+                }
+            }
+            _ => return None,
+        })
     }
 
     fn groups(self, plan: &Plan) -> OptimizerGroups {

@@ -37,7 +37,7 @@ impl Case {
         let mut plainly = Plainly {
             case: self,
             net: plan.init_nudged(&device, nudge, rounding),
-            optimizer: self.optimizer.init(&plan),
+            optimizer: self.module_optimizer(&plan),
             plan,
             scale: None,
             nudge,
@@ -93,11 +93,12 @@ impl Plainly<'_> {
         for step in steps.clone() {
             self.step(step, leg);
         }
-        self.evaluate(steps.end);
+        self.evaluate(steps.end, leg);
     }
 
-    fn evaluate(&mut self, end: usize) {
-        let net = self.plan.halves.cast(&self.plan, self.net.clone());
+    fn evaluate(&mut self, end: usize, leg: &Leg) {
+        let net = leg.arrived(self.net.clone());
+        let net = self.plan.halves.cast(&self.plan, net);
         let place = Case::place_of_evaluation(end);
         let batch = self.plan.batch(place, &self.device.clone().inner());
         let loss = self.plan.loss_by_hand(&net.valid().dropping(), batch);
@@ -151,7 +152,8 @@ impl Plainly<'_> {
         if let Some(limit) = self.case.clip {
             clip_plainly(&self.net, &mut gradients, limit);
         }
-        self.net = self.optimizer.step(RATE, self.net.clone(), gradients);
+        let rates = self.case.rates.of(step);
+        self.net = self.optimizer.step(rates, self.net.clone(), gradients);
     }
 
     /// Returns a copy of the module that keeps separate statistics.
@@ -183,17 +185,18 @@ impl Plainly<'_> {
             true => (1.0, number),
             false => (number, 1.0),
         };
+        let near = leg.arrived(net.clone());
         let loss_of = |cast: &Net, batch| self.plan.loss_by_hand(cast, batch) / before;
         let losses: Vec<_> = match together {
             // One cast of each parameter, whose gradients are accumulated.
             Accumulation::Joined => {
-                let cast = halves.cast(&self.plan, net.clone());
+                let cast = halves.cast(&self.plan, near.clone());
                 let losses = batches.into_iter().map(|batch| loss_of(&cast, batch));
                 losses.reduce(|sum, loss| sum + loss).into_iter().collect()
             }
             _ => {
                 let casts = batches.into_iter().map(|batch| {
-                    let cast = halves.cast(&self.plan, net.clone());
+                    let cast = halves.cast(&self.plan, near.clone());
                     loss_of(&cast, batch)
                 });
                 casts.collect()

@@ -8,7 +8,7 @@ use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use serde_json::Value;
-use signal_hook::consts::SIGINT;
+use signal_hook::consts::{SIGINT, SIGQUIT};
 use signal_hook::flag;
 use tempfile::TempDir;
 
@@ -28,12 +28,14 @@ pub(crate) struct Run {
 
 impl Folder {
     pub(crate) fn new() -> Self {
-        // A script's background jobs ignore SIGINT, and so would the command.
+        // A script's background jobs ignore SIGINT and SIGQUIT, and so would the command.
         static HEARS_INTERRUPTS: Once = Once::new();
         HEARS_INTERRUPTS.call_once(|| {
-            let always = Arc::new(AtomicBool::new(true));
-            let heard = flag::register_conditional_shutdown(SIGINT, 130, always);
-            heard.expect("a handler");
+            for (signal, code) in [(SIGINT, 130), (SIGQUIT, 131)] {
+                let always = Arc::new(AtomicBool::new(true));
+                let heard = flag::register_conditional_shutdown(signal, code, always);
+                heard.expect("a handler");
+            }
         });
         Self(tempfile::tempdir().expect("a temporary folder"))
     }

@@ -69,42 +69,63 @@ impl Started {
 }
 
 /// The buffers of a request, with which its result is compared.
-pub(super) struct Wanted(Vec<(Space, usize)>);
+pub(super) struct Wanted {
+    /// The memory of all buffers, except empty ones.
+    space: Space,
+    lens: Vec<usize>,
+}
 
 impl Wanted {
     pub(super) fn new(into: &[Buffer]) -> Self {
-        Self(into.iter().map(Self::of).collect())
-    }
-
-    fn of(buffer: &Buffer) -> (Space, usize) {
-        (buffer.space(), buffer.len())
+        let elsewhere = |buffer: &&Buffer| !buffer.is_empty() && buffer.host().is_none();
+        Self {
+            space: into
+                .iter()
+                .find(elsewhere)
+                .map_or(Space::Host, Buffer::space),
+            lens: into.iter().map(Buffer::len).collect(),
+        }
     }
 
     /// Returns how a result differs from the request, as two texts: the expected and the returned buffers.
     pub(super) fn difference(&self, completion: &Completion) -> Option<(String, String)> {
-        let (buffers, is_enqueued) = match completion {
-            Completion::Done(buffers) => (buffers, false),
-            Completion::Enqueued { buffers, .. } => (buffers, true),
+        let buffers = match completion {
+            Completion::Done(buffers) | Completion::Enqueued { buffers, .. } => buffers,
         };
-        if buffers.len() != self.0.len() {
-            let [expected, got] = [self.0.len(), buffers.len()].map(|n| format!("{n} buffers"));
+        if buffers.len() != self.lens.len() {
+            let [expected, got] = [self.lens.len(), buffers.len()].map(|n| format!("{n} buffers"));
             return Some((expected, got));
         }
-        let mut pairs = self.0.iter().zip(buffers).enumerate();
-        pairs.find_map(|(index, (wanted, buffer))| {
-            let got = Self::of(buffer);
-            let text = |(space, len)| format!("{len} bytes in {space} for buffer {index}");
-            if *wanted != got || !buffer.is_arrived() {
-                let missing = if buffer.is_arrived() {
-                    ""
-                } else {
-                    " that never arrived"
-                };
-                return Some((text(*wanted), text(got) + missing));
+        let is_done = matches!(completion, Completion::Done(_));
+        let mut pairs = self.lens.iter().zip(buffers).enumerate();
+        pairs.find_map(|(index, (len, buffer))| {
+            let is_host = buffer.host().is_some();
+            if *len == buffer.len() && (*len == 0 || is_host && is_done && self.is_host()) {
+                return None;
             }
-            let is_late = is_enqueued && buffer.host().is_some();
-            let late = || format!("host bytes that are yet to come for buffer {index}");
-            is_late.then(|| (text(*wanted), late()))
+            self.other(index, buffer, is_done)
         })
+    }
+
+    fn is_host(&self) -> bool {
+        matches!(self.space, Space::Host)
+    }
+
+    /// Returns the difference of a buffer that is not simply filled on the host.
+    #[cold]
+    fn other(&self, index: usize, buffer: &Buffer, is_done: bool) -> Option<(String, String)> {
+        let (len, space) = (self.lens[index], self.space);
+        let text = |len, space| format!("{len} bytes in {space} for buffer {index}");
+        let got = text(buffer.len(), buffer.space());
+        let problem = if buffer.len() != len || buffer.space() != space {
+            ""
+        } else if !buffer.is_arrived() {
+            " that never arrived"
+        } else if !is_done && buffer.host().is_some() {
+            " that are still to be filled"
+        } else {
+            return None;
+        };
+        Some((text(len, space), got + problem))
     }
 }

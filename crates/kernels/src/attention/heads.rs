@@ -14,8 +14,8 @@ use crate::matmul::{add_matmul, matmul};
 use crate::rows::sum_by;
 use crate::vectors::{Kernel, vectorized};
 
-/// Number of queries that are handled together. Under a mask, a block computes only the keys that one of its queries
-/// sees. So smaller blocks waste less, and larger blocks make better matrix products.
+/// Number of queries that are processed together. Under a mask, a block computes only the keys that any of its queries
+/// sees. So smaller blocks waste less work, and larger blocks have more efficient matrix products.
 pub(super) const BLOCK: usize = 64;
 
 /// Queries, keys and values, each `[batch, time, heads, width]` with any strides.
@@ -99,7 +99,7 @@ impl Operands {
         self.dims(Part::Queries)[2]
     }
 
-    /// Returns the numbers of queries and keys of a sequence.
+    /// Returns the number of queries and of keys in a sequence.
     pub(super) fn times(&self) -> [usize; 2] {
         [Part::Queries, Part::Keys].map(|part| self.dims(part)[1])
     }
@@ -149,7 +149,7 @@ impl Operands {
         output
     }
 
-    /// Adds the mixed values of one sequence.
+    /// Adds the mixed values of one sequence to `output`.
     fn mix(&self, output: &mut [f32], leaves_out: bool) {
         let width = self.heads() * self.widths()[2];
         for block in self.blocks() {
@@ -167,8 +167,8 @@ impl Operands {
         }
     }
 
-    /// Returns true if masked keys may be omitted from sums, because the other factors are finite and products with
-    /// zero are zero.
+    /// Returns true if masked keys may be omitted from sums: the other factors are finite, so their products with zero
+    /// are zero.
     fn may_leave_out(&self, parts: &[Part], grad: Option<&FlexTensor>) -> bool {
         let operands = parts.iter().map(|part| &self.parts[*part as usize]);
         let is_filled = matches!(&self.mask, Mask::Filled(fills) if !fills.is_empty());
@@ -400,7 +400,7 @@ impl Kernel for Finite<'_> {
 
     #[inline(always)]
     fn run(self) -> bool {
-        // The product of zero and a number that is not finite is NaN.
+        // The product of zero and a non-finite number is NaN.
         sum_by(self.0, |x| x * 0.0) == 0.0
     }
 }

@@ -8,12 +8,12 @@ use crate::exp::exp_or_zero;
 use crate::rows::{exp_row, max, scale, sum_by, sum_pairs_by};
 use crate::vectors::Kernel;
 
-/// The keys that queries see.
+/// The rule for which keys a query sees.
 #[derive(Clone, Debug)]
 pub(super) enum Mask {
     /// A query sees keys up to its own position.
     Causal,
-    /// Scores are replaced by numbers wherever a mask is set, one mask after the other.
+    /// Scores are replaced with numbers wherever a mask is set, one mask after the other.
     Filled(Vec<Fill>),
 }
 
@@ -34,7 +34,7 @@ pub(super) struct Codes {
     values: Vec<f32>,
 }
 
-/// A left-out score contributes nothing if it is more than this below the row's maximum, because `exp` of the
+/// An omitted score contributes nothing if it is below the row's maximum by more than this, because `exp` of the
 /// difference is zero.
 const NOTHING: f32 = 104.0;
 
@@ -95,7 +95,7 @@ impl Codes {
         &self.codes[start + keys.start..start + keys.end]
     }
 
-    /// Returns the largest fill value of a mask, or NaN if one of them is NaN.
+    /// Returns the largest fill value of the masks, or NaN if any is NaN.
     fn highest(&self) -> f32 {
         let larger = |a: f32, b: f32| if a > b || a.is_nan() { a } else { b };
         let values = self.values.iter().copied();
@@ -162,7 +162,7 @@ impl Kernel for CausalSoftmax<'_> {
     }
 }
 
-/// Softmax of rows of scores under masks. Returns true if the left-out keys contribute nothing.
+/// Softmax of rows of scores under masks. Returns true if the omitted keys contribute nothing.
 pub(super) struct MaskedSoftmax<'a> {
     pub(super) scores: &'a mut [f32], // [heads, queries, keys]
     pub(super) keys: Range<usize>,

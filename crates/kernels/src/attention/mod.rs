@@ -1,4 +1,4 @@
-//! Attention: causal over one packed tensor, and with any masks over queries, keys and values.
+//! Causal attention over one packed tensor, and attention with any masks over queries, keys and values.
 //!
 //! - `factors`: factors on probabilities, as in dropout.
 //! - `heads`: the operands, split into heads and blocks of queries.
@@ -16,20 +16,19 @@ use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::backend::tensor::FloatTensor;
-use burn::tensor::bf16;
 use burn_flex::FlexTensor;
 
 use crate::backend::Kernels;
 use crate::rows::contiguous;
 pub(crate) use factors::Factors;
-use heads::{BLOCK, Operands};
+use heads::Operands;
 pub(crate) use mask::Fill;
 use mask::Mask;
 
 #[derive(Debug)]
 struct CausalAttention;
 
-/// The input and the sizes that the backward pass needs.
+/// The input and sizes that the backward pass needs.
 #[derive(Clone, Debug)]
 struct Saved<T> {
     qkv: T,
@@ -87,7 +86,7 @@ pub(crate) fn causal_gradient(
     operands.packed_gradient(&grad).reshape(shape)
 }
 
-/// The changes that an attention makes to its scores and probabilities.
+/// The changes to the scores and probabilities of an attention.
 pub(crate) struct Weighting {
     /// The factor on the scores.
     pub(crate) scale: f32,
@@ -109,61 +108,11 @@ pub(crate) fn weighted(qkv: [FlexTensor; 3], weighting: Weighting) -> FlexTensor
     weighting.of(qkv).forward()
 }
 
-/// Returns the gradients of queries, keys and values of [`weighted`].
+/// Returns the gradients of [`weighted`]'s queries, keys and values.
 pub(crate) fn weighted_gradients(
     qkv: [FlexTensor; 3],
     grad: &FlexTensor,
     weighting: Weighting,
 ) -> [FlexTensor; 3] {
     weighting.of(qkv).gradients(grad)
-}
-
-/// The sizes of an attention.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Sizes {
-    pub(crate) heads: usize,
-    /// Numbers of queries and keys of a sequence.
-    pub(crate) times: [usize; 2],
-    /// Widths of a head of keys and a head of values.
-    pub(crate) widths: [usize; 2],
-    pub(crate) is_masked: bool,
-    pub(crate) has_factors: bool,
-    /// True for 16-bit operands, which are widened for each sequence.
-    pub(crate) is_half: bool,
-}
-
-impl Sizes {
-    /// Returns the bytes that one sequence takes at a time: the scores of a block, the values derived from them, and
-    /// their codes.
-    pub(crate) fn scratch_bytes(self, is_backward: bool) -> usize {
-        let [queries, keys] = self.times;
-        let queries = BLOCK.min(queries);
-        let [width, values] = self.widths;
-        let scores = queries * keys;
-        let beside = if is_backward { scores } else { 0 };
-        let codes = if self.is_masked { scores } else { 0 };
-        // Probabilities both unchanged and multiplied, and a row of widened factors.
-        let multiplied = match self.has_factors {
-            true if is_backward => scores + keys,
-            true => keys,
-            false => 0,
-        };
-        // Queries, keys, values and the result. In backward, the result's gradient replaces the result, and the
-        // gradients of all three are added.
-        let parts = self.times[0] * width + keys * (width + values);
-        let result = self.times[0] * values;
-        let widened = match (self.is_half, is_backward) {
-            (false, _) => 0,
-            (true, false) => parts + result,
-            (true, true) => 2 * parts + result,
-        };
-        // One of them is put in order before it is widened.
-        let ordered = if self.is_half {
-            self.times[0].max(keys) * width.max(values)
-        } else {
-            0
-        };
-        let floats = scores + beside + multiplied + widened;
-        self.heads * (floats * size_of::<f32>() + ordered * size_of::<bf16>() + codes)
-    }
 }

@@ -28,7 +28,7 @@ struct Case {
     parts: [Vec<f32>; 4],
     /// Elements, shape and number of each mask.
     fills: Vec<(Vec<bool>, [usize; 4], f32)>,
-    /// Factors on the probabilities, if there are any.
+    /// Factors on the probabilities, if any.
     factors: Option<Vec<f32>>,
 }
 
@@ -97,7 +97,7 @@ impl Case {
         ]
     }
 
-    /// Returns the result and gradients composed of Burn's operations in 64 bits, heads before time.
+    /// Returns the result and gradients, composed of Burn's operations in 64 bits, with heads before time.
     fn composed(&self) -> [Vec<f32>; 4] {
         let device = Device::flex().autodiff();
         let shapes = self.shapes();
@@ -154,7 +154,7 @@ impl Case {
             turned.into_data().try_to_vec().unwrap()
         };
         let result = weighted(operands(), weighting());
-        // Once more in the order of their dims, as in a step: masked keys may be left out there.
+        // Again with contiguous operands, as in a step, for which masked keys may be omitted.
         let again = weighted(operands().map(contiguous), weighting());
         assert_eq!(floats(result.clone()).len(), floats(again.clone()).len());
         assert_near("in order", &floats(again), &floats(result.clone()));
@@ -185,8 +185,8 @@ impl Case {
 #[track_caller]
 fn assert_near(what: &str, found: &[f32], expected: &[f32]) {
     assert_eq!(found.len(), expected.len(), "{what}");
-    // Numbers that a huge operand has made huge are compared with themselves, and the others with numbers of their
-    // size.
+    // The tolerance of huge numbers, which come from a huge operand, is relative to themselves; for others it is
+    // relative to the largest ordinary number.
     let ordinary = expected.iter().filter(|x| x.abs() < 1e20);
     let largest = ordinary.fold(1.0f32, |most, x| most.max(x.abs()));
     for (index, (found, expected)) in found.iter().zip(expected).enumerate() {

@@ -1,8 +1,8 @@
 //! Programs of pointwise operations, which read and write memory only once.
 //!
 //! If a tensor is larger than the caches, each of `n` separate operations reads and writes it. A program runs all
-//! operations while a block of elements is in the first-level cache. Every operation is the same as in Burn's CPU
-//! backend, with the same rounding, so the results have the same bits.
+//! operations while a block of elements is in the first-level cache. Every operation rounds like Burn's CPU backend, so
+//! the results have the same bits.
 
 mod program;
 mod run;
@@ -10,4 +10,4 @@ mod run;
 mod tests;
 
 pub use program::{PointwiseOperand, PointwiseOperation, PointwiseProgram};
-pub(crate) use run::{CHUNK, run, scratch_bytes};
+pub(crate) use run::run;

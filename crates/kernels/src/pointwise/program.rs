@@ -1,4 +1,4 @@
-//! Programs: their steps, and their encoding in a call.
+//! The steps of a program, and its encoding in a call.
 
 use burn_ir::ScalarIr;
 
@@ -32,7 +32,7 @@ pub struct PointwiseProgram {
 pub(crate) struct Step {
     pub(crate) operation: PointwiseOperation,
     pub(crate) first: PointwiseOperand,
-    /// [`first`](Self::first) again for unary operations.
+    /// Equals [`first`](Self::first) for unary operations.
     pub(crate) second: PointwiseOperand,
 }
 
@@ -49,8 +49,8 @@ pub enum PointwiseOperand {
 
 macro_rules! operations {
     ($($(#[$doc:meta])* $name:ident),+ $(,)?) => {
-        /// An operation of a program, on 32-bit floats or on halves. With halves, every result and number is rounded
-        /// to a half. Each operation equals Burn's on its CPU backend, to the bit.
+        /// An operation of a program, on 32-bit floats or on halves. With halves, every result and number is rounded to
+        /// a half. Each operation is bit-identical to Burn's on its CPU backend.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         pub enum PointwiseOperation { $($(#[$doc])* $name),+ }
 
@@ -113,7 +113,7 @@ impl PointwiseOperation {
     }
 }
 
-/// Number of operand kinds. An operand is encoded as a number whose remainder by this is its kind.
+/// Number of operand kinds. An operand is encoded as a number whose remainder modulo this is its kind.
 const KINDS: u64 = 3;
 
 impl PointwiseOperand {
@@ -167,7 +167,7 @@ impl PointwiseProgram {
         PointwiseOperand::Number(self.numbers.len() - 1)
     }
 
-    /// Lets the result overwrite an input, if nothing else holds it and it has all elements in order.
+    /// Lets the result overwrite an input, if it is not shared and has all elements in order.
     pub fn write_over(&mut self, input: Option<usize>) {
         self.written_over = input;
     }
@@ -187,7 +187,7 @@ impl PointwiseProgram {
         self.steps.is_empty()
     }
 
-    /// Returns the position of a number among the scalars of a call.
+    /// Returns the index of a number among the scalars of a call.
     pub fn place_of(&self, number: usize) -> usize {
         HEADER + 3 * self.steps.len() + number
     }

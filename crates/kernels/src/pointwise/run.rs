@@ -13,7 +13,7 @@ use crate::vectors::{Kernel, vectorized};
 const BLOCK: usize = 1024;
 
 /// Number of elements that a thread processes at a time.
-pub(crate) const CHUNK: usize = 16 * BLOCK;
+const CHUNK: usize = 16 * BLOCK;
 
 /// Runs a program on inputs of one type, which are broadcast to `shape`. With halves, the result of every step is
 /// rounded to a half.
@@ -44,7 +44,7 @@ pub(crate) fn run(
     };
     let sources = inputs.iter().enumerate().map(|(index, input)| match input {
         Some(input) => Source::of(input, shape),
-        // Its block is copied before it is overwritten.
+        // Each block is copied before it is overwritten.
         None if over == Some(index) => Source::Result,
         None => panic!("input {index} of a pointwise program is missing"),
     });
@@ -77,12 +77,6 @@ pub(crate) fn run(
         chunks.for_each(|(index, out)| run(index, Target::Full(out)));
     }
     result
-}
-
-/// Returns the maximum number of bytes that a thread takes in addition to inputs and result.
-pub(crate) fn scratch_bytes(program: &PointwiseProgram, num_inputs: usize) -> usize {
-    // One more for a result in halves.
-    (Registers::of(program).count + num_inputs + 1) * BLOCK * size_of::<f32>()
 }
 
 /// Returns true if a tensor may be overwritten and has the elements of this shape in order.
@@ -137,7 +131,7 @@ impl<'a> Source<'a> {
                 None => 0,
             };
             match dims.last_mut() {
-                // Both dims are walked as one.
+                // Both dims are merged into one.
                 Some(outer) if outer.1 == stride * size as isize => {
                     *outer = (outer.0 * size, stride)
                 }
@@ -242,7 +236,7 @@ impl Registers {
                 count += 1;
                 count - 1
             }));
-            // The operands of this step are not free before it ends.
+            // The operands of this step are not freed before it ends.
             let ended = (0..index + 1).filter(|earlier| last_reads[*earlier] == index);
             free.extend(
                 ended
@@ -312,7 +306,7 @@ impl Kernel for Run<'_> {
                 let mut floats = block();
                 for (number, halves) in halves.chunks_mut(BLOCK).enumerate() {
                     let floats = &mut floats[..halves.len()];
-                    // An input may be in this memory.
+                    // An input may share this memory.
                     widen_into(halves, floats);
                     self.block(self.start + number * BLOCK, floats, &mut blocks);
                     narrow_into(floats, halves);
@@ -341,7 +335,7 @@ impl Run<'_> {
         let last = self.steps.len() - 1;
         for (index, step) in self.steps.iter().enumerate() {
             let register = (index < last).then(|| of_step[index]);
-            // Never a block that the step reads.
+            // This is never a block that the step reads.
             let mut own = register.map(|register| std::mem::take(&mut results[register]));
             let operand = |operand| match operand {
                 PointwiseOperand::Input(input) => Operand::Elements(match &self.sources[input] {
@@ -441,7 +435,7 @@ fn binary(operands: [Operand<'_>; 2], to: &mut [f32], f: impl Fn(f32, f32) -> f3
     }
 }
 
-/// Matches Burn's, which never takes the exponential of a positive number.
+/// Matches Burn's sigmoid, which never takes the exponential of a positive number.
 fn sigmoid(x: f32) -> f32 {
     if x >= 0.0 {
         1.0 / (1.0 + (-x).exp())

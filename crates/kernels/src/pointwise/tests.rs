@@ -47,7 +47,7 @@ const SHAPES: [[usize; 3]; 7] = [
     [17, 64, 65],
 ];
 
-/// Returns an input that broadcasts to a shape: flat, with dims of one, with fewer dims, transposed, or a part of
+/// Returns an input that broadcasts to a shape: flat, with dims of one, with fewer dims, transposed, or a slice of
 /// another tensor.
 fn input(numbers: &mut Numbers, shape: [usize; 3], dtype: DType) -> FlexTensor {
     let mut own = shape.to_vec();
@@ -138,7 +138,7 @@ fn composed<B: Backend>(
 fn bits(tensor: FlexTensor) -> Vec<u32> {
     let data = tensor.into_data().convert_dtype(DType::F32);
     let values: Vec<f32> = data.try_to_vec().expect("f32 values");
-    // It is not defined which of two NaNs results.
+    // The choice between two NaNs is not specified.
     let bits = |value: f32| if value.is_nan() { f32::NAN } else { value }.to_bits();
     values.into_iter().map(bits).collect()
 }
@@ -176,7 +176,7 @@ fn has_burns_bits(dtype: DType) {
         let expected = bits(composed::<Flex>(&program, &wide, number));
         let decoded = PointwiseProgram::from_scalars(&program.to_scalars());
         assert_eq!(decoded.as_ref().map(bits_of), Some(bits_of(&program)));
-        // Once with inputs that others hold, and once with inputs that nothing else holds.
+        // Once with shared inputs, and once with unshared ones.
         let held = inputs.clone();
         let found = run(&program, inputs.clone(), &Shape::from(shape));
         assert_eq!(bits(found), expected, "seed {seed}: {program:?}");

@@ -27,7 +27,7 @@ impl Operand {
         }
     }
 
-    /// Returns the same operand as 32-bit floats. Only some operands of a call are.
+    /// Returns the same operand as 32-bit floats, for calls that mix types.
     fn full(self) -> Self {
         Self {
             kind: DType::F32,

@@ -1,9 +1,9 @@
-//! The backend's rules that a memory plan needs.
+//! Whether an operation's result shares memory, overwrites an operand or allocates, on Burn's CPU backend.
 
+mod allocation;
 mod flex;
-mod model;
 mod strides;
 
-pub(crate) use flex::Flex;
-pub(crate) use model::{Allocation, Backend, Operand};
+pub(crate) use allocation::{Allocation, Operand};
+pub(crate) use flex::{over_whole, place};
 pub(crate) use strides::Strides;

@@ -30,11 +30,6 @@ impl Strides {
         self.shape.iter().product()
     }
 
-    /// Returns the distance from one element to the next along a dim.
-    pub(crate) fn stride(&self, dim: usize) -> isize {
-        self.strides[dim]
-    }
-
     /// Returns true if the elements are in row-major order without gaps. A stride of zero is a gap, even for a dim of
     /// size 1.
     pub(crate) fn is_contiguous(&self) -> bool {

@@ -1,7 +1,7 @@
 //! The plan of many equal blocks, extrapolated from plans of few.
 
-use super::allocated::KernelScratch;
 use super::memory::{MemoryPlan, Moment};
+use super::process::ProcessBytes;
 use super::report::Plan;
 use super::time::TimePlan;
 use crate::category::{Bytes, Category};
@@ -78,15 +78,9 @@ impl Plan {
                 moments: scaled(&more.memory, &peak),
                 reused_in_place: line
                     .count(few.memory.reused_in_place, more.memory.reused_in_place),
-                // Operations work on one block.
-                scratch: more.memory.scratch,
-                allocated: line.count(few.memory.allocated, more.memory.allocated),
-                transport: line.count(few.memory.transport, more.memory.transport),
-                allocated_node: None,
                 peak,
             },
-            kernels: kernels(line, &few.kernels, &more.kernels),
-            allocated_at: format!("{}; extrapolated", unnumbered(&more.allocated_at)),
+            process: ProcessBytes::of(peak.total()),
             peak_without_reuse: line.count(few.peak_without_reuse, more.peak_without_reuse),
             traffic: Traffic {
                 all_gather: line.tally(few.traffic.all_gather, more.traffic.all_gather),
@@ -110,20 +104,6 @@ fn unnumbered(node: &str) -> &str {
     node.split_once(": ").map_or(node, |(_, what)| what)
 }
 
-/// Extrapolates scratch. Operations work on one block, so each takes equally much, but occurs more often.
-fn kernels(line: Line, few: &[KernelScratch], more: &[KernelScratch]) -> Vec<KernelScratch> {
-    let kernels = more.iter().map(|kernel| {
-        let before = few.iter().find(|other| other.name == kernel.name);
-        let before = before.unwrap_or(kernel);
-        KernelScratch {
-            times: line.count(before.times, kernel.times),
-            allocated: line.count(before.allocated, kernel.allocated),
-            ..kernel.clone()
-        }
-    });
-    kernels.collect()
-}
-
 /// Scales the moments of a plan to another peak.
 fn scaled(plan: &MemoryPlan, peak: &Bytes) -> Vec<Moment> {
     let scale = |bytes: &Bytes| {
@@ -144,8 +124,6 @@ fn scaled(plan: &MemoryPlan, peak: &Bytes) -> Vec<Moment> {
             node: moment.node,
             during: scale(&moment.during),
             after: (moment.after as f64 * whole) as u64,
-            scratch: moment.scratch,
-            transport: moment.transport,
         })
         .collect()
 }

@@ -2,15 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use burn_fsdp_collectives::Share;
 use burn_ir::{TensorId, TensorIr, TensorStatus};
 
 use super::memory::{MemoryPlan, Moment};
-use super::pool::{Buffer, Transport};
-use crate::backend::{Allocation, Backend, Operand, Strides};
+use crate::backend::{Allocation, Operand, Strides, over_whole, place};
 use crate::category::{Bytes, Category, categories};
 use burn_fsdp_spmd::Error;
-use burn_fsdp_spmd::graph::{Absent, Graph, Node, Role, Stage};
+use burn_fsdp_spmd::graph::{Absent, Collective, Graph, Node, Role, Stage};
 
 /// The memory of one or more tensors.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -19,9 +17,6 @@ pub(super) struct Memory {
     num_tensors: usize,
     /// True if the memory is a transport buffer. A writer gets a copy.
     is_received: bool,
-    /// The buffer of the transport that lives as long as this memory. A copy keeps the original's buffer, because the
-    /// same tensor owns both.
-    buffer: Option<Buffer>,
     category: Category,
 }
 
@@ -32,15 +27,13 @@ struct Tensor {
     element_size: usize,
 }
 
-/// The tensors of a rank, their memory, and the transport's buffers.
-pub(super) struct Heap<'a> {
-    backend: &'a dyn Backend,
+/// The tensors of a rank, and their memory.
+pub(super) struct Heap {
     categories: BTreeMap<TensorId, Category>,
     memories: BTreeMap<usize, Memory>,
     tensors: BTreeMap<TensorId, Tensor>,
     next_memory: usize,
     live: Bytes,
-    transport: Transport,
     /// True if operations overwrite operands whose memory no other tensor uses.
     is_reusing: bool,
     /// What another rank owns.
@@ -49,7 +42,7 @@ pub(super) struct Heap<'a> {
 }
 
 /// The state of the heap on which the next step depends.
-pub(super) type State = (Vec<(TensorId, Strides, Option<Memory>)>, Transport);
+pub(super) type State = Vec<(TensorId, Strides, Option<Memory>)>;
 
 /// A result that is not counted yet.
 struct Written {
@@ -65,39 +58,17 @@ struct Run {
     during: Bytes,
     /// Bytes written over operands.
     reused: u64,
-    scratch: u64,
-    /// Bytes that the transport holds in addition to tensors.
-    transport: u64,
 }
 
-/// The results of a collective.
-#[derive(Default)]
-struct Received {
-    written: Vec<Written>,
-    /// Buffers that are returned once the results are complete.
-    spare: Vec<Buffer>,
-    scratch: u64,
-}
-
-fn bytes_of(tensor: &TensorIr) -> u64 {
-    (tensor.shape.num_elements() * tensor.dtype.size()) as u64
-}
-
-impl<'a> Heap<'a> {
+impl Heap {
     /// Creates a heap with the tensors that a rank has between steps.
-    pub(super) fn new(
-        (graph, rank): (&Graph, usize),
-        backend: &'a dyn Backend,
-        is_reusing: bool,
-    ) -> Result<Self, Error> {
+    pub(super) fn new(graph: &Graph, rank: usize, is_reusing: bool) -> Result<Self, Error> {
         let mut heap = Self {
-            backend,
             categories: categories(graph),
             memories: BTreeMap::new(),
             tensors: BTreeMap::new(),
             next_memory: 0,
             live: Bytes::default(),
-            transport: Transport::default(),
             is_reusing,
             absent: graph.absent_on(rank)?,
             rank,
@@ -146,7 +117,6 @@ impl<'a> Heap<'a> {
                 num_bytes: (num_elements * element_size) as u64,
                 num_tensors: 0,
                 is_received: false,
-                buffer: None,
                 category: self.category(id),
             }),
         }
@@ -176,9 +146,6 @@ impl<'a> Heap<'a> {
             memory.num_tensors -= 1;
             if memory.num_tensors == 0 {
                 self.live[memory.category] -= memory.num_bytes;
-                if let Some(buffer) = memory.buffer {
-                    self.transport.give_back(buffer);
-                }
                 self.memories.remove(&tensor.memory);
             }
         }
@@ -187,13 +154,11 @@ impl<'a> Heap<'a> {
     /// Returns the state on which the next step depends.
     pub(super) fn state(&self) -> State {
         let tensors = self.tensors.iter();
-        let tensors = tensors
-            .map(|(id, tensor)| {
-                let memory = self.memories.get(&tensor.memory).cloned();
-                (*id, tensor.strides.clone(), memory)
-            })
-            .collect();
-        (tensors, self.transport.clone())
+        let tensors = tensors.map(|(id, tensor)| {
+            let memory = self.memories.get(&tensor.memory).cloned();
+            (*id, tensor.strides.clone(), memory)
+        });
+        tensors.collect()
     }
 
     /// Replays one step, from the batch to the new parameters.
@@ -210,9 +175,7 @@ impl<'a> Heap<'a> {
                 self.give(value.id, &value.shape, value.dtype.size());
             }
         }
-        let transport = self.transport.hidden_bytes();
-        let num_nodes = graph.nodes().len();
-        let mut plan = MemoryPlan::begin(at_rest, self.live, transport, num_nodes);
+        let mut plan = MemoryPlan::begin(at_rest, self.live, graph.nodes().len());
         for (index, node) in graph.nodes().iter().enumerate() {
             if self.absent.skips(node) {
                 self.skip(node);
@@ -225,8 +188,6 @@ impl<'a> Heap<'a> {
                     node: index,
                     during: run.during,
                     after: self.live.total(),
-                    scratch: run.scratch,
-                    transport: run.transport,
                 });
             }
         }
@@ -249,21 +210,9 @@ impl<'a> Heap<'a> {
             .filter(|input| input.status == TensorStatus::ReadWrite)
             .map(|input| input.id)
             .collect();
-        let mut run = Run {
-            transport: self.transport.hidden_bytes(),
-            ..Run::default()
-        };
+        let mut run = Run::default();
         let written = match (&node.collective, node.is_drop()) {
-            (Some(_), _) => {
-                let received = self.received(node)?;
-                run.scratch = received.scratch;
-                // The maximum, before the buffers that only this operation needs are returned.
-                run.transport = self.transport.hidden_bytes();
-                for buffer in received.spare {
-                    self.transport.give_back(buffer);
-                }
-                received.written
-            }
+            (Some(collective), _) => self.received(node, collective)?,
             (None, true) => Vec::new(),
             (None, false) => self.computed(node, &mut run)?,
         };
@@ -285,62 +234,28 @@ impl<'a> Heap<'a> {
     }
 
     /// Creates the results of a collective in buffers of the transport, or in new memory if they were padded.
-    fn received(&mut self, node: &Node) -> Result<Received, Error> {
-        let mut received = Received::default();
-        let Some(collective) = &node.collective else {
-            return Ok(received);
-        };
-        let (stage, contract) = (collective.stage, collective.kind.contract());
-        let inputs: Vec<&TensorIr> = node.operation.inputs().collect();
-        if stage != Stage::Wait {
-            // An operand that is not in order is sent from a copy.
-            for input in inputs.iter().filter(|of| !self.absent.contains(of.id)) {
-                if !self.operand(input)?.strides.is_contiguous() {
-                    received.scratch += bytes_of(input);
-                }
-            }
+    fn received(&mut self, node: &Node, collective: &Collective) -> Result<Vec<Written>, Error> {
+        let is_here = |input: &&TensorIr| !self.absent.contains(input.id);
+        for input in node.operation.inputs().filter(is_here) {
+            self.operand(input)?;
         }
-        let outputs: Vec<TensorIr> = node.operation.outputs().cloned().collect();
-        for (index, (output, part)) in outputs.iter().zip(&collective.parts).enumerate() {
+        let gets = collective.kind.contract().gets.share;
+        let mut received = Vec::new();
+        for (output, part) in node.operation.outputs().zip(&collective.parts) {
             if self.absent.contains(output.id) {
                 continue;
             }
             let strides = Strides::contiguous(&output.shape);
             let mut written = self.fresh(output.id, strides, None, output.dtype.size());
-            let (gives, gets) = (contract.gives.share, contract.gets.share);
             // On a mesh with several axes, a group is smaller than all ranks. The last axis is the fastest.
             let rank = self.rank % part.partition.num_shards();
             let is_padded = part.share_len(gets, rank) != part.padded_len(gets);
-            let bytes = |share| (part.share_len(share, rank) * part.result.size()) as u64;
-            // Between start and wait, the reserved memory has the buffer.
-            let reserved = inputs.get(index).filter(|_| stage == Stage::Wait);
-            let buffer = match reserved.and_then(|input| self.detach(input.id)) {
-                Some(buffer) => buffer,
-                None => self.transport.take(bytes(gets)),
-            };
-            let is_combined_whole = contract.reduces && (gives, gets) == (Share::Full, Share::Full);
-            if is_combined_whole && stage == Stage::Whole {
-                // The slice that this rank combines.
-                received.spare.push(self.transport.take(bytes(Share::Own)));
+            if let Some(memory) = &mut written.new {
+                memory.is_received = collective.stage != Stage::Start && !is_padded;
             }
-            if is_padded && stage != Stage::Start {
-                // Filled up in unaligned bytes, which are then copied to aligned memory.
-                received.scratch = received.scratch.max(bytes_of(output));
-                let buffer = self.transport.hide(buffer);
-                received.spare.push(buffer);
-            } else if let Some(memory) = &mut written.new {
-                memory.is_received = stage != Stage::Start;
-                memory.buffer = Some(self.transport.show(buffer));
-            }
-            received.written.push(written);
+            received.push(written);
         }
         Ok(received)
-    }
-
-    /// Removes the transport's buffer from the memory of a tensor.
-    fn detach(&mut self, id: TensorId) -> Option<Buffer> {
-        let memory = self.tensors.get(&id)?.memory;
-        self.memories.get_mut(&memory)?.buffer.take()
     }
 
     fn computed(&mut self, node: &Node, run: &mut Run) -> Result<Vec<Written>, Error> {
@@ -352,10 +267,8 @@ impl<'a> Heap<'a> {
             .map(|input| self.operand(input))
             .collect::<Result<Vec<_>, _>>()?;
         let custom = node.custom.and_then(|custom| custom.written_over);
-        let over = custom.and_then(|index| self.backend.written_over(operands.get(index)?, index));
-        let first = over.unwrap_or_else(|| self.backend.place(&node.operation, &operands));
-        let own = node.custom.map_or(0, |custom| custom.scratch_bytes);
-        run.scratch = own + self.backend.scratch(&node.operation, &operands);
+        let over = custom.and_then(|index| over_whole(operands.get(index)?, index));
+        let first = over.unwrap_or_else(|| place(&node.operation, &operands));
         let outputs: Vec<TensorIr> = node.operation.outputs().cloned().collect();
         let mut written = Vec::new();
         let mut places = Some(first).into_iter();
@@ -429,12 +342,7 @@ impl<'a> Heap<'a> {
         let found = self.memories.get(&memory);
         if writes && found.is_some_and(|memory| memory.is_received) {
             let num_elements = self.bytes_of(memory) as usize / size.max(1);
-            let buffer = self.detach(of).map(|buffer| self.transport.hide(buffer));
-            let mut copy = self.fresh(output.id, strides, Some(num_elements), size);
-            if let Some(memory) = &mut copy.new {
-                memory.buffer = buffer;
-            }
-            return copy;
+            return self.fresh(output.id, strides, Some(num_elements), size);
         }
         if writes {
             self.recategorize(memory, output.id);

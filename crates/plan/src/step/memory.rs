@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 
+use super::process::ProcessBytes;
 use crate::category::Bytes;
 
 /// The bytes while one node runs.
@@ -13,17 +14,6 @@ pub struct Moment {
     pub during: Bytes,
     /// Live tensor bytes after the node.
     pub after: u64,
-    /// Bytes that the operation allocates and frees while it runs, in addition to its operands and results.
-    pub scratch: u64,
-    /// Bytes that the transport holds while the node runs, in addition to tensors.
-    pub transport: u64,
-}
-
-impl Moment {
-    /// Returns the bytes that the process's allocator has while the node runs.
-    pub fn allocated(&self) -> u64 {
-        self.during.total() + self.scratch + self.transport
-    }
 }
 
 /// The live tensor bytes over one step on one rank.
@@ -42,16 +32,6 @@ pub struct MemoryPlan {
     pub moments: Vec<Moment>,
     /// Bytes that results did not need because they overwrote an operand.
     pub reused_in_place: u64,
-    /// Maximum number of bytes that one operation allocates and frees while it runs, in addition to tensors of the
-    /// graph. They are known for Burn's CPU backend with one thread per rank, and for custom operations that declare
-    /// them.
-    pub scratch: u64,
-    /// Peak bytes with scratch and the transport's memory, as the process's allocator counts them.
-    pub allocated: u64,
-    /// The node at which `allocated` is first reached, or `None` if that is when the batch is loaded.
-    pub allocated_node: Option<usize>,
-    /// Maximum number of bytes that the transport holds in addition to tensors.
-    pub transport: u64,
 }
 
 impl MemoryPlan {
@@ -60,19 +40,19 @@ impl MemoryPlan {
         self.peak.total()
     }
 
-    /// Creates an empty plan for a step: bytes at rest, bytes once the batch is loaded, and bytes held by the
-    /// transport.
-    pub(super) fn begin(at_rest: Bytes, live: Bytes, transport: u64, num_nodes: usize) -> Self {
+    /// Estimates the bytes that the rank takes of its process, with everything that no tensor uses.
+    pub fn process(&self) -> ProcessBytes {
+        ProcessBytes::of(self.peak_bytes())
+    }
+
+    /// Creates an empty plan for a step: bytes at rest, and bytes once the batch is loaded.
+    pub(super) fn begin(at_rest: Bytes, live: Bytes, num_nodes: usize) -> Self {
         Self {
             at_rest,
             peak: live,
             peak_node: None,
             moments: Vec::with_capacity(num_nodes),
             reused_in_place: 0,
-            scratch: 0,
-            allocated: live.total() + transport,
-            allocated_node: None,
-            transport,
         }
     }
 
@@ -81,12 +61,6 @@ impl MemoryPlan {
             self.peak = moment.during;
             self.peak_node = Some(moment.node);
         }
-        if moment.allocated() > self.allocated {
-            self.allocated = moment.allocated();
-            self.allocated_node = Some(moment.node);
-        }
-        self.scratch = self.scratch.max(moment.scratch);
-        self.transport = self.transport.max(moment.transport);
         self.moments.push(moment);
     }
 }

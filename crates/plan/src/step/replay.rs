@@ -5,7 +5,6 @@ use burn_fsdp_spmd::graph::Graph;
 
 use super::heap::Heap;
 use super::memory::MemoryPlan;
-use crate::backend::Flex;
 
 impl MemoryPlan {
     /// Plans the memory of a scheduled graph on rank `rank`, for any step after the first two.
@@ -30,7 +29,7 @@ impl MemoryPlan {
     }
 
     fn simulate(graph: &Graph, rank: usize, is_reusing: bool) -> Result<Self, Error> {
-        let mut heap = Heap::new((graph, rank), &Flex, is_reusing)?;
+        let mut heap = Heap::new(graph, rank, is_reusing)?;
         // A step begins with the state that the previous one leaves. The origin of the memory of new parameters and
         // states usually does not change, and it settles after at most two steps.
         for _ in 0..2 {

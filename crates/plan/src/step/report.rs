@@ -4,8 +4,8 @@ use std::fmt;
 
 use serde::Serialize;
 
-use super::allocated::KernelScratch;
 use super::memory::MemoryPlan;
+use super::process::ProcessBytes;
 use super::time::TimePlan;
 use crate::machine::Machine;
 #[cfg(feature = "draw")]
@@ -54,11 +54,8 @@ pub struct Plan {
     pub peak_at: String,
     /// Live bytes over the step.
     pub memory: MemoryPlan,
-    /// A description of the node at which the process's allocator has most bytes.
-    pub allocated_at: String,
-    /// Bytes that operations allocate in addition to tensors, in descending order of the allocator's bytes during the
-    /// operation.
-    pub kernels: Vec<KernelScratch>,
+    /// An estimate of the bytes that the rank takes of its process.
+    pub process: ProcessBytes,
     /// The peak in bytes if no operation overwrote its operand.
     pub peak_without_reuse: u64,
     /// Collectives.
@@ -84,8 +81,7 @@ impl Plan {
             rank,
             num_nodes: graph.nodes().len(),
             peak_at: words(graph, memory.peak_node),
-            allocated_at: words(graph, memory.allocated_node),
-            kernels: KernelScratch::of_plan(graph, &memory),
+            process: memory.process(),
             peak_without_reuse: MemoryPlan::without_reuse(graph, rank)?.peak_bytes(),
             traffic: Traffic::of_graph(graph),
             flops: Flops::of_graph(graph, rank)?,
@@ -140,22 +136,7 @@ impl fmt::Display for Plan {
             "in place: without it the peak is {}",
             Size(without).trimmed()
         )?;
-        let allocated = Size(self.memory.allocated);
-        writeln!(f, "process {allocated}  at {}", self.allocated_at)?;
-        let transport = Size(self.memory.transport);
-        writeln!(f, "        {transport}  kept by the transport, at most")?;
-        let is_near = |kernel: &&KernelScratch| {
-            // Three quarters of the peak.
-            4 * u128::from(kernel.allocated) >= 3 * u128::from(self.memory.allocated)
-        };
-        for kernel in self.kernels.iter().take_while(is_near) {
-            let (scratch, allocated) = (Size(kernel.scratch), Size(kernel.allocated).trimmed());
-            let (name, times) = (&kernel.name, kernel.times);
-            writeln!(
-                f,
-                "        {scratch}  scratch of {name}, {times} times; {allocated} in total"
-            )?;
-        }
+        writeln!(f, "process {}", self.process)?;
         for (kind, tally) in self.traffic.by_kind() {
             if tally.operations > 0 {
                 let (bytes, sent) = (Size(tally.bytes), Size(tally.sent));

@@ -126,7 +126,7 @@ impl Case {
     fn cost(&self, graph: &Graph, options: &Options) -> (u64, f64) {
         let lowered = lower(graph.clone(), &self.fake().options(options.clone())).unwrap();
         let ranks = 0..self.ranks;
-        let bytes = ranks.map(|rank| MemoryPlan::new(&lowered, rank).unwrap().allocated);
+        let bytes = ranks.map(|rank| MemoryPlan::new(&lowered, rank).unwrap().process().bytes);
         let seconds = TimePlan::of_graph(&lowered, &Machine::cpu(), 0)
             .unwrap()
             .step;

@@ -58,7 +58,6 @@ fn declared_properties_of_operations_reach_the_passes_and_the_plan() {
             burn_fsdp_spmd::graph::CustomProfile {
                 is_pure,
                 is_cheap,
-                scratch_bytes: 12_345_678,
                 flops: Flops {
                     convolution: 7,
                     ..Flops::default()
@@ -69,7 +68,6 @@ fn declared_properties_of_operations_reach_the_passes_and_the_plan() {
     };
     let count = |is_pure, is_cheap| {
         let graph = graph_with(gelu(is_pure, is_cheap));
-        assert_eq!(MemoryPlan::new(&graph, 0).unwrap().scratch, 12_345_678);
         let calls = graph.nodes().iter();
         let calls = calls.filter(|node| node.name() == "Custom.models.gelu");
         let calls = calls.count();

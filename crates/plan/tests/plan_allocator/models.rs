@@ -10,7 +10,7 @@ use burn::nn::{
 };
 use burn::tensor::activation::{relu, silu};
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp_models::GptConfig;
+use burn_fsdp_models::{GptConfig, LlamaConfig, LlamaVariant};
 
 pub(crate) const GPT: GptConfig = GptConfig {
     layers: 4,
@@ -18,6 +18,18 @@ pub(crate) const GPT: GptConfig = GptConfig {
     heads: 4,
     vocab: 512,
     seq: 128,
+};
+
+pub(crate) const LLAMA: LlamaConfig = LlamaConfig {
+    layers: 4,
+    dim: 256,
+    heads: 4,
+    kv_heads: 2,
+    hidden: 688,
+    vocab: 512,
+    seq: 128,
+    rope_base: 10_000,
+    variant: LlamaVariant::PLAIN,
 };
 
 pub(crate) type Tokens = (Tensor<2, Int>, Tensor<2, Int>);

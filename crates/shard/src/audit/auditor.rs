@@ -1,5 +1,4 @@
-//! The auditor of one rank: the gradients that came, the ranks' messages to each other, and the gradients
-//! that arrived.
+//! The auditor of one rank: the gradients computed, the messages between ranks, and the gradients passed to Burn.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -20,11 +19,12 @@ enum Step {
     Between,
     /// The step is not audited.
     Plain,
-    /// The step is audited: tags are sent in notes. For this choice of units it follows the order with this hash.
+    /// The step is audited: tags are sent in notes. With the unit switches `choice`, it follows the order with this
+    /// hash.
     Audited { choice: Vec<bool>, order: u64 },
 }
 
-/// Whether a reduced gradient is due on this rank when a backward ends, if any came.
+/// Whether this rank should have a reduced gradient when a backward ends, if any gradient was computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Due {
     /// It is due.
@@ -36,11 +36,11 @@ pub(crate) enum Due {
     Unclear,
 }
 
-/// The tag that should have arrived for a parameter on this rank when a backward ends.
+/// The expected tag of a parameter on this rank when a backward ends.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wanted {
     pub(crate) due: Due,
-    /// The factor of the sum over all ranks.
+    /// The factor applied to the sum over all ranks.
     pub(crate) scale: Tag,
 }
 
@@ -49,7 +49,7 @@ pub(crate) struct Wanted {
 pub(crate) struct Fault {
     /// The parameter.
     pub(crate) parameter: usize,
-    /// The gradients that should be in it.
+    /// The gradients that it should contain.
     pub(crate) expected: Sum,
     /// The actual result.
     pub(crate) finding: Finding,
@@ -60,14 +60,14 @@ pub(crate) struct Fault {
 pub(crate) struct Auditor {
     audit: Audit,
     rank: usize,
-    /// The numbers of the gradients that have arrived and are not complete yet, by parameter.
+    /// The numbers of the gradients computed and not yet reduced, by parameter.
     open: Vec<Range<u64>>,
     step: Step,
-    /// The hash of the order that was followed in the last audited step, by choice of units.
+    /// The hash of the order in the last audited step, by unit switches.
     followed: BTreeMap<Vec<bool>, u64>,
-    /// The gradients that came on each rank, by parameter; `None` for a rank that does not audit.
+    /// The gradients computed on each rank, by parameter; `None` for a rank that does not audit.
     told: Vec<Option<Vec<Range<u64>>>>,
-    /// The tag that has arrived, by parameter.
+    /// The tag passed to Burn, by parameter.
     arrived: Vec<Option<Tag>>,
     num_audited: u64,
 }
@@ -92,7 +92,7 @@ impl Auditor {
         Self::new(self.audit, self.rank, parameters)
     }
 
-    /// Returns the tag of a gradient that has arrived for `parameter` on this rank.
+    /// Returns the tag of a new gradient of `parameter` on this rank.
     pub(crate) fn came(&mut self, parameter: usize) -> Tag {
         if self.audit == Audit::Off {
             return Tag::UNKNOWN;
@@ -102,8 +102,8 @@ impl Auditor {
         Tag::draw(self.rank, parameter, number)
     }
 
-    /// Begins a step, unless one is in progress whose first operation has been issued, as `is_at_start` tells. `choice`
-    /// has the switches of the units, and `order` is the hash of the order to be followed. Both are equal on all ranks.
+    /// Begins a step, unless one is in progress and past its first operation (`is_at_start` is false). `choice` returns
+    /// the switches of the units, and `order` the hash of the order to follow. Both are equal on all ranks.
     pub(crate) fn begin(
         &mut self,
         is_at_start: bool,
@@ -126,19 +126,20 @@ impl Auditor {
         matches!(self.step, Step::Audited { .. })
     }
 
-    /// Returns the number of steps that were audited to their end, with all ranks' tags.
+    /// Returns the number of completed audits, with all ranks' tags.
     pub(crate) fn num_audited(&self) -> u64 {
         self.num_audited
     }
 
-    /// Returns this rank's message at the end of backward: which gradients came.
+    /// Returns this rank's message at the end of backward: the numbers of its gradients.
     pub(crate) fn tell(&self) -> Vec<u8> {
         let numbers = self.open.iter().flat_map(|open| [open.start, open.end]);
         let numbers = std::iter::once(self.rank as u64).chain(numbers);
         numbers.flat_map(u64::to_le_bytes).collect()
     }
 
-    /// Records the ranks' messages, in their order. Earlier messages are void: that was not the end.
+    /// Records the messages of all ranks, in rank order. They replace earlier ones, which were not from the end of
+    /// backward.
     pub(crate) fn hear<'a>(&mut self, told: impl Iterator<Item = &'a [u8]>) {
         let parameters = self.open.len();
         let decode = |(rank, bytes): (usize, &[u8])| {
@@ -157,14 +158,14 @@ impl Auditor {
         self.told = told.enumerate().map(decode).collect();
     }
 
-    /// Records that a reduced gradient was handed to Burn for `parameter`.
+    /// Records that a reduced gradient of `parameter` was passed to Burn.
     pub(crate) fn arrived(&mut self, parameter: usize, tag: Tag) {
         let arrived = &mut self.arrived[parameter];
         *arrived = Some(arrived.map_or(tag, |earlier| earlier.plus(tag)));
     }
 
-    /// Returns the first parameter whose gradient differs from the expected one. `groups_of` gives the sets of ranks,
-    /// by name, over which a parameter's gradient is summed on the way.
+    /// Returns the first parameter whose gradient differs from the expected one. `groups_of` returns the named groups
+    /// of ranks over which a parameter's gradient is summed.
     pub(crate) fn fault(
         &mut self,
         groups_of: impl Fn(usize) -> Vec<(String, Vec<usize>)>,
@@ -178,7 +179,7 @@ impl Auditor {
                 told.iter().map(|ranges| ranges[parameter].clone()),
             )
         };
-        // The expected gradients of other parameters, to recognize one of them in place of this one.
+        // The expected gradients of other parameters, to recognize one of them instead of this one.
         let of_others = |found: Element, own: usize| {
             let mut others = (0..self.open.len()).filter(|&other| other != own);
             others.find(|&other| {
@@ -220,8 +221,8 @@ impl Auditor {
         None
     }
 
-    /// Ends the step, audited or not. `is_through` tells of each parameter whether the gradients that came have been
-    /// reduced, or never will be.
+    /// Ends the step, audited or not. `is_through` returns true for a parameter whose gradients have been reduced or
+    /// never will be.
     pub(crate) fn end_step(&mut self, is_through: impl Fn(usize) -> bool) {
         match std::mem::take(&mut self.step) {
             Step::Between => return,
@@ -239,8 +240,7 @@ impl Auditor {
         }
     }
 
-    /// Returns the auditor after an error, which leaves nothing in progress: all gradients are gone, and every order is
-    /// new.
+    /// Returns the auditor after an error: all gradients are gone, and every order counts as new.
     pub(crate) fn after_error(mut self) -> Self {
         self.step = Step::Plain;
         self.end_step(|_| true);

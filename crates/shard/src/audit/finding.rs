@@ -1,4 +1,4 @@
-//! Descriptions of wrong gradients, as far as their tags tell.
+//! Describes wrong gradients, as far as their tags allow.
 
 use std::fmt;
 use std::ops::Range;
@@ -7,12 +7,12 @@ use burn_fsdp_mesh::field::{self, Element};
 
 use super::Tag;
 
-/// The largest factor between expected and actual gradient to search for.
+/// The largest factor to search for between the expected and the actual gradient.
 const LARGEST_FACTOR: u64 = 4_096;
 /// Maximum number of a rank's gradients to search for one by one.
 const MOST_NUMBERS: u64 = 256;
 
-/// The gradients that came for one parameter, on all ranks, until they were reduced.
+/// The gradients of one parameter on all ranks up to a reduction.
 #[derive(Debug, Clone)]
 pub(crate) struct Sum {
     parameter: usize,
@@ -21,7 +21,7 @@ pub(crate) struct Sum {
 }
 
 impl Sum {
-    /// Returns, for each rank, the sum of the gradients of `parameter` with these numbers.
+    /// Returns the sum of the gradients of `parameter` that have these numbers on each rank.
     pub(super) fn of(parameter: usize, of_ranks: impl Iterator<Item = Range<u64>>) -> Self {
         Self {
             parameter,
@@ -54,8 +54,8 @@ impl Sum {
         self.over(0..self.of_ranks.len())
     }
 
-    /// Returns every gradient in it, and gradients of earlier steps: the tag, the rank, and the number counted from the
-    /// first gradient in it.
+    /// Returns its gradients and those of earlier steps: the tag, the rank, and the number relative to its first
+    /// gradient.
     fn each(&self) -> impl Iterator<Item = (Tag, usize, i64)> + '_ {
         self.of_ranks
             .iter()
@@ -98,7 +98,7 @@ impl fmt::Display for Sum {
     }
 }
 
-/// The actual gradient in place of the expected one.
+/// The actual gradient, where it differs from the expected one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Finding {
     /// No gradient.
@@ -184,7 +184,7 @@ impl Finding {
         of_others(found).map_or(Self::Other, Self::OfParameter)
     }
 
-    /// Returns the message; `path_of` gives the path of a parameter.
+    /// Returns the message; `path_of` returns the path of a parameter.
     pub(crate) fn describe(&self, path_of: impl Fn(usize) -> String) -> String {
         match self {
             Self::Nothing => {

@@ -1,10 +1,10 @@
 //! The audit of a step: each gradient of each parameter is summed exactly once over each group, and divided once.
 //!
-//! Every gradient that comes for a parameter draws a [`Tag`], a random element of a prime field, and the tag follows
-//! the gradient. It is added where gradients are added, is sent in the note of the reduction that carries the gradient,
-//! and is scaled as that reduction scales. It arrives where the reduced gradient is handed to Burn. At the end of
-//! backward each rank tells the others how many gradients came, so all of them know all tags. The tag that has arrived
-//! must be their sum, divided as the policy specifies. The [`Auditor`] of a rank knows both; a difference becomes a
+//! Every gradient of a parameter draws a [`Tag`], a random element of a prime field, which follows the gradient. It is
+//! added where gradients are added, is sent in the note of the reduction that carries the gradient, and is scaled as
+//! that reduction scales. It arrives where the reduced gradient is passed to Burn. At the end of backward each rank
+//! tells the others how many gradients it computed, so all of them know all tags. The tag that arrives must be the sum
+//! of these tags, divided as the policy specifies. The [`Auditor`] of a rank compares the two; a difference becomes a
 //! `Finding`.
 //!
 //! This module does not depend on units, tensors or process groups: parameters are numbered over all units of

@@ -1,4 +1,4 @@
-//! Miniature engines: right ones are never rejected, and one with a single error always is.
+//! Miniature engines: correct ones are never rejected, and one with a single error always is.
 //!
 //! The handling of gradients in an engine is a list of events, the same for all ranks. Tags are sent in notes, as in
 //! the real engine. A mutant is a list with one changed event, drawn by seed.
@@ -10,7 +10,7 @@ use rand::{RngExt, SeedableRng};
 use super::finding::Finding;
 use super::{Audit, Auditor, Due, Tag, Wanted, flags, is_flagged, scale_of, tag_of_sum, tags};
 
-/// Ranks as replicas of shards, and parameters in units.
+/// The ranks, as replicas of shards, and the parameters of each unit.
 #[derive(Debug, Clone)]
 struct Layout {
     shards: usize,
@@ -27,21 +27,21 @@ enum Group {
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Event {
-    /// A gradient comes.
+    /// A gradient is computed.
     Comes { rank: usize, parameter: usize },
-    /// The gradients of a unit that have arrived are summed over a group and divided by a number.
+    /// The gradients computed for a unit are summed over a group and divided by a number.
     Reduce { unit: usize, over: Group, by: f64 },
     /// A unit's sums are summed over the replicas.
     Cross { unit: usize },
-    /// The sums of a unit are handed over.
+    /// The sums of a unit are passed to Burn.
     HandOver { unit: usize },
-    /// Wrong: a gradient that has arrived for a parameter of a rank is lost.
+    /// Wrong: a gradient computed for a parameter of a rank is lost.
     Lose { rank: usize, parameter: usize },
     /// Wrong: the last gradient of an earlier step is added again.
     Stale { rank: usize, parameter: usize },
     /// Wrong: the sums for two parameters are exchanged.
     Exchange { one: usize, other: usize },
-    /// The end of backward of a step; `syncs` tells whether units reduced.
+    /// The end of a step's backward; `syncs` is true if units reduced.
     End { syncs: bool },
 }
 
@@ -298,8 +298,7 @@ const ALL: [Wrong; 11] = [
     Wrong::OldGradient,
 ];
 
-/// Changes one event at random. Changes nothing if there is no event of the kind, or if the change would not
-/// change a sum.
+/// Changes one event at random, unless there is no event of the kind or the change would not affect a sum.
 fn mutated(
     layout: &Layout,
     events: &[Event],
@@ -321,7 +320,7 @@ fn mutated(
         .collect();
     let at = *candidates.get(draw.random_range(0..candidates.len().max(1)))?;
     let mut mutant = events.to_vec();
-    // The gradients of a unit that have arrived up to here, since it was last handed over.
+    // The gradients of a unit computed up to here since it was last passed to Burn.
     let came = |unit: usize| {
         let before = &events[..at];
         let last = before
@@ -346,7 +345,7 @@ fn mutated(
         (Wrong::LostReduction | Wrong::LostResult, _) => _ = mutant.remove(at),
         (Wrong::NoCrossing, _) if layout.replicas == 1 => return None,
         (Wrong::NoCrossing, Event::Cross { unit }) => {
-            // A sum without it that still covered all gradients is right.
+            // A sum without it that still covers all gradients is correct.
             let ranks = came(unit);
             let of_replica = |replica: usize| {
                 ranks
@@ -437,7 +436,7 @@ fn every_mutant_is_refused_and_most_are_named() {
     }
     let mutants: usize = numbers.iter().sum();
     assert!(mutants >= 440);
-    // Two exchanges at once, or a group that is neither axis, cannot be identified.
+    // Two exchanges at once, or a group that is neither axis, cannot be named.
     assert!(
         unnamed * 10 < mutants,
         "{unnamed} of {mutants} have no name"

@@ -1,4 +1,4 @@
-//! Tags that stand for gradients, and their encoding in notes.
+//! Tags that represent gradients, and their encoding in notes.
 
 use burn_fsdp_collectives::{Fingerprint, ReduceOp, Reduction};
 use burn_fsdp_mesh::field::{self, Element};
@@ -8,8 +8,7 @@ const LEN: usize = size_of::<u64>();
 /// The encoding of the unknown tag. No element has it.
 const UNKNOWN: u64 = u64::MAX;
 
-/// The tag of a gradient: an element that is the sum of the tags of all gradients in it; unknown where it was not
-/// followed.
+/// The tag of a gradient: the sum of the tags of all gradients in it; unknown for a gradient that was not followed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Tag(Option<Element>);
 
@@ -17,7 +16,7 @@ impl Tag {
     /// The tag of a gradient that was not followed.
     pub(crate) const UNKNOWN: Self = Self(None);
 
-    /// Returns the tag of the gradient of number `number` that came for `parameter` on `rank`: any rank can draw it.
+    /// Returns the tag of gradient `number` of `parameter` on `rank`, which any rank can draw.
     pub(crate) fn draw(rank: usize, parameter: usize, number: u64) -> Self {
         let drawn = Fingerprint::of(&(rank, parameter, number));
         Self(Some(field::reduce(u128::from(drawn))))
@@ -62,7 +61,7 @@ impl From<Element> for Tag {
     }
 }
 
-/// Returns the factor by which a reduction multiplies gradients, over a group of `ranks`.
+/// Returns the factor by which a reduction over `ranks` ranks multiplies gradients.
 pub(crate) fn scale_of(reduction: &Reduction, ranks: usize) -> Tag {
     let scales = field::mul(
         field::of_number(reduction.pre_scale),
@@ -80,7 +79,7 @@ pub(crate) fn flags(given: impl Iterator<Item = Option<Tag>>) -> Vec<u8> {
     given.map(|tag| u8::from(tag.is_some())).collect()
 }
 
-/// Returns true if any of the ranks that wrote these notes has the gradient of number `index`.
+/// Returns true if any of the ranks that wrote these notes has gradient `index`.
 pub(crate) fn is_flagged(notes: &[Vec<u8>], index: usize) -> bool {
     notes.iter().any(|note| note.get(index) == Some(&1))
 }
@@ -91,8 +90,8 @@ pub(crate) fn tags(given: impl Iterator<Item = Option<Tag>>) -> Vec<u8> {
     tags.flat_map(Tag::encode).collect()
 }
 
-/// Returns the tag of the sum over ranks of gradient `index` of `number`, from the ranks' notes. It is unknown if a
-/// note has no tag.
+/// Returns the tag of the sum over ranks of gradient `index` (of `number`), from the ranks' notes; unknown if a note
+/// has no tag.
 pub(crate) fn tag_of_sum(notes: &[Vec<u8>], index: usize, number: usize) -> Tag {
     let start = number + index * LEN;
     let told = notes
@@ -144,7 +143,7 @@ mod tests {
             .pre_scaled(1.0 / 2.0)
             .post_scaled(1.0 / 1.5);
         let scaled = tag.times(scale_of(&split, 3)).element();
-        // One over one and a half in doubles is not that.
+        // The double nearest to 1 / 1.5 is not exact.
         assert_ne!(scaled, Some(7));
         assert_eq!(scale_of(&Reduction::max(), 3), Tag::UNKNOWN);
     }

@@ -1,11 +1,11 @@
 //! The values that one copy of a module holds for one unit.
 //!
-//! Burn passes modules by value. `optim.step`, `load_record`, `valid`, `train`, `to_device` and any `map`
-//! turn every parameter into a new one, a parameter at a time, and `clone` makes a second, independent
-//! module. A gather needs all values of a unit at once, and they must belong together. A [`Generation`] is
-//! such a set. Every transition moves a parameter from its generation to the *child* that the same pass over
-//! the module is filling, and two passes over one generation make two children. So each parameter always
-//! belongs to a set that holds its current value, whatever happens to its siblings.
+//! Burn passes modules by value. `optim.step`, `load_record`, `valid`, `train`, `to_device` and any `map` replace the
+//! parameters one at a time, and `clone` creates a second, independent module. A gather needs all values of a unit at
+//! once, and they must belong together: a [`Generation`] is a set of such values. Every transition moves a parameter
+//! from its generation to the *child* that the same pass over the module is filling, and two passes over one generation
+//! create two children. So each parameter always belongs to a set that holds its current value, regardless of its
+//! siblings.
 
 use std::hash::{Hash, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -51,8 +51,7 @@ pub(crate) struct Generation {
     version: AtomicU64,
     /// The full parameters.
     pub(crate) life: LifeCycle,
-    /// This rank's pieces among its neighbours, between forward and backward, where full
-    /// parameters are resharded to a smaller group; by slot.
+    /// This rank's pieces by slot, between forward and backward, if full parameters are resharded to a smaller group.
     pieces: Mutex<Option<Slots<Piece>>>,
     /// The plain device of full parameters, for an offloaded unit.
     compute: Mutex<Option<Device>>,
@@ -70,7 +69,7 @@ pub(crate) type Piece = (Tensor<1>, Option<Seal>);
 
 /// A set of values from several generations.
 struct View {
-    /// The generations that the values are from, by slot.
+    /// The generation of each slot's value.
     sources: Vec<Weak<Generation>>,
     joint: Arc<Generation>,
 }
@@ -129,7 +128,7 @@ impl Generation {
         generation
     }
 
-    /// Returns one generation that has the value of each slot from the source at the slot's position.
+    /// Returns one generation that takes the value of each slot from the source at the same index.
     pub(crate) fn joined(sources: &[Arc<Self>]) -> Arc<Self> {
         let first = &sources[0];
         if sources.iter().all(|source| Arc::ptr_eq(source, first)) {
@@ -166,8 +165,7 @@ impl Generation {
         joint
     }
 
-    /// Returns the identifier of the pass over the module that created it: equal for the units of one copy,
-    /// on all ranks.
+    /// Returns the identifier of the pass that created it, equal on all ranks and for all units of one copy.
     pub(crate) fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Relaxed)
     }
@@ -177,14 +175,14 @@ impl Generation {
         self.version.load(Ordering::Relaxed)
     }
 
-    /// Returns a short form of the version, for labels: ranks that hold values of other steps, or
-    /// of other copies, must not gather from each other.
+    /// Returns a short form of the version, for labels: ranks that hold values of different steps or copies must not
+    /// gather from each other.
     pub(crate) fn fingerprint(&self) -> u32 {
         let version = self.version();
         (version ^ (version >> 32)) as u32
     }
 
-    /// Begins the history of a copy anew, when its units are put under one root.
+    /// Restarts the history of a copy when its units are put under one root.
     pub(crate) fn restart(&self, epoch: u64) {
         self.epoch.store(epoch, Ordering::Relaxed);
         self.version.store(epoch, Ordering::Relaxed);
@@ -198,7 +196,7 @@ impl Generation {
         values.inherited[slot] = None;
     }
 
-    /// Returns the ranks among which the values are divided, of which this is one.
+    /// Returns the group, including this rank, among which the values are divided.
     pub(crate) fn holders_group(&self) -> &ProcessGroup {
         &self.unit.groups.shard
     }
@@ -217,7 +215,7 @@ impl Generation {
         self.named_as(kind, slot)
     }
 
-    /// Describes a value of this kind for `slot`, for messages.
+    /// Returns a description of a value of this kind for `slot`, for messages.
     pub(crate) fn named_as(&self, kind: &str, slot: usize) -> String {
         let path = &self.unit.slots[slot].path;
         format!("{kind} of `{path}` (unit {})", self.unit.label())
@@ -230,7 +228,7 @@ impl Generation {
         seal::check(self.holders_group(), held.seal.as_ref(), &held.plain, named)
     }
 
-    /// Flips a bit of the value of `slot`, if an injected fault asks for it.
+    /// Flips a bit of the value of `slot`, if a fault is injected there.
     pub(crate) fn flip_if_told(&self, slot: usize) {
         let mut held = self.held(slot);
         let before = held.plain.clone();
@@ -256,7 +254,7 @@ impl Generation {
         self.values.lock().held(slot)
     }
 
-    /// Returns the value of `slot`, on an autodiff device if the module is on one; never tracked.
+    /// Returns the untracked value of `slot`, on an autodiff device if the module is on one.
     pub(crate) fn value(&self, slot: usize) -> Tensor<1> {
         let Value { plain, device, .. } = self.held(slot);
         device::tracked(plain, &device)
@@ -267,7 +265,7 @@ impl Generation {
         self.held(slot).plain
     }
 
-    /// Returns the leaf that gradients of `slot` belong to, if they are wanted.
+    /// Returns the leaf that gradients of `slot` belong to, if it is trainable.
     pub(crate) fn node(&self, slot: usize) -> Option<NodeId> {
         self.held(slot).node
     }
@@ -286,7 +284,7 @@ impl Generation {
         self.held(slot).device.without_autodiff()
     }
 
-    /// Creates full parameters on `device` from now on, if the unit is offloaded.
+    /// Sets the device of full parameters from now on, if the unit is offloaded.
     pub(crate) fn compute_on(&self, device: &Device) {
         if let Some(compute) = self.compute.lock().as_mut() {
             *compute = device.clone().without_autodiff();
@@ -309,8 +307,7 @@ impl Generation {
         leaf.set_require_grad(self.is_trainable(slot))
     }
 
-    /// Returns a new leaf for the weight that the adapter of `slot` computes, which is trained if any of its parts is;
-    /// `None` without an adapter.
+    /// Returns a new leaf for the adapted weight of `slot`, trained if any of its parts is; `None` without an adapter.
     pub(crate) fn adapted_leaf(&self, slot: usize) -> Option<Tensor<1>> {
         let adapter = self.unit.slots[slot].adapter?;
         let parts = [slot, adapter.a, adapter.b];
@@ -319,8 +316,7 @@ impl Generation {
         Some(leaf.set_require_grad(is_trained))
     }
 
-    /// Returns this rank's part of the parameter of `slot`, in the computing type and on the computing
-    /// device.
+    /// Returns this rank's part of the parameter of `slot`, in the compute type and on the computing device.
     pub(crate) fn held_there(&self, slot: usize) -> Tensor<1> {
         let held = self.computing(slot);
         if self.unit.offload.is_none() {
@@ -330,7 +326,7 @@ impl Generation {
         self.unit.staging.moved(held, &device)
     }
 
-    /// Returns true if gradients of `slot` are wanted.
+    /// Returns true if the value of `slot` is trainable.
     pub(crate) fn is_trainable(&self, slot: usize) -> bool {
         self.node(slot).is_some()
     }
@@ -347,7 +343,7 @@ impl Generation {
         children.retain(|(_, child)| child.strong_count() > 0);
         let open = children.iter().rev().find_map(|(made_by, child)| {
             let child = child.upgrade()?;
-            // A generation that only a backward graph still holds is not a copy that is being made.
+            // A generation held only by a backward graph is not a copy in the making.
             let free = child.values.lock().own[slot].is_none() && child.holders.is_held();
             (*made_by == transition && free).then_some(child)
         });
@@ -375,7 +371,7 @@ impl Generation {
         child
     }
 
-    /// Drops the full parameters, except for this rank's pieces of them where neighbours gather again.
+    /// Drops the full parameters, but keeps this rank's pieces if neighbours gather again.
     pub(crate) fn reshard_after_forward(&self) -> Result<(), Error> {
         let Some(full) = self.life.take_full() else {
             return Ok(());
@@ -390,7 +386,7 @@ impl Generation {
             let elements = slot.partition.num_elements();
             let cut = Partition::flat(elements, neighbours.size()).ok()?;
             let device = full.device();
-            // The data is copied, so that the piece does not keep the whole alive.
+            // The data is copied, because a slice would keep the whole parameter alive.
             let piece = full.slice([cut.range(neighbours.rank())]).into_data();
             let dtype = slot.elements.compute.dtype;
             let piece = Tensor::from_data(piece, (&device, dtype));
@@ -418,17 +414,17 @@ impl Generation {
         Ok(())
     }
 
-    /// Returns this rank's pieces in its group of neighbours, if forward has left any.
+    /// Returns the pieces that forward left for this rank's group of neighbours, if any.
     pub(crate) fn pieces(&self) -> Option<Slots<Piece>> {
         self.pieces.lock().clone()
     }
 
-    /// Drops the pieces that forward has left.
+    /// Drops the pieces that forward left.
     pub(crate) fn drop_pieces(&self) {
         *self.pieces.lock() = None;
     }
 
-    /// Returns what this rank holds of the parameter in slot `index`, in the type that computes.
+    /// Returns this rank's part of the parameter in slot `index`, in the compute type.
     pub(crate) fn computing(&self, index: usize) -> Tensor<1> {
         cast(
             self.plain(index),
@@ -470,7 +466,7 @@ impl Kin {
     }
 }
 
-/// Returns an identifier that is the same for all units and ranks that went through the same passes.
+/// Returns an identifier that is equal for all units and ranks after the same passes.
 fn mix(epoch: u64, transition: Transition, ordinal: usize) -> u64 {
     Fingerprint::of(&(epoch, transition, ordinal))
 }

@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 
 use parking_lot::Mutex;
 
-/// A copy of a module. It keeps its number through any operation on all or some of its parameters, and a clone gets a
-/// different number.
+/// A copy of a module. Operations on some or all of its parameters keep its number; a clone gets a different one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Copied {
     /// The number of the copy, equal for all its parameters.
@@ -21,7 +20,7 @@ pub(crate) struct Holders {
 }
 
 impl Holders {
-    /// Returns the holders of `num_slots` parameters, none of which is held yet.
+    /// Returns the holders of `num_slots` parameters that nothing holds yet.
     pub(super) fn new(num_slots: usize) -> Self {
         Self {
             num_slots,
@@ -29,13 +28,13 @@ impl Holders {
         }
     }
 
-    /// Returns true if a module holds the parameter of `slot` in this generation.
+    /// Returns true if any module holds the parameter of `slot` in this generation.
     pub(crate) fn owns(&self, slot: usize) -> bool {
         let holders = self.holds.lock();
         holders.values().any(|slots| slots[slot] > 0)
     }
 
-    /// Returns true if the copy `copy` of the module holds the parameter of `slot` in this generation.
+    /// Returns true if copy `copy` of the module holds the parameter of `slot` in this generation.
     pub(crate) fn is_of(&self, copy: u64, slot: usize) -> bool {
         let holders = self.holds.lock();
         holders.get(&copy).is_some_and(|slots| slots[slot] > 0)
@@ -59,7 +58,7 @@ impl Holders {
         !self.holds.lock().is_empty()
     }
 
-    /// Notes that the copy `copy` holds the parameter of `slot` once more.
+    /// Adds a reference from copy `copy` to the parameter of `slot`.
     pub(crate) fn take_hold(&self, copy: u64, slot: usize) {
         let mut holders = self.holds.lock();
         let slots = holders
@@ -68,7 +67,7 @@ impl Holders {
         slots[slot] += 1;
     }
 
-    /// Notes that the copy `copy` holds the parameter of `slot` once less.
+    /// Removes a reference from copy `copy` to the parameter of `slot`.
     pub(crate) fn let_go(&self, copy: u64, slot: usize) {
         let mut holders = self.holds.lock();
         if let Some(slots) = holders.get_mut(&copy) {

@@ -9,14 +9,14 @@ use parking_lot::Mutex;
 use crate::error::Error;
 use crate::slot::Slots;
 
-/// The life cycle of a unit's full parameters.
+/// The state of a unit's full parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UnitState {
-    /// The state in which only the shards exist.
+    /// Only the shards exist.
     Sharded,
-    /// The state in which a gather is in progress and its memory is allocated.
+    /// A gather is in progress, and its memory is allocated.
     Gathering,
-    /// The state in which the full parameters exist.
+    /// The full parameters exist.
     Unsharded,
 }
 
@@ -36,15 +36,15 @@ pub(crate) struct Full {
 
 /// A gather that is in progress.
 pub(crate) enum Gather {
-    /// The shard is the whole.
+    /// No communication: the shard is the whole parameter.
     Own,
-    /// Checksums of shards, in the form in which they are sent.
+    /// A gather of shards, in the form in which they are sent.
     Shards(Pending<Received>),
-    /// Among neighbours, of pieces of the full parameters.
+    /// A gather of pieces of the full parameters, among neighbours.
     Pieces(Pending<Received>),
 }
 
-/// The state of the full parameters, with the existing ones.
+/// The state of the full parameters, with their tensors.
 #[derive(Default)]
 enum State {
     /// Only the shards exist.
@@ -92,7 +92,7 @@ impl LifeCycle {
         *self.0.lock() = State::Gathering(gather);
     }
 
-    /// Creates the full parameters of the current gather: `arrive` waits for it and returns additional information.
+    /// Creates the full parameters of the current gather. `arrive` waits for it and returns additional information.
     /// Returns `None` if no gather is in progress. After an error only the shards exist.
     pub(crate) fn fill<T>(
         &self,

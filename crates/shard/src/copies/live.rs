@@ -48,8 +48,7 @@ impl Copies {
         }
     }
 
-    /// Returns the values of the copy `copy` of the module: those that it holds, and `otherwise`'s for the
-    /// rest.
+    /// Returns the values of copy `copy` of the module: its own, and `otherwise`'s for the rest.
     pub(crate) fn values_of(
         &self,
         copy: u64,
@@ -71,7 +70,7 @@ impl Copies {
         Generation::joined(&sources)
     }
 
-    /// Returns the values of the unit in the copy `copy` of the module, if that holds the parameter of `slot`.
+    /// Returns the values of the unit in copy `copy` of the module, if the copy holds the parameter of `slot`.
     pub(crate) fn held_by(&self, copy: u64, slot: usize) -> Option<Arc<Generation>> {
         let live = self.live();
         let mut live = live.iter();
@@ -79,10 +78,10 @@ impl Copies {
         is_held.then(|| self.values_of(copy, None))
     }
 
-    /// Returns the values of the unit in the copy `copy` of the module.
+    /// Returns the values of the unit in copy `copy` of the module.
     ///
-    /// A clone of a part of a module is unrelated to the other units. It is taken for the copy that it was
-    /// cloned from, otherwise for the only existing copy, and for any copy if all hold equal values.
+    /// A clone of a part of a module has no values for the other units. They are taken from the copy that it was cloned
+    /// from, otherwise from the only existing copy, or from any copy if all hold equal values.
     pub(crate) fn in_copy(&self, copy: Copied) -> Option<Arc<Generation>> {
         let live = self.live();
         let mut copies: Vec<u64> = live.iter().flat_map(|held| held.holders.copies()).collect();
@@ -146,7 +145,7 @@ impl Copies {
         }
     }
 
-    /// Drops the pieces that forward has left for the neighbours' gathers.
+    /// Drops the pieces that forward left for gathers among neighbours.
     pub(crate) fn drop_pieces(&self) {
         for generation in self.live() {
             generation.drop_pieces();

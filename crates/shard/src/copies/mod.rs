@@ -1,8 +1,8 @@
-//! The copies of a module, as optimizers, clones and records make them: which values belong together.
+//! The copies of a module that optimizers, clones and records create, and which values belong together.
 //!
 //! - `generation`: the values of one unit in one copy of the module.
-//! - `values`: one of these values, without its graph. `holders`: the copies that hold them.
-//! - `lifecycle`: the life cycle of the full parameters made of them.
+//! - `values`: these values, without their graphs. `holders`: the copies that hold them.
+//! - `lifecycle`: the life cycle of the full parameters gathered from them.
 //! - `live`: all generations of one unit.
 
 mod generation;

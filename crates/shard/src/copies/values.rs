@@ -16,16 +16,16 @@ pub(super) struct Values {
     pub(super) inherited: Slots<Value>,
 }
 
-/// The value of a parameter, without its autodiff node: backward graphs hold generations, and a
-/// graph that holds one of its own leaves is never dropped.
+/// The value of a parameter, without its autodiff node: backward graphs hold generations, and a graph that holds its
+/// own leaf is never dropped.
 #[derive(Clone)]
 pub(super) struct Value {
     pub(super) plain: Tensor<1>,
     /// The device of the value, with the autodiff of the module.
     pub(super) device: Device,
-    /// The leaf's node, if gradients are wanted.
+    /// The leaf's node, if the value is trainable.
     pub(super) node: Option<NodeId>,
-    /// Checksum of the value's bytes when they were written, if ranks compare bytes.
+    /// The checksum of the value's bytes as they were written, if ranks compare bytes.
     pub(super) seal: Option<Seal>,
     /// The value's elements in 32 bits, if a sum over many steps is kept and the parameter has a 16-bit type.
     pub(super) exact: Option<Tensor<1>>,
@@ -48,8 +48,8 @@ impl Value {
         }
     }
 
-    /// Returns the value, sealed. The seal is new unless the value shares the memory of `before`, which a pass over the
-    /// module has left unchanged. In that case it also keeps its elements in 32 bits.
+    /// Seals the value. The seal is new unless the value shares the memory of `before`, which a pass over the module
+    /// has left unchanged. In that case it also keeps its elements in 32 bits.
     pub(super) fn sealed(mut self, group: &ProcessGroup, before: Option<&Self>) -> Self {
         let exact = before.filter(|before| before.exact.is_some());
         let exact = exact.filter(|before| seal::is_same_memory(&before.plain, &self.plain));
@@ -65,7 +65,7 @@ impl Value {
 }
 
 impl Values {
-    /// Returns the value of `slot`, once there is one.
+    /// Returns the value of `slot`, if there is one.
     pub(super) fn known(&self, slot: usize) -> Option<&Value> {
         self.own[slot].as_ref().or(self.inherited[slot].as_ref())
     }

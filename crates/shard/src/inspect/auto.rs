@@ -8,16 +8,15 @@ use burn::tensor::Tensor;
 use crate::inspect;
 use crate::path::{self, Location};
 
-/// The names that Burn gives to modules that only hold others.
+/// Burn's names for modules that only contain others.
 const CONTAINERS: [&str; 3] = ["Vec", "Array", "Tuple"];
 
-/// Proposes units for [`ShardPolicy::units`](crate::ShardPolicy::units): the paths of the innermost
-/// modules with at least `min_params` parameters (elements) that no unit inside them has taken,
-/// children before parents.
+/// Proposes units for [`ShardPolicy::units`](crate::ShardPolicy::units): the paths of the innermost modules with at
+/// least `min_params` parameters (elements) outside any unit within them, children before parents.
 ///
-/// Lists, arrays and tuples never become units. Neither does the module itself, which is the root anyway. The
-/// remaining parameters belong to the unit around them. Sizes count whole parameters, also in a sharded
-/// module. Not collective: the result depends only on the module's structure.
+/// Lists, arrays and tuples never become units. Neither does the module itself, which is the root anyway. The remaining
+/// parameters belong to the enclosing unit. Sizes count whole parameters, even in a sharded module. Not collective: the
+/// result depends only on the module's structure.
 ///
 /// ```
 /// use burn::module::Module;
@@ -46,12 +45,12 @@ pub fn auto_units<M: Module>(module: &M, min_params: usize) -> Vec<String> {
     sizes.units
 }
 
-/// A module, or a parameter, while it is being visited.
+/// A module or parameter that is being visited.
 #[derive(Default)]
 struct Open {
-    /// Elements that no unit inside has taken.
+    /// Elements outside any unit within it.
     left: usize,
-    /// Burn's name for its kind of module, known once a part of it is shown. A parameter has none.
+    /// Burn's name for its kind of module, known once a part of it is visited; `None` for a parameter.
     kind: Option<String>,
 }
 

@@ -24,20 +24,19 @@ use crate::thrown::{catch, throw};
 pub struct Memory {
     /// Parameters that this rank holds between steps: its shards and the parameters kept whole.
     pub parameters: usize,
-    /// Full parameters, full gradients and transport buffers alive now. For a device with its own memory,
-    /// only the memory on the host during a collective.
+    /// Full parameters, full gradients and transport buffers alive now. For a device with its own memory, only the host
+    /// memory during a collective.
     pub unsharded_live: usize,
     /// The maximum of `unsharded_live` since the start or the last [`reset_peak`].
     pub unsharded_peak: usize,
-    /// Bytes of whole gradients that steps without reduction have left on this rank; included in
-    /// `unsharded_live`.
+    /// Full gradients left on this rank by steps without reduction; included in `unsharded_live`.
     pub unreduced: usize,
-    /// Unused memory that is kept for the next operations, to avoid system allocations. It was once part of the peak;
-    /// [`trim`] returns it.
+    /// Unused memory kept for later operations, to avoid system allocations. It was once part of the peak; [`trim`]
+    /// frees it.
     pub pooled: usize,
-    /// Copies of forwards and backwards between the host and the computing device, since the module was sharded.
+    /// Copies between the host and the computing device in forward and backward, since the module was sharded.
     pub staged: Staged,
-    /// Units whose full weights outlived forward, although the policy frees them.
+    /// Units whose full weights outlived forward, although the policy should have freed them.
     pub pinned: Vec<Pinned>,
 }
 
@@ -58,7 +57,7 @@ impl fmt::Display for Memory {
     }
 }
 
-/// Returns the memory of this rank that the sharded `module` accounts for.
+/// Returns the memory that the sharded `module` uses on this rank.
 ///
 /// # Errors
 ///
@@ -82,13 +81,12 @@ pub fn memory<M: Module>(module: &M) -> Result<Memory, Error> {
     })
 }
 
-/// Returns the pool of this rank's process groups, once: groups that were split share a pool.
+/// Returns the pool of this rank's process groups only once, since split groups share a pool.
 fn pools(roots: &[Arc<Root>]) -> impl Iterator<Item = &BufferPool> {
     roots.iter().take(1).map(|root| root.group.pool())
 }
 
-/// Returns memory that is kept for the next operations to the system, for example before an evaluation or
-/// another model.
+/// Returns unused pooled memory to the system, for example before an evaluation or another model.
 ///
 /// # Errors
 ///
@@ -105,7 +103,7 @@ pub fn trim<M: Module>(module: &M) -> Result<(), Error> {
 pub struct LiveBytes(Vec<BufferPool>);
 
 impl LiveBytes {
-    /// Returns a reader for the sharded `module`, and for its later versions.
+    /// Returns a reader for the sharded `module` and its later versions.
     ///
     /// # Errors
     ///
@@ -121,7 +119,7 @@ impl LiveBytes {
     }
 }
 
-/// Restarts the peak of [`Memory::unsharded_peak`] from the memory alive now.
+/// Resets [`Memory::unsharded_peak`] to the memory alive now.
 ///
 /// # Errors
 ///
@@ -146,7 +144,7 @@ pub fn dummy_forward<M: Module>(module: &M) -> Result<Tensor<1>, Error> {
     inspect::root_of(module)?;
     let buffers = survey(module)?.buffers;
     let mut means = Means {
-        // A visitor is shown a stand-in, and not the parameter that it represents.
+        // A visitor sees a stand-in instead of the parameter that it represents.
         members: inspect::fields(module).into_iter().collect(),
         left_out: buffers,
         sum: None,
@@ -181,7 +179,7 @@ impl path::Visitor for Means {
     }
 }
 
-/// Warns at wrap time of units that may stay unsharded until backward, because the device does not recompute.
+/// Warns at wrap time about units that may stay unsharded until backward because the device does not recompute.
 pub(crate) fn warn_at_wrap(root: &Root) {
     let units = root.units();
     let dropped: Vec<_> = units

@@ -27,7 +27,7 @@ impl path::Visitor for Nothing {
     fn float<const D: usize>(&mut self, _place: &Location, _param: &Param<Tensor<D>>) {}
 }
 
-/// Returns the sharded parameters of `module`, in module order. A shared parameter is listed once, for its first field.
+/// Returns the sharded parameters of `module`, in module order. A shared parameter appears once, for its first field.
 pub(crate) fn members<M: Module>(module: &M) -> Vec<Member> {
     let mut members = visit(module, &mut Nothing);
     members.retain(|member| !member.is_tied);
@@ -36,16 +36,15 @@ pub(crate) fn members<M: Module>(module: &M) -> Vec<Member> {
 
 /// Assigns the ids from a newly loaded record to the shards of `module`.
 ///
-/// Every function of this crate that gets the module does so itself, including [`backward`](crate::backward).
-/// The call is needed where Burn's own functions come first after [`Module::load_record`]: groups by ids, or
-/// a training loop that never calls a function of this crate. Does nothing to a module without shards. Not
-/// collective.
+/// Every function of this crate that receives the module does so itself, including [`backward`](crate::backward). Call
+/// this only if Burn's own functions come first after [`Module::load_record`]: groups by ids, or a training loop that
+/// never calls this crate. Does nothing to a module without shards. Not collective.
 pub fn settle_ids<M: Module>(module: &M) {
     drop(members(module));
 }
 
-/// Returns the sharded parameters of `module` with their paths in it, in its own order: each once, for the first of the
-/// fields that share it.
+/// Returns the sharded parameters of `module` with their paths in it, in module order. A shared parameter appears once,
+/// for its first field.
 ///
 /// A slot knows only its path in the module that was sharded, which may be a child of this one.
 pub(crate) fn places<M: Module>(module: &M) -> Vec<(String, Member)> {
@@ -54,7 +53,7 @@ pub(crate) fn places<M: Module>(module: &M) -> Vec<(String, Member)> {
     fields
 }
 
-/// Returns the sharded parameters of `module` by path as [`places`] does, but for every field that shares one.
+/// Returns the sharded parameters of `module` like [`places`], but with every field that shares one.
 pub(crate) fn fields<M: Module>(module: &M) -> Vec<(String, Member)> {
     let mut paths = Paths::default();
     let members = visit(module, &mut paths);
@@ -64,8 +63,8 @@ pub(crate) fn fields<M: Module>(module: &M) -> Vec<(String, Member)> {
 #[derive(Default)]
 struct Paths {
     sharded: Vec<String>,
-    /// The path of the parameter that was shown last, until the part next to it is entered. After the factors of its
-    /// adapter that part is entered once more.
+    /// The path of the last visited parameter, until the part next to it is entered. That part is entered again after
+    /// the factors of its adapter.
     last: Option<String>,
 }
 
@@ -81,7 +80,7 @@ impl path::Visitor for Paths {
     }
 }
 
-/// Returns the roots of a module: one, unless only children of it were sharded.
+/// Returns the roots of a module: one, unless only its children were sharded.
 ///
 /// # Errors
 ///

@@ -1,4 +1,4 @@
-//! The paths of a module's parameters, which sharding keeps.
+//! The paths of a module's parameters, which sharding preserves.
 
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
@@ -7,9 +7,8 @@ use crate::error::Error;
 use crate::inspect;
 use crate::path::{self, Location};
 
-/// Returns the paths of all float tensors of a module, parameters and running states, in its order. They are
-/// the same before and after sharding, except for the factors of adapters. Initializes nothing; not
-/// collective.
+/// Returns the paths of a module's float tensors, both parameters and running states, in module order. Sharding does
+/// not change them, except for the factors of adapters. Initializes nothing; not collective.
 pub fn parameter_paths<M: Module>(module: &M) -> Vec<String> {
     let mut paths = Paths::default();
     inspect::visit(module, &mut paths);
@@ -28,7 +27,7 @@ impl path::Visitor for Paths {
 }
 
 /// Checks that `module` has the parameters that [`parameter_paths`] returned `before` it was sharded or otherwise
-/// changed, under the same paths and in the same order. Factors of adapters do not count. Not collective.
+/// changed, under the same paths and in the same order. Factors of adapters are ignored. Not collective.
 ///
 /// # Errors
 ///

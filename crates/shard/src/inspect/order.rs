@@ -25,8 +25,7 @@ impl std::fmt::Display for Order {
     }
 }
 
-/// Returns the number of backwards of a sharded module that were [audited](crate::ShardPolicy::audit) to their end and
-/// found correct.
+/// Returns the number of backwards of a sharded module whose [audit](crate::ShardPolicy::audit) completed and passed.
 ///
 /// # Errors
 ///

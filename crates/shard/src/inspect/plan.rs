@@ -16,13 +16,13 @@ use crate::path::{self, Location};
 pub struct UnitPlan {
     /// Path of the module; `root` for the outermost unit.
     pub name: String,
-    /// Number of parameters (elements), whole.
+    /// Number of parameters (elements) of the whole unit.
     pub num_params: usize,
     /// Bytes of the unit's full parameters while it is unsharded.
     pub unsharded: usize,
-    /// Number of parameter bytes that this rank holds between steps.
+    /// Parameter bytes that this rank holds between steps.
     pub held: usize,
-    /// True if full weights stay from forward to backward.
+    /// True if full weights are kept from forward to backward.
     pub keeps_unsharded: bool,
 }
 
@@ -30,13 +30,13 @@ pub struct UnitPlan {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct WrapPlan {
-    /// Ranks that share the parameters.
+    /// Number of ranks that share the parameters.
     pub world_size: usize,
     /// The units, the root first.
     pub units: Vec<UnitPlan>,
-    /// Units gathered ahead of their use.
+    /// Number of units gathered ahead of their use.
     pub prefetch: usize,
-    /// Remarks on units that save less memory than they could.
+    /// Warnings about units that save less memory than they could.
     pub warnings: Vec<String>,
 }
 
@@ -51,10 +51,9 @@ impl WrapPlan {
         self.units.iter().map(|unit| unit.held).sum()
     }
 
-    /// Returns the maximum of full parameters and full gradients to expect at once, in bytes. It is the sum
-    /// of two parts. The units that keep their parameters count twice, because their gradients live at the
-    /// same time. The largest of the other units counts twice without prefetching, otherwise `3 + prefetch`
-    /// times.
+    /// Returns the expected peak of full parameters and full gradients together, in bytes. It is the sum of two parts.
+    /// The units that keep their parameters count twice, because their gradients exist at the same time. The largest of
+    /// the other units counts twice without prefetching, otherwise `3 + prefetch` times.
     pub fn unsharded_peak(&self) -> usize {
         let kept = self.units.iter().filter(|unit| unit.keeps_unsharded);
         let kept: usize = kept.map(|unit| unit.unsharded).sum();
@@ -166,10 +165,10 @@ fn bytes(count: usize) -> String {
     }
 }
 
-/// Returns the number of parameters (elements) of the whole module, sharded or not. A parameter that several fields
-/// share (one id) counts once.
+/// Returns the number of parameters (elements) of the whole module, sharded or not. A parameter shared by several
+/// fields (one id) counts once.
 ///
-/// For a sharded module, Burn's own `Module::num_params` counts both every parameter and its shard.
+/// For a sharded module, Burn's own `Module::num_params` counts every parameter plus its shard.
 pub fn num_params<M: Module>(module: &M) -> usize {
     let mut count = Count::default();
     inspect::visit(module, &mut count);

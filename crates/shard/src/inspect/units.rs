@@ -14,10 +14,10 @@ use crate::policy::DivideFactors;
 use crate::root::Root;
 use crate::unit::Unit;
 
-/// One unit of a sharded module: the module's own copy of it.
+/// One unit of a sharded module, in this copy of the module.
 ///
-/// Switches hold from the next step on. All ranks must switch in the same way; ranks whose operations differ because of
-/// a switch get `Error::Mismatch` from the next one.
+/// Switches take effect from the next step. All ranks must switch in the same way; ranks whose operations differ
+/// because of a switch get `Error::Mismatch` from the next operation.
 #[derive(Clone)]
 pub struct UnitHandle {
     unit: Arc<Unit>,
@@ -34,7 +34,7 @@ impl fmt::Debug for UnitHandle {
     }
 }
 
-/// Memory of a unit on one rank, in bytes; [`Memory`](crate::Memory) is that of the module.
+/// Memory of a unit on one rank, in bytes. For the whole module, see [`Memory`](crate::Memory).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct UnitMemory {
@@ -46,7 +46,7 @@ pub struct UnitMemory {
     pub unreduced: usize,
 }
 
-/// Returns the units of a sharded module, in the order in which it first names a parameter of each.
+/// Returns the units of a sharded module, ordered by each unit's first parameter.
 ///
 /// # Errors
 ///
@@ -83,7 +83,7 @@ impl UnitHandle {
         self.generation.life.state()
     }
 
-    /// Returns what this rank holds of it now.
+    /// Returns the memory of the unit on this rank now.
     pub fn memory(&self) -> UnitMemory {
         let rank = self.unit.groups.shard.rank();
         let slots = self.unit.slots.iter();
@@ -113,8 +113,8 @@ impl UnitHandle {
         self.switch(&self.unit.switches.sync, sync)
     }
 
-    /// Sets whether reduced gradients cross to the replicas of a hybrid mesh. Otherwise they stay in the shards, and
-    /// the next reduction includes their sum.
+    /// Sets whether gradients are also reduced across the replicas of a hybrid mesh. Otherwise they stay in the shards,
+    /// and the next reduction includes their sum.
     ///
     /// # Errors
     ///
@@ -123,10 +123,10 @@ impl UnitHandle {
         self.switch(&self.unit.switches.all_reduce, all_reduce)
     }
 
-    /// Sets whether later backwards return the gradients of all units of the module, which is the default. A backward
-    /// that does not still reduces, but the sums stay in the shards, nothing crosses to replicas, and its gradients are
-    /// empty. The next backward that does returns the sums of all, including units that it does not use. Use this for
-    /// micro-batches whose full gradients, which [`no_sync`] keeps, take too much memory.
+    /// Sets whether later backwards return the gradients of all units of the module, which is the default. If false, a
+    /// backward still reduces, but the sums stay in the shards, nothing is reduced across replicas, and the returned
+    /// gradients are empty. The next backward with true returns the sums of all, including units that it does not use.
+    /// Use this for micro-batches whose full gradients, which [`no_sync`] keeps, take too much memory.
     ///
     /// # Errors
     ///
@@ -137,8 +137,8 @@ impl UnitHandle {
         Ok(())
     }
 
-    /// Sets whether full parameters are dropped when backward is through with them. Otherwise they
-    /// stay until the parameters change: for micro-batches between which no optimizer steps.
+    /// Sets whether full parameters are dropped as soon as backward no longer needs them. Otherwise they stay until the
+    /// parameters change, which suits micro-batches without an optimizer step in between.
     ///
     /// # Errors
     ///
@@ -158,8 +158,8 @@ impl UnitHandle {
         Ok(())
     }
 
-    /// Starts to gather the full parameters, ahead of their use. The first access to one of them waits for
-    /// the gather; [`Unsharding::wait`] waits immediately.
+    /// Starts gathering the full parameters ahead of their use. The first access to one of them waits for the gather;
+    /// [`Unsharding::wait`] waits immediately.
     ///
     /// Collective.
     ///
@@ -172,7 +172,7 @@ impl UnitHandle {
         Ok(Unsharding(self))
     }
 
-    /// Drops the full parameters, or cancels their gather. Tensors computed from them live on.
+    /// Drops the full parameters, or cancels their gather. Tensors computed from them stay valid.
     ///
     /// # Errors
     ///
@@ -182,15 +182,15 @@ impl UnitHandle {
         self.generation.let_go()
     }
 
-    /// Sets the divisors of its gradients from the next reduction on, in place of
+    /// Sets the divisors of its gradients from the next reduction on, instead of
     /// [`ShardPolicy::divide_factors`](crate::ShardPolicy::divide_factors); `None` for the number of ranks. These
-    /// factors also divide gradients of earlier steps without a reduction that still wait. All ranks must set the same.
+    /// factors also divide pending gradients of earlier steps without reduction. All ranks must set the same.
     ///
     /// # Errors
     ///
-    /// [`Error::State`] inside a backward, while a forward waits for its backward, and while gradients that were divided wait on
-    /// the shards, to cross to the replicas ([`set_requires_all_reduce`](Self::set_requires_all_reduce)) or for the last backward
-    /// ([`set_is_last_backward`](Self::set_is_last_backward)).
+    /// [`Error::State`] inside a backward, while a forward waits for its backward, and while divided gradients wait on
+    /// the shards, for the all-reduce across replicas ([`set_requires_all_reduce`](Self::set_requires_all_reduce)) or
+    /// for the last backward ([`set_is_last_backward`](Self::set_is_last_backward)).
     pub fn set_divide_factors(
         &self,
         factors: impl Into<Option<DivideFactors>>,
@@ -218,7 +218,7 @@ impl UnitHandle {
 
 const ADVICE: &str = "switch units between steps, not inside a backward";
 
-/// A gather that the program has asked for. Dropping it leaves the current gather.
+/// A gather started by [`UnitHandle::unshard`]. Dropping this does not cancel the gather.
 #[derive(Debug)]
 #[must_use = "the gather continues without it, but its errors are reported later"]
 pub struct Unsharding<'a>(&'a UnitHandle);
@@ -238,15 +238,15 @@ impl Unsharding<'_> {
 /// their sum. This saves the traffic of all micro-batches except the last, at the cost of full gradients on every rank:
 /// [`Memory::unreduced`](crate::Memory::unreduced).
 ///
-/// The gradients of a backward inside are empty: the optimizer has nothing to do yet. Forward and backward
-/// both belong inside.
+/// A backward inside `body` returns empty gradients, so there is no optimizer step yet. Call both forward and backward
+/// inside.
 ///
-/// All ranks must do so in the same way.
+/// All ranks must call it in the same way.
 ///
 /// # Errors
 ///
-/// [`Error::NotSharded`]; [`Error::State`] inside a backward, while a forward waits for its backward,
-/// and if `body` has switched units to reduce.
+/// [`Error::NotSharded`]; [`Error::State`] inside a backward, while a forward waits for its backward, and if `body`
+/// makes units reduce.
 pub fn no_sync<M: Module, T>(module: &M, body: impl FnOnce() -> T) -> Result<T, Error> {
     let units = units(module)?;
     let before: Vec<_> = units.iter().map(|handle| handle.unit.syncs()).collect();
@@ -266,7 +266,7 @@ pub fn no_sync<M: Module, T>(module: &M, body: impl FnOnce() -> T) -> Result<T, 
     }
 }
 
-/// A guard that restores switches, also when the body unwinds.
+/// A guard that restores switches, even when the body unwinds.
 struct Restore {
     units: Vec<UnitHandle>,
     before: Vec<bool>,

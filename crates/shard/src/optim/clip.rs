@@ -23,13 +23,13 @@ pub struct Clipped {
     pub coefficient: f64,
 }
 
-/// Returns the norm of all gradients of a sharded module taken as one vector, the same on all ranks.
+/// Returns the norm of all gradients of a sharded module as one vector, the same on all ranks.
 ///
-/// Each parameter counts once. A sharded parameter counts with the elements of all ranks, and one kept whole counts
-/// once. A parameter that no unit manages counts with rank 0's gradient. Without any gradient the norm is 0.
+/// Each parameter counts once: a sharded parameter with the elements of all ranks, and an unmanaged parameter with rank
+/// 0's gradient. Without any gradient the norm is 0.
 ///
-/// Collective over all ranks of the module, between steps: one all-reduce of one number for each group that
-/// parameters are sharded over.
+/// Collective over all ranks of the module, between steps: one all-reduce of one number for each group over which
+/// parameters are sharded.
 ///
 /// # Errors
 ///
@@ -83,9 +83,9 @@ pub fn grad_norm<M: Module>(
     Ok(measure.root(total))
 }
 
-/// Scales all gradients of a sharded module to limit their joint norm to `clip`'s, and returns them with their previous
-/// norm. Clip after [`backward`](crate::backward) and before the optimizer's step; in half precision, also after
-/// [`LossScaler::unscale`](crate::LossScaler::unscale).
+/// Scales all gradients of a sharded module to limit their total norm as `clip` specifies, and returns them with the
+/// norm before clipping. Clip after [`backward`](crate::backward) and before the optimizer's step; in half precision,
+/// also after [`LossScaler::unscale`](crate::LossScaler::unscale).
 ///
 /// Burn's own gradient clipping by norm clips each shard separately, which
 /// [`check_elementwise`](crate::check_elementwise) rejects. See [`grad_norm`] for the gradients that count.
@@ -113,7 +113,7 @@ pub fn clip_grad_norm<M: Module>(
         return Err(nonfinite(module, &gradients, total_norm));
     }
     let coefficient = clip.coefficient(total_norm);
-    // A factor of 1 changes nothing; a NaN must show.
+    // A factor of 1 changes nothing. A NaN must propagate.
     let gradients = match coefficient == 1.0 {
         true => gradients,
         false => gradients::scaled(module, gradients, coefficient)?,
@@ -144,7 +144,7 @@ pub(crate) fn is_finite(entry: &Entry) -> bool {
     contribution(Measure::Largest, &entry.flat).is_finite()
 }
 
-/// Combines one number of each rank.
+/// Combines one number from each rank.
 pub(crate) fn all_reduce(
     group: &ProcessGroup,
     number: f64,

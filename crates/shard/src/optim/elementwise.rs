@@ -1,4 +1,4 @@
-//! The check that an optimizer can work on shards.
+//! Checks that an optimizer can work on shards.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -19,7 +19,7 @@ const NUM_STEPS: usize = 3;
 #[derive(Debug, Clone, Copy)]
 enum Gradients {
     Small,
-    /// A value beyond any threshold of clipping by norm whose square is still finite, as far as the type allows.
+    /// A value above any threshold of clipping by norm whose square is still finite, if the type allows one.
     Large,
     /// Large in the first half of the matrix, small in the second.
     Halves,
@@ -42,16 +42,16 @@ impl Gradients {
 /// parameter, for every trainable parameter of a sharded module.
 ///
 /// Burn does not expose which optimizers a [`ModuleOptimizer`] holds for its groups. So a copy without state updates a
-/// small matrix, whole and in two shards, under the path and id of each parameter. Optimizers that compute with whole
-/// tensors (Muon, Adafactor, LAMB, Burn's gradient clipping by norm) give different bits. They need parameters with
-/// [one owner](crate::ShardPolicy::one_owner), which are not tried; nor is any other whole parameter. Burn's `LBFGS` is
-/// not a `ModuleOptimizer`; it needs the whole model and does not work on shards either.
+/// small matrix under the path and id of each parameter, once whole and once in two shards. Optimizers that compute
+/// with whole tensors (Muon, Adafactor, LAMB, Burn's gradient clipping by norm) then give different bits. They need
+/// parameters with [one owner](crate::ShardPolicy::one_owner). These and all other whole parameters are not tried.
+/// Burn's `LBFGS`, which is not a `ModuleOptimizer`, needs the whole model and does not work on shards either.
 ///
-/// The first step with gradients from [`backward`](crate::backward) tries the optimizer at each parameter
-/// automatically, but cannot see groups by ids. Call this function for an optimizer with groups by ids, and for another
-/// optimizer of the same parameters. Also call it in a loop that calls Burn's own backward or accumulates gradients,
-/// where a step cannot be distinguished from other maps. Checkpoints and the file-backed optimizer of `burn-fsdp` call
-/// it themselves.
+/// The first step with gradients from [`backward`](crate::backward) tries the optimizer on each parameter
+/// automatically, but cannot see groups by ids. Call this function for an optimizer with groups by ids, and for a
+/// second optimizer of the same parameters. Also call it if the loop calls Burn's own backward or accumulates
+/// gradients, because a step then looks like any other map. Checkpoints and the file-backed optimizer of `burn-fsdp`
+/// call it themselves.
 ///
 /// Not collective: all ranks get the same result. It costs a few small steps for each parameter; call it once, before
 /// training.
@@ -63,7 +63,7 @@ pub fn check_elementwise<M: Module>(module: &M, optimizer: &ModuleOptimizer) -> 
     let roots = inspect::roots_of(module)?;
     for (path, member) in inspect::places(module) {
         let slot = member.slot();
-        // A whole parameter in its own shape is the same to the optimizer as before.
+        // The optimizer sees a whole parameter in its own shape, as before sharding.
         if !slot.is_flattened() || !member.generation.is_trainable(member.index) {
             continue;
         }
@@ -82,8 +82,8 @@ pub fn check_elementwise<M: Module>(module: &M, optimizer: &ModuleOptimizer) -> 
     Ok(())
 }
 
-/// Runs [`check_elementwise`] on the first call with this module or a later version of it; afterwards it
-/// costs nothing. Functions that get both module and optimizer, such as those for checkpoints, call it.
+/// Runs [`check_elementwise`] only on the first call with this module or a later version of it. Functions that take
+/// both a module and an optimizer, such as those for checkpoints, call it.
 ///
 /// # Errors
 ///
@@ -102,8 +102,8 @@ pub fn check_elementwise_once<M: Module>(
     Ok(())
 }
 
-/// Checks that the optimizers of all ranks are equal, for every trainable parameter of a sharded module. Ranks that
-/// step their shards with different betas silently train an unintended model.
+/// Checks that the optimizers of all ranks are equal, for every trainable parameter of a sharded module. Otherwise
+/// ranks would silently train an unintended model, for example with different betas.
 ///
 /// Burn does not expose an optimizer's settings. So a copy without state runs a few steps on a small matrix under the
 /// path and id of each parameter, and ranks compare the bits. The learning rate is an argument of each step, and is not
@@ -150,7 +150,7 @@ struct Trial<'a> {
 }
 
 impl<'a> Trial<'a> {
-    /// Returns the trial of an optimizer at the parameter with this path.
+    /// Returns the trial of an optimizer on the parameter with this path.
     fn of(optimizer: &'a ModuleOptimizer, path: &str, member: &Member) -> Self {
         Self {
             optimizer,
@@ -161,10 +161,10 @@ impl<'a> Trial<'a> {
         }
     }
 
-    /// Returns true if the matrix and its shards, in rows and flat, get the same bits.
+    /// Returns true if the matrix and its shards (rows, then flat) get the same bits.
     fn passes(&self, num_shards: usize, gradients: Gradients) -> bool {
         let Some(whole) = self.run::<2>([SIDE, SIDE], 0, gradients) else {
-            // It does not take a matrix at all, sharded or not; its own error will report that.
+            // It does not accept a matrix at all, sharded or not; its own error will report that.
             return true;
         };
         let shards = |shape: &dyn Fn(usize) -> Option<Vec<u8>>| {
@@ -180,7 +180,7 @@ impl<'a> Trial<'a> {
             && shards(&|start| self.run([LEN / num_shards], start, gradients))
     }
 
-    /// Returns the bits of the elements from `start` on after some steps; `None` after a panic.
+    /// Returns the bits of the elements, beginning at `start`, after some steps; `None` after a panic.
     fn run<const D: usize>(
         &self,
         shape: [usize; D],
@@ -215,7 +215,7 @@ impl<'a> Trial<'a> {
     }
 }
 
-/// A module with a single parameter at any path, to run an optimizer on one parameter of a larger module.
+/// A module with a single parameter at any path, used to run an optimizer on one parameter of a larger module.
 #[derive(Debug, Clone)]
 pub struct Probe<const D: usize> {
     path: Vec<String>,

@@ -1,4 +1,4 @@
-//! The gradients of a module one by one, and the ranks that hold each.
+//! The individual gradients of a module, and the ranks that hold each.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::shown::plain;
 pub(crate) enum Share {
     /// The ranks of the group, each with a part.
     Shard(ProcessGroup),
-    /// All ranks, with the same elements: the parameter is kept whole, its gradient was reduced.
+    /// All ranks, with the same elements: the parameter is kept whole, and its gradient was reduced.
     Everywhere,
     /// Each rank, with its own gradient: no unit manages the parameter.
     Local,
@@ -36,7 +36,7 @@ pub(crate) struct Entry {
     pub(crate) flat: Tensor<1>,
 }
 
-/// Returns the gradients of `module` in its order, each once.
+/// Returns the gradients of `module` in module order, each once.
 pub(crate) fn entries<M: Module>(module: &M, gradients: &GradientsParams) -> Vec<Entry> {
     let mut entries = Vec::new();
     for_each(module, |parameter| {
@@ -68,9 +68,9 @@ pub(crate) fn scaled<M: Module>(
     scaled.map(|()| gradients)
 }
 
-/// Returns the groups among which gradients of `module` are cut, each once. `root`, the group of all its
-/// ranks, is added if a parameter is not managed or there is no other group. The result is a property of the
-/// module, equal on all ranks whatever gradients they have.
+/// Returns the groups over which gradients of `module` are sharded, each once. `root`, the group of all its ranks, is
+/// added if a parameter is not managed or there is no other group. The result depends only on the module, so it is
+/// equal on all ranks.
 pub(crate) fn groups<M: Module>(module: &M, root: &ProcessGroup) -> Vec<ProcessGroup> {
     let mut groups: Vec<ProcessGroup> = Vec::new();
     let mut has_local = false;
@@ -94,8 +94,8 @@ pub(crate) fn groups<M: Module>(module: &M, root: &ProcessGroup) -> Vec<ProcessG
 }
 
 /// Returns the groups in which a single rank [owns](crate::ShardPolicy::one_owner) a parameter of `module`, each once,
-/// in the order of the module: equal on all ranks. Other ranks of the group know the state of the owner's optimizer
-/// only if it tells them.
+/// in module order, which is the same on all ranks. Other ranks of the group know the owner's optimizer state only if
+/// the owner sends it.
 ///
 /// Not collective.
 pub fn owner_groups<M: Module>(module: &M) -> Vec<ProcessGroup> {
@@ -120,7 +120,7 @@ pub fn units_of_params<M: Module>(module: &M) -> Vec<(String, String)> {
     units.collect()
 }
 
-/// Returns, for each sharded parameter of `module` by its path, the group of the ranks that hold its parts.
+/// Returns the path of each sharded parameter of `module`, and the group of ranks that hold its parts.
 ///
 /// Not collective.
 pub fn shard_groups<M: Module>(module: &M) -> Vec<(String, ProcessGroup)> {
@@ -129,17 +129,15 @@ pub fn shard_groups<M: Module>(module: &M) -> Vec<(String, ProcessGroup)> {
     groups.collect()
 }
 
-/// Returns true if both are this rank's handle of one group.
+/// Returns true if both are handles to the same group.
 pub(crate) fn is_same(one: &ProcessGroup, other: &ProcessGroup) -> bool {
     one == other
 }
 
-/// Returns the paths of the parameters of `module` that have a gradient on this rank, in the order
-/// of the module.
+/// Returns the paths of the parameters of `module` that have a gradient on this rank, in module order.
 ///
-/// Not collective. A gradient of a sharded parameter exists on all ranks or on none, also on ranks whose shard
-/// is empty. The gradient of a parameter with [one owner](crate::ShardPolicy::one_owner) exists only on its
-/// owner.
+/// Not collective. A sharded parameter has a gradient on all ranks, including those with an empty shard, or on none.
+/// The gradient of a parameter with [one owner](crate::ShardPolicy::one_owner) exists only on its owner.
 pub fn params_with_gradient<M: Module>(module: &M, gradients: &GradientsParams) -> Vec<String> {
     let entries = entries(module, gradients);
     entries.into_iter().map(|entry| entry.path).collect()
@@ -155,10 +153,10 @@ pub struct UnitGradients {
     pub gradients: GradientsParams,
 }
 
-/// Divides the gradients of `module` by unit, in the order in which the module first names a parameter of each, for
-/// optimizers that step unit by unit. The parameters that no unit manages come last. Units without a gradient are
-/// skipped, except those in which a rank [owns](crate::ShardPolicy::one_owner) a trained parameter: only the owner has
-/// the gradient, and all ranks must make the same step.
+/// Splits the gradients of `module` by unit, for optimizers that step unit by unit. Units are ordered by their first
+/// parameter, and parameters that no unit manages come last. Units without a gradient are skipped, except those in
+/// which a rank [owns](crate::ShardPolicy::one_owner) a trained parameter: only the owner has the gradient, but all
+/// ranks must make the same steps.
 ///
 /// Not collective. Gradients that belong to no parameter of `module` are dropped.
 pub fn gradients_by_unit<M: Module>(
@@ -234,8 +232,7 @@ impl Parameter<'_> {
         (self.by_rank.get)(gradients, self.id)
     }
 
-    /// Scales its gradient. Where ranks compare bytes, first checks that it still has the bytes that arrived, and seals
-    /// the result.
+    /// Scales its gradient. If ranks compare bytes, first checks that the gradient is unchanged, and seals the result.
     fn scale_sealed(
         &self,
         roots: &[Arc<Root>],
@@ -272,7 +269,7 @@ impl Parameter<'_> {
         (self.by_rank.transfer)(from, to, self.id);
     }
 
-    /// Returns true if it is trained and one rank owns it, this one or another.
+    /// Returns true if it is trained and owned by a single rank, this one or another.
     fn has_owner(&self) -> bool {
         self.member.is_some_and(|member| {
             let is_owned = member.slot().partition.sole_owner().is_some();
@@ -291,8 +288,8 @@ impl Parameter<'_> {
     }
 }
 
-/// Calls `body` for each parameter of `module`, managed or not, in its order; running states are among the
-/// parameters that are not managed.
+/// Calls `body` for each parameter of `module` in module order, managed or not. Running states count as unmanaged
+/// parameters.
 fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
     let mut members = inspect::fields(module).into_iter().peekable();
     let mut plain = Plain::default();
@@ -311,7 +308,7 @@ fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
             member,
             by_rank: match member {
                 Some(member) if member.slot().is_flattened() => ByRank::of::<1>(),
-                // The stand-in's functions, because it has as many dims.
+                // The stand-in's functions, because it has the same number of dims.
                 _ => *by_rank,
             },
         };
@@ -321,7 +318,7 @@ fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
     }
 }
 
-/// A visitor without shards, which sees parameters, and stand-ins for sharded ones.
+/// A visitor that sees stand-ins instead of shards, and all other parameters.
 #[derive(Default)]
 struct Plain {
     found: Vec<(String, ParamId, ByRank)>,

@@ -21,7 +21,7 @@ pub enum StateFormat {
     /// exactly. Each element has a sign and one of 128 levels relative to that magnitude: the dynamic tree of Dettmers et al., 2021,
     /// with 64 levels from a tenth of it upward and half as many for each tenth below. A quarter of the memory.
     ///
-    /// A step is rejected if shards divide a block: cut by [`Cut::Multiples`](crate::Cut::Multiples).
+    /// A step is rejected if a block spans two shards; to prevent this, use [`Cut::Multiples`](crate::Cut::Multiples).
     Block8,
 }
 
@@ -33,23 +33,24 @@ impl StateFormat {
 /// A Burn optimizer that keeps its states in fewer bits: each 32-bit tensor that `O` keeps for a parameter is stored in a
 /// [`StateFormat`]. A step widens a parameter's states to 32-bit floats, lets `O` update in 32 bits, and rounds the new states.
 ///
-/// *Rounding is stochastic*: up or down with odds by distance, so the mean of many roundings is the value. With rounding to
-/// nearest, an average whose change is below half of the type's resolution would never move: Adam's second moment with `beta_2`
-/// 0.999 changes by a thousandth, and bf16 resolves 1/256. A nonzero value never becomes zero, because optimizers divide by it.
+/// *Rounding is stochastic*: up or down with probabilities by distance, so the mean of many roundings is the value.
+/// With rounding to nearest, an average would never move if each change is below half of the type's resolution: Adam's
+/// second moment with `beta_2` 0.999 changes by a thousandth, but bf16 resolves only 1/256. A nonzero value never
+/// becomes zero, because optimizers may divide by it.
 ///
-/// *The bits do not depend on the number of ranks*: a hash of the state's name, its number of steps, and the element's flat index
-/// in the whole parameter decides whether an element is rounded up. Blocks are also counted by that index.
+/// *The bits do not depend on the number of ranks*: a hash of the state's name, its number of steps, and the element's
+/// flat index in the whole parameter decides whether to round up. That index also determines the element's block.
 ///
-/// *Records and checkpoints* hold the states in 32 bits, as `O` has them, along with the number of steps. A rounded
-/// value rounds to itself, so a resumed step has the same bits on any number of ranks. An optimizer without this
-/// wrapper rejects these records, and this one rejects records without the number of steps.
+/// *Records and checkpoints* hold the states in 32 bits, in `O`'s form, and the number of steps. A rounded value rounds
+/// to itself, so a resumed step has the same bits on any number of ranks. An optimizer without this wrapper rejects
+/// these records, and this wrapper rejects records without the number of steps.
 ///
-/// States are in host memory, whatever device the parameter is on, and each step reads them back. A
-/// [`SealedOptimizer`](crate::SealedOptimizer) around this one would keep the record's 32 bits; inside this one, it seals nothing. A
-/// state with an infinite or NaN element makes its block NaN, so the loss becomes NaN instead of wrong.
+/// States are in host memory regardless of the parameter's device, and each step reads them back. A
+/// [`SealedOptimizer`](crate::SealedOptimizer) around this one would keep the 32-bit record; inside this one, it seals
+/// nothing. A state with an infinite or NaN element makes its block NaN, so the loss becomes NaN instead of wrong.
 ///
-/// A step ends with [`Error::Option`], which [`catch`](crate::catch) returns as a value, if shards divide a block, if the states of
-/// `O` are not in 32 bits (they are if the parameter is), or if a compiled step is traced.
+/// A step ends with [`Error::Option`], which [`catch`](crate::catch) returns as a value, if a block spans two shards,
+/// if the states of `O` are not in 32 bits (they are if the parameter is), or while a compiled step is traced.
 ///
 /// ```
 /// use burn::optim::{AdamWConfig, ModuleOptimizer};
@@ -130,7 +131,8 @@ impl<O: Optimizer> Optimizer for LowBitOptimizer<O> {
         let state = state.and_then(|state| state.widened(&device));
         let (tensor, state) = self.optimizer.step(lr, tensor, grad, state);
         let state = state.map(|state| match is_trial() {
-            // A trial tests the inner optimizer on pieces of no parameter, which have no indices to round by.
+            // A trial tests the inner optimizer on pieces that belong to no parameter, so there are no indices to round
+            // by.
             true => LowBitState {
                 form: Form::Wide(state),
                 num_roundings,
@@ -195,7 +197,7 @@ impl<S: RecordState> LowBitState<S> {
     }
 }
 
-/// Returns the flat index of this rank's first element of a parameter, if no shard divides a block.
+/// Returns the flat index of this rank's first element of a parameter; fails if a block spans two shards.
 fn start_of(current: &Current, format: StateFormat) -> Result<usize, Error> {
     let slot = current.slot();
     let partition = &slot.partition;
@@ -312,9 +314,9 @@ fn bf16(value: f32, draw: u32) -> u16 {
     let half = |bits: u32| (bits >> 16) as u16;
     let up = f32::from_bits(bits.wrapping_add(draw & 0xffff) & 0xffff_0000);
     match (value.is_nan(), value.is_finite() && up.is_finite()) {
-        // It stays NaN, whichever of its bits remain.
+        // A NaN stays NaN even if its low bits are lost.
         (true, _) => half(bits) | 0x40,
-        // It does not exceed the largest number.
+        // Rounding up must not overflow.
         (false, false) => half(bits),
         // A nonzero number stays nonzero.
         (false, true) if up == 0.0 && value != 0.0 => half(bits) | 1,
@@ -322,8 +324,8 @@ fn bf16(value: f32, draw: u32) -> u16 {
     }
 }
 
-/// The levels of magnitude relative to the largest. Each tenth has half as many levels as the next, at equal distances, and the last
-/// level is the largest magnitude itself.
+/// The levels of magnitude relative to the largest. Each decade has half as many levels as the next, evenly spaced, and
+/// the last level is the largest magnitude itself.
 static LEVELS: LazyLock<[f32; 128]> = LazyLock::new(|| {
     const TENTHS: [f64; 7] = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0];
     let mut levels = [0.0; 128];
@@ -345,7 +347,7 @@ fn encode(values: &[f32], draw: impl Fn(usize) -> u32, codes: &mut Vec<i8>) -> f
         .iter()
         .fold(0.0, |max: f32, value| max.max(value.abs()));
     let scale = if is_finite { largest } else { f32::NAN };
-    // Values are compared with decoded levels, so a decoded value gets the same code again.
+    // Values are compared with decoded levels, so a decoded value encodes to the same code.
     let levels = LEVELS.map(|level| level * scale);
     codes.extend(values.iter().enumerate().map(|(at, value)| {
         let size = value.abs();
@@ -408,7 +410,7 @@ mod tests {
         rounded.widened().try_to_vec().expect("floats")
     }
 
-    /// Values of every size, from the smallest number to the largest, and blocks with only small values.
+    /// Values of every magnitude, from the smallest number to the largest, and blocks with only small values.
     fn values() -> Vec<f32> {
         let sizes = [
             1e-45,

@@ -1,8 +1,8 @@
 //! The work on gradients between backward and the optimizer.
 //!
-//! - `gradients`: each gradient, and the ranks that hold it. `clip`: their norm. `scaler`: loss scaling.
-//! - `elementwise`: the check that an optimizer may be used. `sealed`: one whose states are looked at. `low_bit`: one whose states are in fewer
-//!   bits.
+//! - `gradients`: the gradients, and the ranks that hold each. `clip`: their norm. `scaler`: loss scaling.
+//! - `elementwise`: the check that an optimizer works on shards. `sealed`: an optimizer whose states are checked for
+//!   corruption. `low_bit`: one that keeps its states in fewer bits.
 
 pub(crate) mod clip;
 pub(crate) mod elementwise;

@@ -1,4 +1,4 @@
-//! Loss scaling for half precision, agreed among the ranks.
+//! Loss scaling for half precision, synchronized across ranks.
 
 use burn::module::Module;
 use burn::optim::GradientsParams;
@@ -11,12 +11,12 @@ use crate::inspect;
 use crate::optim::clip;
 use crate::optim::gradients;
 
-/// A scaler of the loss, which keeps small gradients of `f16` from vanishing. The loss is multiplied by a
-/// scale, and the gradients are divided by it. If a gradient overflowed on *any* rank, the step is skipped on
-/// *all*, and later steps have a smaller scale.
+/// A loss scaler, which keeps small `f16` gradients from vanishing. The loss is multiplied by a scale, and the
+/// gradients are divided by it. If a gradient overflows on *any* rank, the step is skipped on *all*, and later steps
+/// use a smaller scale.
 ///
-/// A scaler that checks only one rank's gradients is wrong with sharding: each rank sees only its shards, and
-/// ranks would skip different steps. With `bf16` and `f32` no scaling is needed.
+/// With sharding, a scaler must not check only one rank's gradients: each rank sees only its shards, so ranks would
+/// skip different steps. `bf16` and `f32` need no scaling.
 ///
 /// ```no_run
 /// # use burn::{module::Module, optim::ModuleOptimizer, tensor::Tensor};
@@ -48,12 +48,12 @@ impl Default for LossScaler {
 }
 
 impl LossScaler {
-    /// Returns a scaler at its initial scale. All ranks must create the same.
+    /// Returns a scaler with its initial scale. All ranks must pass the same settings.
     ///
     /// # Errors
     ///
-    /// [`Error::Option`] if the initial scale is not positive, finite and normal in 32 bits, the growth factor not
-    /// above 1, the backoff factor not between 0 and 1, or the interval 0.
+    /// [`Error::Option`] unless the initial scale is positive, finite and normal in 32 bits, the growth factor above 1,
+    /// the backoff factor between 0 and 1, and the interval above 0.
     pub fn new(scaling: LossScaling) -> Result<Self, Error> {
         match scaling.fault() {
             Some(ScalingFault {
@@ -72,7 +72,7 @@ impl LossScaler {
         }
     }
 
-    /// Continues from the state of a checkpoint.
+    /// Returns the scaler with the state from a checkpoint.
     #[must_use]
     pub fn restored(mut self, state: LossScalerState) -> Self {
         self.state = state;
@@ -84,8 +84,8 @@ impl LossScaler {
         self.state
     }
 
-    /// Returns the loss times the scale, to be differentiated. A loss in half precision becomes
-    /// `f32`, in which the product fits. Not collective.
+    /// Returns the loss times the scale, ready for backward. A half-precision loss becomes `f32`, so the product fits.
+    /// Not collective.
     pub fn scale<const D: usize>(&self, loss: Tensor<D>) -> Tensor<D> {
         let loss = match loss.dtype() {
             DType::F16 | DType::BF16 => loss.cast(FloatDType::F32),
@@ -94,9 +94,9 @@ impl LossScaler {
         loss.mul_scalar(self.state.scale)
     }
 
-    /// Returns the gradients divided by the scale, or `None` if any rank has one that is infinite or not a
-    /// number; skip the step then. The scale for the next step is set either way. Call it once for each step
-    /// of the optimizer, when all micro-batches have been accumulated.
+    /// Returns the gradients divided by the scale, or `None` if any rank has one that is infinite or not a number; then
+    /// skip the step. Either way, the scale for the next step is set. Call it once per optimizer step, after all
+    /// micro-batches have been accumulated.
     ///
     /// Collective over all ranks of the module: one all-reduce of one number.
     ///

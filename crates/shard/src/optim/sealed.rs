@@ -1,4 +1,4 @@
-//! An optimizer whose states are sealed from step to step.
+//! An optimizer whose states are sealed between steps.
 
 use std::sync::Arc;
 
@@ -12,13 +12,13 @@ use crate::parameter::current::{Current, current};
 use crate::thrown::throw;
 use crate::transport;
 
-/// An optimizer of Burn that seals its states of sharded parameters. Where ranks compare bytes
-/// ([`Check::Agreement`](burn_fsdp_collectives::Check::Agreement)), it checks at each step that they still have the
-/// bytes it wrote; elsewhere it only steps the inner optimizer. A state that has changed ends the step with
+/// A Burn optimizer that seals its states of sharded parameters. If ranks compare bytes
+/// ([`Check::Agreement`](burn_fsdp_collectives::Check::Agreement)), each step checks that the states still have the
+/// bytes it wrote; otherwise it only steps the inner optimizer. A state that has changed ends the step with
 /// [`AlteredAtRest`](burn_fsdp_collectives::Error::AlteredAtRest), which [`catch`](crate::catch) turns into a value.
 ///
-/// Records are the inner optimizer's. States are sealed from the first step that writes them; a state loaded from a
-/// record is not sealed until then. States on devices with their own memory are never sealed.
+/// Records are the inner optimizer's. States are sealed from the first step that writes them, so a state loaded from a
+/// record is not sealed until its first step. States on devices with their own memory are never sealed.
 ///
 /// ```
 /// use burn::optim::{AdamWConfig, ModuleOptimizer};
@@ -30,7 +30,7 @@ use crate::transport;
 pub struct SealedOptimizer<O>(O);
 
 impl<O: Optimizer> SealedOptimizer<O> {
-    /// Returns `optimizer` with seals.
+    /// Wraps `optimizer`.
     pub fn new(optimizer: O) -> Self {
         Self(optimizer)
     }
@@ -42,12 +42,12 @@ pub struct SealedState<S>(Form<S>);
 
 #[derive(Debug, Clone)]
 enum Form<S> {
-    /// In the optimizer's form: from a record, or if ranks do not compare bytes.
+    /// In the optimizer's form: after loading a record, or if ranks do not compare bytes.
     Whole(S),
     /// In parts, each with its seal.
     Apart {
         tensors: Vec<(String, TensorData, Option<Seal>)>,
-        /// The numbers in addition to the tensors.
+        /// The scalars.
         rest: Arc<StateSink>,
     },
 }
@@ -124,7 +124,7 @@ impl<S: RecordState> SealedState<S> {
     }
 }
 
-/// Flips a bit of a state, if an injected fault asks for it.
+/// Flips a bit of a state, if a fault is injected there.
 fn flip_if_told(group: &ProcessGroup, data: &mut TensorData) {
     if let Some(bit) = group.flips(At::State, data.as_bytes().len()) {
         let mut bytes = data.as_bytes().to_vec();
@@ -133,7 +133,7 @@ fn flip_if_told(group: &ProcessGroup, data: &mut TensorData) {
     }
 }
 
-/// The record is the optimizer's: seals belong to one run.
+/// The record is the inner optimizer's, without seals, which belong to one run.
 impl<S: RecordState> RecordState for SealedState<S> {
     fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
         match &self.0 {

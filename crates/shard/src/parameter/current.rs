@@ -8,7 +8,7 @@ use burn_fsdp_collectives::ProcessGroup;
 use crate::slot::Slot;
 use crate::unit::Unit;
 
-/// A parameter that a mapper is at.
+/// The parameter that a mapper is currently mapping.
 #[derive(Clone)]
 pub(crate) struct Current {
     unit: Arc<Unit>,
@@ -32,7 +32,7 @@ impl Current {
         &self.unit.slots[self.slot]
     }
 
-    /// Returns the flat index in the whole parameter of the first element that this rank holds.
+    /// Returns the index, in the flat whole parameter, of the first element that this rank holds.
     pub(crate) fn start(&self) -> usize {
         let range = self.slot().held_range(self.unit.groups.shard.rank());
         range.start
@@ -44,7 +44,7 @@ thread_local! {
     static IS_TRIAL: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Ends the work on a parameter, by unwinding or otherwise.
+/// A guard that ends the work on a parameter when dropped, also by unwinding.
 struct Entered;
 
 impl Drop for Entered {
@@ -60,7 +60,7 @@ pub(crate) fn at<T>(current: Option<Current>, body: impl FnOnce() -> T) -> T {
     body()
 }
 
-/// Returns the sharded parameter that the thread works on, if it works on one.
+/// Returns the sharded parameter that this thread is working on, if any.
 pub(crate) fn current() -> Option<Current> {
     CURRENT.with_borrow(Clone::clone)
 }

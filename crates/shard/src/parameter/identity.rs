@@ -1,15 +1,14 @@
-//! The ids by which optimizers, gradients and groups know a sharded parameter.
+//! The ids that optimizers, gradients and groups use for a sharded parameter.
 //!
-//! To Burn a sharded parameter is two: the stand-in in the module's field, and the shard next to it. They
-//! must not share an id, because an optimizer takes the gradient of an id at the first of them that it meets.
-//! The shard has the id that the parameter had before it was sharded: groups made then still match, and the
-//! optimizer keeps its state under it. The stand-in has the [`counterpart`] of that id, which records hold.
+//! Burn sees a sharded parameter as two: the stand-in in the module's field, and the shard next to it. They must not
+//! share an id, because an optimizer takes an id's gradient at the first parameter with it. The shard has the id that
+//! the parameter had before sharding, so existing groups still match, and the optimizer keeps its state under it. The
+//! stand-in has the [`counterpart`] of that id, which records contain.
 //!
-//! Loading a record gives the stand-in the id in the record, which Burn does not show to the shard. The
-//! shard's id is *unsettled* then. The engine's next walk over the module, at the latest in
-//! [`backward`](crate::backward), sees both and gives the shard the counterpart of the loaded id. In a record
-//! of a sharded module that is the id of the recorded shard, so the optimizer state recorded with it is
-//! found.
+//! Loading a record gives the stand-in the id in the record, which Burn does not show to the shard: the shard's id is
+//! then *unsettled*. The engine's next walk over the module, at the latest in [`backward`](crate::backward), sees both
+//! and gives the shard the counterpart of the loaded id. For a record of a sharded module, this is the id of the
+//! recorded shard, so the optimizer state recorded under it is found.
 
 use std::sync::Arc;
 use std::sync::Once;
@@ -17,12 +16,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use burn::module::ParamId;
 
-/// The difference between the two ids of a pair of stand-in and shard.
+/// The difference between the ids of a stand-in and its shard.
 const COUNTERPART: u64 = 0x5be0_cd19_137e_2179;
-/// The difference that keeps an unsettled id apart from all ids that a record may hold.
+/// The difference that distinguishes an unsettled id from all ids in records.
 const UNSETTLED: u64 = 0x1f83_d9ab_fb41_bd6b;
 
-/// Returns the other id of a pair of stand-in and shard.
+/// Returns the stand-in's id for a shard's id, and vice versa.
 pub(crate) fn counterpart(id: ParamId) -> ParamId {
     ParamId::from(id.val() ^ COUNTERPART)
 }
@@ -50,7 +49,7 @@ impl Identity {
         }))
     }
 
-    /// Returns the identity of a shard whose stand-in has just received another id from a record.
+    /// Returns the identity of a shard whose stand-in has just received a new id from a record.
     pub(crate) fn unsettled(&self) -> Self {
         match self.is_settled() {
             true => Self::with(ParamId::from(self.id().val() ^ UNSETTLED), false),
@@ -58,12 +57,12 @@ impl Identity {
         }
     }
 
-    /// Returns the id as far as it is known.
+    /// Returns the id, which may be unsettled.
     pub(crate) fn id(&self) -> ParamId {
         ParamId::from(self.0.id.load(Ordering::Relaxed))
     }
 
-    /// Settles an unsettled id with the stand-in's id, and returns it.
+    /// Settles the id from the stand-in's id if it is unsettled, and returns it.
     pub(crate) fn settle(&self, stand_in: ParamId) -> ParamId {
         if !self.is_settled() {
             let id = counterpart(stand_in);
@@ -77,8 +76,8 @@ impl Identity {
         self.0.is_settled.load(Ordering::Relaxed)
     }
 
-    /// Returns the id for one of Burn's own walks. Warns once if the id is not settled, because the walk would not find
-    /// state that was loaded with a record.
+    /// Returns the id for one of Burn's own walks. Warns once if the id is unsettled, because the walk would not find
+    /// state loaded with a record.
     pub(crate) fn shown(&self, path: &str) -> ParamId {
         static WARNED: Once = Once::new();
         if !self.is_settled() {

@@ -1,4 +1,4 @@
-//! The message that the current walk leaves at a stand-in for the shard next to it.
+//! The message that a walk passes from a stand-in to the shard next to it.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -7,8 +7,7 @@ use burn::tensor::Tensor;
 
 use crate::unit::Unit;
 
-/// A message from a stand-in that is being loaded or recorded to the shard next to it, which Burn visits
-/// next.
+/// A message from a stand-in, during a load or a record, to the shard next to it, which Burn visits next.
 pub(crate) enum Handed {
     /// The shard's new value.
     Value {
@@ -16,7 +15,7 @@ pub(crate) enum Handed {
         /// True if the stand-in has kept its id.
         keeps_id: bool,
     },
-    /// The note that the parameter has been recorded, whole.
+    /// The whole parameter has already been recorded.
     Recorded,
 }
 
@@ -29,8 +28,8 @@ pub(crate) fn hand(unit: &Arc<Unit>, index: usize, handed: Handed) {
     HANDED.set(Some((Arc::as_ptr(unit), index, handed)));
 }
 
-/// Takes the message that the stand-in of this parameter has just left. A message for another parameter comes
-/// from a walk that was interrupted, and is dropped.
+/// Takes the message that the stand-in of this parameter has just left. A message for another parameter is left from an
+/// interrupted walk, and is dropped.
 fn take_handed(unit: &Arc<Unit>, index: usize) -> Option<Handed> {
     let (of, at, handed) = HANDED.take()?;
     (of == Arc::as_ptr(unit) && at == index).then_some(handed)
@@ -44,7 +43,7 @@ pub(crate) fn take_value(unit: &Arc<Unit>, index: usize) -> Option<(Tensor<1>, b
     }
 }
 
-/// Takes the message; returns true if the visitor that visits this shard has just recorded the parameter.
+/// Takes the message; returns true if the current visitor has just recorded the parameter.
 pub(crate) fn take_recorded(unit: &Arc<Unit>, index: usize) -> bool {
     matches!(take_handed(unit, index), Some(Handed::Recorded))
 }

@@ -27,16 +27,16 @@ pub(crate) struct Member {
     pub(crate) copy: Copied,
     /// The id of the value that optimizers and gradients see.
     pub(crate) id: ParamId,
-    /// True for a further field of a shared parameter, which is a member through the first field.
+    /// True for every field of a shared parameter except the first, through which it is a member.
     pub(crate) is_tied: bool,
-    /// An uncounted hold, used to read the full parameter.
+    /// An uncounted reference, used to read the full parameter.
     owned: Owned,
     /// The parent of the full parameter in a graph.
     parent: Tensor<1>,
 }
 
 impl Clone for Member {
-    /// Returns the same member, not one of a copy of the module, which would have a different number.
+    /// Returns the same member: unlike a clone of the module, this does not create a copy with another number.
     fn clone(&self) -> Self {
         Self {
             generation: self.generation.clone(),
@@ -48,12 +48,12 @@ impl Clone for Member {
 }
 
 impl Member {
-    /// Returns the full parameter as the model's own code gets it. Collective.
+    /// Returns the full parameter in the form that the model's code sees. Collective.
     pub(crate) fn full<const D: usize>(&self) -> Result<Tensor<D>, Error> {
         self.owned.full(self.parent.clone())
     }
 
-    /// Returns all values of the unit in this copy of the module, in the form that the model's code gets.
+    /// Returns all values of the unit in this copy of the module, in the form that the model's code sees.
     pub(crate) fn values(&self) -> Arc<Generation> {
         self.owned.values()
     }
@@ -73,7 +73,7 @@ impl Member {
     }
 }
 
-/// A parameter, regardless of its values: its unit, and its index there.
+/// Identifies a parameter regardless of its values, by its unit and its index in the unit.
 pub(crate) type Key = (*const Unit, usize);
 
 thread_local! {
@@ -82,8 +82,8 @@ thread_local! {
     static LAST: Cell<Option<ParamId>> = const { Cell::new(None) };
 }
 
-/// Visits `module` without its shards, and returns them, with the other fields that share them. The visit tells the
-/// shards the ids of their stand-ins.
+/// Visits `module` without its shards. Returns the shards, and the other fields that share them. The visit settles the
+/// shards' ids from their stand-ins.
 pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl path::Visitor) -> Vec<Member> {
     // These are left from an earlier interrupted walk.
     drop(MEMBERS.take());
@@ -93,7 +93,7 @@ pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl path::Visitor) -> 
     MEMBERS.take()
 }
 
-/// A visitor that remembers the id of the last parameter shown.
+/// A visitor that remembers the id of the last visited parameter.
 struct Noting<'a, V>(&'a mut V);
 
 impl<V: path::Visitor> path::Visitor for Noting<'_, V> {
@@ -119,7 +119,7 @@ impl<V: path::Visitor> path::Visitor for Noting<'_, V> {
     }
 }
 
-/// Adds a parameter to the members that a walk on this thread collects. Returns true if there is such a walk.
+/// Adds a parameter to the members that a walk on this thread collects. Returns true if a walk is in progress.
 pub(crate) fn answer(owned: &Owned, value: &Shown, identity: &Identity) -> bool {
     if !is_within(Purpose::Inspect) {
         return false;
@@ -142,8 +142,8 @@ pub(crate) fn answer(owned: &Owned, value: &Shown, identity: &Identity) -> bool 
     true
 }
 
-/// Adds a field that shares another field's parameter, with the values `of`, to the members that a walk on this thread
-/// collects.
+/// Adds a field that shares another field's parameter, whose values `of` holds, to the members that a walk on this
+/// thread collects.
 pub(crate) fn answer_tied(of: Owned) {
     let index = of.slot;
     let parent = of.own_leaf(index);

@@ -1,6 +1,6 @@
 //! The form in which Burn sees a sharded parameter: a reparameterization with the shard as its own parameter.
 //!
-//! - `sharded`: the parameter. `owned`: a module's hold on it, and the link to its root. `identity`: its id.
+//! - `sharded`: the parameter. `owned`: a module's reference to it, and the link to its root. `identity`: its id.
 //! - `tied`: another field that shares it.
 //! - `current`: the parameter that an optimizer works on.
 //! - `member`: the walk that finds parameters. `mailbox`: the message that a walk leaves for one.
@@ -30,7 +30,7 @@ use tied::TiedParam;
 pub(crate) enum Attached {
     /// The parameter itself.
     Own(Box<ShardedParam>),
-    /// A reference to the parameter, which another field has.
+    /// A reference to another field's parameter.
     Tied(TiedParam),
 }
 
@@ -48,7 +48,7 @@ pub(crate) enum Attached {
 pub fn param_id<const D: usize>(param: &Param<Tensor<D>>) -> ParamId {
     match param.reparameterization::<Attached>() {
         Some(Attached::Own(sharded)) => sharded.settled_id(param.id),
-        // Its stand-in is recorded with the id of the first field's stand-in.
+        // Its stand-in has the same recorded id as the first field's.
         Some(Attached::Tied(_)) => identity::counterpart(param.id),
         None => param.id,
     }

@@ -1,4 +1,4 @@
-//! The hold of a module's copy on a parameter, and the link to the root of its unit.
+//! A module copy's reference to a parameter, and the link to the root of its unit.
 
 use std::sync::{Arc, Weak};
 
@@ -11,8 +11,8 @@ use crate::copies::{Copied, Copies, Generation, Transition};
 use crate::error::Error;
 use crate::root::{Place, Root};
 
-/// A module's hold on one parameter of a generation. It is counted, because backward graphs also hold
-/// generations and must not make an abandoned copy look alive.
+/// A module's reference to one parameter of a generation. It is counted, because backward graphs also hold generations
+/// and must not make an abandoned copy look alive.
 pub(crate) struct Owned {
     generation: Arc<Generation>,
     /// Index of the parameter in its unit.
@@ -24,7 +24,7 @@ pub(crate) struct Owned {
     root_link: Arc<RootLink>,
 }
 
-/// The copies that were made of a parameter in one copy of the module: their number, and the last one.
+/// The copies made of a parameter in one copy of the module: their number, and the last one.
 #[derive(Default)]
 pub(crate) struct Clones(Mutex<(u64, Option<LastClone>)>);
 
@@ -37,7 +37,7 @@ impl Clones {
         self.0.lock().0
     }
 
-    /// Returns the copy that was created last, if any of it is left.
+    /// Returns the last copy that was created, if any part of it still exists.
     pub(super) fn last(&self) -> Option<(Copied, Arc<Self>)> {
         let last = self.0.lock().1.clone();
         last.and_then(|(copy, clones)| Some((copy, clones.upgrade()?)))
@@ -56,8 +56,7 @@ impl Clones {
     }
 }
 
-/// The root that orders a unit's operations; it changes once the unit's module becomes a part of a larger
-/// one.
+/// The root that orders a unit's operations. It changes when the unit's module becomes part of a larger one.
 #[derive(Default)]
 pub(crate) struct RootLink(Mutex<Option<Arc<Root>>>);
 
@@ -67,14 +66,14 @@ impl RootLink {
         *self.0.lock() = Some(root.clone());
     }
 
-    /// Returns the root, once there is one.
+    /// Returns the root, if there is one yet.
     pub(crate) fn root(&self) -> Option<Arc<Root>> {
         self.0.lock().clone()
     }
 }
 
 impl Owned {
-    /// Takes hold, in the copy of the module that was sharded.
+    /// Returns a counted reference in the original copy of the module.
     pub(crate) fn new(generation: Arc<Generation>, slot: usize, root_link: Arc<RootLink>) -> Self {
         Self::of(
             generation,
@@ -84,7 +83,7 @@ impl Owned {
         )
     }
 
-    /// Returns a hold in the copy `copy` of the module that is not counted.
+    /// Returns an uncounted reference in copy `copy` of the module.
     pub(super) fn uncounted(
         generation: Arc<Generation>,
         slot: usize,
@@ -117,7 +116,7 @@ impl Owned {
         }
     }
 
-    /// Returns the hold on the result of `transition` for the parameter, in `generation`.
+    /// Returns the reference to the result of `transition` for the parameter, in `generation`.
     pub(crate) fn moved_to(&self, generation: Arc<Generation>, transition: Transition) -> Self {
         let copy = match transition {
             // The original module stays.
@@ -129,7 +128,7 @@ impl Owned {
         Self::of(generation, self.slot, copy, self.root_link.clone())
     }
 
-    /// Returns the copies that were made of the parameter.
+    /// Returns the copies made of the parameter.
     pub(super) fn clones(&self) -> &Arc<Clones> {
         &self.clones
     }
@@ -144,7 +143,7 @@ impl Owned {
         &self.root_link
     }
 
-    /// Returns the full parameter as a function of `parent`, in the form that the model's code gets. Collective.
+    /// Returns the full parameter as a function of `parent`, in the form that the model's code sees. Collective.
     pub(crate) fn full<const D: usize>(&self, parent: Tensor<1>) -> Result<Tensor<D>, Error> {
         let root = self.root_link.root();
         let place = Place::own(self.slot);
@@ -164,7 +163,7 @@ impl Owned {
 impl Clone for Owned {
     fn clone(&self) -> Self {
         let copy = if is_within(Purpose::CopyForGraph) {
-            // A recomputed region's module is a part of the one around it.
+            // A recomputed region's module is part of the enclosing one.
             (self.copy, Arc::default())
         } else {
             self.clones.add(self.copy)

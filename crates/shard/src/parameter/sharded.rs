@@ -18,22 +18,22 @@ use crate::path::{CONTAINER, NAME};
 use crate::shown::Shown;
 use crate::thrown::throw;
 
-/// The name of the container in which the factors of an adapter are shown. They are parameters of the module, and
-/// not a part of the engine's attachment.
+/// The container name under which an adapter's factors are visited. They are parameters of the module, not part of the
+/// engine's attachment.
 const ADAPTER: &str = "LoraAdapter";
 
-/// The value of one parameter on this rank: its shard, or the whole value where it is kept whole.
+/// The value of one parameter on this rank: its shard, or the whole value if it is kept whole.
 ///
-/// Optimizers and gradients see a shard as a parameter of one dimension, and a whole parameter as it was. They see it
-/// under the path and the id of the parameter that it represents. The parameter itself is a stand-in of the full shape
-/// without memory.
+/// Optimizers and gradients see a shard as a one-dimensional parameter, and a whole parameter in its own shape. They
+/// see it under the path and id of the parameter that it represents. The parameter itself is a stand-in that has the
+/// full shape but no memory.
 #[derive(Clone)]
 pub(crate) struct ShardedParam {
     value: Shown,
-    /// The id, which replaces the id in `value`, because a record cannot change that one in time.
+    /// The id, which takes precedence over the id in `value`: a record cannot change that one in time.
     identity: Identity,
     generation: Owned,
-    /// The factors of its adapter, shown here to optimizers and records; the engine reads them from their slots.
+    /// The factors of its adapter, for optimizers and records; the engine reads them from their slots.
     adapter: Option<Box<LoraAdapter>>,
 }
 
@@ -66,12 +66,12 @@ impl ShardedParam {
         }
     }
 
-    /// Returns the full parameter as the model's own code gets it. Collective.
+    /// Returns the full parameter in the form that the model's code sees. Collective.
     pub(crate) fn full<const D: usize>(&self) -> Result<Tensor<D>, Error> {
         self.generation.full(self.value.parent())
     }
 
-    /// Returns the log of the copies made of it, for the fields that share it.
+    /// Returns the record of its copies, for the fields that share it.
     pub(crate) fn clones(&self) -> &Arc<Clones> {
         self.generation.clones()
     }
@@ -118,9 +118,9 @@ impl ShardedParam {
     }
 }
 
-/// Returns `value` with a mapper that refuses to record it. Burn records a shard only if the stand-in has not
-/// answered. Then a mapper has dropped the stand-in's recording behavior, or a group has left it out. The
-/// record would hold a shard in place of the parameter.
+/// Returns `value` with a mapper that rejects recording it. Burn records a shard only if the stand-in did not respond,
+/// because a mapper dropped its recording behavior or a group left it out. The record would then contain a shard
+/// instead of the parameter.
 fn guarded(value: Shown, generation: &Arc<Generation>, slot: usize) -> Shown {
     let unit = generation.unit.clone();
     value.guarded(move || {
@@ -130,8 +130,8 @@ fn guarded(value: Shown, generation: &Arc<Generation>, slot: usize) -> Shown {
     })
 }
 
-/// Looks whether what a mapper of the program's is about to read is what was written, if ranks compare bytes. Returns
-/// the parameter that it is.
+/// If ranks compare bytes, checks that the value that a user's mapper is about to read is unchanged since it was
+/// written. Returns the parameter.
 fn checked(generation: &Owned) -> Result<Current, Error> {
     let root = generation.root_link().root();
     let looks = |group: &ProcessGroup| group.compares_bytes() || group.awaits_flip(At::State);
@@ -147,13 +147,14 @@ fn checked(generation: &Owned) -> Result<Current, Error> {
     ))
 }
 
-/// Maps over the shown form of a parameter. Tries the optimizer first, if `mapper` may be its first step.
+/// Maps over the optimizer's view of a parameter. If `mapper` may be an optimizer's first step, tries the optimizer
+/// first.
 fn mapped<M: ModuleMapper>(generation: &Owned, shown: Shown, path: &str, mapper: &mut M) -> Shown {
     let root = generation.root_link().root();
     let slot = &generation.unit.slots[generation.slot];
     let may_step = slot.is_flattened() && !ambient::is_engine();
     let root = root.filter(|root| may_step && root.num_finished() > 0);
-    // A whole parameter in its own shape is the same to the optimizer as before.
+    // The optimizer sees a whole parameter in its own shape, as before sharding.
     let unknown = match (&root, &shown) {
         (Some(root), Shown::One(shown)) => current::trying(|| root.trial.show(shown, path, mapper)),
         _ => None,
@@ -202,7 +203,7 @@ impl Module for ShardedParam {
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
         let slot = self.generation.slot;
         let is_seen = member::answer(&self.generation, &self.value, &self.identity)
-            // A record has just taken the whole value under the parameter's own path.
+            // The whole value has just been recorded under the parameter's own path.
             || mailbox::take_recorded(&self.generation.unit, slot);
         if is_seen && self.adapter.is_none() {
             return;

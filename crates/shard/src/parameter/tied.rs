@@ -2,8 +2,8 @@
 //!
 //! Burn represents shared parameters as clones of one parameter, with one id. The first such field of the module is
 //! sharded, and every other one has a [`TiedParam`] in its place. It holds no value, and returns the first field's
-//! value in the same copy of the module. So there is one shard and one gradient, and a pass over the module affects all
-//! fields through the first.
+//! value in the same copy of the module. So there is only one shard and one gradient, and a pass over the module
+//! changes all fields through the first.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -33,7 +33,7 @@ pub(crate) struct Tie {
     pub(crate) copies: Copies,
     /// Index of the parameter in its unit.
     pub(crate) slot: usize,
-    /// Number of the field among those that share the parameter; the first field has 0.
+    /// Number of the field among those that share the parameter; 0 for the first.
     pub(crate) field: usize,
     /// Path of the field.
     pub(crate) path: String,
@@ -45,18 +45,18 @@ pub(crate) struct Tie {
 /// A field that shares a sharded parameter.
 pub(crate) struct TiedParam {
     tie: Arc<Tie>,
-    /// The copy of the module that it belongs to; `None` for a field that was created without the first one.
+    /// The copy of the module that it belongs to; `None` if it was created without the first field.
     copy: Option<Held>,
     /// The values that a backward graph may need when the module is gone.
     of_graph: Option<Arc<Generation>>,
 }
 
-/// A copy of the module, as the first field has it.
+/// The first field's copy of the module.
 struct Held {
     copy: Copied,
-    /// The copies that were made of the first field.
+    /// The copies made of the first field.
     clones: Arc<Clones>,
-    /// The number of these copies when this field was last copied.
+    /// The number of copies when this field was last copied.
     num_seen: AtomicU64,
 }
 
@@ -69,7 +69,7 @@ impl Held {
         }
     }
 
-    /// Returns the latest copy of the first field, if there is one; fields are copied in module order.
+    /// Returns the latest copy of the first field, if any, since fields are copied in module order.
     fn followed(&self) -> Option<Self> {
         let count = self.clones.count();
         let is_new = self.num_seen.swap(count, Ordering::Relaxed) != count;
@@ -102,8 +102,7 @@ impl Tie {
 }
 
 impl TiedParam {
-    /// Returns the field that accompanies its first one, in the module that was sharded; `clones` are the first
-    /// field's copies.
+    /// Returns a tied field in the original copy of the module; `clones` are the first field's copies.
     pub(crate) fn new(tie: Tie, clones: Arc<Clones>) -> Self {
         Self {
             tie: Arc::new(tie),
@@ -112,7 +111,7 @@ impl TiedParam {
         }
     }
 
-    /// Returns the full parameter as the model's own code gets it. Collective.
+    /// Returns the full parameter in the form that the model's code sees. Collective.
     pub(super) fn full<const D: usize>(&self) -> Result<Tensor<D>, Error> {
         let (copy, values) = self.values()?;
         let Tie { slot, field, .. } = *self.tie;
@@ -127,7 +126,7 @@ impl TiedParam {
             .access(&values, place, copy, parent)
     }
 
-    /// Returns the copy of the module, and the values of the unit in it.
+    /// Returns the copy of the module, and the unit's values in it.
     fn values(&self) -> Result<(Copied, Arc<Generation>), Error> {
         let held = self.copy.as_ref().and_then(|held| {
             let values = self.tie.copies.held_by(held.copy.number, self.tie.slot);
@@ -140,7 +139,7 @@ impl TiedParam {
     /// Adds itself to the members that one of the engine's walks collects; other walks do not see it.
     pub(super) fn answer(&self) {
         if !is_within(Purpose::Inspect) {
-            // A record has just taken the whole value under the field's own path.
+            // The whole value has just been recorded under the field's own path.
             mailbox::take_recorded(&self.tie.copies.unit, self.tie.slot);
             return;
         }
@@ -150,8 +149,7 @@ impl TiedParam {
         member::answer_tied(owned);
     }
 
-    /// Returns the field after a map. Rejects a record's value for this field if the first field has a different one
-    /// now.
+    /// Returns the field after a map. Rejects a record's value for this field if it differs from the first field's.
     pub(super) fn compared(self) -> Self {
         if is_within(Purpose::Prepare) {
             return self;
@@ -171,7 +169,7 @@ impl TiedParam {
 impl Clone for TiedParam {
     fn clone(&self) -> Self {
         let (copy, of_graph) = if is_within(Purpose::CopyForGraph) {
-            // A recomputed region's module is a part of the one around it.
+            // A recomputed region's module is part of the enclosing one.
             let same = |held: &Held| Held::new((held.copy, held.clones.clone()));
             let values = self.values().ok().map(|(_, values)| values);
             (self.copy.as_ref().map(same), values)

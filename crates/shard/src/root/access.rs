@@ -1,4 +1,4 @@
-//! The calls that the autodiff nodes make to the root.
+//! The calls from autodiff nodes to the root.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Gradients that wait on this rank: for the rest of their use, for a reduction, or for the end of backward.
+//! Gradients that wait on this rank: for the other gradients of their use, a reduction, or the end of backward.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::unit::Unit;
 /// The description of a gradient that waits for another backward.
 const HELD: &str = "the gradient held back";
 
-/// A full gradient, counted while it lives.
+/// A full gradient, counted as memory while it exists.
 pub(super) struct Gradient {
     pub(super) tensor: Tensor<1>,
     pub(super) account: Account,
@@ -32,7 +32,7 @@ pub(super) struct Tagged {
     pub(super) tag: Tag,
 }
 
-/// A shard's gradient of one replica, with its seal if ranks compare bytes.
+/// One replica's gradient of a shard, with its seal if ranks compare bytes.
 pub(super) struct Sum {
     pub(super) tensor: Tensor<1>,
     pub(super) tag: Tag,
@@ -46,18 +46,18 @@ pub(super) struct Ended {
     pub(super) whole: Slots<Tagged>,
 }
 
-/// The gradients that have arrived and wait.
+/// The gradients that wait on this rank.
 #[derive(Default)]
 pub(super) struct Accumulation {
-    /// Full gradients by use, until the unit's last one has arrived.
+    /// Full gradients by use, until the unit's gradients are complete.
     pub(super) of_uses: BTreeMap<u64, Slots<Gradient>>,
-    /// Units whose gradients have all come in this backward, with the gradients that wait for its end.
+    /// Units whose gradients are complete in this backward, with the gradients that wait for its end.
     pub(super) ended: Vec<Ended>,
-    /// Gradients of steps without reduction, by unit, until its next reduction.
+    /// Gradients of steps without reduction, by unit, until the unit's next reduction.
     pub(super) held: BTreeMap<usize, Slots<Gradient>>,
-    /// Shards' gradients that have not crossed to the replicas yet, or wait for the last backward, by unit.
+    /// Shards' gradients that wait for the all-reduce across replicas or the last backward, by unit.
     pub(super) partial: BTreeMap<usize, Slots<Sum>>,
-    /// Gradients of parameters kept whole that are reduced and wait for the last backward, by unit.
+    /// Reduced gradients of parameters kept whole that wait for the last backward, by unit.
     pub(super) whole: BTreeMap<usize, Slots<Sum>>,
 }
 
@@ -100,7 +100,7 @@ impl Accumulation {
         Ok(())
     }
 
-    /// Adds the gradients held back before to the gradients of one use of `unit`.
+    /// Adds the previously held-back gradients to the gradients of one use of `unit`.
     pub(super) fn add_held(
         &mut self,
         generation: &Generation,
@@ -122,8 +122,8 @@ impl Accumulation {
         Ok(())
     }
 
-    /// Returns true if gradients of a unit wait for a reduction in this backward. What waits on the shards does so if it is the
-    /// last.
+    /// Returns true if gradients of a unit wait for a reduction in this backward. Gradients on the shards count only if
+    /// it is the last.
     pub(super) fn wait_for(&self, unit: &Unit, is_last: bool) -> bool {
         let index = unit.position();
         let is_due = is_last && unit.crosses() && self.partial.contains_key(&index);
@@ -152,7 +152,7 @@ impl Accumulation {
         &mut self.ended[index]
     }
 
-    /// Puts aside the gradients that are reduced at the end of backward.
+    /// Sets aside the gradients that are reduced at the end of backward.
     pub(super) fn keep_whole(
         &mut self,
         generation: &Arc<Generation>,
@@ -179,7 +179,7 @@ impl Accumulation {
 }
 
 impl Gradient {
-    /// Checks that it still is the gradient that was held back.
+    /// Checks that the held-back gradient is unchanged.
     fn check(&self, generation: &Generation, named: impl FnOnce() -> String) -> Result<(), Error> {
         let group = &generation.unit.groups.shard;
         seal::check(group, self.seal.as_ref(), &self.tensor, named)

@@ -1,5 +1,4 @@
-//! Operations in order: those that this rank wants, those ahead of their use, and those that only other ranks
-//! need.
+//! Issues operations in order: requested ones, prefetched ones, and those that only other ranks need.
 
 use std::sync::{Arc, Weak};
 
@@ -24,7 +23,7 @@ impl Progress {
                 None => {}
                 Some(ahead) if ahead.is_for(generation) => {}
                 Some(ahead) => {
-                    // The other ranks got the data that they need from it; this rank asks again.
+                    // The other ranks already got their data from it; this rank requests it again.
                     ahead.discard();
                     let order = self.order.current();
                     position.into_iter().for_each(|place| order.mislead(place));
@@ -44,11 +43,10 @@ impl Progress {
         Ok(())
     }
 
-    /// Issues everything in the order before `wanted`, and returns the place of `wanted`, if it was
-    /// in the order.
+    /// Issues all operations in the order before `wanted`, and returns the place of `wanted`, if it is in the order.
     ///
-    /// If the order lacks `wanted`, all ranks meet at its end and agree from there on. All of them reach the
-    /// end of backward together, and the order is closed then.
+    /// If the order lacks `wanted`, all ranks meet at its end and agree from there. They all reach the end of backward
+    /// together, where the order is closed.
     pub(super) fn advance(
         &mut self,
         root: &Root,
@@ -80,8 +78,8 @@ impl Progress {
         }
     }
 
-    /// Synchronizes with the other ranks at the end of the order, with the reduction there. Closes the step if all
-    /// ranks are at its end; otherwise returns the next operation that they agree on.
+    /// Synchronizes with the other ranks through the reduction at the end of the order. Closes the step if all ranks
+    /// are at its end; otherwise returns the next operation that they agree on.
     fn meet(&mut self, root: &Root, wanted: Operation) -> Result<Option<Step>, Error> {
         self.order.discard_prefetched();
         let notes = self.reduce_whole(root, wanted)?;
@@ -115,7 +113,7 @@ impl Progress {
                 let unit = &generation.unit;
                 let is_here = ahead.is_none() && !generation.life.is_sharded();
                 if forward && unit.groups.neighbours.is_some() && !unit.keeps() && !is_here {
-                    // The neighbours will want this rank's piece in backward.
+                    // The neighbours will need this rank's piece in backward.
                     if ahead.is_none() {
                         root.start_gather(&generation, operation)?;
                     }

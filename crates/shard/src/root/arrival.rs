@@ -1,4 +1,4 @@
-//! Gradients as inputs and as results of a reduction.
+//! The inputs and results of a reduction of gradients.
 
 use std::sync::Arc;
 
@@ -18,13 +18,13 @@ use crate::slot::{Element, Slot};
 use crate::transport::cast;
 use crate::unit::Unit;
 
-/// The element type in which reduced gradients arrive.
+/// The element type of reduced gradients on arrival.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Arrival {
     /// The type in which each parameter is held.
     AsHeld,
-    /// The type in which each gradient is sent. One reduction gives all its results one type, while the parameters are
-    /// held in several.
+    /// The type in which each gradient is sent, because one reduction gives all its results one type and the parameters
+    /// have several.
     AsReduced,
 }
 
@@ -55,7 +55,7 @@ impl Arrival {
         }
     }
 
-    /// Returns the seal of a gradient that has arrived: its buffer's seal, unless it was changed to another type.
+    /// Returns the seal of a gradient on arrival: its buffer's seal, unless it was cast to another type.
     fn seal_of(
         self,
         slot: &Slot,
@@ -73,8 +73,8 @@ impl Arrival {
         }
     }
 
-    /// Returns the data in `buffer`, in the type in which it is held and with its own memory. An optimizer
-    /// may write over a gradient, and the result outlives the step.
+    /// Returns the data in `buffer`, in its held type and in its own memory, because an optimizer may overwrite a
+    /// gradient, and the result outlives the step.
     fn tensor(
         self,
         unit: &Unit,
@@ -140,8 +140,7 @@ pub(super) fn gradients_of<'a>(
         .collect()
 }
 
-/// Returns the reduced gradients of slots as tensors, in the type of the shards; `None` for gradients that no
-/// rank has.
+/// Returns the reduced gradients of slots as tensors in the shards' type; `None` for gradients that no rank has.
 pub(super) fn sums(
     generation: &Generation,
     slots: &[usize],
@@ -173,7 +172,7 @@ pub(super) fn sum(
     })
 }
 
-/// Returns a reduced gradient in the form for Burn; `None` if its parameter has no node or another rank owns
+/// Returns a reduced gradient in the form that Burn expects; `None` if its parameter has no node or another rank owns
 /// it.
 pub(super) fn reduced(generation: &Generation, index: usize, sum: Sum) -> Option<Reduced> {
     let slot = &generation.unit.slots[index];
@@ -193,7 +192,7 @@ pub(super) fn reduced(generation: &Generation, index: usize, sum: Sum) -> Option
     })
 }
 
-/// Returns a gradient as input of a reduction, changed by the policy's hook; zeros if this rank has none.
+/// Returns a gradient as input of a reduction, after the policy's hook; zeros if this rank has none.
 pub(super) fn given(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Result<Given, Error> {
     let Some(gradient) = gradient else {
         let bytes = slot.partition.num_elements() * slot.elements.reduce.size();
@@ -209,7 +208,7 @@ pub(super) fn given(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Res
     })
 }
 
-/// Applies the policy's hook to a gradient, and returns the result in the type in which it is reduced.
+/// Applies the policy's hook to a gradient, and returns the result in the reduction type.
 pub(super) fn hooked(gradient: Gradient, slot: &Slot, unit: &Unit) -> Result<Gradient, Error> {
     let elements = slot.partition.num_elements();
     let tensor = match &unit.gradients.hook {

@@ -1,4 +1,4 @@
-//! The audit of a step's gradients, with the root's units in place of numbers.
+//! The audit of a step's gradients, in terms of the root's units instead of parameter numbers.
 
 use std::fmt::Write;
 
@@ -19,7 +19,7 @@ use crate::unit::Unit;
 /// Maximum number of operations that an error lists.
 const MOST_OPERATIONS: usize = 64;
 
-/// The units of a root as they are at the end of a step.
+/// The units of a root at the end of a step.
 struct AtEnd<'a> {
     root: &'a Root,
     audited: &'a Audited,
@@ -33,7 +33,7 @@ impl AtEnd<'_> {
         Some((&self.copies.get(unit)?.as_ref()?.unit, slot))
     }
 
-    /// Returns true if gradients of `parameter` are reduced in this step, and do not wait for a later one.
+    /// Returns true if gradients of `parameter` are reduced in this step instead of waiting for a later one.
     fn is_reduced(&self, parameter: usize) -> bool {
         self.slot(parameter).is_none_or(|(unit, slot)| {
             let crosses = unit.crosses() || unit.slots[slot].holding == Holding::Whole;
@@ -58,8 +58,7 @@ impl AtEnd<'_> {
         }
         match (trained.contains(&true), trained.contains(&false)) {
             (true, false) => Due::Yes,
-            // It is frozen in one of the copies that were used, and the gradients held back may have been that
-            // copy's.
+            // It is frozen in one of the copies used, and the held-back gradients may have been that copy's.
             (true, true) => Due::Unclear,
             (false, _) => Due::No,
         }
@@ -80,7 +79,7 @@ impl AtEnd<'_> {
         }
     }
 
-    /// Returns the groups over which the gradient of `parameter` is summed on the way, as ranks of the root's group.
+    /// Returns the groups over which the gradient of `parameter` is summed, as ranks of the root's group.
     fn groups(&self, parameter: usize) -> Vec<(String, Vec<usize>)> {
         let all = self.root.group.members();
         let Some((unit, _)) = self.slot(parameter) else {
@@ -104,7 +103,7 @@ impl AtEnd<'_> {
         slot.map_or_else(String::new, |(unit, slot)| unit.slots[slot].path.clone())
     }
 
-    /// Returns the collectives that carried gradients of the unit, one after the other, and the order of the step.
+    /// Describes the collectives that carried gradients of the unit, in sequence, and the order of the step.
     fn operations(&self, unit: usize) -> String {
         let carried = self.audited.carried.iter();
         let carried = carried.filter(|(of, _)| of.is_none_or(|of| of == unit));
@@ -182,7 +181,7 @@ fn scale(factors: Option<DivideFactors>, ranks: usize) -> Tag {
 }
 
 impl Root {
-    /// Called when reduced gradients for these leaves were passed to Burn.
+    /// Called after reduced gradients for these leaves were passed to Burn.
     pub(crate) fn handed_over(&self, gradients: &[(NodeId, Tag)]) {
         let mut progress = self.progress();
         let audited = &mut progress.audited;
@@ -196,8 +195,8 @@ impl Root {
         }
     }
 
-    /// Ends the step's audit when the last gradient has been handed over. In an audited step, this compares the
-    /// gradients that arrived with the gradients that came on all ranks.
+    /// Ends the step's audit after the last gradient was passed to Burn. In an audited step, this compares the reduced
+    /// gradients with the gradients computed on all ranks.
     pub(crate) fn end_audit(&self) -> Result<(), Error> {
         self.step(|progress| {
             let mut audited = std::mem::take(&mut progress.audited);
@@ -232,8 +231,8 @@ impl Root {
 }
 
 impl Progress {
-    /// Decides whether the step that begins is audited. The decision is the same on all ranks, since it depends only on
-    /// switches and order.
+    /// Decides whether the new step is audited. All ranks decide alike, because the decision depends only on switches
+    /// and order.
     pub(super) fn begin_audit(&mut self, root: &Root) {
         let order = self.order.schedules.last();
         let is_at_start = order.is_untouched();

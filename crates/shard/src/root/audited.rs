@@ -21,7 +21,7 @@ pub(super) struct Audited {
     pub(super) carried: Vec<(Option<usize>, String)>,
 }
 
-/// The data of no step and no unit.
+/// No step and no units.
 impl Default for Audited {
     fn default() -> Self {
         Self::new(Audit::Off, 0)
@@ -29,7 +29,7 @@ impl Default for Audited {
 }
 
 impl Audited {
-    /// Returns the data of rank `rank`, without units.
+    /// Returns the data for rank `rank`, without units.
     pub(super) fn new(audit: Audit, rank: usize) -> Self {
         Self {
             auditor: Auditor::new(audit, rank, 0),
@@ -39,7 +39,7 @@ impl Audited {
         }
     }
 
-    /// Starts again, for units with these numbers of parameters.
+    /// Restarts for units with these numbers of parameters.
     pub(super) fn open(&mut self, units: impl Iterator<Item = usize>) {
         let mut all = 0;
         self.first = vec![0];
@@ -60,7 +60,7 @@ impl Audited {
         }
     }
 
-    /// Returns the tag of a gradient that has arrived for a parameter.
+    /// Returns the tag of a new gradient of a parameter.
     pub(super) fn came(&mut self, unit: &Unit, slot: usize) -> Tag {
         match self.first.get(unit.position() + 1) {
             Some(_) => self.auditor.came(self.first[unit.position()] + slot),
@@ -118,7 +118,7 @@ impl Audited {
         }
     }
 
-    /// Records the messages of the ranks in these notes.
+    /// Records the ranks' messages in these notes.
     pub(super) fn hear(&mut self, notes: &[Note]) {
         if self.auditor.is_auditing() {
             self.auditor

@@ -37,7 +37,7 @@ impl Root {
         })
     }
 
-    /// Takes over a full gradient.
+    /// Accepts a full gradient.
     pub(super) fn receive(&self, unit: &Unit, slot: usize, use_id: u64, gradient: Tensor<1>) {
         let bytes = match unit.slots[slot].is_gathered() {
             true => unit.slots[slot].unsharded_bytes(),
@@ -71,7 +71,7 @@ impl Root {
             // stay from forward to backward may also stay until then.
             let stays = unit.keeps() && !unit.syncs();
             let reshards = unit.switches.reshard_after_backward.load(Relaxed);
-            // A gather that is already in progress is for another use of the unit.
+            // A gather in progress is for another use of the unit.
             if reshards && !stays && generation.life.is_unsharded() {
                 generation.let_go()?;
             }
@@ -99,14 +99,14 @@ impl Root {
     pub(super) fn finish(&self) -> Result<Vec<Reduced>, Error> {
         self.step(|progress| {
             if progress.phase != Phase::Backward {
-                // Two forwards in one loss end twice; the first end has done everything.
+                // Two forwards in one loss end twice; the first end does all the work.
                 return Ok(Vec::new());
             }
             progress.finish(self)
         })
     }
 
-    /// Ends a step whose loss used no unit on this rank, in which none of the engine's nodes ran. Takes part in all
+    /// Ends a step whose loss used no unit on this rank, so none of the engine's nodes ran. Takes part in all
     /// operations of the other ranks, with the values of `copy`.
     pub(crate) fn finish_unused(&self, copy: Option<Copied>) -> Result<Vec<Reduced>, Error> {
         self.step(|progress| {
@@ -139,14 +139,14 @@ impl Progress {
         Ok(std::mem::take(&mut self.reductions.done))
     }
 
-    /// Reduces what earlier backwards have left of units that this step did not use: gradients without a reduction, and sums
-    /// that wait on the shards.
+    /// Reduces what earlier backwards left for units that this step did not use: unreduced gradients, and sums that
+    /// wait on the shards.
     fn reduce_held(&mut self, root: &Root) -> Result<(), Error> {
         let gradients = &self.gradients;
         let waiting = gradients.held.keys().chain(gradients.partial.keys());
         let waiting: BTreeSet<usize> = waiting.copied().collect();
         for index in waiting {
-            // What comes before it in the order may have taken them along.
+            // An earlier operation in the order may have included them.
             let waits = |unit: Arc<Unit>| self.gradients.wait_for(&unit, root.is_last());
             if root.unit(index).is_some_and(waits) {
                 let operation = Operation::Reduce(index);

@@ -1,4 +1,4 @@
-//! Evaluation in which ranks take different routes through a module: ranks exchange their needs before each gather.
+//! Evaluation in which ranks take different routes through a module: they exchange their needs before each gather.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,36 +14,36 @@ use crate::schedule::Operation;
 /// The note of a rank that needs nothing more.
 const DONE: u32 = u32::MAX;
 
-/// The note of a rank that leaves with an error.
+/// The note of a rank that failed.
 const FAILED: u32 = u32::MAX - 1;
 
-/// A unit of the module that is evaluated, with its root.
+/// A unit of the evaluated module, with its root.
 pub(crate) type Evaluable = (Arc<Root>, Arc<Generation>);
 
-/// Returns true if both are values of one unit, and equal. Values from several generations are combined for each
-/// request.
+/// Returns true if both are equal values of one unit. Pointers are not enough: values from several generations are
+/// combined anew for each request.
 pub(crate) fn are_equal(one: &Generation, other: &Generation) -> bool {
     Arc::ptr_eq(&one.unit, &other.unit) && one.version() == other.version()
 }
 
 /// An evaluation by the ranks of a group.
 struct Evaluated {
-    /// The outermost root, whose module it is.
+    /// The outermost root of the module.
     root: Arc<Root>,
     group: ProcessGroup,
     /// The units, in the module's order, of the copy of the module that all ranks evaluate.
     units: Vec<Evaluable>,
-    /// True once a rank has left with an error: the others have also left.
+    /// True once a rank has failed, which ends the evaluation on all ranks.
     is_broken: AtomicBool,
 }
 
-/// An evaluation in progress. It ends when this is dropped, by unwinding or otherwise.
+/// An evaluation in progress, which ends when this is dropped (also by unwinding).
 pub(crate) struct Evaluation(Arc<Evaluated>);
 
 impl Drop for Evaluation {
     fn drop(&mut self) {
         for (root, generation) in &self.0.units {
-            // They hold each other until then. Units gathered last by only some ranks are also dropped.
+            // This breaks their reference cycle. It also drops units that only some ranks gathered last.
             root.progress().routes = None;
             Copies::of(generation).drop_full_of(generation.version());
         }
@@ -51,7 +51,7 @@ impl Drop for Evaluation {
 }
 
 impl Evaluation {
-    /// Begins an evaluation of `units`, of a module whose outermost root is `root`.
+    /// Begins an evaluation of `units` of a module with the outermost root `root`.
     ///
     /// # Errors
     ///
@@ -81,8 +81,8 @@ impl Evaluation {
                     advice: "let one `evaluate` return before starting the next",
                 });
             }
-            // This drops the unit of a previously evaluated copy: a rank that reads nothing would keep it,
-            // and others not.
+            // This drops the unit of a previously evaluated copy, which otherwise only ranks that read nothing would
+            // keep.
             let last = std::mem::take(&mut progress.uses.reading).upgrade();
             if let Some(last) = last.filter(|last| !last.unit.keeps()) {
                 last.let_go()?;
@@ -100,26 +100,26 @@ impl Evaluation {
         Ok(Self(evaluated))
     }
 
-    /// Takes part in the gathers of the other ranks until all are done.
+    /// Takes part in the other ranks' gathers until all are done.
     ///
     /// # Errors
     ///
-    /// [`Error::State`] if another rank leaves with an error; a failed collective.
+    /// [`Error::State`] if another rank fails; a failed collective.
     pub(crate) fn finish(self) -> Result<(), Error> {
         self.0.join_until(DONE)
     }
 
-    /// Tells the other ranks that this one leaves with an error.
+    /// Tells the other ranks that this one failed.
     pub(crate) fn fail(self) {
         if !self.0.is_broken.load(Ordering::Relaxed) {
-            // This rank already has an error, and all ranks know of a failed collective.
+            // A second error is ignored: this rank already has one, and all ranks notice a failed collective.
             drop(self.0.told(FAILED));
         }
     }
 }
 
 impl Evaluated {
-    /// Exchanges the ranks' needs, and returns each rank's.
+    /// Exchanges needs with the other ranks, and returns each rank's need.
     fn told(&self, own: u32) -> Result<Vec<u32>, Error> {
         let label = self.root.label(format_args!("routes of an evaluation"));
         let notes = self.group.exchange(label, own.to_le_bytes().to_vec())?;

@@ -16,7 +16,7 @@ use crate::region::{self, Recomputed, RegionState};
 use crate::schedule::Operation;
 
 impl Use {
-    /// Returns the autodiff node of a parameter, as a function of `value`, made at the first access.
+    /// Returns the autodiff node of a parameter, as a function of `value`, created at the first access.
     fn node_of<const D: usize>(
         &mut self,
         root: &Arc<Root>,
@@ -29,7 +29,7 @@ impl Use {
             return Ok(node.expect("a slot keeps its rank").clone());
         }
         let full = root.weight(&self.generation, slot)?;
-        // An adapted weight is not among the weights that stay: it is computed again from them.
+        // An adapted weight is not kept: it is recomputed from the kept weights.
         let (value, stays) = match self.generation.adapted_leaf(slot) {
             Some(leaf) => (leaf, false),
             None => (value, stays),
@@ -48,8 +48,8 @@ impl Use {
 }
 
 impl Root {
-    /// Returns the full parameter at `place` in `generation` for the copy `copy` of the module. This rank
-    /// holds `value` of it. Called by the model's own code, through `Param::val`.
+    /// Returns the full parameter at `place` in `generation` for copy `copy` of the module. `value` is this rank's
+    /// part. Called by the model's own code, through `Param::val`.
     pub(crate) fn access<const D: usize>(
         self: &Arc<Self>,
         generation: &Arc<Generation>,
@@ -72,7 +72,7 @@ impl Root {
         self.step(|progress| {
             progress.expect_no_evaluation(generation)?;
             if progress.phase == Phase::Backward {
-                // That backward never came to its end: the engine did not raise the unwinding.
+                // That backward never ended, because of a panic outside the engine.
                 self.clear(progress);
             }
             progress.phase = Phase::Forward;
@@ -151,14 +151,14 @@ impl Recomputed for Root {
 }
 
 impl Progress {
-    /// Waits until the unit of `generation` is the next one that all ranks gather, if they take different routes in an
-    /// evaluation.
+    /// In an evaluation with different routes, waits until the unit of `generation` is the next one that all ranks
+    /// gather.
     pub(super) fn meet_others(&self, generation: &Arc<Generation>) -> Result<(), Error> {
         let routes = self.routes.clone();
         routes.map_or(Ok(()), |routes| routes.meet(generation))
     }
 
-    /// Rejects training while ranks take different routes in an evaluation, because those gathers have no common order.
+    /// Rejects training during an evaluation with different routes, because those gathers have no common order.
     fn expect_no_evaluation(&self, generation: &Generation) -> Result<(), Error> {
         match &self.routes {
             None => Ok(()),
@@ -202,7 +202,7 @@ impl Progress {
         Ok(())
     }
 
-    /// Makes the unit of `generation` the one in use.
+    /// Makes the unit of `generation` the current one.
     fn open_use(
         &mut self,
         root: &Arc<Root>,
@@ -251,7 +251,8 @@ impl Progress {
         match kind {
             UseKind::Tracked => {
                 let end = UnitEnd::new(root, generation, id);
-                // Deeper than the previous unit's operations, so backward ends this use before it reaches them.
+                // The link is deeper than the previous unit's operations, so backward ends this use before it reaches
+                // them.
                 pass.depth += unit.stride();
                 pass.token = root.link(&pass.token, pass.depth, end);
                 self.uses
@@ -271,7 +272,7 @@ impl Progress {
         id
     }
 
-    /// Returns the index of the use of the unit of `generation` in the current recomputation, which is begun
+    /// Returns the index of the use of `generation`'s unit in the current recomputation, and begins the recomputation
     /// if necessary.
     fn open_again(
         &mut self,
@@ -303,7 +304,7 @@ impl Progress {
         Ok(again.uses.len() - 1)
     }
 
-    /// Returns a parameter for a region whose graph is made later.
+    /// Returns a parameter for a region whose graph is created later.
     fn plain<const D: usize>(
         &mut self,
         root: &Arc<Root>,
@@ -331,7 +332,7 @@ impl Progress {
         current.node_of(root, slot, value, stays)
     }
 
-    /// Leaves a pass after its forward: its graph keeps the values that backward needs.
+    /// Ends a pass after its forward. Its graph keeps the values that backward needs.
     fn leave_pass(&mut self) -> Result<(), Error> {
         let pass = self.uses.pass.take();
         let last = pass.and_then(|pass| pass.current);
@@ -355,8 +356,7 @@ impl Pass {
     }
 }
 
-/// Returns the beginning of a token, on the device of a unit's values, so that both carry the same
-/// checkpointing strategy.
+/// Returns a new token on the device of a unit's values, so both have the same checkpointing strategy.
 fn leaf_token(generation: &Generation, slot: usize) -> Tensor<1> {
     Tensor::<1>::zeros([1], &generation.device(slot)).require_grad()
 }

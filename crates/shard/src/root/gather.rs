@@ -1,4 +1,4 @@
-//! A gather: starting it, joining it for other ranks, and waiting for it.
+//! Starts gathers, joins them for other ranks, and waits for them.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::seal;
 use crate::transport::{self, cast};
 
 impl Root {
-    /// Starts a gather that the program itself asks for, outside of the order.
+    /// Starts a gather requested by the program, outside of the order.
     pub(crate) fn unshard_by_hand(&self, generation: &Arc<Generation>) -> Result<(), Error> {
         self.step(|progress| {
             if !generation.life.is_sharded() {
@@ -30,7 +30,7 @@ impl Root {
         })
     }
 
-    /// Waits for a gather that the program itself has asked for.
+    /// Waits for a gather requested by the program.
     pub(crate) fn await_by_hand(&self, generation: &Generation) -> Result<(), Error> {
         self.step(|_| self.finish_gather(generation).map(drop))
     }
@@ -100,7 +100,7 @@ impl Root {
 
     /// Waits until the full parameters exist.
     ///
-    /// Returns the buffers now filled, as marks that live as long as they do.
+    /// Returns marks of the filled buffers, which track their lifetimes.
     pub(super) fn finish_gather(&self, generation: &Generation) -> Result<Vec<Mark>, Error> {
         let unit = &generation.unit;
         let marks = generation.life.fill(|gather| {
@@ -119,7 +119,7 @@ impl Root {
                     for slot in unit.gathered_slots() {
                         full.tensors[slot] = Some(match &unit.slots[slot].packing {
                             None => generation.held_there(slot),
-                            // As many ranks would have it.
+                            // Rounded, as it would be with several ranks.
                             Some(packing) => {
                                 let record = packed(generation, packing, slot)?;
                                 let (tensor, mark) =
@@ -156,7 +156,7 @@ impl Root {
             }
             Ok((full, marks))
         })?;
-        // It was gathered before, or there is nothing to gather.
+        // It was already gathered, or there is nothing to gather.
         Ok(marks.unwrap_or_default())
     }
 
@@ -230,17 +230,17 @@ impl Root {
     }
 }
 
-/// What a rank publishes for a gather.
+/// The data that a rank publishes for a gather.
 struct Sources<'a> {
-    /// To whom.
+    /// The group to publish to.
     group: &'a ProcessGroup,
     parts: Vec<Part>,
-    /// Pieces of full parameters, and not shards.
+    /// True for pieces of full parameters, false for shards.
     are_pieces: bool,
 }
 
-/// Returns what this rank publishes for a gather: its pieces among the neighbours for
-/// a backward, if forward has left them, otherwise its shards.
+/// Returns the data that this rank publishes for a gather: its pieces, among neighbours, for a backward for which
+/// forward left them; otherwise its shards.
 fn sources(generation: &Generation, operation: Operation) -> Result<Sources<'_>, Error> {
     let unit = &generation.unit;
     match (&unit.groups.neighbours, generation.pieces(), operation) {

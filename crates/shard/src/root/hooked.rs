@@ -19,7 +19,7 @@ use crate::transport::cast;
 
 impl Progress {
     /// Lets the hook reduce the gradients of a unit, and returns this rank's part of each; `None` for gradients that no
-    /// rank has. The ranks first tell each other which ones they have, so all give the hook the same gradients.
+    /// rank has. The ranks first exchange which ones they have, so all pass the hook the same gradients.
     pub(super) fn reduce_by(
         &mut self,
         root: &Root,
@@ -87,7 +87,7 @@ impl Progress {
     }
 }
 
-/// Returns this rank's full gradient for the hook, or zeros if it has none. Its memory account is moved to `accounts`.
+/// Returns this rank's full gradient for the hook, or zeros if it has none. Moves its memory account to `accounts`.
 fn full_gradient(
     generation: &Generation,
     index: usize,

@@ -10,7 +10,7 @@
 //! - `advance`: operations in the order common to all ranks.
 //! - `evaluation`: an evaluation in which ranks use different units. `routes`: the root's interface to it
 //!   before a gather.
-//! - `forward` and `backward`: the two parts of a step. `access`: the calls of the autodiff nodes to them.
+//! - `forward` and `backward`: the two parts of a step. `access`: the calls from the autodiff nodes.
 
 mod access;
 mod accumulate;

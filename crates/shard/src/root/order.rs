@@ -25,13 +25,13 @@ pub(super) struct Ahead {
     pub(super) position: usize,
     /// The values that are gathered.
     pub(super) generation: Arc<Generation>,
-    /// True if the gather was started only for the other ranks: at its turn, this rank had the full parameters, or was
-    /// getting them.
+    /// True if the gather was started only for the other ranks, because this rank already had the full parameters or
+    /// was gathering them.
     pub(super) is_joined: bool,
 }
 
 impl Ahead {
-    /// Releases the gathered parameters, or the current gather.
+    /// Releases the gathered parameters, or cancels the gather.
     pub(super) fn discard(self) {
         if !self.is_joined && !self.generation.life.is_unsharded() {
             self.generation.life.drop_full();
@@ -50,7 +50,7 @@ impl Order {
         self.schedules.current()
     }
 
-    /// Takes the gather that was started ahead for `position`, if there is one.
+    /// Takes the prefetched gather for `position`, if there is one.
     pub(super) fn take_prefetched(&mut self, position: Option<usize>) -> Option<Ahead> {
         let position = position?;
         let first = self.prefetched.front()?;
@@ -60,7 +60,7 @@ impl Order {
         }
     }
 
-    /// Releases everything that was gathered ahead.
+    /// Releases all prefetched gathers.
     pub(super) fn discard_prefetched(&mut self) {
         std::mem::take(&mut self.prefetched)
             .into_iter()

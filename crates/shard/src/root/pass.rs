@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::slot::Slots;
 use crate::unit::Unit;
 
-/// A parameter as a field of the module reads it.
+/// A parameter, as one field of the module refers to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Place {
     /// Index of the parameter in its unit.
@@ -45,14 +45,14 @@ pub(super) struct Pass {
     pub(super) number: u64,
     /// The number of the module copy that started the pass.
     pub(super) copy: u64,
-    /// The parameter touched first, with its unit: touching it again after another unit begins a new pass.
+    /// The first parameter used, with its unit. Using it again after another unit begins a new pass.
     pub(super) first: (usize, Place),
     pub(super) left_first: bool,
     pub(super) token: Tensor<1>,
     /// The depth of the ruler at the token's last link.
     pub(super) depth: usize,
     pub(super) current: Option<Use>,
-    /// Uses of units that stay unsharded, and continue when touched again.
+    /// Uses of units that stay unsharded; they continue when the unit is used again.
     pub(super) kept: Vec<Use>,
 }
 
@@ -63,8 +63,7 @@ pub(super) struct Recomputation {
     pub(super) uses: Vec<Use>,
 }
 
-/// One use of a unit in a forward. Until another unit is touched, each of its parameters has one autodiff
-/// node.
+/// One use of a unit in a forward, until another unit is used. Each of its parameters has one autodiff node.
 pub(super) struct Use {
     pub(super) kind: UseKind,
     pub(super) id: u64,
@@ -73,15 +72,15 @@ pub(super) struct Use {
     pub(super) nodes: Slots<Node>,
 }
 
-/// A full parameter as an autodiff node, of any number of dims: a `Tensor<D>`.
+/// A full parameter as an autodiff node: a `Tensor<D>` of any number of dims.
 pub(super) type Node = Box<dyn Any + Send>;
 
-/// The trace that a use of a unit leaves behind.
+/// The graph that a use of a unit creates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum UseKind {
     /// Nodes, for backward.
     Tracked,
-    /// Nothing, for a region that will be run again.
+    /// Nothing, for a region that will run again.
     Plain,
 }
 
@@ -113,8 +112,7 @@ impl Use {
         self
     }
 
-    /// Drops the full parameters, unless the unit keeps them. From now on they live as long as the operations that use
-    /// them.
+    /// Drops the full parameters, unless the unit keeps them. They then live as long as the operations that use them.
     pub(super) fn close(self) -> Result<(), Error> {
         match self.generation.unit.keeps() {
             true => Ok(()),
@@ -124,8 +122,8 @@ impl Use {
 }
 
 impl Uses {
-    /// Increases the depth for the unit of the first later use in the same pass that is still open when `use_id` is
-    /// gathered again. That unit gets its gradients too late, because its token was not deep enough.
+    /// If a later use in the same pass is still open when `use_id` is gathered again, increases the depth of the first
+    /// such use's unit. That unit gets its gradients too late, because its token was not deep enough.
     pub(super) fn note_late_unit(&self, use_id: u64) {
         let Some(&(pass, _)) = self.open.get(&use_id) else {
             return;

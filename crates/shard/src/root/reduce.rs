@@ -1,4 +1,4 @@
-//! Reductions: from full gradients on every rank to the gradients of its shards.
+//! Reductions of full gradients to each rank's shards.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -21,11 +21,11 @@ use crate::slot::{Slot, Slots};
 use crate::spec::averaging;
 use crate::unit::Unit;
 
-/// The description of the sum of the shards' gradients that crosses to the replicas.
+/// The description of the sum of the shards' gradients that is reduced across replicas.
 const SUM: &str = "the reduced gradient";
 
 impl Root {
-    /// Returns true if reduced gradients of a unit wait to cross to the replicas.
+    /// Returns true if reduced gradients of a unit wait on the shards.
     pub(crate) fn holds_sums_of(&self, unit: &Unit) -> bool {
         let progress = self.progress();
         let (index, gradients) = (unit.position(), &progress.gradients);
@@ -40,7 +40,7 @@ impl Root {
         held.map(|gradient| gradient.account.len()).sum()
     }
 
-    /// Returns false if the gradients of a backward wait for those of a later one.
+    /// Returns false if the gradients of a backward wait for a later backward.
     pub(super) fn is_last(&self) -> bool {
         self.is_last.load(Relaxed)
     }
@@ -52,7 +52,7 @@ impl Root {
 }
 
 impl Progress {
-    /// Reduces the gradients of one use of a unit, including gradients held back before. Slots without a gradient on
+    /// Reduces the gradients of one use of a unit, including previously held-back ones. Slots without a gradient on
     /// this rank count as zero; the reduction sends a flag for each.
     pub(super) fn reduce(
         &mut self,
@@ -114,8 +114,8 @@ impl Progress {
             mean,
             arrival,
         });
-        // This happens here rather than where the result is wanted: a rank that only takes part must release
-        // the others' gradients at the same place in the order.
+        // This happens here, and not where the result is needed, because a rank that only takes part must release the
+        // others' gradients at the same place in the order.
         self.complete(root, root.in_flight_limit())
     }
 
@@ -142,8 +142,8 @@ impl Progress {
         Ok(())
     }
 
-    /// Delivers what the shard group has reduced, directly or through the replicas. Reductions other than the last one
-    /// wait.
+    /// Delivers the gradients that the shard group has reduced, directly or through the replicas, unless they wait for
+    /// a later backward.
     fn cross_over(
         &mut self,
         root: &Root,
@@ -173,7 +173,7 @@ impl Progress {
         self.arrive(root, gradients)
     }
 
-    /// Returns the shards' gradients with those that were set aside before.
+    /// Returns the shards' gradients plus those that were set aside before.
     fn with_aside(
         &mut self,
         root: &Root,
@@ -235,8 +235,8 @@ impl Progress {
         Ok(arrived(received, &sum, replicas.size()))
     }
 
-    /// Completes all reductions, and averages the gradients of whole parameters that have arrived since the last call.
-    /// Tells the other ranks that `wanted` is next, and returns their messages.
+    /// Completes all reductions, and averages the gradients of whole parameters computed since the last call. Tells the
+    /// other ranks that `wanted` is next, and returns their messages.
     pub(super) fn reduce_whole(
         &mut self,
         root: &Root,
@@ -273,8 +273,8 @@ impl Progress {
         Ok(notes)
     }
 
-    /// Takes the gradients of the parameters kept whole that have arrived and whose units reduce. Gradients with the
-    /// same factors are in one list: a single list, unless units were given different factors.
+    /// Takes the gradients of parameters kept whole whose units reduce, one list for each set of factors. There is one
+    /// list unless units have different factors.
     fn take_whole(&mut self, root: &Root) -> Result<Vec<Vec<Whole>>, Error> {
         let mut taken: Vec<Vec<Whole>> = Vec::new();
         for mut ended in std::mem::take(&mut self.gradients.ended) {
@@ -307,8 +307,8 @@ impl Progress {
         Ok(taken)
     }
 
-    /// Averages gradients of parameters kept whole over all ranks, by the factors that they share, and returns the
-    /// ranks' notes. `of_reduction` takes the notes of the reduction itself out of them.
+    /// Averages gradients of parameters kept whole over all ranks with their common factors, and returns the ranks'
+    /// notes. `of_reduction` extracts the reduction's own notes from them.
     fn average_whole(
         &mut self,
         root: &Root,
@@ -354,7 +354,8 @@ impl Progress {
         Ok(notes)
     }
 
-    /// Returns the gradient of a parameter kept whole, with what has waited for the last backward; `None` if it goes on waiting.
+    /// Returns the gradient of a parameter kept whole plus the one that waited for the last backward; `None` if it
+    /// continues to wait.
     fn whole_or_later(
         &mut self,
         root: &Root,
@@ -375,7 +376,7 @@ impl Progress {
         Ok(None)
     }
 
-    /// Hands out what has waited for the last backward of parameters kept whole that this one did not use.
+    /// Releases the waiting gradients of parameters kept whole that the last backward did not use.
     pub(super) fn hand_out_whole(&mut self, root: &Root) -> Result<(), Error> {
         for (index, mut waiting) in std::mem::take(&mut self.gradients.whole) {
             let Some(unit) = root.unit(index) else {
@@ -396,8 +397,7 @@ impl Progress {
         Ok(())
     }
 
-    /// Stores gradients that have arrived until they go into Burn's `Gradients`, and sealed ones until an optimizer
-    /// reads them.
+    /// Stores reduced gradients until they go into Burn's `Gradients`, and sealed ones until an optimizer reads them.
     fn arrive(&mut self, root: &Root, arrived: Vec<Reduced>) -> Result<(), Error> {
         let backward = self.counts.finished;
         for reduced in &arrived {
@@ -408,7 +408,7 @@ impl Progress {
     }
 }
 
-/// Returns the sum of two gradients of a shard, of which one may be missing.
+/// Returns the sum of two gradients of a shard, one of which may be missing.
 fn added(
     root: &Root,
     generation: &Generation,
@@ -446,14 +446,14 @@ fn tell_replicas(root: &Root, generation: &Generation, slots: &[usize]) {
     }
 }
 
-/// Tells all ranks what this rank has written in parameters that all keep whole.
+/// Announces the values that this rank wrote in parameters kept whole to all ranks.
 fn tell_whole(root: &Root, leaves: &[(Arc<Generation>, usize)]) {
     for (generation, slot) in leaves {
         tell((root, &root.group), generation, *slot);
     }
 }
 
-/// Tells a group whose ranks all hold the value of `slot` what this rank has written there.
+/// Announces the value that this rank wrote in `slot` to a group whose ranks all hold it.
 fn tell((root, group): (&Root, &ProcessGroup), generation: &Generation, slot: usize) {
     let Some(seal) = generation.seal(slot).filter(|_| group.size() > 1) else {
         return;

@@ -14,7 +14,7 @@ pub(super) struct Reduction {
     pub(super) pending: Pending<Received>,
     pub(super) generation: Arc<Generation>,
     pub(super) slots: Vec<usize>,
-    /// The computation that the reduction applies to gradients.
+    /// The arithmetic of the reduction.
     pub(super) mean: Averaging,
     pub(super) arrival: Arrival,
 }

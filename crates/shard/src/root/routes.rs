@@ -1,4 +1,4 @@
-//! The interface that a root calls before a gather while it is evaluated.
+//! The interface that a root calls before each gather during an evaluation.
 
 use std::sync::Arc;
 

@@ -8,9 +8,8 @@ use crate::op;
 
 /// Untracked tensors of given depths, by device.
 ///
-/// Burn's backward goes by depth, and a node is one deeper than its deepest parent, tracked or not. So one link next to
-/// a ruler represents a chain of as many links as the ruler is deep. Creating the ruler costs that chain once per
-/// training.
+/// Burn's backward runs by depth, and a node is one deeper than its deepest parent, tracked or not. So one link on a
+/// ruler replaces a chain as long as the ruler is deep. The chain is built only once, to create the ruler.
 #[derive(Default)]
 pub(super) struct Rulers(Vec<(Device, BTreeMap<usize, Tensor<1>>)>);
 

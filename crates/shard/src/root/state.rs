@@ -36,15 +36,14 @@ pub(crate) struct Root {
     /// Memory of reduced gradients, which belong to the shards.
     pub(super) reduced: BufferPool,
     pub(super) prefetch: usize,
-    /// A number that is equal on all ranks for one module and different for two modules; it tells their
-    /// operations apart.
+    /// A number that is equal on all ranks and different for each module, to distinguish their operations.
     pub(super) number: u64,
     units: Mutex<Vec<WeakCopies>>,
     pub(super) rulers: Mutex<Rulers>,
-    /// True while some thread is inside a part of a step.
+    /// True while a thread is inside part of a step.
     stepping: AtomicBool,
     progress: Mutex<Progress>,
-    /// False if the gradients of a backward wait for those of a later one.
+    /// False if the gradients of a backward wait for a later backward.
     pub(super) is_last: AtomicBool,
     /// The trial of the optimizer.
     pub(crate) trial: Trial,
@@ -79,7 +78,7 @@ pub(super) struct Progress {
     pub(super) watch: Watch,
     /// The gradients that wait for the optimizer, with their seals.
     pub(super) waiting: Waiting,
-    /// The evaluation in progress in which ranks tell each other what they need, if there is one.
+    /// The evaluation in progress in which ranks take different routes, if any.
     pub(super) routes: Option<Arc<dyn Routes>>,
 }
 
@@ -101,13 +100,13 @@ pub(super) enum Phase {
 }
 
 impl Root {
-    /// Returns a root without units, for all ranks in `group`. It knows which parameters the policy ignored.
+    /// Returns a root without units, for all ranks in `group`.
     pub(crate) fn new(
         group: ProcessGroup,
         policy: &ShardPolicy,
         left_alone: Vec<(String, ParamId)>,
     ) -> Arc<Self> {
-        // Collective calls create roots, and all ranks have done the same before them.
+        // Roots are created collectively, so all ranks have issued the same number of operations.
         let number = group.counts().total().operations;
         // Ranks that do not exist contribute nothing.
         let audit = match group.is_fake() {
@@ -134,18 +133,18 @@ impl Root {
         })
     }
 
-    /// Returns true if the policy ignored the parameter with `id`, or the value that a record has put in its
-    /// place at `path`. The path is in this module or in a module that contains it.
+    /// Returns true if the policy ignored the parameter with `id`, or a record's replacement for it at `path`, which is
+    /// a path in this module or in one that contains it.
     pub(crate) fn leaves_alone(&self, path: &str, id: ParamId) -> bool {
         self.left_alone.iter().any(|(ignored, of)| {
             let prefix = path.strip_suffix(ignored.as_str());
-            // A single name is shared by many parameters.
+            // A single name is too ambiguous.
             let is_below = |prefix: &str| ignored.contains('.') && prefix.ends_with('.');
             *of == id || prefix.is_some_and(|prefix| prefix.is_empty() || is_below(prefix))
         })
     }
 
-    /// Sets the root's units, in this order.
+    /// Sets the root's units, in order.
     pub(crate) fn adopt<'a>(&self, units: impl Iterator<Item = &'a Copies>) {
         let units: Vec<_> = units.collect();
         let parameters = units.iter().map(|copies| copies.unit.slots.len());
@@ -182,8 +181,8 @@ impl Root {
             .collect()
     }
 
-    /// Returns the switches on which the way of gradients depends: whether each unit reduces them, whether it crosses
-    /// to the replicas, and whether they are returned.
+    /// Returns the switches that affect gradients: whether each unit reduces them, whether it reduces across replicas,
+    /// and whether they are returned.
     pub(super) fn switches(&self) -> Vec<bool> {
         let mut switches = self.choice();
         let units = self.units.lock();
@@ -204,12 +203,12 @@ impl Root {
             .collect()
     }
 
-    /// Returns the unit of number `index`, if it still exists.
+    /// Returns unit `index`, if it still exists.
     pub(crate) fn unit(&self, index: usize) -> Option<Arc<Unit>> {
         Some(self.copies(index)?.unit)
     }
 
-    /// Returns the copies of the unit of number `index`, if it still exists.
+    /// Returns the copies of unit `index`, if it still exists.
     pub(super) fn copies(&self, index: usize) -> Option<Copies> {
         let units = self.units.lock();
         units.get(index).and_then(WeakCopies::upgrade)
@@ -248,18 +247,18 @@ impl Root {
         self.pool.kept_bytes() + self.reduced.kept_bytes()
     }
 
-    /// Returns the memory that is kept for the next operations to the system.
+    /// Returns the memory kept for the next operations to the system.
     pub(crate) fn trim(&self) {
         self.pool.trim();
         self.reduced.trim();
     }
 
-    /// Returns the monitor of full weights, with memory findings of the first steps.
+    /// Returns the monitor of full weights, with the findings of the first steps.
     pub(crate) fn watch(&self) -> Watch {
         self.progress().watch.clone()
     }
 
-    /// Returns the number of times that a backward has ended.
+    /// Returns the number of finished backwards.
     pub(crate) fn num_finished(&self) -> u64 {
         self.progress().counts.finished
     }
@@ -273,7 +272,7 @@ impl Root {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] inside a backward; `advice` tells the user what to do.
+    /// [`Error::State`] inside a backward; `advice` is shown to the user.
     pub(crate) fn expect_outside_backward(&self, advice: &'static str) -> Result<(), Error> {
         match self.stage() {
             Phase::Idle | Phase::Forward => Ok(()),
@@ -303,7 +302,7 @@ impl Root {
 
     /// Returns the phase of the step, seen from outside of it.
     fn stage(&self) -> Phase {
-        // If the state is taken, a hook has made this call from within a backward.
+        // A locked state means that a hook inside backward made this call.
         let Some(progress) = self.progress.try_lock() else {
             return Phase::Backward;
         };
@@ -323,7 +322,7 @@ impl Root {
     }
 
     /// Returns the number of reductions that may be in progress while backward continues: the number of prefetched
-    /// units, but at most one. More would keep full gradients alive for nothing.
+    /// units, but at most one. More would keep full gradients alive without benefit.
     pub(super) fn in_flight_limit(&self) -> usize {
         self.prefetch.min(1)
     }
@@ -352,10 +351,10 @@ impl Root {
         }
     }
 
-    /// Handles the end of the last module that held `generation`, in `copy`. The forward that used it is also
-    /// over for this root. Its graph, if it still exists, holds what its backward needs.
+    /// Handles the drop of the last module that held `generation`, in `copy`. This also ends the forward that used it.
+    /// Its graph, if it still exists, holds what backward needs.
     pub(crate) fn forget(&self, generation: &Generation, copy: Copied) {
-        // Never inside a step: user code and Burn drop modules.
+        // Never inside a step: only user code and Burn drop modules.
         let Some(mut progress) = self.progress.try_lock() else {
             return;
         };
@@ -396,7 +395,7 @@ impl Root {
         body(&mut self.progress().waiting)
     }
 
-    /// Runs a part of a step; an error leaves everything sharded.
+    /// Runs part of a step; after an error, everything is sharded.
     pub(super) fn step<T>(
         &self,
         body: impl FnOnce(&mut MutexGuard<'_, Progress>) -> Result<T, Error>,
@@ -410,8 +409,8 @@ impl Root {
         result
     }
 
-    /// Takes the right to be in a step. Two threads at once would issue operations in the order in which they
-    /// happen to run, and a thread that is already in a step would deadlock.
+    /// Enters a step, exclusively: two threads would issue operations in an arbitrary order, and a thread that is
+    /// already in a step would deadlock.
     fn turn(&self) -> Result<Turn<'_>, Error> {
         refuse_in_hook();
         match self.stepping.swap(true, Ordering::Acquire) {
@@ -423,7 +422,7 @@ impl Root {
     }
 }
 
-/// A guard for being inside a step, which ends when the guard is dropped.
+/// A guard for being inside a step, until it is dropped.
 struct Turn<'a>(&'a Root);
 
 impl Drop for Turn<'_> {
@@ -432,7 +431,7 @@ impl Drop for Turn<'_> {
     }
 }
 
-/// Leaves with an error inside a hook.
+/// Throws an error inside a hook.
 fn refuse_in_hook() {
     if GradientHook::is_running() {
         throw(misplaced(
@@ -442,7 +441,7 @@ fn refuse_in_hook() {
     }
 }
 
-/// Returns the error of a step that is not in the phase that a call needs.
+/// Returns the error for a call in the wrong phase of a step.
 fn misplaced(got: Phase, advice: &'static str) -> Error {
     Error::State {
         unit: "root".to_owned(),
@@ -453,8 +452,8 @@ fn misplaced(got: Phase, advice: &'static str) -> Error {
 }
 
 impl Progress {
-    /// Selects the order for the units that reduce now. At its start, drops the operations of units
-    /// that no module holds.
+    /// Selects the order for the units that currently reduce. At its start, drops the operations of units that no
+    /// module holds.
     pub(super) fn begin_order(&mut self, root: &Root) {
         self.order.schedules.select(root.choice());
         let order = self.order.current();

@@ -1,10 +1,9 @@
 //! The order of a step's gathers and reductions, as data.
 //!
-//! The first step agrees on the order operation by operation, and later steps follow the recorded order. That
-//! makes prefetching possible and lets a rank take part in an operation that only other ranks need. If the
-//! recorded order lacks an operation that a rank needs, all ranks go to its end and agree on the rest again.
-//! The operations that they agree on are put into the order for the next step. The README next to this file
-//! explains why all ranks issue the same sequence.
+//! The first step agrees on the order operation by operation, and later steps follow the recorded order. This enables
+//! prefetching and lets a rank take part in an operation that only other ranks need. If the recorded order lacks an
+//! operation that a rank needs, all ranks advance to its end and agree on the remaining operations, which are inserted
+//! into the order for the next step. The README next to this file explains why all ranks issue the same sequence.
 
 mod note;
 mod operation;
@@ -21,24 +20,24 @@ use note::Wish;
 pub(crate) use note::Note;
 pub(crate) use operation::Operation;
 
-/// The number of steps after which an operation that no rank has needed leaves the order.
+/// The number of consecutive steps after which an operation that no rank needs is dropped from the order.
 const IDLE_LIMIT: u32 = 32;
-/// The number of times that the order keeps a forward's gather without a backward, such as a teacher's.
+/// The number of times that the order keeps a forward gather without a backward, such as a teacher's.
 const ABANDONED_LIMIT: usize = 1;
 
 /// The mark of an operation that this rank asked for.
 const ASKED: u8 = 1;
-/// The mark of an operation whose backward has arrived.
+/// The mark of a gather whose backward has ended.
 const ENDED: u8 = 2;
-/// The mark of a prefetched gather for a different copy of the module from the one that needs it.
+/// The mark of a gather that was prefetched for the wrong copy of the module.
 const MISLED: u8 = 4;
 
-/// The next action on the way to the wanted operation.
+/// The next action towards the wanted operation.
 #[derive(Debug)]
 pub(crate) enum Next {
     /// An operation to issue.
     Issue(Step),
-    /// The end of the recorded order, where ranks exchange the operations that they want.
+    /// The end of the recorded order, where ranks exchange their wishes.
     Meet,
     /// An agreement with the other ranks on the next operation.
     Agree,
@@ -55,8 +54,8 @@ pub(crate) struct Step {
     pub(crate) wanted: bool,
 }
 
-/// The orders of one rank's root: one for each choice of units that reduce, because a step without
-/// reductions is another sequence than a step with them.
+/// The orders of one rank's root: one for each choice of units that reduce, because steps with and without reductions
+/// have different sequences.
 #[derive(Debug, Default)]
 pub(crate) struct Schedules {
     /// True for each unit that reduces in the current step.
@@ -92,16 +91,16 @@ impl Schedules {
 /// The order of operations of one rank's root.
 #[derive(Debug, Default)]
 pub(crate) struct Schedule {
-    /// The recorded operations: equal on all ranks, at equal places of the sequence of operations.
+    /// The recorded operations, the same on all ranks.
     recorded: Vec<Entry>,
     /// This rank's marks for each recorded operation in the current step.
     marks: Vec<u8>,
     /// The next place to issue.
     cursor: usize,
-    /// The place after the operation that this rank asked for last. It equals the cursor while this rank
-    /// finds what it needs, and stays behind otherwise.
+    /// The place after the operation that this rank last asked for. It equals the cursor as long as this rank finds
+    /// what it needs; otherwise it falls behind.
     aligned: usize,
-    /// The places of the gathers whose backward is still to come, by use.
+    /// The places of the gathers whose backward has not ended yet, by use.
     uses: BTreeMap<u64, usize>,
     last_asked: Option<usize>,
     phase: Phase,
@@ -123,10 +122,10 @@ struct Entry {
 
 #[derive(Debug, Default, PartialEq, Eq)]
 enum Phase {
-    /// The phase in which every operation is agreed on with the other ranks before it is issued.
+    /// Ranks agree on every operation before it is issued.
     #[default]
     Agreeing,
-    /// The phase in which operations come in the recorded order.
+    /// Operations are issued in the recorded order.
     Following,
 }
 
@@ -142,7 +141,7 @@ impl Schedule {
         used.map(|entry| entry.operation)
     }
 
-    /// Returns a number that is equal on two ranks if their orders are equal.
+    /// Returns the hash of the order, which is equal on ranks with equal orders.
     pub(crate) fn hash(&self) -> u64 {
         let mut hasher = Fingerprint::new();
         self.recorded.len().hash(&mut hasher);
@@ -156,7 +155,7 @@ impl Schedule {
         self.phase == Phase::Following && self.cursor == 0
     }
 
-    /// Returns true if nothing has been issued in this step, whether an order is followed or none is known yet.
+    /// Returns true if nothing has been issued in this step, with or without a recorded order.
     pub(crate) fn is_untouched(&self) -> bool {
         self.cursor == 0 && (self.phase == Phase::Following || self.recorded.is_empty())
     }
@@ -201,14 +200,14 @@ impl Schedule {
         self.last_asked = Some(position);
     }
 
-    /// Notes that the gather asked for last is for the forward of `use_id`.
+    /// Notes that the last requested gather is for the forward of `use_id`.
     pub(crate) fn begin_use(&mut self, use_id: u64) {
         if let Some(position) = self.last_asked.take() {
             self.uses.insert(use_id, position);
         }
     }
 
-    /// Notes that the backward of `use_id` has arrived, or that it will have no visible one.
+    /// Notes that the backward of `use_id` has ended, or that none will be visible.
     pub(crate) fn end_use(&mut self, use_id: u64) {
         if let Some(position) = self.uses.remove(&use_id) {
             self.marks[position] |= ENDED;
@@ -218,11 +217,11 @@ impl Schedule {
     /// Records that the prefetched gather for `position` differs from the requested one.
     pub(crate) fn mislead(&mut self, position: usize) {
         self.marks[position] |= MISLED;
-        // The rank means this place when it asks again.
+        // The rank's next request refers to this place.
         self.aligned = position;
     }
 
-    /// Returns this rank's message to the others when it wants `wanted`.
+    /// Encodes this rank's wish for `wanted` as a message to the other ranks.
     pub(crate) fn wish(&self, wanted: Operation) -> Vec<u8> {
         let place = match wanted {
             Operation::Finish => None,
@@ -238,7 +237,7 @@ impl Schedule {
         .encode()
     }
 
-    /// Returns the next place of `wanted` from this rank's place.
+    /// Returns the next place of `wanted`, starting from this rank's place.
     fn find(&self, wanted: Operation) -> Option<usize> {
         let mut rest = self.recorded.iter().skip(self.aligned);
         let ahead = rest.position(|entry| entry.operation == wanted)?;
@@ -309,8 +308,8 @@ impl Schedule {
         self.aligned += usize::from(self.aligned >= place);
     }
 
-    /// Returns the preference for an operation, the least first. Forward comes before backward. Forward is in
-    /// module order, backward against the forward order, with each unit's gather before its reduction.
+    /// Returns the sort key of an operation: forward before backward. Forward is in module order. Backward is in
+    /// reverse forward order, with each unit's gather before its reduction.
     fn rank_of(&self, operation: Operation) -> (u8, usize, u8) {
         let latest_first = |unit| {
             let forward = Operation::UnshardForward(unit);
@@ -321,7 +320,7 @@ impl Schedule {
             Operation::UnshardForward(unit) => (0, unit, 0),
             Operation::UnshardBackward(unit) => (1, latest_first(unit), 0),
             Operation::Reduce(unit) => (1, latest_first(unit), 1),
-            // Last, so no rank finishes while another one needs an operation.
+            // Last, so no rank finishes while another one still needs an operation.
             Operation::Finish => (2, 0, 0),
         }
     }
@@ -352,7 +351,7 @@ impl Schedule {
         &self.marks
     }
 
-    /// Ends the step, and creates the order of the next one from the marks of all ranks.
+    /// Ends the step, and creates the next step's order from the marks of all ranks.
     pub(crate) fn close(&mut self, marks: &[Vec<u8>]) {
         let mut abandoned: HashMap<Operation, usize> = HashMap::new();
         for (position, entry) in self.recorded.iter_mut().enumerate() {
@@ -373,7 +372,7 @@ impl Schedule {
         }
         self.recorded.retain(|entry| match entry.fresh {
             true => entry.idle == 0,
-            // All ranks count the same, from marks that are sent with the last reduction. So all drop the same entries.
+            // All ranks have the same marks, which are sent with the last reduction, so they drop the same entries.
             false => entry.idle < IDLE_LIMIT,
         });
         self.recorded
@@ -382,7 +381,7 @@ impl Schedule {
         self.rewind();
     }
 
-    /// Leaves a step in the middle, on all ranks.
+    /// Abandons a step in the middle, on all ranks.
     fn abandon(&mut self) {
         if self.phase == Phase::Following || !self.recorded.iter().all(|entry| entry.fresh) {
             self.recorded.retain(|entry| !entry.fresh);

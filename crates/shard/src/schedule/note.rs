@@ -1,4 +1,4 @@
-//! The messages of ranks about the order of their operations.
+//! Messages between ranks about the order of operations.
 
 use super::operation::Operation;
 
@@ -6,8 +6,7 @@ use super::operation::Operation;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wish {
     pub(crate) operation: Operation,
-    /// The place where the order should have held it. `None` if the order does hold it, and for the end of
-    /// backward.
+    /// The place at which the order lacks it; `None` if the order contains it, or at the end of backward.
     pub(crate) place: Option<usize>,
 }
 
@@ -15,7 +14,7 @@ impl Wish {
     /// Size of an encoded wish in bytes.
     const LEN: usize = 3 * size_of::<u64>();
 
-    /// Returns the wish as a fixed number of bytes.
+    /// Encodes the wish as a fixed number of bytes.
     pub(crate) fn encode(self) -> Vec<u8> {
         let (kind, unit) = match self.operation {
             Operation::UnshardForward(unit) => (0u64, unit),
@@ -27,7 +26,7 @@ impl Wish {
         [kind, unit as u64, place].map(u64::to_le_bytes).concat()
     }
 
-    /// Reads the wish of another rank.
+    /// Decodes the wish of another rank.
     pub(crate) fn decode(bytes: &[u8]) -> Self {
         let number = |index: usize| {
             let mut word = [0; 8];
@@ -47,8 +46,8 @@ impl Wish {
     }
 }
 
-/// The message in the last exchange of a step: a rank's wish, its marks, flags for the parameters kept whole that have
-/// gradients, and the data of an audit.
+/// A rank's message in the last exchange of a step: its wish, its marks, flags for the parameters kept whole that have
+/// gradients, and audit data.
 pub(crate) struct Note {
     /// The encoded wish of the rank.
     pub(crate) wish: Vec<u8>,
@@ -58,11 +57,11 @@ pub(crate) struct Note {
     pub(crate) used: Vec<u8>,
     /// The tags of those gradients; only in audited steps.
     pub(crate) tags: Vec<u8>,
-    /// The gradients that arrived on the rank; only in audited steps.
+    /// The numbers of the rank's gradients; only in audited steps.
     pub(crate) told: Vec<u8>,
 }
 
-/// The fixed-length parts of a note, the same on all ranks.
+/// The lengths of a note's fixed-length parts, the same on all ranks.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct NoteLengths {
     /// The number of places of the order.

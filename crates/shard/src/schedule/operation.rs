@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// One operation of a step; units by their number.
+/// One operation of a step. Units are given by number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Operation {
     /// The gather of a unit for its forward.
@@ -16,7 +16,7 @@ pub(crate) enum Operation {
 }
 
 impl Operation {
-    /// Returns the operation's unit.
+    /// Returns the operation's unit, if it has one.
     pub(crate) fn unit(self) -> Option<usize> {
         match self {
             Self::UnshardForward(unit) | Self::UnshardBackward(unit) | Self::Reduce(unit) => {

@@ -1,4 +1,4 @@
-//! The check that ranks hold the same values where they must agree.
+//! Checks that ranks hold the same values where they must agree.
 
 use std::collections::HashMap;
 
@@ -19,25 +19,25 @@ pub enum Agreement {
     /// Parameters.
     #[default]
     Parameters,
-    /// Parameters and running states. Running states differ once ranks have trained on different batches,
-    /// until [`sync_buffers`](crate::sync_buffers).
+    /// Parameters and running states. Training on different batches makes running states differ until
+    /// [`sync_buffers`](crate::sync_buffers).
     ParametersAndBuffers,
 }
 
 /// Checks by checksum that all ranks hold the same bits of all tensors that should be equal: parameters kept whole,
 /// replicas of shards, and parameters that no unit manages.
 ///
-/// Use it at the start of a run, where ranks that begin with different values train different models
-/// silently, and whenever a difference is suspected. [`fully_shard`](crate::fully_shard) gives all ranks rank
-/// 0's values of the parameters that it shards. Each rank sets its other tensors itself.
+/// Use it at the start of a run, because ranks with different initial values silently train different models, and
+/// whenever a difference is suspected. [`fully_shard`](crate::fully_shard) gives all ranks rank 0's values of the
+/// parameters that it shards. Each rank sets its other tensors itself.
 ///
 /// Collective over all ranks of the module, between steps: one exchange of 16 bytes for each
 /// parameter.
 ///
 /// # Errors
 ///
-/// [`Error::Disagreement`] on all ranks, with the first parameter that differs and two ranks that
-/// hold it differently; [`Error::NotSharded`]; a failed collective.
+/// [`Error::Disagreement`] on all ranks, with the first parameter that differs and two of the ranks;
+/// [`Error::NotSharded`]; a failed collective.
 pub fn check_agreement<M: Module>(module: &M, of: Agreement) -> Result<(), Error> {
     let group = inspect::root_of(module)?.group.clone();
     let mut sums = Checksums {
@@ -72,12 +72,12 @@ pub fn check_agreement<M: Module>(module: &M, of: Agreement) -> Result<(), Error
     Ok(())
 }
 
-/// Returns the first two ranks that hold one piece of parameter `index` with different values.
+/// Returns the first two ranks that hold different values of the same piece of parameter `index`.
 fn difference(all: &[Vec<Checksum>], index: usize) -> Option<(usize, usize)> {
     let mut first: HashMap<u64, (usize, u64)> = HashMap::new();
     for (rank, sums) in all.iter().enumerate() {
         let Some(sum) = sums.get(index) else {
-            // This rank has more parameters than another one.
+            // The rank has fewer parameters than another one.
             return Some((0, rank));
         };
         let (holder, hash) = *first.entry(sum.piece).or_insert((rank, sum.hash));

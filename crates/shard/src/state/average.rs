@@ -12,18 +12,18 @@ use crate::transport;
 
 /// Returns the moving average after another step: `decay * average + (1 - decay) * model`, element by element.
 ///
-/// `average` must originate as a clone of the sharded `model`. It can be evaluated, recorded and saved, and takes the
-/// memory of one more shard of each parameter. Each rank computes with its own shards, so nothing is gathered. A custom
-/// moving average, written as a mapper over the module's tensors, would see the parameters' stand-ins.
+/// `average` must originally be a clone of the sharded `model`. It can be evaluated, recorded and saved, and needs the
+/// memory of one more shard of each parameter. Each rank computes with its own shards, so nothing is gathered. A
+/// hand-written mapper over the module's tensors would see the parameters' stand-ins instead.
 ///
 /// Parameters that no unit manages and running states are also averaged; integers and booleans are copied from the
 /// model.
 ///
-/// In 16 bits a share of 0.001 rounds to nothing, and the average would never move. The host therefore holds the
-/// elements of a 16-bit average also in 32 bits, which take 4 bytes each; the module shows them rounded. They belong to
-/// this copy and its clones. A saved step has the rounded elements, from which a resumed run continues. For an average
-/// that is itself in 32 bits, in steps and when it is evaluated, shard a copy of the model that was cast: `average` may
-/// be f32 if `model` has 16 bits and the same shards.
+/// In 16 bits, a share of 0.001 is rounded away, and the average would never move. The host therefore also holds the
+/// elements of a 16-bit average in 32 bits (4 bytes each); the module shows them rounded. They belong to this copy and
+/// its clones. A checkpoint contains the rounded elements, from which a resumed run continues. For an average that is
+/// itself in 32 bits, also in checkpoints and evaluation, shard a copy of the model cast to f32: `average` may be f32
+/// if `model` has 16 bits and the same shards.
 ///
 /// Not collective; all ranks must call it in the same way, between steps.
 ///
@@ -98,15 +98,15 @@ pub fn moving_average<M: Module>(average: M, model: &M, decay: f64) -> Result<M,
     Ok(average)
 }
 
-/// Returns true if both are the same part of tensors of one shape and one type; a 32-bit average may have a different
-/// type.
+/// Returns true if both are the same part of tensors with the same shape and type. A 32-bit average may have a
+/// different type.
 fn is_alike(average: &LocalTensor, model: &LocalTensor) -> bool {
     let is_wider = average.dtype == DType::F32 && is_narrow(model.dtype);
     let is_type = average.dtype == model.dtype || is_wider;
     is_type && average.shape == model.shape && average.part == model.part
 }
 
-/// Returns true for types in which a small share of a number rounds to nothing.
+/// Returns true for types in which a small share of a number is rounded away.
 fn is_narrow(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
 }
@@ -119,7 +119,7 @@ fn differing(path: &str) -> Error {
     }
 }
 
-/// Returns this rank's elements, in 32 bits if they have 16.
+/// Returns this rank's elements, widened to 32 bits if they have 16.
 fn wide(tensor: &LocalTensor) -> Tensor<1> {
     let bytes = tensor.elements.as_bytes().to_vec();
     let values = transport::owned(bytes, tensor.dtype, &Device::flex());

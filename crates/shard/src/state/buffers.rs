@@ -21,18 +21,18 @@ const LABEL: &str = "running states";
 pub enum BufferSync {
     /// Each rank keeps its own states, and nothing is communicated.
     Local,
-    /// All ranks get rank 0's states, as if one rank had trained alone. Do this before saving.
+    /// All ranks get rank 0's states, as if only one rank had trained. Do this before saving.
     #[default]
     Broadcast,
     /// All ranks get the mean.
     Average,
 }
 
-/// Makes the running states of `module` (BatchNorm's; any float tensor that is not a parameter) the same on
-/// all ranks, and returns the module with them.
+/// Makes the running states of `module` (any float tensor that is not a parameter, such as BatchNorm's) the same on all
+/// ranks, and returns the module.
 ///
-/// Burn keeps a running state in one place for all clones of a module, so clones on this rank also see the
-/// new value. Parameters are unchanged.
+/// In Burn, all clones of a module share a running state, so clones on this rank also see the new value. Parameters are
+/// unchanged.
 ///
 /// Collective over all ranks of the module: one broadcast or all-reduce, of all running states
 /// together; none if there are none, or with [`BufferSync::Local`].
@@ -57,15 +57,16 @@ pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> 
         BufferSync::Broadcast => broadcast(&group, &buffers)?,
     };
     let places = buffers.into_iter().map(|buffer| buffer.path);
-    // This also happens where nothing is replaced: all ranks make the same passes over the module.
+    // This also runs if nothing is replaced, because all ranks must make the same passes over the module.
     let values = places.zip(received).collect();
     Ok(path::map(module, &mut Replace { values }))
 }
 
-/// Returns `module` with its running states in `dtype`: to be called before sharding, separately on each rank.
+/// Returns `module` with its running states in `dtype`. Call this before sharding, on each rank.
 ///
-/// Burn's BatchNorm computes in the type of its running states alone. In that of [`Precision::new`](crate::Precision)
-/// it trains in 16 bits unchanged; its average then moves in 16 bits, too, and steps smaller than these tell are lost.
+/// Burn's BatchNorm computes only in the type of its running states. With the type of
+/// [`Precision::new`](crate::Precision), it trains in 16 bits unchanged. Its averages are then also in 16 bits, and
+/// updates below their resolution are lost.
 ///
 /// ```
 /// use burn::nn::BatchNormConfig;
@@ -81,12 +82,13 @@ pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> 
 ///
 /// # Errors
 ///
-/// As [`fully_shard`](crate::fully_shard) for a module that cannot be walked over.
+/// As [`fully_shard`](crate::fully_shard) for a module that it cannot visit.
 pub fn cast_buffers<M: Module>(module: M, dtype: impl Into<DType>) -> Result<M, Error> {
     let paths = survey(&module)?.buffers;
     let mut lazy = Lazy(false);
     inspect::visit(&module, &mut lazy);
-    // What has run has no lazy parameter, and may have an update that no mapper sees before a synchronization.
+    // A module without lazy parameters may have run, and then has an update that mappers see only after a
+    // synchronization.
     if !paths.is_empty() && !lazy.0 {
         drop(module.valid());
     }
@@ -125,7 +127,7 @@ impl path::Mapper for Cast {
     }
 }
 
-/// Looks whether the running states that the last backward has left are what was there, if ranks compare bytes.
+/// If ranks compare bytes, checks that the running states of the last backward are unchanged.
 fn check_running_states(root: &Root) -> Result<(), Error> {
     let group = &root.group;
     root.with_waiting(|waiting| {
@@ -136,8 +138,8 @@ fn check_running_states(root: &Root) -> Result<(), Error> {
     })
 }
 
-/// Checks that the running states of the last backward still have the same bytes, and seals those that the forward has
-/// made since, if ranks compare bytes.
+/// If ranks compare bytes, checks that the running states of the last backward still have the same bytes, and seals the
+/// forward's new ones.
 pub(crate) fn seal_running_states<M: Module>(module: &M, root: &Root) -> Result<(), Error> {
     let group = &root.group;
     root.with_waiting(|waiting| {
@@ -210,7 +212,7 @@ impl Running {
     }
 }
 
-/// Brings the running states of `module` up to date, and returns their paths.
+/// Updates the running states of `module`, and returns their paths.
 pub(super) fn settle<M: Module>(module: &M) -> Result<Vec<String>, Error> {
     let paths = survey(module)?.buffers;
     if !paths.is_empty() {

@@ -1,4 +1,4 @@
-//! Whole parameters outside of training, to be read, changed, exported or evaluated.
+//! Reads, changes, exports and evaluates whole parameters outside of training.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -21,21 +21,21 @@ use crate::transport;
 pub enum WriteBack {
     /// The changes are kept: each rank takes its shards from the closure's result on this rank.
     Keep,
-    /// The changes are forgotten.
+    /// The changes are discarded.
     Discard,
 }
 
-/// Passes a plain copy of a sharded module, with whole parameters, to `body` on every rank, and returns the sharded
-/// module: with its shards taken from the result of `body`, or unchanged.
+/// Passes a plain copy of a sharded module, with whole parameters, to `body` on every rank. Returns the sharded module,
+/// either with shards taken from the result of `body` or unchanged.
 ///
 /// The copy equals [`Module::valid`] of the unsharded module: same type, same paths, values in their stored precision,
-/// no autodiff. It belongs only to `body`, which may run it, record it, pass it to other code, or even keep it. Its
-/// forward communicates nothing, so ranks may do different things with it. With [`WriteBack::Keep`] all must return the
-/// same values; otherwise shards of different modules would be combined. Parameters that no unit manages and running
-/// states are also copied and written back. With [`WriteBack::Discard`] the result of `body` is dropped. Low-rank
-/// adapters are merged into the weights of the copy, so it cannot be written back.
+/// no autodiff. `body` owns it, and may run it, record it, pass it to other code, or even keep it. Its forward
+/// communicates nothing, so ranks may use it differently. With [`WriteBack::Keep`] all ranks must return the same
+/// values; otherwise shards of different modules would be combined. Parameters that no unit manages and running states
+/// are also copied and written back. With [`WriteBack::Discard`] the result of `body` is dropped. Low-rank adapters are
+/// merged into the weights of the copy, so it cannot be written back.
 ///
-/// Every rank holds the whole model meanwhile. For a model that does not fit on any rank, use [`full_state`].
+/// Meanwhile every rank holds the whole model. For a model that does not fit on any rank, use [`full_state`].
 ///
 /// Collective over all ranks of the module, between steps: one all-gather for each sharded parameter.
 ///
@@ -67,7 +67,7 @@ pub fn summon_full_params<M: Module>(
 }
 
 /// Returns the plain copy of a sharded module, as in [`summon_full_params`], on ranks with `keep`. The other ranks send
-/// their shards, and hold one whole parameter at a time.
+/// their shards, and hold at most one whole parameter at a time.
 ///
 /// Collective over all ranks of the module, between steps: one all-gather for each sharded parameter.
 ///
@@ -80,7 +80,7 @@ pub fn unsharded<M: Module>(module: &M, keep: bool) -> Result<Option<M>, Error> 
     Ok(keep.then_some(full))
 }
 
-/// Returns the module without autodiff and without shards, with whole values if they are to be kept.
+/// Returns the module without autodiff and shards, with whole values if `keep` is set.
 fn plain<M: Module>(module: &M, fields: &[(String, Member)], keep: bool) -> Result<M, Error> {
     let mut members: HashMap<_, _> = fields.iter().cloned().collect();
     for (path, _) in fields {
@@ -101,16 +101,16 @@ fn plain<M: Module>(module: &M, fields: &[(String, Member)], keep: bool) -> Resu
         shared: HashMap::new(),
     };
     let filled = catch(|| path::map(module.valid(), &mut fill))?;
-    // Burn removes a reparameterization only in `materialize`.
+    // Only `materialize` removes a reparameterization in Burn.
     Ok(within(Purpose::KeepBase, || filled.materialize()))
 }
 
-/// A mapper that puts the whole value in the place of each stand-in.
+/// A mapper that replaces each stand-in with the whole value.
 struct Fill {
     members: HashMap<String, Member>,
     /// False to drop each value as it arrives.
     keep: bool,
-    /// The parameters that several fields share.
+    /// The parameters shared by several fields.
     tied: HashSet<Key>,
     /// The whole values of these parameters.
     shared: HashMap<Key, Tensor<1>>,
@@ -122,7 +122,7 @@ impl path::Mapper for Fill {
         place: &Location,
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>> {
-        // The shard comes after the stand-in, under the same path.
+        // Skips the shard, which follows the stand-in under the same path.
         let Some(member) = self.members.remove(&place.path()) else {
             return param;
         };
@@ -132,7 +132,7 @@ impl path::Mapper for Fill {
         };
         let whole = match (self.shared.get(&member.key()), &member.slot().adapter) {
             (Some(shared), _) => shared.clone(),
-            // Every rank has gathered it with the first field.
+            // Every rank already gathered it for the first field.
             (None, _) if member.is_tied => return param,
             (None, Some(adapter)) => {
                 adapter.applied(whole(member.index), whole(adapter.a), whole(adapter.b))
@@ -147,7 +147,7 @@ impl path::Mapper for Fill {
         }
         let mut shape = [0; D];
         shape.copy_from_slice(&member.slot().shape);
-        // With the id of the stand-in, so that a record of the copy loads into the sharded module.
+        // It keeps the stand-in's id, so a record of the copy loads into the sharded module.
         let (id, _, mapper) = param.consume();
         let on_load = Arc::new(mapper);
         let on_save = on_load.clone();
@@ -191,15 +191,15 @@ impl path::Visitor for Values {
     }
 }
 
-/// A mapper that cuts each value where a rank holds a part of it, and takes it whole elsewhere.
+/// A mapper that narrows each value to this rank's part, or takes it whole if it is not sharded.
 struct Narrow {
     members: HashMap<String, Member>,
     values: HashMap<String, TensorData>,
 }
 
 impl Narrow {
-    /// Checks that every parameter of `module` has a value of its shape, and no value is left over,
-    /// before anything is replaced.
+    /// Checks, before anything is replaced, that every parameter of `module` has a value of its shape and no value is
+    /// left over.
     fn check<M: Module>(&self, module: &M) -> Result<(), Error> {
         let mut wanted = Shapes {
             members: &self.members,
@@ -328,28 +328,26 @@ impl path::Mapper for Narrow {
     }
 }
 
-/// A whole tensor of a module, as [`full_state`] passes it.
+/// A whole tensor of a module, passed by [`full_state`].
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct FullTensor<'a> {
     /// Path in the module, such as `blocks.3.fc.weight`.
     pub path: &'a str,
-    /// Shape of the value, as `Param::val` gives it.
+    /// Shape of the value, as returned by `Param::val`.
     pub shape: &'a [usize],
     /// Element type.
     pub dtype: DType,
-    /// The elements in row-major order, in the machine's byte order.
+    /// The elements in row-major order and native byte order.
     pub bytes: &'a [u8],
 }
 
-/// Calls `visit` on rank 0 with each tensor of a sharded module, whole, one after another in the order of the
-/// module. This includes parameters, sharded or not, also of integers and booleans, and running states. The
-/// running states are rank 0's own; call [`sync_buffers`](crate::sync_buffers) first to average them over the
-/// ranks.
+/// Calls `visit` on rank 0 with each whole tensor of a sharded module, in module order. This includes all parameters,
+/// sharded or not, float, integer or boolean, and running states. The running states are rank 0's own; call
+/// [`sync_buffers`](crate::sync_buffers) first to average them over the ranks.
 ///
-/// At most one whole parameter is held at a time, and only by rank 0 of each group that holds the shards. The
-/// other ranks only send, and `visit` is not called on them; it cannot stop the sequence, because they could
-/// not know.
+/// Only rank 0 of each shard group holds whole parameters, at most one at a time. The other ranks only send, and
+/// `visit` is not called on them. It cannot stop the sequence, because the other ranks would not know.
 ///
 /// Collective over all ranks of the module, between steps: one gather for each sharded parameter.
 ///
@@ -412,17 +410,17 @@ pub(crate) struct StateTensor {
     pub(crate) held: Held,
 }
 
-/// The elements of a tensor, by where they are.
+/// The elements of a tensor, by location.
 pub(crate) enum Held {
-    /// Elements cut among ranks.
+    /// Elements sharded over ranks.
     Sharded(Box<Member>),
     /// Elements on this rank, flat.
     Here(Box<Tensor<1>>),
-    /// Elements on this rank, integers or booleans.
+    /// Integers or booleans on this rank.
     Read(Source),
 }
 
-/// Returns all tensors of `module`, in its order.
+/// Returns all tensors of `module`, in module order.
 pub(crate) fn tensors<M: Module>(module: &M) -> Vec<StateTensor> {
     // Running states show their last update only after `valid`.
     drop(module.valid());

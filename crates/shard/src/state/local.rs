@@ -31,37 +31,35 @@ pub struct LocalTensor {
     pub dtype: DType,
     /// The kind of the tensor, and the part of it that this rank holds.
     pub part: LocalPart,
-    /// For a factor of a [LoRA adapter](crate::ShardPolicy::lora): alpha over rank, by which the product of the factors
-    /// is multiplied.
+    /// For a factor of a [LoRA adapter](crate::ShardPolicy::lora): the scale of the factors' product, alpha / rank.
     pub adapter_scale: Option<f64>,
-    /// The elements that this rank holds, in row-major order and the machine's byte order. They are read in
-    /// place, and later changes of the module do not affect them.
+    /// The elements that this rank holds, in row-major order and native byte order. They are read in place; later
+    /// changes to the module do not affect them.
     pub elements: Source,
 }
 
 /// The part of a tensor that a rank holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LocalPart {
-    /// A range of the flat elements of a sharded parameter; everything or nothing where the partition has a
-    /// [sole owner](Partition::sole_owner).
+    /// A range of the flat elements of a sharded parameter; everything or nothing if it has a [sole
+    /// owner](Partition::sole_owner).
     Shard {
         /// The elements.
         range: Range<usize>,
         /// The partition of the parameter among all ranks of the shard axis.
         partition: Partition,
     },
-    /// All of a parameter that is whole on every rank.
+    /// A parameter that is whole on every rank.
     Whole,
-    /// All of a tensor that no unit manages: a running state, a parameter of integers or booleans, one without
-    /// elements, or one that was ignored. Each rank has its own value.
+    /// A tensor that no unit manages: a running state, or a parameter that is integer, boolean, empty or ignored. Each
+    /// rank has its own value.
     Own,
 }
 
-/// Returns the tensors of a sharded module, in its order, with this rank's part of each. Nothing is copied or
-/// communicated. A parameter that several fields share appears once, under the path of the first.
+/// Returns the tensors of a sharded module, in module order, with this rank's part of each. Nothing is copied or
+/// communicated. A shared parameter appears once, under the path of its first field.
 ///
-/// Running states are each rank's own; call [`sync_buffers`](crate::sync_buffers) first if one of them is to
-/// represent all.
+/// Running states are each rank's own; call [`sync_buffers`](crate::sync_buffers) first to make them equal.
 ///
 /// # Errors
 ///
@@ -125,7 +123,7 @@ pub struct LocalId {
     pub recorded: ParamId,
 }
 
-/// Returns the ids of the sharded parameters of a module, in its order.
+/// Returns the ids of the sharded parameters of a module, in module order.
 ///
 /// # Errors
 ///
@@ -141,13 +139,13 @@ pub fn local_ids<M: Module>(module: &M) -> Result<Vec<LocalId>, Error> {
     Ok(ids.collect())
 }
 
-/// Replaces this rank's part of a sharded module. `read` gets each tensor as [`local_state`] describes it,
-/// with its present elements, and returns new bytes, or `None` to leave it.
+/// Replaces this rank's part of a sharded module. `read` receives each tensor as in [`local_state`], with its current
+/// elements, and returns new bytes, or `None` to leave it unchanged.
 ///
-/// Everything is read before anything is replaced, so after an error no copy of the module has changed.
+/// Everything is read before anything is replaced, so an error changes no copy of the module.
 ///
-/// Not collective. All ranks must replace the same values: if one of them gets an error and continues with the
-/// unchanged module, the others must not use the new values either.
+/// Not collective. All ranks must replace the same values: if one fails and continues with the unchanged module, the
+/// others must not use the new values either.
 ///
 /// # Errors
 ///
@@ -181,8 +179,7 @@ pub fn load_local_state<M: Module, E: From<Error>>(
 }
 
 impl LocalTensor {
-    /// Returns the range of the whole tensor's flat elements that this rank holds, in row-major order: the part of a
-    /// file to read for it.
+    /// Returns this rank's range of the whole tensor's flat elements, in row-major order: the part to read from a file.
     pub fn range(&self) -> Range<usize> {
         match &self.part {
             LocalPart::Shard { range, .. } => range.clone(),
@@ -190,8 +187,9 @@ impl LocalTensor {
         }
     }
 
-    /// Returns the shape in which optimizers see it. It is flat where this rank holds a part, and has as many empty
-    /// dims where another rank [owns](crate::ShardPolicy::one_owner) all of it. Otherwise it is the tensor's own shape.
+    /// Returns the shape that optimizers see. It is flat if this rank holds a shard, and has the same number of empty
+    /// dims if another rank [owns](crate::ShardPolicy::one_owner) the parameter. Otherwise it is the tensor's own
+    /// shape.
     pub fn shown_shape(&self) -> Vec<usize> {
         let too_many = self.shape.len() > MAX_DIMS;
         match &self.part {
@@ -215,7 +213,7 @@ impl LocalTensor {
     }
 }
 
-/// A mapper that puts tensors in their places.
+/// A mapper that puts tensors back in their places.
 struct PutBack {
     members: HashMap<String, Member>,
     values: HashMap<String, TensorData>,

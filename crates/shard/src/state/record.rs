@@ -1,8 +1,8 @@
 //! Burn records of sharded modules.
 //!
-//! A record of a sharded module equals the record of the unsharded module: whole parameters under their own
-//! paths. It loads into a plain module, and into one sharded over any number of ranks. Taking one is
-//! collective and makes every rank hold the whole record.
+//! A record of a sharded module equals the record of the unsharded module: whole parameters under their own paths. It
+//! loads into a plain module, and into one sharded over any number of ranks. Creating one is collective, and every rank
+//! then holds the whole record.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -23,20 +23,20 @@ use crate::transport;
 use crate::unit::Unit;
 
 thread_local! {
-    /// The sharded parameters of the module that is being recorded, in its order, if it is known.
+    /// The sharded parameters of the module that is being recorded, in module order, if it is known.
     static RECORDED: RefCell<Vec<Member>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Runs `body` with the mappers of sharded parameters doing only what they did before sharding. This is for a
-/// plain copy of the parameter, which is then recorded as without the engine.
+/// Runs `body` so that the mappers of sharded parameters act only as they did before sharding. Used to record a plain
+/// copy of a parameter as without the engine.
 pub(crate) fn plainly<T>(body: impl FnOnce() -> T) -> T {
     within(Purpose::PlainMappers, body)
 }
 
-/// Returns the record of a sharded module: the result of [`Module::into_record`], as a value or an error. It also works
-/// while other copies of the module with different values are alive (the best so far, a moving average). Burn's own
-/// method cannot distinguish such copies and fails. The record includes the last update of this rank's running states,
-/// which Burn's own method leaves out.
+/// Returns the record of a sharded module like [`Module::into_record`], but with errors as values. It also works while
+/// other copies of the module with different values are alive (the best so far, a moving average). Burn's own method
+/// cannot distinguish such copies and fails. The record includes the last update of this rank's running states, which
+/// Burn's own method leaves out.
 ///
 /// Collective: one all-gather for each sharded parameter. Every rank gets the whole record.
 ///
@@ -69,7 +69,7 @@ fn copy_of(copies: &Copies, index: usize) -> Result<Arc<Generation>, Error> {
         let is_it = |member: &Member| {
             member.index == index && Arc::ptr_eq(&member.generation.unit, &copies.unit)
         };
-        // One module may hold two copies: each of its members counts once.
+        // One module may contain two copies: each of its members counts once.
         let at = members.iter().position(is_it)?;
         Some(members.remove(at).generation)
     });
@@ -79,7 +79,7 @@ fn copy_of(copies: &Copies, index: usize) -> Result<Arc<Generation>, Error> {
     }
 }
 
-/// Returns a function that narrows a whole parameter that is being loaded to this rank's part.
+/// Returns a function that narrows a loaded whole parameter to this rank's part.
 pub(crate) fn load<const D: usize>(
     unit: Arc<Unit>,
     index: usize,
@@ -118,7 +118,7 @@ pub(crate) fn narrow<const D: usize>(
     let slot = &unit.slots[index];
     let range = slot.held_range(unit.groups.shard.rank());
     let flat: Tensor<1> = whole.inner().reshape([slot.partition.num_elements()]);
-    // The data is copied, so that the shard does not keep the whole alive.
+    // The data is copied, because a slice would keep the whole parameter alive.
     let shard = flat.slice([range]).into_data();
     Tensor::from_data(shard, (&unit.home(device), slot.elements.stored.dtype))
 }
@@ -138,7 +138,7 @@ pub(crate) fn save<const D: usize>(
         let whole = copy_of(&copies, index).and_then(|generation| whole(&generation, index));
         let whole = whole.unwrap_or_else(|error| throw(error));
         let saved = own.on_save(whole.reshape(slot.dims::<D>()));
-        // This comes last: the next visit must be the one that it is meant for.
+        // This comes last, because the message is for the next visit.
         hand(unit, index, Handed::Recorded);
         saved
     }

@@ -14,7 +14,7 @@ use crate::state::record::plainly;
 use crate::thrown::{catch, throw};
 use crate::transport;
 
-/// A tensor of a module's record, as [`recorded_state`] passes it.
+/// A tensor of a module's record, passed by [`recorded_state`].
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct RecordedTensor {
@@ -26,11 +26,11 @@ pub struct RecordedTensor {
     pub data: TensorData,
 }
 
-/// Calls `visit` on rank 0 with each tensor of a sharded module's record (see [`into_record`](crate::into_record)), one
-/// after another in the order of the module. Running states are those of rank 0.
+/// Calls `visit` on rank 0 with each tensor of a sharded module's record (see [`into_record`](crate::into_record)), in
+/// module order. Running states are those of rank 0.
 ///
-/// Rank 0 holds one whole tensor at a time, or two if the parameter is recorded in another form. The other ranks only
-/// send; `visit` is not called on them. It cannot stop the sequence, because they would not know.
+/// Rank 0 holds one whole tensor at a time, or two if the parameter is recorded in a different form. The other ranks
+/// only send; `visit` is not called on them. It cannot stop the sequence, because they would not know.
 ///
 /// Collective over all ranks of the module, between steps: one gather for each sharded parameter.
 ///

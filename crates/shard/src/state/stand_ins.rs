@@ -1,8 +1,8 @@
 //! Stand-ins of sharded parameters that have grown to full size.
 //!
-//! Burn shows a mapper the stand-in and the shard of a parameter alike. A stand-in has one element of memory.
-//! A mapper that computes with all float tensors, such as a moving average or a clip of weights, turns it
-//! into a tensor of the full size. Burn offers no place to undo that.
+//! Burn shows a mapper both the stand-in and the shard of a parameter. A stand-in has one element of memory. A mapper
+//! that computes with all float tensors, such as a moving average or weight clipping, turns it into a tensor of full
+//! size. Burn has no hook to undo that.
 
 use std::collections::HashSet;
 
@@ -16,8 +16,8 @@ use crate::inspect;
 use crate::path::{self, Location};
 use crate::survey::stand_in;
 
-/// Returns the bytes that stand-ins of the sharded `module` hold on the CPU backend. They are next to
-/// nothing, unless a mapper has computed with the stand-ins. [`renew_stand_ins`] frees them.
+/// Returns the memory of the stand-ins of the sharded `module` on the CPU backend, in bytes. It is negligible unless a
+/// mapper has computed with the stand-ins. [`renew_stand_ins`] frees it.
 ///
 /// # Errors
 ///

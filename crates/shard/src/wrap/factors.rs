@@ -15,8 +15,8 @@ use crate::survey::Found;
 ///
 /// # Errors
 ///
-/// [`Error::Option`] if it adapts none, or if the factors would have rank 0, an unreasonable size, or another type
-/// than the parameters that they adapt.
+/// [`Error::Option`] if it adapts none, or if the factors would have rank 0, an unreasonable size, or a different type
+/// from the parameters that they adapt.
 pub(super) fn with_factors(parameters: Vec<Found>, lora: &Lora) -> Result<Vec<Found>, Error> {
     check(lora)?;
     let mut all = Vec::with_capacity(parameters.len());
@@ -91,7 +91,7 @@ fn refused(expected: &'static str, got: String) -> Error {
     }
 }
 
-/// Records in the slots of a unit which slots adapt which.
+/// Records in the slots of a unit which slots adapt each one.
 pub(super) fn join(slots: &mut [Slot], lora: &Lora) {
     let index_of: HashMap<_, _> = slots
         .iter()

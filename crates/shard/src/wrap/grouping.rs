@@ -61,7 +61,7 @@ impl Ignored {
     }
 }
 
-/// Rejects a pattern that matches none of the parameters, nor a module around one.
+/// Rejects a pattern that matches neither a parameter nor a module that contains one.
 fn expect_match<'a>(
     pattern: &Pattern,
     parameters: impl Iterator<Item = &'a Found> + Clone,
@@ -73,7 +73,7 @@ fn expect_match<'a>(
     }
 }
 
-/// Number of modules that a message names.
+/// Maximum number of modules that a message names.
 const NAMED: usize = 12;
 
 pub(crate) fn unmatched<'a>(pattern: &str, paths: impl Iterator<Item = &'a str>) -> Error {
@@ -104,7 +104,7 @@ fn named_units(policy: &ShardPolicy) -> Vec<(&Pattern, Option<String>)> {
     joint.chain(single).collect()
 }
 
-/// The parameters of each unit: the unit of a parameter is the innermost module that a pattern matches.
+/// The parameters of each unit. A parameter belongs to the innermost module that a pattern matches.
 pub(crate) struct Grouping {
     /// The parameters by unit path: the root's first, with the empty path, then the other units' in the order
     /// of first appearance.
@@ -112,8 +112,8 @@ pub(crate) struct Grouping {
 }
 
 impl Grouping {
-    /// Groups `parameters` by the policy's patterns. A pattern may also match fields that share a parameter with
-    /// another one, at the paths `tied`.
+    /// Groups `parameters` by the policy's patterns. A pattern may also match only fields at the paths `tied`, which
+    /// share another field's parameter.
     ///
     /// # Errors
     ///
@@ -251,7 +251,7 @@ impl Grouping {
     }
 }
 
-/// Returns how ranks hold a parameter.
+/// Returns the part of a parameter that ranks hold.
 fn holding(found: &Found, policy: &ShardPolicy) -> Holding {
     let is_kept_vector = found.shape.len() < 2 && !policy.shard_vectors;
     let stays_whole = is_kept_vector || found.num_elements() < policy.whole_below;
@@ -262,7 +262,7 @@ fn holding(found: &Found, policy: &ShardPolicy) -> Holding {
     }
 }
 
-/// Checks that gradients can be reduced from the types of a policy to that of the shards.
+/// Checks that gradients in the policy's types can be reduced to the shards' type.
 ///
 /// # Errors
 ///

@@ -1,4 +1,4 @@
-//! Initial values: rank 0's, cut in transit to the other ranks.
+//! Initial values: rank 0's, sharded on the way to the other ranks.
 
 use burn::module::Param;
 use burn::tensor::{Device, Tensor};
@@ -9,10 +9,10 @@ use crate::slot::Slot;
 use crate::transport;
 use crate::unit::Unit;
 
-/// Returns this rank's value of `param`, from rank 0's. No other rank initializes the parameter, and no rank
-/// holds more than one whole parameter for it.
+/// Returns this rank's part of rank 0's value of `param`. No other rank initializes the parameter, and no rank holds
+/// more than one whole parameter for it.
 ///
-/// With replicas, the first of them receives from rank 0 and passes its shard on.
+/// With replicas, the first of them receives from rank 0 and passes its shard on to the others.
 pub(crate) fn value<const D: usize>(
     unit: &Unit,
     slot: &Slot,
@@ -42,7 +42,7 @@ pub(crate) fn value<const D: usize>(
     }
 }
 
-/// Returns this rank's part of a value that rank 0 of the shard group has.
+/// Returns this rank's part of a value on rank 0 of the shard group.
 fn from_first(
     unit: &Unit,
     slot: &Slot,
@@ -63,7 +63,7 @@ fn from_first(
     Ok(first_tensor(received, slot, device))
 }
 
-/// Returns the tensor of `elements` elements that rank 0 of `group` has.
+/// Returns the tensor of `elements` elements on rank 0 of `group`.
 fn broadcast(
     group: &ProcessGroup,
     slot: &Slot,
@@ -90,8 +90,8 @@ fn broadcast(
     Ok(own.unwrap_or_else(|| first_tensor(received, slot, device)))
 }
 
-/// Returns the name of the operation. It includes an adapter's scale, which is not a tensor: ranks that differ in it
-/// get an error at this operation.
+/// Returns the name of the operation. It includes an adapter's scale, so ranks with different scales get an error at
+/// this operation.
 fn label(slot: &Slot) -> String {
     let adapted = slot.adapter.as_ref().map(|adapter| {
         let (rank, scale) = (adapter.rank, adapter.scale);
@@ -116,7 +116,7 @@ fn source_of<const D: usize>(param: &Param<Tensor<D>>, slot: &Slot) -> Source {
     transport::source(flat, None)
 }
 
-/// Returns a leaf with its own memory: the tensor that rank 0 sends may be a view of something larger.
+/// Returns a leaf with its own memory, because the tensor that rank 0 sends may be a view of a larger one.
 fn leaf(bytes: &[u8], slot: &Slot, device: &Device) -> Tensor<1> {
     transport::owned(bytes.to_vec(), slot.elements.stored.dtype, device)
 }

@@ -3,8 +3,8 @@
 //! - `factors`: the parameters of adapters that are attached while sharding.
 //! - `ranks`: the ranks that take part. `grouping`: the parameters of each unit, and the owner of each undivided
 //!   parameter.
-//! - `placed`: units with their paths in the module, also from earlier calls.
-//! - `sharder`: replaces a parameter by a stand-in with its shard next to it. `initial`: rank 0's values. `read`:
+//! - `placed`: units with their paths in the module, including those of earlier calls.
+//! - `sharder`: replaces a parameter with a stand-in that has the shard next to it. `initial`: rank 0's values. `read`:
 //!   values that each rank reads.
 //! - `ties`: fields that share a parameter.
 //! - `own_states`: running states that ranks must not share.
@@ -46,36 +46,33 @@ use read::Read;
 use sharder::Sharder;
 use ties::Ties;
 
-/// Shards `module` over the policy's axis of `mesh` and returns it, with the same type and for the same use.
+/// Shards `module` over the policy's axis of `mesh`. The returned module has the same type and is used in the same way.
 ///
-/// Each unit is gathered when one of its parameters is first touched, and freed after its forward and after
-/// its backward. Its gradients are averaged over the ranks. All ranks start from rank 0's values. Parameters
-/// that are not initialized yet are initialized there, one at a time in the order of the module, and the
-/// other ranks initialize nothing.
+/// Each unit is gathered when one of its parameters is first used, and freed after its forward and after its backward.
+/// Its gradients are averaged over the ranks. All ranks start from rank 0's values. Uninitialized parameters are
+/// initialized only on rank 0, one at a time in module order.
 ///
-/// Burn's random numbers come from one generator for all threads of the process. For the same initial values in every
-/// run, seed the device only on rank 0, directly before this call, and draw nothing on other ranks meanwhile;
-/// `device.seed` on every rank would restart the sequence in the middle. Dropout on ranks that are threads cannot be
-/// repeated at all.
+/// Burn's random numbers come from one generator for all threads of the process. For reproducible initial values, seed
+/// the device only on rank 0, directly before this call, and draw nothing on other ranks meanwhile; `device.seed` on
+/// every rank would restart the sequence in the middle. If ranks are threads, dropout is not reproducible at all.
 ///
-/// Each shard has the id of its parameter, so groups of ids made earlier still match; see
-/// [`param_id`](crate::param_id).
+/// Each shard has the id of its parameter, so existing groups by ids still match; see [`param_id`](crate::param_id).
 ///
-/// Fields that are clones of one parameter (one id) stay one parameter. The first of them in the order of the module is
-/// sharded, under its path. All others return its value, in each copy of the module and after any later change of it.
+/// Fields that are clones of one parameter (one id) stay one parameter. The first of them in module order is sharded,
+/// under its path. All others return its value, in each copy of the module and after any later change to it.
 ///
-/// If it is applied to a child first and to its parent later, the parent takes the remaining parameters and
-/// orders the operations of both.
+/// If a child was sharded by an earlier call, its parent takes the remaining parameters and orders the operations of
+/// both.
 ///
-/// `mesh` is a [`ProcessMesh`](burn_fsdp_collectives::ProcessMesh), or a group, whose ranks form a line: its only
-/// axis is the policy's.
+/// `mesh` is a [`ProcessMesh`](burn_fsdp_collectives::ProcessMesh), or a group, which is a one-dimensional mesh with
+/// the policy's axis.
 ///
 /// Collective: all ranks of the axis call it, with the same module structure and policy.
 ///
 /// # Errors
 ///
-/// A pattern without a module, parameters that cannot be sharded or are not reached, [`Error::Tied`] for fields of one
-/// id that cannot be one parameter, a child in the middle of a step, or a failed collective.
+/// A pattern that matches no module, parameters that cannot be sharded or reached, [`Error::Tied`] for fields with one
+/// id that cannot share a parameter, a child in the middle of a step, or a failed collective.
 pub fn fully_shard<M: Module>(
     module: M,
     mesh: &impl AsMesh,
@@ -84,14 +81,14 @@ pub fn fully_shard<M: Module>(
     wrap(module, mesh, &policy, Form::Shard, None)
 }
 
-/// Shards `module` as [`fully_shard`] does, with values that each rank reads itself. `read` gets this rank's part of
-/// each parameter, in the order of the module, and returns its bytes, or `None` for a parameter that starts from rank
-/// 0's value.
+/// Shards `module` like [`fully_shard`], but with values that each rank reads itself. `read` receives a description of
+/// this rank's part of each parameter, in module order, and returns its bytes, or `None` for a parameter that starts
+/// from rank 0's value.
 ///
 /// A parameter that is read is not initialized on any rank, and each rank holds only its part. The dtype is the
-/// parameter's, or its device's for an uninitialized parameter.
+/// parameter's, or its device's default for an uninitialized parameter.
 ///
-/// Collective as [`fully_shard`]: `read` must return `None` for the same parameters on all ranks.
+/// Collective like [`fully_shard`]: `read` must return `None` for the same parameters on all ranks.
 ///
 /// # Errors
 ///
@@ -106,7 +103,7 @@ pub fn fully_shard_from<M: Module, E: From<Error>>(
     let mut read = |part: &InitialPart<'_>| {
         read(part).map_err(|error| {
             failure = Some(error);
-            // This error is not visible: the failure itself is returned.
+            // This error is never seen, because the failure itself is returned.
             Error::NotSharded
         })
     };
@@ -117,12 +114,12 @@ pub fn fully_shard_from<M: Module, E: From<Error>>(
     }
 }
 
-/// Makes `module` data-parallel over the policy's axes of `mesh`: every rank holds all of it, from rank 0's
-/// values, and gradients are averaged by one all-reduce per unit. The policy's strategy does not apply; its
-/// units define which gradients are reduced together.
+/// Makes `module` data-parallel over the policy's axes of `mesh`: every rank holds all of it, starting from rank 0's
+/// values, and gradients are averaged by one all-reduce per unit. The policy's strategy does not apply; its units
+/// determine which gradients are reduced together.
 ///
-/// Submodules that are already sharded stay so, each under its own root. A parent's [`fully_shard`] leaves a
-/// replicated module alone, with everything in it.
+/// Submodules that are already sharded stay sharded, each under its own root. [`fully_shard`] of a parent does not
+/// change a replicated module or anything in it.
 ///
 /// Collective: all ranks of the axes call it, with the same module structure and policy.
 ///
@@ -184,7 +181,7 @@ fn wrap<M: Module>(
         .iter()
         .filter(|found| !ignored.contains(&found.path))
         .filter(|found| !ties.contains(&found.path))
-        // There is nothing to share for a parameter without elements.
+        // A parameter without elements has nothing to shard.
         .filter(|found| !found.shape.contains(&0))
         .cloned()
         .collect();
@@ -253,7 +250,7 @@ fn check(
             });
         }
     }
-    // A parent without direct parameters still orders the operations of its children.
+    // A parent without parameters of its own still orders the operations of its children.
     let mut roots: Vec<_> = adopted
         .iter()
         .filter_map(|placed| placed.root_link.root())
@@ -271,7 +268,7 @@ fn check(
     })
 }
 
-/// Puts the units' copies, which may come from several calls, under one history.
+/// Gives the units' copies, which may come from several calls, a common history.
 fn begin_history<M: Module>(module: &M) {
     let members = inspect::members(module);
     let mut hasher = Fingerprint::new();

@@ -1,7 +1,7 @@
 //! Running states, such as BatchNorm's, that belong only to this rank.
 //!
-//! Burn keeps a running state in one place for all clones of a module. If a module was built outside of the
-//! ranks and cloned into them, all of them would share one state.
+//! In Burn, all clones of a module share a running state. If a module was built once and cloned into the ranks, all
+//! ranks would share the state.
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
@@ -20,7 +20,7 @@ use crate::survey::{Survey, survey};
 /// Returns the module with running states that belong only to this rank. A module that already has such
 /// states is left unchanged.
 ///
-/// Collective over the ranks of `group`: one exchange of the ids of running states; none without any.
+/// Collective over the ranks of `group`: one exchange of the ids of running states, if there are any.
 pub(crate) fn separate<M: Module>(
     module: M,
     survey: &Survey,
@@ -35,7 +35,7 @@ pub(crate) fn separate<M: Module>(
         .flat_map(|id| id.val().to_le_bytes());
     let own: Vec<u8> = ids.collect();
     let all = group.exchange("ids of running states", own.clone())?;
-    // Ids are drawn at random: equal ones belong to clones of one module.
+    // Ids are random, so equal ones belong to clones of one module.
     let is_clone = all.iter().enumerate().any(|(rank, ids)| {
         let (own, ids) = (own.as_chunks::<8>().0, ids.as_chunks::<8>().0);
         rank != group.rank() && ids.iter().any(|id| own.contains(id))
@@ -46,7 +46,7 @@ pub(crate) fn separate<M: Module>(
     }
 }
 
-/// Returns a module with its own running states, if it has some.
+/// Returns a module with its own running states, if it has any.
 pub(crate) fn own<M: Module>(module: M) -> Result<M, Error> {
     let survey = survey(&module)?;
     match survey.buffers.is_empty() {
@@ -63,16 +63,16 @@ fn cloned<M: Module>(module: M, survey: &Survey) -> M {
         ..Kept::default()
     };
     inspect::visit(&module, &mut kept);
-    // Only a mapper sees a flag.
+    // Only mappers see flags.
     let module = within(Purpose::Prepare, || {
         path::map(module, &mut Flags(&mut kept))
     });
-    // Only a change of the training state makes new running states; its other changes are undone.
+    // Only a change of the training state creates new running states; its other effects are undone.
     let module = within(Purpose::OwnStates, || module.valid().train());
     within(Purpose::Prepare, || path::map(module, &mut PutBack(kept)))
 }
 
-/// The tensors and flags of a module that are not running states, in its order.
+/// The tensors and flags of a module except its running states, in module order.
 #[derive(Default)]
 struct Kept {
     states: Vec<String>,

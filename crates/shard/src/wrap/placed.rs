@@ -16,11 +16,11 @@ use crate::spec::Groups;
 pub(super) struct Placed {
     pub(super) copies: Copies,
     pub(super) root_link: Arc<RootLink>,
-    /// Path of the unit's module within the module that is being wrapped.
+    /// Path of the unit's module within the wrapped module.
     pub(super) prefix: String,
 }
 
-/// Separates replicated modules, and all units in them, from units that a parent adopts.
+/// Separates replicated modules, and all units in them, from the units that a parent adopts.
 pub(super) fn split_off_replicas(earlier: Vec<Placed>) -> (Vec<Placed>, Vec<Placed>) {
     let roots = earlier
         .iter()
@@ -38,8 +38,8 @@ pub(super) fn split_off_replicas(earlier: Vec<Placed>) -> (Vec<Placed>, Vec<Plac
         .partition(|placed| is_inside(&placed.prefix))
 }
 
-/// Returns the units that earlier calls made, in the order of the module, each with the path in `module` of
-/// the module that the call was made on.
+/// Returns the units created by earlier calls, in module order, each with the path in `module` of the module that the
+/// call wrapped.
 pub(super) fn earlier_units<M: Module>(module: &M) -> Vec<Placed> {
     let mut units: Vec<Placed> = Vec::new();
     for (path, member) in &inspect::places(module) {

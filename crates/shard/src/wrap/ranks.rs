@@ -7,7 +7,7 @@ use crate::policy::{ReduceGroup, ShardPolicy};
 use crate::spec::Groups;
 use burn_fsdp_mesh::Strategy;
 
-/// The groups of ranks of a call.
+/// The groups of ranks that a call uses.
 pub(super) struct Ranks {
     /// All ranks that train the module together.
     pub(super) all: ProcessGroup,
@@ -47,7 +47,7 @@ impl Ranks {
                 mesh.world().clone()
             }
             Some(_) => {
-                // The coordinates on the other axes are the same for all ranks that train together.
+                // All ranks that train together have the same coordinates on the other axes.
                 let axes = mesh.mesh().axes().iter().zip(mesh.coordinate());
                 let ours = |name: &str| {
                     name == policy.axis || Some(name) == policy.replicate_axis.as_deref()

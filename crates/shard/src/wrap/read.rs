@@ -9,7 +9,7 @@ use crate::slot::Slot;
 use crate::transport;
 use crate::unit::Unit;
 
-/// The part of a parameter for one rank, whose value [`fully_shard_from`](crate::fully_shard_from) asks for.
+/// One rank's part of a parameter, whose value [`fully_shard_from`](crate::fully_shard_from) requests.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct InitialPart<'a> {
@@ -19,7 +19,7 @@ pub struct InitialPart<'a> {
     pub shape: &'a [usize],
     /// Element type of the bytes.
     pub dtype: DType,
-    /// The flat elements of the whole parameter, in row-major order: empty where other ranks hold all of it.
+    /// The range of flat elements of the whole parameter, in row-major order; empty if other ranks hold all of it.
     pub range: Range<usize>,
 }
 

@@ -1,4 +1,4 @@
-//! The replacement of a parameter by a stand-in with its shard next to it.
+//! Replaces parameters with stand-ins that have the shard next to them.
 
 use std::collections::{HashMap, HashSet};
 use std::iter;
@@ -33,7 +33,7 @@ use crate::unit::Unit;
 const READ_TWICE: &str =
     "but the values read for them differ; read only one name, or the same values for both";
 
-/// A reparameterizer that replaces each parameter by a stand-in with its value next to it.
+/// A reparameterizer that replaces each parameter with a stand-in that has the value next to it.
 pub(super) struct Sharder<'a> {
     places: HashMap<String, (Arc<Generation>, usize, Arc<RootLink>)>,
     /// Paths of parameters that no unit manages.
@@ -42,7 +42,7 @@ pub(super) struct Sharder<'a> {
     lora: Option<Lora>,
     /// The factors of adapters, by path.
     factors: HashMap<String, Found>,
-    /// The function that reads the values that are not rank 0's.
+    /// The function that reads initial values, if they are not all rank 0's.
     read: Option<Read<'a>>,
     /// The fields that share a parameter with an earlier one.
     ties: Ties,
@@ -50,7 +50,7 @@ pub(super) struct Sharder<'a> {
     firsts: HashMap<String, First>,
 }
 
-/// A parameter that several fields share, as the first of them has it.
+/// A shared parameter, as its first field holds it.
 struct First {
     generation: Arc<Generation>,
     slot: usize,
@@ -59,7 +59,7 @@ struct First {
 }
 
 impl<'a> Sharder<'a> {
-    /// Returns a sharder for the parameters of these generations, and their units, which the call makes.
+    /// Returns a sharder for the parameters of these generations, and their units, which this call creates.
     pub(super) fn new(
         first: Vec<Arc<Generation>>,
         survey: &Survey,
@@ -94,7 +94,7 @@ impl<'a> Sharder<'a> {
         (sharder, made)
     }
 
-    /// Sets the function that reads the values that are not rank 0's.
+    /// Sets the function that reads initial values.
     pub(super) fn reading(self, read: Option<Read<'a>>) -> Self {
         Self { read, ..self }
     }
@@ -104,7 +104,7 @@ impl<'a> Sharder<'a> {
         Self { ties, ..self }
     }
 
-    /// Returns this rank's value of a parameter: the value read for the first of its fields that has one, or rank 0's.
+    /// Returns this rank's value of a parameter: the first value read for any of its fields, or rank 0's.
     fn value<const D: usize>(
         &mut self,
         unit: &Unit,
@@ -135,7 +135,7 @@ impl<'a> Sharder<'a> {
         }
     }
 
-    /// Returns the stand-in of a field that shares the parameter of an earlier one.
+    /// Returns the stand-in of a field that shares an earlier field's parameter.
     fn tied<const D: usize>(
         &self,
         field: &Field,
@@ -260,7 +260,7 @@ fn lazy(factor: &Found, fill: Fill) -> Param<Tensor<2>> {
     Param::uninitialized(factor.id, make, device, true, Shape::from(shape))
 }
 
-/// A sharder of the part below a path.
+/// A sharder for the part below a path.
 struct Below<'a, 'b> {
     prefix: String,
     sharder: &'a mut Sharder<'b>,
@@ -279,13 +279,13 @@ impl Reparameterizer for Below<'_, '_> {
     }
 }
 
-/// Returns the parameter with this rank's own leaf, lazy if it was. Ranks that share a leaf share a graph, and
-/// would wait for each other's backward. If this parameter is a clone, other ranks may hold clones of it.
+/// Returns the parameter with this rank's own leaf; a lazy parameter stays lazy. Other ranks may hold clones of the
+/// same parameter, and ranks that share a leaf share a graph and would wait for each other's backward.
 fn own_leaf<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
     param.init_mapper(|tensor| transport::in_place_of(&tensor, tensor.clone().inner().into_data()))
 }
 
-/// Returns the parameter itself: a stand-in, recorded in the original shape.
+/// Returns the stand-in for the parameter, recorded in the original shape.
 fn base<const D: usize>(declared: &Declared<D>, device: &Device, id: ParamId) -> Param<Tensor<D>> {
     let shape = declared.shape;
     if shape == declared.recorded {

@@ -32,17 +32,17 @@ const ADAPTED: &str = "but LoRA would adapt it; leave both out of its group, or 
 /// The fields that share a parameter with an earlier field of the module.
 #[derive(Default)]
 pub(super) struct Ties {
-    /// The fields in the order of the module.
+    /// The fields in module order.
     fields: Vec<Field>,
 }
 
-/// A field that shares the parameter of an earlier one.
+/// A field that shares an earlier field's parameter.
 #[derive(Clone)]
 pub(super) struct Field {
     pub(super) found: Found,
     /// Path of the earlier field.
     pub(super) first: String,
-    /// Number among the fields that share it; the first has 0.
+    /// Number among the fields that share it; 0 for the first.
     pub(super) number: usize,
 }
 
@@ -51,7 +51,7 @@ impl Ties {
     ///
     /// # Errors
     ///
-    /// [`Error::Tied`] for two fields that cannot be one parameter.
+    /// [`Error::Tied`] for two fields that cannot share a parameter.
     pub(super) fn new<M: Module>(
         module: &M,
         survey: &Survey,
@@ -93,22 +93,22 @@ impl Ties {
         self.fields.iter().map(|field| field.found.path.as_str())
     }
 
-    /// Returns true if the field at `path` shares the parameter of an earlier one.
+    /// Returns true if the field at `path` shares an earlier field's parameter.
     pub(super) fn contains(&self, path: &str) -> bool {
         self.at(path).is_some()
     }
 
-    /// Returns the fields that share the parameter of the field at `first`, in the order of the module.
+    /// Returns the fields that share the parameter of the field at `first`, in module order.
     pub(super) fn of<'a>(&'a self, first: &'a str) -> impl Iterator<Item = &'a Field> {
         self.fields.iter().filter(move |field| field.first == first)
     }
 
-    /// Returns the field at `path`, if it shares the parameter of an earlier one.
+    /// Returns the field at `path`, if it shares an earlier field's parameter.
     pub(super) fn at(&self, path: &str) -> Option<&Field> {
         self.fields.iter().find(|field| field.found.path == path)
     }
 
-    /// Rejects fields of one id with different values. Compares only fields that already have a value, and initializes
+    /// Rejects fields with one id but different values. Compares only fields that already have a value, and initializes
     /// none.
     fn check_values<M: Module>(&self, module: &M) -> Result<(), Error> {
         let mut values = Values {
@@ -138,7 +138,7 @@ impl Ties {
     }
 }
 
-/// Returns the reason why two fields of one id cannot be one parameter of a unit, if there is one.
+/// Returns the reason that two fields with one id cannot share a parameter, if there is one.
 fn problem(
     first: &Found,
     second: &Found,
@@ -192,7 +192,7 @@ pub(super) fn tied(first: &str, second: &str, problem: &'static str) -> Error {
     }
 }
 
-/// A visitor that takes the values, flat, of parameters that have some.
+/// A visitor that collects the flat values of initialized parameters.
 struct Values<'a> {
     wanted: HashSet<&'a str>,
     found: HashMap<String, Tensor<1>>,

@@ -8,7 +8,7 @@ use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsAccumulator;
 use burn::tensor::{Device, Tensor};
-use burn_fsdp_collectives::{OperationKind, ProcessMesh};
+use burn_fsdp_collectives::{OperationCounts, OperationKind, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
     Error, ShardPolicy, UnitState, backward, catch, fully_shard, memory, no_sync,
@@ -331,12 +331,19 @@ fn sharding_twice_is_rejected_by_every_verb() {
                 .err()
                 .map(|e| e.to_string())
         };
+        let replica = |model: Mlp| {
+            replicate(model, &mesh, ShardPolicy::new())
+                .err()
+                .map(|e| e.to_string())
+        };
         let sharded = fully_shard(model.clone(), &mesh, ShardPolicy::new())?;
         let replicated = replicate(model, &mesh, ShardPolicy::new())?;
-        let replica = replicate(sharded.clone(), &mesh, ShardPolicy::new())
-            .err()
-            .map(|e| e.to_string());
-        Ok([again(sharded), again(replicated), replica])
+        Ok([
+            again(sharded.clone()),
+            again(replicated.clone()),
+            replica(sharded),
+            replica(replicated),
+        ])
     });
     for message in messages[0].clone() {
         let message = message.unwrap_or_default();
@@ -499,10 +506,45 @@ const READING: Case<Reading> = Case {
 #[test]
 fn a_parent_reads_a_weight_of_a_unit() {
     for ranks in 1..=4 {
-        let policy = ShardPolicy::new().units(["child"]);
-        let got = sharded(READING, ranks, 5, policy);
+        let policy = || ShardPolicy::new().units(["child"]);
+        let got = sharded(READING, ranks, 5, policy());
         assert_close(&got, &plainly(READING, ranks, 5), 1e-5);
+        let read_again = Case {
+            loss: |model: &Reading, rank, step, device| {
+                let weight = model.child.weight.val();
+                (READING.loss)(model, rank, step, device) + weight.mean()
+            },
+            ..READING
+        };
+        // The root stays for its backward. A read of the child's weight gathers the child, and so does the
+        // backward of a product.
+        for (case, gathers) in [(READING, 3), (read_again, 4)] {
+            for counts in of_third_step(case, ranks, policy()) {
+                let number = |kind| counts.of(kind).operations;
+                assert_eq!(number(OperationKind::AllGather), gathers, "{ranks} ranks");
+                assert_eq!(number(OperationKind::ReduceScatter), gathers - 1);
+                assert_eq!(number(OperationKind::AllReduce), 1);
+            }
+        }
     }
+}
+
+/// The operations of each rank in the third step.
+fn of_third_step<M: Module + 'static>(
+    case: Case<M>,
+    ranks: usize,
+    policy: ShardPolicy,
+) -> Vec<OperationCounts> {
+    on_ranks(ranks, move |world| {
+        let device = device();
+        let model = build(case, &world, &device, policy.clone())?;
+        let mut before = world.counts();
+        for step in 0..3 {
+            before = world.counts();
+            backward((case.loss)(&model, world.rank(), step, &device), &model)?;
+        }
+        Ok(world.counts().since(&before))
+    })
 }
 
 /// For a part of a module, only the units of that part.

@@ -331,6 +331,15 @@ fn a_consumed_graph_is_an_error_that_names_the_cause() {
         backward(first, &model)?;
         let error = backward(second, &model).expect_err("consumed");
         assert!(matches!(error, Error::Consumed), "{error}");
+
+        // With several units, if the two begin with different parameters.
+        let model = build(MLP, &world, &device, blocks())?;
+        let first = model.loss(world.rank(), 0, &device);
+        let x = input([2, 4, 15], world.rank(), 1, &device);
+        let second = model.blocks[1].forward(x).powf_scalar(2.0).mean();
+        backward(first, &model)?;
+        let error = backward(second, &model).expect_err("consumed");
+        assert!(matches!(error, Error::Consumed), "{error}");
         Ok(())
     });
 }

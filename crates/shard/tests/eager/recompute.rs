@@ -5,7 +5,7 @@ use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::activation::{gelu, relu};
 use burn::tensor::{Device, Tensor};
-use burn_fsdp_collectives::OperationKind;
+use burn_fsdp_collectives::{OperationCounts, OperationKind};
 use burn_fsdp_shard::{ShardPolicy, Strategy, UnitState, backward, catch, recompute, units};
 
 use super::bench::{Case, assert_close, build, device, on_ranks, plainly, sharded};
@@ -97,32 +97,48 @@ fn regions_change_nothing() {
     );
 }
 
+/// Counts of the third step, on every rank.
+fn of_one_step(
+    loss: fn(&Mlp, usize, usize, &Device) -> Tensor<1>,
+    prefetch: usize,
+) -> Vec<OperationCounts> {
+    on_ranks(3, move |world| {
+        let device = device();
+        let policy = ShardPolicy::new().units(["blocks.*"]).prefetch(prefetch);
+        let model = build(MLP, &world, &device, policy)?;
+        let mut since = world.counts();
+        for step in 0..3 {
+            let before = world.counts();
+            backward(loss(&model, world.rank(), step, &device), &model)?;
+            since = world.counts().since(&before);
+            assert!(
+                units(&model)?
+                    .iter()
+                    .all(|unit| unit.state() == UnitState::Sharded)
+            );
+        }
+        Ok(since)
+    })
+}
+
 /// A region around a unit costs no additional gather.
 #[test]
 fn regions_add_no_gathers() {
     for prefetch in 0..3 {
-        let counts = on_ranks(3, move |world| {
-            let device = device();
-            let policy = ShardPolicy::new().units(["blocks.*"]).prefetch(prefetch);
-            let model = build(MLP, &world, &device, policy)?;
-            let mut since = world.counts();
-            for step in 0..3 {
-                let before = world.counts();
-                backward(around_units(&model, world.rank(), step, &device), &model)?;
-                since = world.counts().since(&before);
-                assert!(
-                    units(&model)?
-                        .iter()
-                        .all(|unit| unit.state() == UnitState::Sharded)
-                );
-            }
-            Ok(since)
-        });
-        for counts in counts {
+        for counts in of_one_step(around_units, prefetch) {
             assert_eq!(counts.of(OperationKind::AllGather).operations, 7);
             assert_eq!(counts.of(OperationKind::ReduceScatter).operations, 4);
             assert_eq!(counts.of(OperationKind::AllReduce).operations, 1);
         }
+    }
+}
+
+/// Each block is gathered five times instead of twice, next to the root's one gather.
+#[test]
+fn a_region_inside_a_unit_is_gathered_for_separately() {
+    for counts in of_one_step(inside_units, 0) {
+        let gathers = counts.of(OperationKind::AllGather).operations;
+        assert_eq!(gathers, 1 + 3 * 5);
     }
 }
 

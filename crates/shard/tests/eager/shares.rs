@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamW, AdamWConfig, AdamWState, ModuleOptimizer, Optimizer};
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_shard::{Cut, LocalPart, LocalTensor, ShardPolicy, backward, local_state};
@@ -11,7 +12,7 @@ use burn_fsdp_shard::{Cut, LocalPart, LocalTensor, ShardPolicy, backward, local_
 use super::bench::{
     Case, SEED, assert_close, build, device, on_ranks, params, plainly, seeded, sharded,
 };
-use super::nets::{CONV_NET, MLP, RECURRENT};
+use super::nets::{CONV_NET, MLP, RECURRENT, input};
 
 fn floats(tensor: &LocalTensor) -> Vec<f32> {
     let (words, _) = tensor.elements.as_bytes().as_chunks::<4>();
@@ -24,12 +25,17 @@ fn rows_of(number: usize, ranks: usize, rank: usize) -> Range<usize> {
     (rank * size).min(number)..((rank + 1) * size).min(number)
 }
 
+fn units(pattern: &str) -> ShardPolicy {
+    ShardPolicy::new().units([pattern])
+}
+
 /// Asserts that every rank holds its rows of `num_cut` parameters, and the rest whole, with the plain module's values.
-fn assert_rows<M: Module + 'static>(case: Case<M>, units: &'static str, num_cut: usize) {
+fn assert_rows<M: Module + 'static>(case: Case<M>, policy: &ShardPolicy, num_cut: usize) {
     for ranks in 1..=4 {
+        let policy = policy.clone().cut(Cut::Dims);
         on_ranks(ranks, move |world| {
             let plain = params(&seeded((case.build)(&device()), SEED));
-            let policy = ShardPolicy::new().units([units]).cut(Cut::Dims);
+            let policy = policy.clone();
             let mut parts = local_state(&build(case, &world, &device(), policy)?)?;
             parts.retain(|part| !part.path.contains(".running_"));
             assert_eq!(parts.len(), plain.len());
@@ -98,11 +104,75 @@ fn the_cut_is_chosen_by_path() {
 
 #[test]
 fn rows_are_never_cut() {
-    assert_rows(MLP, "blocks.*", 1 + 3 * 3 + 1);
+    assert_rows(MLP, &units("blocks.*"), 1 + 3 * 3 + 1);
     // Each row holds kernels with three dims.
-    assert_rows(CONV_NET, "convs.*", 3 + 1);
+    assert_rows(CONV_NET, &units("convs.*"), 3 + 1);
     // Fewer rows in a shard than in others, and none in the last.
-    assert_rows(RECURRENT, "layers.*", 2 * 8 + 1);
+    assert_rows(RECURRENT, &units("layers.*"), 2 * 8 + 1);
+    // A row of a vector is one element.
+    let with_vectors = units("blocks.*").shard_vectors(true);
+    assert_rows(MLP, &with_vectors, 1 + 3 * 7 + 3);
+}
+
+/// Matrices and vectors with fewer elements, or rows, than four ranks.
+#[derive(Module, Debug)]
+struct Tiny {
+    layers: Vec<Linear>,
+}
+
+const TINY: Case<Tiny> = Case {
+    build: |device| {
+        let linear = |(from, to)| LinearConfig::new(from, to).init(device);
+        Tiny {
+            layers: [(3, 1), (1, 2)].map(linear).to_vec(),
+        }
+    },
+    loss: |model, rank, step, device| {
+        let x = input([4, 3], rank, step, device);
+        let layers = model.layers.iter();
+        let y = layers.fold(x, |x, layer| layer.forward(x));
+        y.powf_scalar(2.0).mean()
+    },
+};
+
+/// The last ranks hold nothing of a parameter with fewer elements, or rows, than ranks.
+#[test]
+fn a_parameter_may_have_fewer_elements_than_ranks() {
+    for (cut, vectors) in [
+        (Cut::Elements, false),
+        (Cut::Elements, true),
+        (Cut::Dims, false),
+        (Cut::Dims, true),
+    ] {
+        let policy = move || units("layers.*").cut(cut).shard_vectors(vectors);
+        for ranks in 1..=4 {
+            let got = sharded(TINY, ranks, 5, policy());
+            assert_close(&got, &plainly(TINY, ranks, 5), 1e-5);
+            let empty = on_ranks(ranks, move |world| {
+                let model = build(TINY, &world, &device(), policy())?;
+                let (mut empty, mut cut_up) = (0, 0);
+                for part in local_state(&model)? {
+                    let LocalPart::Shard { range, .. } = &part.part else {
+                        continue;
+                    };
+                    let len: usize = part.shape.iter().product();
+                    let row = match cut {
+                        Cut::Dims => part.shape[1..].iter().product(),
+                        _ => 1,
+                    };
+                    let rows = rows_of(len / row, ranks, world.rank());
+                    assert_eq!(*range, rows.start * row..rows.end * row, "{}", part.path);
+                    assert_eq!(floats(&part).len(), range.len(), "{}", part.path);
+                    empty += usize::from(range.is_empty());
+                    cut_up += 1;
+                }
+                assert_eq!(cut_up, if vectors { 4 } else { 2 });
+                Ok(empty)
+            });
+            let last = empty.last().expect("a rank");
+            assert!(ranks < 4 || *last > 0, "{cut:?}: {empty:?}");
+        }
+    }
 }
 
 /// AdamW that records the elements of a parameter, of its gradient and of a state.

@@ -32,11 +32,16 @@ fn calls(model: &Mlp) -> Vec<Result<(), Error>> {
         clip_grad_norm(model, none(), Clip::to(1.0)).map(drop),
         no_sync(model, || ()),
         switch(true),
+        units(model).and_then(|units| {
+            units
+                .iter()
+                .try_for_each(|unit| unit.set_divide_factors(None))
+        }),
     ]
 }
 
 fn assert_refused(results: Vec<Result<(), Error>>, stage: &str, advice: &str) {
-    assert_eq!(results.len(), 4);
+    assert_eq!(results.len(), 5);
     for result in results {
         let message = result.expect_err("not between steps").to_string();
         let states = format!("unit `root` is in phase {stage}, but must be in phase Idle; ");

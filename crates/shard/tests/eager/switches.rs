@@ -2,7 +2,7 @@
 
 use burn_fsdp_collectives::OperationKind;
 use burn_fsdp_shard::{
-    ShardPolicy, backward, dummy_forward, memory, params_with_gradient, reset_peak, units,
+    ShardPolicy, backward, dummy_forward, memory, no_sync, params_with_gradient, reset_peak, units,
 };
 
 use super::bench::{
@@ -116,17 +116,27 @@ fn printed_memory_has_every_number_and_the_pinned_weights() {
     on_ranks(2, |world| {
         let device = burn::tensor::Device::flex().autodiff();
         let model = build(MLP, &world, &device, blocks())?;
-        let loss = model.loss(world.rank(), 0, &device);
-        backward(loss, &model)?;
-        let memory = memory(&model)?;
-        let text = memory.to_string();
-        for bytes in [
-            memory.parameters,
-            memory.unsharded_live,
-            memory.unsharded_peak,
-        ] {
-            assert!(text.contains(&format!("{bytes} B")), "{bytes} in {text}");
+        for step in 0..2 {
+            backward(model.loss(world.rank(), step, &device), &model)?;
         }
+        let of_root = || backward(model.loss(world.rank(), 2, &device), &model);
+        no_sync(&model.embed, of_root)??;
+        let memory = memory(&model)?;
+        assert_eq!(memory.unreduced, ROOT);
+        let numbers = [
+            ("parameters held", memory.parameters),
+            ("unsharded, now", memory.unsharded_live),
+            ("unsharded, peak", memory.unsharded_peak),
+            ("gradients unreduced", memory.unreduced),
+            ("kept for later use", memory.pooled),
+        ];
+        let text = memory.to_string();
+        for (name, bytes) in numbers {
+            assert!(bytes > 0, "{name} in {memory:?}");
+            let line = format!("{name:<19}{bytes:>13} B");
+            assert!(text.lines().any(|own| own == line), "{line} in {text}");
+        }
+        assert!(memory.pinned.len() >= 2, "{memory:?}");
         for pinned in &memory.pinned {
             let unit = format!("unit `{}`", pinned.unit);
             assert!(text.contains(&unit), "{unit} in {text}");

@@ -1,14 +1,16 @@
-//! The warnings about a device that keeps full weights alive, at sharding and after running.
+//! The warnings about a device that keeps full weights alive, at sharding and after running, and about an optimizer
+//! that was not tried.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
+use burn::optim::GradientsAccumulator;
 use burn::tensor::Device;
-use burn_fsdp_shard::{ShardPolicy, backward, memory};
+use burn_fsdp_shard::{ShardPolicy, backward, check_elementwise, memory};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Metadata, Subscriber, span};
 
-use super::bench::{build, device, on_ranks};
+use super::bench::{build, device, on_ranks, optimizer};
 use super::nets::MLP;
 
 /// The texts of the warnings of one thread.
@@ -87,6 +89,43 @@ fn missing_checkpointing_is_warned_about_at_sharding_and_once_per_unit() {
             let pinned = memory(&model)?.pinned;
             let expected: Vec<_> = pinned.iter().map(ToString::to_string).collect();
             assert_eq!(after, expected);
+            Ok(())
+        });
+    }
+}
+
+/// An accumulator drops the gradients for the optimizer's trial.
+#[test]
+fn an_optimizer_that_steps_untried_is_warned_of_once() {
+    for is_checked in [false, true] {
+        on_ranks(2, move |world| {
+            let device = device();
+            let mut model = build(MLP, &world, &device, ShardPolicy::new())?;
+            let mut optim = optimizer();
+            if is_checked {
+                check_elementwise(&model, &optim)?;
+            }
+            let heard = Warnings::default();
+            let _heard = tracing::subscriber::set_default(heard.clone());
+            for step in 0..2 {
+                let mut accumulator = GradientsAccumulator::new();
+                let gradients = backward(model.loss(world.rank(), step, &device), &model)?;
+                accumulator.accumulate(&model, gradients);
+                model = optim.step(1e-2, model, accumulator.grads());
+            }
+            let texts = heard.texts();
+            if is_checked {
+                assert!(texts.is_empty(), "{texts:?}");
+                return Ok(());
+            }
+            assert_eq!(texts.len(), 1, "{texts:?}");
+            for part in [
+                "the shard of `embed.weight` was updated",
+                "`backward(loss, &model)`",
+                "`check_elementwise(&model, &optimizer)`",
+            ] {
+                assert!(texts[0].contains(part), "{part} in {texts:?}");
+            }
             Ok(())
         });
     }

@@ -112,6 +112,23 @@ fn the_wrapper_prints_its_configuration() {
     ] {
         assert!(text.contains(part), "{part} in {text}");
     }
+    // The second rank has the smaller part of an odd number of elements.
+    let lines = |text: &str| -> Vec<String> {
+        let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+        text.lines().skip(2).map(words).collect()
+    };
+    let of_ranks = [[632, 844], [624, 832]];
+    for (text, [root, block]) in texts.iter().zip(of_ranks) {
+        let mut want = vec![format!("root 292 1.1 KiB {root} B kept")];
+        for index in 0..3 {
+            want.push(format!("blocks.{index} 367 1.2 KiB {block} B dropped"));
+        }
+        let held = (root + 3 * block) as f64 / 1024.0;
+        want.push(format!(
+            "all 1393 {held:.1} KiB on 2 ranks; at most 4.6 KiB unsharded at once"
+        ));
+        assert_eq!(lines(text), want);
+    }
     let texts = on_ranks(2, |world| {
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 2)?)?;
         let precision = Precision::new(FloatDType::BF16).reduce(FloatDType::F32);

@@ -395,20 +395,35 @@ fn convolutions_reduce_as_backward_goes() {
     }
 }
 
+/// Also if a unit has several layers.
 #[test]
 fn lazy_layers_are_materialized_one_at_a_time() {
     let _turn = alone();
-    let grown = on_ranks(2, |world, mesh| {
+    for a_unit in [1, 2] {
+        assert_lazily_sharded(a_unit);
+    }
+}
+
+#[derive(Module, Debug)]
+struct Groups {
+    groups: Vec<Reshaped>,
+}
+
+fn assert_lazily_sharded(a_unit: usize) {
+    let grown = on_ranks(2, move |world, mesh| {
         let device = checkpointing();
         let linear = |_| LinearConfig::new(512, 1024).with_bias(false).init(&device);
-        let net = Reshaped {
-            layers: (0..12).map(linear).collect(),
+        let group = |_| Reshaped {
+            layers: (0..a_unit).map(linear).collect(),
+        };
+        let net = Groups {
+            groups: (0..12 / a_unit).map(group).collect(),
         };
         world.barrier("before")?;
         let before = HEAP.current_usage();
         HEAP.reset_peak_usage();
         world.barrier("measured")?;
-        let policy = ShardPolicy::new().units(["layers.*"]);
+        let policy = ShardPolicy::new().units(["groups.*"]);
         let model = fully_shard(net, &mesh, policy)?;
         world.barrier("sharded")?;
         let peak = HEAP.peak_usage() - before;
@@ -417,14 +432,14 @@ fn lazy_layers_are_materialized_one_at_a_time() {
         Ok((peak, held))
     });
     let held: usize = grown.iter().map(|grown| grown.1).sum();
-    let unit = 4 * 512 * 1024;
-    assert_eq!(held, 12 * unit);
+    let layer = 4 * 512 * 1024;
+    assert_eq!(held, 12 * layer);
     let (peak, _) = grown[0];
     // One layer on rank 0, and the temporary memory of drawing its random numbers, and bookkeeping.
     let books = 512 << 10;
     assert!(
-        peak <= held + 2 * unit + books,
-        "{peak} bytes, {held} of shards, {unit} a unit"
+        peak <= held + 2 * layer + books,
+        "{peak} bytes, {held} of shards, {layer} a layer, {a_unit} a unit"
     );
 }
 

@@ -268,7 +268,7 @@ impl Form {
                 .extend(lens.map(|shift| std::mem::take(&mut shift.len)));
         }
         if let Some(custom) = &mut form.node.custom {
-            (custom.flops, custom.scratch_bytes) = (Flops::default(), 0);
+            custom.flops = Flops::default();
         }
         let collective = form.node.collective.as_mut();
         for part in collective.into_iter().flat_map(|of| &mut of.parts) {

@@ -39,7 +39,7 @@ pub struct Node {
 
 /// The properties of a custom operation, for passes and plans.
 ///
-/// By default it is pure, not cheap, allocates memory for its results, and uses no scratch memory.
+/// By default it is pure, not cheap, and makes new memory for its results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CustomProfile {
     /// True if equal operands give equal results, without other effects. Such a node may be dropped, repeated, or
@@ -53,8 +53,6 @@ pub struct CustomProfile {
     pub written_over: Option<usize>,
     /// Arithmetic operations of a call.
     pub flops: Flops,
-    /// Maximum number of bytes that it allocates and frees while it runs.
-    pub scratch_bytes: u64,
 }
 
 impl Default for CustomProfile {
@@ -64,7 +62,6 @@ impl Default for CustomProfile {
             is_cheap: false,
             written_over: None,
             flops: Flops::default(),
-            scratch_bytes: 0,
         }
     }
 }

@@ -26,7 +26,7 @@ use crate::transform::GraphTransform;
 /// converted to 32 bits first, so their sums, which have 32 bits in both cases, are taken in a different order.
 ///
 /// The pass runs after collectives are placed, because the passes that place them know Burn's operations. For typing,
-/// such a kernel is the [operation that it replaces](crate::plain).
+/// such a kernel is the operation that it replaces.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SelectKernels;
 

@@ -568,3 +568,65 @@ fn the_reduction_of_a_gradient_is_in_the_forward_of_the_next_step() {
         passes::verify(graph).unwrap();
     }
 }
+
+/// Micro-batches move nothing, and first finish the nodes that the previous step has moved.
+#[test]
+fn a_step_of_micro_batches_finishes_what_was_moved() {
+    let _guard = seeded();
+    // Number of micro-batches in each step.
+    const MICRO: [usize; 7] = [1, 2, 1, 1, 3, 2, 1];
+    let place = |step: usize, micro: usize| 10 * step + micro;
+    let batches = |step: usize, device: &Device| -> Vec<_> {
+        let micros = 0..MICRO[step];
+        micros
+            .map(|micro| tokens(place(step, micro), 0, 12, device))
+            .collect()
+    };
+    let clip = (f64::INFINITY, |_: &[f64]| 0.0);
+    let (one, _) = eager::train_clipped(
+        Gpt::new,
+        Gpt::loss,
+        batches,
+        MICRO.len(),
+        adamw().init(),
+        clip,
+    );
+    for ranks in 1..=3 {
+        for moves in [
+            Moves::Part,
+            Moves::Reductions,
+            Moves::ReductionsForTwoSteps,
+            Moves::ReductionsAndOptimizer,
+        ] {
+            let what = format!("{moves:?} on {ranks} ranks");
+            let body = move |world: ProcessGroup| {
+                let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
+                let mode = moves.of(mode, Options::default()).verified();
+                let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode)?;
+                let rows = 12 / world.size();
+                let mut losses = Vec::new();
+                for (index, number) in MICRO.into_iter().enumerate() {
+                    let batch = |micro| {
+                        let first = world.rank() * rows;
+                        tokens(place(index, micro), first, rows, &Device::flex())
+                    };
+                    let batches: Vec<_> = (0..number).map(batch).collect();
+                    losses.push(step.step_accumulated(1e-2, &batches)?);
+                    if number > 1 {
+                        let held = step.memory().live_bytes();
+                        step.flush()?;
+                        assert_eq!(step.memory().live_bytes(), held, "step {index}");
+                    }
+                }
+                Ok::<_, Error>((losses, parameters_of(&mut step)?))
+            };
+            Device::flex().seed(1);
+            let got = launch(LaunchConfig::new(ranks), body);
+            let got = got.unwrap_or_else(|error| panic!("{what}: {error}"));
+            for other in &got[1..] {
+                assert_eq!(other, &got[0], "{what}: the ranks differ");
+            }
+            assert_close(&what, &got[0], &one);
+        }
+    }
+}

@@ -37,6 +37,7 @@ mod refusals;
 mod scale;
 mod scaled;
 mod seed;
+mod selected;
 mod sequence_parallel;
 #[path = "../../../collectives/tests/skipped/mod.rs"]
 mod skipped;

@@ -5,7 +5,7 @@ use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_spmd::Precision;
 use burn_fsdp_spmd::graph::{CollectiveKind, Graph, Node, Phase, Role, Stage};
-use burn_fsdp_spmd::passes::schedule::{self, Options};
+use burn_fsdp_spmd::passes::schedule::{self, OptimizerPlace, Options};
 use burn_fsdp_spmd::passes::{
     self, Bucket, CommonSubexpressions, DeadCode, Deduplicate, DeferOptimizer, EarlyOptimizer,
     GraphTransform, InsertCollectives, Liveness, PassId, Pipeline, Prefetch, Recompute, Regather,
@@ -352,6 +352,14 @@ fn the_optimizer_moves_up_to_its_gradients() {
     };
     assert_eq!(optimizer(&before), 0);
     assert!(optimizer(&after) > 100);
+    // This is the default.
+    let of = |options: &Options| {
+        let passes = schedule::pipeline(2, Strategy::FullShard, options, &[]);
+        optimizer(&passes.run(gpt()).unwrap())
+    };
+    assert!(of(&Options::default()) > 100);
+    let at_end = Options::default().optimizer(OptimizerPlace::AtEnd);
+    assert_eq!(of(&at_end), 0);
 }
 
 #[test]

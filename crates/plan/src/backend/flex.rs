@@ -1,8 +1,8 @@
 //! The memory of each operation's results on Burn's CPU backend.
 //!
-//! The rules follow `burn-flex` 0.22.1, operation by operation. Views share memory. Elementwise operations overwrite
-//! a contiguous operand whose memory no other tensor shares. Everything else allocates. If no rule covers a case, the
-//! result gets new, contiguous memory.
+//! The rules follow `burn-flex` 0.22.1, operation by operation. They must be checked for every upgrade of Burn. Views
+//! share memory. Elementwise operations overwrite a contiguous operand whose memory no other tensor shares. Everything
+//! else allocates. If no rule covers a case, the result gets new, contiguous memory.
 
 use burn_ir::{
     ActivationOperationIr as A, BaseOperationIr as Base, BinaryOpIr, BoolOperationIr,
@@ -10,12 +10,12 @@ use burn_ir::{
     ScalarOpIr, SliceOpIr, TensorIr,
 };
 
-use crate::backend::model::{Allocation, Operand};
-use crate::backend::strides::{Strides, broadcast};
+use super::allocation::{Allocation, Operand};
+use super::strides::{Strides, broadcast};
 
 /// Returns the allocation of the first result. Further results are new. `operands` are in the order in which the
 /// operation lists its inputs.
-pub(super) fn place(operation: &OperationIr, operands: &[Operand]) -> Allocation {
+pub(crate) fn place(operation: &OperationIr, operands: &[Operand]) -> Allocation {
     let shape = |tensor: &TensorIr| tensor.shape.to_vec();
     let found = match operation {
         OperationIr::BaseFloat(op) | OperationIr::BaseInt(op) | OperationIr::BaseBool(op) => {
@@ -271,7 +271,7 @@ fn sliced(op: &SliceOpIr, strides: &Strides) -> Strides {
 }
 
 /// Returns the allocation of a custom operation's first result, which overwrites this operand.
-pub(super) fn over_whole(operand: &Operand, index: usize) -> Option<Allocation> {
+pub(crate) fn over_whole(operand: &Operand, index: usize) -> Option<Allocation> {
     let is_whole = operand.strides.num_elements() == operand.memory_elements;
     match over_start(operand).filter(|_| is_whole)? {
         Allocation::Over(_, strides) => Some(Allocation::Over(index, strides)),

@@ -1,23 +1,6 @@
-//! The interface for a backend's rules about the memory of operations.
-
-use burn_ir::OperationIr;
+//! The operands of an operation, and the memory of its result.
 
 use super::strides::Strides;
-
-/// A backend's rules: the memory of results, and the bytes that operations allocate in addition.
-pub(crate) trait Backend {
-    /// Returns the allocation of the first result of an operation. Further results are new. `operands` are in the order
-    /// in which the operation lists its inputs.
-    fn place(&self, operation: &OperationIr, operands: &[Operand]) -> Allocation;
-
-    /// Returns the bytes that an operation allocates and frees while it runs, in addition to its operands and
-    /// results.
-    fn scratch(&self, operation: &OperationIr, operands: &[Operand]) -> u64;
-
-    /// Returns the allocation of the first result of a custom operation that may overwrite the operand with this index.
-    /// Returns `None` if it cannot.
-    fn written_over(&self, operand: &Operand, index: usize) -> Option<Allocation>;
-}
 
 /// An operand of an operation.
 #[derive(Debug, Clone)]

@@ -1,0 +1,58 @@
+//! The estimate of a process's memory from the memory of its tensors.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::size::Size;
+
+/// An estimate of the bytes that a rank takes of its process at the peak of a step.
+///
+/// A process holds more than tensors: copies that kernels make while they run, and buffers that the transport keeps.
+/// The estimate is the planned peak of the tensors times [`FACTOR`](Self::FACTOR), which was measured on Burn's CPU
+/// backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct ProcessBytes {
+    /// The estimate.
+    pub bytes: u64,
+    /// The estimate with the least factor of the [range](Self::RANGE).
+    pub least: u64,
+    /// The estimate with the greatest factor of the range.
+    pub most: u64,
+}
+
+impl ProcessBytes {
+    /// The bytes of a process for each byte of tensors at the peak.
+    ///
+    /// It is above every GPT and Llama that was measured, with peaks of 10 to 190 MB on 1 to 4 ranks. They took 1.01 to
+    /// 1.04 times the peak, and on another processor up to 1.05. `cargo test --release --test plan_allocator -- --nocapture` measures again, under an
+    /// allocator that counts the bytes of each rank. `docs/plan.md` has the numbers and the processors.
+    pub const FACTOR: f64 = 1.06;
+
+    /// The range of the factor for other models. Convolutions have the greatest, because they lay out
+    /// windows as rows.
+    pub const RANGE: [f64; 2] = [1.0, 1.5];
+
+    /// Estimates the bytes for a peak of the tensors.
+    pub fn of(peak: u64) -> Self {
+        let times = |factor: f64| (peak as f64 * factor).ceil() as u64;
+        let [least, most] = Self::RANGE;
+        Self {
+            bytes: times(Self::FACTOR),
+            least: times(least),
+            most: times(most),
+        }
+    }
+}
+
+impl fmt::Display for ProcessBytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [least, most] = [self.least, self.most].map(|bytes| Size(bytes).trimmed());
+        let factor = Self::FACTOR;
+        write!(
+            f,
+            "{}  on the CPU, estimated as {factor} times the peak; in the measured range {least} to {most}",
+            Size(self.bytes)
+        )
+    }
+}
