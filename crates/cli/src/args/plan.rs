@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use crate::args::headings::{DEVICES, DIAGNOSTICS, MEMORY};
 use clap::{Args, ValueEnum};
 
 use super::headings::{DEVICES, DIAGNOSTICS, MEMORY};
