@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use crate::args::headings::{DEVICES, DIAGNOSTICS, MEMORY};
 use clap::{Args, ValueEnum};
 
 use super::headings::{DEVICES, DIAGNOSTICS, MEMORY};
