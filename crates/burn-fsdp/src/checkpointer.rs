@@ -255,7 +255,7 @@ impl Checkpointer {
         Ok(())
     }
 
-    /// Checks the result of the current save. A failure of the last save is kept for
+    /// Collects the result of the current save if it has ended. A failure of the final save is kept for
     /// [`finish`](Self::finish).
     pub fn poll(&mut self) {
         let saved = self.saver.poll();

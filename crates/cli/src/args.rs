@@ -376,7 +376,7 @@ pub(crate) struct OutputArgs {
     /// steps.
     #[arg(long, value_name = "FILE", help_heading = DIAGNOSTICS, hide_short_help = true)]
     pub(crate) trace: Option<PathBuf>,
-    /// Report utilization: the median step's operations per second, relative to the machine's 32-bit matrix products
+    /// Report utilization: the median step's arithmetic rate over the measured rate of 32-bit matrix products
     ///
     /// The rate of matrix products is measured on all ranks at once, after training. A step counts the model's
     /// operations, without recomputation.

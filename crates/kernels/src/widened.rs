@@ -14,11 +14,11 @@ use crate::halves::{rounded, widen_into, widened};
 use crate::matrix::Matrix;
 use crate::vectors::{Kernel, vectorized};
 
-/// Maximum number of rows, of addends and of columns that are converted at a time: copies of at most 6 MiB.
+/// Maximum number of rows, of addends and of columns that are converted at a time: copies of about 2 MiB.
 const PART: Part = Part {
     rows: 256,
-    addends: 2048,
-    columns: 512,
+    addends: 1024,
+    columns: 256,
 };
 
 struct Part {

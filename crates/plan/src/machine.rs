@@ -34,7 +34,7 @@ pub struct Machine {
     pub between: Link,
     /// The link between a device and the memory of its host, per device.
     pub host: Link,
-    /// Bytes per second of a host's memory, per device.
+    /// One device's share of its host's memory bandwidth, in bytes per second.
     pub host_bandwidth: f64,
 }
 

@@ -59,7 +59,7 @@ pub(crate) trait Weight: fmt::Debug + Send + Sync {
     /// Returns true if it is kept until the backward of the use.
     fn stays(&self) -> bool;
 
-    /// Gathers its unit again; returns the full parameter, flat and plain.
+    /// Gathers the unit again and returns the full parameter, flat and without autodiff.
     fn regather(&self) -> Result<Tensor<1>, Error>;
 
     /// Receives the full gradient, flat and plain.

@@ -18,7 +18,7 @@ pub(crate) enum Holding {
     /// A shard, which is everything or nothing if the partition has a sole owner; full gradients are reduce-scattered
     /// with the unit.
     Shard,
-    /// The whole parameter; its gradient shares one all-reduce per step with all others.
+    /// The whole parameter; one all-reduce per step covers the gradients of all such parameters.
     Whole,
     /// The whole parameter; gradients are all-reduced with the unit.
     Replica,

@@ -176,7 +176,7 @@ pub(crate) fn agree(world: &ProcessGroup, data: String) -> Result<(), RankError>
 /// The machine of each rank, once a process has requested it.
 static HOSTS: OnceLock<Vec<String>> = OnceLock::new();
 
-/// Returns the ranks' machines as text, if this process knows other machines.
+/// Returns the machine of each rank as text, once [`hosts`] has collected them.
 pub(crate) fn machines() -> Option<String> {
     HOSTS.get().map(|hosts| machines_of(hosts))
 }

@@ -43,7 +43,7 @@ struct Contents<'a> {
 /// The outcome of starting a save.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Started {
-    /// No obstacle: the step is saved now or later, or it was skipped with a warning.
+    /// Accepted: the step is saved now or later, or it was skipped with a warning.
     Goes,
     /// Not saved, because this tensor is not finite on this rank.
     NotFinite { tensor: String, rank: usize },

@@ -97,7 +97,7 @@ impl Case {
         ]
     }
 
-    /// Returns the result and gradients, composed of Burn's operations in 64 bits, with heads before time.
+    /// Computes the reference result and gradients with Burn's own operations in 64 bits. Heads come before time.
     fn composed(&self) -> [Vec<f32>; 4] {
         let device = Device::flex().autodiff();
         let shapes = self.shapes();

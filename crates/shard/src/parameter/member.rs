@@ -142,8 +142,7 @@ pub(crate) fn answer(owned: &Owned, value: &Shown, identity: &Identity) -> bool 
     true
 }
 
-/// Adds a field that shares another field's parameter, whose values `of` holds, to the members that a walk on this
-/// thread collects.
+/// Adds a tied field to the members that a walk on this thread collects. `of` holds the shared parameter's values.
 pub(crate) fn answer_tied(of: Owned) {
     let index = of.slot;
     let parent = of.own_leaf(index);

@@ -28,7 +28,7 @@ pub(super) trait Logarithms<N> {
 }
 
 impl<N: Number> KernelCall<'_, N> {
-    /// Returns the results of the composed form; `None` if the call does not have the kernel's form.
+    /// Evaluates the kernel's composed form; `None` if the kernel does not accept these operands.
     pub(super) fn results(
         &self,
         known: &impl Logarithms<N>,

@@ -1,4 +1,4 @@
-//! Proofs of passes with planted faults, some of which occur only at large shapes.
+//! Tests that proofs reject passes with planted faults. Some faults occur only at large shapes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
