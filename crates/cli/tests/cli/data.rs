@@ -377,7 +377,7 @@ fn links_in_a_folder_of_text_are_followed() {
     symlink("gone", folder.path("cache/snapshot/z")).expect("links");
     let report = folder.report(&format!("{RUN} --data cache/snapshot"));
     assert!(
-        data(&report).ends_with("; left out: 2 met twice, 1 broken links"),
+        data(&report).ends_with("; left out: 2 repeated, 1 broken links"),
         "{}",
         data(&report)
     );

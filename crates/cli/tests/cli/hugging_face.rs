@@ -343,7 +343,7 @@ fn only_adapters_are_saved_and_resumed() {
         ),
         (
             "--init llama --lora 3 --synthetic --steps 5",
-            "was saved with adapters of --lora 2 --lora-alpha 4, this run trains adapters of --lora 3",
+            "was saved with adapters of --lora 2 --lora-alpha 4, but this run trains adapters of --lora 3",
         ),
         (
             "--init llama --synthetic --steps 5",

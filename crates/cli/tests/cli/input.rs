@@ -94,8 +94,14 @@ fn text_must_exist_and_be_long_enough() {
     folder.write("empty", "");
     folder.write("short", "x".repeat(60));
     std::fs::create_dir(folder.path("folder")).unwrap();
-    assert!(refused(&folder, "--data empty").contains("empty: 0 bytes"));
-    assert!(refused(&folder, "--data folder").contains("folder: 0 bytes"));
+    for name in ["empty", "folder"] {
+        let message = refused(&folder, &format!("--data {name}"));
+        let is_named = message.contains(&format!("{name}: at least"));
+        assert!(
+            is_named && message.contains("but 0 were found"),
+            "{message}"
+        );
+    }
     let message = refused(&folder, "--data short");
     assert!(
         message.contains("short has 57 bytes") && message.contains("97"),
