@@ -127,13 +127,13 @@ fn printed_memory_has_every_number_and_the_pinned_weights() {
             ("parameters held", memory.parameters),
             ("unsharded, now", memory.unsharded_live),
             ("unsharded, peak", memory.unsharded_peak),
-            ("gradients unreduced", memory.unreduced),
+            ("unreduced gradients", memory.unreduced),
             ("kept for later use", memory.pooled),
         ];
         let text = memory.to_string();
         for (name, bytes) in numbers {
             assert!(bytes > 0, "{name} in {memory:?}");
-            let line = format!("{name:<19}{bytes:>13} B");
+            let line = format!("{name:<19}{bytes:>12} B");
             assert!(text.lines().any(|own| own == line), "{line} in {text}");
         }
         assert!(memory.pinned.len() >= 2, "{memory:?}");
