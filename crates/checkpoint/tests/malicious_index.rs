@@ -165,7 +165,7 @@ fn malicious_indices_are_refused() {
             i["training"]["loss_scale"] = json!({"scale": 0.0, "good_steps": 0})
         }),
         ("it is step 9", |i| i["training"]["step"] = json!(9)),
-        ("of step 18446744073709551615", |i| {
+        ("it is step 18446744073709551615", |i| {
             i["training"]["step"] = json!(u64::MAX)
         }),
     ];
