@@ -364,7 +364,7 @@ fn tensors_that_cannot_be_saved_are_refused() {
         ),
         (
             vec![spec("a", &[4], Dtype::U8, &of(vec![partial], Dims))],
-            "partial placement",
+            "reduce the tensor first",
         ),
         (
             vec![spec(

@@ -320,7 +320,7 @@ fn the_error_has_the_step_operation_and_rank() {
         let text = seen.unwrap_err().to_string();
         for word in [
             "in step 7",
-            "rank 1",
+            "than rank 1 passed to the call",
             "layers.3",
             "tensor 0",
             "checkpoint",
