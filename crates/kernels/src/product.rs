@@ -14,8 +14,7 @@ use rayon::prelude::*;
 use crate::matrix::Matrix;
 use crate::threads::Threads;
 use crate::turned;
-use crate::vectors::vectorized;
-use crate::widened::{self, HalfProducts, Round};
+use crate::widened;
 
 /// The rows of a product of halves are divided among threads in multiples of this number.
 const ROWS: usize = 32;
@@ -283,9 +282,9 @@ impl Factor for bf16 {
     unsafe fn multiply(lhs: Matrix<'_, Self>, rhs: Matrix<'_, Self>, out: *mut Self, _: Threads) {
         // SAFETY: guaranteed by the caller.
         unsafe {
-            match HalfProducts::of_processor() {
-                HalfProducts::Direct => multiply_halves(lhs, rhs, out),
-                HalfProducts::Widened => multiply_widened(lhs, rhs, out),
+            match widened::has_fast_halves() {
+                true => multiply_halves(lhs, rhs, out),
+                false => multiply_widened(lhs, rhs, out),
             }
         }
     }
@@ -340,14 +339,13 @@ unsafe fn multiply_widened(lhs: Matrix<'_, bf16>, rhs: Matrix<'_, bf16>, out: *m
         // SAFETY: the sums have the size of the result, as asserted above, and are initialized.
         unsafe { multiply_floats(lhs, rhs, into, Threads::One) };
     };
-    let store = |row: usize, first: usize, sums: &[f32]| {
-        debug_assert!(row < lhs.rows && first + sums.len() <= width);
-        // SAFETY: `out` is valid for writes of all rows, as guaranteed by the caller.
-        let halves = unsafe {
-            let start = out.add(row * width + first).cast::<MaybeUninit<bf16>>();
-            std::slice::from_raw_parts_mut(start, sums.len())
-        };
-        vectorized(Round { sums, halves });
+    let store = |row: usize, first: usize, halves: &[bf16]| {
+        debug_assert!(row < lhs.rows && first + halves.len() <= width);
+        // SAFETY: `out` is valid for writes of all rows, as guaranteed by the caller, and is no part of `halves`.
+        unsafe {
+            let start = out.add(row * width + first);
+            start.copy_from_nonoverlapping(halves.as_ptr(), halves.len());
+        }
     };
     widened::multiply(lhs, rhs, product, store);
 }

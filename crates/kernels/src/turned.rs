@@ -17,13 +17,13 @@ use crate::vectors::{Kernel, vectorized};
 const STRIP: usize = 128;
 
 /// Number of rows and columns that are transposed at a time: a cache line of 32-bit floats.
-const BLOCK: usize = 16;
+pub(crate) const BLOCK: usize = 16;
 
 /// Minimum number of rows of the other factor for a copy to be cheap compared with the product.
 const MANY_ROWS: usize = 128;
 
 /// Columns whose distance is a multiple of this many bytes map to the same cache sets.
-const CONFLICT: usize = 1024;
+pub(crate) const CONFLICT: usize = 1024;
 
 /// Returns the maximum number of columns of a 32-bit product's right factor that are copied at a time, or zero if the
 /// factor is multiplied directly. The first argument is the number of rows and columns of the result. The second is the

@@ -1,17 +1,19 @@
 //! Products of halves as products of 32-bit copies of their parts.
 //!
-//! Without fast instructions for halves, a product of halves takes up to twice the time of a product in 32 bits: each
-//! half is converted again for every block of the result. Here a part of each factor is converted once, and the
-//! library for 32-bit floats multiplies the copies. The sums stay in 32 bits, and each is rounded once.
+//! Without fast instructions for halves, the library for halves takes up to twice the time of a product in 32 bits,
+//! because it converts each half for every block of the result. Here parts of the factors are copied to 32 bits, and
+//! the library for 32-bit floats multiplies the copies. A copy serves for hundreds of rows or columns. It is made again
+//! for the next ones, so that the memory for copies does not depend on the size of the product. The sums stay in 32
+//! bits, and each is rounded once.
 
-use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::LazyLock;
 
 use burn::tensor::bf16;
 
-use crate::halves::{rounded, widen_into, widened};
+use crate::halves::{narrow, widen_into, widened};
 use crate::matrix::Matrix;
+use crate::turned::{BLOCK, CONFLICT};
 use crate::vectors::{Kernel, vectorized};
 
 /// Maximum number of rows, of addends and of columns that are converted at a time: copies and sums of 1.3 MiB.
@@ -31,35 +33,18 @@ struct Part {
 /// narrow unless the whole product is.
 const FEW: usize = 16;
 
-/// How products of halves (`bf16`) are computed on a processor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum HalfProducts {
-    /// By instructions that multiply halves (AVX512-BF16).
-    Direct,
-    /// By 32-bit products of widened parts.
-    Widened,
-}
-
-impl HalfProducts {
-    /// Returns the method that is used on this processor.
-    ///
-    /// The choice depends on the processor only and not on a measurement, because ranks on equal processors must
-    /// compute the same bits. Processors with AMX also have AVX512-BF16. But their vector units multiply halves no
-    /// faster than 32-bit floats, for which the library is the better one.
-    pub(crate) fn of_processor() -> Self {
-        static CHOICE: LazyLock<HalfProducts> = LazyLock::new(|| {
-            if has_fast_halves() {
-                HalfProducts::Direct
-            } else {
-                HalfProducts::Widened
-            }
-        });
-        *CHOICE
-    }
+/// Returns true if this processor has instructions that multiply halves (AVX512-BF16) faster than 32-bit floats.
+///
+/// The answer depends on the processor only and not on a measurement, because ranks on equal processors must compute
+/// the same bits. Processors with AMX also have AVX512-BF16. But their vector units multiply halves no faster than
+/// 32-bit floats, for which the library is the better one.
+pub(crate) fn has_fast_halves() -> bool {
+    static HAS: LazyLock<bool> = LazyLock::new(detect);
+    *HAS
 }
 
 #[cfg(target_arch = "x86_64")]
-fn has_fast_halves() -> bool {
+fn detect() -> bool {
     /// Bit of `edx` in leaf 7 of the processor's identification: AMX-BF16.
     const AMX_BF16: u32 = 1 << 22;
     std::arch::is_x86_feature_detected!("avx512bf16")
@@ -67,19 +52,20 @@ fn has_fast_halves() -> bool {
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn has_fast_halves() -> bool {
+fn detect() -> bool {
     true
 }
 
 /// Computes a product part by part. `product` computes the product of 32-bit factors, and adds it to the last argument
-/// if the flag is set. `store` receives each row of sums with its row and its first column.
+/// if the flag is set. `store` receives the rounded sums of a row with its number and their first column.
 pub(crate) fn multiply(
     lhs: Matrix<'_, bf16>,
     rhs: Matrix<'_, bf16>,
     mut product: impl FnMut(Matrix<'_, f32>, Matrix<'_, f32>, &mut [f32], bool),
-    mut store: impl FnMut(usize, usize, &[f32]),
+    mut store: impl FnMut(usize, usize, &[bf16]),
 ) {
-    let (mut left, mut right, mut sums) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut left, mut right) = (Vec::new(), Vec::new());
+    let (mut sums, mut halves) = (Vec::new(), Vec::new());
     for columns in parts(rhs.columns, PART.columns) {
         let rhs = rhs.part_of_columns(columns.clone());
         for rows in parts(lhs.rows, PART.rows) {
@@ -90,8 +76,10 @@ pub(crate) fn multiply(
                 let rhs = widen(rhs.part_of_rows(addends.clone()), &mut right);
                 product(lhs, rhs, &mut sums, addends.start > 0);
             }
-            for (row, sums) in rows.zip(sums.chunks_exact(columns.len())) {
-                store(row, columns.start, sums);
+            halves.resize(sums.len(), bf16::ZERO);
+            narrow(&sums, &mut halves);
+            for (row, halves) in rows.zip(halves.chunks_exact(columns.len())) {
+                store(row, columns.start, halves);
             }
         }
     }
@@ -141,13 +129,10 @@ fn widen<'a>(halves: Matrix<'_, bf16>, copy: &'a mut Vec<f32>) -> Matrix<'a, f32
     Matrix::new(copy, [rows, columns], strides)
 }
 
-/// Returns the distance between the starts of two lines of a copy. Lines that are a multiple of 1 KiB apart would share
-/// a few sets of the cache and evict each other.
+/// Returns the distance between the starts of two lines of a copy, so that they do not share sets of the cache.
 fn line_stride(len: usize) -> usize {
-    const LINE: usize = 16;
-    const CONFLICT: usize = 256;
-    match len > 0 && len.is_multiple_of(CONFLICT) {
-        true => len + LINE,
+    match len > 0 && (len * size_of::<f32>()).is_multiple_of(CONFLICT) {
+        true => len + BLOCK,
         false => len,
     }
 }
@@ -180,23 +165,6 @@ impl Kernel for Lines<'_> {
             for (at, float) in floats[..len].iter_mut().enumerate() {
                 *float = widened(halves[at * strides[1]]);
             }
-        }
-    }
-}
-
-/// Rounds sums to halves in uninitialized memory.
-pub(crate) struct Round<'a> {
-    pub(crate) sums: &'a [f32],
-    pub(crate) halves: &'a mut [MaybeUninit<bf16>],
-}
-
-impl Kernel for Round<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run(self) {
-        for (half, sum) in self.halves.iter_mut().zip(self.sums) {
-            half.write(rounded(*sum));
         }
     }
 }
