@@ -128,7 +128,7 @@ fn each_rejected_tensor_has_its_own_reason() {
         (
             "model.embed_positions.weight",
             vec![16, 16],
-            one(["not part of the model; was", "", ""]),
+            one(["not part of the model", "this configuration", ""]),
         ),
         (
             "embed_tokens.weight",
