@@ -261,13 +261,13 @@ pub(crate) struct ShardingArgs {
     pub(crate) check: CheckArg,
     /// Keep the optimizer state in files in this folder; not with --compile
     ///
-    /// One unit's state is in memory at a time. The files are removed at the end of the run, also after SIGTERM,
+    /// One unit's state is in memory at a time. The files are removed at the end of the run, even after SIGTERM,
     /// SIGINT, SIGHUP or SIGUSR1.
     #[arg(long, value_name = "FOLDER", help_heading = MEMORY)]
     pub(crate) offload: Option<PathBuf>,
     /// Units to gather ahead of their use; at most 1 with --compile
     ///
-    /// [default: 1 between processes; 0 between threads, where nothing overlaps]
+    /// [default: 1 with processes; 0 with threads, where nothing overlaps]
     #[arg(long, value_name = "UNITS", help_heading = MEMORY, hide_short_help = true)]
     pub(crate) prefetch: Option<usize>,
 }
@@ -304,7 +304,7 @@ pub(crate) struct CheckpointArgs {
     /// time. If it contains steps, add --resume or --overwrite.
     #[arg(long, value_name = "FOLDER")]
     pub(crate) checkpoint_dir: Option<PathBuf>,
-    /// Steps between additional saves, in the background
+    /// Steps between additional background saves
     #[arg(long, value_name = "STEPS", requires = "checkpoint_dir")]
     pub(crate) save_every: Option<usize>,
     /// Number of newest steps to keep [default: all]

@@ -1,7 +1,7 @@
 //! Process groups and collective operations of burn-fsdp.
 //!
 //! - [`launch()`] starts ranks as threads of this process, or uses the processes that an MPI launcher has started. Each
-//!   rank gets its end of the world's [`ProcessGroup`].
+//!   rank gets its [`ProcessGroup`] of the world.
 //! - A [`ProcessGroup`] offers the collective operations, either blocking or as [`Pending`] handles. It can be
 //!   [`split`](ProcessGroup::split) into smaller groups. A [`ProcessMesh`] has one group per mesh axis.
 //! - Operations read [`Source`]s and fill [`Buffer`]s of the rank's [`BufferPool`]. They take lists of [`Part`]s, so
@@ -15,7 +15,7 @@
 //!   memory or a faulty link has changed.
 //!
 //! - An [`Engine`](engine::Engine) moves the bytes. Programs can run a group on one of their own
-//!   ([`ProcessGroup::on_engine`]), also for bytes that are not in host memory.
+//!   ([`ProcessGroup::on_engine`]), even for bytes that are not in host memory.
 //!
 //! The crate deals with bytes, element types and ranks. It knows nothing about Burn, parameters or models.
 //!

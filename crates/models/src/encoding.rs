@@ -159,7 +159,7 @@ fn is_utf8(text: &[u8], is_cut: bool) -> bool {
     }
 }
 
-/// Returns true if there are more control characters than in any text. In compressed data, every tenth byte is one.
+/// Returns true if control characters are more frequent than in text. In compressed data, every tenth byte is one.
 fn is_full_of_controls(bytes: &[u8]) -> bool {
     // Text contains all kinds of spaces, backspaces, terminal colors, and the end-of-file mark of old systems.
     let is_control = |byte: &&u8| matches!(**byte, 0..=7 | 0x0e..=0x19 | 0x1c..=0x1f);

@@ -411,7 +411,7 @@ fn missing_tensor<A: Architecture>(
     }
 }
 
-/// Returns a parameter's tensor in a file, if its shape and type are as the model expects.
+/// Returns a parameter's tensor in a file, if it has the model's shape and a supported type.
 fn stored_tensor(
     path: &Path,
     spec: ParameterSpec,

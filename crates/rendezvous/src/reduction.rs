@@ -13,7 +13,7 @@ use super::element::ElementType;
 /// once. The bits of the result therefore depend only on the values and the size of the group.
 ///
 /// `f32`, `f16` and `bf16` are widened to `f32`; `f64` stays `f64`. Integers wrap and cannot be scaled. A NaN of any
-/// rank makes the result NaN, also for `Max` and `Min`.
+/// rank makes the result NaN, even for `Max` and `Min`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Reduction {
     /// The operation that combines elements.

@@ -7,7 +7,7 @@ use super::pool::Buffer;
 use super::source::Source;
 use burn_fsdp_rendezvous::{AlteredPart, Checksums, Claim, Meeting, Messages, Operation, Subgroup};
 
-/// A rank's end of a group, on some transport.
+/// A rank's handle to a group, on some transport.
 ///
 /// An engine moves bytes. The group checks a rank's own arguments, compares the claims of all ranks, and is responsible
 /// for deadlines, failures and ledgers, with the engine's [`Control`](burn_fsdp_rendezvous::Control). An engine must read a rank's

@@ -21,7 +21,7 @@ pub struct Shelf {
 /// The shelves of all operations, by the numbers of group and operation. All ranks share them.
 pub type Shelves = Arc<Mutex<HashMap<(u64, u64), Arc<Shelf>>>>;
 
-/// A rank's end of a group.
+/// A rank's handle to a group.
 #[derive(Debug)]
 pub struct ShelfEngine {
     /// Carries the claims, and the operations that this engine does not replace.
@@ -31,7 +31,7 @@ pub struct ShelfEngine {
 }
 
 impl ShelfEngine {
-    /// Returns a rank's end, for `ProcessGroup::on_engine`.
+    /// Returns a rank's handle, for `ProcessGroup::on_engine`.
     pub fn end(inner: Box<dyn Engine>, group: &Subgroup, shelves: &Shelves) -> Box<dyn Engine> {
         let (group, shelves) = (group.clone(), shelves.clone());
         Box::new(Self {

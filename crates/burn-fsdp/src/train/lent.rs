@@ -1,4 +1,4 @@
-//! The model of Burn's learner, while it is with the ranks.
+//! The model of Burn's learner, which the ranks borrow for a run.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -23,7 +23,7 @@ use crate::train::lock::held;
 /// state to save from the model, with [`Module::into_record`]. So both pass through here.
 #[derive(Clone)]
 pub struct Lent<M> {
-    /// None while it is with the ranks.
+    /// `None` while the ranks have it.
     model: Option<M>,
     /// The summary's text about the model.
     text: Arc<str>,

@@ -17,16 +17,16 @@ pub(crate) struct ModelArgs {
     /// llama and gpt2 take their sizes from config.json in the --init folder.
     #[arg(long, value_enum)]
     pub(crate) model: Option<TrainedModelArg>,
-    /// Transformer blocks of a gpt [default: 3]
+    /// Transformer blocks; gpt only [default: 3]
     #[arg(long)]
     pub(crate) layers: Option<usize>,
-    /// Hidden size of a gpt, a multiple of --heads [default: 128]
+    /// Hidden size, a multiple of --heads; gpt only [default: 128]
     #[arg(long)]
     pub(crate) dim: Option<usize>,
-    /// Attention heads of a gpt [default: 4]
+    /// Attention heads; gpt only [default: 4]
     #[arg(long)]
     pub(crate) heads: Option<usize>,
-    /// Vocabulary size of a gpt [default: the tokenizer's size, at least 256]
+    /// Vocabulary size; gpt only [default: the tokenizer's size, at least 256]
     ///
     /// Text needs at least the tokenizer's size, or 256 for bytes.
     #[arg(long, hide_short_help = true)]
@@ -79,9 +79,9 @@ pub(crate) enum TrainedModelArg {
 pub(crate) struct DataArgs {
     /// Text file or folder to train on [default: Burn's source code]
     ///
-    /// Only the first 16 MiB are read. --seed selects the windows. The last 5 % are held out for evaluation; for Burn's
-    /// source code, which cargo has downloaded, every 20th file. Hidden files, files that are not text and files of
-    /// this run are skipped and counted.
+    /// Only the first 16 MiB are read. --seed selects the text windows. The last 5 % are held out for evaluation, or
+    /// every 20th file of Burn's source code, as downloaded by cargo. Hidden files, binary files and files of this run
+    /// are skipped and counted.
     #[arg(long, value_name = "PATH", conflicts_with = "synthetic")]
     pub(crate) data: Option<PathBuf>,
     /// tokenizer.json, or `bytes` for one token per byte [default: tokenizer.json of --init, else bytes]

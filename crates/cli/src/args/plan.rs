@@ -57,7 +57,7 @@ pub(crate) struct PlanArgs {
     pub(crate) strategy: PlannedStrategyArg,
     /// Units to gather ahead of their use
     ///
-    /// `train` uses 1 between processes and 0 between threads.
+    /// `train` uses 1 with processes and 0 with threads.
     #[arg(
         long,
         value_name = "UNITS",
@@ -99,9 +99,9 @@ pub(crate) struct PlanArgs {
     /// The plan is then exact, but takes seconds for large models.
     #[arg(long, requires = "compile", help_heading = MEMORY, hide_short_help = true)]
     pub(crate) every_block: bool,
-    /// With --compile: prove that the plan of all blocks computes the traced step
+    /// With --compile: prove that the plan computes the traced step
     ///
-    /// The proof uses blocks of a few elements, on at most 8 ranks.
+    /// The proof covers all blocks, narrowed to a few elements, on at most 8 ranks.
     #[arg(long, requires = "compile", help_heading = DIAGNOSTICS, hide_short_help = true)]
     pub(crate) certify: bool,
     /// With --compile: write the planned graphs into this folder, as `train` does

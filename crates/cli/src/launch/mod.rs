@@ -46,7 +46,7 @@ The exit code is the command's, or 128 + N if signal N ended it. `--help` also d
 
 const LAUNCH_AFTER_LONG_HELP: &str = "\
 Signals:
-  SIGTERM, SIGINT, SIGHUP and SIGUSR1 make all trainings below save and end, also inside scripts and
+  SIGTERM, SIGINT, SIGHUP and SIGUSR1 make all trainings below save and end, even inside scripts and
   launchers. Nothing is started after that. Signals within one second count as one. A later signal,
   or SIGQUIT, ends the trainings at once.
 

@@ -45,7 +45,7 @@ impl Progress {
 }
 
 impl Drop for Progress {
-    /// Removes the bar, also when a rank fails, so that the message has its own line.
+    /// Removes the bar, even when a rank fails, so that the message has its own line.
     fn drop(&mut self) {
         self.0.finish_and_clear();
     }

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::args::{LrSchedule, TrainingArgs};
 
-/// Fraction of the learning rate at the end of a cosine schedule.
+/// Learning rate at the end of a cosine schedule, as a fraction of the peak.
 const COSINE_FLOOR: f64 = 0.1;
 
 /// A learning rate that rises linearly, then stays or falls.

@@ -13,7 +13,7 @@ use burn_fsdp_transport::{
     Awaited, Buffer, Completion, Engine, Flight, Request, Source, Withdrawn, copy, reduce,
 };
 
-/// Returns the end of rank `rank`, the only existing rank of a group of `size` ranks.
+/// Returns the handle of rank `rank`, the only existing rank of a group of `size` ranks.
 pub(crate) fn end(control: Arc<Control>, size: usize, rank: usize) -> Box<dyn Engine> {
     Box::new(FakeEnd {
         rank,
@@ -22,7 +22,7 @@ pub(crate) fn end(control: Arc<Control>, size: usize, rank: usize) -> Box<dyn En
     })
 }
 
-/// The end of one rank of a group whose other ranks do not exist.
+/// A rank's handle to a group whose other ranks do not exist.
 #[derive(Debug)]
 struct FakeEnd {
     rank: usize,

@@ -387,7 +387,7 @@ pub(crate) struct Peers {
     pub(crate) control: Arc<Control>,
     /// The results that must be the same on all ranks, if ranks compare bytes.
     pub(crate) replicas: Option<Arc<Mutex<Replicas>>>,
-    /// The end of the group, kept to keep its engine alive while an operation is in progress.
+    /// Keeps the group's engine alive while an operation is in progress.
     pub(crate) _end: Arc<dyn Any + Send + Sync>,
 }
 

@@ -15,14 +15,14 @@ use burn_fsdp_rendezvous::{
 };
 use burn_fsdp_transport::{Buffer, BufferPool, Engine, Request, Source, Space};
 
-/// A rank's end of a group of ranks that communicate. Cheap to clone.
+/// A rank's handle to a group of ranks that communicate. Cheap to clone.
 ///
-/// Every rank of the group has its own end. An operation is *collective*: all ranks of the group must start it with the
+/// Every rank of the group has its own. An operation is *collective*: all ranks of the group must start it with the
 /// same label and the same parts. The order relative to the group's other operations must also be the same. The group
 /// numbers its operations, and operations with the same number belong together. If they differ, every rank gets
 /// [`Error::Mismatch`].
 ///
-/// A rank may use its end from any of its threads, but only from one at a time. If two threads start operations at
+/// A rank may use its handle from any of its threads, but only from one at a time. If two threads start operations at
 /// once, their order is undefined.
 #[derive(Clone)]
 pub struct ProcessGroup(pub(super) Arc<End>);
@@ -47,7 +47,7 @@ struct Progress {
 }
 
 impl ProcessGroup {
-    /// Returns a rank's end of a group with these ranks of the world.
+    /// Returns a rank's handle to a group with these ranks of the world.
     pub(crate) fn new(
         name: Label,
         rank: usize,

@@ -9,7 +9,7 @@ use burn_fsdp_transport::Engine;
 
 impl ProcessGroup {
     /// Divides the group. Ranks that pass the same `color` form a new group, ordered by `key`, and by their rank in
-    /// this group where keys are equal. Collective; `name` must be the same on all ranks, also for different colors.
+    /// this group where keys are equal. Collective; `name` must be the same on all ranks, even for different colors.
     ///
     /// # Errors
     ///

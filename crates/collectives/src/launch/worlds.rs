@@ -8,7 +8,7 @@ use crate::group::ProcessGroup;
 use burn_fsdp_rendezvous::{Check, Control, Messenger, NobodyElse, RankState, World};
 use burn_fsdp_transport::{BufferPool, Engine};
 
-/// Returns the ends of the group of all ranks of a new world of threads, by rank.
+/// Returns each rank's group of all ranks, for a new world of threads.
 pub(super) fn of_threads(num_ranks: usize, deadline: Duration, check: Check) -> Vec<ProcessGroup> {
     let state = |rank| Arc::new(RankState::new(rank, check));
     let states: Vec<_> = (0..num_ranks).map(state).collect();
@@ -49,7 +49,7 @@ pub(super) struct Here {
 }
 
 impl Here {
-    /// Returns the rank's end of the group of all ranks.
+    /// Returns the rank's group of all ranks.
     pub(super) fn group(
         self,
         messenger: Box<dyn Messenger>,

@@ -44,7 +44,7 @@ thread_local! {
     static IS_TRIAL: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A guard that ends the work on a parameter when dropped, also by unwinding.
+/// A guard that ends the work on a parameter when dropped, even by unwinding.
 struct Entered;
 
 impl Drop for Entered {

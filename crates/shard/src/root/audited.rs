@@ -29,7 +29,7 @@ impl Default for Audited {
 }
 
 impl Audited {
-    /// Returns the data for rank `rank`, without units.
+    /// Returns the audit data of a rank, with no units yet.
     pub(super) fn new(audit: Audit, rank: usize) -> Self {
         Self {
             auditor: Auditor::new(audit, rank, 0),
@@ -50,7 +50,7 @@ impl Audited {
         self.auditor = self.auditor.over(all);
     }
 
-    /// Returns the data that remains after an error.
+    /// Returns the audit data that remains after an error.
     pub(super) fn after_error(self) -> Self {
         Self {
             auditor: self.auditor.after_error(),

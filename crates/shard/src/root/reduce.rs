@@ -40,7 +40,7 @@ impl Root {
         held.map(|gradient| gradient.account.len()).sum()
     }
 
-    /// Returns false if the gradients of a backward wait for a later backward.
+    /// Returns false if reduced gradients stay in the shards until a later backward.
     pub(super) fn is_last(&self) -> bool {
         self.is_last.load(Relaxed)
     }

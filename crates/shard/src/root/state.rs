@@ -43,7 +43,7 @@ pub(crate) struct Root {
     /// True while a thread is inside part of a step.
     stepping: AtomicBool,
     progress: Mutex<Progress>,
-    /// False if the gradients of a backward wait for a later backward.
+    /// False if reduced gradients stay in the shards until a later backward.
     pub(super) is_last: AtomicBool,
     /// The trial of the optimizer.
     pub(crate) trial: Trial,

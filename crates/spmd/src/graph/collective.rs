@@ -174,7 +174,7 @@ impl CollectiveKind {
         self.operation().contract()
     }
 
-    /// Returns the number of rounds over a ring of the ranks: two if a combination is then passed to all.
+    /// Returns the number of rounds around a ring of the ranks: two for an all-reduce, otherwise one.
     pub fn rounds(self) -> u32 {
         let contract = self.contract();
         match contract.reduces && contract.gets.share == Share::Full {

@@ -5,8 +5,8 @@
 //! ranks share one graph. **Padding has no meaning**, and three rules keep it separate:
 //!
 //! 1. Operations that treat each element along the dim independently also run on padding. Results there are padding.
-//! 2. Before a sum over the dim, the padding of every summed operand is cleared. Gradients of parameters are also
-//!    cleared, because they are part of norms. No other operation that combines rows may run on parts.
+//! 2. Before a sum over the dim, the padding of every summed operand is cleared. The padding of parameters' gradients
+//!    is also cleared, because norms include them. No other operation that combines rows may run on parts.
 //! 3. A value is trimmed to its size after it is gathered. Before it is cut, scattered or exchanged, it is lengthened
 //!    with its own elements.
 

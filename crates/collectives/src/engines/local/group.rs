@@ -35,7 +35,7 @@ impl LocalGroup {
         })
     }
 
-    /// Returns a rank's end of the group.
+    /// Returns a rank's handle.
     pub(super) fn end(group: &Arc<Self>, rank: usize) -> LocalEnd {
         LocalEnd {
             group: group.clone(),
@@ -85,7 +85,7 @@ impl LocalGroup {
     }
 }
 
-/// A rank's end of a [`LocalGroup`].
+/// A rank's handle to a [`LocalGroup`].
 #[derive(Debug)]
 pub(super) struct LocalEnd {
     group: Arc<LocalGroup>,

@@ -1,4 +1,4 @@
-//! A rank's end of a group of processes.
+//! A rank's handle to a group of processes.
 
 use std::fmt;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ pub(super) struct MpiEnd {
 }
 
 impl MpiEnd {
-    /// Returns the end of the group of all ranks.
+    /// Returns the handle to the group of all ranks.
     pub(super) fn new(
         control: Arc<Control>,
         members: Arc<[usize]>,

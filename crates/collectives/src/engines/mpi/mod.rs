@@ -83,7 +83,7 @@ impl Connection {
         Box::new(MpiMessenger(self.commands.clone()))
     }
 
-    /// Returns this rank's end of the group of all ranks.
+    /// Returns this rank's handle to the group of all ranks.
     pub(crate) fn end(&self, control: Arc<Control>, pool: BufferPool) -> Box<dyn Engine> {
         let members = (0..self.size).collect();
         let commands = self.commands.clone();
