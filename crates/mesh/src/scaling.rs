@@ -40,7 +40,7 @@ pub struct LossScalerState {
 
 /// An option of [`LossScaling`] that is out of its range.
 #[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
-#[error("loss scaling option {option} is {got:e}; it must be {expected}")]
+#[error("loss scaling option {option} is {got:?}; it must be {expected}")]
 pub struct ScalingFault {
     /// Name of the option.
     pub option: &'static str,

@@ -63,7 +63,7 @@ impl LossScaler {
             }) => Err(Error::Option {
                 option,
                 expected,
-                got: format!("{got:e}"),
+                got: format!("{got:?}"),
             }),
             None => Ok(Self {
                 scaling,

@@ -357,7 +357,7 @@ fn unsupported_loss_scaling_is_rejected() {
     };
     let said = compiled(Mode::single().options(Options::default().scale_loss(wrong)));
     assert!(
-        said.contains("backoff_factor 2") && said.contains("between 0 and 1"),
+        said.contains("backoff_factor is 2.0") && said.contains("between 0 and 1"),
         "{said}"
     );
 
