@@ -1,7 +1,7 @@
 //! The contract of each collective operation: senders, receivers, and the data between them.
 //!
-//! All other knowledge about the kinds of operations follows from here: the lengths that a call must have, the bytes
-//! that an engine moves between ranks, and the numbers that a tool counts.
+//! Everything else about a kind of operation follows from its contract: the lengths that a call must have, the bytes
+//! that an engine moves between ranks, and the traffic that tools count.
 
 use std::ops::Range;
 
@@ -18,12 +18,12 @@ pub struct Contract {
     pub reduces: bool,
 }
 
-/// A side of a contract.
+/// One side of a contract: the senders or the receivers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Role {
-    /// The ranks.
+    /// The ranks on this side.
     pub who: Who,
-    /// The share of each tensor.
+    /// The share of each tensor that each of these ranks sends or receives.
     pub share: Share,
 }
 

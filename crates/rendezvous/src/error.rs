@@ -106,7 +106,7 @@ pub enum Error {
         ledger: LedgerReport,
     },
 
-    /// Bytes that differ from the bytes that their rank sent, with [`Check::Agreement`](crate::Check::Agreement).
+    /// Received bytes that differ from the bytes that were sent, with [`Check::Agreement`](crate::Check::Agreement).
     #[error(
         "{}rank {rank} received different bytes for tensor {part} of {operation} than rank {peer} passed to the call; \
          the memory of one of the two or the link between them is faulty: resume from the last checkpoint without \
@@ -122,7 +122,7 @@ pub enum Error {
         rank: usize,
         /// The rank that sent them.
         peer: usize,
-        /// The index among the parts of the operation.
+        /// The index of the tensor among the parts of the operation.
         part: usize,
         /// The last operations of the ranks.
         ledger: LedgerReport,
@@ -219,7 +219,7 @@ pub enum Error {
         Fault::SYNTAX
     )]
     InvalidFault {
-        /// The text that was given.
+        /// The text that was parsed.
         text: String,
         /// The reason why it cannot be parsed.
         problem: String,
@@ -231,7 +231,7 @@ pub enum Error {
          axes {group_size}"
     )]
     MeshSize {
-        /// The mesh, as it is displayed.
+        /// The mesh, formatted for display.
         mesh: String,
         /// Ranks of the mesh.
         mesh_size: usize,
@@ -246,13 +246,13 @@ pub enum Error {
     Mesh(#[from] burn_fsdp_mesh::Error),
 }
 
-/// The part of an operation that a rank waits for its peers to do.
+/// The part of an operation that a rank waits for its peers to complete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stage {
     /// The start of the operation.
     Start,
-    /// The completion of their share.
+    /// The completion of their share of the operation.
     Finish,
 }
 

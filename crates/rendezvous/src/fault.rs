@@ -44,7 +44,7 @@ pub enum At {
     Weight,
     /// A gradient that was reduced and waits for the optimizer; only for flips.
     Gradient,
-    /// A state of the optimizer between steps; only for flips.
+    /// A tensor of the optimizer state between steps; only for flips.
     State,
     /// A running state, such as BatchNorm's, between steps; only for flips.
     Running,
@@ -61,7 +61,7 @@ pub enum How {
     /// A stall far beyond every deadline.
     Stall,
     /// A flip of one bit. At [`At::Collective`], the bit is in the data of one of the step's first operations to which
-    /// the rank contributes any. At the other points, it is in one of the first values there. The rank continues. This
+    /// the rank contributes data. At the other points, it is in one of the first values there. The rank continues. This
     /// shows the behaviour with and without [`Check::Agreement`](crate::Check::Agreement). Not available at
     /// [`At::Forward`] and [`At::Backward`].
     Flip,
@@ -109,7 +109,7 @@ impl Fault {
     /// Returns the bit that flips in `num_bytes` bytes, at least one. With seed 0 it is the first bit of the middle
     /// byte.
     pub(crate) fn bit(&self, num_bytes: usize) -> usize {
-        // Odd, so that all bits of the seed matter.
+        // The factor is odd, so all bits of the seed matter.
         let mixed = (self.seed / Self::MOST_PASSED).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let byte = (num_bytes / 2 + (mixed >> 8) as usize % num_bytes) % num_bytes;
         8 * byte + (mixed >> 4) as usize % 8

@@ -39,7 +39,7 @@ pub fn copy(from: &[u8], to: &mut [u8]) {
 /// cost as much as moving them.
 const NEAR: usize = 1 << 15;
 
-/// Copies as [`copy`] does, and returns the checksum of the copied bytes.
+/// Like [`copy`], but also returns the checksum of the copied bytes.
 pub fn copy_and_read(from: &[u8], to: &mut [u8]) -> u64 {
     if is_shared(from.len()) {
         copy(from, to);
@@ -62,7 +62,7 @@ pub struct Combined {
     pub result: u64,
 }
 
-/// Combines as [`reduce`] does, and returns the checksums of the addends and of the result.
+/// Like [`reduce`], but also returns the checksums of the addends and of the result.
 pub fn reduce_and_read(
     reduction: &Reduction,
     input: ElementType,
@@ -177,7 +177,7 @@ impl Recipe {
         }
     }
 
-    /// Combines the elements from `start` on into `out`.
+    /// Combines the elements from index `start` into `out`.
     fn run_piece<E: Element, O: FromWide<E::Wide>>(
         self,
         addends: &[Cow<'_, [E]>],

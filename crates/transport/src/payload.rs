@@ -53,7 +53,7 @@ pub trait Payload: Send + Sync {
 
 /// A point in the work that was enqueued on a device.
 ///
-/// Work that needs the bytes written before the fence must wait for it on the device. Its concrete type is found with
+/// Work that needs the bytes written before the fence must wait for it on the device. Downcast it with
 /// [`as_any`](Self::as_any).
 pub trait Fence: fmt::Debug + Send + Sync {
     /// Returns true if all work before the fence is complete. Never waits.

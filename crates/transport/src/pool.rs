@@ -93,7 +93,7 @@ impl BufferPool {
 }
 
 impl Books {
-    /// Returns memory of that size for a buffer, if there is any, and memory to free.
+    /// Returns kept memory of this size for a buffer, if there is any, and memory to free.
     fn take(&mut self, num_words: usize, len: usize) -> (Option<Vec<u64>>, Vec<Vec<u64>>) {
         self.open(len);
         self.used_words += num_words;

@@ -19,7 +19,7 @@ pub struct Source {
 
 #[derive(Clone)]
 enum Owner {
-    /// Without a payload around it, which would cost an allocation for each part of each operation.
+    /// Not wrapped in a payload, which would cost an allocation for each part of each operation.
     Host(Arc<dyn AsRef<[u8]> + Send + Sync>),
     Payload(Arc<dyn Payload>),
 }

@@ -57,7 +57,7 @@ where
         check: config.check,
     };
     let world = here.group(connection.messenger(), |control, pool| {
-        connection.end(control, pool.clone())
+        connection.handle(control, pool.clone())
     });
     let control = world.control().clone();
     let end = run(config, num_threads, &control, move || body(world));

@@ -36,8 +36,8 @@ impl LocalGroup {
     }
 
     /// Returns a rank's handle.
-    pub(super) fn end(group: &Arc<Self>, rank: usize) -> LocalEnd {
-        LocalEnd {
+    pub(super) fn handle(group: &Arc<Self>, rank: usize) -> LocalHandle {
+        LocalHandle {
             group: group.clone(),
             rank,
         }
@@ -87,12 +87,12 @@ impl LocalGroup {
 
 /// A rank's handle to a [`LocalGroup`].
 #[derive(Debug)]
-pub(super) struct LocalEnd {
+pub(super) struct LocalHandle {
     group: Arc<LocalGroup>,
     rank: usize,
 }
 
-impl Messages for LocalEnd {
+impl Messages for LocalHandle {
     fn control(&self) -> &Arc<Control> {
         &self.group.team.control
     }
@@ -103,7 +103,7 @@ impl Messages for LocalEnd {
     }
 }
 
-impl Engine for LocalEnd {
+impl Engine for LocalHandle {
     fn name(&self) -> &'static str {
         "local"
     }
@@ -126,7 +126,7 @@ impl Engine for LocalEnd {
     }
 
     fn split(&self, subgroup: Subgroup) -> Box<dyn Engine> {
-        Box::new(LocalGroup::end(
+        Box::new(LocalGroup::handle(
             &self.group.collect(&subgroup),
             subgroup.rank,
         ))
