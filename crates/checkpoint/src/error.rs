@@ -49,11 +49,11 @@ pub enum Error {
     NotAFolder {
         /// The path with the name of a step.
         path: PathBuf,
-        /// A description of what is there, such as `a link`.
+        /// A description of what the path is, such as `a link`.
         found: &'static str,
     },
 
-    /// A folder that would have to be removed but contains something that does not belong to a step.
+    /// A folder that should be removed but contains something that does not belong to a step.
     #[error("{path} cannot be removed because it contains {name:?}, which is not part of a step; move it elsewhere", path = path.display())]
     Foreign {
         /// The folder.
@@ -93,7 +93,7 @@ pub enum Error {
     /// A version of the format that this program does not support.
     #[error("{path} has format version {got}, but this program reads version {expected}; use a newer burn-fsdp", path = path.display())]
     Version {
-        /// The index.
+        /// The index file.
         path: PathBuf,
         /// The supported version.
         expected: u32,
@@ -139,16 +139,16 @@ pub enum Error {
         path: PathBuf,
         /// The affected tensor, if it is a single one.
         tensor: Option<String>,
-        /// A description of the problem.
+        /// What is wrong.
         problem: String,
     },
 
-    /// A size above the limit of this reader.
+    /// A size above one of the reader's [`Limits`](crate::Limits).
     #[error("{path}: {what} is {got} but at most {limit} is read; if you trust the file, raise the limit", path = path.display())]
     Limit {
         /// The file.
         path: PathBuf,
-        /// A description of the thing that is too large.
+        /// The thing that is too large.
         what: &'static str,
         /// The limit.
         limit: u64,
@@ -179,7 +179,7 @@ pub enum Error {
         newest: Box<Error>,
     },
 
-    /// Tensors that the model has and the checkpoint does not.
+    /// Tensors of the model that the checkpoint lacks.
     #[error(
         "{path} lacks {count} tensors that the model has: {list}; load it into the model that it was saved from, or \
          exclude these",
@@ -192,7 +192,7 @@ pub enum Error {
         names: Vec<String>,
     },
 
-    /// Tensors that the checkpoint has and the model does not.
+    /// Tensors of the checkpoint that the model lacks.
     #[error(
         "{path} has {count} tensors that the model lacks: {list}; load it into the model that it was saved from, or \
          allow them",
@@ -246,11 +246,11 @@ pub enum Error {
         shape: Vec<usize>,
         /// The region.
         region: Region,
-        /// A description of the problem with the region.
+        /// What is wrong with the region.
         problem: String,
     },
 
-    /// Data or a buffer whose size differs from its part's.
+    /// Data or a buffer whose size differs from the size of its part.
     #[error(
         "{region} of tensor {tensor:?} takes {expected} bytes, but {got} were given; leave out padding"
     )]
@@ -270,11 +270,11 @@ pub enum Error {
     Tensor {
         /// The tensor.
         tensor: String,
-        /// A description of the problem and its remedy.
+        /// The problem and its remedy.
         problem: String,
     },
 
-    /// The source of a tensor's data failed.
+    /// A failure of the source of a tensor's data.
     #[error("cannot get the data of tensor {tensor:?} to save: {source}")]
     Source {
         /// The tensor.
@@ -288,7 +288,7 @@ pub enum Error {
     Argument {
         /// Name of the argument.
         argument: &'static str,
-        /// A description of valid arguments.
+        /// The valid arguments.
         expected: String,
         /// The argument given.
         got: String,
@@ -299,7 +299,7 @@ pub enum Error {
     Mesh(#[from] burn_fsdp_mesh::Error),
 
     // === Several ranks ===
-    /// Another rank failed to save; nothing was committed.
+    /// A failure of another rank to save; nothing was committed.
     #[error(
         "step {step} was not saved because rank {rank} failed: {reason}; older steps are unchanged; fix that \
          failure and save again"
@@ -313,20 +313,20 @@ pub enum Error {
         reason: String,
     },
 
-    /// The ranks could not communicate.
+    /// A failure of the ranks to communicate.
     #[error(
         "rank {rank} could not meet the other ranks to save step {step}: {source}; older steps are unchanged"
     )]
     Rendezvous {
         /// The step that was to be saved.
         step: u64,
-        /// The rank that reports it.
+        /// The rank that reports the error.
         rank: usize,
-        /// The rendezvous' error.
+        /// The rendezvous's error.
         source: BoxError,
     },
 
-    /// The thread of a background save panicked.
+    /// A panic on the thread of a background save.
     #[error("saving step {step} in the background panicked: {reason}; older steps are unchanged")]
     Panicked {
         /// The step that was to be saved.
@@ -336,14 +336,14 @@ pub enum Error {
     },
 }
 
-/// An error of code that this crate calls back.
+/// An error from the caller's code that this crate calls.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 impl Error {
     /// Returns true if a file is missing, damaged or foreign, so another step may be good.
     ///
-    /// A file that cannot be read *now* (missing permission, an unavailable network disk, a disk error) is not known to
-    /// be damaged. A caller that skipped the step could lose it.
+    /// False for a file that cannot be read *now* (missing permission, an unavailable network disk, a disk error): it
+    /// may not be damaged, and a caller that skipped the step could lose it.
     pub fn is_damage(&self) -> bool {
         match self {
             Self::NotACheckpoint { .. }
@@ -354,7 +354,7 @@ impl Error {
             | Self::Limit { .. } => true,
             Self::Io { source, .. } => matches!(
                 source.kind(),
-                // `InvalidInput` represents an entry that is not a regular file.
+                // `InvalidInput` means that the entry is not a regular file.
                 io::ErrorKind::NotFound
                     | io::ErrorKind::UnexpectedEof
                     | io::ErrorKind::InvalidInput

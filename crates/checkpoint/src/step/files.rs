@@ -31,9 +31,9 @@ pub(super) struct Files {
     pub(super) path: PathBuf,
     pub(super) limits: Limits,
     pub(super) index: Index,
-    /// The parts in each file, `(tensor, part)`, by position.
+    /// The parts in each file as `(tensor, part)`, in the order of their positions.
     pub(super) by_file: Vec<Vec<(usize, usize)>>,
-    /// Set for each file whose header was found to match the index.
+    /// Set for each file whose header has been found to match the index.
     checked: Vec<OnceLock<()>>,
     /// The most recently used files.
     open_files: OpenFiles,
@@ -76,7 +76,7 @@ impl Files {
         self.path.join(&self.index.files[number].name)
     }
 
-    /// Returns a file whose size and header match the index. Opens it if necessary.
+    /// Returns a file whose size and header match the index, opening it if necessary.
     pub(super) fn file(&self, number: usize) -> Result<Arc<dyn ReadFile>, Error> {
         let lock = || {
             self.open_files
