@@ -14,8 +14,8 @@
 //!   Nothing hangs, and no wrong result is returned. With [`Check::Agreement`] this also holds for bytes that faulty
 //!   memory or a faulty link has changed.
 //!
-//! - An [`Engine`](engine::Engine) moves the bytes. Programs can run a group on one of their own
-//!   ([`ProcessGroup::on_engine`]), even for bytes that are not in host memory.
+//! - An [`Engine`](engine::Engine) moves the bytes. Programs can run a group on a custom engine
+//! ([`ProcessGroup::on_engine`]), even for bytes that are not in host memory.
 //!
 //! The crate deals with bytes, element types and ranks. It knows nothing about Burn, parameters or models.
 //!
@@ -38,7 +38,7 @@
 //! assert_eq!(results, [[0, 10, 20], [0, 10, 20]]);
 //! # Ok::<(), burn_fsdp_collectives::LaunchError>(())
 //! ```
-// MPI is a C library, called by `engines/mpi/wire.rs` and `engines/mpi/landing.rs`. Nothing else is unsafe.
+//! MPI is a C library, called by `engines/mpi/wire.rs` and `engines/mpi/landing.rs`. Nothing else is unsafe.
 #![cfg_attr(not(feature = "mpi"), forbid(unsafe_code))]
 
 mod engines;

@@ -147,7 +147,7 @@ impl FakeFlight {
         routes.swap_remove(part)
     }
 
-    /// Copies the bytes that this rank sends to itself to every rank's place, as far as they fit. Everything else is
+    /// Copies the bytes that this rank sends to itself into every rank's place, as far as they fit. The rest becomes
     /// zero, including the data of a root other than this rank.
     fn repeat(&self, part: usize, source: &Source, buffer: &mut Buffer) {
         let signature = &self.meeting.claim.signature;

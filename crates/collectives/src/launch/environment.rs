@@ -40,7 +40,7 @@ const LAUNCHERS: [Launcher; 3] = [
         here: "MPI_LOCALNRANKS",
         rank_here: "MPI_LOCALRANKID",
     },
-    // Also set in the job's own script, except for the variable of the step.
+    // Slurm also sets these in the job's script, except for the step's variable.
     Launcher {
         name: "Slurm's srun",
         size: "SLURM_STEP_NUM_TASKS",
@@ -55,15 +55,15 @@ const LAUNCHERS: [Launcher; 3] = [
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Processes {
-    /// Name of the launcher, or of the variable if only that requests `mpi`.
+    /// Name of the launcher, or of the variable that requests `mpi` if there is no launcher.
     pub launcher: &'static str,
     /// Number of processes.
     pub size: usize,
-    /// This process's number among them, which is its rank, as reported by the launcher before MPI starts.
+    /// This process's rank, as reported by the launcher before MPI starts.
     pub rank: usize,
-    /// Number of the processes on this machine.
+    /// Number of these processes on this machine.
     pub here: usize,
-    /// Number of this process among the ones on this machine.
+    /// Index of this process among the ones on this machine.
     pub rank_here: usize,
 }
 

@@ -1,4 +1,4 @@
-//! The meeting place of a group.
+//! The state that the ranks of a group share, and a rank's handle to it.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -13,7 +13,7 @@ use burn_fsdp_transport::{BufferPool, Engine, Flight, Request};
 #[derive(Debug)]
 pub(super) struct LocalGroup {
     team: Arc<Team>,
-    /// The operations that not all ranks have started, by sequence number.
+    /// The operations that some ranks have yet to start, by sequence number.
     rounds: Mutex<HashMap<u64, Arc<Round>>>,
     /// The subgroups that some members have yet to collect, by number.
     subgroups: Mutex<HashMap<u64, Uncollected>>,
@@ -35,7 +35,7 @@ impl LocalGroup {
         })
     }
 
-    /// Returns a rank's handle.
+    /// Returns a rank's handle to the group.
     pub(super) fn handle(group: &Arc<Self>, rank: usize) -> LocalHandle {
         LocalHandle {
             group: group.clone(),
@@ -60,7 +60,7 @@ impl LocalGroup {
         round
     }
 
-    /// Returns the subgroup. The first member to call makes it, and the last removes it from the map.
+    /// Returns the subgroup. The first member to call creates it, and the last removes it from the map.
     fn collect(&self, subgroup: &Subgroup) -> Arc<LocalGroup> {
         let mut subgroups = lock(&self.subgroups);
         let uncollected = subgroups.entry(subgroup.number).or_insert_with(|| {

@@ -26,7 +26,7 @@ const ELEMENTS: [ElementType; 12] = [
 
 const OPS: [ReduceOp; 4] = [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max, ReduceOp::Min];
 
-/// No rank.
+/// Encodes `None`.
 const NONE: u64 = u64::MAX;
 
 /// A message between processes.
@@ -131,7 +131,7 @@ impl Header {
     }
 }
 
-/// Encodes a signature; equal signatures give equal bytes.
+/// Encodes a signature. Equal signatures have equal encodings.
 pub(super) fn signature_bytes(signature: &Signature) -> Vec<u8> {
     let Signature {
         kind,
@@ -258,7 +258,7 @@ impl<'a> Reader<'a> {
 
     fn indices(&mut self) -> Option<Vec<usize>> {
         let len = self.index()?;
-        // Each element takes as many bytes as a word, so a wrong length allocates nothing.
+        // Each element takes the bytes of a word, so a length that is too large allocates nothing.
         (0..len).map(|_| self.index()).collect()
     }
 

@@ -90,8 +90,8 @@ impl Connection {
         Box::new(MpiHandle::new(control, members, self.rank, pool, commands))
     }
 
-    /// Ends MPI: together with the others if all have ended without a failure, otherwise without them. Gives up after
-    /// `patience`.
+    /// Ends MPI. `with_others` is true if all ranks have ended without a failure: the processes then end MPI together.
+    /// Gives up after `patience`.
     pub(crate) fn close(self, with_others: bool, patience: Duration) {
         let _ = self.commands.send(Command::Close { with_others });
         // The thread is done, or is stuck in MPI waiting for a process that is gone. Nothing more can be done here.

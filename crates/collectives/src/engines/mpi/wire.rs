@@ -62,7 +62,7 @@ pub(super) struct Transfer {
 
 /// A header that has begun to arrive.
 pub(super) struct Incoming {
-    /// The rank that sends it.
+    /// The sending rank.
     pub(super) from: usize,
     transfer: Transfer,
     landing: Arc<Landing>,
@@ -194,7 +194,7 @@ impl Wire {
         let piece = |piece: Range<usize>| {
             let mut request = null_request();
             let len = piece.len() as c_int;
-            // SAFETY: the landing guarantees that the place is its own and in bounds. Nobody else touches it until the
+            // SAFETY: the landing owns the memory and checks its bounds. Nobody else touches the range until the
             // landing is taken, which is after this transfer. The transfer keeps the landing alive.
             let code = unsafe {
                 ffi::MPI_Irecv(
