@@ -15,7 +15,7 @@
 //!   memory or a faulty link has changed.
 //!
 //! - An [`Engine`](engine::Engine) moves the bytes. Programs can run a group on a custom engine
-//! ([`ProcessGroup::on_engine`]), even for bytes that are not in host memory.
+//!   ([`ProcessGroup::on_engine`]), even for bytes that are not in host memory.
 //!
 //! The crate deals with bytes, element types and ranks. It knows nothing about Burn, parameters or models.
 //!

@@ -1,4 +1,4 @@
-//! The operations that a backend must have.
+//! The operations that a backend must implement.
 
 use burn::backend::Backend;
 use burn::backend::tensor::{FloatTensor, IntTensor};

@@ -104,8 +104,8 @@ pub(crate) fn cast(tensor: FlexTensor, dtype: DType) -> FlexTensor {
     FlexTensor::new(bytes, layout, dtype)
 }
 
-/// Returns `[1, rows, heads, width]` as 32-bit floats. Rows and heads of the halves are `row_step` and `head_step`
-/// elements apart, and a head's `width` elements are contiguous.
+/// Widens halves to a tensor `[1, rows, heads, width]` of 32-bit floats. Their rows and heads are `row_step` and
+/// `head_step` elements apart, and a head's `width` elements are contiguous.
 pub(crate) fn widened_heads(
     halves: &[bf16],
     [rows, heads, width]: [usize; 3],

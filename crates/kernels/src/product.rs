@@ -25,9 +25,9 @@ const LARGE: usize = 192 * 192 * 192;
 /// Minimum number of multiplications of a batch of products that is divided among threads.
 const LARGE_BATCH: usize = 128 * 128 * 128;
 
-/// An element type that has products.
+/// An element type whose matrices can be multiplied.
 pub(crate) trait Factor: Element + Pod + Send + Sync {
-    /// Calls the library.
+    /// Multiplies two matrices with the library for this type.
     ///
     /// # Safety
     ///

@@ -34,7 +34,7 @@ pub enum Error {
     UnknownAxis {
         /// The requested name.
         axis: String,
-        /// The mesh, in its display form.
+        /// The mesh, formatted for display.
         mesh: String,
     },
 
@@ -45,7 +45,7 @@ pub enum Error {
         rank: usize,
         /// Number of ranks in the mesh.
         num_ranks: usize,
-        /// The mesh, in its display form.
+        /// The mesh, formatted for display.
         mesh: String,
     },
 
@@ -65,7 +65,7 @@ pub enum Error {
     CoordinateOutOfRange {
         /// The requested coordinate.
         coordinate: Vec<usize>,
-        /// The mesh, in its display form.
+        /// The mesh, formatted for display.
         mesh: String,
     },
 
@@ -93,7 +93,7 @@ pub enum Error {
     InvalidLayout {
         /// A description of a valid layout.
         expected: String,
-        /// The requested layout, in its display form.
+        /// The requested layout, formatted for display.
         got: String,
     },
 

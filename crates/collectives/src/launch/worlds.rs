@@ -29,7 +29,7 @@ pub(super) fn of_threads(num_ranks: usize, deadline: Duration, check: Check) -> 
         .collect()
 }
 
-/// Returns rank `rank`, the only existing rank of a group of `size` ranks.
+/// Returns the handle of rank `rank`, the only existing rank of a group of `size` ranks.
 pub(super) fn of_one(size: usize, rank: usize) -> ProcessGroup {
     let here = Here {
         name: "fake",
