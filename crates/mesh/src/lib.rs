@@ -1,13 +1,18 @@
 //! Layout arithmetic of burn-fsdp: which rank owns which part of a tensor.
 //!
-//! - [`Mesh`]: ranks laid out as an n-d array with named [`Axis`]es. - [`Placement`]: the arrangement of a tensor on
-//! one mesh axis. - [`Layout`]: the placements of a tensor on a whole mesh, and where shards may begin; [`Region`]: the
-//! elements that one rank holds. - [`Partition`]: the ranges of one tensor's elements that the ranks own. -
-//! [`balanced_owners`]: the owners of parameters that are not divided. - [`Strategy`]: which state is sharded, and how
-//! long full parameters are kept. - [`Clip`]: the maximum norm of gradients; [`Measure`]: each element's contribution
-//! to a norm. - [`Precision`]: the types of computation and of gradient reduction. - [`LossScaling`]: the scale of a
-//! loss in half precision, from step to step. - [`Pattern`]: a set of dotted paths. - [`transfers`]: the pieces that
-//! move when a tensor is resharded. - [`field`]: arithmetic without rounding, to check how gradients are processed.
+//! - [`Mesh`]: ranks laid out as an n-d array with named [`Axis`]es.
+//! - [`Placement`]: the arrangement of a tensor on one mesh axis.
+//! - [`Layout`]: the placements of a tensor on a whole mesh, and where shards may begin; [`Region`]: the elements
+//!   that one rank holds.
+//! - [`Partition`]: the ranges of one tensor's elements that the ranks own.
+//! - [`balanced_owners`]: the owners of parameters that are not divided.
+//! - [`Strategy`]: which state is sharded, and how long full parameters are kept.
+//! - [`Clip`]: the options for clipping gradients by their norm; [`Measure`]: each element's contribution to a norm.
+//! - [`Precision`]: the types of computation and of gradient reduction.
+//! - [`LossScaling`]: the scale of a loss in half precision, from step to step.
+//! - [`Pattern`]: a set of dotted paths.
+//! - [`transfers`]: the pieces that move when a tensor is resharded.
+//! - [`field`]: arithmetic without rounding, to check how gradients are processed.
 //!
 //! Everything here is a small value computed from sizes. The crate does not know about tensors, threads, files or
 //! communication. Ranks that compute a layout from the same sizes get the same layout.
