@@ -1,4 +1,4 @@
-//! Saving while training continues.
+//! Saving in the background while training continues.
 
 use std::fmt;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};

@@ -16,7 +16,7 @@ pub enum Error {
     Io {
         /// The operation that failed, such as `write`.
         operation: &'static str,
-        /// The file or folder.
+        /// The file or folder of the operation.
         path: PathBuf,
         /// The storage's error.
         source: io::Error,
@@ -56,7 +56,7 @@ pub enum Error {
     /// A folder that should be removed but contains something that does not belong to a step.
     #[error("{path} cannot be removed because it contains {name:?}, which is not part of a step; move it elsewhere", path = path.display())]
     Foreign {
-        /// The folder.
+        /// The folder that should be removed.
         path: PathBuf,
         /// Name of the foreign file or folder in it.
         name: String,
@@ -74,9 +74,9 @@ pub enum Error {
     /// A folder for steps that is a step, or is inside one.
     #[error("{path} is inside the saved step {step}; give the folder that contains the step", path = path.display(), step = step.display())]
     NotForSteps {
-        /// The folder.
+        /// The rejected folder.
         path: PathBuf,
-        /// The step.
+        /// The step that the folder is, or that contains it.
         step: PathBuf,
     },
 
@@ -84,9 +84,9 @@ pub enum Error {
     /// A folder that is not a step: it has no index, or no checksum of the index.
     #[error("{path} is not a checkpoint: it has no {missing}; give the folder of a step, such as step-000100, or resume from another step", path = path.display())]
     NotACheckpoint {
-        /// The folder.
+        /// The folder that is not a step.
         path: PathBuf,
-        /// The missing file.
+        /// Name of the missing file.
         missing: String,
     },
 
@@ -97,7 +97,7 @@ pub enum Error {
         path: PathBuf,
         /// The supported version.
         expected: u32,
-        /// The version that was found.
+        /// The version in the index.
         got: u64,
     },
 
@@ -113,9 +113,9 @@ pub enum Error {
         tensor: Option<String>,
         /// The bytes of the file that the checksum covers.
         bytes: Range<u64>,
-        /// CRC-32 when written.
+        /// CRC-32 when the bytes were written.
         expected: u32,
-        /// CRC-32 now.
+        /// CRC-32 of the bytes now.
         got: u32,
     },
 
@@ -126,16 +126,16 @@ pub enum Error {
         path: PathBuf,
         /// The first tensor whose bytes are missing, if there is one.
         tensor: Option<String>,
-        /// Bytes when written.
+        /// Size of the file when it was written, in bytes.
         expected: u64,
-        /// Bytes now.
+        /// Size of the file now, in bytes.
         got: u64,
     },
 
     /// A file that contradicts itself or the index.
     #[error("{path} is not valid{of}: {problem}; it is damaged or was not written by burn-fsdp", path = path.display(), of = of_tensor(tensor))]
     Invalid {
-        /// The file.
+        /// The inconsistent file.
         path: PathBuf,
         /// The affected tensor, if it is a single one.
         tensor: Option<String>,
@@ -146,13 +146,13 @@ pub enum Error {
     /// A size above one of the reader's [`Limits`](crate::Limits).
     #[error("{path}: {what} is {got} but at most {limit} is read; if you trust the file, raise the limit", path = path.display())]
     Limit {
-        /// The file.
+        /// The file that is too large, or contains something that is.
         path: PathBuf,
         /// The thing that is too large.
         what: &'static str,
-        /// The limit.
+        /// The largest size that is read.
         limit: u64,
-        /// The size that was found.
+        /// The size in the file.
         got: u64,
     },
 
@@ -160,7 +160,7 @@ pub enum Error {
     /// A folder of checkpoints without a whole step.
     #[error("{path} has no complete step; save one first or give another folder", path = path.display())]
     NoStep {
-        /// The folder.
+        /// The folder of checkpoints.
         path: PathBuf,
     },
 
@@ -171,11 +171,11 @@ pub enum Error {
         path = path.display()
     )]
     NoGoodStep {
-        /// The folder.
+        /// The folder of checkpoints.
         path: PathBuf,
         /// Number of damaged steps.
         count: usize,
-        /// The error of the newest step.
+        /// The damage of the newest step.
         newest: Box<Error>,
     },
 
@@ -186,9 +186,9 @@ pub enum Error {
         path = path.display(), count = names.len(), list = list(names)
     )]
     Missing {
-        /// The step.
+        /// Folder of the step.
         path: PathBuf,
-        /// Names of the tensors.
+        /// Names of the missing tensors.
         names: Vec<String>,
     },
 
@@ -199,22 +199,22 @@ pub enum Error {
         path = path.display(), count = names.len(), list = list(names)
     )]
     Unexpected {
-        /// The step.
+        /// Folder of the step.
         path: PathBuf,
-        /// Names of the tensors.
+        /// Names of the additional tensors.
         names: Vec<String>,
     },
 
-    /// A tensor whose shape differs.
+    /// A tensor whose shape differs between the checkpoint and the model.
     #[error(
         "tensor {tensor:?} has shape {got:?} in {path} but {expected:?} in the model; build the model with the \
          checkpoint's configuration",
         path = path.display()
     )]
     Shape {
-        /// The step.
+        /// Folder of the step.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
         /// Shape in the model.
         expected: Vec<usize>,
@@ -222,16 +222,16 @@ pub enum Error {
         got: Vec<usize>,
     },
 
-    /// A tensor whose element type differs.
+    /// A tensor whose element type differs between the checkpoint and the model.
     #[error("tensor {tensor:?} is {got} in {path} but {expected} in the model; build the model with that dtype", path = path.display())]
     Type {
-        /// The step.
+        /// Folder of the step.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Dtype in the model.
+        /// Element type in the model.
         expected: Dtype,
-        /// Dtype in the checkpoint.
+        /// Element type in the checkpoint.
         got: Dtype,
     },
 
@@ -240,11 +240,11 @@ pub enum Error {
         "tensor {tensor:?} of shape {shape:?} has no {region}: {problem}; request elements inside its shape"
     )]
     Region {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
         /// Shape of the tensor, in elements.
         shape: Vec<usize>,
-        /// The region.
+        /// The requested region.
         region: Region,
         /// What is wrong with the region.
         problem: String,
@@ -255,20 +255,20 @@ pub enum Error {
         "{region} of tensor {tensor:?} takes {expected} bytes, but {got} were given; leave out padding"
     )]
     Length {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// The part.
+        /// The region of the part.
         region: Region,
         /// Size of the part in bytes.
         expected: usize,
-        /// Bytes given.
+        /// Size of the data or buffer in bytes.
         got: usize,
     },
 
     /// A tensor that cannot be saved as described.
     #[error("cannot save tensor {tensor:?}: {problem}")]
     Tensor {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
         /// The problem and its remedy.
         problem: String,
@@ -277,9 +277,9 @@ pub enum Error {
     /// A failure of the source of a tensor's data.
     #[error("cannot get the data of tensor {tensor:?} to save: {source}")]
     Source {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// The source's error.
+        /// The error that the source returned.
         source: BoxError,
     },
 
@@ -290,7 +290,7 @@ pub enum Error {
         argument: &'static str,
         /// The valid arguments.
         expected: String,
-        /// The argument given.
+        /// The invalid argument.
         got: String,
     },
 
@@ -309,7 +309,7 @@ pub enum Error {
         step: u64,
         /// The rank that failed.
         rank: usize,
-        /// The message of its error.
+        /// The message of that rank's error.
         reason: String,
     },
 
@@ -322,7 +322,7 @@ pub enum Error {
         step: u64,
         /// The rank that reports the error.
         rank: usize,
-        /// The rendezvous's error.
+        /// The error that the rendezvous returned.
         source: BoxError,
     },
 
@@ -331,7 +331,7 @@ pub enum Error {
     Panicked {
         /// The step that was to be saved.
         step: u64,
-        /// The panic's message.
+        /// The message of the panic.
         reason: String,
     },
 }

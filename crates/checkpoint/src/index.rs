@@ -41,7 +41,7 @@ pub struct Index {
     pub mesh: Mesh,
     /// Bytes that one checksum covers; the last chunk of a part may be shorter.
     pub chunk_bytes: u64,
-    /// The files, by rank.
+    /// The files, in rank order.
     pub files: Vec<FileEntry>,
     /// The tensors, in the order of the model.
     pub tensors: Vec<TensorEntry>,
@@ -59,7 +59,7 @@ pub struct FileEntry {
     pub name: String,
     /// Size of the whole file in bytes.
     pub bytes: u64,
-    /// Bytes before the first tensor.
+    /// Number of bytes before the first tensor.
     pub header_bytes: u64,
     /// CRC-32 of the bytes before the first tensor.
     pub header_crc32: u32,
@@ -69,11 +69,11 @@ pub struct FileEntry {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorEntry {
-    /// Unique name.
+    /// Name of the tensor, unique in the index.
     pub name: String,
     /// Shape of the whole tensor, in elements.
     pub shape: Vec<usize>,
-    /// Element type.
+    /// Element type of the tensor.
     pub dtype: Dtype,
     /// Kind of the tensor.
     pub kind: TensorKind,
@@ -89,7 +89,7 @@ pub struct TensorEntry {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PartEntry {
-    /// Index into [`Index::files`].
+    /// Index of the part's file in [`Index::files`].
     pub file: usize,
     /// The part's bytes in that file.
     pub bytes: Range<u64>,
@@ -174,7 +174,7 @@ impl Index {
 }
 
 impl TensorEntry {
-    /// Returns the number of elements.
+    /// Returns the number of elements of the whole tensor.
     pub fn num_elements(&self) -> usize {
         burn_fsdp_mesh::num_elements(&self.shape).unwrap_or(0)
     }

@@ -14,13 +14,13 @@ pub struct Inspection {
     /// The folder of the step. Bytes that are not UTF-8 are replaced in the serialized form.
     #[serde(serialize_with = "as_text")]
     pub path: PathBuf,
-    /// Version of the format.
+    /// Version of the checkpoint format.
     pub version: u32,
     /// Number of ranks that saved the step.
     pub world_size: usize,
     /// Mesh of these ranks, formatted for display.
     pub mesh: String,
-    /// The files, by rank.
+    /// The files, in rank order.
     pub files: Vec<InspectedFile>,
     /// The tensors, in the order of the model.
     pub tensors: Vec<InspectedTensor>,
@@ -43,10 +43,10 @@ fn shortened(text: &str) -> String {
     }
 }
 
-/// One file.
+/// A file of the step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct InspectedFile {
-    /// Name.
+    /// Name of the file.
     pub name: String,
     /// Size of the file in bytes.
     pub bytes: u64,
@@ -54,22 +54,22 @@ pub struct InspectedFile {
     pub num_parts: usize,
 }
 
-/// One tensor.
+/// A tensor of the step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct InspectedTensor {
-    /// Name.
+    /// Name of the tensor.
     pub name: String,
-    /// Kind.
+    /// Purpose of the tensor.
     pub kind: TensorKind,
-    /// Element type.
+    /// Element type of the tensor.
     pub dtype: Dtype,
-    /// Shape, in elements.
+    /// Shape of the whole tensor, in elements.
     pub shape: Vec<usize>,
     /// Size of the whole tensor in bytes.
     pub bytes: u64,
     /// Layout on the ranks that saved the tensor, formatted for display.
     pub layout: String,
-    /// Number of parts.
+    /// Number of parts that store the tensor.
     pub num_parts: usize,
 }
 

@@ -15,7 +15,7 @@ pub struct ReadPlan {
 /// A range of bytes in one file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileRange {
-    /// Index into [`Index::files`].
+    /// Index of the file in [`Index::files`].
     pub file: usize,
     /// The range of bytes in that file.
     pub bytes: Range<u64>,

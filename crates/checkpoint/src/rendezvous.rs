@@ -12,10 +12,10 @@ use crate::error::BoxError;
 /// saves, implement it over a *separate* process group, because the calls must not mix with the collectives of the
 /// training. A call must return an error when a peer does not arrive.
 pub trait Rendezvous: Send {
-    /// Returns this rank.
+    /// Returns this rank's number, starting at 0.
     fn rank(&self) -> usize;
 
-    /// Returns the number of ranks.
+    /// Returns the number of ranks that save together.
     fn world_size(&self) -> usize;
 
     /// Sends every rank's bytes to rank 0, which gets them in rank order. Returns `None` on the other ranks.

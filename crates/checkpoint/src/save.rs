@@ -46,7 +46,7 @@ impl SaveRequest {
 /// A step that was saved: complete, synced and visible. The same on every rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Saved {
-    /// The step.
+    /// Number of the step.
     pub step: u64,
     /// Folder of the step, set locally by each rank because a path that is not UTF-8 cannot be sent.
     #[serde(skip)]

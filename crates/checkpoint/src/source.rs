@@ -39,11 +39,11 @@ pub struct Snapshot {
     parts: HashMap<String, Part>,
 }
 
-/// A part of a snapshot.
+/// A part of a tensor in a snapshot.
 enum Part {
-    /// A part in memory.
+    /// The bytes, in memory.
     Held(PartBytes<'static>),
-    /// A part elsewhere, to be read on demand.
+    /// A function that reads the bytes on demand.
     Read { num_bytes: usize, read: Box<Read> },
 }
 

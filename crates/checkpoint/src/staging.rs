@@ -48,7 +48,7 @@ pub struct Staging {
 /// A rank's record of the file that it has written. Rank 0 needs the receipts of all ranks to commit.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Receipt {
-    /// The rank.
+    /// The rank that wrote the file.
     pub rank: usize,
     ticket: Ticket,
     /// Checksum of the plan, which must be the same on all ranks.
@@ -61,7 +61,7 @@ pub struct Receipt {
 /// A committed step. Other saves remain locked out until this is dropped.
 #[derive(Debug)]
 pub struct Committed {
-    /// The step.
+    /// Number of the step.
     pub step: u64,
     /// Folder of the step.
     pub path: PathBuf,

@@ -42,7 +42,7 @@ pub struct Step {
 /// A tensor of a model, to compare with the tensors of a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExpectedTensor {
-    /// Name.
+    /// Name of the tensor.
     pub name: String,
     /// Shape of the whole tensor, in elements.
     pub shape: Vec<usize>,
@@ -55,16 +55,16 @@ pub struct ExpectedTensor {
 pub enum Extra {
     /// Fails with [`Error::Unexpected`].
     Refuse,
-    /// Skips them.
+    /// Skips the tensors.
     Ignore,
 }
 
-/// The progress of a verification.
+/// The progress of a verification, for display.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress<'a> {
     /// Bytes verified, or skipped because their file is damaged.
     pub done: u64,
-    /// Bytes of all files.
+    /// Bytes of all files of the step.
     pub total: u64,
     /// The file being verified.
     pub file: &'a str,

@@ -91,7 +91,7 @@ pub trait Storage: fmt::Debug + Send + Sync {
 
 /// A file that is being written.
 pub trait WriteFile: Send {
-    /// Appends all of these bytes.
+    /// Appends all bytes.
     fn write_all(&mut self, bytes: &[u8]) -> io::Result<()>;
 
     /// Returns when everything written will survive a crash.
@@ -121,7 +121,7 @@ pub trait Lock: fmt::Debug + Send + Sync {
 pub struct DirEntry {
     /// Name; entries whose names are not UTF-8 are not listed.
     pub name: String,
-    /// Kind.
+    /// Kind of the entry.
     pub kind: EntryKind,
 }
 

@@ -50,9 +50,9 @@ pub struct TensorSpec {
     pub name: String,
     /// Shape of the whole tensor, in elements.
     pub shape: Vec<usize>,
-    /// Element type.
+    /// Element type of the tensor.
     pub dtype: Dtype,
-    /// Kind.
+    /// Purpose of the tensor.
     pub kind: TensorKind,
     /// Layout on the ranks that save.
     pub layout: Layout,
@@ -61,7 +61,7 @@ pub struct TensorSpec {
 }
 
 impl TensorSpec {
-    /// Describes a tensor without metadata.
+    /// Describes a tensor, without additional metadata.
     pub fn new(
         name: impl Into<String>,
         shape: impl Into<Vec<usize>>,

@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 pub struct TrainingState {
     /// Number of completed optimizer steps, which is also the step number in the folder's name.
     pub step: u64,
-    /// Seed of the run.
+    /// Seed of the run's random numbers.
     pub seed: u64,
     /// Position of the run in its data.
     pub data: DataPosition,

@@ -23,11 +23,11 @@ pub struct WritePlan {
 /// A part that one rank writes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Assignment {
-    /// Index into [`WritePlan::tensors`].
+    /// Index of the tensor in [`WritePlan::tensors`].
     pub tensor: usize,
-    /// The elements to write.
+    /// The elements of the tensor to write.
     pub region: Region,
-    /// Bytes to write.
+    /// Number of bytes to write.
     pub num_bytes: usize,
 }
 

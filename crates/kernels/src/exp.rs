@@ -1,4 +1,4 @@
-//! Exponentials.
+//! Exponentials of 32-bit floats, as vector instructions.
 
 /// Below this, `exp` is treated as zero.
 const SMALLEST_EXPONENT: f32 = -87.0;

@@ -1,4 +1,4 @@
-//! GELU.
+//! GELU and its gradient.
 
 use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
 
@@ -86,7 +86,7 @@ impl RowKernel for Gradient {
 
 /// The normal distribution at one point.
 struct Normal {
-    /// Probability of a smaller value.
+    /// Probability of a value below this point.
     cumulative: f32,
     density: f32,
 }

@@ -87,11 +87,11 @@ pub enum FusedOperation {
     CrossEntropy,
     /// The gradient of the logits times the gradient of the loss.
     CrossEntropyBackward,
-    /// Rows of probabilities.
+    /// The softmax of each row.
     Softmax,
     /// The gradient of [`Softmax`](Self::Softmax).
     SoftmaxBackward,
-    /// Rows of logarithms of probabilities.
+    /// The logarithm of each row's softmax.
     LogSoftmax,
     /// The gradient of [`LogSoftmax`](Self::LogSoftmax).
     LogSoftmaxBackward,
@@ -119,7 +119,7 @@ pub struct FusedCost {
 }
 
 impl FusedOperation {
-    /// All operations.
+    /// All fused operations.
     pub const ALL: [Self; 26] = [
         Self::Gelu,
         Self::GeluBackward,

@@ -32,7 +32,7 @@ pub enum Error {
     /// The mesh does not have this axis.
     #[error("mesh {mesh} has no axis \"{axis}\"; use one of its axes")]
     UnknownAxis {
-        /// The requested name.
+        /// The requested name of an axis.
         axis: String,
         /// The mesh, formatted for display.
         mesh: String,
@@ -52,7 +52,7 @@ pub enum Error {
     /// The requested owner is not a valid shard index.
     #[error("shard {owner} cannot own a tensor in {num_shards} shards; choose an owner from 0 to {last}", last = num_shards - 1)]
     NoSuchShard {
-        /// The requested owner.
+        /// The index of the requested owner.
         owner: usize,
         /// Number of shards, at least 1.
         num_shards: usize,

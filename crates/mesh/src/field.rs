@@ -11,7 +11,7 @@
 //! assert_eq!(field::mul(third, 3), 1);
 //! ```
 
-/// The modulus.
+/// The modulus of the field.
 pub const MODULUS: u64 = (1 << 61) - 1;
 
 /// An element of the field, below [`MODULUS`].

@@ -73,7 +73,7 @@ impl Clip {
         self.max_norm
     }
 
-    /// Returns the kind of norm.
+    /// Returns the kind of norm that is limited.
     pub fn measured(&self) -> Norm {
         self.norm
     }

@@ -55,7 +55,7 @@ pub struct Checks {
 pub struct AlteredPart {
     /// The rank of the group that sent it.
     pub from: usize,
-    /// Its index among the parts.
+    /// The index of the part.
     pub part: usize,
     /// The seal of the source and its description, if the sender's memory no longer matched the seal when it was read.
     pub at_rest: Option<Arc<(Seal, Label)>>,
@@ -139,7 +139,7 @@ impl Open {
 pub enum Held {
     /// The result of an operation.
     Result(Operation),
-    /// Another value, by its description.
+    /// Another value, with its description.
     Value(Label),
 }
 

@@ -8,7 +8,7 @@ use super::operation::Operation;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Carried {
-    /// The operation.
+    /// The operation that carried the bytes.
     pub operation: Operation,
     /// The step that the rank passed to `ProcessGroup::begin_step`, if any.
     pub step: Option<u64>,

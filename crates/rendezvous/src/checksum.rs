@@ -16,7 +16,7 @@ pub fn checksum(bytes: &[u8]) -> u64 {
 pub struct Reading(XxHash3_64);
 
 impl Reading {
-    /// Reads the next stretch.
+    /// Adds the next stretch.
     pub fn update(&mut self, bytes: &[u8]) {
         self.0.write(bytes);
     }
@@ -45,7 +45,7 @@ struct Piece {
 }
 
 impl Checksums {
-    /// Reads bytes as one piece.
+    /// Returns the checksum of bytes that form one piece.
     pub fn of(bytes: &[u8]) -> Self {
         Self::of_pieces([(bytes.len(), checksum(bytes))])
     }

@@ -31,9 +31,9 @@ pub struct Role {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Who {
-    /// Every rank.
+    /// Every rank of the group.
     All,
-    /// The root.
+    /// Only the root.
     Root,
     /// Every rank but the root.
     Others,
@@ -45,7 +45,7 @@ pub enum Who {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Share {
-    /// Nothing.
+    /// No elements.
     None,
     /// The rank's shard in the tensor's partition.
     Own,
@@ -140,7 +140,7 @@ fn scaled(range: Range<usize>, by: usize) -> Range<usize> {
 /// The bytes of one part that one rank sends to another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Route {
-    /// Range in the sender's source.
+    /// Range of bytes in the sender's source.
     pub given: Range<usize>,
     /// Range in the receiver's buffer, for operations that do not combine.
     pub placed: Range<usize>,

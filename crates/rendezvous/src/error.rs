@@ -21,11 +21,11 @@ pub enum Error {
         rank: usize,
         /// The operation that it called.
         operation: Box<Operation>,
-        /// The argument, such as `into[2]`.
+        /// The name of the argument, such as `into[2]`.
         argument: String,
-        /// The value that it should have had.
+        /// The expected value.
         expected: String,
-        /// The value that it had.
+        /// The value that was passed.
         got: String,
     },
 
@@ -46,7 +46,7 @@ pub enum Error {
         expected: String,
         /// The first rank that called something else.
         peer: usize,
-        /// The call of that rank.
+        /// The call of the rank `peer`.
         got: String,
         /// The last operations of the ranks.
         ledger: LedgerReport,
@@ -59,7 +59,7 @@ pub enum Error {
     PeerFailed {
         /// The rank that failed first.
         rank: usize,
-        /// The reason of its failure.
+        /// The description of its failure.
         reason: String,
         /// The operation that this rank called.
         operation: Box<Operation>,
@@ -100,7 +100,7 @@ pub enum Error {
         stage: Stage,
         /// The operation that this rank called.
         operation: Box<Operation>,
-        /// The time that it waited.
+        /// The deadline that passed.
         deadline: Duration,
         /// The last operations of the ranks.
         ledger: LedgerReport,
@@ -114,13 +114,13 @@ pub enum Error {
         in_step(step)
     )]
     Altered {
-        /// The operation.
+        /// The operation that carried the bytes.
         operation: Box<Operation>,
         /// The step that was passed to `ProcessGroup::begin_step`, if any.
         step: Option<u64>,
         /// The rank that received the bytes.
         rank: usize,
-        /// The rank that sent them.
+        /// The rank that sent the bytes.
         peer: usize,
         /// The index of the tensor among the parts of the operation.
         part: usize,
@@ -159,7 +159,7 @@ pub enum Error {
     AlteredAtRest {
         /// The value, described by its kind, its parameter's path and its unit.
         what: String,
-        /// The rank that holds it.
+        /// The rank that holds the value.
         rank: usize,
         /// The moment at which the value was written or last checked.
         written: Box<Moment>,
@@ -194,11 +194,11 @@ pub enum Error {
          engine, or run the group on the engine that it was made from"
     )]
     Engine {
-        /// The rank that found it.
+        /// The rank whose engine it is.
         rank: usize,
         /// The name of the engine.
         engine: &'static str,
-        /// The operation.
+        /// The operation that the engine carried out.
         operation: Box<Operation>,
         /// The result that the engine should have returned.
         expected: String,
@@ -209,7 +209,7 @@ pub enum Error {
     /// A failure that was requested; see [`Fault`].
     #[error("the fault \"{fault}\" made this rank fail; remove the fault to continue")]
     Injected {
-        /// The fault that was set.
+        /// The fault that triggered.
         fault: Fault,
     },
 
@@ -233,11 +233,11 @@ pub enum Error {
     MeshSize {
         /// The mesh, formatted for display.
         mesh: String,
-        /// Ranks of the mesh.
+        /// Number of ranks in the mesh.
         mesh_size: usize,
         /// Name of the group.
         group: String,
-        /// Ranks of the group.
+        /// Number of ranks in the group.
         group_size: usize,
     },
 

@@ -19,7 +19,7 @@ pub struct Fault {
     pub rank: usize,
     /// The step, as given to `ProcessGroup::begin_step`.
     pub step: u64,
-    /// The point of the step.
+    /// The point of the step where it fails.
     pub at: At,
     /// How the rank fails.
     pub how: How,
@@ -54,21 +54,21 @@ pub enum At {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum How {
-    /// A panic.
+    /// The rank panics.
     Panic,
-    /// An [`Error::Injected`](crate::Error::Injected).
+    /// The rank returns an [`Error::Injected`](crate::Error::Injected).
     Error,
-    /// A stall far beyond every deadline.
+    /// The rank stalls far beyond every deadline.
     Stall,
-    /// A flip of one bit. At [`At::Collective`], the bit is in the data of one of the step's first operations to which
-    /// the rank contributes data. At the other points, it is in one of the first values there. The rank continues. This
+    /// One bit flips. At [`At::Collective`], the bit is in the data of one of the step's first operations to which the
+    /// rank contributes data. At the other points, it is in one of the first values there. The rank continues. This
     /// shows the behaviour with and without [`Check::Agreement`](crate::Check::Agreement). Not available at
     /// [`At::Forward`] and [`At::Backward`].
     Flip,
 }
 
 impl Fault {
-    /// The syntax of a fault.
+    /// The syntax in which faults are parsed and printed.
     pub const SYNTAX: &str = "rank:N,step:N,at:forward|backward|collective,how:panic|error|stall, or \
          rank:N,step:N,at:collective|shard|weight|gradient|state|running,how:flip,seed:N";
 

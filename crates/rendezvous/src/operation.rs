@@ -8,7 +8,7 @@ use super::element::ElementType;
 use super::label::Label;
 use super::reduction::Reduction;
 
-/// The collective operations.
+/// A kind of collective operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum OperationKind {
@@ -33,7 +33,7 @@ pub enum OperationKind {
 }
 
 impl OperationKind {
-    /// All kinds.
+    /// All kinds of operations.
     pub const ALL: [Self; 9] = [
         Self::AllGather,
         Self::ReduceScatter,
@@ -71,7 +71,7 @@ pub struct Operation {
     pub kind: OperationKind,
     /// The name that the caller chooses for the operation.
     pub label: Label,
-    /// Name of the group.
+    /// The name of the group.
     pub group: Label,
     /// Number of operations that this rank started on this group before this one.
     pub sequence: u64,

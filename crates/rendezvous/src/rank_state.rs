@@ -20,9 +20,9 @@ use super::seal::{Moment, Seal};
 pub struct RankState {
     world_rank: usize,
     ledger: Mutex<Ledger>,
-    /// Present during a recording.
+    /// The recording in progress, if any.
     recording: Mutex<Option<Recording>>,
-    /// Present while a watcher receives checksums.
+    /// The callback that receives checksums, if any.
     watcher: Mutex<Option<Watcher>>,
     faults: Mutex<Faults>,
     /// The data that the rank compares with the other ranks.
@@ -170,7 +170,7 @@ impl RankState {
         Some(fault.bit(num_bytes))
     }
 
-    /// Returns the rank's current moment.
+    /// Returns the rank's current step and last operation.
     pub fn moment(&self) -> Moment {
         let last = |ledger: &Ledger| Some(ledger.entries().next_back()?.operation.clone());
         Moment {

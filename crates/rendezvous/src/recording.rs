@@ -27,9 +27,9 @@ impl fmt::Display for CommStage {
 /// A span of time that a rank spent on an operation. The spans of one thread do not overlap.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CommSpan {
-    /// The operation.
+    /// The operation that the span belongs to.
     pub operation: Operation,
-    /// The stage of the operation.
+    /// The stage of the operation in the span.
     pub stage: CommStage,
     /// Bytes of the operation's full tensors.
     pub bytes: usize,

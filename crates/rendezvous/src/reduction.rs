@@ -16,7 +16,7 @@ use super::element::ElementType;
 /// rank makes the result NaN, even for `Max` and `Min`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Reduction {
-    /// The operation that combines elements.
+    /// The operation that combines the addends.
     pub op: ReduceOp,
     /// The factor that multiplies every addend.
     pub pre_scale: f64,

@@ -9,7 +9,7 @@ use super::lock::lock;
 /// A wait that has lasted for a while. Rank numbers are ranks of the world.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LongWait {
-    /// The ranks waited for.
+    /// The ranks that are waited for.
     pub missing: Vec<usize>,
     /// Describes the part that they have yet to do, and the operation.
     pub what: String,

@@ -48,7 +48,7 @@ pub enum News {
     Departed(usize),
     /// A rank of the world that has waited for long, or has continued after a long wait.
     Waits {
-        /// The rank.
+        /// The rank that waits, or has continued.
         rank: usize,
         /// Its wait; `None` if it has continued.
         wait: Option<LongWait>,

@@ -58,7 +58,7 @@ pub fn copy_and_read(from: &[u8], to: &mut [u8]) -> u64 {
 pub struct Combined {
     /// Checksum of each addend, as it was when it was combined.
     pub addends: Vec<u64>,
-    /// Checksum of the result.
+    /// Checksum of the combined result.
     pub result: u64,
 }
 
@@ -271,14 +271,14 @@ trait Wide: Copy + Send + Sync + 'static {
     fn smaller(self, other: Self) -> Self;
 }
 
-/// A type of addends.
+/// A type of the elements that are combined.
 trait Element: Pod + Send + Sync {
     type Wide: Wide;
     /// Returns the block widened, in `scratch` unless it is already wide.
     fn widen<'a>(block: &'a [Self], scratch: &'a mut [Self::Wide]) -> &'a [Self::Wide];
 }
 
-/// A type of results.
+/// A type of the elements of a result.
 trait FromWide<W>: Pod + Send + Sync {
     /// Scales and rounds the block into `out`, which has the same length. May overwrite the block.
     fn from_wide(block: &mut [W], factor: W, out: &mut [Self]);

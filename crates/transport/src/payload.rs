@@ -1,4 +1,4 @@
-//! Bytes in any memory.
+//! Bytes in host or device memory.
 
 use std::any::Any;
 use std::fmt;
@@ -9,7 +9,7 @@ use std::fmt;
 pub enum Space {
     /// Memory that the host reads and writes.
     Host,
-    /// The memory of a device.
+    /// The memory of a device, such as a GPU.
     Device {
         /// The kind of the device, such as `cuda`.
         kind: &'static str,
@@ -47,7 +47,7 @@ pub trait Payload: Send + Sync {
     /// Returns the bytes if they are in [`Space::Host`], and `None` otherwise.
     fn host(&self) -> Option<&[u8]>;
 
-    /// Returns the payload for downcasting.
+    /// Returns the payload as `Any`, for downcasting.
     fn as_any(&self) -> &dyn Any;
 }
 
@@ -59,6 +59,6 @@ pub trait Fence: fmt::Debug + Send + Sync {
     /// Returns true if all work before the fence is complete. Never waits.
     fn has_passed(&self) -> bool;
 
-    /// Returns the fence for downcasting.
+    /// Returns the fence as `Any`, for downcasting.
     fn as_any(&self) -> &dyn Any;
 }

@@ -32,7 +32,7 @@ struct Books {
 }
 
 impl BufferPool {
-    /// Returns a new, separate pool.
+    /// Creates a pool that shares nothing with other pools.
     pub fn new() -> Self {
         Self::default()
     }
@@ -165,7 +165,7 @@ enum Memory {
     Arrived(Box<dyn Payload>),
 }
 
-/// Host memory of a pool.
+/// Host memory that belongs to a pool.
 struct Pooled {
     words: Vec<u64>,
     len: usize,
@@ -324,7 +324,7 @@ pub struct Account {
 }
 
 impl Account {
-    /// Returns the number of bytes.
+    /// Returns the number of bytes that this account counts.
     pub fn len(&self) -> usize {
         self.len
     }

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::TensorEntry;
 
-/// The configuration of a consolidation.
+/// Options for a consolidation.
 #[derive(Debug, Clone)]
 pub struct ConsolidationConfig {
     /// Maximum bytes of tensors in each file of a folder; one file if `None`. A tensor is never split: a larger tensor
@@ -44,7 +44,7 @@ impl Default for ConsolidationConfig {
 /// The name and orientation with which a step's tensor is written.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct PlainTensor {
-    /// Name in the output.
+    /// Name of the tensor in the output.
     pub name: String,
     /// True if the two dims are swapped, as between the linear weights of Burn, `[in, out]`, and of PyTorch.
     pub is_transposed: bool,
@@ -60,13 +60,13 @@ impl PlainTensor {
     }
 }
 
-/// The result of a consolidation.
+/// The files and tensors that a consolidation has written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Consolidated {
     /// The files, in order, excluding the index of a sharded model.
     pub files: Vec<PathBuf>,
-    /// Number of tensors.
+    /// Number of tensors written.
     pub num_tensors: usize,
-    /// Bytes of all tensors.
+    /// Total bytes of the tensors written.
     pub total_size: u64,
 }

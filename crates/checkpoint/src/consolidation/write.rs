@@ -1,4 +1,4 @@
-//! Writes the bytes of the output.
+//! Writes the files of a consolidation.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -162,9 +162,9 @@ fn transpose(
 /// Consecutive columns of a matrix.
 struct Columns<'a> {
     bytes: &'a mut [u8],
-    /// Elements of a column.
+    /// Number of elements in a column.
     height: usize,
-    /// The first row to fill.
+    /// The first row that the next rows fill.
     top: usize,
 }
 

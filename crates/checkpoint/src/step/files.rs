@@ -13,7 +13,7 @@ use crate::{Error, Index, Limits};
 /// Maximum number of files that are kept open. A step may have more files than a process may open.
 pub(super) const MAX_OPEN_FILES: usize = 64;
 
-/// The most recently used files.
+/// The most recently used files, kept open.
 #[derive(Default)]
 struct OpenFiles(Mutex<VecDeque<(usize, Arc<dyn ReadFile>)>>);
 
@@ -35,12 +35,12 @@ pub(super) struct Files {
     pub(super) by_file: Vec<Vec<(usize, usize)>>,
     /// Set for each file whose header has been found to match the index.
     checked: Vec<OnceLock<()>>,
-    /// The most recently used files.
+    /// The files that stay open.
     open_files: OpenFiles,
 }
 
 impl Files {
-    /// Reads and validates the index.
+    /// Reads and validates the index of a step.
     pub(super) fn open(
         storage: Arc<dyn Storage>,
         path: PathBuf,

@@ -1,4 +1,4 @@
-//! Operations that have started.
+//! Operations that have started, and the wait for their results.
 
 use std::any::Any;
 use std::fmt;
@@ -401,7 +401,7 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
-    /// Adds the entry.
+    /// Records a started operation in the rank's ledger.
     pub(crate) fn new(rank: Arc<RankState>, operation: Operation, bytes: usize) -> Self {
         let number = rank.record(operation.clone(), bytes);
         Self {
@@ -418,7 +418,7 @@ impl Entry {
         self.settle(EntryState::Failed);
     }
 
-    /// Sets the entry's next state.
+    /// Sets the state to record when the entry is dropped.
     fn settle(&mut self, state: EntryState) {
         self.state = state;
     }

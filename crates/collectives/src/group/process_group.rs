@@ -284,7 +284,7 @@ impl ProcessGroup {
         })
     }
 
-    /// Returns the rank's current moment.
+    /// Returns the current step and last operation of this rank.
     pub(crate) fn moment(&self) -> Moment {
         self.0.state.moment()
     }

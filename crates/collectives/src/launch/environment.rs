@@ -57,7 +57,7 @@ const LAUNCHERS: [Launcher; 3] = [
 pub struct Processes {
     /// Name of the launcher, or of the variable that requests `mpi` if there is no launcher.
     pub launcher: &'static str,
-    /// Number of processes.
+    /// Number of processes that the launcher has started.
     pub size: usize,
     /// This process's rank, as reported by the launcher before MPI starts.
     pub rank: usize,

@@ -23,7 +23,7 @@ pub enum LaunchError {
     TooManyRanks {
         /// The requested number of ranks.
         ranks: usize,
-        /// The maximum number.
+        /// The maximum number of ranks.
         most: usize,
     },
 
@@ -35,7 +35,7 @@ pub enum LaunchError {
     TooManyThreads {
         /// The requested number of threads of a rank.
         threads: usize,
-        /// The maximum number.
+        /// The maximum number of threads of a rank.
         most: usize,
     },
 
@@ -60,7 +60,7 @@ pub enum LaunchError {
     NoMpi {
         /// The launcher that started the processes.
         launcher: String,
-        /// Number of processes.
+        /// Number of processes that were started.
         processes: usize,
     },
 
@@ -76,7 +76,7 @@ pub enum LaunchError {
         launcher: String,
         /// The variable that identifies the launcher.
         variable: String,
-        /// The variable's value.
+        /// Value of that variable.
         value: String,
         /// Number of processes, if the launcher reports it.
         processes: Option<usize>,
@@ -90,7 +90,7 @@ pub enum LaunchError {
     OtherSize {
         /// The requested number of ranks.
         ranks: usize,
-        /// The number of processes.
+        /// The number of processes that were started.
         processes: usize,
         /// The launcher that started the processes.
         launcher: String,
@@ -102,7 +102,7 @@ pub enum LaunchError {
     )]
     Again,
 
-    /// A failure of MPI.
+    /// A failure to initialise MPI, with its error message.
     #[error(
         "cannot initialise MPI: {0}; check that the program was built for the MPI whose launcher started it"
     )]

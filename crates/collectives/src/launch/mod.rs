@@ -1,4 +1,4 @@
-//! Starting ranks.
+//! Starting ranks, as threads or as processes.
 
 mod body;
 mod config;

@@ -14,7 +14,7 @@ enum Size {
     Variable(&'static str),
     /// The number of addresses `"host:port"` in this variable.
     Addresses(&'static str),
-    /// No variable.
+    /// The launcher does not report the number.
     Unknown,
 }
 

@@ -16,7 +16,7 @@ use burn_fsdp_transport::{
 #[derive(Debug)]
 pub(super) struct LocalFlight {
     team: Arc<Team>,
-    /// The rank in the group.
+    /// This rank's number in the group.
     rank: usize,
     round: Arc<Round>,
     into: Vec<Buffer>,

@@ -32,9 +32,9 @@ const NONE: u64 = u64::MAX;
 /// A message between processes.
 #[derive(Debug, PartialEq)]
 pub(super) enum Header {
-    /// A rank starts an operation.
+    /// Announces that a rank starts an operation.
     Claim(ClaimHeader),
-    /// News that concerns the world.
+    /// Reports news that concerns the world.
     News(News),
 }
 

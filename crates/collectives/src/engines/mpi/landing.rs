@@ -1,4 +1,4 @@
-//! Buffers that are being filled.
+//! Buffers that transfers fill.
 
 #![allow(
     unsafe_code,

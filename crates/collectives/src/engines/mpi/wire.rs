@@ -28,7 +28,7 @@ const MOST_BYTES: usize = 1 << 30;
 /// The tag of headers. Data uses the tags from [`FIRST_DATA_TAG`] on.
 const HEADER_TAG: c_int = 1;
 
-/// The first tag of data.
+/// The first tag of data messages.
 pub(super) const FIRST_DATA_TAG: u32 = 2;
 
 /// The largest tag that every MPI supports.
@@ -42,7 +42,7 @@ pub(super) struct WireError {
     reason: String,
 }
 
-/// MPI in this process.
+/// This process's connection to MPI.
 pub(super) struct Wire {
     /// The environment of MPI, which finalises MPI when it is dropped.
     universe: Option<Universe>,
