@@ -29,7 +29,7 @@ struct Job {
 }
 
 impl BackgroundSaver {
-    /// Starts the thread.
+    /// Creates a saver and starts its thread.
     ///
     /// # Errors
     ///

@@ -148,7 +148,7 @@ pub enum Error {
     Limit {
         /// The file that is too large, or contains something that is.
         path: PathBuf,
-        /// The thing that is too large.
+        /// The quantity that exceeds the limit.
         what: &'static str,
         /// The largest size that is read.
         limit: u64,

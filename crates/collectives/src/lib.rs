@@ -4,7 +4,7 @@
 //!   rank gets its [`ProcessGroup`] of the world.
 //! - A [`ProcessGroup`] offers the collective operations, either blocking or as [`Pending`] handles. It can be
 //!   [`split`](ProcessGroup::split) into smaller groups. A [`ProcessMesh`] has one group per mesh axis.
-//! - Operations read [`Source`]s and fill [`Buffer`]s of the rank's [`BufferPool`]. They take lists of [`Part`]s, so
+//! - Operations read [`Source`]s and fill [`Buffer`]s of the rank's [`BufferPool`]. They accept lists of [`Part`]s, so
 //!   one operation can carry many tensors.
 //! - [`ProcessGroup::fake`] simulates one rank of many on a single thread, and a [`CommCounter`] counts its operations.
 //!   Both are for tests of programs that communicate.
@@ -17,7 +17,7 @@
 //! - An [`Engine`](engine::Engine) moves the bytes. Programs can run a group on a custom engine
 //!   ([`ProcessGroup::on_engine`]), even for bytes that are not in host memory.
 //!
-//! The crate deals with bytes, element types and ranks. It knows nothing about Burn, parameters or models.
+//! The crate deals with bytes, element types and ranks. It does not depend on Burn, parameters or models.
 //!
 //! ```
 //! use burn_fsdp_collectives::{

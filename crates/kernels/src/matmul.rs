@@ -52,7 +52,7 @@ fn of_type<T: Factor>(lhs: &FlexTensor, rhs: &FlexTensor) -> FlexTensor {
 }
 
 /// Adds products of two batches of 32-bit matrices, `[n, rows, ..]` and `[n, .., columns]`, to a matrix with rows of
-/// length `row_len`. Each product has its own columns, side by side from column `first`.
+/// length `row_len`. The products are in separate columns, side by side from column `first`.
 ///
 /// # Panics
 ///

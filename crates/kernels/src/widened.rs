@@ -29,8 +29,8 @@ struct Part {
     columns: usize,
 }
 
-/// Number of rows or columns for which the library may use another method, whose sums round differently. No part is so
-/// narrow unless the whole product is.
+/// Number of rows or columns for which the library may use another method, whose sums round differently. No part is
+/// that narrow unless the whole product is.
 const FEW: usize = 16;
 
 /// Returns true if this processor has instructions that multiply halves (AVX512-BF16) faster than 32-bit floats.

@@ -14,7 +14,7 @@
 //! - [`transfers`]: the pieces that move when a tensor is resharded.
 //! - [`field`]: arithmetic without rounding, to check how gradients are processed.
 //!
-//! Everything here is a small value computed from sizes. The crate does not know about tensors, threads, files or
+//! Everything here is a small value computed from sizes. The crate does not depend on tensors, threads, files or
 //! communication. Ranks that compute a layout from the same sizes get the same layout.
 //!
 //! ```

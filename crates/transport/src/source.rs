@@ -107,7 +107,8 @@ impl Source {
     ///
     /// # Panics
     ///
-    /// If they are not in host memory. An engine gets such a source only if it [takes](crate::Engine::takes) the space.
+    /// If they are not in host memory. An engine receives such a source only if it [takes](crate::Engine::takes) the
+    /// space.
     #[inline]
     pub fn as_bytes(&self) -> &[u8] {
         let bytes = self.host();

@@ -19,7 +19,7 @@ pub(super) struct Chunk {
     bytes: Vec<u8>,
 }
 
-/// A reader of the bytes of one part.
+/// Reads the bytes of one part.
 pub(super) struct PartReader<'a> {
     pub(super) files: &'a Files,
     pub(super) file: Arc<dyn ReadFile>,

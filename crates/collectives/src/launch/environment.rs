@@ -18,7 +18,8 @@ struct Launcher {
     rank_here: &'static str,
 }
 
-/// Slurm's variable; Slurm also starts processes with the variables of MPICH and related launchers.
+/// Slurm's variable for the number of processes on each machine. Slurm may also set the variables of MPICH and related
+/// launchers.
 const SLURM_HERE: &str = "SLURM_STEP_TASKS_PER_NODE";
 
 /// The known launchers; the first that matches is used.

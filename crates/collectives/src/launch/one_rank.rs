@@ -21,7 +21,7 @@ impl ProcessGroup {
     /// rank's place as far as it fits; the rest is zero. A reduction combines `size` copies. Notes and exchanges are
     /// returned `size` times. Data that another rank would have sent, as the root of a broadcast or a scatter, is zero;
     /// rank 0 has real initial values. In a [`split`](Self::split) all ranks make the same choice;
-    /// [`ProcessMesh`](crate::ProcessMesh) makes groups of the right sizes.
+    /// [`ProcessMesh`](crate::ProcessMesh) creates groups of the right sizes.
     ///
     /// # Panics
     ///

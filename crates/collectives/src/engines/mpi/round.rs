@@ -70,7 +70,7 @@ impl Shared {
         self.claim(self.rank).signature.reduction.is_none()
     }
 
-    /// Adds this rank's own share, unless a thread has already begun to. For a reduction, the others' data must have
+    /// Adds this rank's share, unless a thread has already begun to. For a reduction, the others' data must have
     /// arrived.
     pub(super) fn complete(&self, sources: &[Source]) {
         if self.is_completed.swap(true, Ordering::AcqRel) {
