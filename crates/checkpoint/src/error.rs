@@ -58,7 +58,7 @@ pub enum Error {
     Foreign {
         /// The folder that should be removed.
         path: PathBuf,
-        /// Name of the foreign file or folder in it.
+        /// Name of the file or folder that does not belong to a step.
         name: String,
     },
 
@@ -137,7 +137,7 @@ pub enum Error {
     Invalid {
         /// The inconsistent file.
         path: PathBuf,
-        /// The affected tensor, if it is a single one.
+        /// The affected tensor, if there is a single one.
         tensor: Option<String>,
         /// What is wrong.
         problem: String,
@@ -309,7 +309,7 @@ pub enum Error {
         step: u64,
         /// The rank that failed.
         rank: usize,
-        /// The message of that rank's error.
+        /// The message of the failed rank's error.
         reason: String,
     },
 

@@ -36,7 +36,7 @@ pub struct Index {
     version: u32,
     /// Number of ranks that saved the step, with one file each.
     pub world_size: usize,
-    /// Mesh of these ranks.
+    /// Mesh of the ranks that saved the step.
     #[serde(deserialize_with = "read_mesh")]
     pub mesh: Mesh,
     /// Bytes that one checksum covers; the last chunk of a part may be shorter.

@@ -18,7 +18,7 @@ pub struct Inspection {
     pub version: u32,
     /// Number of ranks that saved the step.
     pub world_size: usize,
-    /// Mesh of these ranks, formatted for display.
+    /// Mesh of the ranks that saved the step, formatted for display.
     pub mesh: String,
     /// The files, in rank order.
     pub files: Vec<InspectedFile>,

@@ -22,14 +22,14 @@ pub trait Rendezvous: Send {
     ///
     /// # Errors
     ///
-    /// A peer failed or did not arrive in time.
+    /// If a peer failed or did not arrive in time.
     fn gather(&mut self, bytes: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>, BoxError>;
 
     /// Sends the bytes of rank 0 to every rank. Only rank 0 passes bytes.
     ///
     /// # Errors
     ///
-    /// A peer failed or did not arrive in time.
+    /// If a peer failed or did not arrive in time.
     fn broadcast(&mut self, bytes: Option<Vec<u8>>) -> Result<Vec<u8>, BoxError>;
 }
 

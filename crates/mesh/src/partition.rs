@@ -31,7 +31,7 @@ pub struct Partition {
     chunk_len: usize,
 }
 
-/// The numbers that define a partition. This is its serialised form.
+/// The numbers that define a partition, and the form in which it is serialised.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Rows {

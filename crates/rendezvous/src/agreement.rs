@@ -53,7 +53,7 @@ pub struct Checks {
 /// A part whose bytes differ from the bytes that a rank sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AlteredPart {
-    /// The rank of the group that sent it.
+    /// The sender's rank in the group.
     pub from: usize,
     /// The index of the part.
     pub part: usize,

@@ -16,7 +16,7 @@ pub fn checksum(bytes: &[u8]) -> u64 {
 pub struct Reading(XxHash3_64);
 
 impl Reading {
-    /// Adds the next stretch.
+    /// Adds the next stretch of bytes.
     pub fn update(&mut self, bytes: &[u8]) {
         self.0.write(bytes);
     }

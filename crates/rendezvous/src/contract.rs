@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use super::operation::{Extent, OperationKind, Signature};
 
-/// The requirements of an operation on its ranks.
+/// An operation's requirements on its ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Contract {
     /// The sending ranks, and how much of each tensor they send.

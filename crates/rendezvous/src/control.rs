@@ -36,7 +36,7 @@ pub struct Control {
 pub struct Failure {
     /// The rank of the world that failed.
     pub rank: usize,
-    /// The description of its failure.
+    /// The description of the failure.
     pub reason: String,
     /// The last operations of the ranks when the domain ended.
     ledger: LedgerReport,
@@ -46,13 +46,13 @@ pub struct Failure {
 pub struct Wait<'a> {
     /// Returns true if the event has happened.
     pub is_over: &'a dyn Fn() -> bool,
-    /// Returns the ranks of the world that have yet to do their part.
+    /// Returns the ranks of the world that have yet to do their part of the operation.
     pub missing: &'a dyn Fn() -> Vec<usize>,
-    /// The part of the operation that they have yet to do.
+    /// The part of the operation that the missing ranks have yet to do.
     pub stage: Stage,
     /// The rank of the world that waits.
     pub rank: usize,
-    /// The operation that it waits in.
+    /// The operation that the rank waits in.
     pub operation: &'a Operation,
 }
 

@@ -59,7 +59,7 @@ pub enum Error {
     PeerFailed {
         /// The rank that failed first.
         rank: usize,
-        /// The description of its failure.
+        /// The description of the failure.
         reason: String,
         /// The operation that this rank called.
         operation: Box<Operation>,
@@ -137,9 +137,9 @@ pub enum Error {
         in_step(step)
     )]
     Disagreement {
-        /// The operation whose result it is.
+        /// The operation that returned the result.
         operation: Box<Operation>,
-        /// The step in which it was found.
+        /// The step in which the difference was found.
         step: Option<u64>,
         /// The ranks whose result differs from the majority's; all ranks if no majority agrees.
         ranks: Vec<usize>,
@@ -180,7 +180,7 @@ pub enum Error {
     Diverged {
         /// The value, described by its kind, its parameter's path and its unit.
         what: String,
-        /// The step in which it was found.
+        /// The step in which the difference was found.
         step: Option<u64>,
         /// The ranks whose bytes differ from the majority's; all ranks if no majority agrees.
         ranks: Vec<usize>,
@@ -194,7 +194,7 @@ pub enum Error {
          engine, or run the group on the engine that it was made from"
     )]
     Engine {
-        /// The rank whose engine it is.
+        /// The rank whose engine broke the contract.
         rank: usize,
         /// The name of the engine.
         engine: &'static str,
@@ -202,7 +202,7 @@ pub enum Error {
         operation: Box<Operation>,
         /// The result that the engine should have returned.
         expected: String,
-        /// The result that it returned.
+        /// The result that the engine returned.
         got: String,
     },
 
@@ -221,7 +221,7 @@ pub enum Error {
     InvalidFault {
         /// The text that was parsed.
         text: String,
-        /// The reason why it cannot be parsed.
+        /// The reason why the text cannot be parsed.
         problem: String,
     },
 
@@ -252,7 +252,7 @@ pub enum Error {
 pub enum Stage {
     /// The start of the operation.
     Start,
-    /// The completion of their share of the operation.
+    /// The completion of the peers' share of the operation.
     Finish,
 }
 

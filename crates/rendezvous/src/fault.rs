@@ -19,7 +19,7 @@ pub struct Fault {
     pub rank: usize,
     /// The step, as given to `ProcessGroup::begin_step`.
     pub step: u64,
-    /// The point of the step where it fails.
+    /// The point of the step where the fault triggers.
     pub at: At,
     /// How the rank fails.
     pub how: How,

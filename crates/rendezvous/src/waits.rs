@@ -11,7 +11,7 @@ use super::lock::lock;
 pub struct LongWait {
     /// The ranks that are waited for.
     pub missing: Vec<usize>,
-    /// Describes the part that they have yet to do, and the operation.
+    /// Describes the part that the missing ranks have yet to do, and the operation.
     pub what: String,
 }
 

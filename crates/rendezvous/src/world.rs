@@ -41,7 +41,7 @@ pub enum News {
         domain: u64,
         /// The rank of the world that failed first.
         rank: usize,
-        /// The description of its failure.
+        /// The description of the failure.
         reason: String,
     },
     /// A rank of the world that has returned.
@@ -50,7 +50,7 @@ pub enum News {
     Waits {
         /// The rank that waits, or has continued.
         rank: usize,
-        /// Its wait; `None` if it has continued.
+        /// The wait; `None` if the rank has continued.
         wait: Option<LongWait>,
     },
 }

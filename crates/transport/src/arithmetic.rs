@@ -56,7 +56,7 @@ pub fn copy_and_read(from: &[u8], to: &mut [u8]) -> u64 {
 /// The checksums of a reduction.
 #[derive(Debug)]
 pub struct Combined {
-    /// Checksum of each addend, as it was when it was combined.
+    /// Checksum of each addend, taken while it was combined.
     pub addends: Vec<u64>,
     /// Checksum of the combined result.
     pub result: u64,

@@ -33,7 +33,7 @@ impl fmt::Display for Space {
 /// An engine that accepts a [space](Self::space) other than the host's downcasts to its own type with
 /// [`as_any`](Self::as_any). The bytes must not change as long as the payload is shared.
 pub trait Payload: Send + Sync {
-    /// Returns the number of bytes. It must be known without reading them.
+    /// Returns the number of bytes, without reading them.
     fn len(&self) -> usize;
 
     /// Returns true if there are no bytes.

@@ -169,7 +169,7 @@ struct Columns<'a> {
 }
 
 impl Columns<'_> {
-    /// Puts rows of `width` elements into their places.
+    /// Transposes rows of `width` elements into the columns.
     fn fill(self, rows: &[u8], width: usize, item_bytes: usize) {
         /// Side of a tile, in elements. The tiles of the source and the target both fit the nearest cache.
         const TILE: usize = 32;

@@ -48,7 +48,7 @@ impl<T> Pending<T> {
         }
     }
 
-    /// Returns the same operation with a different form of its result.
+    /// Returns the same operation with a conversion of its result.
     pub(crate) fn map<U>(self, finish: fn(Received) -> U) -> Pending<U> {
         Pending {
             peers: self.peers,

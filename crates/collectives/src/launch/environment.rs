@@ -10,7 +10,7 @@ struct Launcher {
     size: &'static str,
     /// A variable that must also be set; otherwise another launcher has started this process.
     also: &'static str,
-    /// The variable with the rank of this process among them.
+    /// The variable with the rank of this process.
     rank: &'static str,
     /// The variable with the number of processes on this machine.
     here: &'static str,

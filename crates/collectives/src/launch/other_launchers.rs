@@ -155,7 +155,7 @@ fn number(text: &str) -> Option<usize> {
     text.trim().parse().ok()
 }
 
-/// Returns the number, or the second of `2:4`.
+/// Parses a number, or the second number of a text such as `2:4`.
 fn most(text: &str) -> Option<usize> {
     number(text.rsplit_once(':').map_or(text, |(_, most)| most))
 }

@@ -32,7 +32,7 @@ struct Case {
     factors: Option<Vec<f32>>,
 }
 
-/// The common factor of all probabilities, in addition to their separate factors.
+/// The factor that multiplies all probabilities, in addition to each one's factor.
 const KEPT: f32 = 1.25;
 
 impl Case {

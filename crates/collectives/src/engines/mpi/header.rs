@@ -41,13 +41,13 @@ pub(super) enum Header {
 /// The header that tells another rank that this rank starts an operation.
 #[derive(Debug, PartialEq)]
 pub(super) struct ClaimHeader {
-    /// The operation: the group's number and the sequence number in it.
+    /// The group's number, and the operation's sequence number in the group.
     pub(super) round: (u64, u64),
     /// The tag of the data that follows.
     pub(super) tag: u32,
     /// True if the rank needs the operation's result.
     pub(super) receives: bool,
-    /// The signature, as [`signature_bytes`] writes it.
+    /// The signature, encoded by [`signature_bytes`].
     pub(super) signature: Vec<u8>,
     pub(super) note: Vec<u8>,
     pub(super) checks: Checks,

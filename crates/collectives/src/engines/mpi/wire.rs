@@ -44,7 +44,7 @@ pub(super) struct WireError {
 
 /// This process's connection to MPI.
 pub(super) struct Wire {
-    /// The environment of MPI, which finalises MPI when it is dropped.
+    /// The environment of MPI. Dropping it finalises MPI.
     universe: Option<Universe>,
     world: ffi::MPI_Comm,
     /// Memory for incoming headers.
