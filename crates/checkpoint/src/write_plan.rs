@@ -111,7 +111,7 @@ impl WritePlan {
         &self.tensors
     }
 
-    /// Returns the parts that a rank writes, in the order of its file.
+    /// Returns the parts that a rank writes, in their order in its file.
     ///
     /// # Panics
     ///

@@ -23,7 +23,7 @@ pub struct Contract {
 pub struct Role {
     /// The ranks on this side.
     pub who: Who,
-    /// The share of each tensor that each of these ranks sends or receives.
+    /// The share of each tensor that a rank on this side sends or receives.
     pub share: Share,
 }
 
