@@ -310,7 +310,7 @@ impl Checkpoints {
         Ok(self.remove_older(keep, newest_good)?.removed)
     }
 
-    /// Does the work of [`keep_last`](Self::keep_last) for a step known to be good, under the lock.
+    /// Does the work of [`keep_last`](Self::keep_last) for a step known to be good. The caller must hold the lock.
     pub(crate) fn remove_older(
         &self,
         keep: NonZeroUsize,

@@ -132,7 +132,7 @@ pub enum EntryKind {
     File,
     /// A folder.
     Dir,
-    /// A symbolic link, wherever it leads.
+    /// A symbolic link, no matter where it leads.
     Link,
     /// Anything else, such as a pipe or a device.
     Other,

@@ -53,7 +53,7 @@ impl OperationCounts {
         counts
     }
 
-    /// Adds an operation.
+    /// Counts an operation whose full tensors have this many bytes.
     pub fn count(&mut self, kind: OperationKind, bytes: usize) {
         let tally = &mut self.0[kind as usize];
         *tally = *tally

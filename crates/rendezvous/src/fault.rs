@@ -75,7 +75,7 @@ impl Fault {
     /// Exclusive upper bound on the number of values that a flip skips before it triggers.
     const MOST_PASSED: u64 = 4;
 
-    /// Returns the failure of a rank of the world at a point of a step, with seed 0.
+    /// Creates a fault with seed 0.
     pub fn new(rank: usize, step: u64, at: At, how: How) -> Self {
         let seed = 0;
         Self {

@@ -151,8 +151,8 @@ impl fmt::Debug for BufferPool {
     }
 }
 
-/// Room for the result of an operation. In host memory, it is [taken](BufferPool::take) from a pool, aligned to 8 bytes,
-/// and dropping it returns the memory to the pool. [Elsewhere](Self::in_space), the engine allocates it.
+/// Memory for the result of an operation. In host memory, it is [taken](BufferPool::take) from a pool, aligned to 8
+/// bytes, and dropping it returns the memory to the pool. [Elsewhere](Self::in_space), the engine allocates it.
 pub struct Buffer(Memory);
 
 enum Memory {
@@ -239,11 +239,11 @@ impl Buffer {
         }
     }
 
-    /// Returns the payload that an engine has allocated, or the buffer itself if it is from a pool or has not arrived.
+    /// Returns the payload that an engine has allocated.
     ///
     /// # Errors
     ///
-    /// The buffer.
+    /// The buffer itself, if it is from a pool or has not arrived.
     pub fn into_payload(self) -> Result<Box<dyn Payload>, Self> {
         match self.0 {
             Memory::Arrived(payload) => Ok(payload),

@@ -13,7 +13,7 @@ use crate::vectors::Kernel;
 pub(super) enum Mask {
     /// A query attends to the keys up to its own position.
     Causal,
-    /// Scores are replaced with numbers wherever a mask is set, one mask after the other.
+    /// Wherever a mask is set, a number replaces the score, one mask after the other.
     Filled(Vec<Fill>),
 }
 
