@@ -53,7 +53,7 @@ impl OperationCounts {
         counts
     }
 
-    /// Counts an operation whose full tensors have this many bytes.
+    /// Counts an operation of this kind, with its bytes.
     pub fn count(&mut self, kind: OperationKind, bytes: usize) {
         let tally = &mut self.0[kind as usize];
         *tally = *tally
