@@ -1,4 +1,4 @@
-//! Saving while training continues.
+//! Saving in the background while training continues.
 
 use std::fmt;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
@@ -11,15 +11,15 @@ use crate::{Checkpoints, Error, SaveRequest, Saved, Snapshot};
 
 /// Saves snapshots on a separate thread, one at a time.
 ///
-/// Every rank has one, with its end of a rendezvous that nothing else uses. A failed save does not damage earlier
+/// Every rank has one, with a handle to a rendezvous that nothing else uses. A failed save does not damage earlier
 /// saves. The next call of [`start`](Self::start), [`poll`](Self::poll) or [`wait`](Self::wait) reports it, on every
 /// rank. Dropping the saver waits for the current save and only logs its failure.
 pub struct BackgroundSaver {
-    /// Sender of jobs to the thread; taken when the thread is to end.
+    /// Sends jobs to the thread; `None` once the thread is to end.
     jobs: Option<Sender<Box<Job>>>,
     results: Receiver<Result<Saved, Error>>,
     thread: Option<JoinHandle<()>>,
-    /// Step of the save whose result has not been taken yet.
+    /// Step of the save whose result no call has returned yet.
     pending: Option<u64>,
 }
 
@@ -29,7 +29,7 @@ struct Job {
 }
 
 impl BackgroundSaver {
-    /// Starts the thread.
+    /// Creates a saver and starts its thread.
     ///
     /// # Errors
     ///
@@ -50,7 +50,7 @@ impl BackgroundSaver {
                 let saved = save(&checkpoints, &request, &mut snapshot, &mut *rendezvous);
                 drop(snapshot);
                 if let Err(mpsc_error) = sender.send(saved) {
-                    // Nobody can receive the result, because the saver was dropped.
+                    // Nobody can receive the result, because the saver has been dropped.
                     if let Err(error) = mpsc_error.0 {
                         tracing::error!(%error, "a background save failed");
                     }
@@ -92,11 +92,7 @@ impl BackgroundSaver {
         Ok(last)
     }
 
-    /// Returns the result of the current save if it is done; `None` if it is not, or if there is none.
-    ///
-    /// # Errors
-    ///
-    /// The error of the save.
+    /// Returns the result of the current save if it is done; `None` if it is still running or there is none.
     pub fn poll(&mut self) -> Result<Option<Saved>, Error> {
         let Some(step) = self.pending else {
             return Ok(None);
@@ -123,8 +119,8 @@ impl BackgroundSaver {
         result.map(Some)
     }
 
-    /// Waits like [`wait`](Self::wait), but no longer than `patience`. Returns `None` if the save is not done by then;
-    /// the step is still [`pending`](Self::pending).
+    /// Like [`wait`](Self::wait), but waits no longer than `patience`. Returns `None` if the save is not done by then;
+    /// its step stays [`pending`](Self::pending).
     ///
     /// # Errors
     ///
@@ -142,7 +138,7 @@ impl BackgroundSaver {
         result.map(Some)
     }
 
-    /// Returns the step that is being saved, or whose result no call has returned yet.
+    /// Returns the step that is being saved or whose result no call has returned yet.
     pub fn pending(&self) -> Option<u64> {
         self.pending
     }
@@ -170,7 +166,7 @@ impl fmt::Debug for BackgroundSaver {
     }
 }
 
-/// Returns the error for a thread that ended in a panic, most likely of the rendezvous.
+/// The error for a thread that has panicked, most likely in the rendezvous.
 fn gone(step: u64) -> Error {
     let reason = "the background save thread has ended; create a new saver".to_owned();
     Error::Panicked { step, reason }

@@ -1,4 +1,4 @@
-//! A folder of steps: lists them, finds the newest good one, and removes old ones.
+//! A folder of steps. It lists them, finds the newest good one, and removes old ones.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -20,55 +20,55 @@ pub struct Checkpoints {
     storage: Arc<dyn Storage>,
     root: PathBuf,
     limits: Limits,
-    /// The lock for the lifetime of a run, shared by all clones.
+    /// The lock of [`acquire`](Self::acquire), shared by all clones.
     held: Option<Arc<RunLock>>,
 }
 
 /// The check that a step must pass to be good.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Check {
-    /// The index, and the size of every file.
+    /// Checks the index and the size of every file.
     Sizes,
-    /// Every byte.
+    /// Checks every byte.
     Everything,
 }
 
 /// The newest good step, and the newer steps that are not good.
 #[derive(Debug)]
 pub struct NewestGood {
-    /// The newest good step; `None` if there is no step at all.
+    /// The newest good step; `None` if the folder has no step at all.
     pub step: Option<Step>,
-    /// The damaged steps that are newer, newest first.
+    /// The newer steps, all damaged, newest first.
     pub skipped: Vec<Skipped>,
 }
 
-/// A step that cannot be used.
+/// A step that was skipped because it is damaged.
 #[derive(Debug)]
 pub struct Skipped {
     /// Number of the step.
     pub step: u64,
     /// Folder of the step.
     pub path: PathBuf,
-    /// Reason why it cannot be used.
+    /// The error that shows the damage.
     pub error: Error,
 }
 
-/// The result of removing older steps.
+/// The result of a removal of older steps.
 #[derive(Debug, Default)]
 pub(crate) struct Removal {
     /// The steps that were removed, oldest first.
     pub(crate) removed: Vec<u64>,
-    /// The reasons why other steps are still there, oldest first.
+    /// The reasons why other older steps were not removed, oldest step first.
     pub(crate) stays: Vec<Error>,
 }
 
 impl Checkpoints {
-    /// Creates a handle for the checkpoints in a folder of the file system. The first save creates the folder.
+    /// Refers to the checkpoints in a folder of the file system. The first save creates the folder.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self::with_storage(Arc::new(FileSystem), root)
     }
 
-    /// Returns the checkpoints in a folder of another storage.
+    /// Refers to the checkpoints in a folder of another storage.
     pub fn with_storage(storage: Arc<dyn Storage>, root: impl Into<PathBuf>) -> Self {
         Self {
             storage,
@@ -79,13 +79,13 @@ impl Checkpoints {
     }
 
     /// Locks the folder against all other runs and saves, for as long as this value or a clone of it lives. Creates the
-    /// folder if necessary, removes the remains of dead runs, and tests whether a step could be written. Saves through
-    /// this value and its clones take turns under that one lock.
+    /// folder if necessary, removes the remains of dead runs, and tests whether a step can be written. Saves through
+    /// this value and its clones share the lock and take turns.
     ///
     /// # Errors
     ///
-    /// [`Error::Locked`] if somebody else is working in the folder; [`Error::NotForSteps`] if it is a step or is inside
-    /// one; [`Error::Io`] if it cannot be created or written to.
+    /// [`Error::Locked`] if another run or save is working in the folder; [`Error::NotForSteps`] if it is a step or is
+    /// inside one; [`Error::Io`] if it cannot be created or written to.
     pub fn acquire(mut self) -> Result<Self, Error> {
         self.check_is_for_steps()?;
         let made = self.storage.create_dir_all(&self.root);
@@ -103,7 +103,7 @@ impl Checkpoints {
         self.held.as_ref().is_some_and(|held| held.is_effective())
     }
 
-    /// Rejects a folder for steps that is a step or is inside one: its steps would be mistaken for that step.
+    /// Rejects a folder for steps that is a step or is inside one, because its steps would be mistaken for that step.
     pub(crate) fn check_is_for_steps(&self) -> Result<(), Error> {
         match step_around(&*self.storage, &self.root, None) {
             Some(step) => Err(Error::NotForSteps {
@@ -157,8 +157,8 @@ impl Checkpoints {
     ///
     /// # Errors
     ///
-    /// [`Error::NotAFolder`] if a link or a file has the name of the newest step, because continuing from the last of
-    /// the others would use an older state; [`Error::Io`].
+    /// [`Error::NotAFolder`] if a link or a file has the name of the newest step, because continuing from the last real
+    /// step would use an older state; [`Error::Io`].
     pub fn steps(&self) -> Result<Vec<u64>, Error> {
         let named = self.named_as_steps()?;
         if let Some((step, kind)) = named.last() {
@@ -198,8 +198,8 @@ impl Checkpoints {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if the folder holds a step with a different number, as a renamed or copied step does;
-    /// [`Error::NotAFolder`] if a link or a file has its name; otherwise as [`Step::open`].
+    /// [`Error::Invalid`] if the folder holds a step with a different number, because it was renamed or copied;
+    /// [`Error::NotAFolder`] if a link or a file has its name; otherwise the errors of [`Step::open`].
     pub fn open(&self, step: u64) -> Result<Step, Error> {
         let path = self.path(step);
         let kind = self.storage.kind(&path);
@@ -223,7 +223,7 @@ impl Checkpoints {
     /// # Errors
     ///
     /// [`Error::NoStep`] if there is none; [`Error::NotAFolder`] if a link or a file has the name of a newer one;
-    /// otherwise as [`open`](Self::open).
+    /// otherwise the errors of [`open`](Self::open).
     pub fn newest(&self) -> Result<Step, Error> {
         match self.steps()?.last() {
             Some(step) => self.open(*step),
@@ -243,8 +243,7 @@ impl Checkpoints {
         Err(Error::NotAFolder { path, found })
     }
 
-    /// Finds the newest good step, and returns it with the newer steps that were skipped and the reasons. It skips only
-    /// damaged steps: see [`Error::is_damage`].
+    /// Finds the newest good step. Skips only damaged steps (see [`Error::is_damage`]), and also returns these.
     ///
     /// # Errors
     ///
@@ -311,14 +310,14 @@ impl Checkpoints {
         Ok(self.remove_older(keep, newest_good)?.removed)
     }
 
-    /// Does the work of [`keep_last`](Self::keep_last) for a step known to be good, under the lock.
+    /// Does the work of [`keep_last`](Self::keep_last) for a step known to be good. The caller must hold the lock.
     pub(crate) fn remove_older(
         &self,
         keep: NonZeroUsize,
         newest_good: u64,
     ) -> Result<Removal, Error> {
         let mut removal = Removal::default();
-        // Entries newer than `newest_good` are not checked; they may be links.
+        // Entries newer than `newest_good` may be links, so they are not checked.
         let folders: Vec<_> = folders(self.named_as_steps()?).collect();
         let older = folders.into_iter().rev();
         let whole = older
@@ -332,7 +331,8 @@ impl Checkpoints {
                     self.remove(step)?;
                     removal.removed.push(step);
                 }
-                // Not counted as one of the kept steps. It would not be removed anyway, so it is not reported.
+                // A step that cannot be removed does not count as kept. This one would be kept anyway, so it is not
+                // reported.
                 Err(_) if left > 0 => {}
                 Err(error) => removal.stays.push(error),
             }
@@ -342,12 +342,7 @@ impl Checkpoints {
         Ok(removal)
     }
 
-    /// Removes all steps, oldest first, to let a run begin in this folder.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::NotAFolder`] and [`Error::Foreign`] for entries that have the name of a step but are not one, before
-    /// anything is removed; [`Error::Locked`]; [`Error::Io`].
+    /// Removes all steps, oldest first, so a new run can use this folder.
     pub fn clear(&self) -> Result<Vec<u64>, Error> {
         let _lock = self.lock()?;
         let named = self.named_as_steps()?;
@@ -360,8 +355,8 @@ impl Checkpoints {
         Ok(steps)
     }
 
-    /// Checks that the folder of a step may be removed. It must be a folder and hold only files with names that a save
-    /// gives; the files may be damaged.
+    /// Checks that the folder of a step may be removed. It must be a folder that holds only files with names from a
+    /// save; the files may be damaged.
     pub(crate) fn check_removable(&self, step: u64) -> Result<(), Error> {
         let path = self.path(step);
         let kind = self.storage.kind(&path);
@@ -372,7 +367,7 @@ impl Checkpoints {
             let name = entry.name.as_str();
             let is_rank_file = name.ends_with(".safetensors") && !name.starts_with('.');
             let is_known = [INDEX_FILE, SEAL_FILE].contains(&name) || is_rank_file;
-            // A link is removed itself, and its target stays.
+            // Removes a link itself, but not its target.
             is_known && entry.kind != EntryKind::Dir
         };
         match entries.into_iter().find(|entry| !is_ours(entry)) {
@@ -381,7 +376,7 @@ impl Checkpoints {
         }
     }
 
-    /// Removes a step. It is hidden first, so that a crash leaves it either whole or hidden.
+    /// Removes a step. Hides it first, so a crash leaves it either whole or hidden.
     fn remove(&self, step: u64) -> Result<(), Error> {
         let path = self.path(step);
         let hidden = self.hidden_path(&Hidden::new(step, State::Removed));
@@ -392,7 +387,7 @@ impl Checkpoints {
         removed.map_err(Error::io("remove", &hidden))
     }
 
-    /// Renames inside the folder, under the lock, to a free name.
+    /// Renames inside the folder to an unused name, under the lock.
     pub(crate) fn rename(&self, from: &Path, to: &Path) -> Result<(), Error> {
         match self.storage.rename(from, to) {
             // A network file system may repeat a request whose answer was lost. It then reports that there is nothing
@@ -417,7 +412,7 @@ impl Checkpoints {
 
     /// Removes the remains of dead runs, under the lock, so nothing else is working in the folder.
     ///
-    /// A remnant that cannot be removed takes space but does no harm. Failing to remove it is only a warning.
+    /// A remnant that cannot be removed only takes space, so the failure is only a warning.
     pub(crate) fn clean(&self) -> Result<(), Error> {
         for entry in self.entries()? {
             let Some(hidden) = Hidden::parse(&entry.name) else {
@@ -425,7 +420,7 @@ impl Checkpoints {
             };
             let path = self.hidden_path(&hidden);
             let visible = self.path(hidden.step);
-            // A run died between the two renames of a replacement: the old step is restored.
+            // A run died between the two renames of a replacement, so the old step is restored.
             let is_lost = hidden.state == State::Replaced
                 && entry.kind == EntryKind::Dir
                 && !self

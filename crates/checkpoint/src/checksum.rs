@@ -1,4 +1,4 @@
-//! CRC-32 of chunks, with which parts of a tensor can be verified without reading all of it.
+//! CRC-32 of chunks, to verify parts of a tensor without reading all of it.
 
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -6,7 +6,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 /// Size in bytes of a chunk in the files that this version writes.
 ///
 /// Small enough to stay in a core's cache between checksum and copy. It also limits the excess bytes that a rank reads
-/// at the ends of its range. Large enough that the index of a terabyte has only 9 MB.
+/// at both ends of its range. Large enough that the index of a terabyte takes only 9 MB.
 pub(crate) const CHUNK_BYTES: u64 = 1 << 20;
 
 /// The chunk sizes that this version reads. The largest one bounds the memory of a read.
@@ -14,13 +14,13 @@ pub(crate) const CHUNK_LIMITS: std::ops::RangeInclusive<u64> = 1..=16 << 20;
 
 /// The CRC-32 of each chunk of a part. The last chunk may be shorter.
 ///
-/// Serialized as one text with 8 hexadecimal digits per chunk, which is half the size of a list of numbers.
+/// Serialized as one string with 8 hexadecimal digits per chunk, half the size of a list of numbers.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Checksums(pub Vec<u32>);
 
 /// Size in bytes of a block that is checksummed and copied at a time. It fits the caches closest to a core.
 ///
-/// So a block that was just read is still cached for its checksum, and a checksummed block for its write.
+/// A block that was just read is still cached for its checksum, and then for its write.
 pub(crate) const BLOCK_BYTES: usize = 128 << 10;
 
 /// Computes the CRC-32 (IEEE 802.3) of some bytes.

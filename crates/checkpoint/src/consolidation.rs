@@ -16,7 +16,7 @@ use crate::step_around::parent;
 use crate::storage::EntryKind;
 use crate::{Error, Step, TensorEntry};
 
-/// Writes whole tensors of the model into one safetensors file: the tensors for which `write_as` returns a name.
+/// Writes the model's tensors for which `write_as` returns a name into one safetensors file, each tensor whole.
 /// [`max_shard_size`](ConsolidationConfig::max_shard_size) has no effect.
 ///
 /// The file is written under a hidden name and renamed, so it appears complete or not at all. It gets the permissions
@@ -51,7 +51,7 @@ pub fn consolidate_to_file(
             });
         }
         Some(EntryKind::File) | None => {}
-        // A link, a pipe or a device: replacing it with a file would damage something that does not belong to the step.
+        // For a link, a pipe or a device, a replacement would damage something that does not belong to the step.
         Some(_) => {
             return Err(Error::Argument {
                 argument: "out",
@@ -92,11 +92,11 @@ pub fn consolidate_to_file(
 /// The file is `model.safetensors`. If the tensors do not fit [`max_shard_size`](ConsolidationConfig::max_shard_size),
 /// the files are `model-00001-of-00003.safetensors` and so on, with `model.safetensors.index.json`.
 ///
-/// Otherwise it works like [`consolidate_to_file`]; here the whole folder is written under a hidden name and renamed.
+/// Otherwise it works like [`consolidate_to_file`], but the whole folder is written under a hidden name and renamed.
 ///
 /// # Errors
 ///
-/// As [`consolidate_to_file`]; [`Error::Argument`] for a name in `config` that is not a plain file name.
+/// The errors of [`consolidate_to_file`]; [`Error::Argument`] for a name in `config` that is not a plain file name.
 pub fn consolidate_to_folder(
     step: &Step,
     out: &Path,

@@ -16,7 +16,7 @@ pub enum Error {
     Io {
         /// The operation that failed, such as `write`.
         operation: &'static str,
-        /// The file or folder.
+        /// The file or folder of the operation.
         path: PathBuf,
         /// The storage's error.
         source: io::Error,
@@ -49,16 +49,16 @@ pub enum Error {
     NotAFolder {
         /// The path with the name of a step.
         path: PathBuf,
-        /// A description of what is there, such as `a link`.
+        /// A description of what the path is, such as `a link`.
         found: &'static str,
     },
 
-    /// A folder that would have to be removed but contains something that does not belong to a step.
+    /// A folder that should be removed but contains something that does not belong to a step.
     #[error("{path} cannot be removed because it contains {name:?}, which is not part of a step; move it elsewhere", path = path.display())]
     Foreign {
-        /// The folder.
+        /// The folder that should be removed.
         path: PathBuf,
-        /// Name of the foreign file or folder in it.
+        /// Name of the file or folder that does not belong to a step.
         name: String,
     },
 
@@ -74,9 +74,9 @@ pub enum Error {
     /// A folder for steps that is a step, or is inside one.
     #[error("{path} is inside the saved step {step}; give the folder that contains the step", path = path.display(), step = step.display())]
     NotForSteps {
-        /// The folder.
+        /// The rejected folder.
         path: PathBuf,
-        /// The step.
+        /// The step that the folder is, or that contains it.
         step: PathBuf,
     },
 
@@ -84,20 +84,20 @@ pub enum Error {
     /// A folder that is not a step: it has no index, or no checksum of the index.
     #[error("{path} is not a checkpoint: it has no {missing}; give the folder of a step, such as step-000100, or resume from another step", path = path.display())]
     NotACheckpoint {
-        /// The folder.
+        /// The folder that is not a step.
         path: PathBuf,
-        /// The missing file.
+        /// Name of the missing file.
         missing: String,
     },
 
     /// A version of the format that this program does not support.
     #[error("{path} has format version {got}, but this program reads version {expected}; use a newer burn-fsdp", path = path.display())]
     Version {
-        /// The index.
+        /// The index file.
         path: PathBuf,
         /// The supported version.
         expected: u32,
-        /// The version that was found.
+        /// The version in the index.
         got: u64,
     },
 
@@ -113,9 +113,9 @@ pub enum Error {
         tensor: Option<String>,
         /// The bytes of the file that the checksum covers.
         bytes: Range<u64>,
-        /// CRC-32 when written.
+        /// CRC-32 when the bytes were written.
         expected: u32,
-        /// CRC-32 now.
+        /// CRC-32 of the bytes now.
         got: u32,
     },
 
@@ -126,33 +126,33 @@ pub enum Error {
         path: PathBuf,
         /// The first tensor whose bytes are missing, if there is one.
         tensor: Option<String>,
-        /// Bytes when written.
+        /// Size of the file when it was written, in bytes.
         expected: u64,
-        /// Bytes now.
+        /// Size of the file now, in bytes.
         got: u64,
     },
 
     /// A file that contradicts itself or the index.
     #[error("{path} is not valid{of}: {problem}; it is damaged or was not written by burn-fsdp", path = path.display(), of = of_tensor(tensor))]
     Invalid {
-        /// The file.
+        /// The inconsistent file.
         path: PathBuf,
-        /// The affected tensor, if it is a single one.
+        /// The affected tensor, if there is a single one.
         tensor: Option<String>,
-        /// A description of the problem.
+        /// What is wrong.
         problem: String,
     },
 
-    /// A size above the limit of this reader.
+    /// A size above one of the reader's [`Limits`](crate::Limits).
     #[error("{path}: {what} is {got} but at most {limit} is read; if you trust the file, raise the limit", path = path.display())]
     Limit {
-        /// The file.
+        /// The file that is too large, or contains something that is.
         path: PathBuf,
-        /// A description of the thing that is too large.
+        /// The quantity that exceeds the limit.
         what: &'static str,
-        /// The limit.
+        /// The largest size that is read.
         limit: u64,
-        /// The size that was found.
+        /// The size in the file.
         got: u64,
     },
 
@@ -160,7 +160,7 @@ pub enum Error {
     /// A folder of checkpoints without a whole step.
     #[error("{path} has no complete step; save one first or give another folder", path = path.display())]
     NoStep {
-        /// The folder.
+        /// The folder of checkpoints.
         path: PathBuf,
     },
 
@@ -171,50 +171,50 @@ pub enum Error {
         path = path.display()
     )]
     NoGoodStep {
-        /// The folder.
+        /// The folder of checkpoints.
         path: PathBuf,
         /// Number of damaged steps.
         count: usize,
-        /// The error of the newest step.
+        /// The damage of the newest step.
         newest: Box<Error>,
     },
 
-    /// Tensors that the model has and the checkpoint does not.
+    /// Tensors of the model that the checkpoint lacks.
     #[error(
         "{path} lacks {count} tensors that the model has: {list}; load it into the model that it was saved from, or \
          exclude these",
         path = path.display(), count = names.len(), list = list(names)
     )]
     Missing {
-        /// The step.
+        /// Folder of the step.
         path: PathBuf,
-        /// Names of the tensors.
+        /// Names of the missing tensors.
         names: Vec<String>,
     },
 
-    /// Tensors that the checkpoint has and the model does not.
+    /// Tensors of the checkpoint that the model lacks.
     #[error(
         "{path} has {count} tensors that the model lacks: {list}; load it into the model that it was saved from, or \
          allow them",
         path = path.display(), count = names.len(), list = list(names)
     )]
     Unexpected {
-        /// The step.
+        /// Folder of the step.
         path: PathBuf,
-        /// Names of the tensors.
+        /// Names of the additional tensors.
         names: Vec<String>,
     },
 
-    /// A tensor whose shape differs.
+    /// A tensor whose shape differs between the checkpoint and the model.
     #[error(
         "tensor {tensor:?} has shape {got:?} in {path} but {expected:?} in the model; build the model with the \
          checkpoint's configuration",
         path = path.display()
     )]
     Shape {
-        /// The step.
+        /// Folder of the step.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
         /// Shape in the model.
         expected: Vec<usize>,
@@ -222,16 +222,16 @@ pub enum Error {
         got: Vec<usize>,
     },
 
-    /// A tensor whose element type differs.
+    /// A tensor whose element type differs between the checkpoint and the model.
     #[error("tensor {tensor:?} is {got} in {path} but {expected} in the model; build the model with that dtype", path = path.display())]
     Type {
-        /// The step.
+        /// Folder of the step.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Dtype in the model.
+        /// Element type in the model.
         expected: Dtype,
-        /// Dtype in the checkpoint.
+        /// Element type in the checkpoint.
         got: Dtype,
     },
 
@@ -240,46 +240,46 @@ pub enum Error {
         "tensor {tensor:?} of shape {shape:?} has no {region}: {problem}; request elements inside its shape"
     )]
     Region {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
         /// Shape of the tensor, in elements.
         shape: Vec<usize>,
-        /// The region.
+        /// The requested region.
         region: Region,
-        /// A description of the problem with the region.
+        /// What is wrong with the region.
         problem: String,
     },
 
-    /// Data or a buffer whose size differs from its part's.
+    /// Data or a buffer whose size differs from the size of its part.
     #[error(
         "{region} of tensor {tensor:?} takes {expected} bytes, but {got} were given; leave out padding"
     )]
     Length {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// The part.
+        /// The region of the part.
         region: Region,
         /// Size of the part in bytes.
         expected: usize,
-        /// Bytes given.
+        /// Size of the data or buffer in bytes.
         got: usize,
     },
 
     /// A tensor that cannot be saved as described.
     #[error("cannot save tensor {tensor:?}: {problem}")]
     Tensor {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// A description of the problem and its remedy.
+        /// The problem and its remedy.
         problem: String,
     },
 
-    /// The source of a tensor's data failed.
+    /// A failure of the source of a tensor's data.
     #[error("cannot get the data of tensor {tensor:?} to save: {source}")]
     Source {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// The source's error.
+        /// The error that the source returned.
         source: BoxError,
     },
 
@@ -288,9 +288,9 @@ pub enum Error {
     Argument {
         /// Name of the argument.
         argument: &'static str,
-        /// A description of valid arguments.
+        /// The valid arguments.
         expected: String,
-        /// The argument given.
+        /// The invalid argument.
         got: String,
     },
 
@@ -299,7 +299,7 @@ pub enum Error {
     Mesh(#[from] burn_fsdp_mesh::Error),
 
     // === Several ranks ===
-    /// Another rank failed to save; nothing was committed.
+    /// A failure of another rank to save; nothing was committed.
     #[error(
         "step {step} was not saved because rank {rank} failed: {reason}; older steps are unchanged; fix that \
          failure and save again"
@@ -309,41 +309,41 @@ pub enum Error {
         step: u64,
         /// The rank that failed.
         rank: usize,
-        /// The message of its error.
+        /// The message of the failed rank's error.
         reason: String,
     },
 
-    /// The ranks could not communicate.
+    /// A failure of the ranks to communicate.
     #[error(
         "rank {rank} could not meet the other ranks to save step {step}: {source}; older steps are unchanged"
     )]
     Rendezvous {
         /// The step that was to be saved.
         step: u64,
-        /// The rank that reports it.
+        /// The rank that reports the error.
         rank: usize,
-        /// The rendezvous' error.
+        /// The error that the rendezvous returned.
         source: BoxError,
     },
 
-    /// The thread of a background save panicked.
+    /// A panic on the thread of a background save.
     #[error("saving step {step} in the background panicked: {reason}; older steps are unchanged")]
     Panicked {
         /// The step that was to be saved.
         step: u64,
-        /// The panic's message.
+        /// The message of the panic.
         reason: String,
     },
 }
 
-/// An error of code that this crate calls back.
+/// An error from the caller's code that this crate calls.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 impl Error {
     /// Returns true if a file is missing, damaged or foreign, so another step may be good.
     ///
-    /// A file that cannot be read *now* (missing permission, an unavailable network disk, a disk error) is not known to
-    /// be damaged. A caller that skipped the step could lose it.
+    /// False for a file that cannot be read *now* (missing permission, an unavailable network disk, a disk error): it
+    /// may not be damaged, and a caller that skipped the step could lose it.
     pub fn is_damage(&self) -> bool {
         match self {
             Self::NotACheckpoint { .. }
@@ -354,7 +354,7 @@ impl Error {
             | Self::Limit { .. } => true,
             Self::Io { source, .. } => matches!(
                 source.kind(),
-                // `InvalidInput` represents an entry that is not a regular file.
+                // `InvalidInput` means that the entry is not a regular file.
                 io::ErrorKind::NotFound
                     | io::ErrorKind::UnexpectedEof
                     | io::ErrorKind::InvalidInput

@@ -12,8 +12,8 @@ use crate::storage::{Lock, Storage};
 /// Name of the locked file.
 const LOCK_FILE: &str = ".lock";
 
-/// Time to wait for a lock that somebody else holds before reporting an error. A process that was just killed, or
-/// another program's save, has usually ended by then.
+/// Time to wait for a lock before reporting that somebody else holds it. A process that was just killed, or another
+/// program's save, has usually ended by then.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Time between two attempts to take the lock.
@@ -22,9 +22,9 @@ const RETRY: Duration = Duration::from_millis(20);
 /// A folder that is held for one save or removal.
 #[derive(Debug)]
 pub(crate) enum FolderLock {
-    /// A lock against everybody.
+    /// A lock that excludes everybody else.
     Own(#[expect(dead_code, reason = "held for its lock")] Box<dyn Lock>),
-    /// A lock against other saves of the same run, whose [`RunLock`] excludes everybody else.
+    /// A turn that excludes other saves of the same run, whose [`RunLock`] excludes everybody else.
     Turn(Arc<RunLock>),
 }
 
@@ -62,7 +62,7 @@ impl RunLock {
         self.lock.is_effective()
     }
 
-    /// Waits for the run's other saves and removals, and acquires the turn.
+    /// Waits for the run's other saves and removals, and takes the turn.
     pub(crate) fn turn(held: &Arc<Self>, root: &Path) -> Result<FolderLock, Error> {
         wait(root, || {
             let was_busy = held.is_busy.swap(true, Ordering::AcqRel);

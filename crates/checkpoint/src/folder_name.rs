@@ -1,4 +1,4 @@
-//! The names of folders: of whole steps, and of saves and removals in progress.
+//! The names of the folders of whole steps, and of saves and removals in progress.
 
 use std::fmt;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -17,7 +17,7 @@ pub(crate) fn parse_step(name: &str) -> Option<u64> {
     (of_step(step) == name).then_some(step)
 }
 
-/// A folder that readers do not see.
+/// The name of a folder that readers ignore.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Hidden {
     pub(crate) step: u64,
@@ -25,7 +25,7 @@ pub(crate) struct Hidden {
     nonce: String,
 }
 
-/// The purpose of a hidden folder.
+/// Why a folder is hidden.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum State {
     /// A step that is being saved.
@@ -49,7 +49,7 @@ impl State {
 }
 
 impl Hidden {
-    /// Creates a name that no folder has yet.
+    /// Creates an unused name.
     pub(crate) fn new(step: u64, state: State) -> Self {
         Self {
             step,
@@ -80,7 +80,7 @@ impl fmt::Display for Hidden {
     }
 }
 
-/// Returns 16 random hexadecimal digits. The standard library seeds its hashers with random numbers.
+/// Returns 16 random hexadecimal digits, from the random seeds of the standard library's hashers.
 pub(crate) fn nonce() -> String {
     format!("{:016x}", RandomState::new().build_hasher().finish())
 }

@@ -13,7 +13,7 @@ use crate::{Error, Index, Inspection, Limits, ReadPlan, Region, Step, Verificati
 /// Maximum size in bytes of a tensor that is read as a whole.
 const MAX_READ_BYTES: u64 = 1 << 20;
 
-/// Reads any bytes as an index. The result is an error, or an index for which plans can be created.
+/// Reads any bytes as an index. Returns an error, or checks that plans can be created from the index.
 pub fn index(data: &[u8]) -> Result<(), Error> {
     let index = Index::from_json(Path::new(INDEX_FILE), data)?;
     let wholes: Vec<_> = index
@@ -43,8 +43,8 @@ pub fn shard_header(data: &[u8]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Reads any bytes as a whole step with one file. The index is the bytes up to the first zero byte, and the file is the
-/// bytes after it. The seal is valid, as a malicious writer would make it.
+/// Reads any bytes as a whole step with one file. The bytes up to the first zero byte are the index, and the bytes
+/// after it are the file. The seal is valid, because a malicious writer can compute it.
 pub fn step(data: &[u8]) -> Result<(), Error> {
     let cut = data.iter().position(|byte| *byte == 0);
     let (json, file) = match cut {

@@ -18,7 +18,7 @@ pub(crate) const INDEX_FILE: &str = "index.json";
 /// Name of the file with the checksum of the index.
 pub(crate) const SEAL_FILE: &str = "index.json.crc32";
 
-/// Name of the format, which every index contains.
+/// Name of the format, stored in every index.
 const FORMAT: &str = "burn-fsdp-checkpoint";
 
 /// The version of the format that this crate writes and reads.
@@ -27,8 +27,8 @@ pub const FORMAT_VERSION: u32 = 1;
 /// The description of a step: everything except the bytes of its tensors.
 ///
 /// An index that was read or is about to be written is valid. Names are unique. The parts of every tensor tile it
-/// without gap or overlap, and so do the parts in every file. Every range is inside its file, and no file is outside of
-/// the folder.
+/// without gap or overlap, and the parts in every file tile the file after its header. Every range is inside its file,
+/// and every file is in the folder.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Index {
@@ -36,16 +36,16 @@ pub struct Index {
     version: u32,
     /// Number of ranks that saved the step, with one file each.
     pub world_size: usize,
-    /// Mesh of these ranks.
+    /// Mesh of the ranks that saved the step.
     #[serde(deserialize_with = "read_mesh")]
     pub mesh: Mesh,
     /// Bytes that one checksum covers; the last chunk of a part may be shorter.
     pub chunk_bytes: u64,
-    /// The files, by rank.
+    /// The files, in rank order.
     pub files: Vec<FileEntry>,
     /// The tensors, in the order of the model.
     pub tensors: Vec<TensorEntry>,
-    /// State of the training when the step was saved.
+    /// State of the training run when the step was saved.
     pub training: TrainingState,
     /// The model's configuration.
     pub model: Value,
@@ -59,7 +59,7 @@ pub struct FileEntry {
     pub name: String,
     /// Size of the whole file in bytes.
     pub bytes: u64,
-    /// Bytes before the first tensor.
+    /// Number of bytes before the first tensor.
     pub header_bytes: u64,
     /// CRC-32 of the bytes before the first tensor.
     pub header_crc32: u32,
@@ -69,15 +69,15 @@ pub struct FileEntry {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorEntry {
-    /// Unique name.
+    /// Name of the tensor, unique in the index.
     pub name: String,
     /// Shape of the whole tensor, in elements.
     pub shape: Vec<usize>,
-    /// Element type.
+    /// Element type of the tensor.
     pub dtype: Dtype,
     /// Kind of the tensor.
     pub kind: TensorKind,
-    /// Layout on the ranks that saved the tensor. It does not determine the positions of the parts.
+    /// Layout on the ranks that saved the tensor. For the positions of the parts, see [`PartEntry::region`].
     pub layout: Layout,
     /// Additional data that was saved with the tensor.
     pub metadata: Map<String, Value>,
@@ -89,9 +89,9 @@ pub struct TensorEntry {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PartEntry {
-    /// Index into [`Index::files`].
+    /// Index of the part's file in [`Index::files`].
     pub file: usize,
-    /// Bytes of that file.
+    /// The part's bytes in that file.
     pub bytes: Range<u64>,
     /// Elements of the tensor that the part holds.
     pub region: Region,
@@ -99,7 +99,7 @@ pub struct PartEntry {
     pub crc32: Checksums,
 }
 
-/// The fields of an index, without its format and version.
+/// The fields of an index except its format and version.
 pub(crate) struct IndexContent {
     pub(crate) mesh: Mesh,
     pub(crate) chunk_bytes: u64,
@@ -126,7 +126,7 @@ impl Index {
 
     /// Reads and validates an index. `path` is for messages.
     pub(crate) fn from_json(path: &Path, json: &[u8]) -> Result<Self, Error> {
-        /// The fields that every version has.
+        /// The fields that the index of every version has.
         #[derive(Deserialize)]
         struct Head {
             format: String,
@@ -167,14 +167,14 @@ impl Index {
         self.tensors.iter().find(|tensor| tensor.name == name)
     }
 
-    /// Returns the bytes of all tensors.
+    /// Returns the total bytes of all tensors.
     pub fn tensor_bytes(&self) -> u64 {
         self.tensors.iter().map(TensorEntry::num_bytes).sum()
     }
 }
 
 impl TensorEntry {
-    /// Returns the number of elements.
+    /// Returns the number of elements of the whole tensor.
     pub fn num_elements(&self) -> usize {
         burn_fsdp_mesh::num_elements(&self.shape).unwrap_or(0)
     }
@@ -203,14 +203,14 @@ impl PartEntry {
     }
 }
 
-/// Returns the exact text of the file that seals an index.
+/// Returns the exact content of the file that seals an index.
 ///
-/// A reader recomputes the text from the index and compares, so a change to either file is detected.
+/// A reader recomputes it from the index and compares, so a change to either file is detected.
 pub(crate) fn seal(index_json: &[u8]) -> String {
     format!("{:08x} {}\n", crc32(index_json), index_json.len())
 }
 
-/// Reads a mesh with only a few axes, because a mesh compares every name with every other.
+/// Reads a mesh with a limited number of axes, because a mesh compares every name with every other.
 fn read_mesh<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Mesh, D::Error> {
     use serde::de::Error as _;
     const MAX_AXES: usize = 64;

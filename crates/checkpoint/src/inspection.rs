@@ -11,20 +11,20 @@ use crate::{Dtype, FORMAT_VERSION, Step, TensorKind, TrainingState};
 /// The contents of a step, without the elements of its tensors. Prints as a table.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Inspection {
-    /// The folder. In the serialized form, parts that are not UTF-8 are replaced.
+    /// The folder of the step. Bytes that are not UTF-8 are replaced in the serialized form.
     #[serde(serialize_with = "as_text")]
     pub path: PathBuf,
-    /// Version of the format.
+    /// Version of the checkpoint format.
     pub version: u32,
     /// Number of ranks that saved the step.
     pub world_size: usize,
-    /// Mesh of these ranks, as displayed.
+    /// Mesh of the ranks that saved the step, formatted for display.
     pub mesh: String,
-    /// The files, by rank.
+    /// The files, in rank order.
     pub files: Vec<InspectedFile>,
     /// The tensors, in the order of the model.
     pub tensors: Vec<InspectedTensor>,
-    /// State of the training when the step was saved.
+    /// State of the training run when the step was saved.
     pub training: TrainingState,
     /// The model's configuration.
     pub model: Value,
@@ -34,7 +34,7 @@ fn as_text<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error>
     serializer.collect_str(&path.display())
 }
 
-/// Shortens a text that is too long for a table row; the JSON form is not shortened.
+/// Shortens text that is too long for a table row; the JSON form is not shortened.
 fn shortened(text: &str) -> String {
     const LONGEST: usize = 100;
     match text.char_indices().nth(LONGEST) {
@@ -43,10 +43,10 @@ fn shortened(text: &str) -> String {
     }
 }
 
-/// One file.
+/// A file of the step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct InspectedFile {
-    /// Name.
+    /// Name of the file.
     pub name: String,
     /// Size of the file in bytes.
     pub bytes: u64,
@@ -54,22 +54,22 @@ pub struct InspectedFile {
     pub num_parts: usize,
 }
 
-/// One tensor.
+/// A tensor of the step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct InspectedTensor {
-    /// Name.
+    /// Name of the tensor.
     pub name: String,
-    /// Kind.
+    /// Purpose of the tensor.
     pub kind: TensorKind,
-    /// Element type.
+    /// Element type of the tensor.
     pub dtype: Dtype,
-    /// Shape, in elements.
+    /// Shape of the whole tensor, in elements.
     pub shape: Vec<usize>,
     /// Size of the whole tensor in bytes.
     pub bytes: u64,
-    /// Layout on the ranks that saved it, as displayed.
+    /// Layout on the ranks that saved the tensor, formatted for display.
     pub layout: String,
-    /// Number of parts.
+    /// Number of parts that store the tensor.
     pub num_parts: usize,
 }
 
@@ -108,7 +108,7 @@ impl Inspection {
         }
     }
 
-    /// Counts the tensors, elements and bytes of one kind.
+    /// Counts the tensors of one kind, with their elements and bytes.
     pub fn totals(&self, kind: TensorKind) -> Totals {
         let mut totals = Totals::default();
         for tensor in self.tensors.iter().filter(|tensor| tensor.kind == kind) {
@@ -127,7 +127,7 @@ pub struct Totals {
     pub num_tensors: usize,
     /// Number of elements.
     pub num_elements: u64,
-    /// Bytes.
+    /// Number of bytes.
     pub bytes: u64,
 }
 

@@ -23,7 +23,7 @@
 //! `README.md` next to the code describes the format and the commit protocol, and explains why a step is there
 //! completely or not at all.
 //!
-//! The crate deals with named tensors of bytes. It knows nothing about Burn, devices or communication. Files are
+//! The crate deals with named tensors of bytes. It does not depend on Burn, devices or communication. Files are
 //! untrusted: regardless of their contents, the worst outcome is an [`Error`]. No memory is allocated beyond [`Limits`]
 //! and the caller's request.
 //!
@@ -105,7 +105,7 @@ pub use tensor::{TensorKind, TensorSpec};
 pub use training_state::{DataPosition, LossScale, TrainingState};
 pub use write_plan::{Assignment, WritePlan};
 
-/// Shortens foreign text for a message.
+/// Shortens untrusted text for a message.
 fn shortened(text: &str) -> String {
     text.chars().take(100).collect()
 }

@@ -1,8 +1,8 @@
-//! Limits on the memory that reading a foreign file allocates.
+//! Limits on the memory that is allocated for an untrusted file.
 
 /// Sizes above which a file is rejected before anything is allocated for it.
 ///
-/// Apart from the caller's own buffers, the largest allocation is a small multiple of these.
+/// Apart from the caller's buffers, no allocation exceeds a small multiple of these sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Bytes of `index.json`. The default of 64 MiB indexes about 7 TB of tensors.

@@ -6,8 +6,7 @@ use burn_fsdp_mesh::Region;
 
 /// A region as runs of elements that are contiguous in the whole tensor, in its order.
 ///
-/// All runs have the same length. A run is computed from its number, so even a region of very many runs costs no
-/// memory.
+/// All runs have the same length. A run is computed from its index, so even a region of very many runs costs no memory.
 #[derive(Debug, Clone)]
 pub(crate) struct Runs {
     /// The first element of the first run.
@@ -15,7 +14,7 @@ pub(crate) struct Runs {
     /// Elements of each run.
     run_len: usize,
     num_runs: usize,
-    /// The dims along which runs follow each other: `(number, elements from one to the next)`.
+    /// The dims along which runs repeat: `(count, elements from one run to the next)`.
     dims: Vec<(usize, usize)>,
 }
 
@@ -40,7 +39,7 @@ impl Runs {
                 let mut base = 0;
                 let mut run_len = 1;
                 let mut dims = Vec::new();
-                // While all later dims are whole, a dim makes the run longer.
+                // A dim extends the run as long as all later dims are whole.
                 let mut is_run = true;
                 for dim in (0..shape.len()).rev() {
                     base += offsets[dim] * stride;
@@ -62,7 +61,7 @@ impl Runs {
         }
     }
 
-    /// Returns the elements of a run, counted in the whole tensor.
+    /// Returns the elements of the run with this index, counted in the whole tensor.
     fn run(&self, index: usize) -> Range<usize> {
         let mut rest = index;
         let mut start = self.base;
@@ -87,7 +86,7 @@ impl Runs {
     }
 }
 
-/// Elements that two regions of one tensor share and that are contiguous in both.
+/// A stretch of elements that is in two regions of one tensor and contiguous in both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Overlap {
     /// The first shared element, counted in the first region.
@@ -98,7 +97,7 @@ pub(crate) struct Overlap {
     pub(crate) len: usize,
 }
 
-/// Lists the overlaps of two regions, in ascending order in both, each as long as possible.
+/// Lists the overlaps of two regions, in ascending order in both regions. Each overlap is as long as possible.
 pub(crate) fn overlaps(from: Runs, to: Runs) -> impl Iterator<Item = Overlap> {
     let mut pieces = Overlaps {
         from,
@@ -170,7 +169,7 @@ mod tests {
 
     use super::*;
 
-    /// Lists every element of a region, in order, by definition.
+    /// Lists every element of a region, in order, directly from the definition.
     fn elements(region: &Region, shape: &[usize]) -> Vec<usize> {
         let total = num_elements(shape).expect("small");
         let inside = |element: &usize| match region {

@@ -1,11 +1,11 @@
-//! A plan of the bytes to read for a rank's regions of tensors. Pure.
+//! A plan of the bytes to read for a rank's regions of tensors. Creating it reads nothing.
 
 use std::ops::Range;
 
 use crate::overlap::{Runs, overlaps};
 use crate::{Error, Index, Region, TensorEntry};
 
-/// Exactly the bytes of a step's files that hold the regions of one rank.
+/// Exactly the bytes of a step's files that hold one rank's regions.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ReadPlan {
     /// The ranges, by file and then by start. None is empty, and no two ranges of one file touch.
@@ -15,14 +15,14 @@ pub struct ReadPlan {
 /// A range of bytes in one file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileRange {
-    /// Index into [`Index::files`].
+    /// Index of the file in [`Index::files`].
     pub file: usize,
-    /// The bytes of that file.
+    /// The range of bytes in that file.
     pub bytes: Range<u64>,
 }
 
 impl ReadPlan {
-    /// Plans the reads for these regions of a step's tensors.
+    /// Plans the reads of these regions of a step's tensors.
     ///
     /// # Errors
     ///

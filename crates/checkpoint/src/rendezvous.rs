@@ -6,34 +6,34 @@ use std::time::{Duration, Instant};
 
 use crate::error::BoxError;
 
-/// One rank's end of the connection between the ranks that save together.
+/// A rank's handle to the connection of the ranks that save together.
 ///
-/// A save makes the same calls in the same order on every rank: `broadcast`, `gather`, `broadcast`. If saves run in the
-/// background, implement it over a *separate* process group: the calls must not mix with the collectives of the
-/// training. Calls must end with an error when a peer does not arrive.
+/// A save makes the same calls in the same order on every rank: `broadcast`, `gather`, `broadcast`. For background
+/// saves, implement it over a *separate* process group, because the calls must not mix with the collectives of the
+/// training. A call must return an error when a peer does not arrive.
 pub trait Rendezvous: Send {
-    /// Returns this rank.
+    /// Returns this rank's number, starting at 0.
     fn rank(&self) -> usize;
 
-    /// Returns the number of ranks.
+    /// Returns the number of ranks that save together.
     fn world_size(&self) -> usize;
 
-    /// Sends every rank's bytes to rank 0, in rank order. Returns `None` on the other ranks.
+    /// Sends every rank's bytes to rank 0, which gets them in rank order. Returns `None` on the other ranks.
     ///
     /// # Errors
     ///
-    /// A peer failed or did not arrive in time.
+    /// If a peer failed or did not arrive in time.
     fn gather(&mut self, bytes: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>, BoxError>;
 
     /// Sends the bytes of rank 0 to every rank. Only rank 0 passes bytes.
     ///
     /// # Errors
     ///
-    /// A peer failed or did not arrive in time.
+    /// If a peer failed or did not arrive in time.
     fn broadcast(&mut self, bytes: Option<Vec<u8>>) -> Result<Vec<u8>, BoxError>;
 }
 
-/// The rendezvous of a world of one rank.
+/// The rendezvous of a single rank.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Alone;
 
@@ -68,7 +68,7 @@ pub struct ThreadRendezvous {
 }
 
 enum Ends {
-    /// Rank 0, with a wire to every other rank, starting with rank 1.
+    /// Rank 0, with a wire to every other rank, in the order of their ranks.
     Root(Vec<Wire>),
     /// Another rank, with a wire to rank 0.
     Leaf(Wire),
@@ -81,9 +81,9 @@ struct Wire {
 }
 
 impl ThreadRendezvous {
-    /// Creates the ends of `world_size` ranks, in rank order. A call fails when a peer has not arrived within
-    /// `deadline`, which must allow for the slowest rank to write its file. It fails at once when a peer's end was
-    /// dropped.
+    /// Creates the handles of `world_size` ranks, in rank order. A call fails when a peer has not arrived within
+    /// `deadline`, which must leave the slowest rank enough time to write its file. It fails at once when a peer's
+    /// handle was dropped.
     pub fn new(world_size: usize, deadline: Duration) -> Vec<Self> {
         let end = |rank, ends| Self {
             rank,
@@ -125,7 +125,7 @@ impl ThreadRendezvous {
             let again = format!("an earlier call failed ({failure}); create a new rendezvous");
             return Err(again.into());
         }
-        // A deadline beyond the clock's range has no effect.
+        // A longer deadline could overflow the clock.
         const LONGEST: Duration = Duration::from_secs(1 << 31);
         let until = Instant::now() + self.deadline.min(LONGEST);
         call(&mut self.ends, until).map_err(|problem| {

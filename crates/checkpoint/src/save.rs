@@ -1,4 +1,4 @@
-//! One save, from the first to the last message between the ranks.
+//! A whole save, from the first to the last message between the ranks.
 
 use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,18 +15,18 @@ use crate::source::Source;
 use crate::staging::write_shard;
 use crate::{Checkpoints, Error, Existing, Receipt, Staging, Ticket, TrainingState, WritePlan};
 
-/// The content of a save in addition to the bytes of the tensors; the same on every rank.
+/// The content of a save other than the bytes of the tensors; the same on every rank.
 #[derive(Debug, Clone)]
 pub struct SaveRequest {
     /// The parts that each rank writes. Created once per training run, and shared by its saves.
     pub plan: Arc<WritePlan>,
-    /// State of the training; its step names the folder.
+    /// State of the training run. Its step determines the folder's name.
     pub training: TrainingState,
     /// The model's configuration.
     pub model: Value,
     /// Number of steps to keep, including this one; all if `None`.
     pub keep_last: Option<NonZeroUsize>,
-    /// The action to take if the step already exists.
+    /// Whether to replace the step if it already exists.
     pub existing: Existing,
 }
 
@@ -43,22 +43,22 @@ impl SaveRequest {
     }
 }
 
-/// A saved step: complete, synced and visible. The same on every rank.
+/// A step that was saved: complete, synced and visible. The same on every rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Saved {
-    /// The step.
+    /// Number of the step.
     pub step: u64,
-    /// Folder of the step. Each rank sets it locally, because a path that is not UTF-8 cannot be sent.
+    /// Folder of the step, set locally by each rank because a path that is not UTF-8 cannot be sent.
     #[serde(skip)]
     pub path: PathBuf,
-    /// Older steps that were removed to make room, oldest first.
+    /// Older steps that were removed, oldest first.
     pub removed: Vec<u64>,
-    /// The reason why older steps that were to be removed are still there: the error that ended the removal, or the
-    /// foreign entry in the oldest of them. The new step is good nevertheless.
+    /// The reason why older steps could not be removed: the error that ended the removal, or the problem with the
+    /// oldest of them. The new step is good nevertheless.
     pub removal_failure: Option<String>,
 }
 
-/// The failure of a rank, as it is sent to the other ranks.
+/// The failure of a rank, in the form that is sent to the other ranks.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Failure {
     rank: usize,
@@ -108,7 +108,7 @@ pub fn save(
     let staging = staging.transpose()?;
     let ticket = start.map_err(failed)?;
 
-    // Every rank writes its file and reports, even after a failure: rank 0 waits for all.
+    // Every rank writes its file and reports, even after a failure, because rank 0 waits for all.
     let receipt = guarded(step, || {
         write_shard(checkpoints, &ticket, &request.plan, rank, source)
     });
@@ -116,7 +116,7 @@ pub fn save(
     let report = serde_json::to_vec(&report).map_err(|error| lost(error.into()))?;
     let reports = rendezvous.gather(report).map_err(&lost)?;
 
-    // Rank 0 commits if all succeeded, and sends the outcome.
+    // Rank 0 commits if all succeeded, and broadcasts the outcome.
     let outcome = staging.map(|staging| {
         guarded(step, || {
             let reports = reports.unwrap_or_default();
@@ -132,7 +132,7 @@ pub fn save(
         Err(error) => Err(failure(rank, error)),
     });
     let verdict = exchange(rendezvous, verdict).map_err(&lost);
-    // The nearest error is the most specific: this rank's own, then the commit's, then the one received.
+    // The nearest error is the most specific: this rank's, then the commit's, then the one received.
     receipt?;
     if let Some(outcome) = outcome {
         // A committed step is saved, even if not every rank could be notified.
@@ -164,7 +164,7 @@ fn finish(
     let removal = request.keep_last.map(|keep| committed.remove_older(keep));
     let (removed, removal_failure) = match removal {
         None => (Vec::new(), None),
-        // Only the oldest is reported, which is the same at each save.
+        // Reports only the oldest step's reason, which is the same at each save.
         Some(Ok(removal)) => (removal.removed, removal.stays.first().map(Error::to_string)),
         Some(Err(error)) => {
             tracing::warn!(%error, "cannot remove older steps");

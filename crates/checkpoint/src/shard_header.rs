@@ -10,7 +10,7 @@ use serde::de::{Error as _, MapAccess, Visitor};
 
 use crate::{Dtype, Error, Limits};
 
-/// Size in bytes of the number that encodes the header's length.
+/// Size in bytes of the number at the start of a file, which is the header's length.
 pub(crate) const LENGTH_BYTES: u64 = 8;
 
 /// A tensor in a safetensors file.
@@ -19,11 +19,11 @@ pub(crate) struct StoredTensor {
     pub(crate) name: String,
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<usize>,
-    /// Size of the tensor in the file in bytes.
+    /// Bytes of the tensor in the file.
     pub(crate) num_bytes: usize,
 }
 
-/// Encodes the header of a file whose tensors follow each other in this order.
+/// Encodes the header of a file that stores these tensors in this order.
 ///
 /// The header is padded with spaces to a multiple of 8 bytes, as safetensors does. This aligns mapped tensors.
 pub(crate) fn encode(
@@ -59,9 +59,9 @@ pub(crate) fn encode(
     Ok(bytes)
 }
 
-/// Reads a header, including its 8 bytes of length, of a file of `file_bytes`.
+/// Reads the header of a file of `file_bytes` bytes. `bytes` starts with the 8 bytes of the header's length.
 ///
-/// Two tensors with the same name are an error; other readers keep the last one.
+/// Duplicate names are an error; other readers keep the last of the tensors.
 pub(crate) fn decode(path: &Path, bytes: &[u8], file_bytes: u64) -> Result<Metadata, Error> {
     let json = bytes
         .get(LENGTH_BYTES as usize..)

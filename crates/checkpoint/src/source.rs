@@ -11,11 +11,11 @@ use crate::{Region, TensorSpec, WritePlan};
 /// The bytes of one part: little-endian elements in row-major order.
 pub type PartBytes<'a> = Box<dyn AsRef<[u8]> + Send + Sync + 'a>;
 
-/// A supplier of the parts that a rank holds, one at a time, each at most once in a save.
+/// Supplies the parts that a rank writes, one at a time and each at most once in a save.
 ///
 /// Any function `FnMut(&TensorSpec, &Region) -> Result<Vec<u8>, BoxError>` is a source.
 pub trait Source {
-    /// Returns the elements of `region`, without padding. They are dropped as soon as they are written.
+    /// Returns the elements of `region`, without padding. The save drops them as soon as they are written.
     ///
     /// # Errors
     ///
@@ -30,20 +30,20 @@ impl<F: FnMut(&TensorSpec, &Region) -> Result<Vec<u8>, BoxError>> Source for F {
     }
 }
 
-/// The parts that one rank holds at one moment, by tensor name.
+/// The parts of one rank, captured at one moment, by tensor name.
 ///
-/// Takes any owned bytes without copying them: `Vec<u8>`, `Arc<[u8]>`, or a type of the caller. Each part is freed as
+/// Stores any owned bytes without copying them: `Vec<u8>`, `Arc<[u8]>`, or a type of the caller. Each part is freed as
 /// soon as it is written. Ignores tensors that the plan does not assign to this rank.
 #[derive(Default)]
 pub struct Snapshot {
     parts: HashMap<String, Part>,
 }
 
-/// A part of a snapshot.
+/// A part of a tensor in a snapshot.
 enum Part {
-    /// In memory.
+    /// The bytes, in memory.
     Held(PartBytes<'static>),
-    /// Elsewhere, to be read on demand.
+    /// A function that reads the bytes on demand.
     Read { num_bytes: usize, read: Box<Read> },
 }
 
@@ -58,8 +58,7 @@ impl Part {
         }
     }
 
-    /// Returns true if all of these little-endian elements are finite. Read errors are ignored here, because writing
-    /// reports them.
+    /// Returns true if all elements are finite. Ignores read errors, which are reported when the part is written.
     fn is_finite(&self, dtype: Dtype) -> bool {
         match self {
             Self::Held(bytes) => is_finite((**bytes).as_ref(), dtype),
@@ -84,7 +83,7 @@ impl Snapshot {
             .insert(tensor.into(), Part::Held(Box::new(bytes)));
     }
 
-    /// Adds this rank's part of a tensor, of `num_bytes` bytes, which is in memory only while it is checked or written.
+    /// Adds this rank's part of a tensor, of `num_bytes` bytes. It is in memory only while it is checked or written.
     /// `read` must return the same bytes each time.
     pub fn insert_read(
         &mut self,
@@ -97,7 +96,7 @@ impl Snapshot {
             .insert(tensor.into(), Part::Read { num_bytes, read });
     }
 
-    /// Returns the bytes of all parts.
+    /// Returns the total bytes of all parts.
     pub fn num_bytes(&self) -> usize {
         let parts = self.parts.values();
         parts.map(Part::num_bytes).sum()
@@ -108,7 +107,7 @@ impl Snapshot {
     /// Returns the name of the first tensor with an infinite or NaN element, among the tensors that the plan assigns to
     /// this rank. It checks only tensors of 64, 32 and 16 bit floats.
     ///
-    /// Every element of a step is written by one rank, so all numbers are finite if no rank finds one that is not.
+    /// Every element of a step is written by one rank, so all are finite if no rank finds one that is not.
     pub fn not_finite(&self, plan: &WritePlan, rank: usize) -> Option<String> {
         let tensors = plan
             .of_rank(rank)

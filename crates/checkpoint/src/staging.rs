@@ -21,7 +21,7 @@ use crate::{
     TrainingState, WritePlan,
 };
 
-/// The action to take if the step already exists.
+/// What to do if the step already exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum Existing {
     /// Fails with [`Error::Exists`]; the step stays unchanged.
@@ -32,9 +32,9 @@ pub enum Existing {
     Replace,
 }
 
-/// A step that is being saved, on rank 0: a hidden folder, and the lock against other runs.
+/// A step that is being saved, held by rank 0: a hidden folder, and the lock against other runs.
 ///
-/// If it is dropped without a commit, it removes the folder.
+/// Dropping it without a commit removes the folder.
 #[derive(Debug)]
 pub struct Staging {
     checkpoints: Checkpoints,
@@ -48,20 +48,20 @@ pub struct Staging {
 /// A rank's record of the file that it has written. Rank 0 needs the receipts of all ranks to commit.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Receipt {
-    /// The rank.
+    /// The rank that wrote the file.
     pub rank: usize,
     ticket: Ticket,
     /// Checksum of the plan, which must be the same on all ranks.
     plan_crc32: u32,
     file: FileEntry,
-    /// Bytes in the file and checksums of each part, in the order of [`WritePlan::of_rank`].
+    /// The range in the file and the checksums of each part, in the order of [`WritePlan::of_rank`].
     parts: Vec<(Range<u64>, Checksums)>,
 }
 
 /// A committed step. Other saves remain locked out until this is dropped.
 #[derive(Debug)]
 pub struct Committed {
-    /// The step.
+    /// Number of the step.
     pub step: u64,
     /// Folder of the step.
     pub path: PathBuf,
@@ -70,7 +70,7 @@ pub struct Committed {
 }
 
 impl Staging {
-    /// Begins to save a step, on rank 0. Locks the folder, removes the remains of dead runs, and creates a hidden
+    /// Begins the save of a step, on rank 0. Locks the folder, removes the remains of dead runs, and creates a hidden
     /// folder for the ranks to write into.
     ///
     /// # Errors
@@ -99,7 +99,7 @@ impl Staging {
         })
     }
 
-    /// Returns the ticket with which the other ranks write into the same folder.
+    /// Returns the ticket that the other ranks need to write into the same folder.
     pub fn ticket(&self) -> &Ticket {
         &self.ticket
     }
@@ -109,10 +109,10 @@ impl Staging {
     /// # Errors
     ///
     /// [`Error::Argument`] unless there is one receipt from each rank for this plan and step; [`Error::Invalid`] if the
-    /// ranks' parts do not tile the tensors; [`Error::FileSize`] if this rank does not see a file that another wrote
-    /// (no common file system); [`Error::Exists`]; [`Error::Io`]. After an error, the step does not exist, and a step
-    /// that was to be replaced still does. If only the very last sync fails, the step may exist but may not survive a
-    /// crash.
+    /// ranks' parts do not tile the tensors; [`Error::FileSize`] if this rank does not see a file that another rank
+    /// wrote, because they share no file system; [`Error::Exists`]; [`Error::Io`]. After an error, the step does not
+    /// exist, and a step that was to be replaced still does. If only the very last sync fails, the step may exist but
+    /// may not survive a crash.
     pub fn commit(
         mut self,
         plan: &WritePlan,
@@ -132,7 +132,7 @@ impl Staging {
         self.check_files(&index)?;
         let index_path = self.path.join(INDEX_FILE);
         let json = index.to_json(&index_path)?;
-        // An index that cannot be read back must not be committed.
+        // A step whose index cannot be read back must not be committed.
         Index::from_json(&index_path, &json)?;
         write_synced(&*storage, &index_path, &json)?;
         let seal_path = self.path.join(SEAL_FILE);
@@ -289,16 +289,16 @@ impl Drop for Staging {
 }
 
 impl Committed {
-    /// Removes older steps as [`Checkpoints::keep_last`] does, with this step as the newest good one.
+    /// Removes older steps like [`Checkpoints::keep_last`], with this step as the newest good one.
     ///
     /// # Errors
     ///
-    /// [`Error::Io`]. This step stays saved nevertheless.
+    /// [`Error::Io`]. This step stays saved.
     pub fn keep_last(&self, keep: std::num::NonZeroUsize) -> Result<Vec<u64>, Error> {
         Ok(self.remove_older(keep)?.removed)
     }
 
-    /// Does the work of [`keep_last`](Self::keep_last), and also returns the steps that stay.
+    /// Does the work of [`keep_last`](Self::keep_last), and also returns the reasons why other steps stay.
     pub(crate) fn remove_older(&self, keep: std::num::NonZeroUsize) -> Result<Removal, Error> {
         self.checkpoints.remove_older(keep, self.step)
     }
@@ -308,8 +308,8 @@ impl Committed {
 ///
 /// # Errors
 ///
-/// [`Error::Argument`] for a rank outside the plan's mesh; [`Error::Source`] or [`Error::Length`] if the source does
-/// not have the part that the plan assigns to this rank; [`Error::Io`].
+/// [`Error::Argument`] for a rank outside the plan's mesh; [`Error::Source`] or [`Error::Length`] if the source cannot
+/// supply a part that the plan assigns to this rank; [`Error::Io`].
 pub fn write_shard(
     checkpoints: &Checkpoints,
     ticket: &Ticket,
@@ -344,7 +344,7 @@ pub fn write_shard(
     }
     file.sync().map_err(Error::io("sync", &path))?;
     drop(file);
-    // On a network file system, this rank must sync its own entry.
+    // On a network file system, each rank must sync its directory entry.
     storage.sync_dir(&dir).map_err(Error::io("sync", &dir))?;
     Ok(Receipt {
         rank,
@@ -377,8 +377,8 @@ fn header(plan: &WritePlan, rank: usize, world_size: usize) -> Result<Vec<u8>, S
     shard_header::encode(tensors.collect(), metadata)
 }
 
-/// Writes a part block by block. The checksum reads a block into the core's cache, where the copy into the page cache
-/// finds it. So the checksum costs no second pass over memory.
+/// Writes a part block by block. The checksum loads a block into the core's cache, from which it is then copied into
+/// the page cache. The checksum therefore costs no second pass over memory.
 fn write_part(
     file: &mut dyn WriteFile,
     path: &Path,
@@ -387,7 +387,7 @@ fn write_part(
     source: &mut dyn Source,
 ) -> Result<Checksums, Error> {
     let tensor = &plan.tensors()[part.tensor];
-    // There is nothing to request: a rank that may hold nothing writes the empty tensor.
+    // An empty tensor may be written by a rank that holds none of it, so there is nothing to request.
     if part.num_bytes == 0 {
         return Ok(Checksums::default());
     }
@@ -428,7 +428,7 @@ fn plan_crc32(plan: &WritePlan) -> Result<u32, Error> {
     Ok(crc32(&json))
 }
 
-/// Returns true if there is a step with this number that the save is to replace.
+/// Returns true if the save is to replace an existing step with this number.
 fn check_target(checkpoints: &Checkpoints, step: u64, existing: Existing) -> Result<bool, Error> {
     let path = checkpoints.path(step);
     let exists = checkpoints.storage().exists(&path);

@@ -14,13 +14,13 @@ mod part;
 use files::Files;
 use part::{Chunk, PartReader, overlap};
 
-/// The verification of tensors against their checksums as they are read.
+/// Whether tensors are verified against their checksums when they are read.
 ///
 /// The index, headers and file sizes are always checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Verification {
-    /// Reads whole chunks, and checks each before any of it is returned. Reads at most two chunks (of 1 MiB) too many
-    /// for each contiguous range.
+    /// Reads whole chunks, and checks each before returning any of it. For each contiguous range, reads at most two
+    /// chunks (of 1 MiB) more than requested.
     #[default]
     Chunks,
     /// Reads exactly the requested bytes, unchecked. Slow for regions of many short runs, such as shards of the last
@@ -30,8 +30,8 @@ pub enum Verification {
 
 /// A step, open for reading by any number of threads.
 ///
-/// The files are untrusted: sizes are checked before memory is allocated, and problems are errors that name file and
-/// tensor.
+/// The files are untrusted: sizes are checked before memory is allocated, and every problem is an error that names the
+/// file and the tensor.
 #[derive(Debug)]
 pub struct Step {
     files: Files,
@@ -39,10 +39,10 @@ pub struct Step {
     by_name: HashMap<String, usize>,
 }
 
-/// A tensor of a model, to be compared with the tensors of a step.
+/// A tensor of a model, to compare with the tensors of a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExpectedTensor {
-    /// Name.
+    /// Name of the tensor.
     pub name: String,
     /// Shape of the whole tensor, in elements.
     pub shape: Vec<usize>,
@@ -50,21 +50,21 @@ pub struct ExpectedTensor {
     pub dtype: Option<Dtype>,
 }
 
-/// The action to take about tensors that a step has and the model does not.
+/// What to do about tensors that a step has and the model does not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Extra {
     /// Fails with [`Error::Unexpected`].
     Refuse,
-    /// Skips them.
+    /// Skips the tensors.
     Ignore,
 }
 
-/// The progress of a verification.
+/// The progress of a verification, for display.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress<'a> {
     /// Bytes verified, or skipped because their file is damaged.
     pub done: u64,
-    /// Bytes of all files.
+    /// Bytes of all files of the step.
     pub total: u64,
     /// The file being verified.
     pub file: &'a str,
@@ -85,7 +85,7 @@ impl Step {
     ///
     /// # Errors
     ///
-    /// As [`open`](Self::open).
+    /// Same as [`open`](Self::open).
     pub fn open_in(
         storage: Arc<dyn Storage>,
         path: impl Into<PathBuf>,
@@ -136,7 +136,7 @@ impl Step {
     }
 
     /// Compares the tensors of a model with the tensors of the step, before anything is loaded. Tensors of the step for
-    /// which `is_wanted` is false, such as optimizer state, are never unexpected.
+    /// which `is_wanted` returns false, such as optimizer state, are never unexpected.
     ///
     /// # Errors
     ///
@@ -207,8 +207,8 @@ impl Step {
     ///
     /// # Errors
     ///
-    /// As [`read_into`](Self::read_into). Memory is allocated only after the files that hold the region were found to
-    /// be complete.
+    /// Same as [`read_into`](Self::read_into). Memory is allocated only after the files that hold the region have been
+    /// found complete.
     pub fn read(&self, name: &str, region: &Region) -> Result<Vec<u8>, Error> {
         let tensor = self.tensor(name)?;
         check_region(tensor, region)?;
@@ -222,8 +222,8 @@ impl Step {
         Ok(bytes)
     }
 
-    /// Reads elements of a tensor into a buffer of exactly their size. Accesses only the files and bytes that hold
-    /// them; see [`Verification`].
+    /// Reads elements of a tensor into a buffer of exactly their size. Accesses only the files that hold them, and only
+    /// the necessary bytes; see [`Verification`].
     ///
     /// # Errors
     ///
@@ -269,7 +269,7 @@ impl Step {
         Ok(())
     }
 
-    /// Checks that every file exists and has its size. Does not read tensors.
+    /// Checks that every file exists and has the size in the index. Does not read tensors.
     ///
     /// # Errors
     ///
@@ -278,9 +278,8 @@ impl Step {
         (0..self.files.index.files.len()).try_for_each(|file| self.files.open_file(file).map(drop))
     }
 
-    /// Opens the files now, up to the number of files that are kept open. They can then be read to the end even if the
-    /// step is removed meanwhile, as a run does with its older steps. This requires a file system that keeps open files
-    /// alive.
+    /// Opens the files now, up to the maximum number of files kept open. They can then be read to the end even if a run
+    /// removes the step meanwhile. This requires a file system that keeps open files alive.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! The step that contains a path.
+//! Finds the step that contains a path.
 
 use std::path::{Path, PathBuf};
 
@@ -12,7 +12,7 @@ pub(crate) fn step_around(
     path: &Path,
     known: Option<&Path>,
 ) -> Option<PathBuf> {
-    // Folders that do not exist will be created, and only their parents can be steps.
+    // Missing folders will be created, so only the existing parents can be steps.
     let mut there = path;
     while !storage.exists(there).unwrap_or(false) && there.parent().is_some() {
         there = parent(there);

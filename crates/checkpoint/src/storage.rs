@@ -25,10 +25,10 @@ pub trait Storage: fmt::Debug + Send + Sync {
     /// Creates a folder and its missing parents, durably. Succeeds if it exists.
     fn create_dir_all(&self, path: &Path) -> io::Result<()>;
 
-    /// Creates a folder; an error if it exists.
+    /// Creates a folder; fails if it exists.
     fn create_dir(&self, path: &Path) -> io::Result<()>;
 
-    /// Creates a file; an error if it exists.
+    /// Creates a file; fails if it exists.
     fn create_file(&self, path: &Path) -> io::Result<Box<dyn WriteFile>>;
 
     /// Opens a file. Anything else, such as a link or a pipe, is an error of the kind
@@ -74,7 +74,7 @@ pub trait Storage: fmt::Debug + Send + Sync {
         }
     }
 
-    /// Returns the path of a file or folder without links, which is the same for all of its names.
+    /// Returns the path of a file or folder with all links resolved, which is the same for all of its names.
     ///
     /// The last component of the path need not exist.
     fn canonical(&self, path: &Path) -> io::Result<PathBuf> {
@@ -91,7 +91,7 @@ pub trait Storage: fmt::Debug + Send + Sync {
 
 /// A file that is being written.
 pub trait WriteFile: Send {
-    /// Appends all of these bytes.
+    /// Appends all bytes.
     fn write_all(&mut self, bytes: &[u8]) -> io::Result<()>;
 
     /// Returns when everything written will survive a crash.
@@ -103,11 +103,11 @@ pub trait ReadFile: Send + Sync {
     /// Returns the size of the file in bytes.
     fn num_bytes(&self) -> io::Result<u64>;
 
-    /// Fills the buffer with the bytes at `offset`; an error if the file ends too early.
+    /// Fills the buffer with the bytes at `offset`; fails if the file ends too early.
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
 }
 
-/// The guard of a lock, which is held as long as the guard lives.
+/// The guard of a lock. Dropping it releases the lock.
 pub trait Lock: fmt::Debug + Send + Sync {
     /// Returns true if the lock excludes others. Some network file systems do not support locks; there the guard has no
     /// effect.
@@ -121,7 +121,7 @@ pub trait Lock: fmt::Debug + Send + Sync {
 pub struct DirEntry {
     /// Name; entries whose names are not UTF-8 are not listed.
     pub name: String,
-    /// Kind.
+    /// Kind of the entry.
     pub kind: EntryKind,
 }
 
@@ -132,7 +132,7 @@ pub enum EntryKind {
     File,
     /// A folder.
     Dir,
-    /// A symbolic link, wherever it leads.
+    /// A symbolic link, no matter where it leads.
     Link,
     /// Anything else, such as a pipe or a device.
     Other,

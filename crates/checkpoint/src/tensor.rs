@@ -1,4 +1,4 @@
-//! Describes a tensor in a checkpoint.
+//! The description of a tensor in a checkpoint.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -25,7 +25,7 @@ pub enum TensorKind {
 }
 
 impl TensorKind {
-    /// Returns true if the tensor belongs to the model, as opposed to its training.
+    /// Returns true if the tensor belongs to the model, and not only to its training.
     pub fn is_model(self) -> bool {
         matches!(self, Self::Parameter | Self::Buffer)
     }
@@ -45,23 +45,23 @@ impl std::fmt::Display for TensorKind {
 /// A tensor to save: the same on every rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TensorSpec {
-    /// Name, unique in the checkpoint, such as the parameter's path. Any text except `__metadata__`, which safetensors
-    /// reserves.
+    /// Name, unique in the checkpoint, such as the parameter's path. Any non-empty text except `__metadata__`, which
+    /// safetensors reserves.
     pub name: String,
     /// Shape of the whole tensor, in elements.
     pub shape: Vec<usize>,
-    /// Element type.
+    /// Element type of the tensor.
     pub dtype: Dtype,
-    /// Kind.
+    /// Purpose of the tensor.
     pub kind: TensorKind,
-    /// Layout on the ranks.
+    /// Layout on the ranks that save.
     pub layout: Layout,
     /// Additional data to save with the tensor, such as the optimizer's group and slot.
     pub metadata: Map<String, Value>,
 }
 
 impl TensorSpec {
-    /// Describes a tensor without metadata.
+    /// Describes a tensor, without additional metadata.
     pub fn new(
         name: impl Into<String>,
         shape: impl Into<Vec<usize>>,
@@ -87,8 +87,7 @@ impl TensorSpec {
     }
 }
 
-/// Checks a tensor's name, shape and dtype, and returns the size of an element in bytes. The error describes the
-/// problem.
+/// Checks a tensor's name, shape and dtype, and returns the size of an element in bytes. Errors describe the problem.
 pub(crate) fn check_tensor(name: &str, shape: &[usize], dtype: Dtype) -> Result<usize, String> {
     if name.is_empty() || name == "__metadata__" || name.len() > MAX_NAME_BYTES {
         return Err(format!(

@@ -3,13 +3,13 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-/// The state of a training run other than its tensors. Numbers are restored to the same bits.
+/// The state of a training run other than its tensors. Numbers are restored bit for bit.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainingState {
-    /// Number of completed optimizer steps, which is also the name of the step's folder.
+    /// Number of completed optimizer steps, which is also the step number in the folder's name.
     pub step: u64,
-    /// Seed of the run.
+    /// Seed of the run's random numbers.
     pub seed: u64,
     /// Position of the run in its data.
     pub data: DataPosition,
@@ -17,9 +17,9 @@ pub struct TrainingState {
     pub loss_scale: Option<LossScale>,
     /// The learning-rate schedule: its configuration and position.
     pub learning_rate: Value,
-    /// Hyperparameters of the optimizer and of its groups.
+    /// Hyperparameters of the optimizer and of its parameter groups.
     pub optimizer: Value,
-    /// Anything else, by name.
+    /// Any other state, by name.
     pub sections: Map<String, Value>,
 }
 
@@ -37,7 +37,7 @@ pub struct DataPosition {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LossScale {
-    /// The factor; finite.
+    /// The factor that multiplies the loss; finite.
     pub scale: f64,
     /// Steps since the factor last changed.
     pub good_steps: u64,

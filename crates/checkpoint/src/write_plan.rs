@@ -1,4 +1,4 @@
-//! A plan of the parts of tensors that each rank writes. Pure: every rank makes the same plan from the same tensors.
+//! A plan of the parts of tensors that each rank writes. Every rank makes the same plan from the same tensors.
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
@@ -10,8 +10,8 @@ use crate::{Error, Region, TensorSpec};
 
 /// The parts that each rank writes when these tensors are saved.
 ///
-/// Exactly one of the ranks that hold an element writes it. A part on several ranks is assigned to the rank with the
-/// least to write, the largest parts first.
+/// Each element is written by exactly one of the ranks that hold it. Parts on several ranks are assigned largest first,
+/// each to the rank that has the least to write.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WritePlan {
     mesh: Mesh,
@@ -23,11 +23,11 @@ pub struct WritePlan {
 /// A part that one rank writes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Assignment {
-    /// Index into [`WritePlan::tensors`].
+    /// Index of the tensor in [`WritePlan::tensors`].
     pub tensor: usize,
-    /// The elements to write.
+    /// The elements of the tensor to write.
     pub region: Region,
-    /// Bytes to write.
+    /// Number of bytes to write.
     pub num_bytes: usize,
 }
 
@@ -54,10 +54,10 @@ impl WritePlan {
         Self::of_regions(mesh, tensors, regions)
     }
 
-    /// Plans the save of tensors whose distribution is not a layout: `regions[tensor][rank]` is the region that a rank
-    /// holds, or an empty range.
+    /// Plans the save of tensors whose distribution no layout describes: `regions[tensor][rank]` is the region that a
+    /// rank holds, or an empty range.
     ///
-    /// Two regions of a tensor must be the same or not overlap. The commit verifies that they tile the tensor.
+    /// Any two regions of a tensor must be the same or disjoint. The commit verifies that they tile the tensor.
     ///
     /// # Errors
     ///
@@ -106,12 +106,12 @@ impl WritePlan {
         &self.mesh
     }
 
-    /// Returns the tensors to save, as given.
+    /// Returns the tensors to save, in the order in which they were passed.
     pub fn tensors(&self) -> &[TensorSpec] {
         &self.tensors
     }
 
-    /// Returns the parts that a rank writes, in the order of its file.
+    /// Returns the parts that a rank writes, in their order in its file.
     ///
     /// # Panics
     ///
@@ -174,7 +174,7 @@ fn parts_of(
         });
         parts[part].holders.push(rank);
     }
-    // A tensor without elements is also stored; otherwise it would be missing when loading.
+    // A tensor without elements must also be stored, because loading would otherwise miss it.
     let is_empty = tensor.shape.contains(&0);
     if is_empty {
         let assignment = Assignment {
@@ -208,7 +208,7 @@ fn assign(parts: Vec<Part>, num_ranks: usize, tensors: &[TensorSpec]) -> Vec<Vec
         ranks[writer].push(assignment);
     }
     for parts in &mut ranks {
-        // Wide elements first: then every tensor is aligned to its elements.
+        // Widest elements first, which aligns every tensor to its elements.
         parts.sort_by_key(|part| (Reverse(tensors[part.tensor].dtype.bitsize()), part.tensor));
     }
     ranks

@@ -4,7 +4,7 @@
 //!   rank gets its [`ProcessGroup`] of the world.
 //! - A [`ProcessGroup`] offers the collective operations, either blocking or as [`Pending`] handles. It can be
 //!   [`split`](ProcessGroup::split) into smaller groups. A [`ProcessMesh`] has one group per mesh axis.
-//! - Operations read [`Source`]s and fill [`Buffer`]s of the rank's [`BufferPool`]. They take lists of [`Part`]s, so
+//! - Operations read [`Source`]s and fill [`Buffer`]s of the rank's [`BufferPool`]. They accept lists of [`Part`]s, so
 //!   one operation can carry many tensors.
 //! - [`ProcessGroup::fake`] simulates one rank of many on a single thread, and a [`CommCounter`] counts its operations.
 //!   Both are for tests of programs that communicate.
@@ -14,10 +14,10 @@
 //!   Nothing hangs, and no wrong result is returned. With [`Check::Agreement`] this also holds for bytes that faulty
 //!   memory or a faulty link has changed.
 //!
-//! - An [`Engine`](engine::Engine) moves the bytes. Programs can run a group on one of their own
+//! - An [`Engine`](engine::Engine) moves the bytes. Programs can run a group on a custom engine
 //!   ([`ProcessGroup::on_engine`]), even for bytes that are not in host memory.
 //!
-//! The crate deals with bytes, element types and ranks. It knows nothing about Burn, parameters or models.
+//! The crate deals with bytes, element types and ranks. It does not depend on Burn, parameters or models.
 //!
 //! ```
 //! use burn_fsdp_collectives::{
@@ -38,7 +38,7 @@
 //! assert_eq!(results, [[0, 10, 20], [0, 10, 20]]);
 //! # Ok::<(), burn_fsdp_collectives::LaunchError>(())
 //! ```
-// MPI is a C library, called by `engines/mpi/wire.rs` and `engines/mpi/landing.rs`. Nothing else is unsafe.
+//! MPI is a C library, called by `engines/mpi/wire.rs` and `engines/mpi/landing.rs`. Nothing else is unsafe.
 #![cfg_attr(not(feature = "mpi"), forbid(unsafe_code))]
 
 mod engines;

@@ -1,5 +1,5 @@
-//! The contract of every engine. Each case runs on all ranks of a group at once, and checks this rank's results.
-//! Nothing here knows where the other ranks run.
+//! The contract of every engine, as test cases. A case runs on all ranks of a group at the same time, and each rank
+//! checks its own results. The cases do not depend on where the other ranks run.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,10 +13,10 @@ use half::{bf16, f16};
 
 type Outcome = Result<(), Error>;
 
-/// A case, which all ranks of a group run, and its outcome.
+/// A test case, which every rank of a group runs.
 pub type Case = fn(&ProcessGroup) -> Outcome;
 
-/// All cases, by name. They leave the group as they found it.
+/// All cases, with their names. Each case leaves the group as it found it.
 pub const CASES: [(&str, Case); 19] = [
     ("exchange", exchange),
     ("barrier", barrier),
@@ -50,7 +50,7 @@ fn values<T: Pod>(received: &Received, part: usize) -> Vec<T> {
     bytes.map(bytemuck::pod_read_unaligned).collect()
 }
 
-/// Returns values that differ by rank and element, none of them round.
+/// Returns values that depend on the rank and the element. Most are inexact in binary.
 fn floats(rank: usize, len: usize) -> Vec<f32> {
     let value = |i: usize| ((i * 37 + rank * 101) % 211) as f32 / 7.0 - 11.0;
     (0..len).map(value).collect()
@@ -80,7 +80,7 @@ fn exchange(group: &ProcessGroup) -> Outcome {
     let note = |rank: usize| vec![rank as u8; 3 * rank];
     let heard = group.exchange("who", note(group.rank()))?;
     assert_eq!(heard, (0..group.size()).map(note).collect::<Vec<_>>());
-    // Longer than engines send at once.
+    // More bytes than a transport sends in one eager message.
     let long = |rank: usize| vec![rank as u8; 100_000 + rank];
     let heard = group.exchange("long", long(group.rank()))?;
     assert_eq!(heard, (0..group.size()).map(long).collect::<Vec<_>>());
@@ -200,12 +200,12 @@ fn gather(group: &ProcessGroup) -> Outcome {
 
 fn all_to_all(group: &ProcessGroup) -> Outcome {
     let (rank, size) = (group.rank(), group.size());
-    // The value of an element of a matrix with three numbers per entry.
+    // An element of a matrix whose entries are three numbers each.
     let value = |row: usize, column: usize, i: usize| (100 * row + 10 * column + i) as u16;
     for (num_rows, num_columns) in [(8, 12), (7, 5), (5, 2), (1, 9), (0, 4), (3, 0)] {
         let rows = flat(group, num_rows);
         let columns = Partition::rows(&[num_columns, 3], size)?;
-        // A rank's columns, with all numbers of its share.
+        // A rank's range of columns.
         let of = |rank: usize| {
             let range = columns.range(rank);
             range.start / 3..range.end / 3
@@ -236,7 +236,7 @@ fn all_to_all(group: &ProcessGroup) -> Outcome {
     Ok(())
 }
 
-/// An element type with its conversions to and from `f32`.
+/// An element type, with conversions from and to `f32`.
 trait Element: Pod + PartialEq + std::fmt::Debug {
     const TYPE: ElementType;
     fn of(value: f32) -> Self;
@@ -261,7 +261,7 @@ element!(f32, F32, |x| x, |x| x);
 element!(f16, F16, f16::from_f32, f16::to_f32);
 element!(bf16, BF16, bf16::from_f32, bf16::to_f32);
 
-/// Returns the whole result of a reduction of the ranks' [`floats`], by definition.
+/// Computes the full result of reducing the ranks' [`floats`], directly from the definition.
 fn reduced<E: Element, O: Element>(ranks: usize, len: usize, by: &Reduction) -> Vec<O> {
     let combine = |a: f32, b: f32| match by.op {
         ReduceOp::Max => a.max(b),
@@ -286,7 +286,7 @@ fn reduced<E: Element, O: Element>(ranks: usize, len: usize, by: &Reduction) -> 
     sums.into_iter().map(result).collect()
 }
 
-/// Compares both kinds of reduction bit by bit.
+/// Checks the results of an all-reduce and a reduce-scatter bit by bit.
 fn reduce<E: Element, O: Element>(group: &ProcessGroup, len: usize, by: Reduction) -> Outcome {
     let own: Vec<E> = floats(group.rank(), len).into_iter().map(E::of).collect();
     let expected = reduced::<E, O>(group.size(), len, &by);
@@ -337,7 +337,7 @@ fn large(group: &ProcessGroup) -> Outcome {
     reduce::<f32, f32>(group, LEN / 8, Reduction::sum())
 }
 
-/// Runs only in the long form, on two ranks, because it takes 13 GB.
+/// Runs only on two ranks with `BURN_FSDP_LONG` set, because it needs 13 GB.
 fn huge(group: &ProcessGroup) -> Outcome {
     let is_pair = group.size() == 2 && group.name() == "world";
     if !is_pair || std::env::var_os("BURN_FSDP_LONG").is_none() {
@@ -373,7 +373,7 @@ fn any_order(group: &ProcessGroup) -> Outcome {
     let into = vec![group.pool().take(200)];
     let middle = group.start_all_reduce("mid", vec![], Reduction::sum(), vec![part], into)?;
     let last = start("last", 60_000)?;
-    // Each rank in a different order: a wait depends only on the others' starts.
+    // Each rank waits in a different order: a wait depends only on the starts of the other ranks.
     let (first, middle, last) = match group.rank() % 3 {
         0 => {
             let (last, middle) = (last.wait()?, middle.wait()?);

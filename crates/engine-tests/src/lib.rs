@@ -18,8 +18,8 @@ use burn_fsdp_collectives::{Check, LaunchConfig, launch};
 
 pub use cases::{CASES, Case};
 
-/// Runs every case on groups of 1 to 4 ranks on an engine, with and without the comparison of bytes. `make` is called
-/// on each rank, as in [`ProcessGroup::on_engine`](burn_fsdp_collectives::ProcessGroup::on_engine).
+/// Runs every case on groups of 1 to 4 ranks on an engine, with and without the comparison of bytes. Each rank calls
+/// `make`, as in [`ProcessGroup::on_engine`](burn_fsdp_collectives::ProcessGroup::on_engine).
 ///
 /// # Panics
 ///

@@ -1,9 +1,9 @@
-//! The operations that a backend must have.
+//! The operations that a backend must implement.
 
 use burn::backend::Backend;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 
-/// The operations and their gradients, as a backend computes or records them.
+/// The fused operations and their gradients, computed or recorded by a backend.
 pub(crate) trait Kernels: Backend {
     fn gelu_kernel(x: FloatTensor<Self>) -> FloatTensor<Self>;
 

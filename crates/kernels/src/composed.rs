@@ -1,4 +1,4 @@
-//! The same operations, composed of elementary operations for any backend and type.
+//! The operations composed of elementary ones, for any backend and type.
 
 use burn::tensor::activation::{log_softmax, softmax};
 use burn::tensor::{DType, Device, Int, Tensor};
@@ -23,7 +23,7 @@ pub(crate) fn causal_attention(qkv: &Tensor<2>, batch: usize, heads: usize) -> T
         .reshape([rows, dim])
 }
 
-/// Returns zero for the keys that a position may see, and minus infinity for later ones: `[1, 1, time, time]`.
+/// Returns zero for the keys that a position attends to, and minus infinity for later ones: `[1, 1, time, time]`.
 fn causal_mask(time: usize, device: &Device) -> Tensor<4> {
     let position = |shape| Tensor::<1, Int>::arange(0..time as i64, device).reshape(shape);
     let ahead = position([1, 1, 1, time]).greater(position([1, 1, time, 1]));

@@ -1,4 +1,4 @@
-//! Exponentials.
+//! Exponentials of 32-bit floats, as vector instructions.
 
 /// Below this, `exp` is treated as zero.
 const SMALLEST_EXPONENT: f32 = -87.0;
@@ -35,8 +35,8 @@ fn exp_nonpositive(x: f32) -> f32 {
     exp_r * f32::from_bits(exponent.wrapping_add(127) << 23)
 }
 
-/// Returns `e^x` for `x <= 0`, or zero if the result is below about the smallest normal number. So masked elements
-/// contribute nothing, regardless of their factor.
+/// Returns `e^x` for `x <= 0`, or zero if the result is below about the smallest normal number. Masked elements
+/// therefore contribute nothing, regardless of their factor.
 #[inline(always)]
 pub(crate) fn exp_or_zero(x: f32) -> f32 {
     let exp = exp_nonpositive(x);

@@ -1,7 +1,7 @@
 //! Memory that is first written by the threads that compute its contents.
 //!
-//! If a tensor is filled or copied before it is computed, one thread makes an additional pass over the memory. The
-//! elements are then not in the computing thread's cache.
+//! Filling or copying a tensor before it is computed costs an additional pass over the memory, on one thread. The
+//! elements are then not in the computing threads' caches.
 
 #![allow(
     unsafe_code,

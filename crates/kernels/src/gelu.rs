@@ -1,4 +1,4 @@
-//! GELU.
+//! GELU and its gradient.
 
 use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
 
@@ -86,14 +86,14 @@ impl RowKernel for Gradient {
 
 /// The normal distribution at one point.
 struct Normal {
-    /// Probability of a smaller value.
+    /// Probability of a value below this point.
     cumulative: f32,
     density: f32,
 }
 
 impl Normal {
-    /// Computes the distribution by formula 7.1.26 of Abramowitz and Stegun, as PyTorch's vectorized `erf` does. The
-    /// error is at most 7.5e-8.
+    /// Computes the distribution by formula 7.1.26 of Abramowitz and Stegun, like PyTorch's vectorized `erf`. The error
+    /// is at most 7.5e-8.
     #[inline(always)]
     fn at(x: f32) -> Self {
         let exp = exp_or_zero(-0.5 * x * x);
@@ -121,7 +121,7 @@ mod tests {
 
     #[test]
     fn the_density_of_huge_values_is_zero() {
-        // This holds regardless of the other factor, so the gradient there is the gradient of the value itself.
+        // Even the product with a huge `x` is zero, so it does not change the gradient.
         for x in [20.0, 1e19, 1e35, 3e38] {
             assert_eq!(x * Normal::at(x).density, 0.0);
             assert_eq!(x * Normal::at(-x).cumulative, 0.0);

@@ -104,8 +104,8 @@ pub(crate) fn cast(tensor: FlexTensor, dtype: DType) -> FlexTensor {
     FlexTensor::new(bytes, layout, dtype)
 }
 
-/// Returns `[1, rows, heads, width]` as 32-bit floats. Rows and heads of the halves are `row_step` and `head_step`
-/// elements apart, and a head's `width` elements are contiguous.
+/// Widens halves to a tensor `[1, rows, heads, width]` of 32-bit floats. Their rows and heads are `row_step` and
+/// `head_step` elements apart, and a head's `width` elements are contiguous.
 pub(crate) fn widened_heads(
     halves: &[bf16],
     [rows, heads, width]: [usize; 3],
@@ -192,7 +192,7 @@ impl Kernel for Narrow<'_> {
     }
 }
 
-/// Widens halves, inside a [`Kernel`].
+/// Widens halves. To be called inside a [`Kernel`].
 #[inline(always)]
 pub(crate) fn widen_into(halves: &[bf16], floats: &mut [f32]) {
     for (float, half) in floats.iter_mut().zip(halves) {
@@ -200,7 +200,7 @@ pub(crate) fn widen_into(halves: &[bf16], floats: &mut [f32]) {
     }
 }
 
-/// Rounds floats to halves, inside a [`Kernel`].
+/// Rounds floats to halves. To be called inside a [`Kernel`].
 #[inline(always)]
 pub(crate) fn narrow_into(floats: &[f32], halves: &mut [bf16]) {
     for (half, float) in halves.iter_mut().zip(floats) {
@@ -208,7 +208,7 @@ pub(crate) fn narrow_into(floats: &[f32], halves: &mut [bf16]) {
     }
 }
 
-/// Rounds floats to numbers that are exact in halves, inside a [`Kernel`].
+/// Rounds floats to numbers that are exact in halves. To be called inside a [`Kernel`].
 #[inline(always)]
 pub(crate) fn round(floats: &mut [f32]) {
     for float in floats {

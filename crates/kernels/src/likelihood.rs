@@ -104,7 +104,7 @@ pub(crate) fn backward(
     logits
 }
 
-/// Turns logits into their gradient.
+/// Replaces logits with their gradient.
 struct Gradient<'a> {
     width: usize,
     classes: &'a [usize],

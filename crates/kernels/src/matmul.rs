@@ -1,10 +1,10 @@
 //! Matrix products.
 //!
 //! Burn's CPU backend fills the memory of a result with zeros, copies it to aligned memory, and writes the product
-//! there. For products of halves, it converts the operands to 32-bit copies, element by element. Here a product is
-//! written once, by the same library, so it has the same bits. Products of halves have 32-bit sums that are rounded
-//! once. Processors with fast bf16 instructions multiply the halves directly. Others multiply a 32-bit copy of a part
-//! of each factor at a time.
+//! there. For products of halves, it converts the operands to 32-bit copies, element by element. Here the same library
+//! writes a product only once, with the same bits. Products of halves have 32-bit sums that are rounded once.
+//! Processors with fast bf16 instructions multiply the halves directly. Others multiply a 32-bit copy of a part of each
+//! factor at a time.
 
 use burn::backend::Flex;
 use burn::backend::ops::FloatTensorOps;
@@ -52,7 +52,7 @@ fn of_type<T: Factor>(lhs: &FlexTensor, rhs: &FlexTensor) -> FlexTensor {
 }
 
 /// Adds products of two batches of 32-bit matrices, `[n, rows, ..]` and `[n, .., columns]`, to a matrix with rows of
-/// length `row_len`. Each product has its own columns, side by side from column `first`.
+/// length `row_len`. The products are in separate columns, side by side from column `first`.
 ///
 /// # Panics
 ///

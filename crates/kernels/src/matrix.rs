@@ -1,4 +1,4 @@
-//! Matrices in memory.
+//! Matrices with any strides.
 
 use std::ops::Range;
 
@@ -35,13 +35,13 @@ impl<'a, T> Matrix<'a, T> {
         }
     }
 
-    /// Returns a range of rows.
+    /// Returns the matrix of a range of rows.
     pub(crate) fn part_of_rows(self, rows: Range<usize>) -> Self {
         let elements = &self.elements[rows.start * self.strides[0]..];
         Self::new(elements, [rows.len(), self.columns], self.strides)
     }
 
-    /// Returns a range of columns.
+    /// Returns the matrix of a range of columns.
     pub(crate) fn part_of_columns(self, columns: Range<usize>) -> Self {
         let elements = &self.elements[columns.start * self.strides[1]..];
         Self::new(elements, [self.rows, columns.len()], self.strides)

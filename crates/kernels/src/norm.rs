@@ -97,7 +97,7 @@ fn scaled(
 ) -> FlexTensor {
     let (gamma, beta) = (contiguous(gamma), beta.map(contiguous));
     let beta = beta.as_ref().map(floats);
-    // If the input is shared, writing to it makes the only copy.
+    // Writing to a shared input copies it, so no other copy is needed.
     let mut output = contiguous(x);
     let kernel = Forward {
         gamma: &floats(&gamma),

@@ -12,9 +12,8 @@ use crate::{attention, cross_entropy, gelu, halves, likelihood, matmul, norm, si
 /// A fused operation in a captured graph. It is an [`OperationIr::Custom`](burn_ir::OperationIr::Custom) with this
 /// [name](Self::name), which [`run`](Self::run) computes.
 ///
-/// Inputs and outputs are the kernels', either all 32-bit floats or all halves (`bf16`). Halves are widened when they
-/// are read, and results are rounded once. The loss and the factor of `models.cross_entropy_backward` always have 32
-/// bits:
+/// The inputs and outputs are either all 32-bit floats or all halves (`bf16`). Halves are widened when they are read,
+/// and results are rounded once. The loss and the factor of `models.cross_entropy_backward` always have 32 bits:
 ///
 /// | name | inputs | outputs | scalars |
 /// |---|---|---|---|
@@ -30,7 +29,7 @@ use crate::{attention, cross_entropy, gelu, halves, likelihood, matmul, norm, si
 /// | `models.rms_norm_backward` | x, gamma, gradient of y | gradients of x, gamma | epsilon |
 /// | `models.causal_attention` | qkv | y | batch, heads |
 /// | `models.causal_attention_backward` | qkv, gradient of y | gradient of qkv | batch, heads |
-/// | `models.attention` | queries, keys, values, masks, factors | mixed values | factor on the scores, number for each mask, factor on all probabilities |
+/// | `models.attention` | queries, keys, values, masks, factors | the result | factor on the scores, number for each mask, factor on all probabilities |
 /// | `models.attention_backward` | queries, keys, values, gradient of the result, masks, factors | gradients of queries, keys, values | as above |
 /// | `models.cross_entropy` | logits, targets | gradient of the logits, loss | |
 /// | `models.cross_entropy_backward` | gradient of the logits, factor `[1]` | their product | |
@@ -53,10 +52,10 @@ use crate::{attention, cross_entropy, gelu, halves, likelihood, matmul, norm, si
 /// Classes are integers, `[.., 1]`, and the log probabilities have the same shape. The numbers kept for the rows are
 /// `[.., 2]`.
 ///
-/// GELU, SiLU, both norms and both kinds of softmax take tensors with any number of dims. The last dim is the row.
+/// GELU, SiLU, both norms and both kinds of softmax accept tensors with any number of dims. The last dim is the row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FusedOperation {
-    /// `x` times the probability that a standard normal variable is smaller than `x`.
+    /// `x` times the probability that a standard normal variable is below `x`.
     Gelu,
     /// The gradient of [`Gelu`](Self::Gelu).
     GeluBackward,
@@ -88,11 +87,11 @@ pub enum FusedOperation {
     CrossEntropy,
     /// The gradient of the logits times the gradient of the loss.
     CrossEntropyBackward,
-    /// Rows of probabilities.
+    /// The softmax of each row.
     Softmax,
     /// The gradient of [`Softmax`](Self::Softmax).
     SoftmaxBackward,
-    /// Rows of logarithms of probabilities.
+    /// The logarithm of each row's softmax.
     LogSoftmax,
     /// The gradient of [`LogSoftmax`](Self::LogSoftmax).
     LogSoftmaxBackward,
@@ -120,7 +119,7 @@ pub struct FusedCost {
 }
 
 impl FusedOperation {
-    /// All operations.
+    /// All fused operations.
     pub const ALL: [Self; 26] = [
         Self::Gelu,
         Self::GeluBackward,
@@ -255,8 +254,8 @@ impl FusedOperation {
         }
     }
 
-    /// Returns the input that the first output of a call overwrites if the input is contiguous and not shared. All
-    /// other outputs have their own memory.
+    /// Returns the input that a call's first output overwrites if it is contiguous and not shared. All other outputs
+    /// are in new memory.
     pub fn written_over(self, call: &CustomOpIr) -> Option<usize> {
         match self {
             Self::Pointwise => program(call).written_over(),
@@ -333,7 +332,7 @@ impl FusedOperation {
                 let [batch, heads] =
                     [0, 1].map(|index: usize| call.scalars[index].elem::<u64>() as usize);
                 let time = shape[0] / batch.max(1);
-                // On average, half of the queries and keys are seen.
+                // On average, a query attends to half of the keys.
                 let width = heads * (shape[1] / 3 / heads.max(1));
                 (shape[0] * (time + 1) / 2, width)
             }

@@ -6,7 +6,7 @@ use burn::tensor::{DType, Int, Tensor, activation};
 use crate::composed;
 use crate::route::{self, supports};
 
-/// Computes the exact GELU: `x` times the probability that a standard normal variable is smaller than `x`.
+/// Computes the exact GELU: `x` times the probability that a standard normal variable is below `x`.
 pub fn gelu(x: Tensor<2>) -> Tensor<2> {
     if supports(&x) {
         route::gelu(x)

@@ -25,9 +25,9 @@ const LARGE: usize = 192 * 192 * 192;
 /// Minimum number of multiplications of a batch of products that is divided among threads.
 const LARGE_BATCH: usize = 128 * 128 * 128;
 
-/// An element type that has products.
+/// An element type whose matrices can be multiplied.
 pub(crate) trait Factor: Element + Pod + Send + Sync {
-    /// Calls the library.
+    /// Multiplies two matrices with the library for this type.
     ///
     /// # Safety
     ///
@@ -81,8 +81,8 @@ pub(crate) fn products<'a, T: Factor>(
     elements
 }
 
-/// Adds products of these sizes to a matrix with rows of length `row_len`. Each product has its own columns, side by
-/// side from column `first`. `factors` returns the two matrices of each product.
+/// Adds products of these sizes to a matrix with rows of length `row_len`. The products are in separate columns, side
+/// by side from column `first`. `factors` returns the two matrices of each product.
 ///
 /// # Panics
 ///
@@ -297,7 +297,7 @@ impl Factor for bf16 {
 /// As for [`Factor::multiply`].
 unsafe fn multiply_halves(lhs: Matrix<'_, bf16>, rhs: Matrix<'_, bf16>, out: *mut bf16) {
     let ([lhs_rows, lhs_columns], [rhs_rows, rhs_columns]) = (lhs.signed(), rhs.signed());
-    // Freed after the product, because the library's own workspace would stay with the thread.
+    // Freed after the product, because the library's default workspace would stay with the thread.
     let mut copies = gemmkit::Workspace::new();
     // SAFETY: guaranteed by the caller. `out` is not read, because its factor is zero.
     unsafe {

@@ -1,4 +1,4 @@
-//! SiLU and SwiGLU.
+//! SiLU and SwiGLU, with their gradients.
 
 use burn::tensor::{DType, bf16};
 use burn_flex::FlexTensor;

@@ -9,9 +9,9 @@ use crate::rows::{RowKernel, contiguous, map_rows, matrix_dims, max, scale, sum_
 /// The function applied to rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Form {
-    /// Probabilities.
+    /// The probabilities.
     Plain,
-    /// Logarithms of probabilities.
+    /// The logarithms of the probabilities.
     Log,
 }
 

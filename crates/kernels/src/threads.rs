@@ -1,4 +1,4 @@
-//! The threads that compute.
+//! The threads that compute a kernel.
 
 /// The division of work among threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

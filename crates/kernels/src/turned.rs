@@ -1,6 +1,6 @@
 //! Matrices with contiguous columns, copied so that their rows are contiguous.
 //!
-//! The library for 32-bit products copies such a factor internally, a few elements from many columns at a time. If the
+//! The library for 32-bit products copies such a matrix internally, a few elements from many columns at a time. If the
 //! distance between columns is a multiple of 1 KiB, as in a weight of 768 or 4096 columns, the columns share a few sets
 //! of the cache and evict each other. Such a product ran at 85 % of the speed of others. Here a strip of columns is
 //! copied in whole cache lines before it is multiplied.

@@ -2,9 +2,9 @@
 //!
 //! Without fast instructions for halves, the library for halves takes up to twice the time of a product in 32 bits,
 //! because it converts each half for every block of the result. Here parts of the factors are copied to 32 bits, and
-//! the library for 32-bit floats multiplies the copies. A copy serves for hundreds of rows or columns. It is made again
-//! for the next ones, so that the memory for copies does not depend on the size of the product. The sums stay in 32
-//! bits, and each is rounded once.
+//! the library for 32-bit floats multiplies the copies. Each copy serves hundreds of rows or columns and is then
+//! replaced, so the memory for copies does not depend on the size of the product. The sums stay in 32 bits, and each is
+//! rounded once.
 
 use std::ops::Range;
 use std::sync::LazyLock;
@@ -29,15 +29,15 @@ struct Part {
     columns: usize,
 }
 
-/// Number of rows or columns for which the library may use another method, whose sums round differently. No part is so
-/// narrow unless the whole product is.
+/// Number of rows or columns for which the library may use another method, whose sums round differently. No part is
+/// that narrow unless the whole product is.
 const FEW: usize = 16;
 
 /// Returns true if this processor has instructions that multiply halves (AVX512-BF16) faster than 32-bit floats.
 ///
-/// The answer depends on the processor only and not on a measurement, because ranks on equal processors must compute
-/// the same bits. Processors with AMX also have AVX512-BF16. But their vector units multiply halves no faster than
-/// 32-bit floats, for which the library is the better one.
+/// The answer depends only on the processor, not on a measurement, because ranks on equal processors must compute the
+/// same bits. Processors with AMX also have AVX512-BF16, but their vector units multiply halves no faster than 32-bit
+/// floats, for which the library is better.
 pub(crate) fn has_fast_halves() -> bool {
     static HAS: LazyLock<bool> = LazyLock::new(detect);
     *HAS
@@ -57,7 +57,7 @@ fn detect() -> bool {
 }
 
 /// Computes a product part by part. `product` computes the product of 32-bit factors, and adds it to the last argument
-/// if the flag is set. `store` receives the rounded sums of a row with its number and their first column.
+/// if the flag is set. `store` receives a row's index, the first column, and the row's rounded sums from there on.
 pub(crate) fn multiply(
     lhs: Matrix<'_, bf16>,
     rhs: Matrix<'_, bf16>,
@@ -85,7 +85,7 @@ pub(crate) fn multiply(
     }
 }
 
-/// Returns parts of a length, of which none has few elements unless the length does.
+/// Splits a length into parts of about `most` elements. No part has few elements unless the whole length does.
 fn parts(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
     let mut start = 0;
     std::iter::from_fn(move || {
@@ -129,7 +129,7 @@ fn widen<'a>(halves: Matrix<'_, bf16>, copy: &'a mut Vec<f32>) -> Matrix<'a, f32
     Matrix::new(copy, [rows, columns], strides)
 }
 
-/// Returns the distance between the starts of two lines of a copy, so that they do not share sets of the cache.
+/// Returns a distance between the starts of a copy's lines that keeps them from sharing cache sets.
 fn line_stride(len: usize) -> usize {
     match len > 0 && (len * size_of::<f32>()).is_multiple_of(CONFLICT) {
         true => len + BLOCK,

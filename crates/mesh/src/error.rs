@@ -32,9 +32,9 @@ pub enum Error {
     /// The mesh does not have this axis.
     #[error("mesh {mesh} has no axis \"{axis}\"; use one of its axes")]
     UnknownAxis {
-        /// The requested name.
+        /// The requested name of an axis.
         axis: String,
-        /// The mesh, in its display form.
+        /// The mesh, formatted for display.
         mesh: String,
     },
 
@@ -45,14 +45,14 @@ pub enum Error {
         rank: usize,
         /// Number of ranks in the mesh.
         num_ranks: usize,
-        /// The mesh, in its display form.
+        /// The mesh, formatted for display.
         mesh: String,
     },
 
     /// The requested owner is not a valid shard index.
     #[error("shard {owner} cannot own a tensor in {num_shards} shards; choose an owner from 0 to {last}", last = num_shards - 1)]
     NoSuchShard {
-        /// The requested owner.
+        /// The index of the requested owner.
         owner: usize,
         /// Number of shards, at least 1.
         num_shards: usize,
@@ -65,7 +65,7 @@ pub enum Error {
     CoordinateOutOfRange {
         /// The requested coordinate.
         coordinate: Vec<usize>,
-        /// The mesh, in its display form.
+        /// The mesh, formatted for display.
         mesh: String,
     },
 
@@ -93,7 +93,7 @@ pub enum Error {
     InvalidLayout {
         /// A description of a valid layout.
         expected: String,
-        /// The requested layout, in its display form.
+        /// The requested layout, formatted for display.
         got: String,
     },
 

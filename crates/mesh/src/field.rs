@@ -1,7 +1,8 @@
 //! Arithmetic in the field of the integers modulo 2^61 - 1, a prime: sums, products and quotients without rounding.
 //!
-//! Both engines use it to check how they process gradients. A random element represents each gradient. Two different
-//! expressions agree on it with a probability of at most their degree over 2^61 (Schwartz and Zippel).
+//! The eager engine and compiled steps use it to check how they process gradients. Each gradient is represented by a
+//! random element. Two different expressions agree on it with a probability of at most their degree over 2^61 (Schwartz
+//! and Zippel).
 //!
 //! ```
 //! use burn_fsdp_mesh::field;
@@ -10,13 +11,13 @@
 //! assert_eq!(field::mul(third, 3), 1);
 //! ```
 
-/// The modulus.
+/// The modulus of the field.
 pub const MODULUS: u64 = (1 << 61) - 1;
 
 /// An element of the field, below [`MODULUS`].
 pub type Element = u64;
 
-/// Reduces a sum of products to the congruent element.
+/// Returns the element that is congruent to `value`, such as a sum of products.
 pub fn reduce(value: u128) -> Element {
     // 2^61 is congruent to 1.
     let low = (value as u64) & MODULUS;

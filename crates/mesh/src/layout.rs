@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::region::num_elements;
 use crate::{Error, Mesh, Partition, Placement, Region};
 
-/// The places where shards may begin.
+/// Where the shards of a tensor may begin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cut {
@@ -16,16 +16,16 @@ pub enum Cut {
     /// Allows only `Shard(0)`.
     #[default]
     Elements,
-    /// Cuts between rows of the dim that the placement names. The sizes are the ones of `torch.chunk`, as in PyTorch's
+    /// Cuts between rows of the placement's dim. The sizes are the same as `torch.chunk`'s, as in PyTorch's
     /// `fully_shard` for dim 0.
     Dims,
     /// Cuts between elements, but only at multiples of this number ([`Partition::multiples`]), for formats that store
-    /// something per block of elements. Allows only `Shard(0)`.
+    /// data per block of elements. Allows only `Shard(0)`.
     Multiples(usize),
 }
 
 impl Cut {
-    /// Returns the number at whose multiples elements are cut, regardless of their rows; `None` if dims are cut.
+    /// Returns the number at whose multiples the elements may be cut in row-major order; `None` if dims are cut.
     fn multiple(self) -> Option<usize> {
         match self {
             Self::Elements => Some(1),
@@ -55,10 +55,10 @@ impl fmt::Display for Cut {
 pub struct Layout {
     /// The placements, one per axis of the mesh, slowest first.
     pub placements: Vec<Placement>,
-    /// The places where shards may begin.
+    /// Where the tensor's shards may begin.
     pub cut: Cut,
-    /// If the tensor has an owner: the index, along the only sharded axis, of the ranks that hold all elements. The
-    /// other ranks hold none. See [`owned`](Self::owned).
+    /// The index, along the only sharded axis, of the ranks that hold all elements while the others hold none; `None`
+    /// if the tensor is divided. See [`owned`](Self::owned).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<usize>,
 }
@@ -79,8 +79,8 @@ impl Layout {
         placements.all(|placement| *placement == Placement::Replicate)
     }
 
-    /// Returns the shape of `rank`'s part of a tensor of shape `shape`. It has one dim if elements are cut. An owner
-    /// holds the tensor's own shape.
+    /// Returns the shape of `rank`'s part of a tensor of shape `shape`. It has one dim if elements are cut. The part of
+    /// an owner has the tensor's shape.
     ///
     /// # Errors
     ///
@@ -166,8 +166,8 @@ impl Layout {
         })
     }
 
-    /// Returns how one sharded axis of `num_shards` ranks divides `num_elements` elements, or which of its ranks owns
-    /// them all. `None` if dims are cut instead of elements.
+    /// Returns the partition of `num_elements` elements over one sharded axis of `num_shards` ranks; `None` if dims are
+    /// cut instead of elements.
     ///
     /// # Errors
     ///
@@ -188,8 +188,8 @@ impl Layout {
     ///
     /// # Errors
     ///
-    /// A rank outside the mesh, a number of placements that differs from the number of axes, a dim that the tensor
-    /// lacks, a [`Partial`](Placement::Partial) tensor, or more elements than fit in a `usize`.
+    /// Fails for a rank outside the mesh, a number of placements that differs from the number of axes, a dim that the
+    /// tensor lacks, a [`Partial`](Placement::Partial) tensor, or more elements than fit in a `usize`.
     pub fn region(&self, shape: &[usize], mesh: &Mesh, rank: usize) -> Result<Region, Error> {
         // A scalar is one row, as in `Partition::rows`.
         let shape = if shape.is_empty() { &[1] } else { shape };
@@ -231,7 +231,7 @@ impl Layout {
         Ok((offsets, sizes))
     }
 
-    /// Returns for each sharded axis the dim that it cuts, the number of shards, and the index of `rank`'s shard.
+    /// For each sharded axis, returns the dim that it cuts, the number of shards, and the index of `rank`'s shard.
     fn shards(
         &self,
         shape: &[usize],
@@ -306,7 +306,7 @@ impl fmt::Display for Layout {
     }
 }
 
-/// A placement on one axis of a mesh, with the axis' name and size.
+/// A placement on one axis of a mesh, with the axis's name and size.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AxisPlacement {
     /// Name of the axis.
@@ -324,7 +324,7 @@ impl fmt::Display for AxisPlacement {
     }
 }
 
-/// Returns the shape of every rank's part of a tensor that a step computes with.
+/// Returns the padded shape of a tensor's parts in a compiled step, which is the same on every rank.
 ///
 /// Each cut dim is divided by the number of ranks and rounded up. If a dim does not divide evenly, the last ranks
 /// have fewer rows, in the sizes of [`Cut::Dims`], followed by padding.

@@ -7,14 +7,14 @@
 //! - [`Partition`]: the ranges of one tensor's elements that the ranks own.
 //! - [`balanced_owners`]: the owners of parameters that are not divided.
 //! - [`Strategy`]: which state is sharded, and how long full parameters are kept.
-//! - [`Clip`]: the maximum norm of gradients; [`Measure`]: each element's contribution to a norm.
+//! - [`Clip`]: the options for clipping gradients by their norm; [`Measure`]: each element's contribution to a norm.
 //! - [`Precision`]: the types of computation and of gradient reduction.
 //! - [`LossScaling`]: the scale of a loss in half precision, from step to step.
 //! - [`Pattern`]: a set of dotted paths.
 //! - [`transfers`]: the pieces that move when a tensor is resharded.
-//! - [`field`]: arithmetic without rounding, with which both engines check how they process gradients.
+//! - [`field`]: arithmetic without rounding, to check how gradients are processed.
 //!
-//! Everything here is a small value computed from sizes. The crate does not know about tensors, threads, files or
+//! Everything here is a small value computed from sizes. The crate does not depend on tensors, threads, files or
 //! communication. Ranks that compute a layout from the same sizes get the same layout.
 //!
 //! ```

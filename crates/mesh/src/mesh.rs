@@ -15,7 +15,7 @@ pub struct Axis {
     pub size: usize,
 }
 
-/// Ranks `0..size` laid out as an n-d array with named axes, row-major: the last axis is fastest.
+/// Ranks `0..size` laid out as an n-d array with named axes, row-major: the last axis varies fastest.
 ///
 /// In a mesh `replicate=2 x shard=4`, rank 6 is at coordinate `[1, 2]`. Its sub-group *along* an axis consists of the
 /// ranks that differ from it only in that index: `[4, 5, 6, 7]` along `shard`, `[2, 6]` along `replicate`.
@@ -33,7 +33,8 @@ impl Mesh {
     ///
     /// # Errors
     ///
-    /// No axes, an axis of size 0, a duplicate name, or more ranks than fit in a `usize`.
+    /// Fails if there are no axes, an axis has size 0, a name occurs twice, or there are more ranks than fit in a
+    /// `usize`.
     pub fn new<N: Into<String>>(axes: impl IntoIterator<Item = (N, usize)>) -> Result<Self, Error> {
         let axes = axes.into_iter().map(|(name, size)| Axis {
             name: name.into(),

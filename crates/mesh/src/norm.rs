@@ -37,7 +37,7 @@ pub enum NonFinite {
     Refuse,
 }
 
-/// The maximum norm of a module's gradients, taken as one vector, and what to do if they exceed it.
+/// Options for clipping a module's gradients, taken as one vector, to a maximum norm.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[must_use]
 pub struct Clip {
@@ -62,7 +62,7 @@ impl Clip {
         self
     }
 
-    /// Sets how a norm that is not finite is treated.
+    /// Sets how a non-finite norm is handled.
     pub fn nonfinite(mut self, nonfinite: NonFinite) -> Self {
         self.nonfinite = nonfinite;
         self
@@ -73,7 +73,7 @@ impl Clip {
         self.max_norm
     }
 
-    /// Returns the kind of norm.
+    /// Returns the kind of norm that is limited.
     pub fn measured(&self) -> Norm {
         self.norm
     }
@@ -102,7 +102,7 @@ pub enum Measure {
     Absolute,
     /// The sum of squares.
     Square,
-    /// The norm of this order: the sum of powers of absolute values.
+    /// The sum of absolute values raised to this power.
     Power(f64),
     /// The largest absolute value.
     Largest,
@@ -119,8 +119,8 @@ impl Measure {
         }
     }
 
-    /// Returns the contribution of the 32-bit floats in these bytes. The order of the sum depends only on their number.
-    /// Burn's own sums over many elements are divided among threads and may be added in a different order each time.
+    /// Returns the contribution of the 32-bit floats in these bytes. The order of additions depends only on their
+    /// number. Burn divides sums over many elements among threads, so their order may differ each time.
     pub fn of_f32(self, bytes: &[u8]) -> f64 {
         self.of(bytes, |x| f64::from(f32::from_ne_bytes(x)))
     }
@@ -152,7 +152,7 @@ impl Measure {
         self == Self::Largest
     }
 
-    /// Returns the norm of all elements from their combined contribution.
+    /// Returns the norm, given the combined contribution of all elements.
     pub fn root(self, total: f64) -> f64 {
         match self {
             Self::Absolute | Self::Largest => total,

@@ -31,7 +31,7 @@ pub struct Partition {
     chunk_len: usize,
 }
 
-/// The numbers that define a partition, and its serialised form.
+/// The numbers that define a partition, and the form in which it is serialised.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Rows {
@@ -163,8 +163,8 @@ impl Partition {
         self.rows.multiple
     }
 
-    /// Returns the shard that owns all elements by definition, however many there are: the owner of
-    /// [`one_owner`](Self::one_owner). Returns `None` if the tensor is divided.
+    /// Returns the shard that owns all elements of a partition made by [`one_owner`](Self::one_owner), even if there
+    /// are none; `None` if the tensor is divided.
     pub fn sole_owner(&self) -> Option<usize> {
         self.rows.owner
     }

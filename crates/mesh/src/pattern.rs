@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// A set of dotted paths: the pattern language for units, placements and everything else that is chosen by path.
+/// A set of dotted paths: the pattern language for units, placements and everything else that is selected by path.
 ///
 /// | in a pattern | matches |
 /// |---|---|
@@ -39,8 +39,8 @@ impl Pattern {
         matches_names(&wanted, &found)
     }
 
-    /// Returns the longest prefix of the path, up to the end of a name, that the pattern matches. For example, this
-    /// is the module that contains a parameter.
+    /// Returns the longest prefix of the path, up to the end of a name, that the pattern matches. For a parameter's
+    /// path, this may be the module that contains it.
     ///
     /// ```
     /// use burn_fsdp_mesh::Pattern;
@@ -131,7 +131,7 @@ fn matches_name(pattern: &str, name: &str) -> bool {
     };
     name = before_last;
     for piece in middle.split('*') {
-        // The leftmost occurrence leaves the most for the pieces after it.
+        // The leftmost occurrence leaves the most text for the pieces after it.
         let Some(at) = name.find(piece) else {
             return false;
         };

@@ -12,7 +12,7 @@ pub enum Placement {
     Replicate,
     /// A part of the tensor on every rank, cut along this dim; see [`Partition`](crate::Partition).
     Shard(usize),
-    /// An addend of the tensor's full shape on every rank. Combining all addends gives the tensor.
+    /// An addend with the tensor's full shape on every rank. The tensor is the combination of all addends.
     Partial(ReduceOp),
 }
 

@@ -2,8 +2,8 @@
 
 use crate::pattern::Pattern;
 
-/// The element types of a sharded module, as values of `T`. Shards and optimizer state keep the module's original type:
-/// they are the master copy.
+/// The element types of a sharded module, as values of `T`. Shards and optimizer state are the master copy and keep the
+/// module's original type.
 ///
 /// ```
 /// use burn_fsdp_mesh::Precision;
@@ -76,7 +76,7 @@ impl<T: Copy> Precision<T> {
         self.compute
     }
 
-    /// Returns the first pattern of [`full_in`](Self::full_in) that matches no module around `paths`.
+    /// Returns the first pattern of [`full_in`](Self::full_in) that matches no module containing one of the `paths`.
     pub fn unmatched(&self, paths: &[&str]) -> Option<&str> {
         let mut patterns = self.full_in.iter();
         let unmatched = patterns.find(|pattern| {
@@ -86,7 +86,7 @@ impl<T: Copy> Precision<T> {
         unmatched.map(Pattern::as_str)
     }
 
-    /// Returns the compute type of the parameter at `path`, which is stored as `stored`.
+    /// Returns the compute type of the parameter at `path`, whose stored type is `stored`.
     pub fn compute_of<D: From<T>>(&self, path: &str, stored: D) -> D {
         let mut patterns = self.full_in.iter();
         match self.compute {
@@ -95,7 +95,7 @@ impl<T: Copy> Precision<T> {
         }
     }
 
-    /// Returns the type in which gradients computed in `compute` are reduced.
+    /// Returns the type in which gradients are reduced if they were computed in `compute`.
     pub fn reduce_of<D: From<T>>(&self, compute: D) -> D {
         self.reduce.map_or(compute, Into::into)
     }

@@ -44,8 +44,8 @@ impl Region {
         self.len() == 0
     }
 
-    /// Returns the shape in which the elements are stored. A box has its own sizes, whole rows keep their shape, and
-    /// any other range is one-dimensional.
+    /// Returns the shape in which the elements are stored: a box's sizes, the tensor's shape with fewer rows for whole
+    /// rows, and one dim for any other range.
     pub fn stored_shape(&self, shape: &[usize]) -> Vec<usize> {
         match self {
             Self::Box { sizes, .. } => sizes.clone(),

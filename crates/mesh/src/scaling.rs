@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 pub struct LossScaling {
     /// The scale of the first step. Default 65536.
     pub initial_scale: f64,
-    /// The factor that is applied to the scale after `growth_interval` steps without overflow. Default 2.
+    /// The factor that multiplies the scale after `growth_interval` steps without overflow. Default 2.
     pub growth_factor: f64,
-    /// The factor that is applied to the scale after an overflow. Default 0.5.
+    /// The factor that multiplies the scale after an overflow. Default 0.5.
     pub backoff_factor: f64,
     /// Steps without overflow before the scale grows. Default 2000.
     pub growth_interval: u32,
@@ -32,7 +32,7 @@ impl Default for LossScaling {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LossScalerState {
-    /// The factor that is applied to the loss.
+    /// The factor that multiplies the loss.
     pub scale: f64,
     /// Steps without overflow since the scale last changed.
     pub growth_tracker: u32,
@@ -44,9 +44,9 @@ pub struct LossScalerState {
 pub struct ScalingFault {
     /// Name of the option.
     pub option: &'static str,
-    /// The range, in words.
+    /// A description of the valid range.
     pub expected: &'static str,
-    /// The number that was given.
+    /// The option's value.
     pub got: f64,
 }
 
@@ -59,7 +59,7 @@ impl LossScaling {
             backoff_factor,
             growth_interval,
         } = *self;
-        // The factor of the loss has 32 bits.
+        // The factor that multiplies the loss is an `f32`.
         let range = f64::from(f32::MIN_POSITIVE)..=f64::from(f32::MAX);
         let all = [
             (

@@ -17,7 +17,7 @@ pub struct Transfer {
     pub range: Range<usize>,
 }
 
-/// Returns the pieces that turn shards of `from` into shards of `to`, in the order of the tensor.
+/// Returns the pieces that move to turn shards of `from` into shards of `to`, in the order of the tensor.
 ///
 /// Together they cover every element once, and no two neighbours could be merged. There are fewer than
 /// `from.num_shards() + to.num_shards()` of them.

@@ -1,8 +1,8 @@
 //! Checksums with which the ranks of a group detect bytes that have changed in transit.
 //!
-//! A rank that starts an operation announces the checksums of its data with its claim, and the receivers compare. Moved
-//! bytes are compared by the group in the buffers, or by the engine while it copies them. Combined bytes are compared
-//! by the engine in the addends. The result of an all-reduce, which is the same on all ranks, is announced with a later
+//! A rank that starts an operation announces the checksums of its data with its claim, and the receivers compare. The
+//! group compares moved bytes in the buffers, unless the engine compares them while it copies. The engine compares the
+//! addends of reductions. The result of an all-reduce, which is the same on all ranks, is announced with a later
 //! operation of the group.
 //!
 //! The checksum has 64 bits. Different bytes have the same checksum with a probability of 2^-64, however many bits have
@@ -33,36 +33,36 @@ pub enum Check {
     Agreement,
 }
 
-/// Maximum number of results that wait for other ranks' results. Results that a rank discarded never arrive.
+/// Maximum number of results and values that wait for announcements. A rank that discards a result never announces it.
 const MOST_OPEN: usize = 4096;
 
-/// The bit that marks the number of a value. No group reaches that many operations.
+/// The bit that marks the number of a value. Numbers of operations never get this large.
 const VALUE: u64 = 1 << 63;
 
 /// The checksums that a rank sends to all others with a claim.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Checks {
-    /// Checksums of each part that the rank sends, for rank 0 of the group, then for rank 1, and so on. Empty without
-    /// [`Check::Agreement`].
+    /// The checksum of each part that the rank sends: all parts for rank 0 of the group, then for rank 1, and so on.
+    /// Empty without [`Check::Agreement`].
     pub given: Vec<u64>,
-    /// Checksums of results that the rank has received since its last claim, and of values that all ranks hold: the
-    /// number of the operation or of the value, and the checksum.
+    /// The checksums of the results that the rank has received since its last claim, and of values that all ranks hold.
+    /// Each comes with the number of its operation or value.
     pub results: Vec<(u64, u64)>,
 }
 
 /// A part whose bytes differ from the bytes that a rank sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AlteredPart {
-    /// The rank of the group that sent it.
+    /// The sender's rank in the group.
     pub from: usize,
-    /// Its index among the parts.
+    /// The index of the part.
     pub part: usize,
     /// The seal of the source and its description, if the sender's memory no longer matched the seal when it was read.
     pub at_rest: Option<Arc<(Seal, Label)>>,
 }
 
 impl AlteredPart {
-    /// Returns a part that has changed after it was sent.
+    /// Reports a part that changed after it was sent.
     pub fn on_its_way(from: usize, part: usize) -> Self {
         Self {
             from,
@@ -73,8 +73,8 @@ impl AlteredPart {
 }
 
 impl Checks {
-    /// Returns the checksums of part `part` of `num_parts` on rank `to` of the group, joined from the pieces that the
-    /// ranks have announced; `None` if there are none.
+    /// Joins the checksums that the ranks have announced for their pieces of part `part` of `num_parts` on rank `to` of
+    /// the group. Returns `None` if any rank has announced none.
     pub fn joined<'a>(
         told: impl Iterator<Item = (&'a Self, usize)>,
         (to, num_parts): (usize, usize),
@@ -113,20 +113,20 @@ impl Checks {
 pub struct Replicas {
     /// Checksums that this rank has yet to announce.
     untold: Vec<(u64, u64)>,
-    /// Checksums that not all ranks have announced, by the number of the operation or of the value.
+    /// Checksums that some ranks have yet to announce, by the number of the operation or value.
     open: BTreeMap<u64, Open>,
 }
 
 #[derive(Debug)]
 struct Open {
     held: Option<Held>,
-    /// Each rank's announced checksums that still wait for another rank's, the earliest first. A value may be announced
+    /// For each rank, its announced checksums that have yet to be compared, oldest first. A value may be announced
     /// again before all ranks have announced it.
     checksums: Vec<VecDeque<u64>>,
 }
 
 impl Open {
-    /// Returns the checksums of all ranks, once the last rank has announced its own.
+    /// Removes and returns the oldest checksum of each rank, once every rank has announced one.
     fn take(&mut self) -> Option<Vec<u64>> {
         let is_there = self.checksums.iter().all(|told| !told.is_empty());
         let mut told = self.checksums.iter_mut();
@@ -139,14 +139,14 @@ impl Open {
 pub enum Held {
     /// The result of an operation.
     Result(Operation),
-    /// Another value, by its description.
+    /// Another value, with its description.
     Value(Label),
 }
 
-/// The ranks of a group that differ from the majority.
+/// A disagreement among the ranks of a group.
 #[derive(Debug, PartialEq)]
 pub struct Difference {
-    /// The result or value, if this rank knows it.
+    /// The result or value that differs; `None` if this rank does not hold it.
     pub held: Option<Held>,
     /// The ranks of the group that differ; all if no majority agrees.
     pub ranks: Vec<usize>,

@@ -86,7 +86,7 @@ impl Bell {
         let mut guard = lock(&self.lock);
         self.num_sleepers.fetch_add(1, Ordering::Relaxed);
         let found = loop {
-            // Reads the time before it looks, so even a late change is found.
+            // Reads the time before looking, so a change just before the deadline is still found.
             let sleep = patience.spend(Instant::now());
             fence(Ordering::SeqCst);
             let found = look();

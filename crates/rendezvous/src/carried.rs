@@ -4,15 +4,15 @@ use std::fmt;
 
 use super::operation::Operation;
 
-/// The bytes of one operation of a rank, as checksums (XXH3 of 64 bits).
+/// The checksums (64-bit XXH3) of the bytes that one operation of a rank carried.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Carried {
-    /// The operation.
+    /// The operation that carried the bytes.
     pub operation: Operation,
     /// The step that the rank passed to `ProcessGroup::begin_step`, if any.
     pub step: Option<u64>,
-    /// Checksums of the bytes that the rank sent: of each part, for rank 0 of the group, then for rank 1, and so on.
+    /// The checksum of each part that the rank sent: all parts for rank 0 of the group, then for rank 1, and so on.
     pub given: Vec<u64>,
     /// Checksums of the bytes that the rank received, one per part.
     pub got: Vec<u64>,

@@ -1,5 +1,5 @@
-//! The checksum with which ranks compare bytes: XXH3 with 64 bits. It reads data in a core's cache several times faster
-//! than memory delivers it, so comparing costs little more than reading.
+//! The checksum with which ranks compare bytes: 64-bit XXH3. It reads data in a core's cache several times faster than
+//! memory delivers it, so comparing costs little more than reading.
 
 use std::fmt;
 use std::hash::Hasher;
@@ -11,12 +11,12 @@ pub fn checksum(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
 }
 
-/// The checksum of bytes that are read in consecutive stretches.
+/// Computes the checksum of bytes that are read in consecutive stretches.
 #[derive(Default)]
 pub struct Reading(XxHash3_64);
 
 impl Reading {
-    /// Reads the next stretch.
+    /// Adds the next stretch of bytes.
     pub fn update(&mut self, bytes: &[u8]) {
         self.0.write(bytes);
     }
@@ -45,12 +45,12 @@ struct Piece {
 }
 
 impl Checksums {
-    /// Reads bytes as one piece.
+    /// Returns the checksum of bytes that form one piece.
     pub fn of(bytes: &[u8]) -> Self {
         Self::of_pieces([(bytes.len(), checksum(bytes))])
     }
 
-    /// Returns the checksums of pieces with these lengths.
+    /// Returns the checksums of pieces, each given as its length and checksum.
     pub fn of_pieces(pieces: impl IntoIterator<Item = (usize, u64)>) -> Self {
         let pieces = pieces.into_iter().filter(|(len, _)| *len > 0);
         let piece = |(len, checksum)| Piece { len, checksum };
@@ -79,7 +79,7 @@ impl Checksums {
         }
     }
 
-    /// Returns a number that is the same for the same bytes in the same pieces.
+    /// Combines the checksums into one number, which is equal for equal bytes in equal pieces.
     pub fn together(&self) -> u64 {
         self.whole().unwrap_or_else(|| {
             let mut all = Reading::default();

@@ -19,7 +19,7 @@ pub struct Claim {
     pub checks: Checks,
 }
 
-/// The description of a group to be made from a larger one.
+/// The description of a group to be split from a larger one.
 #[derive(Debug, Clone)]
 pub struct Subgroup {
     /// The group's number in the world, which its members have agreed on; no other group has it.
@@ -28,11 +28,11 @@ pub struct Subgroup {
     pub members: Vec<usize>,
     /// The index of this rank among the members.
     pub rank: usize,
-    /// The deadline of a group that is its own failure domain; the domain has the group's number.
+    /// The deadline of a group that is a separate failure domain, with the group's number; `None` otherwise.
     pub isolated: Option<Duration>,
 }
 
-/// A rank's way to send claims to the other ranks of a group. Claims are in host memory, wherever the tensors are.
+/// Sends a rank's claims to the other ranks of a group. Claims are in host memory, wherever the tensors are.
 ///
 /// An implementation must [ring](Control::ring) after each change that may end a wait. It must also carry
 /// [`News`](super::News) if the ranks are in several processes.
@@ -40,7 +40,7 @@ pub trait Messages: fmt::Debug + Send + Sync {
     /// Returns the failure domain of the group.
     fn control(&self) -> &Arc<Control>;
 
-    /// Sends this rank's claim on an operation that moves nothing else, and returns without waiting for the peers.
+    /// Sends this rank's claim on an operation that moves no other data. Returns without waiting for the peers.
     fn post(&self, operation: &Operation, claim: Claim) -> Arc<dyn Meeting>;
 }
 

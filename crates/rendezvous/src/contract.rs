@@ -1,13 +1,13 @@
 //! The contract of each collective operation: senders, receivers, and the data between them.
 //!
-//! All other knowledge about the kinds of operations follows from here: the lengths that a call must have, the bytes
-//! that an engine moves between ranks, and the numbers that a tool counts.
+//! Everything else about a kind of operation follows from its contract: the lengths that a call must have, the bytes
+//! that an engine moves between ranks, and the traffic that tools count.
 
 use std::ops::Range;
 
 use super::operation::{Extent, OperationKind, Signature};
 
-/// The requirements of an operation on its ranks.
+/// An operation's requirements on its ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Contract {
     /// The sending ranks, and how much of each tensor they send.
@@ -18,12 +18,12 @@ pub struct Contract {
     pub reduces: bool,
 }
 
-/// A side of a contract.
+/// One side of a contract: the senders or the receivers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Role {
-    /// The ranks.
+    /// The ranks on this side.
     pub who: Who,
-    /// The share of each tensor.
+    /// The share of each tensor that a rank on this side sends or receives.
     pub share: Share,
 }
 
@@ -31,9 +31,9 @@ pub struct Role {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Who {
-    /// Every rank.
+    /// Every rank of the group.
     All,
-    /// The root.
+    /// Only the root.
     Root,
     /// Every rank but the root.
     Others,
@@ -45,7 +45,7 @@ pub enum Who {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Share {
-    /// Nothing.
+    /// No elements.
     None,
     /// The rank's shard in the tensor's partition.
     Own,
@@ -140,7 +140,7 @@ fn scaled(range: Range<usize>, by: usize) -> Range<usize> {
 /// The bytes of one part that one rank sends to another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Route {
-    /// Range in the sender's source.
+    /// Range of bytes in the sender's source.
     pub given: Range<usize>,
     /// Range in the receiver's buffer, for operations that do not combine.
     pub placed: Range<usize>,

@@ -1,4 +1,4 @@
-//! Deadlines and failures: a group's knowledge of its ranks, in addition to the bytes that they send.
+//! Deadlines and failures: what ranks learn about each other apart from the bytes that they exchange.
 //!
 //! All of this is the same for every engine. An engine moves bytes, rings the world's bell when something changes that
 //! a rank may wait for, and carries [`News`] between processes.
@@ -16,7 +16,7 @@ use super::world::{News, World};
 /// The number of the failure domain of all ranks.
 pub const WORLD_DOMAIN: u64 = u64::MAX;
 
-/// A failure domain: groups that fail together, and the time that their ranks wait for each other.
+/// A failure domain: groups that fail together, and the deadline of their waits.
 ///
 /// The world is one domain. An isolated group (`ProcessGroup::isolate`) begins another one inside it. A failure
 /// inside stays there, and a failure outside also ends the inner domain.
@@ -36,7 +36,7 @@ pub struct Control {
 pub struct Failure {
     /// The rank of the world that failed.
     pub rank: usize,
-    /// The reason that it gave.
+    /// The description of the failure.
     pub reason: String,
     /// The last operations of the ranks when the domain ended.
     ledger: LedgerReport,
@@ -46,13 +46,13 @@ pub struct Failure {
 pub struct Wait<'a> {
     /// Returns true if the event has happened.
     pub is_over: &'a dyn Fn() -> bool,
-    /// Returns the ranks of the world that have yet to do their part.
+    /// Returns the ranks of the world that have yet to do their part of the operation.
     pub missing: &'a dyn Fn() -> Vec<usize>,
-    /// The part that they have yet to do.
+    /// The part of the operation that the missing ranks have yet to do.
     pub stage: Stage,
     /// The rank of the world that waits.
     pub rank: usize,
-    /// The operation.
+    /// The operation that the rank waits in.
     pub operation: &'a Operation,
 }
 
@@ -149,7 +149,7 @@ impl Control {
         is_first
     }
 
-    /// Returns the failure that has ended this domain or an enclosing one, if any.
+    /// Returns the failure that ended this domain or an enclosing one, if any.
     #[inline]
     pub fn failure(&self) -> Option<&Failure> {
         let outer = || self.outer.as_ref().and_then(|outer| outer.failure());
@@ -194,7 +194,7 @@ impl Control {
         // A wait shorter than a tenth of the deadline costs only its polls.
         let soon = self.deadline / 10;
         let mut outcome = bell.wait_for(soon, look);
-        // Dropped when this returns; an error has ended the domain by then.
+        // Dropped on return; an error has ended the domain by then.
         let _told = outcome.is_none().then(|| Told::new(self, wait));
         if outcome.is_none() {
             outcome = bell.wait_for(self.deadline - soon, look);
@@ -224,7 +224,7 @@ impl Control {
         Err(self.end_with(wait.rank, error))
     }
 
-    /// Ends the domain with an error that a rank is about to return.
+    /// Ends the domain with an error, and returns the error.
     pub fn end_with(&self, rank: usize, error: Error) -> Error {
         self.fail(rank, error.to_string());
         error
@@ -240,7 +240,7 @@ impl Control {
     }
 }
 
-/// A wait that was announced to all ranks, until it is over.
+/// The announcement of a wait to all ranks. Dropping it announces that the wait is over.
 struct Told<'a> {
     control: &'a Control,
     rank: usize,
@@ -262,7 +262,7 @@ impl<'a> Told<'a> {
 
 impl Drop for Told<'_> {
     fn drop(&mut self) {
-        // After a failure it stays, to report what the rank was doing when everything ended.
+        // After a failure the announcement stays, to report what the rank was doing when everything ended.
         if self.control.failure().is_none() {
             self.control.world.wait_of(self.rank, None);
         }

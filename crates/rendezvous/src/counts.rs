@@ -5,12 +5,12 @@ use std::ops::Add;
 
 use super::operation::OperationKind;
 
-/// Operations of one kind.
+/// A number of operations, and their bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Tally {
     /// Number of operations started.
     pub operations: u64,
-    /// Bytes of their full tensors; for exchanges, the bytes that this rank sent.
+    /// Bytes of the operations' full tensors; for exchanges, the bytes that this rank sent.
     pub bytes: u64,
 }
 
@@ -26,7 +26,7 @@ impl Add for Tally {
 }
 
 /// The operations that a rank has started on a group, by kind. This is a snapshot: to count the operations between two
-/// moments, take one at each and subtract with [`since`](Self::since).
+/// moments, take a snapshot at each and subtract with [`since`](Self::since).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct OperationCounts([Tally; OperationKind::ALL.len()]);
 
@@ -53,7 +53,7 @@ impl OperationCounts {
         counts
     }
 
-    /// Adds an operation.
+    /// Counts an operation of this kind, with its bytes.
     pub fn count(&mut self, kind: OperationKind, bytes: usize) {
         let tally = &mut self.0[kind as usize];
         *tally = *tally
@@ -64,7 +64,7 @@ impl OperationCounts {
     }
 }
 
-/// The counts of two groups together.
+/// Adds the counts of two groups.
 impl Add for OperationCounts {
     type Output = Self;
 

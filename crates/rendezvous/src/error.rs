@@ -21,11 +21,11 @@ pub enum Error {
         rank: usize,
         /// The operation that it called.
         operation: Box<Operation>,
-        /// The argument, such as `into[2]`.
+        /// The name of the argument, such as `into[2]`.
         argument: String,
-        /// The value that it should have had.
+        /// The expected value.
         expected: String,
-        /// The value that it had.
+        /// The value that was passed.
         got: String,
     },
 
@@ -46,7 +46,7 @@ pub enum Error {
         expected: String,
         /// The first rank that called something else.
         peer: usize,
-        /// The call of that rank.
+        /// The call of the rank `peer`.
         got: String,
         /// The last operations of the ranks.
         ledger: LedgerReport,
@@ -59,7 +59,7 @@ pub enum Error {
     PeerFailed {
         /// The rank that failed first.
         rank: usize,
-        /// The reason of its failure.
+        /// The description of the failure.
         reason: String,
         /// The operation that this rank called.
         operation: Box<Operation>,
@@ -100,13 +100,13 @@ pub enum Error {
         stage: Stage,
         /// The operation that this rank called.
         operation: Box<Operation>,
-        /// The time that it waited.
+        /// The deadline that passed.
         deadline: Duration,
         /// The last operations of the ranks.
         ledger: LedgerReport,
     },
 
-    /// Bytes that differ from the bytes that their rank sent, with [`Check::Agreement`](crate::Check::Agreement).
+    /// Received bytes that differ from the bytes that were sent, with [`Check::Agreement`](crate::Check::Agreement).
     #[error(
         "{}rank {rank} received different bytes for tensor {part} of {operation} than rank {peer} passed to the call; \
          the memory of one of the two or the link between them is faulty: resume from the last checkpoint without \
@@ -114,15 +114,15 @@ pub enum Error {
         in_step(step)
     )]
     Altered {
-        /// The operation.
+        /// The operation that carried the bytes.
         operation: Box<Operation>,
         /// The step that was passed to `ProcessGroup::begin_step`, if any.
         step: Option<u64>,
         /// The rank that received the bytes.
         rank: usize,
-        /// The rank that sent them.
+        /// The rank that sent the bytes.
         peer: usize,
-        /// The index among the parts of the operation.
+        /// The index of the tensor among the parts of the operation.
         part: usize,
         /// The last operations of the ranks.
         ledger: LedgerReport,
@@ -137,9 +137,9 @@ pub enum Error {
         in_step(step)
     )]
     Disagreement {
-        /// The operation whose result it is.
+        /// The operation that returned the result.
         operation: Box<Operation>,
-        /// The step in which it was found.
+        /// The step in which the difference was found.
         step: Option<u64>,
         /// The ranks whose result differs from the majority's; all ranks if no majority agrees.
         ranks: Vec<usize>,
@@ -159,7 +159,7 @@ pub enum Error {
     AlteredAtRest {
         /// The value, described by its kind, its parameter's path and its unit.
         what: String,
-        /// The rank that holds it.
+        /// The rank that holds the value.
         rank: usize,
         /// The moment at which the value was written or last checked.
         written: Box<Moment>,
@@ -180,7 +180,7 @@ pub enum Error {
     Diverged {
         /// The value, described by its kind, its parameter's path and its unit.
         what: String,
-        /// The step in which it was found.
+        /// The step in which the difference was found.
         step: Option<u64>,
         /// The ranks whose bytes differ from the majority's; all ranks if no majority agrees.
         ranks: Vec<usize>,
@@ -194,22 +194,22 @@ pub enum Error {
          engine, or run the group on the engine that it was made from"
     )]
     Engine {
-        /// The rank that found it.
+        /// The rank whose engine broke the contract.
         rank: usize,
         /// The name of the engine.
         engine: &'static str,
-        /// The operation.
+        /// The operation that the engine carried out.
         operation: Box<Operation>,
         /// The result that the engine should have returned.
         expected: String,
-        /// The result that it returned.
+        /// The result that the engine returned.
         got: String,
     },
 
     /// A failure that was requested; see [`Fault`].
     #[error("the fault \"{fault}\" made this rank fail; remove the fault to continue")]
     Injected {
-        /// The fault that was set.
+        /// The fault that triggered.
         fault: Fault,
     },
 
@@ -219,9 +219,9 @@ pub enum Error {
         Fault::SYNTAX
     )]
     InvalidFault {
-        /// The text that was given.
+        /// The text that was parsed.
         text: String,
-        /// The reason why it cannot be parsed.
+        /// The reason why the text cannot be parsed.
         problem: String,
     },
 
@@ -231,13 +231,13 @@ pub enum Error {
          axes {group_size}"
     )]
     MeshSize {
-        /// The mesh, as it is displayed.
+        /// The mesh, formatted for display.
         mesh: String,
-        /// Ranks of the mesh.
+        /// Number of ranks in the mesh.
         mesh_size: usize,
         /// Name of the group.
         group: String,
-        /// Ranks of the group.
+        /// Number of ranks in the group.
         group_size: usize,
     },
 
@@ -246,13 +246,13 @@ pub enum Error {
     Mesh(#[from] burn_fsdp_mesh::Error),
 }
 
-/// The part of an operation that a rank waits for its peers to do.
+/// The part of an operation that a rank waits for its peers to complete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stage {
     /// The start of the operation.
     Start,
-    /// The completion of their share.
+    /// The completion of the peers' share of the operation.
     Finish,
 }
 

@@ -7,7 +7,7 @@ use super::error::Error;
 use super::fault::{At, Fault, How};
 
 impl Fault {
-    /// Parses a fault with the syntax [`SYNTAX`](Self::SYNTAX), in any order.
+    /// Parses a fault in the syntax [`SYNTAX`](Self::SYNTAX). Its fields may be in any order.
     ///
     /// # Errors
     ///

@@ -19,7 +19,7 @@ pub struct Fault {
     pub rank: usize,
     /// The step, as given to `ProcessGroup::begin_step`.
     pub step: u64,
-    /// The point of the step.
+    /// The point of the step where the fault triggers.
     pub at: At,
     /// How the rank fails.
     pub how: How,
@@ -44,7 +44,7 @@ pub enum At {
     Weight,
     /// A gradient that was reduced and waits for the optimizer; only for flips.
     Gradient,
-    /// A state of the optimizer between steps; only for flips.
+    /// A tensor of the optimizer state between steps; only for flips.
     State,
     /// A running state, such as BatchNorm's, between steps; only for flips.
     Running,
@@ -54,28 +54,28 @@ pub enum At {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum How {
-    /// A panic.
+    /// The rank panics.
     Panic,
-    /// An [`Error::Injected`](crate::Error::Injected).
+    /// The rank returns an [`Error::Injected`](crate::Error::Injected).
     Error,
-    /// A stall far beyond every deadline.
+    /// The rank stalls far beyond every deadline.
     Stall,
-    /// A flip of one bit. At [`At::Collective`], the bit is in the data of one of the step's first operations to which
-    /// the rank contributes any. At the other points, it is in one of the first values there. The rank continues. This
+    /// One bit flips. At [`At::Collective`], the bit is in the data of one of the step's first operations to which the
+    /// rank contributes data. At the other points, it is in one of the first values there. The rank continues. This
     /// shows the behaviour with and without [`Check::Agreement`](crate::Check::Agreement). Not available at
     /// [`At::Forward`] and [`At::Backward`].
     Flip,
 }
 
 impl Fault {
-    /// The syntax of a fault.
+    /// The syntax in which faults are parsed and printed.
     pub const SYNTAX: &str = "rank:N,step:N,at:forward|backward|collective,how:panic|error|stall, or \
          rank:N,step:N,at:collective|shard|weight|gradient|state|running,how:flip,seed:N";
 
     /// Exclusive upper bound on the number of values that a flip skips before it triggers.
     const MOST_PASSED: u64 = 4;
 
-    /// Returns the failure of a rank of the world at a point of a step, with seed 0.
+    /// Creates a fault with seed 0.
     pub fn new(rank: usize, step: u64, at: At, how: How) -> Self {
         let seed = 0;
         Self {
@@ -109,7 +109,7 @@ impl Fault {
     /// Returns the bit that flips in `num_bytes` bytes, at least one. With seed 0 it is the first bit of the middle
     /// byte.
     pub(crate) fn bit(&self, num_bytes: usize) -> usize {
-        // Odd, so that all bits of the seed matter.
+        // The factor is odd, so all bits of the seed matter.
         let mixed = (self.seed / Self::MOST_PASSED).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let byte = (num_bytes / 2 + (mixed >> 8) as usize % num_bytes) % num_bytes;
         8 * byte + (mixed >> 4) as usize % 8

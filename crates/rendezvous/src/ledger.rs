@@ -35,9 +35,9 @@ impl fmt::Display for EntryState {
 /// An operation of one rank, with its state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LedgerEntry {
-    /// The operation.
+    /// The identity of the operation.
     pub operation: Operation,
-    /// Bytes of its full tensors.
+    /// Bytes of the operation's full tensors.
     pub bytes: usize,
     /// The state of the operation.
     pub state: EntryState,

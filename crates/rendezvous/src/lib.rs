@@ -1,8 +1,8 @@
 //! The control plane: how the ranks of a group find each other and agree on each operation.
 //!
 //! It holds the state of the world and of each rank, the claims and notes of operations, their deadlines, their
-//! failures and the ledgers that explain them. Everything is host memory and the same for every engine. Nothing here
-//! knows where tensors are or how they move.
+//! failures and the ledgers that explain them. All of it is in host memory, and the same for every engine. It does not
+//! depend on where tensors are or how they move.
 
 #![forbid(unsafe_code)]
 

@@ -8,7 +8,7 @@ use super::element::ElementType;
 use super::label::Label;
 use super::reduction::Reduction;
 
-/// The collective operations.
+/// A kind of collective operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum OperationKind {
@@ -24,7 +24,7 @@ pub enum OperationKind {
     Scatter,
     /// A gather on the root: each rank holds a shard of the tensors, and the root gets the full tensors.
     Gather,
-    /// A change of dim: each rank contributes its shard along one dim and gets its shard along another.
+    /// A change of the sharded dim: each rank contributes its shard along one dim and gets its shard along another.
     AllToAll,
     /// A synchronisation point: no rank continues before all have arrived.
     Barrier,
@@ -33,7 +33,7 @@ pub enum OperationKind {
 }
 
 impl OperationKind {
-    /// All kinds.
+    /// All kinds of operations.
     pub const ALL: [Self; 9] = [
         Self::AllGather,
         Self::ReduceScatter,
@@ -71,7 +71,7 @@ pub struct Operation {
     pub kind: OperationKind,
     /// The name that the caller chooses for the operation.
     pub label: Label,
-    /// Name of the group.
+    /// The name of the group.
     pub group: Label,
     /// Number of operations that this rank started on this group before this one.
     pub sequence: u64,
@@ -131,9 +131,9 @@ impl fmt::Display for Extent {
 pub struct Signature {
     /// The kind of the operation.
     pub kind: OperationKind,
-    /// The name that the caller gives it.
+    /// The label that the caller chooses.
     pub label: Label,
-    /// The tensors, one per part.
+    /// The types and partitions of the tensors, one per part.
     pub extents: Vec<Extent>,
     /// How the ranks' tensors are combined, if they are.
     pub reduction: Option<Reduction>,
@@ -151,7 +151,7 @@ impl Signature {
             .fold(0, usize::saturating_add)
     }
 
-    /// Returns the texts in which the two signatures differ, or `None` if they agree.
+    /// Describes both signatures, including the first part that differs; `None` if they agree.
     pub fn difference(&self, other: &Self) -> Option<(String, String)> {
         if self == other {
             return None;

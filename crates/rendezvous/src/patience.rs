@@ -1,4 +1,4 @@
-//! The patience of a rank: the rest of its deadline.
+//! The rest of a waiting rank's deadline.
 
 use std::time::{Duration, Instant};
 
@@ -7,10 +7,10 @@ const SLICES: u32 = 10;
 
 /// The rest of a deadline. At most one slice of it is spent at a time.
 ///
-/// The clock also runs while the whole machine is suspended: a stopped process, a suspended virtual machine. For a
-/// waiting rank such a pause is one very long interval between two looks at the clock. It costs one slice if the peers
-/// were stopped at the same time. After the deadline one more slice is granted, because the peer may have been woken
-/// after the waiting rank.
+/// The clock also runs while the process is stopped or its virtual machine is suspended. For a waiting rank such a
+/// pause is one very long interval between two looks at the clock. It costs one slice if the peers were stopped at the
+/// same time. After the deadline one more slice is granted, because the peer may have been woken after the waiting
+/// rank.
 #[derive(Debug, Clone)]
 pub(crate) struct Patience {
     left: Duration,

@@ -15,19 +15,19 @@ use super::operation::Operation;
 use super::recording::{CommSpan, CommStage, Recording};
 use super::seal::{Moment, Seal};
 
-/// The state that all groups of a rank share. Its peers read it when they explain a failure.
+/// The state that all groups of a rank share. Its peers read it to explain a failure.
 #[derive(Debug)]
 pub struct RankState {
     world_rank: usize,
     ledger: Mutex<Ledger>,
-    /// Present during a recording.
+    /// The recording in progress, if any.
     recording: Mutex<Option<Recording>>,
-    /// Present while a watcher receives checksums.
+    /// The callback that receives checksums, if any.
     watcher: Mutex<Option<Watcher>>,
     faults: Mutex<Faults>,
     /// The data that the rank compares with the other ranks.
     check: Check,
-    /// The count of group numbers that this rank has assigned.
+    /// How many group numbers this rank has assigned.
     num_groups: AtomicU64,
 }
 
@@ -89,8 +89,8 @@ impl RankState {
         lock(&self.ledger).settle(number, state);
     }
 
-    /// Records the times of the rank's operations from now on. `sample` returns a number that is stored at the end of
-    /// each span.
+    /// From now on, records the times of the rank's operations. `sample` returns a number to store at the end of each
+    /// span.
     pub fn start_recording(&self, sample: impl Fn() -> usize + Send + 'static) {
         *lock(&self.recording) = Some(Recording::new(sample));
     }
@@ -101,7 +101,7 @@ impl RankState {
         recording.map(Recording::into_spans).unwrap_or_default()
     }
 
-    /// Calls `watch` from now on with the checksums of each operation that has ended.
+    /// From now on, calls `watch` with the checksums of each completed operation.
     pub fn watch(&self, watch: impl FnMut(Carried) + Send + 'static) {
         *lock(&self.watcher) = Some(Watcher::new(watch));
     }
@@ -123,7 +123,7 @@ impl RankState {
         }
     }
 
-    /// Returns a unique number for a group in which this rank is the first.
+    /// Returns a number for a new group whose first rank is this one. It is unique in the world.
     pub fn next_group(&self) -> u64 {
         let count = self.num_groups.fetch_add(1, Ordering::Relaxed);
         (self.world_rank as u64) << u32::BITS | count
@@ -144,7 +144,7 @@ impl RankState {
         }
     }
 
-    /// Sets the current step of the rank.
+    /// Sets the rank's current step.
     pub fn begin_step(&self, step: u64) {
         lock(&self.faults).step = Some(step);
     }
@@ -170,7 +170,7 @@ impl RankState {
         Some(fault.bit(num_bytes))
     }
 
-    /// Returns the rank's current moment.
+    /// Returns the rank's current step and last operation.
     pub fn moment(&self) -> Moment {
         let last = |ledger: &Ledger| Some(ledger.entries().next_back()?.operation.clone());
         Moment {

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::operation::Operation;
 
-/// A rank's work during a span that belongs to an operation.
+/// The stage of an operation that a span covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CommStage {
@@ -27,21 +27,21 @@ impl fmt::Display for CommStage {
 /// A span of time that a rank spent on an operation. The spans of one thread do not overlap.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CommSpan {
-    /// The operation.
+    /// The operation that the span belongs to.
     pub operation: Operation,
-    /// The stage of the operation.
+    /// The stage of the operation in the span.
     pub stage: CommStage,
-    /// Bytes of its full tensors.
+    /// Bytes of the operation's full tensors.
     pub bytes: usize,
-    /// The time when it began.
+    /// The time when the span began.
     pub start: Instant,
-    /// The time when it ended.
+    /// The time when the span ended.
     pub end: Instant,
-    /// The number that was sampled at its end.
+    /// The number that was sampled when the span ended.
     pub sample: usize,
 }
 
-/// The spans of a rank since a moment, with a number that is sampled at the end of each.
+/// The spans of a rank since the recording began. A number is sampled at the end of each span.
 pub(crate) struct Recording {
     spans: Vec<CommSpan>,
     sample: Box<dyn Fn() -> usize + Send>,

@@ -16,11 +16,11 @@ use super::element::ElementType;
 /// rank makes the result NaN, even for `Max` and `Min`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Reduction {
-    /// The operation that combines elements.
+    /// The operation that combines the addends.
     pub op: ReduceOp,
-    /// The factor of every addend.
+    /// The factor that multiplies every addend.
     pub pre_scale: f64,
-    /// The factor of the result before it is rounded.
+    /// The factor that multiplies the result before it is rounded.
     pub post_scale: f64,
     /// Element type of the result; `None` for the type of the addends. `f32`, `f16` and `bf16` can be converted into
     /// each other; every other type keeps its type.
@@ -33,8 +33,8 @@ impl Reduction {
         Self::new(ReduceOp::Sum)
     }
 
-    /// Returns a reduction that sums over the ranks of the group and divides by `world`. `world` may count more ranks
-    /// than the group: for example, the sum over the shards of a replicated model, before the sum over the replicas.
+    /// Returns a reduction that sums over the ranks of the group and divides by `world`. `world` may be larger than the
+    /// group, for example in the sum over the shards of a replicated model, which precedes the sum over the replicas.
     ///
     /// A `world` of 0 counts as 1.
     pub fn mean(world: usize) -> Self {

@@ -28,7 +28,7 @@ pub struct Moment {
 }
 
 impl Moment {
-    /// Returns the moment in a step after an operation.
+    /// Creates the moment after an operation, in a step.
     pub fn new(step: Option<u64>, after: Option<Operation>) -> Self {
         Self { step, after }
     }

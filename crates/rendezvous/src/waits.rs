@@ -9,9 +9,9 @@ use super::lock::lock;
 /// A wait that has lasted for a while. Rank numbers are ranks of the world.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LongWait {
-    /// The ranks waited for.
+    /// The ranks that are waited for.
     pub missing: Vec<usize>,
-    /// The part that they have to do, and the operation.
+    /// Describes the part that the missing ranks have yet to do, and the operation.
     pub what: String,
 }
 
@@ -21,7 +21,7 @@ impl fmt::Display for LongWait {
     }
 }
 
-/// The long waits of a world's ranks that this process knows.
+/// The long waits of a world's ranks.
 ///
 /// A stuck rank blocks others, and these block more ranks, so the rank that a timeout names is rarely the cause. Each
 /// rank announces a wait that has lasted for a tenth of its deadline. After the deadline, the waits can be followed to
@@ -89,7 +89,7 @@ mod tests {
         assert_eq!(chain.ends(0, &[2]), [1]);
         assert_eq!(chain.ends(3, &[2, 0]), [1]);
         assert_eq!(chain.ends(3, &[2, 4]), [1, 4]);
-        // Not yet known to be waiting itself.
+        // The wait of rank 4 has not been announced.
         assert_eq!(chain.ends(1, &[4]), [4]);
     }
 

@@ -17,7 +17,7 @@ pub struct World {
     number: u64,
     /// The bell that wakes the waiting threads of this process.
     pub(super) bell: Bell,
-    /// Ranks that have returned and will start nothing more.
+    /// Ranks that have returned and will start no more operations.
     departed: Vec<AtomicBool>,
     num_departed: AtomicUsize,
     pub(super) waits: LongWaits,
@@ -32,7 +32,7 @@ pub trait Messenger: fmt::Debug + Send + Sync {
     fn tell(&self, news: News);
 }
 
-/// The news that the processes of a world tell each other.
+/// A message from one process of a world to all others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum News {
     /// A failure domain that has ended.
@@ -41,16 +41,16 @@ pub enum News {
         domain: u64,
         /// The rank of the world that failed first.
         rank: usize,
-        /// The reason that it gave.
+        /// The description of the failure.
         reason: String,
     },
     /// A rank of the world that has returned.
     Departed(usize),
-    /// A rank of the world whose wait has lasted for a while, or that has continued after that.
+    /// A rank of the world that has waited for long, or has continued after a long wait.
     Waits {
-        /// The rank.
+        /// The rank that waits, or has continued.
         rank: usize,
-        /// Its wait; `None` if it has continued.
+        /// The wait; `None` if the rank has continued.
         wait: Option<LongWait>,
     },
 }
@@ -64,7 +64,7 @@ impl Messenger for NobodyElse {
 }
 
 impl World {
-    /// Makes a world of the given ranks, with the state of each rank that lives here.
+    /// Creates a world of the given ranks, with the state of each rank that lives in this process.
     pub fn new(ranks: Vec<Option<Arc<RankState>>>, messenger: Box<dyn Messenger>) -> Self {
         static NUM_WORLDS: AtomicU64 = AtomicU64::new(0);
         Self {
@@ -93,7 +93,7 @@ impl World {
         self.messenger.tell(news);
     }
 
-    /// Announces, here and to the other processes, that a rank of this process will start nothing more.
+    /// Announces, here and to the other processes, that a rank of this process will start no more operations.
     pub fn depart(&self, rank: usize) {
         self.has_departed(rank);
         self.tell(News::Departed(rank));
@@ -105,7 +105,7 @@ impl World {
         self.tell(News::Waits { rank, wait });
     }
 
-    /// Records that a rank will start nothing more.
+    /// Records that a rank will start no more operations.
     pub fn has_departed(&self, rank: usize) {
         if !self.departed[rank].swap(true, Ordering::AcqRel) {
             self.num_departed.fetch_add(1, Ordering::AcqRel);
@@ -113,7 +113,7 @@ impl World {
         self.bell.ring();
     }
 
-    /// Returns a rank that will never do its part, among the ranks that `missing` returns.
+    /// Returns one of the `missing` ranks that has departed and will never do its part, if any.
     pub(super) fn left(&self, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
         // The cheap check first: this runs in a spin loop, and hardly any rank ever leaves early.
         if self.num_departed.load(Ordering::Acquire) == 0 {

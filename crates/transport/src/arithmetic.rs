@@ -39,7 +39,7 @@ pub fn copy(from: &[u8], to: &mut [u8]) {
 /// cost as much as moving them.
 const NEAR: usize = 1 << 15;
 
-/// Copies as [`copy`] does, and returns the checksum of the copied bytes.
+/// Like [`copy`], but also returns the checksum of the copied bytes.
 pub fn copy_and_read(from: &[u8], to: &mut [u8]) -> u64 {
     if is_shared(from.len()) {
         copy(from, to);
@@ -56,13 +56,13 @@ pub fn copy_and_read(from: &[u8], to: &mut [u8]) -> u64 {
 /// The checksums of a reduction.
 #[derive(Debug)]
 pub struct Combined {
-    /// Checksum of each addend, as it was when it was combined.
+    /// Checksum of each addend, taken while it was combined.
     pub addends: Vec<u64>,
-    /// Checksum of the result.
+    /// Checksum of the combined result.
     pub result: u64,
 }
 
-/// Combines as [`reduce`] does, and returns the checksums of the addends and of the result.
+/// Like [`reduce`], but also returns the checksums of the addends and of the result.
 pub fn reduce_and_read(
     reduction: &Reduction,
     input: ElementType,
@@ -177,7 +177,7 @@ impl Recipe {
         }
     }
 
-    /// Combines the elements from `start` on into `out`.
+    /// Combines the elements from index `start` into `out`.
     fn run_piece<E: Element, O: FromWide<E::Wide>>(
         self,
         addends: &[Cow<'_, [E]>],
@@ -271,14 +271,14 @@ trait Wide: Copy + Send + Sync + 'static {
     fn smaller(self, other: Self) -> Self;
 }
 
-/// A type of addends.
+/// A type of the elements that are combined.
 trait Element: Pod + Send + Sync {
     type Wide: Wide;
     /// Returns the block widened, in `scratch` unless it is already wide.
     fn widen<'a>(block: &'a [Self], scratch: &'a mut [Self::Wide]) -> &'a [Self::Wide];
 }
 
-/// A type of results.
+/// A type of the elements of a result.
 trait FromWide<W>: Pod + Send + Sync {
     /// Scales and rounds the block into `out`, which has the same length. May overwrite the block.
     fn from_wide(block: &mut [W], factor: W, out: &mut [Self]);

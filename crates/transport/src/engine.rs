@@ -9,13 +9,14 @@ use burn_fsdp_rendezvous::{AlteredPart, Checksums, Claim, Meeting, Messages, Ope
 
 /// A rank's handle to a group, on some transport.
 ///
-/// An engine moves bytes. The group checks a rank's own arguments, compares the claims of all ranks, and is responsible
-/// for deadlines, failures and ledgers, with the engine's [`Control`](burn_fsdp_rendezvous::Control). An engine must read a rank's
-/// sources and fill its buffers only as the operation's [contract](burn_fsdp_rendezvous::OperationKind::contract) specifies, along the
+/// An engine moves bytes. The group checks a rank's own arguments, compares the claims of all ranks, and handles
+/// deadlines, failures and ledgers through the engine's [`Control`](burn_fsdp_rendezvous::Control). An engine must read
+/// a rank's sources and fill its buffers only as the operation's
+/// [contract](burn_fsdp_rendezvous::OperationKind::contract) specifies, along the
 /// [routes](burn_fsdp_rendezvous::Signature::routes) that follow from it.
 ///
 /// The group calls [`post`](Messages::post) for operations that carry only claims and notes, and [`start`](Self::start)
-/// for all others. Each number is used once, in order.
+/// for all others. Each operation number is used once, in order.
 pub trait Engine: Messages {
     /// Returns the user-visible name of the engine.
     fn name(&self) -> &'static str;
@@ -23,11 +24,11 @@ pub trait Engine: Messages {
     /// Starts an operation. Returns without waiting for the peers.
     fn start(&self, request: Request) -> Box<dyn Flight>;
 
-    /// Makes the described smaller group. Called by all its members and no one else.
+    /// Creates the smaller group that `subgroup` describes. All its members call this, and no other rank does.
     fn split(&self, subgroup: Subgroup) -> Box<dyn Engine>;
 
-    /// Returns true if sources and buffers may be in this memory. Except for empty ones, one operation has them all in
-    /// the same memory.
+    /// Returns true if sources and buffers may be in this memory. All non-empty ones of an operation are in the same
+    /// memory.
     fn takes(&self, space: Space) -> bool {
         space == Space::Host
     }
@@ -48,7 +49,7 @@ pub trait Engine: Messages {
     }
 }
 
-/// The request of one rank for its part in an operation.
+/// A rank's request to take part in an operation.
 #[derive(Debug)]
 pub struct Request {
     /// The identity of the operation. Its number is the same on all ranks.
@@ -61,7 +62,7 @@ pub struct Request {
     pub into: Vec<Buffer>,
 }
 
-/// The events that a rank waits for in an operation after all claims have arrived, in this order.
+/// An event that a rank waits for after all claims on an operation have arrived. The events happen in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Awaited {
     /// The bytes that this rank receives, or the work that produces them in the queue of a device.
@@ -99,7 +100,7 @@ pub trait Flight: Send {
     /// Same as [`begin`](Self::begin).
     fn receive(&mut self) -> Result<Completion, Withdrawn>;
 
-    /// Returns the engine's findings about the bytes that it has moved. Called after [`receive`](Self::receive), where
+    /// Returns the engine's findings about the bytes that it has moved. Called after [`receive`](Self::receive) if the
     /// ranks compare bytes.
     fn findings(&mut self) -> Findings {
         Findings::default()
@@ -116,7 +117,7 @@ pub enum Completion {
     Enqueued {
         /// The buffers, none of them in host memory.
         buffers: Vec<Buffer>,
-        /// The end of that work. Later work that reads the buffers must wait for it on the device.
+        /// The end of the enqueued work. Later work that reads the buffers must wait for it on the device.
         fence: Arc<dyn Fence>,
     },
 }
@@ -125,9 +126,9 @@ pub enum Completion {
 /// sender's [checksums](burn_fsdp_rendezvous::Checks::first_altered), since nothing else sees them.
 #[derive(Debug, Default)]
 pub struct Findings {
-    /// True if it has also compared moved bytes; otherwise the group compares them.
+    /// True if the engine has also compared moved bytes; otherwise the group compares them.
     pub has_compared_placed: bool,
-    /// The first part that did not match the checksums of its rank.
+    /// The first part that did not match the checksums announced by its sender.
     pub altered: Option<AlteredPart>,
     /// The checksums of each buffer; empty if the engine did not read them.
     pub results: Vec<Checksums>,

@@ -1,4 +1,4 @@
-//! Bytes in any memory.
+//! Bytes in host or device memory.
 
 use std::any::Any;
 use std::fmt;
@@ -9,7 +9,7 @@ use std::fmt;
 pub enum Space {
     /// Memory that the host reads and writes.
     Host,
-    /// The memory of a device.
+    /// The memory of a device, such as a GPU.
     Device {
         /// The kind of the device, such as `cuda`.
         kind: &'static str,
@@ -33,7 +33,7 @@ impl fmt::Display for Space {
 /// An engine that accepts a [space](Self::space) other than the host's downcasts to its own type with
 /// [`as_any`](Self::as_any). The bytes must not change as long as the payload is shared.
 pub trait Payload: Send + Sync {
-    /// Returns the number of bytes. It must be known without reading them.
+    /// Returns the number of bytes, without reading them.
     fn len(&self) -> usize;
 
     /// Returns true if there are no bytes.
@@ -47,18 +47,18 @@ pub trait Payload: Send + Sync {
     /// Returns the bytes if they are in [`Space::Host`], and `None` otherwise.
     fn host(&self) -> Option<&[u8]>;
 
-    /// Returns the payload for downcasting.
+    /// Returns the payload as `Any`, for downcasting.
     fn as_any(&self) -> &dyn Any;
 }
 
 /// A point in the work that was enqueued on a device.
 ///
-/// Work that needs the bytes written before the fence must wait for it on the device. Its concrete type is found with
+/// Work that needs the bytes written before the fence must wait for it on the device. Downcast it with
 /// [`as_any`](Self::as_any).
 pub trait Fence: fmt::Debug + Send + Sync {
     /// Returns true if all work before the fence is complete. Never waits.
     fn has_passed(&self) -> bool;
 
-    /// Returns the fence for downcasting.
+    /// Returns the fence as `Any`, for downcasting.
     fn as_any(&self) -> &dyn Any;
 }

@@ -32,7 +32,7 @@ struct Books {
 }
 
 impl BufferPool {
-    /// Returns a new, separate pool.
+    /// Creates a pool that shares nothing with other pools.
     pub fn new() -> Self {
         Self::default()
     }
@@ -93,7 +93,7 @@ impl BufferPool {
 }
 
 impl Books {
-    /// Returns memory of that size for a buffer, if there is any, and memory to free.
+    /// Returns kept memory of this size for a buffer, if there is any, and memory to free.
     fn take(&mut self, num_words: usize, len: usize) -> (Option<Vec<u64>>, Vec<Vec<u64>>) {
         self.open(len);
         self.used_words += num_words;
@@ -151,8 +151,8 @@ impl fmt::Debug for BufferPool {
     }
 }
 
-/// Room for the result of an operation. In host memory, it is [taken](BufferPool::take) from a pool, aligned to 8 bytes,
-/// and dropping it returns the memory to the pool. [Elsewhere](Self::in_space), the engine allocates it.
+/// Memory for the result of an operation. In host memory, it is [taken](BufferPool::take) from a pool, aligned to 8
+/// bytes, and dropping it returns the memory to the pool. [Elsewhere](Self::in_space), the engine allocates it.
 pub struct Buffer(Memory);
 
 enum Memory {
@@ -165,7 +165,7 @@ enum Memory {
     Arrived(Box<dyn Payload>),
 }
 
-/// Host memory of a pool.
+/// Host memory that belongs to a pool.
 struct Pooled {
     words: Vec<u64>,
     len: usize,
@@ -239,11 +239,11 @@ impl Buffer {
         }
     }
 
-    /// Returns the payload that an engine has allocated, or the buffer itself if it is from a pool or has not arrived.
+    /// Returns the payload that an engine has allocated.
     ///
     /// # Errors
     ///
-    /// The buffer.
+    /// The buffer itself, if it is from a pool or has not arrived.
     pub fn into_payload(self) -> Result<Box<dyn Payload>, Self> {
         match self.0 {
             Memory::Arrived(payload) => Ok(payload),
@@ -324,7 +324,7 @@ pub struct Account {
 }
 
 impl Account {
-    /// Returns the number of bytes.
+    /// Returns the number of bytes that this account counts.
     pub fn len(&self) -> usize {
         self.len
     }

@@ -19,7 +19,7 @@ pub struct Source {
 
 #[derive(Clone)]
 enum Owner {
-    /// Without a payload around it, which would cost an allocation for each part of each operation.
+    /// Not wrapped in a payload, which would cost an allocation for each part of each operation.
     Host(Arc<dyn AsRef<[u8]> + Send + Sync>),
     Payload(Arc<dyn Payload>),
 }
@@ -107,7 +107,8 @@ impl Source {
     ///
     /// # Panics
     ///
-    /// If they are not in host memory. An engine gets such a source only if it [takes](crate::Engine::takes) the space.
+    /// If they are not in host memory. An engine receives such a source only if it [takes](crate::Engine::takes) the
+    /// space.
     #[inline]
     pub fn as_bytes(&self) -> &[u8] {
         let bytes = self.host();

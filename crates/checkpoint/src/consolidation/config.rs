@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::TensorEntry;
 
-/// The configuration of a consolidation.
+/// Options for a consolidation.
 #[derive(Debug, Clone)]
 pub struct ConsolidationConfig {
     /// Maximum bytes of tensors in each file of a folder; one file if `None`. A tensor is never split: a larger tensor
@@ -21,10 +21,10 @@ pub struct ConsolidationConfig {
     /// Additional files for a folder, each with its name, for example `config.json`. They appear together with the
     /// folder.
     pub beside: Vec<(String, Vec<u8>)>,
-    /// True to replace an existing output. A folder is replaced only if it is empty.
+    /// True to replace an existing output. A folder can be replaced only if it is empty.
     pub replace: bool,
-    /// Memory for a matrix that is written transposed. A larger matrix is read in several passes, each for some of its
-    /// columns; at least one column is in memory.
+    /// Maximum bytes in memory for a matrix that is written transposed. A larger matrix is read in several passes, each
+    /// for some of its columns (at least one).
     pub transpose_bytes: usize,
 }
 
@@ -44,14 +44,14 @@ impl Default for ConsolidationConfig {
 /// The name and orientation with which a step's tensor is written.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct PlainTensor {
-    /// Name in the output.
+    /// Name of the tensor in the output.
     pub name: String,
-    /// True if the two dims are swapped, as between Burn's linear weights, `[in, out]`, and PyTorch's.
+    /// True if the two dims are swapped, as between the linear weights of Burn, `[in, out]`, and of PyTorch.
     pub is_transposed: bool,
 }
 
 impl PlainTensor {
-    /// Keeps the name and dims of the tensor in the step.
+    /// Keeps the tensor's name and dims.
     pub fn unchanged(tensor: &TensorEntry) -> Self {
         Self {
             name: tensor.name.clone(),
@@ -60,13 +60,13 @@ impl PlainTensor {
     }
 }
 
-/// The result of a consolidation.
+/// The files and tensors that a consolidation has written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Consolidated {
-    /// The files, in order, without the index of a sharded model.
+    /// The files, in order, excluding the index of a sharded model.
     pub files: Vec<PathBuf>,
-    /// Number of tensors.
+    /// Number of tensors written.
     pub num_tensors: usize,
-    /// Bytes of all tensors.
+    /// Total bytes of the tensors written.
     pub total_size: u64,
 }

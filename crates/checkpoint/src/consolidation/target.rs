@@ -1,4 +1,4 @@
-//! The paths of the output: a hidden name next to the target until everything is written, outside of all steps.
+//! The paths of the output. It is written under a hidden name next to the target, and must be outside all steps.
 
 use std::path::{Path, PathBuf};
 
@@ -33,7 +33,7 @@ pub(super) fn is_plain(name: &str) -> bool {
     own.is_some_and(|own| own == name) && !name.starts_with('.')
 }
 
-/// Removes the files of earlier attempts at the same output whose processes are dead: they are not locked.
+/// Removes the files of earlier attempts at the same output. A file that can be locked belongs to a dead process.
 pub(super) fn remove_leftovers(storage: &dyn Storage, out: &Path) {
     let folder = match parent(out) {
         folder if folder.as_os_str().is_empty() => Path::new("."),
@@ -57,7 +57,7 @@ pub(super) fn remove_leftovers(storage: &dyn Storage, out: &Path) {
     }
 }
 
-/// Creates a hidden name in the folder of the output.
+/// Returns an unused hidden name in the folder of the output.
 pub(super) fn beside(out: &Path) -> Result<PathBuf, Error> {
     let name = out.file_name().ok_or_else(|| Error::Argument {
         argument: "out",
@@ -68,7 +68,7 @@ pub(super) fn beside(out: &Path) -> Result<PathBuf, Error> {
     Ok(out.with_file_name(format!(".{name}.partial-{}", nonce())))
 }
 
-/// Logs a failed removal of an unfinished output, which only takes space.
+/// Logs a failure to remove an unfinished output, which only takes space.
 pub(super) fn discard(removed: std::io::Result<()>, path: &Path) {
     if let Err(error) = removed {
         tracing::warn!(path = %path.display(), %error, "cannot remove an unfinished file");

@@ -1,4 +1,4 @@
-//! The bytes of the output.
+//! Writes the files of a consolidation.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -68,7 +68,7 @@ pub(super) fn write_folder(
     Ok(names)
 }
 
-/// Writes whole tensors into one file, those with the widest elements first, which aligns all of them.
+/// Writes whole tensors into one file, widest elements first, which aligns all of them.
 pub(super) fn write_file(
     step: &Step,
     path: &Path,
@@ -87,7 +87,7 @@ pub(super) fn write_file(
         .map_err(|problem| Error::invalid(path, problem))?;
     let file = step.storage().create_file(path);
     let mut file = file.map_err(Error::io("create", path))?;
-    // Tells others that a process is writing the file. Without support for locks, there is no check.
+    // The lock shows others that a process is writing the file. Storage without locks has no such check.
     let _lock = step.storage().lock(path);
     let mut write = |bytes: &[u8]| file.write_all(bytes).map_err(Error::io("write", path));
     write(&header)?;
@@ -100,7 +100,7 @@ pub(super) fn write_file(
     file.sync().map_err(Error::io("sync", path))
 }
 
-/// Copies a whole tensor to `write`, block by block.
+/// Passes a whole tensor to `write`, block by block.
 fn copy(
     step: &Step,
     tensor: &TensorEntry,
@@ -162,16 +162,16 @@ fn transpose(
 /// Consecutive columns of a matrix.
 struct Columns<'a> {
     bytes: &'a mut [u8],
-    /// Elements of a column.
+    /// Number of elements in a column.
     height: usize,
-    /// The first row to fill.
+    /// The first row that the next rows fill.
     top: usize,
 }
 
 impl Columns<'_> {
-    /// Puts rows of `width` elements into their places.
+    /// Transposes rows of `width` elements into the columns.
     fn fill(self, rows: &[u8], width: usize, item_bytes: usize) {
-        /// Elements of a tile's side: the tiles of both sides fit the nearest cache.
+        /// Side of a tile, in elements. The tiles of the source and the target both fit the nearest cache.
         const TILE: usize = 32;
         let num_rows = rows.len() / (width * item_bytes);
         for (first_row, first_column) in (0..num_rows)

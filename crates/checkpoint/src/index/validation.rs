@@ -10,10 +10,10 @@ use crate::shard_header::LENGTH_BYTES;
 use crate::tensor::check_tensor;
 use crate::{Error, Region};
 
-/// Maximum number of boxes of a tensor, which are compared in pairs.
+/// Maximum number of boxes in a tensor. Boxes are compared in pairs.
 const MAX_BOXES: usize = 1 << 14;
 
-/// The valid loss scales: losses are scaled in 32 bits.
+/// The valid loss scales. Losses are scaled in `f32`.
 const LOSS_SCALES: RangeInclusive<f64> = f32::MIN_POSITIVE as f64..=f32::MAX as f64;
 
 impl Index {
@@ -90,7 +90,8 @@ impl Index {
         }
     }
 
-    /// Checks that every part is in a file and inside the tensor, and that its sizes agree.
+    /// Checks that every part is in a file and inside the tensor, and that its byte range, elements and checksums agree
+    /// in size.
     fn check_parts(&self, tensor: &TensorEntry, item_bytes: usize) -> Result<(), String> {
         let mut files = HashSet::new();
         for part in &tensor.parts {
@@ -125,7 +126,7 @@ impl Index {
         Ok(())
     }
 
-    /// Checks that the parts in each file follow each other from the end of its header to the end of the file.
+    /// Checks that the parts in each file are consecutive, from the end of its header to the end of the file.
     fn validate_file_tiling(&self, path: &Path) -> Result<(), Error> {
         let mut parts: Vec<_> = self
             .tensors
@@ -158,7 +159,7 @@ impl Index {
     }
 }
 
-/// Returns true if a name is not a path, so it cannot lead out of the folder.
+/// Returns true if a name has no path separators or other special characters, so it cannot lead out of the folder.
 fn is_plain_name(name: &str) -> bool {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     name.len() <= 255
@@ -237,7 +238,7 @@ fn check_boxes(tensor: &TensorEntry, total: usize) -> Result<(), String> {
         held.checked_add(part.region.len())
             .filter(|held| *held <= total)
     });
-    // Along the dim with the most cuts, few boxes are next to each other.
+    // Sweeps along the dim with the most cuts, where the fewest boxes must be compared.
     let num_cuts = |dim: &usize| {
         let cuts: HashSet<_> = boxes.iter().map(|(offsets, _)| offsets[*dim]).collect();
         cuts.len()

@@ -13,7 +13,7 @@ use crate::{Error, Index, Limits};
 /// Maximum number of files that are kept open. A step may have more files than a process may open.
 pub(super) const MAX_OPEN_FILES: usize = 64;
 
-/// The most recently used files.
+/// The most recently used files, kept open.
 #[derive(Default)]
 struct OpenFiles(Mutex<VecDeque<(usize, Arc<dyn ReadFile>)>>);
 
@@ -31,16 +31,16 @@ pub(super) struct Files {
     pub(super) path: PathBuf,
     pub(super) limits: Limits,
     pub(super) index: Index,
-    /// The parts in each file, `(tensor, part)`, by position.
+    /// The parts in each file as `(tensor, part)`, in the order of their positions.
     pub(super) by_file: Vec<Vec<(usize, usize)>>,
-    /// Set for each file whose header was found to match the index.
+    /// Set for each file whose header has been found to match the index.
     checked: Vec<OnceLock<()>>,
-    /// The most recently used files.
+    /// The files that stay open.
     open_files: OpenFiles,
 }
 
 impl Files {
-    /// Reads and validates the index.
+    /// Reads and validates the index of a step.
     pub(super) fn open(
         storage: Arc<dyn Storage>,
         path: PathBuf,
@@ -76,7 +76,7 @@ impl Files {
         self.path.join(&self.index.files[number].name)
     }
 
-    /// Returns a file whose size and header match the index. Opens it if necessary.
+    /// Returns a file whose size and header match the index, opening it if necessary.
     pub(super) fn file(&self, number: usize) -> Result<Arc<dyn ReadFile>, Error> {
         let lock = || {
             self.open_files

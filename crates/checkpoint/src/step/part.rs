@@ -19,7 +19,7 @@ pub(super) struct Chunk {
     bytes: Vec<u8>,
 }
 
-/// A reader of the bytes of one part.
+/// Reads the bytes of one part.
 pub(super) struct PartReader<'a> {
     pub(super) files: &'a Files,
     pub(super) file: Arc<dyn ReadFile>,
@@ -28,7 +28,7 @@ pub(super) struct PartReader<'a> {
 }
 
 impl PartReader<'_> {
-    /// Fills the buffer with the bytes of the part that start at `from`.
+    /// Fills the buffer with the part's bytes, from byte `from` of the part.
     pub(super) fn read(&self, from: u64, buffer: &mut [u8]) -> Result<(), Error> {
         let read = self
             .file
@@ -40,7 +40,7 @@ impl PartReader<'_> {
         })
     }
 
-    /// Fills the buffer like [`read`](Self::read), through whole chunks that are verified.
+    /// Fills the buffer like [`read`](Self::read), but reads and verifies whole chunks.
     ///
     /// A chunk that is needed completely is read directly into the buffer.
     pub(super) fn read_verified(
@@ -59,7 +59,7 @@ impl PartReader<'_> {
             let len = buffer.len().min((end - from) as usize);
             let (now, later) = std::mem::take(&mut buffer).split_at_mut(len);
             let in_file = self.part.bytes.start + start..self.part.bytes.start + end;
-            // Validation has established that there is a checksum for every chunk.
+            // Validation has ensured that every chunk has a checksum.
             let expected = self.part.crc32.0[index];
             if len as u64 == end - start {
                 self.read_chunk(in_file, expected, now)?;
@@ -106,7 +106,7 @@ impl PartReader<'_> {
     }
 }
 
-/// Lists the pieces of a region that are in a part.
+/// Lists the overlaps of a region with a part.
 pub(super) fn overlap(
     part: &PartEntry,
     tensor: &TensorEntry,

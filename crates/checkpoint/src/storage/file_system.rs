@@ -8,9 +8,9 @@ use super::{DirEntry, EntryKind, Lock, ReadFile, Storage, WriteFile};
 
 /// The file system of the operating system, as a storage.
 ///
-/// Files are read by position instead of being mapped. If a mapped file is truncated, a signal kills the process, and
-/// no program can turn that signal into an error. Steps may come from untrusted sources. Reading a page from the page
-/// cache costs one copy, as does copying from a mapping into the caller's buffer.
+/// Files are read by position instead of being mapped. Steps may come from untrusted sources. If a mapped file is
+/// truncated, a signal kills the process, and no program can turn that signal into an error. Reading a page from the
+/// page cache costs one copy, as does copying from a mapping into the caller's buffer.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct FileSystem;
 
@@ -22,7 +22,7 @@ impl Storage for FileSystem {
         let parent = path.parent().unwrap_or(Path::new(""));
         self.create_dir_all(parent)?;
         match fs::create_dir(path) {
-            // Another rank was faster.
+            // Another rank has just created the folder.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => {}
             result => result?,
         }
@@ -104,13 +104,13 @@ impl Storage for FileSystem {
             true => Path::new("."),
             false => path,
         };
-        // Other systems cannot open folders; they record renames anyway.
+        // Other systems cannot open folders, but record renames anyway.
         if !cfg!(unix) {
             return Ok(());
         }
         match File::open(path)?.sync_all() {
-            // SMB and some user-space file systems do not support this call. The caller depends on what they guarantee
-            // without it, and a save without the call is better than none.
+            // SMB and some user-space file systems do not support this call. The save then relies on their other
+            // guarantees, which is better than no save.
             Err(error) if is_unsupported(&error) => Ok(()),
             result => result,
         }
@@ -155,7 +155,7 @@ fn without_following(options: &mut OpenOptions) -> &mut OpenOptions {
 fn regular(opened: io::Result<File>, path: &Path) -> io::Result<File> {
     let is_regular = match &opened {
         Ok(file) => file.metadata()?.is_file(),
-        // A link, folder or pipe that cannot be opened is reported as what it is.
+        // A link, folder or pipe that cannot be opened is reported as such.
         Err(_) => fs::symlink_metadata(path).map_or(true, |metadata| metadata.is_file()),
     };
     match is_regular {

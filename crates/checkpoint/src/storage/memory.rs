@@ -1,4 +1,4 @@
-//! A storage in memory that can crash.
+//! A storage in memory that can simulate crashes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -73,7 +73,7 @@ impl Memory {
         Self::default()
     }
 
-    /// Simulates a loss of power: keeps synced data and as much unsynced data as `keep` returns. Locks end.
+    /// Simulates a loss of power. Keeps synced data, and as much unsynced data as `keep` chooses. Releases all locks.
     pub fn crash(&self, mut keep: impl Keep) {
         let mut disk = self.disk();
         disk.locked.clear();
@@ -101,7 +101,7 @@ impl Memory {
         disk.files.get(&node).map(|file| file.bytes.clone())
     }
 
-    /// Stores a file and its folders, all of it synced.
+    /// Stores a file and its folders, all synced.
     pub fn write(&self, path: &Path, bytes: Vec<u8>) -> io::Result<()> {
         let parent = path.parent().unwrap_or(Path::new(""));
         self.create_dir_all(parent)?;
@@ -158,7 +158,7 @@ impl Disk {
         self.dirs.get_mut(&node).ok_or_else(not_found)
     }
 
-    /// Returns the folder that contains an entry, and the entry's name.
+    /// Returns the folder of an entry, and the entry's name.
     fn parent(&mut self, path: &Path) -> io::Result<(Node, String)> {
         let name = path.file_name().and_then(|name| name.to_str());
         let parent = path.parent().unwrap_or(Path::new(""));

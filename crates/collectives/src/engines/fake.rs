@@ -14,8 +14,8 @@ use burn_fsdp_transport::{
 };
 
 /// Returns the handle of rank `rank`, the only existing rank of a group of `size` ranks.
-pub(crate) fn end(control: Arc<Control>, size: usize, rank: usize) -> Box<dyn Engine> {
-    Box::new(FakeEnd {
+pub(crate) fn handle(control: Arc<Control>, size: usize, rank: usize) -> Box<dyn Engine> {
+    Box::new(FakeHandle {
         rank,
         size,
         control,
@@ -24,13 +24,13 @@ pub(crate) fn end(control: Arc<Control>, size: usize, rank: usize) -> Box<dyn En
 
 /// A rank's handle to a group whose other ranks do not exist.
 #[derive(Debug)]
-struct FakeEnd {
+struct FakeHandle {
     rank: usize,
     size: usize,
     control: Arc<Control>,
 }
 
-impl Messages for FakeEnd {
+impl Messages for FakeHandle {
     fn control(&self) -> &Arc<Control> {
         &self.control
     }
@@ -40,7 +40,7 @@ impl Messages for FakeEnd {
     }
 }
 
-impl Engine for FakeEnd {
+impl Engine for FakeHandle {
     fn name(&self) -> &'static str {
         "fake"
     }
@@ -147,7 +147,7 @@ impl FakeFlight {
         routes.swap_remove(part)
     }
 
-    /// Copies the bytes that this rank sends to itself to every rank's place, as far as they fit. Everything else is
+    /// Copies the bytes that this rank sends to itself into every rank's place, as far as they fit. The rest becomes
     /// zero, including the data of a root other than this rank.
     fn repeat(&self, part: usize, source: &Source, buffer: &mut Buffer) {
         let signature = &self.meeting.claim.signature;

@@ -65,7 +65,7 @@ impl<'a> Call<'a> {
                     return Err(self.argument(argument, expected, got));
                 }
             }
-            // The widest of the input and any output, so no later size can overflow.
+            // Uses the widest of the input and any output type, so no later size can overflow.
             let across = extent.across.map_or(1, |across| across.num_elements());
             let num_elements = extent.partition.num_elements().checked_mul(across);
             let num_bytes = num_elements.and_then(|len| len.checked_mul(size_of::<f64>()));
@@ -156,7 +156,7 @@ impl<'a> Call<'a> {
         space: Space,
         argument: impl FnOnce() -> String,
     ) -> Result<(), Error> {
-        // The first comparison is the cheap one, of nearly all calls.
+        // The first comparison is cheap and succeeds for nearly all calls.
         if matches!((self.space, space), (Some(Space::Host), Space::Host))
             || len == 0
             || self.space == Some(space)

@@ -36,7 +36,8 @@ pub(super) fn of_given(
     given
 }
 
-/// Compares the contents of the buffers of rank `to` with the checksums that rank `from` has announced.
+/// Compares the contents of the buffers of rank `to` with the checksums that rank `from` has announced. Returns the
+/// first part that differs.
 pub(super) fn first_misplaced(
     checks: &Checks,
     signature: &Signature,

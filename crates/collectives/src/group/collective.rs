@@ -79,8 +79,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// [`Error::Argument`], also for elements that the reduction cannot combine;
-    /// [`Error::PeerFailed`].
+    /// [`Error::Argument`], including for elements that the reduction cannot combine; [`Error::PeerFailed`].
     pub fn start_reduce_scatter(
         &self,
         label: impl Into<Label>,
@@ -115,13 +114,11 @@ impl ProcessGroup {
     /// Combines all ranks' tensors, and returns the whole result, bit-identical on all ranks.
     ///
     /// `into[i]` becomes the full result in the reduction's output type. Each rank combines one slice of it, in memory
-    /// of its pool, and reads the other slices. If a rank is late, the ranks that have arrived combine its
-    /// slice.
+    /// from its pool, and reads the other slices. If a rank is late, the ranks that have arrived combine its slice.
     ///
     /// # Errors
     ///
-    /// [`Error::Argument`], also for elements that the reduction cannot combine;
-    /// [`Error::PeerFailed`].
+    /// [`Error::Argument`], including for elements that the reduction cannot combine; [`Error::PeerFailed`].
     pub fn start_all_reduce(
         &self,
         label: impl Into<Label>,
@@ -156,8 +153,8 @@ impl ProcessGroup {
 
     /// Sends the tensors of rank `root` to every rank.
     ///
-    /// The sources of the other ranks must be empty: [`FullPart::absent`]. `into[i]` becomes the full tensor. The root
-    /// already has it and passes no buffers.
+    /// The other ranks pass empty sources ([`FullPart::absent`]). `into[i]` becomes the full tensor. The root already
+    /// has it and passes no buffers.
     ///
     /// # Errors
     ///
@@ -195,8 +192,8 @@ impl ProcessGroup {
 
     /// Sends every rank, including the root, its shard of the tensors of rank `root`.
     ///
-    /// The sources are full tensors at the root and empty elsewhere: [`Part::absent`]. `into[i]`
-    /// becomes the shard `partition.range(rank)`.
+    /// The root passes full tensors, and the other ranks pass empty sources ([`Part::absent`]). `into[i]` becomes the
+    /// shard `partition.range(rank)`.
     ///
     /// # Errors
     ///
@@ -341,7 +338,7 @@ impl ProcessGroup {
         self.start_all_to_all(label, note, parts, into)?.wait()
     }
 
-    /// Announces that this rank has arrived. Waiting for the handle waits for all ranks to arrive.
+    /// Announces that this rank has arrived. Waiting on the handle waits for all ranks to arrive.
     ///
     /// # Errors
     ///
@@ -360,8 +357,8 @@ impl ProcessGroup {
         self.start_barrier(label)?.wait()
     }
 
-    /// Sends the bytes of all ranks to every rank, by rank of the group. Lengths may differ. It is meant for a few
-    /// bytes of control data; use [`all_gather`](Self::all_gather) for tensors.
+    /// Sends the bytes of all ranks to every rank, which gets them in rank order. Lengths may differ. It is meant for a
+    /// few bytes of control data; use [`all_gather`](Self::all_gather) for tensors.
     ///
     /// # Errors
     ///

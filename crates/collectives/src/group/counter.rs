@@ -48,7 +48,7 @@ impl CommCounter {
             .fold(OperationCounts::default(), |sum, counts| sum + counts)
     }
 
-    /// Returns the operations since the start of the count on each group, in the order given.
+    /// Returns the operations since the start of the count on each group, in the order passed to [`new`](Self::new).
     pub fn by_group(&self) -> impl Iterator<Item = (&ProcessGroup, OperationCounts)> {
         let since =
             |(group, before): &'_ (ProcessGroup, OperationCounts)| group.counts().since(before);

@@ -16,7 +16,7 @@ pub struct Part {
 }
 
 impl Part {
-    /// Returns a tensor to which this rank contributes `source`.
+    /// Creates a part to which this rank contributes `source`.
     pub fn new(source: Source, partition: Partition, element: ElementType) -> Self {
         Self {
             source,
@@ -25,7 +25,7 @@ impl Part {
         }
     }
 
-    /// Returns a tensor to which this rank contributes nothing.
+    /// Creates a part to which this rank contributes nothing.
     pub fn absent(partition: Partition, element: ElementType) -> Self {
         Self::new(Source::empty(), partition, element)
     }
@@ -43,8 +43,8 @@ pub struct FullPart {
 }
 
 impl FullPart {
-    /// Returns a tensor with all elements of `source`. The operation reports bytes beyond a whole number of elements as
-    /// an error.
+    /// Creates a part with all elements of `source`. If `source` is not a whole number of elements, the operation
+    /// returns an error.
     pub fn new(source: Source, element: ElementType) -> Self {
         let num_elements = source.len() / element.size();
         Self {
@@ -54,7 +54,7 @@ impl FullPart {
         }
     }
 
-    /// Returns a tensor to which this rank contributes nothing.
+    /// Creates a part to which this rank contributes nothing.
     pub fn absent(num_elements: usize, element: ElementType) -> Self {
         Self {
             source: Source::empty(),
@@ -82,7 +82,7 @@ pub struct CrossPart {
 }
 
 impl CrossPart {
-    /// Returns a tensor to which this rank contributes `source`.
+    /// Creates a part to which this rank contributes `source`.
     pub fn new(source: Source, from: Partition, to: Partition, element: ElementType) -> Self {
         Self {
             source,

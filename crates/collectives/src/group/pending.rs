@@ -1,4 +1,4 @@
-//! Operations that have started.
+//! Operations that have started, and the wait for their results.
 
 use std::any::Any;
 use std::fmt;
@@ -21,8 +21,8 @@ use burn_fsdp_transport::{Awaited, Buffer, Completion, Withdrawn};
 /// lets peers finish early, but does not move bytes in the background. Pending operations can be waited for in any
 /// order. A wait depends only on every rank of the group *starting* the operation.
 ///
-/// Dropping it unfinished discards the operation. This rank's part is then complete, the peers get their results as if
-/// this rank had waited, and its buffers return to their pool.
+/// Dropping it without waiting discards the operation. This rank's part is then complete, the peers get their results
+/// as if this rank had waited, and its buffers return to their pool.
 #[must_use = "dropping an operation discards it: wait for it"]
 pub struct Pending<T = Received> {
     peers: Peers,
@@ -48,7 +48,7 @@ impl<T> Pending<T> {
         }
     }
 
-    /// Returns the same operation with a different form of its result.
+    /// Returns the same operation with a conversion of its result.
     pub(crate) fn map<U>(self, finish: fn(Received) -> U) -> Pending<U> {
         Pending {
             peers: self.peers,
@@ -68,8 +68,8 @@ impl<T> Pending<T> {
     ///
     /// # Errors
     ///
-    /// [`Error::Mismatch`], [`Error::PeerFailed`], [`Error::PeerLeft`] or [`Error::Timeout`], at most a tenth of the
-    /// group's deadline after it, plus the time of the transfer.
+    /// [`Error::Mismatch`], [`Error::PeerFailed`], [`Error::PeerLeft`] or [`Error::Timeout`]. It returns at most a
+    /// tenth of the group's deadline after the deadline, plus the time of the transfer.
     pub fn wait(mut self) -> Result<T, Error> {
         let start = Instant::now();
         let received = self.receive();
@@ -100,7 +100,7 @@ impl<T> Pending<T> {
         self.started.meeting().is_complete() || self.peers.control.failure().is_some()
     }
 
-    /// Drops the operation explicitly: this rank does not want the result.
+    /// Discards the operation: this rank does not need the result.
     pub fn discard(self) {}
 
     /// Waits for the claims of all ranks, checks that they agree, and receives, for any engine.
@@ -379,7 +379,7 @@ impl<T> fmt::Debug for Pending<T> {
 /// This rank's view of an operation's group.
 pub(crate) struct Peers {
     pub(crate) id: GroupId,
-    /// This rank in the group, and in the world.
+    /// This rank's number in the group, and then in the world.
     pub(crate) rank: usize,
     pub(crate) world_rank: usize,
     /// The name of the engine.
@@ -388,7 +388,7 @@ pub(crate) struct Peers {
     /// The results that must be the same on all ranks, if ranks compare bytes.
     pub(crate) replicas: Option<Arc<Mutex<Replicas>>>,
     /// Keeps the group's engine alive while an operation is in progress.
-    pub(crate) _end: Arc<dyn Any + Send + Sync>,
+    pub(crate) _handle: Arc<dyn Any + Send + Sync>,
 }
 
 /// A pending operation's entry in its rank's ledger.
@@ -401,7 +401,7 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
-    /// Adds the entry.
+    /// Records a started operation in the rank's ledger.
     pub(crate) fn new(rank: Arc<RankState>, operation: Operation, bytes: usize) -> Self {
         let number = rank.record(operation.clone(), bytes);
         Self {
@@ -418,7 +418,7 @@ impl Entry {
         self.settle(EntryState::Failed);
     }
 
-    /// Sets the entry's next state.
+    /// Sets the state to record when the entry is dropped.
     fn settle(&mut self, state: EntryState) {
         self.state = state;
     }

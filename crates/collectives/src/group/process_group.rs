@@ -1,4 +1,4 @@
-//! Ranks that communicate.
+//! Groups of ranks that communicate.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -17,17 +17,17 @@ use burn_fsdp_transport::{Buffer, BufferPool, Engine, Request, Source, Space};
 
 /// A rank's handle to a group of ranks that communicate. Cheap to clone.
 ///
-/// Every rank of the group has its own. An operation is *collective*: all ranks of the group must start it with the
-/// same label and the same parts. The order relative to the group's other operations must also be the same. The group
+/// Every rank of the group has one. An operation is *collective*: all ranks of the group must start it with the same
+/// label and the same parts. The order relative to the group's other operations must also be the same. The group
 /// numbers its operations, and operations with the same number belong together. If they differ, every rank gets
 /// [`Error::Mismatch`].
 ///
 /// A rank may use its handle from any of its threads, but only from one at a time. If two threads start operations at
 /// once, their order is undefined.
 #[derive(Clone)]
-pub struct ProcessGroup(pub(super) Arc<End>);
+pub struct ProcessGroup(pub(super) Arc<Handle>);
 
-pub(super) struct End {
+pub(super) struct Handle {
     name: Label,
     pub(super) rank: usize,
     id: GroupId,
@@ -56,7 +56,7 @@ impl ProcessGroup {
         (state, pool): (Arc<RankState>, BufferPool),
     ) -> Self {
         let id = GroupId::new(engine.control().world().number(), members);
-        Self(Arc::new(End {
+        Self(Arc::new(Handle {
             name,
             rank,
             id,
@@ -68,13 +68,13 @@ impl ProcessGroup {
         }))
     }
 
-    /// Returns true if the group was made by [`fake`](Self::fake): its other ranks do not exist.
+    /// Returns true if the group was created by [`fake`](Self::fake), so its other ranks do not exist.
     pub fn is_fake(&self) -> bool {
         !self.0.engine.has_peers()
     }
 
-    /// Returns the name of the engine that moves the group's bytes: `local`, `mpi`, `fake`, or the one of an engine
-    /// from [outside](Self::on_engine).
+    /// Returns the name of the engine that moves the group's bytes: `local`, `mpi`, `fake`, or the name of a [custom
+    /// engine](Self::on_engine).
     pub fn engine(&self) -> &'static str {
         self.0.engine.name()
     }
@@ -132,8 +132,8 @@ impl ProcessGroup {
         self.0.state.ledger()
     }
 
-    /// Records the times of this rank's operations, on any group, from now on. `sample` returns a number that is stored
-    /// at the end of each span, such as the live bytes. It must not start an operation.
+    /// From now on, records the times of this rank's operations on any group. `sample` returns a number to store at the
+    /// end of each span, such as the live bytes. It must not start an operation.
     pub fn start_recording(&self, sample: impl Fn() -> usize + Send + 'static) {
         self.0.state.start_recording(sample);
     }
@@ -178,13 +178,14 @@ impl ProcessGroup {
         self.0.state.fault_point(at)
     }
 
-    /// Returns true if a bit is to flip at this point in this step. It lets engines skip a costly search for the bit.
+    /// Returns true if a bit is to flip at this point in this step. Callers can otherwise skip a costly search for the
+    /// bit.
     pub fn awaits_flip(&self, at: At) -> bool {
         self.0.state.awaits_flip(at)
     }
 
-    /// Returns the bit to flip in `num_bytes` bytes at this point, if a fault is armed for it. Engines that hold values
-    /// flip that bit in their value and continue normally.
+    /// Returns the bit to flip in `num_bytes` bytes at this point, if a fault is armed for it. The caller flips that
+    /// bit in its value and continues normally.
     pub fn flips(&self, at: At, num_bytes: usize) -> Option<usize> {
         self.0.state.flips_now(at, num_bytes)
     }
@@ -242,15 +243,15 @@ impl ProcessGroup {
             engine: self.engine(),
             control: self.control().clone(),
             replicas: self.compares_bytes().then(|| self.0.replicas.clone()),
-            _end: self.0.clone(),
+            _handle: self.0.clone(),
         };
         Ok(Pending::new(peers, (started, wanted), entry, |received| {
             received
         }))
     }
 
-    /// Returns the checksums that this rank sends with its next claim, of the bytes that it contributes and has
-    /// received. `receives` is true if it gets the result.
+    /// Returns the checksums for this rank's next claim: of the bytes that it contributes, and of results that it has
+    /// received. `receives` is true if it gets the operation's result.
     fn checks(
         &self,
         signature: &Signature,
@@ -283,7 +284,7 @@ impl ProcessGroup {
         })
     }
 
-    /// Returns the rank's current moment.
+    /// Returns the current step and last operation of this rank.
     pub(crate) fn moment(&self) -> Moment {
         self.0.state.moment()
     }

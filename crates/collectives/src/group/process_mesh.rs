@@ -7,7 +7,7 @@ use burn_fsdp_mesh::Mesh;
 use super::process_group::ProcessGroup;
 use burn_fsdp_rendezvous::Error;
 
-/// A [`Mesh`] and this rank's process groups along each of its axes.
+/// A [`Mesh`] and this rank's process group along each of its axes.
 ///
 /// For example, in the mesh `replicate=2 x shard=4`, rank 6 has the group of ranks 4, 5, 6 and 7 along `shard`, and the
 /// group of ranks 2 and 6 along `replicate`. Cheap to clone.
@@ -89,7 +89,7 @@ impl ProcessMesh {
     }
 }
 
-/// Ranks that a module can be sharded over: the ranks of a [`ProcessMesh`], or of a [`ProcessGroup`], which form a
+/// Ranks that a module can be sharded over: the ranks of a [`ProcessMesh`], or the ranks of a [`ProcessGroup`] as a
 /// line.
 pub trait AsMesh {
     /// Returns the mesh. The mesh of a group has one axis, named `axis`. No rank waits for the others.

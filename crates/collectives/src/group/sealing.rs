@@ -11,7 +11,7 @@ impl ProcessGroup {
             .then(|| self.sealed(Checksums::of(bytes)))
     }
 
-    /// Checks that bytes match their seal; otherwise ends the group's failure domain. `what` describes the bytes by
+    /// Checks that bytes match their seal, and ends the group's failure domain if not. `what` describes the bytes by
     /// kind, parameter path and unit. Not collective.
     ///
     /// # Errors
@@ -57,7 +57,7 @@ impl ProcessGroup {
 
     /// Announces a value that must be the same on all ranks, with this rank's next operation on the group. Once all
     /// ranks have announced it, the operation fails if some ranks differ from the majority, with an [`Error::Diverged`]
-    /// that names them. All ranks must use the same `number` for one state of a value, and for nothing else. Does
+    /// that names them. All ranks must use the same `number` for the same state of a value, and for nothing else. Does
     /// nothing if ranks do not compare bytes.
     pub fn tell_replica(&self, number: u64, seal: &Seal, what: impl FnOnce() -> Label) {
         if self.compares_bytes() {

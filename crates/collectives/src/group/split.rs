@@ -1,4 +1,4 @@
-//! Groups made from groups.
+//! Groups created from other groups.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,17 +32,17 @@ impl ProcessGroup {
         Ok(self.form(name, members, &choices, None, |engine, _| engine))
     }
 
-    /// Makes a group of the same ranks that fails independently. It fails on a mismatch, when a rank leaves, or when a
-    /// rank does not arrive within `deadline`. This ends only the operations of this group and of groups
+    /// Creates a group of the same ranks that fails independently. It fails on a mismatch, when a rank leaves, or when
+    /// a rank does not arrive within `deadline`. This ends only the operations of this group and of groups
     /// [`split`](Self::split) off it. The parent group continues. Use an isolated group for work in parallel to the
     /// main work, such as checkpoints written in the background. A slow disk then costs a checkpoint, not the run.
     ///
-    /// There is no isolation in the other direction. When the world fails, or an isolated group that this one was made
-    /// from, this group also fails.
+    /// There is no isolation in the other direction: this group fails when the world or an isolated group that it was
+    /// created from fails.
     ///
-    /// A group that has failed stays failed. To start again, make another one from a group that is still working.
-    /// `deadline` replaces the one of [`LaunchConfig`](crate::LaunchConfig); [`Duration::MAX`] means none. Collective;
-    /// name and deadline must be the same on all ranks.
+    /// A group that has failed stays failed. To start again, create another one from a group that still works.
+    /// `deadline` replaces the deadline of [`LaunchConfig`](crate::LaunchConfig); [`Duration::MAX`] means none.
+    /// Collective; name and deadline must be the same on all ranks.
     ///
     /// # Errors
     ///
@@ -75,10 +75,10 @@ impl ProcessGroup {
         Ok(self.form(name, members, &choices, Some(deadline), |engine, _| engine))
     }
 
-    /// Makes a group of the same ranks whose bytes another engine moves. `make` gets an engine like this group's for
-    /// the new group, and the description of that group. It returns the engine to use, which may pass operations on to
-    /// the first. A program can thus replace a collective with its own, such as the all-gathers of a module that is
-    /// sharded over the group.
+    /// Creates a group of the same ranks whose bytes another engine moves. `make` receives an engine like this group's
+    /// for the new group, and the description of that group. It returns the engine to use, which may pass operations on
+    /// to the first. A program can thus replace some collectives, such as the all-gathers of a module that is sharded
+    /// over the group.
     ///
     /// Groups [split](Self::split) off the new group are also on the engine. Collective; the names of group and engine
     /// must be the same on all ranks.
@@ -115,8 +115,8 @@ impl ProcessGroup {
         Ok(group)
     }
 
-    /// Makes a group of these ranks of this group, in this order, which all ranks already know. Collective; ranks that
-    /// are not members make other groups.
+    /// Creates a group of these ranks of this group, in this order, which all ranks already know. Collective; ranks
+    /// that are not members create other groups.
     pub(crate) fn split_known(
         &self,
         members: Vec<usize>,
@@ -138,7 +138,7 @@ impl ProcessGroup {
         Ok(told.iter().map(|bytes| Choice::of_bytes(bytes)).collect())
     }
 
-    /// Makes a group of these ranks of this group, which include this rank.
+    /// Creates a group of these ranks of this group, which include this rank.
     fn form(
         &self,
         name: Label,

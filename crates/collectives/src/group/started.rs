@@ -68,7 +68,7 @@ impl Started {
     }
 }
 
-/// The buffers of a request, with which its result is compared.
+/// The buffers of a request, to compare with its result.
 pub(super) struct Wanted {
     /// The memory of all buffers, except empty ones.
     space: Space,
@@ -87,7 +87,7 @@ impl Wanted {
         }
     }
 
-    /// Returns how a result differs from the request, as two texts: the expected and the returned buffers.
+    /// Describes how a result differs from the request: the expected and the returned buffers.
     pub(super) fn difference(&self, completion: &Completion) -> Option<(String, String)> {
         let buffers = match completion {
             Completion::Done(buffers) | Completion::Enqueued { buffers, .. } => buffers,
@@ -111,7 +111,7 @@ impl Wanted {
         matches!(self.space, Space::Host)
     }
 
-    /// Returns the difference of a buffer that is not simply filled on the host.
+    /// Describes how a buffer that is not simply filled on the host differs from the request, if it does.
     #[cold]
     fn other(&self, index: usize, buffer: &Buffer, is_done: bool) -> Option<(String, String)> {
         let (len, space) = (self.lens[index], self.space);

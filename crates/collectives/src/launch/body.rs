@@ -88,7 +88,7 @@ impl fmt::Display for Cause {
         let mut text = error.to_string();
         let mut source = error.source();
         while let Some(error) = source {
-            // Some errors print their source themselves.
+            // Some errors already print their source.
             let more = error.to_string();
             if !text.contains(&more) {
                 text = format!("{text}: {more}");

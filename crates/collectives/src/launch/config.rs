@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::error::LaunchError;
 use burn_fsdp_rendezvous::Check;
 
-/// Maximum number of thread ranks in a process. Ranks exchange a table of ranks by ranks, and no machine has that many
+/// Maximum number of thread ranks in a process. Ranks exchange a table of ranks by ranks, and no machine has this many
 /// cores.
 pub(super) const MOST_THREADS: usize = 1024;
 
@@ -71,16 +71,16 @@ impl LaunchConfig {
     /// a second worker for work that is spawned in the background, for example by a data loader. That worker looks for
     /// such work every few milliseconds, so it hardly takes part in anything else.
     ///
-    /// Burn's CPU backend splits the sum of all elements of a large tensor, from 4 million elements on, among the
-    /// workers that are free. The last digits of these sums may therefore differ from run to run and from rank to rank.
+    /// Burn's CPU backend splits the sum of all elements of a large tensor, of at least 4 million elements, among the
+    /// free workers. The last digits of these sums may therefore differ from run to run and from rank to rank.
     #[must_use]
     pub fn threads_per_rank(mut self, threads: usize) -> Self {
         self.threads_per_rank = (threads > 0).then_some(threads);
         self
     }
 
-    /// Omits the second worker of a rank with a single thread. Otherwise that worker occasionally takes part of a
-    /// kernel. Only for a body that spawns nothing on rayon: it would wait for spawned work forever.
+    /// Omits the second worker of a rank with one compute thread, which would occasionally take part in a kernel. Only
+    /// for a body that spawns nothing on rayon: it would wait for spawned work forever.
     #[must_use]
     pub fn without_background(mut self) -> Self {
         self.has_background = false;

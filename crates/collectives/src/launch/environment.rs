@@ -10,7 +10,7 @@ struct Launcher {
     size: &'static str,
     /// A variable that must also be set; otherwise another launcher has started this process.
     also: &'static str,
-    /// The variable with the rank of this process among them.
+    /// The variable with the rank of this process.
     rank: &'static str,
     /// The variable with the number of processes on this machine.
     here: &'static str,
@@ -18,7 +18,8 @@ struct Launcher {
     rank_here: &'static str,
 }
 
-/// Slurm's variable; Slurm also starts processes with the variables of MPICH and related launchers.
+/// Slurm's variable for the number of processes on each machine. Slurm may also set the variables of MPICH and related
+/// launchers.
 const SLURM_HERE: &str = "SLURM_STEP_TASKS_PER_NODE";
 
 /// The known launchers; the first that matches is used.
@@ -40,7 +41,7 @@ const LAUNCHERS: [Launcher; 3] = [
         here: "MPI_LOCALNRANKS",
         rank_here: "MPI_LOCALRANKID",
     },
-    // Also set in the job's own script, except for the variable of the step.
+    // Slurm also sets these in the job's script, except for the step's variable.
     Launcher {
         name: "Slurm's srun",
         size: "SLURM_STEP_NUM_TASKS",
@@ -55,15 +56,15 @@ const LAUNCHERS: [Launcher; 3] = [
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Processes {
-    /// Name of the launcher, or of the variable if only that requests `mpi`.
+    /// Name of the launcher, or of the variable that requests `mpi` if there is no launcher.
     pub launcher: &'static str,
-    /// Number of processes.
+    /// Number of processes that the launcher has started.
     pub size: usize,
-    /// This process's number among them, which is its rank, as reported by the launcher before MPI starts.
+    /// This process's rank, as reported by the launcher before MPI starts.
     pub rank: usize,
-    /// Number of the processes on this machine.
+    /// Number of these processes on this machine.
     pub here: usize,
-    /// Number of this process among the ones on this machine.
+    /// Index of this process among the ones on this machine.
     pub rank_here: usize,
 }
 

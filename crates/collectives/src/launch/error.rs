@@ -23,7 +23,7 @@ pub enum LaunchError {
     TooManyRanks {
         /// The requested number of ranks.
         ranks: usize,
-        /// The maximum.
+        /// The maximum number of ranks.
         most: usize,
     },
 
@@ -35,16 +35,16 @@ pub enum LaunchError {
     TooManyThreads {
         /// The requested number of threads of a rank.
         threads: usize,
-        /// The maximum.
+        /// The maximum number of threads of a rank.
         most: usize,
     },
 
     /// An environment variable that cannot be parsed.
     #[error("the environment variable {variable} is {value:?}; it should be {expected}")]
     Environment {
-        /// Its name.
+        /// Name of the variable.
         variable: String,
-        /// Its value.
+        /// Value of the variable.
         value: String,
         /// A description of the valid values.
         expected: String,
@@ -58,13 +58,13 @@ pub enum LaunchError {
         ENGINE
     )]
     NoMpi {
-        /// The launcher that has started them.
+        /// The launcher that started the processes.
         launcher: String,
-        /// Number of processes.
+        /// Number of processes that were started.
         processes: usize,
     },
 
-    /// A process that was started together with others by a launcher with which the ranks cannot find each other.
+    /// A process that was started with others by a launcher that does not let the ranks find each other.
     #[error(
         "this is one of {} processes started by {launcher} ({variable}={value}), which does not let ranks find each \
          other, so each process would do the same work; start them with `mpirun` or `srun`, start one process whose \
@@ -72,11 +72,11 @@ pub enum LaunchError {
         Number(*processes), ENGINE
     )]
     OtherLauncher {
-        /// The launcher that has started them.
+        /// The launcher that started the processes.
         launcher: String,
-        /// The variable that identifies it.
+        /// The variable that identifies the launcher.
         variable: String,
-        /// Its value.
+        /// Value of that variable.
         value: String,
         /// Number of processes, if the launcher reports it.
         processes: Option<usize>,
@@ -90,9 +90,9 @@ pub enum LaunchError {
     OtherSize {
         /// The requested number of ranks.
         ranks: usize,
-        /// The number of processes.
+        /// The number of processes that were started.
         processes: usize,
-        /// The launcher that has started them.
+        /// The launcher that started the processes.
         launcher: String,
     },
 
@@ -102,7 +102,7 @@ pub enum LaunchError {
     )]
     Again,
 
-    /// A failure of MPI.
+    /// A failure to initialise MPI, with its error message.
     #[error(
         "cannot initialise MPI: {0}; check that the program was built for the MPI whose launcher started it"
     )]
@@ -122,9 +122,9 @@ pub enum LaunchError {
     Failed {
         /// The rank that failed first.
         rank: usize,
-        /// Its error.
+        /// The rank's error.
         source: BoxError,
-        /// The ranks that did not return within the following grace period.
+        /// The ranks that did not return within the grace period.
         abandoned: Vec<usize>,
     },
 
@@ -135,12 +135,12 @@ pub enum LaunchError {
         rank: usize,
         /// The message of the panic.
         message: String,
-        /// The ranks that did not return within the following grace period.
+        /// The ranks that did not return within the grace period.
         abandoned: Vec<usize>,
     },
 }
 
-/// A number of processes that may not be known.
+/// A number of processes, if it is known.
 struct Number(Option<usize>);
 
 impl fmt::Display for Number {

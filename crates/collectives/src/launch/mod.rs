@@ -1,4 +1,4 @@
-//! Starting ranks.
+//! Starting ranks, as threads or as processes.
 
 mod body;
 mod config;
@@ -62,7 +62,7 @@ where
     match self::processes()? {
         #[cfg(feature = "mpi")]
         Some(found) => processes::launch(&config, &found, body),
-        // Without the feature there are none, or an error.
+        // Without the feature `mpi`, there are no processes, or an error was returned.
         _ => threads::launch(&config, body),
     }
 }

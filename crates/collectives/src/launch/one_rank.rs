@@ -13,14 +13,15 @@ impl ProcessGroup {
         worlds::of_threads(1, Duration::MAX, Check::Calls).swap_remove(0)
     }
 
-    /// Returns rank `rank`, the only existing rank of a group of `size` ranks. It is for tests and measurements on one
-    /// thread. Operations are counted, checked and given buffers as with real peers, but never wait.
+    /// Returns the handle of rank `rank`, the only existing rank of a group of `size` ranks. It is for tests and
+    /// measurements on one thread. Operations are counted and checked and use buffers as with real peers, but never
+    /// wait.
     ///
     /// The other ranks are assumed to contribute the same as this one. An all-gather puts this rank's shard in every
     /// rank's place as far as it fits; the rest is zero. A reduction combines `size` copies. Notes and exchanges are
     /// returned `size` times. Data that another rank would have sent, as the root of a broadcast or a scatter, is zero;
     /// rank 0 has real initial values. In a [`split`](Self::split) all ranks make the same choice;
-    /// [`ProcessMesh`](crate::ProcessMesh) makes groups of the right sizes.
+    /// [`ProcessMesh`](crate::ProcessMesh) creates groups of the right sizes.
     ///
     /// # Panics
     ///

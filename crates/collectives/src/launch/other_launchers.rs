@@ -10,11 +10,11 @@ struct Other {
 
 /// The source of the number of processes.
 enum Size {
-    /// This variable: a number, or `MOST` of `LEAST:MOST`.
+    /// The value of this variable: a number, or `MOST` in `LEAST:MOST`.
     Variable(&'static str),
-    /// This variable: the number of addresses `"host:port"` in its text.
+    /// The number of addresses `"host:port"` in this variable.
     Addresses(&'static str),
-    /// No variable.
+    /// The launcher does not report the number.
     Unknown,
 }
 
@@ -23,7 +23,7 @@ enum Size {
 pub(super) struct Strangers {
     /// Name of the launcher.
     pub(super) launcher: &'static str,
-    /// The variable that identifies it.
+    /// The variable that identifies the launcher.
     pub(super) variable: &'static str,
     pub(super) value: String,
     /// Number of processes, if the launcher reports it.
@@ -130,14 +130,14 @@ pub(super) fn strangers(
         };
         let are_several = match size {
             Some(size) => size > 1 && known != Some(size),
-            // Rank 0 proves nothing; another rank does.
+            // Rank 0 may be a single process; any other rank has peers.
             None => !is_known || (known == Some(1) && number(&rank) != Some(0)),
         };
         if are_several {
             return Some(Strangers {
                 launcher: other.name,
                 variable: told_by,
-                // TensorFlow's variable has text of any length.
+                // TensorFlow's variable can have any length.
                 value: variable(told_by)
                     .unwrap_or_default()
                     .chars()
@@ -155,7 +155,7 @@ fn number(text: &str) -> Option<usize> {
     text.trim().parse().ok()
 }
 
-/// Returns the number, or the second of `2:4`.
+/// Parses a number, or the second number of a text such as `2:4`.
 fn most(text: &str) -> Option<usize> {
     number(text.rsplit_once(':').map_or(text, |(_, most)| most))
 }

@@ -57,7 +57,7 @@ where
         check: config.check,
     };
     let world = here.group(connection.messenger(), |control, pool| {
-        connection.end(control, pool.clone())
+        connection.handle(control, pool.clone())
     });
     let control = world.control().clone();
     let end = run(config, num_threads, &control, move || body(world));
@@ -112,7 +112,7 @@ where
 }
 
 /// Waits until all ranks have ended, and returns true if none has failed. After a failure they have the grace period.
-/// This lets each rank report what it saw before the launcher ends them all, and none waits for a process that is gone.
+/// This lets each rank report its view before the launcher ends them all, and no rank waits for a process that is gone.
 fn part(config: &LaunchConfig, control: &Control) -> bool {
     let world = control.world();
     let over = world.wait_for(Duration::MAX, || {
@@ -134,7 +134,7 @@ fn verdict<T>(
 ) -> Result<Vec<T>, LaunchError> {
     let abandoned: Vec<_> = end.is_none().then_some(rank).into_iter().collect();
     match (control.failure(), end) {
-        // The rank's own error keeps its type.
+        // This rank's error keeps its type.
         (Some(failure), Some(Err(cause))) if failure.rank == rank => Err(cause.of(rank, abandoned)),
         (Some(failure), _) => {
             Err(Cause::Failed(failure.reason.clone().into()).of(failure.rank, abandoned))

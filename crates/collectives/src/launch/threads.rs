@@ -25,7 +25,7 @@ pub fn thread_ranks() -> usize {
     HERE.load(Ordering::SeqCst)
 }
 
-/// A running rank, until it is dropped.
+/// Counts one running rank until it is dropped.
 struct Here;
 
 impl Here {

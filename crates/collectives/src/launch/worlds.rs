@@ -16,15 +16,20 @@ pub(super) fn of_threads(num_ranks: usize, deadline: Duration, check: Check) -> 
     let ranks = states.iter().cloned().map(Some).collect();
     let control = Control::of_world(World::new(ranks, Box::new(NobodyElse)), deadline);
     let members: Arc<[usize]> = (0..num_ranks).collect();
-    let ends = local::ends(&control, pools.clone());
+    let handles = local::handles(&control, pools.clone());
     let own = states.into_iter().zip(pools);
-    let end = |((rank, engine), own)| {
+    let group = |((rank, engine), own)| {
         ProcessGroup::new("world".into(), rank, members.clone(), engine, own)
     };
-    ends.into_iter().enumerate().zip(own).map(end).collect()
+    handles
+        .into_iter()
+        .enumerate()
+        .zip(own)
+        .map(group)
+        .collect()
 }
 
-/// Returns rank `rank`, the only existing rank of a group of `size` ranks.
+/// Returns the handle of rank `rank`, the only existing rank of a group of `size` ranks.
 pub(super) fn of_one(size: usize, rank: usize) -> ProcessGroup {
     let here = Here {
         name: "fake",
@@ -34,7 +39,7 @@ pub(super) fn of_one(size: usize, rank: usize) -> ProcessGroup {
         check: Check::Calls,
     };
     here.group(Box::new(NobodyElse), |control, _| {
-        fake::end(control, size, rank)
+        fake::handle(control, size, rank)
     })
 }
 
@@ -53,14 +58,14 @@ impl Here {
     pub(super) fn group(
         self,
         messenger: Box<dyn Messenger>,
-        end: impl FnOnce(Arc<Control>, &BufferPool) -> Box<dyn Engine>,
+        handle: impl FnOnce(Arc<Control>, &BufferPool) -> Box<dyn Engine>,
     ) -> ProcessGroup {
         let state = Arc::new(RankState::new(self.rank, self.check));
         let mut ranks = vec![None; self.size];
         ranks[self.rank] = Some(state.clone());
         let control = Control::of_world(World::new(ranks, messenger), self.deadline);
         let pool = BufferPool::new();
-        let engine = end(control, &pool);
+        let engine = handle(control, &pool);
         let members = (0..self.size).collect();
         ProcessGroup::new(self.name.into(), self.rank, members, engine, (state, pool))
     }

@@ -14,8 +14,9 @@ use crate::matmul::{add_matmul, matmul};
 use crate::rows::sum_by;
 use crate::vectors::{Kernel, vectorized};
 
-/// Number of queries that are processed together. Under a mask, a block computes only the keys that any of its queries
-/// sees. So smaller blocks waste less work, and larger blocks have more efficient matrix products.
+/// Number of queries that are processed together. Under a mask, a block computes only the keys that at least one of its
+/// queries attends to. Smaller blocks therefore waste less work, while larger blocks have more efficient matrix
+/// products.
 pub(super) const BLOCK: usize = 64;
 
 /// Queries, keys and values, each `[batch, time, heads, width]` with any strides.
@@ -23,9 +24,9 @@ pub(super) const BLOCK: usize = 64;
 pub(super) struct Operands {
     parts: [FlexTensor; 3],
     mask: Mask,
-    /// The factor on the scores.
+    /// The factor that multiplies the scores.
     scale: f32,
-    /// The factors on the probabilities, if any.
+    /// The factors that multiply the probabilities, if any.
     factors: Option<Factors>,
 }
 
@@ -46,7 +47,7 @@ struct Probabilities {
 
 /// The memory for the gradients of a sequence.
 enum Target<'a> {
-    /// All three side by side in each row.
+    /// The three gradients side by side in each row.
     Packed(&'a mut [f32]),
     /// Separate memory for each of the three.
     Apart([&'a mut [f32]; 3]),
@@ -138,7 +139,7 @@ impl Operands {
         view(&self.parts[part as usize], rows)
     }
 
-    /// Returns the mixed values, `[batch, queries, heads, width]`.
+    /// Returns the attention output, `[batch, queries, heads, width]`.
     pub(super) fn forward(&self) -> FlexTensor {
         let ([time, _], [.., width]) = (self.times(), self.widths());
         let shape = [self.batch(), time, self.heads(), width];
@@ -149,7 +150,7 @@ impl Operands {
         output
     }
 
-    /// Adds the mixed values of one sequence to `output`.
+    /// Adds the attention output of one sequence to `output`.
     fn mix(&self, output: &mut [f32], leaves_out: bool) {
         let width = self.heads() * self.widths()[2];
         for block in self.blocks() {
@@ -222,7 +223,7 @@ impl Operands {
         }
     }
 
-    /// Returns the products of a block's queries with some keys.
+    /// Returns the unscaled scores of a block's queries and some keys: their products.
     fn scores(&self, block: &Range<usize>, keys: &Range<usize>) -> FlexTensor {
         let queries = self.part(Part::Queries, block);
         let keys = self.part(Part::Keys, keys);

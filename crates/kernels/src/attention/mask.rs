@@ -1,4 +1,4 @@
-//! The keys that a query sees.
+//! The keys that a query attends to.
 
 use std::ops::Range;
 
@@ -8,12 +8,12 @@ use crate::exp::exp_or_zero;
 use crate::rows::{exp_row, max, scale, sum_by, sum_pairs_by};
 use crate::vectors::Kernel;
 
-/// The rule for which keys a query sees.
+/// Which keys a query attends to.
 #[derive(Clone, Debug)]
 pub(super) enum Mask {
-    /// A query sees keys up to its own position.
+    /// A query attends to the keys up to its own position.
     Causal,
-    /// Scores are replaced with numbers wherever a mask is set, one mask after the other.
+    /// Wherever a mask is set, a number replaces the score, one mask after the other.
     Filled(Vec<Fill>),
 }
 
@@ -25,7 +25,8 @@ pub(crate) struct Fill {
     pub(crate) value: f32,
 }
 
-/// The masks of a block of queries. Each key has a code: zero, or the one-based index of the last mask that is set.
+/// The masks of a block of queries. The code of a query and key is zero, or the one-based index of the last mask that
+/// is set.
 pub(super) struct Codes {
     codes: Vec<u8>, // [heads or 1, queries, keys]
     planes: usize,
@@ -76,7 +77,8 @@ impl Codes {
         }
     }
 
-    /// Returns the range from the first to the last key that any query sees, or `None` if a query sees no key.
+    /// Returns the range from the first to the last key that any query attends to, or `None` if some query attends to
+    /// no key.
     pub(super) fn seen(&self) -> Option<Range<usize>> {
         let mut seen = self.keys..0;
         for row in self.codes.chunks_exact(self.keys.max(1)) {
@@ -113,7 +115,7 @@ impl Fill {
         }
     }
 
-    /// Writes the number wherever the mask of a query is set.
+    /// Writes the number to every key whose mask is set for the query.
     fn mark(&self, row: &mut [u8], [plane, query]: [usize; 2], number: u8) {
         let (shape, strides) = (self.mask.layout().shape(), self.mask.layout().strides());
         let at = [0, plane, query];
@@ -162,7 +164,7 @@ impl Kernel for CausalSoftmax<'_> {
     }
 }
 
-/// Softmax of rows of scores under masks. Returns true if the omitted keys contribute nothing.
+/// Softmax of rows of scores under masks. Returns true if omitting the other keys does not change the result.
 pub(super) struct MaskedSoftmax<'a> {
     pub(super) scores: &'a mut [f32], // [heads, queries, keys]
     pub(super) keys: Range<usize>,

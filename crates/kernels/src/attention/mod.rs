@@ -88,11 +88,11 @@ pub(crate) fn causal_gradient(
 
 /// The changes to the scores and probabilities of an attention.
 pub(crate) struct Weighting {
-    /// The factor on the scores.
+    /// The factor that multiplies the scores.
     pub(crate) scale: f32,
     /// The masks, with the numbers that replace scores where they are set.
     pub(crate) fills: Vec<Fill>,
-    /// The factors on the probabilities, if any.
+    /// The factors that multiply the probabilities, if any.
     pub(crate) factors: Option<Factors>,
 }
 
@@ -102,8 +102,8 @@ impl Weighting {
     }
 }
 
-/// Computes the attention of queries to keys, each `[batch, time, heads, head_dim]`. Returns the mixed values,
-/// `[batch, time of queries, heads, width of values]`.
+/// Computes the attention of queries to keys, each `[batch, time, heads, head_dim]`. Returns the output, `[batch, time
+/// of queries, heads, width of values]`.
 pub(crate) fn weighted(qkv: [FlexTensor; 3], weighting: Weighting) -> FlexTensor {
     weighting.of(qkv).forward()
 }

@@ -28,11 +28,11 @@ struct Case {
     parts: [Vec<f32>; 4],
     /// Elements, shape and number of each mask.
     fills: Vec<(Vec<bool>, [usize; 4], f32)>,
-    /// Factors on the probabilities, if any.
+    /// Factors that multiply the probabilities, if any.
     factors: Option<Vec<f32>>,
 }
 
-/// The common factor on all probabilities, in addition to their own.
+/// The factor that multiplies all probabilities, in addition to each one's factor.
 const KEPT: f32 = 1.25;
 
 impl Case {
@@ -125,7 +125,7 @@ impl Case {
         [floats(result.inner()), of(&q), of(&k), of(&v)]
     }
 
-    /// Returns the same from the kernels. The operands are views, heads before time in memory.
+    /// Computes the result and gradients with the kernels. The operands are views, heads before time in memory.
     fn fused(&self) -> [Vec<f32>; 4] {
         let shapes = self.shapes();
         let tensor = |index: usize| {
@@ -249,7 +249,7 @@ fn masked_non_finite_scores_match_the_composed_attention() {
             for part in 0..4 {
                 for value in [-1e4, f32::NEG_INFINITY] {
                     let mut case = Case::new(sizes);
-                    // The last row of the part, which most queries do not see.
+                    // The last row of the part, which most queries do not attend to.
                     let len = case.parts[part].len();
                     case.parts[part][len - 1] = special;
                     let causal = move |[_, _, query, key]: [usize; 4]| key * queries > query * keys;
@@ -263,7 +263,7 @@ fn masked_non_finite_scores_match_the_composed_attention() {
             let mut case = Case::new(sizes)
                 .fill([true, false, true, true], -1e4, causal)
                 .multiplied();
-            // The factor of the last key for the first query, which does not see it.
+            // The factor of the last key for the first query, which does not attend to it.
             case.factors.as_mut().unwrap()[keys - 1] = special;
             case.check(&format!("{special} as a factor"));
         }
@@ -272,7 +272,7 @@ fn masked_non_finite_scores_match_the_composed_attention() {
 
 #[test]
 fn scores_far_below_the_mask_value_still_count() {
-    // All keys that a query sees have scores of -3e4, so masked keys at -1e4 win.
+    // All keys that a query attends to have scores of -3e4, so masked keys at -1e4 win.
     let sizes = [1, 1, 3, 5, 1, 2];
     let mut case = Case::new(sizes);
     case.parts[0].fill(300.0);

@@ -21,7 +21,7 @@ use burn_ir::ScalarIr;
 pub struct PointwiseProgram {
     /// The steps. The last one computes the result.
     steps: Vec<Step>,
-    /// The numbers that steps use.
+    /// The numbers that the steps use as operands.
     numbers: Vec<f64>,
     /// Index of the input whose memory receives the result, if possible.
     written_over: Option<usize>,
@@ -72,19 +72,19 @@ operations! {
     Div,
     /// The first operand to the power of the second.
     Powf,
-    /// The negated first operand.
+    /// The negative of the operand.
     Neg,
-    /// The absolute value.
+    /// The absolute value of the operand.
     Abs,
-    /// The reciprocal.
+    /// The reciprocal of the operand.
     Recip,
-    /// The square root.
+    /// The square root of the operand.
     Sqrt,
-    /// The exponential function.
+    /// The exponential of the operand.
     Exp,
-    /// The natural logarithm.
+    /// The natural logarithm of the operand.
     Log,
-    /// The hyperbolic tangent.
+    /// The hyperbolic tangent of the operand.
     Tanh,
     /// The first operand if it is above zero or NaN, and otherwise zero.
     Relu,
@@ -261,5 +261,5 @@ impl PointwiseProgram {
     }
 }
 
-/// Scalars before a program's steps.
+/// Number of scalars before a program's steps.
 const HEADER: usize = 2;

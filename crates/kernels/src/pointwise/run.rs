@@ -99,7 +99,7 @@ enum Source<'a> {
         offset: usize,
         dims: Vec<(usize, isize)>,
     },
-    /// The memory of the result.
+    /// The memory that receives the result.
     Result,
 }
 
@@ -163,7 +163,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Copies elements with strides.
+    /// Copies a block of elements with strides.
     #[inline(always)]
     fn walk<T: Copy>(
         &self,

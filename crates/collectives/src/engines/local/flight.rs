@@ -16,7 +16,7 @@ use burn_fsdp_transport::{
 #[derive(Debug)]
 pub(super) struct LocalFlight {
     team: Arc<Team>,
-    /// The rank in the group.
+    /// This rank's number in the group.
     rank: usize,
     round: Arc<Round>,
     into: Vec<Buffer>,
@@ -43,7 +43,7 @@ impl LocalFlight {
         &self.round.claim(self.rank).signature
     }
 
-    /// Fills the buffers. All ranks have published the same signature.
+    /// Fills the buffers. All ranks must have published the same signature.
     fn transfer(&mut self, into: &mut [Buffer]) -> Result<(), Withdrawn> {
         let round = self.round.clone();
         let signature = &round.claim(self.rank).signature;
@@ -66,7 +66,7 @@ impl LocalFlight {
                 self.findings.results = results.collect();
             }
             (_, None) => {
-                // Begins with this rank. At any time, the ranks then read from different places.
+                // Each rank begins with its own source, so the ranks read from different places at any time.
                 for from in (self.rank..self.team.size()).chain(0..self.rank) {
                     if signature.travels(from, self.rank) && !into.is_empty() {
                         let routes = signature.routes(from, self.rank);
@@ -107,12 +107,12 @@ impl LocalFlight {
         Ok(())
     }
 
-    /// Returns true if the ranks have announced checksums of the bytes that they contribute.
+    /// Returns true if this rank has announced checksums, which all ranks then do.
     fn compares(&self) -> bool {
         !self.round.claim(self.rank).checks.given.is_empty()
     }
 
-    /// Compares the addends of a slice, as they were when they were combined, with the announced checksums.
+    /// Compares the checksums of a slice's addends, taken while they were combined, with the announced ones.
     fn check_addends(&mut self, tensors: &[Sources], slice: usize, combined: &[Combined]) {
         let round = self.round.clone();
         for (from, sources) in tensors.iter().enumerate() {
@@ -140,8 +140,8 @@ impl LocalFlight {
         });
     }
 
-    /// Returns memory for a slice from the pool of the rank that the slice is assigned to, whichever rank combines it.
-    /// A rank's pool therefore has the same contents each time.
+    /// Takes memory for a slice from the pool of the rank that the slice is assigned to, no matter which rank combines
+    /// it. A rank's pool therefore has the same contents in each run.
     fn slice_buffers(
         &self,
         slice: usize,
@@ -176,7 +176,7 @@ impl LocalFlight {
             return;
         }
         if self.team.control.failure().is_some() {
-            // Not all ranks may ever finish.
+            // Some ranks may never finish.
             self.round.withdraw(self.rank);
         }
         if self.round.finish(self.rank) {

@@ -1,4 +1,4 @@
-//! The meeting place of a group.
+//! The state that the ranks of a group share, and a rank's handle to it.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -13,7 +13,7 @@ use burn_fsdp_transport::{BufferPool, Engine, Flight, Request};
 #[derive(Debug)]
 pub(super) struct LocalGroup {
     team: Arc<Team>,
-    /// The operations that not all ranks have started, by sequence number.
+    /// The operations that some ranks have yet to start, by sequence number.
     rounds: Mutex<HashMap<u64, Arc<Round>>>,
     /// The subgroups that some members have yet to collect, by number.
     subgroups: Mutex<HashMap<u64, Uncollected>>,
@@ -35,9 +35,9 @@ impl LocalGroup {
         })
     }
 
-    /// Returns a rank's handle.
-    pub(super) fn end(group: &Arc<Self>, rank: usize) -> LocalEnd {
-        LocalEnd {
+    /// Returns a rank's handle to the group.
+    pub(super) fn handle(group: &Arc<Self>, rank: usize) -> LocalHandle {
+        LocalHandle {
             group: group.clone(),
             rank,
         }
@@ -60,7 +60,7 @@ impl LocalGroup {
         round
     }
 
-    /// Returns the subgroup. The first member to call makes it, and the last removes it from the map.
+    /// Returns the subgroup. The first member to call creates it, and the last removes it from the map.
     fn collect(&self, subgroup: &Subgroup) -> Arc<LocalGroup> {
         let mut subgroups = lock(&self.subgroups);
         let uncollected = subgroups.entry(subgroup.number).or_insert_with(|| {
@@ -87,12 +87,12 @@ impl LocalGroup {
 
 /// A rank's handle to a [`LocalGroup`].
 #[derive(Debug)]
-pub(super) struct LocalEnd {
+pub(super) struct LocalHandle {
     group: Arc<LocalGroup>,
     rank: usize,
 }
 
-impl Messages for LocalEnd {
+impl Messages for LocalHandle {
     fn control(&self) -> &Arc<Control> {
         &self.group.team.control
     }
@@ -103,7 +103,7 @@ impl Messages for LocalEnd {
     }
 }
 
-impl Engine for LocalEnd {
+impl Engine for LocalHandle {
     fn name(&self) -> &'static str {
         "local"
     }
@@ -126,7 +126,7 @@ impl Engine for LocalEnd {
     }
 
     fn split(&self, subgroup: Subgroup) -> Box<dyn Engine> {
-        Box::new(LocalGroup::end(
+        Box::new(LocalGroup::handle(
             &self.group.collect(&subgroup),
             subgroup.rank,
         ))

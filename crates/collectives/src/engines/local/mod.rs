@@ -15,10 +15,10 @@ use self::group::LocalGroup;
 use burn_fsdp_rendezvous::Control;
 use burn_fsdp_transport::{BufferPool, Engine};
 
-/// Returns the handles to the group of all ranks of a world, by rank. Each rank has one of the pools.
-pub(crate) fn ends(control: &Arc<Control>, pools: Vec<BufferPool>) -> Vec<Box<dyn Engine>> {
+/// Returns each rank's handle to the group of all ranks of a world, in rank order. `pools` has one pool per rank.
+pub(crate) fn handles(control: &Arc<Control>, pools: Vec<BufferPool>) -> Vec<Box<dyn Engine>> {
     let ranks = 0..pools.len();
     let group = LocalGroup::new(control.clone(), pools);
-    let end = |rank| Box::new(LocalGroup::end(&group, rank)) as Box<dyn Engine>;
-    ranks.map(end).collect()
+    let handle = |rank| Box::new(LocalGroup::handle(&group, rank)) as Box<dyn Engine>;
+    ranks.map(handle).collect()
 }

@@ -1,4 +1,4 @@
-//! The meeting of the ranks of a group for one operation.
+//! The state that the ranks of a group share for one operation.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use burn_fsdp_rendezvous::{Claim, Meeting, lock};
 use burn_fsdp_transport::Source;
 
-/// An operation of one group. Kept alive by the ranks that are still using it.
+/// An operation of one group. The ranks that still use it keep it alive.
 #[derive(Debug)]
 pub(super) struct Round {
     seats: Vec<Seat>,
@@ -121,7 +121,7 @@ impl Round {
         self.released.load(Ordering::Acquire)
     }
 
-    /// Assigns the task of combining a slice to `rank`, unless another rank already has it.
+    /// Assigns a slice to `rank`, which must combine it. Returns false if another rank already has it.
     pub(super) fn take_slice(&self, slice: usize, rank: usize) -> bool {
         self.slices[slice].taken_by.set(rank).is_ok()
     }

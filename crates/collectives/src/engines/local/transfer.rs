@@ -1,7 +1,7 @@
 //! Moving bytes from the ranks' sources into one rank's buffers.
 //!
-//! Lengths are not checked again here. A call's own lengths are checked when it starts, and the agreement of the ranks
-//! is checked when they meet.
+//! Lengths are not checked again here: each call checks its lengths when it starts, and the ranks then compare their
+//! claims.
 
 use std::ops::Range;
 
@@ -34,8 +34,8 @@ pub(super) fn copy_all(
 
 /// Fills each buffer with the result of a reduction in which every rank has combined a slice.
 ///
-/// Begins with the slice of rank `first`. If every rank begins with its own slice, the ranks read from different places
-/// at any time. Returns the checksums of each buffer if `reads` is true.
+/// Begins with the slice of rank `first`. If every rank begins with its own slice, they read from different places at
+/// any time. Returns the checksums of each buffer if `reads` is true.
 pub(super) fn join(
     reduction: &Reduction,
     extents: &[Extent],
@@ -62,8 +62,8 @@ pub(super) fn join(
     checksums
 }
 
-/// Fills each buffer with the shard of rank `shard` of the combination of the ranks' full tensors. Returns the
-/// checksums of each buffer's addends and result if `reads` is true.
+/// Combines the ranks' full tensors, and fills each buffer with shard `shard` of the result. Returns the checksums of
+/// each buffer's addends and result if `reads` is true.
 pub(super) fn combine(
     reduction: &Reduction,
     extents: &[Extent],

@@ -1,10 +1,10 @@
-//! The addends of the other ranks in a reduction: receiving and combining them.
+//! Receives and combines the addends of the other ranks in a reduction.
 
 use super::landing::Landing;
 use burn_fsdp_rendezvous::{Reduction, Signature};
 use burn_fsdp_transport::{Buffer, BufferPool, Source, reduce};
 
-/// Returns buffers for the addends of a rank.
+/// Returns buffers for the addends that rank `from` sends to rank `to`.
 pub(super) fn scratch(signature: &Signature, from: usize, to: usize, pool: &BufferPool) -> Landing {
     let routes = signature.routes(from, to);
     Landing::new(
@@ -15,8 +15,8 @@ pub(super) fn scratch(signature: &Signature, from: usize, to: usize, pool: &Buff
     )
 }
 
-/// Combines a rank's own share of its sources with the other ranks' addends, in rank order. `addends` has one buffer
-/// per part for each other rank.
+/// Combines this rank's share of its sources with the other ranks' addends, in rank order. `addends` has one buffer per
+/// part for each other rank.
 pub(super) fn combine(
     signature: &Signature,
     reduction: &Reduction,

@@ -12,7 +12,7 @@ use burn_fsdp_transport::{
     Awaited, BufferPool, Completion, Engine, Findings, Flight, Request, Source, Withdrawn,
 };
 
-pub(super) struct MpiEnd {
+pub(super) struct MpiHandle {
     control: Arc<Control>,
     /// The group's number in the world.
     number: u64,
@@ -23,7 +23,7 @@ pub(super) struct MpiEnd {
     commands: Sender<Command>,
 }
 
-impl MpiEnd {
+impl MpiHandle {
     /// Returns the handle to the group of all ranks.
     pub(super) fn new(
         control: Arc<Control>,
@@ -44,13 +44,13 @@ impl MpiEnd {
     }
 }
 
-impl fmt::Debug for MpiEnd {
+impl fmt::Debug for MpiHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "MpiEnd({} in {:?})", self.rank, self.members)
+        write!(f, "MpiHandle({} in {:?})", self.rank, self.members)
     }
 }
 
-impl MpiEnd {
+impl MpiHandle {
     /// Makes MPI's thread start an operation.
     fn command(&self, request: Request) -> (Arc<Shared>, Vec<Source>) {
         let Request {
@@ -77,7 +77,7 @@ impl MpiEnd {
     }
 }
 
-impl Messages for MpiEnd {
+impl Messages for MpiHandle {
     fn control(&self) -> &Arc<Control> {
         &self.control
     }
@@ -93,7 +93,7 @@ impl Messages for MpiEnd {
     }
 }
 
-impl Engine for MpiEnd {
+impl Engine for MpiHandle {
     fn name(&self) -> &'static str {
         "mpi"
     }

@@ -26,28 +26,28 @@ const ELEMENTS: [ElementType; 12] = [
 
 const OPS: [ReduceOp; 4] = [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max, ReduceOp::Min];
 
-/// No rank.
+/// Encodes `None`.
 const NONE: u64 = u64::MAX;
 
 /// A message between processes.
 #[derive(Debug, PartialEq)]
 pub(super) enum Header {
-    /// A rank starts an operation.
+    /// Announces that a rank starts an operation.
     Claim(ClaimHeader),
-    /// News that concerns the world.
+    /// Reports news that concerns the world.
     News(News),
 }
 
 /// The header that tells another rank that this rank starts an operation.
 #[derive(Debug, PartialEq)]
 pub(super) struct ClaimHeader {
-    /// The operation: the group's number and the sequence number in it.
+    /// The group's number, and the operation's sequence number in the group.
     pub(super) round: (u64, u64),
     /// The tag of the data that follows.
     pub(super) tag: u32,
     /// True if the rank needs the operation's result.
     pub(super) receives: bool,
-    /// The signature, as [`signature_bytes`] writes it.
+    /// The signature, encoded by [`signature_bytes`].
     pub(super) signature: Vec<u8>,
     pub(super) note: Vec<u8>,
     pub(super) checks: Checks,
@@ -131,7 +131,7 @@ impl Header {
     }
 }
 
-/// Encodes a signature; equal signatures give equal bytes.
+/// Encodes a signature. Equal signatures have equal encodings.
 pub(super) fn signature_bytes(signature: &Signature) -> Vec<u8> {
     let Signature {
         kind,
@@ -258,7 +258,7 @@ impl<'a> Reader<'a> {
 
     fn indices(&mut self) -> Option<Vec<usize>> {
         let len = self.index()?;
-        // Each element takes as many bytes as a word, so a wrong length allocates nothing.
+        // Each element takes the bytes of a word, so a length that is too large allocates nothing.
         (0..len).map(|_| self.index()).collect()
     }
 

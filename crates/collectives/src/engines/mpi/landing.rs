@@ -1,4 +1,4 @@
-//! Buffers that are being filled.
+//! Buffers that transfers fill.
 
 #![allow(
     unsafe_code,
@@ -51,17 +51,18 @@ impl Landing {
         unsafe { start.add(range.start) }
     }
 
-    /// Copies bytes to a range of a buffer, while transfers into others continue.
+    /// Copies bytes to a range of a buffer, while transfers into other ranges may continue.
     ///
     /// # Panics
     ///
-    /// As in [`place`](Self::place), and if the range and the bytes differ in length.
+    /// If the range is outside the buffer, or its length differs from the number of bytes.
     pub(super) fn put(&self, buffer: usize, range: Range<usize>, bytes: &[u8]) {
         assert_eq!(range.len(), bytes.len(), "bytes for a range of a buffer");
         let guard = lock(&self.buffers);
         if guard.is_some() {
-            // SAFETY: in bounds, and not taken, as the lock guarantees. The ranges of an operation's ranks do not
-            // overlap, so no transfer writes this one. Others write it only one at a time, under the lock.
+            // SAFETY: the range is in bounds. The lock guarantees that the buffers are not taken, and that only one
+            // thread copies at a time. The ranges of an operation's ranks do not overlap, so no transfer writes this
+            // one.
             let place = unsafe {
                 std::slice::from_raw_parts_mut(self.place(buffer, range.clone()), range.len())
             };

@@ -18,7 +18,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
 use std::time::Duration;
 
-use self::engine::MpiEnd;
+use self::engine::MpiHandle;
 use self::progress::{Command, Progress};
 use self::wire::Wire;
 use burn_fsdp_rendezvous::{Control, Messenger, News};
@@ -84,14 +84,14 @@ impl Connection {
     }
 
     /// Returns this rank's handle to the group of all ranks.
-    pub(crate) fn end(&self, control: Arc<Control>, pool: BufferPool) -> Box<dyn Engine> {
+    pub(crate) fn handle(&self, control: Arc<Control>, pool: BufferPool) -> Box<dyn Engine> {
         let members = (0..self.size).collect();
         let commands = self.commands.clone();
-        Box::new(MpiEnd::new(control, members, self.rank, pool, commands))
+        Box::new(MpiHandle::new(control, members, self.rank, pool, commands))
     }
 
-    /// Ends MPI: together with the others if all have ended without a failure, otherwise without them. Gives up after
-    /// `patience`.
+    /// Ends MPI. `with_others` is true if all ranks have ended without a failure: the processes then end MPI together.
+    /// Gives up after `patience`.
     pub(crate) fn close(self, with_others: bool, patience: Duration) {
         let _ = self.commands.send(Command::Close { with_others });
         // The thread is done, or is stuck in MPI waiting for a process that is gone. Nothing more can be done here.

@@ -16,24 +16,24 @@ use burn_fsdp_transport::Source;
 /// sleeps between polls.
 const LOOK_FOR: Duration = Duration::from_millis(1);
 
-/// The same time while the rank computes. It is short, because polling may take the rank's core, and covers a rank that
+/// The same limit while the rank computes. It is short because polling may take the rank's core, but covers a rank that
 /// has started an operation and is about to wait.
 const LOOK_UNAWAITED_FOR: Duration = Duration::from_micros(20);
 
 /// The sleep between two polls while operations are in progress.
 const SHORT_SLEEP: Duration = Duration::from_micros(50);
 
-/// The sleep between two polls while there are none. A command wakes the thread immediately. Other ranks' headers only
-/// matter once this rank starts the operation, and news of failures may be delayed by this much.
+/// The sleep between two polls while no operations are in progress. A command wakes the thread immediately. Other
+/// ranks' headers only matter once this rank starts the operation, and news of failures may be delayed by this much.
 const LONG_SLEEP: Duration = Duration::from_millis(1);
 
-/// The commands from the rank's threads to MPI's thread.
+/// A command from the rank's threads to MPI's thread.
 pub(super) enum Command {
     Start(Box<Start>),
-    /// A failure domain that this rank belongs to.
+    /// Adds a failure domain that this rank belongs to.
     Domain(Arc<Control>),
     Tell(News),
-    /// The end of MPI, with or without the other processes.
+    /// Ends MPI, with or without the other processes.
     Close {
         with_others: bool,
     },
@@ -264,7 +264,7 @@ impl Progress {
                 Some(control) => control.world().has_departed(rank),
                 None => self.early_departed.push(rank),
             },
-            // A rank without a world waits for no other rank and needs no explanation.
+            // A rank that has yet to join its world waits for no other rank and needs no explanation.
             News::Waits { rank, wait } => {
                 if let Some(control) = self.domains.get(&WORLD_DOMAIN) {
                     control.world().waits(rank, wait);

@@ -21,9 +21,9 @@ pub(super) struct Shared {
     arrived: Vec<AtomicBool>,
     /// True once the other ranks' data has arrived.
     result: AtomicBool,
-    /// True once a thread has started to add this rank's share, by copying it next to the others' data or combining it
-    /// with them. MPI's thread starts only before `result`, and has finished by then; the rank's thread may start at
-    /// any time.
+    /// True once a thread has started to add this rank's share: to copy it next to the others' data or to combine it
+    /// with them. MPI's thread only does so before it sets `result`, and has then finished. The rank's thread may start
+    /// at any time.
     is_completed: AtomicBool,
     /// Ranks that have received all of this rank's bytes.
     given: Vec<AtomicBool>,
@@ -38,7 +38,7 @@ pub(super) struct Shared {
 impl Shared {
     pub(super) fn new(size: usize, rank: usize, claim: Claim, into: Vec<Buffer>) -> Self {
         let claims: Vec<_> = (0..size).map(|_| OnceLock::new()).collect();
-        // An all-reduce is combined slice by slice, and its own slice is placed with the others.
+        // An all-reduce is combined slice by slice, and this rank's slice is placed like the others.
         let is_by_slices = claim.signature.kind == OperationKind::AllReduce;
         let is_completed = into.is_empty() || is_by_slices;
         let _ = claims[rank].set(claim);
@@ -70,7 +70,8 @@ impl Shared {
         self.claim(self.rank).signature.reduction.is_none()
     }
 
-    /// Adds this rank's own share, unless a thread has already begun to. Data to be combined must have arrived.
+    /// Adds this rank's share, unless a thread has already begun to. For a reduction, the others' data must have
+    /// arrived.
     pub(super) fn complete(&self, sources: &[Source]) {
         if self.is_completed.swap(true, Ordering::AcqRel) {
             return;
@@ -252,7 +253,7 @@ impl Round {
             self.send(wire, from, header.receives)?;
             self.receive(wire, from, header.tag)?;
         }
-        // After the transfers have begun, so that a waiting rank sees that there are some.
+        // After the transfers have begun, so a rank that sees the claims also sees the transfers.
         let shared = &self.start.shared;
         shared.num_claims.fetch_add(1, Ordering::AcqRel);
         self.start.control.ring();
@@ -334,7 +335,8 @@ impl Round {
         }
         let is_there = is_all && self.receives.is_empty() && self.slices.is_empty();
         if is_there && !shared.has_result() && (self.has_combined || !is_reduced) {
-            // Hidden behind the rank's computation. A waiting rank does this itself: it is idle and has more threads.
+            // Overlaps with the rank's computation. A waiting rank does this itself, because it is idle and has more
+            // threads.
             if is_wanted && !self.start.control.is_awaited() {
                 shared.complete(&self.start.sources);
             }

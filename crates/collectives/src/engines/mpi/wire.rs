@@ -28,7 +28,7 @@ const MOST_BYTES: usize = 1 << 30;
 /// The tag of headers. Data uses the tags from [`FIRST_DATA_TAG`] on.
 const HEADER_TAG: c_int = 1;
 
-/// The first tag of data.
+/// The first tag of data messages.
 pub(super) const FIRST_DATA_TAG: u32 = 2;
 
 /// The largest tag that every MPI supports.
@@ -42,9 +42,9 @@ pub(super) struct WireError {
     reason: String,
 }
 
-/// MPI in this process.
+/// This process's connection to MPI.
 pub(super) struct Wire {
-    /// The environment of MPI, which finalises MPI when it is dropped.
+    /// The environment of MPI. Dropping it finalises MPI.
     universe: Option<Universe>,
     world: ffi::MPI_Comm,
     /// Memory for incoming headers.
@@ -62,7 +62,7 @@ pub(super) struct Transfer {
 
 /// A header that has begun to arrive.
 pub(super) struct Incoming {
-    /// The rank that sends it.
+    /// The sending rank.
     pub(super) from: usize,
     transfer: Transfer,
     landing: Arc<Landing>,
@@ -194,7 +194,7 @@ impl Wire {
         let piece = |piece: Range<usize>| {
             let mut request = null_request();
             let len = piece.len() as c_int;
-            // SAFETY: the landing guarantees that the place is its own and in bounds. Nobody else touches it until the
+            // SAFETY: the landing owns the memory and checks its bounds. Nobody else touches the range until the
             // landing is taken, which is after this transfer. The transfer keeps the landing alive.
             let code = unsafe {
                 ffi::MPI_Irecv(
