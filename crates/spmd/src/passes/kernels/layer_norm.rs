@@ -15,7 +15,7 @@ struct Forward {
     x: TensorId,
     y: TensorId,
     beta: TensorId,
-    /// The scaling applies to the rows of `x` minus their means.
+    /// The scaling of the rows of `x` minus their means.
     scaled: Scaled,
     nodes: BTreeSet<usize>,
     at: usize,
