@@ -9,7 +9,7 @@ use super::scalar::Scalar;
 use super::softmax::{each_row, softmax, softmax_gradient};
 use super::tensor::Tensor;
 
-/// An attention; its operands are `[batch, time, heads, width]`.
+/// A call of attention, with operands `[batch, time, heads, width]`.
 pub(super) struct Attention<'a, N> {
     /// Queries, keys, values.
     operands: [&'a Tensor<N>; 3],
@@ -79,7 +79,7 @@ impl<'a, N: Number> Attention<'a, N> {
     }
 }
 
-/// A causal self-attention, with queries, keys and values in one tensor.
+/// A call of causal self-attention, with queries, keys and values in one tensor.
 pub(super) struct Causal<N> {
     /// Queries, keys, values: `[batch, time, heads, width]`.
     parts: [Tensor<N>; 3],

@@ -17,7 +17,7 @@ use crate::graph::{Draw, Node, operation_name};
 /// The tensors of one rank.
 pub(super) type Values = HashMap<TensorId, Tensor>;
 
-/// Records for facts that arithmetic in the field cannot express.
+/// Facts, recorded during a run, that arithmetic in the field cannot express.
 #[derive(Default)]
 pub(super) struct Known {
     /// Each probability by its logarithm, recorded when a log-softmax is computed.

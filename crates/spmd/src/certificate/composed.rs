@@ -21,7 +21,7 @@ pub(super) struct KernelCall<'a, N> {
 
 /// Converts logarithms of probabilities back to the probabilities.
 pub(super) trait Logarithms<N> {
-    /// Records the probability that has a logarithm.
+    /// Records a probability under its logarithm.
     fn keep(&self, logarithm: N, probability: N);
     /// Returns the probability with this logarithm.
     fn probability(&self, logarithm: N) -> N;
@@ -236,7 +236,8 @@ impl<N: Number> KernelCall<'_, N> {
     }
 }
 
-/// Returns the gradient of the logits and the loss, which is the mean negative log-probability of the targets.
+/// Returns two results: the gradient of the logits, and the loss, which is the mean negative log-probability of the
+/// targets.
 fn cross_entropy<N: Number>(logits: &Tensor<N>, targets: &Tensor<N>) -> Vec<Tensor<N>> {
     let share = N::of_integer(targets.len() as i64).inverse();
     let mut loss = N::default();

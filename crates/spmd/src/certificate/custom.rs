@@ -46,7 +46,7 @@ impl Call<'_> {
         }
     }
 
-    /// Represents a gradient norm by the sum under its root, because norms are only combined.
+    /// Returns the sum under the root of a gradient norm, because norms of parts are combined before the root.
     fn local_norm(&self, call: &CustomOpIr) -> Result<Vec<Tensor>, String> {
         let order = self.scalar(1)?;
         let mut total = 0;

@@ -25,7 +25,7 @@ const ROWS: usize = 2_048;
 /// Rows of a proof: enough for Burn's `Linear` to multiply them as in the run.
 const FEW: usize = 64;
 
-/// A pass that changes its result by a fault.
+/// Wraps a pass, and plants a fault in its result.
 #[derive(Debug)]
 struct Faulty {
     pass: Box<dyn GraphTransform>,
@@ -70,12 +70,12 @@ fn planted(
 /// Counts the elements of a value in a graph.
 type Count = fn(&Graph, TensorId) -> usize;
 
-/// Counts the elements of a value in the graph.
+/// Returns the number of elements that a value has in the graph.
 fn own(graph: &Graph, id: TensorId) -> usize {
     graph.value(id).map_or(0, |value| value.num_elements())
 }
 
-/// Counts the elements of a value on which the pass bases decisions.
+/// Returns the number of elements by which passes judge a value.
 fn decisive(graph: &Graph, id: TensorId) -> usize {
     graph.sizes().elements(id, own(graph, id))
 }

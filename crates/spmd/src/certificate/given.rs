@@ -12,7 +12,7 @@ use super::tensor::{Kind, Tensor, View, filled, strides};
 use crate::graph::{Graph, Role, Trait, Value, is};
 use crate::place::Expand;
 
-/// The inputs of a step.
+/// The source of a step's random inputs.
 pub(super) struct Given<'a> {
     pub(super) mesh: Mesh,
     /// The number of valid indices of each integer input, by name.

@@ -1,4 +1,4 @@
-//! Operations along dims. A lane is the sequence of elements along the dims of an operation.
+//! Operations along dims. A lane is a sequence of elements along these dims.
 
 use super::field::{Element, add, inverse, mul, of_integer};
 use super::tensor::{Kind, Tensor, View};
@@ -91,7 +91,7 @@ pub(super) fn extreme(kind: Kind, lane: &[Element], largest: bool) -> usize {
     best
 }
 
-/// Returns the rows of the last dim.
+/// Returns the rows along the last dim.
 pub(super) fn rows<E>(tensor: &Tensor<E>) -> impl Iterator<Item = &[E]> {
     let width = tensor.shape.last().copied().unwrap_or(1).max(1);
     tensor.elements.chunks_exact(width)

@@ -22,7 +22,7 @@ pub(super) struct Fault {
     pub(super) reason: String,
 }
 
-/// The values of one rank.
+/// The state of one rank.
 #[derive(Default)]
 struct Rank {
     values: Values,
@@ -82,7 +82,7 @@ impl Machine {
         self.ranks.get(rank)?.written.get(&id).copied()
     }
 
-    /// Returns a value of a rank.
+    /// Returns a value of a rank, if it exists there.
     pub(super) fn get(&self, rank: usize, id: TensorId) -> Option<&Tensor> {
         self.ranks[rank].values.get(&id)
     }

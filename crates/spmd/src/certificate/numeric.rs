@@ -1,4 +1,4 @@
-//! Burn's operations on numbers, booleans, and single floats.
+//! Burn's numeric, boolean and float operations.
 
 use burn_ir::{
     ActivationOperationIr, BinaryOpIr, BoolOperationIr, FloatOperationIr, IntOperationIr,

@@ -144,7 +144,7 @@ impl Outcome {
         })
     }
 
-    /// Returns the number of elements.
+    /// Returns the number of elements of all tensors.
     pub(super) fn num_elements(&self) -> usize {
         let tensors = self.tensors().flat_map(|(_, tensors)| tensors);
         tensors.map(Tensor::len).sum()

@@ -56,7 +56,7 @@ impl Arithmetic {
     }
 }
 
-/// Returns `base` to the power `exponent`. Small integer powers are computed as products, so they equal such products.
+/// Returns `base` to the power `exponent`. Small integer powers equal the corresponding products.
 pub(super) fn power_of(base: Element, exponent: Scalar) -> Element {
     const LARGEST: f64 = 16.0;
     match exponent.number() {

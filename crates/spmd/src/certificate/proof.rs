@@ -34,8 +34,8 @@ pub struct Certificate {
     /// Operations that were treated as uninterpreted functions: equal operands have equal results, and nothing else is
     /// assumed.
     pub uninterpreted: Vec<String>,
-    /// Kernels that were replaced with their composed forms in the proof, each with the number of instances that were
-    /// checked in 64-bit floats.
+    /// Kernels that were replaced with their composed forms in the proof, each with the number of different calls that
+    /// were checked in 64-bit floats.
     pub checked_in_floats: BTreeMap<String, usize>,
     /// Passes that are not proved: the user's, which may change what the step computes, and gradient clipping after
     /// them.
@@ -75,7 +75,7 @@ impl fmt::Display for Certificate {
 /// Number of consecutive steps in a proof. Each begins with the state that the previous step left.
 const NUM_STEPS: usize = 2;
 
-/// The setting of a proof.
+/// The parameters of a proof.
 #[derive(Clone, Copy)]
 pub(crate) struct Proof<'a> {
     pub(crate) mesh: &'a Mesh,
@@ -85,7 +85,7 @@ pub(crate) struct Proof<'a> {
     pub(crate) joined: Option<&'a Expand>,
 }
 
-/// The graphs of a step that consists of three.
+/// The three graphs of a divided step.
 #[derive(Clone, Copy)]
 pub(crate) struct Parts<'a> {
     /// The graphs of [`Iteration`](crate::passes::Iteration) or of [`MicroSteps`](crate::passes::MicroSteps), in the

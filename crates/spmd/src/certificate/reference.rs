@@ -16,7 +16,7 @@ use super::tensor::Tensor;
 use crate::graph::{Graph, Node, Phase, Role};
 use crate::norm::{GRAD_NORM, scalars};
 
-/// The mean gradients over ranks, one for each micro-batch.
+/// For each gradient, its means over ranks: one for each micro-batch.
 type Gradients = BTreeMap<TensorId, Vec<Tensor>>;
 
 /// Runs a one-rank graph on each rank of the machine, once per micro-batch, and replaces each rank's gradients and loss

@@ -43,9 +43,9 @@ pub struct Collective {
 pub enum CollectiveKind {
     /// All-gather: every rank gets the shards of all ranks.
     AllGather,
-    /// Reduce-scatter: every rank gets its shard of the combination over all ranks.
+    /// Reduce-scatter: every rank gets its shard of the reduced tensor.
     ReduceScatter,
-    /// All-reduce: every rank gets the combination over all ranks.
+    /// All-reduce: every rank gets the whole reduced tensor.
     AllReduce,
     /// All-to-all: tensors that are sharded along one dim become sharded along another.
     AllToAll,
@@ -57,7 +57,7 @@ pub enum Payload {
     /// Parts of parameters, which are given and may be gathered at any time before their use.
     Parameter,
     /// Gradients and the loss. Their results are read after backward: by the optimizer, by gradient clipping, or by a
-    /// mean over copies.
+    /// mean over replicas.
     Gradient,
     /// Values that the next operations read, or that do not exist before this node runs.
     Activation,

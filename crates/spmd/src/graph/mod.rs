@@ -397,7 +397,7 @@ impl Graph {
         self.ranks.placements.get(&id).map(Vec::as_slice)
     }
 
-    /// Returns true if the placements of values were chosen one by one, so the batch is joined.
+    /// Returns true if placements were chosen value by value, which implies a joined batch.
     pub(crate) fn is_placed(&self) -> bool {
         !self.ranks.placements.is_empty()
     }

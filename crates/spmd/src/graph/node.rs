@@ -18,7 +18,7 @@ use super::value::Value;
 pub struct Node {
     /// Burn's operation. [`OperationIr::Custom`] for collectives, [`OperationIr::Drop`] for drops.
     pub operation: OperationIr,
-    /// Phase of the step that the node belongs to.
+    /// The node's phase in the step.
     pub phase: Phase,
     /// The collective that the node runs, if it runs one.
     pub collective: Option<Collective>,

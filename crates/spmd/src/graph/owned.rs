@@ -65,7 +65,7 @@ impl Absent {
 }
 
 impl Graph {
-    /// Declares the values that have an owner.
+    /// Sets the owners of the values that only one rank has.
     pub(crate) fn set_owned(&mut self, owned: BTreeMap<TensorId, Owner>) {
         self.ranks.owned = owned;
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 pub struct AxisShift {
     /// The mesh axis.
     pub axis: Arc<str>,
-    /// The dim that is cut.
+    /// The dim along which ranks take different parts.
     pub dim: usize,
     /// Length of each rank's part.
     pub len: usize,

@@ -1,4 +1,4 @@
-//! The memory of a node's outputs: new memory, or an input's.
+//! The memory of a node's outputs: newly allocated, or shared with an input.
 
 use burn_ir::TensorId;
 

@@ -148,7 +148,7 @@ impl Parameter {
     }
 }
 
-/// The replacement of a given value by another for the next step.
+/// Replaces a given value with another before the next step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Update {
     /// A given value: a parameter, a buffer or a state.

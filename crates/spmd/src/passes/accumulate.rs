@@ -1,4 +1,4 @@
-//! The split of a step over several micro-batches, whose gradients are summed before the optimizer's step.
+//! Splits a step into micro-batches, whose gradients are summed before the optimizer runs.
 //!
 //! It takes a graph with collectives whose optimizer is still at the end, and returns three graphs.
 

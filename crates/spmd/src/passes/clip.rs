@@ -84,7 +84,7 @@ impl GraphTransform for ClipGradients {
         for parameter in graph.parameters_mut() {
             parameter.gradient = parameter.gradient.map(|gradient| scaled[&gradient]);
         }
-        // Some optimizers keep the first gradient unchanged.
+        // Some optimizers store the first gradient unchanged as a state.
         let mut updates = graph.updates().to_vec();
         for update in updates
             .iter_mut()

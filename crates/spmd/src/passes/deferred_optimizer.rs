@@ -1,4 +1,4 @@
-//! The move of the optimizer into the next step.
+//! Moves the optimizer into the next step.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

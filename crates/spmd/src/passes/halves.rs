@@ -1,5 +1,5 @@
-//! A step in two halves that run separately: forward and backward, which produce pending gradients, and the optimizer,
-//! which consumes them.
+//! Divides a step into two halves that run separately: forward and backward, which produce pending gradients, and the
+//! optimizer, which consumes them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -67,7 +67,7 @@ impl Halves {
                 _ => rest.push(node),
             }
         }
-        // Some optimizers keep the first gradient unchanged.
+        // Some optimizers store the first gradient unchanged as a state.
         let mut updates = graph.updates().to_vec();
         for update in updates
             .iter_mut()

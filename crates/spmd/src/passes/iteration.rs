@@ -1,4 +1,4 @@
-//! The choice of the nodes of a step that run in the next step.
+//! Moves nodes of a step into the next step.
 //!
 //! It takes a graph with collectives, before the last passes.
 
@@ -23,7 +23,7 @@ pub trait IterationMove: fmt::Debug + Send + Sync {
     /// Returns the name of the pass, as used in errors and [`Graph::applied`].
     fn id(&self) -> PassId;
 
-    /// Returns the passes that must not have been applied before it.
+    /// Returns the passes that must not have been applied before this one.
     fn before(&self) -> &'static [PassId] {
         &[PassId::Liveness]
     }

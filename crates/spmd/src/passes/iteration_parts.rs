@@ -1,4 +1,4 @@
-//! The split of a step into moved and unmoved nodes, and the three graphs that result.
+//! Splits a step into moved and unmoved nodes, and creates the three resulting graphs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU64;
@@ -31,7 +31,7 @@ pub struct Iteration {
     pub(crate) is_optimizer: bool,
 }
 
-/// A step in two parts: the nodes that move, and the nodes that stay.
+/// A step divided into the nodes that move and the nodes that stay.
 pub(super) struct Parts {
     /// The step with the pending values, without nodes.
     graph: Graph,

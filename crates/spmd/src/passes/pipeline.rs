@@ -58,7 +58,7 @@ impl Pipeline {
     ///
     /// # Errors
     ///
-    /// As [`run`](Self::run).
+    /// Same as [`run`](Self::run).
     pub(crate) fn run_seen(
         &self,
         mut graph: Graph,
@@ -75,7 +75,7 @@ impl Pipeline {
     ///
     /// # Errors
     ///
-    /// As [`run`](Self::run).
+    /// Same as [`run`](Self::run).
     pub fn stages(&self, graph: Graph) -> Result<Vec<Graph>, Error> {
         self.stages_seen(graph, &mut |_| {})
     }
@@ -84,7 +84,7 @@ impl Pipeline {
     ///
     /// # Errors
     ///
-    /// As [`run`](Self::run).
+    /// Same as [`run`](Self::run).
     pub(crate) fn stages_seen(
         &self,
         graph: Graph,
@@ -106,7 +106,7 @@ impl Pipeline {
     ///
     /// # Errors
     ///
-    /// As [`run`](Self::run); the errors of `check`.
+    /// Same as [`run`](Self::run); the errors of `check`.
     pub(crate) fn stages_as(
         &self,
         graph: Graph,
@@ -128,7 +128,7 @@ impl Pipeline {
         Ok(stages)
     }
 
-    /// Returns the passes that have something to do for a graph.
+    /// Returns the passes that act on a graph.
     fn acting_on(&self, graph: &Graph) -> Vec<&dyn GraphTransform> {
         let passes = self.passes.iter().map(AsRef::as_ref);
         passes.filter(|pass| pass.acts_on(graph)).collect()

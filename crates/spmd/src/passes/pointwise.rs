@@ -42,7 +42,7 @@ pub(super) const LARGE: usize = 1 << 16;
 /// increase memory: an operation joins the readers of its result if nothing runs between them, or if its inputs are
 /// held anyway or are not larger than its result.
 ///
-/// Scalars that change from step to step change in the program.
+/// Scalars that change from step to step are patched in the program.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct FusePointwise;
 
@@ -64,7 +64,7 @@ impl GraphTransform for FusePointwise {
         let mut nodes: Vec<Option<Node>> = graph.take_nodes().into_iter().map(Some).collect();
         let mut fused = BTreeMap::new();
         let mut gone = BTreeSet::new();
-        // Going backward fuses each operation into its last possible reader.
+        // Starting from the last node fuses each operation into its last possible reader.
         for root in (0..nodes.len()).rev() {
             if gone.contains(&root) {
                 continue;

@@ -1,13 +1,13 @@
-//! The axis of copies in hybrid sharding.
+//! Hybrid sharding.
 
 use burn_fsdp_mesh::{Axis, Mesh};
 
 use crate::error::Error;
 
-/// The axis of copies in hybrid sharding.
+/// The replica axis of hybrid sharding.
 #[derive(Debug, Clone)]
 pub struct Replicate {
-    /// The axis; its size is the number of replicas.
+    /// The mesh axis, whose size is the number of replicas.
     pub axis: Axis,
     /// True if the axis comes before the shard axis in the mesh.
     pub is_first: bool,

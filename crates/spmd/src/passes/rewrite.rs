@@ -1,4 +1,4 @@
-//! Rewriting of nodes that several passes share.
+//! Node rewriting shared by several passes.
 
 use std::collections::BTreeMap;
 

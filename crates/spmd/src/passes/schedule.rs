@@ -40,9 +40,9 @@ pub struct Options {
     pub recompute_units: Vec<Pattern>,
     /// True to free gathered weights after forward and gather them again in backward: the default.
     pub reshard_after_forward: bool,
-    /// Gradient clipping by norm; `None`, the default, clips nothing.
+    /// Gradient clipping by norm: off by default.
     pub clip: Option<Clip>,
-    /// Scaling of the loss, to keep 16-bit gradients from vanishing; `None`, the default, for none.
+    /// Scaling of the loss, to keep 16-bit gradients from vanishing: off by default.
     pub loss_scaling: Option<LossScaling>,
     /// Sizes of joined collectives; `None` for one collective per tensor.
     pub bucket: Option<Bucket>,
@@ -57,9 +57,9 @@ pub struct Options {
 /// The place in the step where the optimizer updates a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum OptimizerPlace {
-    /// The end of the step, after backward.
+    /// At the end of the step, after backward.
     AtEnd,
-    /// The first point in backward at which the gradient is complete and the parameter is no longer read.
+    /// In backward, as soon as the gradient is complete and the parameter is no longer read.
     InBackward,
     /// In the next forward, before the parameter's first read, see [`DeferOptimizer`](super::DeferOptimizer).
     InNextForward,
@@ -99,7 +99,7 @@ impl Options {
         self
     }
 
-    /// Sets whether chains of pointwise operations become one operation.
+    /// Sets whether chains of pointwise operations are fused.
     #[must_use]
     pub fn fuse(mut self, fuses: bool) -> Self {
         self.fuse = fuses;
@@ -340,7 +340,7 @@ fn scheduled(
     }
 }
 
-/// Returns the last passes, which apply to each graph of a step.
+/// Returns the passes that run last, on each graph of a step.
 pub fn last(options: &Options) -> Pipeline {
     let mut pipeline = Pipeline::new();
     if options.fuse {

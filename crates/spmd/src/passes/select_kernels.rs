@@ -58,7 +58,7 @@ impl GraphTransform for SelectKernels {
 /// A kernel, with operands, result and scalars.
 type Call = (FusedOperation, Vec<TensorIr>, TensorIr, Vec<ScalarIr>);
 
-/// Returns the call of the kernel that replaces a node.
+/// Returns the call of the kernel that replaces a node; `None` if the node stays.
 fn kernel_for(node: &Node, sizes: &Sizes) -> Option<Call> {
     if node.collective.is_some() || node.shift.is_some() || !node.scalars.is_empty() {
         return None;

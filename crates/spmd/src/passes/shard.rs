@@ -22,7 +22,8 @@ use crate::pass_id::PassId;
 use crate::place::{DataParallel, ExpandPlacements, least_communication_with};
 use crate::transform::GraphTransform;
 
-/// Insertion of collectives: turns the graph of one rank into the graphs of ranks that divide the batch.
+/// The pass that inserts collectives: it turns the graph of one rank into the graph of each rank, with the batch
+/// divided among them.
 ///
 /// With [`Strategy::NoShard`] every gradient is averaged by an all-reduce before the optimizer reads it. With
 /// [`Strategy::FullShard`] parameters become flat padded shards, and an all-gather precedes every use. Gradients are
@@ -332,7 +333,7 @@ impl Insertion<'_> {
                 }
             }
         }
-        // Some optimizers keep the first gradient unchanged.
+        // Some optimizers store the first gradient unchanged as a state.
         let mut updates = self.graph.updates().to_vec();
         for update in &mut updates {
             let role = self.graph.value(update.into).map(|value| &value.role);

@@ -90,7 +90,7 @@ impl Units {
     }
 }
 
-/// The pass that stores the unit of every parameter in the graph, for the passes that gather and join.
+/// The pass that stores the unit of every parameter in the graph, for passes that gather weights or join collectives.
 #[derive(Debug, Clone, Default)]
 pub struct AssignUnits(pub Units);
 

@@ -225,7 +225,7 @@ fn last_wish<'a>(wishes: &'a [Wish], axis: &str, name: &str) -> Option<&'a Wish>
     latest.find(|wish| wish.axis == axis && wish.pattern.matches(name))
 }
 
-/// Replicates values on axes of one rank.
+/// Sets the placement on axes of one rank to `Replicate`.
 fn cut(mut placements: Vec<AxisPlacement>) -> Vec<AxisPlacement> {
     for axis in &mut placements {
         if axis.num_ranks == 1 {

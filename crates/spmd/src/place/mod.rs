@@ -21,7 +21,7 @@
 //! | `shard(d)` | `replicate` | all-gather |
 //! | `partial(op)` | `replicate` | all-reduce |
 //! | `partial(sum or mean)` | `shard(d)` | reduce-scatter |
-//! | `shard(c)` | `shard(d)` | all-to-all; all-gather and slice where another axis cuts `d` |
+//! | `shard(c)` | `shard(d)` | all-to-all; all-gather and slice if another axis shards `d` |
 //!
 //! The parts of a dim that does not divide evenly are padded, see `padding.rs`.
 //!

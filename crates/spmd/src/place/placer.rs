@@ -55,9 +55,9 @@ pub(super) struct Placer {
 }
 
 impl Placer {
-    /// Begins the optimizer's nodes. They read gradients with the placements of their parameters, and given values in
-    /// the placements in which they are given. They must not read other copies, because forward and backward may run at
-    /// another time.
+    /// Prepares for the optimizer's nodes. They read gradients with the placements of their parameters, and given
+    /// values in the placements in which they are given. They must not read other copies, because forward and backward
+    /// may run at another time.
     pub(super) fn begin_optimizer(&mut self) {
         self.is_optimizing = true;
         self.before = self.placements();

@@ -298,8 +298,8 @@ fn locate<'a>(
 
 impl Placer {
     /// Records the placements requested for named activations, also for the values from which they are computed element
-    /// by element. If a product's addends plus a bias are named, they are then reduced directly to the requested
-    /// placement, without being whole in between.
+    /// by element. For example, if a product plus a bias is named, its addends are reduced directly to the requested
+    /// placement, and are never whole.
     fn look_ahead(&mut self, nodes: &[Node]) {
         let axes = &self.values.axes;
         for (id, destination) in &self.destinations {
@@ -389,7 +389,7 @@ impl Placer {
             return false;
         }
         let floats = |id| matches!(self.values.located.get(&id), Some(Located::Floating(_)));
-        // Checked first, because few nodes pass and the other check takes longer.
+        // The faster check comes first, and few nodes pass it.
         node.inputs().all(floats) && rules::may_wait(&node.operation)
     }
 

@@ -295,7 +295,7 @@ impl Redistribution<'_> {
         self.permute(split, &order)
     }
 
-    /// Turns a value of the shape [`stacked`] into the whole: its pieces are side by side along their dim.
+    /// Arranges the pieces of a value, which has the shape [`stacked`], side by side along their dim.
     fn side_by_side(
         &mut self,
         id: TensorId,

@@ -1,4 +1,4 @@
-//! Attention of queries to keys.
+//! Replaces attention with kernels.
 
 use std::collections::BTreeSet;
 

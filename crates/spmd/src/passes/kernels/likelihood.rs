@@ -1,4 +1,4 @@
-//! Logarithms of the probabilities of chosen classes; a cross entropy is their mean.
+//! Log-probabilities of chosen classes. A cross entropy is the negative of their mean.
 
 use std::collections::BTreeSet;
 

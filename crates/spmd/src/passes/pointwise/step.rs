@@ -26,7 +26,7 @@ enum Second<'a> {
     Number(ScalarIr),
     /// The first operand again.
     Same,
-    /// None: the result is one over the square, which is computed as [`Same`](Self::Same).
+    /// No second operand: the result is one over the square of the first, which is computed like [`Same`](Self::Same).
     Square,
 }
 

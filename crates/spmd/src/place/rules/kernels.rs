@@ -14,13 +14,13 @@ use crate::place::signature::{Letter, Signature, alphabet};
 /// Letter of the batch dim in queries, keys and values.
 const BATCH: Option<Letter> = Some('b');
 
-/// Letter of the dim of the queries.
+/// Letter of the query dim.
 const QUERIES: Option<Letter> = Some('q');
 
-/// Letter of the dim of the heads.
+/// Letter of the head dim.
 const HEADS: Option<Letter> = Some('h');
 
-/// Letter of the dim of the width of values.
+/// Letter of the width of values.
 const WIDTH: Option<Letter> = Some('w');
 
 /// Returns the signature of a kernel that [`UseKernels`](crate::passes::UseKernels) puts into a graph.

@@ -4,13 +4,13 @@
 //! |---|---|
 //! | `pointwise` | arithmetic, comparisons, activations, casts, masks |
 //! | `reduction` | sums, means, extrema, and scans and sorts along a dim |
-//! | `matmul` | matrix products and linear layers, with their backward |
+//! | `matmul` | matrix products and linear layers, with their gradients |
 //! | `views` | reshapes, permutations, expansions |
 //! | `slicing` | slices, assignment to slices, concatenation, repetition |
 //! | `indexing` | gather, scatter, select, embeddings |
 //! | `normalization` | layer norm, batch norm, softmax |
 //! | `attention` | fused attention |
-//! | `convolution` | convolutions and pooling, with their backward |
+//! | `convolution` | convolutions and pooling, with their gradients |
 //! | `random` | random numbers and constants |
 //! | `kernels` | kernels that later replace composed operations, only for type checks |
 //!
