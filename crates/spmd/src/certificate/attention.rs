@@ -13,7 +13,7 @@ use super::tensor::Tensor;
 pub(super) struct Attention<'a, N> {
     /// Queries, keys, values.
     operands: [&'a Tensor<N>; 3],
-    /// The factor on the scores.
+    /// The factor that scales the scores.
     scale: N,
     /// Masks, each with the score that it sets.
     fills: Vec<(&'a Tensor<N>, N)>,

@@ -42,7 +42,7 @@ pub trait IterationMove: fmt::Debug + Send + Sync {
 /// use burn_fsdp_spmd::Error;
 /// use burn_fsdp_spmd::passes::{IterationGraph, IterationMove, PassId};
 ///
-/// /// Moves the optimizer's work for only the head.
+/// /// Moves only the head's part of the optimizer.
 /// #[derive(Debug)]
 /// struct MoveHead;
 ///

@@ -33,7 +33,7 @@ pub struct Iteration {
 
 /// A step divided into the nodes that move and the nodes that stay.
 pub(super) struct Parts {
-    /// The step with the pending values, without nodes.
+    /// The graph of the step, with pending values added and nodes removed.
     graph: Graph,
     /// The nodes that stay, with their positions in the step.
     stays: Vec<(usize, Node)>,

@@ -156,7 +156,7 @@ impl<'a> Choice<'a> {
         choice
     }
 
-    /// Returns the value that holds the memory of this one.
+    /// Returns the value whose memory a view shares, or the value itself if it is no view.
     fn owner(&self, mut id: TensorId) -> TensorId {
         while let Some(base) = self.writers.get(&id).and_then(|node| self.base(node)) {
             id = base;

@@ -297,7 +297,7 @@ fn kernels(options: &Options) -> Pipeline {
     }
 }
 
-/// Returns the pass that recomputes in backward the chosen units and the regions that the loss names.
+/// Returns the pass that recomputes the chosen units, and the regions that the loss names, in backward.
 fn units_again(options: &Options) -> Pipeline {
     let units = options.recompute_units.clone();
     Pipeline::new().then(RecomputeUnits { units })

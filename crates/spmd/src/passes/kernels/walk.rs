@@ -109,8 +109,8 @@ impl<'a> Walk<'a> {
         Some((self.patterns.inputs(node)[0], self.patterns.output(node)))
     }
 
-    /// Walks to an operation that computes a function's gradient from the function's result, its first operand. Returns
-    /// the gradient of the result and the gradient of the function's input.
+    /// Walks to a gradient operation of this kind, whose first operand is the function's result. Returns the gradient
+    /// of the result and the gradient of the function's input.
     pub(super) fn gradient_of(
         &mut self,
         kind: Kind,

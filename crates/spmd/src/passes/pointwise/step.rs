@@ -55,7 +55,7 @@ impl<'a> Form<'a> {
         std::iter::once(self.first).chain(second)
     }
 
-    /// Returns the number of steps of the operation in a program.
+    /// Returns how many steps of a program the operation needs.
     pub(super) fn num_steps(&self) -> usize {
         match self.second {
             Second::Square => 2,

@@ -14,7 +14,7 @@ use crate::place::rules;
 /// The way in which a node runs on the ranks of one axis.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Way {
-    /// It has no operands, such as a constant.
+    /// It creates its results without operands, as a constant does.
     Made,
     /// It draws different random numbers on each rank.
     Drawn,
