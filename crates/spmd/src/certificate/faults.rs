@@ -55,7 +55,7 @@ impl GraphTransform for Faulty {
     }
 }
 
-/// Plants a fault in the pass, if it is the one with this name.
+/// Plants a fault in the pass, if its id is `of`.
 fn planted(
     pass: Box<dyn GraphTransform>,
     of: PassId,

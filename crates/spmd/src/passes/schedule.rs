@@ -107,8 +107,8 @@ impl Options {
     }
 
     /// Sets mixed precision. Parameters are cast before they are gathered. Reduced gradients have the parameters' type,
-    /// and the returned loss has 32 bits. Tensors of the batch keep their types: the loss closure casts the ones that
-    /// it combines with parameters. `f16` needs [loss scaling](Self::scale_loss).
+    /// and the returned loss has 32 bits. Tensors of the batch keep their types: the loss closure casts those that it
+    /// combines with parameters. `f16` needs [loss scaling](Self::scale_loss).
     ///
     /// With placements, a rank casts its part of a parameter where it is read. Activations are summed over ranks in the
     /// type in which they were computed. Addends of gradients are sent as in data parallelism: their first sum has the

@@ -419,8 +419,8 @@ impl Insertion<'_> {
         Ok(rounded)
     }
 
-    /// Averages `local`, which is a gradient or the loss in the type in which it is sent. The mean takes over the role
-    /// of `of`.
+    /// Averages `local`, which is a gradient or the loss in the type in which it is sent. The mean gets the role of
+    /// `of`.
     fn reduce(
         &mut self,
         scheduled: &mut Vec<Node>,

@@ -17,8 +17,8 @@ use crate::trace::LOSS_FACTOR;
 /// placement, gradients are redistributed to it, and buffers are always replicated.
 ///
 /// A dim of a parameter or named activation need not divide evenly, but must have at least one element per rank. It is
-/// split as by `torch.chunk`, so the last ranks have fewer rows, or none. Reductions over such a dim other than sums,
-/// and operations that index along it, run on the whole dim.
+/// split as by `torch.chunk`, so the last ranks have fewer rows, or none. Operations that index along such a dim, or
+/// reduce over it by anything but a sum, run on the whole dim.
 ///
 /// The example places the feed-forward part of a transformer on the axis `model`, after Megatron-LM. The first layer is
 /// sharded by columns and the second by rows, and one all-reduce sums the results:

@@ -8,7 +8,7 @@
 //! 2. Before a sum over the dim, the padding of every summed operand is cleared. The padding of parameters' gradients
 //!    is also cleared, because norms include them. No other operation that combines rows may run on parts.
 //! 3. A value is trimmed to its size after it is gathered. Before it is sliced, scattered or exchanged, it is padded
-//!    with elements of its own.
+//!    with copies of its first elements.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;

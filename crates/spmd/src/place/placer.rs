@@ -1,4 +1,4 @@
-//! The placer: builds the graph of each rank, and redistributes the operands of every node as it needs them.
+//! The placer, which builds the graph of each rank and redistributes operands to the placements that nodes need.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;

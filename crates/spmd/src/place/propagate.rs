@@ -297,7 +297,7 @@ fn locate<'a>(
 }
 
 impl Placer {
-    /// Records the placements requested for named activations, also for the values from which they are computed element
+    /// Records the placements requested for named activations, and for the values from which they are computed element
     /// by element. For example, if a product plus a bias is named, its addends are reduced directly to the requested
     /// placement, and are never whole.
     fn look_ahead(&mut self, nodes: &[Node]) {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use burn_fsdp_mesh::ReduceOp;
 use burn_ir::{TensorId, TensorIr};
 
-/// The name of a dim across the operands of one operation. Dims with the same letter belong together.
+/// The name of a dim in the operands and results of one operation. Dims with the same letter correspond.
 pub(crate) type Letter = char;
 
 /// The dims of an operation's operands, named as in an einsum: a matrix product is `mk, kn -> mn`.

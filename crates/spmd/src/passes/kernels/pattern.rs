@@ -66,7 +66,7 @@ pub(super) struct Patterns {
     kinds: Vec<Option<Kind>>,
     writers: BTreeMap<TensorId, usize>,
     readers: BTreeMap<TensorId, Vec<usize>>,
-    /// Values that are not only read by nodes: gradients, and values that outlive the step.
+    /// Values that are also needed outside the nodes: gradients, and values that outlive the step.
     kept: BTreeSet<TensorId>,
     /// Nodes to insert before each node.
     before: BTreeMap<usize, Vec<Node>>,

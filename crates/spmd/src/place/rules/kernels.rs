@@ -20,7 +20,7 @@ const QUERIES: Option<Letter> = Some('q');
 /// Letter of the head dim.
 const HEADS: Option<Letter> = Some('h');
 
-/// Letter of the width of values.
+/// Letter of the width dim of values.
 const WIDTH: Option<Letter> = Some('w');
 
 /// Returns the signature of a kernel that [`UseKernels`](crate::passes::UseKernels) puts into a graph.
