@@ -1,4 +1,4 @@
-//! The composed forms of attention kernels, on numbers of any kind.
+//! The composed forms of attention kernels, generic over the number type.
 
 use burn_ir::ScalarIr;
 
@@ -9,15 +9,15 @@ use super::scalar::Scalar;
 use super::softmax::{each_row, softmax, softmax_gradient};
 use super::tensor::Tensor;
 
-/// An attention of queries to keys, each `[batch, time, heads, width]`.
+/// A call of attention, with operands `[batch, time, heads, width]`.
 pub(super) struct Attention<'a, N> {
     /// Queries, keys, values.
     operands: [&'a Tensor<N>; 3],
-    /// The factor on the scores.
+    /// The factor that scales the scores.
     scale: N,
-    /// Masks, each with the value of the scores where it is set.
+    /// Masks, each with the score that it sets.
     fills: Vec<(&'a Tensor<N>, N)>,
-    /// Factors on the probabilities, and one number that multiplies all of them.
+    /// One factor for each probability, and a common factor.
     factors: Option<(&'a Tensor<N>, N)>,
     /// `[batch, heads, queries, keys]`.
     probabilities: Tensor<N>,
@@ -52,7 +52,7 @@ impl<'a, N: Number> Attention<'a, N> {
         Ok(by_time(&product(&weights, &by_head(self.operands[2]))?))
     }
 
-    /// Returns probabilities, or their gradient, times the factors.
+    /// Multiplies probabilities, or their gradient, by the factors.
     fn multiplied(&self, of: Tensor<N>) -> Result<Tensor<N>, String> {
         match self.factors {
             None => Ok(of),
@@ -79,7 +79,7 @@ impl<'a, N: Number> Attention<'a, N> {
     }
 }
 
-/// An attention of every position to itself and the positions before it, with queries, keys and values in one tensor.
+/// A call of causal self-attention, with queries, keys and values in one tensor.
 pub(super) struct Causal<N> {
     /// Queries, keys, values: `[batch, time, heads, width]`.
     parts: [Tensor<N>; 3],
@@ -126,7 +126,7 @@ impl<N: Number> Causal<N> {
         mixed.reshaped(&[qkv.shape[0], qkv.shape[1] / 3])
     }
 
-    /// Returns the gradients of queries, keys and values, next to each other in one tensor.
+    /// Returns the gradients of queries, keys and values, concatenated like `qkv`.
     pub(super) fn gradient(&self, qkv: &Tensor<N>, grad: &Tensor<N>) -> Result<Tensor<N>, String> {
         let [queries, keys, values] = &self.parts;
         let grad = grad.reshaped(&queries.shape)?;
@@ -148,8 +148,8 @@ impl<N: Number> Causal<N> {
 }
 
 /// Returns the gradients of queries, keys and values from the gradient of an attention's result. `multiplied` applies
-/// the factors to the probabilities and to their gradient. `through` turns the gradient of the scaled scores into the
-/// gradient of the scores.
+/// the factors to the probabilities and their gradient. `through` computes the gradient of the scores from the gradient
+/// of the scaled scores.
 fn gradients<N: Number>(
     probabilities: &Tensor<N>,
     [queries, keys, values, grad]: [&Tensor<N>; 4],
@@ -171,7 +171,7 @@ fn is_set<N: Number>(mask: N) -> bool {
     mask.index() == 1
 }
 
-/// Returns the products of matrices of the same batch.
+/// Returns the batched matrix product.
 fn product<N: Number>(a: &Tensor<N>, b: &Tensor<N>) -> Result<Tensor<N>, String> {
     let mut shape = a.shape.clone();
     if let (Some(last), Some(columns)) = (shape.last_mut(), b.shape.last()) {

@@ -76,7 +76,7 @@ impl Call<'_> {
                 let is_all = matches!(operation, Op::AllDim(_));
                 self.joined(input, &[op.axis], &op.out, is_all)
             }
-            // No node may read memory that nothing has written.
+            // No result may depend on uninitialised memory, so it is random.
             Op::Empty(_) => return self.drawn(),
             Op::ScatterNd(_) | Op::GatherNd(_) => return self.opaque(),
         };
@@ -159,7 +159,7 @@ impl Call<'_> {
         Ok(self.written(tensor, &places, value, &op.update, op.out.dtype))
     }
 
-    /// Returns the tensor with values combined into it at these places, one after the other.
+    /// Returns the tensor after combining it with values at these flat indices, one after the other.
     fn written(
         &self,
         tensor: &Tensor,
@@ -207,7 +207,7 @@ impl Call<'_> {
     }
 }
 
-/// Returns, for each element of `shape`, the position in `tensor` of the element selected along a dim.
+/// Returns, for each element of `shape`, the flat index in `tensor` of the element selected along a dim.
 fn chosen_along(
     tensor: &Tensor,
     shape: &[usize],
@@ -218,7 +218,7 @@ fn chosen_along(
     places_along(shape, &tensor.view(), dim, |at| wrapped(index(at), len))
 }
 
-/// Returns an index within a dim. An index out of bounds is wrapped, in the same way everywhere.
+/// Wraps an index that is out of bounds into a dim. All operations wrap in the same way.
 pub(super) fn wrapped(index: Element, len: usize) -> usize {
     (index as i64).rem_euclid(len.max(1) as i64) as usize
 }

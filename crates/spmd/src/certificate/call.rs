@@ -1,4 +1,4 @@
-//! The call of an operation on exact tensors.
+//! Calls of operations on exact tensors.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -17,16 +17,16 @@ use crate::graph::{Draw, Node, operation_name};
 /// The tensors of one rank.
 pub(super) type Values = HashMap<TensorId, Tensor>;
 
-/// Facts that the field's arithmetic does not express.
+/// Facts, recorded during a run, that arithmetic in the field cannot express.
 #[derive(Default)]
 pub(super) struct Known {
-    /// Probabilities by their logarithms, recorded when a logarithm of a softmax is computed.
+    /// Each probability by its logarithm, recorded when a log-softmax is computed.
     pub(super) logarithms: RefCell<HashMap<Element, Element>>,
-    /// Names of the operations that were taken as functions of whole tensors.
+    /// Names of the operations that were treated as uninterpreted functions of whole tensors.
     pub(super) opaque: RefCell<BTreeSet<String>>,
 }
 
-/// An operation of one rank with the values it reads.
+/// An operation on one rank, with the values that it reads.
 pub(super) struct Call<'a> {
     pub(super) node: &'a Node,
     pub(super) values: &'a Values,
@@ -35,14 +35,13 @@ pub(super) struct Call<'a> {
     pub(super) known: &'a Known,
 }
 
-/// The rank and the run of an operation, which its random numbers depend on.
+/// The rank and the run of an operation, which determine its random numbers.
 pub(super) struct Place<'a> {
     pub(super) mesh: &'a Mesh,
     pub(super) rank: usize,
     /// Number of the run. Each run draws new random numbers.
     pub(super) run: u64,
-    /// The placements of random values in one joined batch; each rank has its part. Without them every rank
-    /// draws its own numbers.
+    /// The placements of random values if the ranks share one joined batch; otherwise every rank draws its own numbers.
     pub(super) draws: Option<&'a BTreeMap<TensorId, Vec<Placement>>>,
 }
 
@@ -61,8 +60,7 @@ impl Call<'_> {
         scalar.ok_or_else(|| format!("it has no scalar {index}"))
     }
 
-    /// Returns results that depend exactly on everything that the operation reads: an uninterpreted function of whole
-    /// tensors.
+    /// Returns an uninterpreted function of everything that the operation reads, as whole tensors.
     pub(super) fn opaque(&self) -> Result<Vec<Tensor>, String> {
         let name = operation_name(&self.node.operation);
         let mut hash = Hash::named(&name);
@@ -74,8 +72,8 @@ impl Call<'_> {
         Ok(self.drawn_from(hash))
     }
 
-    /// Returns results by plane. A plane is a channel of a sample, and planes are numbered by the first two dims. Each
-    /// depends only on the same plane of the operands.
+    /// Returns an uninterpreted function of each plane. A plane is a channel of a sample, as numbered by the first two
+    /// dims, and a result depends only on the same plane of the operands.
     pub(super) fn by_plane(&self) -> Result<Vec<Tensor>, String> {
         let operation = &self.node.operation;
         let name = operation_name(operation);
@@ -109,8 +107,8 @@ impl Call<'_> {
         outputs.collect()
     }
 
-    /// Returns random results. They depend on the node, the run, and the rank. In a joined batch, a rank has its part
-    /// of one draw.
+    /// Returns random results, which depend on the node, the run and the rank. With a joined batch, each rank has its
+    /// part of one draw.
     pub(super) fn drawn(&self) -> Result<Vec<Tensor>, String> {
         let Place {
             mesh,
@@ -185,7 +183,7 @@ impl Call<'_> {
     }
 }
 
-/// Returns the shape of the whole tensor from one part; all parts are equal.
+/// Returns the shape of the whole tensor from the shape of a part, which is the same on all ranks.
 fn whole_shape(part: &[usize], placements: &[Placement], mesh: &Mesh) -> Vec<usize> {
     let mut shape = part.to_vec();
     for (placement, axis) in placements.iter().zip(mesh.axes()) {
@@ -196,12 +194,12 @@ fn whole_shape(part: &[usize], placements: &[Placement], mesh: &Mesh) -> Vec<usi
     shape
 }
 
-/// Returns a hash of everything about an operation except its tensors: dims, strides, numbers, shapes.
+/// Returns a hash of an operation's parameters (dims, strides, numbers) and its tensors' shapes.
 fn parameters_of(operation: &OperationIr) -> u64 {
     parameters_with(operation, |_| {})
 }
 
-/// Returns the hash of an operation after `change` is applied to its tensors.
+/// Like [`parameters_of`], after applying `change` to the tensors.
 fn parameters_with(operation: &OperationIr, change: impl FnMut(&mut TensorIr)) -> u64 {
     struct Neutral<F>(F);
     impl<F: FnMut(&mut TensorIr)> IrVisitorMut for Neutral<F> {

@@ -1,4 +1,4 @@
-//! The composed forms of kernels, on numbers of any kind.
+//! The composed forms of kernels, generic over the number type.
 
 use burn_fsdp_kernels::{FusedOperation, PointwiseOperand, PointwiseProgram};
 use burn_ir::CustomOpIr;
@@ -21,14 +21,14 @@ pub(super) struct KernelCall<'a, N> {
 
 /// Converts logarithms of probabilities back to the probabilities.
 pub(super) trait Logarithms<N> {
-    /// Records a probability by its logarithm.
+    /// Records a probability under its logarithm.
     fn keep(&self, logarithm: N, probability: N);
     /// Returns the probability with this logarithm.
     fn probability(&self, logarithm: N) -> N;
 }
 
 impl<N: Number> KernelCall<'_, N> {
-    /// Evaluates the kernel's composed form; `None` if the kernel does not accept these operands.
+    /// Evaluates the composed form of the kernel; `None` if the kernel does not accept these operands.
     pub(super) fn results(
         &self,
         known: &impl Logarithms<N>,
@@ -165,7 +165,7 @@ impl<N: Number> KernelCall<'_, N> {
         map(&x.shape, &[&normal, gamma, beta], of)
     }
 
-    /// Returns the gradients of input and gamma, and the sum of the rows of `grad`.
+    /// Returns the gradients of input and gamma, and the sum of the rows of `grad`, which is the gradient of beta.
     fn norm_gradients(
         &self,
         x: &Tensor<N>,
@@ -202,7 +202,7 @@ impl<N: Number> KernelCall<'_, N> {
         ])
     }
 
-    /// Returns an attention from its operands and the masks and factors that follow them.
+    /// Creates an attention from its operands and from `behind`, the masks and factors that follow them.
     fn attention<'a>(
         &self,
         operands: [&'a Tensor<N>; 3],
@@ -236,7 +236,8 @@ impl<N: Number> KernelCall<'_, N> {
     }
 }
 
-/// Returns the gradient of the logits and the loss, which is the mean negative log-probability of the targets.
+/// Returns two results: the gradient of the logits, and the loss, which is the mean negative log-probability of the
+/// targets.
 fn cross_entropy<N: Number>(logits: &Tensor<N>, targets: &Tensor<N>) -> Vec<Tensor<N>> {
     let share = N::of_integer(targets.len() as i64).inverse();
     let mut loss = N::default();
@@ -259,8 +260,8 @@ fn cross_entropy<N: Number>(logits: &Tensor<N>, targets: &Tensor<N>) -> Vec<Tens
     vec![gradient, Tensor::new([1], vec![loss.mul(share)])]
 }
 
-/// Returns the log-probabilities of classes. Also returns, for each row, the largest logit and the logarithm of the sum
-/// of exponentials of the row after it is subtracted.
+/// Returns the log-probabilities of the classes. Also returns, for each row, the largest logit, and the logarithm of
+/// the sum of exponentials of the row minus that logit.
 fn log_likelihood<N: Number>(
     logits: &Tensor<N>,
     classes: &Tensor<N>,
@@ -306,7 +307,7 @@ fn log_likelihood_gradient<N: Number>(
     })
 }
 
-/// Returns the logarithms of probabilities, and records each probability.
+/// Returns the log-softmax of a row, and records each probability.
 fn log_softmax<N: Number>(row: &[N], known: &impl Logarithms<N>) -> Vec<N> {
     let Softmax {
         shifted,
@@ -320,8 +321,8 @@ fn log_softmax<N: Number>(row: &[N], known: &impl Logarithms<N>) -> Vec<N> {
     logarithms
 }
 
-/// The kernel recovers each probability as the exponential of its result; composed operations still have the
-/// probability.
+/// Returns the gradient of a log-softmax. The kernel recovers each probability as the exponential of the result, but
+/// composed operations keep the probability.
 fn log_softmax_gradient<N: Number>(y: &[N], grad: &[N], known: &impl Logarithms<N>) -> Vec<N> {
     let total = sum(grad);
     let pairs = y.iter().zip(grad);
@@ -339,7 +340,7 @@ fn silu_gradient<N: Number>(x: N, grad: N) -> N {
     grad.mul(sigmoid.add(x.mul(slope)))
 }
 
-/// The value that a norm subtracts from a row before it computes squares.
+/// The value that a norm subtracts from a row before squaring.
 #[derive(Clone, Copy)]
 enum Middle {
     Mean,
@@ -356,10 +357,10 @@ impl Middle {
     }
 }
 
-/// A row shifted by its middle and scaled to a mean square of one.
+/// A row minus its middle, scaled to a mean square of one.
 struct Normal<N> {
     row: Vec<N>,
-    /// The reciprocal of the deviation.
+    /// The factor of the scaling: the reciprocal of the deviation.
     rate: N,
 }
 

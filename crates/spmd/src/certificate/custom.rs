@@ -1,4 +1,4 @@
-//! Custom operations: the composed forms of kernels, and the norms of clipping.
+//! Custom operations: kernels in their composed form, and the norms of gradient clipping.
 
 use burn_fsdp_kernels::FusedOperation;
 use burn_ir::CustomOpIr;
@@ -46,7 +46,7 @@ impl Call<'_> {
         }
     }
 
-    /// Returns the representation of a gradient norm: the sum before the root, because norms are only combined.
+    /// Returns the sum under the root of a gradient norm, because norms of parts are combined before the root.
     fn local_norm(&self, call: &CustomOpIr) -> Result<Vec<Tensor>, String> {
         let order = self.scalar(1)?;
         let mut total = 0;
@@ -74,7 +74,7 @@ impl Call<'_> {
     }
 }
 
-/// Returns an element's addend to the sum of a norm of this order.
+/// Returns an element's addend in the sum of a norm of this order.
 pub(super) fn measured(element: Element, order: Scalar) -> Element {
     match order.number() {
         // Padding adds nothing to any norm.
@@ -85,7 +85,7 @@ pub(super) fn measured(element: Element, order: Scalar) -> Element {
     }
 }
 
-/// Returns the combination of two sums of a norm: the larger one for the largest element.
+/// Combines two sums of a norm: the larger one for the infinity norm, and otherwise their sum.
 pub(super) fn joined(a: Element, b: Element, order: Scalar) -> Element {
     match order.number() {
         Some(f64::INFINITY) => match Kind::Float.order(a) >= Kind::Float.order(b) {
@@ -96,7 +96,7 @@ pub(super) fn joined(a: Element, b: Element, order: Scalar) -> Element {
     }
 }
 
-/// Returns the norm of this sum, and the factor that brings it below a limit.
+/// Returns the norm for a sum, and the clipping factor for a limit.
 pub(super) fn clipped(total: Element, limit: Scalar, order: Scalar) -> [Element; 2] {
     let words = [
         total,

@@ -19,13 +19,13 @@ use crate::trace::{TraceConfig, trace};
 use crate::transform::GraphTransform;
 use crate::{Certificate, Strategy};
 
-/// Rows of a run: activations have some hundred thousand elements.
+/// Rows of a run. Activations then have some hundred thousand elements.
 const ROWS: usize = 2_048;
 
 /// Rows of a proof: enough for Burn's `Linear` to multiply them as in the run.
 const FEW: usize = 64;
 
-/// A pass, with a fault.
+/// Wraps a pass, and plants a fault in its result.
 #[derive(Debug)]
 struct Faulty {
     pass: Box<dyn GraphTransform>,
@@ -55,7 +55,7 @@ impl GraphTransform for Faulty {
     }
 }
 
-/// Plants a fault in the pass, if it is the one with this name.
+/// Plants a fault in the pass, if its id is `of`.
 fn planted(
     pass: Box<dyn GraphTransform>,
     of: PassId,
@@ -67,21 +67,20 @@ fn planted(
     }
 }
 
-/// Elements of a value.
+/// Counts the elements of a value in a graph.
 type Count = fn(&Graph, TensorId) -> usize;
 
-/// Returns the number of elements of a value.
+/// Returns the number of elements that a value has in the graph.
 fn own(graph: &Graph, id: TensorId) -> usize {
     graph.value(id).map_or(0, |value| value.num_elements())
 }
 
-/// Returns the number of elements that the pass decides by.
+/// Returns the number of elements by which passes judge a value.
 fn decisive(graph: &Graph, id: TensorId) -> usize {
     graph.sizes().elements(id, own(graph, id))
 }
 
-/// Makes the first new node of a pass read another value of the same shape, for an operand with at least `least`
-/// elements.
+/// Makes the first new node of a pass that reads at least `least` elements read another value of the same shape.
 fn misread(before: &Graph, mut graph: Graph, least: usize, count: Count) -> Graph {
     let known: BTreeSet<String> = before.nodes().iter().map(form).collect();
     let mut nodes = graph.take_nodes();
@@ -102,7 +101,7 @@ fn misread(before: &Graph, mut graph: Graph, least: usize, count: Count) -> Grap
     graph
 }
 
-/// Returns a node's operation, operands and results, which distinguish a pass's new nodes from old ones.
+/// Returns a node's operation, operands and results as text, which distinguishes a pass's new nodes from old ones.
 fn form(node: &Node) -> String {
     let ids =
         |ids: &mut dyn Iterator<Item = TensorId>| ids.map(|id| id.value()).collect::<Vec<_>>();
@@ -115,7 +114,7 @@ fn form(node: &Node) -> String {
     )
 }
 
-/// Returns the last written value with the same shape as another.
+/// Returns the last written value with the same shape as the given one.
 fn other(graph: &Graph, nodes: &[Node], of: TensorId) -> Option<TensorId> {
     let value = graph.value(of)?;
     let mut written = nodes.iter().rev().flat_map(Node::outputs);
@@ -177,14 +176,14 @@ fn two_ranks(options: Options) -> Mode {
     Mode::data_parallel(ProcessGroup::fake(2, 0), Strategy::FullShard).options(options)
 }
 
-/// Proves a plan of many rows as the command does.
+/// Proves a plan of many rows as `train --certify` does.
 fn at_large(mode: &Mode, num_batches: usize) -> Result<Certificate, Error> {
     let scales = mode.options.loss_scaling.is_some();
     let [real, small] = [ROWS, FEW].map(|rows| traced(rows, scales));
     certify_at(real, small, num_batches, mode)
 }
 
-/// Returns the settings under which plans of many rows are proved, with the number of micro-batches.
+/// Returns the settings under which plans of many rows are proved: name, mode and number of micro-batches.
 fn settings() -> Vec<(&'static str, Mode, usize)> {
     let default = Options::default;
     let mesh = Mesh::new([("replicate", 2), ("shard", 2)]).unwrap();
@@ -219,8 +218,8 @@ fn plans_of_many_rows_are_proved() {
     }
 }
 
-/// A pass that decides by sizes, with a fault. The fault occurs only for large values, or (`true`) wherever the pass
-/// acts as it does for large ones.
+/// A pass that decides by sizes, and its fault. The flag is true if the fault occurs wherever the pass acts as for
+/// large values, and false if it occurs only for large values.
 type Case = (
     PassId,
     fn(Box<dyn GraphTransform>) -> Box<dyn GraphTransform>,
@@ -258,7 +257,7 @@ fn faults_at_large_shapes_are_found_and_named() {
     }
 }
 
-/// A proof on a few rows does not cover many rows if the passes decide by the few rows' sizes, as in earlier proofs.
+/// A proof at few rows does not cover many rows if the passes decide by the sizes at few rows.
 #[test]
 fn faults_at_large_shapes_are_not_found_at_small_ones() {
     for (pass, fault, _) in FAULTS {
@@ -268,7 +267,7 @@ fn faults_at_large_shapes_are_not_found_at_small_ones() {
     }
 }
 
-/// A pass of the user that changes nothing.
+/// A user's pass that changes nothing.
 #[derive(Debug)]
 struct Idle;
 
@@ -282,7 +281,7 @@ impl GraphTransform for Idle {
     }
 }
 
-/// The passes before a user's pass are proved, and so are the passes after it.
+/// Passes before and after a user's pass are proved.
 #[test]
 fn passes_around_a_custom_pass_are_proved() {
     let clipped = Options::default().clip_grad_norm(Clip::to(0.5));
@@ -302,7 +301,7 @@ fn passes_around_a_custom_pass_are_proved() {
     }
 }
 
-/// After the gradient clipping pass, the faulty pass is named instead of the clipping.
+/// If a pass after gradient clipping is faulty, it is named instead of the clipping.
 #[test]
 fn the_faulty_pass_after_clipping_is_named() {
     let options = Options::default().clip_grad_norm(Clip::to(0.5));

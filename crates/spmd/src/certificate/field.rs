@@ -2,7 +2,7 @@
 //!
 //! Sums and products of floats are computed in the field, without rounding, regardless of their order. All other
 //! functions are *uninterpreted*: a hash of the function's name and its arguments represents the value. Two programs
-//! that are equal as expressions over such functions agree on all arguments. Two different ones agree on random
+//! that are the same expression over such functions agree on all arguments. Two different expressions agree on random
 //! arguments with a probability of at most their degree over 2^61 (Schwartz and Zippel).
 
 pub(super) use burn_fsdp_mesh::field::{
@@ -11,11 +11,12 @@ pub(super) use burn_fsdp_mesh::field::{
 
 use burn_fsdp_mesh::field;
 
-/// Returns the element of a number.
+/// Returns the element that represents a number.
 ///
-/// - A fraction with a small denominator, within 52 bits, becomes that fraction (a third, for example).
-/// - The root of a small integer, or its reciprocal, becomes that root, within the precision of a 32-bit float.
-/// - Any other finite number is an integer times a power of two, given by its bits.
+/// - A number that equals a fraction with a small denominator to 52 bits becomes that fraction (for example a third).
+/// - A number within 32-bit precision of the root of a small integer, or of its reciprocal, becomes that root or
+///   reciprocal.
+/// - Any other finite number is used exactly, as an integer times a power of two.
 /// - Infinities and NaNs are separate constants.
 pub(super) fn of_number(value: f64) -> Element {
     if !value.is_finite() {
@@ -27,8 +28,8 @@ pub(super) fn of_number(value: f64) -> Element {
     field::of_number(value)
 }
 
-/// Returns the element of a number that is the root of a non-square integer, or the reciprocal of one. Attention scores
-/// are divided by a root, and Burn multiplies their gradient by the reciprocal, rounded to 32 bits.
+/// Returns the element of a number that is the root of a non-square integer, or the reciprocal of such a root.
+/// Attention scores are divided by a root, and Burn multiplies their gradient by the reciprocal, rounded to 32 bits.
 fn of_root(value: f64) -> Option<Element> {
     const LARGEST_SQUARE: f64 = 4_096.0;
     const ROUNDING: f64 = 2.0 * f32::EPSILON as f64;
@@ -51,8 +52,8 @@ fn of_root(value: f64) -> Option<Element> {
     Some(if value < 0.0 { neg(element) } else { element })
 }
 
-/// Returns the position of an element in the order that decides comparisons and maxima: the order of the
-/// representatives nearest to zero. Sums do not respect it.
+/// Returns the representative of an element that is nearest to zero. Comparisons and maxima order elements by it,
+/// although sums do not preserve this order.
 pub(super) fn order(a: Element) -> i64 {
     match a > MODULUS / 2 {
         true => a as i64 - MODULUS as i64,
@@ -72,7 +73,7 @@ pub(super) fn function(name: &str, arguments: &[u64]) -> Element {
 pub(super) struct Hash(u64);
 
 impl Hash {
-    /// Starts a hash with a name.
+    /// Creates a hash that begins with a name.
     pub(super) fn named(name: &str) -> Self {
         let mut hash = Self(0x9e37_79b9_7f4a_7c15);
         for chunk in name.as_bytes().chunks(8) {
@@ -84,8 +85,8 @@ impl Hash {
         hash
     }
 
-    /// Adds a word. The finalizer of SplitMix64 (Steele, Lea and Flood 2014), which is a bijection, mixes the word. A
-    /// product makes the result depend on the order of words.
+    /// Adds a word. The finalizer of SplitMix64 (Steele, Lea and Flood 2014), a bijection, mixes the word. Multiplying
+    /// the previous state makes the hash depend on the order of words.
     pub(super) fn write(&mut self, word: u64) {
         let mut mixed = word.wrapping_add(self.0.wrapping_mul(0xd129_0d32_f2c1_b6a5));
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -93,7 +94,7 @@ impl Hash {
         self.0 = self.0.rotate_left(23) ^ mixed ^ (mixed >> 31);
     }
 
-    /// Returns the hash as an element.
+    /// Returns the hash as an element of the field.
     pub(super) fn finish(mut self) -> Element {
         self.write(0x2545_f491_4f6c_dd1d);
         reduce(u128::from(self.0))

@@ -1,7 +1,8 @@
-//! The check of kernels against their composed forms, in 64-bit floats.
+//! Checks kernels against their composed forms in 64-bit floats.
 //!
-//! The field replaces a kernel by its composed form. This module checks the replacement on random numbers of the
-//! kernel's own shapes. The kernel runs in 32 bits or in halves, as in the step, and its composed form in 64 bits.
+//! In the field, the composed form replaces a kernel. This module checks the replacement on random operands in the
+//! shapes of the kernel's call. The kernel runs in 32 bits or in halves, as in the step, and its composed form in 64
+//! bits.
 
 use std::collections::BTreeMap;
 
@@ -17,14 +18,14 @@ use super::scalar::Scalar;
 use super::tensor::Tensor;
 use crate::graph::{Flops, Graph, Node};
 
-/// Maximum difference due to 32-bit rounding, relative to the largest result, or to one if that is larger.
+/// Maximum difference due to 32-bit rounding, relative to the largest result or one, whichever is larger.
 const ROUNDING: f64 = 2e-5;
 
-/// Maximum difference for halves, which are rounded once at the end, relative to the largest result; [`ROUNDING`] is
-/// added.
+/// Maximum difference for halves, which are rounded once at the end, relative to the largest result. [`ROUNDING`] is
+/// added to it.
 const ROUNDING_OF_HALVES: f64 = 1.0 / 256.0;
 
-/// The allowed multiple of the change in a result when the last bits of its operands change.
+/// Additional difference allowed, as a multiple of the change in a result when its operands change by [`NUDGE`].
 const STEEPNESS: f64 = 32.0;
 
 /// The relative change of operands that imitates 32-bit rounding.
@@ -36,12 +37,12 @@ pub(super) struct Difference {
     pub(super) reason: String,
 }
 
-/// Maximum number of products and elements for a check at a call's own shapes. Larger calls are checked at the twin's
-/// shapes.
+/// Maximum number of multiplications and elements of a call that is checked at its own shapes. Larger calls are checked
+/// at the twin's shapes.
 const MOST_WORK: u64 = 1 << 21;
 
-/// Checks every kernel of a graph, each form of a call once. The shapes are the graph's, or its twin's where the check
-/// would take long. The twin may be the graph itself. Returns the number of forms of each kernel.
+/// Checks every kernel of a graph, once for each combination of shapes and scalars. Shapes are the graph's, or its
+/// twin's if the check would take long. The twin may be the graph itself. Returns the number of checks of each kernel.
 pub(super) fn check(graph: &Graph, twin: &Graph) -> Result<BTreeMap<String, usize>, Difference> {
     let mut forms: BTreeMap<String, Vec<CustomOpIr>> = BTreeMap::new();
     for (index, pair) in graph.nodes().iter().zip(twin.nodes()).enumerate() {
@@ -68,8 +69,8 @@ pub(super) fn check(graph: &Graph, twin: &Graph) -> Result<BTreeMap<String, usiz
         .collect())
 }
 
-/// Returns the number of products and elements of a call. Matrix products count zero, because a small one is checked
-/// regardless of the shape.
+/// Returns the number of multiplications and elements of a call. Matrix products count zero, because they are shrunk
+/// before the check.
 fn work(node: &Node) -> u64 {
     let elements = node.operation.nodes().into_iter();
     let elements: u64 = elements
@@ -81,7 +82,8 @@ fn work(node: &Node) -> u64 {
     }
 }
 
-/// Returns the kernel that a node calls. A fixed number replaces the numbers that change from step to step.
+/// Returns the kernel that a node calls, and the call with a fixed number in place of scalars that change from step to
+/// step.
 fn kernel_of(node: &Node) -> Option<(FusedOperation, CustomOpIr)> {
     const ANY: f64 = 0.75;
     let OperationIr::Custom(call) = &node.operation else {
@@ -100,8 +102,8 @@ fn kernel_of(node: &Node) -> Option<(FusedOperation, CustomOpIr)> {
     Some((kernel, call))
 }
 
-/// Shrinks a matrix product. Its rows, columns and addends are all alike, and products of large matrices take long in
-/// 64 bits.
+/// Shrinks a matrix product, which takes long in 64 bits if it is large. A small product is enough, because all rows,
+/// columns and addends are alike.
 fn clip(call: &mut CustomOpIr) {
     const LARGEST: usize = 48;
     const LARGEST_BATCH: usize = 3;
@@ -131,12 +133,12 @@ fn compare(kernel: FusedOperation, call: &CustomOpIr) -> Result<(), String> {
         .enumerate()
         .map(|(number, input)| drawn(kernel, call, number, input))
         .collect();
-    // Every step of a chain of halves rounds, and a sign may change with it.
+    // Every step of a chain of halves rounds, and rounding may change a sign.
     let is_half = call.outputs[0].dtype == DType::BF16;
     if is_half && kernel == FusedOperation::Pointwise {
         return Ok(());
     }
-    // The kernels support only their own float types.
+    // The kernels do not support other float types.
     if call
         .inputs
         .iter()
@@ -198,7 +200,7 @@ fn compare(kernel: FusedOperation, call: &CustomOpIr) -> Result<(), String> {
     Ok(())
 }
 
-/// Computes probabilities from their logarithms in 64-bit floats.
+/// Computes probabilities from their logarithms, instead of recording them.
 struct Plain;
 
 impl Logarithms<f64> for Plain {
@@ -225,7 +227,7 @@ fn composed(
     call.results(&Plain)
 }
 
-/// Returns random numbers for an operand, each representable in its type.
+/// Returns random numbers for an operand, which its type can represent.
 fn drawn(
     kernel: FusedOperation,
     call: &CustomOpIr,
@@ -249,7 +251,7 @@ fn drawn(
             // Logarithms of probabilities.
             f64::from((-4.0 * unit - 0.05) as f32)
         } else if kernel == FusedOperation::Pointwise {
-            // Positive numbers, for which roots and logarithms have values.
+            // Positive numbers, which have roots and logarithms.
             f64::from((0.5 + unit) as f32)
         } else {
             f64::from((3.0 * unit - 1.5) as f32)

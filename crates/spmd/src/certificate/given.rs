@@ -1,4 +1,4 @@
-//! The inputs of a step: random parameters, states and batches, in the shards of the ranks.
+//! The random inputs of a step (parameters, states and batches), sharded like the plan's.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -12,12 +12,12 @@ use super::tensor::{Kind, Tensor, View, filled, strides};
 use crate::graph::{Graph, Role, Trait, Value, is};
 use crate::place::Expand;
 
-/// The inputs of a step.
+/// The source of a step's random inputs.
 pub(super) struct Given<'a> {
     pub(super) mesh: Mesh,
-    /// The number of indices that integer inputs choose from, by name.
+    /// The number of valid indices of each integer input, by name.
     pub(super) bounds: &'a BTreeMap<Arc<str>, usize>,
-    /// The placements of the batch's tensors, if it is one joined batch that the ranks share.
+    /// The placements of the batch's tensors, if the ranks share one joined batch.
     pub(super) joined: Option<&'a Expand>,
     /// Number of the run: every run has a different batch.
     pub(super) run: u64,
@@ -45,7 +45,7 @@ impl Given<'_> {
                     _ => drawn,
                 })
             }
-            // Every rank has running statistics of its own rows, unless the batch is joined.
+            // Each rank has running statistics of its own rows, unless the batch is joined.
             Role::Buffer(_) => {
                 let of = if self.joined.is_some() {
                     0
@@ -121,8 +121,9 @@ pub(super) fn part_of<'a>(
     is_cut.then_some((&parameter.layout, shape.as_slice()))
 }
 
-/// Returns a rank's part of a whole tensor of a kind, padded to `shape`. Flat shards are padded with zeros, because
-/// norms add them up. Parts along dims are padded with elements that no other rank has, because nothing may read them.
+/// Returns a rank's part of a whole tensor, padded to `shape`. Flat shards are padded with zeros, because norms include
+/// the padding. Parts along dims are padded with random elements that differ between ranks, so a read of padding is
+/// detected.
 pub(super) fn cut(
     (whole, kind): (&Tensor, Kind),
     layout: &Layout,
@@ -146,10 +147,10 @@ pub(super) fn cut(
     Ok(Tensor::new(shape, elements))
 }
 
-/// Flat places of elements, each in the whole tensor and in a rank's part.
+/// Flat indices of elements, each in the whole tensor and in a rank's part.
 type Places = Vec<(usize, usize)>;
 
-/// Returns the flat places of a rank's elements, each in the whole tensor and in the rank's padded part.
+/// Returns the flat indices of a rank's elements, each in the whole tensor and in the rank's padded part.
 pub(super) fn places(
     layout: &Layout,
     (whole, part): (&[usize], &[usize]),
@@ -177,7 +178,7 @@ pub(super) fn places(
     }
 }
 
-/// Returns the flat places of a box in a tensor.
+/// Returns the flat indices of a box in a tensor.
 fn boxed(shape: &[usize], offsets: &[usize], sizes: &[usize]) -> Vec<usize> {
     let mut view = View {
         shape: shape.to_vec(),
@@ -207,7 +208,7 @@ fn constant(data: &TensorData, kind: Kind) -> Result<Tensor, String> {
     }
 }
 
-/// Returns, for each input of a graph, the number of indices that it chooses from: the smallest over its uses.
+/// Returns the number of valid indices of each input that is used as indices: the smallest over all its uses.
 pub(super) fn bounds(graph: &Graph) -> BTreeMap<Arc<str>, usize> {
     let mut sources: HashMap<TensorId, Arc<str>> = HashMap::new();
     for id in graph.inputs() {
@@ -232,7 +233,7 @@ pub(super) fn bounds(graph: &Graph) -> BTreeMap<Arc<str>, usize> {
     bounds
 }
 
-/// Returns the indices that an operation takes, and the length of the dim they choose from.
+/// Returns the indices that an operation reads, and the size of the dim that they index.
 fn chosen(operation: &OperationIr) -> Option<(&TensorIr, usize)> {
     use BaseOperationIr as Base;
     match operation {

@@ -1,4 +1,4 @@
-//! Operations along dims.
+//! Operations along dims. A lane is a sequence of elements along these dims.
 
 use super::field::{Element, add, inverse, mul, of_integer};
 use super::tensor::{Kind, Tensor, View};
@@ -13,7 +13,7 @@ pub(super) fn reduced(
     let len: usize = axes.iter().map(|axis| input.shape[*axis]).product();
     let lanes = in_lanes(input, axes);
     let elements: Vec<Element> = match len {
-        // An empty lane also gives one element.
+        // An empty lane is also reduced to one element.
         0 => (0..shape.iter().product()).map(|_| of(&[])).collect(),
         len => lanes.elements.chunks_exact(len).map(of).collect(),
     };
@@ -32,7 +32,7 @@ pub(super) fn along(
         0 => Vec::new(),
         len => lanes.elements.chunks_exact(len).flat_map(of).collect(),
     };
-    // The axis is last now, and moves back.
+    // The axis is last here, and moves back to its position.
     let mut moved = shape.to_vec();
     let len = moved.remove(axis);
     moved.push(len);
@@ -79,7 +79,7 @@ pub(super) fn product(kind: Kind, lane: &[Element]) -> Element {
     }
 }
 
-/// Returns the index of the first largest element, or of the first smallest one.
+/// Returns the index of the first largest element, or of the first smallest if `largest` is false.
 pub(super) fn extreme(kind: Kind, lane: &[Element], largest: bool) -> usize {
     let mut best = 0;
     for (index, element) in lane.iter().enumerate() {
@@ -91,21 +91,21 @@ pub(super) fn extreme(kind: Kind, lane: &[Element], largest: bool) -> usize {
     best
 }
 
-/// Returns the rows of the last dim.
+/// Returns the rows along the last dim.
 pub(super) fn rows<E>(tensor: &Tensor<E>) -> impl Iterator<Item = &[E]> {
     let width = tensor.shape.last().copied().unwrap_or(1).max(1);
     tensor.elements.chunks_exact(width)
 }
 
-/// Returns the places of the elements that indices along a dim choose. `index_of` returns the index for an element of
-/// the result, by its flat place.
+/// Returns the flat indices of the elements that indices along a dim select. `index_of` returns the index along the dim
+/// for an element of the result.
 pub(super) fn places_along(
     shape: &[usize],
     view: &View,
     dim: usize,
     mut index_of: impl FnMut(usize) -> usize,
 ) -> Vec<usize> {
-    // A view with stride 0 along this dim gives the place in the other dims.
+    // A view with stride 0 along this dim yields the offset in the other dims.
     let mut still = view.clone();
     still.shape = shape.to_vec();
     still.strides[dim] = 0;

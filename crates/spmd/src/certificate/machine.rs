@@ -1,4 +1,4 @@
-//! Ranks that run a graph in lockstep, on exact tensors.
+//! Runs a graph in lockstep on all ranks, with exact tensors.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -13,7 +13,7 @@ use super::transport::exchanged;
 use crate::graph::{Absent, Collective, Graph, Node, Role, Stage, Update, Value};
 use crate::place::owned_of;
 
-/// A meaningless action in a graph, such as a read of a missing value.
+/// An invalid action of a graph, such as a read of a missing value.
 #[derive(Debug, Clone)]
 pub(super) struct Fault {
     /// The node, or the number of nodes for a fault after the last one.
@@ -22,25 +22,25 @@ pub(super) struct Fault {
     pub(super) reason: String,
 }
 
-/// The values of one rank.
+/// The state of one rank.
 #[derive(Default)]
 struct Rank {
     values: Values,
-    /// Results of collectives in flight, by the first value that the start reserves.
+    /// Results of collectives in flight, by the first output of their start.
     started: HashMap<TensorId, Vec<Tensor>>,
-    /// Hashes of everything that nodes wrote, if recorded.
+    /// A hash of each value that a node wrote, if the machine records them.
     written: HashMap<TensorId, u64>,
-    /// The values of the running graph that only another rank has.
+    /// The values of the running graph that this rank lacks, because another rank owns them.
     absent: Absent,
 }
 
-/// The ranks of a mesh. Each node runs on all ranks before the next one.
+/// The ranks of a mesh. Each node runs on all ranks before the next node runs.
 pub(super) struct Machine {
     mesh: Mesh,
     ranks: Vec<Rank>,
     known: Known,
     run: u64,
-    /// The placements of random values, if the ranks divide one joined batch.
+    /// The placements of random values, if the ranks share one joined batch.
     draws: Option<BTreeMap<TensorId, Vec<Placement>>>,
     notes: bool,
 }
@@ -58,7 +58,7 @@ impl Machine {
         }
     }
 
-    /// Makes the machine record hashes of everything that nodes write.
+    /// Makes the machine record a hash of each value that a node writes.
     pub(super) fn noting(mut self) -> Self {
         self.notes = true;
         self
@@ -72,17 +72,17 @@ impl Machine {
         self.ranks.len()
     }
 
-    /// Returns the names of operations that were taken as functions of whole tensors.
+    /// Returns the names of operations that were treated as uninterpreted functions of whole tensors.
     pub(super) fn opaque(&self) -> Vec<String> {
         self.known.opaque.borrow().iter().cloned().collect()
     }
 
-    /// Returns the hash of a value that a node wrote on a rank.
+    /// Returns the hash of a value that a node wrote on a rank, if it was recorded.
     pub(super) fn written(&self, rank: usize, id: TensorId) -> Option<u64> {
         self.ranks.get(rank)?.written.get(&id).copied()
     }
 
-    /// Returns a value of a rank.
+    /// Returns a value of a rank, if it exists there.
     pub(super) fn get(&self, rank: usize, id: TensorId) -> Option<&Tensor> {
         self.ranks[rank].values.get(&id)
     }
@@ -97,7 +97,7 @@ impl Machine {
         self.ranks[rank].values.insert(id, tensor);
     }
 
-    /// Begins a run: gives all ranks a new batch and the values that the previous run did not leave.
+    /// Begins a run: sets a new batch on all ranks, and given values that the previous run did not leave.
     pub(super) fn begin(&mut self, graph: &Graph, given: &Given<'_>) -> Result<(), Fault> {
         self.run = given.run;
         let owned = owned_of(graph);
@@ -120,7 +120,7 @@ impl Machine {
                 rank.values.remove(input);
             });
         }
-        // A pending gradient exists only if the previous step left it; otherwise no node may read it.
+        // A pending value exists only if the previous step left it. Otherwise no node may read it.
         let is_new =
             |value: &&Value| value.role.is_given() && !matches!(value.role, Role::Pending(_));
         for value in graph.values().filter(is_new) {
@@ -215,7 +215,7 @@ impl Machine {
         }
     }
 
-    /// Returns the node with this rank's slice.
+    /// Returns the node with this rank's slice; `None` if the slice is the same on all ranks.
     fn shifted(&self, rank: usize, node: &Node) -> Result<Option<Node>, String> {
         let Some(shift) = &node.shift else {
             return Ok(None);
@@ -292,7 +292,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Moves the parts of a collective among the ranks of every group along its axis.
+    /// Runs a collective on every group of ranks along its axis.
     fn exchange(&mut self, node: &Node, collective: &Collective) -> Result<(), (usize, String)> {
         let inputs: Vec<&TensorIr> = node.operation.inputs().collect();
         let key = node.outputs().next();
@@ -377,7 +377,7 @@ impl Machine {
     }
 }
 
-/// Returns true if all ranks begin with the same tensor.
+/// Returns true if a given value is the same on all ranks.
 fn is_alike(graph: &Graph, value: &Value) -> bool {
     match &value.role {
         Role::Constant => true,

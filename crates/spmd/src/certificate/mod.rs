@@ -1,6 +1,6 @@
-//! The certificate of a compiled plan: a proof, before it runs, that it computes the traced step.
+//! The certificate of a compiled plan: a proof, made before the plan runs, that it computes the traced step.
 //!
-//! The README next to the code describes what is proved, under which assumptions, and the limits.
+//! The README next to the code describes what is proved, the assumptions and the limits.
 
 mod attention;
 mod base;
@@ -36,14 +36,14 @@ pub use proof::Certificate;
 pub(crate) use proof::{Parts, Proof, checked_kernels};
 pub(crate) use twin::Scale;
 
-/// Proves that the last of these graphs computes the same as the first, when the ranks of `mesh` divide the batch among
-/// them. Each rank computes the loss and gradients of its own rows. The optimizer steps with the means, clipped by
-/// `clip` if the plan clips, and the reported loss is also the mean.
+/// Proves that the last of these graphs computes the same step as the first, with the batch divided among the ranks of
+/// `mesh`. Each rank computes the loss and gradients of its own rows. The optimizer uses the mean gradients, clipped by
+/// `clip` if the plan clips, and the reported loss is the mean.
 ///
-/// The first graph is a trace of one rank. Every other graph is the result of a pass on the one before it
+/// The first graph is a trace of one rank. Every other graph is the result of applying a pass to the previous graph
 /// ([`Pipeline::stages`](crate::passes::Pipeline::stages)), and the last is the plan.
 ///
-/// Nothing runs, and no rank communicates: a single rank may prove a plan.
+/// This neither runs the plan nor communicates, so a single rank can prove it for all.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -69,7 +69,7 @@ pub(crate) use twin::Scale;
 ///
 /// # Errors
 ///
-/// [`Error::NotCertified`] with the first pass after which the step computes something else.
+/// [`Error::NotCertified`] with the first pass that changes what the step computes.
 pub fn prove(stages: &[Graph], mesh: &Mesh, clip: Option<Clip>) -> Result<Certificate, Error> {
     let proof = Proof {
         mesh,
@@ -84,7 +84,7 @@ pub fn prove(stages: &[Graph], mesh: &Mesh, clip: Option<Clip>) -> Result<Certif
     })
 }
 
-/// Estimates, from its shapes, the number of products in a run of a one-rank graph.
+/// Estimates the number of multiplications in a run of a one-rank graph from its shapes.
 pub(crate) fn work(graph: &Graph) -> u64 {
     let of_node = |node: &Node| {
         let elements = node.operation.nodes().into_iter();

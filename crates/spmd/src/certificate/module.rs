@@ -1,4 +1,4 @@
-//! Burn's operations of modules: linear layers, embeddings, convolutions.
+//! Burn's module operations: linear layers, embeddings, convolutions.
 
 use burn_ir::{BatchNormOpIr, ModuleOperationIr, TensorIr};
 
@@ -10,7 +10,7 @@ use super::pointwise::map;
 use super::products::{Convolution, accumulate, as_matrix, matmul, transposed};
 use super::tensor::{Kind, Tensor};
 
-/// Returns the geometry of a convolution of any number of dims from Burn's operation.
+/// Converts one of Burn's convolutions to a [`Convolution`].
 macro_rules! convolution {
     ($op:expr, $x:expr, $weight:expr, $y:expr, $before:expr) => {
         Convolution {
@@ -111,7 +111,7 @@ impl Call<'_> {
         Ok(vec![one])
     }
 
-    /// Returns the results of convolutions and pools.
+    /// Returns the results of convolutions and pooling.
     fn of_images(&self, operation: &ModuleOperationIr) -> Result<Vec<Tensor>, String> {
         use ModuleOperationIr as Op;
         let first = |padding: &(usize, usize)| padding.0;
@@ -151,7 +151,7 @@ impl Call<'_> {
         Ok(vec![one])
     }
 
-    /// Returns rows normalized with given statistics, one of each per channel.
+    /// Returns rows normalized with given statistics per channel.
     fn batch_norm(&self, op: &BatchNormOpIr) -> Result<Tensor, String> {
         let epsilon = self.scalar(0)?.element(Kind::Float);
         let x = self.get(&op.x)?;
@@ -166,7 +166,7 @@ impl Call<'_> {
         map(&x.shape, &[x, &mean, &rate, &beta], of)
     }
 
-    /// Returns the sums over all dims except the channels.
+    /// Returns the gradient of a bias: sums over all dims except the channels.
     fn bias_gradient(&self, grad: &TensorIr, out: &TensorIr) -> Result<Tensor, String> {
         let grad = self.get(grad)?;
         let axes: Vec<usize> = (0..grad.shape.len()).filter(|axis| *axis != 1).collect();
@@ -175,7 +175,7 @@ impl Call<'_> {
     }
 }
 
-/// Returns the shape of a tensor as one matrix.
+/// Returns the shape of a tensor as one matrix: all dims but the last are rows.
 fn matrix_of(tensor: &TensorIr) -> [usize; 2] {
     let shape = tensor.shape.as_slice();
     let width = shape.last().copied().unwrap_or(1);

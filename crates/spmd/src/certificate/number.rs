@@ -1,4 +1,4 @@
-//! The numbers on which the composed forms of kernels are computed: elements of the field, and 64-bit floats.
+//! The number types of kernels' composed forms: elements of the field, and 64-bit floats.
 
 use burn_fsdp_kernels::PointwiseOperation;
 
@@ -19,17 +19,17 @@ pub(super) trait Number: Copy + Default {
     fn is_above(self, other: Self) -> bool;
     fn of_integer(value: i64) -> Self;
     fn of_scalar(scalar: Scalar) -> Self;
-    /// Returns the index that a number represents, as an element of a tensor of integers.
+    /// Converts an element of an integer tensor to an index.
     fn index(self) -> usize;
-    /// Returns the value of a function of one number, by name.
+    /// Returns the value of the named function of one number.
     fn function(name: &str, argument: Self) -> Self;
-    /// Returns the result of a step of a fused program. A scalar operand is passed both as a number and as a scalar.
+    /// Returns the result of a step of a fused program. Each operand is a number, with the scalar if it is one.
     fn step(
         operation: PointwiseOperation,
         first: (Self, Option<Scalar>),
         second: (Self, Option<Scalar>),
     ) -> Self;
-    /// Returns the products of the matrices in the last two dims of tensors of the same batch.
+    /// Returns the batched product of the matrices in the last two dims.
     fn matmul(a: &Tensor<Self>, b: &Tensor<Self>, shape: &[usize]) -> Result<Tensor<Self>, String>;
 }
 
@@ -129,7 +129,7 @@ impl Number for f64 {
                 let density = (-0.5 * x * x).exp() / std::f64::consts::TAU.sqrt();
                 normal() + x * density
             }
-            // A function without a value here differs from any kernel's result.
+            // A function that is unknown here fails every comparison.
             _ => f64::NAN,
         }
     }

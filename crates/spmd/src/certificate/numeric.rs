@@ -1,4 +1,4 @@
-//! Burn's operations on numbers, booleans, and single floats.
+//! Burn's numeric, boolean and float operations.
 
 use burn_ir::{
     ActivationOperationIr, BinaryOpIr, BoolOperationIr, FloatOperationIr, IntOperationIr,
@@ -252,7 +252,7 @@ impl Call<'_> {
 
     fn with_number(&self, op: &ScalarOpIr, of: Arithmetic) -> Result<Tensor, String> {
         let (kind, number) = (Kind::of(op.lhs.dtype), self.scalar(0)?);
-        // Computes the inverse once instead of per element: it takes sixty products.
+        // Computes the inverse, which takes sixty multiplications, once instead of per element.
         let (of, number) = match (kind, of) {
             (Kind::Float, Arithmetic::Div) => (Arithmetic::Mul, number.inverse()),
             _ => (of, number.element(kind)),

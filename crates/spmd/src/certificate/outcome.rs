@@ -1,4 +1,4 @@
-//! The results of a step on all ranks, in a form that does not depend on sharding.
+//! The results of a step on all ranks, independent of sharding.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,10 +10,10 @@ use super::machine::{Fault, Machine};
 use super::tensor::Tensor;
 use crate::graph::{Graph, Role, Value};
 
-/// Tensors by name, each whole on every rank.
+/// Whole tensors by name, one for each rank.
 pub(super) type Named = BTreeMap<String, Vec<Tensor>>;
 
-/// The results of a step, each whole on every rank.
+/// The results of a step, as whole tensors of each rank.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Outcome {
     /// The loss, the outputs, and the new values of buffers.
@@ -34,7 +34,7 @@ pub(super) struct Difference {
 pub(super) const LOSS: &str = "the loss";
 
 impl Outcome {
-    /// Returns the outcome of a finished run, before its updates are applied.
+    /// Returns the outcome of a run whose nodes have run but whose updates are not applied yet.
     pub(super) fn of(machine: &Machine, graph: &Graph) -> Result<Self, Fault> {
         let mut outcome = Self::default();
         let ranks = 0..machine.num_ranks();
@@ -79,7 +79,7 @@ impl Outcome {
         Ok(outcome)
     }
 
-    /// Returns the new values from this graph's updates, and all other values.
+    /// Divides the outcome into values that this graph's updates replace, and all others.
     pub(super) fn divided(self, graph: &Graph) -> (Self, Self) {
         let replaced = graph.updates().iter().map(|update| update.into);
         let values = replaced.filter_map(|id| graph.value(id));
@@ -144,14 +144,14 @@ impl Outcome {
         })
     }
 
-    /// Returns the number of elements that a comparison covers.
+    /// Returns the number of elements of all tensors.
     pub(super) fn num_elements(&self) -> usize {
         let tensors = self.tensors().flat_map(|(_, tensors)| tensors);
         tensors.map(Tensor::len).sum()
     }
 }
 
-/// Returns, for each rank, the whole of a value that the ranks hold in these parts.
+/// Returns the whole tensor of a value for each rank, from the parts of all ranks.
 fn whole(
     machine: &Machine,
     graph: &Graph,
@@ -170,7 +170,7 @@ fn whole(
     Ok(vec![whole; parts.len()])
 }
 
-/// Returns the whole tensor from the parts of all ranks. Ranks that hold the same elements must agree on them.
+/// Joins the parts of all ranks into the whole tensor. Ranks that hold the same elements must agree on them.
 fn joined(
     machine: &Machine,
     (shape, layout): (&[usize], &Layout),

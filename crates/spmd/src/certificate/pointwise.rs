@@ -1,4 +1,4 @@
-//! Elementwise operations, which tensors apply after broadcasting.
+//! Elementwise operations, with broadcasting.
 
 use burn_fsdp_kernels::PointwiseOperation;
 
@@ -6,7 +6,7 @@ use super::field::{Element, add, div, function, inverse, mul, neg, order, power,
 use super::scalar::Scalar;
 use super::tensor::{Kind, Tensor};
 
-/// Applies `of` to the operands' elements at each place, after broadcasting.
+/// Applies `of` to the operands' elements at each position, after broadcasting.
 pub(super) fn map<E: Copy + Default>(
     shape: &[usize],
     operands: &[&Tensor<E>],
@@ -23,7 +23,7 @@ pub(super) fn map<E: Copy + Default>(
     }))
 }
 
-/// The arithmetic of two elements.
+/// A binary arithmetic operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Arithmetic {
     Add,
@@ -56,7 +56,7 @@ impl Arithmetic {
     }
 }
 
-/// Returns `base` to the power of a number. Small integer powers are computed as products, which equal them.
+/// Returns `base` to the power `exponent`. Small integer powers equal the corresponding products.
 pub(super) fn power_of(base: Element, exponent: Scalar) -> Element {
     const LARGEST: f64 = 16.0;
     match exponent.number() {
@@ -81,7 +81,7 @@ pub(super) fn abs(a: Element) -> Element {
     }
 }
 
-/// Returns 1, 0 or -1.
+/// Returns the sign of a float: 1, 0 or -1.
 pub(super) fn sign(a: Element) -> Element {
     match order(a).signum() {
         0 => 0,
@@ -90,7 +90,7 @@ pub(super) fn sign(a: Element) -> Element {
     }
 }
 
-/// Returns `a` if `decides` is above zero, and zero otherwise.
+/// Returns `a` if `decides` is positive, and zero otherwise.
 pub(super) fn where_above(decides: Element, a: Element) -> Element {
     match order(decides) > 0 {
         true => a,

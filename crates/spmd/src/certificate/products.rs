@@ -1,12 +1,12 @@
-//! Matrix products and convolutions: sums of products, without rounding.
+//! Matrix products and convolutions, without rounding.
 
 use super::field::{Element, add, mul, reduce};
 use super::tensor::Tensor;
 
-/// Products below 2^122 that are added before they are reduced.
+/// Number of products, each below 2^122, that are added before a reduction by the modulus.
 const UNREDUCED: usize = 32;
 
-/// Returns the products of the matrices in the last two dims, broadcast over those before.
+/// Returns the products of the matrices in the last two dims, with the other dims broadcast.
 pub(super) fn matmul(a: &Tensor, b: &Tensor, shape: &[usize]) -> Result<Tensor, String> {
     let dims = |tensor: &Tensor| match tensor.shape.as_slice() {
         [batch @ .., rows, columns] => Ok((batch.len(), *rows, *columns)),
@@ -67,13 +67,13 @@ pub(super) struct Convolution<'a> {
     pub(super) weight: &'a [usize],
     pub(super) y: &'a [usize],
     pub(super) stride: Vec<usize>,
-    /// Elements of padding before the first of each dim.
+    /// Number of padding elements before the first element of each dim.
     pub(super) padding: Vec<usize>,
     pub(super) dilation: Vec<usize>,
     pub(super) groups: usize,
 }
 
-/// The flat positions of one product's factors and result.
+/// The flat indices of a product's factors, and of the result to which it is added.
 pub(super) struct Product {
     pub(super) x: usize,
     pub(super) weight: usize,
@@ -81,7 +81,7 @@ pub(super) struct Product {
 }
 
 impl Convolution<'_> {
-    /// Calls `visit` with every product that the convolution adds.
+    /// Calls `visit` for every product in the convolution.
     pub(super) fn visit(&self, mut visit: impl FnMut(Product)) {
         let (channels, channels_out) = (self.x[1], self.y[1]);
         let per_group = channels / self.groups.max(1);
@@ -108,7 +108,7 @@ impl Convolution<'_> {
         }
     }
 
-    /// Returns the places in `x`, kernel and `y` that meet, in one channel.
+    /// Returns the flat indices in `x`, kernel and `y` of each product within one channel.
     fn windows(&self) -> Vec<(usize, usize, usize)> {
         let mut windows = vec![(0, 0, 0)];
         for dim in 0..self.stride.len() {

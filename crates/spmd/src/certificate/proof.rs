@@ -1,4 +1,4 @@
-//! The comparison of each graph with the one before it, and of the parts of a step with the whole step.
+//! Compares a plan with the trace, and the three graphs of a divided step with the whole step.
 
 use std::collections::BTreeSet;
 use std::collections::btree_map::{BTreeMap, Entry};
@@ -18,28 +18,30 @@ use crate::graph::{Graph, Node};
 use crate::pass_id::PassId;
 use crate::place::Expand;
 
-/// A proof that a plan computes what was traced, on all its ranks.
+/// A proof that a plan computes the traced step on all its ranks.
 #[derive(Debug, Clone)]
 pub struct Certificate {
     /// The number of ranks in the plan.
     pub num_ranks: usize,
     /// The applied passes, in order.
     pub passes: Vec<PassId>,
-    /// Nodes of the plan.
+    /// The number of nodes of the plan.
     pub num_nodes: usize,
-    /// Results of a step that were found equal on each rank: loss, outputs, parameters, states, buffers.
+    /// The number of results of a step that were compared on each rank: loss, outputs, parameters, states, buffers.
     pub num_tensors: usize,
-    /// Elements that were compared.
+    /// The number of elements that were compared.
     pub num_elements: usize,
-    /// Operations that were treated as uninterpreted functions, for which only equal operands are known to give equal
-    /// results.
+    /// Operations that were treated as uninterpreted functions: equal operands have equal results, and nothing else is
+    /// assumed.
     pub uninterpreted: Vec<String>,
-    /// Kernels that were replaced with their composed forms in the proof, each with the number of instances that were
-    /// checked in 64-bit floats.
+    /// Kernels that were replaced with their composed forms in the proof, each with the number of different calls that
+    /// were checked in 64-bit floats.
     pub checked_in_floats: BTreeMap<String, usize>,
-    /// User passes, which may change the meaning of the step, and gradient clipping after them. They are not proved.
+    /// Passes that are not proved: the user's, which may change what the step computes, and gradient clipping after
+    /// them.
     pub assumed: Vec<PassId>,
-    /// Fingerprint of the plan that runs, over all graphs of a step. [`Mode::proved`](crate::Mode::proved) compares it.
+    /// Fingerprint of the plan, over all graphs of a step. [`Mode::proved`](crate::Mode::proved) compares it with the
+    /// plan that is about to run.
     pub plan: u64,
     /// Duration of the proof.
     pub elapsed: Duration,
@@ -70,10 +72,10 @@ impl fmt::Display for Certificate {
     }
 }
 
-/// Number of consecutive steps. Each begins with the state that the previous one left.
+/// Number of consecutive steps in a proof. Each begins with the state that the previous step left.
 const NUM_STEPS: usize = 2;
 
-/// The setting of a proof.
+/// The parameters of a proof.
 #[derive(Clone, Copy)]
 pub(crate) struct Proof<'a> {
     pub(crate) mesh: &'a Mesh,
@@ -83,13 +85,13 @@ pub(crate) struct Proof<'a> {
     pub(crate) joined: Option<&'a Expand>,
 }
 
-/// The graphs of a step that has three.
+/// The three graphs of a divided step.
 #[derive(Clone, Copy)]
 pub(crate) struct Parts<'a> {
     /// The graphs of [`Iteration`](crate::passes::Iteration) or of [`MicroSteps`](crate::passes::MicroSteps), in the
     /// order of their fields.
     pub(crate) graphs: [&'a Graph; 3],
-    /// Micro-batches of a step; `None` if some of its nodes run in the next step.
+    /// Number of micro-batches of a step; `None` if some of its nodes run in the next step.
     pub(crate) num_batches: Option<usize>,
 }
 
@@ -104,7 +106,7 @@ impl<'a> Parts<'a> {
 }
 
 /// Checks the kernels of several graphs against their composed forms. Each graph is paired with its twin at small
-/// shapes or with itself. Returns the number of forms of each kernel.
+/// shapes, or with itself. Returns the number of checks of each kernel.
 ///
 /// # Errors
 ///
@@ -131,24 +133,25 @@ pub(crate) fn checked_kernels<'a>(
     Ok(all)
 }
 
-/// The number of indices that each input chooses from, by input name.
+/// The number of valid indices of each input, by name.
 type Bounds = BTreeMap<Arc<str>, usize>;
 
 impl Proof<'_> {
-    /// Proves that the last graph computes the same as the first, if its kernels equal their composed forms.
+    /// Proves that the last graph computes the same step as the first, assuming that kernels equal their composed
+    /// forms.
     ///
     /// # Errors
     ///
-    /// [`Error::NotCertified`]; [`Error::NotProvable`] for a joined batch with operations that are unknown to the
-    /// field.
+    /// [`Error::NotCertified`]; [`Error::NotProvable`] if a step over a joined batch differs and has uninterpreted
+    /// operations.
     pub(crate) fn of_passes(&self, stages: &[Graph]) -> Result<Certificate, Error> {
         let start = Instant::now();
         let [traced, .., plan] = stages else {
             return Err(Error::Internal("no pass made a plan".to_owned()));
         };
         let bounds = bounds(traced);
-        // A user's pass changes the meaning of the step. The graphs before it are compared with the trace, and the
-        // graphs after it with its result.
+        // A user's pass may change what the step computes. Graphs before it are compared with the trace, and graphs
+        // after it with its result.
         let (mut proved, mut opaque) = (Vec::new(), BTreeSet::new());
         for part in stages.chunk_by(|_, next| !is_assumed(next)) {
             let (expected, taken) = self.of_run(part, &bounds)?;
@@ -170,8 +173,8 @@ impl Proof<'_> {
         })
     }
 
-    /// Proves that the last of some graphs, without a user's pass between them, computes the same as the first. Returns
-    /// the outcomes of its steps, and the operations that were taken as opaque.
+    /// Proves that the last of these graphs, which have no user's pass between them, computes the same step as the
+    /// first. Returns the outcomes of its steps, and its uninterpreted operations.
     fn of_run(
         &self,
         stages: &[Graph],
@@ -188,7 +191,8 @@ impl Proof<'_> {
         if got.as_ref().is_ok_and(|got| *got == expected) {
             return Ok((expected, opaque));
         }
-        // A function of a whole tensor is a different function of a part, so a difference may be no fault.
+        // An uninterpreted function of parts differs from the function of the whole tensor, so a difference may be no
+        // fault.
         Err(match self.joined.is_some() && !opaque.is_empty() {
             true => Error::NotProvable {
                 what: format!("by placements with {}", opaque.join(", ")),
@@ -198,13 +202,13 @@ impl Proof<'_> {
     }
 
     /// Proves that the three graphs of a step, run one after the other, compute the traced step. The plan is the last
-    /// of `versions`, each made by a pass from the one before it.
+    /// of `versions`, and each version is the result of applying a pass to the previous version.
     ///
     /// # Errors
     ///
-    /// Same as [`of_passes`](Self::of_passes), with the first pass whose graphs do not compute it.
-    /// [`Error::NotProvable`] if `stages`, the graphs of the passes before, include a user's pass that changed the
-    /// meaning of the step.
+    /// Same as [`of_passes`](Self::of_passes), with the first pass whose graphs do not compute the traced step.
+    /// [`Error::NotProvable`] if a user's pass in `stages`, the graphs before the split, changed what the step
+    /// computes.
     pub(crate) fn of_parts(&self, stages: &[Graph], versions: &[Parts<'_>]) -> Result<(), Error> {
         let (Some(traced), Some(last_version)) = (stages.first(), versions.last()) else {
             return Err(Error::Internal("a step has no graphs".to_owned()));
@@ -253,7 +257,7 @@ impl Proof<'_> {
         }
     }
 
-    /// Runs steps that leave some nodes to the next step, and returns the outcome of each.
+    /// Runs steps that move some nodes into the next step, and returns the outcome of each.
     fn iterated<'g>(
         &self,
         machine: &mut Machine,
@@ -270,7 +274,7 @@ impl Proof<'_> {
             };
             let given = self.given(machine, bounds, step);
             let outcome = run(machine, graph, &given).map_err(|fault| (graph, fault))?;
-            // The moved values belong to the previous step.
+            // The values of moved nodes belong to the previous step.
             let (moved, own) = outcome.divided(cleanup);
             if let Some(before) = outcomes.last_mut() {
                 before.seen.extend(moved.seen);
@@ -314,7 +318,7 @@ impl Proof<'_> {
         Ok(outcomes)
     }
 
-    /// Returns the ranks that run a graph: one rank for the trace of a joined batch.
+    /// Creates the machine for a graph. It has one rank for the trace of a joined batch.
     fn machine(&self, graph: &Graph) -> Result<Machine, Error> {
         let mesh = match self.joined.is_some() && !is_divided(graph) {
             true => Mesh::line("one", 1)?,
@@ -332,7 +336,7 @@ impl Proof<'_> {
         }
     }
 
-    /// Returns the outcomes of steps of a graph, with the clipping of `like`.
+    /// Returns the outcomes of consecutive steps of a graph. A graph without collectives clips if `like` does.
     fn outcomes(
         &self,
         machine: &mut Machine,
@@ -362,7 +366,7 @@ impl Proof<'_> {
         }
     }
 
-    /// Replicates the outcomes of one rank for all ranks, for the trace of a joined batch.
+    /// Repeats the outcomes of one rank for all ranks, if the graph is the trace of a joined batch.
     fn on_all_ranks(&self, mut outcomes: Vec<Outcome>, graph: &Graph) -> Vec<Outcome> {
         if self.joined.is_some() && !is_divided(graph) {
             for outcome in &mut outcomes {
@@ -376,7 +380,7 @@ impl Proof<'_> {
         outcomes
     }
 
-    /// Returns the error for the first pass whose graph computes different results from the first graph.
+    /// Returns the error for the first pass whose graph computes different results than the first graph.
     fn first_fault(&self, stages: &[Graph], bounds: &Bounds) -> Result<Error, Error> {
         let mut known: BTreeMap<bool, Vec<Outcome>> = BTreeMap::new();
         for pair in stages.windows(2) {
@@ -403,7 +407,7 @@ impl Proof<'_> {
         Ok(Error::Internal(lost))
     }
 
-    /// Returns the first node whose result differs from the result with the same number in the previous graph.
+    /// Returns the first node whose result differs from the value with the same id in the previous graph.
     fn first_node(
         &self,
         (before, after): (&Graph, &Graph),
@@ -411,7 +415,7 @@ impl Proof<'_> {
     ) -> Result<Option<usize>, Error> {
         let noted = |graph: &Graph| {
             let mut machine = self.machine(graph)?.noting();
-            // The values noted before a failure are enough.
+            // The values recorded before a failure are enough.
             let _ = self.step(&mut machine, (graph, after), bounds, 0);
             Ok::<_, Error>(machine)
         };
@@ -428,7 +432,7 @@ impl Proof<'_> {
     }
 }
 
-/// Runs a graph of all ranks.
+/// Runs a graph on all ranks.
 fn run(machine: &mut Machine, graph: &Graph, given: &Given<'_>) -> Result<Outcome, Fault> {
     machine.begin(graph, given)?;
     for (index, node) in graph.nodes().iter().enumerate() {
@@ -444,8 +448,8 @@ fn is_divided(graph: &Graph) -> bool {
     graph.applied().contains(&PassId::InsertCollectives)
 }
 
-/// Returns true if a pass may have changed the meaning: a user's pass, or gradient clipping after one, whose meaning
-/// is defined only for the trace.
+/// Returns true if the last pass may have changed what the step computes: a user's pass, or gradient clipping after
+/// one, which can only be compared with the trace.
 fn is_assumed(graph: &Graph) -> bool {
     let is_user = |pass: &PassId| matches!(pass, PassId::User(_));
     match graph.applied() {

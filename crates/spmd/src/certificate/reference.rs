@@ -1,5 +1,5 @@
-//! The meaning of a one-rank trace when several ranks share the batch. Each rank computes the loss and gradients of its
-//! own rows, and the optimizer runs once, with the means over ranks and micro-batches.
+//! Runs a one-rank trace as the definition of what several ranks must compute. Each rank computes the loss and
+//! gradients of its own rows, and the optimizer runs once, with the means over ranks and micro-batches.
 
 use std::collections::BTreeMap;
 
@@ -16,11 +16,11 @@ use super::tensor::Tensor;
 use crate::graph::{Graph, Node, Phase, Role};
 use crate::norm::{GRAD_NORM, scalars};
 
-/// The gradients of micro-batches, each the mean over ranks.
+/// For each gradient, its means over ranks: one for each micro-batch.
 type Gradients = BTreeMap<TensorId, Vec<Tensor>>;
 
-/// Runs a one-rank graph on each rank of the machine, once per micro-batch. Means replace each rank's gradients and
-/// loss.
+/// Runs a one-rank graph on each rank of the machine, once per micro-batch, and replaces each rank's gradients and loss
+/// with their means.
 pub(super) fn step(
     machine: &mut Machine,
     graph: &Graph,
@@ -59,7 +59,7 @@ pub(super) fn step(
     Ok(Outcome { seen, stepped })
 }
 
-/// Returns the results of a micro-batch under names that include its index, if there are several.
+/// Adds the index of a micro-batch to the names of its results, if there are several.
 pub(super) fn of_batch(seen: Named, index: usize, num_batches: usize) -> Named {
     let name = |what: String| match num_batches {
         1 => what,
@@ -117,7 +117,7 @@ fn own(machine: &Machine, id: TensorId) -> Option<Vec<Tensor>> {
     ranks.map(|rank| machine.get(rank, id).cloned()).collect()
 }
 
-/// Scales the gradients by the clipping factor of their norm as one vector, and returns the norm.
+/// Clips the gradients by their joint norm, and returns the norm.
 fn clip_means(graph: &Graph, means: &mut BTreeMap<TensorId, Tensor>, clip: &Clip) -> Tensor {
     let numbers = scalars(clip);
     let [limit, order] = [numbers[0], numbers[1]].map(Scalar::Number);

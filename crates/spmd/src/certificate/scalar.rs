@@ -11,12 +11,13 @@ use crate::graph::Node;
 pub(super) enum Scalar {
     /// A number that is the same in every step.
     Number(ScalarIr),
-    /// A number that the optimizer recomputes in each step: an unknown, the same wherever it is used.
+    /// A number that the optimizer recomputes in each step, represented by an unknown that is the same wherever it is
+    /// used.
     Symbol(Element),
 }
 
 impl Scalar {
-    /// Returns the numbers of a node in Burn's order.
+    /// Returns the scalars of a node in Burn's order.
     pub(super) fn all_of(node: &Node) -> Vec<Self> {
         let mut all: Vec<Self> = node.scalar_values().into_iter().map(Self::Number).collect();
         let path = node.path.as_deref().unwrap_or_default();
@@ -31,7 +32,7 @@ impl Scalar {
         all
     }
 
-    /// Returns the number as an element of tensors of this kind.
+    /// Converts the scalar to an element of tensors of this kind.
     pub(super) fn element(self, kind: Kind) -> Element {
         match (self, kind) {
             (Self::Symbol(element), _) => element,
@@ -41,8 +42,8 @@ impl Scalar {
         }
     }
 
-    /// Returns the reciprocal. For a known number it is the one that a multiplication would use in place of the
-    /// division.
+    /// Returns the reciprocal. For a known number it is the factor that a multiplication in place of the division would
+    /// have.
     pub(super) fn inverse(self) -> Element {
         match self {
             Self::Symbol(element) => inverse(element),
@@ -50,7 +51,7 @@ impl Scalar {
         }
     }
 
-    /// Returns the number, if it is known.
+    /// Returns the number; `None` for a symbol.
     pub(super) fn number(self) -> Option<f64> {
         match self {
             Self::Symbol(_) => None,

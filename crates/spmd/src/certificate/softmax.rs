@@ -1,10 +1,10 @@
-//! The softmax of rows, on numbers of any kind.
+//! The softmax of rows, generic over the number type.
 
 use super::lanes::rows;
 use super::number::Number;
 use super::tensor::Tensor;
 
-/// A row of probabilities.
+/// The softmax of a row.
 pub(super) struct Softmax<N> {
     /// The row minus its largest element.
     pub(super) shifted: Vec<N>,

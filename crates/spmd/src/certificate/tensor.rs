@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::field::{Element, Hash, order};
 
-/// The type of a tensor's elements, by Burn's type.
+/// The representation of a tensor's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// Floats of any width: elements of the field.
@@ -26,7 +26,7 @@ impl Kind {
         }
     }
 
-    /// Returns the position of an element in the order of its kind.
+    /// Returns a number that orders elements of this kind.
     pub(super) fn order(self, element: Element) -> i64 {
         match self {
             Self::Float => order(element),
@@ -35,7 +35,7 @@ impl Kind {
     }
 }
 
-/// A tensor in the order of its dims. Clones share the elements.
+/// A tensor in row-major order. Clones share the elements.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Tensor<E = Element> {
     pub(super) shape: Vec<usize>,
@@ -52,7 +52,7 @@ impl<E: Copy> Tensor<E> {
         }
     }
 
-    /// Returns a tensor with an element for each flat index.
+    /// Creates a tensor from a function of the flat index.
     pub(super) fn from_fn(shape: &[usize], of: impl FnMut(usize) -> E) -> Self {
         let len = shape.iter().product();
         Self::new(shape, (0..len).map(of).collect())
@@ -78,7 +78,7 @@ impl<E: Copy> Tensor<E> {
         }
     }
 
-    /// Returns the tensor of the elements at these places.
+    /// Copies the elements of a view into a tensor.
     pub(super) fn taken(&self, view: &View) -> Self {
         let elements = view.places().into_iter().map(|at| self.elements[at]);
         Self::new(view.shape.clone(), elements.collect())
@@ -130,7 +130,7 @@ pub(super) fn filled(seed: Hash, shape: &[usize], kind: Kind) -> Tensor {
     })
 }
 
-/// Returns the stride of each dim, in elements.
+/// Returns the row-major stride of each dim, in elements.
 pub(super) fn strides(shape: &[usize]) -> Vec<isize> {
     let mut strides = vec![1; shape.len()];
     for dim in (1..shape.len()).rev() {
@@ -139,7 +139,7 @@ pub(super) fn strides(shape: &[usize]) -> Vec<isize> {
     strides
 }
 
-/// A strided view: the places of its elements in another tensor.
+/// A strided view: the flat indices of its elements in another tensor.
 #[derive(Debug, Clone)]
 pub(super) struct View {
     pub(super) shape: Vec<usize>,
@@ -148,7 +148,7 @@ pub(super) struct View {
 }
 
 impl View {
-    /// Returns the places, in the order of the dims.
+    /// Returns the flat indices of the elements, in row-major order.
     pub(super) fn places(&self) -> Vec<usize> {
         let mut places = vec![self.start];
         for (len, stride) in self.shape.iter().zip(&self.strides) {
@@ -200,7 +200,7 @@ impl View {
         })
     }
 
-    /// Returns a range of a dim, at every `step`th index. A negative step starts from the end.
+    /// Returns the view of every `step`-th index in a range of a dim. A negative step starts from the end.
     pub(super) fn sliced(mut self, dim: usize, range: std::ops::Range<usize>, step: isize) -> Self {
         let len = range.len().div_ceil(step.unsigned_abs().max(1));
         let first = match step < 0 {
@@ -217,7 +217,7 @@ impl View {
         self
     }
 
-    /// Returns windows of a dim, whose elements are along a new last dim.
+    /// Returns a view of windows along a dim, with the elements of each window along a new last dim.
     pub(super) fn unfolded(mut self, dim: usize, size: usize, step: usize) -> Self {
         let step = step.max(1);
         self.shape[dim] = (self.shape[dim] + step).saturating_sub(size) / step;

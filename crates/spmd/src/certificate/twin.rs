@@ -1,8 +1,8 @@
-//! The comparison of a graph with its twin, the graph of the same step at small shapes.
+//! Compares a graph with its twin, the graph of the same step at small shapes.
 //!
-//! A plan at a run's shapes has too many elements to run over the field, so its twin runs instead. This module checks
-//! that the two are the same list of operations. Node by node, they must have the same operation on the same values,
-//! with the same dims, numbers, collectives and liveness marks. Only sizes may differ, and only as in the two traces.
+//! A plan at a run's shapes has too many elements to run over the field, so its twin is proved instead. This module
+//! checks that the two are the same list of operations on the same values, with the same dims, numbers, collectives and
+//! liveness marks. Only sizes may differ, and only as in the two traces.
 
 use std::collections::BTreeSet;
 
@@ -14,27 +14,27 @@ use burn_ir::{BaseOperationIr, IrVisitorMut, OperationIr, ScalarIr, TensorId, Te
 use crate::error::{Error, ProofError};
 use crate::graph::{Flops, Graph, Node, Role};
 
-/// A size at the shapes of a run, and the corresponding small size.
+/// A size at the shapes of a run, and the corresponding size at small shapes.
 type Sizes = (usize, usize);
 
-/// Maps the sizes of a step at a run's shapes to those at small shapes, from two traces.
+/// The correspondence between a step's sizes at a run's shapes and at small shapes, derived from two traces.
 #[derive(Debug, Default)]
 pub(crate) struct Scale {
     /// Dims, numbers of elements, and ends of slices.
     sizes: BTreeSet<Sizes>,
     /// The sizes that differ, as fractions in lowest terms.
     ratios: BTreeSet<Sizes>,
-    /// Differing scalars of operations, by their bits.
+    /// Scalars that differ between the traces, as bits.
     numbers: BTreeSet<(u64, u64)>,
     /// Numbers of ranks among which a tensor may be divided.
     ranks: Vec<usize>,
-    /// The graph traced at the shapes of the run, and the one at small shapes.
+    /// The graphs traced at the shapes of the run and at small shapes.
     traced: [Graph; 2],
 }
 
 impl Scale {
-    /// Compares two traces of a step and takes the sizes from them. The second has small shapes. The ranks of `mesh`
-    /// divide the step.
+    /// Compares two traces of a step and records their sizes; `small` has small shapes. The step will be divided among
+    /// the ranks of `mesh`.
     ///
     /// # Errors
     ///
@@ -76,7 +76,7 @@ impl Scale {
         }
     }
 
-    /// Returns true if two sizes correspond as in the traces, or as the parts of such sizes on the ranks.
+    /// Returns true if two sizes correspond as in the traces, or if they are a rank's parts of such sizes.
     fn explains(&self, (a, b): Sizes) -> bool {
         let is_part = |ranks: &usize| {
             let part = |size: usize| size.div_ceil((*ranks).max(1));
@@ -89,8 +89,8 @@ impl Scale {
             || self.ranks.iter().any(is_part)
     }
 
-    /// Returns true if a number equals its twin, or if the two are a pair of the traces. Corresponding sizes, or their
-    /// reciprocals, are also accepted.
+    /// Returns true if two numbers are equal, or correspond in the traces, or are corresponding sizes or reciprocals of
+    /// such sizes.
     fn explains_number(&self, (a, b): (f64, f64)) -> bool {
         let is_size = |a: f64, b: f64| {
             let is_whole = |of: f64| of >= 0.0 && of.fract() == 0.0 && of < 1e15;
@@ -108,7 +108,7 @@ impl Scale {
             || over.is_some_and(|(a, b)| is_size(a, b))
     }
 
-    /// Checks that a graph at the shapes of the run and its twin are one list of operations on the same values.
+    /// Checks that a graph at the shapes of the run and its twin are the same list of operations on the same values.
     ///
     /// # Errors
     ///
@@ -214,7 +214,7 @@ impl Scale {
         }
     }
 
-    /// Returns true if constants have the same data, or if each has the traced data.
+    /// Returns true if both graphs have the same data for a constant, or each has the data of its trace.
     fn is_known(&self, id: TensorId, graphs: [&Graph; 2]) -> bool {
         let [a, b] = graphs.map(|graph| graph.constants().get(&id));
         let is_traced = |(graph, own): (&Graph, _)| graph.constants().get(&id) == own;
@@ -232,7 +232,7 @@ fn lowest((a, b): Sizes) -> Sizes {
     (a / divisor.max(1), b / divisor.max(1))
 }
 
-/// A node without its sizes and numbers, next to the extracted sizes and numbers.
+/// A node whose sizes and numbers are extracted into separate lists.
 struct Form {
     node: Node,
     sizes: Vec<usize>,
@@ -283,7 +283,7 @@ impl Form {
     }
 
     fn visit(&mut self, operation: &mut OperationIr) {
-        // The numbers of these operations specify what they do.
+        // The numbers of these operations determine what they compute.
         let is_code = match &*operation {
             OperationIr::Custom(call) => matches!(
                 FusedOperation::named(&call.id),
@@ -331,7 +331,7 @@ impl Form {
     }
 }
 
-/// Returns an empty partition with the same number of shards and the same owner.
+/// Returns a partition of nothing, with the same number of shards and the same owner.
 fn without_size(partition: &Partition) -> Partition {
     let shards = partition.num_shards();
     let empty = match partition.sole_owner() {

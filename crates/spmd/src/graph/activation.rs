@@ -1,4 +1,4 @@
-//! Values that the user named to request placements for them, or put into regions.
+//! Values for which the user requested placements or recomputation.
 
 use std::collections::BTreeSet;
 
@@ -18,7 +18,7 @@ impl Graph {
         std::mem::take(&mut self.results.activations)
     }
 
-    /// Declares the values of a region. Backward keeps the region's inputs and outputs.
+    /// Declares the values of a region to recompute. Only the region's inputs and outputs are kept for backward.
     pub(crate) fn add_region(&mut self, values: BTreeSet<TensorId>) {
         self.results.regions.push(values);
     }

@@ -9,7 +9,8 @@ use super::storage::{Storage, storage_of};
 use crate::error::Error;
 
 impl Flops {
-    /// Counts the arithmetic of a graph on a rank. Nodes of other ranks, for parameters that they own, are excluded.
+    /// Counts the arithmetic of a graph on a rank. Nodes that only other ranks run, for parameters that they own, are
+    /// excluded.
     ///
     /// # Errors
     ///

@@ -8,7 +8,7 @@ use burn_fsdp_mesh::{Partition, ReduceOp};
 
 /// A collective operation of the schedule: the meaning of an `OperationIr::Custom` node.
 ///
-/// Its inputs and outputs are the node's, one of each per part, in the same order:
+/// The node has one input and one output per part, in the order of the parts:
 ///
 /// | kind | input of a part | output of a part |
 /// |---|---|---|
@@ -17,24 +17,24 @@ use burn_fsdp_mesh::{Partition, ReduceOp};
 /// | all-reduce | the whole | the whole |
 /// | all-to-all | this rank's part, with the ranks' shares in rank order | the received shares, in rank order |
 ///
-/// If the operation is split in two nodes, the node with stage [`Stage::Start`] has the inputs above, and outputs of
-/// the shapes above. These must not be read while their memory is being written. The node with stage [`Stage::Wait`]
-/// reads them and writes the results, in the same memory.
+/// If the operation is split into two nodes, the one with stage [`Stage::Start`] has the inputs and the output shapes
+/// above. Its outputs must not be read while their memory is being written. The node with stage [`Stage::Wait`] takes
+/// them as inputs and writes the results to the same memory.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Collective {
     /// Kind of the operation.
     pub kind: CollectiveKind,
-    /// Mesh axis of the ranks.
+    /// Mesh axis along which the ranks communicate.
     pub axis: Arc<str>,
     /// Name of the operation in ledgers and errors.
     pub label: Arc<str>,
     /// The tensors that are sent together.
     pub parts: Vec<CollectivePart>,
-    /// Reduction of addends; `None` if nothing is combined.
+    /// How addends are reduced; `None` if data only moves.
     pub reduction: Option<ReduceOp>,
     /// Role of the tensors in the step.
     pub payload: Payload,
-    /// The phase: the whole operation, or its start or wait.
+    /// The part of the operation that the node runs.
     pub stage: Stage,
 }
 
@@ -43,11 +43,11 @@ pub struct Collective {
 pub enum CollectiveKind {
     /// All-gather: every rank gets the shards of all ranks.
     AllGather,
-    /// Reduce-scatter: every rank gets its shard of the combination over all ranks.
+    /// Reduce-scatter: every rank gets its shard of the reduced tensor.
     ReduceScatter,
-    /// All-reduce: every rank gets the combination over all ranks.
+    /// All-reduce: every rank gets the whole reduced tensor.
     AllReduce,
-    /// All-to-all: every rank gets its part along one dim of tensors that are cut along another.
+    /// All-to-all: tensors that are sharded along one dim become sharded along another.
     AllToAll,
 }
 
@@ -57,7 +57,7 @@ pub enum Payload {
     /// Parts of parameters, which are given and may be gathered at any time before their use.
     Parameter,
     /// Gradients and the loss. Their results are read after backward: by the optimizer, by gradient clipping, or by a
-    /// mean over copies.
+    /// mean over replicas.
     Gradient,
     /// Values that the next operations read, or that do not exist before this node runs.
     Activation,
@@ -75,7 +75,7 @@ pub struct CollectivePart {
     pub across: Option<Partition>,
     /// Element type during communication.
     pub dtype: DType,
-    /// Type of the result's elements. It may be wider than `dtype` for a reduction.
+    /// Element type of the result, which may be wider than `dtype` for a reduction.
     pub result: DType,
 }
 
@@ -95,7 +95,7 @@ impl CollectivePart {
         self.len_by(share, |partition| partition.len(rank))
     }
 
-    /// Returns the number of elements of the largest rank's share: the padded length of the tensor on every rank.
+    /// Returns the number of elements of the largest share: the padded length of the tensor on every rank.
     pub fn padded_len(&self, share: Share) -> usize {
         self.len_by(share, Partition::chunk_len)
     }
@@ -183,8 +183,8 @@ impl CollectiveKind {
         }
     }
 
-    /// Returns the bytes that circulate in each round, for tensors of `num_bytes`. This is all of them, or one rank's
-    /// share if no rank has all of them before or afterwards.
+    /// Returns the bytes that circulate in each round, for tensors of `num_bytes`. This is `num_bytes`, or one rank's
+    /// share if no rank has whole tensors before or afterwards.
     pub fn circulating_bytes(self, num_bytes: u64, num_ranks: usize) -> u64 {
         let contract = self.contract();
         match [contract.gives.share, contract.gets.share].contains(&Share::Full) {

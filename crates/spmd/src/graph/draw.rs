@@ -7,7 +7,8 @@ use burn_ir::{FloatOperationIr, NumericOperationIr, OperationIr, RandomOpIr};
 
 use super::shift::AxisShift;
 
-/// The position of random numbers among all that a step draws from a seed. See [`Mode::seeded`](crate::Mode::seeded).
+/// Identifies a node's random numbers among all that a step draws from a seed. See
+/// [`Mode::seeded`](crate::Mode::seeded).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Draw {
     /// The seed.
@@ -16,7 +17,7 @@ pub struct Draw {
     pub number: u32,
     /// Shape of the whole draw; each rank takes a part of it.
     pub whole: Vec<usize>,
-    /// The parts that a rank takes, each along a different dim; empty if it takes everything.
+    /// How the draw is split among ranks, each along a different dim; empty if every rank takes all of it.
     pub shifts: Vec<AxisShift>,
     /// True if every rank draws its own numbers, for its own rows.
     pub is_own: bool,

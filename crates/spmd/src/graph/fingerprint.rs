@@ -1,4 +1,4 @@
-//! One number for a graph, the same on every rank.
+//! A hash of a graph, the same on every rank.
 
 use std::hash::{Hash, Hasher};
 

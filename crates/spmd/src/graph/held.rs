@@ -7,18 +7,18 @@ use burn_ir::TensorId;
 use super::{Carried, Graph, Node, Role};
 
 impl Graph {
-    /// Declares the placements of a value that waits for the next step.
+    /// Declares the placements of a value that is carried over to the next step.
     pub(crate) fn carry(&mut self, id: TensorId, carried: Carried) {
         self.ranks.carried.insert(id, carried);
     }
 
-    /// Returns the placements of a value that waits for the next step.
+    /// Returns the placements of a value that is carried over to the next step.
     pub(crate) fn carried(&self, id: TensorId) -> Option<&Carried> {
         self.ranks.carried.get(&id)
     }
 
-    /// Returns the pending gradients that nodes read, and that no update replaces or passes on. The optimizer consumed
-    /// them, and nothing reads them again.
+    /// Returns the pending values that nodes read and no update replaces or carries over. Nothing reads them after this
+    /// step.
     pub fn used_up(&self) -> Vec<TensorId> {
         let is_pending = |id: &TensorId| {
             let value = self.values.get(id);

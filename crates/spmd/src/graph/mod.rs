@@ -1,25 +1,25 @@
 //! The train step as data: values, and nodes in execution order.
 //!
-//! A [`Graph`] wraps Burn's own [`OperationIr`]. It adds the information for placing, scheduling and planning a train
+//! A [`Graph`] wraps Burn's own [`OperationIr`]. It adds the information needed to place, schedule and plan a train
 //! step:
 //!
-//! - The list of [`Node`]s **is the schedule**: they run in this order, on every rank. Every node knows its [`Phase`].
+//! - The list of [`Node`]s **is the schedule**: they run in this order, on every rank. Every node has a [`Phase`].
 //!   Collectives have a typed [`Collective`] in addition to their `OperationIr::Custom`.
 //! - Every [`Value`] has a shape, a dtype and a [`Role`], which names it by path: parameter, buffer, input, gradient,
-//!   optimizer state. At most one node writes each value (static single assignment). Values without a writer are given
-//!   from outside, see [`Role::is_given`].
+//!   optimizer state. At most one node writes each value (static single assignment). Values without a writer come from
+//!   outside: see [`Role::is_given`].
 //! - An [`Update`] feeds a value computed in one step back into a given value for the next: new parameters, optimizer
 //!   states and changed buffers. Updates happen together, after the last node.
 //! - Scalars that change from step to step (learning rate, bias correction) are not constants. Their node has a
-//!   [`ScalarSlot`], and the executor patches them.
+//!   [`ScalarSlot`], and the executor patches them before each step.
 //!
 //! Shapes are local to **one rank**: passes that shard a value change its shape.
 //!
 //! # Liveness
 //!
 //! A newly traced graph has no [`OperationIr::Drop`] nodes, and every read is marked `ReadOnly`. The liveness pass
-//! marks the last read of a value `ReadWrite`: the backend takes the memory, and frees it or reuses it in place. It
-//! adds drops for values that cannot be marked. See [`passes`](crate::passes).
+//! marks the last read of a value `ReadWrite`, so the backend can free its memory or reuse it in place. Values that
+//! cannot be marked get a drop. See [`passes`](crate::passes).
 //!
 //! ```text
 //! %0 parameter fc.weight f32[4, 2]
@@ -91,11 +91,11 @@ pub struct Graph {
     parameters: Vec<Parameter>,
     updates: Vec<Update>,
     results: Results,
-    /// Unit of each parameter, after units are assigned.
+    /// Unit of each parameter; empty until units are assigned.
     units: BTreeMap<Arc<str>, Arc<str>>,
     ranks: OnRanks,
     applied: Vec<PassId>,
-    /// The sizes that passes decide by.
+    /// The sizes on which passes base decisions.
     sizes: Sizes,
     next_id: u64,
 }
@@ -103,17 +103,17 @@ pub struct Graph {
 /// The distribution of a graph over ranks.
 #[derive(Debug, Clone, Default)]
 struct OnRanks {
-    /// The ranks that run the graph, if it is for several ranks.
+    /// The ranks that run the graph; `None` for a single rank's graph.
     mesh: Option<Mesh>,
-    /// The placements of values, one per axis of the mesh, where they were chosen by value.
+    /// The placements of values, one per mesh axis, if they were chosen value by value.
     placements: BTreeMap<TensorId, Vec<Placement>>,
-    /// The placements of values that wait for the next step.
+    /// The placements of values that are carried over to the next step.
     carried: BTreeMap<TensorId, Carried>,
-    /// The owners of values that only one rank has, after the final order is known.
+    /// The owners of values that only one rank has; empty until the order of the nodes is final.
     owned: BTreeMap<TensorId, Owner>,
 }
 
-/// The results of a step that do not outlive it, and the values that the user named on the way.
+/// The loss and outputs of a step, and the values that the user named in it.
 #[derive(Debug, Clone, Default)]
 struct Results {
     loss: Option<TensorId>,
@@ -154,7 +154,7 @@ impl Graph {
         &self.sizes
     }
 
-    /// Makes passes use these sizes for decisions.
+    /// Sets the sizes on which passes base decisions.
     pub(crate) fn decide_by(&mut self, sizes: Sizes) {
         self.sizes = sizes;
     }
@@ -174,14 +174,14 @@ impl Graph {
         self.values.get(&id)
     }
 
-    /// Returns the value with this id, mutably. Only [`sync_nodes`](Self::sync_nodes) updates its shape and type in
-    /// nodes.
+    /// Returns the value with this id, mutably. If its shape or type changes, call [`sync_nodes`](Self::sync_nodes) to
+    /// update the nodes.
     pub fn value_mut(&mut self, id: TensorId) -> Option<&mut Value> {
         self.values.get_mut(&id)
     }
 
-    /// Starts the ids of all further values beyond the ids of any step. A graph without an optimizer can then run next
-    /// to the states of a step.
+    /// Makes all later ids larger than any step's, so a graph without an optimizer can run alongside the states of a
+    /// step.
     pub(crate) fn number_apart(&mut self) {
         self.next_id = self.next_id.max(1 << 32);
     }
@@ -198,7 +198,7 @@ impl Graph {
         id
     }
 
-    /// Declares a value, or replaces the declaration of its id.
+    /// Declares a value, or replaces the value with the same id.
     pub fn insert_value(&mut self, value: Value) {
         self.next_id = self.next_id.max(value.id.value() + 1);
         self.values.insert(value.id, value);
@@ -223,7 +223,7 @@ impl Graph {
             .ok_or_else(|| Error::Internal(format!("value {} is not declared", id.value())))
     }
 
-    /// Returns a value as an operand that an operation writes: not yet initialised.
+    /// Returns a value as an uninitialised operand for an operation to write.
     ///
     /// # Errors
     ///
@@ -278,12 +278,12 @@ impl Graph {
         self.constants.insert(id, data);
     }
 
-    /// Returns the tensors of a batch, in order.
+    /// Returns the ids of the batch's tensors, in order.
     pub fn inputs(&self) -> &[TensorId] {
         &self.inputs
     }
 
-    /// Declares an input, after the existing ones.
+    /// Appends a value to the inputs.
     pub fn add_input(&mut self, id: TensorId) {
         self.inputs.push(id);
     }
@@ -349,7 +349,7 @@ impl Graph {
         self.results.template = number;
     }
 
-    /// Returns the results of a step that do not outlive it: the loss and the other outputs.
+    /// Returns the loss and the other outputs of the step.
     pub fn results(&self) -> impl Iterator<Item = TensorId> + '_ {
         self.results
             .loss
@@ -357,7 +357,7 @@ impl Graph {
             .chain(self.results.outputs.values().copied())
     }
 
-    /// Removes batch, loss and outputs. The remaining graph needs no input.
+    /// Removes the batch, the loss, the outputs and the requested placements. The remaining graph needs no input.
     pub fn detach_batch(&mut self) {
         self.inputs.clear();
         self.results.activations.clear();
@@ -397,12 +397,12 @@ impl Graph {
         self.ranks.placements.get(&id).map(Vec::as_slice)
     }
 
-    /// Returns true if the placements of values were chosen one by one, so the batch is joined.
+    /// Returns true if placements were chosen value by value, which implies a joined batch.
     pub(crate) fn is_placed(&self) -> bool {
         !self.ranks.placements.is_empty()
     }
 
-    /// Declares the placements of one more value.
+    /// Declares the placements of a value.
     pub(crate) fn place(&mut self, id: TensorId, on: Vec<Placement>) {
         self.ranks.placements.insert(id, on);
     }
@@ -412,7 +412,7 @@ impl Graph {
         self.ranks.placements = placements;
     }
 
-    /// Returns the passes that made this graph, in order.
+    /// Returns the passes that were applied to this graph, in order.
     pub fn applied(&self) -> &[PassId] {
         &self.applied
     }
@@ -432,7 +432,7 @@ impl Graph {
         writers
     }
 
-    /// Returns the indices of the nodes that read each value, in order, without drops.
+    /// Returns the indices of the nodes that read each value, in order, excluding drops.
     pub fn readers(&self) -> BTreeMap<TensorId, Vec<usize>> {
         let mut readers: BTreeMap<TensorId, Vec<usize>> = BTreeMap::new();
         for (index, node) in self.nodes.iter().enumerate() {
@@ -463,7 +463,7 @@ impl Graph {
         node::set_values(&mut node.operation, &self.values);
     }
 
-    /// Removes temporary values and constants that nothing mentions.
+    /// Removes temporary values, gradients and constants that nothing uses.
     pub fn prune(&mut self) {
         let read: HashSet<TensorId> = self.nodes.iter().flat_map(Node::inputs).collect();
         let mut mentioned = read.clone();
@@ -480,7 +480,7 @@ impl Graph {
         });
     }
 
-    /// Returns the collectives in start order, for comparison between ranks.
+    /// Returns each collective with its node's index, in start order, for comparison between ranks.
     pub fn collectives(&self) -> impl Iterator<Item = (usize, &Collective)> {
         let nodes = self.nodes.iter().enumerate();
         nodes.filter_map(|(index, node)| {

@@ -18,7 +18,7 @@ use super::value::Value;
 pub struct Node {
     /// Burn's operation. [`OperationIr::Custom`] for collectives, [`OperationIr::Drop`] for drops.
     pub operation: OperationIr,
-    /// Phase of the step that the node belongs to.
+    /// The node's phase in the step.
     pub phase: Phase,
     /// The collective that the node runs, if it runs one.
     pub collective: Option<Collective>,
@@ -26,7 +26,7 @@ pub struct Node {
     pub scalars: Vec<ScalarSlot>,
     /// Path of the parameter that the node belongs to: for optimizer nodes, and operations on one parameter.
     pub path: Option<Arc<str>>,
-    /// Part of a slice that each rank takes; `None` for all other operations, and for slices that are the same on all
+    /// The part that each rank takes of a slice; `None` for other operations, and for slices that are the same on all
     /// ranks.
     pub shift: Option<AxisShift>,
     /// The random numbers that the node draws from a seed; `None` for all other operations, and for numbers from the
@@ -42,7 +42,7 @@ pub struct Node {
 /// By default it is pure, not cheap, and makes new memory for its results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CustomProfile {
-    /// True if equal operands give equal results, without other effects. Such a node may be dropped, repeated, or
+    /// True if equal operands produce equal results, without side effects. Such a node may be dropped, repeated, or
     /// merged with an equal one.
     pub is_pure: bool,
     /// True if the operation costs little more than reading and writing its operands. Backward may then recompute it
@@ -51,7 +51,7 @@ pub struct CustomProfile {
     /// Index of the input whose memory the first result overwrites. This requires that no other tensor holds that
     /// memory, and that the input covers all of it in row-major order. All other results have separate memory.
     pub written_over: Option<usize>,
-    /// Arithmetic operations of a call.
+    /// Number of arithmetic operations in a call.
     pub flops: Flops,
 }
 
@@ -71,9 +71,9 @@ impl Default for CustomProfile {
 pub enum Phase {
     /// Computes the loss from the batch.
     Forward,
-    /// The computation of the gradients from the loss.
+    /// Computes the gradients from the loss.
     Backward,
-    /// The computation of new parameters from the gradients.
+    /// Computes new parameters from the gradients.
     Optimizer,
 }
 
@@ -89,22 +89,22 @@ impl fmt::Display for Phase {
 
 /// Host scalars of an optimizer operation, which are patched before each step.
 ///
-/// The optimizer's step is recorded again each time. The scalars come from the operation at `position` in it, for the
-/// node's parameter ([`Node::path`]).
+/// The optimizer's step is recorded anew each time. The scalars come from its operation at `position`, for the node's
+/// parameter ([`Node::path`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ScalarSlot {
     /// Index of the operation in the optimizer's step.
     pub position: usize,
-    /// Index of its first scalar among the node's scalars.
+    /// Index of the first scalar among the node's scalars.
     pub first: usize,
-    /// Number of its scalars.
+    /// Number of scalars.
     pub len: usize,
     /// True if the scalars belong to the previous step, because the node was moved from there.
     pub is_of_before: bool,
 }
 
 impl Node {
-    /// Creates a node in this phase, with all other fields `None`.
+    /// Creates a node in this phase, with all other fields empty.
     pub fn new(operation: OperationIr, phase: Phase) -> Self {
         Self {
             operation,
@@ -127,12 +127,12 @@ impl Node {
         Self::new(OperationIr::Drop(value), phase)
     }
 
-    /// Returns the ids of the values that it reads, once per mention.
+    /// Returns the ids of the values that the node reads, once per mention.
     pub fn inputs(&self) -> impl Iterator<Item = TensorId> + '_ {
         self.operation.inputs().map(|tensor| tensor.id)
     }
 
-    /// Returns the ids of the values that it writes.
+    /// Returns the ids of the values that the node writes.
     pub fn outputs(&self) -> impl Iterator<Item = TensorId> + '_ {
         self.operation.outputs().map(|tensor| tensor.id)
     }
@@ -173,8 +173,8 @@ impl Node {
         collect.0
     }
 
-    /// Replaces the operation's scalars. Returns false if the number of scalars differs; scalars without a new value
-    /// then keep theirs.
+    /// Replaces the operation's scalars. Returns false if the numbers of scalars differ; scalars without a replacement
+    /// then stay unchanged.
     pub fn set_scalar_values(&mut self, scalars: &[ScalarIr]) -> bool {
         struct Patch<'a>(std::slice::Iter<'a, ScalarIr>, bool);
         impl IrVisitorMut for Patch<'_> {
@@ -191,7 +191,7 @@ impl Node {
     }
 }
 
-/// Replaces the id of every tensor of an operation with its id in `map`.
+/// Replaces the ids of an operation's tensors by `map`. Ids that it does not contain stay.
 pub(crate) fn rename(operation: &mut OperationIr, map: &BTreeMap<TensorId, TensorId>) {
     struct Rename<'a>(&'a BTreeMap<TensorId, TensorId>);
     impl IrVisitorMut for Rename<'_> {
@@ -204,7 +204,7 @@ pub(crate) fn rename(operation: &mut OperationIr, map: &BTreeMap<TensorId, Tenso
     operation.visit_mut(&mut Rename(map));
 }
 
-/// Marks every tensor that an operation reads.
+/// Sets the status of every tensor that an operation reads.
 pub(crate) fn set_status(
     operation: &mut OperationIr,
     status: impl FnMut(TensorId) -> TensorStatus,
@@ -220,7 +220,7 @@ pub(crate) fn set_status(
     operation.visit_mut(&mut Mark(status));
 }
 
-/// Sets the shape and type of every tensor of an operation to its value's.
+/// Gives every tensor of an operation the shape and type of its value.
 pub(super) fn set_values(operation: &mut OperationIr, values: &BTreeMap<TensorId, Value>) {
     struct Sync<'a>(&'a BTreeMap<TensorId, Value>);
     impl IrVisitorMut for Sync<'_> {

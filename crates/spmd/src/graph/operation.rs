@@ -11,16 +11,16 @@ use burn_ir::{
 /// A property of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Trait {
-    /// Elementwise on floats and their masks: every element of the results depends only on the elements at its own
-    /// place. An optimizer of such operations can run on any part of a parameter.
+    /// Elementwise on floats and their masks: every element of the results depends only on the elements at the same
+    /// position. An optimizer that consists of such operations can run on any part of a parameter.
     Elementwise,
-    /// Pointwise: every element of the results depends on the elements at its own place, after broadcasting.
+    /// Pointwise: every element of the results depends only on the elements at the same position, after broadcasting.
     Pointwise,
     /// Cheap: recomputing the operation costs no more than reading and writing memory.
     Cheap,
-    /// Linear: addends of the operands give addends of the result.
+    /// Linear: from addends of the operands, it computes addends of the result.
     Linear,
-    /// Linear for floats, but not for integers, which are rounded.
+    /// Linear for floats, but not for integers, whose results are rounded.
     LinearOnFloats,
     /// A view: the result shares the memory of the first operand, on a backend with strided views such as Flex.
     View,
@@ -30,7 +30,7 @@ pub(crate) enum Trait {
     Opaque,
 }
 
-/// The entry of an operation.
+/// An operation's entry in the table.
 struct Row {
     name: &'static str,
     traits: &'static [Trait],
@@ -47,7 +47,7 @@ macro_rules! rows {
 
 /// Returns an operation's family, its entry, and the traits of the entry that do not hold in this family.
 fn entry(operation: &OperationIr) -> (&'static str, Option<Row>, &'static [Trait]) {
-    // The table describes floats, and no optimizer steps integers.
+    // The table describes floats, and no optimizer updates integers.
     const ON_INTEGERS: &[Trait] = &[Trait::Elementwise, Trait::LinearOnFloats];
     match operation {
         OperationIr::BaseFloat(op) => ("BaseFloat", Some(base(op)), &[]),

@@ -8,8 +8,8 @@ use burn_ir::TensorId;
 use super::{Graph, rename};
 
 impl Graph {
-    /// Sorts parameters and buffers in the order of these paths, and numbers them by position. All graphs of a step
-    /// must agree on these ids. Parameters with other paths come last.
+    /// Sorts parameters and buffers in the order of these paths, and renumbers their values by position. All graphs of
+    /// a step must agree on these ids. Parameters with other paths come last.
     pub(crate) fn order_parameters<'a>(&mut self, paths: impl IntoIterator<Item = &'a Arc<str>>) {
         let paths: BTreeMap<&Arc<str>, usize> = paths.into_iter().zip(0..).collect();
         let place = |path: &Arc<str>| paths.get(path).copied().unwrap_or(usize::MAX);

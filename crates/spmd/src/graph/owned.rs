@@ -22,8 +22,8 @@ impl Absent {
         self.0.contains(&id)
     }
 
-    /// Returns true if the rank skips a node. It skips a drop if it lacks the operand, and a combination of copies if
-    /// it has none of them. It skips any other node, except collectives, if it lacks a result.
+    /// Returns true if the rank skips a node. It skips a drop if it lacks the operand, and an all-reduce if it lacks
+    /// all operands. It never skips other collectives, and skips any other node if it lacks a result.
     pub fn skips(&self, node: &Node) -> bool {
         if self.0.is_empty() {
             return false;
@@ -40,7 +40,7 @@ impl Absent {
         }
     }
 
-    /// Returns the call of a custom operation with only the operands that the rank has; `None` if it has all.
+    /// Returns the call of a custom operation with only the inputs that the rank has; `None` if it has all.
     pub fn without(&self, call: &CustomOpIr) -> Option<CustomOpIr> {
         if !call.inputs.iter().any(|input| self.contains(input.id)) {
             return None;
@@ -50,7 +50,7 @@ impl Absent {
         Some(call)
     }
 
-    /// Returns a node with only the operands that the rank has; `None` if it has all, or if the node is not a [custom
+    /// Returns a node with only the inputs that the rank has; `None` if it has all, or if the node is not a [custom
     /// operation](Self::without).
     pub(crate) fn node_without(&self, node: &Node) -> Option<Node> {
         match &node.operation {
@@ -65,7 +65,7 @@ impl Absent {
 }
 
 impl Graph {
-    /// Declares the values that have an owner.
+    /// Sets the owners of the values that only one rank has.
     pub(crate) fn set_owned(&mut self, owned: BTreeMap<TensorId, Owner>) {
         self.ranks.owned = owned;
     }
@@ -76,8 +76,8 @@ impl Graph {
         parameters.any(|parameter| parameter.layout.owner.is_some())
     }
 
-    /// Returns the values that a rank lacks, because another rank owns them: it neither computes nor keeps them. They
-    /// are known after the pass [`Liveness`](crate::passes::Liveness).
+    /// Returns the values that a rank lacks, because another rank owns them: it neither computes nor keeps them. Empty
+    /// before the pass [`Liveness`](crate::passes::Liveness) has run.
     ///
     /// # Errors
     ///

@@ -1,14 +1,14 @@
-//! Parts of a whole that begin at a different offset on each rank.
+//! Slices that begin at a different offset on each rank.
 
 use std::sync::Arc;
 
-/// The dependence of a slice on the rank. The operation has the ranges of the first rank of an axis. On each following
+/// The offset of a slice on each rank. The operation has the ranges of the first rank along the axis. On each following
 /// rank, the range of `dim` begins `len` elements later.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct AxisShift {
     /// The mesh axis.
     pub axis: Arc<str>,
-    /// The dim that is cut.
+    /// The dim along which ranks take different parts.
     pub dim: usize,
     /// Length of each rank's part.
     pub len: usize,

@@ -1,4 +1,4 @@
-//! The sizes that passes decide by.
+//! The sizes on which passes base decisions.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -7,8 +7,8 @@ use burn_ir::TensorId;
 
 use super::value::Value;
 
-/// The numbers of elements that passes decide by. These are the values' own sizes, or, in a graph that represents the
-/// same step at other shapes, the sizes at those shapes.
+/// The numbers of elements on which passes base decisions. By default these are the values' own. In a graph that
+/// represents the same step at other shapes, they are the numbers at those shapes.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Sizes(Option<Arc<BTreeMap<TensorId, usize>>>);
 
@@ -19,7 +19,7 @@ impl Sizes {
         Self(Some(Arc::new(sizes.collect())))
     }
 
-    /// Returns the number of elements of a value that passes decide by. `own` is its own number of elements.
+    /// Returns the number of elements by which passes judge a value: the recorded one, or else `own`, the value's own.
     pub(crate) fn elements(&self, id: TensorId, own: usize) -> usize {
         let known = self.0.as_ref().and_then(|sizes| sizes.get(&id));
         known.copied().unwrap_or(own)

@@ -1,4 +1,4 @@
-//! The memory of a node's outputs: new memory, or an input's.
+//! The memory of a node's outputs: newly allocated, or shared with an input.
 
 use burn_ir::TensorId;
 
@@ -21,8 +21,7 @@ pub enum Storage {
 
 /// Returns the memory of the outputs of a node.
 ///
-/// `Reshape` is a view only if the strides of its input allow it. [`Storage::View`] is then the usual case, and a
-/// backend may copy instead.
+/// `Reshape` counts as [`Storage::View`], although a backend copies if the strides of the input do not allow a view.
 pub fn storage_of(node: &Node) -> Storage {
     if let Some(collective) = &node.collective {
         return match collective.stage {

@@ -20,7 +20,8 @@ pub struct Value {
     pub role: Role,
 }
 
-/// The role of a value in the train step. Paths are a module's dotted paths, such as `blocks.0.fc.weight`.
+/// The role of a value in the train step. No node writes a *given* value. Paths are dotted module paths, such as
+/// `blocks.0.fc.weight`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Role {
     /// A parameter of the module, trained or frozen. Given.
@@ -36,8 +37,8 @@ pub enum Role {
         /// Name of the tensor in the optimizer's state, such as `momentum.moment_1`.
         slot: Arc<str>,
     },
-    /// A value of the previous step, for nodes that were moved to this one. It is the gradient of the parameter with
-    /// this path, for a postponed optimizer, or any other value by its number. Given.
+    /// A value of the previous step, for nodes that were moved to this step. The string is a parameter's path for its
+    /// gradient, or `%` and a number for any other value. Given.
     Pending(Arc<str>),
     /// A tensor that is the same in every step. Given, see [`Graph::constants`](super::Graph::constants).
     Constant,
@@ -53,7 +54,7 @@ impl Role {
         !matches!(self, Self::Gradient(_) | Self::Temporary)
     }
 
-    /// Returns the module path, for parameters, buffers, gradients and states.
+    /// Returns the module path of a parameter, buffer, gradient or state, or the string of a pending value.
     pub fn path(&self) -> Option<&Arc<str>> {
         match self {
             Self::Parameter(path)
@@ -101,7 +102,7 @@ impl Value {
         self.shape.iter().product()
     }
 
-    /// Returns the bytes on one rank, if the value has separate memory.
+    /// Returns the size in bytes on one rank, assuming that the value has separate memory.
     pub fn num_bytes(&self) -> usize {
         self.num_elements() * self.dtype.size()
     }
@@ -131,12 +132,12 @@ pub struct Parameter {
     pub layout: Layout,
     /// The complete gradient that the optimizer reads; `None` for buffers and for parameters that are frozen or unused.
     pub gradient: Option<TensorId>,
-    /// The optimizer's states, in its order.
+    /// The optimizer's states, in the optimizer's order.
     pub states: Vec<TensorId>,
-    /// The states with a different shape from the parameter, which are whole on each rank. A shard of the parameter may
-    /// have the shape of such a state, which is still whole.
+    /// The states whose shape differs from the parameter's. They are whole on each rank, even if a shard of the
+    /// parameter has their shape.
     pub whole_states: Vec<TensorId>,
-    /// True for a tensor that is not a parameter. It is never sharded.
+    /// True for a buffer, which is never sharded.
     pub is_buffer: bool,
 }
 
@@ -147,7 +148,7 @@ impl Parameter {
     }
 }
 
-/// The replacement of a given value by another for the next step.
+/// Replaces a given value with another before the next step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Update {
     /// A given value: a parameter, a buffer or a state.
@@ -156,23 +157,23 @@ pub struct Update {
     pub from: TensorId,
 }
 
-/// A value that the user named to request a placement for it. Several values can share a name.
+/// A value that the user named to request its placement. Several values can share a name.
 #[derive(Debug, Clone)]
 pub(crate) struct NamedActivation {
     pub(crate) name: Arc<str>,
     pub(crate) value: TensorId,
 }
 
-/// The placements and the owner of a value that waits for the next step.
+/// The placements and the owner of a value that is carried over to the next step.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Carried {
-    /// A placement for each axis; none for values that differ between ranks.
+    /// A placement for each mesh axis; `None` for a value that differs between ranks.
     pub(crate) on: Vec<Option<Placement>>,
     /// The index of the owner along the shard axis, if one rank has the whole value.
     pub(crate) owner: Option<usize>,
 }
 
-/// The only ranks that have a value: the ones at an index along an axis.
+/// The only ranks that have a value: all ranks with this index along this axis.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Owner {
     pub(crate) axis: Arc<str>,

@@ -1,6 +1,6 @@
-//! The split of a step over several micro-batches, whose gradients are summed before the optimizer's step.
+//! Splits a step into micro-batches, whose gradients are summed before the optimizer runs.
 //!
-//! It takes a graph with collectives whose optimizer is still at the end, and makes three graphs.
+//! It takes a graph with collectives whose optimizer is still at the end, and returns three graphs.
 
 use std::collections::BTreeMap;
 
@@ -21,13 +21,13 @@ pub struct MicroSteps {
     pub first: Graph,
     /// The graph of every other micro-batch: each rank adds its part of the gradients to the pending ones.
     pub next: Graph,
-    /// The graph after the last micro-batch: the mean of the pending gradients is computed and clipped, and the
-    /// optimizer uses it.
+    /// The graph that runs after the last micro-batch: it averages the pending gradients, clips the mean and runs the
+    /// optimizer.
     pub update: Graph,
 }
 
-/// The split into micro-batches. Pending gradients have the layout of parameters, so only this rank's part is summed.
-/// Every micro-batch has the collectives of a step.
+/// Splits a step into micro-batches. Pending gradients have the layout of parameters, so each rank sums only its part.
+/// Every micro-batch runs all collectives of a step.
 ///
 /// ```text
 /// next                                        update
@@ -40,7 +40,7 @@ pub struct MicroSteps {
 pub struct Accumulate {
     /// Number of micro-batches.
     pub num_batches: usize,
-    /// Clipping of the mean; `None` for none.
+    /// Clipping of the averaged gradients; `None` for no clipping.
     pub clip: Option<ClipGradients>,
 }
 
@@ -71,7 +71,7 @@ impl Accumulate {
         };
         let mut update = mean(halves.update(), self.num_batches)?;
         if let Some(clip) = &self.clip {
-            // This half contains no collective of gradients, joined or split.
+            // This half contains no collective of gradients that could be joined or split.
             update = clip.transform(update)?;
             update.mark_applied(clip.id());
         }
@@ -105,7 +105,7 @@ fn next(halves: &Halves) -> Result<Graph, Error> {
     Ok(graph)
 }
 
-/// Returns the sum of a pending gradient and another one, with the node that computes it.
+/// Returns the sum of a pending gradient and this micro-batch's, with the node that computes it.
 fn added(
     graph: &mut Graph,
     pending: TensorId,

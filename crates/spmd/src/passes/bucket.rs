@@ -1,6 +1,6 @@
 //! The pass that joins collectives.
 //!
-//! It takes whole collectives of parameters, gradients and the loss, by unit, and keeps their order.
+//! It takes collectives of parameters, gradients and the loss that are not split, and keeps their order.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,8 +18,8 @@ use crate::transform::GraphTransform;
 /// The pass that joins collectives, to send many tensors in one operation.
 ///
 /// All-gathers of a unit are joined at the first of them, reduce-scatters of a unit at the last, and all-reduces of all
-/// units at the last of a bucket. A bucket is closed when the next tensor would make it larger than the cap. The first
-/// bucket of each kind is smaller, to start communication early. A larger tensor gets its own bucket.
+/// units at the last of a bucket. A bucket is closed when the next tensor would make it larger than the cap. A tensor
+/// larger than the cap gets a bucket to itself. The first bucket of each kind is smaller, to start communication early.
 ///
 /// Before that, gradients are completed and reduced as soon as their operands are available, without waiting for
 /// another unit's collectives.
@@ -33,9 +33,9 @@ use crate::transform::GraphTransform;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bucket {
-    /// Bytes of the first bucket of each kind: 1 MiB by default.
+    /// Maximum bytes of the first bucket of each kind: 1 MiB by default.
     pub first_bytes: usize,
-    /// Bytes of every other bucket: 25 MiB by default.
+    /// Maximum bytes of every other bucket: 25 MiB by default.
     pub cap_bytes: usize,
 }
 
@@ -66,7 +66,7 @@ impl GraphTransform for Bucket {
         let buckets = self.assign(&graph, &nodes);
         // A bucket of gathers runs at its first member, and a bucket of reductions at its last.
         let mut runs_at: BTreeMap<usize, Vec<&Members>> = BTreeMap::new();
-        // Another bucket may write a bucket's inputs. For example, the mean over copies reads the mean over shards.
+        // Another bucket may write a bucket's inputs. For example, the mean over replicas reads the mean over shards.
         let mut written_at: BTreeMap<TensorId, usize> = BTreeMap::new();
         for bucket in &buckets {
             let ends = (bucket.nodes.first(), bucket.nodes.last());
@@ -108,7 +108,7 @@ struct Key {
     axis: Arc<str>,
     reduction: Option<String>,
     unit: Option<Arc<str>>,
-    /// The common type of a reduction's results.
+    /// The type of a reduction's results; `None` for other collectives.
     reduced: Option<String>,
 }
 
@@ -134,7 +134,7 @@ impl Bucket {
             }
             let key = key_of(graph, collective);
             if collective.kind == CollectiveKind::AllGather && key.unit != visited {
-                // Another unit's visit: later gathers for this unit are not joined.
+                // Another unit begins: its gathers are not joined with earlier ones.
                 visited = key.unit.clone();
                 let gathers = open
                     .keys()
@@ -166,7 +166,7 @@ impl Bucket {
             members.num_bytes += num_bytes;
         }
         closed.extend(open.into_values());
-        // Reductions to shards come before reductions of shards.
+        // Reduce-scatters to shards come before all-reduces of shards.
         closed.sort_by_key(|members| members.key.kind);
         closed
     }

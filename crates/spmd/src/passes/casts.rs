@@ -6,7 +6,7 @@ use burn_ir::{BaseOperationIr, CastOpIr, OperationIr, TensorId};
 
 use crate::graph::{Node, Phase};
 
-/// Returns the operation of a node that casts.
+/// Returns the cast that a node runs, if it runs one.
 pub(super) fn cast_of(node: &Node) -> Option<&CastOpIr> {
     match &node.operation {
         OperationIr::BaseFloat(BaseOperationIr::Cast(cast)) => Some(cast),
@@ -14,8 +14,8 @@ pub(super) fn cast_of(node: &Node) -> Option<&CastOpIr> {
     }
 }
 
-/// Moves casts that produce gradients right after their operands. Autodiff puts them at the end of backward, and every
-/// gradient would stay whole until then.
+/// Moves casts that produce gradients to right after their operands. Autodiff puts them at the end of backward, so
+/// every gradient would stay whole until then.
 pub(super) fn widened_early(
     nodes: Vec<Node>,
     gradients: &BTreeMap<TensorId, Vec<usize>>,

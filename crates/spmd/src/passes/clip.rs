@@ -1,6 +1,7 @@
 //! The pass that scales gradients to keep their norm below a limit.
 //!
-//! It takes each rank's part of the gradients after the collectives, and inserts the joint norm before the optimizer.
+//! It takes the graph after the insertion of collectives, and scales each rank's part of the gradients before the
+//! optimizer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,8 +20,7 @@ use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
 /// The pass that scales all gradients by one factor, to keep their joint norm within the limit of the [`Clip`]. Every
-/// parameter counts once: if it is cut, with the elements of all ranks along the cutting axes, and if it is replicated,
-/// with the elements of one rank.
+/// parameter counts once, no matter how many ranks share or replicate it.
 ///
 /// ```text
 /// before                                after
@@ -42,7 +42,7 @@ pub struct ClipGradients {
     pub axes: Vec<Axis>,
 }
 
-/// The gradients that are cut along the same axes.
+/// The gradients that are sharded along the same mesh axes.
 struct Group {
     axes: Vec<usize>,
     gradients: Vec<TensorId>,
@@ -84,7 +84,7 @@ impl GraphTransform for ClipGradients {
         for parameter in graph.parameters_mut() {
             parameter.gradient = parameter.gradient.map(|gradient| scaled[&gradient]);
         }
-        // Some optimizers keep the first gradient unchanged.
+        // Some optimizers store the first gradient unchanged as a state.
         let mut updates = graph.updates().to_vec();
         for update in updates
             .iter_mut()
@@ -103,7 +103,7 @@ impl GraphTransform for ClipGradients {
 }
 
 impl ClipGradients {
-    /// Returns the gradients by the axes that cut their parameters, in the order of the module.
+    /// Groups the gradients by the mesh axes along which their parameters are sharded, in the order of the module.
     fn groups(&self, graph: &Graph) -> Vec<Group> {
         let mut groups: Vec<Group> = Vec::new();
         for parameter in graph.parameters() {
@@ -127,7 +127,7 @@ impl ClipGradients {
         groups
     }
 
-    /// Measures the gradients of a group, and returns the norms of its parts on all ranks that hold one.
+    /// Returns the local norms of a group's gradients, gathered from all ranks that hold a part of them.
     fn measure(
         &self,
         graph: &mut Graph,
@@ -181,7 +181,7 @@ impl ClipGradients {
     ) -> Result<BTreeMap<TensorId, TensorId>, Error> {
         let gradients = groups.iter().flat_map(|group| &group.gradients).copied();
         let gradients: BTreeSet<TensorId> = gradients.collect();
-        // One factor for each number of dims and type, because Burn broadcasts only dims of one element.
+        // Burn broadcasts only dims of one element, so each combination of rank and type needs its own factor.
         let mut factors: Vec<(usize, DType, TensorId)> = Vec::new();
         let mut scaling = Vec::new();
         for gradient in gradients {

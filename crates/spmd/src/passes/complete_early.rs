@@ -1,8 +1,8 @@
 //! The order of gradients: each is completed and reduced as soon as its parts are available.
 //!
 //! Burn's backward visits the first operations of forward at its very end, such as the reshape of a bias or the
-//! transposition of a table. Small gradients therefore come late. The bucket of their unit would wait for them, and
-//! keep all of the unit's whole gradients.
+//! transposition of a table. Small gradients therefore come late. Without this pass, their unit's bucket would wait for
+//! them and keep all of the unit's gradients whole.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -12,9 +12,9 @@ use super::regather::is_gather;
 use super::unit::unit_in;
 use crate::graph::{CollectiveKind, Graph, Node, Payload, Phase};
 
-/// Takes the nodes of a graph, and returns them in a different order. Reductions of gradients, and the computations and
-/// gathers that serve only them, run as soon as their operands are complete. They move only if they would otherwise run
-/// after another unit's collective.
+/// Takes the nodes out of a graph and returns them reordered. Reductions of gradients, and the computations and gathers
+/// that serve only them, run as soon as their operands are complete. They move only if they would otherwise run after
+/// another unit's collective.
 pub(super) fn complete_early(graph: &mut Graph) -> Vec<Node> {
     let places = places(graph);
     let mut behind: BTreeMap<usize, Vec<Node>> = BTreeMap::new();
@@ -67,8 +67,8 @@ fn places(graph: &Graph) -> BTreeMap<usize, usize> {
     places
 }
 
-/// Delays moved nodes, except reductions, to the new place of their first reader. Gathered or recomputed values in
-/// backward read only values of forward, and would otherwise exist for every unit at once.
+/// Delays moved nodes, except reductions, to the new place of their first reader. Values that backward gathers or
+/// recomputes depend only on forward, so they would otherwise exist for all units at once.
 fn wait_for_readers(nodes: &[Node], readers: &Readers, places: &mut BTreeMap<usize, usize>) {
     for (index, node) in nodes.iter().enumerate().rev() {
         if is_reduction(node) || !places.contains_key(&index) {
@@ -84,8 +84,8 @@ fn wait_for_readers(nodes: &[Node], readers: &Readers, places: &mut BTreeMap<usi
     }
 }
 
-/// Returns the gathers of weights for repeated visits of backward to a unit. For example, at the very end, Burn
-/// multiplies an adapter's factors by the gradients of the weights into which they were merged.
+/// Returns the gathers of weights for units to which backward returns. For example, at the very end, Burn multiplies an
+/// adapter's factors by the gradients of the weights into which they were merged.
 fn gathered_again(graph: &Graph) -> BTreeSet<usize> {
     let mut visited = Vec::new();
     let mut again = BTreeSet::new();
@@ -108,8 +108,8 @@ fn gathered_again(graph: &Graph) -> BTreeSet<usize> {
     again
 }
 
-/// Returns the reductions of gradients, and the nodes of backward whose results only the reductions read: computations,
-/// and these gathers.
+/// Returns the reductions of gradients, and the nodes of backward that only serve them: computations, and gathers among
+/// `gathers`.
 fn serve_reductions(
     nodes: &[Node],
     readers: &Readers,
@@ -178,8 +178,8 @@ mod tests {
             .collect()
     }
 
-    /// In backward a block is reduced before the block below it is gathered: no two blocks have whole gradients at
-    /// once.
+    /// In backward a block is reduced before the block below it is gathered, so only one block has whole gradients at a
+    /// time.
     #[test]
     fn a_unit_is_reduced_before_the_next_one_is_gathered() {
         for traced in [traced(Gpt::new), traced(with_adapters)] {
@@ -227,7 +227,7 @@ mod tests {
         waits
     }
 
-    /// Values recomputed only from values of forward are computed when their unit is visited, not all at once.
+    /// Values that depend only on forward are recomputed when their unit is visited, not all at once.
     #[test]
     fn completing_early_waits_for_no_extra_gathers() {
         let options = Options::default().bucket(None);

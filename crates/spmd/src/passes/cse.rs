@@ -16,8 +16,8 @@ use crate::transform::GraphTransform;
 /// phase.
 ///
 /// Parameters, inputs and states are never merged, regardless of their values; nor are random numbers, collectives,
-/// gradients, and optimizer operations. Phases are kept apart, because a value that forward and backward both compute
-/// would otherwise live in between.
+/// gradients, and optimizer operations. Operations in different phases are not merged, because a value that forward and
+/// backward both compute would otherwise be kept in between.
 ///
 /// ```text
 /// before                          after

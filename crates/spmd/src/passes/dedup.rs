@@ -12,10 +12,10 @@ use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
 /// The pass that merges equal collectives: all-gathers of one shard, and all-reduces and reduce-scatters of one value.
-/// It keeps those that produce the gradients of different parameters.
+/// Collectives that produce the gradients of different parameters stay separate.
 ///
-/// A weight is then gathered at its first use, and stays until its last, in backward. [`Regather`](super::Regather)
-/// comes next to free it in between.
+/// A weight is then gathered at its first use and stays until its last use, in backward. [`Regather`](super::Regather)
+/// comes next and frees it in between.
 ///
 /// ```text
 /// before                          after
@@ -37,7 +37,7 @@ impl GraphTransform for Deduplicate {
     }
 
     fn before(&self) -> &'static [PassId] {
-        // This pass would undo them.
+        // This pass would undo `Regather`.
         &[
             PassId::Regather,
             PassId::Bucket,

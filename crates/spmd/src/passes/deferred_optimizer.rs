@@ -1,4 +1,4 @@
-//! The move of the optimizer into the next step.
+//! Moves the optimizer into the next step.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,9 +10,8 @@ use crate::error::Error;
 use crate::graph::{Graph, Phase};
 use crate::pass_id::PassId;
 
-/// The move of the optimizer, by parameter: each part moves into the forward of the next step, before the first read of
-/// its parameter. Between backward and the next forward nothing has to wait for all gradients, and a part runs during
-/// the gathers of the units before it.
+/// Moves the optimizer into the forward of the next step: each parameter's part runs before the first read of the
+/// parameter. No node then has to wait for all gradients, and a part runs while earlier units are gathered.
 ///
 /// ```text
 /// before                                     main
@@ -24,8 +23,8 @@ use crate::pass_id::PassId;
 /// update %0 <- %12                           update %0 <- %12, update %30 <- %10
 /// ```
 ///
-/// `setup` omits the optimizer, and `cleanup` omits everything else. `%30` is the pending gradient of the step before,
-/// and has the same number in all three. Nodes that another pass has moved stay where they are.
+/// `setup` omits the optimizer, and `cleanup` omits everything else. `%30` is the pending gradient of the previous
+/// step, and has the same id in all three graphs. Nodes that another pass has moved are not moved again.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct DeferOptimizer;
 

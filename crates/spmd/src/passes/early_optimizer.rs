@@ -1,6 +1,6 @@
 //! The pass that moves the optimizer into backward.
 //!
-//! It takes complete gradients, as collectives leave them, and only moves nodes.
+//! It runs after the insertion of collectives, and only moves nodes.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::transform::GraphTransform;
 /// The pass that splits the optimizer by parameter and moves each part up to the point where its gradient is complete.
 /// Gradients are then freed during backward instead of living until its end.
 ///
-/// If backward still reads the parameter after that, its part runs after the last of these reads.
+/// If backward still reads the parameter after that point, the part runs after the last read.
 ///
 /// ```text
 /// before                                  after

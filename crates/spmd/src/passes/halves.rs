@@ -1,5 +1,5 @@
-//! A step in two halves that run separately: forward and backward, which produce pending gradients, and the optimizer,
-//! which consumes them.
+//! Divides a step into two halves that run separately: forward and backward, which produce pending gradients, and the
+//! optimizer, which consumes them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,11 +14,11 @@ const FIRST_PENDING: u64 = 1 << 40;
 
 /// The halves of a step with the optimizer at the end.
 pub(super) struct Halves {
-    /// The graph of the step without its nodes: values, parameters and updates.
+    /// The graph of the step, without nodes.
     pub(super) graph: Graph,
     /// The nodes of forward and backward.
     pub(super) rest: Vec<Node>,
-    /// The optimizer's nodes of each parameter, on pending gradients.
+    /// The optimizer's nodes for each parameter, which read pending gradients.
     pub(super) optimizer: BTreeMap<Arc<str>, Vec<Node>>,
     /// The pending value of each gradient.
     pub(super) pending: BTreeMap<TensorId, TensorId>,
@@ -67,7 +67,7 @@ impl Halves {
                 _ => rest.push(node),
             }
         }
-        // Some optimizers keep the first gradient unchanged.
+        // Some optimizers store the first gradient unchanged as a state.
         let mut updates = graph.updates().to_vec();
         for update in updates
             .iter_mut()
@@ -84,7 +84,7 @@ impl Halves {
         })
     }
 
-    /// Turns the gradients of a graph, or the values that `instead` maps them to, into pending values.
+    /// Adds updates that make the gradients of a graph pending, or the values to which `instead` maps them.
     pub(super) fn feed_pending(&self, graph: &mut Graph, instead: &BTreeMap<TensorId, TensorId>) {
         let updates = self.pending.iter();
         let updates = updates.map(|(from, into)| Update {
@@ -111,7 +111,7 @@ impl Halves {
         graph
     }
 
-    /// Returns the graph of only the optimizer, on pending gradients.
+    /// Returns the graph of the optimizer, which reads pending gradients.
     pub(super) fn update(&self) -> Graph {
         let mut graph = self.graph.clone();
         graph.detach_batch();

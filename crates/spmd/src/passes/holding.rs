@@ -9,7 +9,7 @@ use super::replicate::Replicate;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Parameter, Trait, is, operation_name};
 
-/// The storage of a parameter, its gradient and its states on the ranks along the axis of the shards.
+/// How the ranks along the shard axis store a parameter, its gradient and its states.
 #[derive(Debug, Clone)]
 pub(super) struct Holding {
     pub(super) path: Arc<str>,
@@ -19,7 +19,7 @@ pub(super) struct Holding {
 }
 
 impl Holding {
-    /// Returns the storage of a parameter on the given number of ranks, where `owner` may hold all of it.
+    /// Returns how `num_ranks` ranks store a parameter: in flat shards, or whole on `owner` if there is one.
     pub(super) fn new(
         parameter: &Parameter,
         num_ranks: usize,
@@ -36,17 +36,17 @@ impl Holding {
         })
     }
 
-    /// Returns true if one rank holds all of it.
+    /// Returns true if one rank holds the whole parameter.
     pub(super) fn is_owned(&self) -> bool {
         self.partition.sole_owner().is_some()
     }
 
-    /// Returns the shape of a part on a rank that has one.
+    /// Returns the shape of the part on each rank that has one.
     pub(super) fn local_shape(&self) -> Vec<usize> {
         local_shape(self.partition, &self.shape)
     }
 
-    /// Returns the layout, with copies along another axis.
+    /// Returns the layout, replicated along another axis if there is one.
     pub(super) fn layout(&self, copies: Option<&Replicate>) -> Layout {
         let mut placements = vec![Placement::Shard(0)];
         if let Some(other) = copies {
@@ -59,7 +59,7 @@ impl Holding {
         }
     }
 
-    /// Rejects states that cannot be cut.
+    /// Rejects states that cannot be sharded.
     pub(super) fn check_states(&self, graph: &Graph, states: &[TensorId]) -> Result<(), Error> {
         let other = states.iter().find_map(|id| {
             let value = graph.value(*id)?;
@@ -74,7 +74,7 @@ impl Holding {
         }
     }
 
-    /// Rejects an operation of the optimizer, as traced, that cannot run on a part of the parameter.
+    /// Rejects an optimizer operation that cannot run on a part of the parameter.
     pub(super) fn check_step(&self, node: &Node) -> Result<(), Error> {
         let mut tensors = node.operation.nodes().into_iter();
         let keeps_shape = tensors.all(|tensor| tensor.shape.to_vec() == self.shape);

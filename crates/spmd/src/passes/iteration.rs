@@ -1,6 +1,6 @@
-//! The choice of the nodes of a step that run in the next step.
+//! Moves nodes of a step into the next step.
 //!
-//! It takes a graph with collectives, without the last passes.
+//! It takes a graph with collectives, before the last passes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -18,12 +18,12 @@ use crate::transform::check_order;
 /// A pass that moves nodes into the next step. It is called once collectives are joined, split and scheduled, for each
 /// graph of one batch. A step over several micro-batches keeps all its nodes.
 ///
-/// It must be a function of the graph, because all ranks must move the same nodes.
+/// It must depend on nothing but the graph, because all ranks must move the same nodes.
 pub trait IterationMove: fmt::Debug + Send + Sync {
     /// Returns the name of the pass, as used in errors and [`Graph::applied`].
     fn id(&self) -> PassId;
 
-    /// Returns the passes that must not have been applied before it.
+    /// Returns the passes that must not have been applied before this one.
     fn before(&self) -> &'static [PassId] {
         &[PassId::Liveness]
     }
@@ -36,13 +36,13 @@ pub trait IterationMove: fmt::Debug + Send + Sync {
     fn moves(&self, step: &mut IterationGraph) -> Result<(), Error>;
 }
 
-/// A step, with the choice of the nodes that run in the next one.
+/// A step, and the nodes chosen to run in the next step.
 ///
 /// ```
 /// use burn_fsdp_spmd::Error;
 /// use burn_fsdp_spmd::passes::{IterationGraph, IterationMove, PassId};
 ///
-/// /// Moves the optimizer's work for only the head.
+/// /// Moves only the head's part of the optimizer.
 /// #[derive(Debug)]
 /// struct MoveHead;
 ///
@@ -63,7 +63,7 @@ pub trait IterationMove: fmt::Debug + Send + Sync {
 #[derive(Debug, Clone)]
 pub struct IterationGraph {
     graph: Graph,
-    /// The moved nodes, each with the node that it runs before.
+    /// The moved nodes, each with the node before which it runs.
     moved: BTreeMap<usize, usize>,
     max_iterations: Option<NonZeroU64>,
     passes: Vec<PassId>,
@@ -112,16 +112,16 @@ impl IterationGraph {
         self.moved.contains_key(&node)
     }
 
-    /// Makes the moved nodes run at the end of a step if `steps` steps have passed since they last did. At these steps,
-    /// they are not one step behind. The smallest of several numbers counts.
+    /// Makes the moved nodes run at the end of a step once they have not done so for `steps` steps. At such a step,
+    /// they are not one step behind. If this is called several times, the smallest number counts.
     pub fn max_iterations(&mut self, steps: NonZeroU64) {
         let known = self.max_iterations.unwrap_or(steps);
         self.max_iterations = Some(known.min(steps));
     }
 
-    /// Returns the node before which these must run in the next step. This is the first unmoved node that reads a value
-    /// that they replace (parameter, state, buffer), or the place of a moved node that reads their results. `None` if
-    /// there is none.
+    /// Returns the node before which the given nodes must run in the next step; `None` if there is none. This is the
+    /// first unmoved node that reads a value that they replace (parameter, state, buffer), or the place of a moved node
+    /// that reads their results.
     pub fn first_read(&self, nodes: &[usize]) -> Option<usize> {
         let moving: BTreeSet<usize> = nodes.iter().copied().collect();
         let outputs: BTreeSet<TensorId> = self.outputs(nodes.iter());
@@ -158,16 +158,16 @@ impl IterationGraph {
         nodes.flat_map(Node::outputs).collect()
     }
 
-    /// Moves a subgraph into the next step, where it runs before the given node, or after all others if that is `None`.
-    /// Its inputs from this step are kept until then. In the next step, nodes that read a value that it replaces get
-    /// the new value.
+    /// Moves a subgraph into the next step, where it runs before the node `before`, or after all others if that is
+    /// `None`. Its inputs from this step are kept until then. In the next step, later nodes read the new values of the
+    /// parameters, states and buffers that it replaces.
     ///
     /// The subgraph must be a leaf: its results are read only by moved nodes, and replace parameters, states or buffers
     /// after the last node.
     ///
     /// # Errors
     ///
-    /// [`MoveError`] with the first node that cannot move; nothing is moved then.
+    /// [`MoveError`] with the first node that cannot move. Then no node is moved.
     pub fn move_to_next_iteration(
         &mut self,
         nodes: impl IntoIterator<Item = usize>,
@@ -213,7 +213,7 @@ impl IterationGraph {
         Ok(())
     }
 
-    /// Moves those of the given nodes that start a collective of only pending values. They move to the beginning of the
+    /// Of the given moved nodes, makes those that start a collective on only pending values run at the beginning of the
     /// next step, before the first unmoved node that does not start a collective.
     pub(super) fn start_early(&mut self, nodes: &[usize]) {
         let written = self.outputs(self.moved.keys());
@@ -248,7 +248,7 @@ impl IterationGraph {
         .into()
     }
 
-    /// Returns the reason why a node cannot move together with the given ones.
+    /// Returns the reason why a node cannot move together with `moving`, if there is one.
     fn fault(&self, index: usize, moving: &BTreeSet<usize>) -> Option<&'static str> {
         let node = &self.graph.nodes()[index];
         let moves = |index: &usize| moving.contains(index) || self.is_moved(*index);

@@ -1,4 +1,4 @@
-//! The split of a step into moved and unmoved nodes, and the three graphs that result.
+//! Splits a step into moved and unmoved nodes, and creates the three resulting graphs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU64;
@@ -21,26 +21,25 @@ const FIRST_CARRIED: u64 = 1 << 41;
 pub struct Iteration {
     /// The graph of the first step, without the moved nodes. Their inputs become pending.
     pub setup: Graph,
-    /// The graph of every other step: the moved nodes do their part of the previous step, and the others their part of
-    /// this step.
+    /// The graph of every other step: the moved nodes belong to the previous step, and the others to this step.
     pub main: Graph,
     /// The graph after the last step: only the moved nodes.
     pub cleanup: Graph,
-    /// Number of steps after which the moved nodes run at the end of the step, as after the last; `None` for never.
+    /// After this many steps, the moved nodes run at the end of the step, as after the last step; `None` for never.
     pub max_iterations: Option<NonZeroU64>,
-    /// True if the moved nodes are exactly the optimizer, which does not depend on the batch.
+    /// True if the moved nodes are exactly the optimizer's, which do not depend on the batch.
     pub(crate) is_optimizer: bool,
 }
 
-/// A step in two parts: the nodes that move, and the nodes that stay.
+/// A step divided into the nodes that move and the nodes that stay.
 pub(super) struct Parts {
-    /// The step, with the pending values and without nodes.
+    /// The graph of the step, with pending values added and nodes removed.
     graph: Graph,
     /// The nodes that stay, with their positions in the step.
     stays: Vec<(usize, Node)>,
-    /// The moved nodes, on pending values, in execution order. Each has the position before which it runs.
+    /// The moved nodes, which read pending values, in execution order. Each has the position before which it runs.
     moved: Vec<(usize, Node)>,
-    /// The values that wait for the next step, by their ids in this one.
+    /// The pending value for each value of this step that is carried over to the next.
     pending: BTreeMap<TensorId, TensorId>,
     /// The updates of the moved nodes.
     updates: Vec<Update>,
@@ -71,8 +70,8 @@ impl Parts {
                 _ if written.contains(id) => false,
                 Some(Role::Constant) => false,
                 Some(Role::Input(_)) => true,
-                // A value that nothing replaces is still the same in the next step. A value that a moved node replaces
-                // has not been replaced yet.
+                // A given value without an update is the same in the next step. A given value that a moved node updates
+                // is not updated yet.
                 _ => !is_given || others.iter().any(|update| update.into == *id),
             }
         };
@@ -106,7 +105,7 @@ impl Parts {
         })
     }
 
-    /// Returns true if exactly the optimizer moves.
+    /// Returns true if the moved nodes are exactly the optimizer's.
     pub(super) fn is_optimizer(&self) -> bool {
         let is_step = |node: &Node| node.phase == Phase::Optimizer && node.path.is_some();
         let gradients: BTreeSet<TensorId> = self.gradients().collect();
@@ -193,8 +192,8 @@ impl Parts {
     }
 }
 
-/// Divides the updates of a step into the updates of moved nodes and all others. Some optimizers keep a gradient or a
-/// given value unchanged; that update moves with their other nodes for the parameter.
+/// Divides the updates of a step into the updates of moved nodes and all others. Some optimizers store a gradient or a
+/// given value unchanged in a state. That update moves with the optimizer's nodes for the parameter.
 fn divided_updates(
     graph: &Graph,
     moving: &[(usize, Node)],
@@ -215,7 +214,7 @@ fn divided_updates(
     graph.updates().iter().copied().partition(moves)
 }
 
-/// Declares the value that replaces another one in the next step.
+/// Declares the pending value that stands for `id` in the next step.
 fn add_pending(graph: &mut Graph, id: TensorId) -> Result<TensorId, Error> {
     let mut owners = graph.parameters().iter();
     let owner = owners.find(|parameter| parameter.gradient == Some(id));

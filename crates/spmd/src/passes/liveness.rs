@@ -14,10 +14,10 @@ use crate::transform::GraphTransform;
 
 /// The pass that frees every value at its last use, in place if possible.
 ///
-/// The last operation that reads a value takes it (`!` in the printed graph): the backend may write the result into its
-/// memory, and otherwise frees it. A drop follows if that operation reads the value twice, or if nothing reads a
-/// result. Values that must outlive the step ([`Graph::kept`]) are never taken. Parameters and states that an update
-/// replaces are taken, to let the optimizer work in place.
+/// The last operation that reads a value takes it (`!` in the printed graph): the backend writes the result into its
+/// memory or frees it. A drop follows if that operation reads the value twice, or if nothing reads a result. Values
+/// that must outlive the step ([`Graph::kept`]) are never taken. Parameters and states that an update replaces are
+/// taken, so the optimizer can work in place.
 ///
 /// ```text
 /// before                          after
@@ -26,7 +26,7 @@ use crate::transform::GraphTransform;
 ///                                 drop %2
 /// ```
 ///
-/// It is the last pass. After it, the [owners](Graph::absent_on) of values are known.
+/// It is the last pass, and determines which values are [absent](Graph::absent_on) on each rank.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Liveness;
 
@@ -54,7 +54,7 @@ impl GraphTransform for Liveness {
                             .map(|key| (key, node.inputs().collect())),
                     );
                 }
-                // Peers read the sent values until the wait.
+                // Other ranks read the sent values until the wait.
                 Some(Stage::Wait) => {
                     let sources = node.inputs().next().and_then(|key| started.remove(&key));
                     last_use.extend(
@@ -88,7 +88,7 @@ impl GraphTransform for Liveness {
                 }
             });
             let unread = |id: &TensorId| !last_use.contains_key(id) && !kept.contains(id);
-            // Values that the operation could not take, because it reads them twice or not at all.
+            // The operation cannot take values that it reads twice or not at all.
             let ended = ends_at.remove(&index).unwrap_or_default().into_iter();
             let dropped = ended.filter(|id| ends(id) && (twice.contains(id) || !seen.contains(id)));
             let dropped: Vec<_> = dropped.chain(node.outputs().filter(unread)).collect();

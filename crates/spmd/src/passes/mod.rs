@@ -1,8 +1,8 @@
 //! Functions from graph to graph.
 //!
 //! A pass implements [`GraphTransform`]; [`Pipeline`] applies passes in order. A pass declares the passes that it must
-//! follow and precede: applying it twice, or in the wrong place, is an error. After each pass the
-//! [`verifier`](verify()) checks the graph in debug builds, and if [`Pipeline::verified`] requests it.
+//! follow and precede. Applying it twice or out of order is an error. After each pass the [`verifier`](verify()) checks
+//! the graph in debug builds, and if [`Pipeline::verified`] requests it.
 
 pub mod schedule;
 pub mod verify;

@@ -1,4 +1,4 @@
-//! The move of chosen reductions of gradients, with their part of the optimizer, into the next step.
+//! Moves chosen reductions of gradients, with their part of the optimizer, into the next step.
 
 use std::collections::BTreeSet;
 use std::num::NonZeroU64;
@@ -11,17 +11,16 @@ use crate::error::Error;
 use crate::graph::{Graph, Node, Payload, Phase, Stage};
 use crate::pass_id::PassId;
 
-/// The move of the collectives that reduce the gradients of chosen parameters into the next step. Each moves with the
-/// part of the optimizer that reads its result. The collectives begin with the next step, after its first gathers, and
-/// are waited for before the first read of these parameters. The forward of earlier units therefore hides them. If
-/// collectives are whole ([`Options::prefetch`](super::schedule::Options::prefetch) is off), and for the second of two
-/// reductions in hybrid sharding, everything runs directly before the first read, and nothing hides it. Until then,
-/// each rank keeps its whole gradients.
+/// Moves the collectives that reduce the gradients of chosen parameters into the next step. Each moves with the part of
+/// the optimizer that reads its result. The collectives start after the first gathers of the next step, and end before
+/// the first read of these parameters, so the forward of earlier units hides them. Until then, each rank keeps its
+/// whole gradients. Collectives that are not split ([`Options::prefetch`](super::schedule::Options::prefetch) is off),
+/// and the second of two reductions in hybrid sharding, run directly before the first read, where nothing hides them.
 ///
-/// A collective that several parameters share moves with all of them. If gradients are clipped, the norm of all of them
-/// is a result of the step, and no reduction can move ([`MoveError::Node`](crate::MoveError::Node)). A step that does
-/// not reduce a gradient of these parameters, because it does not use them or a single rank has them whole, stays
-/// unchanged. A pattern that matches no parameter is rejected.
+/// A collective that several parameters share moves with all of them. If gradients are clipped, no reduction can move,
+/// because their joint norm is a result of the step ([`MoveError::Node`](crate::MoveError::Node)). A step that reduces
+/// no gradient of these parameters, because it does not use them or a single rank has them whole, stays unchanged. A
+/// pattern that matches no parameter is rejected.
 ///
 /// ```
 /// use burn_fsdp_collectives::ProcessGroup;
@@ -40,7 +39,7 @@ pub struct MoveReductions {
 }
 
 impl MoveReductions {
-    /// Creates the move of the reductions for parameters whose path matches one of these patterns.
+    /// Chooses the parameters whose path matches one of these patterns.
     pub fn of<P: Into<Pattern>>(patterns: impl IntoIterator<Item = P>) -> Self {
         Self {
             patterns: patterns.into_iter().map(Into::into).collect(),
@@ -48,7 +47,8 @@ impl MoveReductions {
         }
     }
 
-    /// Makes the moved nodes run at the end of a step every `steps` steps, see [`IterationGraph::max_iterations`].
+    /// Makes the moved nodes run at the end of a step at least every `steps` steps, see
+    /// [`IterationGraph::max_iterations`].
     #[must_use]
     pub fn max_iterations(mut self, steps: NonZeroU64) -> Self {
         self.max_iterations = Some(steps);
@@ -76,7 +76,7 @@ impl IterationMove for MoveReductions {
 
     fn moves(&self, step: &mut IterationGraph) -> Result<(), Error> {
         let parameters = step.graph().parameters();
-        // Not every step gives a gradient to every parameter.
+        // Not every step computes a gradient for every parameter, so patterns are matched against all of them.
         let weights = || parameters.iter().filter(|of| !of.is_buffer);
         let mut patterns = self.patterns.iter();
         let unmatched = patterns.find(|pattern| !weights().any(|of| pattern.matches(&of.path)));
@@ -109,8 +109,8 @@ impl IterationMove for MoveReductions {
     }
 }
 
-/// Returns the optimizer's nodes for the parameters that these nodes update. Nodes that read only the parameter, such
-/// as weight decay, are included.
+/// Returns all of the optimizer's nodes for the parameters that these nodes update. Nodes that read only the parameter,
+/// such as weight decay, are included.
 fn rest_of_steps(graph: &Graph, nodes: &BTreeSet<usize>) -> Vec<usize> {
     let steps = |node: &Node| node.path.clone().filter(|_| node.phase == Phase::Optimizer);
     let chosen = nodes.iter().filter_map(|index| graph.nodes().get(*index));

@@ -16,7 +16,7 @@ pub struct Pipeline {
 }
 
 impl Pipeline {
-    /// Creates a pipeline without passes, which is verified in debug builds.
+    /// Creates an empty pipeline. Graphs are verified in debug builds.
     pub fn new() -> Self {
         Self {
             passes: Vec::new(),
@@ -54,11 +54,11 @@ impl Pipeline {
         self.run_seen(graph, &mut |_| {})
     }
 
-    /// Applies the passes. `see` is called with the graph, and with the result of each pass before it is verified.
+    /// Applies the passes. Calls `see` with the original graph, and with the result of each pass before verification.
     ///
     /// # Errors
     ///
-    /// As [`run`](Self::run).
+    /// Same as [`run`](Self::run).
     pub(crate) fn run_seen(
         &self,
         mut graph: Graph,
@@ -75,16 +75,16 @@ impl Pipeline {
     ///
     /// # Errors
     ///
-    /// As [`run`](Self::run).
+    /// Same as [`run`](Self::run).
     pub fn stages(&self, graph: Graph) -> Result<Vec<Graph>, Error> {
         self.stages_seen(graph, &mut |_| {})
     }
 
-    /// Applies the passes as [`stages`](Self::stages) does; `see` is called as by [`run_seen`](Self::run_seen).
+    /// Like [`stages`](Self::stages), with the calls of `see` in [`run_seen`](Self::run_seen).
     ///
     /// # Errors
     ///
-    /// As [`run`](Self::run).
+    /// Same as [`run`](Self::run).
     pub(crate) fn stages_seen(
         &self,
         graph: Graph,
@@ -100,12 +100,13 @@ impl Pipeline {
         Ok(stages)
     }
 
-    /// Applies the passes to a graph of the step whose stages at other shapes are `real`. Each pass decides by the
-    /// sizes in `real`. After each pass, `check` is called with the graph of `real` and the new graph.
+    /// Applies the passes to a graph of the same step as `real`, at other shapes. `real` has the original graph and the
+    /// result of each pass. Each pass bases decisions on the sizes in `real`. After each pass, `check` is called with
+    /// the graph in `real` and the new graph.
     ///
     /// # Errors
     ///
-    /// As [`run`](Self::run); the errors of `check`.
+    /// Same as [`run`](Self::run); the errors of `check`.
     pub(crate) fn stages_as(
         &self,
         graph: Graph,
@@ -117,7 +118,7 @@ impl Pipeline {
         for (pass, pair) in passes.zip(real.windows(2)) {
             let [before, after] = pair else { continue };
             let mut graph = stages[stages.len() - 1].clone();
-            // Decisions about a replaced value use its size before the pass.
+            // Decisions about a value that the pass changes use its size before the pass.
             graph.decide_by(Sizes::of(after.values().chain(before.values())));
             let mut graph = self.apply(pass, graph, &mut |_| {})?;
             graph.decide_by(Sizes::default());
@@ -127,7 +128,7 @@ impl Pipeline {
         Ok(stages)
     }
 
-    /// Returns the passes that have something to do for a graph.
+    /// Returns the passes that act on a graph.
     fn acting_on(&self, graph: &Graph) -> Vec<&dyn GraphTransform> {
         let passes = self.passes.iter().map(AsRef::as_ref);
         passes.filter(|pass| pass.acts_on(graph)).collect()

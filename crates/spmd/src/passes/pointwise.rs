@@ -15,13 +15,13 @@ use step::Form;
 
 mod step;
 
-/// Maximum number of operations in a program: their results are in the first-level cache at the same time.
+/// Maximum number of operations in a program, whose results must all fit in the L1 cache.
 const MAX_STEPS: usize = 24;
 
 /// Maximum number of inputs of a program.
 const MAX_INPUTS: usize = 12;
 
-/// Minimum number of elements for which threads divide a single operation.
+/// Minimum number of elements for which a single operation is divided among threads.
 pub(super) const LARGE: usize = 1 << 16;
 
 /// The pass that fuses every chain of pointwise operations on 32-bit floats or halves into one operation, which reads
@@ -37,12 +37,12 @@ pub(super) const LARGE: usize = 1 << 16;
 ///
 /// A single operation is also replaced if it is on halves or on many elements.
 ///
-/// No other operation may read the intermediate values. Results are bit-identical to those of the separate operations
-/// (see [`PointwiseProgram`]) for any placements, because the pass runs after they are decided. The pass does not delay
-/// an operation if that would hold more memory in between. An operation joins the readers of its result if nothing runs
-/// between them, or if its inputs are held anyway or are not larger than its result.
+/// No other operation may read the intermediate values. Results are bit-identical to the separate operations' (see
+/// [`PointwiseProgram`]). Placements do not change, because the pass runs after they are chosen. Fusion does not
+/// increase memory: an operation joins the readers of its result if nothing runs between them, or if its inputs are
+/// held anyway or are not larger than its result.
 ///
-/// Scalars that change from step to step change in the program.
+/// Scalars that change from step to step are patched in the program.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct FusePointwise;
 
@@ -64,7 +64,7 @@ impl GraphTransform for FusePointwise {
         let mut nodes: Vec<Option<Node>> = graph.take_nodes().into_iter().map(Some).collect();
         let mut fused = BTreeMap::new();
         let mut gone = BTreeSet::new();
-        // From the end, so an operation is fused into the last possible reader.
+        // Starting from the last node fuses each operation into its last possible reader.
         for root in (0..nodes.len()).rev() {
             if gone.contains(&root) {
                 continue;
@@ -88,14 +88,14 @@ impl GraphTransform for FusePointwise {
     }
 }
 
-/// The maker and the readers of each value.
+/// The writer and the readers of each value.
 struct Uses {
     kept: BTreeSet<TensorId>,
     writers: BTreeMap<TensorId, usize>,
     readers: BTreeMap<TensorId, Vec<usize>>,
     /// Given values that are replaced after the step, keyed by their replacements.
     replaced: BTreeMap<TensorId, TensorId>,
-    /// Values in buffers of the transport. Writing there makes a copy, which is held in addition to the buffer.
+    /// Values in buffers of the transport. Overwriting one makes a copy, which is held in addition to the buffer.
     received: BTreeSet<TensorId>,
     sizes: Sizes,
 }
@@ -126,7 +126,7 @@ impl Uses {
         }
     }
 
-    /// Returns the number of elements of a tensor by which the pass decides.
+    /// Returns the number of elements by which the pass judges a tensor.
     fn elements(&self, tensor: &TensorIr) -> usize {
         self.sizes.elements(tensor.id, tensor.shape.num_elements())
     }
@@ -135,7 +135,7 @@ impl Uses {
         self.readers.get(&id).map_or(&[], Vec::as_slice)
     }
 
-    /// Returns the last node that reads a value; `None` if it is also held after the last node.
+    /// Returns the last node that reads a value; `None` if the value outlives the step.
     fn last_reader(&self, id: TensorId) -> Option<usize> {
         match self.kept.contains(&id) {
             true => None,
@@ -144,14 +144,14 @@ impl Uses {
     }
 }
 
-/// Operations to fuse; the last one makes the group's result.
+/// Operations to fuse; the last one computes the group's result.
 struct Group {
     members: BTreeSet<usize>,
     inputs: Vec<TensorId>,
 }
 
 impl Group {
-    /// Returns the operations that can be fused with a pointwise operation.
+    /// Returns the group that ends with the pointwise operation `root`; `None` if fusing it gains nothing.
     fn of(nodes: &[Option<Node>], uses: &Uses, root: usize) -> Option<Self> {
         let last = nodes[root].as_ref()?;
         let form = Form::of(last)?;
@@ -167,7 +167,7 @@ impl Group {
             }
         };
         look_at(&form, &mut ready);
-        // The latest first: its readers are already in the group, or never will be.
+        // The latest comes first: its readers are in the group by now, or never will be.
         while let Some(index) = ready.pop() {
             let Some(node) = nodes[index].as_ref().filter(|_| !members.contains(&index)) else {
                 continue;
@@ -197,7 +197,7 @@ impl Group {
             .filter_map(|member| Some(Form::of(nodes[*member].as_ref()?)?.out.id))
             .collect();
         inputs.retain(|input| !made.contains(input));
-        // Burn processes halves one by one, and everything on one thread.
+        // Burn processes halves one by one, and all elements on one thread.
         let is_large = uses.elements(form.out) >= LARGE;
         let is_chain = members.len() > 1 || dtype == DType::BF16 || is_large;
         (is_chain && inputs.len() <= MAX_INPUTS).then(|| Self {
@@ -206,7 +206,7 @@ impl Group {
         })
     }
 
-    /// Returns the node of the program.
+    /// Returns the node that runs the group as one program.
     fn fuse(&self, nodes: &[Option<Node>], uses: &Uses, root: usize) -> Option<Node> {
         let mut program = PointwiseProgram::default();
         let mut known: BTreeMap<TensorId, PointwiseOperand> = self
@@ -237,7 +237,7 @@ impl Group {
             is_whole && last.is_some_and(|last| self.members.contains(&last))
         };
         let mut inputs = self.inputs.iter();
-        // A state and its new value alternate in the same memory.
+        // The new value of a state overwrites the old one if possible.
         let replaced = uses.replaced.get(&out.id);
         let own = replaced.filter(|id| may_take(id));
         let own = match own {
@@ -263,8 +263,8 @@ impl Group {
     }
 }
 
-/// Returns true if an operation may run at the last operation of a group. Either nothing else runs between it and the
-/// group, or no more memory is held in between.
+/// Returns true if an operation may be delayed to the last operation of a group: nothing else runs in between, or the
+/// delay holds no more memory.
 fn may_wait(
     nodes: &[Option<Node>],
     uses: &Uses,
@@ -279,7 +279,7 @@ fn may_wait(
         return true;
     }
     let held_longer = |input: &&TensorIr| {
-        // Otherwise other nodes, or the group itself, hold it as long.
+        // Otherwise other nodes or the group hold it as long anyway.
         let last = uses.last_reader(input.id);
         last.is_some_and(|last| last < root && !members.contains(&last))
     };

@@ -1,7 +1,7 @@
 //! The pass that recomputes cheap forward values in backward.
 //!
 //! In data parallelism it takes a graph without collectives; later passes gather the weights that backward then reads.
-//! With placements it takes each rank's graph, and gathers values that it computes from only a rank's part.
+//! With placements it takes each rank's graph, and also repeats gathers of activations.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,12 +18,11 @@ use crate::transform::GraphTransform;
 
 /// The pass that recomputes cheap values of forward in backward instead of keeping them in between.
 ///
-/// Values are considered from the last to the first. A value is not kept if elementwise operations compute it from
-/// values that take less memory, counting only values that would not be kept anyway. The same operations on the same
-/// values give the same bits.
+/// Values are considered from the last to the first. A value is not kept if cheap operations compute it from values
+/// that take less memory, not counting values that are kept anyway. Recomputed values are bit-identical.
 ///
-/// A product of weights that together take less memory than the result, as in a low-rank adapter, counts as
-/// elementwise. Otherwise the weight into which an adapter is merged would be kept whole for every layer.
+/// A product of weights that together take less memory than the result, as in a low-rank adapter, counts as cheap.
+/// Otherwise every layer would keep the whole weight into which an adapter is merged.
 ///
 /// ```text
 /// before                                  after
@@ -88,7 +87,7 @@ pub(super) fn repeat_in_backward(
     Ok(graph)
 }
 
-/// Schedules the node that recomputes a chosen value, after the nodes that recompute its chosen inputs.
+/// Schedules the node that recomputes a chosen value, preceded by the nodes that recompute its chosen inputs.
 fn emit(
     graph: &mut Graph,
     chosen: &BTreeMap<TensorId, Node>,
@@ -157,7 +156,7 @@ impl<'a> Choice<'a> {
         choice
     }
 
-    /// Returns the value that holds the memory of this one.
+    /// Returns the value whose memory a view shares, or the value itself if it is no view.
     fn owner(&self, mut id: TensorId) -> TensorId {
         while let Some(base) = self.writers.get(&id).and_then(|node| self.base(node)) {
             id = base;
@@ -165,7 +164,7 @@ impl<'a> Choice<'a> {
         id
     }
 
-    /// Returns the base of the view that a node makes, if it makes one; a reshape of a strided view copies.
+    /// Returns the base of the view that a node creates; `None` if it creates none. A reshape of a strided view copies.
     fn base(&self, node: &Node) -> Option<TensorId> {
         match storage_of(node) {
             Storage::View(base) if !is_reshape(node) || self.is_contiguous(base) => Some(base),
@@ -184,8 +183,8 @@ impl<'a> Choice<'a> {
         true
     }
 
-    /// Returns true if recomputing costs no more than reading and writing memory. A gather of an activation with a
-    /// cheap part counts like that part, so between two products each rank keeps only its part.
+    /// Returns true if recomputing costs no more than reading and writing memory. A gather of an activation is cheap if
+    /// each rank's part is, so between two products each rank keeps only its part.
     fn is_cheap(&self, node: &Node) -> bool {
         let Some(collective) = &node.collective else {
             return is_cheap(node) || self.is_product_of_small_weights(node);
@@ -275,7 +274,7 @@ impl<'a> Choice<'a> {
 #[derive(Default)]
 struct Plan {
     nodes: BTreeMap<TensorId, Node>,
-    /// Values that must be kept for it.
+    /// Values that must be kept for the recomputation.
     needs: BTreeSet<TensorId>,
 }
 

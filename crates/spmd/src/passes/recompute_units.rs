@@ -20,8 +20,7 @@ use crate::transform::GraphTransform;
 /// activation checkpointing. It does the same with the [regions](crate::trace::traced_region) that a loss names.
 ///
 /// A node of forward belongs to the unit whose weights it reads, or to the unit of the nodes before it. Values that
-/// nodes outside of the unit's visit read are kept, and so are random draws. The same operations on the same values
-/// give the same bits.
+/// nodes outside the visit read are kept, and so are random draws. Recomputed values are bit-identical.
 ///
 /// ```text
 /// before (blocks.0 from %2 to %4)         after
@@ -82,7 +81,7 @@ fn units(graph: &Graph) -> impl Iterator<Item = &str> {
 }
 
 impl RecomputeUnits {
-    /// Returns the values to recompute, with the recomputing nodes.
+    /// Returns the values to recompute, with the nodes that compute them.
     fn chosen(&self, graph: &Graph) -> BTreeMap<TensorId, Node> {
         let visits = unit_visits(graph);
         let is_chosen = |visit: &UnitVisit| self.units.iter().any(|unit| unit.matches(&visit.unit));
@@ -127,8 +126,8 @@ pub struct UnitVisit {
     pub nodes: BTreeSet<usize>,
 }
 
-/// Returns the visits of units in forward, in order. Units are stored by [`AssignUnits`](super::AssignUnits), or
-/// otherwise derived from the paths.
+/// Returns the visits of units in forward, in order. Units come from [`AssignUnits`](super::AssignUnits), or from the
+/// paths if that pass has not run.
 pub fn unit_visits(graph: &Graph) -> Vec<UnitVisit> {
     let mut unit_of: BTreeMap<TensorId, Arc<str>> = BTreeMap::new();
     for value in graph.values() {
@@ -142,7 +141,7 @@ pub fn unit_visits(graph: &Graph) -> Vec<UnitVisit> {
             continue;
         }
         let unit = node.inputs().find_map(|id| unit_of.get(&id)).cloned();
-        // A view or a cast of a weight belongs to its reader, because weights may be transposed long before.
+        // A view or a cast of a weight belongs to its reader, because weights may be transposed long before their use.
         if let (true, Some(unit)) = (follows(node), &unit) {
             unit_of.extend(node.outputs().map(|id| (id, unit.clone())));
             continue;

@@ -19,12 +19,12 @@ use crate::transform::GraphTransform;
 /// The pass that frees gathered weights after each visit of their unit and gathers them again for the next. Forward and
 /// backward each have their own visits.
 ///
-/// At most two units are gathered at a time. When a third begins, the weights of the first are dead, and a later use of
-/// them gathers again. The last two units of forward are the first of backward and stay. A unit that forward or
-/// backward visits for the second time stays until its last use there, in addition to the other two. Layers that run in
-/// a loop are therefore gathered twice, not in every iteration. Views and casts of a weight are also made again,
-/// because they would keep its memory. No pass after it may merge gathers. From here on, the verifier checks that
-/// weights die before the unit after next.
+/// At most two units are gathered at a time. When a third begins, the weights of the first are freed, and a later use
+/// gathers them again. The last two units of forward are the first of backward and stay. A unit that forward or
+/// backward visits a second time stays until its last use there, in addition to the other two. Layers that run in a
+/// loop are therefore gathered twice, not in every iteration. Views and casts of a weight are also created again,
+/// because they would keep its memory. No later pass may merge gathers. After this pass, the verifier checks that
+/// weights are freed before the unit after next begins.
 ///
 /// ```text
 /// before                            after
@@ -57,7 +57,7 @@ impl GraphTransform for Regather {
         for (index, mut node) in nodes.into_iter().enumerate() {
             weights.now = (index, node.phase);
             if weights.is_source(&node) {
-                // It is emitted at its use.
+                // The node is emitted at its use.
                 continue;
             }
             let used: Vec<TensorId> = node
@@ -78,11 +78,11 @@ impl GraphTransform for Regather {
     }
 }
 
-/// Gathered weights, with the views and casts of each.
+/// Gathered weights, and their views and casts.
 struct Weights {
-    /// The node that makes each value, and the unit of the weight from which it is created.
+    /// The node that creates each value, and the unit of its weight.
     sources: BTreeMap<TensorId, (Node, Arc<str>)>,
-    /// The units whose weights are gathered now, the oldest first.
+    /// The units whose weights are currently gathered, oldest first.
     resident: VecDeque<Arc<str>>,
     /// The id of each value in the current visit of its unit.
     made: BTreeMap<Arc<str>, BTreeMap<TensorId, TensorId>>,
@@ -139,7 +139,7 @@ impl Weights {
             .any(|output| self.sources.contains_key(&output))
     }
 
-    /// Returns the id of a value in the current visit of its unit, and schedules the nodes that make it if there is
+    /// Returns the id of a value in the current visit of its unit, and schedules the nodes that create it if there is
     /// none.
     fn make(
         &mut self,
@@ -203,12 +203,12 @@ impl Weights {
     }
 }
 
-/// Returns true if a collective makes whole weights.
+/// Returns true if a collective gathers weights.
 pub(super) fn is_gather(collective: &Collective) -> bool {
     collective.kind == CollectiveKind::AllGather && collective.payload == Payload::Parameter
 }
 
-/// Returns true if a node makes a view or a cast of its only input.
+/// Returns true if a node creates a view or a cast of its only input.
 pub(super) fn follows(node: &Node) -> bool {
     let is_cast = matches!(
         node.operation,

@@ -1,19 +1,19 @@
-//! The axis of copies in hybrid sharding.
+//! Hybrid sharding.
 
 use burn_fsdp_mesh::{Axis, Mesh};
 
 use crate::error::Error;
 
-/// The axis of copies in hybrid sharding.
+/// The replica axis of hybrid sharding.
 #[derive(Debug, Clone)]
 pub struct Replicate {
-    /// The axis, with the number of copies.
+    /// The mesh axis, whose size is the number of replicas.
     pub axis: Axis,
     /// True if the axis comes before the shard axis in the mesh.
     pub is_first: bool,
 }
 
-/// Returns the mesh of the shard axis, with the axis of copies before or after it.
+/// Returns a mesh of the shard axis and, before or after it, the replica axis if there is one.
 pub(super) fn mesh_of(
     (name, num_ranks): (&str, usize),
     replicate: Option<&Replicate>,

@@ -1,4 +1,4 @@
-//! Rewriting of nodes that several passes share.
+//! Node rewriting shared by several passes.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use burn_ir::TensorId;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Role, rename};
 
-/// Copies a node, renames its operands by `map`, and adds new ids for its results to `map`.
+/// Copies a node with inputs renamed by `map` and new outputs, which it adds to `map`.
 pub(super) fn repeat(
     graph: &mut Graph,
     node: &Node,

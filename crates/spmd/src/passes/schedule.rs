@@ -17,51 +17,51 @@ use crate::ranks::DATA_AXIS;
 use crate::transform::GraphTransform;
 use burn_fsdp_mesh::{Axis, Clip, LossScaling, Pattern, Strategy};
 
-/// The choice of the passes that schedule a graph, and their parameters.
+/// Options of the passes that schedule a graph.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Options {
-    /// The modules whose parameters are communicated together: derived from the paths, unless patterns are given.
+    /// The modules whose parameters are communicated together: derived from the parameters' paths by default.
     pub units: Units,
-    /// True to use kernels in place of functions that Burn composes of many operations, see [`UseKernels`], and of
+    /// True to replace functions that Burn composes of many operations with kernels, see [`UseKernels`], and also
     /// single operations, see [`SelectKernels`]. This is the default on Burn's CPU backend. Without kernels, a step on
     /// one rank is bit-identical to Burn's own.
     pub kernels: bool,
-    /// True to fuse chains of pointwise operations into one, which changes no bit, see [`FusePointwise`]. This is the
+    /// True to fuse chains of pointwise operations, with bit-identical results, see [`FusePointwise`]. This is the
     /// default on Burn's CPU backend.
     pub fuse: bool,
     /// Compute type of parameters and reduction type of gradients; by default the module's type. Master weights,
     /// optimizer states and the optimizer's arithmetic keep the module's type.
     pub precision: Precision,
-    /// Recomputation of cheap values in backward instead of keeping them: on by default.
+    /// Recomputation of cheap forward values in backward: on by default.
     pub recompute: Option<Recompute>,
     /// The units whose forward is recomputed in backward, with only their inputs and outputs kept: none by default, see
     /// [`RecomputeUnits`].
     pub recompute_units: Vec<Pattern>,
     /// True to free gathered weights after forward and gather them again in backward: the default.
     pub reshard_after_forward: bool,
-    /// Gradient clipping by norm; `None`, the default, for no clipping.
+    /// Gradient clipping by norm: off by default.
     pub clip: Option<Clip>,
-    /// Scaling of the loss, to keep 16-bit gradients from vanishing; `None`, the default, for none.
+    /// Scaling of the loss, to keep 16-bit gradients from vanishing: off by default.
     pub loss_scaling: Option<LossScaling>,
     /// Sizes of joined collectives; `None` for one collective per tensor.
     pub bucket: Option<Bucket>,
     /// True to start the next unit's gather before this unit computes. `None`, the default, is true if the group
-    /// [overlaps](burn_fsdp_collectives::ProcessGroup::overlaps), as groups of processes do. It is false if ranks are
-    /// threads, which gain nothing from it.
+    /// [overlaps](burn_fsdp_collectives::ProcessGroup::overlaps), as groups of processes do. It is false for ranks that
+    /// are threads, which gain nothing from it.
     pub prefetch: Option<bool>,
-    /// Position of the optimizer in the step; in backward by default.
+    /// Position of the optimizer in the step: in backward by default.
     pub optimizer: OptimizerPlace,
 }
 
-/// The place of the optimizer's part for a parameter in the step.
+/// The place in the step where the optimizer updates a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum OptimizerPlace {
-    /// The end of the step, after backward.
+    /// At the end of the step, after backward.
     AtEnd,
-    /// The first point of backward at which the gradient is complete and nothing reads the parameter any more.
+    /// In backward, as soon as the gradient is complete and the parameter is no longer read.
     InBackward,
-    /// The point of the next forward before the parameter's first read, see [`DeferOptimizer`](super::DeferOptimizer).
+    /// In the next forward, before the parameter's first read, see [`DeferOptimizer`](super::DeferOptimizer).
     InNextForward,
 }
 
@@ -99,23 +99,23 @@ impl Options {
         self
     }
 
-    /// Sets whether chains of pointwise operations become one operation.
+    /// Sets whether chains of pointwise operations are fused.
     #[must_use]
     pub fn fuse(mut self, fuses: bool) -> Self {
         self.fuse = fuses;
         self
     }
 
-    /// Sets mixed precision. Parameters are cast before they are gathered, their gradients arrive at the shards as wide
-    /// as the parameters, and the returned loss has 32 bits. Tensors of the batch keep their types: the loss closure
-    /// casts the ones that it combines with parameters. `f16` needs its loss [scaled](Self::scale_loss).
+    /// Sets mixed precision. Parameters are cast before they are gathered. Reduced gradients have the parameters' type,
+    /// and the returned loss has 32 bits. Tensors of the batch keep their types: the loss closure casts those that it
+    /// combines with parameters. `f16` needs [loss scaling](Self::scale_loss).
     ///
-    /// With placements, a rank casts its part of a parameter where it is read. Sums of activations over ranks have the
-    /// type in which they were computed. Addends of gradients are sent as in data parallelism: their first sum is as
-    /// wide as the parameter.
+    /// With placements, a rank casts its part of a parameter where it is read. Activations are summed over ranks in the
+    /// type in which they were computed. Addends of gradients are sent as in data parallelism: their first sum has the
+    /// parameter's type.
     ///
-    /// Flat shards are cast when the step begins, and the copies stay until their last gather. With
-    /// [`OptimizerPlace::InNextForward`] the whole optimizer therefore comes before the first gather.
+    /// Flat shards are cast at the beginning of the step, and the casts stay until their last gather. With
+    /// [`OptimizerPlace::InNextForward`] the whole optimizer therefore runs before the first gather.
     #[must_use]
     pub fn precision(mut self, precision: Precision) -> Self {
         self.precision = precision;
@@ -149,8 +149,8 @@ impl Options {
         self
     }
 
-    /// Sets the maximum norm of all gradients of a step, taken as one vector; `None` for no limit. With a limit, no
-    /// parameter is updated until all gradients are available.
+    /// Sets the maximum norm of all gradients together; `None` for no limit. With a limit, no parameter is updated
+    /// until all gradients are available.
     #[must_use]
     pub fn clip_grad_norm(mut self, clip: impl Into<Option<Clip>>) -> Self {
         self.clip = clip.into();
@@ -158,38 +158,39 @@ impl Options {
     }
 
     /// Sets how the loss is scaled, which keeps small gradients of `f16` from vanishing; `None` for no scaling.
-    /// Gradients are divided by the scale when all micro-batches are summed, before they are clipped. If one has
-    /// overflowed on any rank, all skip the step, and continue with a smaller scale
-    /// ([`CompiledStep::was_skipped`](crate::CompiledStep::was_skipped)). A step then runs over micro-batches, even if
-    /// there is only one, with its optimizer at the end. Losses are returned unscaled.
+    /// Gradients are divided by the scale when all micro-batches are summed, before they are clipped. If a gradient has
+    /// overflowed on any rank, all ranks skip the step and continue with a smaller scale
+    /// ([`CompiledStep::was_skipped`](crate::CompiledStep::was_skipped)). A step with loss scaling always runs as a
+    /// step over micro-batches, even if there is only one, with the optimizer at the end. Losses are returned unscaled.
     #[must_use]
     pub fn scale_loss(mut self, scaling: impl Into<Option<LossScaling>>) -> Self {
         self.loss_scaling = scaling.into();
         self
     }
 
-    /// Sets how collectives are joined; `None` for one per tensor.
+    /// Sets how collectives are joined; `None` for one collective per tensor.
     #[must_use]
     pub fn bucket(mut self, bucket: impl Into<Option<Bucket>>) -> Self {
         self.bucket = bucket.into();
         self
     }
 
-    /// Sets whether the next unit's gather starts before a unit computes; `None` to do so if that hides communication.
+    /// Sets whether the next unit's gather starts before a unit computes; `None` starts it early if the process group
+    /// can overlap communication.
     #[must_use]
     pub fn prefetch(mut self, prefetch: impl Into<Option<bool>>) -> Self {
         self.prefetch = prefetch.into();
         self
     }
 
-    /// Sets when parameters are updated.
+    /// Sets when the optimizer updates parameters.
     #[must_use]
     pub fn optimizer(mut self, place: OptimizerPlace) -> Self {
         self.optimizer = place;
         self
     }
 
-    /// Returns options with only the passes that a correct step needs.
+    /// Returns options without optional passes.
     pub fn none() -> Self {
         Self {
             units: Units::by_path(),
@@ -208,7 +209,7 @@ impl Options {
     }
 }
 
-/// Returns the passes for the given number of ranks. `transforms` are the user's, and come before bucketing.
+/// Returns the passes for the given number of ranks. The user's `transforms` run before bucketing.
 ///
 /// With [`OptimizerPlace::InNextForward`] the resulting graph still has to be split.
 pub fn pipeline(
@@ -218,7 +219,7 @@ pub fn pipeline(
     transforms: &[Arc<dyn GraphTransform>],
 ) -> Pipeline {
     let style = style.into();
-    // One rank takes the same path as many.
+    // A single rank takes the same path as many.
     let insert = InsertCollectives {
         num_ranks,
         style,
@@ -262,9 +263,9 @@ pub(crate) fn divided(
         .and(scheduled(options, axes, transforms))
 }
 
-/// Returns the pipeline around a pass that places every value, without the last passes. The placing pass knows Burn's
-/// operations, and cuts them where a kernel would need the whole. Kernels therefore come after it, for the values left
-/// in one piece, and the choice of cheap values comes after the kernels.
+/// Returns the pipeline around a pass that places every value, without the last passes. The placing pass only handles
+/// Burn's operations, and may cut a dim that a kernel needs whole. Kernels therefore come after it, and the choice of
+/// cheap values comes after the kernels.
 pub(crate) fn placed(
     place: impl GraphTransform + 'static,
     options: &Options,
@@ -296,7 +297,7 @@ fn kernels(options: &Options) -> Pipeline {
     }
 }
 
-/// Returns the pass that recomputes units in backward, and the regions that the loss names.
+/// Returns the pass that recomputes the chosen units, and the regions that the loss names, in backward.
 fn units_again(options: &Options) -> Pipeline {
     let units = options.recompute_units.clone();
     Pipeline::new().then(RecomputeUnits { units })
@@ -339,7 +340,7 @@ fn scheduled(
     }
 }
 
-/// Returns the last passes, which apply to each graph of a step.
+/// Returns the passes that run last, on each graph of a step.
 pub fn last(options: &Options) -> Pipeline {
     let mut pipeline = Pipeline::new();
     if options.fuse {

@@ -21,12 +21,12 @@ use crate::transform::GraphTransform;
 /// %4 = Float.Matmul(%1, %9)              %4 = models.matmul(%1, %9)
 /// ```
 ///
-/// Before Burn's CPU backend writes a product, it fills the memory with zeros and copies it to an aligned place. It
-/// also processes halves one by one. Results have the same bits, except products of halves. Their factors are not
-/// converted to 32 bits first, so their sums, which have 32 bits in both cases, are taken in a different order.
+/// Burn's CPU backend fills the memory of a product with zeros before it writes there, copies the product to aligned
+/// memory, and processes halves one by one. Results are bit-identical, except for products of halves. Both sum them in
+/// 32 bits, but the kernel does not convert the factors first, so it adds in a different order.
 ///
-/// The pass runs after collectives are placed, because the passes that place them know Burn's operations. For typing,
-/// such a kernel is the operation that it replaces.
+/// The pass runs after collectives are placed, because the passes that place them only handle Burn's operations. Typing
+/// treats such a kernel as the operation that it replaces.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SelectKernels;
 
@@ -58,7 +58,7 @@ impl GraphTransform for SelectKernels {
 /// A kernel, with operands, result and scalars.
 type Call = (FusedOperation, Vec<TensorIr>, TensorIr, Vec<ScalarIr>);
 
-/// Returns the call of the kernel that replaces a node.
+/// Returns the call of the kernel that replaces a node; `None` if the node stays.
 fn kernel_for(node: &Node, sizes: &Sizes) -> Option<Call> {
     if node.collective.is_some() || node.shift.is_some() || !node.scalars.is_empty() {
         return None;
@@ -77,7 +77,7 @@ fn kernel_for(node: &Node, sizes: &Sizes) -> Option<Call> {
         OperationIr::NumericFloat(dtype, NumericOperationIr::SumDim(op)) if takes(*dtype) => {
             // Sums along the last dim are taken in an order that the vectorized kernel does not use.
             let is_inner = op.axis + 1 < op.input.shape.rank();
-            // Burn processes halves one by one, and everything on one thread.
+            // Burn processes halves one by one, and all elements on one thread.
             let own = op.input.shape.num_elements();
             let is_large = sizes.elements(op.input.id, own) >= LARGE;
             let is_known = is_inner && (*dtype == DType::BF16 || is_large);

@@ -1,6 +1,6 @@
 //! The pass that inserts the collectives of data parallelism: from the graph of one rank to the graph of each rank.
 //!
-//! The passes before this one see one rank that holds everything, the passes after it a schedule of many ranks.
+//! Earlier passes see one rank that holds everything, and later passes the schedule of many ranks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -22,13 +22,14 @@ use crate::pass_id::PassId;
 use crate::place::{DataParallel, ExpandPlacements, least_communication_with};
 use crate::transform::GraphTransform;
 
-/// Insertion of collectives: turns the graph of one rank into the graphs of ranks that divide the batch.
+/// The pass that inserts collectives: it turns the graph of one rank into the graph of each rank, with the batch
+/// divided among them.
 ///
 /// With [`Strategy::NoShard`] every gradient is averaged by an all-reduce before the optimizer reads it. With
 /// [`Strategy::FullShard`] parameters become flat padded shards, and an all-gather precedes every use. Gradients are
-/// averaged by a reduce-scatter, and the optimizer works on shards, so it must treat all elements alike. A parameter
-/// with an owner is whole on that rank: its gather reads from the owner, and its gradient is reduced to the owner. Its
-/// part of the optimizer may combine elements, and runs only on the owner.
+/// averaged by a reduce-scatter, and the optimizer works on shards, so it must be elementwise. A parameter with an
+/// owner is whole on that rank: its gather reads from the owner, and its gradient is reduced to the owner. Its part of
+/// the optimizer runs only on the owner, and may combine elements.
 ///
 /// ```text
 /// before                                after (fully sharded on 2 ranks)
@@ -42,24 +43,24 @@ use crate::transform::GraphTransform;
 /// ```
 ///
 /// The loss is also averaged, so every rank returns the loss of the whole batch. A single rank with whole parameters
-/// needs no averaging. With copies of the shards ([`Replicate`]), gradients and loss are then averaged over the copies
-/// by an all-reduce.
+/// needs no averaging. In hybrid sharding ([`Replicate`]), an all-reduce then averages gradients and loss over the
+/// replicas.
 ///
-/// With [`DataParallel::Automatic`], the pass works like [`ExpandPlacements`] with placements that move few bytes, and
-/// the graph must have been traced over the joined batch.
+/// With [`DataParallel::Automatic`], the pass works like [`ExpandPlacements`] with placements chosen for little
+/// communication, and the graph must have been traced over the joined batch of all ranks.
 #[derive(Debug, Clone)]
 pub struct InsertCollectives {
-    /// Number of ranks along the axis on which parameters are sharded, if they are.
+    /// Number of ranks along `axis`.
     pub num_ranks: usize,
-    /// Division of the parameters among them.
+    /// How parameters are divided among these ranks.
     pub style: DataParallel,
-    /// Name of the mesh axis.
+    /// Name of the mesh axis along which parameters are sharded, if they are.
     pub axis: Arc<str>,
-    /// Another axis of the mesh, along which ranks hold copies of the shards and also divide the batch.
+    /// Another mesh axis, along which ranks hold replicas of the shards and also divide the batch.
     pub replicate: Option<Replicate>,
     /// The types of computation and of gradient reduction. The graph already has the casts of parameters.
     pub precision: Precision,
-    /// The parameters that one rank along the axis owns whole, instead of a shard on every rank: path to rank.
+    /// The parameters that one rank along the axis owns whole, and the index of that rank.
     pub owners: BTreeMap<Arc<str>, usize>,
 }
 
@@ -118,15 +119,14 @@ impl GraphTransform for InsertCollectives {
 struct Insertion<'a> {
     pass: &'a InsertCollectives,
     graph: Graph,
-    /// The averaged value that the optimizer reads instead of each gradient, for parameters with that owner or with
-    /// none.
+    /// The averaged gradient that the optimizer reads, by local gradient and by owner (`None` for shards).
     averaged: BTreeMap<(TensorId, Option<usize>), TensorId>,
-    /// Each gradient, in the type in which it is sent.
+    /// Each gradient's cast to the type in which it is sent.
     sent: BTreeMap<TensorId, TensorId>,
 }
 
 impl Insertion<'_> {
-    /// Cuts the parameters, and inserts a gather before every use.
+    /// Shards the parameters, and inserts a gather before every use.
     fn shard(&mut self, nodes: Vec<Node>) -> Result<Vec<Node>, Error> {
         let mut sharded = BTreeMap::new();
         for index in 0..self.graph.parameters().len() {
@@ -180,8 +180,8 @@ impl Insertion<'_> {
         Ok(scheduled)
     }
 
-    /// Returns casts of the shards, for parameters that compute in a different type, and the nodes without the casts of
-    /// whole parameters that they replace. Gathered values then already have the compute type.
+    /// Replaces casts of whole parameters with casts of shards, so parameters are gathered in their compute type.
+    /// Returns these casts, and the other nodes.
     fn cast_shards(
         &mut self,
         nodes: Vec<Node>,
@@ -276,12 +276,12 @@ impl Insertion<'_> {
         }
     }
 
-    /// Sets the results of an optimizer operation to the shard's shape.
+    /// Sets the shape of an optimizer operation's results to the shard's.
     fn flatten(&mut self, node: &Node, by_path: &BTreeMap<Arc<str>, Holding>) -> Result<(), Error> {
         let Some(of) = node.path.as_ref().and_then(|path| by_path.get(path)) else {
             return Ok(());
         };
-        // Shapes in the operation are still the traced ones.
+        // The operation still has the traced shapes.
         of.check_step(node)?;
         if !of.is_owned() {
             for output in node.outputs() {
@@ -291,7 +291,7 @@ impl Insertion<'_> {
         Ok(())
     }
 
-    /// Averages gradients and loss after the node that writes them.
+    /// Averages gradients and loss right after the nodes that write them.
     fn average(&mut self, nodes: Vec<Node>) -> Result<(), Error> {
         let loss = self.graph.loss();
         let parameters = self.graph.parameters().iter().enumerate();
@@ -333,7 +333,7 @@ impl Insertion<'_> {
                 }
             }
         }
-        // Some optimizers keep the first gradient unchanged.
+        // Some optimizers store the first gradient unchanged as a state.
         let mut updates = self.graph.updates().to_vec();
         for update in &mut updates {
             let role = self.graph.value(update.into).map(|value| &value.role);
@@ -351,7 +351,7 @@ impl Insertion<'_> {
         self.graph.parameter(path)?.layout.owner
     }
 
-    /// Returns the mean of a gradient that the last node has written, stored like the parameter with that index.
+    /// Returns the mean of a gradient that the last node has written, sharded like the parameter with that index.
     /// Parameters that share a gradient share its mean, unless they have different owners.
     fn complete(
         &mut self,
@@ -387,7 +387,7 @@ impl Insertion<'_> {
         Ok(mean)
     }
 
-    /// Returns the gradient, which the last node has written, in the type in which it is sent.
+    /// Returns a gradient, which the last node has written, cast to the type in which it is sent.
     fn travelling(
         &mut self,
         scheduled: &mut Vec<Node>,
@@ -419,7 +419,8 @@ impl Insertion<'_> {
         Ok(rounded)
     }
 
-    /// Reduces `local`, which is a gradient or the loss, in the type in which it is sent. The mean takes over its role.
+    /// Averages `local`, which is a gradient or the loss in the type in which it is sent. The mean gets the role of
+    /// `of`.
     fn reduce(
         &mut self,
         scheduled: &mut Vec<Node>,
@@ -470,7 +471,7 @@ impl Insertion<'_> {
         }
     }
 
-    /// Averages the values of each copy of the shards over the copies.
+    /// Averages a value over the replicas of hybrid sharding.
     fn over_copies(
         &mut self,
         scheduled: &mut Vec<Node>,

@@ -1,4 +1,4 @@
-//! The passes that split collectives into start and wait, and put work in between.
+//! The passes that split collectives into start and wait, and move work in between.
 //!
 //! No pass after these joins collectives: they only move nodes.
 
@@ -11,7 +11,7 @@ use crate::graph::{Collective, CollectiveKind, Graph, Node, Payload, Role, Stage
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that splits every collective into its start and its wait, to let the passes after it put work in between.
+/// The pass that splits every collective into its start and its wait, so later passes can move work in between.
 ///
 /// ```text
 /// before                          after
@@ -120,7 +120,7 @@ impl GraphTransform for Prefetch {
                 continue;
             }
             scheduled.push(node.clone());
-            // Shards are given, so a start may move anywhere before its place.
+            // Shards are given, so a start may move to any earlier place.
             if is(node, Stage::Wait)
                 && let Some(start) = next.next()
                 && start > index
@@ -136,7 +136,7 @@ impl GraphTransform for Prefetch {
     }
 }
 
-/// The pass that moves each wait down to the first read of its result, to fit other work in between. A reduction is
+/// The pass that moves each wait down to the first read of its result, so other work runs in between. A reduction is
 /// waited for before the next one starts, because it holds whole gradients until then.
 ///
 /// ```text

@@ -1,6 +1,6 @@
-//! The pass that replaces weights with stand-ins if an operation needs only their shape.
+//! The pass that replaces weights of which an operation needs only the shape.
 //!
-//! It runs before gathers are inserted, so unread weights get none.
+//! It runs before gathers are inserted, so weights that are not read are not gathered.
 
 use burn_ir::{BaseOperationIr, CreationOpIr, ModuleOperationIr, OperationIr, ShapeOpIr, TensorIr};
 
@@ -9,8 +9,8 @@ use crate::graph::{Graph, Node, Role};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that replaces weights with stand-ins in operations that need only their shape: one element, expanded.
-/// Otherwise backward would keep, or gather again, weights that nothing reads.
+/// The pass that replaces weights with one expanded element in operations that need only their shape. Otherwise
+/// backward would keep or gather weights that it does not read.
 ///
 /// ```text
 /// before                                    after

@@ -26,13 +26,14 @@ pub struct Units {
 }
 
 impl Units {
-    /// Creates units that are derived from the paths, see the type.
+    /// Creates units that are derived from the paths, as described in [`Units`].
     pub fn by_path() -> Self {
         Self::default()
     }
 
     /// Creates units from the modules that match one of these patterns. A parameter belongs to the innermost of them
-    /// that contains it. All other parameters form one unit, the root. Without a pattern, so does the whole model.
+    /// that contains it. All other parameters form one unit, the root. Without any pattern, the whole model is one
+    /// unit.
     ///
     /// ```
     /// use burn_fsdp_spmd::passes::Units;
@@ -89,7 +90,7 @@ impl Units {
     }
 }
 
-/// The pass that stores the unit of every parameter in the graph, for the passes that gather and join.
+/// The pass that stores the unit of every parameter in the graph, for passes that gather weights or join collectives.
 #[derive(Debug, Clone, Default)]
 pub struct AssignUnits(pub Units);
 
@@ -111,7 +112,7 @@ impl GraphTransform for AssignUnits {
     }
 }
 
-/// Returns the unit of a parameter in a graph; derived only from its path if none was assigned.
+/// Returns the unit of a parameter in a graph; if none was assigned, derives it from the path.
 pub(super) fn unit_in<'a>(graph: &'a Graph, path: &'a str) -> &'a str {
     graph.unit(path).unwrap_or_else(|| unit_of(path))
 }
@@ -132,8 +133,7 @@ pub fn unit_of(path: &str) -> &str {
     below(0, path)
 }
 
-/// Returns the unit of a parameter by its path, in a model whose parameters are all in the module of the first
-/// `wrapper` names.
+/// Returns the unit of a parameter by its path, in a model whose paths all begin with the same `wrapper` names.
 fn below(wrapper: usize, path: &str) -> &str {
     let ends: Vec<usize> = path.match_indices('.').map(|(end, _)| end).collect();
     let names: Vec<&str> = path.split('.').collect();

@@ -81,8 +81,8 @@ pub fn verify(graph: &Graph) -> Result<(), Error> {
     RULES.iter().try_for_each(|rule| keeps(graph, rule))
 }
 
-/// Checks only the rule of types: whether ranks hold what the readers of each value need. Every plan is checked before
-/// it runs.
+/// Checks only that each value has the type (replicated, sharded, addends) that its readers need. Every plan is checked
+/// before it runs.
 ///
 /// # Errors
 ///
@@ -193,7 +193,7 @@ fn written_once(graph: &Graph) -> Option<Fault> {
     None
 }
 
-/// Returns a fault if a value is read, or is a result of the graph, without having been written.
+/// Finds a value that is read, or is a result of the graph, but has not been written.
 pub(super) fn written_before_read(graph: &Graph) -> Option<Fault> {
     let mut written = BTreeSet::new();
     for (index, node) in graph.nodes().iter().enumerate() {
@@ -325,7 +325,8 @@ fn parts_match(graph: &Graph) -> Option<Fault> {
     None
 }
 
-/// Finds faulty cuts of a part. An all-to-all cuts along two dims, in equal parts; any other collective cuts along one.
+/// Finds a wrong partition of a part. An all-to-all partitions along two dims, in equal parts; any other collective
+/// along one.
 fn cuts_fault(kind: CollectiveKind, part: &CollectivePart) -> Option<String> {
     let is_crossed = kind.contract().gets.share == Share::Across;
     let path = &part.path;
@@ -363,7 +364,7 @@ fn waits_follow_starts(graph: &Graph) -> Option<Fault> {
     Fault::new(node, format!("nothing waits for %{}", id.value()))
 }
 
-/// Checks that every unit is a module that contains its parameters. One pass declares units, and others use them.
+/// Checks that every unit is a module that contains its parameters.
 fn units_contain(graph: &Graph) -> Option<Fault> {
     graph.parameters().iter().find_map(|parameter| {
         let (path, unit) = (&parameter.path, graph.unit(&parameter.path)?);
@@ -376,7 +377,7 @@ fn units_contain(graph: &Graph) -> Option<Fault> {
     })
 }
 
-/// Returns the last node that reads each value or a view of it, which holds its memory until then.
+/// Returns the last node that reads each value or a view of it.
 fn last_reads(graph: &Graph) -> BTreeMap<TensorId, usize> {
     let mut last: BTreeMap<TensorId, usize> = BTreeMap::new();
     for (index, node) in graph.nodes().iter().enumerate().rev() {
@@ -399,7 +400,7 @@ fn last_reads(graph: &Graph) -> BTreeMap<TensorId, usize> {
     last
 }
 
-/// A visit of a unit: consecutive gathers of it.
+/// A visit of a unit: its consecutive gathers.
 struct Visit<'a> {
     unit: &'a str,
     gathers: Vec<(usize, &'a Node)>,
@@ -444,7 +445,7 @@ fn gathered_die(graph: &Graph) -> Option<Fault> {
         .enumerate()
         .filter(|(_, visit)| !visit.is_back)
     {
-        // Revisited units stay, and displace none.
+        // Revisited units stay, and displace no other unit.
         let mut others = visits[at + 1..].iter().filter(|other| !other.is_back);
         let after_next = others.nth(1);
         let Some((next, begins)) = after_next.and_then(|v| Some((v.unit, v.gathers.first()?.0)))

@@ -1,4 +1,4 @@
-//! Assignments: the ways to run an operation that its signature allows, and the choice of the cheapest one.
+//! Chooses the cheapest of the ways to run an operation that its signature allows.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,8 @@ use crate::elements::{element_type, gathered_type};
 use crate::error::Error;
 use crate::graph::Node;
 
-/// The placements with which an operation runs: the required ones of its inputs, and the resulting ones of its outputs.
+/// The placements with which an operation runs: the required placements of its inputs and the resulting placements of
+/// its outputs.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Assignment {
     pub(super) inputs: BTreeMap<TensorId, On>,
@@ -24,7 +25,7 @@ pub(super) struct Assignment {
 pub(super) enum Candidate {
     Whole,
     Cut(Letter),
-    /// These inputs are addends, with this placement.
+    /// These inputs are addends with this placement, and all others are whole.
     Addends(Vec<TensorId>, Placement),
 }
 
@@ -69,7 +70,7 @@ impl Values {
         if self.axes[axis].num_ranks == 1 {
             return candidates;
         }
-        // A dim that only the results have provides no work to divide.
+        // Sharding along a dim that only the results have divides no work.
         let is_given = |letter: &Letter| {
             let mut inputs = signature.inputs.iter();
             inputs.any(|input| input.dim_of(*letter).is_some())
@@ -87,7 +88,7 @@ impl Values {
         candidates
     }
 
-    /// Returns the placement of a value on an axis if its only copy consists of addends of a sum or mean.
+    /// Returns the placement of a value on an axis, if its only copy is addends of a sum or mean there.
     fn addend(&self, id: TensorId, axis: usize) -> Option<Placement> {
         match self.located.get(&id) {
             Some(Located::Placed(versions)) if versions.len() == 1 => {
@@ -136,7 +137,7 @@ impl Values {
                     }
                 },
             };
-            // A tensor that is read twice has one placement.
+            // A tensor that is read twice must have the same placement for both reads.
             match seen.insert(input.id, placement) {
                 Some(other) if other != placement => return None,
                 Some(_) => {}
@@ -156,8 +157,8 @@ impl Values {
                     }
                     None => {
                         let op = *signature.contracted.get(letter)?;
-                        // Addends of a type other than float cannot be combined, except for a sum before its conversion
-                        // to float.
+                        // Only floats can be reduced. Other sums are allowed, because they may be converted to float
+                        // first.
                         let (_, dtype) = self.whole.get(&output.id)?;
                         if element_type(*dtype).is_none() && op != ReduceOp::Sum {
                             return None;
@@ -171,14 +172,15 @@ impl Values {
         Some(next)
     }
 
-    /// Returns true if a letter can be cut on an axis. Padding is allowed only where the user's placements need it.
+    /// Returns true if the operation can be sharded along a letter on an axis. Padding is allowed only where the user's
+    /// placements need it.
     fn divides(&self, signature: &Signature, axis: usize, letter: Letter) -> bool {
         let num_ranks = self.axes[axis].num_ranks;
         signature.divides(letter, num_ranks)
             || self.is_padded[axis] && signature.divides_padded(letter, num_ranks)
     }
 
-    /// Returns true if an input is already cut on this axis, or already an addend, as the assignment requires.
+    /// Returns true if an input is already sharded, or already an addend, on this axis as the assignment requires.
     fn is_given(&self, assignment: &Assignment, axis: usize) -> bool {
         assignment.inputs.iter().any(|(id, on)| {
             let lies = |version: &Version| version.on[axis] == on[axis];
@@ -197,21 +199,21 @@ impl Values {
         let costs = assignment.outputs.iter().filter_map(|(id, on)| {
             let asked = (*self.asked.get(id)?.get(axis)?)?;
             let num_bytes = self.num_bytes(id)?;
-            // There is no way to the requested placement. Settling the value returns the error.
+            // Without a way to the requested placement, settling the value later returns the error.
             let way = moved(on[axis], asked, num_bytes, self.axes[axis].num_ranks);
             Some(way.unwrap_or(f64::INFINITY))
         });
         costs.reduce(|a, b| a + b)
     }
 
-    /// Returns the bytes of the whole value.
+    /// Returns the size of the whole value in bytes; `None` if it is unknown.
     fn num_bytes(&self, id: &TensorId) -> Option<f64> {
         let (shape, dtype) = self.whole.get(id)?;
         Some((shape.iter().product::<usize>() * dtype.size()) as f64)
     }
 
-    /// Returns the cost of the redistributions on one axis before a node can run; `None` if there is no way. With
-    /// `is_asked` a placement of the result is requested, so a reduce-scatter costs only the bytes that it moves.
+    /// Returns the cost of the redistributions on one axis before a node can run; `None` if there is no way. If
+    /// `is_asked`, a placement is requested for the result, so a reduce-scatter costs only the bytes that it moves.
     fn cost(&self, assignment: &Assignment, axis: usize, is_asked: bool) -> Option<f64> {
         let mut total = 0.0;
         for (id, on) in &assignment.inputs {
@@ -223,7 +225,7 @@ impl Values {
             let num_ranks = self.axes[axis].num_ranks;
             let ways = versions.iter().filter_map(|version| {
                 let (from, to) = (version.on[axis], on[axis]);
-                // Every type can be gathered, but only floats can be added up.
+                // More types can be gathered than reduced: only floats can be reduced.
                 let movable = match from {
                     Placement::Replicate => true,
                     Placement::Shard(_) => gathered_type(*dtype).is_some(),

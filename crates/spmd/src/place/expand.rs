@@ -1,4 +1,4 @@
-//! The user's own placements.
+//! Placements that the user requests.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,19 +9,19 @@ use crate::error::Error;
 use crate::graph::AxisPlacement;
 use crate::trace::LOSS_FACTOR;
 
-/// The user's own placements on each axis of a mesh: of parameters by path, and of the batch's tensors by name.
-/// Everything else is replicated.
+/// The user's placements on each mesh axis: for parameters by path, and for tensors of the batch by name. All other
+/// parameters and tensors of the batch are replicated.
 ///
 /// In a [`Pattern`], `*` matches one name, `conv*` matches the names with this prefix, and `**` matches any number of
-/// names. If several patterns match, the last one given for an axis counts. Optimizer states have their parameter's
+/// names. If several patterns match, the last one for an axis counts. Optimizer states have their parameter's
 /// placement, gradients are redistributed to it, and buffers are always replicated.
 ///
-/// A dim of a parameter or named activation need not divide evenly. Its parts are then the same as in `torch.chunk`,
-/// and the last ranks have fewer rows, or none. It needs at least one element per rank. Reductions over such a dim
-/// other than sums, and operations that index along it, run on the whole dim.
+/// A dim of a parameter or named activation need not divide evenly, but must have at least one element per rank. It is
+/// split as by `torch.chunk`, so the last ranks have fewer rows, or none. Operations that index along such a dim, or
+/// reduce over it by anything but a sum, run on the whole dim.
 ///
 /// The example places the feed-forward part of a transformer on the axis `model`, after Megatron-LM. The first layer is
-/// cut by columns, the second by rows, and one all-reduce joins its results:
+/// sharded by columns and the second by rows, and one all-reduce sums the results:
 ///
 /// ```
 /// use burn_fsdp_mesh::Placement::Shard;
@@ -50,7 +50,7 @@ struct Wish {
 }
 
 impl Expand {
-    /// Creates placements that replicate everything.
+    /// Creates placements with everything replicated.
     pub fn new() -> Self {
         Self::default()
     }
@@ -65,18 +65,18 @@ impl Expand {
     /// Places the batch's tensors that match `pattern` on `axis`. A batch of one tensor has the name `batch`; the
     /// tensors of a tuple are named `0`, `1` and so on.
     ///
-    /// If a dim is cut, every rank passes its own part to the step, in the order of the ranks on the axis. Ranks at the
-    /// same index on that axis must pass the same part.
+    /// If the tensor is sharded, every rank passes its own part to the step, in the order of the ranks on the axis.
+    /// Ranks with the same index on that axis must pass the same part.
     #[must_use]
     pub fn input(mut self, pattern: &str, axis: &str, placement: Placement) -> Self {
         self.inputs.push(Wish::new(pattern, axis, placement));
         self
     }
 
-    /// Places the activations whose name, given by [`named_activation`](crate::named_activation), matches `pattern` on
-    /// `axis`. On other axes they keep the placements in which they are computed, as their gradients do on all axes.
+    /// Places on `axis` the activations whose [name](crate::named_activation) matches `pattern`. On other axes they
+    /// keep the placements in which they are computed, and their gradients keep theirs on all axes.
     ///
-    /// The nodes that read such an activation start from this placement. If it is cut along the tokens, a norm or a
+    /// Nodes that read such an activation start from this placement. If it is sharded along the tokens, a norm or
     /// dropout runs on each rank's tokens (sequence parallelism), and the next product gathers them.
     #[must_use]
     pub fn activation(mut self, pattern: &str, axis: &str, placement: Placement) -> Self {
@@ -114,7 +114,7 @@ impl Expand {
             ..axis.clone()
         });
         let placed: Vec<_> = placed.collect();
-        // Addends stay addends on an axis without a request.
+        // On an axis without a request, addends need no check because they stay addends.
         let checked = placed.iter().zip(&asked).filter(|(axis, asked)| {
             asked.is_some() || !matches!(axis.placement, Placement::Partial(_))
         });
@@ -123,7 +123,7 @@ impl Expand {
         Ok(placed)
     }
 
-    /// Returns the first of these inputs that no pattern matches, if some inputs are cut.
+    /// Returns the first of these inputs that no pattern matches, if any pattern shards inputs.
     pub(crate) fn unplaced<'a>(&self, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
         let cuts = |wish: &Wish| matches!(wish.placement, Placement::Shard(_));
         let mut names = names.filter(|_| self.inputs.iter().any(cuts));
@@ -155,7 +155,7 @@ impl Expand {
         Ok(cut(found))
     }
 
-    /// Returns the placements of a tensor of the batch, one per axis of the mesh. `shape` is the joined shape.
+    /// Returns the placements of a tensor of the joined batch, which has this shape: one per mesh axis.
     pub(crate) fn of_joined_input(
         &self,
         mesh: &Mesh,
@@ -167,12 +167,13 @@ impl Expand {
         Ok(cut(found))
     }
 
-    /// Returns the joined shape of a tensor of the batch; `shape` is one rank's part.
+    /// Returns the shape of a tensor of the joined batch, from the shape of one rank's part.
     pub(crate) fn joined_shape(&self, mesh: &Mesh, name: &str, shape: &[usize]) -> Vec<usize> {
         joined(shape, &self.of_input(mesh, name))
     }
 
-    /// Returns the requested placements of an input. The loss factor is not a tensor of the batch.
+    /// Returns the requested placements of an input. Patterns do not apply to the loss factor, which is not a tensor of
+    /// the batch.
     fn of_input(&self, mesh: &Mesh, name: &str) -> Vec<AxisPlacement> {
         match name == LOSS_FACTOR {
             true => placements(&[], mesh, name),
@@ -218,13 +219,13 @@ fn placements(wishes: &[Wish], mesh: &Mesh, name: &str) -> Vec<AxisPlacement> {
     axes.collect()
 }
 
-/// Returns the last wish for a name on an axis, which is the one that counts.
+/// Returns the placement that counts for a name on an axis: the last that matches.
 fn last_wish<'a>(wishes: &'a [Wish], axis: &str, name: &str) -> Option<&'a Wish> {
     let mut latest = wishes.iter().rev();
     latest.find(|wish| wish.axis == axis && wish.pattern.matches(name))
 }
 
-/// Replicates values on axes of one rank.
+/// Sets the placement on axes of one rank to `Replicate`.
 fn cut(mut placements: Vec<AxisPlacement>) -> Vec<AxisPlacement> {
     for axis in &mut placements {
         if axis.num_ranks == 1 {
@@ -234,7 +235,7 @@ fn cut(mut placements: Vec<AxisPlacement>) -> Vec<AxisPlacement> {
     placements
 }
 
-/// Returns the whole shape; `shape` is one rank's part.
+/// Returns the whole shape, from the shape of one rank's part.
 fn joined(shape: &[usize], placements: &[AxisPlacement]) -> Vec<usize> {
     let mut joined = shape.to_vec();
     for axis in placements {

@@ -1,4 +1,4 @@
-//! The placements of values while a step is being placed.
+//! The copies of each value while a step is being placed.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -19,27 +19,28 @@ pub(super) struct Version {
     pub(super) on: On,
 }
 
-/// The copies of a value of the original graph.
+/// Where to find a value of the original graph.
 #[derive(Debug, Clone)]
 pub(super) enum Located {
-    /// Copies that exist, each with its placements.
+    /// Existing copies, each with its placements.
     Placed(Vec<Version>),
-    /// No copy yet. This deferred node, such as a constant or random numbers, is emitted when a reader needs the value.
+    /// No copy yet. The node, which creates for example a constant or random numbers, is emitted when a reader needs
+    /// the value.
     Floating(Arc<Node>),
 }
 
 /// The values of a step while it is being placed.
 pub(super) struct Values {
-    /// The axes of the mesh, with nothing cut on them.
+    /// The mesh axes, all with the placement `Replicate`.
     pub(super) axes: Vec<AxisPlacement>,
     pub(super) graph: Graph,
-    /// Whole shapes and types.
+    /// Shape and type of each whole value.
     pub(super) whole: HashMap<TensorId, (Vec<usize>, DType)>,
     pub(super) located: HashMap<TensorId, Located>,
     /// The requested placements of named activations, and of the values from which they are computed element by
     /// element.
     pub(super) asked: HashMap<TensorId, Vec<Option<Placement>>>,
-    /// For each axis, whether the user's placements cut an unevenly dividing dim on it.
+    /// For each axis, whether the user's placements shard a dim on it that does not divide evenly.
     pub(super) is_padded: Vec<bool>,
 }
 

@@ -4,16 +4,16 @@
 //!
 //! - [`DataParallel`]: every rank runs the loss on its part of the batch, as in eager training, and ranks combine
 //!   gradients. Statistics inside the loss cover only the rank's part.
-//! - [`Expand`]: the loss covers the **joined** batch, and every value of the step gets a
+//! - [`Expand`]: the loss covers the **joined** batch of all ranks, and every value of the step gets a
 //!   [`Placement`](burn_fsdp_mesh::Placement) on every axis of a mesh, propagated from the placements of parameters and
-//!   inputs. Cut parameters give tensor parallelism, a cut batch gives data parallelism, and a mesh with two axes
-//!   allows both. The result is the same as on one rank.
+//!   inputs. Sharded parameters mean tensor parallelism, a sharded batch means data parallelism, and a mesh with two
+//!   axes allows both. The result is the same as on one rank.
 //!
 //! # Propagation
 //!
 //! Every operation has a signature that names its dims as in an einsum; see the files in `rules`. On each mesh axis it
-//! runs in the way that moves the fewest bytes: on whole operands, on operands cut along one letter, or on addends. An
-//! operand with another placement is redistributed first:
+//! runs in the way that moves the fewest bytes: on whole operands, on operands sharded along one letter, or on addends.
+//! An operand with another placement is redistributed first:
 //!
 //! | from | to | how |
 //! |---|---|---|
@@ -21,12 +21,12 @@
 //! | `shard(d)` | `replicate` | all-gather |
 //! | `partial(op)` | `replicate` | all-reduce |
 //! | `partial(sum or mean)` | `shard(d)` | reduce-scatter |
-//! | `shard(c)` | `shard(d)` | all-to-all; all-gather and slice where another axis cuts `d` |
+//! | `shard(c)` | `shard(d)` | all-to-all; all-gather and slice if another axis shards `d` |
 //!
 //! The parts of a dim that does not divide evenly are padded, see `padding.rs`.
 //!
 //! Constants and random numbers are deferred: they have no placement until a node reads them. They are emitted with the
-//! placement that this reader needs, or the one requested for their name. Redistributed values are reused.
+//! placement that this node needs, or the placement requested for their name. Redistributed values are reused.
 
 mod assignment;
 mod expand;
@@ -51,15 +51,15 @@ pub use burn_fsdp_mesh::{AxisPlacement, Strategy, local_shape};
 pub(crate) use search::{cut_inputs, least_communication_with};
 pub(crate) use typing::{check as check_types, owned_of, types_of};
 
-/// The layout of the parameters when the ranks divide the batch of a step.
+/// The layout of parameters in data parallelism.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DataParallel {
-    /// One strategy for all parameters. Sharded parameters are flat shards: they are gathered when used, and their
-    /// gradients are averaged by reduce-scatter.
+    /// One strategy for all parameters. Sharded parameters are flat shards, which are gathered for use. Their gradients
+    /// are averaged by reduce-scatter.
     Strategy(Strategy),
-    /// Least communication: the batch is joined. Every parameter is replicated, or cut along a dim chosen so that the
-    /// whole step moves few bytes, see [`least_communication`].
+    /// Placements for little communication in a step over the joined batch: every parameter is replicated, or sharded
+    /// along a dim, see [`least_communication`].
     Automatic,
 }
 

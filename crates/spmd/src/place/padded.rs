@@ -1,5 +1,5 @@
-//! Values with padded parts. They are lengthened before they are cut, cleared before they are summed, and trimmed after
-//! they are gathered.
+//! Operations on values with padded parts: they are padded before they are sharded, cleared before they are summed, and
+//! trimmed after they are gathered.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::graph::{AxisPlacement, AxisShift, Role};
 
 impl Redistribution<'_> {
-    /// Lengthens a dim that will be cut on an axis to a multiple of the number of ranks.
+    /// Pads a dim that will be sharded on an axis to a multiple of the number of ranks.
     pub(super) fn lengthened(
         &mut self,
         id: TensorId,
@@ -46,7 +46,7 @@ impl Redistribution<'_> {
         }
     }
 
-    /// Sets the padding of a value that is cut along a dim to zero.
+    /// Sets the padding of a sharded value to zero.
     pub(super) fn cleared(
         &mut self,
         id: TensorId,
@@ -78,7 +78,7 @@ impl Redistribution<'_> {
         Ok(out)
     }
 
-    /// Returns the mask of the padding along a dim of each rank's part, in the shape of the part.
+    /// Returns a mask of each rank's part, true for the padding along a dim.
     fn mask(
         &mut self,
         axis: &AxisPlacement,

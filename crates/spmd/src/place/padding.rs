@@ -1,14 +1,14 @@
 //! Padding of unequal parts.
 //!
-//! A dim that does not divide evenly is cut as in `torch.chunk`. Every rank holds as many rows as the first: the whole
-//! size divided by the number of ranks, rounded up. The last ranks have fewer real rows, followed by padding, so all
-//! ranks share one graph. **Padding has no meaning**, and three rules keep it separate:
+//! A dim that does not divide evenly is split as by `torch.chunk`. Every rank holds as many rows as the first: the
+//! whole size divided by the number of ranks, rounded up. The last ranks have fewer real rows, followed by padding, so
+//! all ranks share one graph. **Padding has no meaning**, and three rules keep it separate:
 //!
 //! 1. Operations that treat each element along the dim independently also run on padding. Results there are padding.
 //! 2. Before a sum over the dim, the padding of every summed operand is cleared. The padding of parameters' gradients
 //!    is also cleared, because norms include them. No other operation that combines rows may run on parts.
-//! 3. A value is trimmed to its size after it is gathered. Before it is cut, scattered or exchanged, it is lengthened
-//!    with its own elements.
+//! 3. A value is trimmed to its size after it is gathered. Before it is sliced, scattered or exchanged, it is padded
+//!    with copies of its first elements.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -19,15 +19,15 @@ use burn_ir::TensorId;
 use super::located::{On, Reader};
 use crate::graph::AxisPlacement;
 
-/// The values made for padding so far.
+/// The values created for padding so far.
 #[derive(Default)]
 pub(super) struct Padding {
-    /// The placements of lengthened values, which are not recorded as copies.
+    /// The placements of padded whole values, which are not recorded as copies.
     pub(super) lengthened: BTreeMap<TensorId, On>,
-    /// Copies whose padding was cleared along a dim for a reader. A phase may lack the copies of another phase, and one
-    /// parameter's part of the optimizer may lack another's.
+    /// Copies whose padding was cleared along a dim for a reader. Other phases, and the optimizer's nodes for other
+    /// parameters, may not be able to read them.
     pub(super) cleared: HashMap<(TensorId, usize, Reader), TensorId>,
-    /// Masks, in the shape of the part they apply to.
+    /// Masks of padding.
     pub(super) masks: HashMap<Mask, TensorId>,
 }
 
@@ -43,7 +43,7 @@ pub(super) struct Mask {
     pub(super) reader: Reader,
 }
 
-/// Returns the dim with padded parts on an axis, for a tensor of this shape: the cut dim, if it does not divide evenly.
+/// Returns the dim along which a tensor of this shape is sharded on an axis, if it does not divide evenly.
 pub(super) fn padded_dim(axis: &AxisPlacement, shape: &[usize]) -> Option<usize> {
     let Placement::Shard(dim) = axis.placement else {
         return None;

@@ -1,4 +1,4 @@
-//! The placer: builds the graph of each rank, and redistributes the operands of every node as it needs them.
+//! The placer, which builds the graph of each rank and redistributes operands to the placements that nodes need.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::Precision;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Payload, Phase, Role, local_shape, rename};
 
-/// The uses of a value that leaves the graph or goes to the optimizer, which determine its placements.
+/// The uses that determine the placements of a value that leaves the graph or goes to the optimizer.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Destination {
     /// Indices of the parameters with this value as gradient. Parameters that are added to each other share one.
@@ -28,13 +28,13 @@ pub(super) struct Destination {
     pub(super) outputs: Vec<Arc<str>>,
     /// Indices of the updates with this value as source.
     pub(super) updates: Vec<usize>,
-    /// Names with placement requests for it.
+    /// Names under which the user requested placements for it.
     pub(super) activations: Vec<Arc<str>>,
 }
 
 /// A graph in the process of being placed, one node after the other.
 pub(super) struct Placer {
-    /// The user's own placements.
+    /// The user's placements.
     pub(super) expand: Expand,
     /// Types in which gradients are sent.
     pub(super) precision: Precision,
@@ -43,21 +43,21 @@ pub(super) struct Placer {
     pub(super) destinations: HashMap<TensorId, Destination>,
     /// Placements of the parameters.
     pub(super) parameters: Vec<On>,
-    /// Gradients in the placements that the optimizer reads.
+    /// Copies of gradients with the placements that the optimizer needs.
     pub(super) settled: HashMap<TensorId, Vec<Version>>,
     pub(super) is_optimizing: bool,
-    /// The placements of copies that are no longer read, and of all copies from before the optimizer.
+    /// The placements of copies that later nodes do not read, including all copies from before the optimizer.
     pub(super) before: BTreeMap<TensorId, On>,
     /// Bytes that a rank has received so far.
     pub(super) moved: f64,
-    /// The values made for padding so far.
+    /// The values created for padding so far.
     pub(super) padding: Padding,
 }
 
 impl Placer {
-    /// Begins the optimizer's nodes. They read gradients with the placements of their parameters, and given values in
-    /// the placements in which they are given. Other copies belong to forward and backward, which may run at another
-    /// time.
+    /// Prepares for the optimizer's nodes. They read gradients with the placements of their parameters, and given
+    /// values in the placements in which they are given. They must not read other copies, because forward and backward
+    /// may run at another time.
     pub(super) fn begin_optimizer(&mut self) {
         self.is_optimizing = true;
         self.before = self.placements();
@@ -118,7 +118,7 @@ impl Placer {
         Ok(())
     }
 
-    /// Returns a copy of a value with the given placements, and makes it if there is none.
+    /// Returns a copy of a value with the given placements, and creates it if there is none.
     pub(super) fn fetch(
         &mut self,
         id: TensorId,
@@ -161,7 +161,7 @@ impl Placer {
         Ok(new)
     }
 
-    /// Returns the type in which a gradient's addends are sent, if it differs from their own.
+    /// Returns the type in which the addends of a gradient are sent, if it differs from the value's type.
     fn travels(&self, id: TensorId) -> Option<DType> {
         if self.precision == Precision::default() {
             return None;
@@ -173,7 +173,7 @@ impl Placer {
         (travels != parameter.dtype).then_some(travels)
     }
 
-    /// Returns the redistribution of a value for a node.
+    /// Prepares the redistribution of a value for a node.
     fn redistribution<'a>(
         &'a mut self,
         id: TensorId,
@@ -196,7 +196,7 @@ impl Placer {
         })
     }
 
-    /// Clears the padding of a copy of a value along the cut dims that `dims` accepts, if they have any.
+    /// Clears the padding of a copy of a value along the sharded dims that `dims` accepts.
     fn cleared(
         &mut self,
         (id, copy): (TensorId, TensorId),
@@ -235,7 +235,8 @@ impl Placer {
             let is_random = is_random && self.values.axes[axis].num_ranks > 1;
             let next = match cut {
                 Some(next) => Some(next),
-                // Without a seed, ranks draw different numbers, so each draws a part, and the parts are gathered.
+                // Without a seed, ranks draw different numbers. Each therefore draws a part, and the parts are
+                // gathered.
                 None if is_random => {
                     let letters = letters.iter().flatten();
                     let mut ways = letters.filter_map(|letter| {
@@ -305,7 +306,7 @@ impl Placer {
                 Some(Located::Placed(versions)) => versions[0].on.clone(),
                 _ => replicated.clone(),
             };
-            // The value may be a state that equals the gradient.
+            // A state may be the gradient itself.
             let settled = self.settled.get(&id).into_iter().flatten();
             let known = settled
                 .clone()
@@ -321,7 +322,7 @@ impl Placer {
         Ok(())
     }
 
-    /// Returns a gradient in its parameter's placements, without padding that a norm would add up.
+    /// Returns a gradient with its parameter's placements and cleared padding, which a norm would otherwise include.
     fn gradient(&mut self, id: TensorId, on: &On, writer: &Reader) -> Result<TensorId, Error> {
         let fetched = self.fetch(id, on, writer)?;
         // Backward continues with the previous copies, because this one may be delayed.
@@ -331,7 +332,7 @@ impl Placer {
         self.cleared((id, fetched), on, |_| true, writer)
     }
 
-    /// Removes some copies of a value, so later nodes do not read them.
+    /// Removes the copies of a value that `which` selects, so later nodes do not read them.
     fn forget(&mut self, id: TensorId, which: impl Fn(&Version) -> bool) {
         if let Some(Located::Placed(versions)) = self.values.located.get_mut(&id) {
             let forgotten = versions.extract_if(.., |version| which(version));
@@ -341,8 +342,8 @@ impl Placer {
         }
     }
 
-    /// Brings a named activation to its requested placements. Its readers then find no other copy, unless the value is
-    /// given from outside.
+    /// Redistributes a named activation to its requested placements. Readers then find no other copy, unless the value
+    /// is given.
     pub(super) fn settle_activation(&mut self, id: TensorId, writer: &Reader) -> Result<(), Error> {
         let destination = self.destinations.get_mut(&id);
         let Some(destination) = destination.filter(|of| !of.activations.is_empty()) else {
@@ -377,8 +378,7 @@ impl Placer {
         Ok(())
     }
 
-    /// Brings named activations that are given from outside, such as inputs, to their requested placements. No node
-    /// writes them.
+    /// Redistributes named activations that no node writes, such as inputs, to their requested placements.
     pub(super) fn settle_given(&mut self) -> Result<(), Error> {
         let named = self.destinations.iter();
         let named = named.filter(|(_, destination)| !destination.activations.is_empty());
@@ -408,7 +408,7 @@ impl Placer {
         match self.destinations.get(&id) {
             Some(Destination { gradients, .. }) if !gradients.is_empty() => {
                 let path = self.values.graph.parameters()[gradients[0]].path.clone();
-                // Padding is cleared when the gradient arrives, so it cannot be delayed.
+                // A padded gradient cannot be delayed, because its padding is cleared right after the reduction.
                 let mut all = gradients.iter();
                 let payload = match all.any(|index| self.is_padded(id, &self.parameters[*index])) {
                     true => Payload::Activation,

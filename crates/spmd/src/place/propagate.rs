@@ -19,7 +19,7 @@ use crate::graph::{AxisPlacement, Graph, NamedActivation, Node, Phase, Role, loc
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// Insertion of collectives by placement. The pass turns a graph of one rank, over the joined batch, into the graph of
+/// The pass that inserts collectives by placement: it turns one rank's graph, over the joined batch, into the graph of
 /// each rank of a mesh. See the [module](super).
 ///
 /// ```text
@@ -34,7 +34,7 @@ use crate::transform::GraphTransform;
 /// ```
 #[derive(Debug, Clone)]
 pub struct ExpandPlacements {
-    /// The user's placements. All others follow from them.
+    /// The user's placements, from which all others follow.
     pub expand: Expand,
     /// The mesh of the ranks.
     pub mesh: Mesh,
@@ -94,7 +94,7 @@ impl GraphTransform for ExpandPlacements {
 /// Whole shapes and types of values.
 type Shapes = HashMap<TensorId, (Vec<usize>, DType)>;
 
-/// A graph with known signatures of its nodes, to be placed many times.
+/// A graph with its nodes' signatures, to be placed many times.
 #[derive(Debug)]
 pub(super) struct Signed {
     /// The graph without its nodes.
@@ -114,7 +114,7 @@ impl Signed {
 }
 
 impl ExpandPlacements {
-    /// Returns the bytes that a rank receives in its graph; `None` if they exceed `limit`.
+    /// Returns the number of bytes that a rank receives in a step; `None` if it exceeds `limit`.
     pub(super) fn received(&self, signed: &Signed, limit: f64) -> Result<Option<f64>, Error> {
         let mut placer = self.begin(signed.graph.clone())?;
         for (node, signature) in &signed.nodes {
@@ -127,7 +127,7 @@ impl ExpandPlacements {
         Ok((placer.moved <= limit).then_some(placer.moved))
     }
 
-    /// Returns the placer before its first node, when only given values have placements.
+    /// Creates the placer, in which only given values have placements so far.
     fn begin(&self, mut graph: Graph) -> Result<Placer, Error> {
         graph.set_mesh(self.mesh.clone());
         let (expand, mesh) = (&self.expand, &self.mesh);
@@ -197,7 +197,7 @@ impl ExpandPlacements {
         Ok(placer)
     }
 
-    /// Returns, for each axis, whether the user's placements cut an unevenly dividing dim on it.
+    /// Returns, for each axis, whether the user's placements shard a dim on it that does not divide evenly.
     fn is_padded(
         &self,
         axes: &[AxisPlacement],
@@ -250,7 +250,7 @@ impl ExpandPlacements {
     }
 }
 
-/// Adds the values that the user reads or names, and the values that replace given ones.
+/// Adds the results, the named values, and the sources of updates to the destinations.
 fn add_results(graph: &mut Graph, destinations: &mut HashMap<TensorId, Destination>) {
     for (index, update) in graph.updates().iter().enumerate() {
         let destination = destinations.entry(update.from).or_default();
@@ -272,7 +272,7 @@ fn add_results(graph: &mut Graph, destinations: &mut HashMap<TensorId, Destinati
     }
 }
 
-/// Sets every given value to the shape of its part, and returns the placements of each.
+/// Sets every given value to the shape of a rank's part, and returns the given values with their placements.
 fn locate<'a>(
     graph: &mut Graph,
     whole: &Shapes,
@@ -297,9 +297,9 @@ fn locate<'a>(
 }
 
 impl Placer {
-    /// Notes the requests for named activations, and for the values from which they are computed element by element.
-    /// The sum of a product's addends and a bias is then reduced directly to its requested placement, instead of being
-    /// made whole first.
+    /// Records the placements requested for named activations, and for the values from which they are computed element
+    /// by element. For example, if a product plus a bias is named, its addends are reduced directly to the requested
+    /// placement, and are never whole.
     fn look_ahead(&mut self, nodes: &[Node]) {
         let axes = &self.values.axes;
         for (id, destination) in &self.destinations {
@@ -372,7 +372,7 @@ impl Placer {
             });
         }
         if self.makes_gradient(node) {
-            // Addends are first widened and then added up, in the type in which gradients are sent.
+            // The cast runs on addends. They are then reduced, in the type in which gradients are sent.
             let linear = signature.clone().linear_in(node.operation.inputs());
             let strategy = self.values.choose(node, &linear)?;
             return self.emit(node, &linear, strategy);
@@ -381,15 +381,15 @@ impl Placer {
         self.emit(node, signature, strategy)
     }
 
-    /// Returns true if a node can be deferred until a reader needs its outputs. All of its inputs, if any, must be
+    /// Returns true if a node can be deferred until a reader needs its outputs. All of its inputs, if any, must also be
     /// deferred.
     fn is_made_of_nothing(&self, node: &Node) -> bool {
-        // One rank draws its random numbers in the order of the graph.
+        // A single rank draws random numbers in the order of the graph.
         if self.values.axes.iter().all(|axis| axis.num_ranks == 1) {
             return false;
         }
         let floats = |id| matches!(self.values.located.get(&id), Some(Located::Floating(_)));
-        // Checked first, because few nodes pass and the other check takes longer.
+        // The faster check comes first, and few nodes pass it.
         node.inputs().all(floats) && rules::may_wait(&node.operation)
     }
 
@@ -402,7 +402,7 @@ impl Placer {
         destination.is_some_and(|destination| !destination.gradients.is_empty())
     }
 
-    /// Returns true if the node is a linear layer whose weight is cut along the dim that it sums over.
+    /// Returns true if the node is a linear layer whose weight is sharded along the dim that it sums over.
     fn sums_over_cut(&self, node: &Node) -> bool {
         let OperationIr::Module(burn_ir::ModuleOperationIr::Linear(op)) = &node.operation else {
             return false;

@@ -15,12 +15,12 @@ use crate::graph::{
     AxisShift, Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role, Stage,
 };
 
-/// Cost of a slice, as a fraction of the cost of moving the same bytes.
+/// The cost of slicing a byte, relative to receiving it.
 const SLICE: f64 = 1e-3;
 
-/// Returns the cost of redistributing one axis of a tensor, for the choice of assignments; `None` if it is impossible.
-/// The cost is the number of bytes that a rank receives, except that slices and reduce-scatters cost more. `num_bytes`
-/// is the tensor's size as if this axis were replicated.
+/// Returns the cost of redistributing a tensor on one axis, for comparing assignments; `None` if it is impossible. The
+/// cost is the number of bytes that a rank receives, except that slices and reduce-scatters cost more. `num_bytes` is
+/// the tensor's size as if this axis were replicated.
 pub(super) fn cost(
     from: Placement,
     to: Placement,
@@ -34,7 +34,7 @@ pub(super) fn cost(
         (Placement::Replicate, Placement::Shard(_)) => moved * SLICE,
         (Placement::Shard(_), Placement::Replicate) => moved,
         (Placement::Shard(_), Placement::Shard(_)) => moved / num_ranks as f64,
-        // The cost of an all-reduce, so a value is not cut only because it has to be added up.
+        // Costs as much as an all-reduce, so a value is not sharded only because it has to be reduced.
         (Placement::Partial(_), Placement::Replicate) => 2.0 * moved,
         (Placement::Partial(_), Placement::Shard(_)) => 2.0 * moved * (1.0 + SLICE),
         (Placement::Replicate, Placement::Replicate) => 0.0,
@@ -43,7 +43,7 @@ pub(super) fn cost(
 }
 
 /// Returns the same cost as [`cost`], except that a reduce-scatter costs the bytes that a rank receives. Use it for
-/// values that are known to be cut.
+/// values that will be sharded anyway.
 pub(super) fn moved(
     from: Placement,
     to: Placement,
@@ -58,14 +58,14 @@ pub(super) fn moved(
     }
 }
 
-/// The partition of a value among the ranks of an axis.
+/// The partition of a value among the ranks of an axis, and the second partition of an all-to-all.
 struct Cut {
     partition: Partition,
     across: Option<Partition>,
 }
 
-/// Returns the shape of all pieces of a value in the order of their ranks. It is the joined shape if adjacent pieces
-/// along `dim` are consecutive in memory.
+/// Returns the shape of the gathered pieces of a value, which are in rank order. It is the whole shape if adjacent
+/// pieces along `dim` are consecutive in memory.
 fn stacked(piece: &[usize], dim: usize, num_pieces: usize) -> Vec<usize> {
     match is_outermost(piece, dim) {
         true => {
@@ -82,7 +82,7 @@ fn is_outermost(piece: &[usize], dim: usize) -> bool {
     piece[..dim].iter().all(|size| *size == 1)
 }
 
-/// The redistribution of a value, which appends nodes to a schedule.
+/// Redistributes a value by appending nodes to a schedule.
 pub(super) struct Redistribution<'a> {
     pub(super) graph: &'a mut Graph,
     pub(super) scheduled: &'a mut Vec<Node>,
@@ -94,7 +94,7 @@ pub(super) struct Redistribution<'a> {
     pub(super) moved: &'a mut f64,
     /// Shape of the whole value.
     pub(super) whole: &'a [usize],
-    /// The values made for padding so far.
+    /// The values created for padding so far.
     pub(super) padding: &'a mut Padding,
     /// Type of the results of reductions, if it differs from the type of their addends.
     pub(super) result: Option<DType>,
@@ -112,7 +112,7 @@ impl Redistribution<'_> {
         let mut id = id;
         let differs =
             |now: &[AxisPlacement], axis: usize| now[axis].placement != to[axis].placement;
-        // Moves from dim to dim directly, unless another axis cuts the target dim: its pieces would then be cut again.
+        // An all-to-all moves directly from dim to dim, unless another axis already shards the target dim.
         let is_free = |now: &[AxisPlacement], dim| {
             let mut placements = now.iter().map(|axis| axis.placement);
             placements.all(|placement| placement != Placement::Shard(dim))
@@ -129,7 +129,7 @@ impl Redistribution<'_> {
             id = self.all_to_all(id, (&now, axis), from, dim)?;
             now[axis].placement = Placement::Shard(dim);
         }
-        // Gathers, then slices, then reductions, so as little as possible is added up.
+        // Gathers come first, then slices, then reductions, so as little as possible is reduced.
         for axis in 0..now.len() {
             if let Placement::Shard(dim) = now[axis].placement
                 && differs(&now, axis)
@@ -202,8 +202,8 @@ impl Redistribution<'_> {
         Ok(out)
     }
 
-    /// Gathers a value along `dim`. The pieces are stacked, then moved next to each other, and everything beyond the
-    /// end of the whole is cut off.
+    /// Gathers a value along `dim`. The gathered pieces are stacked, then moved side by side and trimmed to the whole
+    /// size.
     fn all_gather(
         &mut self,
         id: TensorId,
@@ -244,8 +244,8 @@ impl Redistribution<'_> {
         Ok(out)
     }
 
-    /// Exchanges a part along dim `from` for a part along dim `to`. Each rank sends every other rank the elements that
-    /// both parts contain.
+    /// Exchanges a part along dim `from` for a part along dim `to`. Each rank sends to each other rank the elements
+    /// that its old part shares with the other's new part.
     fn all_to_all(
         &mut self,
         id: TensorId,
@@ -274,7 +274,7 @@ impl Redistribution<'_> {
         self.trimmed(joined, from)
     }
 
-    /// Makes the pieces of a value along a dim consecutive in memory, in the order of their ranks.
+    /// Makes the pieces of a value along a dim consecutive in memory, in rank order.
     fn one_after_the_other(
         &mut self,
         id: TensorId,
@@ -295,7 +295,7 @@ impl Redistribution<'_> {
         self.permute(split, &order)
     }
 
-    /// Moves the pieces of a value with the shape of [`stacked`] next to each other along their dim.
+    /// Arranges the pieces of a value, which has the shape [`stacked`], side by side along their dim.
     fn side_by_side(
         &mut self,
         id: TensorId,
@@ -324,7 +324,7 @@ impl Redistribution<'_> {
         })
     }
 
-    /// Takes this rank's part of a dim: the slice of rank 0, shifted when the step runs.
+    /// Takes this rank's part of a dim. The node has the slice of rank 0, which is shifted when the step runs.
     fn slice(
         &mut self,
         id: TensorId,
@@ -455,12 +455,12 @@ impl Redistribution<'_> {
             label: self.label.clone(),
             parts: vec![part],
             reduction,
-            // Only gradients that no node reads on the way to the optimizer may be delayed.
+            // Only the last reduction of a gradient may be delayed, because its result is read only after backward.
             payload: match self.payload {
                 Payload::Gradient if !is_last => Payload::Activation,
-                // A part of a weight is not a weight.
+                // The result is a part of a weight, not a weight.
                 _ if kind == CollectiveKind::AllToAll => Payload::Activation,
-                // Only given values may be gathered earlier, and only for the model.
+                // Only given values may be gathered earlier, and not for the optimizer.
                 Payload::Parameter if !self.graph.is_given(input) => Payload::Activation,
                 _ if self.reader.phase == Phase::Optimizer => Payload::Activation,
                 payload => payload,

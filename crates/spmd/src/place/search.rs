@@ -1,5 +1,5 @@
-//! The search for the placements of parameters that move few bytes: a descent over groups of parameters, which may end
-//! at a local minimum.
+//! Searches for placements of parameters with which a step moves few bytes: a descent over groups of parameters, which
+//! may end at a local minimum.
 
 use std::collections::BTreeMap;
 
@@ -15,21 +15,21 @@ use crate::trace::LOSS_FACTOR;
 /// Maximum number of rounds. Each round tries every group of parameters.
 const MAX_SWEEPS: usize = 3;
 
-/// Finds placements of batch and parameters on one axis for which a step moves few bytes. The batch is cut along its
-/// first dim. Each parameter is replicated or cut along the best dim, given the others. Parameters with paths that
-/// differ only in numbers have equal placements. To save memory, parameters are cut if that costs nothing.
+/// Finds placements of batch and parameters on one axis with which a step moves few bytes. The batch is sharded along
+/// its first dim. Each parameter is replicated or sharded along the best dim, given the others. Parameters whose paths
+/// differ only in numbers have equal placements. To save memory, parameters are sharded if that costs nothing.
 ///
 /// `graph` comes from [`trace`](crate::trace::trace), over the joined batch.
 ///
 /// # Errors
 ///
-/// [`Error::Placement`] if the batch cannot be cut; errors of the rules.
+/// [`Error::Placement`] if the batch cannot be sharded; errors of the rules.
 pub fn least_communication(graph: &Graph, mesh: &Mesh, axis: &str) -> Result<Expand, Error> {
     least_communication_with(graph, mesh, (axis, &[]), &Precision::default())
 }
 
-/// Finds placements as [`least_communication`] does. The inputs with names in `shared` are the same on all ranks, and
-/// gradients are sent in the types of `precision`.
+/// Like [`least_communication`], but inputs with names in `shared` are the same on all ranks, and gradients are sent in
+/// the types of `precision`.
 pub(crate) fn least_communication_with(
     graph: &Graph,
     mesh: &Mesh,
@@ -96,7 +96,7 @@ fn pattern_of(path: &str) -> String {
     names.collect::<Vec<_>>().join(".")
 }
 
-/// Returns placements that cut the batch along its first dim.
+/// Returns placements that shard the batch along its first dim, except for inputs with names in `shared`.
 pub(crate) fn cut_inputs(graph: &Graph, axis: &str, shared: &[Pattern]) -> Expand {
     let mut expand = Expand::new();
     for input in graph.inputs() {
@@ -120,9 +120,8 @@ fn placed(inputs: &Expand, axis: &str, chosen: &BTreeMap<String, Placement>) -> 
         })
 }
 
-/// Returns the graph without its optimizer if that is elementwise. An elementwise optimizer moves nothing, because
-/// states have their parameters' placements and gradients are redistributed to these. It also makes up most of the
-/// nodes.
+/// Returns the graph without its optimizer if that is elementwise, which saves most of the nodes. An elementwise
+/// optimizer communicates nothing, because states and redistributed gradients have their parameters' placements.
 fn without_optimizer(graph: &Graph) -> Graph {
     let mut graph = graph.clone();
     let is_of_optimizer = |node: &Node| node.phase == Phase::Optimizer;

@@ -1,30 +1,30 @@
-//! Signatures: the effect of an operation on dims, independent of ranks.
+//! Signatures: how an operation relates the dims of its operands and results, independent of ranks.
 
 use std::collections::BTreeMap;
 
 use burn_fsdp_mesh::ReduceOp;
 use burn_ir::{TensorId, TensorIr};
 
-/// The name of a dim across the operands of one operation. Dims with the same letter belong together.
+/// The name of a dim in the operands and results of one operation. Dims with the same letter correspond.
 pub(crate) type Letter = char;
 
 /// The dims of an operation's operands, named as in an einsum: a matrix product is `mk, kn -> mn`.
 ///
-/// An operation may run on parts of its operands that are cut along one letter. Every operand with the letter is cut
-/// along its dim, and every other operand is whole. Results with the letter are cut. Results without it are addends if
-/// the letter is [contracted](Self::contracted); otherwise the letter cannot be cut.
+/// An operation may run sharded along one letter. Every operand with the letter is sharded along its dim, and every
+/// other operand is whole. Results with the letter are sharded. Results without it are addends if the letter is
+/// [contracted](Self::contracted); otherwise the operation cannot be sharded along it.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Signature {
     /// Inputs in the order of the operation.
     pub(crate) inputs: Vec<Operand>,
     /// Outputs in the order of the operation.
     pub(crate) outputs: Vec<Operand>,
-    /// The letters over which results are combined, and the reduction.
+    /// The letters over which results are reduced, and by which reduction.
     pub(crate) contracted: BTreeMap<Letter, ReduceOp>,
-    /// Sets of inputs in which the results are linear: if all inputs of a set are addends, so are the results.
+    /// Sets of inputs in which the results are jointly linear: if all inputs of a set are addends, so are the results.
     pub(crate) linear: Vec<Vec<TensorId>>,
-    /// True if the operation may run on padding along a letter. Each element then only affects results at the same
-    /// position along the letter, and may be any number, unlike an index.
+    /// True if the operation may run on padding along a letter. Each element must only affect results at the same
+    /// position along the letter, and may have any value, unlike an index.
     pub(crate) takes_padding: bool,
 }
 
@@ -49,12 +49,12 @@ impl Signature {
         Self::default()
     }
 
-    /// Adds an input with its dims' letters, one each; `.` for dims that are always whole.
+    /// Adds an input with one letter per dim, or `.` for a dim that is always whole.
     pub(crate) fn input(self, tensor: &TensorIr, letters: &str) -> Self {
         self.input_of(tensor, spelled(letters))
     }
 
-    /// Adds an output with its dims' letters.
+    /// Adds an output with one letter per dim, as for [`input`](Self::input).
     pub(crate) fn output(self, tensor: &TensorIr, letters: &str) -> Self {
         self.output_of(tensor, spelled(letters))
     }
@@ -74,7 +74,7 @@ impl Signature {
         self.contracts(letter, ReduceOp::Sum)
     }
 
-    /// Declares that results are combined over this letter.
+    /// Declares that results are reduced over this letter.
     pub(crate) fn contracts(mut self, letter: Letter, op: ReduceOp) -> Self {
         self.contracted.insert(letter, op);
         self
@@ -97,7 +97,7 @@ impl Signature {
     pub(crate) fn divides_padded(&self, letter: Letter, num_ranks: usize) -> bool {
         let mut sizes = self.sizes(letter);
         let first = sizes.next();
-        // If a dim is divided or joined, rounded parts do not hold the same elements.
+        // If a dim is split or merged, rounded parts do not hold the same elements.
         let is_one = sizes.all(|size| Some(size) == first);
         let is_sum = self
             .contracted
@@ -112,7 +112,7 @@ impl Signature {
         operands.filter_map(move |operand| Some(operand.shape[operand.dim_of(letter)?]))
     }
 
-    /// Declares that results are linear in these inputs together.
+    /// Declares that results are jointly linear in these inputs.
     pub(crate) fn linear_in<'a>(mut self, tensors: impl IntoIterator<Item = &'a TensorIr>) -> Self {
         self.linear
             .push(tensors.into_iter().map(|tensor| tensor.id).collect());
@@ -121,10 +121,9 @@ impl Signature {
 
     /// Returns the signature of an operand's gradient, derived from this signature of the forward operation. The
     /// gradient has the operand's letters. It reads some of the operands and the gradient of the result, which has the
-    /// result's letters. Over letters that the operand lacks, every rank has an addend, because it had the whole
-    /// operand.
+    /// result's letters. It is a sum over the letters that the operand lacks.
     ///
-    /// One table therefore covers an operation and its gradients.
+    /// One table of rules therefore covers an operation and its gradients.
     pub(crate) fn gradient(
         &self,
         operand: usize,
@@ -146,7 +145,7 @@ impl Signature {
         summed.fold(gradient, Self::sums)
     }
 
-    /// Returns the error in a signature that no operation can have.
+    /// Returns what is wrong with a signature that no operation can have.
     pub(crate) fn fault(&self) -> Option<String> {
         let operands = || self.inputs.iter().chain(&self.outputs);
         for letter in self.letters() {
@@ -164,8 +163,8 @@ impl Signature {
                         false => return Some(format!("{letter} names two dims of a tensor")),
                     }
                 };
-                // If a dim is divided or joined, the parts hold the same elements if equally many elements precede the
-                // dim.
+                // If a dim is split or merged, parts hold the same elements only if the dims before it have equally
+                // many elements.
                 let before: usize = operand.shape[..dim].iter().product();
                 let size = operand.shape[dim];
                 match sizes {
@@ -221,7 +220,7 @@ fn spelled(letters: &str) -> Vec<Option<Letter>> {
         .collect()
 }
 
-/// Returns letters for any number of dims, `A` for the first.
+/// Returns a letter for each dim, starting with `A`.
 pub(crate) fn alphabet(num_dims: usize) -> Vec<Option<Letter>> {
     (b'A'..)
         .take(num_dims)

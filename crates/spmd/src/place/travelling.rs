@@ -9,8 +9,8 @@ use crate::error::Error;
 use crate::graph::{AxisPlacement, Role};
 
 impl Redistribution<'_> {
-    /// Redistributes a value as [`run`](Self::run) does. If `travels` is given, addends are sent in that type, and
-    /// their first sum has the value's own type.
+    /// Like [`run`](Self::run), but addends are sent in the type `travels`, if there is one. Their first sum has the
+    /// value's type.
     pub(super) fn run_in(
         &mut self,
         travels: Option<DType>,

@@ -1,4 +1,4 @@
-//! Attention of queries to keys.
+//! Replaces attention with kernels.
 
 use std::collections::BTreeSet;
 
@@ -9,8 +9,8 @@ use super::pattern::{Kind, Patterns};
 use super::walk::Walk;
 use crate::error::Error;
 
-/// A softmax of products of queries with keys, times values. All operands are `[batch, heads, time, width]`. This
-/// includes factors on the probabilities, as in dropout.
+/// A softmax of products of queries with keys, times values. All operands are `[batch, heads, time, width]`. The
+/// probabilities may be multiplied by factors, as in dropout.
 struct Forward {
     queries: TensorId,
     keys: TensorId,
@@ -30,11 +30,11 @@ struct Forward {
 struct Weights {
     /// Result of the softmax.
     probabilities: TensorId,
-    /// The probabilities after the factors; this is multiplied by the values.
+    /// The probabilities times the factors, which the last product multiplies by the values.
     multiplied: TensorId,
-    /// Factors on the probabilities, one each.
+    /// One factor for each probability.
     factors: Option<TensorId>,
-    /// A common factor on all of them, applied after the individual factors.
+    /// A common factor, applied after the individual factors.
     scale: Option<Kind>,
 }
 
@@ -48,7 +48,7 @@ struct Backward {
     nodes: BTreeSet<usize>,
 }
 
-/// The exchange of the last two dims.
+/// Swaps the last two dims.
 const TURN: Kind = Kind::SwapDims(2, 3);
 
 /// Replaces every attention whose gradients are also all recognized.
@@ -265,7 +265,7 @@ fn unscaled(walk: &mut Walk<'_>, scale: Kind, scores: TensorId) -> Option<Tensor
     Some(patterns.output(node))
 }
 
-/// Returns true for a scaling by that number, up to rounding.
+/// Returns true for a scaling by `factor`, up to rounding.
 fn scales_alike(kind: Kind, factor: f64) -> bool {
     let is_scaling = matches!(kind, Kind::MulScalar(_) | Kind::DivScalar(_));
     is_scaling && (self::factor(Some(kind)) - factor).abs() <= 1e-6 * factor.abs()
@@ -322,7 +322,7 @@ fn insert(
     Ok(())
 }
 
-/// The dims of heads and time, which kernels expect in the other order.
+/// The dims of heads and time, which kernels expect in the opposite order.
 const HEADS: (usize, usize) = (1, 2);
 
 /// Inserts views of `[batch, heads, time, width]` as `[batch, time, heads, width]` at a node.

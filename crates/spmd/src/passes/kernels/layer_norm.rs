@@ -15,7 +15,7 @@ struct Forward {
     x: TensorId,
     y: TensorId,
     beta: TensorId,
-    /// The scaling applies to the rows of `x` minus their means.
+    /// The scaling of the rows of `x` minus their means.
     scaled: Scaled,
     nodes: BTreeSet<usize>,
     at: usize,
@@ -25,12 +25,13 @@ struct Forward {
 struct Backward {
     /// Gradient of `y`.
     grad: TensorId,
-    /// The first of its nodes.
+    /// The first node of the gradients.
     at: usize,
     /// Gradient of `x`.
     of_x: Total,
-    /// Gradients of gamma and beta, each a row.
+    /// Gradient of gamma, a row.
     gamma: Option<TensorId>,
+    /// Gradient of beta, a row.
     beta: Option<TensorId>,
     nodes: BTreeSet<usize>,
 }

@@ -1,4 +1,4 @@
-//! Logarithms of the probabilities of chosen classes; a cross entropy is their mean.
+//! Log-probabilities of chosen classes. A cross entropy is the negative of their mean.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use super::walk::Walk;
 use crate::error::Error;
 use crate::graph::Role;
 
-/// A logarithm of a softmax, with one element of each row read.
+/// The logarithm of a softmax, of which one element per row is read.
 struct Forward {
     logits: TensorId,
     /// Logarithms of all probabilities.
@@ -23,7 +23,7 @@ struct Forward {
 
 /// The gradient of the logits.
 struct Backward {
-    /// Gradient of the logarithms that are read.
+    /// Gradient of the elements that are read.
     grad: TensorId,
     /// The node that computes the gradient.
     at: usize,

@@ -1,7 +1,6 @@
 //! The pass that puts kernels in place of functions that Burn composes of many operations.
 //!
-//! It takes the forward and backward graph of one rank, or with placements of each rank, and leaves nodes that read
-//! less memory.
+//! It takes the graph of one rank or, with placements, of each rank. The resulting nodes read less memory.
 
 mod attention;
 mod layer_norm;
@@ -26,10 +25,10 @@ use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 use pattern::Patterns;
 
-/// The pass that replaces functions that Burn composes of many operations with one operation of the crate `kernels`. It
-/// works in any graph, forward and backward. The functions are attention (with dropout on its probabilities), softmax,
-/// its logarithm and the elements of it that a cross entropy reads, layer norms, root-mean-square norms, GELU, SiLU and
-/// SiLU-gated products. If Burn makes one product for each row of a batch, it becomes one product.
+/// The pass that replaces functions that Burn composes of many operations with one operation of the crate `kernels`, in
+/// forward and backward. The functions are attention (with dropout on its probabilities), softmax, its logarithm and
+/// the elements of it that a cross entropy reads, layer norms, root-mean-square norms, GELU, SiLU and SiLU-gated
+/// products. Products that Burn computes separately for each matrix of a batch become one product.
 ///
 /// ```text
 /// before                                      after
@@ -40,14 +39,14 @@ use pattern::Patterns;
 /// %115 = NumericFloat.Div(%113, %114)
 /// ```
 ///
-/// A function is replaced together with its gradient or not at all. The operations of both must be the ones that Burn
-/// composes, and no other operation may read their intermediate values. Values match those of the replaced operations
-/// to about 1e-7 of the largest in a row. In halves they match to a 256th of it, because a kernel rounds once and the
-/// composed form rounds at every step. Sums are taken in a different order, and the kernels have their own `exp` and
-/// `erf`.
+/// A function is replaced together with its gradient or not at all. Both must consist of exactly the operations that
+/// Burn composes, and no other operation may read their intermediate values. Values differ from the replaced
+/// operations' by at most about 1e-7 of the largest in a row, because sums are taken in a different order, and the
+/// kernels have their own `exp` and `erf`. In halves they differ by at most a 256th of it, because a kernel rounds once
+/// and the composed form rounds at every step.
 ///
-/// In a graph whose values are placed, the pass runs after the placement. If a dim is cut, the operations that ranks
-/// combine stay as composed, and so do products.
+/// In a graph whose values are placed, the pass runs after the placement. Products are not replaced then, nor are
+/// operations over a sharded dim that ranks combine.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct UseKernels;
 
@@ -93,7 +92,7 @@ impl GraphTransform for UseKernels {
         for replace in kinds.into_iter().chain(products) {
             let mut patterns = Patterns::new(graph);
             replace(&mut patterns)?;
-            // Nothing reads the replaced nodes.
+            // No node reads the results of the replaced nodes.
             graph = DeadCode.transform(patterns.finish())?;
         }
         let mut nodes = graph.take_nodes();

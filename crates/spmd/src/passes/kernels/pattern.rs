@@ -1,4 +1,4 @@
-//! Finding operations by their operands, and replacing them.
+//! Finds operations by their operands, and replaces them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,9 +22,9 @@ pub(super) enum Kind {
     Mul,
     Div,
     Neg,
-    /// From halves to 32 bits.
+    /// Cast from halves to 32 bits.
     Widen,
-    /// From 32 bits to halves.
+    /// Cast from 32 bits to halves.
     Narrow,
     Exp,
     Log,
@@ -37,7 +37,7 @@ pub(super) enum Kind {
     SumDim(usize),
     MeanDim(usize),
     MaxDim(usize),
-    /// Along several dims, a bit for each.
+    /// Along several dims, as a bit mask.
     SumDims(u64),
     AddScalar(f64),
     MulScalar(f64),
@@ -66,7 +66,7 @@ pub(super) struct Patterns {
     kinds: Vec<Option<Kind>>,
     writers: BTreeMap<TensorId, usize>,
     readers: BTreeMap<TensorId, Vec<usize>>,
-    /// Values that are also read outside of nodes: gradients, and values that outlive the step.
+    /// Values that are also needed outside the nodes: gradients, and values that outlive the step.
     kept: BTreeSet<TensorId>,
     /// Nodes to insert before each node.
     before: BTreeMap<usize, Vec<Node>>,
@@ -127,7 +127,7 @@ impl Patterns {
         self.nodes[index].inputs().collect()
     }
 
-    /// Returns the only result of a node.
+    /// Returns the result of a node, which has only one.
     pub(super) fn output(&self, index: usize) -> TensorId {
         self.nodes[index]
             .outputs()
@@ -187,8 +187,7 @@ impl Patterns {
         inner.all(|id| !operands.contains(&id) && self.is_read_by(id, nodes))
     }
 
-    /// Returns true if the graph shows that the elements of a value are in memory in the order of its dims. A reshape
-    /// then moves none of them.
+    /// Returns true if the graph shows that a value is in row-major order, so a reshape copies nothing.
     pub(super) fn is_in_order(&self, id: TensorId) -> bool {
         let operation = self
             .writers
@@ -286,8 +285,7 @@ impl Patterns {
         Ok(())
     }
 
-    /// Places a value like a view of it, or like its base, unless it is given or already placed. Operands and results
-    /// of a kernel may be parts or addends.
+    /// Gives a value the placements of its view or base `view`, unless it is given or already placed.
     fn place_as(&mut self, value: TensorId, view: TensorId, dim_of: impl Fn(usize) -> usize) {
         if self.graph.placements(value).is_some()
             || self
@@ -334,7 +332,7 @@ impl Patterns {
     }
 }
 
-/// An operation on two values that passes insert.
+/// A binary operation that passes insert.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum BinaryKind {
     Add,
@@ -434,7 +432,7 @@ fn kernel_kind(name: &str) -> Option<Kind> {
     known.map(|(_, kind)| kind)
 }
 
-/// Returns a set of dims as bits, unless a dim is too large.
+/// Returns a set of dims as a bit mask; `None` if a dim is too large.
 pub(super) fn bits(dims: &[usize]) -> Option<u64> {
     dims.iter().try_fold(0, |bits, dim| {
         let bit = u32::try_from(*dim)

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use super::pattern::{BinaryKind, Kind, Patterns};
 use crate::error::Error;
 
-/// Replaces products that Burn makes separately for each matrix of a batch.
+/// Replaces products that Burn computes separately for each matrix of a batch.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         match patterns.kind(index) {
@@ -37,7 +37,7 @@ fn one_product(patterns: &mut Patterns, at: usize) -> Result<(), Error> {
         return Ok(());
     }
     let rank = of_w.len();
-    // A transposed weight is transposed after its dims of one element are removed, which moves nothing.
+    // A transposed weight is transposed after its dims of size one are removed, which copies nothing.
     let turned = patterns.made_by(w, Kind::SwapDims(rank - 2, rank - 1));
     let source = turned.map_or(w, |node| patterns.inputs(node)[0]);
     if turned.is_none() && !patterns.is_in_order(w) || !patterns.is_in_order(source) {

@@ -23,18 +23,18 @@ pub(super) struct Scaled {
     squared: TensorId,
 }
 
-/// Parts of the gradient of the rows.
+/// The addends of the gradient of the rows.
 pub(super) struct ScaledGradient {
     /// Gradient of the result.
     pub(super) grad: TensorId,
-    /// The part through the divided rows.
+    /// The addend through the division.
     pub(super) direct: TensorId,
-    /// The part through the factors of the squares: one for each, or one for both.
+    /// The addends through the two factors of the square: one for each, or one for both.
     pub(super) parts: Vec<TensorId>,
 }
 
 impl Scaled {
-    /// Returns the rows whose last node is the given product with gamma.
+    /// Returns the scaled rows whose last node is the product `scaling` with gamma.
     pub(super) fn ending_with(patterns: &Patterns, scaling: usize) -> Option<Self> {
         let [normal, gamma_row] = patterns.inputs(scaling)[..] else {
             return None;
@@ -88,8 +88,7 @@ impl Scaled {
         })
     }
 
-    /// Returns the nodes of the norm, except the one that expands gamma to a row, because other nodes may read that
-    /// row.
+    /// Returns the nodes of the norm, except the reshape of gamma to a row, which other nodes may read.
     pub(super) fn own_nodes(&self, patterns: &Patterns) -> BTreeSet<usize> {
         let is_own = |node: &usize| patterns.kind(*node) != Some(Kind::Reshape);
         self.nodes.iter().copied().filter(is_own).collect()
@@ -112,7 +111,7 @@ impl Scaled {
         let negative = walk.step(Kind::Neg, &[rows])?;
         let square = walk.step(Kind::Mul, &[deviation, deviation])?;
         let slope = walk.step(Kind::Div, &[negative, square])?;
-        // The gradient of the normal rows is multiplied by both.
+        // The gradient of the normal rows is multiplied by the slope and by the inverse.
         let (of_normal, through) = walk.product_by(slope)?;
         let direct = walk.step(Kind::Mul, &[of_normal, inverse])?;
         let scaling = patterns.made_by(of_normal, Kind::Mul)?;
@@ -148,13 +147,14 @@ impl Scaled {
     }
 }
 
-/// Returns the factor that a mean over the last dim of a value applies to its addends.
+/// Returns the factor of each addend in a mean over the last dim: one over its size.
 pub(super) fn share(patterns: &Patterns, x: TensorId) -> f64 {
     let width = patterns.shape(x).last().copied().unwrap_or(1);
     1.0 / width as f64
 }
 
-/// Returns the vector behind a row whose dims, except the last, have one element.
+/// Returns the vector of which a row is a reshape, and the node of the reshape. All dims of the row except the last
+/// have one element.
 pub(super) fn vector(patterns: &Patterns, row: TensorId) -> Option<(TensorId, usize)> {
     let (node, kind) = patterns.maker(row)?;
     let of = *patterns.inputs(node).first()?;

@@ -73,7 +73,7 @@ impl Silu {
     }
 }
 
-/// Replaces a SiLU that is not a gate.
+/// Replaces a SiLU without the product that it gates.
 fn alone(patterns: &mut Patterns, silu: &Silu) -> Result<(), Error> {
     let mut walk = Walk::new(patterns);
     let gradient = silu.gradient(&mut walk);
@@ -109,7 +109,7 @@ struct Gated {
     values: TensorId,
 }
 
-/// Returns the first product gated by a SiLU, if nothing is broadcast in it.
+/// Returns the first product that a SiLU gates without broadcasting.
 fn gated(patterns: &Patterns, silu: &Silu) -> Option<Gated> {
     let phase = patterns.phase(silu.at);
     let is_product =

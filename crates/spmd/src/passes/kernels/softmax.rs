@@ -10,7 +10,7 @@ use super::walk::Walk;
 use crate::error::Error;
 use crate::graph::Phase;
 
-/// A softmax along the last dim, or its logarithm: `y` of `x`.
+/// `y`, the softmax of `x` along the last dim, or its logarithm.
 struct Forward {
     x: TensorId,
     y: TensorId,
@@ -19,7 +19,7 @@ struct Forward {
     exp: TensorId,
     sum: TensorId,
     is_log: bool,
-    /// The nodes; the last one makes `y`.
+    /// The nodes; the last one computes `y`.
     nodes: BTreeSet<usize>,
     at: usize,
 }
@@ -125,7 +125,7 @@ fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
     let negative = walk.step(Kind::Neg, &[exp])?;
     let square = walk.step(Kind::Mul, &[sum, sum])?;
     let slope = walk.step(Kind::Div, &[negative, square])?;
-    // The gradient of y is multiplied by both.
+    // The gradient of y is multiplied by the slope and by the inverse.
     let (grad, through) = walk.product_by(slope)?;
     let direct = walk.step(Kind::Mul, &[grad, inverse])?;
     let of_sum = walk.sum(through, last)?;

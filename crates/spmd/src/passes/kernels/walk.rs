@@ -1,4 +1,4 @@
-//! Walks along the operations of a gradient.
+//! Searches backward for the operations of a gradient.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use super::pattern::{BinaryKind, Kind, Patterns, bits};
 use crate::error::Error;
 use crate::graph::Phase;
 
-/// A walk along operations of backward that records them.
+/// A walk from operation to operation in backward, which records the nodes.
 pub(super) struct Walk<'a> {
     pub(super) patterns: &'a Patterns,
     pub(super) nodes: BTreeSet<usize>,
@@ -36,8 +36,8 @@ impl<'a> Walk<'a> {
         Some(self.step(Kind::SumDim(last), &[sum]).unwrap_or(sum))
     }
 
-    /// Walks to the sum over all dims except the last. Burn does not sum along dims of size one, but a rank may hold
-    /// one element of a larger dim.
+    /// Walks to the sum over all dims except the last. Burn does not sum along dims of size one, although on a rank a
+    /// larger dim may have size one.
     pub(super) fn sum_rows(&mut self, of: TensorId) -> Option<TensorId> {
         let patterns = self.patterns;
         let shape = patterns.shape(of);
@@ -65,8 +65,8 @@ impl<'a> Walk<'a> {
         Some(patterns.output(node))
     }
 
-    /// Walks along the sums that begin with a value and add the parts to it, in any order. Values from elsewhere may be
-    /// added in between.
+    /// Walks along additions that start from `first` and add all `parts`, in any order. Other values may be added in
+    /// between.
     pub(super) fn total(&mut self, first: TensorId, parts: &[TensorId]) -> Option<Total> {
         let patterns = self.patterns;
         let mut parts_left = parts.to_vec();
@@ -95,7 +95,7 @@ impl<'a> Walk<'a> {
         readers.filter(|node| self.nodes.contains(node)).min()
     }
 
-    /// Walks to the first product of backward whose second factor is the given value, and returns the first factor and
+    /// Walks to the first product in backward whose second factor is the given value, and returns the first factor and
     /// the product.
     pub(super) fn product_by(&mut self, factor: TensorId) -> Option<(TensorId, TensorId)> {
         let is_product = |node: &usize| {
@@ -109,8 +109,8 @@ impl<'a> Walk<'a> {
         Some((self.patterns.inputs(node)[0], self.patterns.output(node)))
     }
 
-    /// Walks to the gradient of a function whose result is its first operand. Returns the gradient of the result and
-    /// the gradient of the function's input.
+    /// Walks to a gradient operation of this kind, whose first operand is the function's result. Returns the gradient
+    /// of the result and the gradient of the function's input.
     pub(super) fn gradient_of(
         &mut self,
         kind: Kind,
@@ -126,7 +126,7 @@ impl<'a> Walk<'a> {
         Some((self.patterns.inputs(node)[1], self.patterns.output(node)))
     }
 
-    /// Returns a view of a value, which others may also read.
+    /// Returns a view of a value, without recording its node, because other nodes may read the view.
     pub(super) fn view(&self, kind: Kind, of: TensorId) -> Option<TensorId> {
         let node = self.patterns.find_node(kind, &[of], Phase::Backward)?;
         Some(self.patterns.output(node))
@@ -151,33 +151,33 @@ impl<'a> Walk<'a> {
             };
             is_spread.then_some(node)
         });
-        // Others that need ones of this shape also read them.
+        // The ones are not recorded, because other nodes may read them.
         let node = spread?;
         self.nodes.insert(node);
         Some(patterns.output(node))
     }
 }
 
-/// A gradient that Burn adds up from several parts, and values from elsewhere.
+/// A gradient that is summed from several parts, and other values that are added to it.
 pub(super) struct Total {
     /// The node that adds the last part.
     node: usize,
-    /// The values from elsewhere.
+    /// The other values.
     rests: Vec<TensorId>,
 }
 
 impl Total {
-    /// Returns the total.
+    /// Returns the sum of the parts and the other values.
     pub(super) fn value(&self, patterns: &Patterns) -> TensorId {
         patterns.output(self.node)
     }
 
-    /// Returns the values from elsewhere.
+    /// Returns the other values.
     pub(super) fn rests(&self) -> &[TensorId] {
         &self.rests
     }
 
-    /// Returns the value for the sum of only the parts: a new one if other values are added to it.
+    /// Returns the value for the sum of only the parts: a new one if there are other values.
     pub(super) fn of_parts(&self, patterns: &mut Patterns) -> TensorId {
         let total = self.value(patterns);
         match self.rests.is_empty() {
@@ -186,7 +186,7 @@ impl Total {
         }
     }
 
-    /// Adds the values from elsewhere to the parts, at the position of the last addition.
+    /// Adds the other values to the parts, at the position of the last addition.
     pub(super) fn add_rests(&self, patterns: &mut Patterns, parts: TensorId) -> Result<(), Error> {
         let Some((last, others)) = self.rests.split_last() else {
             return Ok(());
@@ -202,7 +202,7 @@ impl Total {
     }
 }
 
-/// Returns the other of two operands.
+/// Returns the other of two operands; `None` if both or neither are `this`.
 pub(super) fn the_other(operands: &[TensorId], this: TensorId) -> Option<TensorId> {
     match *operands {
         [first, second] if first == this && second != this => Some(second),

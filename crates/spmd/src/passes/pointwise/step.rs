@@ -26,7 +26,7 @@ enum Second<'a> {
     Number(ScalarIr),
     /// The first operand again.
     Same,
-    /// None: the result is derived from [`Same`](Self::Same), as one over the square.
+    /// No second operand: the result is one over the square of the first, which is computed like [`Same`](Self::Same).
     Square,
 }
 
@@ -40,13 +40,13 @@ impl<'a> Form<'a> {
             return None;
         };
         let changes = !node.scalars.is_empty();
-        // A changing exponent may become one that Burn computes differently.
+        // A changing exponent may reach a value for which Burn computes the power differently.
         let is_known =
             !changes || matches!(form.second, Second::Number(_)) && form.operation != Step::Powf;
         (is_known && are_alike(form.inputs().chain([form.out]))).then_some(form)
     }
 
-    /// Returns the tensors that it reads.
+    /// Returns the tensors that the operation reads.
     pub(super) fn inputs(&self) -> impl Iterator<Item = &'a TensorIr> + use<'a> {
         let second = match self.second {
             Second::Tensor(tensor) => Some(tensor),
@@ -55,7 +55,7 @@ impl<'a> Form<'a> {
         std::iter::once(self.first).chain(second)
     }
 
-    /// Returns the number of steps that it takes.
+    /// Returns how many steps of a program the operation needs.
     pub(super) fn num_steps(&self) -> usize {
         match self.second {
             Second::Square => 2,
@@ -63,7 +63,7 @@ impl<'a> Form<'a> {
         }
     }
 
-    /// Adds it to a program, and returns its result and the index of its scalar.
+    /// Adds the operation to a program, and returns its result and the index of its scalar.
     pub(super) fn add_to(
         &self,
         program: &mut PointwiseProgram,
@@ -161,7 +161,7 @@ fn power(op: &ScalarOpIr) -> Option<Form<'_>> {
         2.0 => (Step::Mul, Second::Same),
         -1.0 => (Step::Recip, Second::None),
         -2.0 => (Step::Recip, Second::Square),
-        // Ones, and the operand itself.
+        // The results are ones, or the operand itself.
         0.0 | 1.0 => return None,
         _ => (Step::Powf, Second::Number(op.rhs)),
     };

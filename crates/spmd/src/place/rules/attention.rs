@@ -1,4 +1,4 @@
-//! Fused attention: `[batch, heads, queries, width]`.
+//! Fused attention on tensors `[batch, heads, queries, width]`.
 
 use burn_ir::{ModuleOperationIr as Module, OperationIr, TensorIr};
 

@@ -1,4 +1,4 @@
-//! Convolutions and pooling: `[batch, channels, ..]`, with all other dims whole.
+//! Convolutions and pooling on tensors `[batch, channels, ..]`. All other dims are whole.
 
 use burn_ir::{ModuleOperationIr as Module, OperationIr, TensorIr};
 
@@ -48,7 +48,7 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
         Module::Conv1dBiasBackward(op) => bias_backward(&op.x, &op.bias, &op.output_grad, &op.out),
         Module::Conv2dBiasBackward(op) => bias_backward(&op.x, &op.bias, &op.output_grad, &op.out),
         Module::Conv3dBiasBackward(op) => bias_backward(&op.x, &op.bias, &op.output_grad, &op.out),
-        // Their weights are `[in, out, ..]`, so only the batch is cut.
+        // Their weights are `[in, out, ..]`, so only the batch is sharded.
         Module::ConvTranspose1d(op) => transposed(&op.x, &op.weight, op.bias.as_ref(), &op.out),
         Module::ConvTranspose2d(op) => transposed(&op.x, &op.weight, op.bias.as_ref(), &op.out),
         Module::ConvTranspose3d(op) => transposed(&op.x, &op.weight, op.bias.as_ref(), &op.out),
@@ -74,8 +74,8 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
     })
 }
 
-/// Returns the signature `x[b, i, ..]`, `weight[o, i, ..]`, `out[b, o, ..]`. With a bias, `i` is whole, because the
-/// bias would be added on every rank.
+/// Returns the signature `x[b, i, ..]`, `weight[o, i, ..]`, `out[b, o, ..]`. With a bias, `i` is whole, because
+/// otherwise every rank would add the bias.
 fn forward(
     x: &TensorIr,
     weight: &TensorIr,
@@ -135,7 +135,8 @@ fn weight_backward(
     forward.gradient(1, &[0, 1], output_grad, out)
 }
 
-/// Returns the signature of a bias gradient. It does not depend on weights, so channels of a group can also be cut.
+/// Returns the signature of a bias gradient. It does not depend on weights, so the channels of grouped convolutions can
+/// also be sharded.
 fn bias_backward(
     x: &TensorIr,
     bias: &TensorIr,
@@ -149,7 +150,7 @@ fn bias_backward(
     forward.gradient(1, &[0, 1], output_grad, out)
 }
 
-/// Returns the signature that names the batch and the channels of every tensor.
+/// Returns a signature in which every tensor has a batch and a channel dim.
 fn pooling(operation: &OperationIr) -> Signature {
     let inputs = operation.inputs();
     let signature = inputs.fold(Signature::new(), |s, tensor| s.input(tensor, "bc"));

@@ -1,11 +1,11 @@
-//! Gather, scatter, select, embeddings.
+//! Gather, scatter, select and embeddings.
 
 use burn::tensor::IndexingUpdateOp;
 use burn_ir::{BaseOperationIr as Base, ModuleOperationIr as Module, OperationIr, TensorIr};
 
 use crate::place::signature::{Letter, Signature, alphabet};
 
-/// Letter of the dim of the indices.
+/// Letter of the dim along which indices are listed.
 const INDEX: Letter = 'z';
 
 pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
@@ -91,7 +91,7 @@ fn indexed(operation: &OperationIr) -> Option<Signature> {
     })
 }
 
-/// Returns true if addends of tensor and values give addends of the result.
+/// Returns true if the result is linear in tensor and values together.
 fn is_linear(update: &IndexingUpdateOp) -> bool {
     matches!(update, IndexingUpdateOp::Add | IndexingUpdateOp::Assign)
 }

@@ -1,7 +1,7 @@
-//! Kernels that replace composed operations in each rank's graph. These signatures are only for types, and place
-//! nothing.
+//! Kernels that replace composed operations in each rank's graph. Only type checks use these signatures; placements are
+//! already chosen.
 //!
-//! The gradients that a kernel computes are linear in the gradient of its result, which may be addends.
+//! Gradient kernels are linear in the gradient of the result, which may therefore be addends.
 
 #[cfg(test)]
 mod tests;
@@ -11,16 +11,16 @@ use burn_ir::{CustomOpIr, TensorIr};
 
 use crate::place::signature::{Letter, Signature, alphabet};
 
-/// Dim of the batch in queries, keys and values.
+/// Letter of the batch dim in queries, keys and values.
 const BATCH: Option<Letter> = Some('b');
 
-/// Dim of the queries.
+/// Letter of the query dim.
 const QUERIES: Option<Letter> = Some('q');
 
-/// Dim of the heads.
+/// Letter of the head dim.
 const HEADS: Option<Letter> = Some('h');
 
-/// Dim of the width of values.
+/// Letter of the width dim of values.
 const WIDTH: Option<Letter> = Some('w');
 
 /// Returns the signature of a kernel that [`UseKernels`](crate::passes::UseKernels) puts into a graph.
@@ -61,7 +61,7 @@ pub(super) fn signature(call: &CustomOpIr) -> Option<Signature> {
     })
 }
 
-/// Returns the index of the input that is the result's gradient, for a kernel that computes gradients.
+/// Returns the index of the input that is the gradient of the result; `None` if the kernel does not compute gradients.
 fn of_result(kernel: FusedOperation) -> Option<usize> {
     use FusedOperation as Op;
     match kernel {
@@ -74,13 +74,14 @@ fn of_result(kernel: FusedOperation) -> Option<usize> {
     }
 }
 
-/// Returns the signature of a function of each element.
+/// Returns the signature of an elementwise kernel.
 fn by_element(call: &CustomOpIr) -> Signature {
     let letters = |tensor: &TensorIr| alphabet(tensor.shape.num_dims());
     of(call, letters)
 }
 
-/// Returns the signature of a function of rows along the last dim. Some of its operands apply to every row.
+/// Returns the signature of a kernel that computes row by row along the last dim. Some of its operands apply to every
+/// row.
 fn by_row(call: &CustomOpIr) -> Signature {
     of(call, rows)
 }
@@ -91,9 +92,9 @@ fn rows(tensor: &TensorIr) -> Vec<Option<Letter>> {
     letters
 }
 
-/// Returns the signature of attention or of its gradients. The first three inputs are queries, keys and values. For
-/// gradients, the fourth of `num_rows` is the gradient of the result. The others are as large as scores, or have size
-/// one along some of their dims.
+/// Returns the signature of attention or of its gradients. The first `num_rows` inputs are queries, keys and values
+/// and, for gradients, the gradient of the result. All other inputs have the shape of the scores, or size one in some
+/// dims.
 fn attention(call: &CustomOpIr, num_rows: usize) -> Signature {
     let [queries, keys] = [0, 1].map(|index: usize| &call.inputs[index].shape);
     let of_queries = vec![BATCH, QUERIES, HEADS, None];
@@ -128,7 +129,7 @@ fn attention(call: &CustomOpIr, num_rows: usize) -> Signature {
     })
 }
 
-/// Returns the signature of operands with these letters.
+/// Returns the signature in which `letters` names the dims of every operand and result.
 fn of(call: &CustomOpIr, letters: impl Fn(&TensorIr) -> Vec<Option<Letter>>) -> Signature {
     let signature = call.inputs.iter().fold(Signature::new(), |s, tensor| {
         s.input_of(tensor, letters(tensor))

@@ -37,7 +37,7 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
     }
 }
 
-/// Returns the signature `[.., m, k] x [.., k, n] -> [.., m, n]`, batch dims broadcast.
+/// Returns the signature `[.., m, k] x [.., k, n] -> [.., m, n]` with broadcast batch dims.
 fn product(lhs: &TensorIr, rhs: &TensorIr, out: &TensorIr) -> Signature {
     let shape = out.shape.to_vec();
     let num_batch = shape.len().saturating_sub(2);
@@ -68,8 +68,8 @@ fn without(x: &TensorIr, weight: &TensorIr, out: &TensorIr) -> Signature {
         .sums('k')
 }
 
-/// Returns the signature `x[.., k] weight[k, n] + bias[n]`. `k` is whole, because the bias would be added on every
-/// rank.
+/// Returns the signature `x[.., k] weight[k, n] + bias[n]`. `k` is whole, because otherwise every rank would add the
+/// bias.
 fn with_bias(x: &TensorIr, weight: &TensorIr, bias: &TensorIr, out: &TensorIr) -> Signature {
     let mut of_x = rows(x, 'k');
     if let Some(last) = of_x.last_mut() {
@@ -91,8 +91,8 @@ fn rows(tensor: &TensorIr, last: Letter) -> Vec<Option<Letter>> {
     letters
 }
 
-/// Splits a linear layer into its product and the addition of its bias. The product can then be cut along the dim that
-/// it sums over.
+/// Splits a linear layer into a product, which can be sharded along the dim that it sums over, and the addition of the
+/// bias.
 ///
 /// # Errors
 ///

@@ -4,15 +4,15 @@
 //! |---|---|
 //! | `pointwise` | arithmetic, comparisons, activations, casts, masks |
 //! | `reduction` | sums, means, extrema, and scans and sorts along a dim |
-//! | `matmul` | matrix products and linear layers, with their backward |
+//! | `matmul` | matrix products and linear layers, with their gradients |
 //! | `views` | reshapes, permutations, expansions |
 //! | `slicing` | slices, assignment to slices, concatenation, repetition |
 //! | `indexing` | gather, scatter, select, embeddings |
 //! | `normalization` | layer norm, batch norm, softmax |
 //! | `attention` | fused attention |
-//! | `convolution` | convolutions and pooling, with their backward |
+//! | `convolution` | convolutions and pooling, with their gradients |
 //! | `random` | random numbers and constants |
-//! | `kernels` | kernels that later replace composed operations: only for types |
+//! | `kernels` | kernels that later replace composed operations, only for type checks |
 //!
 //! Operations outside of these families run on whole tensors. The families `indexing`, `attention`, `convolution` and
 //! `random` run only on equal parts: an index in padding could be out of bounds, and random numbers depend on position.
@@ -65,8 +65,8 @@ fn of_family(operation: &OperationIr) -> Signature {
         .unwrap_or_else(|| whole(operation))
 }
 
-/// Returns true for operations that treat rows independently and accept any number. Integers in padding could be
-/// divided by zero.
+/// Returns true for operations that treat rows independently and accept any value. Integer arithmetic does not, because
+/// it could divide by zero in padding.
 fn takes_padding(operation: &OperationIr) -> bool {
     !matches!(
         operation,
@@ -87,7 +87,7 @@ pub(super) fn of_kernel(call: &CustomOpIr) -> Option<Signature> {
     kernels::signature(call)
 }
 
-/// Adapts the ranges of an operation to the shapes on one rank, which its tensors already have.
+/// Adapts the ranges of a slicing operation to one rank's shapes, which its tensors already have.
 pub(super) fn localize(operation: &mut OperationIr) {
     slicing::localize(operation);
 }
@@ -97,8 +97,8 @@ pub(super) fn is_pointwise(operation: &OperationIr) -> bool {
     pointwise::signature(operation).is_some()
 }
 
-/// Returns true if an operation may be deferred until a node reads its results, if its inputs are also deferred. These
-/// are random numbers, constants, pointwise operations and views.
+/// Returns true for random numbers, constants, pointwise operations and views. These may be deferred until a node reads
+/// their results, if their inputs are also deferred.
 pub(super) fn may_wait(operation: &OperationIr) -> bool {
     random::signature(operation).is_some()
         || pointwise::signature(operation).is_some()

@@ -24,17 +24,17 @@ use crate::trace::{TraceConfig, trace};
 /// A kind of fault that a rule may have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Mutation {
-    /// Two dims of an operand have swapped letters.
+    /// The letters of two dims of an operand are swapped.
     Exchanged,
-    /// Addends are combined by another reduction.
+    /// Results are reduced by a different reduction.
     OtherReduction,
-    /// A dim that must be whole may be cut.
+    /// A dim that must be whole may be sharded.
     CutOfWhole,
     /// Parts are treated as addends.
     SummedParts,
     /// The operation is declared linear in its first operand.
     Linear,
-    /// An operand is whole where the others are cut.
+    /// An operand is whole where the others are sharded.
     WholeOperand,
 }
 
@@ -105,7 +105,7 @@ impl Mutation {
                 let mut holders: Vec<_> = holders
                     .filter(|input| input.dim_of(shared).is_some())
                     .collect();
-                // A tensor that is read twice has one placement, so such a rule never cuts it.
+                // A tensor that is read twice has the same placement for both reads, so such a rule never shards it.
                 if holders.windows(2).any(|pair| pair[0].id == pair[1].id) {
                     return None;
                 }
@@ -131,7 +131,7 @@ thread_local! {
     static FAULT: RefCell<Option<Fault>> = const { RefCell::new(None) };
 }
 
-/// Returns the wrong signature of a rule if it has a fault on this thread.
+/// Returns the wrong signature if this thread's fault is in the operation's rule, and otherwise the right one.
 pub(super) fn applied(operation: &OperationIr, right: Signature) -> Signature {
     FAULT.with_borrow(|fault| match fault {
         Some(fault) if fault.operation == operation_name(operation) => {
@@ -197,9 +197,8 @@ fn pipeline(expand: &Expand, mesh: &Mesh) -> Pipeline {
     schedule::placed(insert, &options, mesh.axes().to_vec(), &[]).verified()
 }
 
-/// Returns true for operations that can correctly be declared linear in the first operand. Some are linear only in that
-/// operand, and their rules omit this because it would not help. Others add a number, which is right for the addends of
-/// a mean.
+/// Returns true for operations for which [`Mutation::Linear`] is no fault. Some are linear in only the first operand,
+/// which their rules omit because it would not help. Others add a number, which is right for the addends of a mean.
 fn is_linear(operation: &OperationIr) -> bool {
     let name = operation_name(operation);
     let linear = [
@@ -220,17 +219,18 @@ fn is_linear(operation: &OperationIr) -> bool {
 /// The outcome of a wrong rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Found {
-    /// Its dims cannot belong together, or the types of values do not fit, so there is no plan.
+    /// Its letters are inconsistent, or the types of values do not fit, so there is no plan.
     ByTypes,
     /// The plan does not compute the traced step.
     ByProof,
-    /// The plan is correct, but communicates more: the fault only prevents the operation from reading cut tensors.
+    /// The plan is correct but communicates more, because the fault only prevents the operation from reading sharded
+    /// tensors.
     Costlier,
-    /// The fault was not found.
+    /// The fault was not detected.
     Not,
 }
 
-/// Returns the number of elements in a plan's collectives.
+/// Returns the number of elements that a plan's collectives carry.
 fn carried(plan: &Graph) -> usize {
     let collectives = plan
         .nodes()

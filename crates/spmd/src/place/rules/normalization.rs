@@ -1,4 +1,4 @@
-//! Layer norm, batch norm with given statistics, softmax.
+//! Layer norm, batch norm with given statistics, and softmax.
 
 use burn_ir::{ActivationOperationIr as Activation, ModuleOperationIr as Module, OperationIr};
 

@@ -1,4 +1,4 @@
-//! Elementwise operations, with broadcasting.
+//! Pointwise operations, with broadcasting.
 
 use burn_ir::OperationIr;
 
@@ -18,8 +18,8 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
     let signature = outputs.fold(signature, |s, tensor| {
         s.output_of(tensor, aligned(tensor, &out))
     });
-    // Addends pass through cheap linear operations. A product with another tensor gives no reason to postpone their sum
-    // or to make it smaller.
+    // Only operations that are linear in all operands run on addends. For products with another tensor, postponing the
+    // reduction has no benefit.
     let linear = is(operation, Trait::Linear) || is(operation, Trait::LinearOnFloats);
     Some(match linear {
         true => signature.linear_in(operation.inputs()),

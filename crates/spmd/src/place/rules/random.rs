@@ -13,7 +13,7 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
     }
 }
 
-/// Returns the result of an operation that makes a constant.
+/// Returns the result of an operation that creates a constant; `None` for any other operation.
 fn constant(operation: &OperationIr) -> Option<&TensorIr> {
     match operation {
         OperationIr::NumericFloat(_, Numeric::Full(op))

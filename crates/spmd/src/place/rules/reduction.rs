@@ -10,7 +10,7 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
         return None;
     };
     let sum = Some(ReduceOp::Sum);
-    // A mean of integers is rounded, so the means of parts do not determine the mean of all.
+    // A mean of integers is rounded, so the mean of the parts' means is not the mean of all elements.
     let is_rounded = matches!(operation, OperationIr::NumericInt(..));
     let mean = (!is_rounded).then_some(ReduceOp::Mean);
     Some(match op {
@@ -26,7 +26,7 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
         Numeric::MaxDim(op) => along(&op.input, &[&op.out], &[op.axis], Some(ReduceOp::Max)),
         Numeric::MaxAbsDim(op) => along(&op.input, &[&op.out], &[op.axis], Some(ReduceOp::Max)),
         Numeric::MinDim(op) => along(&op.input, &[&op.out], &[op.axis], Some(ReduceOp::Min)),
-        // Products, and positions on separate ranks, cannot be combined.
+        // Products, and indices from different ranks, cannot be combined.
         Numeric::ProdDim(op)
         | Numeric::ArgMax(op)
         | Numeric::ArgMin(op)
@@ -62,7 +62,7 @@ fn all(input: &TensorIr, out: &TensorIr, op: ReduceOp) -> Signature {
     linear(signature, input, op)
 }
 
-/// Returns the signature of an operation along dims, whose outputs keep these dims, possibly with different sizes.
+/// Returns the signature of an operation along `dims`, which its outputs keep, possibly with different sizes.
 fn along(
     input: &TensorIr,
     outputs: &[&TensorIr],

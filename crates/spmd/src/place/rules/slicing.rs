@@ -1,4 +1,4 @@
-//! Slices, assignment to slices, concatenation, repetition.
+//! Slices, assignment to slices, concatenation and repetition.
 
 use burn::tensor::Slice;
 use burn_ir::{BaseOperationIr as Base, OperationIr};
@@ -58,7 +58,7 @@ fn is_full(range: &Slice, size: usize) -> bool {
     range.start == 0 && range.step == 1 && ends
 }
 
-/// Shortens the ranges of cut dims, which the slice takes whole.
+/// Shortens the ranges of sharded dims, which the slice takes whole.
 pub(super) fn localize(operation: &mut OperationIr) {
     let (OperationIr::BaseFloat(base) | OperationIr::BaseInt(base) | OperationIr::BaseBool(base)) =
         operation

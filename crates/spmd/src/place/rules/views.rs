@@ -1,4 +1,4 @@
-//! Reshapes, permutations, expansions.
+//! Reshapes, permutations and expansions.
 
 use burn_ir::{BaseOperationIr as Base, OperationIr, TensorIr};
 
@@ -59,8 +59,8 @@ fn same(
         .output_of(out, out_letters)
 }
 
-/// Returns the signature of a reshape. Dims that are joined or divided belong together. The outermost dims of a group
-/// can be cut together, one on each side.
+/// Returns the signature of a reshape. Dims that are merged or split form a group. Its outermost input dim and its
+/// outermost output dim have the same letter.
 fn reshaped(input: &TensorIr, out: &TensorIr) -> Signature {
     let (from, to) = (input.shape.to_vec(), out.shape.to_vec());
     let (mut letters, mut out_letters) = (vec![None; from.len()], vec![None; to.len()]);
@@ -73,7 +73,7 @@ fn reshaped(input: &TensorIr, out: &TensorIr) -> Signature {
     same(input, letters, out, out_letters)
 }
 
-/// Returns the outermost dims larger than 1 of each group of dims with equal products.
+/// Returns, for each group of dims with equal products, the outermost input and output dims larger than 1.
 fn groups(from: &[usize], to: &[usize]) -> Vec<(usize, usize)> {
     let real = |shape: &[usize]| -> Vec<(usize, usize)> {
         let dims = shape.iter().copied().enumerate();

@@ -1,4 +1,4 @@
-//! The flow of types through a graph.
+//! Type inference along the nodes of a graph.
 
 use std::collections::BTreeMap;
 
@@ -25,8 +25,8 @@ pub(crate) struct IllTyped {
 /// The types of a value, one for each axis of the mesh.
 type Types = Vec<SpmdType>;
 
-/// Finds the first node in a graph of several ranks with a type error. Its operand has a type that it cannot take, or
-/// its result has a different placement than declared. A graph of a single rank has no types.
+/// Finds the first node with a type error in a graph of several ranks: it does not accept an operand's type, or its
+/// result differs from the declared placement. A graph of a single rank has no types.
 pub(crate) fn check(graph: &Graph) -> Result<(), IllTyped> {
     let Some((flow, ill)) = flow_of(graph) else {
         return Ok(());
@@ -40,7 +40,7 @@ pub(crate) fn check(graph: &Graph) -> Result<(), IllTyped> {
     })
 }
 
-/// Follows the types through a graph of several ranks, up to the first node with a type error.
+/// Infers the types in a graph of several ranks, up to the first node with a type error.
 pub(super) fn flow_of(graph: &Graph) -> Option<(Flow<'_>, Option<IllTyped>)> {
     let mesh = graph.mesh()?;
     let mut flow = Flow {
@@ -78,7 +78,7 @@ impl Flow<'_> {
         vec![of; self.axes.len()]
     }
 
-    /// Returns the types that follow from a value's placements.
+    /// Returns a value's types from its declared placements, if it has any.
     fn placed(&self, id: TensorId) -> Option<Types> {
         let placements = self.graph.placements(id)?;
         Some(placements.iter().map(|on| SpmdType::from(*on)).collect())
@@ -138,7 +138,7 @@ impl Flow<'_> {
         Ok(())
     }
 
-    /// Returns the types of the results on one axis.
+    /// Returns the types of a node's results on one axis.
     fn on_axis(&self, node: &Node, axis: usize) -> Result<Types, String> {
         let name = self.axes[axis].0;
         let inputs: Vec<(TensorId, SpmdType)> = node
@@ -194,8 +194,8 @@ impl Flow<'_> {
         types.collect()
     }
 
-    /// Returns the type of a value that the optimizer creates from nothing for a parameter, such as the initial zeros
-    /// of a state. It is the type of the parameter's elements.
+    /// Returns the type of a value that the optimizer creates without inputs for a parameter, such as the initial zeros
+    /// of a state. It is the parameter's type.
     fn stepped(&self, node: &Node, output: TensorId, axis: usize) -> Option<SpmdType> {
         if node.phase != Phase::Optimizer || node.inputs().next().is_some() {
             return None;
@@ -207,9 +207,8 @@ impl Flow<'_> {
         of.filter(|of| is_like || of.owner().is_some())
     }
 
-    /// Returns the way of a node that only its owner runs. Such a node reads an owned value, or belongs to the
-    /// optimizer's part for an owned parameter. Norms are different: they cover each rank's parts, and some ranks have
-    /// none.
+    /// Returns the way of a node that only an owner runs: one that reads an owned value, or belongs to the optimizer of
+    /// an owned parameter. Norms are an exception: they cover each rank's parts, and a rank may have none.
     fn way_of_owner(
         &self,
         node: &Node,
@@ -291,8 +290,8 @@ impl Flow<'_> {
         }
     }
 
-    /// Returns the way of a kernel that reads parts along an axis. If the cut dims are known, the kernel must be able
-    /// to run on such parts.
+    /// Returns the way of a kernel that reads parts along an axis. It must support parts along the sharded dims, as far
+    /// as these are known.
     fn kernel_of_parts(&self, call: &CustomOpIr, axis: usize) -> Result<Way, &'static str> {
         let runs = call.id == LOCAL_NORM || call.id == FusedOperation::Pointwise.name();
         let signature = match runs {
@@ -318,7 +317,7 @@ impl Flow<'_> {
         }
     }
 
-    /// Follows the parts of a collective.
+    /// Infers the types of a collective's results.
     fn exchange(&mut self, node: &Node, collective: &Collective) -> Result<(), String> {
         let known = self
             .axes
@@ -329,7 +328,7 @@ impl Flow<'_> {
         let results = ends.zip(&collective.parts).map(|((input, output), part)| {
             let types = (0..self.axes.len()).map(|other| self.of(input, other));
             let mut types = types.collect::<Result<Types, String>>()?;
-            // A wait has the results of its start.
+            // A wait returns the results of its start.
             if collective.stage == Stage::Wait {
                 return Ok((output, types));
             }
@@ -354,7 +353,7 @@ impl Flow<'_> {
         Ok(())
     }
 
-    /// Checks the results of the graph.
+    /// Checks the types of updates, gradients and results at the end of the graph.
     fn end(&self) -> Result<(), String> {
         for update in self.graph.updates() {
             let role = self
@@ -368,7 +367,7 @@ impl Flow<'_> {
             )?;
         }
         for parameter in self.graph.parameters() {
-            // A graph that is one part of a step only has the gradients of that part.
+            // A graph of a part of a step has only the gradients of that part.
             let own = parameter.gradient.filter(|id| self.types.contains_key(id));
             if let Some(gradient) = own {
                 let what = format!("gradient of {}", parameter.path);
@@ -394,7 +393,7 @@ impl Flow<'_> {
         Ok(())
     }
 
-    /// Checks that a value has the type that follows from another value's type.
+    /// Checks that `id` has the type that `of` derives from the type of `like`.
     fn expect(
         &self,
         what: &str,

@@ -1,4 +1,4 @@
-//! SPMD types: how the ranks hold every value of a graph, and whether each node accepts it.
+//! SPMD types: they describe how the ranks hold each value of a graph, and whether each node accepts its operands.
 //!
 //! Types follow from the types of given values, node by node, separately on each axis of the mesh. There is no type for
 //! a wrong placement rule, for a reduction that is missing, doubled or along the wrong axis, or for an incomplete
@@ -18,8 +18,8 @@ pub(crate) use flow::check;
 use flow::flow_of;
 use spmd_type::SpmdType;
 
-/// Returns the placements that follow from the types of a graph's values, one per axis. They do not include the cut
-/// dim, and are absent for values that differ on each rank.
+/// Returns the placements of a graph's values according to their types, one per axis. Types do not include the sharded
+/// dim, so it is always 0. There is no placement for values that differ on each rank.
 pub(crate) fn types_of(graph: &Graph) -> BTreeMap<TensorId, Carried> {
     let types = flow_of(graph).map_or_else(BTreeMap::new, |(flow, _)| flow.types);
     let placed = types.into_iter().map(|(id, types)| {

@@ -1,10 +1,10 @@
-//! The types of a fused chain of pointwise operations, step by step.
+//! Type inference along the steps of a fused chain of pointwise operations.
 
 use burn_fsdp_kernels::{PointwiseOperand, PointwiseOperation, PointwiseProgram};
 
 use super::SpmdType;
 
-/// Returns the type of a program's result from the types of its inputs; `None` if a step has no type.
+/// Returns the type of a program's result from the types of its inputs; `None` if a step does not accept its operands.
 pub(super) fn of_program(program: &PointwiseProgram, inputs: &[SpmdType]) -> Option<SpmdType> {
     let mut results: Vec<SpmdType> = Vec::with_capacity(program.len());
     for (operation, first, second) in program.parts() {

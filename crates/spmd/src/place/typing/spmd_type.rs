@@ -1,4 +1,4 @@
-//! The types of values on one axis of the ranks, and the effect of collectives on them.
+//! The types of values on one mesh axis, and the effect of collectives on them.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use burn_fsdp_mesh::{Placement, ReduceOp};
 
 use crate::graph::CollectiveKind;
 
-/// The type of a value on one axis: what its ranks hold. A gradient also has a type:
+/// The type of a value on one mesh axis: what each rank holds. It determines the type of the gradient:
 ///
 /// | type | the ranks hold | the complete gradient | a use on parts, or on own rows, adds to the gradient |
 /// |---|---|---|---|
@@ -23,11 +23,10 @@ pub(crate) enum SpmdType {
     Shard,
     /// Every rank holds an addend of one value.
     Partial(ReduceOp),
-    /// Every rank holds a different value, computed from its own rows. The ranks divide the batch, and none of them
-    /// knows the joined one.
+    /// Every rank holds a different value, computed from its own rows of the batch. The values are not parts of one
+    /// whole.
     Varying,
-    /// The rank at this index holds the whole value, and the others hold nothing. They skip the nodes that read or
-    /// write it.
+    /// The rank at this index holds the whole value. The others hold nothing, and skip the nodes that read or write it.
     Owned(usize),
 }
 
@@ -55,7 +54,7 @@ impl fmt::Display for SpmdType {
 }
 
 impl SpmdType {
-    /// Returns the type of a placement; a sharded value with an owner is entirely on that rank.
+    /// Returns the type of a placement. If there is an owner, a sharded value is entirely on that rank.
     pub(super) fn of_placement(placement: Placement, owner: Option<usize>) -> Self {
         match (placement, owner) {
             (Placement::Shard(_), Some(owner)) => Self::Owned(owner),
@@ -71,7 +70,7 @@ impl SpmdType {
         }
     }
 
-    /// Returns a placement of this type, if there is one. An owned value has the placement of parts.
+    /// Returns a placement of this type; `None` for varying values. An owned value counts as sharded.
     pub(super) fn to_placement(self) -> Option<Placement> {
         match self {
             Self::Replicate => Some(Placement::Replicate),
@@ -81,8 +80,8 @@ impl SpmdType {
         }
     }
 
-    /// Returns the type of the complete gradient of a value of this type. It is the value's type, or for addends the
-    /// type of their sum.
+    /// Returns the type of the complete gradient of a value of this type: the same type, or for addends the type of
+    /// their sum.
     pub(crate) fn of_gradient(self) -> Self {
         match self {
             Self::Replicate | Self::Shard | Self::Varying | Self::Owned(_) => self,
@@ -96,8 +95,8 @@ impl SpmdType {
         self == other || (self == Self::Varying && other == Self::Replicate)
     }
 
-    /// Returns the type of a value after a collective along the axis; the error is the reason why the collective does
-    /// not accept the value. For an undivided value, `owner` is the rank that sends or receives all of it.
+    /// Returns the type of a value after a collective along the axis, or why the collective does not accept the value.
+    /// If one rank sends or receives the whole value, it is `owner`.
     pub(crate) fn after(
         self,
         kind: CollectiveKind,
@@ -143,7 +142,7 @@ impl SpmdType {
         }
     }
 
-    /// Returns true if a reduction along another axis may precede the one that this type still needs.
+    /// Returns true if a reduction along another axis may come before the reduction that this type still needs.
     pub(crate) fn commutes_with(self, reduction: Option<ReduceOp>) -> bool {
         let is_sum = |op| matches!(op, ReduceOp::Sum | ReduceOp::Mean);
         match (self, reduction) {
@@ -160,12 +159,12 @@ mod tests {
 
     const SUM: SpmdType = SpmdType::Partial(ReduceOp::Sum);
 
-    /// The collectives that gather a parameter and reduce its gradient are each other's gradients.
+    /// The gradient of a gather is a reduction, and the gradient of a reduction is a gather.
     #[test]
     fn gradients_swap_gathers_and_reductions() {
         let gathered = SpmdType::Shard.after(AllGather, None, None).unwrap();
         assert_eq!(gathered, SpmdType::Replicate);
-        // Each rank's use of a replicated value adds to the gradient.
+        // Each rank's use of a replicated value contributes an addend of the gradient.
         let scattered = SUM.after(ReduceScatter, Some(ReduceOp::Sum), None).unwrap();
         assert_eq!(scattered, SpmdType::Shard.of_gradient());
         let reduced = SUM.after(AllReduce, Some(ReduceOp::Sum), None).unwrap();

@@ -14,16 +14,16 @@ use crate::place::rules;
 /// The way in which a node runs on the ranks of one axis.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Way {
-    /// It creates its results from nothing.
+    /// It creates its results without operands, as a constant does.
     Made,
-    /// It draws random numbers, different ones on each rank.
+    /// It draws different random numbers on each rank.
     Drawn,
-    /// The operation repeats a replicated value along a dim that its operands lack, over all or part of the dim.
+    /// It repeats a replicated value along a dim that its operands lack. Each rank may create all or part of that dim.
     Spread,
     /// Its results have the type of its operands.
     Alike(SpmdType),
-    /// The operation runs on parts. Its results are parts, or addends of one of these reductions. Element-wise
-    /// operations need no declaration.
+    /// It runs on parts. Its results are parts, or addends of one of these reductions. If `is_local`, results without a
+    /// declared type are parts.
     Parts {
         reductions: Vec<ReduceOp>,
         is_local: bool,
@@ -86,7 +86,7 @@ pub(super) fn spreads(node: &Node) -> bool {
         .any(|letter| !is_given(letter))
 }
 
-/// The reason why an operation cannot run on parts.
+/// The error of an operation that cannot run on parts.
 pub(super) const WHOLE: &str = "it takes parts as the whole";
 
 /// Returns the way of an operation of Burn that reads parts.
@@ -135,8 +135,7 @@ pub(super) fn addends(
     }
 }
 
-/// Returns the float operand of a cast, or of a node that sets elements to zero, as for padding. The node is linear in
-/// it.
+/// Returns the float operand of a cast, or of a node that clears padding. The node is linear in it.
 fn cast_or_cleared(operation: &OperationIr) -> Option<TensorId> {
     if let OperationIr::BaseFloat(BaseOperationIr::Cast(op)) = operation {
         return Some(op.input.id);
@@ -149,8 +148,8 @@ fn cast_or_cleared(operation: &OperationIr) -> Option<TensorId> {
     (op.value.elem::<f64>() == 0.0).then_some(op.tensor.id)
 }
 
-/// Returns the way of a node that reads values of one owner, whose results belong to that owner; `None` if it reads no
-/// such value.
+/// Returns the way of a node that reads one owner's values, so the results belong to that owner; `None` if it reads no
+/// owned value.
 pub(super) fn of_owner(inputs: &[(TensorId, SpmdType)]) -> Result<Option<Way>, &'static str> {
     let mut owners = inputs.iter().filter_map(|(_, of)| of.owner());
     let Some(owner) = owners.next() else {

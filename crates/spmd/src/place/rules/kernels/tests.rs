@@ -1,5 +1,5 @@
-//! Tests of the kernels' signatures against the kernels' results: on parts along a letter, kernels compute the parts of
-//! the results, or addends of them.
+//! Tests of the kernels' signatures against the kernels' results: on operands sharded along a letter, kernels compute
+//! parts or addends of the results.
 
 use burn::tensor::{DType, Shape, TensorData};
 use burn_flex::FlexTensor;
@@ -153,7 +153,7 @@ fn call(case: &Case, inputs: &[FlexTensor], outputs: &[Vec<usize>]) -> CustomOpI
     }
 }
 
-/// Returns a rank's half of a tensor along a letter, or the whole without that letter.
+/// Returns a rank's half of a tensor along a letter, or the whole tensor if it lacks the letter.
 fn part(tensor: &FlexTensor, operand: &Operand, letter: Letter, rank: usize) -> FlexTensor {
     match operand.dim_of(letter) {
         Some(dim) => {
@@ -169,7 +169,7 @@ fn values(tensor: &FlexTensor) -> Vec<f32> {
     data.try_to_vec().expect("32-bit floats")
 }
 
-/// Runs a kernel on the parts of two ranks along a letter, and compares the results with the parts of the whole.
+/// Runs a kernel on the parts of two ranks along a letter, and compares the combined results with `whole`.
 fn check(case: &Case, whole: &[FlexTensor], of: &Signature, letter: Letter) {
     let results = [0, 1].map(|rank| {
         let operands = case.inputs.iter().zip(&of.inputs);
