@@ -34,9 +34,12 @@ use burn_fsdp_spmd::graph::Graph;
 ///     &AdamWConfig::new().build(),
 ///     &batch,
 ///     TraceConfig::default(),
-/// )?; let graph = pipeline(4, Strategy::FullShard, &Options::default(), &[]).run(graph)?; let plan = Plan::new(&graph,
-/// &Machine::cpu(), 0)?; // This rank has a quarter of the weight, the bias and their two states each.
-/// assert_eq!(plan.memory.at_rest.total(), 3 * 4 * (64 * 64 + 64) / 4); println!("{plan}");
+/// )?;
+/// let graph = pipeline(4, Strategy::FullShard, &Options::default(), &[]).run(graph)?;
+/// let plan = Plan::new(&graph, &Machine::cpu(), 0)?;
+/// // This rank has a quarter of the weight, the bias and their two states each.
+/// assert_eq!(plan.memory.at_rest.total(), 3 * 4 * (64 * 64 + 64) / 4);
+/// println!("{plan}");
 /// # Ok::<(), burn_fsdp_spmd::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize)]
