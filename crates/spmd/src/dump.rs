@@ -20,14 +20,14 @@ use crate::graph::{Graph, Node, Role, Type};
 use changes::Printed;
 use groups::Group;
 
-/// Receives the graph of a plan as it was traced and after each pass. The first argument names the graph if the step
-/// has three.
+/// A callback that receives a plan's graph as it was traced and after each pass. The first argument names the part of a
+/// step with three graphs, and is empty otherwise.
 pub(crate) type Watch<'a> = dyn FnMut(&'static str, &Graph) + 'a;
 
 /// Name of the file that lists the changes of each pass.
 const CHANGES: &str = "changes.txt";
 
-/// A folder for graphs. Each plan has a folder in it, `graph-0` and so on, with these files:
+/// A folder for dumps of graphs. Each plan gets a subfolder, `graph-0` and so on, with these files:
 ///
 /// | file | |
 /// |---|---|
@@ -38,7 +38,7 @@ const CHANGES: &str = "changes.txt";
 /// | `00-trace.dot` .. | all operations and their inputs, for Graphviz |
 /// | `changes.txt` | for each pass the numbers of added, removed, changed and moved nodes, and the first of them |
 ///
-/// The folder of a plan is either complete or absent. The first plan replaces the folders of an earlier run, and
+/// The subfolder of a plan is either complete or absent. The first plan replaces the folders of an earlier run, and
 /// nothing else in the folder. Clones continue the numbering.
 ///
 /// ```
@@ -61,7 +61,7 @@ pub struct GraphDump {
     written: Arc<Mutex<usize>>,
 }
 
-/// The graphs of one plan, while they are written.
+/// The dump of one plan, while it is written.
 pub(crate) struct Record<'a> {
     dump: &'a GraphDump,
     /// A hidden folder until the dump is complete.
@@ -164,7 +164,7 @@ impl GraphDump {
 }
 
 impl Record<'_> {
-    /// Writes the next graph. Errors are reported at the end.
+    /// Writes the next graph. [`end`](Self::end) reports errors.
     pub(crate) fn see(&mut self, part: &'static str, graph: &Graph) {
         if self.failed.is_some() {
             return;
@@ -298,7 +298,7 @@ fn earlier(folder: &Path) -> Result<Vec<(PathBuf, Vec<PathBuf>)>, DumpError> {
     Ok(found)
 }
 
-/// Lists a folder, by name.
+/// Lists the entries of a folder, sorted by name.
 fn entries(folder: &Path) -> Result<Vec<PathBuf>, DumpError> {
     let entries = fs::read_dir(folder);
     let paths = entries.and_then(|entries| {

@@ -23,7 +23,7 @@ impl MemoryPlan {
     ///
     /// # Errors
     ///
-    /// See [`new`](Self::new).
+    /// Same as [`new`](Self::new).
     pub fn without_reuse(graph: &Graph, rank: usize) -> Result<Self, Error> {
         Self::simulate(graph, rank, false)
     }

@@ -73,7 +73,7 @@ impl Plan {
     ///
     /// # Errors
     ///
-    /// See [`MemoryPlan::new`].
+    /// Same as [`MemoryPlan::new`].
     pub fn new(graph: &Graph, machine: &Machine, rank: usize) -> Result<Self, Error> {
         let memory = MemoryPlan::new(graph, rank)?;
         Ok(Self {

@@ -1,4 +1,4 @@
-//! The changes of a pass, as text.
+//! Text that describes the changes of a pass.
 //!
 //! Nodes are named by the values that they write, so graphs are compared by these names instead of line by line.
 
@@ -24,7 +24,7 @@ const MOST_LINES: usize = 60;
 /// Maximum number of joined collectives per pass.
 const MOST_JOINED: usize = 200;
 
-/// A graph as it was printed, with its compared parts.
+/// A printed graph, and the properties that are compared.
 pub(super) struct Printed {
     name: String,
     text: String,
@@ -34,7 +34,7 @@ pub(super) struct Printed {
     units: BTreeMap<Arc<str>, usize>,
     /// Number of collectives of each kind.
     collectives: BTreeMap<CollectiveKind, usize>,
-    /// Collectives of several tensors, with these tensors.
+    /// Descriptions of the collectives that transfer several tensors.
     joined: BTreeSet<String>,
 }
 
@@ -82,7 +82,7 @@ impl Printed {
         self.text.lines().skip(start).take(end - start).collect()
     }
 
-    /// Returns all other lines.
+    /// Returns the lines that are not nodes.
     fn other_lines(&self) -> Vec<&str> {
         let Range { start, end } = self.nodes;
         let lines = self.text.lines();
@@ -171,7 +171,7 @@ impl Printed {
     }
 }
 
-/// The difference of two lists of named lines.
+/// The difference between two lists of named lines.
 struct Difference {
     added: usize,
     removed: usize,
@@ -260,7 +260,7 @@ fn name_of(line: &str) -> &str {
 
 /// Returns the positions of the longest increasing subsequence of a list; all other elements have moved.
 fn longest_rise(numbers: &[Option<usize>]) -> BTreeSet<usize> {
-    // For each length, the position of the least number that ends an increasing subsequence of that length.
+    // For each length, the position of the smallest number that ends an increasing subsequence of that length.
     let mut ends: Vec<usize> = Vec::new();
     let mut before: Vec<Option<usize>> = vec![None; numbers.len()];
     for (place, number) in numbers.iter().enumerate() {

@@ -1,9 +1,9 @@
-//! The tracer: makes a graph from a module, a loss and an optimizer.
+//! The tracer: builds a graph from a module, a loss and an optimizer.
 //!
 //! [`trace`] runs the closures once on Burn's capture device, which records operations and computes nothing. Parameters
-//! and batch are fake tensors of the right shapes. The result is a [`Graph`] of forward, backward and optimizer in
-//! which every tensor is known by path. It does not include the operations that initialise parameters. The model is not
-//! changed, and can be any Burn module.
+//! and batch are fake tensors of the right shapes. The result is a [`Graph`] of forward, backward and optimizer that
+//! identifies the model's tensors by path. It does not include the operations that initialise parameters. The model is
+//! not changed, and can be any Burn module.
 
 mod activation;
 mod batch;
@@ -61,13 +61,13 @@ pub struct TraceConfig {
     /// Types in which parameters compute. They must match the [`Options`](crate::passes::schedule::Options::precision)
     /// with which the graph is lowered. Those options, not this field, determine the types in which gradients are sent.
     pub precision: Precision,
-    /// True to multiply the loss by a factor that the graph takes after the batch, as
+    /// True to multiply the loss by a factor that the graph reads after the batch, as
     /// [`Options::scale_loss`](crate::passes::schedule::Options::scale_loss) requests.
     pub scales_loss: bool,
 }
 
 impl Default for TraceConfig {
-    /// Returns a later step at learning rate 0.001, in the module's types.
+    /// Returns the settings for a step after the first, at learning rate 0.001, in the module's types.
     fn default() -> Self {
         Self {
             step: OptimizerStep::Next,
@@ -183,7 +183,8 @@ where
             joined,
             found: |_, captured| inputs.push(captured),
         });
-        // Before the loss, because all operations before the last given value count as the module's initialisation.
+        // The factor is recorded before the loss, because all operations before the last given value count as the
+        // module's initialisation.
         let factor = options.scales_loss.then(|| loss_factor(&tracked));
         inputs.extend(factor.as_ref().map(float_id));
         progress.enter("the loss");

@@ -10,8 +10,8 @@ use super::narrow::check_narrow;
 use crate::error::Error;
 use crate::graph::{Node, Phase, operation_name};
 
-/// Returns the operations that `wanted` depends on, cut at the given tensors. Random numbers that the loss draws stay
-/// even if they are unused, because the numbers after them depend on them.
+/// Returns the operations that compute the `wanted` tensors from the `given` ones. Random draws of the loss stay even
+/// if they are unused, because later draws depend on them.
 ///
 /// # Errors
 ///

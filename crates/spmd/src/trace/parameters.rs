@@ -30,7 +30,7 @@ pub struct ParameterSpec {
     pub is_added: bool,
 }
 
-/// Returns the tensors of the module that `init` makes, in visiting order, without computing any weight. A running
+/// Returns the tensors of the module that `init` creates, in visiting order, without computing any weight. A running
 /// statistic under several paths is listed once, under the first path. So is a trained parameter that several fields
 /// share (clones with the same id).
 ///
