@@ -27,9 +27,9 @@ pub(crate) type LayoutOf<'a> = dyn Fn(&ParameterSpec) -> Result<Layout, Error> +
 pub struct ShardSpec<'a> {
     /// The whole tensor.
     pub whole: &'a ParameterSpec,
-    /// The elements of the whole that this rank holds, possibly none.
+    /// The elements of the whole tensor that this rank holds, possibly none.
     pub region: Region,
-    /// The shape in which the rank holds them: flat if it is cut between elements.
+    /// The shape of this rank's part: flat if the tensor is cut between elements.
     pub shape: Vec<usize>,
 }
 
@@ -241,7 +241,8 @@ where
         }
     }
 
-    /// Reads this rank's part by the first path that has one. All parts that are read must be equal.
+    /// Reads this rank's part under every path of a parameter, and returns the first one found. All parts must be
+    /// equal.
     fn read_of(
         &mut self,
         spec: &ParameterSpec,
@@ -341,7 +342,7 @@ fn asked<'a>(spec: &'a ParameterSpec, divided: &Divided<'_>) -> Result<ShardSpec
     })
 }
 
-/// Returns this rank's part, padded, of the value that rank 0 has.
+/// Sends rank 0's value to all ranks, and returns this rank's part, padded.
 fn sent(
     spec: &ParameterSpec,
     divided: &Divided<'_>,
@@ -369,7 +370,7 @@ fn sent(
         )?),
         false => None,
     };
-    // The ranks that divide the values pass their parts on to the ranks that hold the same parts.
+    // The ranks that received parts send them to the other ranks that hold the same parts.
     for copies in copies {
         let known = (shape.as_slice(), spec.dtype);
         let own = (copies.rank() == 0).then_some(data).flatten();
@@ -389,7 +390,7 @@ fn owned(lent: Arc<Lent>) -> TensorData {
     )
 }
 
-/// Returns this rank's part, in the given shape, of the values that the first rank of the group has.
+/// Scatters the value of the group's first rank, and returns this rank's part, padded to the given shape.
 fn scattered(
     spec: &ParameterSpec,
     data: Option<TensorData>,

@@ -12,7 +12,7 @@ use burn_ir::{
 use crate::custom::CustomOperations;
 use crate::graph::{CustomProfile, Flops, Node, Phase};
 
-/// Returns all operations of the crate `kernels`. Every step on Burn's CPU backend knows them. The graphs of losses
+/// Returns all operations of the crate `kernels`. Every step on Burn's CPU backend supports them. The graphs of losses
 /// that `burn_fsdp_kernels::recorded` records contain them, and [`UseKernels`](crate::passes::UseKernels) inserts them
 /// for operations that Burn composes.
 pub fn kernels() -> CustomOperations {
@@ -27,7 +27,7 @@ pub fn kernels() -> CustomOperations {
     all.fold(CustomOperations::new(), add)
 }
 
-/// Returns the kernels if a backend has them, and otherwise no operations.
+/// Returns the kernels for a backend that has them, and otherwise an empty set.
 pub(crate) fn kernels_of<B: BackendIr>() -> CustomOperations<B> {
     let all = kernels();
     let own = (&all as &dyn Any).downcast_ref::<CustomOperations<B>>();

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-/// The name of a pass. Passes use it to declare which passes they follow and precede, and graphs to list the passes
-/// that made them.
+/// The name of a pass. Passes use it to declare which passes they follow and precede. Graphs list the names of the
+/// applied passes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum PassId {

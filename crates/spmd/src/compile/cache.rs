@@ -65,7 +65,7 @@ pub(super) enum Compiled {
 pub(super) struct Cleanup {
     pub(super) graph: Arc<Graph>,
     pub(super) fingerprint: u64,
-    /// The number of steps after which it runs at the end of the step.
+    /// Number of steps after which it runs at the end of a step.
     pub(super) max_iterations: Option<NonZeroU64>,
     /// True if the work is the optimizer, which depends on no batch.
     pub(super) is_optimizer: bool,
@@ -86,17 +86,17 @@ pub(super) struct Setting<'a, Be: BackendIr> {
     pub(super) operations: &'a CustomOperations<Be>,
 }
 
-/// The graphs that were created, and the tracer that makes others.
+/// The graphs that were created, and the tracer that creates others.
 pub(super) struct Graphs<B> {
     tracer: Tracer<B>,
     /// The kept graphs, the most recently used at the back.
     kept: VecDeque<(Key, Entry)>,
     num_traces: usize,
-    /// Number of the step within its process.
+    /// Number of the compiled step within its process.
     number: u64,
 }
 
-/// Number of compiled steps that the process has made.
+/// Number of compiled steps that the process has created.
 static STEPS: AtomicU64 = AtomicU64::new(0);
 
 impl<B: Batch> Graphs<B> {
@@ -109,7 +109,7 @@ impl<B: Batch> Graphs<B> {
         }
     }
 
-    /// Returns the step's number, unique in the process.
+    /// Returns the compiled step's number, which is unique in the process.
     pub(super) fn number(&self) -> u64 {
         self.number
     }
@@ -124,7 +124,7 @@ impl<B: Batch> Graphs<B> {
         self.kept.clear();
     }
 
-    /// Returns the graphs for the given batch, or micro-batch, and optimizer step, and makes them if they are not kept.
+    /// Returns the graphs for the given batch or micro-batch and optimizer step, and creates them if none are kept.
     pub(super) fn of<Be: BackendIr>(
         &mut self,
         purpose: Purpose,

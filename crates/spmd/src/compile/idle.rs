@@ -10,7 +10,7 @@ use burn_pack::Scalar;
 pub struct IdleState {
     /// Path of the parameter.
     pub path: String,
-    /// Numbers of the state.
+    /// Named numbers of the state, such as a step counter.
     pub counters: Vec<(String, Scalar)>,
     /// All tensors of the state.
     pub tensors: Vec<IdleTensor>,
@@ -25,6 +25,6 @@ pub struct IdleTensor {
     pub shape: Vec<usize>,
     /// Layout of the whole tensor on the [mesh](crate::CompiledStep::mesh) of the step.
     pub layout: Layout,
-    /// The part.
+    /// This rank's part.
     pub data: TensorData,
 }

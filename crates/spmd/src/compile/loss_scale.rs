@@ -1,4 +1,4 @@
-//! Steps with a scaled loss: detects gradient overflow, and skips such steps.
+//! Steps with a scaled loss: detects gradient overflow, and skips steps with it.
 
 use burn::tensor::{DType, TensorData};
 use burn_fsdp_mesh::{LossScalerState, LossScaling};

@@ -67,8 +67,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ) -> Result<f64, Error> {
         match batches {
             [] => {
-                // Tells the others, which then do not wait. The last step stays pending, because the others may finish
-                // it later.
+                // Tells the other ranks, so they do not wait. The last step stays pending, because the others may
+                // finish it later.
                 let group = self.mode.ranks().group();
                 let _ = agree::<B>(group, None, rates, None);
                 self.expect_defined()?;
@@ -203,7 +203,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 }
 
-/// Rejects a micro-batch whose gradients are for different parameters from the first one's, because their sum would be
+/// Rejects a micro-batch that gives gradients to different parameters than the first one, because their sum would be
 /// incomplete.
 fn check_alike(first: Option<&Made>, own: &Made) -> Result<(), Error> {
     let Some(first) = first.filter(|first| first.stepped != own.stepped) else {

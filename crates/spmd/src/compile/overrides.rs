@@ -10,7 +10,7 @@ use crate::trace::ParameterSpec;
 ///
 /// The two modules may have different types. For example, a generic model may replace a part that reads values on the
 /// host and cannot be traced. Their parameters and buffers are matched by path. All tensors of the step's module must
-/// exist in the other module, with their shapes and types, and start with the values that the step's `init` makes.
+/// exist in the other module, with their shapes and types, and start with the values that the step's `init` creates.
 /// Checkpoints, [`CompiledStep::parameter`](crate::CompiledStep::parameter) and evaluations by either module use their
 /// paths. Tensors that the other module adds become part of the step, after the module's own. An added tensor starts
 /// with its value in the other module on rank 0, and is trained if that module requires it. It is in

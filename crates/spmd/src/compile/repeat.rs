@@ -2,7 +2,7 @@
 
 use crate::graph::{Graph, Node, Phase};
 
-/// Describes the first difference between forward and backward in two graphs of the same model. The optimizer's part is
+/// Describes the first difference in forward or backward between two graphs of the same model. The optimizer's part is
 /// not compared, because its scalars change from step to step and are patched.
 pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
     let nodes = |graph: &Graph| -> Vec<Node> {

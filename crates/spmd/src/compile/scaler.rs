@@ -3,7 +3,7 @@
 use burn::tensor::TensorData;
 use burn_fsdp_mesh::{LossScalerState, LossScaling};
 
-/// The scale of the losses of a step.
+/// The loss scale of a compiled step, and the outcome of its last step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Scaler {
     pub(super) scaling: LossScaling,

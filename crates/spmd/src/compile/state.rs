@@ -42,8 +42,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.done.idle = states;
     }
 
-    /// Returns a whole parameter or buffer. All ranks must call it, and all get it. In data parallelism each rank gets
-    /// its own running statistics, because they cover its own rows.
+    /// Returns a whole parameter or buffer. All ranks must call it, and all receive the tensor. In data parallelism,
+    /// running statistics differ between ranks, because each rank's cover only its rows; each rank receives its own.
     ///
     /// # Errors
     ///
@@ -300,7 +300,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Returns this rank's part of the optimizer's states of a parameter, by name; empty before its first step.
+    /// Returns this rank's part of a parameter's optimizer states, by name; empty before its first step.
     ///
     /// It completes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must
     /// call it.
@@ -401,7 +401,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Returns the numbers of the optimizer's state of a parameter, such as its step counter; `None` before its first
+    /// Returns the named numbers of a parameter's optimizer state, such as its step counter; `None` before its first
     /// step.
     pub fn counters(&self, path: &str) -> Option<&[(String, Scalar)]> {
         self.scalars.counters(path)

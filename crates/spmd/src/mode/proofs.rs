@@ -9,7 +9,8 @@ use crate::certificate::{Certificate, Proof, work};
 use crate::error::{Error, ProofError};
 use crate::graph::Graph;
 
-/// Products of elements in a step, over all ranks, up to which a debug build proves a plan by default.
+/// Maximum number of products of elements in a step, over all ranks, for which a debug build proves the plan by
+/// default.
 const SMALL_PLAN: u64 = 1 << 22;
 
 impl Mode {

@@ -112,7 +112,7 @@ impl<B: BackendIr> Executor<B> {
         &self.group
     }
 
-    /// Returns the table of the tensors' memory.
+    /// Returns the table of live tensor memory.
     pub fn table(&self) -> &MemoryTable {
         &self.table
     }
@@ -122,7 +122,7 @@ impl<B: BackendIr> Executor<B> {
         &mut self.table
     }
 
-    /// Sets a given value.
+    /// Sets a given value: one that no node writes, such as a parameter or an input.
     pub fn set(&mut self, id: TensorId, data: TensorData) {
         let known = (data.shape().to_vec(), data.dtype());
         self.table.remove(id);

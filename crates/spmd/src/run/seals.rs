@@ -171,7 +171,7 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Checks the values that a step has read or received and that no node has taken, before it replaces any. An
+    /// Checks the values that a step has read or received and that no node has consumed, before it replaces any. An
     /// evaluation leaves them to the next step.
     pub(super) fn look_at_left(&mut self, graph: &Graph) -> Result<(), Error> {
         if self.seals.of.is_empty() || graph.updates().is_empty() {
@@ -190,9 +190,9 @@ impl<B: BackendIr> Executor<B> {
         Ok(())
     }
 
-    /// Seals the values that a run has left, and reports to the other ranks the values that all hold whole.
+    /// Seals the values that a run has left, and reports the values that every rank holds whole to the other ranks.
     pub(super) fn seal_left(&mut self, graph: &Graph) {
-        // Values that were taken during the run are gone.
+        // Values that were consumed during the run are gone.
         let present = &self.present;
         self.seals.of.retain(|id, _| present.contains_key(id));
         if !self.group.compares_bytes() || graph.updates().is_empty() {

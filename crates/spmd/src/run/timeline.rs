@@ -15,7 +15,7 @@ pub struct Span {
     pub kind: &'static str,
     /// Phase: forward, backward or optimizer.
     pub phase: String,
-    /// Index in the schedule.
+    /// Index of the node in the schedule.
     pub node: usize,
     /// Time from the beginning of the step to the beginning of the node.
     pub start: Duration,
