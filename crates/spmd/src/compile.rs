@@ -84,14 +84,14 @@ pub use step::CompiledStep;
 /// # Frozen values
 ///
 /// A graph holds the operations that the closures ran while it was traced, and nothing of the code between them.
-/// Everything except the tensors of the model and the batch keeps the value that it had then. This includes numbers
-/// that the host draws or counts, branches, captured variables, and fields of a batch that are not tensors. If a branch
-/// depends on a value with few possible values, name it with [`BatchMapper::fixed`]: each value gets its own graph.
-/// Pass a value that changes from step to step (a temperature, a warm-up) as a tensor. Shapes may differ from step to
-/// step.
+/// Everything except the tensors of the model and the batch keeps the value that it had during the trace. This includes
+/// numbers that the host draws or counts, branches, captured variables, and fields of a batch that are not tensors. If
+/// a branch depends on a value with few possible values, name it with [`BatchMapper::fixed`]: each value gets its own
+/// graph. Pass a value that changes from step to step (a temperature, a warm-up) as a tensor. Shapes may differ from
+/// step to step.
 ///
-/// When a graph is used for the second time, its step is traced again with the new batch and compared. A counter,
-/// random number or field that has changed is an [`Error::NotRepeatable`]. Later changes are not detected.
+/// When a graph is used for the second time, its step is traced again with the new batch and compared. If a counter,
+/// random number or field has changed, the step returns [`Error::NotRepeatable`]. Later changes are not detected.
 ///
 /// `init` and `loss` run on devices with autodiff. Tracing computes nothing on them, so neither closure may read the
 /// value of a tensor. `init` runs once more on rank 0, for the initial values. A tensor of the model that is not a
@@ -173,8 +173,8 @@ where
     compiled::<Flex, M, B, L, O, (), E>((init, read), loss, optimizer, mode, (), on)
 }
 
-/// Compiles as [`compile`] does, with an [`Override`] for parts that cannot be traced. `loss` receives the module that
-/// replaces the one from `init`.
+/// Compiles as [`compile`] does, with an [`Override`] that replaces parts that cannot be traced. `loss` receives the
+/// module that replaces the one from `init`.
 ///
 /// # Errors
 ///

@@ -72,7 +72,7 @@ pub(crate) struct Record<'a> {
     /// Name of the last part seen; empty for the whole.
     part: &'static str,
     last: Option<Rc<Printed>>,
-    /// The last graph of the whole step, from which parts are split off.
+    /// The last graph of the whole step, before it was split into parts.
     whole: Option<Rc<Printed>>,
     changes: String,
     failed: Option<DumpError>,
@@ -207,7 +207,7 @@ impl Record<'_> {
         fs::write(path, text).map_err(|error| (self.dump.folder.join(name), error))
     }
 
-    /// Writes the changes, and the error if there is no plan. Returns the folder.
+    /// Writes the changes, and the error if the plan was rejected. Returns the folder.
     pub(crate) fn end(mut self, error: Option<&Error>) -> Result<PathBuf, DumpError> {
         if let Some(failed) = self.failed.take() {
             return Err(failed);
@@ -225,7 +225,7 @@ impl Record<'_> {
     }
 }
 
-/// Returns the name of a graph: the part of the step, then the pass that made it.
+/// Returns the file name of a graph: the part of the step, then the pass that produced it.
 fn file_name(part: &str, graph: &Graph) -> String {
     let made_by = graph.applied().last();
     let made_by = made_by.map_or_else(|| "trace".to_owned(), ToString::to_string);
@@ -233,7 +233,7 @@ fn file_name(part: &str, graph: &Graph) -> String {
         "" => made_by,
         part => format!("{part} {made_by}"),
     };
-    // Passes of the user have arbitrary names.
+    // User passes have arbitrary names.
     let plain = |letter: char| match letter.is_ascii_alphanumeric() {
         true => letter.to_ascii_lowercase(),
         false => '-',
@@ -241,7 +241,7 @@ fn file_name(part: &str, graph: &Graph) -> String {
     name.chars().map(plain).take(60).collect()
 }
 
-/// Describes the purpose of a plan.
+/// Returns the heading of the list of changes: the purpose, inputs and optimizer states of a plan.
 fn heading(title: &str, graph: &Graph) -> String {
     let inputs = graph.inputs().iter().filter_map(|id| graph.value(*id));
     let inputs = inputs.map(|value| format!("{} {}", value.role, Type(value)));

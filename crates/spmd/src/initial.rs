@@ -25,7 +25,7 @@ pub(crate) type LayoutOf<'a> = dyn Fn(&ParameterSpec) -> Result<Layout, Error> +
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ShardSpec<'a> {
-    /// The whole tensor.
+    /// The spec of the whole tensor.
     pub whole: &'a ParameterSpec,
     /// The elements of the whole tensor that this rank holds, possibly none.
     pub region: Region,
@@ -70,7 +70,7 @@ impl InitialValues {
             error: None,
         };
         if ranks.rank() == 0 {
-            // With autodiff, as in Burn's own training, because some modules ask for gradients.
+            // With autodiff, as in Burn's own training, because some modules require gradients.
             let device = device.clone().autodiff();
             // Parameters are replaced as they are visited, so only one exists at a time.
             let made = caught(|| init(&device).map(&mut receiver));
@@ -79,7 +79,7 @@ impl InitialValues {
                 return Err(Error::Initialization { reason }.into());
             }
         } else {
-            // In the order in which rank 0 visits the parameters, because each may be a collective.
+            // In the order in which rank 0 visits the parameters, because each may need a collective.
             for spec in specs {
                 receiver.receive(spec, || None);
             }
@@ -151,8 +151,8 @@ impl InitialValues {
         values.collect()
     }
 
-    /// Takes a value out, in the parameter's layout in the graph, and leaves its slot to be
-    /// [refilled](Self::set_local). All ranks must call it.
+    /// Removes a value, and returns it in the parameter's layout in the graph. [`set_local`](Self::set_local) restores
+    /// it. All ranks must call it.
     pub(crate) fn take(
         &mut self,
         parameter: &Parameter,
@@ -227,7 +227,7 @@ where
         }
     }
 
-    /// Rejects a field whose value differs from the value made for the parameter that it shares.
+    /// Rejects a field whose value differs from the initial value of the parameter that it shares.
     fn compare(&mut self, path: &str, data: impl FnOnce() -> TensorData) {
         let is_of = |spec: &&ParameterSpec| spec.tied.iter().any(|tied| **tied == *path);
         let first = self.specs.iter().find(is_of);

@@ -39,7 +39,7 @@ pub(crate) fn has_kernels<B: BackendIr>() -> bool {
     std::any::TypeId::of::<B>() == std::any::TypeId::of::<Flex>()
 }
 
-/// Returns true if tensors share one type that the kernels support.
+/// Returns true if all tensors have the same type and the kernels support it.
 pub(crate) fn are_alike<'a>(tensors: impl IntoIterator<Item = &'a TensorIr>) -> bool {
     let mut types = tensors.into_iter().map(|tensor| tensor.dtype);
     types

@@ -51,7 +51,7 @@
 //!
 //! A step with placements ([`Expand`], [`DataParallel::Automatic`]) takes the redistributions that its operations need,
 //! see [`place`], and none on axes of one rank. For a transformer of B blocks whose layers are cut by columns and then
-//! by rows, they are 4 B all-reduces: two per block in forward and two in backward. There is one more for each bucket
+//! by rows, these are 4 B all-reduces: two per block in forward and two in backward. There is one more for each bucket
 //! of gradients that are sums over the cut dim (the shifts of the norms). If the batch is cut on another axis, there is
 //! one more for each bucket of gradients there, one for the loss, and one for each gradient that is a sum on both axes.
 #![forbid(unsafe_code)]

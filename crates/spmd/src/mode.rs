@@ -30,7 +30,7 @@ use certify::Certify;
 use division::Division;
 use owners::Owners;
 
-/// The ranks that a step is compiled for, and the passes that compile it.
+/// The settings of a compiled step: its ranks, the division of values among them, and the passes with their options.
 #[derive(Debug, Clone)]
 pub struct Mode {
     ranks: Ranks,
@@ -60,7 +60,7 @@ struct Names {
     owners: Owners,
 }
 
-/// The passes of the user.
+/// The user's passes.
 #[derive(Debug, Clone, Default)]
 struct UserPasses {
     transforms: Vec<Arc<dyn GraphTransform>>,
@@ -78,7 +78,7 @@ pub(crate) enum Purpose {
 }
 
 impl Mode {
-    /// Creates a mode for a single rank.
+    /// Creates the mode for a single rank.
     pub fn single() -> Self {
         Self::data_parallel(ProcessGroup::solo(), Strategy::NoShard)
     }

@@ -42,7 +42,7 @@ pub(crate) fn coefficients(
     }
 }
 
-/// Adds the operations of clipping.
+/// Adds the operations of gradient clipping to a set.
 pub(crate) fn with_norms<B: BackendIr>(operations: CustomOperations<B>) -> CustomOperations<B> {
     operations.with(LocalNorm).with(Coefficients)
 }

@@ -47,7 +47,7 @@ pub(crate) fn caught<T>(body: impl FnOnce() -> T) -> Result<T, Panic> {
             DEPTH.set(DEPTH.get() - 1);
         }
     }
-    // The hook cannot be changed during a panic.
+    // The panic hook cannot be changed during a panic.
     if !std::thread::panicking() {
         INSTALL.call_once(install);
     }

@@ -51,7 +51,7 @@ pub(crate) enum Keep<'a> {
     Plan,
     /// The graph after each pass.
     All,
-    /// The graph after each pass, which must be the twin of the graph of the same step at other shapes.
+    /// The graph after each pass, which must list the same operations as the graph of the same step at other shapes.
     Twins(&'a Stages, &'a Scale),
 }
 
@@ -60,7 +60,7 @@ pub(crate) struct Stages {
     whole: Vec<Graph>,
     /// If the step has three graphs, the stages of each, from the point where the step was split.
     parts: Vec<Vec<Graph>>,
-    /// If nodes of the step run in the next one, the fields of [`Iteration`] apart from its graphs.
+    /// The fields of [`Iteration`] other than its graphs, for a step that moves nodes into the next one.
     moved: (Option<NonZeroU64>, bool),
     purpose: Purpose,
 }

@@ -15,7 +15,7 @@ use crate::traffic::Traffic;
 /// The estimated cost of a job, whether it fits, and advice if it does not.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Estimate {
-    /// The job: model, ranks, batch and so on.
+    /// The job that was estimated.
     pub job: Job,
     /// The machine that runs the job.
     pub machine: Machine,

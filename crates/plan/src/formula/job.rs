@@ -361,12 +361,12 @@ impl Job {
 pub struct Duration {
     /// The whole step, from the batch to the new parameters.
     pub step: f64,
-    /// Arithmetic operations.
+    /// Time of arithmetic operations.
     pub compute: f64,
-    /// Collectives, whether or not they overlap with arithmetic.
+    /// Time of collectives, whether or not they overlap with arithmetic.
     pub communication: f64,
-    /// Copies between host and device, whether or not they overlap with arithmetic.
+    /// Time of copies between host and device, whether or not they overlap with arithmetic.
     pub host: f64,
-    /// The optimizer step.
+    /// Time of the optimizer step.
     pub optimizer: f64,
 }

@@ -233,7 +233,7 @@ impl Heap {
         Ok(run)
     }
 
-    /// Creates the results of a collective in buffers of the transport, or in new memory if they were padded.
+    /// Creates the results of a collective in transport buffers, or in new memory if they were padded.
     fn received(&mut self, node: &Node, collective: &Collective) -> Result<Vec<Written>, Error> {
         let is_here = |input: &&TensorIr| !self.absent.contains(input.id);
         for input in node.operation.inputs().filter(is_here) {
@@ -326,7 +326,7 @@ impl Heap {
         })
     }
 
-    /// Creates a result in the memory of an operand, or in a copy if it writes to a buffer of the transport.
+    /// Creates a result in the memory of an operand, or in a copy if it would overwrite a transport buffer.
     fn shared(
         &mut self,
         output: &TensorIr,

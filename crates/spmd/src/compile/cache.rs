@@ -26,12 +26,12 @@ struct Key {
     inputs: Vec<InputSpec>,
     /// Names and hashes of the batch's values that are not tensors.
     fixed: Vec<(String, u64)>,
-    /// The operations of the optimizer's step.
+    /// The operation sequence of each parameter's optimizer step, as in [`StepScalars::structure`].
     structure: Vec<(usize, usize)>,
 }
 
 /// The parameters that get a gradient and therefore an optimizer step. Each path maps to the path of the first
-/// parameter with the same gradient. Gradients are pending under the numbers of these first parameters.
+/// parameter with the same gradient, whose number the pending gradient has.
 pub(super) type Stepped = BTreeMap<Arc<str>, Arc<str>>;
 
 /// The graphs that were created for a key.
@@ -67,7 +67,7 @@ pub(super) struct Cleanup {
     pub(super) fingerprint: u64,
     /// Number of steps after which it runs at the end of a step.
     pub(super) max_iterations: Option<NonZeroU64>,
-    /// True if the work is the optimizer, which depends on no batch.
+    /// True if the moved nodes are the optimizer, which depends on no batch.
     pub(super) is_optimizer: bool,
 }
 
@@ -162,7 +162,8 @@ impl<B: Batch> Graphs<B> {
         Ok(made)
     }
 
-    /// Traces a graph again, with this batch, when it is used for the second time. Rejects it if the two traces differ.
+    /// When a graph is used for the second time, traces it again with this batch, and rejects it if the two traces
+    /// differ.
     fn check_again(
         &mut self,
         index: usize,

@@ -21,7 +21,7 @@ use crate::trace::{
 
 type Tracer<B, O> = Box<dyn Fn(&B, &Mode) -> Result<(Graph, O), Error> + Send>;
 
-/// The shapes of a batch, and its values that are not tensors.
+/// The specs of a batch's tensors, and the hashes of its other values.
 type Key = (Vec<InputSpec>, Vec<(String, u64)>);
 
 /// A forward pass of a model, run by [`CompiledStep::evaluate`] on the parameters that a step trains, for measurement
@@ -30,13 +30,13 @@ type Key = (Vec<InputSpec>, Vec<(String, u64)>);
 /// It holds only graphs, one for each set of shapes. Parameters stay in the step, with their layout.
 pub struct Evaluation<B, O> {
     tracer: Tracer<B, O>,
-    /// Number of the step that the graphs are for.
+    /// Number of the compiled step that the graphs are for.
     of_step: Option<u64>,
     /// The kept graphs, the most recently used at the back.
     kept: VecDeque<(Key, Entry<O>)>,
 }
 
-/// A graph, with the results that it returns.
+/// A graph, with the template of its results.
 struct Entry<O> {
     graph: Arc<Graph>,
     /// The closure's result, with small tensors as placeholders.
@@ -137,7 +137,7 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
         Ok(self.keep(key, entry, mode.cache))
     }
 
-    /// Traces a graph again when it is used for the second time, and rejects it if the two traces differ.
+    /// When a graph is used for the second time, traces it again, and rejects it if the two traces differ.
     fn check_again(&mut self, index: usize, batch: &B, mode: &Mode) -> Result<(), Error> {
         let entry = &mut self.kept[index].1;
         let Some(first) = &entry.traced else {

@@ -1,10 +1,10 @@
-//! States of the optimizer that a step keeps and does not change.
+//! Optimizer states that a step keeps but does not change.
 
 use burn::tensor::TensorData;
 use burn_fsdp_mesh::Layout;
 use burn_pack::Scalar;
 
-/// The optimizer's state of a parameter that a step does not train. The step keeps it for later checkpoints, and for a
+/// The optimizer state of a parameter that a step does not train. The step keeps it for later checkpoints, and for a
 /// step that trains the parameter again.
 #[derive(Debug, Clone)]
 pub struct IdleState {

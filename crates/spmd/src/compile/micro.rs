@@ -29,8 +29,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// runs once. Returns the mean of their losses. All ranks must call it, with the same number of micro-batches and
     /// equal shapes across ranks. Micro-batches of one rank may have different shapes.
     ///
-    /// Gradients are added in their layout: each rank keeps the sum of its part. Each micro-batch runs the collectives
-    /// of a step.
+    /// Each rank keeps only the sum of its part of the gradients. Each micro-batch runs the collectives of a step.
     ///
     /// # Errors
     ///

@@ -31,13 +31,13 @@ pub struct OptimizerState {
 }
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
-    /// Returns the states of parameters that this step does not train, as they were
-    /// [set](Self::set_idle_states).
+    /// Returns the states of parameters that this step does not train, as set by
+    /// [`set_idle_states`](Self::set_idle_states).
     pub fn idle_states(&self) -> &[IdleState] {
         &self.done.idle
     }
 
-    /// Sets the states of parameters that this step does not train, and replaces the states set before.
+    /// Replaces the states of parameters that this step does not train.
     pub fn set_idle_states(&mut self, states: Vec<IdleState>) {
         self.done.idle = states;
     }
@@ -185,7 +185,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Returns the graph's values for the restored states, in the same order. Rejects a mismatch.
+    /// Returns the graph's values for the restored states, in the same order. Rejects a mismatch of shape or type.
     fn places(&self, graph: &Graph) -> Result<Vec<Parameter>, Error> {
         let places = self.restored.iter().map(|((path, slot), data)| {
             let place = state_of(graph, path, slot)?;
@@ -249,8 +249,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok((parameter, value))
     }
 
-    /// Returns the layout of a parameter or buffer, of its gradient and of its states. Until the first graph of
-    /// [`DataParallel::Automatic`](crate::DataParallel::Automatic) decides, it is the layout of flat shards.
+    /// Returns the layout of a parameter or buffer, of its gradient and of its states. With
+    /// [`DataParallel::Automatic`](crate::DataParallel::Automatic), it is the layout of flat shards until the first
+    /// graph decides the placements.
     ///
     /// # Errors
     ///

@@ -89,7 +89,7 @@ impl Printed {
         lines.clone().take(start).chain(lines.skip(end)).collect()
     }
 
-    /// Describes the first graph.
+    /// Returns a summary of the graph, which is printed for the first one.
     pub(super) fn summary(&self) -> String {
         let nodes = self.nodes.len();
         let others = self.other_lines().len();
@@ -99,7 +99,7 @@ impl Printed {
         )
     }
 
-    /// Describes the last graph, which runs.
+    /// Describes the fingerprint of the graph, which is printed for the last one.
     pub(super) fn fingerprints(&self) -> String {
         let (name, nodes) = (&self.name, self.nodes.len());
         let fingerprint = self.fingerprint;

@@ -49,11 +49,11 @@ pub struct Executor<B: BackendIr> {
     /// The ranks along each mesh axis.
     axes: BTreeMap<Arc<str>, ProcessGroup>,
     pub(super) table: MemoryTable,
-    /// Collectives in progress, by the first value that they write.
+    /// Collectives in progress, each under the first value that it writes.
     started: BTreeMap<TensorId, Started>,
     /// Shapes and types of the given values that are set.
     pub(super) present: BTreeMap<TensorId, (Vec<usize>, DType)>,
-    /// The values of the running graph that another rank holds.
+    /// The values of the running graph that this rank lacks because another rank owns them.
     pub(super) absent: Absent,
     constants: Vec<TensorId>,
     operations: CustomOperations<B>,
@@ -100,7 +100,7 @@ impl<B: BackendIr> Executor<B> {
         &self.operations
     }
 
-    /// Sets the step, and its micro-batch, for which the next run draws random numbers from a seed
+    /// Sets the step and the micro-batch for which later runs draw random numbers from a seed
     /// ([`Mode::seeded`](crate::Mode::seeded)). Without this call, all runs draw the same numbers. All ranks must set
     /// the same values.
     pub fn draw_for(&mut self, step: u64, micro: u32) {

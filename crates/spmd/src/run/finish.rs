@@ -1,4 +1,4 @@
-//! The end of a run, and the handling of nodes that another rank runs.
+//! The end of a run, and the handling of nodes that only other ranks run.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use crate::graph::{Graph, Node, Update};
 use crate::norm::LOCAL_NORM;
 
 impl<B: BackendIr> Executor<B> {
-    /// Frees the inputs of a node that another rank runs.
+    /// Frees the inputs that another rank's node would have consumed.
     pub(super) fn skip(&mut self, node: &Node) {
         let taken = node.operation.inputs();
         let taken = taken.filter(|input| input.status == TensorStatus::ReadWrite);

@@ -43,7 +43,7 @@ impl Seals {
 }
 
 impl Sealed {
-    /// Checks that a value still matches its seal; `node` is the node to report.
+    /// Checks that a value still matches its seal. Errors name `node`.
     pub(super) fn check(
         &self,
         group: &ProcessGroup,

@@ -47,7 +47,7 @@ impl Timeline {
         }
     }
 
-    /// Returns the moment from which times are measured.
+    /// Returns the moment at which the timeline began.
     pub fn began(&self) -> Instant {
         self.began
     }

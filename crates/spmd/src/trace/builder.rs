@@ -37,14 +37,14 @@ pub(super) struct Captures {
     pub(super) activations: Activations,
     /// Regions to recompute.
     pub(super) regions: Vec<Marks>,
-    /// True if new tensors had the type in which parameters compute.
+    /// True if new tensors had the parameters' compute type.
     pub(super) is_narrow: bool,
 }
 
 /// A graph under construction.
 pub(super) struct Builder {
     graph: Graph,
-    /// The graph's ids by the recording's ids.
+    /// Maps the recording's ids to the graph's ids.
     ids: BTreeMap<TensorId, TensorId>,
     operations: Vec<OperationIr>,
     constants: BTreeMap<TensorId, Arc<TensorData>>,

@@ -78,12 +78,12 @@ impl Default for TraceConfig {
     }
 }
 
-/// Traces a whole train step: `loss` of the module that `init` makes, its gradients, and an optimizer step for every
+/// Traces a whole train step: `loss` of the module that `init` creates, its gradients, and an optimizer step for every
 /// parameter with a gradient. `optimizer` is one of Burn's, or [`OptimizerGroups`].
 ///
 /// `init` is called with a device that computes nothing. Lazy parameters (all of Burn's) are never initialised. Only
-/// the shapes and types of `batch` are used. Integers and booleans that the loss makes have the CPU's default types, as
-/// in a compiled step. If tensors of two types meet, both closures are called once more.
+/// the shapes and types of `batch` are used. Integers and booleans that the loss creates have the CPU's default types,
+/// as in a compiled step. If tensors of two types meet, both closures are called once more.
 ///
 /// Parameters, buffers, inputs and states have the same ids in all graphs of the same model, regardless of the traced
 /// step and batch.
@@ -137,8 +137,9 @@ where
     .map(|(graph, ())| graph)
 }
 
-/// Traces as [`trace`] does, with these options. `joined` determines the shapes of the batches, and `optimizer` the
-/// step for the module's tensors. Also returns the outputs other than the loss, with small tensors as placeholders.
+/// Traces as [`trace`] does, with these options. `joined` returns the shapes to trace for the batch, and `optimizer`
+/// returns the optimizer step for the module's tensors. Also returns the outputs other than the loss, with small
+/// tensors as placeholders.
 pub(crate) fn trace_joined<M, B, L>(
     init: impl Fn(&Device) -> M,
     loss: impl Fn(&M, B) -> L,

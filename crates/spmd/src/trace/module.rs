@@ -405,9 +405,9 @@ impl ModuleMapper for Casts<'_> {
 /// Returns which tensors of a module are running statistics, and the new values of the updated ones; `None` for all
 /// other tensors. It consumes the module.
 ///
-/// Burn keeps an update separate until the mode of the module changes, and offers no other access to it. Only
-/// statistics may take this route. Parameters without autodiff cannot, so they are replaced with marks. A statistic
-/// that is still a mark afterwards had no update.
+/// Burn keeps an update separate until the mode of the module changes, and offers no other access to it. Parameters
+/// without autodiff do not support that change, so they are replaced with marks. A statistic that the change leaves
+/// unchanged had no update.
 pub(super) fn updates<M: Module>(
     module: M,
     tracked: &Device,

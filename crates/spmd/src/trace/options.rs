@@ -17,6 +17,6 @@ pub(crate) struct TraceOptions {
     pub(crate) scales_loss: bool,
     /// Patterns of the activations with requested placements.
     pub(crate) activations: Vec<Pattern>,
-    /// Stored types of the module's tensors, if new tensors have a different type.
+    /// Stored types of the module's tensors; empty unless new tensors have the parameters' compute type.
     pub(crate) stored: Stored,
 }

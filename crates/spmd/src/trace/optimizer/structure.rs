@@ -135,7 +135,7 @@ fn copy_of(tensor: &TensorIr, copy: TensorId) -> OperationIr {
     OperationIr::NumericFloat(tensor.dtype, operation)
 }
 
-/// Takes the scalars out of an operation, and leaves zeros.
+/// Replaces the scalars of an operation with zeros, and returns them.
 fn take_scalars(operation: &mut OperationIr) -> Vec<ScalarIr> {
     struct Take(Vec<ScalarIr>);
     impl IrVisitorMut for Take {

@@ -67,7 +67,7 @@ pub(crate) struct TwinStep {
 
 /// An optimizer for parameters of one shape and type.
 pub(super) trait Twin: Send {
-    /// Records a step.
+    /// Records one optimizer step from a state, or from none for the first step.
     fn step(&self, learning_rate: f64, state: Option<&TwinState>) -> Result<TwinStep, String>;
 
     /// Creates the state with these numbers and tensors.
