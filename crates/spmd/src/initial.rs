@@ -380,7 +380,7 @@ fn sent(
     data.ok_or_else(|| Error::Internal(format!("no rank has parameter {path}")))
 }
 
-/// Copies elements into separate memory.
+/// Copies a tensor into separate memory.
 fn owned(lent: Arc<Lent>) -> TensorData {
     let data = &lent.0;
     TensorData::from_bytes_vec(

@@ -13,10 +13,10 @@
 //! | module | stage |
 //! |---|---|
 //! | [`graph`] | the step as data: nodes in execution order, values by role and path |
-//! | [`trace`] | the tracer: makes a graph from closures, using fake tensors |
+//! | [`trace`] | the tracer: builds a graph from closures, using fake tensors |
 //! | [`place`] | placement of the step's values on ranks |
 //! | [`passes`] | functions from graph to graph, and the verifier |
-//! | [`CustomOperations`] | operations that are not Burn's |
+//! | [`CustomOperations`] | operations in addition to Burn's |
 //! | [`run`] | the executor, its memory table, and timelines |
 //!
 //! On one rank a compiled step is bit-identical to Burn's own loop if
@@ -108,7 +108,7 @@ pub use trace::{Batch, BatchMapper, Loss, OptimizerGroups, cast_floats, named_ac
 /// Burn's types for the call and the tensors of a [`CustomOperation`].
 pub use burn_ir::{CustomOpIr, HandleKind};
 
-/// The types in which a step computes and reduces gradients, as Burn's float types.
+/// The float types in which a step computes and in which it reduces gradients.
 ///
 /// ```
 /// use burn::tensor::FloatDType;

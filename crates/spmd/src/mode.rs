@@ -127,8 +127,8 @@ impl Mode {
         Ok(Self::new(Ranks::of_mesh(mesh), division))
     }
 
-    /// Creates a mode in which the ranks of a mesh divide values by the user's placements. The loss and all batch
-    /// statistics are computed over the joined batch, and every rank returns the same loss.
+    /// Creates a mode in which the ranks of a mesh divide values according to the user's placements. The loss and all
+    /// batch statistics are computed over the joined batch, and every rank returns the same loss.
     ///
     /// ```
     /// use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};

@@ -9,15 +9,15 @@ use crate::traffic::Traffic;
 use burn_fsdp_spmd::Strategy;
 use burn_fsdp_spmd::graph::CollectiveKind;
 
-/// The forward results that are recomputed in backward instead of being kept.
+/// Activation checkpointing: which forward results are recomputed in backward instead of being kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Checkpointing {
-    /// No results.
+    /// Nothing is recomputed.
     None,
-    /// Every second matrix product of a block, and cheap results.
+    /// Every second matrix product of a block and cheap results are recomputed.
     Selective,
-    /// All results of a block. Only its input is kept.
+    /// Blocks are recomputed from their inputs.
     Full,
 }
 
@@ -57,7 +57,7 @@ pub struct Job {
     pub precision: Precision,
     /// The sharding strategy, which also determines how long full parameters are kept.
     pub strategy: Strategy,
-    /// Forward results that are recomputed in backward.
+    /// The activation checkpointing.
     pub checkpointing: Checkpointing,
     /// True if stored parameters, gradients and optimizer states are in host memory, where the optimizer runs.
     pub is_offloaded: bool,
@@ -354,9 +354,9 @@ impl Job {
 
 /// An estimate of one step, in seconds.
 ///
-/// Forward and backward each take the longest of their arithmetic, their collectives and their copies to the host.
-/// Without prefetching, they take the sum of the arithmetic and the longer of the other two. The root's gather and
-/// reduction and the optimizer step are added.
+/// Forward and backward each take as long as the longest of their arithmetic, collectives and host copies. Without
+/// prefetching, they take as long as the arithmetic plus the longer of the other two. The root's gather and reduction
+/// and the optimizer step are added.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Duration {
     /// The whole step, from the batch to the new parameters.

@@ -52,7 +52,7 @@ struct Written {
     new: Option<Memory>,
 }
 
-/// The memory of one node's run.
+/// The live bytes while one node runs, and the bytes that it saves.
 #[derive(Debug, Default)]
 struct Run {
     during: Bytes,

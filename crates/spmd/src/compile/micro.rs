@@ -143,8 +143,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         graphs.into_iter().next().ok_or(Error::NoBatch)
     }
 
-    /// Returns the graphs for the given micro-batches. All ranks must call it. They agree on all of them before
-    /// anything changes, which takes one exchange of 8 bytes for each.
+    /// Returns the graphs for the given micro-batches. All ranks must call it. The ranks agree on all graphs before
+    /// anything changes, with one exchange of 8 bytes for each micro-batch.
     fn prepare_micro(
         &mut self,
         rates: &ModuleLearningRate,

@@ -13,7 +13,7 @@ pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
             .collect()
     };
     let (a, b) = (nodes(first), nodes(again));
-    // Constants come first, because different data does not change an operation.
+    // Constants are compared first, because different data does not change an operation.
     let constants = first.constants().iter().zip(again.constants());
     for ((_, a), (_, b)) in constants {
         if a.shape() == b.shape() && a != b {

@@ -43,7 +43,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 
     /// Returns a whole parameter or buffer. All ranks must call it, and all receive the tensor. In data parallelism,
-    /// running statistics differ between ranks, because each rank's cover only its rows; each rank receives its own.
+    /// each rank receives its own running statistics, which cover only its rows.
     ///
     /// # Errors
     ///
@@ -128,10 +128,10 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(states)
     }
 
-    /// Resumes a run after `steps` steps at these learning rates, each of which trained every parameter. The
-    /// optimizer's counters are computed for that step. Every state must be set with [`set_state`](Self::set_state)
-    /// before the next step. See [`resume_with`](Self::resume_with) for a run whose rates or trained parameters
-    /// changed, or with [skipped](Self::was_skipped) steps.
+    /// Resumes a run after `steps` steps at these learning rates, if each step trained every parameter. The optimizer's
+    /// counters are set as after these steps. Every state must be set with [`set_state`](Self::set_state) before the
+    /// next step. See [`resume_with`](Self::resume_with) for a run whose rates or trained parameters changed, or with
+    /// [skipped](Self::was_skipped) steps.
     ///
     /// # Errors
     ///

@@ -19,16 +19,16 @@ For each pass: the number of nodes before and after it, and the first lines that
   ~ runs earlier or later
 ";
 
-/// Maximum number of lines per pass.
+/// Maximum number of lines shown per pass.
 const MOST_LINES: usize = 60;
-/// Maximum number of joined collectives per pass.
+/// Maximum number of joined collectives shown per pass.
 const MOST_JOINED: usize = 200;
 
 /// A printed graph, and the properties that are compared.
 pub(super) struct Printed {
     name: String,
     text: String,
-    /// The lines of nodes. The lines before them are given values, and the lines after them results.
+    /// The range of lines that are nodes. Given values come before them, and results and updates after them.
     nodes: Range<usize>,
     fingerprint: u64,
     units: BTreeMap<Arc<str>, usize>,

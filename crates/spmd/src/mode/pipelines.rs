@@ -67,7 +67,7 @@ impl Mode {
         self.checked(pipeline)
     }
 
-    /// Moves the nodes that the mode and its user want to run in the next step, possibly none.
+    /// Moves nodes into the next step, as the mode's options and the user's passes request, possibly none.
     ///
     /// # Errors
     ///

@@ -46,7 +46,7 @@ pub struct Results {
 pub struct Executor<B: BackendIr> {
     pub(super) interpreter: TensorInterpreter<B>,
     pub(super) group: ProcessGroup,
-    /// The ranks along each mesh axis.
+    /// The group of ranks along each mesh axis.
     axes: BTreeMap<Arc<str>, ProcessGroup>,
     pub(super) table: MemoryTable,
     /// Collectives in progress, each under the first value that it writes.
@@ -83,7 +83,7 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Sets the ranks along each mesh axis; by default all ranks are along the axis `data`.
+    /// Sets the group of ranks along each mesh axis. By default, all ranks are along the axis `data`.
     #[must_use]
     pub fn axes(mut self, axes: impl IntoIterator<Item = (Arc<str>, ProcessGroup)>) -> Self {
         self.axes = axes.into_iter().collect();

@@ -83,7 +83,7 @@ impl Default for TraceConfig {
 ///
 /// `init` is called with a device that computes nothing. Lazy parameters (all of Burn's) are never initialised. Only
 /// the shapes and types of `batch` are used. Integers and booleans that the loss creates have the CPU's default types,
-/// as in a compiled step. If tensors of two types meet, both closures are called once more.
+/// as in a compiled step. If an operation would mix tensors of two types, both closures are called a second time.
 ///
 /// Parameters, buffers, inputs and states have the same ids in all graphs of the same model, regardless of the traced
 /// step and batch.

@@ -56,7 +56,7 @@ fn lost_by(
         OperationIr::Int(IntOperationIr::IntoFloat(cast)) => {
             is_half(cast.out.dtype).then_some("integers")
         }
-        // A router records it with its number instead of a constant.
+        // A router records this operation with its number instead of a constant.
         OperationIr::NumericFloat(_, NumericOperationIr::Full(full)) => {
             (!survives(full.value, full.out.dtype)).then_some(NUMBERS)
         }

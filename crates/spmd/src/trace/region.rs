@@ -1,4 +1,4 @@
-//! Regions of a loss that the user marks for recomputation in backward.
+//! Regions of a loss that a model marks for recomputation in backward.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};

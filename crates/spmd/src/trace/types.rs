@@ -32,8 +32,8 @@ impl TraceOptions {
     }
 }
 
-/// Returns the result of `trace`. If two types meet, calls `trace` again with new tensors in the parameters' compute
-/// type. If that also fails, returns the first error.
+/// Returns the result of `trace`. If an operation would mix two types, calls `trace` again with new tensors in the
+/// parameters' compute type. If that also fails, returns the first error.
 pub(super) fn by_types<M: Module, T>(
     init: impl Fn(&Device) -> M,
     options: &TraceOptions,
