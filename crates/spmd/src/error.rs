@@ -376,7 +376,7 @@ pub enum Error {
         At(*node, operation.as_str())
     )]
     NotCertified {
-        /// The first pass after which the step computes something else; `None` if the trace itself has no meaning.
+        /// The first pass after which the step computes something else; `None` if the trace itself is invalid.
         pass: Option<PassId>,
         /// The first node that is known to compute something else, by its index.
         node: Option<usize>,
@@ -397,7 +397,7 @@ pub enum Error {
         what: String,
     },
 
-    /// A process group of a size that the graph was not created for.
+    /// A process group with a different number of ranks than the graph.
     #[error(
         "the graph was made for {expected} ranks, but the group has {got}; compile it for {got}"
     )]

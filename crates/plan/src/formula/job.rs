@@ -57,7 +57,7 @@ pub struct Job {
     pub precision: Precision,
     /// The sharding strategy, which also determines how long full parameters are kept.
     pub strategy: Strategy,
-    /// The activation checkpointing.
+    /// Activation checkpointing of the blocks.
     pub checkpointing: Checkpointing,
     /// True if stored parameters, gradients and optimizer states are in host memory, where the optimizer runs.
     pub is_offloaded: bool,

@@ -71,7 +71,7 @@ pub(super) struct Cleanup {
     pub(super) is_optimizer: bool,
 }
 
-/// The kept graphs of a key.
+/// The cached graphs of a key.
 struct Entry {
     made: Made,
     /// The original trace, until the step has been traced a second time and compared.
@@ -89,7 +89,7 @@ pub(super) struct Setting<'a, Be: BackendIr> {
 /// The graphs that were created, and the tracer that creates others.
 pub(super) struct Graphs<B> {
     tracer: Tracer<B>,
-    /// The kept graphs, the most recently used at the back.
+    /// The cached graphs, with the most recently used ones at the back.
     kept: VecDeque<(Key, Entry)>,
     num_traces: usize,
     /// Number of the compiled step within its process.
@@ -119,12 +119,12 @@ impl<B: Batch> Graphs<B> {
         self.num_traces
     }
 
-    /// Forgets all kept graphs.
+    /// Removes all cached graphs.
     pub(super) fn clear(&mut self) {
         self.kept.clear();
     }
 
-    /// Returns the graphs for the given batch or micro-batch and optimizer step, and creates them if none are kept.
+    /// Returns the graphs for the given batch or micro-batch and optimizer step, and creates them if none are cached.
     pub(super) fn of<Be: BackendIr>(
         &mut self,
         purpose: Purpose,
@@ -239,7 +239,7 @@ impl<B> Graphs<B> {
         last.made.certificate.as_deref()
     }
 
-    /// Returns the number of keys whose graphs are kept.
+    /// Returns the number of keys whose graphs are cached.
     pub(super) fn len(&self) -> usize {
         self.kept.len()
     }

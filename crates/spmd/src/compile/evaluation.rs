@@ -32,7 +32,7 @@ pub struct Evaluation<B, O> {
     tracer: Tracer<B, O>,
     /// Number of the compiled step that the graphs are for.
     of_step: Option<u64>,
-    /// The kept graphs, the most recently used at the back.
+    /// The cached graphs, with the most recently used ones at the back.
     kept: VecDeque<(Key, Entry<O>)>,
 }
 
@@ -101,7 +101,7 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
         self.kept.back().map(|(_, entry)| entry.graph.as_ref())
     }
 
-    /// Returns the graph for the given batch and its template, and creates them if they are not kept.
+    /// Returns the graph for the given batch and its template, and creates them if they are not cached.
     fn of<Be: BackendIr>(
         &mut self,
         batch: &B,

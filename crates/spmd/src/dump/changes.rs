@@ -89,7 +89,7 @@ impl Printed {
         lines.clone().take(start).chain(lines.skip(end)).collect()
     }
 
-    /// Returns a summary of the graph, which is printed for the first one.
+    /// Returns a summary of the graph, which is printed for the first graph.
     pub(super) fn summary(&self) -> String {
         let nodes = self.nodes.len();
         let others = self.other_lines().len();
@@ -99,7 +99,7 @@ impl Printed {
         )
     }
 
-    /// Describes the fingerprint of the graph, which is printed for the last one.
+    /// Returns a line with the graph's fingerprint, which is printed for the last graph.
     pub(super) fn fingerprints(&self) -> String {
         let (name, nodes) = (&self.name, self.nodes.len());
         let fingerprint = self.fingerprint;

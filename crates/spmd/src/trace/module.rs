@@ -345,7 +345,7 @@ pub(super) fn off_tape<M: Module>(module: M, device: &Device, shapes: &[Leaf]) -
 struct Casts<'a> {
     precision: &'a Precision,
     path: Vec<String>,
-    /// Burn's names of the enclosing modules.
+    /// Burn's type names of the enclosing modules.
     containers: Vec<String>,
     /// For each remaining tensor, true if it is a running statistic.
     running: std::slice::Iter<'a, bool>,
