@@ -36,7 +36,7 @@ pub struct MemoryPlan {
 }
 
 impl MemoryPlan {
-    /// Returns the peak bytes.
+    /// Returns the bytes at the peak, over all categories.
     pub fn peak_bytes(&self) -> u64 {
         self.peak.total()
     }

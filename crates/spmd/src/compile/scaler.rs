@@ -32,7 +32,7 @@ impl Scaler {
         }
     }
 
-    /// Returns the factor of the loss, as the graph reads it.
+    /// Returns the loss scale as the tensor that the graph reads.
     pub(super) fn factor(&self) -> TensorData {
         TensorData::new(vec![self.state.scale as f32], [1])
     }

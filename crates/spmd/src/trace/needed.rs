@@ -16,8 +16,8 @@ use crate::graph::{Node, Phase, operation_name};
 /// # Errors
 ///
 /// [`Error::RandomInModule`] if the operations depend on random numbers of the module's initialisation, which would be
-/// different in every step. [`Error::Uncapturable`] if new tensors are narrow (`narrow` holds the constants) and an
-/// operation loses bits.
+/// different in every step. [`Error::Uncapturable`] if an operation loses bits in a trace whose new tensors have the
+/// parameters' compute type; `narrow` then holds the constants.
 pub(super) fn needed(
     operations: Vec<OperationIr>,
     given: &BTreeMap<TensorId, TensorId>,

@@ -80,7 +80,7 @@ pub(super) trait Twin: Send {
 /// The purpose of a recording: to find the tensors of the state, or to step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Look {
-    /// The first recording: the new state is described, and no further step can start from it.
+    /// Finds the tensors of the new state. No further step can start from that state.
     First,
     Again,
 }
