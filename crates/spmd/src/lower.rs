@@ -77,8 +77,8 @@ pub fn certify(graph: Graph, num_batches: usize, mode: &Mode) -> Result<Certific
 ///
 /// # Errors
 ///
-/// Same as [`certify`]; [`ProofError::Twin`](crate::ProofError::Twin) with the first pass after which the two differ, and
-/// the node.
+/// Same as [`certify`]; [`ProofError::Twin`](crate::ProofError::Twin) with the first pass after which the two differ,
+/// and the node.
 pub fn certify_at(
     real: Graph,
     small: Graph,

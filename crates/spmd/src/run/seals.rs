@@ -4,8 +4,8 @@
 //! The executor seals a collective's result when it arrives, from the data that the ranks reported about it. It seals
 //! the new value of a parameter, buffer or state when a node has written it, or at the end of the run. It checks a
 //! value when a node consumes it, which is its last use, and when a collective sends it. Values that no node of a step
-//! consumes are checked at the end of the step. Shared memory is not overwritten, and a node that overwrites a consumed
-//! value does so after the check. Only host memory is sealed.
+//! consumes are checked at the end of the step. Memory that several values share is not overwritten, and a node that
+//! overwrites a consumed value does so after the check. Only host memory is sealed.
 
 use std::any::Any;
 
@@ -77,7 +77,8 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Keeps the seal of a collective's result for one of its parts. Flips a bit of the result if fault injection requests it.
+    /// Keeps the seal of a collective's result for one of its parts. Flips a bit of the result if fault injection
+    /// requests it.
     pub(super) fn seal_result(
         &mut self,
         id: TensorId,
