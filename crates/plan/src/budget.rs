@@ -15,37 +15,37 @@ use crate::machine::Machine;
 use crate::size::Size;
 use crate::step::{MemoryPlan, TimePlan, node_seconds};
 
-/// Maximum number of units for which all choices are tried.
+/// Maximum number of units for which every subset is tried.
 const FEW: usize = 6;
 
-/// A choice of units to recompute with which a step stays within a budget.
+/// The units to recompute for a step to stay within a memory budget, as returned by [`fit`].
 #[derive(Debug, Clone)]
 pub struct Fitted {
-    /// The mode's options, with these units.
+    /// The options that were passed to [`fit`], with these units to recompute.
     pub options: Options,
-    /// Units whose forward is recomputed in backward, in the order of forward.
+    /// Units whose forward is recomputed in backward, in forward order.
     pub units: Vec<Arc<str>>,
-    /// Estimated peak bytes of a rank, as the budget counts them.
+    /// Highest estimated peak memory of a rank's process, in bytes.
     pub peak_bytes: u64,
-    /// Estimated seconds of the step.
+    /// Estimated duration of the step in seconds.
     pub seconds: f64,
-    /// Number of schedules that were planned in the search.
+    /// Number of schedules that the search planned.
     pub tried: usize,
 }
 
-/// The reason why no schedule is within a budget.
+/// The error of [`fit`].
 #[derive(Debug, thiserror::Error)]
 pub enum BudgetError {
-    /// None of the choices that were tried fits into this memory.
+    /// No schedule that was tried fits in the budget.
     #[error(
         "the best plan found needs {} of memory per rank, {least} bytes, but the budget is {budget} bytes; raise \
          the budget, use more ranks, or make the batch smaller",
         Size(*.least).trimmed()
     )]
     TooSmall {
-        /// The allowed bytes.
+        /// The budget in bytes per rank.
         budget: u64,
-        /// The smallest number of bytes for any choice that was tried.
+        /// The lowest peak of the schedules that were tried, in bytes per rank.
         least: u64,
     },
     /// The step cannot be lowered.
@@ -53,25 +53,24 @@ pub enum BudgetError {
     Step(#[from] Error),
 }
 
-/// Chooses the units of a step to recompute in backward, such that no rank exceeds `bytes` at any time and as little
-/// as possible is recomputed.
+/// Chooses the units that a step recomputes in backward: as little as possible for every rank to stay within `bytes`.
 ///
-/// The memory is the plan's estimate of the process ([`MemoryPlan::process`]): the exact peak of the tensors, times
-/// [`ProcessBytes::FACTOR`](crate::ProcessBytes::FACTOR). If everything fits, nothing is recomputed. Otherwise the choice depends on the number of units.
-/// With up to six units, all choices are tried, and the fastest one that fits according to the plan is taken. With
-/// more, units are taken from the first on, as many as necessary. Those without which the step also fits are then
-/// removed. Steps with several micro-batches need more memory.
+/// Memory is the plan's estimate for the process ([`MemoryPlan::process`]): the exact peak of the tensors, times
+/// [`ProcessBytes::FACTOR`](crate::ProcessBytes::FACTOR). If the step fits without recomputation, nothing is
+/// recomputed. With up to six units, every subset is tried, and the one with the fastest plan that fits is chosen. With
+/// more, units are added in forward order until the step fits, and unnecessary ones are then removed. The estimate is
+/// for steps of one batch; steps with several micro-batches need more memory.
 ///
-/// `graph` must come unchanged from [`trace`](burn_fsdp_spmd::trace::trace). `options` are the mode's options, in which
-/// [`recompute_units`](Options::recompute_units) is replaced. The call is not collective. Ranks choose the same units
+/// `graph` must come unchanged from [`trace`](burn_fsdp_spmd::trace::trace). `options` are the mode's options; their
+/// [`recompute_units`](Options::recompute_units) are replaced. The call is not collective. Ranks choose the same units
 /// if they pass equal arguments and have equal numbers of threads. If they choose differently, the step is rejected
 /// before it runs.
 ///
 /// # Errors
 ///
-/// [`BudgetError::TooSmall`], with the fewest bytes of all choices that were tried. [`Error::Precision`] if the graph
-/// was traced without the [types](burn_fsdp_spmd::trace::TraceConfig::precision) in which the options compute, or for
-/// a loss that is [scaled](Options::scale_loss). Errors of lowering.
+/// [`BudgetError::TooSmall`] if no schedule that was tried fits; [`Error::Precision`] if the graph was traced without
+/// the [types](burn_fsdp_spmd::trace::TraceConfig::precision) in which the options compute; [`Error::LossScale`] if the
+/// loss is [scaled](Options::scale_loss); errors of lowering.
 pub fn fit(
     graph: &Graph,
     mode: &Mode,
@@ -89,7 +88,7 @@ pub fn fit(
     }
     let named = AssignUnits(options.units.clone()).transform(graph.clone())?;
     let mut units: Vec<Unit> = Vec::new();
-    // Nodes outside all modules do not belong to a unit with a name.
+    // Nodes outside all modules belong to the unit with the empty name, which is not recomputed.
     let visits = unit_visits(&named).into_iter();
     for visit in visits.filter(|visit| !visit.unit.is_empty()) {
         let cost = cost(&named, &visit);
@@ -120,8 +119,8 @@ pub fn fit(
     })
 }
 
-/// Returns true if every parameter that forward reads is cast to the type in which the options compute, if that
-/// differs from its own.
+/// Returns true if forward casts every parameter that it reads to the parameter's compute type in `options`, unless the
+/// parameter already has that type.
 fn computes_as(graph: &Graph, options: &Options) -> bool {
     let types = graph.parameters().iter().filter(|of| !of.is_buffer);
     let types = types.filter_map(|parameter| {
@@ -143,13 +142,13 @@ fn computes_as(graph: &Graph, options: &Options) -> bool {
     })
 }
 
-/// A unit and the seconds that its forward takes.
+/// A unit, and the duration of its forward pass in seconds.
 struct Unit {
     name: Arc<str>,
     cost: f64,
 }
 
-/// Returns the seconds that the nodes of a visit take.
+/// Returns the duration of a visit's nodes in seconds.
 fn cost(graph: &Graph, visit: &UnitVisit) -> f64 {
     let machine = machine();
     let nodes = visit.nodes.iter().map(|index| &graph.nodes()[*index]);
@@ -166,7 +165,7 @@ struct Search<'a> {
     options: &'a Options,
     budget: u64,
     units: Vec<Unit>,
-    /// The fewest bytes of all choices that were tried.
+    /// The lowest peak of the schedules that were tried, in bytes per rank.
     least: u64,
     tried: usize,
 }
@@ -185,8 +184,8 @@ impl Search<'_> {
             &self.mode.clone().options(options.clone()),
         )?;
         self.tried += 1;
-        // The shards of the first rank are the longest, and the last rank's shards differ most from them. Owners all
-        // differ.
+        // The first rank has the longest shards, and the last rank's shards differ most from them. With owners, every
+        // rank differs.
         let last = lowered.num_ranks().saturating_sub(1);
         let (mut peak_bytes, mut seconds) = (0, 0f64);
         for rank in 0..=last {
@@ -205,7 +204,7 @@ impl Search<'_> {
         }))
     }
 
-    /// Recomputes nothing if that fits, and otherwise selects the fastest choice that fits. The costs of units are not
+    /// Recomputes nothing if that fits, and otherwise the fastest subset that fits. The costs of units are not
     /// additive, because operations that two units recompute may be merged.
     fn all(&mut self) -> Result<Option<Fitted>, Error> {
         let number = self.units.len();
@@ -229,14 +228,14 @@ impl Search<'_> {
         Ok(best)
     }
 
-    /// Selects units from the first on, and then drops unnecessary ones, the most expensive first.
+    /// Selects units in forward order until the step fits, and then drops unnecessary ones, the most expensive first.
     fn first_ones(&mut self) -> Result<Option<Fitted>, Error> {
         let first = |number: usize| (0..number).collect::<BTreeSet<_>>();
         let number = self.units.len();
         if let Some(found) = self.plan(&first(0))? {
             return Ok(Some(found));
         }
-        // The head's activations are needed at once, so recomputing them may need more memory.
+        // Backward needs the head's activations immediately, so recomputing them may need more memory.
         let mut best = None;
         for most in (1..=number).rev() {
             best = self.plan(&first(most))?.map(|found| (most, found));
@@ -247,7 +246,7 @@ impl Search<'_> {
         let Some((most, mut found)) = best else {
             return Ok(None);
         };
-        // `low` is too few, and `high` is enough.
+        // `low` units are too few, and `high` units are enough.
         let (mut low, mut high) = (0, most);
         while high - low > 1 {
             let middle = usize::midpoint(low, high);

@@ -1,4 +1,4 @@
-//! The categories of a step's bytes.
+//! The categories of a step's memory.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -118,7 +118,7 @@ impl IndexMut<Category> for Bytes {
     }
 }
 
-/// Finds the category of every value of a graph.
+/// Returns the category of every value in a graph.
 pub(crate) fn categories(graph: &Graph) -> BTreeMap<TensorId, Category> {
     let mut categories = BTreeMap::new();
     for value in graph.values() {

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-/// A connection from the point of view of one end.
+/// A connection, as seen from one end.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Link {
     /// Bytes per second in one direction.
@@ -26,11 +26,11 @@ pub struct Machine {
     pub memory_bandwidth: f64,
     /// Size of one device's memory in bytes.
     pub memory_bytes: u64,
-    /// Number of devices of a node.
+    /// Number of devices per node.
     pub ranks_per_node: usize,
     /// The link between devices of one node, per device.
     pub within: Link,
-    /// The link between nodes, per node. Its devices share it.
+    /// The link between nodes, per node. The node's devices share it.
     pub between: Link,
     /// The link between a device and the memory of its host, per device.
     pub host: Link,
@@ -50,7 +50,7 @@ impl Machine {
     /// The names that [`named`](Self::named) accepts.
     pub const NAMES: [&'static str; 4] = ["a100-80g", "a100-40g", "h100", "cpu"];
 
-    /// Returns the machine with this name.
+    /// Returns the machine with this name, or `None` for an unknown name.
     pub fn named(name: &str) -> Option<Self> {
         match name {
             "a100-80g" => Some(Self::a100_80g()),
@@ -61,7 +61,7 @@ impl Machine {
         }
     }
 
-    /// Returns nodes of eight A100 with 80 GB and 2 Tb/s between nodes: the cluster of arXiv 2304.11277.
+    /// Returns nodes of eight 80 GB A100s with 2 Tb/s between nodes: the cluster of arXiv 2304.11277.
     pub fn a100_80g() -> Self {
         Self {
             name: "a100-80g".to_owned(),
@@ -87,7 +87,7 @@ impl Machine {
         }
     }
 
-    /// Returns nodes of eight A100 with 40 GB and 400 Gb/s between nodes: AWS `p4d.24xlarge`.
+    /// Returns nodes of eight 40 GB A100s with 400 Gb/s between nodes: AWS `p4d.24xlarge`.
     pub fn a100_40g() -> Self {
         Self {
             name: "a100-40g".to_owned(),
@@ -101,7 +101,7 @@ impl Machine {
         }
     }
 
-    /// Returns nodes of eight H100 with 96 GB and 400 Gb/s per device between nodes.
+    /// Returns nodes of eight 96 GB H100s with 400 Gb/s per device between nodes.
     pub fn h100() -> Self {
         Self {
             name: "h100".to_owned(),
@@ -127,7 +127,7 @@ impl Machine {
         }
     }
 
-    /// Returns two cores of a server with AVX-512 and the memory between them: the machine of the tests.
+    /// Returns two cores of an AVX-512 server, connected by its memory.
     pub fn cpu() -> Self {
         Self {
             name: "cpu".to_owned(),
@@ -153,7 +153,7 @@ impl Machine {
         }
     }
 
-    /// Returns the operations per second that steps achieve with elements of this many bytes.
+    /// Returns the floating-point operations per second that a device achieves on elements of this many bytes.
     pub fn flops(&self, element_size: usize) -> f64 {
         let peak = match element_size {
             0..=2 => self.peak_flops_16,
@@ -162,8 +162,8 @@ impl Machine {
         peak * self.achievable
     }
 
-    /// Returns the seconds until each of `ranks` ranks has all of `bytes`, if each began with an equal part. A
-    /// reduction of the same bytes to a part for each rank takes equally long.
+    /// Returns the duration of an all-gather of `bytes` in total over `ranks` ranks, in seconds. A reduce-scatter of
+    /// the same bytes takes equally long.
     ///
     /// The model is a ring: `(n - 1) (latency + bytes / n / bandwidth)` (Thakur, Rabenseifner, Gropp, "Optimization
     /// of collective communication operations in MPICH", 2005, section 4.1). Rings between the nodes at the node's
@@ -198,7 +198,7 @@ mod tests {
         assert_eq!(machine.gather_seconds(1e9, 1), 0.0);
         let two = machine.gather_seconds(1e9, 2);
         assert!((two - (5e-6 + 0.5e9 / 300e9)).abs() < 1e-12);
-        // Sixteen nodes receive 15/16 of the bytes over their shared link.
+        // Each of the sixteen nodes receives 15/16 of the bytes over its link.
         let many = machine.gather_seconds(1e12, 128);
         assert!((many - 15.0 * (10e-6 + 62.5e9 / 250e9)).abs() < 1e-9);
     }

@@ -1,4 +1,4 @@
-//! A picture of memory over the step.
+//! An SVG of memory over the step.
 
 use std::error::Error;
 
@@ -7,14 +7,14 @@ use plotters::prelude::*;
 use crate::category::{Bytes, Category};
 
 const SIZE: (u32, u32) = (900, 480);
-/// Maximum number of points. More points are grouped, and the largest of each group is kept.
+/// Maximum number of points drawn. More points are grouped, and the largest of each group is drawn.
 const MAX_POINTS: usize = 1500;
 const GIB: f64 = (1u64 << 30) as f64;
 
 /// Draws an SVG of bytes over the step, stacked by category, with the peak marked.
 pub(crate) fn draw(title: &str, x_label: &str, series: &[Bytes]) -> String {
     let mut svg = String::new();
-    // Drawing into memory fails only if the picture makes no sense. It then stays empty.
+    // Drawing into a string fails only if the picture is invalid. The picture then stays empty.
     if draw_into(&mut svg, title, x_label, series).is_err() {
         svg.clear();
         let _ = SVGBackend::with_string(&mut svg, SIZE)

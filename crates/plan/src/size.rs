@@ -1,10 +1,10 @@
-//! Numbers of bytes as text.
+//! Byte counts as text.
 
 use std::fmt;
 
 use crate::category::{Bytes, Category};
 
-/// The categories that have bytes, one per line.
+/// Prints the categories that have bytes, one per line.
 pub(crate) struct Breakdown<'a>(pub(crate) &'a Bytes);
 
 impl fmt::Display for Breakdown<'_> {
@@ -19,7 +19,7 @@ impl fmt::Display for Breakdown<'_> {
     }
 }
 
-/// A number of bytes. Prints in the largest unit that gives at least one, right-aligned in eleven columns.
+/// A number of bytes. Prints in the largest unit in which it is at least 1, right-aligned in eleven columns.
 #[derive(Debug, Clone, Copy)]
 pub struct Size(pub u64);
 

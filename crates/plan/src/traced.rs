@@ -8,7 +8,7 @@ use crate::formula::{Advice, Job, Verdict, advise};
 use crate::size::Size;
 use crate::step::Plan;
 
-/// The plan of a job's graph, its verdict, and advice extrapolated to other batches and numbers of ranks.
+/// The plan of a job's graph, whether the job fits, and advice extrapolated to other batch sizes and numbers of ranks.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TracedEstimate {
     /// The job for which the graph was traced.
@@ -52,8 +52,8 @@ impl TracedEstimate {
     }
 }
 
-/// Scales the plan's peak to another batch or number of ranks. Shards of parameters and states are inversely
-/// proportional to the number of ranks. Activations, temporaries and buffers are proportional to the batch. Full
+/// Scales the plan's peak to another batch size or number of ranks. Shards of parameters and states are inversely
+/// proportional to the number of ranks. Activations, temporaries and buffers are proportional to the batch size. Full
 /// parameters and gradients do not change. Returns `None` for other changes, which a compiled step does not support.
 fn scaled(job: &Job, plan: &Plan, other: &Job) -> Option<u64> {
     let comparable = Job {
@@ -73,7 +73,7 @@ fn scaled(job: &Job, plan: &Plan, other: &Job) -> Option<u64> {
     Some((divided + proportional + fixed) as u64)
 }
 
-/// Prints lines for people.
+/// Prints a human-readable summary.
 impl fmt::Display for TracedEstimate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let peak = Size(self.peak).trimmed();

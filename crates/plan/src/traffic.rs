@@ -4,19 +4,19 @@ use serde::Serialize;
 
 use burn_fsdp_spmd::graph::{CollectiveKind, Graph};
 
-/// Collectives of one kind in a step.
+/// Number and bytes of a step's collectives of one kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Tally {
     /// Number of collectives.
     pub operations: u64,
-    /// Bytes of the whole tensors.
+    /// Total bytes of the whole tensors.
     pub bytes: u64,
-    /// Bytes that one rank sends in ring algorithms: `(n - 1) / n` of the whole tensors, twice that for all-reduce,
+    /// Bytes that one rank sends in ring algorithms: `(n - 1) / n` of the whole tensors, twice as many for all-reduce,
     /// and `(n - 1) / n` of a rank's part for all-to-all.
     pub sent: u64,
 }
 
-/// The collectives of a step.
+/// Number and bytes of a step's collectives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Traffic {
     /// Gathers of shards into whole tensors.

@@ -41,13 +41,13 @@ pub use overrides::Override;
 pub use state::OptimizerState;
 pub use step::CompiledStep;
 
-/// Compiles a train step: `loss` of the module that `init` makes and a batch, its gradients, and a step of `optimizer`
-/// for every parameter. The closure returns only the loss, or a pair of the loss and other tensors that the step
-/// outputs, see [`Loss`]. All ranks of the mode's group must call it, with the same arguments.
+/// Compiles a train step: `loss` of a batch on the module that `init` creates, its gradients, and a step of `optimizer`
+/// for every parameter. `loss` returns only the loss, or a pair of the loss and other tensors that the step outputs;
+/// see [`Loss`]. All ranks of the mode's group must call it, with the same arguments.
 ///
 /// The first batch of each set of shapes creates a graph. The initial values come from `init` on rank 0. No rank ever
-/// holds more than its part and one whole parameter, as long as `init` leaves parameters lazy, as Burn's layers do. So
-/// does [`LazyLora`](crate::LazyLora), which replaces Burn's `apply_lora`. Until the first graph of
+/// holds more than its part and one whole parameter, as long as `init` leaves parameters lazy, as Burn's layers do.
+/// [`LazyLora`](crate::LazyLora) does so for LoRA, unlike Burn's `apply_lora`. Until the first graph of
 /// [`DataParallel::Automatic`](crate::DataParallel::Automatic) has decided the parts, they are flat shards. To read
 /// values from a file, use [`compile_from`].
 ///
@@ -55,7 +55,7 @@ pub use step::CompiledStep;
 /// them. It also runs on the host at every step, and its host computations may depend on the learning rate, its step
 /// number, its own state, and the shapes and types of parameters. As in Burn, it updates a parameter if the batch
 /// produces a gradient for it. Gradient clipping is not part of Burn's `Optimizer`: `with_grad_clipping(..).build()`
-/// leaves it out. A compiled step clips by the norm of all gradients if
+/// drops it. A compiled step clips by the norm of all gradients if
 /// [`Options::clip_grad_norm`](crate::passes::schedule::Options::clip_grad_norm) is set.
 ///
 /// ```
@@ -84,14 +84,14 @@ pub use step::CompiledStep;
 /// # Frozen values
 ///
 /// A graph holds the operations that the closures ran while it was traced, and nothing of the code between them.
-/// Everything except the tensors of the model and the batch keeps the value that it had then. This includes numbers
-/// that the host draws or counts, branches, captured variables, and fields of a batch that are not tensors. If a branch
-/// depends on a value with few possible values, name it with [`BatchMapper::fixed`]: each value gets its own graph.
-/// Pass a value that changes from step to step (a temperature, a warm-up) as a tensor. Shapes may differ from step to
-/// step.
+/// Everything except the tensors of the model and the batch keeps the value that it had during the trace. This includes
+/// numbers that the host draws or counts, branches, captured variables, and fields of a batch that are not tensors. If
+/// a branch depends on a value with few possible values, name it with [`BatchMapper::fixed`]: each value gets its own
+/// graph. Pass a value that changes from step to step (a temperature, a warm-up) as a tensor. Shapes may differ from
+/// step to step.
 ///
-/// When a graph is used for the second time, its step is traced again with the new batch and compared. A counter,
-/// random number or field that has changed is an [`Error::NotRepeatable`]. Later changes are not detected.
+/// When a graph is used for the second time, its step is traced again with the new batch and compared. If a counter,
+/// random number or field has changed, the step returns [`Error::NotRepeatable`]. Later changes are not detected.
 ///
 /// `init` and `loss` run on devices with autodiff. Tracing computes nothing on them, so neither closure may read the
 /// value of a tensor. `init` runs once more on rank 0, for the initial values. A tensor of the model that is not a
@@ -123,7 +123,7 @@ where
 /// file.
 ///
 /// `read` is called once for each tensor of the module, in module order. It returns this rank's part in the requested
-/// shape, or `None` to use the value that `init` makes on rank 0. All ranks must return a part of the same tensors. A
+/// shape, or `None` to use the value that `init` creates on rank 0. All ranks must return parts of the same tensors. A
 /// lazy parameter whose value is read is not initialised.
 ///
 /// ```
@@ -173,12 +173,12 @@ where
     compiled::<Flex, M, B, L, O, (), E>((init, read), loss, optimizer, mode, (), on)
 }
 
-/// Compiles as [`compile`] does, with an [`Override`] for parts that cannot be traced. `loss` takes the module that
-/// replaces the one that `init` makes.
+/// Compiles as [`compile`] does, with an [`Override`] that replaces parts that cannot be traced. `loss` receives the
+/// module that replaces the one from `init`.
 ///
 /// # Errors
 ///
-/// As [`compile`]; [`OverrideError`](crate::OverrideError).
+/// Same as [`compile`]; [`OverrideError`](crate::OverrideError).
 pub fn compile_with<M, B, L, O, V>(
     init: impl Fn(&Device) -> M + Send + 'static,
     loss: impl Fn(&V::Traced, B) -> L + Send + 'static,
@@ -202,7 +202,7 @@ where
 ///
 /// # Errors
 ///
-/// As [`compile`].
+/// Same as [`compile`].
 pub fn compile_on<Be, M, B, L, O, V>(
     init: impl Fn(&Device) -> M + Send + 'static,
     loss: impl Fn(&V::Traced, B) -> L + Send + 'static,
@@ -333,7 +333,7 @@ fn initial_values<M: Module, V: Override<M>, E: From<Error>>(
     Ok(initial.and(of_added))
 }
 
-/// Returns the host side of the optimizers of a module's parameters, before the first step.
+/// Creates the host side of the optimizers for a module's parameters, before the first step.
 fn host_side<'a>(
     optimizers: OptimizerGroups,
     named: impl Iterator<Item = (ParamId, &'a ParameterSpec)> + Clone,
@@ -346,6 +346,6 @@ fn host_side<'a>(
         shape: spec.shape.clone(),
         dtype: spec.dtype,
     });
-    // The rate is not zero, so nothing is skipped.
+    // The rate is not zero, because optimizers may omit operations at rate zero.
     HostScalars::new(optimizers, 1.0, trained)
 }

@@ -1,7 +1,7 @@
 //! Custom operations: their implementations and their costs.
 //!
 //! A model that captures a custom operation, as an [`OperationIr::Custom`](burn_ir::OperationIr::Custom), can be
-//! compiled if the step knows the operation, see [`CompiledStep::operations`](crate::CompiledStep::operations).
+//! compiled if the step supports the operation, see [`CompiledStep::operations`](crate::CompiledStep::operations).
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -35,7 +35,7 @@ pub trait CustomOperation<B: BackendIr>: Send + Sync {
     fn profile(&self, call: &CustomOpIr) -> CustomProfile;
 }
 
-/// The operations that a step knows in addition to Burn's, by name.
+/// The operations that a step supports in addition to Burn's, by name.
 ///
 /// ```
 /// use burn_fsdp_spmd::CustomOperations;

@@ -20,14 +20,14 @@ use crate::graph::{Graph, Node, Role, Type};
 use changes::Printed;
 use groups::Group;
 
-/// Receives the graph of a plan as it was traced and after each pass. The first argument names the graph if the step
-/// has three.
+/// A callback that receives a plan's graph as it was traced and after each pass. The first argument names the part of a
+/// step with three graphs, and is empty otherwise.
 pub(crate) type Watch<'a> = dyn FnMut(&'static str, &Graph) + 'a;
 
 /// Name of the file that lists the changes of each pass.
 const CHANGES: &str = "changes.txt";
 
-/// A folder for graphs. Each plan has a folder in it, `graph-0` and so on, with these files:
+/// A folder for dumps of graphs. Each plan gets a subfolder, `graph-0` and so on, with these files:
 ///
 /// | file | |
 /// |---|---|
@@ -38,7 +38,7 @@ const CHANGES: &str = "changes.txt";
 /// | `00-trace.dot` .. | all operations and their inputs, for Graphviz |
 /// | `changes.txt` | for each pass the numbers of added, removed, changed and moved nodes, and the first of them |
 ///
-/// The folder of a plan is either complete or absent. The first plan replaces the folders of an earlier run, and
+/// The subfolder of a plan is either complete or absent. The first plan replaces the folders of an earlier run, and
 /// nothing else in the folder. Clones continue the numbering.
 ///
 /// ```
@@ -61,7 +61,7 @@ pub struct GraphDump {
     written: Arc<Mutex<usize>>,
 }
 
-/// The graphs of one plan, while they are written.
+/// The dump of one plan, while it is written.
 pub(crate) struct Record<'a> {
     dump: &'a GraphDump,
     /// A hidden folder until the dump is complete.
@@ -72,7 +72,7 @@ pub(crate) struct Record<'a> {
     /// Name of the last part seen; empty for the whole.
     part: &'static str,
     last: Option<Rc<Printed>>,
-    /// The last graph of the whole step, from which parts are split off.
+    /// The last graph of the whole step, before it was split into parts.
     whole: Option<Rc<Printed>>,
     changes: String,
     failed: Option<DumpError>,
@@ -164,7 +164,7 @@ impl GraphDump {
 }
 
 impl Record<'_> {
-    /// Writes the next graph. Errors are reported at the end.
+    /// Writes the next graph. [`end`](Self::end) reports errors.
     pub(crate) fn see(&mut self, part: &'static str, graph: &Graph) {
         if self.failed.is_some() {
             return;
@@ -207,7 +207,7 @@ impl Record<'_> {
         fs::write(path, text).map_err(|error| (self.dump.folder.join(name), error))
     }
 
-    /// Writes the changes, and the error if there is no plan. Returns the folder.
+    /// Writes the changes, and the error if the plan was rejected. Returns the folder.
     pub(crate) fn end(mut self, error: Option<&Error>) -> Result<PathBuf, DumpError> {
         if let Some(failed) = self.failed.take() {
             return Err(failed);
@@ -225,7 +225,7 @@ impl Record<'_> {
     }
 }
 
-/// Returns the name of a graph: the part of the step, then the pass that made it.
+/// Returns the file name of a graph: the part of the step, then the pass that produced it.
 fn file_name(part: &str, graph: &Graph) -> String {
     let made_by = graph.applied().last();
     let made_by = made_by.map_or_else(|| "trace".to_owned(), ToString::to_string);
@@ -233,7 +233,7 @@ fn file_name(part: &str, graph: &Graph) -> String {
         "" => made_by,
         part => format!("{part} {made_by}"),
     };
-    // Passes of the user have arbitrary names.
+    // User passes have arbitrary names.
     let plain = |letter: char| match letter.is_ascii_alphanumeric() {
         true => letter.to_ascii_lowercase(),
         false => '-',
@@ -241,7 +241,7 @@ fn file_name(part: &str, graph: &Graph) -> String {
     name.chars().map(plain).take(60).collect()
 }
 
-/// Describes the purpose of a plan.
+/// Returns the heading of the list of changes: the purpose, inputs and optimizer states of a plan.
 fn heading(title: &str, graph: &Graph) -> String {
     let inputs = graph.inputs().iter().filter_map(|id| graph.value(*id));
     let inputs = inputs.map(|value| format!("{} {}", value.role, Type(value)));
@@ -298,7 +298,7 @@ fn earlier(folder: &Path) -> Result<Vec<(PathBuf, Vec<PathBuf>)>, DumpError> {
     Ok(found)
 }
 
-/// Lists a folder, by name.
+/// Lists the entries of a folder, sorted by name.
 fn entries(folder: &Path) -> Result<Vec<PathBuf>, DumpError> {
     let entries = fs::read_dir(folder);
     let paths = entries.and_then(|entries| {

@@ -43,15 +43,15 @@ pub enum Error {
     /// Parameters with the same id that cannot be one parameter.
     #[error("parameters `{first}` and `{second}` are one parameter (same id), {problem}")]
     Tied {
-        /// The path seen first.
+        /// Path of the first parameter.
         first: String,
-        /// The path seen second.
+        /// Path of the second parameter.
         second: String,
-        /// The reason why they cannot be one, and how to fix it.
+        /// The reason, and how to fix it.
         problem: &'static str,
     },
 
-    /// A panic of `init` while it computed the initial values.
+    /// A panic in `init` while it computed the initial values.
     #[error(
         "init failed on rank 0 while it computed the initial values: {reason}; make the module on the device that `init` \
          receives, which has autodiff"
@@ -68,9 +68,9 @@ pub enum Error {
          (Param::from_tensor(tensor).set_require_grad(false)), which is drawn once and saved"
     )]
     RandomInModule {
-        /// The operation that draws.
+        /// The operation that draws it.
         operation: String,
-        /// Shape of the tensor that it draws.
+        /// Shape of the tensor.
         shape: Vec<usize>,
     },
 
@@ -84,7 +84,7 @@ pub enum Error {
         path: String,
     },
 
-    /// A step that was traced to two different graphs for the same model, batch and step.
+    /// A step whose second trace differs from the first.
     #[error(
         "the step differs each time it is traced: {difference}; a compiled step only repeats what was traced, so pass \
          values that the host draws or counts (random numbers, step counters, scheduled weights, the order of a HashMap) \
@@ -136,7 +136,7 @@ pub enum Error {
     /// Two tensors of a batch, or two parameters, with the same name.
     #[error("{what} \"{name}\" occurs twice; give each a unique name")]
     DuplicateName {
-        /// Kind of the named object: an input, a parameter.
+        /// Kind of the named object, such as an input or a parameter.
         what: &'static str,
         /// The name.
         name: String,
@@ -145,7 +145,7 @@ pub enum Error {
     /// A name that matches nothing.
     #[error("there is no {what} \"{name}\"; {}", Known(known))]
     UnknownName {
-        /// Kind of the named object: an input, a parameter.
+        /// Kind of the named object, such as an input or a parameter.
         what: &'static str,
         /// The name.
         name: String,
@@ -159,15 +159,15 @@ pub enum Error {
          another placement, or replicate it"
     )]
     Placement {
-        /// Kind of the tensor: a parameter, an input.
+        /// Kind of the tensor, such as a parameter or an input.
         what: &'static str,
         /// Path or name of the tensor.
         name: String,
         /// The requested placement, and the mesh axis.
         placement: String,
-        /// Shape of the whole.
+        /// Shape of the whole tensor.
         shape: Vec<usize>,
-        /// The reason why it cannot.
+        /// The reason.
         reason: String,
     },
 
@@ -185,7 +185,7 @@ pub enum Error {
         operands: String,
     },
 
-    /// A value that must be redistributed, but whose type collectives cannot move.
+    /// A value that must be redistributed, but whose type collectives do not support.
     #[error(
         "{value} of type {dtype:?} cannot be redistributed on axis {axis}, because only float tensors are summed over \
          ranks; replicate the tensors that it is computed from"
@@ -207,7 +207,7 @@ pub enum Error {
     RandomReplicated {
         /// The operation.
         operation: String,
-        /// Shape of the whole.
+        /// Shape of the whole tensor.
         shape: Vec<usize>,
         /// The mesh axis.
         axis: String,
@@ -219,17 +219,17 @@ pub enum Error {
          this one"
     )]
     TensorMismatch {
-        /// Kind of the named object: an input, a parameter, a state.
+        /// Kind of the named object, such as an input, a parameter or a state.
         what: &'static str,
         /// The name.
         name: String,
         /// Type and shape in the graph.
         expected: String,
-        /// Type and shape given.
+        /// Type and shape of the tensor that was passed.
         got: String,
     },
 
-    /// An optimizer that cannot run on shards, because its step is not the same for every element.
+    /// An optimizer that cannot run on shards, because it combines elements of a parameter.
     #[error(
         "the optimizer combines elements of parameter \"{path}\" ({operation}), so it cannot run on a shard of it; in \
          data parallelism, give the parameter to one rank (Mode::one_owner) or use Strategy::NoShard; elsewhere, use an \
@@ -242,7 +242,7 @@ pub enum Error {
         operation: String,
     },
 
-    /// A tensor returned with the loss that a step cannot output.
+    /// A tensor that the loss closure returns in addition to the loss, but that a step cannot output.
     #[error(
         "the loss closure returns \"{name}\" in addition to the loss, but a step cannot output it: {reason}; return \
          tensors computed from the model and the batch, on their device"
@@ -282,7 +282,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// A step over micro-batches that was given none.
+    /// A step over an empty list of micro-batches.
     #[error("a step needs at least one micro-batch; call it with the batches of the step")]
     NoBatch,
 
@@ -362,13 +362,13 @@ pub enum Error {
         after: Option<PassId>,
         /// Index of the node at fault.
         node: usize,
-        /// The node.
+        /// Description of the node.
         operation: String,
-        /// The fault, in words.
+        /// Description of the fault.
         reason: String,
     },
 
-    /// A plan that does not compute what was traced, found by the [certificate](crate::Certificate) before it runs.
+    /// A plan that does not compute the traced step, detected by the proof for its [certificate](crate::Certificate).
     #[error(
         "the plan does not compute the traced step: after the pass \"{}\", {reason}, on rank {rank}{}; turn the pass off \
          where an option allows it, and report this",
@@ -376,15 +376,15 @@ pub enum Error {
         At(*node, operation.as_str())
     )]
     NotCertified {
-        /// The first pass after which the step computes something else; `None` if the trace itself has no meaning.
+        /// The first pass after which the step computes something else; `None` if the trace itself is invalid.
         pass: Option<PassId>,
-        /// The first node that is known to compute something else.
+        /// The first node that is known to compute something else, by its index.
         node: Option<usize>,
-        /// That node.
+        /// Description of that node.
         operation: String,
         /// The first rank that differs.
         rank: usize,
-        /// The difference, in words.
+        /// Description of the difference.
         reason: String,
     },
 
@@ -393,11 +393,11 @@ pub enum Error {
         "a plan {what} cannot be proved; prove the step in data parallelism, or skip the proof"
     )]
     NotProvable {
-        /// The part that the proof does not follow.
+        /// The part that proofs do not support.
         what: String,
     },
 
-    /// A process group that does not fit the graph.
+    /// A process group with a different number of ranks than the graph.
     #[error(
         "the graph was made for {expected} ranks, but the group has {got}; compile it for {got}"
     )]
@@ -442,7 +442,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// A step cannot run because an earlier one failed halfway.
+    /// A step that cannot run, because an earlier one failed halfway.
     #[error(
         "an earlier step failed ({reason}) and left parameters and optimizer states from different steps; compile again \
          and start from a checkpoint"
@@ -472,7 +472,7 @@ pub enum Error {
         dtype: DType,
     },
 
-    /// A mesh or layout that does not exist.
+    /// An invalid mesh or layout.
     #[error(transparent)]
     Mesh(#[from] burn_fsdp_mesh::Error),
 
@@ -484,11 +484,11 @@ pub enum Error {
     #[error(transparent)]
     Proof(#[from] ProofError),
 
-    /// Nodes that cannot run in the next step.
+    /// Nodes that cannot be moved into the next step.
     #[error(transparent)]
     Move(#[from] MoveError),
 
-    /// Graphs that could not be written.
+    /// A dump of graphs that could not be written.
     #[error(transparent)]
     Dump(#[from] DumpError),
 

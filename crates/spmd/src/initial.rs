@@ -25,11 +25,11 @@ pub(crate) type LayoutOf<'a> = dyn Fn(&ParameterSpec) -> Result<Layout, Error> +
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ShardSpec<'a> {
-    /// The whole tensor.
+    /// The spec of the whole tensor.
     pub whole: &'a ParameterSpec,
-    /// The elements of the whole that this rank holds, possibly none.
+    /// The elements of the whole tensor that this rank holds, possibly none.
     pub region: Region,
-    /// The shape in which the rank holds them: flat if it is cut between elements.
+    /// The shape of this rank's part: flat if the tensor is cut between elements.
     pub shape: Vec<usize>,
 }
 
@@ -70,7 +70,7 @@ impl InitialValues {
             error: None,
         };
         if ranks.rank() == 0 {
-            // With autodiff, as in Burn's own training, because some modules ask for gradients.
+            // With autodiff, as in Burn's own training, because some modules require gradients.
             let device = device.clone().autodiff();
             // Parameters are replaced as they are visited, so only one exists at a time.
             let made = caught(|| init(&device).map(&mut receiver));
@@ -79,7 +79,7 @@ impl InitialValues {
                 return Err(Error::Initialization { reason }.into());
             }
         } else {
-            // In the order in which rank 0 visits the parameters, because each may be a collective.
+            // In the order in which rank 0 visits the parameters, because each may need a collective.
             for spec in specs {
                 receiver.receive(spec, || None);
             }
@@ -151,8 +151,8 @@ impl InitialValues {
         values.collect()
     }
 
-    /// Takes a value out, in the parameter's layout in the graph, and leaves its slot to be
-    /// [refilled](Self::set_local). All ranks must call it.
+    /// Removes a value, and returns it in the parameter's layout in the graph. [`set_local`](Self::set_local) restores
+    /// it. All ranks must call it.
     pub(crate) fn take(
         &mut self,
         parameter: &Parameter,
@@ -227,7 +227,7 @@ where
         }
     }
 
-    /// Rejects a field whose value differs from the value made for the parameter that it shares.
+    /// Rejects a field whose value differs from the initial value of the parameter that it shares.
     fn compare(&mut self, path: &str, data: impl FnOnce() -> TensorData) {
         let is_of = |spec: &&ParameterSpec| spec.tied.iter().any(|tied| **tied == *path);
         let first = self.specs.iter().find(is_of);
@@ -241,7 +241,8 @@ where
         }
     }
 
-    /// Reads this rank's part by the first path that has one. All parts that are read must be equal.
+    /// Reads this rank's part under every path of a parameter, and returns the first one found. All parts must be
+    /// equal.
     fn read_of(
         &mut self,
         spec: &ParameterSpec,
@@ -341,7 +342,7 @@ fn asked<'a>(spec: &'a ParameterSpec, divided: &Divided<'_>) -> Result<ShardSpec
     })
 }
 
-/// Returns this rank's part, padded, of the value that rank 0 has.
+/// Sends rank 0's value to all ranks, and returns this rank's part, padded.
 fn sent(
     spec: &ParameterSpec,
     divided: &Divided<'_>,
@@ -369,7 +370,7 @@ fn sent(
         )?),
         false => None,
     };
-    // The ranks that divide the values pass their parts on to the ranks that hold the same parts.
+    // The ranks that received parts send them to the other ranks that hold the same parts.
     for copies in copies {
         let known = (shape.as_slice(), spec.dtype);
         let own = (copies.rank() == 0).then_some(data).flatten();
@@ -379,7 +380,7 @@ fn sent(
     data.ok_or_else(|| Error::Internal(format!("no rank has parameter {path}")))
 }
 
-/// Copies elements into separate memory.
+/// Copies a tensor into separate memory.
 fn owned(lent: Arc<Lent>) -> TensorData {
     let data = &lent.0;
     TensorData::from_bytes_vec(
@@ -389,7 +390,7 @@ fn owned(lent: Arc<Lent>) -> TensorData {
     )
 }
 
-/// Returns this rank's part, in the given shape, of the values that the first rank of the group has.
+/// Scatters the value of the group's first rank, and returns this rank's part, padded to the given shape.
 fn scattered(
     spec: &ParameterSpec,
     data: Option<TensorData>,

@@ -12,7 +12,7 @@ use burn_ir::{
 use crate::custom::CustomOperations;
 use crate::graph::{CustomProfile, Flops, Node, Phase};
 
-/// Returns all operations of the crate `kernels`. Every step on Burn's CPU backend knows them. The graphs of losses
+/// Returns all operations of the crate `kernels`. Every step on Burn's CPU backend supports them. The graphs of losses
 /// that `burn_fsdp_kernels::recorded` records contain them, and [`UseKernels`](crate::passes::UseKernels) inserts them
 /// for operations that Burn composes.
 pub fn kernels() -> CustomOperations {
@@ -27,7 +27,7 @@ pub fn kernels() -> CustomOperations {
     all.fold(CustomOperations::new(), add)
 }
 
-/// Returns the kernels if a backend has them, and otherwise no operations.
+/// Returns the kernels for a backend that has them, and otherwise an empty set.
 pub(crate) fn kernels_of<B: BackendIr>() -> CustomOperations<B> {
     let all = kernels();
     let own = (&all as &dyn Any).downcast_ref::<CustomOperations<B>>();
@@ -39,7 +39,7 @@ pub(crate) fn has_kernels<B: BackendIr>() -> bool {
     std::any::TypeId::of::<B>() == std::any::TypeId::of::<Flex>()
 }
 
-/// Returns true if tensors share one type that the kernels support.
+/// Returns true if all tensors have the same type and the kernels support it.
 pub(crate) fn are_alike<'a>(tensors: impl IntoIterator<Item = &'a TensorIr>) -> bool {
     let mut types = tensors.into_iter().map(|tensor| tensor.dtype);
     types

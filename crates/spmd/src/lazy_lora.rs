@@ -3,8 +3,8 @@
 use burn::module::{Lora, LoraAdapter, Param, ParamId, Reparameterizer};
 use burn::tensor::{Device, Distribution, FloatDType, Shape, Tensor};
 
-/// Burn's [`Lora`] for a module whose parameters are lazy, as `init` of [`compile`](crate::compile()) makes them.
-/// Burn's `apply_lora` initializes every matrix at once to read its shape, and therefore the whole model. This type
+/// Burn's [`Lora`] for a module whose parameters are lazy, as in `init` of [`compile`](crate::compile()). Burn's
+/// `apply_lora` initializes every matrix at once to read its shape, and therefore the whole model. This type
 /// initializes no matrix, and draws factors on request, in module order.
 ///
 /// It draws the same factors as `apply_lora`, as long as nothing else draws from Burn's generator in between. Factors
@@ -72,7 +72,7 @@ impl Reparameterizer for LazyLora {
     }
 }
 
-/// Returns the in-memory shape of a parameter without initializing it. A lazy parameter only knows the shape in
+/// Returns the in-memory shape of a parameter without initializing it. A lazy parameter only stores its shape in
 /// records, which may differ, for example in linear layers by columns.
 fn shape_of<const D: usize>(param: &Param<Tensor<D>>) -> Shape {
     if param.is_initialized() {

@@ -1,7 +1,7 @@
 //! A whole train step as one SPMD graph: trace, place, passes, run.
 //!
-//! [`compile`] turns an unmodified Burn module, a loss closure and a bare Burn optimizer, or several for groups of
-//! parameters, into a [`CompiledStep`] that runs on every rank of a process group:
+//! [`compile`] turns an unmodified Burn module, a loss closure and a Burn optimizer (or one for each group of
+//! parameters) into a [`CompiledStep`] that runs on every rank of a process group:
 //!
 //! ```text
 //! trace  ->  dead code, common subexpressions  ->  kernels  ->  recompute  ->  place, insert collectives  ->
@@ -13,10 +13,10 @@
 //! | module | stage |
 //! |---|---|
 //! | [`graph`] | the step as data: nodes in execution order, values by role and path |
-//! | [`trace`] | the tracer: makes a graph from closures, using fake tensors |
+//! | [`trace`] | the tracer: builds a graph from closures, using fake tensors |
 //! | [`place`] | placement of the step's values on ranks |
 //! | [`passes`] | functions from graph to graph, and the verifier |
-//! | [`CustomOperations`] | operations that are not Burn's |
+//! | [`CustomOperations`] | operations in addition to Burn's |
 //! | [`run`] | the executor, its memory table, and timelines |
 //!
 //! On one rank a compiled step is bit-identical to Burn's own loop if
@@ -36,10 +36,10 @@
 //! | weights kept until backward | U | U | 1 |
 //! | no buckets, weights kept | P | P | 1 |
 //!
-//! If forward or backward returns to a unit after two others, the unit is gathered there a second time, and then stays
-//! until its last use there. This gives at most 2 U all-gathers in each of them, however often a loop uses the units.
-//! Frozen parameters are gathered but not reduced. Before anything runs, every step also exchanges 8 bytes to check
-//! that all ranks run the same graph.
+//! If forward or backward returns to a unit after two others, it gathers the unit a second time and keeps it until its
+//! last use of the unit. Each of them therefore takes at most 2 U all-gathers, regardless of how often a loop uses the
+//! units. Frozen parameters are gathered but not reduced. Before anything runs, every step also exchanges 8 bytes to
+//! check that all ranks run the same graph.
 //!
 //! A step of [`Strategy::NoShard`] takes as many all-reduces as there are buckets of gradients and loss, or P + 1
 //! without buckets. All of these counts are independent of the number of ranks, and also hold for one rank.
@@ -51,7 +51,7 @@
 //!
 //! A step with placements ([`Expand`], [`DataParallel::Automatic`]) takes the redistributions that its operations need,
 //! see [`place`], and none on axes of one rank. For a transformer of B blocks whose layers are cut by columns and then
-//! by rows, they are 4 B all-reduces: two per block in forward and two in backward. There is one more for each bucket
+//! by rows, these are 4 B all-reduces: two per block in forward and two in backward. There is one more for each bucket
 //! of gradients that are sums over the cut dim (the shifts of the norms). If the batch is cut on another axis, there is
 //! one more for each bucket of gradients there, one for the loss, and one for each gradient that is a sum on both axes.
 #![forbid(unsafe_code)]
@@ -105,10 +105,10 @@ pub use norm::GRAD_NORM;
 pub use place::{DataParallel, Expand};
 pub use trace::{Batch, BatchMapper, Loss, OptimizerGroups, cast_floats, named_activation};
 
-/// Burn's types for the call and tensors of a custom operation, for [`CustomOperation`].
+/// Burn's types for the call and the tensors of a [`CustomOperation`].
 pub use burn_ir::{CustomOpIr, HandleKind};
 
-/// The types of computation and of gradient reduction, as Burn names them.
+/// The float types in which a step computes and in which it reduces gradients.
 ///
 /// ```
 /// use burn::tensor::FloatDType;

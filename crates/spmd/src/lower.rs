@@ -14,7 +14,7 @@ use crate::passes::schedule::OptimizerPlace;
 use crate::passes::verify::{verify, verify_types};
 use crate::stages::{Keep, Stages, StepGraphs};
 
-/// A step that is ready to run, with the proof of what it computes, if requested.
+/// A step that is ready to run, with its certificate if one was requested.
 #[derive(Debug)]
 pub(crate) struct Lowered {
     pub(crate) graphs: StepGraphs,
@@ -48,11 +48,11 @@ pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
 }
 
 /// Applies the passes of a mode as [`lower`] does, and proves that the plan computes the original graph. With
-/// `num_batches` above one, the step is of that many micro-batches. See [`Mode::certified`].
+/// `num_batches` above one, the step has that many micro-batches. See [`Mode::certified`].
 ///
 /// # Errors
 ///
-/// As [`lower`]; [`Error::NotCertified`]; [`Error::NotProvable`].
+/// Same as [`lower`]; [`Error::NotCertified`]; [`Error::NotProvable`].
 pub fn certify(graph: Graph, num_batches: usize, mode: &Mode) -> Result<Certificate, Error> {
     let mut mode = mode.clone().without_dump().certified();
     let graph = prepared(graph, &mut mode)?;
@@ -77,8 +77,8 @@ pub fn certify(graph: Graph, num_batches: usize, mode: &Mode) -> Result<Certific
 ///
 /// # Errors
 ///
-/// As [`certify`]; [`ProofError::Twin`](crate::ProofError::Twin) with the first pass after which the two differ, and
-/// the node.
+/// Same as [`certify`]; [`ProofError::Twin`](crate::ProofError::Twin) with the first pass after which the two differ,
+/// and the node.
 pub fn certify_at(
     real: Graph,
     small: Graph,
@@ -110,7 +110,7 @@ fn nothing_proved() -> Error {
     Error::Internal("nothing was proved".to_owned())
 }
 
-/// Applies the passes of a mode, and returns all graphs that result.
+/// Applies the passes of a mode, and returns all resulting graphs.
 pub(crate) fn lower_all(graph: Graph, mode: &Mode, purpose: Purpose) -> Result<Lowered, Error> {
     let title = match purpose {
         Purpose::Step => "a step of one batch".to_owned(),

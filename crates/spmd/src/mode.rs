@@ -30,7 +30,7 @@ use certify::Certify;
 use division::Division;
 use owners::Owners;
 
-/// The ranks that a step is compiled for, and the passes that compile it.
+/// The settings of a compiled step: its ranks, the division of values among them, and the passes with their options.
 #[derive(Debug, Clone)]
 pub struct Mode {
     ranks: Ranks,
@@ -40,7 +40,7 @@ pub struct Mode {
     pub(crate) cache: usize,
     pub(crate) verify: bool,
     certified: Certify,
-    /// Fingerprints of the plans that were proved, if no others may run.
+    /// Fingerprints of the proved plans, if only these may run.
     proved: Option<BTreeSet<u64>>,
     /// Replaces the passes of the mode with faulty ones.
     #[cfg(test)]
@@ -60,7 +60,7 @@ struct Names {
     owners: Owners,
 }
 
-/// The passes of the user.
+/// The user's passes.
 #[derive(Debug, Clone, Default)]
 struct UserPasses {
     transforms: Vec<Arc<dyn GraphTransform>>,
@@ -78,7 +78,7 @@ pub(crate) enum Purpose {
 }
 
 impl Mode {
-    /// Creates a mode for a single rank.
+    /// Creates the mode for a single rank.
     pub fn single() -> Self {
         Self::data_parallel(ProcessGroup::solo(), Strategy::NoShard)
     }
@@ -92,15 +92,15 @@ impl Mode {
         Self::new(Ranks::line(group), division)
     }
 
-    /// Creates a mode in which the ranks of a group divide the batch, with placements of the parameters that move few
-    /// bytes: [`DataParallel::Automatic`].
+    /// Creates a mode in which the ranks of a group divide the batch, with parameter placements that move few bytes:
+    /// [`DataParallel::Automatic`].
     pub fn automatic(group: ProcessGroup) -> Self {
         Self::data_parallel(group, DataParallel::Automatic)
     }
 
     /// Creates a mode of hybrid sharding. The ranks of a mesh of two axes divide the batch among them. Shards are
     /// distributed along one axis, and the ranks along `replicate` hold copies of them. Gradients are reduced to shards
-    /// along the first axis, and then averaged along the other.
+    /// along the axis of the shards, and then averaged along `replicate`.
     ///
     /// # Errors
     ///
@@ -127,8 +127,8 @@ impl Mode {
         Ok(Self::new(Ranks::of_mesh(mesh), division))
     }
 
-    /// Creates a mode in which the ranks of a mesh divide values by the user's placements. The loss is computed over
-    /// the joined batch, with the statistics of all of it, and every rank returns it.
+    /// Creates a mode in which the ranks of a mesh divide values according to the user's placements. The loss and all
+    /// batch statistics are computed over the joined batch, and every rank returns the same loss.
     ///
     /// ```
     /// use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
@@ -173,13 +173,13 @@ impl Mode {
     /// micro-batch, the position of the operation among the operations that draw, and the position of the element. Runs
     /// are reproducible, and a run that is [resumed](crate::CompiledStep::resume) continues as if it had not stopped.
     /// With placements ([`expand`](Self::expand), [`DataParallel::Automatic`]), the position of an element is its
-    /// position in the whole tensor. The step then draws the same numbers as one rank, compiled with the same seed,
-    /// draws for the joined batch, and nothing is gathered for it. Otherwise every rank draws separate numbers for its
-    /// part of the batch.
+    /// position in the whole tensor. The step then draws the same numbers as a single rank with the same seed would
+    /// draw for the joined batch, without gathering anything. Otherwise every rank draws separate numbers for its part
+    /// of the batch.
     ///
     /// The numbers differ from those of Burn's generator with the same seed, and may change with the version of the
-    /// crate `rand`. Evaluations, initial values, custom operations and random numbers of an optimizer draw as they do
-    /// without a seed.
+    /// crate `rand`. The seed does not affect evaluations, initial values, custom operations, and random numbers of an
+    /// optimizer.
     ///
     /// ```
     /// use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
@@ -247,7 +247,7 @@ impl Mode {
         self
     }
 
-    /// Leaves operations as Burn composes them, for a backend without kernels.
+    /// Turns off kernels and fusion, for a backend without kernels.
     pub(crate) fn without_kernels(mut self) -> Self {
         self.options.kernels = false;
         self.options.fuse = false;
@@ -259,8 +259,8 @@ impl Mode {
         &self.ranks
     }
 
-    /// Returns the shape of a tensor of the joined batch, if every rank has a tensor of shape `shape`. The step is
-    /// traced over the joined batch.
+    /// Returns the shape of a tensor in the joined batch, over which the step is traced, if every rank has a tensor of
+    /// shape `shape`.
     pub(crate) fn joined_shape(&self, name: &str, shape: &[usize]) -> Vec<usize> {
         match &self.division {
             Division::DataParallel(_) | Division::Hybrid { .. } => shape.to_vec(),
@@ -402,7 +402,7 @@ impl Mode {
         }
     }
 
-    /// Returns true if the first graph decides the placements.
+    /// Returns true if the next graph decides the placements.
     pub(crate) fn is_open(&self) -> bool {
         matches!(self.division, Division::Least(None))
     }

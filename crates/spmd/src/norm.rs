@@ -16,7 +16,7 @@ use crate::graph::CustomProfile;
 /// The name under which a step reports its gradient norm.
 pub const GRAD_NORM: &str = "grad_norm";
 
-/// Returns the call that measures some gradients as one vector.
+/// Returns the call that measures the norm of some gradients as one vector.
 pub(crate) fn local_norm(clip: &Clip, gradients: Vec<TensorIr>, norm: TensorIr) -> CustomOpIr {
     CustomOpIr {
         id: LOCAL_NORM.to_owned(),
@@ -42,14 +42,14 @@ pub(crate) fn coefficients(
     }
 }
 
-/// Adds the operations of clipping.
+/// Adds the operations of gradient clipping to a set.
 pub(crate) fn with_norms<B: BackendIr>(operations: CustomOperations<B>) -> CustomOperations<B> {
     operations.with(LocalNorm).with(Coefficients)
 }
 
-/// The name of the call that measures gradients.
+/// Name of the operation that measures the norm of gradients.
 pub(crate) const LOCAL_NORM: &str = "burn_fsdp.local_norm";
-/// The name of the call that computes factors.
+/// Name of the operation that computes clipping factors.
 pub(crate) const COEFFICIENTS: &str = "burn_fsdp.clip_coefficients";
 
 struct LocalNorm;

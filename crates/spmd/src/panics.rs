@@ -1,8 +1,8 @@
-//! Panics of Burn, and of the closures of users, as values.
+//! Panics in Burn and in user closures, as values.
 //!
-//! Burn panics on unsupported calls. If such a panic becomes an [`Error`](crate::error::Error), every rank would
-//! print its message and backtrace before the error; this module suppresses them. Panics of all other code are printed
-//! as usual: the hook checks a flag of the thread, and then calls the hook that was installed before.
+//! Burn panics on unsupported calls. If such a panic becomes an [`Error`](crate::error::Error), every rank would print
+//! its message and backtrace before the error; this module suppresses them. Panics in other code are printed as usual:
+//! the hook checks a flag of the thread, and then calls the hook that was installed before.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -47,7 +47,7 @@ pub(crate) fn caught<T>(body: impl FnOnce() -> T) -> Result<T, Panic> {
             DEPTH.set(DEPTH.get() - 1);
         }
     }
-    // The hook cannot be changed during a panic.
+    // The panic hook cannot be changed during a panic.
     if !std::thread::panicking() {
         INSTALL.call_once(install);
     }

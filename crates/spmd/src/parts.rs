@@ -1,4 +1,4 @@
-//! Conversion of tensors on the host between the whole and the parts that ranks hold.
+//! Conversion of host tensors between whole tensors and the ranks' parts.
 
 use std::sync::Arc;
 
@@ -12,9 +12,9 @@ use crate::elements::element_type;
 use crate::error::Error;
 use crate::ranks::Ranks;
 
-/// A tensor that ranks divide.
+/// A tensor that is divided among the ranks.
 pub(crate) struct Divided<'a> {
-    /// Shape of the whole.
+    /// Shape of the whole tensor.
     pub(crate) shape: &'a [usize],
     /// Layout of the tensor on the mesh of the ranks.
     pub(crate) layout: &'a Layout,
@@ -23,7 +23,7 @@ pub(crate) struct Divided<'a> {
 }
 
 impl Divided<'_> {
-    /// Returns the partition of the elements, if the layout cuts between them or gives them to one rank.
+    /// Returns the partition of the elements, or `None` if the tensor is whole or cut along dims.
     pub(crate) fn partition(&self) -> Result<Option<Partition>, Error> {
         if self.layout.is_whole() || self.layout.cut == Cut::Dims {
             return Ok(None);
@@ -34,8 +34,8 @@ impl Divided<'_> {
             .partition(num_elements, self.flat_group()?.size())?)
     }
 
-    /// Returns the shape in which the executor holds this rank's part of the partition. All flat shards have the same
-    /// length. A value with one owner has its own shape on the owner, and is empty on other ranks.
+    /// Returns the shape in which the executor stores this rank's part of the partition. All flat shards have the same
+    /// length. A value with one owner has its full shape on the owner, and is empty on other ranks.
     pub(crate) fn held_shape(&self, partition: Partition) -> Result<Vec<usize>, Error> {
         match self.layout.owner {
             Some(_) => self.part_shape(),
@@ -43,13 +43,13 @@ impl Divided<'_> {
         }
     }
 
-    /// Returns the ranks that each hold one flat shard of the elements.
+    /// Returns the group of ranks that each hold one flat shard.
     pub(crate) fn flat_group(&self) -> Result<&ProcessGroup, Error> {
         let cut = self.cuts()?.into_iter().next();
         Ok(cut.map_or(self.ranks.group(), |(_, group)| group))
     }
 
-    /// Returns the groups of ranks that hold the same part, one for each axis that does not cut.
+    /// Returns the groups of ranks that hold the same part, one for each axis that does not cut the tensor.
     pub(crate) fn copies(&self) -> Result<Vec<&ProcessGroup>, Error> {
         let mesh = self.ranks.mesh()?;
         let axes = self.layout.placements.iter().zip(mesh.axes());
@@ -59,7 +59,7 @@ impl Divided<'_> {
             .collect()
     }
 
-    /// Returns the dims that are cut, with the group that each is cut over, slowest axis first.
+    /// Returns each cut dim with the group of ranks over which it is cut, slowest axis first.
     fn cuts(&self) -> Result<Vec<(usize, &ProcessGroup)>, Error> {
         let mesh = self.ranks.mesh()?;
         let axes = self.layout.placements.iter().zip(mesh.axes());
@@ -70,7 +70,7 @@ impl Divided<'_> {
         cuts.collect()
     }
 
-    /// Returns this rank's part of the whole, padded, in separate memory.
+    /// Copies this rank's part from the whole tensor, and pads it.
     pub(crate) fn localize(&self, data: &TensorData) -> Result<TensorData, Error> {
         if let Some(partition) = self.partition()? {
             let part = slice(data, partition.range(self.flat_group()?.rank()));
@@ -87,7 +87,7 @@ impl Divided<'_> {
         }))
     }
 
-    /// Gathers the whole tensor, of which this rank holds a part. All ranks must call it.
+    /// Gathers the whole tensor from the ranks' parts. All ranks must call it.
     pub(crate) fn whole(&self, path: &str, local: &TensorData) -> Result<TensorData, Error> {
         if let Some(partition) = self.partition()? {
             return gather(self.flat_group()?, path, local, partition, self.shape);
@@ -102,8 +102,8 @@ impl Divided<'_> {
         Ok(resized(joined, self.shape))
     }
 
-    /// Returns this rank's part under another layout, padded like the part under this one. All ranks must call it if
-    /// the layouts differ: the whole exists for a moment.
+    /// Converts this rank's padded part to another layout. If the layouts differ, this gathers the whole tensor
+    /// temporarily, so all ranks must call it.
     pub(crate) fn relaid(
         &self,
         path: &str,
@@ -124,7 +124,7 @@ impl Divided<'_> {
         into.localize(&whole)
     }
 
-    /// Returns a part as the executor holds it: flat shards are padded to one length, and so are parts along dims.
+    /// Pads a part to the shape in which the executor stores it.
     pub(crate) fn padded(&self, data: TensorData) -> Result<TensorData, Error> {
         let Some(partition) = self.partition()? else {
             let mut shape = self.shape.to_vec();
@@ -140,7 +140,7 @@ impl Divided<'_> {
         Ok(TensorData::from_bytes_vec(bytes, shape, dtype))
     }
 
-    /// Returns a part without its padding.
+    /// Removes the padding from a part.
     pub(crate) fn unpadded(&self, data: TensorData) -> Result<TensorData, Error> {
         Ok(match self.partition()? {
             Some(_) if self.layout.owner.is_some() => data,
@@ -156,7 +156,7 @@ impl Divided<'_> {
     }
 }
 
-/// Returns part `index` of `num_parts` along a dim, with zeros after the end of the whole.
+/// Returns part `index` of `num_parts` along a dim, padded with zeros beyond the end of the tensor.
 fn part_along(data: &TensorData, dim: usize, num_parts: usize, index: usize) -> TensorData {
     let mut shape = data.shape().to_vec();
     let whole = shape[dim];
@@ -170,7 +170,7 @@ fn part_along(data: &TensorData, dim: usize, num_parts: usize, index: usize) -> 
     TensorData::from_bytes_vec(bytes.collect(), shape, data.dtype())
 }
 
-/// Resizes a tensor, with the same number of dims: each dim is truncated or extended with zeros.
+/// Truncates each dim of a tensor, or extends it with zeros, to the size in `shape`.
 fn resized(data: TensorData, shape: &[usize]) -> TensorData {
     let from = data.shape().to_vec();
     // A different number of dims is rejected where the tensor is used.
@@ -204,7 +204,7 @@ fn resized(data: TensorData, shape: &[usize]) -> TensorData {
     TensorData::from_bytes_vec(bytes, shape.to_vec(), data.dtype())
 }
 
-/// Joins the parts of all ranks, which are one after the other in `bytes`, along a dim.
+/// Joins the parts of all ranks along a dim. `bytes` holds them one after the other, and `part` is one of them.
 fn join_along(bytes: &[u8], part: &TensorData, dim: usize, num_parts: usize) -> TensorData {
     let mut shape = part.shape().to_vec();
     let inner: usize = shape[dim..].iter().product::<usize>() * part.dtype().size();
@@ -227,8 +227,8 @@ pub(crate) fn slice(data: &TensorData, range: std::ops::Range<usize>) -> TensorD
     TensorData::from_bytes_vec(bytes, [range.len()], data.dtype())
 }
 
-/// Gathers the whole tensor from the flat padded shards of all ranks. Its memory is not taken from a pool, because a
-/// pool would keep it.
+/// Gathers the whole tensor from the flat padded shards of all ranks. Its memory does not come from a shared pool,
+/// which would keep it.
 fn gather(
     group: &ProcessGroup,
     path: &str,
@@ -248,7 +248,7 @@ fn gather(
     first_of(received.buffers, shape, dtype)
 }
 
-/// Returns the elements in the only buffer that was received, without a copy.
+/// Converts the only received buffer to a tensor without copying it.
 fn first_of(buffers: Vec<Buffer>, shape: &[usize], dtype: DType) -> Result<TensorData, Error> {
     let buffer = buffers.into_iter().next();
     let buffer =
@@ -258,7 +258,7 @@ fn first_of(buffers: Vec<Buffer>, shape: &[usize], dtype: DType) -> Result<Tenso
     Ok(TensorData::from_bytes(bytes, shape.to_vec(), dtype))
 }
 
-/// Bytes of a tensor on the host that ranks read in place.
+/// A host tensor whose bytes the ranks read in place.
 pub(crate) struct Lent(pub(crate) TensorData);
 
 impl AsRef<[u8]> for Lent {
@@ -274,7 +274,7 @@ pub(crate) fn element_of(path: &str, dtype: DType) -> Result<ElementType, Error>
     })
 }
 
-/// Returns rank 0's data on all ranks.
+/// Sends rank 0's data to all ranks, and returns it on each.
 pub(crate) fn broadcast(
     group: &ProcessGroup,
     path: &str,
@@ -295,7 +295,7 @@ pub(crate) fn broadcast(
             vec![BufferPool::new().take(num_bytes)],
         ),
     };
-    // Waits until the other ranks have read it, because the next value must not be created before then.
+    // Waits until the other ranks have read the data, because the next value must not be created before then.
     let received = group
         .start_broadcast(label, Vec::new(), 0, parts, into)
         .and_then(Pending::wait_released)

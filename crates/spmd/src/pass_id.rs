@@ -2,55 +2,55 @@
 
 use std::fmt;
 
-/// The name of a pass. Passes use it to declare which passes they follow and precede, and graphs to list the passes
-/// that made them.
+/// The name of a pass. Passes use it to declare which passes they follow and precede. Graphs list the names of the
+/// applied passes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum PassId {
-    /// [`AssignUnits`](crate::passes::AssignUnits).
+    /// The pass [`AssignUnits`](crate::passes::AssignUnits).
     AssignUnits,
-    /// [`DeadCode`](crate::passes::DeadCode).
+    /// The pass [`DeadCode`](crate::passes::DeadCode).
     DeadCode,
-    /// [`CommonSubexpressions`](crate::passes::CommonSubexpressions).
+    /// The pass [`CommonSubexpressions`](crate::passes::CommonSubexpressions).
     CommonSubexpressions,
-    /// [`StandIns`](crate::passes::StandIns).
+    /// The pass [`StandIns`](crate::passes::StandIns).
     StandIns,
-    /// [`UseKernels`](crate::passes::UseKernels).
+    /// The pass [`UseKernels`](crate::passes::UseKernels).
     UseKernels,
-    /// [`RecomputeUnits`](crate::passes::RecomputeUnits).
+    /// The pass [`RecomputeUnits`](crate::passes::RecomputeUnits).
     RecomputeUnits,
-    /// [`Recompute`](crate::passes::Recompute).
+    /// The pass [`Recompute`](crate::passes::Recompute).
     Recompute,
-    /// [`InsertCollectives`](crate::passes::InsertCollectives), or
+    /// The pass [`InsertCollectives`](crate::passes::InsertCollectives), or
     /// [`ExpandPlacements`](crate::place::ExpandPlacements).
     InsertCollectives,
-    /// [`Deduplicate`](crate::passes::Deduplicate).
+    /// The pass [`Deduplicate`](crate::passes::Deduplicate).
     Deduplicate,
-    /// [`Regather`](crate::passes::Regather).
+    /// The pass [`Regather`](crate::passes::Regather).
     Regather,
-    /// [`ClipGradients`](crate::passes::ClipGradients).
+    /// The pass [`ClipGradients`](crate::passes::ClipGradients).
     ClipGradients,
-    /// [`Bucket`](crate::passes::Bucket).
+    /// The pass [`Bucket`](crate::passes::Bucket).
     Bucket,
-    /// [`Split`](crate::passes::Split).
+    /// The pass [`Split`](crate::passes::Split).
     Split,
-    /// [`Prefetch`](crate::passes::Prefetch).
+    /// The pass [`Prefetch`](crate::passes::Prefetch).
     Prefetch,
-    /// [`SinkWaits`](crate::passes::SinkWaits).
+    /// The pass [`SinkWaits`](crate::passes::SinkWaits).
     SinkWaits,
-    /// [`EarlyOptimizer`](crate::passes::EarlyOptimizer).
+    /// The pass [`EarlyOptimizer`](crate::passes::EarlyOptimizer).
     EarlyOptimizer,
-    /// [`DeferOptimizer`](crate::passes::DeferOptimizer).
+    /// The pass [`DeferOptimizer`](crate::passes::DeferOptimizer).
     DeferOptimizer,
-    /// [`MoveReductions`](crate::passes::MoveReductions).
+    /// The pass [`MoveReductions`](crate::passes::MoveReductions).
     MoveReductions,
-    /// [`Accumulate`](crate::passes::Accumulate).
+    /// The pass [`Accumulate`](crate::passes::Accumulate).
     Accumulate,
-    /// [`FusePointwise`](crate::passes::FusePointwise).
+    /// The pass [`FusePointwise`](crate::passes::FusePointwise).
     FusePointwise,
-    /// [`SelectKernels`](crate::passes::SelectKernels).
+    /// The pass [`SelectKernels`](crate::passes::SelectKernels).
     SelectKernels,
-    /// [`Liveness`](crate::passes::Liveness).
+    /// The pass [`Liveness`](crate::passes::Liveness).
     Liveness,
     /// A pass of the user, by its name.
     User(&'static str),

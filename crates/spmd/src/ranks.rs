@@ -14,7 +14,7 @@ pub(crate) const DATA_AXIS: &str = "data";
 #[derive(Debug, Clone)]
 pub(crate) struct Ranks {
     group: ProcessGroup,
-    /// `None` if all of them are along [`DATA_AXIS`].
+    /// `None` if all ranks are along [`DATA_AXIS`].
     mesh: Option<ProcessMesh>,
 }
 
@@ -24,7 +24,7 @@ impl Ranks {
         Self { group, mesh: None }
     }
 
-    /// Takes the ranks of a mesh.
+    /// Uses the ranks of a mesh.
     pub(crate) fn of_mesh(mesh: ProcessMesh) -> Self {
         Self {
             group: mesh.world().clone(),
@@ -47,7 +47,7 @@ impl Ranks {
         self.group.size()
     }
 
-    /// Returns true if bytes move while the ranks compute.
+    /// Returns true if collectives transfer bytes while the ranks compute.
     pub(crate) fn overlaps(&self) -> bool {
         self.group.overlaps()
     }

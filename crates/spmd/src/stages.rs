@@ -15,9 +15,9 @@ use crate::passes::{Accumulate, ClipGradients, Iteration, MicroSteps, Pipeline};
 /// The graphs of a step.
 #[derive(Debug)]
 pub(crate) enum StepGraphs {
-    /// The one graph of every step.
+    /// A single graph for the whole step.
     Whole(Box<Graph>),
-    /// The graphs of a mode that moves nodes into the next step, such as the optimizer into the next forward.
+    /// The graphs of a step that moves nodes into the next one, such as the optimizer into the next forward.
     Iteration(Box<Iteration>),
     /// The graphs of a step over several micro-batches.
     Micro(Box<MicroSteps>),
@@ -33,7 +33,7 @@ impl StepGraphs {
         }
     }
 
-    /// Returns a fingerprint of all graphs, the same on every rank.
+    /// Returns a fingerprint of all graphs, which is the same on every rank.
     pub(crate) fn fingerprint(&self) -> u64 {
         let all: Vec<u64> = self.all().into_iter().map(Graph::fingerprint).collect();
         let most = match self {
@@ -44,14 +44,14 @@ impl StepGraphs {
     }
 }
 
-/// The graphs of a step to keep.
+/// The graphs to keep when passes are applied to a step.
 #[derive(Clone, Copy)]
 pub(crate) enum Keep<'a> {
     /// The plan.
     Plan,
     /// The graph after each pass.
     All,
-    /// The graph after each pass, which must be the twin of the graph of the same step at other shapes.
+    /// The graph after each pass, which must list the same operations as the graph of the same step at other shapes.
     Twins(&'a Stages, &'a Scale),
 }
 
@@ -60,7 +60,7 @@ pub(crate) struct Stages {
     whole: Vec<Graph>,
     /// If the step has three graphs, the stages of each, from the point where the step was split.
     parts: Vec<Vec<Graph>>,
-    /// If nodes of the step run in the next one, the fields of [`Iteration`] apart from its graphs.
+    /// The fields of [`Iteration`] other than its graphs, for a step that moves nodes into the next one.
     moved: (Option<NonZeroU64>, bool),
     purpose: Purpose,
 }
@@ -162,7 +162,7 @@ impl Stages {
         of.parts.get(number).map_or(&[], Vec::as_slice)
     }
 
-    /// Returns the trace.
+    /// Returns the traced graph.
     pub(crate) fn traced(&self) -> Result<&Graph, Error> {
         self.whole.first().ok_or_else(no_plan)
     }
@@ -200,7 +200,7 @@ impl Stages {
             }))
     }
 
-    /// Returns the graphs that run.
+    /// Returns the graphs that the step runs.
     pub(crate) fn into_graphs(mut self) -> Result<StepGraphs, Error> {
         let mut parts = self.parts.iter_mut().filter_map(Vec::pop);
         let parts = [parts.next(), parts.next(), parts.next()];

@@ -38,12 +38,12 @@ pub trait GraphTransform: fmt::Debug + Send + Sync {
     /// Returns the name of the pass, as used in errors and [`Graph::applied`].
     fn id(&self) -> PassId;
 
-    /// Returns the passes that must have been applied before it.
+    /// Returns the passes that must have been applied before this one.
     fn after(&self) -> &'static [PassId] {
         &[]
     }
 
-    /// Returns the passes that must not have been applied before it.
+    /// Returns the passes that must not have been applied before this one.
     fn before(&self) -> &'static [PassId] {
         &[]
     }

@@ -2,22 +2,22 @@
 
 use super::strides::Strides;
 
-/// An operand of an operation.
+/// An operand's memory, and whether the operation may overwrite it.
 #[derive(Debug, Clone)]
 pub(crate) struct Operand {
     pub(crate) strides: Strides,
     /// True if no other tensor uses its memory, so the operation may overwrite it.
     pub(crate) is_unique: bool,
-    /// Number of elements of its memory.
+    /// Number of elements in its memory.
     pub(crate) memory_elements: usize,
 }
 
-/// The memory of a result.
+/// The source of a result's memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Allocation {
-    /// The memory of the input with this index, whose elements are unchanged.
+    /// A view of the input with this index.
     View(usize, Strides),
-    /// The memory of the input with this index, which is overwritten.
+    /// The memory of the input with this index, which the operation overwrites.
     Over(usize, Strides),
     /// New memory with this many elements.
     New(Strides, usize),

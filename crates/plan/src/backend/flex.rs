@@ -13,8 +13,8 @@ use burn_ir::{
 use super::allocation::{Allocation, Operand};
 use super::strides::{Strides, broadcast};
 
-/// Returns the allocation of the first result. Further results are new. `operands` are in the order in which the
-/// operation lists its inputs.
+/// Returns the allocation of the first result. All other results get new memory. `operands` are in the order in which
+/// the operation lists its inputs.
 pub(crate) fn place(operation: &OperationIr, operands: &[Operand]) -> Allocation {
     let shape = |tensor: &TensorIr| tensor.shape.to_vec();
     let found = match operation {
@@ -119,7 +119,7 @@ fn activation(op: &A, operands: &[Operand]) -> Option<Allocation> {
         | A::GeluBackward(op)
         | A::SigmoidBackward(op)
         | A::LogSigmoidBackward(op) => binary(op, operands),
-        // Subtracts a reduced tensor, and then works on the difference.
+        // The backend subtracts a reduced tensor and then works on the difference.
         A::LogSoftmax(_) => over_start(operands.first()?),
         _ => None,
     }
@@ -225,7 +225,7 @@ fn unary(operand: &Operand) -> Option<Allocation> {
     if let Some(place) = over_start(operand) {
         return Some(place);
     }
-    // The whole memory is mapped in its own order, and the result keeps the strides.
+    // The backend maps the whole memory in order, so the result has the operand's strides.
     if operand.strides.covers(operand.memory_elements) {
         let num_elements = operand.memory_elements;
         return Some(Allocation::New(operand.strides.clone(), num_elements));
@@ -233,14 +233,14 @@ fn unary(operand: &Operand) -> Option<Allocation> {
     None
 }
 
-/// Returns the allocation over an operand that starts at the beginning of its memory, is contiguous, and shares the
-/// memory with no other tensor.
+/// Overwrites an operand that is contiguous from the start of its memory and does not share it. Returns `None` if the
+/// operand cannot be overwritten.
 fn over_start(operand: &Operand) -> Option<Allocation> {
     (operand.is_unique && operand.strides.is_from_start())
         .then(|| Allocation::Over(0, operand.strides.clone()))
 }
 
-/// Like [`over_start`], but for an operand that may start anywhere in its memory.
+/// Like [`over_start`], but the operand may start anywhere in its memory.
 fn over(operand: &Operand) -> Option<Allocation> {
     (operand.is_unique && operand.strides.is_contiguous())
         .then(|| Allocation::Over(0, operand.strides.clone()))
@@ -270,7 +270,7 @@ fn sliced(op: &SliceOpIr, strides: &Strides) -> Strides {
     strides.sliced(&op.out.shape, &starts)
 }
 
-/// Returns the allocation of a custom operation's first result, which overwrites this operand.
+/// Returns the allocation of a custom operation's first result if the operation can overwrite this operand.
 pub(crate) fn over_whole(operand: &Operand, index: usize) -> Option<Allocation> {
     let is_whole = operand.strides.num_elements() == operand.memory_elements;
     match over_start(operand).filter(|_| is_whole)? {

@@ -1,7 +1,6 @@
 //! The strides of a tensor: the order of its elements in memory.
 
-/// The shape, strides and offset of a tensor in its memory, in elements, as Burn's CPU backend
-/// keeps them.
+/// A tensor's shape, strides and offset, as in Burn's CPU backend. Strides and offset count elements.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Strides {
     pub(crate) shape: Vec<usize>,
@@ -13,7 +12,7 @@ pub(crate) struct Strides {
 const MAX_DIMS: usize = 8;
 
 impl Strides {
-    /// Returns the row-major strides of a shape, from the start of the memory.
+    /// Returns the row-major strides of a shape, with offset 0.
     pub(crate) fn contiguous(shape: &[usize]) -> Self {
         let mut strides = vec![1; shape.len()];
         for dim in (0..shape.len().saturating_sub(1)).rev() {
@@ -44,8 +43,8 @@ impl Strides {
         self.offset == 0 && self.is_contiguous()
     }
 
-    /// Returns true if a loop over this operand and another of the same shape visits this one element by element from
-    /// the start. The result can then overwrite it.
+    /// Returns true if a loop over this operand and `other`, which has the same shape, visits this operand in memory
+    /// order from the start. The result can then overwrite this operand.
     pub(crate) fn is_dense_beside(&self, other: &Self) -> bool {
         let strides = self.strides.iter().chain(&other.strides);
         self.shape.len() <= MAX_DIMS
@@ -93,7 +92,7 @@ impl Strides {
         }
     }
 
-    /// Returns the strides after an expansion. Dims of size 1 and new leading dims repeat their element.
+    /// Returns the strides after an expansion to `shape`. Expanded dims and new leading dims have stride 0.
     pub(crate) fn expanded(&self, shape: &[usize]) -> Self {
         let new = shape.len().saturating_sub(self.shape.len());
         let strides = shape.iter().enumerate().map(|(dim, size)| {
@@ -134,7 +133,7 @@ impl Strides {
         strides
     }
 
-    /// Returns the strides with windows over a dim, as a new last dim.
+    /// Returns the strides of windows over `dim` at intervals of `step`. The new last dim is the position in a window.
     pub(crate) fn unfolded(&self, shape: &[usize], dim: usize, step: usize) -> Self {
         let mut strides = self.clone();
         let stride = strides.strides[dim];
@@ -145,7 +144,7 @@ impl Strides {
     }
 }
 
-/// Returns the shape to which two operands are expanded.
+/// Returns the common shape to which two operands are broadcast.
 pub(crate) fn broadcast(lhs: &[usize], rhs: &[usize]) -> Vec<usize> {
     let num_dims = lhs.len().max(rhs.len());
     let size = |shape: &[usize], dim: usize| {

@@ -1,4 +1,4 @@
-//! The estimate of a job by formulas, as text, JSON and a picture.
+//! The formula-based estimate of a job, as text, JSON and SVG.
 
 use std::fmt;
 
@@ -15,7 +15,7 @@ use crate::traffic::Traffic;
 /// The estimated cost of a job, whether it fits, and advice if it does not.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Estimate {
-    /// The job: model, ranks, batch and so on.
+    /// The job that was estimated.
     pub job: Job,
     /// The machine that runs the job.
     pub machine: Machine,
@@ -23,7 +23,7 @@ pub struct Estimate {
     pub num_params: u64,
     /// Bytes of device memory per rank.
     pub available: u64,
-    /// The moment of peak memory, and its bytes.
+    /// The moment of peak memory, with its bytes.
     pub peak: Stop,
     /// True if the peak is at most `available`.
     pub fits: bool,
@@ -31,13 +31,13 @@ pub struct Estimate {
     pub host_bytes: u64,
     /// Changes that would make the job fit. Empty if it fits, or if no change is found.
     pub advice: Vec<Advice>,
-    /// Collectives of a step.
+    /// Number and bytes of a step's collectives.
     pub traffic: Traffic,
-    /// Floating-point operations of a step on one rank that the model requires.
+    /// Floating-point operations that the model requires, per step and rank.
     pub model_flops: f64,
-    /// Floating-point operations of a step on one rank that are executed.
+    /// Floating-point operations that are executed, per step and rank, including recomputation.
     pub hardware_flops: f64,
-    /// Duration of a step.
+    /// Estimated duration of a step.
     pub time: Duration,
 }
 
@@ -66,12 +66,12 @@ impl Estimate {
         }
     }
 
-    /// Returns the operations that one rank executes per second, over the step.
+    /// Returns the floating-point operations that one rank executes per second, averaged over the step.
     pub fn flops_per_second(&self) -> f64 {
         self.hardware_flops / self.time.step
     }
 
-    /// Returns the tokens that one rank processes per second.
+    /// Returns the number of tokens that one rank processes per second.
     pub fn tokens_per_second(&self) -> f64 {
         self.job.tokens() / self.time.step
     }
@@ -88,7 +88,7 @@ impl Estimate {
     }
 }
 
-/// Prints lines for people.
+/// Prints a human-readable summary.
 impl fmt::Display for Estimate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let peak = self.peak.bytes.total();
@@ -128,7 +128,7 @@ impl fmt::Display for Estimate {
     }
 }
 
-/// The lines that report whether a job fits, and which changes would make it fit: the peak as text, `fits`, the
+/// Prints whether a job fits and, if not, which changes would make it fit. The fields are the peak as text, `fits`, the
 /// available bytes, and the changes.
 pub(crate) struct Verdict<'a>(
     pub(crate) &'a str,

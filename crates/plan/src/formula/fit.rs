@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::job::{Checkpointing, Job};
 use burn_fsdp_spmd::Strategy;
 
-/// A change, or a combination of changes, with which a job fits.
+/// A change, or a combination of changes, that makes a job fit.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Advice {
     /// A description of the change.
@@ -19,8 +19,8 @@ pub struct Advice {
 /// Maximum number of ranks in the search.
 const MAX_RANKS: usize = 1 << 20;
 
-/// Finds changes with which a job takes at most `available` bytes: each single change that suffices, or otherwise the
-/// first combination that does. `peak` returns the bytes of a job, or `None` if the engine does not support it.
+/// Finds changes that reduce a job's peak to at most `available` bytes: every single change that suffices, or otherwise
+/// combinations. `peak` returns a job's peak in bytes, or `None` if the engine does not support the job.
 pub fn advise(job: &Job, available: u64, peak: &dyn Fn(&Job) -> Option<u64>) -> Vec<Advice> {
     let search = Search { available, peak };
     let alone: Vec<_> = Change::ALL
@@ -83,7 +83,7 @@ impl Search<'_> {
         (self.peak)(job).filter(|peak| *peak <= self.available)
     }
 
-    /// Applies only this change. Returns `None` if the job does not fit with it.
+    /// Returns the advice to make only this change, or `None` if the job would still not fit.
     fn with(&self, job: &Job, change: Change) -> Option<Advice> {
         let (job, text) = match change {
             Change::Batch => self.smaller_batch(job)?,
@@ -156,7 +156,8 @@ impl Search<'_> {
     }
 }
 
-/// Applies a change to its full extent. Returns `None` if the job already has it.
+/// Applies a change to its full extent, such as a batch of 1. Returns `None` for a change of ranks, and if the job
+/// already has the change.
 fn apply(job: &Job, change: Change) -> Option<(Job, String)> {
     let mut job = job.clone();
     let text = match change {

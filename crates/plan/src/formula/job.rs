@@ -1,4 +1,4 @@
-//! A training run of a decoder, with its cost by formulas.
+//! A decoder's training run, and formulas for its cost.
 
 use serde::Serialize;
 
@@ -9,20 +9,20 @@ use crate::traffic::Traffic;
 use burn_fsdp_spmd::Strategy;
 use burn_fsdp_spmd::graph::CollectiveKind;
 
-/// The results of forward that are recomputed in backward instead of being kept.
+/// Activation checkpointing: which forward results are recomputed in backward instead of being kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Checkpointing {
-    /// No results.
+    /// Nothing is recomputed.
     None,
-    /// Every second matrix product of a block, and cheap results.
+    /// Every second matrix product of a block and cheap results are recomputed.
     Selective,
-    /// Whole blocks, with only their inputs kept.
+    /// Blocks are recomputed from their inputs.
     Full,
 }
 
-/// The precision of gathered parameters and activations. Parameters at rest, their gradients and the optimizer states
-/// have 32 bits in both cases.
+/// The precision of gathered parameters and activations. Stored parameters, their gradients and the optimizer states
+/// always have 32 bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Precision {
@@ -51,26 +51,26 @@ pub struct Job {
     pub ranks: usize,
     /// Number of sequences per step on each rank.
     pub batch: usize,
-    /// Number of tokens of a sequence.
+    /// Number of tokens per sequence.
     pub seq: usize,
     /// Precision of gathered parameters and activations.
     pub precision: Precision,
-    /// Strategy: what is sharded, and how long full parameters are kept.
+    /// The sharding strategy, which also determines how long full parameters are kept.
     pub strategy: Strategy,
-    /// Results that are recomputed in backward.
+    /// Activation checkpointing of the blocks.
     pub checkpointing: Checkpointing,
-    /// True if parameters, gradients and optimizer states at rest are in host memory, where the optimizer runs.
+    /// True if stored parameters, gradients and optimizer states are in host memory, where the optimizer runs.
     pub is_offloaded: bool,
     /// Number of units gathered ahead of their use.
     pub prefetch: usize,
 }
 
-/// Bytes per parameter of the parameter at rest, its gradient, and AdamW's two states.
+/// Bytes per parameter of the stored parameter, its gradient, and AdamW's two states.
 const MASTER: f64 = 4.0;
 const GRADIENT: f64 = 4.0;
 const STATES: f64 = 8.0;
 
-/// A moment of the step.
+/// A moment of the step and its memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Stop {
     /// A description of the moment, such as `backward of block 3`.
@@ -89,7 +89,7 @@ impl Job {
         self.precision.size() as f64
     }
 
-    /// Returns the fraction of the states that a rank has.
+    /// Returns the fraction of parameters, gradients and optimizer states that each rank stores.
     fn share(&self) -> f64 {
         match self.strategy {
             Strategy::NoShard => 1.0,
@@ -99,12 +99,12 @@ impl Job {
 
     /// Lists the bytes of device memory by category over the step, block by block.
     ///
-    /// For `P` parameters on `N` ranks, `(4 + 8) P / N` bytes are at rest, and `4 P / N` bytes of gradients grow over
-    /// backward. Together these are the `16 P / N` of arXiv 1910.02054, section 3.1.
+    /// For `P` parameters on `N` ranks, `(4 + 8) P / N` bytes are always allocated, and gradients grow to `4 P / N`
+    /// bytes during backward. The sum is the `16 P / N` of arXiv 1910.02054, section 3.1.
     ///
-    /// Full parameters and full gradients in flight follow the eager engine. The root's parameters and gradient stay
-    /// from its first use to its last. The full blocks are the one in use and the prefetched ones. The full gradients
-    /// are those of the block that is being reduced and the block that is being computed.
+    /// Full parameters and gradients are counted as the eager engine allocates them. The root's stay from its first use
+    /// to its last. Blocks have full parameters while they are in use or prefetched, and full gradients while these are
+    /// computed and reduced.
     pub fn timeline(&self) -> Vec<Stop> {
         let layers = self.model.layers;
         let part = |blocks: usize| blocks as f64 / layers as f64;
@@ -124,8 +124,7 @@ impl Job {
             .collect()
     }
 
-    /// Returns the moment of peak memory. Among equal moments, the optimizer step takes precedence, then the earliest
-    /// one.
+    /// Returns the moment of peak memory. If moments are equal, the optimizer step takes precedence, then the earliest.
     pub fn peak(&self) -> Stop {
         let mut peak = Stop {
             moment: "the optimizer step".to_owned(),
@@ -144,7 +143,7 @@ impl Job {
         self.peak().bytes.total()
     }
 
-    /// Returns the bytes between steps, with this fraction of the gradients.
+    /// Returns the bytes of stored parameters and optimizer states, plus this fraction of the gradients.
     fn at_rest(&self, gradients: f64) -> Bytes {
         if self.is_offloaded {
             return Bytes::default();
@@ -158,7 +157,7 @@ impl Job {
         }
     }
 
-    /// Returns the bytes of full parameters: the root's, and those of the blocks that are gathered at the same time.
+    /// Returns the bytes of the full parameters that exist at the same time.
     fn gathered(&self) -> f64 {
         let (root, block) = (
             self.model.root_params() as f64,
@@ -166,7 +165,7 @@ impl Job {
         );
         let all = self.model.num_params() as f64;
         match self.strategy {
-            // The whole parameters are the ones at rest, unless the computation uses fewer bits.
+            // The stored parameters are already full. Only computation in fewer bits needs copies.
             Strategy::NoShard if self.precision == Precision::F32 => 0.0,
             Strategy::NoShard | Strategy::ShardGradOp => self.size() * all,
             Strategy::FullShard => {
@@ -176,11 +175,11 @@ impl Job {
         }
     }
 
-    /// Returns the bytes that the loss takes.
+    /// Returns the bytes that the loss needs.
     ///
     /// In 32 bits, the models' cross entropy is one operation that needs the logits and their gradient. In 16 bits it
-    /// is composed. It then needs the logits, and in 32 bits the log probabilities, their gradient and the logits'
-    /// gradient, like PyTorch's `cross_entropy(logits.float(), ..)`.
+    /// consists of several operations. They need the logits and, in 32 bits, the log probabilities, their gradient and
+    /// the logits' gradient, like PyTorch's `cross_entropy(logits.float(), ..)`.
     fn logits(&self) -> f64 {
         let bytes = match self.precision {
             Precision::F32 => 4.0 + 4.0,
@@ -189,7 +188,7 @@ impl Job {
         self.tokens() * self.model.vocab as f64 * bytes
     }
 
-    /// Returns the bytes that all blocks keep from forward to backward, without recomputed results.
+    /// Returns the bytes that all blocks keep from forward to backward, excluding recomputed results.
     fn kept(&self) -> f64 {
         let per_token = match self.checkpointing {
             Checkpointing::None => self.model.block_elements(),
@@ -199,7 +198,7 @@ impl Job {
         self.tokens() * per_token * self.size() * self.model.layers as f64
     }
 
-    /// Returns the number of recomputed bytes in a block.
+    /// Returns the bytes that one block recomputes.
     fn recomputed(&self) -> f64 {
         let kept = match self.checkpointing {
             Checkpointing::None => return 0.0,
@@ -209,7 +208,7 @@ impl Job {
         self.tokens() * (self.model.block_elements() - kept) * self.size()
     }
 
-    /// Returns the bytes in forward, with the activations of this fraction of the blocks.
+    /// Returns the bytes in forward once this fraction of the blocks has run.
     fn in_forward(&self, done: f64) -> Bytes {
         let mut bytes = self.at_rest(0.0);
         bytes.full_parameters += self.gathered() as u64;
@@ -245,7 +244,7 @@ impl Job {
         bytes
     }
 
-    /// Returns the bytes of host memory per rank.
+    /// Returns the bytes of host memory that each rank needs.
     pub fn host_bytes(&self) -> u64 {
         match self.is_offloaded {
             true => {
@@ -256,8 +255,8 @@ impl Job {
         }
     }
 
-    /// Returns the floating-point operations of a step on one rank that the model requires: forward, and twice as
-    /// many for backward.
+    /// Returns the floating-point operations that the model requires per step and rank: forward, and twice as many for
+    /// backward.
     pub fn model_flops(&self) -> f64 {
         let forward = self.model.block_flops(self.seq) + self.model.head_flops();
         3.0 * self.tokens() * forward
@@ -274,8 +273,8 @@ impl Job {
         self.model_flops() + again * self.tokens() * self.model.block_flops(self.seq)
     }
 
-    /// Counts the collectives of a step. With full sharding, each unit has a gather in forward, a gather in backward
-    /// (except the root), and a reduction: the `3 P` of arXiv 1910.02054, section 7.2.2.
+    /// Counts the collectives of a step. With full sharding, each unit is gathered in forward and (except the root) in
+    /// backward, and its gradients are reduced: the `3 P` of arXiv 1910.02054, section 7.2.2.
     pub fn traffic(&self) -> Traffic {
         let mut traffic = Traffic::default();
         let size = self.precision.size() as u64;
@@ -331,7 +330,8 @@ impl Job {
         }
     }
 
-    /// Returns the seconds of copies between host and device: the shards for both gathers, and the gradients.
+    /// Returns the duration of copies between host and device in seconds: the shards for both gathers, and the
+    /// gradients.
     fn offload_seconds(&self, machine: &Machine) -> f64 {
         if !self.is_offloaded {
             return 0.0;
@@ -340,8 +340,8 @@ impl Job {
         params * (2.0 * self.size() + GRADIENT) / machine.host.bandwidth
     }
 
-    /// Returns the seconds of the optimizer step. AdamW reads parameters, gradients and states, and writes all of
-    /// them except gradients.
+    /// Returns the duration of the optimizer step in seconds. AdamW reads parameters, gradients and states, and writes
+    /// all of them except gradients.
     fn optimizer_seconds(&self, machine: &Machine) -> f64 {
         let params = self.model.num_params() as f64 * self.share();
         let bytes = params * (2.0 * (MASTER + STATES) + GRADIENT);
@@ -354,19 +354,19 @@ impl Job {
 
 /// An estimate of one step, in seconds.
 ///
-/// Forward and backward each take the longest of their arithmetic, their collectives and their copies to the host.
-/// Without prefetching, they take the sum of the arithmetic and the longer of the other two. The root's gather and
-/// reduction and the optimizer step are added.
+/// Forward and backward each take as long as the longest of their arithmetic, collectives and host copies. Without
+/// prefetching, they take as long as the arithmetic plus the longer of the other two. The root's gather and reduction
+/// and the optimizer step are added.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Duration {
     /// The whole step, from the batch to the new parameters.
     pub step: f64,
-    /// Arithmetic.
+    /// Time of arithmetic operations.
     pub compute: f64,
-    /// Collectives, hidden or not.
+    /// Time of collectives, whether or not they overlap with arithmetic.
     pub communication: f64,
-    /// Copies between host and device, hidden or not.
+    /// Time of copies between host and device, whether or not they overlap with arithmetic.
     pub host: f64,
-    /// The optimizer step.
+    /// Time of the optimizer step.
     pub optimizer: f64,
 }

@@ -1,4 +1,4 @@
-//! Estimates for the eager engine by formulas from a decoder's sizes.
+//! Formula-based estimates for the eager engine, from a decoder's sizes.
 
 mod estimate;
 mod fit;

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-/// A decoder of equal blocks, with everything that the formulas need from a model.
+/// The sizes of a decoder with equal blocks, as far as the formulas need them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Transformer {
     /// Name of the model.
@@ -11,19 +11,19 @@ pub struct Transformer {
     pub layers: usize,
     /// Width of the residual stream.
     pub dim: usize,
-    /// Number of query heads of a block.
+    /// Number of query heads per block.
     pub heads: usize,
-    /// Number of key and value heads of a block.
+    /// Number of key and value heads per block.
     pub kv_heads: usize,
     /// Width of the MLP.
     pub hidden: usize,
     /// True if the MLP has a gate, which is a third matrix.
     pub is_gated: bool,
-    /// True if linear layers and norms have a bias. The head has none.
+    /// True if linear layers and norms have a bias. The head never has one.
     pub has_bias: bool,
     /// Vocabulary size.
     pub vocab: usize,
-    /// Number of learned positions; 0 for rotary ones.
+    /// Number of learned position embeddings, or 0 for rotary embeddings.
     pub positions: usize,
 }
 
@@ -58,21 +58,21 @@ impl Transformer {
         self.layers as u64 * self.block_params() + self.root_params()
     }
 
-    /// Returns the operations per token of a forward pass over the blocks, for sequences of `time` tokens: two for
-    /// each weight, and `4 time dim` for scores and sums in attention. The masked half is included, as in published
-    /// numbers (arXiv 2104.04473, appendix).
+    /// Returns the floating-point operations per token of a forward pass over the blocks, for sequences of `time`
+    /// tokens: two for each weight, and `4 time dim` per block for attention's scores and weighted sums. The masked
+    /// half is included, as in published numbers (arXiv 2104.04473, appendix).
     pub fn block_flops(&self, time: usize) -> f64 {
         let attention = 4 * time * self.dim;
         self.layers as f64 * (2 * self.block_weights() + attention as u64) as f64
     }
 
-    /// Returns the operations per token of a forward pass over the head.
+    /// Returns the floating-point operations per token of a forward pass over the head.
     pub fn head_flops(&self) -> f64 {
         2.0 * self.vocab as f64 * self.dim as f64
     }
 
-    /// Returns the elements per token that a block keeps for backward, if attention and norms keep their inputs and
-    /// no scores. They are the inputs of both norms, the matrices, attention and the MLP's activation.
+    /// Returns the elements per token that a block keeps for backward if attention keeps no scores: the inputs of both
+    /// norms, the matrices, attention and the MLP's activation.
     ///
     /// For GPT this is `16 dim`: the `34 dim` bytes of arXiv 2205.05198, equation 1 without scores, minus the dropout
     /// masks, which do not exist here.
@@ -88,9 +88,10 @@ impl Transformer {
     pub fn selective_elements(&self) -> f64 {
         let (dim, kv_dim, hidden) = (self.dim, self.kv_dim(), self.hidden);
         let kept = match self.is_gated {
-            // The results for queries, keys, values, output, gate, gated values and the projection back.
+            // Queries, values, gate and down projection are kept. Keys, output and up projection are recomputed.
             true => dim + kv_dim + hidden + dim,
-            // The results for queries with keys and values, output, MLP and the projection back.
+            // The fused queries, keys and values, and the up projection are kept. Output and down projection are
+            // recomputed.
             false => dim + 2 * kv_dim + hidden,
         };
         (2 * dim + kept) as f64

@@ -1,4 +1,4 @@
-//! The plan of many equal blocks, extrapolated from plans of few.
+//! Extrapolation of a plan to many equal blocks from plans with few.
 
 use super::memory::{MemoryPlan, Moment};
 use super::process::ProcessBytes;
@@ -51,12 +51,12 @@ impl Line {
 }
 
 impl Plan {
-    /// Extrapolates the plan of `blocks` equal blocks from plans with fewer: `few` and `more`, with their numbers of
+    /// Extrapolates the plan of `blocks` equal blocks from two plans with fewer blocks, each given with its number of
     /// blocks.
     ///
-    /// Every block costs the same, so all numbers are linear in the number of blocks. This includes the peak as long
-    /// as it is at the same node, which is the case in a decoder once activations outweigh the loss. The moments are
-    /// those of `more`, with each category scaled to its peak.
+    /// Every block costs the same, so all numbers are linear in the number of blocks. This includes the peak as long as
+    /// it is at the same node, which is the case in a decoder once activations outweigh the loss. The moments are
+    /// copied from `more`, with each category scaled to its extrapolated peak.
     pub fn extrapolated(few: (&Self, usize), more: (&Self, usize), blocks: usize) -> Self {
         let ((few, few_blocks), (more, more_blocks)) = (few, more);
         let span = more_blocks as f64 - few_blocks as f64;

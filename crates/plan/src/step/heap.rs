@@ -15,7 +15,7 @@ use burn_fsdp_spmd::graph::{Absent, Collective, Graph, Node, Role, Stage};
 pub(super) struct Memory {
     num_bytes: u64,
     num_tensors: usize,
-    /// True if the memory is a transport buffer. A writer gets a copy.
+    /// True if the memory is a transport buffer. An operation that overwrites it gets a copy.
     is_received: bool,
     category: Category,
 }
@@ -27,7 +27,7 @@ struct Tensor {
     element_size: usize,
 }
 
-/// The tensors of a rank, and their memory.
+/// A rank's tensors and their memory.
 pub(super) struct Heap {
     categories: BTreeMap<TensorId, Category>,
     memories: BTreeMap<usize, Memory>,
@@ -36,15 +36,15 @@ pub(super) struct Heap {
     live: Bytes,
     /// True if operations overwrite operands whose memory no other tensor uses.
     is_reusing: bool,
-    /// What another rank owns.
+    /// The values that this rank lacks because another rank owns them.
     absent: Absent,
     rank: usize,
 }
 
-/// The state of the heap on which the next step depends.
+/// The part of the heap's state that affects the next step.
 pub(super) type State = Vec<(TensorId, Strides, Option<Memory>)>;
 
-/// A result that is not counted yet.
+/// A result that is not yet in the heap.
 struct Written {
     id: TensorId,
     tensor: Tensor,
@@ -52,11 +52,11 @@ struct Written {
     new: Option<Memory>,
 }
 
-/// Scratch bytes of a node while it runs.
+/// The live bytes while one node runs, and the bytes that it saves.
 #[derive(Debug, Default)]
 struct Run {
     during: Bytes,
-    /// Bytes written over operands.
+    /// Bytes of operands that results overwrite.
     reused: u64,
 }
 
@@ -81,7 +81,7 @@ impl Heap {
         Ok(heap)
     }
 
-    /// Adds a tensor from outside, in new memory, unless another rank owns it.
+    /// Adds a tensor that no node computes, in new memory, unless another rank owns it.
     fn give(&mut self, id: TensorId, shape: &[usize], element_size: usize) {
         if self.absent.contains(id) {
             return;
@@ -151,7 +151,7 @@ impl Heap {
         }
     }
 
-    /// Returns the state on which the next step depends.
+    /// Returns the state that affects the next step.
     pub(super) fn state(&self) -> State {
         let tensors = self.tensors.iter();
         let tensors = tensors.map(|(id, tensor)| {
@@ -195,7 +195,7 @@ impl Heap {
         Ok(plan)
     }
 
-    /// Frees what a node would have taken that another rank runs.
+    /// Frees the operands that a node would have consumed if this rank ran it.
     fn skip(&mut self, node: &Node) {
         let taken = node.operation.inputs();
         let taken = taken.filter(|input| input.status == TensorStatus::ReadWrite);
@@ -233,7 +233,7 @@ impl Heap {
         Ok(run)
     }
 
-    /// Creates the results of a collective in buffers of the transport, or in new memory if they were padded.
+    /// Creates the results of a collective in transport buffers, or in new memory if they were padded.
     fn received(&mut self, node: &Node, collective: &Collective) -> Result<Vec<Written>, Error> {
         let is_here = |input: &&TensorIr| !self.absent.contains(input.id);
         for input in node.operation.inputs().filter(is_here) {
@@ -247,7 +247,7 @@ impl Heap {
             }
             let strides = Strides::contiguous(&output.shape);
             let mut written = self.fresh(output.id, strides, None, output.dtype.size());
-            // On a mesh with several axes, a group is smaller than all ranks. The last axis is the fastest.
+            // On a mesh with several axes, a group contains only some of the ranks. The last axis varies fastest.
             let rank = self.rank % part.partition.num_shards();
             let is_padded = part.share_len(gets, rank) != part.padded_len(gets);
             if let Some(memory) = &mut written.new {
@@ -259,7 +259,7 @@ impl Heap {
     }
 
     fn computed(&mut self, node: &Node, run: &mut Run) -> Result<Vec<Written>, Error> {
-        // A norm is of what this rank has.
+        // A norm covers only the tensors that this rank has.
         let is_here = |input: &&TensorIr| !self.absent.contains(input.id);
         let inputs: Vec<&TensorIr> = node.operation.inputs().filter(is_here).collect();
         let operands = inputs
@@ -326,7 +326,7 @@ impl Heap {
         })
     }
 
-    /// Creates a result in the memory of an operand, or in a copy if it writes to a buffer of the transport.
+    /// Creates a result in the memory of an operand, or in a copy if it would overwrite a transport buffer.
     fn shared(
         &mut self,
         output: &TensorIr,

@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::process::ProcessBytes;
 use crate::category::Bytes;
 
-/// The bytes while one node runs.
+/// The memory while one node runs, and after it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Moment {
     /// Index of the node in the schedule.
@@ -18,34 +18,35 @@ pub struct Moment {
 
 /// The live tensor bytes over one step on one rank.
 ///
-/// They are counted as in the executor's [`MemoryTable`](burn_fsdp_spmd::run::MemoryTable): by memory, not by tensor.
-/// Views are free, and an operation that overwrites its operand allocates nothing new.
+/// Like the executor's [`MemoryTable`](burn_fsdp_spmd::run::MemoryTable), it counts allocations, not tensors. Views are
+/// free, and an operation that overwrites its operand allocates nothing new.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct MemoryPlan {
-    /// Bytes between steps.
+    /// Bytes between steps, by category.
     pub at_rest: Bytes,
-    /// Peak bytes.
+    /// Bytes at the peak, by category.
     pub peak: Bytes,
-    /// The node at which `peak` is first reached, or `None` if that is when the batch is loaded.
+    /// The node at which `peak` is first reached. `None` if it is reached when the batch is loaded, and in an
+    /// extrapolated plan.
     pub peak_node: Option<usize>,
-    /// The moments of all nodes except drops, in order.
+    /// One moment per node, in order, except drops.
     pub moments: Vec<Moment>,
-    /// Bytes that results did not need because they overwrote an operand.
+    /// Bytes saved by results that overwrite an operand.
     pub reused_in_place: u64,
 }
 
 impl MemoryPlan {
-    /// Returns the peak bytes.
+    /// Returns the bytes at the peak, over all categories.
     pub fn peak_bytes(&self) -> u64 {
         self.peak.total()
     }
 
-    /// Estimates the bytes that the rank takes of its process, with everything that no tensor uses.
+    /// Estimates the rank's share of its process's memory, including memory outside tensors.
     pub fn process(&self) -> ProcessBytes {
         ProcessBytes::of(self.peak_bytes())
     }
 
-    /// Creates an empty plan for a step: bytes at rest, and bytes once the batch is loaded.
+    /// Creates a plan without moments, from the bytes between steps and the bytes after the batch is loaded.
     pub(super) fn begin(at_rest: Bytes, live: Bytes, num_nodes: usize) -> Self {
         Self {
             at_rest,

@@ -23,15 +23,15 @@ impl MemoryPlan {
     ///
     /// # Errors
     ///
-    /// As [`new`](Self::new).
+    /// Same as [`new`](Self::new).
     pub fn without_reuse(graph: &Graph, rank: usize) -> Result<Self, Error> {
         Self::simulate(graph, rank, false)
     }
 
     fn simulate(graph: &Graph, rank: usize, is_reusing: bool) -> Result<Self, Error> {
         let mut heap = Heap::new(graph, rank, is_reusing)?;
-        // A step begins with the state that the previous one leaves. The origin of the memory of new parameters and
-        // states usually does not change, and it settles after at most two steps.
+        // A step begins with the state that the previous one left. New parameters and states usually get their memory
+        // from the same source in every step; this settles after at most two steps.
         for _ in 0..2 {
             let before = heap.state();
             let plan = heap.step(graph)?;

@@ -1,4 +1,4 @@
-//! The plan of a graph, as text, JSON and a picture.
+//! The plan of a graph, as text, JSON and SVG.
 
 use std::fmt;
 
@@ -16,7 +16,7 @@ use burn_fsdp_spmd::Error;
 use burn_fsdp_spmd::graph::Flops;
 use burn_fsdp_spmd::graph::Graph;
 
-/// The cost of one rank's step.
+/// The planned memory, traffic and time of one rank's step.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -37,7 +37,7 @@ use burn_fsdp_spmd::graph::Graph;
 /// )?;
 /// let graph = pipeline(4, Strategy::FullShard, &Options::default(), &[]).run(graph)?;
 /// let plan = Plan::new(&graph, &Machine::cpu(), 0)?;
-/// // Weight, bias and two states of each, a quarter of them on this rank.
+/// // This rank has a quarter of the weight, the bias and their two states each.
 /// assert_eq!(plan.memory.at_rest.total(), 3 * 4 * (64 * 64 + 64) / 4);
 /// println!("{plan}");
 /// # Ok::<(), burn_fsdp_spmd::Error>(())
@@ -50,17 +50,17 @@ pub struct Plan {
     pub rank: usize,
     /// Number of nodes in the schedule.
     pub num_nodes: usize,
-    /// A description of the peak's node.
+    /// A description of the node at which memory peaks.
     pub peak_at: String,
     /// Live bytes over the step.
     pub memory: MemoryPlan,
-    /// An estimate of the bytes that the rank takes of its process.
+    /// An estimate of the rank's share of its process's memory.
     pub process: ProcessBytes,
     /// The peak in bytes if no operation overwrote its operand.
     pub peak_without_reuse: u64,
-    /// Collectives.
+    /// Number and bytes of the collectives.
     pub traffic: Traffic,
-    /// Arithmetic.
+    /// Number of floating-point operations.
     pub flops: Flops,
     /// The time estimate.
     pub time: TimePlan,
@@ -73,7 +73,7 @@ impl Plan {
     ///
     /// # Errors
     ///
-    /// As [`MemoryPlan::new`].
+    /// Same as [`MemoryPlan::new`].
     pub fn new(graph: &Graph, machine: &Machine, rank: usize) -> Result<Self, Error> {
         let memory = MemoryPlan::new(graph, rank)?;
         Ok(Self {
@@ -109,7 +109,7 @@ impl Plan {
     }
 }
 
-/// Describes the node of a peak.
+/// Describes the node at which memory peaks.
 fn words(graph: &Graph, node: Option<usize>) -> String {
     match node.and_then(|index| Some((index, graph.nodes().get(index)?))) {
         Some((index, node)) => {
@@ -121,7 +121,7 @@ fn words(graph: &Graph, node: Option<usize>) -> String {
     }
 }
 
-/// Prints lines for people.
+/// Prints a human-readable summary.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (ranks, nodes) = (self.num_ranks, self.num_nodes);
@@ -172,7 +172,7 @@ impl fmt::Display for Plan {
     }
 }
 
-/// A number with the decimal prefix that leaves one to three digits.
+/// A number. Prints with the largest decimal prefix for which it is at least 1.
 struct Count(u64);
 
 impl fmt::Display for Count {

@@ -15,21 +15,21 @@ use burn_fsdp_spmd::graph::{Flops, touched_bytes};
 pub struct TimePlan {
     /// The whole step, from the batch to the new parameters.
     pub step: f64,
-    /// Time of operations.
+    /// Time of computation.
     pub compute: f64,
-    /// Time of collectives, hidden or not.
+    /// Time of collectives, whether or not they overlap with computation.
     pub communication: f64,
-    /// Time in which nothing computes because collectives are not complete.
+    /// Time in which nothing computes, because nodes wait for collectives.
     pub exposed: f64,
 }
 
 impl TimePlan {
-    /// Estimates the time of a scheduled graph on that rank.
+    /// Estimates the time of a scheduled graph on rank `rank`.
     ///
     /// Nodes run in order. Each takes as long as its arithmetic or its memory traffic, whichever is longer (the
-    /// roofline model: Williams, Waterman, Patterson, 2009). Collectives run one after the other at the same time as
-    /// other nodes, from their start to their wait. A collective that is not split is waited for immediately. Nodes
-    /// that only other ranks run, for parameters that they own, take this rank no time.
+    /// roofline model: Williams, Waterman, Patterson, 2009). Collectives run one at a time and overlap with other nodes
+    /// from their start to their wait. A collective that is not split is waited for immediately. Nodes that only other
+    /// ranks run, for parameters that they own, take this rank no time.
     ///
     /// # Errors
     ///

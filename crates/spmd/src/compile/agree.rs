@@ -9,8 +9,8 @@ use crate::trace::{Batch, base_rate, fixed_of, specs_of};
 /// The message of a rank that has no graph to run.
 const NOT_READY: [u8; 8] = [0; 8];
 
-/// Checks that all ranks are about to run the graph with this fingerprint, on a batch that is one of a number of
-/// micro-batches. `None` means that this rank has no graph. All ranks must call it.
+/// Checks that all ranks are about to run the graph with this fingerprint; `None` means that this rank has no graph.
+/// `batch` is this rank's batch with its number of micro-batches, for the error. All ranks must call it.
 ///
 /// # Errors
 ///
@@ -35,7 +35,7 @@ pub(super) fn agree<B: Batch>(
     let Some(rank) = all.iter().position(|other| *other != all[0]) else {
         return Ok(());
     };
-    // All ranks reach this point, and exchange their reasons.
+    // If ranks differ, all of them reach this point, and exchange descriptions of their batches.
     let text = match batch {
         None => "no batch".to_owned(),
         Some((batch, 1)) => described(batch)?,

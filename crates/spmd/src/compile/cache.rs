@@ -26,12 +26,12 @@ struct Key {
     inputs: Vec<InputSpec>,
     /// Names and hashes of the batch's values that are not tensors.
     fixed: Vec<(String, u64)>,
-    /// The operations of the optimizer's step.
+    /// The operation sequence of each parameter's optimizer step, as in [`StepScalars::structure`].
     structure: Vec<(usize, usize)>,
 }
 
 /// The parameters that get a gradient and therefore an optimizer step. Each path maps to the path of the first
-/// parameter with the same gradient. Gradients are pending under the numbers of these first parameters.
+/// parameter with the same gradient, whose number the pending gradient has.
 pub(super) type Stepped = BTreeMap<Arc<str>, Arc<str>>;
 
 /// The graphs that were created for a key.
@@ -65,13 +65,13 @@ pub(super) enum Compiled {
 pub(super) struct Cleanup {
     pub(super) graph: Arc<Graph>,
     pub(super) fingerprint: u64,
-    /// The number of steps after which it runs at the end of the step.
+    /// Number of steps after which it runs at the end of a step.
     pub(super) max_iterations: Option<NonZeroU64>,
-    /// True if the work is the optimizer, which depends on no batch.
+    /// True if the moved nodes are the optimizer, which depends on no batch.
     pub(super) is_optimizer: bool,
 }
 
-/// The kept graphs of a key.
+/// The cached graphs of a key.
 struct Entry {
     made: Made,
     /// The original trace, until the step has been traced a second time and compared.
@@ -86,17 +86,17 @@ pub(super) struct Setting<'a, Be: BackendIr> {
     pub(super) operations: &'a CustomOperations<Be>,
 }
 
-/// The graphs that were created, and the tracer that makes others.
+/// The graphs that were created, and the tracer that creates others.
 pub(super) struct Graphs<B> {
     tracer: Tracer<B>,
-    /// The kept graphs, the most recently used at the back.
+    /// The cached graphs, with the most recently used ones at the back.
     kept: VecDeque<(Key, Entry)>,
     num_traces: usize,
-    /// Number of the step within its process.
+    /// Number of the compiled step within its process.
     number: u64,
 }
 
-/// Number of compiled steps that the process has made.
+/// Number of compiled steps that the process has created.
 static STEPS: AtomicU64 = AtomicU64::new(0);
 
 impl<B: Batch> Graphs<B> {
@@ -109,7 +109,7 @@ impl<B: Batch> Graphs<B> {
         }
     }
 
-    /// Returns the step's number, unique in the process.
+    /// Returns the compiled step's number, which is unique in the process.
     pub(super) fn number(&self) -> u64 {
         self.number
     }
@@ -119,12 +119,12 @@ impl<B: Batch> Graphs<B> {
         self.num_traces
     }
 
-    /// Forgets all kept graphs.
+    /// Removes all cached graphs.
     pub(super) fn clear(&mut self) {
         self.kept.clear();
     }
 
-    /// Returns the graphs for the given batch, or micro-batch, and optimizer step, and makes them if they are not kept.
+    /// Returns the graphs for the given batch or micro-batch and optimizer step, and creates them if none are cached.
     pub(super) fn of<Be: BackendIr>(
         &mut self,
         purpose: Purpose,
@@ -162,7 +162,8 @@ impl<B: Batch> Graphs<B> {
         Ok(made)
     }
 
-    /// Traces a graph again, with this batch, when it is used for the second time. Rejects it if the two traces differ.
+    /// When a graph is used for the second time, traces it again with this batch, and rejects it if the two traces
+    /// differ.
     fn check_again(
         &mut self,
         index: usize,
@@ -238,7 +239,7 @@ impl<B> Graphs<B> {
         last.made.certificate.as_deref()
     }
 
-    /// Returns the number of keys whose graphs are kept.
+    /// Returns the number of keys whose graphs are cached.
     pub(super) fn len(&self) -> usize {
         self.kept.len()
     }

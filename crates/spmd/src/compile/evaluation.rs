@@ -1,4 +1,4 @@
-//! Evaluation: a forward of the model on the parameters that a step trains.
+//! Evaluation: a forward pass of the model on the parameters that a step trains.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -21,22 +21,22 @@ use crate::trace::{
 
 type Tracer<B, O> = Box<dyn Fn(&B, &Mode) -> Result<(Graph, O), Error> + Send>;
 
-/// The shapes of a batch, and its values that are not tensors.
+/// The specs of a batch's tensors, and the hashes of its other values.
 type Key = (Vec<InputSpec>, Vec<(String, u64)>);
 
-/// A forward of a model, run by [`CompiledStep::evaluate`] on the parameters that a step trains, for measurement or
-/// inference.
+/// A forward pass of a model, run by [`CompiledStep::evaluate`] on the parameters that a step trains, for measurement
+/// or inference.
 ///
 /// It holds only graphs, one for each set of shapes. Parameters stay in the step, with their layout.
 pub struct Evaluation<B, O> {
     tracer: Tracer<B, O>,
-    /// Number of the step that the graphs are for.
+    /// Number of the compiled step that the graphs are for.
     of_step: Option<u64>,
-    /// The kept graphs, the most recently used at the back.
+    /// The cached graphs, with the most recently used ones at the back.
     kept: VecDeque<(Key, Entry<O>)>,
 }
 
-/// A graph, with the results that it returns.
+/// A graph, with the template of its results.
 struct Entry<O> {
     graph: Arc<Graph>,
     /// The closure's result, with small tensors as placeholders.
@@ -46,9 +46,8 @@ struct Entry<O> {
 }
 
 impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
-    /// Creates an evaluation of the module that `init` makes, which must be the step's module. `forward` returns
-    /// tensors, which may be named or in tuples, as in a [`Batch`]. It is traced when the first batch of its shapes
-    /// arrives.
+    /// Creates an evaluation of the module that `init` creates, which must be the step's module. `forward` returns any
+    /// [`Batch`] of tensors. It is traced for the first batch of each set of shapes.
     ///
     /// The module runs in Burn's inference mode: no gradients, no dropout, and unchanged running statistics. The rules
     /// about [frozen values](crate::compile()) of a train step also apply here.
@@ -78,7 +77,7 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
         Self::on(&Device::flex(), init, forward)
     }
 
-    /// Creates an evaluation like [`new`](Self::new), for a step that runs on a device with other types.
+    /// Creates an evaluation like [`new`](Self::new), for a step that runs on a device with other default types.
     pub fn on<M: Module + 'static>(
         device: &Device,
         init: impl Fn(&Device) -> M + Send + 'static,
@@ -97,12 +96,12 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
         }
     }
 
-    /// Returns the graph of the batch that was evaluated last; `None` before.
+    /// Returns the graph of the last evaluated batch; `None` before the first.
     pub fn graph(&self) -> Option<&Graph> {
         self.kept.back().map(|(_, entry)| entry.graph.as_ref())
     }
 
-    /// Returns the graph for the given batch, with its results, and makes it if it is not kept.
+    /// Returns the graph for the given batch and its template, and creates them if they are not cached.
     fn of<Be: BackendIr>(
         &mut self,
         batch: &B,
@@ -138,7 +137,7 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
         Ok(self.keep(key, entry, mode.cache))
     }
 
-    /// Traces a graph again when it is used for the second time, and rejects it if the two traces differ.
+    /// When a graph is used for the second time, traces it again, and rejects it if the two traces differ.
     fn check_again(&mut self, index: usize, batch: &B, mode: &Mode) -> Result<(), Error> {
         let entry = &mut self.kept[index].1;
         let Some(first) = &entry.traced else {
@@ -202,7 +201,7 @@ fn check_module(graph: &Graph, specs: &[ParameterSpec]) -> Result<(), Error> {
     }
 }
 
-/// Checks that both graphs find a parameter under the same id, divided in the same way.
+/// Checks that both graphs have each parameter under the same id and in the same layout.
 fn check_layouts(graph: &Graph, of_step: &Graph) -> Result<(), Error> {
     let pairs = graph.parameters().iter().zip(of_step.parameters());
     let other = pairs.into_iter().find(|(own, other)| {

@@ -1,16 +1,16 @@
-//! States of the optimizer that a step keeps and does not change.
+//! Optimizer states that a step keeps but does not change.
 
 use burn::tensor::TensorData;
 use burn_fsdp_mesh::Layout;
 use burn_pack::Scalar;
 
-/// The optimizer's state of a parameter that a step does not train. The step keeps it for later checkpoints, and for a
+/// The optimizer state of a parameter that a step does not train. The step keeps it for later checkpoints, and for a
 /// step that trains the parameter again.
 #[derive(Debug, Clone)]
 pub struct IdleState {
     /// Path of the parameter.
     pub path: String,
-    /// Numbers of the state.
+    /// Named numbers of the state, such as a step counter.
     pub counters: Vec<(String, Scalar)>,
     /// All tensors of the state.
     pub tensors: Vec<IdleTensor>,
@@ -25,6 +25,6 @@ pub struct IdleTensor {
     pub shape: Vec<usize>,
     /// Layout of the whole tensor on the [mesh](crate::CompiledStep::mesh) of the step.
     pub layout: Layout,
-    /// The part.
+    /// This rank's part.
     pub data: TensorData,
 }

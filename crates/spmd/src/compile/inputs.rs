@@ -20,8 +20,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Returns a fingerprint of what a run depends on in addition to its graph and the optimizer's numbers: the step
-    /// for which it draws, and the scale of the loss. It must be the same on all ranks.
+    /// Returns a fingerprint of the number of the step, if it draws random numbers from a seed, and of the loss scale.
+    /// It must be the same on all ranks.
     pub(super) fn given(&self) -> u64 {
         let draws_for = self.mode.is_seeded().then_some(self.done.steps);
         let scale = self.done.scaler.map(|scaler| {

@@ -60,7 +60,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Frees the pending gradients that the optimizer has taken.
+    /// Frees the pending gradients once the optimizer has used them.
     pub(super) fn forget_pending(&mut self, graph: &Graph) {
         let gradients = graph.values().filter_map(|value| match value.role {
             Role::Pending(_) => Some(value.id),
@@ -83,8 +83,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Returns the graph for the given batch, created if necessary, and its scalars. All ranks must call it. They agree
-    /// on the graph before anything changes, with one exchange of 8 bytes.
+    /// Returns the graph for the given batch, created if necessary, and its scalars. All ranks must call it. The ranks
+    /// agree on the graph before anything changes, with one exchange of 8 bytes.
     pub(super) fn prepare(
         &mut self,
         rates: &ModuleLearningRate,
@@ -160,7 +160,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
                 ..whole(main, !made.fingerprint, stepped)
             });
         }
-        // An optimizer reads the same gradients after any batch that gives them to the same parameters.
+        // The pending optimizer step fits this graph, because both batches give gradients to the same parameters.
         if before.cleanup.is_optimizer && cleanup.is_optimizer && before.stepped == stepped {
             let Made {
                 compiled,

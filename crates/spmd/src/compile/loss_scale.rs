@@ -1,4 +1,4 @@
-//! Steps with a scaled loss: detects gradient overflow, and skips such steps.
+//! Steps with a scaled loss: detects gradient overflow, and skips the steps in which it occurs.
 
 use burn::tensor::{DType, TensorData};
 use burn_fsdp_mesh::{LossScalerState, LossScaling};
@@ -11,8 +11,8 @@ use crate::graph::{Graph, Role};
 use crate::trace::Batch;
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
-    /// Returns the scale of the next step's loss, to be saved with the run; `None` if
-    /// [`Options`](crate::passes::schedule::Options::scale_loss) do not scale it. The same on all ranks.
+    /// Returns the scale of the next step's loss, for checkpoints; `None` if
+    /// [`Options`](crate::passes::schedule::Options::scale_loss) do not scale it. It is equal on all ranks.
     pub fn loss_scale(&self) -> Option<LossScalerState> {
         Some(self.done.scaler.as_ref()?.state)
     }
@@ -39,8 +39,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Returns true if the last step was skipped because a gradient of a rank had overflowed. Parameters and the
-    /// optimizer's states and step numbers are then unchanged, but running statistics are not. The same on all ranks.
+    /// Returns true if the last step was skipped because a gradient of a rank had overflowed. Parameters, optimizer
+    /// states and the optimizer's step numbers are then unchanged, but running statistics are not. The result is equal
+    /// on all ranks.
     pub fn was_skipped(&self) -> bool {
         self.done
             .scaler
@@ -111,7 +112,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 }
 
-/// The answer of a rank that cannot read its gradients.
+/// The byte that a rank sends if it cannot read its gradients.
 const FAILED: u8 = 2;
 
 fn is_finite(gradient: &TensorData) -> Result<bool, Error> {
@@ -128,7 +129,7 @@ fn unreadable(error: impl std::fmt::Debug) -> Error {
     Error::Internal(format!("a gradient cannot be read: {error:?}"))
 }
 
-/// Returns a gradient times a factor, in its own type.
+/// Returns a gradient times a factor, in the gradient's type.
 fn scaled(mut gradient: TensorData, factor: f64) -> Result<TensorData, Error> {
     match gradient.dtype() {
         DType::F32 => {

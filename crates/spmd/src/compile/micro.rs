@@ -29,8 +29,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// runs once. Returns the mean of their losses. All ranks must call it, with the same number of micro-batches and
     /// equal shapes across ranks. Micro-batches of one rank may have different shapes.
     ///
-    /// Gradients are added in their layout: each rank keeps the sum of its part. Each micro-batch runs the collectives
-    /// of a step.
+    /// Each rank keeps only the sum of its part of the gradients. Each micro-batch runs the collectives of a step.
     ///
     /// # Errors
     ///
@@ -67,8 +66,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ) -> Result<f64, Error> {
         match batches {
             [] => {
-                // Tells the others, which then do not wait. The last step stays pending, because the others may finish
-                // it later.
+                // Tells the other ranks, so they do not wait. The last step stays pending, because the others may
+                // finish it later.
                 let group = self.mode.ranks().group();
                 let _ = agree::<B>(group, None, rates, None);
                 self.expect_defined()?;
@@ -144,8 +143,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         graphs.into_iter().next().ok_or(Error::NoBatch)
     }
 
-    /// Returns the graphs for the given micro-batches. All ranks must call it. They agree on all of them before
-    /// anything changes, which takes one exchange of 8 bytes for each.
+    /// Returns the graphs for the given micro-batches. All ranks must call it. The ranks agree on all graphs before
+    /// anything changes, with one exchange of 8 bytes for each micro-batch.
     fn prepare_micro(
         &mut self,
         rates: &ModuleLearningRate,
@@ -203,7 +202,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 }
 
-/// Rejects a micro-batch whose gradients are for different parameters from the first one's, because their sum would be
+/// Rejects a micro-batch that gives gradients to different parameters than the first one, because their sum would be
 /// incomplete.
 fn check_alike(first: Option<&Made>, own: &Made) -> Result<(), Error> {
     let Some(first) = first.filter(|first| first.stepped != own.stepped) else {

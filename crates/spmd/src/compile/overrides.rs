@@ -10,11 +10,11 @@ use crate::trace::ParameterSpec;
 ///
 /// The two modules may have different types. For example, a generic model may replace a part that reads values on the
 /// host and cannot be traced. Their parameters and buffers are matched by path. All tensors of the step's module must
-/// exist in the other module, with their shapes and types, and start with the values that the step's `init` makes.
-/// Checkpoints, [`CompiledStep::parameter`](crate::CompiledStep::parameter) and evaluations by either module use their
-/// paths. Tensors that the other module adds become part of the step, after the module's own. An added tensor starts
-/// with its value in the other module on rank 0, and is trained if that module requires it. It is in
-/// [`CompiledStep::parameters`](crate::CompiledStep::parameters) and in checkpoints under its own path.
+/// exist in the other module with the same shapes and types. They start with the values that the step's `init` creates.
+/// Checkpoints, [`CompiledStep::parameter`](crate::CompiledStep::parameter) and evaluations with either module use
+/// their paths. Tensors that the other module adds become part of the step, after the module's own. An added tensor
+/// starts with its value in the other module on rank 0, and is trained if that module requires it.
+/// [`CompiledStep::parameters`](crate::CompiledStep::parameters) and checkpoints contain it under its path.
 ///
 /// `()` overrides nothing, and a pair applies its overrides in order. A part whose type is not a generic parameter
 /// cannot be replaced with another type; the model then needs a switch.
@@ -113,7 +113,7 @@ pub(super) fn added(
         let Some((_, other)) = traced.iter().find(|(_, other)| other.path == spec.path) else {
             return Err(OverrideError::Lacks { path }.into());
         };
-        // The module itself decides which fields share it.
+        // The other module may share it among different fields.
         let tied = spec.tied.clone();
         if (ParameterSpec {
             tied,

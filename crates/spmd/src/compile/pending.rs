@@ -6,13 +6,13 @@ use super::cache::{Cleanup, Stepped};
 use crate::graph::Graph;
 use crate::trace::StepScalars;
 
-/// The pending part of a step, with the values that wait for it.
+/// The pending part of a step, with the scalars and the graph to run it.
 pub(super) struct Pending {
     pub(super) scalars: StepScalars,
     pub(super) stepped: Arc<Stepped>,
     /// The graph that does only the pending part.
     pub(super) cleanup: Arc<Cleanup>,
-    /// Number of steps since nothing was pending.
+    /// Number of steps for which work has been pending.
     pub(super) age: u64,
 }
 

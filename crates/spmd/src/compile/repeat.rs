@@ -2,7 +2,7 @@
 
 use crate::graph::{Graph, Node, Phase};
 
-/// Describes the first difference between forward and backward in two graphs of the same model. The optimizer's part is
+/// Describes the first difference in forward or backward between two graphs of the same model. The optimizer's part is
 /// not compared, because its scalars change from step to step and are patched.
 pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
     let nodes = |graph: &Graph| -> Vec<Node> {
@@ -13,7 +13,7 @@ pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
             .collect()
     };
     let (a, b) = (nodes(first), nodes(again));
-    // Constants come first, because different data does not change an operation.
+    // Constants are compared first, because different data does not change an operation.
     let constants = first.constants().iter().zip(again.constants());
     for ((_, a), (_, b)) in constants {
         if a.shape() == b.shape() && a != b {

@@ -18,8 +18,8 @@ pub(super) enum Restored {
 }
 
 impl Restored {
-    /// Takes a part of the given layout. Under a whole layout the part is the whole state, even if the first graph
-    /// divides it.
+    /// Wraps this rank's part in the given layout. Under a whole layout the part is the whole state, even if the first
+    /// graph divides it.
     pub(super) fn of(data: TensorData, layout: &Layout) -> Self {
         if layout.is_whole() {
             Self::Whole(data)
@@ -57,7 +57,7 @@ impl Restored {
     }
 }
 
-/// Returns a parameter or state of a graph under another layout.
+/// Describes how the ranks divide a parameter or state of a graph under another layout.
 fn under<'a>(place: &'a Parameter, layout: &'a Layout, ranks: &'a Ranks) -> Divided<'a> {
     Divided {
         shape: &place.shape,
@@ -66,7 +66,7 @@ fn under<'a>(place: &'a Parameter, layout: &'a Layout, ranks: &'a Ranks) -> Divi
     }
 }
 
-/// Returns a parameter or state of a graph with the ranks that divide it.
+/// Describes how the ranks divide a parameter or state of a graph.
 pub(super) fn divided<'a>(place: &'a Parameter, ranks: &'a Ranks) -> Divided<'a> {
     Divided {
         shape: &place.shape,

@@ -3,7 +3,7 @@
 use burn::tensor::TensorData;
 use burn_fsdp_mesh::{LossScalerState, LossScaling};
 
-/// The scale of the losses of a step.
+/// The loss scale of a compiled step, and the outcome of its last step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Scaler {
     pub(super) scaling: LossScaling,
@@ -32,7 +32,7 @@ impl Scaler {
         }
     }
 
-    /// Returns the factor of the loss, as the graph reads it.
+    /// Returns the loss scale as the tensor that the graph reads.
     pub(super) fn factor(&self) -> TensorData {
         TensorData::new(vec![self.state.scale as f32], [1])
     }

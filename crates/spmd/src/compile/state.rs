@@ -31,19 +31,19 @@ pub struct OptimizerState {
 }
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
-    /// Returns the states of parameters that this step does not train, as they were
-    /// [set](Self::set_idle_states).
+    /// Returns the states of parameters that this step does not train, as set by
+    /// [`set_idle_states`](Self::set_idle_states).
     pub fn idle_states(&self) -> &[IdleState] {
         &self.done.idle
     }
 
-    /// Sets the states of parameters that this step does not train, and replaces the states set before.
+    /// Replaces the states of parameters that this step does not train.
     pub fn set_idle_states(&mut self, states: Vec<IdleState>) {
         self.done.idle = states;
     }
 
-    /// Returns a whole parameter or buffer. All ranks must call it, and all get it. In data parallelism each rank gets
-    /// its own running statistics, because they cover its own rows.
+    /// Returns a whole parameter or buffer. All ranks must call it, and all receive the tensor. In data parallelism,
+    /// each rank receives its own running statistics, which cover only its rows.
     ///
     /// # Errors
     ///
@@ -128,10 +128,10 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(states)
     }
 
-    /// Resumes a run after `steps` steps at these learning rates, each of which trained every parameter. The
-    /// optimizer's counters are computed for that step. Every state must be set with [`set_state`](Self::set_state)
-    /// before the next step. See [`resume_with`](Self::resume_with) for a run whose rates or trained parameters
-    /// changed, or with [skipped](Self::was_skipped) steps.
+    /// Resumes a run after `steps` steps at these learning rates, if each step trained every parameter. The optimizer's
+    /// counters are set as after these steps. Every state must be set with [`set_state`](Self::set_state) before the
+    /// next step. See [`resume_with`](Self::resume_with) for a run whose rates or trained parameters changed, or with
+    /// [skipped](Self::was_skipped) steps.
     ///
     /// # Errors
     ///
@@ -185,7 +185,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Returns the graph's values for the restored states, in the same order. Rejects a mismatch.
+    /// Returns the graph's values for the restored states, in the same order. Rejects a mismatch of shape or type.
     fn places(&self, graph: &Graph) -> Result<Vec<Parameter>, Error> {
         let places = self.restored.iter().map(|((path, slot), data)| {
             let place = state_of(graph, path, slot)?;
@@ -249,8 +249,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok((parameter, value))
     }
 
-    /// Returns the layout of a parameter or buffer, of its gradient and of its states. Until the first graph of
-    /// [`DataParallel::Automatic`](crate::DataParallel::Automatic) decides, it is the layout of flat shards.
+    /// Returns the layout of a parameter or buffer, of its gradient and of its states. With
+    /// [`DataParallel::Automatic`](crate::DataParallel::Automatic), it is the layout of flat shards until the first
+    /// graph decides the placements.
     ///
     /// # Errors
     ///
@@ -300,7 +301,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Returns this rank's part of the optimizer's states of a parameter, by name; empty before its first step.
+    /// Returns this rank's part of a parameter's optimizer states, by name; empty before its first step.
     ///
     /// It completes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must
     /// call it.
@@ -401,7 +402,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Returns the numbers of the optimizer's state of a parameter, such as its step counter; `None` before its first
+    /// Returns the named numbers of a parameter's optimizer state, such as its step counter; `None` before its first
     /// step.
     pub fn counters(&self, path: &str) -> Option<&[(String, Scalar)]> {
         self.scalars.counters(path)

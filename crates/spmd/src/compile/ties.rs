@@ -9,7 +9,7 @@ use crate::Precision;
 use crate::error::Error;
 use crate::trace::{OptimizerGroups, ParameterSpec};
 
-/// Returns the paths of all fields that share a parameter, the first one first.
+/// Returns the paths of all fields that share a parameter, beginning with the first field.
 pub(super) fn paths(spec: &ParameterSpec) -> impl Iterator<Item = &str> {
     let all = iter::once(&spec.path).chain(&spec.tied);
     all.map(AsRef::as_ref)

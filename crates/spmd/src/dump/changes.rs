@@ -1,4 +1,4 @@
-//! The changes of a pass, as text.
+//! Text that describes the changes of a pass.
 //!
 //! Nodes are named by the values that they write, so graphs are compared by these names instead of line by line.
 
@@ -19,22 +19,22 @@ For each pass: the number of nodes before and after it, and the first lines that
   ~ runs earlier or later
 ";
 
-/// Maximum number of lines per pass.
+/// Maximum number of lines shown per pass.
 const MOST_LINES: usize = 60;
-/// Maximum number of joined collectives per pass.
+/// Maximum number of joined collectives shown per pass.
 const MOST_JOINED: usize = 200;
 
-/// A graph as it was printed, with its compared parts.
+/// A printed graph, and the properties that are compared.
 pub(super) struct Printed {
     name: String,
     text: String,
-    /// The lines of nodes. The lines before them are given values, and the lines after them results.
+    /// The range of lines that are nodes. Given values come before them, and results and updates after them.
     nodes: Range<usize>,
     fingerprint: u64,
     units: BTreeMap<Arc<str>, usize>,
     /// Number of collectives of each kind.
     collectives: BTreeMap<CollectiveKind, usize>,
-    /// Collectives of several tensors, with these tensors.
+    /// Descriptions of the collectives that transfer several tensors.
     joined: BTreeSet<String>,
 }
 
@@ -82,14 +82,14 @@ impl Printed {
         self.text.lines().skip(start).take(end - start).collect()
     }
 
-    /// Returns all other lines.
+    /// Returns the lines that are not nodes.
     fn other_lines(&self) -> Vec<&str> {
         let Range { start, end } = self.nodes;
         let lines = self.text.lines();
         lines.clone().take(start).chain(lines.skip(end)).collect()
     }
 
-    /// Describes the first graph.
+    /// Returns a summary of the graph, which is printed for the first graph.
     pub(super) fn summary(&self) -> String {
         let nodes = self.nodes.len();
         let others = self.other_lines().len();
@@ -99,7 +99,7 @@ impl Printed {
         )
     }
 
-    /// Describes the last graph, which runs.
+    /// Returns a line with the graph's fingerprint, which is printed for the last graph.
     pub(super) fn fingerprints(&self) -> String {
         let (name, nodes) = (&self.name, self.nodes.len());
         let fingerprint = self.fingerprint;
@@ -171,7 +171,7 @@ impl Printed {
     }
 }
 
-/// The difference of two lists of named lines.
+/// The difference between two lists of named lines.
 struct Difference {
     added: usize,
     removed: usize,
@@ -260,7 +260,7 @@ fn name_of(line: &str) -> &str {
 
 /// Returns the positions of the longest increasing subsequence of a list; all other elements have moved.
 fn longest_rise(numbers: &[Option<usize>]) -> BTreeSet<usize> {
-    // For each length, the position of the least number that ends an increasing subsequence of that length.
+    // For each length, the position of the smallest number that ends an increasing subsequence of that length.
     let mut ends: Vec<usize> = Vec::new();
     let mut before: Vec<Option<usize>> = vec![None; numbers.len()];
     for (place, number) in numbers.iter().enumerate() {

@@ -65,7 +65,7 @@ fn label_of(graph: &Graph, index: usize, node: &Node) -> String {
     label
 }
 
-/// Returns the color of a node.
+/// Returns the color of a node: one for each phase, and one for collectives.
 fn color(node: &Node) -> &'static str {
     match (&node.collective, node.phase) {
         (Some(_), _) => "#f4c95d",

@@ -89,7 +89,7 @@ impl<'a> Units<'a> {
         }
     }
 
-    /// Returns the unit of a node, if the node determines one.
+    /// Returns the unit of a node, if its weights or gradients determine one.
     fn unit(&mut self, node: &Node) -> Option<&'a str> {
         if let Some(collective) = &node.collective {
             let units = collective.parts.iter();

@@ -68,7 +68,7 @@ fn head(name: &str, graph: &Graph) -> String {
     head
 }
 
-/// Draws a bar along each phase.
+/// Draws a bar next to the rows of each phase.
 fn phases(groups: &[Group]) -> String {
     let mut bars = String::new();
     let mut row = 0;
@@ -204,7 +204,7 @@ fn arrows(graph: &Graph, groups: &[Group]) -> String {
     });
     let kept = kept.into_iter().map(|((from, to), bytes)| {
         let x = COMPUTES.0 + COMPUTES.1;
-        // Longer arrows are farther out.
+        // Longer arrows bend farther out.
         let out = x + 16 + 150 * (to - from) / groups.len().max(1);
         let (y, to_y) = (middle(from), middle(to));
         let path = format!("M{x},{y} C{out},{y} {out},{to_y} {x},{to_y}");
@@ -219,7 +219,7 @@ fn arrow(path: &str, color: &str, title: &str) -> String {
     )
 }
 
-/// Returns the height of a row's middle.
+/// Returns the vertical center of a row.
 fn middle(row: usize) -> usize {
     TOP + row * ROW + ROW / 2
 }

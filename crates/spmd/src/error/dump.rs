@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The reason why graphs were not written. The current graph was not partially written.
+/// The reason why graphs could not be written. No partially written plan is left.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DumpError {

@@ -10,7 +10,7 @@ pub enum MoveError {
          their results"
     )]
     Node {
-        /// Its place in the graph.
+        /// Index of the node in the graph.
         node: usize,
         /// Name of its operation.
         operation: String,

@@ -14,7 +14,7 @@ pub enum OverrideError {
         path: String,
     },
 
-    /// A parameter or buffer differs.
+    /// A parameter or buffer of the module has another type, shape or kind.
     #[error(
         "an override changes parameter \"{path}\" from {expected} to {got}; replace parts only with ones that have the \
          same parameters under the same paths"
@@ -24,7 +24,7 @@ pub enum OverrideError {
         path: String,
         /// Type, shape and kind in the step's module.
         expected: String,
-        /// Type, shape and kind in the override's module.
+        /// Type, shape and kind in the module of the override.
         got: String,
     },
 }

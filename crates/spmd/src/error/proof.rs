@@ -21,9 +21,9 @@ pub enum ProofError {
         pass: Option<PassId>,
         /// The first node that differs.
         node: Option<usize>,
-        /// That node.
+        /// Description of that node.
         operation: String,
-        /// The difference, in words.
+        /// Description of the difference.
         reason: String,
     },
 

@@ -1,4 +1,4 @@
-//! Selects which plans of a mode to prove.
+//! The choice of the plans of a mode that are proved.
 
 /// The plans that are proved before they run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

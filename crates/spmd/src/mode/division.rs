@@ -62,7 +62,7 @@ impl Division {
             Self::DataParallel(style) if style.is_sharded() && !spec.is_buffer => {
                 Ok(Layout::flat(mesh, DATA_AXIS)?)
             }
-            // The first graph decides which values are held whole; until then none is.
+            // All values are sharded until the first graph decides which are kept whole.
             Self::Least(None) if !spec.is_buffer => Ok(Layout::flat(mesh, DATA_AXIS)?),
             Self::Hybrid { shard, .. } if !spec.is_buffer => Ok(Layout::flat(mesh, &shard.name)?),
             Self::Expand(mesh, expand) if !spec.is_buffer => {

@@ -2,7 +2,8 @@
 
 use crate::graph::{Draw, Graph, Phase, random_of};
 
-/// Numbers the random draws of a traced step, to take them from a seed. The optimizer's draws are left to the backend.
+/// Numbers the random draws of a traced step, so they can come from a seed. The optimizer's draws are left to the
+/// backend.
 pub(super) fn numbered(mut graph: Graph, seed: u64, is_own: bool) -> Graph {
     let mut number = 0;
     let mut nodes = graph.take_nodes();

@@ -14,7 +14,7 @@ impl Mode {
     /// [prints](crate::graph)), as a picture (SVG) and for Graphviz (DOT). `changes.txt` lists the changes of each
     /// pass. See [`GraphDump`].
     ///
-    /// Rank 0 of the mode's group writes. Plans and their fingerprints do not change, but making a plan takes longer.
+    /// Rank 0 of the mode's group writes. Plans and their fingerprints do not change, but creating a plan takes longer.
     /// The first complete plan replaces the graphs of an earlier run. Steps that are compiled with clones of this mode
     /// continue the numbering. For a rejected plan, the folder holds all graphs that were created until then, and the
     /// error.

@@ -38,7 +38,7 @@ impl Mode {
         !self.user.moves.is_empty()
     }
 
-    /// Returns the passes of the mode, with these options, up to the last passes.
+    /// Returns the passes of the mode, with these options, without the last passes.
     pub(crate) fn pipeline(&self, options: &Options) -> Result<Pipeline, Error> {
         let prefetch = options.prefetch.unwrap_or(self.ranks.overlaps());
         let options = options.clone().prefetch(prefetch);
@@ -67,7 +67,7 @@ impl Mode {
         self.checked(pipeline)
     }
 
-    /// Moves the nodes that the mode and its user want to run in the next step, possibly none.
+    /// Moves nodes into the next step, as the mode's options and the user's passes request, possibly none.
     ///
     /// # Errors
     ///

@@ -9,14 +9,15 @@ use crate::certificate::{Certificate, Proof, work};
 use crate::error::{Error, ProofError};
 use crate::graph::Graph;
 
-/// Products of elements in a step, over all ranks, up to which a debug build proves a plan by default.
+/// Maximum number of products of elements in a step, over all ranks, for which a debug build proves the plan by
+/// default.
 const SMALL_PLAN: u64 = 1 << 22;
 
 impl Mode {
     /// Proves, before a plan runs, that it computes what was traced ([`Certificate`](crate::Certificate)). Debug builds
     /// always prove small plans. A proof takes as long as tens of steps on one thread. It covers all ranks, one by one,
-    /// and is the same on every rank. A plan for many rows is proved at small shapes by
-    /// [`certify_at`](crate::certify_at).
+    /// and is the same on every rank. To prove a plan for many rows, use [`certify_at`](crate::certify_at), which
+    /// proves it at small shapes.
     ///
     /// With placements, operations for which only whole tensors are supported cannot be proved, and are rejected
     /// ([`Error::NotProvable`]).
@@ -81,7 +82,7 @@ impl Mode {
         }
     }
 
-    /// Plants a fault in passes.
+    /// Injects faults into the passes.
     #[cfg(test)]
     pub(crate) fn planting(mut self, planted: Planted) -> Self {
         self.planted = Some(planted);

@@ -46,14 +46,14 @@ pub struct Results {
 pub struct Executor<B: BackendIr> {
     pub(super) interpreter: TensorInterpreter<B>,
     pub(super) group: ProcessGroup,
-    /// The ranks along each mesh axis.
+    /// The group of ranks along each mesh axis.
     axes: BTreeMap<Arc<str>, ProcessGroup>,
     pub(super) table: MemoryTable,
-    /// Collectives in progress, by the first value that they write.
+    /// Collectives in progress, each under the first value that it writes.
     started: BTreeMap<TensorId, Started>,
     /// Shapes and types of the given values that are set.
     pub(super) present: BTreeMap<TensorId, (Vec<usize>, DType)>,
-    /// The values of the running graph that another rank holds.
+    /// The values of the running graph that this rank lacks because another rank owns them.
     pub(super) absent: Absent,
     constants: Vec<TensorId>,
     operations: CustomOperations<B>,
@@ -83,7 +83,7 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Sets the ranks along each mesh axis; by default all ranks are along the axis `data`.
+    /// Sets the group of ranks along each mesh axis. By default, all ranks are along the axis `data`.
     #[must_use]
     pub fn axes(mut self, axes: impl IntoIterator<Item = (Arc<str>, ProcessGroup)>) -> Self {
         self.axes = axes.into_iter().collect();
@@ -100,7 +100,7 @@ impl<B: BackendIr> Executor<B> {
         &self.operations
     }
 
-    /// Sets the step, and its micro-batch, for which the next run draws random numbers from a seed
+    /// Sets the step and the micro-batch for which later runs draw random numbers from a seed
     /// ([`Mode::seeded`](crate::Mode::seeded)). Without this call, all runs draw the same numbers. All ranks must set
     /// the same values.
     pub fn draw_for(&mut self, step: u64, micro: u32) {
@@ -112,7 +112,7 @@ impl<B: BackendIr> Executor<B> {
         &self.group
     }
 
-    /// Returns the table of the tensors' memory.
+    /// Returns the table of live tensor memory.
     pub fn table(&self) -> &MemoryTable {
         &self.table
     }
@@ -122,7 +122,7 @@ impl<B: BackendIr> Executor<B> {
         &mut self.table
     }
 
-    /// Sets a given value.
+    /// Sets a given value: one that no node writes, such as a parameter or an input.
     pub fn set(&mut self, id: TensorId, data: TensorData) {
         let known = (data.shape().to_vec(), data.dtype());
         self.table.remove(id);

@@ -1,4 +1,4 @@
-//! The end of a run, and the handling of nodes that another rank runs.
+//! The end of a run, and the handling of nodes that only other ranks run.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use crate::graph::{Graph, Node, Update};
 use crate::norm::LOCAL_NORM;
 
 impl<B: BackendIr> Executor<B> {
-    /// Frees the inputs of a node that another rank runs.
+    /// Frees the inputs that another rank's node would have consumed.
     pub(super) fn skip(&mut self, node: &Node) {
         let taken = node.operation.inputs();
         let taken = taken.filter(|input| input.status == TensorStatus::ReadWrite);
@@ -21,7 +21,7 @@ impl<B: BackendIr> Executor<B> {
     }
 
     /// Returns the call of a custom operation with the operands that this rank has, or `None` if it has none of them.
-    /// In the latter case their norm is zero, and this function writes it.
+    /// In the latter case the norm is zero, and this function writes it.
     pub(super) fn own_call(&mut self, call: &CustomOpIr) -> Result<Option<CustomOpIr>, Error> {
         let Some(own) = self.absent.without(call) else {
             return Ok(Some(call.clone()));
@@ -78,7 +78,7 @@ impl<B: BackendIr> Executor<B> {
         for input in graph.inputs() {
             self.remove(*input);
         }
-        // Nodes have already taken their memory.
+        // Nodes have already freed their memory.
         for id in graph.used_up() {
             match self.absent.contains(id) {
                 true => self.remove(id),
@@ -88,7 +88,7 @@ impl<B: BackendIr> Executor<B> {
     }
 }
 
-/// Returns the empty data that this rank holds of a tensor that another one owns.
+/// Returns the empty data that this rank holds in place of a tensor that another rank owns.
 fn nothing(dtype: DType) -> TensorData {
     TensorData::from_bytes_vec(Vec::new(), [0], dtype)
 }

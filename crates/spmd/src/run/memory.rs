@@ -1,4 +1,4 @@
-//! The executor's own table of live tensor bytes.
+//! The executor's table of live tensor bytes.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -9,8 +9,8 @@ use burn_ir::{BackendIr, HandleKind, TensorId, TensorIr};
 
 /// The memory of each live tensor, and the total in bytes.
 ///
-/// Tensors are counted by their memory, once, however many views there are. On Flex that memory is known exactly. On
-/// other backends every tensor counts separately, with its own size.
+/// Memory is counted once, regardless of how many views share it. On Flex, the memory of each tensor is known exactly.
+/// On other backends every tensor counts separately, with its own size.
 #[derive(Debug, Clone, Default)]
 pub struct MemoryTable {
     /// Number of values and bytes, by address of the memory.
@@ -86,7 +86,7 @@ impl MemoryTable {
         self.peak_node = None;
     }
 
-    /// Counts a tensor that is set from outside.
+    /// Counts a tensor that no node wrote.
     pub(super) fn insert(&mut self, id: TensorId, place: Address) {
         self.remove(id);
         self.add(id, place);
@@ -96,8 +96,8 @@ impl MemoryTable {
         }
     }
 
-    /// Counts the values that a node wrote, and stops counting the values that it took. For the peak both count, unless
-    /// a value was written in the memory of a value that was taken.
+    /// Counts the values that a node wrote, and stops counting the values that it consumed. Both count towards the
+    /// peak, unless a value was written into the memory of a consumed one.
     pub(super) fn write(
         &mut self,
         written: &[(TensorId, Address)],

@@ -15,7 +15,8 @@ impl<B: BackendIr> Executor<B> {
         self.before = before;
     }
 
-    /// Sets the scalars of the current step in an optimizer operation, which never runs with the traced scalars.
+    /// Sets the scalars of the current step in an optimizer operation. These operations never run with the traced
+    /// scalars.
     pub(super) fn patched(
         &self,
         index: usize,

@@ -7,10 +7,10 @@ use burn_std::rand::{SeedableRng, StdRng};
 
 use crate::graph::{Draw, random_of};
 
-/// Number of elements of the whole that one generator draws.
+/// Number of elements of the whole tensor that one generator draws.
 const BLOCK: usize = 256;
 
-/// The step and micro-batch of a run, which key its random numbers.
+/// The step and micro-batch of a run, which determine its random numbers along with the seed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Moment {
     /// Number of the step.
@@ -24,7 +24,7 @@ pub(super) struct Drawing<'a> {
     draw: &'a Draw,
     moment: Moment,
     rank: usize,
-    /// The start of the rank's part in the whole, in each dim.
+    /// The start of the rank's part in the whole tensor, in each dim.
     start: Vec<usize>,
 }
 
@@ -100,7 +100,7 @@ impl<'a> Drawing<'a> {
         Ok(TensorData::new(elements, part))
     }
 
-    /// Returns the position in the whole, in the order of its dims, of the first element of a row of the part.
+    /// Returns the row-major position in the whole tensor of the first element of a row of the part.
     fn place(&self, row: usize, rows: &[usize]) -> usize {
         let Some((width, dims)) = self.draw.whole.split_last() else {
             return 0;

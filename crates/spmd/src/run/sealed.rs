@@ -26,7 +26,7 @@ pub(super) struct Seals {
     pub(super) steps: u64,
 }
 
-/// The seal of a value that a node consumes and returns as a view, and the place of its memory.
+/// The seal of a value that a node consumes and returns as a view, and the address and length of its memory.
 pub(super) struct Carried {
     pub(super) sealed: Sealed,
     pub(super) memory: (usize, usize),
@@ -43,7 +43,7 @@ impl Seals {
 }
 
 impl Sealed {
-    /// Checks that a value still matches its seal; `node` is the node to report.
+    /// Checks that a value still matches its seal. Errors name `node`.
     pub(super) fn check(
         &self,
         group: &ProcessGroup,

@@ -4,8 +4,8 @@
 //! The executor seals a collective's result when it arrives, from the data that the ranks reported about it. It seals
 //! the new value of a parameter, buffer or state when a node has written it, or at the end of the run. It checks a
 //! value when a node consumes it, which is its last use, and when a collective sends it. Values that no node of a step
-//! consumes are checked at the end of the step. Memory with two holders is not overwritten, and a node that overwrites
-//! a consumed value does so after the check. Only host memory is sealed.
+//! consumes are checked at the end of the step. Memory that several values share is not overwritten, and a node that
+//! overwrites a consumed value does so after the check. Only host memory is sealed.
 
 use std::any::Any;
 
@@ -77,7 +77,8 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Keeps the seal of a collective's result for one of its parts. Flips a bit of the result if a fault requests it.
+    /// Keeps the seal of a collective's result for one of its parts. Flips a bit of the result if fault injection
+    /// requests it.
     pub(super) fn seal_result(
         &mut self,
         id: TensorId,
@@ -97,8 +98,8 @@ impl<B: BackendIr> Executor<B> {
         flipped(&self.group, at, data)
     }
 
-    /// Seals the values that were set since the last run and outlive this run. Flips a bit of present values if a fault
-    /// requests it.
+    /// Seals the values that were set since the last run and outlive this run. Flips a bit of present values if fault
+    /// injection requests it.
     pub(super) fn seal_given(&mut self, graph: &Graph) -> Result<(), Error> {
         let at = |role: &Role| match role {
             Role::Parameter(_) => Some(At::Shard),
@@ -149,7 +150,7 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Records which values of this run are to be sealed when a node has written them.
+    /// Records which values of this run must be sealed once a node has written them.
     pub(super) fn await_written(&mut self, graph: &Graph) {
         let updates = graph.updates().iter();
         let is_sealed = |from| self.group.compares_bytes() && !self.absent.contains(from);
@@ -157,7 +158,7 @@ impl<B: BackendIr> Executor<B> {
         self.seals.fresh = fresh.map(|update| (update.from, None)).collect();
     }
 
-    /// Seals a value that replaces another one at the end, right after a node has written it, while it is still in the
+    /// Seals the new value of a parameter, buffer or state right after a node has written it, while it is still in the
     /// cache.
     pub(super) fn seal_written(&mut self, node: &Node) {
         if self.seals.fresh.is_empty() {
@@ -171,8 +172,8 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Checks the values that a step has read or received and that no node has taken, before it replaces any. An
-    /// evaluation leaves them to the next step.
+    /// Checks the values that a step has read or received and that no node has consumed, before it replaces any. After
+    /// an evaluation, the next step checks them.
     pub(super) fn look_at_left(&mut self, graph: &Graph) -> Result<(), Error> {
         if self.seals.of.is_empty() || graph.updates().is_empty() {
             return Ok(());
@@ -190,9 +191,9 @@ impl<B: BackendIr> Executor<B> {
         Ok(())
     }
 
-    /// Seals the values that a run has left, and reports to the other ranks the values that all hold whole.
+    /// Seals the values that a run has left, and reports the values that every rank holds whole to the other ranks.
     pub(super) fn seal_left(&mut self, graph: &Graph) {
-        // Values that were taken during the run are gone.
+        // Values that were consumed during the run are gone.
         let present = &self.present;
         self.seals.of.retain(|id, _| present.contains_key(id));
         if !self.group.compares_bytes() || graph.updates().is_empty() {
@@ -284,7 +285,7 @@ fn memory_of(tensor: &FlexTensor) -> (usize, usize) {
     (tensor.bytes().as_ptr() as usize, tensor.bytes().len())
 }
 
-/// Returns the data, with one bit flipped if a fault requests it.
+/// Returns the data, with one bit flipped if fault injection requests it.
 fn flipped(group: &ProcessGroup, at: At, data: TensorData) -> TensorData {
     let Some(bit) = group.flips(at, data.as_bytes().len()) else {
         return data;

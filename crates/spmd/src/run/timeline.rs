@@ -15,7 +15,7 @@ pub struct Span {
     pub kind: &'static str,
     /// Phase: forward, backward or optimizer.
     pub phase: String,
-    /// Index in the schedule.
+    /// Index of the node in the schedule.
     pub node: usize,
     /// Time from the beginning of the step to the beginning of the node.
     pub start: Duration,
@@ -47,7 +47,7 @@ impl Timeline {
         }
     }
 
-    /// Returns the moment from which times are measured.
+    /// Returns the moment at which the timeline began.
     pub fn began(&self) -> Instant {
         self.began
     }

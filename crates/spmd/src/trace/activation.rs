@@ -59,7 +59,8 @@ pub fn named_activation<const D: usize>(name: &str, activation: Tensor<D>) -> Te
     activation
 }
 
-/// The names in one trace. Dropping it restores the names of the enclosing trace, if there is one.
+/// Collects the activations named in one trace. Dropping it restores the activations of the enclosing trace, if there
+/// is one.
 pub(super) struct Naming(Option<Activations>);
 
 impl Naming {

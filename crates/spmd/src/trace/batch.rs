@@ -1,4 +1,4 @@
-//! Batches: the tensors that a loss takes in addition to the model.
+//! Batches: the tensors that a loss closure receives in addition to the model.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Display;
@@ -10,11 +10,11 @@ use burn_fsdp_collectives::Fingerprint;
 use super::capture::{Captured, bool_id, float_id, int_id};
 use crate::error::Error;
 
-/// The tensors that a loss closure takes in addition to the model.
+/// The tensors that a loss closure receives in addition to the model.
 ///
 /// It is implemented for tensors and for tuples, arrays, vectors, options, boxes and maps of batches, nested in any
 /// way. Implement it for a struct by mapping its fields in a fixed order. Each length of a vector and each set of keys
-/// of a map gets its own graph. The parts of a map come in the order of their keys.
+/// of a map gets its own graph. A map's values are visited in the order of their keys.
 ///
 /// Fields that are not tensors are frozen into the graph with their values in the traced batch, unless they are named
 /// with [`BatchMapper::fixed`]:
@@ -47,7 +47,7 @@ pub trait Batch: Clone + 'static {
     fn map(self, mapper: &mut impl BatchMapper) -> Self;
 }
 
-/// A mapper of the tensors of a batch, see [`Batch::map`].
+/// Maps each tensor of a batch; see [`Batch::map`].
 pub trait BatchMapper {
     /// Maps a float tensor with this name.
     fn float<const D: usize>(&mut self, name: &str, tensor: Tensor<D>) -> Tensor<D>;
@@ -58,9 +58,9 @@ pub trait BatchMapper {
     /// Records a value with this name that is not a tensor, such as a length or a flag. Each distinct value gets its
     /// own graph. Pass a value that changes in every step, such as a learning rate, as a tensor instead.
     fn fixed(&mut self, name: &str, value: &impl Hash);
-    /// Begins a part with this name. Names inside it are `name.inner`.
+    /// Enters the part of the batch with this name. Names inside it are reported as `name.inner`.
     fn enter(&mut self, name: &str);
-    /// Ends the part that began last.
+    /// Leaves the part that was entered last.
     fn exit(&mut self);
 }
 
@@ -154,7 +154,7 @@ fn mapped<B: Batch>(name: &str, part: B, mapper: &mut impl BatchMapper) -> B {
     part
 }
 
-/// Returns a nest of tensors with its floats cast to another type.
+/// Casts the float tensors of a batch to another type. Other tensors stay unchanged.
 ///
 /// ```
 /// use burn::tensor::{DType, Device, Int, Tensor};
@@ -222,7 +222,7 @@ pub struct InputSpec {
     pub dtype: DType,
 }
 
-/// Returns names, shapes and types of a batch's tensors. A graph is compiled for these.
+/// Returns the names, shapes and types of a batch's tensors. A graph is valid only for batches with equal specs.
 ///
 /// # Errors
 ///
@@ -243,7 +243,8 @@ pub fn specs_of<B: Batch>(batch: &B) -> Result<Vec<InputSpec>, Error> {
     Ok(found)
 }
 
-/// Returns names and hashes of a batch's values that are not tensors. A graph is also compiled for these.
+/// Returns the names and hashes of a batch's values that are not tensors. A graph is valid only for batches with equal
+/// values.
 pub(crate) fn fixed_of<B: Batch>(batch: &B) -> Vec<(String, u64)> {
     let mut walk = Walk::new(|_: String, _: Vec<usize>, _| ());
     let _ = batch.clone().map(&mut walk);
@@ -357,11 +358,10 @@ impl<T, F: FnMut(String, Vec<usize>, DType) -> T> BatchMapper for Walk<T, F> {
     }
 }
 
-/// A function that returns the shape to trace, from the name and shape of a batch tensor.
+/// A function that returns the shape to trace for a batch tensor, given its name and shape.
 pub(crate) type JoinedShape<'a> = &'a dyn Fn(&str, &[usize]) -> Vec<usize>;
 
-/// The mapper that replaces every tensor of a batch with a fake one on the capture device, with the joined shape and
-/// the same type.
+/// Replaces every tensor of a batch with a fake one on the capture device, with the joined shape and the same type.
 pub(super) struct Fake<'a, F> {
     pub(super) device: &'a Device,
     pub(super) path: Path,

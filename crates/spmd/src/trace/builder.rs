@@ -37,14 +37,14 @@ pub(super) struct Captures {
     pub(super) activations: Activations,
     /// Regions to recompute.
     pub(super) regions: Vec<Marks>,
-    /// True if new tensors had the type in which parameters compute.
+    /// True if new tensors had the parameters' compute type.
     pub(super) is_narrow: bool,
 }
 
 /// A graph under construction.
 pub(super) struct Builder {
     graph: Graph,
-    /// The graph's ids by the recording's ids.
+    /// Maps the recording's ids to the graph's ids.
     ids: BTreeMap<TensorId, TensorId>,
     operations: Vec<OperationIr>,
     constants: BTreeMap<TensorId, Arc<TensorData>>,
@@ -62,7 +62,7 @@ pub(super) struct Builder {
 }
 
 impl Builder {
-    /// Creates a builder, and gives every parameter and buffer a role and an id.
+    /// Creates a builder, and assigns a role and an id to every parameter and buffer.
     pub(super) fn new(
         recording: Recording<Captures>,
         specs: Vec<InputSpec>,
@@ -164,9 +164,9 @@ impl Builder {
         Ok(graph)
     }
 
-    /// Declares the optimizer's states before anything whose number depends on the batch, so a state has one id in the
-    /// graphs of all batches. All trained parameters get states, because other batches may give gradients to other
-    /// parameters.
+    /// Declares the optimizer states. They precede everything that depends on the batch, so each state has the same id
+    /// in the graphs of all batches. All trained parameters get states, because another batch may give gradients to
+    /// other parameters.
     fn add_states(&mut self, step: &StepScalars) {
         for (index, leaf) in self.leaves.iter().enumerate() {
             let of_parameter = step.of(&leaf.path);

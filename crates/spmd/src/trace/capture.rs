@@ -16,11 +16,11 @@ use crate::error::Error;
 use crate::graph::operation_name;
 use crate::panics::caught;
 
-/// The capture backend under autodiff. It does no checkpointing: a pass that sees the whole step decides what to
+/// The capture backend with autodiff. It does no checkpointing, because a pass over the whole step decides what to
 /// recompute.
 pub(super) type Tape = Autodiff<CaptureBackend, NoCheckpointing>;
 
-/// The id, shape and type of a tensor of the capture device.
+/// The id, shape and type of a tensor on the capture device.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Captured {
     pub(super) id: TensorId,
@@ -95,7 +95,7 @@ impl Defaults {
 /// initial default types.
 static IDLE: Mutex<Vec<(Option<Defaults>, Device)>> = Mutex::new(Vec::new());
 
-/// A capture device that one recording uses at a time. It is idle again when dropped.
+/// A capture device for one recording at a time. Dropping the lease makes the device idle again.
 pub(super) struct Lease {
     defaults: Option<Defaults>,
     device: Device,
@@ -158,7 +158,7 @@ impl<T, R> Recording<(T, R)> {
     }
 }
 
-/// The current part of a recording, for errors.
+/// The part of a step that is being recorded, for error messages.
 pub(super) struct Progress(Cell<&'static str>);
 
 impl Progress {
@@ -167,7 +167,7 @@ impl Progress {
     }
 }
 
-/// Records the operations of `record` on the capture device that it receives, which has these default types.
+/// Records the operations of `record`, which receives a capture device with these default types.
 ///
 /// # Errors
 ///
@@ -186,7 +186,7 @@ pub(super) fn record_with<T>(
 ///
 /// # Errors
 ///
-/// As [`record_with`].
+/// Same as [`record_with`].
 pub(super) fn record_on<T>(
     lease: &Lease,
     stage: &'static str,
@@ -226,7 +226,7 @@ fn failed(progress: &Progress, reason: String, operations: &[OperationIr]) -> Er
     }
 }
 
-/// Returns the operation that writes the tensor in a message from Burn, such as `TensorId(7)`.
+/// Returns the operation that writes the tensor that Burn's message names, such as `TensorId(7)`.
 fn mentioned(reason: &str, operations: &[OperationIr]) -> Option<String> {
     let (_, rest) = reason.split_once("TensorId(")?;
     let (number, _) = rest.split_once(')')?;

@@ -13,8 +13,8 @@ use super::{TraceOptions, outputs};
 use crate::error::Error;
 use crate::graph::Graph;
 
-/// Traces `forward` of the module that `init` makes, as Burn runs it for inference: no gradients, no dropout, unchanged
-/// running statistics. Also returns the result of `forward`, with small tensors as placeholders.
+/// Traces `forward` on the module that `init` creates, as Burn runs it for inference: no gradients, no dropout,
+/// unchanged running statistics. Also returns the result of `forward`, with small tensors as placeholders.
 ///
 /// Parameters and buffers have the same ids as in every graph of the model. All other values have ids that no step
 /// uses.

@@ -1,9 +1,9 @@
-//! The tracer: makes a graph from a module, a loss and an optimizer.
+//! The tracer: builds a graph from a module, a loss and an optimizer.
 //!
 //! [`trace`] runs the closures once on Burn's capture device, which records operations and computes nothing. Parameters
-//! and batch are fake tensors of the right shapes. The result is a [`Graph`] of forward, backward and optimizer in
-//! which every tensor is known by path. It does not include the operations that initialise parameters. The model is not
-//! changed, and can be any Burn module.
+//! and batch are fake tensors of the right shapes. The result is a [`Graph`] of forward, backward and optimizer that
+//! identifies the model's tensors by path. It does not include the operations that initialise parameters. The model is
+//! not changed, and can be any Burn module.
 
 mod activation;
 mod batch;
@@ -61,13 +61,13 @@ pub struct TraceConfig {
     /// Types in which parameters compute. They must match the [`Options`](crate::passes::schedule::Options::precision)
     /// with which the graph is lowered. Those options, not this field, determine the types in which gradients are sent.
     pub precision: Precision,
-    /// True to multiply the loss by a factor that the graph takes after the batch, as
+    /// True to multiply the loss by a factor that the graph reads after the batch, as
     /// [`Options::scale_loss`](crate::passes::schedule::Options::scale_loss) requests.
     pub scales_loss: bool,
 }
 
 impl Default for TraceConfig {
-    /// Returns a later step at learning rate 0.001, in the module's types.
+    /// Returns the settings for a step after the first, at learning rate 0.001, in the module's types.
     fn default() -> Self {
         Self {
             step: OptimizerStep::Next,
@@ -78,12 +78,12 @@ impl Default for TraceConfig {
     }
 }
 
-/// Traces a whole train step: `loss` of the module that `init` makes, its gradients, and an optimizer step for every
+/// Traces a whole train step: `loss` of the module that `init` creates, its gradients, and an optimizer step for every
 /// parameter with a gradient. `optimizer` is one of Burn's, or [`OptimizerGroups`].
 ///
 /// `init` is called with a device that computes nothing. Lazy parameters (all of Burn's) are never initialised. Only
-/// the shapes and types of `batch` are used. Integers and booleans that the loss makes have the CPU's default types, as
-/// in a compiled step. If tensors of two types meet, both closures are called once more.
+/// the shapes and types of `batch` are used. Integers and booleans that the loss creates have the CPU's default types,
+/// as in a compiled step. If an operation would mix tensors of two types, both closures are called a second time.
 ///
 /// Parameters, buffers, inputs and states have the same ids in all graphs of the same model, regardless of the traced
 /// step and batch.
@@ -137,8 +137,9 @@ where
     .map(|(graph, ())| graph)
 }
 
-/// Traces as [`trace`] does, with these options. `joined` determines the shapes of the batches, and `optimizer` the
-/// step for the module's tensors. Also returns the outputs other than the loss, with small tensors as placeholders.
+/// Traces as [`trace`] does, with these options. `joined` returns the shapes to trace for the batch, and `optimizer`
+/// returns the optimizer step for the module's tensors. Also returns the outputs other than the loss, with small
+/// tensors as placeholders.
 pub(crate) fn trace_joined<M, B, L>(
     init: impl Fn(&Device) -> M,
     loss: impl Fn(&M, B) -> L,
@@ -183,7 +184,8 @@ where
             joined,
             found: |_, captured| inputs.push(captured),
         });
-        // Before the loss, because all operations before the last given value count as the module's initialisation.
+        // The factor is recorded before the loss, because all operations before the last given value count as the
+        // module's initialisation.
         let factor = options.scales_loss.then(|| loss_factor(&tracked));
         inputs.extend(factor.as_ref().map(float_id));
         progress.enter("the loss");

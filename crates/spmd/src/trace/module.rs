@@ -18,7 +18,7 @@ use super::capture::{Captured, Tape, bool_id, float_id, int_id};
 #[derive(Debug, Clone)]
 pub(crate) struct Leaf {
     pub(super) path: Arc<str>,
-    /// Burn's id of the parameter, which copies share.
+    /// Burn's id of the parameter, which its clones share.
     pub(super) id: ParamId,
     pub(super) shape: Vec<usize>,
     pub(super) dtype: DType,
@@ -57,7 +57,7 @@ struct Fakes<'a> {
     tracked: &'a Device,
     stored: &'a Stored,
     path: Vec<String>,
-    /// The fakes of trained parameters, with any number of dims. Fields that share a parameter read one tensor.
+    /// The fakes of trained parameters, with any number of dims. Fields that share a parameter share its fake.
     trained: BTreeMap<ParamId, Box<dyn Any>>,
 }
 
@@ -218,7 +218,7 @@ impl ModuleVisitor for Leaves<'_> {
     }
 }
 
-/// Returns true for every tensor of the module that requires a gradient.
+/// Returns, for each tensor of the module, whether it requires a gradient.
 pub(super) fn trained<M: Module>(module: &M) -> Vec<bool> {
     struct Trained(Vec<bool>);
     impl ModuleVisitor for Trained {
@@ -251,7 +251,7 @@ pub(super) fn with_marks<M: Module>(module: M, tracked: &Device) -> M {
     module.map(&mut Marks(tracked))
 }
 
-/// Returns, for a module with [marks](with_marks), true for every tensor that is a running statistic.
+/// Returns, for each tensor of a module with [marks](with_marks), whether it is a running statistic.
 pub(super) fn running<M: Module>(marked: &M) -> Vec<bool> {
     trained(marked)
         .into_iter()
@@ -260,7 +260,7 @@ pub(super) fn running<M: Module>(marked: &M) -> Vec<bool> {
         .collect()
 }
 
-/// Returns a module of fakes. If the precision needs it, also returns true for each tensor that is a running statistic.
+/// Returns a module of fakes. If the precision requires it, also returns whether each tensor is a running statistic.
 pub(super) fn with_running<M: Module>(
     module: M,
     precision: &Precision,
@@ -291,10 +291,10 @@ pub(super) fn computing<M: Module>(module: M, precision: &Precision, running: &[
     })
 }
 
-/// Replaces every tensor of a module made without autodiff with a fake one, also without autodiff. The shapes and types
-/// come from the same module with autodiff, because lazy parameters do not know theirs.
+/// Replaces every tensor of a module without autodiff with a fake. `shapes` comes from the same module with autodiff,
+/// because the in-memory shapes of lazy parameters are unknown.
 pub(super) fn off_tape<M: Module>(module: M, device: &Device, shapes: &[Leaf]) -> M {
-    /// The fakes by parameter. Fields that share a parameter read one tensor.
+    /// The fakes by parameter. Fields that share a parameter share its fake.
     struct OffTape<'a>(
         &'a Device,
         std::slice::Iter<'a, Leaf>,
@@ -345,11 +345,11 @@ pub(super) fn off_tape<M: Module>(module: M, device: &Device, shapes: &[Leaf]) -
 struct Casts<'a> {
     precision: &'a Precision,
     path: Vec<String>,
-    /// Burn's names of the enclosing modules.
+    /// Burn's type names of the enclosing modules.
     containers: Vec<String>,
     /// For each remaining tensor, true if it is a running statistic.
     running: std::slice::Iter<'a, bool>,
-    /// The cast tensors by their originals. Fields that share a parameter read one tensor.
+    /// The cast tensors by their originals. Fields that share a parameter share its cast.
     cast: BTreeMap<TensorId, Box<dyn Any>>,
 }
 
@@ -405,9 +405,9 @@ impl ModuleMapper for Casts<'_> {
 /// Returns which tensors of a module are running statistics, and the new values of the updated ones; `None` for all
 /// other tensors. It consumes the module.
 ///
-/// Burn keeps an update separate until the mode of the module changes, and offers no other access to it. Only
-/// statistics may take this route. Parameters without autodiff cannot, so they are replaced with marks. A statistic
-/// that is still a mark afterwards had no update.
+/// Burn keeps an update separate until the mode of the module changes, and offers no other access to it. Parameters
+/// without autodiff do not support that change, so they are replaced with marks. A statistic that the change leaves
+/// unchanged had no update.
 pub(super) fn updates<M: Module>(
     module: M,
     tracked: &Device,

@@ -17,7 +17,7 @@ use crate::graph::operation_name;
 /// - the module's own operations, whose tensors (such as rotations) need more bits than activations;
 /// - host numbers that halves cannot represent;
 /// - integers, such as targets;
-/// - random numbers that lie between 16-bit numbers.
+/// - random numbers that 16 bits cannot represent.
 pub(super) fn check_narrow(
     operation: &OperationIr,
     is_of_module: bool,
@@ -41,7 +41,7 @@ pub(super) fn check_narrow(
     })
 }
 
-/// Returns the values that lose bits in an operation with new tensors in halves.
+/// Describes the values that lose bits if the operation's new tensors have 16 bits.
 fn lost_by(
     operation: &OperationIr,
     constants: &BTreeMap<TensorId, Arc<TensorData>>,
@@ -56,7 +56,7 @@ fn lost_by(
         OperationIr::Int(IntOperationIr::IntoFloat(cast)) => {
             is_half(cast.out.dtype).then_some("integers")
         }
-        // A router records it with its number instead of a constant.
+        // A router records this operation with its number instead of a constant.
         OperationIr::NumericFloat(_, NumericOperationIr::Full(full)) => {
             (!survives(full.value, full.out.dtype)).then_some(NUMBERS)
         }

@@ -10,14 +10,14 @@ use super::narrow::check_narrow;
 use crate::error::Error;
 use crate::graph::{Node, Phase, operation_name};
 
-/// Returns the operations that `wanted` depends on, cut at the given tensors. Random numbers that the loss draws stay
-/// even if they are unused, because the numbers after them depend on them.
+/// Returns the operations that compute the `wanted` tensors from the `given` ones. Random draws of the loss stay even
+/// if they are unused, because later draws depend on them.
 ///
 /// # Errors
 ///
 /// [`Error::RandomInModule`] if the operations depend on random numbers of the module's initialisation, which would be
-/// different in every step. [`Error::Uncapturable`] if new tensors are narrow (`narrow` holds the constants) and an
-/// operation loses bits.
+/// different in every step. [`Error::Uncapturable`] if an operation loses bits in a trace whose new tensors have the
+/// parameters' compute type; `narrow` then holds the constants.
 pub(super) fn needed(
     operations: Vec<OperationIr>,
     given: &BTreeMap<TensorId, TensorId>,

@@ -13,10 +13,10 @@ pub(crate) struct TraceOptions {
     pub(crate) defaults: Option<Defaults>,
     /// The types in which parameters compute.
     pub(crate) precision: Precision,
-    /// True for a graph that takes a loss factor after the tensors of the batch.
+    /// True for a graph that reads a loss factor after the tensors of the batch.
     pub(crate) scales_loss: bool,
     /// Patterns of the activations with requested placements.
     pub(crate) activations: Vec<Pattern>,
-    /// Stored types of the module's tensors, if new tensors have a different type.
+    /// Stored types of the module's tensors; empty unless new tensors have the parameters' compute type.
     pub(crate) stored: Stored,
 }

@@ -41,7 +41,7 @@ pub trait Loss {
     /// The outputs other than the loss.
     type Outputs: Batch + Send;
 
-    /// Returns the loss, one number, and the other outputs.
+    /// Splits the result into the loss, which is one number, and the other outputs.
     fn into_parts(self) -> (Tensor<1>, Self::Outputs);
 }
 

@@ -13,7 +13,7 @@ use crate::error::Error;
 /// A tensor of a module.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ParameterSpec {
-    /// Dotted path.
+    /// Path of the tensor in the module, with dots between names.
     pub path: Arc<str>,
     /// The other paths of a trained parameter that several fields share.
     pub tied: Vec<Arc<str>>,
@@ -30,7 +30,7 @@ pub struct ParameterSpec {
     pub is_added: bool,
 }
 
-/// Returns the tensors of the module that `init` makes, in visiting order, without computing any weight. A running
+/// Returns the tensors of the module that `init` creates, in visiting order, without computing any weight. A running
 /// statistic under several paths is listed once, under the first path. So is a trained parameter that several fields
 /// share (clones with the same id).
 ///
@@ -43,8 +43,8 @@ pub fn parameters<M: Module>(init: impl FnOnce(&Device) -> M) -> Result<Vec<Para
     Ok(found.map(|(_, spec)| spec).collect())
 }
 
-/// Returns the tensors as [`parameters`] does, with their ids in the module that `init` makes, and with a device's
-/// default types.
+/// Returns the tensors as [`parameters`] does, for a device's default types, with their ids in the module that `init`
+/// creates.
 pub(crate) fn parameters_with<M: Module>(
     defaults: Option<Defaults>,
     init: impl FnOnce(&Device) -> M,

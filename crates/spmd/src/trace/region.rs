@@ -1,4 +1,4 @@
-//! Regions of a loss that the user marks for recomputation in backward.
+//! Regions of a loss that a model marks for recomputation in backward.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,7 +9,7 @@ use burn_ir::{OperationIr, TensorId};
 use super::capture::float_id;
 use crate::graph::Graph;
 
-/// Marks before and after a region. A mark is a tensor that nothing reads.
+/// The marks before and after a region. A mark is a tensor that nothing reads.
 pub(super) type Marks = [TensorId; 2];
 
 thread_local! {
@@ -22,9 +22,9 @@ pub fn is_traced() -> bool {
     REGIONS.with_borrow(Option::is_some)
 }
 
-/// Runs a part of a loss on `device` as a region: backward keeps its inputs and outputs, and recomputes its other
-/// values, as for a unit in [`RecomputeUnits`](crate::passes::RecomputeUnits). Outside of a trace, the part simply
-/// runs.
+/// Runs `body`, a part of a loss on `device`, as a region: its inputs and outputs are kept for backward, which
+/// recomputes its other values, as for a unit in [`RecomputeUnits`](crate::passes::RecomputeUnits). Outside of a trace,
+/// `body` simply runs.
 pub fn traced_region<T>(device: &Device, body: impl FnOnce() -> T) -> T {
     let before = mark(device);
     let result = body();
@@ -38,13 +38,13 @@ pub fn traced_region<T>(device: &Device, body: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Records a tensor that nothing reads; `None` outside of traces.
+/// Records a mark. Returns `None` outside of traces.
 fn mark(device: &Device) -> Option<TensorId> {
     let mark = is_traced().then(|| float_id(&Tensor::<1>::empty([1], device)));
     mark.flatten().map(|mark| mark.id)
 }
 
-/// The regions of one trace. Dropping it restores the regions of the enclosing trace, if there is one.
+/// Collects the regions of one trace. Dropping it restores the regions of the enclosing trace, if there is one.
 pub(super) struct Regions(Option<Vec<Marks>>);
 
 impl Regions {
@@ -52,7 +52,7 @@ impl Regions {
         Self(REGIONS.replace(Some(Vec::new())))
     }
 
-    /// Ends the current regions, and returns them.
+    /// Stops collecting regions, and returns the collected ones.
     pub(super) fn taken(&self) -> Vec<Marks> {
         REGIONS.with_borrow_mut(|regions| regions.take().unwrap_or_default())
     }
@@ -79,7 +79,7 @@ pub(super) fn values(operations: &[OperationIr], regions: &[Marks]) -> Vec<BTree
     regions.iter().filter_map(between).collect()
 }
 
-/// Declares the regions in the graph, whose values have other `ids`.
+/// Declares the regions in the graph. `ids` maps recorded values to the graph's values.
 pub(super) fn declare(
     graph: &mut Graph,
     regions: Vec<BTreeSet<TensorId>>,

@@ -2,7 +2,7 @@
 //!
 //! Burn's BatchNorm adds a batch's statistics to the stored ones, so both must have the same type. In 16 bits, updates
 //! would be rounded away, because a hundredth of a change is less than the last bit. The layer therefore gets a copy of
-//! its statistics in its compute type, and the update is recorded again here, in 32 bits.
+//! its statistics in its compute type, and this module repeats the update in 32 bits.
 
 use burn_ir::{
     BaseOperationIr, BinaryOpIr, CastOpIr, NumericOperationIr, OperationIr, ScalarOpIr, TensorId,
@@ -12,7 +12,7 @@ use burn_ir::{
 use super::capture::Captured;
 use super::module::Leaf;
 
-/// Applies the updates of running statistics in their stored types.
+/// Repeats the updates of running statistics in their stored types.
 pub(super) fn widen(
     operations: &mut Vec<OperationIr>,
     leaves: &[Leaf],
@@ -49,10 +49,10 @@ fn position(operations: &[OperationIr], id: TensorId) -> Option<usize> {
     operations.iter().position(makes)
 }
 
-/// An update that is recorded again.
+/// Repeats one update in the type of the stored statistic.
 struct Again<'a> {
     operations: &'a [OperationIr],
-    /// The kept statistic.
+    /// The stored statistic.
     kept: &'a Leaf,
     new: Vec<OperationIr>,
     /// The highest id so far.
@@ -60,7 +60,7 @@ struct Again<'a> {
 }
 
 impl Again<'_> {
-    /// Returns the tensor `id` in the kept statistic's type; `None` if no operation makes it.
+    /// Returns the tensor `id` in the stored statistic's type; `None` if no operation writes it.
     fn of(&mut self, id: TensorId) -> Option<TensorId> {
         let maker = &self.operations[position(self.operations, id)?];
         let made = maker.outputs().find(|output| output.id == id)?.clone();
@@ -79,7 +79,7 @@ impl Again<'_> {
         }
     }
 
-    /// Returns a sum, difference, product or quotient in the kept statistic's type; an inner `None` for other
+    /// Repeats a sum, difference, product or quotient in the stored statistic's type. Returns an inner `None` for other
     /// operations.
     fn numeric(&mut self, operation: NumericOperationIr) -> Option<Option<TensorId>> {
         use NumericOperationIr as N;
@@ -133,7 +133,7 @@ impl Again<'_> {
         id
     }
 
-    /// Returns an operand with id `id` in the kept statistic's type.
+    /// Returns an operand with id `id` in the stored statistic's type.
     fn wide(&self, of: TensorIr, id: TensorId) -> TensorIr {
         TensorIr {
             id,

@@ -1,7 +1,7 @@
-//! The type of tensors that a forward makes without naming one.
+//! The type of tensors that a model creates without specifying one.
 //!
 //! Burn gives them the device's default type. Recurrent layers create their first states and their output tensor this
-//! way. With parameters in 16 bits, two types would meet there.
+//! way. With 16-bit parameters, they would mix two types.
 
 use burn::module::Module;
 use burn::tensor::Device;
@@ -11,13 +11,13 @@ use super::parameters::parameters_with;
 use crate::error::Error;
 
 impl TraceOptions {
-    /// Returns true if new tensors have the type in which parameters compute.
+    /// Returns true if new tensors have the parameters' compute type.
     pub(super) fn is_narrow(&self) -> bool {
         !self.stored.is_empty()
     }
 
-    /// Returns the options for a trace in which new tensors have the type in which parameters compute; `None` if they
-    /// have it already.
+    /// Returns the options for a trace in which new tensors have the parameters' compute type; `None` if they already
+    /// have it.
     fn narrow<M: Module>(&self, init: impl Fn(&Device) -> M) -> Result<Option<Self>, Error> {
         let (Some(defaults), Some(compute)) = (self.defaults, self.precision.compute()) else {
             return Ok(None);
@@ -32,8 +32,8 @@ impl TraceOptions {
     }
 }
 
-/// Returns the result of `trace`. If two types meet, `trace` is called again, and new tensors have the type in which
-/// parameters compute. If that does not help, the first error is returned.
+/// Returns the result of `trace`. If an operation would mix two types, calls `trace` again with new tensors in the
+/// parameters' compute type. If that also fails, returns the first error.
 pub(super) fn by_types<M: Module, T>(
     init: impl Fn(&Device) -> M,
     options: &TraceOptions,

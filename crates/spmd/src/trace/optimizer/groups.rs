@@ -47,7 +47,7 @@ macro_rules! with_rank {
 }
 
 /// The optimizers of a compiled step: one for all parameters, and others for groups of them, as in Burn's
-/// [`ModuleOptimizer`]. Any single optimizer of Burn also converts to this type.
+/// [`ModuleOptimizer`]. A single Burn optimizer also converts to this type.
 ///
 /// A parameter in several groups is stepped by the optimizer that was added last. Groups have their own rates if a step
 /// is called with group rates. Burn's `ModuleLrScheduler` has a schedule for each group.
@@ -88,8 +88,8 @@ struct Group {
 impl OptimizerGroups {
     /// Adds an optimizer for the parameters of a group.
     ///
-    /// The group selects them by path. Ids refer to the module that `init` of [`compile`](crate::compile()) returns,
-    /// and a newly made module has new ids. A group without any parameter is rejected when the step is compiled.
+    /// Select the parameters by path: ids refer to the module that `init` of [`compile`](crate::compile()) returns, and
+    /// every new module has new ids. A group without any parameter is rejected when the step is compiled.
     #[must_use]
     pub fn with_group(mut self, members: ParamGroup, optimizer: impl Optimizer) -> Self {
         let optimizer = Arc::new(optimizer);
@@ -97,19 +97,19 @@ impl OptimizerGroups {
         self
     }
 
-    /// Returns the number of the optimizer for a parameter.
+    /// Returns the index of a parameter's optimizer.
     pub(crate) fn of(&self, id: ParamId, path: &str) -> usize {
         let mut groups = self.groups.iter();
         let found = groups.rposition(|group| group.members.matches(&id, Some(path)));
         found.unwrap_or(0)
     }
 
-    /// Returns the type of the optimizer with this number.
+    /// Returns the type name of the optimizer with this index.
     pub(super) fn name(&self, group: usize) -> &'static str {
         self.groups[group].optimizer.name()
     }
 
-    /// Creates the twin of the optimizer with this number, for parameters of one shape and type.
+    /// Creates the twin of the optimizer with this index, for parameters of one shape and type.
     pub(super) fn twin(
         &self,
         group: usize,
@@ -185,7 +185,7 @@ trait Followed: Send + Sync {
         dtype: DType,
     ) -> Result<Box<dyn Twin>, String>;
 
-    /// Returns it as Burn's optimizer for all parameters.
+    /// Converts it to Burn's optimizer for all parameters.
     fn alone(&self) -> ModuleOptimizer;
 
     /// Adds it to Burn's optimizer `all`, for the members of a group.
@@ -219,7 +219,7 @@ impl<O: Optimizer> Followed for O {
     }
 }
 
-/// Returns the rate of the parameters that are in no group; `None` if there are no rates.
+/// Returns the learning rate of the parameters that are in no group; `None` if there are no rates.
 pub(crate) fn base_rate(rates: &ModuleLearningRate) -> Option<f64> {
     caught(|| rates.base()).ok()
 }

@@ -44,7 +44,7 @@ pub enum OptimizerStep {
     Next,
 }
 
-/// The host side of an optimizer: its state for every trained parameter, without elements.
+/// The host side of the optimizers: their states for every trained parameter, without tensor elements.
 pub(crate) struct HostScalars {
     optimizers: OptimizerGroups,
     kinds: Vec<Kind>,
@@ -61,7 +61,7 @@ pub(crate) struct Trained {
 
 /// The parameters of one group, shape and type.
 struct Kind {
-    /// The number of its optimizer.
+    /// Index of their optimizer.
     group: usize,
     shape: Vec<usize>,
     dtype: DType,
@@ -90,7 +90,7 @@ pub struct StepScalars {
 pub(crate) struct ParameterStep {
     rate: f64,
     structure: Arc<Structure>,
-    /// Index of the kind, and of the structure in it.
+    /// Index of the kind, and index of the structure in the kind.
     number: (usize, usize),
     pub(crate) slots: Arc<Vec<Slot>>,
     scalars: Vec<Vec<ScalarIr>>,
@@ -116,7 +116,7 @@ impl StepScalars {
         Some(scalars)
     }
 
-    /// Returns a number that is the same on every process and rank for equal rates and scalars.
+    /// Returns a fingerprint of the rates and scalars, which is equal on all ranks if they are.
     pub(crate) fn fingerprint(&self) -> u64 {
         let mut hasher = Fingerprint::new();
         for (path, step) in &self.parameters {
@@ -129,9 +129,9 @@ impl StepScalars {
         self.parameters.get(path)
     }
 
-    /// Returns the numbers of each parameter's operation sequence. An optimizer may branch on its step number, or omit
-    /// operations when a scalar is zero, and then the step needs another graph. The numbers are only valid within one
-    /// compiled step.
+    /// Identifies each parameter's operation sequence. An optimizer may branch on its step number, or omit operations
+    /// when a scalar is zero, and the step then needs another graph. The identifiers are valid only within one compiled
+    /// step.
     pub fn structure(&self) -> Vec<(usize, usize)> {
         self.parameters.values().map(|step| step.number).collect()
     }
@@ -227,7 +227,7 @@ impl HostScalars {
         Ok(step)
     }
 
-    /// Counts a step as done for the parameters for which `is_trained` is true.
+    /// Advances the host state of the parameters for which `is_trained` is true.
     pub(crate) fn advance(&mut self, step: &StepScalars, is_trained: impl Fn(&str) -> bool) {
         for (path, held) in &mut self.parameters {
             if let Some(step) = step.parameters.get(path).filter(|_| is_trained(path)) {
@@ -236,13 +236,13 @@ impl HostScalars {
         }
     }
 
-    /// Returns the host values of the optimizer's state of a parameter, such as its step counter, as named numbers;
-    /// `None` before its first step.
+    /// Returns the named numbers in a parameter's optimizer state, such as its step counter; `None` before its first
+    /// step.
     pub(crate) fn counters(&self, path: &str) -> Option<&[(String, Scalar)]> {
         Some(&self.parameters.get(path)?.state.as_ref()?.scalars)
     }
 
-    /// Returns true if the optimizer's state of a parameter has this tensor now.
+    /// Returns true if a parameter's optimizer state currently has this tensor.
     pub(crate) fn has_tensor(&self, path: &str, slot: &str) -> bool {
         let Some(held) = self.parameters.get(path) else {
             return false;
@@ -257,7 +257,7 @@ impl HostScalars {
         })
     }
 
-    /// Returns the tensors in the optimizer's state of a parameter.
+    /// Returns all tensors that a parameter's optimizer state can have.
     pub(crate) fn slots(&self, path: &str) -> &[Slot] {
         match self.parameters.get(path) {
             Some(held) => self.kinds[held.kind].twin.slots().as_slice(),
@@ -265,8 +265,8 @@ impl HostScalars {
         }
     }
 
-    /// Creates states of these parameters from numbers and names of tensors; all others have none. [`set`](Self::set)
-    /// applies them.
+    /// Creates optimizer states for these parameters from their numbers and tensor names. [`set`](Self::set) applies
+    /// them, and leaves all other parameters without a state.
     pub(crate) fn restored<'a>(
         &self,
         states: impl IntoIterator<Item = (&'a str, &'a [(String, Scalar)], Vec<&'a str>)>,
@@ -308,7 +308,7 @@ impl HostScalars {
         Ok(restored)
     }
 
-    /// Continues from these states.
+    /// Replaces all states with the restored ones.
     pub(crate) fn set(&mut self, mut restored: RestoredStates) {
         for (path, held) in &mut self.parameters {
             held.state = restored.0.remove(path);
@@ -316,7 +316,7 @@ impl HostScalars {
     }
 }
 
-/// The states that [`HostScalars::restored`] made.
+/// The states that [`HostScalars::restored`] created.
 #[derive(Debug)]
 pub(crate) struct RestoredStates(BTreeMap<Arc<str>, Arc<TwinState>>);
 

@@ -49,8 +49,8 @@ pub(crate) struct Structure {
 }
 
 impl Structure {
-    /// Separates operations from their scalars. `known` numbers the given tensors. Each new value is made by an
-    /// operation or is the gradient; it is copied if it would otherwise share memory.
+    /// Separates operations from their scalars. `known` maps the given tensors to their numbers. A new state that would
+    /// share memory with another value is copied.
     pub(super) fn new(
         operations: Vec<OperationIr>,
         mut known: BTreeMap<TensorId, TensorId>,
@@ -135,7 +135,7 @@ fn copy_of(tensor: &TensorIr, copy: TensorId) -> OperationIr {
     OperationIr::NumericFloat(tensor.dtype, operation)
 }
 
-/// Takes the scalars of an operation, and puts zeros in their place.
+/// Replaces the scalars of an operation with zeros, and returns them.
 fn take_scalars(operation: &mut OperationIr) -> Vec<ScalarIr> {
     struct Take(Vec<ScalarIr>);
     impl IrVisitorMut for Take {

@@ -28,14 +28,14 @@ use crate::error::Error;
 use crate::graph::operation_name;
 use crate::trace::capture::{Lease, Recording, float_id, record_on};
 
-/// Bytes between the windows of two tensors of a state.
+/// Distance between the windows of two tensors of a state, in bytes.
 const STRIDE: usize = 64;
 
 /// A state of the optimizer for one parameter, without the elements of its tensors.
 pub(crate) struct TwinState {
     /// Host numbers of the state, by name.
     pub(crate) scalars: Vec<(String, Scalar)>,
-    /// The slots with a tensor.
+    /// Indices of the slots that have a tensor.
     pub(crate) tensors: Vec<usize>,
     /// The optimizer's original state, and the device from which its tensors must be moved.
     live: Live,
@@ -67,10 +67,10 @@ pub(crate) struct TwinStep {
 
 /// An optimizer for parameters of one shape and type.
 pub(super) trait Twin: Send {
-    /// Records a step.
+    /// Records one optimizer step from a state, or from none for the first step.
     fn step(&self, learning_rate: f64, state: Option<&TwinState>) -> Result<TwinStep, String>;
 
-    /// Returns the state with these numbers and tensors.
+    /// Creates the state with these numbers and tensors.
     fn state(&self, scalars: &[(String, Scalar)], tensors: &[usize]) -> Result<TwinState, String>;
 
     /// Returns the tensors of its state.
@@ -80,7 +80,7 @@ pub(super) trait Twin: Send {
 /// The purpose of a recording: to find the tensors of the state, or to step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Look {
-    /// The first recording: the new state is described, and no further step can start from it.
+    /// Finds the tensors of the new state. No further step can start from that state.
     First,
     Again,
 }
@@ -136,7 +136,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         Ok(twin)
     }
 
-    /// Adds slots, and enough zeros for all.
+    /// Adds slots, and maps enough zeros for all of them.
     fn declare(&mut self, found: Vec<Slot>) -> Result<(), String> {
         let mut slots = self.slots.as_ref().clone();
         for slot in found {
@@ -426,7 +426,7 @@ fn reason_of(error: Error) -> String {
     }
 }
 
-/// Returns the recording that made a tensor, and the tensor's id there.
+/// Returns the client of the recording that created a tensor, and the tensor's id there.
 fn client_of<const D: usize>(tensor: &Tensor<D>) -> Result<(CaptureClient, TensorId), Error> {
     match tensor.clone().try_into_primitive::<CaptureBackend>() {
         Ok(tensor) => Ok((tensor.client.clone(), tensor.id())),
