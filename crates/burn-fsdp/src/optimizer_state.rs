@@ -1,4 +1,4 @@
-//! An optimizer's state for each parameter of a sharded model, known to all ranks.
+//! An optimizer's state for each parameter of a sharded model, on all ranks.
 
 use std::collections::BTreeMap;
 
@@ -204,7 +204,7 @@ fn state_of(parts: &OptimizerParts, id: &LocalId) -> Result<ParameterState, Chec
 
 /// Returns the non-tensor values that an optimizer keeps for a parameter.
 pub(crate) fn kept_of(parts: &OptimizerParts, id: u64) -> Kept {
-    // Each reader sets the number of dims in which it shows a tensor.
+    // The number of dims depends on the reader, which sets it.
     let scalars = parts.scalars_of(id).filter(|(field, _)| field != RANK_KEY);
     Kept {
         scalars: scalars

@@ -40,7 +40,7 @@ fn group_of(ids: impl IntoIterator<Item = u64>) -> ParamGroup {
     ParamGroup::from_ids(ids.into_iter().map(ParamId::from).collect())
 }
 
-/// Splits the record of an optimizer as [`OptimizerParts::take`] does, some of the parameters `ids` at a time. Memory
+/// Splits the record of an optimizer as [`OptimizerParts::take`] does, a few of the parameters `ids` at a time. Memory
 /// holds the whole record, and a second copy of one piece.
 pub(crate) fn taken_in_pieces(
     optimizer: &ModuleOptimizer,

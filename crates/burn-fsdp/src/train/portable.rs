@@ -162,7 +162,7 @@ fn unreadable(error: burn_pack::Error) -> Error {
     }
 }
 
-/// Outputs of a loss, scores and targets.
+/// Implements [`Portable`] for outputs with a loss, scores and targets.
 macro_rules! portable {
     ($($output:ty)+) => {$(
         impl Portable for $output {

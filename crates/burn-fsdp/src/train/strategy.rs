@@ -64,7 +64,7 @@ impl<T> Clone for Left<T> {
     }
 }
 
-/// This process as one rank among others.
+/// This process as one of several ranks.
 pub(crate) struct Process<M: LearnerModel> {
     pub(crate) rank: usize,
     pub(crate) codecs: Codecs<M>,
@@ -85,7 +85,7 @@ impl<M: LearnerModel, T> Strategy<M, T> {
         }
     }
 
-    /// Returns the device of each rank, with the model's autodiff, on which all tensors of an operation must agree.
+    /// Returns each rank's device with the model's autodiff context, which all tensors of an operation must share.
     fn devices(&self, model: &M) -> Vec<Device> {
         let of_model = model.devices().into_iter().next().unwrap_or_default();
         let given = self.settings.devices.iter();
@@ -203,7 +203,7 @@ impl<M: LearnerModel, T: Send + 'static> SupervisedLearningStrategy<Lent<M>> for
     }
 }
 
-/// The contents of one learner, before they are divided among the ranks.
+/// The contents of a learner, before they are divided among the ranks.
 struct Whole<M: LearnerModel> {
     model: M,
     optimizer: ModuleOptimizer,
