@@ -1,4 +1,4 @@
-//! The machine's limits, measured in the same run as the numbers that are compared with them.
+//! The machine's limits, measured in the same run as the numbers compared with them.
 
 use std::hint::black_box;
 use std::time::Instant;

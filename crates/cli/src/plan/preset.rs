@@ -51,7 +51,7 @@ impl Preset {
         }
     }
 
-    /// Returns the same model with blocks of only a few elements.
+    /// Returns the same model with tiny dims, for a proof.
     pub(crate) fn narrow(self) -> Self {
         match self {
             Self::Gpt(config) => Self::Gpt(GptConfig {

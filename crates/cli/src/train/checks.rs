@@ -56,7 +56,7 @@ pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
     }
 }
 
-/// Rejects runs in which gradient sums are too small for their type.
+/// Rejects f16 reduction without loss scaling, because small gradients would become 0.
 pub(super) fn check_reduction(args: &TrainArgs) -> Result<(), InputError> {
     let training = &args.training;
     match training.reduce_dtype == Some(Float::F16) && training.precision != Float::F16 {

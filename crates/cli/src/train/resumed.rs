@@ -15,7 +15,7 @@ use crate::train::settings::Settings;
 #[derive(Debug)]
 pub(crate) struct Resumed {
     pub(crate) step: Step,
-    /// Damaged steps that were skipped. The run replaces them when it reaches their numbers.
+    /// Numbers of damaged steps that were skipped. The run replaces these steps when it reaches them.
     pub(crate) skipped: Vec<u64>,
     /// Warnings to the user.
     pub(crate) warnings: Vec<String>,
