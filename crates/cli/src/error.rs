@@ -298,7 +298,7 @@ pub(crate) enum InputError {
     TextShorterThanStep {
         source_name: String,
         found: usize,
-        /// "bytes", or "tokens" of a tokenizer.
+        /// The unit: `bytes`, or `tokens` of a tokenizer.
         tokens: &'static str,
         needed: usize,
         batch: usize,

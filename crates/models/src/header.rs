@@ -19,8 +19,7 @@ const LENGTH_BYTES: u64 = 8;
 
 /// The header of a safetensors file, checked against the length of the file.
 ///
-/// The safetensors crate makes the same checks, but its errors do not name the
-/// tensor whose size is wrong.
+/// The safetensors crate performs the same checks, but its errors do not name the tensor whose size is wrong.
 #[derive(Debug)]
 pub(crate) struct Header {
     /// Position of the first byte of the tensors' data.
@@ -45,7 +44,7 @@ struct HeaderJson {
     tensors: BTreeMap<String, TensorEntry>,
 }
 
-/// Reads the tensors. A duplicate name is an error, because it would be unclear which entry is meant.
+/// Reads the tensors. A duplicate name is an error, because either entry could be meant.
 fn each_once<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<BTreeMap<String, TensorEntry>, D::Error> {

@@ -39,7 +39,7 @@ impl Remark {
         self <= Self::Special
     }
 
-    /// Returns a few words that follow a number in a report.
+    /// Returns a phrase that follows a number in a report, such as `hidden`.
     #[must_use]
     pub fn word(self) -> &'static str {
         match self {
@@ -57,7 +57,7 @@ impl Remark {
     }
 }
 
-/// The remarks on a text: the number of times that each occurred, and the first path.
+/// The remarks on a text: for each, the number of files or folders and the first path.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Remarks(BTreeMap<Remark, (usize, PathBuf)>);
 

@@ -203,8 +203,8 @@ impl ModuleAdapter for ToFile {
     }
 }
 
-/// Returns the tensor under another name and, with `transpose`, with its two dims exchanged. Bytes are read and moved
-/// only when they are used.
+/// Returns the tensor under another name and, with `transpose`, with its two dims swapped. Bytes are read and
+/// transposed only on demand.
 fn adapted(mut tensor: PackedTensor, name: String, transpose: bool) -> PackedTensor {
     if !transpose {
         tensor.name = name;

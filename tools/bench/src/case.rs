@@ -52,7 +52,7 @@ pub(crate) struct Steps {
 pub(crate) struct PeerCommand {
     pub(crate) script: &'static str,
     pub(crate) words: Vec<String>,
-    /// Variants, as words to add. The fastest one is used for the comparison.
+    /// Variants of the program, as additional arguments. The fastest one is compared.
     pub(crate) forms: &'static [&'static [&'static str]],
 }
 
@@ -114,8 +114,8 @@ impl Case {
         (!self.is_encoder()).then(|| sizes.words())
     }
 
-    /// Returns the floating-point operations per token in matrix products: six for each weight of a matrix, and the
-    /// half of attention that a causal mask leaves.
+    /// Returns the floating-point operations per token in matrix products: six for each weight of a matrix, and
+    /// attention's, halved by the causal mask.
     pub(crate) fn flop_per_token(self) -> f64 {
         let Sizes {
             layers,
