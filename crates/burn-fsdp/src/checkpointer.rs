@@ -83,7 +83,7 @@ pub struct Checkpointer {
     remarks: Vec<SaveRemark>,
 }
 
-/// A snapshot that all ranks have taken at the same point, and their agreement about it.
+/// A snapshot that all ranks took at the same point, with their agreement about saving it.
 #[derive(Debug)]
 #[must_use = "nothing is saved before `begin`"]
 pub struct Offered {
@@ -97,7 +97,7 @@ pub struct Offered {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NotFiniteTensor {
-    /// Its name.
+    /// The tensor's name.
     pub tensor: String,
     /// The first rank that has such an element.
     pub rank: usize,

@@ -135,7 +135,7 @@ fn kept_of(path: &str, counters: &[(String, Scalar)]) -> Kept {
     }
 }
 
-/// Describes a tensor of the optimizer's state by its whole shape and its layout; `data` is a part of it.
+/// Describes a tensor of the optimizer's state with its whole shape, its layout, and the type of `data`, a part of it.
 fn state_spec(
     path: &str,
     field: &str,

@@ -60,7 +60,7 @@ pub enum Error {
     Parcel {
         /// The tensor.
         name: String,
-        /// The problem with it.
+        /// Why it cannot be sent.
         reason: String,
     },
     /// Trained parameters that the policy ignores, in Burn's training loop.

@@ -25,10 +25,10 @@ use crate::optimizer_record::{OptimizerParts, check_taken};
 /// gradients. Each step reads and writes all state once, so a fast disk and large batches help. The results are
 /// bit-identical to the plain optimizer's.
 ///
-/// State belongs to the run: the files are removed when this is dropped, and a folder that another run uses is
-/// rejected. The files of a killed run are removed; a folder with any other file is rejected, and left unchanged. A
-/// step fails if a file has changed by even one bit since it was written. [`snapshot`](Self::snapshot) and
-/// [`restore_step`](Self::restore_step) are for [checkpoints](crate::checkpoint).
+/// The files are removed when this is dropped. A folder that another run uses is rejected. The files of a killed run
+/// are removed; a folder with any other file is rejected, and left unchanged. A step fails if a file has changed by
+/// even one bit since it was written. [`snapshot`](Self::snapshot) and [`restore_step`](Self::restore_step) are for
+/// [checkpoints](crate::checkpoint).
 ///
 /// ```no_run
 /// # use burn::{nn::Linear, optim::AdamWConfig, tensor::Tensor};

@@ -182,7 +182,7 @@ impl AsRef<[u8]> for Elements<TensorData> {
     }
 }
 
-/// The tensors of a snapshot, on all ranks and on this one.
+/// Collects a snapshot: the description of all ranks' tensors, and this rank's elements.
 struct Tensors<'a> {
     place: Ranks<'a>,
     are_in: Store,

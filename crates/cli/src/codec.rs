@@ -123,7 +123,7 @@ impl Chosen {
         }
     }
 
-    /// Returns warnings about a tokenized text, for the `--init` model if there is one.
+    /// Returns warnings about the choice of codec, for the `--init` model if there is one.
     pub(crate) fn warnings(&self, of_init: Option<&ModelConfig>) -> Vec<String> {
         let vocab = of_init.map_or(BYTE_VOCAB, ModelConfig::vocab);
         let is_guess = matches!(self.codec, TextCodec::Bytes) && !self.are_bytes_given;

@@ -14,7 +14,7 @@ use crate::error::InputError;
 
 /// Checks that every output can be written, and that none overwrites another or an input.
 ///
-/// Leaves nothing behind.
+/// Leaves no new files or folders.
 pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
     let outputs = [
         ("--save-init", args.model.save_init.as_deref(), Kind::Whole),
@@ -154,7 +154,7 @@ fn check_graphs(
     }
 }
 
-/// Checks that a folder for graphs can be written to, and that no file blocks them. Leaves nothing behind.
+/// Checks that a folder for graphs can be written to, and that no file is in the way. Leaves no new files or folders.
 pub(crate) fn check_dump(folder: &Path) -> Result<(), InputError> {
     const FLAG: &str = "--dump-graphs";
     check_folder(FLAG, folder)?;
@@ -166,7 +166,7 @@ pub(crate) fn check_dump(folder: &Path) -> Result<(), InputError> {
     })
 }
 
-/// Checks that an output can be written. Leaves nothing behind.
+/// Checks that an output can be written. Leaves no new file.
 pub(crate) fn check_one(flag: &'static str, path: &Path) -> Result<(), InputError> {
     check_writable(path, Kind::Whole).map_err(|problem| InputError::Output {
         flag,

@@ -107,7 +107,7 @@ fn saving_error(path: &Path, error: &SafetensorsStoreError) -> ModelError {
     }
 }
 
-/// Returns the permissions for a file at `path`: those of the file that is replaced, or the default for new files.
+/// Returns the permissions for a file at `path`: the replaced file's, or the default for new files.
 fn permissions(path: &Path) -> io::Result<Permissions> {
     match path.metadata() {
         Ok(replaced) => Ok(replaced.permissions()),

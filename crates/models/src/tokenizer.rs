@@ -36,7 +36,7 @@ pub struct Tokenizer {
     unknown: Option<u32>,
 }
 
-/// A token with the bytes of the text that it covers.
+/// A token, and the byte range of the text that it covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Placed {
     pub(crate) id: u32,

@@ -107,8 +107,7 @@ impl Case {
         matches!(self, Self::Encoder | Self::EncoderOneRank)
     }
 
-    /// Returns the arguments that make a GPT equal on both sides, including its weights. Returns `None` for an
-    /// encoder.
+    /// Returns the arguments for a GPT's sizes, the same on both sides; `None` for an encoder.
     pub(crate) fn shape(self) -> Option<Vec<String>> {
         let sizes = self.sizes();
         (!self.is_encoder()).then(|| sizes.words())
@@ -204,7 +203,7 @@ impl Sizes {
     }
 }
 
-/// Arguments under construction.
+/// A builder of command-line arguments.
 #[derive(Default)]
 struct Words(Vec<String>);
 

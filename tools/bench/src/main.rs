@@ -101,7 +101,7 @@ fn beside_this_program() -> io::Result<PathBuf> {
     Ok(std::env::current_exe()?.with_file_name(name))
 }
 
-/// Rejects a file that cannot be written before hours of measurements. Leaves no new file behind.
+/// Rejects a file that cannot be written, before hours of measurements. Leaves no new file behind.
 fn check_writable(flag: &'static str, path: &Path) -> Result<(), Error> {
     let is_new = !path.exists();
     let opened = File::options().append(true).create(true).open(path);

@@ -55,7 +55,7 @@ fn of_tensors<M: Module>(model: &M) -> u64 {
 #[derive(Default)]
 struct Tensors {
     path: Vec<String>,
-    /// Path, kind and shape of each.
+    /// Path, kind and shape of each tensor.
     found: Vec<(String, char, Vec<usize>)>,
 }
 

@@ -19,13 +19,13 @@ use crate::train::lock::held;
 /// Programs need not name it: the type of the `SupervisedTraining` for
 /// [`FullySharded::launch`](crate::train::FullySharded::launch) follows from the model's.
 ///
-/// A learner does not expose its optimizer. It shows it only to the model, in [`TrainStep::optimize`], and takes the
-/// state to save from the model, with [`Module::into_record`]. So both pass through here.
+/// A learner exposes its optimizer only to its model, in [`TrainStep::optimize`], and gets the state to save from the
+/// model, with [`Module::into_record`]. Both therefore pass through this type.
 #[derive(Clone)]
 pub struct Lent<M> {
     /// `None` while the ranks have it.
     model: Option<M>,
-    /// The summary's text about the model.
+    /// The description of the model in the summary.
     text: Arc<str>,
     counter: Arc<Mutex<Counter<M>>>,
 }

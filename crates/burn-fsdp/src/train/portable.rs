@@ -62,7 +62,7 @@ pub trait Portable: Sized {
 #[derive(Debug, Default)]
 pub struct Parcel {
     tensors: BTreeMap<String, TensorData>,
-    /// A name under which two tensors were put.
+    /// The name of a tensor that was put in twice.
     twice: Option<String>,
 }
 

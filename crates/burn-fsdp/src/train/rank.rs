@@ -41,7 +41,7 @@ pub(crate) struct Start<M: LearnerModel> {
     pub(crate) validation: Share<<M as InferenceStep>::Input>,
     pub(crate) device: Device,
     pub(crate) course: Course<M>,
-    /// On rank 0.
+    /// Rank 0's additional work; `None` on other ranks.
     pub(crate) lead: Option<Lead<M>>,
 }
 
@@ -122,8 +122,8 @@ pub(crate) fn train<M: LearnerModel>(
     Ok((model, rank.optimizer))
 }
 
-/// Rejects a model with trained parameters that no unit manages: each rank would have its own, and only one rank's are
-/// saved and returned.
+/// Rejects a model with trained parameters outside of all units: each rank would train its own copy, and only one copy
+/// is saved and returned.
 fn check_managed<M: LearnerModel>(model: &M) -> Result<(), Error> {
     let managed = local_ids(model)?.into_iter();
     let managed = managed.flat_map(|ids| [ids.id, ids.recorded]).collect();

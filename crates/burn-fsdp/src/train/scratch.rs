@@ -14,7 +14,7 @@ use crate::error::Error;
 const MAX_FILE_BYTES: u64 = 100 << 30;
 const MAX_TENSOR_BYTES: u64 = 10 << 30;
 
-/// A folder of files that is removed with this value.
+/// A temporary folder, removed on drop.
 #[derive(Debug)]
 pub(crate) struct Scratch {
     folder: TempDir,
@@ -22,10 +22,10 @@ pub(crate) struct Scratch {
     _lock: Option<File>,
 }
 
-/// Name of the file that is locked in a folder.
+/// Name of the lock file in a folder.
 const LOCK: &str = "lock";
 
-/// The beginning of the names of folders.
+/// Prefix of the folders' names.
 const PREFIX: &str = "burn-fsdp-";
 
 /// Minimum age of a free lock that counts as left behind; a younger one may be about to be taken.

@@ -23,7 +23,7 @@ use crate::train::rank::{Start, train};
 use crate::train::rounds::Share;
 use crate::train::settings::Settings;
 
-/// Each rank's work with its shards of the trained model at the end of the training, in which all ranks take part.
+/// The function that all ranks call at the end of the training, each with its shards of the trained model.
 pub(crate) type Ending<M, T> =
     Arc<dyn Fn(&ProcessGroup, M, ModuleOptimizer) -> Result<T, Error> + Send + Sync + 'static>;
 
@@ -42,7 +42,7 @@ pub(crate) type Outcome<T> = Arc<Mutex<Option<Result<Vec<T>, Error>>>>;
 pub(crate) struct Left<T> {
     /// The results of the ranks here, or the reason why one failed; `None` until they end.
     pub(crate) outcome: Outcome<T>,
-    /// The summary's text about the model.
+    /// The description of the model in the summary.
     pub(crate) text: Arc<Mutex<String>>,
 }
 

@@ -18,7 +18,7 @@ pub(super) struct Proved<'a> {
     pub(super) proof: Option<Proof>,
 }
 
-/// A proof of the plan, with a narrow version of the model.
+/// A proof of the plan, on a narrow version of the model.
 #[derive(Serialize)]
 pub(super) struct Proof {
     blocks: usize,

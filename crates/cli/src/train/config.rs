@@ -96,7 +96,7 @@ pub(crate) struct Sharding {
     pub(crate) strategy: Strategy,
     /// Number of copies of the shards; 1 without hybrid sharding.
     pub(crate) replicas: usize,
-    /// True if each machine gets one of the copies.
+    /// True if each machine gets one copy of the shards.
     pub(crate) is_by_host: bool,
     pub(crate) prefetch: Option<usize>,
     /// Minimum number of parameters in a unit; if `None`, the blocks are the units.
