@@ -1,4 +1,4 @@
-//! Saving the steps of a training run while it continues.
+//! Saves a training run while it continues.
 
 use std::fmt;
 use std::sync::Arc;
@@ -345,7 +345,7 @@ impl Checkpointer {
     }
 }
 
-/// Returns a tensor that is not finite on some rank, and whether any rank is busy.
+/// Agrees among all ranks on a tensor that is not finite, and on whether any rank is busy.
 fn agree(
     world: &ProcessGroup,
     own_not_finite: Option<&str>,

@@ -39,7 +39,7 @@ pub enum Error {
          travel between processes only if they are `Portable`; call `FullySharded::launch_among_processes`"
     )]
     TrainingAmongProcesses {
-        /// The launcher that started them.
+        /// The launcher that started the processes.
         launcher: String,
         /// The number of processes.
         processes: usize,
@@ -58,7 +58,7 @@ pub enum Error {
     /// A step's output that cannot be sent between processes.
     #[error("a step output does not match its `Portable` implementation: `{name}` {reason}")]
     Parcel {
-        /// The tensor.
+        /// The tensor's name.
         name: String,
         /// Why it cannot be sent.
         reason: String,
@@ -170,9 +170,9 @@ pub enum CheckpointError {
     /// A failure of another rank; this rank has changed nothing on disk.
     #[error("rank {rank} failed: {reason}")]
     Peer {
-        /// The rank.
+        /// The failed rank.
         rank: usize,
-        /// The message of the rank.
+        /// The error message of that rank.
         reason: String,
     },
     /// Factors of an adapter that were trained with another alpha.
@@ -211,7 +211,7 @@ pub enum CheckpointError {
         path: String,
         /// The field of the state.
         field: String,
-        /// Its type.
+        /// The type of the tensor in that field.
         dtype: DType,
         /// The type that it would have after restoring.
         back: DType,
@@ -219,9 +219,9 @@ pub enum CheckpointError {
     /// A tensor whose type checkpoints do not support.
     #[error("`{name}` is of type {dtype:?}; checkpoints hold floats, integers and booleans")]
     Type {
-        /// The tensor.
+        /// The tensor's name.
         name: String,
-        /// Its type.
+        /// The type of the tensor.
         dtype: DType,
     },
 }

@@ -22,13 +22,13 @@ use crate::optimizer_state::{Holders, StateTensor, kept_of, not_elementwise, sta
 use crate::piecewise::taken_in_pieces;
 
 /// Gathers the whole optimizer state of a sharded model. Ranks that `keep` it get an optimizer for the plain copy of
-/// Gathers the whole optimizer state of a sharded model. Ranks that `keep` it get an optimizer for the plain copy of
 /// the model that [`unsharded`](crate::internals::state::unsharded) returns, with the copy's ids; the others get
 /// `None`. Training can continue with the copy, after `train` is called on it to add autodiff. The optimizer's record
 /// equals the record of a training run without shards. Groups that select parameters by id use the ids of the sharded
 /// model.
-/// Ranks that do not `keep` the state hold one whole tensor at a time.
+///
 /// Ranks that do not `keep` the state hold one whole tensor at a time, in addition to their own state.
+///
 /// Collective over all ranks of the model, between steps: one all-gather for each state of a sharded parameter. The
 /// optimizers of all ranks must have taken the same steps.
 ///

@@ -32,7 +32,7 @@ pub(crate) const ADAPTER_SCALE: &str = "adapter_scale";
 pub struct TrainingSnapshot {
     /// The plan of which rank writes what; the same on every rank.
     pub plan: Arc<WritePlan>,
-    /// The bytes. The model's bytes are shared, not copied: training may continue.
+    /// The bytes of this rank's tensors. The model's bytes are shared, not copied: training may continue.
     pub snapshot: Snapshot,
     /// The non-tensor values of the optimizer's state, for
     /// [`TrainingState::optimizer`](burn_fsdp_checkpoint::TrainingState::optimizer).

@@ -183,8 +183,7 @@ impl FullySharded {
         self
     }
 
-    /// Sets the devices: rank `i` computes on the `i`th one, and from the first one again if there are fewer devices
-    /// than ranks.
+    /// Sets the devices: rank `i` computes on the `i`th one. If there are fewer devices than ranks, the devices repeat.
     #[must_use]
     pub fn devices(mut self, devices: impl IntoIterator<Item = Device>) -> Self {
         self.0.devices = devices.into_iter().collect();

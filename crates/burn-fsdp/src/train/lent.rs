@@ -88,7 +88,7 @@ impl<M: LearnerModel> Lent<M> {
         learner.optimizer_step(GradientsParams::new());
     }
 
-    /// Returns true if a learner has passed the state to save to its checkpointers.
+    /// Returns true if a learner's checkpointers have taken the state to save.
     pub(crate) fn is_recorded(learner: &Learner<Self>) -> bool {
         learner.model().counter().is_recorded
     }

@@ -64,7 +64,7 @@ pub(crate) struct Channel<O> {
     arrived: Vec<Mutex<VecDeque<TrainingItem<O>>>>,
     /// `None` if ranks are threads.
     codec: Option<Codec<O>>,
-    /// The outputs of this process for rank 0, if it is another rank.
+    /// The encoded output of this process that waits to be sent to rank 0.
     waiting: Mutex<Option<Bytes>>,
 }
 
@@ -191,7 +191,7 @@ impl<O: Portable> Codec<O> {
     }
 }
 
-/// Returns the progress of an epoch.
+/// Returns the progress of an epoch: `had` items of `of`.
 pub(crate) fn progress(had: usize, of: usize) -> Progress {
     Progress::new(had, of, Some("items".to_owned()))
 }

@@ -35,7 +35,7 @@ pub(crate) struct Start<M: LearnerModel> {
     pub(crate) optimizer: ModuleOptimizer,
     /// On rank 0: the optimizer with the state of whole parameters.
     pub(crate) whole: Option<ModuleOptimizer>,
-    /// The learner without its model, for its schedule of rates.
+    /// The learner without its model, for its learning-rate schedule.
     pub(crate) learner: Learner<Lent<M>>,
     pub(crate) training: Share<<M as TrainStep>::Input>,
     pub(crate) validation: Share<<M as InferenceStep>::Input>,
@@ -214,7 +214,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         if validated == After::End {
             return Ok(After::End);
         }
-        // If a rank stopped at the end of the validation, metrics must not judge the epoch.
+        // If a rank stopped at the end of validation, do not judge the epoch by its metrics.
         if self.agreed(false)? == After::End {
             return Ok(After::End);
         }
