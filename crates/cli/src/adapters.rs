@@ -28,7 +28,7 @@ pub(crate) struct AdapterSizes {
     pub(crate) alpha: f64,
 }
 
-/// The adapters of a step, and the frozen weights that they belong to.
+/// The adapters of a step, and a checksum of the frozen weights that they belong to.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Adapters {
     #[serde(flatten)]

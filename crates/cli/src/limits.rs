@@ -11,7 +11,7 @@ use serde::Serialize;
 /// Limits of all ranks together, measured while all of them work.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(crate) struct Limits {
-    /// Bytes per second of copying.
+    /// Bytes copied per second.
     pub(crate) copy: f64,
     /// Operations per second of square matrix products.
     pub(crate) products: f64,

@@ -5,7 +5,7 @@
 //! - `plan`: the cost of a run, without running it.
 //! - `steps`: the commands for a saved step.
 //! - `operations`: records of a run's operations, and their comparison.
-//! - `launch`: restarts a failed command. `tether`: tells the processes below `launch` that it is gone.
+//! - `launch`: restarts a failed command. `tether`: notifies the processes below `launch` of its end.
 //! - `text`, `codec`, `weights`, `adapters`, `random`: shared by several commands: text generation, conversion of text
 //!   to tokens, weights read shard by shard, adapters on these weights, random numbers.
 //! - `limits`: the machine's limits.

@@ -17,7 +17,7 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// Finds a process by its number; `None` if it has ended, or if the system does not list processes.
+    /// Finds a process by its id; `None` if it has ended, or if the system does not list processes.
     pub(crate) fn find(id: u32) -> Option<Self> {
         // A process name may contain any bytes.
         let text = fs::read(format!("/proc/{id}/stat")).ok()?;

@@ -31,7 +31,8 @@ const DROPOUTS: [&str; 4] = [
 ];
 
 /// Settings that make transformers choose tokens by more than their logits, the temperature and a seed. A setting has
-/// no effect if it is null, false or empty, if it is 0 and is not a token, or, for [`NEUTRAL_AT_ONE`], if it is 1.
+/// no effect if it is null, false or empty, if it is 0 and that is not a token id, or, for [`NEUTRAL_AT_ONE`], if it is
+/// 1.
 const RULES: [&str; 20] = [
     "bad_words_ids",
     "begin_suppress_tokens",

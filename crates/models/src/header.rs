@@ -14,7 +14,7 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// First bytes of a Git LFS pointer. As a length, they would be larger than any file.
 const LFS: &[u8; LENGTH_BYTES as usize] = b"version ";
 
-/// Length of the number before the header.
+/// Size in bytes of the length field before the header.
 const LENGTH_BYTES: u64 = 8;
 
 /// The header of a safetensors file, checked against the length of the file.

@@ -115,8 +115,7 @@ impl KeyValues {
     }
 }
 
-/// Returns a mask of the keys that come after the query, for the last `time` queries and `all` keys:
-/// `[1, 1, time, all]`.
+/// Returns a mask of the keys after each query, for the last `time` queries and `all` keys: `[1, 1, time, all]`.
 fn hidden(time: usize, all: usize, like: &Tensor<4>) -> Tensor<4, Bool> {
     let device = like.device();
     let keys = Tensor::<1, Int>::arange(0..all as i64, &device).reshape([1, 1, 1, all]);

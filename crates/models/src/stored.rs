@@ -47,7 +47,7 @@ impl StoredType {
     }
 }
 
-/// The state of a file when its header was read.
+/// The path, size and modification time of a file when its header was read, to detect changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct OpenedFile {
     path: PathBuf,
@@ -85,7 +85,7 @@ pub(crate) struct StoredTensor {
     pub(crate) spec: ParameterSpec,
 }
 
-/// Elements that were read, and the number of reads.
+/// Elements that were read, and the traffic of reading them.
 pub(crate) struct Elements {
     pub(crate) values: Vec<f32>,
     pub(crate) traffic: Traffic,

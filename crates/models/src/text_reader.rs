@@ -30,7 +30,7 @@ pub struct Unread {
 pub(crate) struct Reader<'a> {
     max_bytes: usize,
     extension: Option<&'a OsStr>,
-    /// Returns true for a path to skip; called with links resolved.
+    /// Returns true for a path to skip, given with links resolved.
     is_excluded: &'a dyn Fn(&Path) -> bool,
     pub(crate) bytes: Vec<u8>,
     /// The end of each file in `bytes`.

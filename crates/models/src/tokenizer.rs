@@ -158,7 +158,7 @@ impl Tokenizer {
     }
 }
 
-/// Runs a part of the tokenizer, and turns a panic, as some inconsistent files cause, into an error.
+/// Runs a part of the tokenizer. Turns panics, which some inconsistent files cause, into errors.
 fn caught<T>(body: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(result) => result.map_err(|error| error.to_string()),

@@ -55,7 +55,7 @@ impl TokenRange {
         is_valid.then_some(Self { tokens, range })
     }
 
-    /// Returns all ids of a tokenizer, or `None` if there are none.
+    /// Returns the range of all `ids` of a tokenizer, or `None` if there are none.
     #[must_use]
     pub fn of_ids(ids: Arc<[u32]>) -> Option<Self> {
         let range = 0..ids.len();

@@ -250,7 +250,7 @@ impl Modules {
         }
     }
 
-    /// Returns the targets of a further segment of a path. Names below a type belong to the type.
+    /// Returns the targets of the next segment of a path. Names below a type belong to the type.
     fn below(
         &self,
         targets: &[Target],

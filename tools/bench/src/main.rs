@@ -64,7 +64,7 @@ fn answer(text: &str) -> Result<(), Error> {
     }
 }
 
-/// Rejects a benchmark that could not be measured or written. Returns our side's command.
+/// Checks that a benchmark can be measured and its results written. Returns our side's command.
 fn check(args: &BenchArgs) -> Result<PathBuf, Error> {
     for (flag, value) in [("--pairs", args.pairs), ("--steps", args.steps)] {
         if value == 0 {

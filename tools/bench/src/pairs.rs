@@ -32,7 +32,7 @@ pub(crate) struct Pair {
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct CaseResult {
     pub(crate) case: Case,
-    /// The words of the peer's fastest variant, if it has variants.
+    /// The additional arguments of the peer's fastest variant, if it has variants.
     pub(crate) peer_form: Option<String>,
     pub(crate) pairs: Vec<Pair>,
     /// Limits measured between the pairs. For products, the limit is the higher one of Burn's and the peer's.

@@ -161,7 +161,7 @@ impl Below {
             let up = std::iter::successors(parent(of), |process| parent(process));
             up.take(all.len()).take_while(|process| process.id != this)
         };
-        // If the whole group has ended, another process may have its number.
+        // If the whole group has ended, another process may have its id.
         let mut holders = all.iter().filter(|process| process.id == self.first);
         let is_ours = holders.all(|holder| Some(holder.started) == self.started);
         let is_near = |process: &Process| {

@@ -50,7 +50,7 @@ struct Difference {
     line: Line,
 }
 
-/// Prints that two runs carry the same bytes. The first difference is returned as an error.
+/// Compares two runs, and prints a line if they carry the same bytes. Returns the first difference as an error.
 pub(crate) fn run(args: &DiffArgs) -> Result<(), Failure> {
     let [a, b] = [&args.run_a, &args.run_b].map(|folder| read(folder));
     let (a, b) = (a?, b?);

@@ -9,7 +9,7 @@ use burn_fsdp::internals::compile::{Error, prove};
 use burn_fsdp::internals::plan::TracedEstimate;
 use serde::Serialize;
 
-/// An estimate, with the requested proof.
+/// An estimate, with a proof if one was requested.
 #[derive(Serialize)]
 pub(super) struct Proved<'a> {
     #[serde(flatten)]

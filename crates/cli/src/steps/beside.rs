@@ -26,7 +26,7 @@ const FILES: [&str; 8] = [
 /// The copied files of a folder, and the token ids of its `config.json`.
 #[derive(Debug, Default)]
 pub(crate) struct Beside {
-    /// Sorted by name.
+    /// Names and contents, sorted by name.
     pub(crate) files: Vec<(String, Vec<u8>)>,
     ids: Vec<(&'static str, Value)>,
 }

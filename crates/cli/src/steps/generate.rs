@@ -26,7 +26,7 @@ use crate::text::{Sample, printable};
 use crate::train::{Ranks, tokenizer_of};
 use crate::weights;
 
-/// The ranks' input for the generation.
+/// The input of the ranks that generate.
 struct Job {
     args: GenerateArgs,
     model: ModelConfig,

@@ -56,7 +56,7 @@ pub(crate) struct Compiled<'a, A: Architecture> {
     adapters: Option<Adapters>,
 }
 
-/// Results of the last step about its gradients.
+/// The gradient norm and loss scale of the last step.
 struct Gradients {
     /// The gradient norm, if it is not finite and the run must therefore stop.
     norm_not_finite: Option<f64>,
@@ -64,8 +64,8 @@ struct Gradients {
     scaler: Option<LossScaler>,
 }
 
-/// Returns the mode, with the configuration's sharding and passes, and the units that are recomputed to keep a step
-/// within its memory budget.
+/// Returns the compile mode for the configuration, and the units that must be recomputed to keep a step within its
+/// memory budget.
 fn mode<A: Architecture>(
     sizes: A,
     config: &TrainConfig,

@@ -124,7 +124,7 @@ pub(crate) struct StepConfig {
     pub(crate) clip: Option<Clip>,
     pub(crate) scales_loss: bool,
     pub(crate) activation_checkpointing: bool,
-    /// Maximum size of a rank's compiled step in bytes.
+    /// Memory budget of a compiled step, in bytes per rank.
     pub(crate) memory_budget: Option<u64>,
     /// True to prove a compiled plan before the first step.
     pub(crate) is_certified: bool,

@@ -11,8 +11,8 @@ use crate::train::ranks::Ranks;
 
 /// How the ranks meet to save.
 ///
-/// It is separate from the training's process groups. A disk may therefore take longer than ranks wait for each other
-/// in a step, and a failed save does not affect the training.
+/// This rendezvous is separate from the training's process groups. A disk may therefore take longer than ranks wait for
+/// each other in a step, and a failed save does not affect the training.
 #[derive(Debug)]
 pub(crate) enum Meeting {
     /// One end of a thread rendezvous for each rank. A process group would also end, and with it the current save, if

@@ -84,7 +84,7 @@ pub(crate) fn shard<A: Architecture>(
     Ok(fully_shard(model, mesh, policy)?)
 }
 
-/// Returns the patterns for the units.
+/// Returns the path patterns of the modules that become units.
 fn units<A: Architecture, M: Module>(config: &TrainConfig, model: &M) -> Vec<String> {
     match config.sharding.unit_size {
         None => vec![A::BLOCKS.to_owned()],

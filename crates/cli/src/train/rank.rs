@@ -113,7 +113,7 @@ pub(crate) fn train(
     Ok(result)
 }
 
-/// Returns the operations per second that matrix products reach, if they are to be measured. Collective.
+/// Measures the operations per second of matrix products, if the run is to measure them. Collective.
 fn products(config: &TrainConfig, world: &ProcessGroup) -> Result<Option<f64>, RankError> {
     match config.measures_limits {
         true => Ok(Some(

@@ -55,7 +55,7 @@ struct Member {
 }
 
 impl Numbers {
-    /// Returns an optimizer's defaults.
+    /// Returns the default hyperparameters of an optimizer.
     fn of(name: OptimizerName) -> Self {
         use OptimizerName::{Adam, Adamw, Adan, Lion, Muon, Rmsprop, Sgd};
         Self {
@@ -288,7 +288,7 @@ impl Recipe {
         owned.map(|member| member.path.as_str()).collect()
     }
 
-    /// Returns the number of values that are kept for each element of a parameter.
+    /// Returns the number of values that the optimizer keeps for each element of a parameter.
     pub(crate) fn values_of(&self, path: &str) -> usize {
         match self.name {
             OptimizerName::Muon => match self.owned().contains(&path) {
@@ -303,7 +303,7 @@ impl Recipe {
         }
     }
 
-    /// Returns the number of values that are kept for all parameters of the model.
+    /// Returns the number of values that the optimizers keep for all parameters of the model.
     pub(crate) fn num_values(&self) -> usize {
         let members = self.members.iter();
         members
@@ -372,7 +372,7 @@ fn table<A: Architecture>(sizes: A) -> Vec<(ParameterSpec, bool)> {
     table.collect()
 }
 
-/// Returns the paths that match these patterns.
+/// Returns the paths of the parameters that these patterns exempt from weight decay.
 fn undecayed(
     patterns: &[String],
     table: &[(ParameterSpec, bool)],

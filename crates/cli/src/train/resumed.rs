@@ -22,7 +22,7 @@ pub(crate) struct Resumed {
 }
 
 impl Resumed {
-    /// Returns the number of steps completed before.
+    /// Returns the number of steps completed before this run.
     pub(crate) fn first_step(&self) -> usize {
         usize::try_from(self.step.index().training.step).unwrap_or(usize::MAX)
     }

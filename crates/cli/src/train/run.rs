@@ -112,7 +112,7 @@ struct Start {
     origin: Instant,
 }
 
-/// Runs one rank, and returns the results that it passes on.
+/// Runs one rank, and returns the results to report in this process.
 fn run_rank(
     config: &TrainConfig,
     world: &ProcessGroup,

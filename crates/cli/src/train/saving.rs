@@ -36,7 +36,7 @@ pub(crate) struct Saving<'a> {
 struct Contents<'a> {
     config: &'a TrainConfig,
     checkpoints: &'a CheckpointConfig,
-    /// Number of newest steps to keep, including the current save.
+    /// Number of newest steps to keep, including the current save; all if `None`.
     keep_last: Option<NonZeroUsize>,
 }
 
