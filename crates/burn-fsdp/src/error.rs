@@ -146,7 +146,7 @@ impl From<LaunchError> for Error {
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// A step cannot be written or read, or does not fit the model.
+    /// A step that cannot be written or read, or that does not fit the model.
     #[error(transparent)]
     Step(#[from] StepError),
     /// A model whose state cannot be read or replaced.

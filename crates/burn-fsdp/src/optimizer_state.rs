@@ -47,11 +47,11 @@ impl StateTensor {
 /// The ranks that hold a parameter and its state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Holders {
-    /// All ranks, each with a part: a state has an element for each of the parameter's elements.
+    /// Every rank holds a part, so a state has an element for each of the parameter's elements.
     Parts,
-    /// All ranks, each with all of it: a state has any shape.
+    /// Every rank holds the whole parameter, so a state may have any shape.
     All,
-    /// The rank with this number on the shard axis, with all of it.
+    /// The rank with this number on the shard axis holds the whole parameter.
     Owner(usize),
 }
 

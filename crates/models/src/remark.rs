@@ -24,7 +24,7 @@ pub enum Remark {
     Special,
     /// Read without the byte order mark of UTF-8 at its start.
     Marked,
-    /// Decoded from UTF-16 or UTF-32, which the mark at its start identifies.
+    /// Decoded from UTF-16 or UTF-32, as its byte order mark indicates.
     Decoded,
     /// Read byte by byte: it is text, but not UTF-8.
     NotUtf8,

@@ -137,7 +137,7 @@ impl StoredTensor {
     }
 }
 
-/// The reads of one tensor.
+/// A reader of one tensor's bytes.
 struct Requests<'a> {
     file: File,
     tensor: &'a StoredTensor,

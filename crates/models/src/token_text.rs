@@ -284,8 +284,8 @@ impl Window {
     }
 }
 
-/// Returns the indices of the tokens at which one window ends and the other begins: the common token nearest to `cut`
-/// that has the same tokens on both sides.
+/// Returns the indices of the tokens at which one window ends and the other begins. This is the common token nearest to
+/// `cut` whose neighbors on both sides agree in the two windows.
 fn meeting(before: &Window, next: &Window, cut: usize) -> Option<(usize, usize)> {
     let first = before
         .first_from(next.range.start)
