@@ -14,7 +14,7 @@ use crate::error::CheckpointError;
 use crate::rendezvous::GroupRendezvous;
 use crate::snapshot::TrainingSnapshot;
 
-/// Pause before a failed last save is retried.
+/// Pause before retrying a failed last save.
 const BEFORE_RETRY: Duration = Duration::from_secs(1);
 
 /// Default of [`Checkpointer::patience`].

@@ -88,7 +88,7 @@ impl FileBackedOptimizer {
     /// # Errors
     ///
     /// [`Error::OptimizerState`] if the subfolder cannot be created, is a link, is used by another run, or contains
-    /// anything except state that a run has left.
+    /// anything except state that an earlier run left.
     pub fn new(
         optimizer: ModuleOptimizer,
         folder: impl AsRef<Path>,

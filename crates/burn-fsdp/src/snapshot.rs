@@ -291,7 +291,7 @@ impl Ranks<'_> {
         })
     }
 
-    /// Returns the layout of a tensor in the snapshot, which is its parameter's. A tensor with one owner has one part.
+    /// Returns the layout of a parameter, and of its state, in the snapshot. A tensor with one owner has one part.
     fn layout_of(&self, local: &LocalTensor) -> Result<Layout, CheckpointError> {
         let LocalPart::Shard { partition, .. } = &local.part else {
             return Ok(Layout::replicated(self.mesh));

@@ -22,7 +22,7 @@ enum Ids {
     Several(Vec<u32>),
 }
 
-/// Settings of the dropout that transformers applies in training to the decoders of this crate.
+/// Dropout settings that transformers applies in training to the decoders of this crate.
 const DROPOUTS: [&str; 4] = [
     "attn_pdrop",
     "resid_pdrop",

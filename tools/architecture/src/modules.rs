@@ -25,7 +25,7 @@ pub(crate) struct Module {
 #[derive(Clone)]
 enum Named {
     Module(usize),
-    /// An item that is defined here. Only types have further names below them.
+    /// An item defined here. Only types have names below them.
     Item {
         is_type: bool,
     },

@@ -170,7 +170,7 @@ enum After {
     End,
 }
 
-/// A rank's message at the end of an epoch.
+/// A rank's message to the others at the end of an epoch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct End {
     /// True on rank 0 if the user's early stopping ends the training here.

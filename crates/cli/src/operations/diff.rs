@@ -174,7 +174,7 @@ fn read_rank(folder: &Path, rank: usize) -> Result<(usize, Vec<Line>), InputErro
     Ok((header.ranks, lines.collect::<Result<_, _>>()?))
 }
 
-/// Parses the line with this number.
+/// Parses line `number` of the file.
 fn parsed<T: DeserializeOwned>(
     path: &Path,
     (line, number): (&str, usize),

@@ -69,7 +69,7 @@ pub(super) fn check_reduction(args: &TrainArgs) -> Result<(), InputError> {
     }
 }
 
-/// Checks that the number of all tokens of the run does not overflow.
+/// Checks that the total number of tokens of the run does not overflow.
 pub(super) fn check_size(args: &TrainArgs) -> Result<(), InputError> {
     let steps = args.training.steps.checked_add(args.training.warmup);
     steps

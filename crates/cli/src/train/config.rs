@@ -230,7 +230,7 @@ impl TrainConfig {
         stop.is_some_and(|stop| stop.load(Ordering::Relaxed))
     }
 
-    /// Returns the number of all steps, including unmeasured ones.
+    /// Returns the total number of steps, including unmeasured ones.
     pub(crate) fn num_steps(&self) -> usize {
         self.warmup + self.steps
     }

@@ -36,7 +36,7 @@ pub(crate) struct Text {
     own: Vec<&'static str>,
     /// Number of saved steps of other runs inside the text, which are excluded from it.
     num_steps: usize,
-    /// Warnings about the text's tokens.
+    /// Warnings about the tokenized text.
     warnings: Vec<String>,
 }
 

@@ -31,7 +31,7 @@ const PATIENCE: Duration = Duration::from_secs(15);
 /// Time for which a restarted run waits for the end of the previous run.
 const AFTER_RESTART: Duration = Duration::from_secs(300);
 
-/// Time between two checks for the file.
+/// Time between two checks for rank 0's file in the folder.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// The values that a step is compared with before a run resumes from it: the model, its adapters, and the settings.

@@ -17,7 +17,7 @@ pub(crate) struct Schedule {
     shape: LrSchedule,
     /// Number of steps over which the rate rises.
     rise: usize,
-    /// Number of all steps of the run.
+    /// Total number of steps of the run.
     total: usize,
 }
 
