@@ -40,7 +40,7 @@ pub(crate) type Outcome<T> = Arc<Mutex<Option<Result<Vec<T>, Error>>>>;
 
 /// The results of a training run.
 pub(crate) struct Left<T> {
-    /// The results of the ranks here, or the reason why one failed; `None` until they end.
+    /// The results of this process's ranks, or the reason why one failed; `None` until they end.
     pub(crate) outcome: Outcome<T>,
     /// The description of the model in the summary.
     pub(crate) text: Arc<Mutex<String>>,

@@ -147,8 +147,8 @@ impl<'a> Saving<'a> {
         self.tell();
     }
 
-    /// Waits for the last save. If it fails and was a save of the last step, it is retried once. Returns the newest
-    /// saved step, and a message if the last save failed.
+    /// Waits for the last save, and retries it once if it is of the last step and fails. Returns the newest saved step,
+    /// and a message if the last save failed.
     ///
     /// Uses no collectives of the training, because a disk may be slow.
     pub(crate) fn finish(
